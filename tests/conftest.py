@@ -1,0 +1,156 @@
+"""Small models and data made on the spot, and a working folder of each test's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.utils import load_tokenizer, quantize_model, save_config
+
+from your_ai.config import TrainConfig, build, packaged
+from your_ai.run import events, folder
+from your_ai.run.events import Event
+from your_ai.run.folder import RunFolder
+from your_ai.train import carry_out
+
+DEMO_FOLDER = packaged("models", "demo")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+VOCABULARY = 768  # the demo tokenizer's
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 1,
+}
+EXTRA = {
+    "llama": {"tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "mistral": {"tie_word_embeddings": False},
+}
+
+MODULES = {"mistral": "llama"}  # mlx-lm runs it with that code
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test runs in a folder of its own, with a store of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("YOUR_AI_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def demo_tokenizer() -> Any:
+    return load_tokenizer(DEMO_FOLDER)
+
+
+def make_model(
+    path: Path, architecture: str = "llama", bits: int | None = 4, seed: int = 0, **changes: Any
+) -> Path:
+    """A model folder with random float32 weights and the demo's tokenizer."""
+    config = {"model_type": architecture, **SMALL, **EXTRA[architecture], **changes}
+    module = importlib.import_module(f"mlx_lm.models.{MODULES.get(architecture, architecture)}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    # Larger than the default start, so that logits differ and gradients are not tiny.
+    model.update(
+        tree_map(lambda p: 3 * p if p.ndim > 1 else p + 0.1 * mx.random.normal(p.shape),
+                 model.parameters())
+    )  # fmt: skip
+    if bits is not None:
+        model, config = quantize_model(model, config, group_size=32, bits=bits)
+    path.mkdir(parents=True)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    save_config(config, path / "config.json")
+    for name in TOKENIZER_FILES:
+        shutil.copy(DEMO_FOLDER / name, path / name)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A 4-bit llama of three blocks with random weights."""
+    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def chat(question: str, answer: str, **more: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, **more}
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    """A JSONL file; rows that are text are written as they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def data_folder(own_folder: Path) -> Path:
+    """Ten rows of different lengths to train on, and three to validate."""
+    rows = [chat(f"Question {i}" + " please" * (5 * i), f"Answer {i}" * (i + 1)) for i in range(10)]
+    write_rows(own_folder / "data" / "train.jsonl", rows)
+    write_rows(own_folder / "data" / "valid.jsonl", rows[:3])
+    write_rows(own_folder / "data" / "test.jsonl", rows[3:5])
+    return own_folder / "data"
+
+
+@pytest.fixture
+def configure(tiny_model: Path, data_folder: Path) -> Callable[..., TrainConfig]:
+    """A config of a short run on the tiny model; keyword arguments change settings."""
+
+    def make(**settings: Any) -> TrainConfig:
+        first = {
+            "model": str(tiny_model),
+            "data": str(data_folder),
+            "run": "r",
+            "max_steps": 4,
+            "batch_size": 2,
+            "learning_rate": 1e-2,
+            "lora_layers": 2,
+            "lora_rank": 4,
+        }
+        return build({**first, **settings}, "test")
+
+    return make
+
+
+def train(config: TrainConfig) -> RunFolder:
+    """Carry out a new run in this process."""
+    run = folder.create(config)
+    carry_out(run, config)
+    return run
+
+
+def resume(run: RunFolder, **changes: Any) -> int:
+    """Go on with a run in this process; the exit status."""
+    return carry_out(run, dataclasses.replace(run.read_config(), **changes))
+
+
+def events_of(run: RunFolder, *kinds: type) -> list[Event]:
+    records, _ = events.tail(run.events)
+    return [r.event for r in records if not kinds or isinstance(r.event, kinds)]
+
+
+def losses_of(run: RunFolder) -> dict[int, float]:
+    """The loss of each step; a step done again counts once, as it was last."""
+    return {event.step: event.loss for event in events_of(run, events.Step)}

@@ -1,0 +1,3 @@
+from your_ai.cli import main
+
+main()

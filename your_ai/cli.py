@@ -1,0 +1,214 @@
+"""The command line: parse, build a config, call. What is heavy is imported when needed."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from your_ai import __version__
+from your_ai.config import (
+    DEMO,
+    FIELDS,
+    TYPES,
+    TrainConfig,
+    default_text,
+    describe,
+    flag,
+    resolve,
+    resumed,
+)
+from your_ai.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from your_ai.run.folder import RunFolder
+
+DEMO_NOTE = """\
+The embedded demo: a small model learns to turn orders into JSON records.
+A real model on your own data: your_ai train --model llama-8b --data my-data/"""
+
+METAVARS = {
+    "a whole number": "N",
+    "a number": "X",
+    "a text": "TEXT",
+    "a list of names": "NAMES",
+    " or ": "|",
+}
+
+app = typer.Typer(
+    name="your_ai",
+    help="Fine-tune LLMs with LoRA on Apple Silicon, inside a memory budget.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"your_ai {__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def train(config: str | None, resume: str | None, **flags: Any) -> None:
+    """Train LoRA adapters. Without a model and without data, trains the embedded demo."""
+    from your_ai.run import folder as folders
+
+    console = open_console()
+    flags = {name: value for name, value in flags.items() if value is not None}
+    if resume is not None:
+        for other in ("config", "run"):
+            if config is not None if other == "config" else other in flags:
+                raise UserError(f"--resume {resume}: goes without --{other}; the run has its own")
+        folder = folders.find(resume)
+        settings = resumed(folder.read_config(), flags)
+    else:
+        settings = resolve(flags, config)
+        folder = folders.create(settings)
+        if settings.model == DEMO and settings.data == DEMO:
+            console.print(DEMO_NOTE, markup=False)
+    raise typer.Exit(train_and_show(folder, settings, console, new=resume is None))
+
+
+def train_and_show(folder: RunFolder, settings: TrainConfig, console: Console, new: bool) -> int:
+    """Train in this process while a thread shows the run's events; the exit status."""
+    from your_ai.dashboard.live import following
+    from your_ai.run.folder import discard
+
+    begun = False
+    try:
+        with following(folder.events, console) as follower:
+            from your_ai.train import carry_out  # mlx takes a second: shown as starting
+
+            status = carry_out(folder, settings, on_leaving=lambda: console.show_cursor(True))
+    except BaseException:
+        begun = follower.state.started is not None
+        if new and not begun:
+            discard(folder)
+        raise
+    follower.print_summary(folder.name)
+    return status
+
+
+def train_signature() -> inspect.Signature:
+    """The parameters of `train`: one option for each setting, and those that are none."""
+
+    def option(name: str, declaration: str, kind: Any, help: str, **more: Any) -> inspect.Parameter:
+        annotation = Annotated[kind, typer.Option(declaration, help=help, **more)]
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+        )
+
+    parameters = [
+        option(
+            "config",
+            "--config",
+            str | None,
+            "YAML file, or the name of a preset; flags win over it.",
+            metavar="FILE",
+        ),
+        option(
+            "resume",
+            "--resume",
+            str | None,
+            "Go on with this run from its last checkpoint.",
+            metavar="RUN",
+        ),
+    ]
+    for name, field in FIELDS.items():
+        help = f"{field.metadata['help']}{default_text(name)}"
+        if TYPES[name] is bool:
+            names = f"{flag(name)}/--no-{flag(name)[2:]}"
+            parameters.append(option(name, names, bool | None, help))
+        else:
+            metavar = describe(TYPES[name])
+            for words, short in METAVARS.items():
+                metavar = metavar.replace(words, short)
+            parameters.append(option(name, flag(name), str | None, help, metavar=metavar))
+    return inspect.Signature(parameters)
+
+
+train.__signature__ = train_signature()  # type: ignore[attr-defined]
+app.command()(train)
+
+
+@app.command()
+def generate(
+    run: Annotated[str, typer.Option("--run", help="The run whose adapter to use.")],
+    prompt: Annotated[str, typer.Option("--prompt", help="What to ask.")],
+    adapter: Annotated[bool, typer.Option(help="Use the adapter, or the base model alone.")] = True,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", min=1)] = 256,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token each time.", min=0.0)
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0)] = 0,
+) -> None:
+    """Answer a prompt with what a run has learned."""
+    from your_ai.run import folder as folders
+
+    folder = folders.find(run)
+    from your_ai import generate as generation
+
+    path = generation.find_adapter(folder) if adapter else None
+    if path is not None and path != folder.adapter:
+        typer.echo(f"note: the run is not finished; using {path}", err=True)
+    model, tokenizer = generation.load_run(folder, path)
+    tokens = generation.chat_prompt(tokenizer, prompt)
+    for piece in generation.stream(model, tokenizer, tokens, max_tokens, temperature, seed):
+        typer.echo(piece, nl=False)
+        sys.stdout.flush()
+    typer.echo()
+
+
+def open_console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; errors are one line on stderr, tracebacks only with --debug."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in arguments
+    arguments = [a for a in arguments if a != "--debug"]
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes are about torch
+    try:
+        status = app(args=arguments, standalone_mode=False, prog_name="your_ai")
+    except BaseException as error:
+        if debug and not isinstance(error, SystemExit):
+            traceback.print_exc()
+        status = report(error)
+    sys.exit(status or 0)
+
+
+def report(error: BaseException) -> int:
+    """Say in one line on stderr what went wrong; the exit status."""
+    if isinstance(error, SystemExit):
+        raise error
+    number = getattr(error, "number", None)  # run.stopping.Interrupted, which is heavy to import
+    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Interrupted":
+        print("stopped before the first step; nothing was kept", file=sys.stderr)
+        return 128 + (number or 2)
+    if isinstance(error, UserError):
+        status, text = 2, str(error)
+    elif isinstance(error, RunError):
+        status, text = 1, str(error)
+    elif hasattr(error, "format_message") and hasattr(error, "exit_code"):  # the parser's own
+        status, text = 2, f"{error.format_message()} (see your_ai --help)"
+    else:
+        status = 1
+        text = f"{type(error).__name__}: {error}; this is a fault of your_ai: --debug shows where"
+    print("error: " + " ".join(text.split()), file=sys.stderr)
+    return status

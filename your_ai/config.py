@@ -1,0 +1,317 @@
+"""The settings of a run: the one place where they are declared, given defaults and checked.
+
+A setting is a field of `TrainConfig`: its name is the YAML key, with dashes it is the
+flag, and its help is the text of both. Nothing here imports mlx.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from your_ai.errors import UserError
+
+DEMO = "demo"
+
+
+def packaged(*parts: str) -> Path:
+    """A file that ships with your_ai: inside the wheel, or at the top of a checkout."""
+    here = Path(__file__).parent
+    inside = here.joinpath("_packaged", *parts)
+    return inside if inside.exists() else here.parent.joinpath(*parts)
+
+
+def setting(default: Any, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides what a training run computes."""
+
+    model: str = setting("llama-8b", "Model: an alias, a folder, or a Hugging Face id.")
+    data: str = setting("", "Folder with train.jsonl (and valid.jsonl, test.jsonl), or one file.")
+    run: str = setting("", "Name of the run; by default made of model, data and time.")
+
+    max_steps: int | None = setting(None, "Stop after this many steps (optimizer updates).")
+    epochs: int | None = setting(
+        None, "Stop after this many passes over the data; 1 if no limit is given."
+    )
+    batch_size: int = setting(4, "Rows in a micro-batch.")
+    grad_accumulation: int = setting(1, "Micro-batches in a step.")
+    max_seq_length: int = setting(2048, "Most tokens in a row.")
+    too_long: Literal["error", "truncate", "split"] = setting(
+        "error", "What to do with a row of more tokens than --max-seq-length."
+    )
+    mask_prompt: bool = setting(True, "Train on the answers alone where rows have prompts.")
+
+    lora_rank: int = setting(16, "Rank of the adapters.")
+    lora_alpha: float = setting(32.0, "Scale of the adapters, times the rank.")
+    lora_layers: int | Literal["all"] = setting(4, "How many of the last blocks to adapt, or all.")
+    lora_targets: tuple[str, ...] = setting(
+        ("q_proj",), "Layers to adapt, separated by commas, or all-linear."
+    )
+    lora_dropout: float = setting(0.0, "Dropout on the input of the adapters.")
+    use_dora: bool = setting(False, "Weight-decomposed adapters (DoRA).")
+
+    optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon", "lion"] = setting(
+        "adamw", "Optimizer, from mlx.optimizers."
+    )
+    learning_rate: float = setting(1e-4, "Peak learning rate.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = setting(
+        "constant", "Learning rate after the warm-up: constant, or falling to 0 at the last step."
+    )
+    warmup_steps: int = setting(0, "Steps over which the learning rate rises linearly from 0.")
+    weight_decay: float = setting(0.0, "Weight decay.")
+    max_grad_norm: float = setting(1.0, "Clip the gradient to this global norm; 0 = never.")
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Type to compute in; auto is float32 on the CPU and bfloat16 on a GPU."
+    )
+    quantize: Literal[4, 8] | None = setting(
+        None, "Quantize a model that is not quantized to this many bits on load."
+    )
+    seed: int = setting(0, "Seed of everything random.")
+
+    eval_every: int = setting(100, "Steps between validations; 0 = only at the end.")
+    save_every: int = setting(100, "Steps between checkpoints; 0 = only at the end.")
+    keep: int = setting(3, "How many checkpoints to keep.")
+    samples: int = setting(0, "Test prompts to answer before and after the run.")
+    exact_match: bool = setting(False, "Measure exact match on the test rows before and after.")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.batch_size * self.grad_accumulation
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+TYPES = typing.get_type_hints(TrainConfig)
+
+# What may differ between a run and its resumption: none of it changes a step's result.
+RESUMABLE = ("max_steps", "epochs", "eval_every", "save_every", "keep", "samples", "exact_match")
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def nearest(name: str, known: typing.Iterable[str]) -> str:
+    """`; did you mean X?` for the closest known name, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def check(config: TrainConfig) -> None:
+    """Raise UserError for a value out of range or a contradiction."""
+    at_least = {
+        "max_steps": 1,
+        "epochs": 1,
+        "batch_size": 1,
+        "grad_accumulation": 1,
+        "max_seq_length": 2,
+        "lora_rank": 1,
+        "warmup_steps": 0,
+        "weight_decay": 0,
+        "max_grad_norm": 0,
+        "seed": 0,
+        "eval_every": 0,
+        "save_every": 0,
+        "keep": 1,
+        "samples": 0,
+    }
+    for name, least in at_least.items():
+        value = getattr(config, name)
+        if value is not None and not (math.isfinite(value) and value >= least):
+            raise UserError(f"{flag(name)} {value}: must be at least {least}")
+    for name in ("learning_rate", "lora_alpha"):
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value > 0):
+            raise UserError(f"{flag(name)} {value}: must be a number above 0")
+    if not 0 <= config.lora_dropout < 1:
+        raise UserError(f"--lora-dropout {config.lora_dropout}: must be at least 0 and under 1")
+    if config.lora_layers != "all" and config.lora_layers < 1:
+        raise UserError(
+            f"--lora-layers {config.lora_layers}: must be at least 1, or all for every block"
+        )
+    if not config.lora_targets:
+        raise UserError("--lora-targets: names no layer; try q_proj or all-linear")
+    if "all-linear" in config.lora_targets and len(config.lora_targets) > 1:
+        raise UserError("--lora-targets: all-linear already means every other name; give it alone")
+    if config.optimizer == "adam" and config.weight_decay:
+        raise UserError("--weight-decay: adam has none; use --optimizer adamw")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises UserError for anything else."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise UserError(f"{where}: is not valid YAML") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must hold `key: value` lines, found a {type(content).__name__}")
+    return content
+
+
+def find_preset(name: str) -> Path:
+    """A YAML file by its path, or a preset that ships with your_ai by its name."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    preset = packaged("configs") / (name if name.endswith(".yaml") else f"{name}.yaml")
+    if preset.is_file():
+        return preset
+    presets = sorted(p.stem for p in packaged("configs").glob("*.yaml"))
+    raise UserError(f"--config {name}: no such file, and no preset; presets: {', '.join(presets)}")
+
+
+def build(settings: Mapping[str, Any], source: str) -> TrainConfig:
+    """A TrainConfig from names and values, each coerced to its field's type.
+
+    `source` says in errors where the settings came from.
+    """
+    values = {}
+    for name, value in settings.items():
+        if name not in FIELDS:
+            raise UserError(f"{source}: unknown key {name}{nearest(str(name), FIELDS)}")
+        values[name] = coerce(name, value, f"{source}: {name}")
+    return TrainConfig(**values)
+
+
+def coerce(name: str, value: Any, label: str) -> Any:
+    """`value` as the type of field `name`. Raises UserError, beginning with `label`."""
+    kind = TYPES[name]
+    options = typing.get_args(kind)
+    if value is None and type(None) in options:
+        return None
+    if name == "lora_targets":
+        parts = value.split(",") if isinstance(value, str) else value
+        if isinstance(parts, (list, tuple)) and all(isinstance(p, str) for p in parts):
+            return tuple(p.strip() for p in parts if p.strip())
+    elif kind is bool:
+        if isinstance(value, bool):
+            return value
+    elif kind is str:
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+            return str(value)
+    elif typing.get_origin(kind) is Literal:
+        if value in options:
+            return value
+    elif kind is float:
+        number = as_number(value, float)
+        if number is not None:
+            return number
+    else:  # int, perhaps with None or literals beside it
+        literals = [
+            value
+            for option in options
+            if typing.get_origin(option) is Literal
+            for value in typing.get_args(option)
+        ]
+        if value in literals:
+            return value
+        number = as_number(value, int)
+        if number is not None and (int in (kind, *options) or number in literals):
+            return number
+    raise UserError(f"{label}: expected {describe(kind)}, found {value!r}")
+
+
+def as_number(value: Any, kind: type) -> Any:
+    """`value` as an int or a float where it is one exactly, else None; `1e-4` is a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    if kind is float:
+        return number
+    return int(number) if math.isfinite(number) and number == int(number) else None
+
+
+def describe(kind: Any) -> str:
+    """A type in words: `a whole number or all`."""
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+    if kind in names:
+        return names[kind]
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(str(v) for v in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return "a list of names"
+    parts = [describe(o) for o in typing.get_args(kind) if o is not type(None)]
+    return " or ".join(parts)
+
+
+def default_text(name: str) -> str:
+    """` [default: 4]` for a setting that has one."""
+    value = FIELDS[name].default
+    if value in (None, ""):
+        return ""
+    text = ",".join(value) if isinstance(value, tuple) else str(value)
+    return f" [default: {'on' if value is True else 'off' if value is False else text}]"
+
+
+def resolve(flags: Mapping[str, Any], preset: str | None) -> TrainConfig:
+    """The settings of a new run: defaults, then the preset, then the flags.
+
+    Without a model and without data, it is the embedded demo's preset.
+    """
+    settings: dict[str, Any] = {}
+    if preset is None and "model" not in flags and "data" not in flags:
+        preset = DEMO
+    if preset is not None:
+        path = find_preset(preset)
+        settings = read_yaml(path)
+        build(settings, str(path))  # so that a wrong key is blamed on the file
+    settings = settings | {name: coerce(name, value, flag(name)) for name, value in flags.items()}
+    config = build(settings, "settings")
+    if not config.data:
+        if config.model == DEMO:
+            return dataclasses.replace(config, data=DEMO)
+        raise UserError("--data is missing: give a folder with train.jsonl, or one .jsonl file")
+    return config
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The whole config as YAML that `build` reads back."""
+    import yaml
+
+    values = dataclasses.asdict(config)
+    values["lora_targets"] = list(config.lora_targets)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
+    """The saved config with the flags that may change on resume.
+
+    Raises UserError where a flag would change what the run computes.
+    """
+    changes = {}
+    for name, value in flags.items():
+        value = coerce(name, value, flag(name))
+        if value == getattr(saved, name):
+            continue
+        if name not in RESUMABLE:
+            allowed = ", ".join(flag(n) for n in RESUMABLE)
+            raise UserError(
+                f"{flag(name)} {value}: the run began with {getattr(saved, name)} and cannot "
+                f"change it on --resume (these may change: {allowed})"
+            )
+        changes[name] = value
+    return dataclasses.replace(saved, **changes)

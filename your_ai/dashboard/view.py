@@ -1,0 +1,127 @@
+"""ViewState -> what is shown. Pure: text and rich renderables, no terminal."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from your_ai.dashboard.state import ViewState
+from your_ai.run import events
+from your_ai.run.events import Event
+
+
+def memory(size_bytes: int) -> str:
+    """Bytes as people read them: 512 MB, 4.73 GB (powers of ten, as MLX and macOS count)."""
+    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.0f} MB"
+
+
+def duration(seconds: float) -> str:
+    """5 s, 2:05 or 1:02:05."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def step_text(step: events.Step, tokens_per_s: float, seconds_left: float) -> str:
+    return (
+        f"step {step.step}/{step.steps}  loss {step.loss:.4f}  {tokens_per_s:.0f} tokens/s  "
+        f"{duration(seconds_left)} left  memory {memory(step.active_bytes)} active, "
+        f"{memory(step.peak_bytes)} peak"
+    )
+
+
+def event_line(event: Event, state: ViewState) -> str | None:
+    """The line that tells of an event, or None for one that is shown otherwise.
+
+    state: with the event folded in.
+    """
+    match event:
+        case events.Stage():
+            return event.text
+        case events.Notice():
+            return f"note: {event.text}"
+        case events.Started():
+            where = f"resuming at step {event.step}" if event.step else "training"
+            return (
+                f"{where}: {event.model}, {event.rows} rows, {event.steps} steps, "
+                f"{event.trainable_parameters:,} trainable parameters, {event.dtype}"
+            )
+        case events.Step():
+            return step_text(event, state.tokens_per_s or 0.0, state.seconds_left or 0.0)
+        case events.Skipped():
+            return f"step {event.step} changed nothing: {event.reason} ({event.total} skipped)"
+        case events.Validation():
+            return f"step {event.step}: validation loss {event.loss:.4f}"
+        case events.Checkpoint(step=step) if step > 0:
+            return f"step {step}: saved {event.folder}"
+    return None
+
+
+def progress(state: ViewState) -> RenderableType:
+    """The few lines that a terminal shows while a run goes on."""
+    step, started = state.step, state.started
+    if started is None or step is None:
+        return Text(f"{state.stage} ...")
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(
+        f"step {step.step}/{step.steps}",
+        ProgressBar(total=step.steps, completed=step.step, width=30),
+        f"epoch {step.epoch}",
+        f"{duration(state.seconds_left or 0)} left",
+    )
+    loss = f"loss {step.loss:.4f}, smoothed {state.smooth_loss or step.loss:.4f}"
+    if state.validation is not None:
+        loss += f", validation {state.validation.loss:.4f}"
+    return Group(
+        bar,
+        Text(f"{loss}   {state.tokens_per_s or 0:.0f} tokens/s"),
+        Text(f"MLX memory {memory(step.active_bytes)} active, {memory(step.peak_bytes)} peak"),
+    )
+
+
+def summary(state: ViewState, run: str) -> list[RenderableType]:
+    """What is said when a run has ended; the accuracy comes last."""
+    finished = state.finished
+    if finished is None:
+        return []
+    if finished.reason != "done":
+        return [
+            f"{finished.reason} after step {finished.step}; everything is saved. Go on with:",
+            f"  your_ai train --resume {run}",
+        ]
+    parts: list[RenderableType] = []
+    if state.samples_after is not None:
+        parts.append(samples_table(state.samples_before, state.samples_after))
+    parts.append(f"done: {finished.step} steps in {duration(finished.seconds)}")
+    parts.append(f"adapter: {finished.adapter}")
+    parts.append(f'try it: your_ai generate --run {run} --prompt "..."')
+    if state.match_after is not None:
+        parts.append(match_text(state.match_before, state.match_after))
+    return parts
+
+
+def match_text(before: events.ExactMatch | None, after: events.ExactMatch) -> str:
+    start = f"{percent(before)} before, " if before else ""
+    return f"exact match: {start}{percent(after)} after ({after.rows} held-out rows)"
+
+
+def percent(match: events.ExactMatch) -> str:
+    return f"{100 * match.correct / max(1, match.rows):.0f}%"
+
+
+def samples_table(before: events.Samples | None, after: events.Samples) -> Table:
+    """Held-out prompts with the answers before and after."""
+    table = Table(title="Held-out prompts", show_lines=True, title_justify="left")
+    table.add_column("prompt", ratio=2)
+    table.add_column("before", ratio=2)
+    table.add_column("after", ratio=2)
+    answers = before.answers if before else ["?"] * len(after.answers)
+    for prompt, old, new in zip(after.prompts, answers, after.answers, strict=False):
+        table.add_row(escape(prompt), escape(old), escape(new))
+    return table

@@ -1,0 +1,1 @@
+"""Rows -> examples -> batches. Nothing here imports mlx: batches are numpy arrays."""

@@ -1,0 +1,206 @@
+"""Encoded rows on disk: tokenized once, then mapped, so that a million rows cost no memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from your_ai.data.encode import Encoded, Encoder
+from your_ai.data.rows import read_rows
+from your_ai.errors import UserError
+from your_ai.files import sha256, whole_folder
+
+FORMAT = 1  # raise it when the encoding of rows changes: old caches are then not found
+KEEP_CACHE_DAYS = 30
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What became of the rows of a file."""
+
+    rows: int = 0
+    examples: int = 0
+    truncated: int = 0
+    split: int = 0
+    dropped: int = 0  # nothing left to train once the row, or a piece of it, was cut
+    tokens: int = 0
+    trained_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The encoded rows of one file.
+
+    tokens: (N,) uint32 and trained: (N,) bool, of all examples one after the other
+    (mapped from disk); starts: (n + 1,) int64, example i being [starts[i], starts[i + 1]);
+    weights: (n,) float32.
+    """
+
+    tokens: np.ndarray
+    trained: np.ndarray
+    starts: np.ndarray
+    weights: np.ndarray
+    tally: Tally
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getitem__(self, index: int) -> Encoded:
+        part = slice(self.starts[index], self.starts[index + 1])
+        return Encoded(self.tokens[part], self.trained[part])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(n,) tokens of each example."""
+        return np.diff(self.starts)
+
+
+def load_examples(
+    path: Path,
+    encoder: Encoder,
+    tokenizer_sha256: str,
+    max_seq_length: int,
+    too_long: str,
+    cache: Path,
+) -> Examples:
+    """The examples of a JSONL file, from `cache` if it was encoded so before.
+
+    tokenizer_sha256: of the files that decide what the tokenizer and template do.
+    Raises UserError for a bad row; nothing is then left in the cache.
+    """
+    key = hashlib.sha256(
+        json.dumps(
+            [
+                FORMAT,
+                sha256(path),
+                tokenizer_sha256,
+                encoder.mask_prompt,
+                max_seq_length,
+                too_long,
+            ]
+        ).encode()
+    ).hexdigest()[:32]
+    folder = cache / "examples" / key
+    examples = open_examples(folder)
+    if examples is None:
+        pieces = (
+            (piece, row.weight, outcome)
+            for row in read_rows(path)
+            for piece, outcome in fit(encoder.encode(row), max_seq_length, too_long, row.where)
+        )
+        forget_old(folder.parent)
+        examples = write_examples(folder, pieces)
+    if len(examples) == 0:
+        raise UserError(
+            f"{path}: no row has an answer within --max-seq-length {max_seq_length}; raise it"
+        )
+    return examples
+
+
+def fit(
+    example: Encoded, max_seq_length: int, too_long: str, where: str
+) -> Iterator[tuple[Encoded | None, str]]:
+    """The example as pieces of at most `max_seq_length` tokens, each with what was done.
+
+    Pieces of a split overlap by the one token that predicts the next piece's first, so
+    that each target is trained exactly once. A piece with no target is None.
+    """
+    tokens, trained = example.tokens, example.trained
+    if len(tokens) <= max_seq_length:
+        yield example, "whole"
+        return
+    if too_long == "error":
+        raise UserError(
+            f"{where}: {len(tokens)} tokens, more than --max-seq-length {max_seq_length}; "
+            "raise it, or use --too-long truncate or split"
+        )
+    step = max_seq_length - 1
+    starts = [0] if too_long == "truncate" else range(0, len(tokens) - 1, step)
+    outcome = "truncated" if too_long == "truncate" else "split"
+    for start in starts:
+        piece = trained[start : start + max_seq_length].copy()
+        piece[:1] = False
+        kept = Encoded(tokens[start : start + max_seq_length], piece) if piece.any() else None
+        yield kept, outcome if start == 0 else "more"
+
+
+def write_examples(folder: Path, pieces: Iterator[tuple[Encoded | None, float, str]]) -> Examples:
+    """Write the pieces to `folder` as they come and open it. Renamed into place when whole."""
+    counts = dict.fromkeys(asdict(Tally()), 0)
+    lengths, weights = [], []
+    try:
+        with (
+            whole_folder(folder) as temporary,
+            (temporary / "tokens.bin").open("wb") as tokens_file,
+            (temporary / "trained.bin").open("wb") as trained_file,
+        ):
+            for piece, weight, outcome in pieces:
+                counts["rows"] += outcome != "more"
+                counts["truncated"] += outcome == "truncated"
+                counts["split"] += outcome == "split"
+                if piece is None:
+                    counts["dropped"] += 1
+                    continue
+                tokens_file.write(piece.tokens.tobytes())
+                trained_file.write(piece.trained.tobytes())
+                lengths.append(len(piece.tokens))
+                weights.append(weight)
+                counts["tokens"] += len(piece.tokens)
+                counts["trained_tokens"] += int(piece.trained.sum())
+            counts["examples"] = len(lengths)
+            np.save(temporary / "starts.npy", np.cumsum([0, *lengths], dtype=np.int64))
+            np.save(temporary / "weights.npy", np.array(weights, np.float32))
+            (temporary / "tally.json").write_text(json.dumps(counts))
+    except OSError as error:
+        raise UserError(
+            f"{folder.parent}: cannot keep tokenized rows there ({error.strerror}); make room, "
+            "or set YOUR_AI_HOME to another folder"
+        ) from error
+    examples = open_examples(folder)
+    if examples is None:
+        raise UserError(f"{folder}: the tokenized rows cannot be read back; delete the folder")
+    return examples
+
+
+def open_examples(folder: Path) -> Examples | None:
+    """The examples in a cache folder, or None where it is missing or not whole."""
+    try:
+        tally = Tally(**json.loads((folder / "tally.json").read_text()))
+        starts = np.load(folder / "starts.npy")
+        weights = np.load(folder / "weights.npy")
+        total = int(starts[-1])
+        tokens = map_array(folder / "tokens.bin", np.uint32, total)
+        trained = map_array(folder / "trained.bin", np.bool_, total)
+    except (OSError, ValueError, TypeError):
+        return None
+    if len(starts) != len(weights) + 1 or tally.tokens != total:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(folder)  # in use: not to be forgotten
+    return Examples(tokens, trained, starts, weights, tally)
+
+
+def map_array(path: Path, dtype: Any, size: int) -> np.ndarray:
+    """A file as an array of `size` items, mapped; ValueError where its size is another."""
+    if path.stat().st_size != size * np.dtype(dtype).itemsize:
+        raise ValueError(f"{path}: wrong size")
+    return np.memmap(path, dtype, mode="r") if size else np.zeros(0, dtype)
+
+
+def forget_old(folder: Path) -> None:
+    """Delete tokenized rows (private data!) and leftovers that no run has used for a month."""
+    oldest = time.time() - KEEP_CACHE_DAYS * 86400
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(OSError):
+            if entry.stat().st_mtime < oldest:
+                shutil.rmtree(entry, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""How a step's gradients are computed: every engine gives the same ones."""

@@ -1,0 +1,51 @@
+"""Measures over a whole file of examples. Numbers do not depend on the batch size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from your_ai.data.batches import in_order_of_length
+from your_ai.data.examples import Examples
+from your_ai.engine.fused import Engine
+from your_ai.run.stopping import Stop
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """The weighted mean cross-entropy of the trained tokens."""
+
+    loss: float
+    trained_tokens: int
+
+
+def mean_loss(engine: Engine, examples: Examples, batch_size: int, stop: Stop) -> MeanLoss | None:
+    """The loss over every example; None when asked to stop, or where all weights are 0."""
+    total = weight = 0.0
+    trained_tokens = 0
+    for batch in in_order_of_length(examples, batch_size):
+        if stop:
+            return None
+        total += engine.loss(batch).item()
+        weight += batch.weight
+        trained_tokens += batch.trained_tokens
+    return MeanLoss(total / weight, trained_tokens) if weight > 0 else None
+
+
+def exact_matches(engine: Engine, examples: Examples, batch_size: int, stop: Stop) -> int | None:
+    """How many examples the model answers exactly, taking the likeliest token each time.
+
+    Greedy decoding gives the expected answer just where each of its tokens, the end
+    included, is the likeliest after those before it: one forward pass tells. None when
+    asked to stop.
+    """
+    correct = 0
+    for batch in in_order_of_length(examples, batch_size):
+        if stop:
+            return None
+        n = batch.trained_tokens
+        rows = batch.positions[:n] // batch.tokens.shape[1]
+        wrong = np.array(engine.predictions(batch))[:n] != batch.targets[:n]
+        correct += len(set(rows) - set(rows[wrong]))
+    return correct

@@ -1,0 +1,62 @@
+"""Files that are whole or not there: checksums, syncing, folders renamed into place."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+TEMPORARY = ".tmp-"
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file's bytes, as hex. Raises OSError where it cannot be read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder to write into, which becomes `target` if the block ends well.
+
+    Its files are synced before the rename. A `target` that is there is replaced.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{target.name}-", dir=target.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)  # mkdtemp is for its owner alone
+        for path in (*temporary.iterdir(), temporary):
+            sync(path)
+        if target.exists():
+            old = temporary.with_name(temporary.name + ".old")
+            os.rename(target, old)
+            os.rename(temporary, target)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(temporary, target)
+        sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def clean(folder: Path) -> None:
+    """Delete what a killed process left half-written in `folder`."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(path, ignore_errors=True)

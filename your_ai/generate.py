@@ -1,0 +1,75 @@
+"""Text from a model, with or without a run's adapter, through mlx-lm's generation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm import stream_generate
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tuner.utils import load_adapters
+
+from your_ai.errors import UserError
+from your_ai.hub import find_model
+from your_ai.model import compute_dtype, load_base
+from your_ai.run import checkpoint
+from your_ai.run.folder import RunFolder
+
+
+def find_adapter(folder: RunFolder) -> Path:
+    """The run's finished adapter, or else its newest whole checkpoint."""
+    if (folder.adapter / checkpoint.ADAPTERS).is_file():
+        return folder.adapter
+    newest, _ = checkpoint.newest(folder.checkpoints)
+    if newest is None:
+        raise UserError(f"{folder.path}: has no adapter and no checkpoint yet")
+    return newest
+
+
+def load_run(folder: RunFolder, adapter: Path | None) -> tuple[nn.Module, Any]:
+    """The model of a run and its tokenizer; `adapter` is put on it where given."""
+    config = folder.read_config()
+    dtype = compute_dtype(config.dtype)
+    model, tokenizer = load_base(find_model(config.model), dtype, config.quantize)
+    if adapter is not None:
+        try:
+            load_adapters(model, str(adapter))
+        except (ValueError, KeyError, RuntimeError, FileNotFoundError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"{adapter}: does not fit {config.model} ({reason})") from error
+    model.eval()
+    return model, tokenizer
+
+
+def chat_prompt(tokenizer: Any, text: str) -> str | list[int]:
+    """`text` as the user's turn of a chat, or as it is where there is no template."""
+    if not tokenizer.has_chat_template:
+        return text
+    messages = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def stream(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | list[int],
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Iterator[str]:
+    """Pieces of the answer as they come; temperature 0 takes the likeliest token."""
+    mx.random.seed(seed)
+    sampler = make_sampler(temp=temperature)
+    for piece in stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, sampler=sampler):
+        if piece.text:
+            yield piece.text
+
+
+def answer(model: nn.Module, tokenizer: Any, prompt: str, max_tokens: int) -> str:
+    """The whole answer to a rendered prompt."""
+    tokens = tokenizer.encode(prompt, add_special_tokens=False)
+    return "".join(stream(model, tokenizer, tokens, max_tokens)).strip()

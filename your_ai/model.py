@@ -1,0 +1,280 @@
+"""Models: loaded through mlx-lm, quantized on demand, given LoRA layers, split in two.
+
+Shapes: B rows, T tokens of a row, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_model, load_tokenizer, quantize_model
+
+from your_ai.config import TrainConfig, nearest
+from your_ai.errors import UserError
+from your_ai.hub import check_model
+from your_ai.rng import derive_seed
+
+GROUP_SIZE = 64
+ALL_LINEAR = "all-linear"
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
+
+
+def compute_dtype(name: str) -> mx.Dtype:
+    """The type that `--dtype` stands for on this device."""
+    if name == "auto":
+        return mx.bfloat16 if mx.default_device().type == mx.gpu else mx.float32
+    return getattr(mx, name)
+
+
+def load_base(folder: Path, dtype: mx.Dtype, quantize: int | None = None) -> tuple[nn.Module, Any]:
+    """The model and tokenizer of a folder. The weights are lazy: read when first used.
+
+    quantize: bits, for a model that is not quantized yet. Raises UserError for a folder
+    that is not whole, or that mlx-lm cannot load.
+    """
+    check_model(folder)
+    try:
+        model, config = load_model(folder, lazy=True)
+    except (ValueError, KeyError, TypeError, RuntimeError, FileNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise UserError(f"{folder}: mlx-lm cannot load this model ({reason})") from error
+    if quantize is not None:
+        if "quantization" in config:
+            bits = config["quantization"].get("bits")
+            raise UserError(f"--quantize {quantize}: {folder} is quantized to {bits} bits already")
+        model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=quantize)
+    cast(model, dtype)
+    try:
+        tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+    except Exception as error:  # transformers raises what it likes for a broken tokenizer
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise UserError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
+    model.freeze()
+    model.eval()
+    return model, tokenizer
+
+
+def cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Make every floating parameter `dtype`, but those the model wants kept."""
+    wanted = getattr(model, "cast_predicate", lambda _: True)
+
+    def convert(path: str, array: mx.array) -> mx.array:
+        if wanted(path) and mx.issubdtype(array.dtype, mx.floating):
+            return array.astype(dtype)
+        return array
+
+    model.update(tree_map_with_path(convert, model.parameters()))
+
+
+@dataclass(frozen=True)
+class DropoutKeys:
+    """Where the LoRA layers of a model find the keys of the pass under way.
+
+    rows: (B,) uint32, one key a row, or None outside training. The objective's caller
+    sets it before each pass, also before one that recomputes a block.
+    """
+
+    holder: list[mx.array | None]
+
+    @property
+    def rows(self) -> mx.array | None:
+        return self.holder[0]
+
+    def set(self, rows: mx.array | None) -> None:
+        self.holder[0] = rows
+
+
+class KeyedDropout(nn.Module):
+    """Dropout whose mask is a pure function of (row key, layer, position, feature).
+
+    So it is the same however a step is split into micro-batches, padded or recomputed,
+    and needs no random state. The bits are murmur3's 32-bit finalizer over a counter
+    (Appleby, 2011), applied once for the position and once for the feature.
+    """
+
+    def __init__(self, p: float, layer: int, keys: DropoutKeys) -> None:
+        super().__init__()
+        self.p = p
+        self.layer = layer
+        self._keys = keys
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: (B, T, D)"""
+        rows = self._keys.rows
+        if rows is None or self.p == 0:
+            return x
+        keep = dropout_bits(rows, self.layer, *x.shape[1:]) >= uint32(int(self.p * 2**32))
+        return mx.where(keep, x * (1 / (1 - self.p)), 0).astype(x.dtype)
+
+
+def dropout_bits(rows: mx.array, layer: int, tokens: int, features: int) -> mx.array:
+    """Uniform bits of shape (B, tokens, features), uint32, for row keys (B,)."""
+    keys = _mix(rows ^ uint32(layer))
+    positions = mx.arange(tokens, dtype=mx.uint32) * uint32(0x9E3779B9)
+    keys = _mix(keys[:, None] + positions)
+    return _mix(keys[..., None] + mx.arange(features, dtype=mx.uint32) * uint32(0x85EBCA77))
+
+
+def _mix(h: mx.array) -> mx.array:
+    h = (h ^ (h >> 16)) * uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def uint32(value: int) -> mx.array:
+    return mx.array(value, mx.uint32)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The LoRA layers put on a model.
+
+    keys: their names relative to a block; layers: how many of the last blocks have them.
+    """
+
+    keys: tuple[str, ...]
+    layers: int
+    dropout_keys: DropoutKeys
+    config: dict[str, Any]
+
+
+def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
+    """Put LoRA (or DoRA) layers, drawn from the seed, on a frozen model.
+
+    Raises UserError for a target that no layer has or more blocks than there are.
+    """
+    blocks = model.layers
+    count = len(blocks) if config.lora_layers == "all" else config.lora_layers
+    if count > len(blocks):
+        raise UserError(
+            f"--lora-layers {count}: the model has {len(blocks)} blocks; use {len(blocks)} or all"
+        )
+    keys = find_targets(blocks[len(blocks) - count :], config)
+    parameters = {
+        "rank": config.lora_rank,
+        "scale": config.lora_alpha / config.lora_rank,
+        "dropout": config.lora_dropout,
+        "keys": list(keys),
+    }
+    mx.random.seed(derive_seed(config.seed, "adapters"))  # from_base draws from it
+    linear_to_lora_layers(model, count, parameters, use_dora=config.use_dora)
+    dropout_keys = DropoutKeys([None])
+    if config.lora_dropout > 0:
+        for name, module in model.named_modules():
+            if "lora_a" in module:
+                layer = derive_seed("dropout", name) % 2**32
+                module.dropout = KeyedDropout(config.lora_dropout, layer, dropout_keys)
+    return Adapters(
+        keys=keys,
+        layers=count,
+        dropout_keys=dropout_keys,
+        config={
+            "fine_tune_type": "dora" if config.use_dora else "lora",
+            "model": config.model,
+            "num_layers": count,
+            "lora_parameters": parameters,
+        },
+    )
+
+
+def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...]:
+    """The linear layers in `blocks` that --lora-targets names, relative to a block."""
+    linear = {
+        name: module
+        for block in blocks
+        for name, module in block.named_modules()
+        if isinstance(module, LINEAR)
+    }
+    found: set[str] = set()
+    for target in config.lora_targets:
+        matches = {
+            name
+            for name in linear
+            if target == ALL_LINEAR or name == target or name.endswith("." + target)
+        }
+        if not matches:
+            names = sorted({name.rsplit(".", 1)[-1] for name in linear})
+            raise UserError(
+                f"--lora-targets {target}: no adapted block has it{nearest(target, names)}; "
+                f"they have {', '.join(names)}"
+            )
+        found |= matches
+    experts = sorted(name for name in found if isinstance(linear[name], EXPERTS))
+    if experts and (config.use_dora or config.lora_dropout > 0):
+        option = "--use-dora" if config.use_dora else "--lora-dropout"
+        raise UserError(f"{option}: not possible on the experts {', '.join(experts)}")
+    return tuple(sorted(found))
+
+
+def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
+    """The adapters by their names in the model, e.g. `model.layers.2.self_attn.q_proj.lora_a`."""
+    return dict(tree_flatten(model.trainable_parameters()))
+
+
+def set_adapters(model: nn.Module, arrays: dict[str, mx.array]) -> None:
+    """Put arrays that `adapter_arrays` gave back. Raises UserError where names or shapes differ."""
+    ours = {name: array.shape for name, array in adapter_arrays(model).items()}
+    theirs = {name: array.shape for name, array in arrays.items()}
+    if ours != theirs:
+        name = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]
+        raise UserError(f"the adapter does not fit the model: {name} is missing or of other shape")
+    model.update(tree_unflatten(list(arrays.items())))
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model in two: `head(trunk(tokens))` are its logits.
+
+    trunk: (B, T) tokens -> (B, T, D) hidden states; head: (..., D) -> (..., V) logits.
+    """
+
+    trunk: Callable[[mx.array], mx.array]
+    head: Callable[[mx.array], mx.array]
+    hidden: bool = True  # False: trunk gives logits, and the head passes them through
+
+
+class _Passthrough(nn.Module):
+    """Stands where a model has its trunk, and gives back what it is given."""
+
+    def __call__(self, hidden: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        return hidden
+
+
+def split(model: nn.Module) -> Split:
+    """Split a model before its head, checked against the whole on a short input.
+
+    The head is the model's own code run on a trunk that is already done, so that tied
+    embeddings, logit scales and soft caps are as the architecture has them. Where that
+    does not give the model's logits, the whole model is the trunk.
+    """
+    tokens = mx.arange(4)[None]
+    try:
+        candidate = _split(model)
+        ours, whole = candidate.head(candidate.trunk(tokens)), model(tokens)
+        if ours.shape == whole.shape and mx.allclose(ours, whole, rtol=1e-3, atol=1e-3).item():
+            return candidate
+    except (AttributeError, TypeError, ValueError, KeyError):
+        pass  # an architecture laid out in another way
+    return Split(trunk=model, head=lambda logits: logits, hidden=False)
+
+
+def _split(model: nn.Module) -> Split:
+    if "language_model" in model:  # text models inside multimodal wrappers
+        return _split(model.language_model)
+    trunk = model.model
+    passthrough = _Passthrough()
+    vars(passthrough).update(vars(trunk))
+    dict.update(passthrough, trunk)  # nn.Module.update takes parameters alone
+    shell = copy.copy(model)
+    shell["model"] = passthrough
+    return Split(trunk=trunk, head=shell)

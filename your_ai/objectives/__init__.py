@@ -1,0 +1,1 @@
+"""What a run learns: each objective turns a model's hidden states into a loss sum."""

@@ -1,0 +1,193 @@
+"""What happens in a run, as typed events: one JSON line each, appended to events.jsonl.
+
+The training process writes them and everything that shows a run reads them. A line is
+`{"event": name, "time": seconds since 1970, ...fields}`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What the run is busy with when it is not training, e.g. `loading the model`."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """Something the user should know, once."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """Everything is checked and loaded: training begins at `step` (0, or where it resumes)."""
+
+    step: int
+    steps: int
+    steps_per_epoch: int
+    model: str
+    rows: int
+    trainable_parameters: int
+    dtype: str
+    plan: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """An optimizer update: step `step` (from 1) of `steps`.
+
+    loss: the weighted mean over the step's targets; grad_norm: before clipping;
+    tokens: without padding; trained_tokens: the targets among them.
+    """
+
+    step: int
+    steps: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    padded_tokens: int
+    trained_tokens: int
+    seconds: float
+    active_bytes: int
+    peak_bytes: int
+    cache_bytes: int
+    process_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A step that changed no weight, with the reason."""
+
+    step: int
+    reason: str
+    in_a_row: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    step: int
+    loss: float
+    trained_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    step: int
+    folder: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Answers to held-out prompts: `when` is before or after; prompts as users typed them."""
+
+    when: str
+    prompts: list[str]
+    answers: list[str]
+    expected: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactMatch:
+    when: str
+    correct: int
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """The end of the run: `reason` is done, or what stopped it."""
+
+    step: int
+    reason: str
+    adapter: str
+    seconds: float
+
+
+Event = (
+    Stage
+    | Notice
+    | Started
+    | Step
+    | Skipped
+    | Validation
+    | Checkpoint
+    | Samples
+    | ExactMatch
+    | Finished
+)
+KINDS = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
+
+
+@dataclass(frozen=True)
+class Record:
+    """An event and when it was written, in seconds since 1970."""
+
+    time: float
+    event: Event
+
+
+def to_line(record: Record) -> str:
+    name = type(record.event).__name__.lower()
+    fields = {"event": name, "time": record.time, **dataclasses.asdict(record.event)}
+    return json.dumps(fields) + "\n"
+
+
+def from_line(line: str | bytes) -> Record | None:
+    """The record, or None for a line, kind or shape that this version does not know."""
+    try:
+        fields = json.loads(line)
+        kind = KINDS[fields["event"]]
+        known = {f.name for f in dataclasses.fields(kind)}
+        event = kind(**{k: v for k, v in fields.items() if k in known})
+        return Record(float(fields["time"]), event)
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+class EventLog:
+    """Appends events to a file, each in one write, so that a reader sees whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        size = os.fstat(self.file).st_size
+        if size and os.pread(self.file, 1, size - 1) != b"\n":
+            os.write(self.file, b"\n")  # a killed run left half a line: end it
+
+    def write(self, event: Event) -> None:
+        os.write(self.file, to_line(Record(time.time(), event)).encode())
+
+    def close(self) -> None:
+        os.close(self.file)
+
+
+def tail(path: Path, offset: int = 0) -> tuple[list[Record], int]:
+    """The records from byte `offset` on, and the offset to go on from.
+
+    A half-written last line is left for the next call; lines that cannot be understood
+    are passed over. A missing file holds no events.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+    except FileNotFoundError:
+        return [], offset
+    end = data.rfind(b"\n") + 1
+    records = map(from_line, data[:end].splitlines())
+    return [record for record in records if record is not None], offset + end

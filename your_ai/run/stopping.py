@@ -1,0 +1,89 @@
+"""Ctrl-C, SIGTERM and a closed terminal: finish the step and save; a second one leaves at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """A stop signal while there was no step to finish. Exit status 128 + signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Stop:
+    """Whether a signal asked the run to stop.
+
+    While `graceful` is false, as it is before the first step, a signal raises
+    Interrupted; after that it is only noted here, for the loop to see.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.graceful = False
+
+    def __bool__(self) -> bool:
+        return self.received is not None
+
+    @property
+    def name(self) -> str:
+        """What stopped the run, in words."""
+        if self.received in (None, signal.SIGINT):
+            return "Ctrl-C"
+        return signal.Signals(self.received).name
+
+
+@contextlib.contextmanager
+def stop_signals(on_first: Callable[[], None], on_second: Callable[[], None]) -> Iterator[Stop]:
+    """Watch for stop signals until the block ends; then the handlers are as they were.
+
+    on_first is called when a graceful stop begins; on_second just before the process
+    leaves at once. Both run in a thread, since Python runs no handler while the main
+    thread is inside an evaluation.
+    """
+    stop = Stop()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        while data := reader.recv(1):
+            number = data[0]
+            if number == 0:
+                return
+            if number not in SIGNALS or not stop.graceful:
+                continue
+            if stop.received is None:
+                stop.received = number
+                on_first()
+            else:
+                on_second()
+                os._exit(128 + number)
+
+    def handle(number: int, frame: object) -> None:
+        if not stop.graceful:
+            raise Interrupted(number)
+
+    thread = threading.Thread(target=watch, name="stop-signals", daemon=True)
+    thread.start()
+    old_handlers = {number: signal.signal(number, handle) for number in SIGNALS}
+    old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield stop
+    finally:
+        signal.set_wakeup_fd(old_fd)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
+        with contextlib.suppress(OSError):
+            writer.send(b"\0")
+        thread.join()
+        reader.close()
+        writer.close()

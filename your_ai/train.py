@@ -1,0 +1,309 @@
+"""The recipe of a training run, top to bottom.
+
+`python -m your_ai.train RUN` carries out the run whose folder holds a config.yaml. It
+writes events and never prints: who shows them reads runs/RUN/events.jsonl.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from your_ai import evaluate, generate, model, optimizer
+from your_ai.config import TrainConfig
+from your_ai.data.batches import Batch
+from your_ai.engine.fused import Engine
+from your_ai.errors import RunError, UserError
+from your_ai.files import clean
+from your_ai.memory import probe
+from your_ai.prepare import Prepared, prepare
+from your_ai.rng import derive_seed
+from your_ai.run import checkpoint, events
+from your_ai.run.checkpoint import Checkpoint, TrainState
+from your_ai.run.folder import RunFolder, find, locked
+from your_ai.run.stopping import Interrupted, Stop, stop_signals
+
+MAX_SKIPPED_IN_A_ROW = 5
+SAMPLE_TOKENS = 128
+
+
+def run(
+    folder: RunFolder, config: TrainConfig, log: events.EventLog, stop: Stop
+) -> events.Finished:
+    """Train, or go on training, the run in `folder`, and return how it ended.
+
+    Raises UserError for bad input, before anything but the events is written, and
+    RunError where the run cannot go on.
+    """
+    began = time.perf_counter()
+    clean(folder.path)
+    clean(folder.checkpoints)
+    prepared = prepare(config, log)
+    state = restore(folder, prepared, log)
+    update = optimizer.make_update(prepared.model, prepared.optimizer)
+    log.write(started_event(prepared, state))
+    stop.graceful = True
+    if state.step == 0:
+        save(folder, prepared, state, log)  # whatever happens next can be resumed
+        show_test_rows("before", prepared, log, stop)
+
+    while state.step < prepared.steps and not stop:
+        step_began = time.perf_counter()
+        index = state.step
+        batches = prepared.plan.batches_of(index)
+        weight = sum(batch.weight for batch in batches)
+        loss, grads, norm = gradients(
+            prepared.engine, batches, weight, state.loss_scale, config, index
+        )
+        rate = optimizer.learning_rate(config, index, prepared.steps)
+        tokens = sum(batch.trained_tokens for batch in batches)
+        if weight > 0 and math.isfinite(loss) and math.isfinite(norm):
+            update(
+                grads, optimizer.clip_factor(norm, config.max_grad_norm) / state.loss_scale, rate
+            )
+            state = optimizer.after_finite_step(state, prepared.dtype)
+            state = replace(state, trained_tokens=state.trained_tokens + tokens)
+            seconds = time.perf_counter() - step_began
+            log.write(step_event(prepared, state, batches, loss, norm, rate, seconds))
+        else:
+            state = optimizer.after_skipped_step(state, loss)
+            log.write(skipped_event(index + 1, weight, loss, norm, state))
+        del grads
+        state = replace(state, step=index + 1)
+
+        if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise RunError(give_up(folder, state))
+        last = state.step == prepared.steps
+        if last or due(config.eval_every, state.step):
+            validate(prepared, state.step, log, stop)
+        if last or stop or due(config.save_every, state.step):
+            save(folder, prepared, state, log)
+
+    if stop:
+        reason, adapter = f"stopped by {stop.name}", ""
+    else:
+        show_test_rows("after", prepared, log, stop)
+        arrays = model.adapter_arrays(prepared.model)
+        checkpoint.save_adapter(folder.adapter, arrays, prepared.adapters.config)
+        reason, adapter = "done", str(folder.adapter)
+    seconds = time.perf_counter() - began
+    finished = events.Finished(step=state.step, reason=reason, adapter=adapter, seconds=seconds)
+    log.write(finished)
+    return finished
+
+
+def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> TrainState:
+    """The state to begin from: the newest whole checkpoint's, put in place, or a new one."""
+    path, faults = checkpoint.newest(folder.checkpoints)
+    for problem in faults:
+        log.write(events.Notice(text=f"{problem}; going one checkpoint back"))
+    if path is None:
+        return optimizer.first_state(prepared.dtype)
+    saved = checkpoint.load(path)
+    for kind, now in prepared.depends_on.items():
+        before = saved.depends_on[kind]
+        changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
+        if changed:
+            raise UserError(
+                f"--resume {folder.name}: the {kind} changed since the run began "
+                f"({', '.join(changed)}); put it back, or begin a new run"
+            )
+    model.set_adapters(prepared.model, saved.adapters)
+    optimizer.set_optimizer_arrays(prepared.optimizer, saved.optimizer)
+    return saved.state
+
+
+def gradients(
+    engine: Engine,
+    batches: list[Batch],
+    weight: float,
+    loss_scale: float,
+    config: TrainConfig,
+    index: int,
+) -> tuple[float, Any, float]:
+    """A step's loss, its gradients times `loss_scale`, and their norm without that scale.
+
+    The sum over all micro-batches, divided once by the weight of all their targets.
+    """
+    seed = derive_seed(config.seed, "dropout", index)
+    loss, grads = mx.array(0.0), None
+    for batch in batches:
+        part, part_grads = engine.gradients(batch, loss_scale / weight if weight else 0.0, seed)
+        loss = loss + part
+        grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
+        del part_grads
+        mx.eval(loss, grads)
+    norm = optimizer.global_norm(grads).item() / loss_scale
+    return loss.item() / weight if weight else 0.0, grads, norm
+
+
+def due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def validate(prepared: Prepared, step: int, log: events.EventLog, stop: Stop) -> None:
+    if prepared.valid is None:
+        return
+    began = time.perf_counter()
+    batch_size = prepared.config.batch_size
+    measured = evaluate.mean_loss(prepared.engine, prepared.valid, batch_size, stop)
+    if measured is not None:
+        log.write(
+            events.Validation(
+                step=step,
+                loss=measured.loss,
+                trained_tokens=measured.trained_tokens,
+                seconds=time.perf_counter() - began,
+            )
+        )
+
+
+def show_test_rows(when: str, prepared: Prepared, log: events.EventLog, stop: Stop) -> None:
+    """Answers to a few test prompts, and exact match over all test rows, where asked for."""
+    answers = []
+    for sample in prepared.samples:
+        if stop:
+            return
+        limit = 2 * len(prepared.tokenizer.encode(sample.expected)) + SAMPLE_TOKENS
+        answers.append(generate.answer(prepared.model, prepared.tokenizer, sample.rendered, limit))
+    if answers:
+        log.write(
+            events.Samples(
+                when=when,
+                prompts=[sample.asked for sample in prepared.samples],
+                answers=answers,
+                expected=[sample.expected for sample in prepared.samples],
+            )
+        )
+    if prepared.config.exact_match and prepared.test is not None:
+        batch_size = prepared.config.batch_size
+        correct = evaluate.exact_matches(prepared.engine, prepared.test, batch_size, stop)
+        if correct is not None:
+            log.write(events.ExactMatch(when=when, correct=correct, rows=len(prepared.test)))
+
+
+def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.EventLog) -> None:
+    began = time.perf_counter()
+    path = checkpoint.save(
+        folder.checkpoints,
+        Checkpoint(
+            state=state,
+            adapters=model.adapter_arrays(prepared.model),
+            optimizer=optimizer.optimizer_arrays(prepared.optimizer),
+            adapter_config=prepared.adapters.config,
+            depends_on=prepared.depends_on,
+        ),
+    )
+    checkpoint.prune(folder.checkpoints, prepared.config.keep)
+    seconds = time.perf_counter() - began
+    log.write(events.Checkpoint(step=state.step, folder=str(path), seconds=seconds))
+
+
+def give_up(folder: RunFolder, state: TrainState) -> str:
+    path, _ = checkpoint.newest(folder.checkpoints)
+    return (
+        f"{folder.path}: {state.skipped_in_a_row} steps in a row were not finite, the last was "
+        f"step {state.step}; the last good checkpoint is {path}; lower --learning-rate or look "
+        "at the data, and begin a new run"
+    )
+
+
+def started_event(prepared: Prepared, state: TrainState) -> events.Started:
+    config = prepared.config
+    arrays = model.adapter_arrays(prepared.model)
+    return events.Started(
+        step=state.step,
+        steps=prepared.steps,
+        steps_per_epoch=prepared.plan.steps_per_epoch,
+        model=config.model,
+        rows=len(prepared.plan.examples),
+        trainable_parameters=sum(array.size for array in arrays.values()),
+        dtype=str(prepared.dtype).removeprefix("mlx.core."),
+        plan="fused",
+    )
+
+
+def step_event(
+    prepared: Prepared,
+    state: TrainState,
+    batches: list[Batch],
+    loss: float,
+    norm: float,
+    rate: float,
+    seconds: float,
+) -> events.Step:
+    memory = probe.read()
+    return events.Step(
+        step=state.step + 1,
+        steps=prepared.steps,
+        epoch=prepared.plan.epoch_of(state.step) + 1,
+        loss=loss,
+        grad_norm=norm,
+        learning_rate=rate,
+        tokens=sum(batch.real_tokens for batch in batches),
+        padded_tokens=sum(batch.tokens.size for batch in batches),
+        trained_tokens=sum(batch.trained_tokens for batch in batches),
+        seconds=seconds,
+        active_bytes=memory.active_bytes,
+        peak_bytes=memory.peak_bytes,
+        cache_bytes=memory.cache_bytes,
+        process_bytes=memory.process_bytes,
+    )
+
+
+def skipped_event(
+    step: int, weight: float, loss: float, norm: float, state: TrainState
+) -> events.Skipped:
+    if weight == 0:
+        reason = "all its rows have weight 0"
+    elif not math.isfinite(loss):
+        reason = f"the loss is {loss}"
+    else:
+        reason = f"the gradient norm is {norm}"
+    return events.Skipped(
+        step=step, reason=reason, in_a_row=state.skipped_in_a_row, total=state.skipped
+    )
+
+
+def carry_out(
+    folder: RunFolder, config: TrainConfig, on_leaving: Callable[[], None] = lambda: None
+) -> int:
+    """Train `folder` with `config`, alone and watching for signals; the exit status.
+
+    on_leaving is called before a second stop signal ends the process at once.
+    """
+    with locked(folder):
+        folder.write_config(config)
+        log = events.EventLog(folder.events)
+        text = "stopping after this step; once more to leave at once"
+        try:
+            with stop_signals(lambda: log.write(events.Notice(text=text)), on_leaving) as stop:
+                finished = run(folder, config, log, stop)
+        finally:
+            log.close()
+    return 0 if finished.adapter else 128 + (stop.received or 0)
+
+
+def main() -> None:
+    """Carry out one run; errors are one line on stderr."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m your_ai.train RUN")
+    try:
+        folder = find(sys.argv[1])
+        sys.exit(carry_out(folder, folder.read_config()))
+    except (UserError, RunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+    except Interrupted as interrupted:
+        sys.exit(128 + interrupted.number)
+
+
+if __name__ == "__main__":
+    main()
