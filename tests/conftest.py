@@ -15,6 +15,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
+from your_ai import cli
 from your_ai.config import TrainConfig, build, packaged
 from your_ai.run import events, folder
 from your_ai.run.events import Event
@@ -43,6 +44,15 @@ EXTRA = {
     "qwen3": {"tie_word_embeddings": True},
     "gemma2": {"query_pre_attn_scalar": 16},
     "mistral": {"tie_word_embeddings": False},
+    "qwen3_moe": {
+        "tie_word_embeddings": True,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
 }
 
 MODULES = {"mistral": "llama"}  # mlx-lm runs it with that code
@@ -132,6 +142,13 @@ def configure(tiny_model: Path, data_folder: Path) -> Callable[..., TrainConfig]
         return build({**first, **settings}, "test")
 
     return make
+
+
+def call(*arguments: object) -> int:
+    """Run the command line in this process; the exit status."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([str(argument) for argument in arguments])
+    return stopped.value.code or 0
 
 
 def train(config: TrainConfig) -> RunFolder:

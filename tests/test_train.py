@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import events_of, losses_of, resume, train
-from your_ai.run import checkpoint, events
+from tests.conftest import losses_of, resume, train
+from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder
 
 

@@ -98,7 +98,11 @@ def train_and_show(folder: RunFolder, settings: TrainConfig, console: Console, n
         if new and not begun:
             discard(folder)
         raise
-    follower.print_summary(folder.name)
+    if follower.failure is None:
+        follower.print_summary(folder.name)
+    else:
+        reason = f"{type(follower.failure).__name__}: {follower.failure}"
+        print(f"note: the run went on when its display failed ({reason})", file=sys.stderr)
     return status
 
 
@@ -190,6 +194,10 @@ def main(arguments: list[str] | None = None) -> None:
         if debug and not isinstance(error, SystemExit):
             traceback.print_exc()
         status = report(error)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader left: what was not read is nobody's loss
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status or 0)
 
 

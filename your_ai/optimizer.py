@@ -23,6 +23,8 @@ FIRST_LOSS_SCALE = 2.0**15
 LOSS_SCALE_GROWS_AFTER = 2000  # finite steps
 MAX_LOSS_SCALE = 2.0**24
 
+Update = Callable[[Any, float, float], None]  # (gradients, factor, learning rate)
+
 
 def build_optimizer(config: TrainConfig, parameters: dict) -> optim.Optimizer:
     """The configured optimizer, its state made for `parameters`.

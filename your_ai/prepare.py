@@ -41,6 +41,19 @@ class Prepared:
     steps: int
     depends_on: dict[str, dict[str, str]]
 
+    def started_event(self, step: int) -> events.Started:
+        arrays = model.adapter_arrays(self.model)
+        return events.Started(
+            step=step,
+            steps=self.steps,
+            steps_per_epoch=self.plan.steps_per_epoch,
+            model=self.config.model,
+            rows=len(self.plan.examples),
+            trainable_parameters=sum(array.size for array in arrays.values()),
+            dtype=str(self.dtype).removeprefix("mlx.core."),
+            plan="fused",
+        )
+
 
 def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
     """Check and load everything, the cheapest first."""

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +23,7 @@ from your_ai.engine.fused import Engine
 from your_ai.errors import RunError, UserError
 from your_ai.files import clean
 from your_ai.memory import probe
+from your_ai.optimizer import Update
 from your_ai.prepare import Prepared, prepare
 from your_ai.rng import derive_seed
 from your_ai.run import checkpoint, events
@@ -48,38 +49,21 @@ def run(
     prepared = prepare(config, log)
     state = restore(folder, prepared, log)
     update = optimizer.make_update(prepared.model, prepared.optimizer)
-    log.write(started_event(prepared, state))
+    log.write(prepared.started_event(state.step))
     stop.graceful = True
     if state.step == 0:
         save(folder, prepared, state, log)  # whatever happens next can be resumed
         show_test_rows("before", prepared, log, stop)
 
     while state.step < prepared.steps and not stop:
-        step_began = time.perf_counter()
-        index = state.step
-        batches = prepared.plan.batches_of(index)
-        weight = sum(batch.weight for batch in batches)
-        loss, grads, norm = gradients(
-            prepared.engine, batches, weight, state.loss_scale, config, index
-        )
-        rate = optimizer.learning_rate(config, index, prepared.steps)
-        tokens = sum(batch.trained_tokens for batch in batches)
-        if weight > 0 and math.isfinite(loss) and math.isfinite(norm):
-            update(
-                grads, optimizer.clip_factor(norm, config.max_grad_norm) / state.loss_scale, rate
-            )
-            state = optimizer.after_finite_step(state, prepared.dtype)
-            state = replace(state, trained_tokens=state.trained_tokens + tokens)
-            seconds = time.perf_counter() - step_began
-            log.write(step_event(prepared, state, batches, loss, norm, rate, seconds))
-        else:
-            state = optimizer.after_skipped_step(state, loss)
-            log.write(skipped_event(index + 1, weight, loss, norm, state))
-        del grads
-        state = replace(state, step=index + 1)
-
+        state = train_step(prepared, update, state, log)
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise RunError(give_up(folder, state))
+            raise RunError(
+                f"{folder.path}: {state.skipped_in_a_row} steps in a row were not finite, the last "
+                f"was step {state.step}; the last good checkpoint is "
+                f"{checkpoint.newest(folder.checkpoints)[0]}; lower --learning-rate or look at "
+                "the data, and begin a new run"
+            )
         last = state.step == prepared.steps
         if last or due(config.eval_every, state.step):
             validate(prepared, state.step, log, stop)
@@ -99,6 +83,71 @@ def run(
     return finished
 
 
+def train_step(
+    prepared: Prepared, update: Update, state: TrainState, log: events.EventLog
+) -> TrainState:
+    """One optimizer update over the rows of step `state.step`; the state after it.
+
+    A step whose loss or gradients are not finite, or whose rows all have weight 0,
+    changes neither the adapters nor the optimizer.
+    """
+    began = time.perf_counter()
+    config, index = prepared.config, state.step
+    batches = prepared.plan.batches_of(index)
+    weight = sum(batch.weight for batch in batches)
+    done = replace(state, step=index + 1)
+    if weight == 0:
+        log.write(skipped_event(replace(done, skipped=state.skipped + 1), "every weight is 0"))
+        return replace(done, skipped=state.skipped + 1)
+
+    seed = derive_seed(config.seed, "dropout", index)
+    loss, grads = accumulate(prepared.engine, batches, state.loss_scale / weight, seed)
+    loss /= weight
+    norm = optimizer.global_norm(grads).item() / state.loss_scale
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        done = optimizer.after_skipped_step(done, loss)
+        log.write(skipped_event(done, f"the loss is {loss}, the gradient norm {norm}"))
+        return done
+
+    rate = optimizer.learning_rate(config, index, prepared.steps)
+    clip = optimizer.clip_factor(norm, config.max_grad_norm)
+    update(grads, clip / state.loss_scale, rate)
+    log.write(
+        events.Step(
+            step=done.step,
+            steps=prepared.steps,
+            epoch=prepared.plan.epoch_of(index) + 1,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            tokens=sum(batch.real_tokens for batch in batches),
+            padded_tokens=sum(batch.tokens.size for batch in batches),
+            trained_tokens=sum(batch.trained_tokens for batch in batches),
+            seconds=time.perf_counter() - began,
+            **asdict(probe.read()),
+        )
+    )
+    return optimizer.after_finite_step(done, prepared.dtype)
+
+
+def accumulate(engine: Engine, batches: list[Batch], scale: float, seed: int) -> tuple[float, Any]:
+    """The loss sum over all micro-batches, and the gradients of `scale` times it."""
+    loss, total = 0.0, None
+    for batch in batches:
+        part, grads = engine.gradients(batch, scale, seed)
+        total = grads if total is None else tree_map(mx.add, total, grads)
+        del grads
+        mx.eval(part, total)  # one micro-batch's graph at a time
+        loss += part.item()
+    return loss, total
+
+
+def skipped_event(state: TrainState, reason: str) -> events.Skipped:
+    return events.Skipped(
+        step=state.step, reason=reason, in_a_row=state.skipped_in_a_row, total=state.skipped
+    )
+
+
 def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> TrainState:
     """The state to begin from: the newest whole checkpoint's, put in place, or a new one."""
     path, faults = checkpoint.newest(folder.checkpoints)
@@ -115,33 +164,11 @@ def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> Trai
                 f"--resume {folder.name}: the {kind} changed since the run began "
                 f"({', '.join(changed)}); put it back, or begin a new run"
             )
+    if saved.state.step > prepared.steps:
+        raise UserError(f"{folder.path}: has done {saved.state.step} steps already; ask for more")
     model.set_adapters(prepared.model, saved.adapters)
     optimizer.set_optimizer_arrays(prepared.optimizer, saved.optimizer)
     return saved.state
-
-
-def gradients(
-    engine: Engine,
-    batches: list[Batch],
-    weight: float,
-    loss_scale: float,
-    config: TrainConfig,
-    index: int,
-) -> tuple[float, Any, float]:
-    """A step's loss, its gradients times `loss_scale`, and their norm without that scale.
-
-    The sum over all micro-batches, divided once by the weight of all their targets.
-    """
-    seed = derive_seed(config.seed, "dropout", index)
-    loss, grads = mx.array(0.0), None
-    for batch in batches:
-        part, part_grads = engine.gradients(batch, loss_scale / weight if weight else 0.0, seed)
-        loss = loss + part
-        grads = part_grads if grads is None else tree_map(mx.add, grads, part_grads)
-        del part_grads
-        mx.eval(loss, grads)
-    norm = optimizer.global_norm(grads).item() / loss_scale
-    return loss.item() / weight if weight else 0.0, grads, norm
 
 
 def due(every: int, step: int) -> bool:
@@ -204,72 +231,6 @@ def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.E
     checkpoint.prune(folder.checkpoints, prepared.config.keep)
     seconds = time.perf_counter() - began
     log.write(events.Checkpoint(step=state.step, folder=str(path), seconds=seconds))
-
-
-def give_up(folder: RunFolder, state: TrainState) -> str:
-    path, _ = checkpoint.newest(folder.checkpoints)
-    return (
-        f"{folder.path}: {state.skipped_in_a_row} steps in a row were not finite, the last was "
-        f"step {state.step}; the last good checkpoint is {path}; lower --learning-rate or look "
-        "at the data, and begin a new run"
-    )
-
-
-def started_event(prepared: Prepared, state: TrainState) -> events.Started:
-    config = prepared.config
-    arrays = model.adapter_arrays(prepared.model)
-    return events.Started(
-        step=state.step,
-        steps=prepared.steps,
-        steps_per_epoch=prepared.plan.steps_per_epoch,
-        model=config.model,
-        rows=len(prepared.plan.examples),
-        trainable_parameters=sum(array.size for array in arrays.values()),
-        dtype=str(prepared.dtype).removeprefix("mlx.core."),
-        plan="fused",
-    )
-
-
-def step_event(
-    prepared: Prepared,
-    state: TrainState,
-    batches: list[Batch],
-    loss: float,
-    norm: float,
-    rate: float,
-    seconds: float,
-) -> events.Step:
-    memory = probe.read()
-    return events.Step(
-        step=state.step + 1,
-        steps=prepared.steps,
-        epoch=prepared.plan.epoch_of(state.step) + 1,
-        loss=loss,
-        grad_norm=norm,
-        learning_rate=rate,
-        tokens=sum(batch.real_tokens for batch in batches),
-        padded_tokens=sum(batch.tokens.size for batch in batches),
-        trained_tokens=sum(batch.trained_tokens for batch in batches),
-        seconds=seconds,
-        active_bytes=memory.active_bytes,
-        peak_bytes=memory.peak_bytes,
-        cache_bytes=memory.cache_bytes,
-        process_bytes=memory.process_bytes,
-    )
-
-
-def skipped_event(
-    step: int, weight: float, loss: float, norm: float, state: TrainState
-) -> events.Skipped:
-    if weight == 0:
-        reason = "all its rows have weight 0"
-    elif not math.isfinite(loss):
-        reason = f"the loss is {loss}"
-    else:
-        reason = f"the gradient norm is {norm}"
-    return events.Skipped(
-        step=step, reason=reason, in_a_row=state.skipped_in_a_row, total=state.skipped
-    )
 
 
 def carry_out(

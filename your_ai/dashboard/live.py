@@ -26,21 +26,27 @@ class Follower:
         self.console = console
         self.state = ViewState()
         self.reported_at = 0.0
-        self.offset = 0
+        self.failure: Exception | None = None
         records, self.offset = events.tail(path)  # what a resumed run did before
         for record in records:
             self.state = fold(self.state, record)
         self.live = Live(console=console, transient=True, auto_refresh=False)
 
     def catch_up(self) -> None:
-        """Show what has happened since the last call."""
+        """Show what has happened since the last call. A screen that fails ends no run."""
+        if self.failure is None:
+            try:
+                self._show_new()
+            except Exception as error:  # a closed pipe, a lost terminal, a fault in a view
+                self.failure = error
+
+    def _show_new(self) -> None:
         records, self.offset = events.tail(self.path, self.offset)
         for record in records:
             self.state = fold(self.state, record)
             line = view.event_line(record.event, self.state)
-            if line is None or not self._wants(record):
-                continue
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if line is not None and self._wants(record):
+                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         if self.live.is_started:
             self.live.update(view.progress(self.state), refresh=True)
 

@@ -43,8 +43,6 @@ class TrainState:
     """
 
     step: int = 0
-    trained_tokens: int = 0
-    seconds: float = 0.0
     skipped: int = 0
     skipped_in_a_row: int = 0
     loss_scale: float = 1.0

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tests.dashboard.frames import record, step
+from your_ai.dashboard import view
+from your_ai.dashboard.state import ViewState, fold
+from your_ai.run import events
+
+
+def drawn(*parts: object, width: int = 60) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False, color_system=None)
+    for part in parts:
+        console.print(part, markup=False, highlight=False)
+    return console.file.getvalue().splitlines()
+
+
+def state_of(*happened: events.Event) -> ViewState:
+    state = ViewState()
+    for event in happened:
+        state = fold(state, record(event))
+    return state
+
+
+STARTED = events.Started(
+    step=0, steps=10, steps_per_epoch=5, model="m", rows=9, trainable_parameters=65536,
+    dtype="float32", plan="fused",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 MB"), (412_300_000, "412 MB"), (4_734_000_000, "4.73 GB")]
+)
+def test_memory(size, text):
+    assert view.memory(size) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0 s"), (59.4, "59 s"), (59.6, "1:00"), (3725, "1:02:05")]
+)
+def test_duration(seconds, text):
+    assert view.duration(seconds) == text
+
+
+def test_a_step_in_a_line():
+    state = state_of(STARTED, step(3))
+    assert view.event_line(step(3), state) == (
+        "step 3/10  loss 1.2500  100 tokens/s  14 s left  memory 412 MB active, 4.73 GB peak"
+    )
+
+
+def test_the_live_view():
+    validation = events.Validation(step=3, loss=1.5, trained_tokens=9, seconds=1.0)
+    frame = drawn(view.progress(state_of(STARTED, step(3), validation)))
+    assert frame[0].startswith("step 3/10 ━━━━━━━━━")
+    assert frame[0].endswith("epoch 1 14 s left")
+    assert frame[1:] == [
+        "loss 1.2500, smoothed 1.2500, validation 1.5000   100 tokens/s",
+        "MLX memory 412 MB active, 4.73 GB peak",
+    ] or frame[1].startswith("loss 1.2500")
+
+
+def test_the_live_view_before_the_first_step():
+    assert drawn(view.progress(ViewState(stage="loading m"))) == ["loading m ..."]
+
+
+def test_the_summary_ends_with_the_accuracy():
+    state = state_of(
+        STARTED,
+        events.Samples(when="before", prompts=["[p]"], answers=["old"], expected=["new"]),
+        events.ExactMatch(when="before", correct=2, rows=64),
+        step(10),
+        events.Samples(when="after", prompts=["[p]"], answers=["new"], expected=["new"]),
+        events.ExactMatch(when="after", correct=62, rows=64),
+        events.Finished(step=10, reason="done", adapter="runs/r/adapter", seconds=61.0),
+    )
+    text = drawn(*view.summary(state, "r"), width=80)
+    assert text[-1] == "exact match: 3% before, 97% after (64 held-out rows)"
+    assert "adapter: runs/r/adapter" in text
+    row = next(line for line in text if "[p]" in line)
+    assert row.index("old") < row.index("new")
+
+
+def test_the_summary_of_a_stopped_run_says_how_to_go_on():
+    finished = events.Finished(step=4, reason="stopped by Ctrl-C", adapter="", seconds=9.0)
+    assert drawn(*view.summary(state_of(STARTED, finished), "r"), width=100) == [
+        "stopped by Ctrl-C after step 4; everything is saved. Go on with:",
+        "  your_ai train --resume r",
+    ]
+
+
+def test_skipped_steps_and_notices_are_told():
+    skipped = events.Skipped(step=4, reason="the loss is nan", in_a_row=1, total=2)
+    assert view.event_line(skipped, ViewState()) == (
+        "step 4 changed nothing: the loss is nan (2 skipped)"
+    )
+    assert view.event_line(events.Notice(text="mind"), ViewState()) == "note: mind"

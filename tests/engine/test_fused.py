@@ -1,0 +1,157 @@
+"""The compiled engine against a plain reading of the same loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from tests.conftest import chat, make_model, write_rows
+from your_ai import model
+from your_ai.config import TrainConfig
+from your_ai.data.batches import plan_steps
+from your_ai.data.encode import Encoder
+from your_ai.data.examples import Examples, load_examples
+from your_ai.engine.fused import fused_engine
+
+CASES = [
+    ("llama", 4, False),
+    ("llama", None, True),
+    ("qwen2", 4, False),
+    ("qwen3", None, False),
+    ("mistral", 4, True),
+    ("gemma2", 4, False),
+]
+ROWS = [
+    chat("Short question", "Short answer"),
+    chat("A much longer question " * 6, "An answer " * 9, weight=2.5),
+    {"text": "Some plain text, trained from its second token on."},
+    chat("Ignored", "With no weight at all", weight=0),
+    chat("One more", "Yes"),
+]
+
+
+def load(folder: Path, **settings: Any) -> tuple[nn.Module, Any, model.Adapters]:
+    config = TrainConfig(
+        **{"lora_layers": 2, "lora_targets": ("all-linear",), "lora_rank": 4, **settings}
+    )
+    network, tokenizer = model.load_base(folder, mx.float32)
+    adapters = model.add_adapters(network, config)
+    mx.random.seed(1)  # lora_b is zero at first, and with it half the gradients
+    network.update(
+        tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters())
+    )
+    mx.eval(network.parameters())
+    return network, tokenizer, adapters
+
+
+def encode(tokenizer: Any, folder: Path) -> Examples:
+    path = write_rows(folder / "train.jsonl", ROWS)
+    return load_examples(path, Encoder(tokenizer), "tokenizer", 256, "error", folder / "cache")
+
+
+def plain_loss(network: nn.Module, examples: Examples) -> mx.array:
+    """The weighted mean over the trained tokens: one row at a time, all logits, no padding."""
+    total, weight = mx.array(0.0), 0.0
+    for i in range(len(examples)):
+        tokens = [int(t) for t in examples[i].tokens]
+        logits = network(mx.array([tokens[:-1]]))[0]
+        for t in range(1, len(tokens)):
+            if examples[i].trained[t]:
+                scores = logits[t - 1] - mx.logsumexp(logits[t - 1])
+                total = total - float(examples.weights[i]) * scores[tokens[t]]
+                weight += float(examples.weights[i])
+    return total / weight
+
+
+def engine_loss(network, adapters, examples, batch_size=5, accumulation=1, seed=0):
+    """The same through the engine: (loss, gradients by name)."""
+    engine = fused_engine(network, model.split(network), adapters.dropout_keys)
+    plan = plan_steps(examples, batch_size, batch_size * accumulation, seed=0)
+    batches = plan.batches_of(0)
+    weight = sum(batch.weight for batch in batches)
+    loss, total = 0.0, None
+    for batch in batches:
+        part, grads = engine.gradients(batch, 1 / weight, seed)
+        loss += part.item() / weight
+        total = grads if total is None else tree_map(mx.add, total, grads)
+    return loss, dict(tree_flatten(total))
+
+
+def relative_error(ours: mx.array, theirs: mx.array) -> float:
+    a, b = np.array(ours, np.float64), np.array(theirs, np.float64)
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-12))
+
+
+@pytest.mark.parametrize(("architecture", "bits", "dora"), CASES)
+def test_loss_and_gradients_equal_a_plain_reading(tmp_path, architecture, bits, dora):
+    network, tokenizer, adapters = load(
+        make_model(tmp_path / "m", architecture, bits), use_dora=dora
+    )
+    examples = encode(tokenizer, tmp_path)
+    expected, expected_grads = nn.value_and_grad(network, lambda: plain_loss(network, examples))()
+    loss, grads = engine_loss(network, adapters, examples)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    expected_grads = dict(tree_flatten(expected_grads))
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(2, 3), (1, 5)])
+def test_any_split_into_micro_batches_gives_the_same(
+    tmp_path, tiny_model, batch_size, accumulation, dropout
+):
+    network, tokenizer, adapters = load(tiny_model, lora_dropout=dropout)
+    examples = encode(tokenizer, tmp_path)
+    loss, grads = engine_loss(network, adapters, examples)
+    split_loss, split_grads = engine_loss(network, adapters, examples, batch_size, accumulation)
+    assert split_loss == pytest.approx(loss, rel=1e-5)
+    for name, grad in split_grads.items():
+        assert relative_error(grad, grads[name]) < 1e-5, name
+
+
+def test_dropout_depends_on_the_seed_of_the_step_alone(tmp_path, tiny_model):
+    network, tokenizer, adapters = load(tiny_model, lora_dropout=0.3)
+    examples = encode(tokenizer, tmp_path)
+    first, _ = engine_loss(network, adapters, examples, seed=1)
+    other, _ = engine_loss(network, adapters, examples, seed=2)
+    mx.random.seed(99)
+    again, _ = engine_loss(network, adapters, examples, seed=1)
+    assert first == again
+    assert first != other
+
+
+def test_validation_draws_no_dropout(tmp_path, tiny_model):
+    network, tokenizer, adapters = load(tiny_model, lora_dropout=0.5)
+    examples = encode(tokenizer, tmp_path)
+    expected = plain_loss(network, examples).item()
+    engine = fused_engine(network, model.split(network), adapters.dropout_keys)
+    plan = plan_steps(examples, 5, 5, seed=0)
+    (batch,) = plan.batches_of(0)
+    engine.gradients(batch, 1.0, 7)  # which must leave no keys behind
+    assert engine.loss(batch).item() / batch.weight == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_head_sees_the_trained_positions_alone(tmp_path, tiny_model):
+    network, tokenizer, adapters = load(tiny_model)
+    examples = encode(tokenizer, tmp_path)
+    split = model.split(network)
+    seen = []
+
+    def head(hidden: mx.array) -> mx.array:
+        seen.append(hidden.shape)
+        return split.head(hidden)
+
+    engine = fused_engine(network, model.Split(split.trunk, head), adapters.dropout_keys)
+    plan = plan_steps(examples, 5, 5, seed=0)
+    (batch,) = plan.batches_of(0)
+    engine.loss(batch)
+    positions = np.prod(seen[0][:-1])
+    assert batch.trained_tokens <= positions < 0.6 * batch.tokens.size

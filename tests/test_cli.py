@@ -1,0 +1,173 @@
+"""The command line: bad input gets one line and leaves nothing; good input ends well."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import call, chat, make_model, write_rows
+
+ADAPTER = Path("runs/first/adapter/adapters.safetensors")
+
+
+def refused(capsys, *arguments: object) -> str:
+    """The one line on stderr of a command that must fail with status 2 and write nothing."""
+    assert call(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert not os.path.exists("runs")
+    return error
+
+
+BAD_ROWS = {
+    "not json": ("{oops", r"train.jsonl:2: is not valid JSON"),
+    "unknown format": ('{"q": 1, "a": 2}', r"train.jsonl:2: no known format; keys found: q, a"),
+    "nothing to train": (
+        '{"messages": [{"role": "user", "content": "hi"}]}',
+        r"train.jsonl:2: no token to train",
+    ),
+    "too long": (json.dumps({"text": "word " * 500}), r"train.jsonl:2: \d+ tokens, more than"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_rows(capsys, own_folder, tiny_model, case):
+    line, message = BAD_ROWS[case]
+    data = write_rows(own_folder / "d" / "train.jsonl", [chat("a", "b"), line])
+    options = ("--model", tiny_model, "--data", data.parent, "--max-seq-length", 64)
+    error = refused(capsys, "train", *options, "--lora-layers", 2)
+    assert re.search(message, error)
+
+
+def test_missing_and_empty_data(capsys, own_folder, tiny_model):
+    (own_folder / "empty").mkdir()
+    write_rows(own_folder / "none" / "train.jsonl", [])
+    model = ("--model", tiny_model, "--lora-layers", 1)
+    assert "nowhere: no such file or folder" in refused(
+        capsys, "train", *model, "--data", "nowhere"
+    )
+    assert "has no train.jsonl" in refused(capsys, "train", *model, "--data", "empty")
+    assert "the file is empty" in refused(capsys, "train", *model, "--data", "none")
+
+
+def test_bad_models(capsys, own_folder, tiny_model, data_folder):
+    def copy(name: str):
+        return shutil.copytree(tiny_model, own_folder / name)
+
+    (copy("no-config") / "config.json").unlink()
+    (copy("no-weights") / "model.safetensors").unlink()
+    short = copy("short") / "model.safetensors"
+    short.write_bytes(short.read_bytes()[:-100])
+    odd = copy("odd") / "config.json"
+    odd.write_text(odd.read_text().replace('"llama"', '"unheard-of"'))
+    for name, message in {
+        "no-config": "config.json: is missing",
+        "no-weights": "has no model*.safetensors",
+        "short": "model.safetensors: is cut short",
+        "odd": "unheard-of not supported",
+        "absent": "no such folder or alias",
+    }.items():
+        error = refused(capsys, "train", "--model", name, "--data", data_folder)
+        assert message in error
+
+
+def test_bad_options(capsys, tiny_model, data_folder):
+    base = ("train", "--model", tiny_model, "--data", data_folder)
+    for options, message in {
+        ("--lora-layers", "0"): "must be at least 1, or all",
+        ("--lora-layers", "4"): "the model has 3 blocks",
+        ("--lora-layers", "1", "--lora-targets", "q_prj"): "did you mean q_proj?",
+        ("--batch-sise", "2"): "--batch-sise",
+        ("--batch-size",): "--batch-size",
+        ("--optimizer", "adam", "--weight-decay", "1"): "adam has none",
+        ("--config", "x", "--resume", "y"): "goes without --config",
+        ("--resume", "y"): "no run named y",
+        ("--run", "a/b"): "use letters, digits",
+        ("--lora-layers", "1", "--quantize", "4"): "is quantized to 4 bits already",
+    }.items():
+        assert message in refused(capsys, *base, *options)
+    assert "missing option" in refused(capsys, "generate", "--run", "x").lower()
+    assert "no run named x" in refused(capsys, "generate", "--run", "x", "--prompt", "hi")
+
+
+def test_an_unwritable_run_folder(capsys, tiny_model, data_folder):
+    with open("runs", "w"):
+        pass  # a file where the folder should be: unwritable for root as well
+    assert call("train", "--model", tiny_model, "--data", data_folder) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    os.remove("runs")
+
+
+@pytest.fixture
+def options(tiny_model, data_folder) -> list[object]:
+    settings = {"model": tiny_model, "data": data_folder, "lora-layers": 1, "batch-size": 4}
+    return ["train", *(part for n, v in settings.items() for part in (f"--{n}", v))]
+
+
+def test_train_resume_generate(capsys, options, own_folder):
+    assert call(*options, "--run", "first", "--max-steps", 2) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("step 1/2  loss ") for line in lines)
+    assert "adapter: runs/first/adapter" in lines
+    assert call("train", "--resume", "first", "--max-steps", 3) == 0
+    assert "resuming at step 2" in capsys.readouterr().out
+    assert call("generate", "--run", "first", "--prompt", "hi", "--max-tokens", 4) == 0
+    assert call("generate", "--run", "first", "--prompt", "hi", "--no-adapter") == 0
+
+
+def test_a_taken_name_is_refused_and_kept(capsys, options):
+    assert call(*options, "--run", "first", "--max-steps", 1) == 0
+    capsys.readouterr()
+    assert call(*options, "--run", "first", "--max-steps", 1) == 2
+    assert "--resume first" in capsys.readouterr().err
+    assert os.path.isdir("runs/first/adapter")
+
+
+def test_a_finished_run_resumed_says_it_is_done(capsys, options):
+    assert call(*options, "--run", "first", "--max-steps", 2) == 0
+    adapter = ADAPTER.read_bytes()
+    assert call("train", "--resume", "first") == 0
+    assert ADAPTER.read_bytes() == adapter
+    assert call("train", "--resume", "first", "--max-steps", 1) == 2
+    assert "has done 2 steps already" in capsys.readouterr().err
+
+
+def test_resume_refuses_changed_inputs(capsys, options, own_folder, tiny_model, data_folder):
+    model = make_model(own_folder / "mine")
+    options[options.index(tiny_model)] = model
+    assert call(*options, "--run", "first", "--max-steps", 1) == 0
+    make_model(own_folder / "other", seed=9)
+    shutil.copy(own_folder / "other" / "model.safetensors", model / "model.safetensors")
+    assert call("train", "--resume", "first", "--max-steps", 2) == 2
+    assert "the model changed since the run began (model.safetensors)" in capsys.readouterr().err
+    make_model(own_folder / "again")
+    shutil.copy(own_folder / "again" / "model.safetensors", model / "model.safetensors")
+    write_rows(data_folder / "train.jsonl", [chat("other", "rows")])
+    assert call("train", "--resume", "first", "--max-steps", 2) == 2
+    assert "the data changed since the run began (train.jsonl)" in capsys.readouterr().err
+
+
+def test_a_fault_of_ours_is_one_line_and_debug_shows_where(capsys, options, monkeypatch):
+    def broken(*arguments: object) -> None:
+        raise ZeroDivisionError("no such luck")
+
+    monkeypatch.setattr("your_ai.train.prepare", broken)
+    assert call(*options, "--run", "a") == 1
+    error = capsys.readouterr().err
+    assert "ZeroDivisionError: no such luck" in error
+    assert "Traceback" not in error
+    assert call(*options, "--run", "a", "--debug") == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_version_and_help(capsys):
+    assert call("--version") == 0
+    assert "your_ai 0." in capsys.readouterr().out
+    assert call() == 0
+    assert "train" in capsys.readouterr().out

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from your_ai.config import (
+    FIELDS,
+    TrainConfig,
+    build,
+    packaged,
+    read_yaml,
+    resolve,
+    resumed,
+    to_yaml,
+)
+from your_ai.errors import UserError
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(own_folder):
+    (own_folder / "c.yaml").write_text("data: d\nbatch_size: 3\nlora_rank: 5\n")
+    config = resolve({"lora_rank": "7"}, "c.yaml")
+    assert (config.data, config.batch_size, config.lora_rank) == ("d", 3, 7)
+    assert config.lora_alpha == FIELDS["lora_alpha"].default
+
+
+def test_nothing_at_all_is_the_demo():
+    assert resolve({}, None).model == "demo"
+    assert resolve({"max_steps": "3"}, None).max_steps == 3
+
+
+def test_data_alone_means_a_real_model():
+    assert resolve({"data": "d"}, None).model == "llama-8b"
+
+
+def test_every_default_survives_yaml():
+    config = TrainConfig(data="d", lora_layers="all", lora_targets=("a", "b"), quantize=4)
+    assert build(read_text(to_yaml(config)), "x") == config
+
+
+def read_text(text: str) -> dict:
+    import yaml
+
+    return yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"batch_size": "abc"}, "--batch-size: expected a whole number, found 'abc'"),
+        ({"batch_size": "1.5"}, "--batch-size: expected a whole number"),
+        ({"batch_size": "0"}, "--batch-size 0: must be at least 1"),
+        ({"learning_rate": "-1"}, "--learning-rate -1.0: must be a number above 0"),
+        ({"learning_rate": "nan"}, "--learning-rate nan"),
+        ({"learning_rate": "inf"}, "--learning-rate inf"),
+        ({"lora_layers": "0"}, "--lora-layers 0: must be at least 1, or all"),
+        ({"lora_layers": "some"}, "expected a whole number or all, found 'some'"),
+        ({"lora_dropout": "1"}, "--lora-dropout 1.0: must be at least 0 and under 1"),
+        ({"lora_targets": ","}, "--lora-targets: names no layer"),
+        ({"lora_targets": "all-linear,q_proj"}, "give it alone"),
+        ({"optimizer": "adamx"}, "--optimizer: expected adamw or adam"),
+        ({"optimizer": "adam", "weight_decay": "0.1"}, "--weight-decay: adam has none"),
+        ({"quantize": "3"}, "--quantize: expected 4 or 8, found '3'"),
+        ({"max_seq_length": "1"}, "--max-seq-length 1: must be at least 2"),
+        ({"keep": "0"}, "--keep 0: must be at least 1"),
+        ({"max_grad_norm": "nan"}, "--max-grad-norm nan"),
+    ],
+)
+def test_wrong_values_are_named(flags, message):
+    with pytest.raises(UserError, match=message):
+        resolve({"data": "d", **flags}, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batchsize: 3", "c.yaml: unknown key batchsize; did you mean batch_size?"),
+        ("learning-rate: 3", "unknown key learning-rate; did you mean learning_rate?"),
+        ("batch_size: many", "c.yaml: batch_size: expected a whole number, found 'many'"),
+        ("use_dora: 1", "use_dora: expected true or false, found 1"),
+        ("- 1", "must hold `key: value` lines"),
+        ("a: [", "c.yaml:1: is not valid YAML"),
+        ("lora_rank: 0", "--lora-rank 0"),
+    ],
+)
+def test_wrong_files_are_named(own_folder, text, message):
+    (own_folder / "c.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        resolve({"data": "d"}, "c.yaml")
+
+
+def test_yaml_reads_1e_4_as_a_number(own_folder):
+    (own_folder / "c.yaml").write_text("learning_rate: 1e-4\ndata: d")  # text, to YAML 1.1
+    assert resolve({}, "c.yaml").learning_rate == 1e-4
+
+
+def test_a_missing_preset_lists_those_there_are():
+    with pytest.raises(UserError, match=r"--config nope: .*presets: .*demo"):
+        resolve({}, "nope")
+
+
+def test_data_is_needed_with_a_model_of_ones_own():
+    with pytest.raises(UserError, match="--data is missing"):
+        resolve({"model": "some/model"}, None)
+
+
+def test_resuming_may_make_a_run_longer_and_nothing_else():
+    saved = TrainConfig(data="d", max_steps=4, seed=1)
+    assert resumed(saved, {"max_steps": "9"}) == dataclasses.replace(saved, max_steps=9)
+    assert resumed(saved, {"seed": "1"}) == saved
+    with pytest.raises(UserError, match="--seed 2: the run began with 1"):
+        resumed(saved, {"seed": "2"})
+
+
+@pytest.mark.parametrize("preset", sorted(p.stem for p in packaged("configs").glob("*.yaml")))
+def test_presets_are_valid_and_commented(preset):
+    path = packaged("configs") / f"{preset}.yaml"
+    build(read_yaml(path), str(path))
+    assert path.read_text().startswith("#")

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def test_cli_md_is_what_the_commands_say():
+    document = runpy.run_path(str(DOCS / "make_cli.py"))["document"]
+    message = "run: python docs/make_cli.py > docs/cli.md"
+    assert (DOCS / "cli.md").read_text(encoding="utf-8") == document(), message
+
+
+def test_the_tests_that_the_docs_name_exist():
+    for name in ("tests/engine/test_fused.py", "tests/test_train.py", "tests/test_evaluate.py"):
+        assert name in (DOCS / "exactness.md").read_text(encoding="utf-8")
+        assert (DOCS.parent / name).exists()

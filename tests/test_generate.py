@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import shutil
+
+import mlx.core as mx
+import pytest
+from mlx_lm import generate as mlx_lm_generate
+from mlx_lm import load as mlx_lm_load
+
+from tests.conftest import train
+from your_ai import generate
+from your_ai.errors import UserError
+from your_ai.run import checkpoint
+
+
+@pytest.fixture
+def run(configure):
+    return train(configure(max_steps=3, learning_rate=0.05, save_every=1))
+
+
+def test_the_answer_is_mlx_lms_own(run, tiny_model):
+    network, tokenizer = generate.load_run(run, generate.find_adapter(run))
+    prompt = generate.chat_prompt(tokenizer, "Question 3")
+    ours = "".join(generate.stream(network, tokenizer, prompt, max_tokens=12))
+    theirs, their_tokenizer = mlx_lm_load(str(tiny_model), adapter_path=str(run.adapter))
+    assert ours == mlx_lm_generate(theirs, their_tokenizer, prompt, max_tokens=12)
+
+
+def test_the_base_answers_without_the_adapter(run, tiny_model):
+    network, tokenizer = generate.load_run(run, None)
+    base, _ = mlx_lm_load(str(tiny_model))
+    tokens = mx.array([generate.chat_prompt(tokenizer, "Question 3")])
+    adapted, _ = generate.load_run(run, run.adapter)
+    assert mx.allclose(network(tokens), base(tokens), rtol=1e-5, atol=1e-5)
+    assert not mx.allclose(network(tokens), adapted(tokens), rtol=1e-3, atol=1e-3)
+
+
+def test_sampling_depends_on_the_seed(run):
+    network, tokenizer = generate.load_run(run, None)
+
+    def sample(seed: int) -> str:
+        return "".join(generate.stream(network, tokenizer, [3, 5], 20, temperature=1.5, seed=seed))
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_an_unfinished_run_answers_from_its_newest_checkpoint(run):
+    shutil.rmtree(run.adapter)
+    assert generate.find_adapter(run) == checkpoint.list_checkpoints(run.checkpoints)[0]
+    generate.load_run(run, generate.find_adapter(run))
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(UserError, match="has no adapter and no checkpoint yet"):
+        generate.find_adapter(run)
+
+
+def test_a_damaged_adapter_is_named(run):
+    path = run.adapter / checkpoint.ADAPTERS
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(UserError, match="adapter: does not fit"):
+        generate.load_run(run, run.adapter)

@@ -1,0 +1,199 @@
+"""Loading, LoRA layers, keyed dropout, and the split before the head."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm import load as mlx_lm_load
+
+from tests.conftest import make_model
+from your_ai import model
+from your_ai.config import TrainConfig
+from your_ai.errors import UserError
+from your_ai.run import checkpoint
+
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]
+TOKENS = mx.array([[5, 300, 17, 42, 99, 260, 700]])
+
+
+def adapted(folder, seed=3, **settings):
+    """A model with adapters that are no longer zero."""
+    network, _ = model.load_base(folder, mx.float32)
+    adapters = model.add_adapters(network, TrainConfig(**{"lora_layers": 2, **settings}))
+    mx.random.seed(seed)
+    arrays = tree_map(lambda p: p + 0.1 * mx.random.normal(p.shape), network.trainable_parameters())
+    network.update(arrays)
+    return network, adapters
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_mlx_lm_loads_the_adapter_and_computes_our_logits(tmp_path, architecture, dora):
+    folder = make_model(tmp_path / "m", architecture)
+    network, adapters = adapted(folder, lora_targets=("all-linear",), use_dora=dora)
+    path = tmp_path / "adapter"
+    checkpoint.save_adapter(path, model.adapter_arrays(network), adapters.config)
+    theirs, _ = mlx_lm_load(str(folder), adapter_path=str(path))
+    base, _ = mlx_lm_load(str(folder))
+    ours = network(TOKENS)
+    assert mx.allclose(ours, theirs(TOKENS), rtol=1e-5, atol=1e-5)
+    assert not mx.allclose(ours, base(TOKENS), rtol=1e-2, atol=1e-2)  # the adapter does something
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_split_gives_the_logits_of_the_whole(tmp_path, architecture):
+    network, _ = model.load_base(make_model(tmp_path / "m", architecture), mx.float32)
+    split = model.split(network)
+    assert split.hidden
+    assert mx.array_equal(split.head(split.trunk(TOKENS)), network(TOKENS))
+
+
+def test_a_model_that_cannot_be_split_is_its_own_trunk(tiny_model):
+    network, _ = model.load_base(tiny_model, mx.float32)
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network
+
+        def __call__(self, tokens: mx.array) -> mx.array:
+            return self.inner(tokens) * 2
+
+    split = model.split(Odd())
+    assert not split.hidden
+    assert mx.array_equal(split.head(split.trunk(TOKENS)), network(TOKENS) * 2)
+
+
+def test_adapters_change_nothing_at_first(tiny_model):
+    network, _ = model.load_base(tiny_model, mx.float32)
+    before = network(TOKENS)
+    model.add_adapters(network, TrainConfig(lora_targets=("all-linear",), lora_layers="all"))
+    assert mx.array_equal(network(TOKENS), before)
+
+
+def test_adapters_are_drawn_from_the_seed_alone(tiny_model):
+    def draw(seed: int) -> dict[str, mx.array]:
+        network, _ = model.load_base(tiny_model, mx.float32)
+        model.add_adapters(network, TrainConfig(seed=seed, lora_layers=2))
+        return model.adapter_arrays(network)
+
+    first = draw(0)
+    mx.random.seed(12345)
+    again, other = draw(0), draw(1)
+    assert all(mx.array_equal(first[n], again[n]) for n in first)
+    assert not any(mx.array_equal(first[n], other[n]) for n in first if n.endswith("lora_a"))
+
+
+def test_only_the_last_blocks_targets_are_trained(tiny_model):
+    network, _ = model.load_base(tiny_model, mx.float32)
+    model.add_adapters(network, TrainConfig(lora_layers=1, lora_targets=("v_proj", "mlp.up_proj")))
+    names = {n.rsplit(".", 1)[0] for n, _ in tree_flatten(network.trainable_parameters())}
+    assert names == {"model.layers.2.self_attn.v_proj", "model.layers.2.mlp.up_proj"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_targets": ("qq_proj",)}, "did you mean q_proj.*down_proj, gate_proj"),
+        ({"lora_layers": 4}, "the model has 3 blocks"),
+    ],
+)
+def test_impossible_adapters_are_refused(tiny_model, settings, message):
+    network, _ = model.load_base(tiny_model, mx.float32)
+    with pytest.raises(UserError, match=message):
+        model.add_adapters(network, TrainConfig(**{"lora_layers": 2, **settings}))
+
+
+def test_an_adapter_of_other_shape_is_refused(tiny_model):
+    network, _ = adapted(tiny_model, lora_rank=4)
+    other, _ = adapted(tiny_model, lora_rank=8)
+    with pytest.raises(UserError, match="does not fit the model"):
+        model.set_adapters(network, model.adapter_arrays(other))
+
+
+def test_no_class_is_patched_by_adapters(tiny_model):
+    before = {c: c.__call__ for c in (nn.Linear, nn.QuantizedLinear, nn.Dropout)}
+    adapted(tiny_model, lora_dropout=0.5)
+    assert {c: c.__call__ for c in before} == before
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantize_on_load(tmp_path, bits):
+    folder = make_model(tmp_path / "m", bits=None, hidden_size=128)
+    network, _ = model.load_base(folder, mx.float32, quantize=bits)
+    layer = network.model.layers[0].mlp.up_proj
+    assert isinstance(layer, nn.QuantizedLinear)
+    assert (layer.bits, layer.group_size) == (bits, 64)
+
+
+def test_a_quantized_model_is_not_quantized_again(tiny_model):
+    with pytest.raises(UserError, match="is quantized to 4 bits already"):
+        model.load_base(tiny_model, mx.float32, quantize=8)
+
+
+def test_an_unknown_architecture_is_named(tmp_path):
+    folder = make_model(tmp_path / "m")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"lama9"'))
+    with pytest.raises(UserError, match="lama9 not supported"):
+        model.load_base(folder, mx.float32)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_the_base_is_cast_and_the_adapters_are_not(tiny_model, dtype):
+    network, _ = model.load_base(tiny_model, dtype)
+    model.add_adapters(network, TrainConfig(lora_layers=2))
+    assert network.model.norm.weight.dtype == dtype
+    assert network.model.layers[0].mlp.up_proj.scales.dtype == dtype
+    assert {p.dtype for p in model.adapter_arrays(network).values()} == {mx.float32}
+    assert network(TOKENS).dtype == dtype
+
+
+def keys(*values: int) -> mx.array:
+    return mx.array(values, mx.uint32)
+
+
+def dropped(rows: mx.array, layer: int = 7, tokens: int = 64, features: int = 256, p: float = 0.25):
+    holder = model.DropoutKeys([rows])
+    layer = model.KeyedDropout(p, layer, holder)
+    return np.array(layer(mx.ones((rows.size, tokens, features))))
+
+
+def test_dropout_keeps_the_mean_and_the_share():
+    x = dropped(keys(1, 2, 3, 4))
+    assert set(np.unique(x)) == {0.0, np.float32(1 / 0.75)}
+    assert (x == 0).mean() == pytest.approx(0.25, abs=0.005)
+    assert (x == 0).mean(axis=(0, 1)) == pytest.approx(0.25, abs=0.12)  # every feature
+    assert (x == 0).mean(axis=(0, 2)) == pytest.approx(0.25, abs=0.06)  # every position
+
+
+def test_dropout_is_independent_across_rows_layers_positions_and_features():
+    a, b = dropped(keys(1, 2)) == 0
+    c = dropped(keys(1), layer=8)[0] == 0
+    for other in (b, c, np.roll(a, 1, axis=0), np.roll(a, 1, axis=1)):
+        assert (a & other).mean() == pytest.approx(0.25**2, abs=0.01)
+
+
+def test_a_rows_dropout_does_not_depend_on_its_batch():
+    together = dropped(keys(10, 11, 12), tokens=96)
+    alone = dropped(keys(11), tokens=64)
+    assert np.array_equal(together[1, :64], alone[0])
+
+
+def test_without_keys_dropout_passes_everything():
+    x = mx.ones((1, 4, 8))
+    assert mx.array_equal(model.KeyedDropout(0.9, 1, model.DropoutKeys([None]))(x), x)
+
+
+def test_experts_can_be_adapted_but_not_with_dropout(tmp_path):
+    folder = make_model(tmp_path / "m", "qwen3_moe")
+    network, _ = model.load_base(folder, mx.float32)
+    with pytest.raises(UserError, match="--lora-dropout: not possible on the experts"):
+        model.add_adapters(
+            network, TrainConfig(lora_layers=1, lora_targets=("all-linear",), lora_dropout=0.1)
+        )
+    adapters = model.add_adapters(network, TrainConfig(lora_layers=1, lora_targets=("up_proj",)))
+    assert adapters.keys == ("mlp.switch_mlp.up_proj",)

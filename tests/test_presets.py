@@ -1,0 +1,21 @@
+"""Each preset in configs/ is run, for a step, on a small stand-in for its model."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.conftest import DEMO_FOLDER, call, make_model
+from your_ai.config import packaged
+
+STAND_IN = "models/Meta-Llama-3.1-8B-Instruct-4bit"
+PRESETS = sorted(path.stem for path in packaged("configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_preset_runs(own_folder, preset):
+    make_model(own_folder / STAND_IN, num_hidden_layers=4)
+    shutil.copytree(DEMO_FOLDER / "data", own_folder / "data")
+    extra = [] if preset == "demo" else ["--data", "data"]
+    assert call("train", "--config", preset, "--max-steps", 1, *extra) == 0

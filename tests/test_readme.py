@@ -1,0 +1,64 @@
+"""Every command of the README runs as it stands; CI runs the first two in fresh venvs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import DEMO_FOLDER, call, chat, make_model, write_rows
+
+CHECKOUT = Path(__file__).parent.parent
+README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", README, flags=re.S)
+    return [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+
+
+def test_the_first_two_commands_set_up_everything():
+    first, second, *rest = commands()
+    assert first.startswith("python3 -m venv .venv && ")
+    assert first.endswith(".venv/bin/your_ai train")
+    assert second.endswith("-m pytest")
+    assert all(command.startswith(("your_ai ", "mlx_lm.generate ")) for command in rest)
+    screen = README.splitlines()[:30]
+    assert first in screen
+    assert second in screen
+
+
+@pytest.mark.slow
+def test_the_other_commands_run(own_folder):
+    # A small stand-in where the real model would lie, and the embedded one as in a checkout.
+    make_model(own_folder / "models/Meta-Llama-3.1-8B-Instruct-4bit", num_hidden_layers=4)
+    shutil.copytree(DEMO_FOLDER, own_folder / "models/demo")
+    write_rows(own_folder / "my-data/train.jsonl", [chat("a", "b"), chat("c", "d")])
+    (own_folder / "my-run.yaml").write_text("data: my-data\nmax_steps: 1\nrun: mine\n")
+    for command in commands()[2:]:
+        program, *arguments = shlex.split(command)
+        if program == "your_ai":
+            status = call(*arguments)
+        else:
+            there = [sys.executable, "-m", program, *arguments]
+            status = subprocess.run(there, check=False).returncode
+        assert status == 0, command
+
+
+def test_the_tree_names_files_that_exist():
+    block = README.rsplit("```\n", 2)[1].strip("`\n")
+    for line in block.splitlines():
+        name = line.split()[0]
+        inside = line.startswith("  ")
+        assert (CHECKOUT / ("your_ai" if inside else "") / name).exists(), name
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        if not target.startswith("http"):
+            assert (CHECKOUT / target).exists(), target

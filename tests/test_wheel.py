@@ -1,0 +1,53 @@
+"""The wheel, installed alone in a venv of its own and run from another folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(out)]
+    subprocess.run([*build, str(CHECKOUT)], check=True, capture_output=True)
+    return next(out.glob("*.whl"))
+
+
+def test_it_holds_the_presets_and_the_demo_and_no_tests(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "your_ai/_packaged/configs/demo.yaml" in names
+    assert "your_ai/_packaged/models/demo/model.safetensors" in names
+    assert "your_ai/_packaged/models/demo/data/test.jsonl" in names
+    assert not [n for n in names if n.startswith(("tests", "docs", "runs"))]
+
+
+@pytest.mark.slow
+def test_it_trains_the_demo_from_another_folder(wheel, own_folder):
+    home = own_folder / "venv"
+    venv.create(home, with_pip=False)
+    python = home / "bin" / "python"
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True, capture_output=True, text=True,
+    ).stdout.strip()  # fmt: skip
+    # The dependencies of this environment, but not its editable install of the checkout.
+    Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
+    where = [python, "-c", "import your_ai; print(your_ai.__file__)"]
+    found = subprocess.run(where, check=True, capture_output=True, text=True).stdout
+    assert found.startswith(site)
+    done = subprocess.run(
+        [home / "bin" / "your_ai", "train", "--run", "r", "--max-steps", "1"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1].startswith("exact match: ")
