@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,7 +90,7 @@ def test_bad_options(capsys, tiny_model, data_folder):
         ("--optimizer", "adam", "--weight-decay", "1"): "adam has none",
         ("--config", "x", "--resume", "y"): "goes without --config",
         ("--resume", "y"): "no run named y",
-        ("--run", "a/b"): "use letters, digits",
+        ("--run", "a/b"): "use at most 100 letters",
         ("--lora-layers", "1", "--quantize", "4"): "is quantized to 4 bits already",
     }.items():
         assert message in refused(capsys, *base, *options)
@@ -171,3 +173,51 @@ def test_version_and_help(capsys):
     assert "your_ai 0." in capsys.readouterr().out
     assert call() == 0
     assert "train" in capsys.readouterr().out
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(capsys, options, own_folder, data_folder):
+    options[options.index(data_folder)] = data_folder / "train.jsonl"  # no test rows
+    assert call(*options, "--run", "first", "--max-steps", 2) == 0
+    before = Path("runs/first/config.yaml").read_bytes()
+    for change in (("--exact-match",), ("--max-steps", 1), ("--seed", 4)):
+        assert call("train", "--resume", "first", *change) == 2
+        assert Path("runs/first/config.yaml").read_bytes() == before
+    assert call("train", "--resume", "first", "--max-steps", 3) == 0
+
+
+def test_a_run_is_found_and_goes_on_from_any_folder(
+    capsys, options, own_folder, tiny_model, data_folder, monkeypatch
+):
+    options[options.index(tiny_model)] = os.path.relpath(tiny_model)
+    options[options.index(data_folder)] = os.path.relpath(data_folder)
+    assert call(*options, "--run", "first", "--max-steps", 1) == 0
+    (own_folder / "elsewhere").mkdir()
+    monkeypatch.chdir(own_folder / "elsewhere")
+    assert call("train", "--resume", "../runs/first", "--max-steps", 2) == 0
+    assert call("generate", "--run", "../runs/first", "--prompt", "hi", "--max-tokens", 2) == 0
+
+
+def test_rows_that_all_weigh_nothing_are_refused(capsys, own_folder, tiny_model):
+    write_rows(own_folder / "d" / "train.jsonl", [chat("a", "b", weight=0)])
+    error = refused(capsys, "train", "--model", tiny_model, "--data", "d")
+    assert "every row has weight 0" in error
+
+
+def test_a_falling_learning_rate_that_moves_its_end_is_told(capsys, options):
+    assert call(*options, "--run", "a", "--max-steps", 2, "--lr-schedule", "linear") == 0
+    assert call("train", "--resume", "a", "--max-steps", 4) == 0
+    assert "the learning rate now falls to 0 at step 4" in capsys.readouterr().out
+
+
+def test_an_encoding_that_cannot_print_an_answer_ends_nothing(options, own_folder, data_folder):
+    rows = [chat("Füße?", "Ja, größer \N{GRINNING FACE}")] * 2
+    write_rows(data_folder / "test.jsonl", rows)
+    command = [sys.executable, "-m", "your_ai", *map(str, options), "--run", "a"]
+    done = subprocess.run(
+        [*command, "--max-steps", "1", "--samples", "1"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"F??e?" in done.stdout

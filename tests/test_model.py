@@ -129,6 +129,28 @@ def test_quantize_on_load(tmp_path, bits):
     assert (layer.bits, layer.group_size) == (bits, 64)
 
 
+def test_quantizing_nothing_is_refused(tmp_path):
+    folder = make_model(
+        tmp_path / "m",
+        bits=None,
+        hidden_size=48,
+        intermediate_size=96,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+    )
+    with pytest.raises(UserError, match="--quantize 4: no layer"):
+        model.load_base(folder, mx.float32, quantize=4)
+
+
+def test_by_default_four_blocks_are_adapted_or_all_there_are(tmp_path, tiny_model):
+    def adapted_blocks(folder) -> int:
+        network, _ = model.load_base(folder, mx.float32)
+        return model.add_adapters(network, TrainConfig()).config["num_layers"]
+
+    assert adapted_blocks(tiny_model) == 3
+    assert adapted_blocks(make_model(tmp_path / "m", num_hidden_layers=6)) == 4
+
+
 def test_a_quantized_model_is_not_quantized_again(tiny_model):
     with pytest.raises(UserError, match="is quantized to 4 bits already"):
         model.load_base(tiny_model, mx.float32, quantize=8)
@@ -196,4 +218,4 @@ def test_experts_can_be_adapted_but_not_with_dropout(tmp_path):
             network, TrainConfig(lora_layers=1, lora_targets=("all-linear",), lora_dropout=0.1)
         )
     adapters = model.add_adapters(network, TrainConfig(lora_layers=1, lora_targets=("up_proj",)))
-    assert adapters.keys == ("mlp.switch_mlp.up_proj",)
+    assert adapters.config["lora_parameters"]["keys"] == ["mlp.switch_mlp.up_proj"]

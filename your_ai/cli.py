@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import sys
 import traceback
@@ -64,6 +65,7 @@ def root(
 
 def train(config: str | None, resume: str | None, **flags: Any) -> None:
     """Train LoRA adapters. Without a model and without data, trains the embedded demo."""
+    from your_ai.hub import find_model
     from your_ai.run import folder as folders
 
     console = open_console()
@@ -74,8 +76,10 @@ def train(config: str | None, resume: str | None, **flags: Any) -> None:
                 raise UserError(f"--resume {resume}: goes without --{other}; the run has its own")
         folder = folders.find(resume)
         settings = resumed(folder.read_config(), flags)
+        find_model(settings.model)
     else:
         settings = resolve(flags, config)
+        find_model(settings.model)  # may fetch it, with progress bars of its own
         folder = folders.create(settings)
         if settings.model == DEMO and settings.data == DEMO:
             console.print(DEMO_NOTE, markup=False)
@@ -86,16 +90,17 @@ def train_and_show(folder: RunFolder, settings: TrainConfig, console: Console, n
     """Train in this process while a thread shows the run's events; the exit status."""
     from your_ai.dashboard.live import following
     from your_ai.run.folder import discard
+    from your_ai.run.stopping import stop_signals
 
-    begun = False
+    follower = None
     try:
-        with following(folder.events, console) as follower:
+        with stop_signals() as stop, following(folder.events, console) as follower:
             from your_ai.train import carry_out  # mlx takes a second: shown as starting
 
-            status = carry_out(folder, settings, on_leaving=lambda: console.show_cursor(True))
+            stop.on_second = lambda: console.show_cursor(True)
+            status = carry_out(folder, settings, stop)
     except BaseException:
-        begun = follower.state.started is not None
-        if new and not begun:
+        if new and (follower is None or follower.state.started is None):
             discard(folder)
         raise
     if follower.failure is None:
@@ -187,6 +192,9 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a question mark beats an end in mid-run
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes are about torch
     try:
         status = app(args=arguments, standalone_mode=False, prog_name="your_ai")
@@ -205,10 +213,9 @@ def report(error: BaseException) -> int:
     """Say in one line on stderr what went wrong; the exit status."""
     if isinstance(error, SystemExit):
         raise error
-    number = getattr(error, "number", None)  # run.stopping.Interrupted, which is heavy to import
-    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Interrupted":
-        print("stopped before the first step; nothing was kept", file=sys.stderr)
-        return 128 + (number or 2)
+    if type(error).__name__ == "Interrupted":  # run.stopping's, not imported for --help's sake
+        print("stopped before the first step; nothing was changed", file=sys.stderr)
+        return 128 + error.number  # type: ignore[attr-defined]
     if isinstance(error, UserError):
         status, text = 2, str(error)
     elif isinstance(error, RunError):

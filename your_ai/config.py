@@ -53,7 +53,9 @@ class TrainConfig:
 
     lora_rank: int = setting(16, "Rank of the adapters.")
     lora_alpha: float = setting(32.0, "Scale of the adapters, times the rank.")
-    lora_layers: int | Literal["all"] = setting(4, "How many of the last blocks to adapt, or all.")
+    lora_layers: int | Literal["all"] | None = setting(
+        None, "How many of the last blocks to adapt, or all; 4 unless the model has fewer."
+    )
     lora_targets: tuple[str, ...] = setting(
         ("q_proj",), "Layers to adapt, separated by commas, or all-linear."
     )
@@ -96,8 +98,12 @@ class TrainConfig:
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 TYPES = typing.get_type_hints(TrainConfig)
 
-# What may differ between a run and its resumption: none of it changes a step's result.
-RESUMABLE = ("max_steps", "epochs", "eval_every", "save_every", "keep", "samples", "exact_match")
+# What may differ between a run and its resumption. How long it is decides the learning rate
+# where that falls, and no more; model and data must be the same bytes, wherever they are.
+RESUMABLE = (
+    *("max_steps", "epochs", "eval_every", "save_every", "keep", "samples", "exact_match"),
+    *("model", "data"),
+)
 
 
 def flag(name: str) -> str:
@@ -138,7 +144,7 @@ def check(config: TrainConfig) -> None:
             raise UserError(f"{flag(name)} {value}: must be a number above 0")
     if not 0 <= config.lora_dropout < 1:
         raise UserError(f"--lora-dropout {config.lora_dropout}: must be at least 0 and under 1")
-    if config.lora_layers != "all" and config.lora_layers < 1:
+    if isinstance(config.lora_layers, int) and config.lora_layers < 1:
         raise UserError(
             f"--lora-layers {config.lora_layers}: must be at least 1, or all for every block"
         )
@@ -289,12 +295,12 @@ def resolve(flags: Mapping[str, Any], preset: str | None) -> TrainConfig:
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The whole config as YAML that `build` reads back."""
+    """The whole config as YAML that `build` reads back; its last line is the end mark `...`."""
     import yaml
 
     values = dataclasses.asdict(config)
     values["lora_targets"] = list(config.lora_targets)
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, explicit_end=True)
 
 
 def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:

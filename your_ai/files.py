@@ -36,8 +36,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """A temporary folder to write into, which becomes `target` if the block ends well.
 
     Its files are synced before the rename. A `target` that is there is replaced.
+    Raises OSError, also where the folder it is to stand in is missing.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{target.name}-", dir=target.parent))
     try:
         yield temporary
@@ -47,7 +47,11 @@ def whole_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             old = temporary.with_name(temporary.name + ".old")
             os.rename(target, old)
-            os.rename(temporary, target)
+            try:
+                os.rename(temporary, target)
+            except OSError:
+                os.rename(old, target)
+                raise
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.rename(temporary, target)

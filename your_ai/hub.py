@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import math
 import os
 import struct
 from pathlib import Path
@@ -12,12 +12,16 @@ from typing import Any
 
 from your_ai.config import DEMO, nearest, packaged
 from your_ai.errors import UserError
+from your_ai.files import sha256
 
 ALIASES = {"llama-8b": "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit"}
 WANTED = ["*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
-SAMPLED_ABOVE_BYTES = 256 << 20
-SAMPLE_BYTES = 1 << 20
-SAMPLES = 64
+FINGERPRINTED = [
+    *("config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt"),
+    *("special_tokens_map.json", "added_tokens.json", "*.tiktoken", "chat_template*"),
+    "model*.safetensors",
+]
+REMEMBERED_ABOVE_BYTES = 16 << 20
 
 
 def store() -> Path:
@@ -40,7 +44,7 @@ def find_model(name: str) -> Path:
     if path.is_file():
         raise UserError(f"--model {name}: is a file; give the folder with config.json")
     repo = ALIASES.get(name, name)
-    if name.startswith((".", "/", "~")) or repo.count("/") > 1:
+    if name.startswith((".", "/", "~")) or name.endswith("/") or repo.count("/") > 1:
         raise UserError(f"--model {name}: no such folder")
     if repo.count("/") == 0:
         known = ", ".join([DEMO, *ALIASES])
@@ -54,8 +58,10 @@ def _fetch(name: str, repo: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=WANTED, local_files_only=True))
-    except Exception:  # not in the cache, or not whole there: fetch it
+        cached = Path(snapshot_download(repo, allow_patterns=WANTED, local_files_only=True))
+        check_model(cached)
+        return cached
+    except Exception:  # not in the cache, or not whole there: fetch what is missing
         pass
     try:
         return Path(snapshot_download(repo, allow_patterns=WANTED))
@@ -85,8 +91,12 @@ def check_model(folder: Path) -> dict[str, Any]:
     shards = sorted(folder.glob("model*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = set(read_json(index, "it lists the shards").get("weight_map", {}).values())
-        for name in sorted(names - {p.name for p in shards}):
+        weight_map = read_json(index, "it lists the shards").get("weight_map", {})
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(name, str) for name in weight_map.values()
+        ):
+            raise UserError(f"{index}: its weight_map is damaged; fetch the model again")
+        for name in sorted(set(weight_map.values()) - {p.name for p in shards}):
             raise UserError(f"{folder / name}: is missing; fetch the model again")
     if not shards:
         pickled = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth")]
@@ -102,7 +112,7 @@ def read_json(path: Path, why: str) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: is missing; {why}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a JSON object")
@@ -114,9 +124,13 @@ def check_safetensors(path: Path) -> None:
 
     Format: 8 bytes of header length (little-endian), the header as JSON, the tensors.
     """
-    size = path.stat().st_size
     broken = UserError(f"{path}: is cut short or damaged; fetch the model again")
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    with file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         if len(prefix) < 8:
             raise broken
@@ -125,36 +139,42 @@ def check_safetensors(path: Path) -> None:
             raise broken
         try:
             header = json.loads(file.read(length))
-            ends = [t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            tensors = [t for name, t in header.items() if name != "__metadata__"]
+            end = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+            whole = size == 8 + length + end
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise broken from None
-    if size != 8 + length + max(ends, default=0):
+    if not whole:
         raise broken
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
     """A sha256 for each file that decides what the model computes, by name.
 
-    Files over 256 MB are sampled: their header, their size and 64 pieces of 1 MiB.
+    Those of large files are remembered in the store for as long as a file's size, time
+    and place stay what they are.
     """
-    names = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "model*.safetensors")
-    files = sorted({p for pattern in names for p in folder.glob(pattern) if p.is_file()})
-    return {p.name: _digest(p) for p in files}
-
-
-def _digest(path: Path) -> str:
-    size = path.stat().st_size
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        if size <= SAMPLED_ABOVE_BYTES:
-            while block := file.read(SAMPLE_BYTES):
-                digest.update(block)
-        else:
-            digest.update(str(size).encode())
-            for i in range(SAMPLES):
-                file.seek(math.floor(i * (size - SAMPLE_BYTES) / (SAMPLES - 1)))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+    files = sorted({p for pattern in FINGERPRINTED for p in folder.glob(pattern) if p.is_file()})
+    memory = store() / "cache" / "sha256.json"
+    try:
+        known = json.loads(memory.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = None
+    known = known if isinstance(known, dict) else {}
+    sums, learned = {}, {}
+    for path in files:
+        status = path.stat()
+        key = f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
+        sums[path.name] = known.get(key) or sha256(path)
+        if status.st_size > REMEMBERED_ABOVE_BYTES and key not in known:
+            learned[key] = sums[path.name]
+    if learned:
+        with contextlib.suppress(OSError):  # slower the next time, and no more
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            temporary = memory.with_suffix(f".{os.getpid()}")
+            temporary.write_text(json.dumps({**known, **learned}), encoding="utf-8")
+            os.replace(temporary, memory)
+    return sums
 
 
 def tokenizer_fingerprint(files: dict[str, str]) -> str:

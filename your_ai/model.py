@@ -5,7 +5,10 @@ Shapes: B rows, T tokens of a row, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import glob
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +28,7 @@ from your_ai.rng import derive_seed
 
 GROUP_SIZE = 64
 ALL_LINEAR = "all-linear"
+DEFAULT_LAYERS = 4
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
 
@@ -43,25 +47,48 @@ def load_base(folder: Path, dtype: mx.Dtype, quantize: int | None = None) -> tup
     that is not whole, or that mlx-lm cannot load.
     """
     check_model(folder)
+    if glob.escape(str(folder)) != str(folder):
+        raise UserError(f"{folder}: mlx-lm finds no weights below a name with *, ? or [")
     try:
         model, config = load_model(folder, lazy=True)
-    except (ValueError, KeyError, TypeError, RuntimeError, FileNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise UserError(f"{folder}: mlx-lm cannot load this model ({reason})") from error
+        model.freeze()
+        model.eval()
+    except Exception as error:  # an architecture's code raises what it likes
+        raise UserError(f"{folder}: mlx-lm cannot load this model ({first_line(error)})") from error
     if quantize is not None:
-        if "quantization" in config:
-            bits = config["quantization"].get("bits")
-            raise UserError(f"--quantize {quantize}: {folder} is quantized to {bits} bits already")
-        model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=quantize)
+        model, config = quantize_base(model, config, quantize, folder)
     cast(model, dtype)
     try:
         tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
-    except Exception as error:  # transformers raises what it likes for a broken tokenizer
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise UserError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
-    model.freeze()
-    model.eval()
+    except Exception as error:  # and so does transformers for a broken tokenizer
+        raise UserError(
+            f"{folder}: its tokenizer cannot be loaded ({first_line(error)})"
+        ) from error
     return model, tokenizer
+
+
+def quantize_base(
+    model: nn.Module, config: dict[str, Any], bits: int, folder: Path
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model quantized, lazily. Raises UserError where it is already, or cannot be."""
+    if "quantization" in config:
+        before = config["quantization"].get("bits")
+        raise UserError(f"--quantize {bits}: {folder} is quantized to {before} bits already")
+    with contextlib.redirect_stdout(io.StringIO()):  # mlx-lm prints the bits per weight
+        model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=bits)
+    if not any(isinstance(m, nn.QuantizedLinear) for m in model.modules()):
+        raise UserError(
+            f"--quantize {bits}: no layer of {folder} can be: none has a multiple of "
+            f"{GROUP_SIZE} inputs"
+        )
+    model.freeze()
+    return model, config
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:
@@ -105,7 +132,8 @@ class KeyedDropout(nn.Module):
     def __init__(self, p: float, layer: int, keys: DropoutKeys) -> None:
         super().__init__()
         self.p = p
-        self.layer = layer
+        # An array, so that all layers share one compiled kernel; private, so no parameter.
+        self._layer = uint32(layer)
         self._keys = keys
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -113,13 +141,13 @@ class KeyedDropout(nn.Module):
         rows = self._keys.rows
         if rows is None or self.p == 0:
             return x
-        keep = dropout_bits(rows, self.layer, *x.shape[1:]) >= uint32(int(self.p * 2**32))
+        keep = dropout_bits(rows, self._layer, *x.shape[1:]) >= uint32(int(self.p * 2**32))
         return mx.where(keep, x * (1 / (1 - self.p)), 0).astype(x.dtype)
 
 
-def dropout_bits(rows: mx.array, layer: int, tokens: int, features: int) -> mx.array:
-    """Uniform bits of shape (B, tokens, features), uint32, for row keys (B,)."""
-    keys = _mix(rows ^ uint32(layer))
+def dropout_bits(rows: mx.array, layer: mx.array, tokens: int, features: int) -> mx.array:
+    """Uniform bits, (B, tokens, features) uint32, for row keys (B,) and a layer's key ()."""
+    keys = _mix(rows ^ layer)
     positions = mx.arange(tokens, dtype=mx.uint32) * uint32(0x9E3779B9)
     keys = _mix(keys[:, None] + positions)
     return _mix(keys[..., None] + mx.arange(features, dtype=mx.uint32) * uint32(0x85EBCA77))
@@ -139,11 +167,9 @@ def uint32(value: int) -> mx.array:
 class Adapters:
     """The LoRA layers put on a model.
 
-    keys: their names relative to a block; layers: how many of the last blocks have them.
+    config: what mlx-lm needs to put them on again, as adapter_config.json holds it.
     """
 
-    keys: tuple[str, ...]
-    layers: int
     dropout_keys: DropoutKeys
     config: dict[str, Any]
 
@@ -155,6 +181,8 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
     """
     blocks = model.layers
     count = len(blocks) if config.lora_layers == "all" else config.lora_layers
+    if count is None:
+        count = min(DEFAULT_LAYERS, len(blocks))
     if count > len(blocks):
         raise UserError(
             f"--lora-layers {count}: the model has {len(blocks)} blocks; use {len(blocks)} or all"
@@ -175,8 +203,6 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
                 layer = derive_seed("dropout", name) % 2**32
                 module.dropout = KeyedDropout(config.lora_dropout, layer, dropout_keys)
     return Adapters(
-        keys=keys,
-        layers=count,
         dropout_keys=dropout_keys,
         config={
             "fine_tune_type": "dora" if config.use_dora else "lora",
@@ -258,13 +284,11 @@ def split(model: nn.Module) -> Split:
     does not give the model's logits, the whole model is the trunk.
     """
     tokens = mx.arange(4)[None]
-    try:
+    with contextlib.suppress(Exception):  # an architecture laid out in another way
         candidate = _split(model)
         ours, whole = candidate.head(candidate.trunk(tokens)), model(tokens)
         if ours.shape == whole.shape and mx.allclose(ours, whole, rtol=1e-3, atol=1e-3).item():
             return candidate
-    except (AttributeError, TypeError, ValueError, KeyError):
-        pass  # an architecture laid out in another way
     return Split(trunk=model, head=lambda logits: logits, hidden=False)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,11 +18,13 @@ from your_ai.config import TrainConfig, flag
 from your_ai.data.batches import StepPlan, plan_steps
 from your_ai.data.encode import Encoder, Prompt
 from your_ai.data.examples import Examples, load_examples
-from your_ai.data.rows import find_splits, read_rows
+from your_ai.data.rows import Row, find_splits, read_rows
 from your_ai.engine.fused import Engine, fused_engine
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.run import events
+
+TELL_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,9 @@ class Prepared:
 def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
     """Check and load everything, the cheapest first."""
     splits = find_splits(config.data)
+    for wanted in ("samples", "exact_match"):
+        if getattr(config, wanted) and "test" not in splits:
+            raise UserError(f"{flag(wanted)}: --data {config.data} has no test.jsonl")
     base = hub.find_model(config.model)
     hub.check_model(base)
     dtype = model.compute_dtype(config.dtype)
@@ -65,20 +72,20 @@ def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
     network, tokenizer = model.load_base(base, dtype, config.quantize)
     adapters = model.add_adapters(network, config)
 
-    log.write(events.Stage(text=f"reading {config.data}"))
     files = hub.fingerprint(base)
+    samples = sample_prompts(splits.get("test"), tokenizer, config.samples)
     examples = {
-        name: load_split(path, config, tokenizer, files, log) for name, path in splits.items()
+        name: load_split(path, config, tokenizer, files, log)
+        for name, path in splits.items()
+        if name != "test" or config.exact_match
     }
+    if not examples["train"].weights.any():
+        raise UserError(f"{splits['train']}: every row has weight 0: there is nothing to train")
     plan = plan_steps(examples["train"], config.batch_size, config.rows_per_step, config.seed)
-    limits = [
-        config.max_steps,
-        config.epochs and config.epochs * plan.steps_per_epoch,
-    ]
-    steps = min([n for n in limits if n is not None], default=plan.steps_per_epoch)
-    for wanted in ("samples", "exact_match"):
-        if getattr(config, wanted) and "test" not in splits:
-            raise UserError(f"{flag(wanted)}: --data {config.data} has no test.jsonl")
+    steps = count_steps(config, plan)
+    if config.warmup_steps >= steps:
+        text = f"--warmup-steps {config.warmup_steps}: the run ends first, after {steps} steps"
+        log.write(events.Notice(text=text))
 
     mx.eval(network.parameters())
     split = model.split(network)
@@ -96,7 +103,7 @@ def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
         plan=plan,
         valid=examples.get("valid"),
         test=examples.get("test"),
-        samples=sample_prompts(splits.get("test"), tokenizer, config.samples),
+        samples=samples,
         steps=steps,
         depends_on={
             "model": files,
@@ -105,10 +112,28 @@ def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
     )
 
 
+def count_steps(config: TrainConfig, plan: StepPlan) -> int:
+    """Where the run ends: at --max-steps or after --epochs, whichever comes first."""
+    by_epochs = None if config.epochs is None else config.epochs * plan.steps_per_epoch
+    limits = [n for n in (config.max_steps, by_epochs) if n is not None]
+    return min(limits, default=plan.steps_per_epoch)
+
+
 def load_split(
     path: Path, config: TrainConfig, tokenizer: Any, files: dict[str, str], log: events.EventLog
 ) -> Examples:
     """The examples of one file; what was cut from its rows is told once."""
+
+    def told(rows: Iterator[Row]) -> Iterator[Row]:
+        text = f"reading {path.name}"
+        log.write(events.Stage(text=text))
+        told_at = time.monotonic()
+        for count, row in enumerate(rows):
+            if time.monotonic() - told_at > TELL_EVERY_S:
+                log.write(events.Stage(text=f"{text}: {count:,} rows"))
+                told_at = time.monotonic()
+            yield row
+
     examples = load_examples(
         path,
         Encoder(tokenizer, config.mask_prompt),
@@ -116,6 +141,7 @@ def load_split(
         config.max_seq_length,
         config.too_long,
         hub.store() / "cache",
+        told,
     )
     tally = examples.tally
     if tally.truncated or tally.split:

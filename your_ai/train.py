@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -32,6 +31,12 @@ from your_ai.run.folder import RunFolder, find, locked
 from your_ai.run.stopping import Interrupted, Stop, stop_signals
 
 MAX_SKIPPED_IN_A_ROW = 5
+OUT_OF_MEMORY = (
+    "Insufficient Memory",
+    "maximum allowed buffer size",
+    "Resource limit",
+    "Unable to allocate",
+)
 SAMPLE_TOKENS = 128
 
 
@@ -49,6 +54,14 @@ def run(
     prepared = prepare(config, log)
     state = restore(folder, prepared, log)
     update = optimizer.make_update(prepared.model, prepared.optimizer)
+    before = folder.read_config()
+    folder.change_config(config)
+    if config.lr_schedule != "constant" and (before.max_steps, before.epochs) != (
+        config.max_steps,
+        config.epochs,
+    ):
+        text = f"the learning rate now falls to 0 at step {prepared.steps}, not where it did"
+        log.write(events.Notice(text=text))
     log.write(prepared.started_event(state.step))
     stop.graceful = True
     if state.step == 0:
@@ -70,6 +83,8 @@ def run(
         if last or stop or due(config.save_every, state.step):
             save(folder, prepared, state, log)
 
+    if state.skipped == prepared.steps:
+        raise RunError(f"{folder.path}: not one of {prepared.steps} steps changed a weight")
     if stop:
         reason, adapter = f"stopped by {stop.name}", ""
     else:
@@ -228,28 +243,35 @@ def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.E
             depends_on=prepared.depends_on,
         ),
     )
-    checkpoint.prune(folder.checkpoints, prepared.config.keep)
+    checkpoint.prune(folder.checkpoints, state.step, prepared.config.keep)
     seconds = time.perf_counter() - began
     log.write(events.Checkpoint(step=state.step, folder=str(path), seconds=seconds))
 
 
-def carry_out(
-    folder: RunFolder, config: TrainConfig, on_leaving: Callable[[], None] = lambda: None
-) -> int:
-    """Train `folder` with `config`, alone and watching for signals; the exit status.
-
-    on_leaving is called before a second stop signal ends the process at once.
-    """
+def carry_out(folder: RunFolder, config: TrainConfig, stop: Stop) -> int:
+    """Train `folder` with `config`, alone; the exit status."""
     with locked(folder):
-        folder.write_config(config)
         log = events.EventLog(folder.events)
         text = "stopping after this step; once more to leave at once"
+        stop.on_first = lambda: log.write(events.Notice(text=text))
         try:
-            with stop_signals(lambda: log.write(events.Notice(text=text)), on_leaving) as stop:
-                finished = run(folder, config, log, stop)
+            finished = run(folder, config, log, stop)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # its subclasses are Python's, and our fault
+                raise
+            raise RunError(f"{folder.path}: {explain(error)}") from error
         finally:
+            stop.on_first = lambda: None  # a late signal must not write to a closed file
             log.close()
     return 0 if finished.adapter else 128 + (stop.received or 0)
+
+
+def explain(error: RuntimeError) -> str:
+    """What MLX could not do, and what the user can."""
+    reason = model.first_line(error)
+    if any(text in reason for text in OUT_OF_MEMORY):
+        return f"out of memory ({reason}); lower --batch-size or --max-seq-length"
+    return f"MLX failed ({reason}); --dtype float32 may help"
 
 
 def main() -> None:
@@ -257,8 +279,9 @@ def main() -> None:
     if len(sys.argv) != 2:
         sys.exit("usage: python -m your_ai.train RUN")
     try:
-        folder = find(sys.argv[1])
-        sys.exit(carry_out(folder, folder.read_config()))
+        with stop_signals() as stop:
+            folder = find(sys.argv[1])
+            sys.exit(carry_out(folder, folder.read_config(), stop))
     except (UserError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 1)

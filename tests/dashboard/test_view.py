@@ -84,6 +84,15 @@ def test_the_summary_ends_with_the_accuracy():
     assert row.index("old") < row.index("new")
 
 
+def test_samples_are_shown_as_they_are_and_not_at_length():
+    after = events.Samples(when="after", prompts=["[b]x[/b]"], answers=["y" * 999], expected=["z"])
+    lines = drawn(view.samples_table(None, after), width=100)
+    assert any("[b]x[/b]" in line for line in lines)
+    assert sum(line.count("y") for line in lines) == view.SAMPLE_CHARACTERS
+    assert view.shorten("a\nb") == "a\nb"
+    assert view.shorten("\n".join("abcdefgh")) == "a\nb\nc\nd\ne\nf ..."
+
+
 def test_the_summary_of_a_stopped_run_says_how_to_go_on():
     finished = events.Finished(step=4, reason="stopped by Ctrl-C", adapter="", seconds=9.0)
     assert drawn(*view.summary(state_of(STARTED, finished), "r"), width=100) == [

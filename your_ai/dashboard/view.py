@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -11,6 +10,9 @@ from rich.text import Text
 from your_ai.dashboard.state import ViewState
 from your_ai.run import events
 from your_ai.run.events import Event
+
+SAMPLE_CHARACTERS = 200
+SAMPLE_LINES = 6
 
 
 def memory(size_bytes: int) -> str:
@@ -118,10 +120,17 @@ def percent(match: events.ExactMatch) -> str:
 def samples_table(before: events.Samples | None, after: events.Samples) -> Table:
     """Held-out prompts with the answers before and after."""
     table = Table(title="Held-out prompts", show_lines=True, title_justify="left")
-    table.add_column("prompt", ratio=2)
-    table.add_column("before", ratio=2)
-    table.add_column("after", ratio=2)
+    table.add_column("prompt", ratio=1, overflow="fold")
+    table.add_column("before", ratio=1, overflow="fold")
+    table.add_column("after", ratio=1, overflow="fold")
     answers = before.answers if before else ["?"] * len(after.answers)
     for prompt, old, new in zip(after.prompts, answers, after.answers, strict=False):
-        table.add_row(escape(prompt), escape(old), escape(new))
+        table.add_row(*(Text(shorten(text)) for text in (prompt, old, new)))
     return table
+
+
+def shorten(text: str) -> str:
+    """At most SAMPLE_CHARACTERS of a text, on few lines."""
+    lines = text.strip().splitlines()
+    kept = "\n".join(lines[:SAMPLE_LINES])[:SAMPLE_CHARACTERS]
+    return kept if kept == text.strip() else kept + " ..."

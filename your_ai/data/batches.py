@@ -17,7 +17,7 @@ from your_ai.rng import derive_seed
 MULTIPLE = 32  # lengths are padded to a multiple of this
 MERGE_PADDING = 0.05  # buckets merge while that adds less than this share of tokens
 MAX_BUCKETS = 12
-TARGET_LEVELS = 8  # a batch's targets are padded to an eighth of its tokens
+TARGET_LEVELS = 4  # a batch's targets are padded to a quarter of its tokens
 
 
 @dataclass(frozen=True)
@@ -87,15 +87,15 @@ class StepPlan:
     def rows_of(self, step: int) -> np.ndarray:
         """The examples that step `step` (from 0) trains, longest first."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        order, starts = self._epoch(epoch)
-        rows = order[starts[index] : starts[index] + self.rows_per_step]
+        order, starts, ends = self._epoch(epoch)
+        rows = order[starts[index] : ends[index]]
         return rows[np.argsort(-self.examples.lengths[rows], kind="stable")]
 
     def batches_of(self, step: int) -> list[Batch]:
         """The micro-batches of step `step` (from 0)."""
         return list(micro_batches(self.examples, self.rows_of(step), self.batch_size, self.edges))
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if epoch not in self._orders:
             self._orders.clear()
             seed = derive_seed(self.seed, "epoch", epoch)
@@ -105,16 +105,22 @@ class StepPlan:
 
 def epoch_order(
     buckets: np.ndarray, rows_per_step: int, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """A permutation of the rows, and where in it each step begins.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A permutation of the rows, and where in it each step begins and ends.
 
     Rows are shuffled, then sorted by bucket, so that a step's rows are alike in length;
-    the steps are shuffled across lengths. One step may be short.
+    the steps are shuffled across lengths. One step may be short, of any length.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
     order = rng.permutation(len(buckets))
     order = order[np.argsort(buckets[order], kind="stable")]
-    return order, rng.permutation(np.arange(0, len(order), rows_per_step))
+    whole, rest = divmod(len(order), rows_per_step)
+    sizes = np.full(whole, rows_per_step)
+    if rest:
+        sizes = np.insert(sizes, rng.integers(whole + 1), rest)
+    ends = np.cumsum(sizes)
+    steps = rng.permutation(len(sizes))
+    return order, (ends - sizes)[steps], ends[steps]
 
 
 def plan_steps(examples: Examples, batch_size: int, rows_per_step: int, seed: int) -> StepPlan:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +23,7 @@ from your_ai.errors import UserError
 # Templates that print today's date would give other tokens tomorrow, and a resumed run
 # other data. This is the date that Llama's templates fall back to.
 TEMPLATE_DATE = datetime.date(2024, 7, 26)
+STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 SENTINEL = "\ue000\ue001"  # private use: neither in data nor in templates
 
 
@@ -49,25 +52,17 @@ class Encoder:
     tokenizer: Any
     mask_prompt: bool = True
 
+    def __post_init__(self) -> None:
+        if getattr(self.tokenizer, "backend_tokenizer", None) is None:
+            raise UserError("the model's tokenizer has no tokenizer.json, which training needs")
+
     @cached_property
     def backend(self) -> Any:
         """The `tokenizers` object, which gives offsets; set to neither cut nor pad."""
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise UserError("the model's tokenizer has no tokenizer.json, which training needs")
+        backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
         return backend
-
-    @cached_property
-    def template_options(self) -> dict[str, Any]:
-        template = str(self.tokenizer.chat_template or "")
-        options: dict[str, Any] = {}
-        if "strftime_now" in template:
-            options["strftime_now"] = TEMPLATE_DATE.strftime
-        if "date_string" in template:
-            options["date_string"] = TEMPLATE_DATE.strftime("%d %b %Y")
-        return options
 
     @cached_property
     def end_tokens(self) -> tuple[str, ...]:
@@ -83,9 +78,9 @@ class Encoder:
         if isinstance(content, Chat):
             tokens, trained = self._encode_chat(content, row.where)
         elif isinstance(content, Pair):
-            tokens, trained = self._encode_pair(content)
+            tokens, trained = self._encode_pair(content, row.where)
         else:
-            tokens, trained = self._encode_text(content)
+            tokens, trained = self._encode_text(content, row.where)
         trained = np.array(trained, bool)
         trained[:1] = False  # nothing predicts the first token
         if not trained.any() or not has_answer(content):
@@ -105,48 +100,60 @@ class Encoder:
         rendered = self._render(asked, content.tools, row.where, answer_next=True)
         return Prompt(asked[-1]["content"] if asked else "", rendered, answer["content"])
 
-    def _encode_text(self, content: Text) -> tuple[list[int], list[bool]]:
-        tokens = self.backend.encode(content.text).ids
+    def _tokenize(self, text: str, where: str, special: bool) -> Any:
+        """The `tokenizers` encoding of a text; `special` adds what the tokenizer always adds."""
+        try:
+            return self.backend.encode(text, add_special_tokens=special)
+        except TypeError as error:  # JSON can hold half of a surrogate pair, as an escape
+            raise UserError(f"{where}: holds half of a character (a lone \\ud8..)") from error
+
+    def _encode_text(self, content: Text, where: str) -> tuple[list[int], list[bool]]:
+        bos = self.tokenizer.bos_token
+        special = not (bos and content.text.startswith(bos))  # one is enough
+        tokens = self._tokenize(content.text, where, special).ids
         if not tokens or tokens[-1] not in self.tokenizer.eos_token_ids:
             tokens = [*tokens, self.tokenizer.eos_token_id]
         return tokens, [True] * len(tokens)
 
-    def _encode_pair(self, pair: Pair) -> tuple[list[int], list[bool]]:
+    def _encode_pair(self, pair: Pair, where: str) -> tuple[list[int], list[bool]]:
         # Apart, as they are when the model is used: the prompt ends at a token.
-        prompt = self.backend.encode(pair.prompt).ids
-        completion = self.backend.encode(pair.completion, add_special_tokens=False).ids
+        prompt = self._tokenize(pair.prompt, where, special=True).ids
+        completion = self._tokenize(pair.completion, where, special=False).ids
         completion = [*completion, self.tokenizer.eos_token_id]
         trained = [not self.mask_prompt] * len(prompt) + [True] * len(completion)
         return prompt + completion, trained
 
-    def _encode_chat(self, chat: Chat, where: str) -> tuple[list[int], list[bool]]:
+    def _encode_chat(self, chat: Chat, where: str) -> tuple[list[int], Sequence[bool]]:
         if not self.tokenizer.has_chat_template:
             raise UserError(
                 f"{where}: a chat, but the model's tokenizer has no chat template; "
                 "use an instruct model, or rows of prompt + completion or text"
             )
         text = self._render(chat.messages, chat.tools, where)
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        encoding = self._tokenize(text, where, special=False)
         if not self.mask_prompt:
             return encoding.ids, [True] * len(encoding.ids)
-        spans = [
-            self._turn_span(text, chat, index, where)
-            for index, message in enumerate(chat.messages)
-            if message["role"] == "assistant" and index >= chat.first_trained
-        ]
-        trained = [
-            any(end > a and start < b for a, b in spans) and end > start
-            for start, end in encoding.offsets
-        ]
+        spans = [self._turn_span(text, chat, index, where) for index in trained_turns(chat)]
+        start, end = token_spans(encoding.offsets, len(text))
+        trained = np.zeros(len(encoding.ids), bool)
+        for first, past in spans:
+            trained |= (end > first) & (start < past)
         return encoding.ids, trained
 
     def _render(
         self, messages: list[dict], tools: list | None, where: str, answer_next: bool = False
     ) -> str:
         """The template's text; `answer_next` adds the header of an assistant turn."""
-        options = dict(self.template_options)
+        options: dict[str, Any] = {}
         if tools:
             options["tools"] = tools
+        # Only what a template asks for: mlx-lm's templates that are functions take no more.
+        template = str(self.tokenizer.chat_template)
+        if "date_string" in template:
+            options["date_string"] = TEMPLATE_DATE.strftime("%d %b %Y")
+        if "strftime_now" in template:
+            template = self.tokenizer.get_chat_template(tools=tools)
+            options["chat_template"] = STRFTIME_NOW.sub(fixed_date, template)
         try:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=answer_next, **options
@@ -175,7 +182,9 @@ class Encoder:
     ) -> tuple[int, int] | None:
         try:
             before = self._render(chat.messages[:index], chat.tools, where, answer_next=True)
-            through = self._render(chat.messages[: index + 1], chat.tools, where)
+            through = text
+            if index + 1 < len(chat.messages):
+                through = self._render(chat.messages[: index + 1], chat.tools, where)
         except UserError:  # some templates refuse a chat that is cut there
             return None
         if text.startswith(before) and text.startswith(through) and len(through) > len(before):
@@ -183,17 +192,18 @@ class Encoder:
         return None
 
     def _span_by_sentinel(self, text: str, chat: Chat, index: int, where: str) -> tuple[int, int]:
-        message = chat.messages[index]
         marked = list(chat.messages)
-        marked[index] = {**message, "content": SENTINEL}
+        marked[index] = {**chat.messages[index], "content": SENTINEL}
+        calls = marked[index].pop("tool_calls", None)
         other = self._render(marked, chat.tools, where)
         start = common_prefix(text, other)
         end = len(text) - common_prefix(text[start:][::-1], other[start:][::-1])
-        if (
-            message.get("tool_calls")
-            or SENTINEL not in other
-            or text[start:end] not in (message["content"])
-        ):
+        if calls:  # they stand in the sentinel's place as well, which must begin the turn
+            before = self._render(chat.messages[:index], chat.tools, where, answer_next=True)
+            shown = text.startswith(before) and start == len(before)
+        else:
+            shown = text[start:end] in chat.messages[index]["content"]
+        if SENTINEL not in other or not shown:
             raise UserError(
                 f"{where}: messages[{index}]: the chat template does not show where this "
                 "turn begins and ends; use --no-mask-prompt"
@@ -203,6 +213,25 @@ class Encoder:
             if tail.lstrip().startswith(token):
                 return start, end + tail.index(token) + len(token)
         return start, end
+
+
+def token_spans(offsets: list[tuple[int, int]], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where each token starts and ends in a text of `length` characters, as (T,) arrays.
+
+    Some tokenizers leave spaces out of their offsets, so that a token of spaces alone
+    has no width: it is given the gap between its neighbours.
+    """
+    start, end = np.array(offsets, np.int64).reshape(-1, 2).T
+    empty = start == end
+    before = np.maximum.accumulate(np.append(0, end[:-1]))
+    following = np.where(empty, length, start)[::-1]
+    after = np.append(np.minimum.accumulate(following)[::-1][1:], length)
+    return np.where(empty, before, start), np.where(empty, after, end)
+
+
+def fixed_date(call: re.Match[str]) -> str:
+    """What stands in a template for `strftime_now(format)`."""
+    return repr(TEMPLATE_DATE.strftime(call[2]))
 
 
 def pair_to_chat(pair: Pair) -> Chat:
@@ -219,14 +248,21 @@ def common_prefix(a: str, b: str) -> int:
     return len(os.path.commonprefix([a, b]))  # noqa: RUF071 (characters are what is wanted)
 
 
+def trained_turns(chat: Chat) -> list[int]:
+    """The places of the turns to train: the assistant's, but those of weight 0."""
+    return [
+        index
+        for index, message in enumerate(chat.messages)
+        if message["role"] == "assistant" and index >= chat.first_trained
+        if message.get("weight", 1)
+    ]
+
+
 def has_answer(content: Chat | Pair | Text) -> bool:
     """Whether a row has anything to learn beside the end of a turn."""
     if isinstance(content, Pair):
         return bool(content.completion.strip())
     if isinstance(content, Chat):
-        return any(
-            m["content"].strip() or m.get("tool_calls")
-            for m in content.messages[content.first_trained :]
-            if m["role"] == "assistant"
-        )
+        turns = [content.messages[i] for i in trained_turns(content)]
+        return any(turn["content"].strip() or turn.get("tool_calls") for turn in turns)
     return bool(content.text.strip())

@@ -8,15 +8,16 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from your_ai.data.encode import Encoded, Encoder
-from your_ai.data.rows import read_rows
+from your_ai.data.rows import Row, read_rows
 from your_ai.errors import UserError
 from your_ai.files import sha256, whole_folder
 
@@ -59,7 +60,7 @@ class Examples:
         part = slice(self.starts[index], self.starts[index + 1])
         return Encoded(self.tokens[part], self.trained[part])
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """(n,) tokens of each example."""
         return np.diff(self.starts)
@@ -72,30 +73,26 @@ def load_examples(
     max_seq_length: int,
     too_long: str,
     cache: Path,
+    watch: Callable[[Iterator[Row]], Iterator[Row]] = iter,
 ) -> Examples:
     """The examples of a JSONL file, from `cache` if it was encoded so before.
 
-    tokenizer_sha256: of the files that decide what the tokenizer and template do.
+    tokenizer_sha256: of the files that decide what the tokenizer and template do; watch
+    is given the rows, and passes them on, where they have to be read.
     Raises UserError for a bad row; nothing is then left in the cache.
     """
-    key = hashlib.sha256(
-        json.dumps(
-            [
-                FORMAT,
-                sha256(path),
-                tokenizer_sha256,
-                encoder.mask_prompt,
-                max_seq_length,
-                too_long,
-            ]
-        ).encode()
-    ).hexdigest()[:32]
+    try:
+        content = sha256(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    decisive = [FORMAT, content, tokenizer_sha256, encoder.mask_prompt, max_seq_length, too_long]
+    key = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
     folder = cache / "examples" / key
     examples = open_examples(folder)
     if examples is None:
         pieces = (
             (piece, row.weight, outcome)
-            for row in read_rows(path)
+            for row in watch(read_rows(path))
             for piece, outcome in fit(encoder.encode(row), max_seq_length, too_long, row.where)
         )
         forget_old(folder.parent)
@@ -139,6 +136,7 @@ def write_examples(folder: Path, pieces: Iterator[tuple[Encoded | None, float, s
     counts = dict.fromkeys(asdict(Tally()), 0)
     lengths, weights = [], []
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with (
             whole_folder(folder) as temporary,
             (temporary / "tokens.bin").open("wb") as tokens_file,
@@ -181,7 +179,7 @@ def open_examples(folder: Path) -> Examples | None:
         total = int(starts[-1])
         tokens = map_array(folder / "tokens.bin", np.uint32, total)
         trained = map_array(folder / "trained.bin", np.bool_, total)
-    except (OSError, ValueError, TypeError):
+    except (OSError, EOFError, ValueError, TypeError):
         return None
     if len(starts) != len(weights) + 1 or tally.tokens != total:
         return None

@@ -13,6 +13,7 @@ from your_ai.config import DEMO, packaged
 from your_ai.errors import UserError
 
 SPLITS = ("train", "valid", "test")
+FLOAT32_MAX = 3.4028234663852886e38
 
 
 def find_splits(data: str) -> dict[str, Path]:
@@ -91,8 +92,8 @@ def decode_line(line: bytes, where: str) -> dict:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: is not UTF-8 text") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = getattr(error, "msg", "nested too deeply")
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", "a number too long, or nested too deeply")
         raise UserError(f"{where}: is not valid JSON ({reason}); one object a line") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object, found {type(row).__name__}")
@@ -113,29 +114,36 @@ def parse_weight(row: dict, where: str) -> float:
     weight = row.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
         raise UserError(f"{where}: weight: expected a number, found {weight!r}")
-    if not (math.isfinite(weight) and weight >= 0):
-        raise UserError(f"{where}: weight {weight}: must be finite and at least 0")
-    return float(weight)
+    try:
+        number = float(weight)
+    except OverflowError:
+        number = math.inf
+    if not 0 <= number <= FLOAT32_MAX:  # and a NaN is neither
+        raise UserError(f"{where}: weight {number:g}: must be finite and at least 0")
+    return number
 
 
 def text_field(row: dict, key: str, where: str) -> str:
-    value = row[key]
+    value = row.get(key)
     if not isinstance(value, str):
         raise UserError(f"{where}: {key}: expected text, found {type(value).__name__}")
     return value
 
 
 def parse_messages(row: dict, where: str) -> Chat:
-    messages = parse_turns(row["messages"], "messages", where)
+    return Chat(parse_turns(row["messages"], "messages", where), parse_tools(row, where))
+
+
+def parse_tools(row: dict, where: str) -> list | None:
     tools = row.get("tools")
     if isinstance(tools, str):  # some data sets keep the list as JSON text
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise UserError(f"{where}: tools: is not valid JSON") from error
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{where}: tools: expected a list, found {type(tools).__name__}")
-    return Chat(messages, tools or None)
+    return tools or None
 
 
 def parse_turns(turns: Any, key: str, where: str) -> list[dict]:
@@ -154,11 +162,14 @@ def parse_message(message: Any, where: str) -> dict:
         kinds = [p.get("type") if isinstance(p, dict) else type(p).__name__ for p in content]
         if any(kind != "text" for kind in kinds):
             raise UserError(f"{where}: content: only text parts can be trained, found {kinds}")
-        content = "".join(str(part.get("text", "")) for part in content)
+        texts = [text_field(part, "text", f"{where}: content") for part in content]
+        content = "".join(texts)
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
         raise UserError(f"{where}: content: expected text, found {type(content).__name__}")
+    if message.get("weight", 1) not in (0, 1):  # OpenAI's: 0 leaves an assistant turn untrained
+        raise UserError(f"{where}: weight {message['weight']!r}: a message's is 0 or 1")
     parsed = {**message, "content": content}
     if calls is not None:
         if not isinstance(calls, list):
@@ -174,7 +185,7 @@ def parse_call(call: Any, where: str) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"])
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"{where}: tool_calls: the arguments are not valid JSON") from error
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -201,16 +212,17 @@ def parse_sharegpt(row: dict, where: str) -> Chat:
                 raise UserError(f"{where}: conversations[{i}]: from: expected text")
             turn = {"role": SHAREGPT_ROLES.get(role, role), "content": turn.get("value")}
         messages.append(turn)
-    if isinstance(row.get("system"), str) and row["system"]:
-        messages.insert(0, {"role": "system", "content": row["system"]})
-    return Chat(parse_turns(messages, "conversations", where))
+    parsed = parse_turns(messages, "conversations", where)
+    if row.get("system"):
+        parsed.insert(0, {"role": "system", "content": text_field(row, "system", where)})
+    return Chat(parsed, parse_tools(row, where))
 
 
 def parse_pair(row: dict, where: str) -> Chat | Pair:
     if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
         prompt = parse_turns(row["prompt"], "prompt", where)
         completion = parse_turns(row["completion"], "completion", where)
-        return Chat(prompt + completion, row.get("tools"), first_trained=len(prompt))
+        return Chat(prompt + completion, parse_tools(row, where), first_trained=len(prompt))
     return Pair(text_field(row, "prompt", where), text_field(row, "completion", where))
 
 

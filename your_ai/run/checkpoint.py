@@ -11,6 +11,7 @@ A checkpoint is written under a temporary name, synced, and renamed into place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -70,6 +71,8 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     Raises RunError, and leaves nothing new behind, where it cannot be written.
     """
     target = folder / f"step-{checkpoint.state.step:06d}"
+    with contextlib.suppress(OSError):  # the error of writing into it says more
+        folder.mkdir(exist_ok=True)
     state = {"state": dataclasses.asdict(checkpoint.state), "depends_on": checkpoint.depends_on}
     _write_folder(
         target,
@@ -108,20 +111,30 @@ def write_json(path: Path, value: Any) -> None:
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoint folders below `folder`, newest first, whether or not they are whole."""
     found = [p for p in folder.glob("step-*") if STEP_NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def fault(path: Path) -> str | None:
     """What is wrong with a checkpoint folder, naming the file, or None if it is whole."""
     try:
         sums = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
-        for name in (ADAPTERS, OPTIMIZER, ADAPTER_CONFIG, STATE):
-            if sha256(path / name) != sums[name]:
-                return f"{path / name}: its checksum is wrong"
-    except FileNotFoundError as error:
-        return f"{error.filename}: is missing"
-    except (OSError, ValueError, KeyError, TypeError):
+        expected = {name: sums[name] for name in (ADAPTERS, OPTIMIZER, ADAPTER_CONFIG, STATE)}
+    except FileNotFoundError:
+        return f"{path / CHECKSUMS}: is missing"
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return f"{path / CHECKSUMS}: cannot be read"
+    for name, checksum in expected.items():
+        try:
+            if sha256(path / name) != checksum:
+                return f"{path / name}: its checksum is wrong"
+        except FileNotFoundError:
+            return f"{path / name}: is missing"
+        except OSError as error:
+            return f"{path / name}: cannot be read ({error.strerror})"
     return None
 
 
@@ -143,19 +156,26 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint that `newest` found whole."""
-    state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    checkpoint = Checkpoint(
-        state=TrainState(**state["state"]),
-        adapters=mx.load(str(path / ADAPTERS)),
-        optimizer=mx.load(str(path / OPTIMIZER)),
-        adapter_config=json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")),
-        depends_on=state["depends_on"],
-    )
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        checkpoint = Checkpoint(
+            state=TrainState(**state["state"]),
+            adapters=mx.load(str(path / ADAPTERS)),
+            optimizer=mx.load(str(path / OPTIMIZER)),
+            adapter_config=json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")),
+            depends_on=state["depends_on"],
+        )
+    except (TypeError, LookupError) as error:
+        raise UserError(f"{path}: was written by another version of your_ai ({error})") from error
     mx.eval(checkpoint.adapters, checkpoint.optimizer)  # now, not when the folder is gone
     return checkpoint
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints; one that cannot be deleted stays."""
-    for path in list_checkpoints(folder)[keep:]:
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints up to `step`; one that cannot be stays.
+
+    Those after `step` were damaged, and passed over when the run resumed before them.
+    """
+    ours = [path for path in list_checkpoints(folder) if step_of(path) <= step]
+    for path in set(list_checkpoints(folder)) - set(ours[:keep]):
         shutil.rmtree(path, ignore_errors=True)

@@ -14,6 +14,8 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
+from your_ai.errors import RunError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -156,7 +158,7 @@ def from_line(line: str | bytes) -> Record | None:
         known = {f.name for f in dataclasses.fields(kind)}
         event = kind(**{k: v for k, v in fields.items() if k in known})
         return Record(float(fields["time"]), event)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
 
@@ -164,13 +166,28 @@ class EventLog:
     """Appends events to a file, each in one write, so that a reader sees whole lines."""
 
     def __init__(self, path: Path) -> None:
-        self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        size = os.fstat(self.file).st_size
-        if size and os.pread(self.file, 1, size - 1) != b"\n":
-            os.write(self.file, b"\n")  # a killed run left half a line: end it
+        self.path = path
+        try:
+            self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            size = os.fstat(self.file).st_size
+            if size and os.pread(self.file, 1, size - 1) != b"\n":
+                os.write(self.file, b"\n")  # a killed run left half a line: end it
+        except OSError as error:
+            raise self._failure(error) from error
 
     def write(self, event: Event) -> None:
-        os.write(self.file, to_line(Record(time.time(), event)).encode())
+        """Raises RunError where the disk is full or gone."""
+        line = to_line(Record(time.time(), event)).encode()
+        try:
+            while line:  # a nearly full disk takes a part, then says that it is full
+                line = line[os.write(self.file, line) :]
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> RunError:
+        return RunError(
+            f"{self.path}: cannot be written ({error.strerror}); make room, then resume the run"
+        )
 
     def close(self) -> None:
         os.close(self.file)

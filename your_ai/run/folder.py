@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import fcntl
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from your_ai.config import TrainConfig, build, nearest, read_yaml, to_yaml
+from your_ai.config import DEMO, TrainConfig, build, nearest, read_yaml, to_yaml
 from your_ai.errors import UserError
+from your_ai.files import TEMPORARY, sync
 
 RUNS = Path("runs")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 LOCK_WAIT_S = 5.0  # a killed process takes a moment to let go
 
 
@@ -45,12 +49,30 @@ class RunFolder:
         return self.path / "adapter"
 
     def read_config(self) -> TrainConfig:
-        return build(read_yaml(self.config), str(self.config))
+        """The settings of the run. Raises UserError where the file is damaged."""
+        values = read_yaml(self.config)
+        if not self.config.read_text(encoding="utf-8").endswith("...\n"):
+            raise UserError(f"{self.config}: is cut short")  # its defaults would be another run
+        return build(values, str(self.config))
 
     def write_config(self, config: TrainConfig) -> None:
+        """Raises OSError, and leaves the old one, where it cannot be written."""
         temporary = self.config.with_suffix(".tmp")
-        temporary.write_text(to_yaml(config), encoding="utf-8")
-        os.replace(temporary, self.config)
+        try:
+            temporary.write_text(to_yaml(config), encoding="utf-8")
+            sync(temporary)
+            os.replace(temporary, self.config)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def change_config(self, config: TrainConfig) -> None:
+        """Keep the settings of a resumed run where they are not what they were."""
+        if with_absolute_paths(config) == self.read_config():
+            return
+        try:
+            self.write_config(with_absolute_paths(config))
+        except OSError as error:
+            raise UserError(f"{self.config}: cannot be written ({error.strerror})") from error
 
 
 def default_name(config: TrainConfig) -> str:
@@ -61,26 +83,46 @@ def default_name(config: TrainConfig) -> str:
 
 
 def create(config: TrainConfig) -> RunFolder:
-    """Make the folder of a new run with its config.yaml.
+    """Make the folder of a new run with its config.yaml, where paths are absolute.
 
     Raises UserError where the name is taken or the folder cannot be written.
     """
     name = config.run or default_name(config)
     if not NAME.fullmatch(name):
-        raise UserError(f"--run {name}: use letters, digits, dots, dashes and underscores alone")
-    folder = RunFolder(RUNS / name)
-    if folder.path.exists():
         raise UserError(
-            f"--run {name}: {folder.path} exists; choose another name, or go on with "
-            f"it: your_ai train --resume {name}"
+            f"--run {name}: use at most 100 letters, digits, dots, dashes and underscores"
         )
+    folder = RunFolder(RUNS / name)
+    taken = UserError(
+        f"--run {name}: {folder.path} exists; choose another name, or go on with "
+        f"it: your_ai train --resume {name}"
+    )
+    if folder.path.exists():
+        raise taken
+    temporary = None
     try:
-        folder.path.mkdir(parents=True)
-        folder.write_config(config)
+        RUNS.mkdir(exist_ok=True)
+        temporary = RunFolder(Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{name}-", dir=RUNS)))
+        temporary.path.chmod(0o755)
+        temporary.write_config(with_absolute_paths(config))
+        os.rename(temporary.path, folder.path)
     except OSError as error:
-        discard(folder)
+        if temporary is not None:
+            discard(temporary)
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # another run took it meanwhile
+                raise taken from error
         raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from error
     return folder
+
+
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """The config with model and data found from any folder, where they are paths."""
+    paths = {
+        name: str(Path(value).expanduser().resolve())
+        for name, value in (("model", config.model), ("data", config.data))
+        if value != DEMO and Path(value).expanduser().exists()
+    }
+    return dataclasses.replace(config, **paths)
 
 
 def find(run: str) -> RunFolder:
@@ -122,7 +164,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
                         "or stop it"
                     ) from None
                 time.sleep(0.1)
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"{os.getpid()}\n".encode())
         yield

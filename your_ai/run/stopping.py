@@ -24,12 +24,16 @@ class Stop:
     """Whether a signal asked the run to stop.
 
     While `graceful` is false, as it is before the first step, a signal raises
-    Interrupted; after that it is only noted here, for the loop to see.
+    Interrupted; after that it is only noted here, for the loop to see. on_first is
+    called when that happens, on_second just before a second signal ends the process;
+    both in a thread.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self.graceful = False
+        self.on_first: Callable[[], None] = lambda: None
+        self.on_second: Callable[[], None] = lambda: None
 
     def __bool__(self) -> bool:
         return self.received is not None
@@ -43,12 +47,11 @@ class Stop:
 
 
 @contextlib.contextmanager
-def stop_signals(on_first: Callable[[], None], on_second: Callable[[], None]) -> Iterator[Stop]:
+def stop_signals() -> Iterator[Stop]:
     """Watch for stop signals until the block ends; then the handlers are as they were.
 
-    on_first is called when a graceful stop begins; on_second just before the process
-    leaves at once. Both run in a thread, since Python runs no handler while the main
-    thread is inside an evaluation.
+    A thread watches, since Python runs no handler while the main thread is inside an
+    evaluation.
     """
     stop = Stop()
     reader, writer = socket.socketpair()
@@ -63,9 +66,11 @@ def stop_signals(on_first: Callable[[], None], on_second: Callable[[], None]) ->
                 continue
             if stop.received is None:
                 stop.received = number
-                on_first()
+                with contextlib.suppress(Exception):  # a full disk, say: the second must work
+                    stop.on_first()
             else:
-                on_second()
+                with contextlib.suppress(Exception):
+                    stop.on_second()
                 os._exit(128 + number)
 
     def handle(number: int, frame: object) -> None:
@@ -74,7 +79,14 @@ def stop_signals(on_first: Callable[[], None], on_second: Callable[[], None]) ->
 
     thread = threading.Thread(target=watch, name="stop-signals", daemon=True)
     thread.start()
-    old_handlers = {number: signal.signal(number, handle) for number in SIGNALS}
+    # nohup has SIGHUP ignored, and so it stays. SIGINT is always heard: a script's background
+    # job has it ignored, but whoever sends it there means to stop the run.
+    heard = [
+        number
+        for number in SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
+    old_handlers = {number: signal.signal(number, handle) for number in heard}
     old_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
         yield stop

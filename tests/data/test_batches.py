@@ -1,0 +1,493 @@
+"""Examples -> batches: every row once an epoch, no padding trained, few shapes, no state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from your_ai.data.batches import (
+    MAX_BUCKETS,
+    MERGE_PADDING,
+    MULTIPLE,
+    Batch,
+    StepPlan,
+    bucket_edges,
+    in_order_of_length,
+    make_batch,
+    padded_targets,
+    plan_steps,
+)
+from your_ai.data.examples import Examples, Tally
+
+
+def make_examples(lengths: list[int], seed: int = 0) -> Examples:
+    """Examples whose every token is another number, from 1 on; the first one says the row."""
+    rng = np.random.default_rng(seed)
+    starts = np.cumsum([0, *lengths], dtype=np.int64)
+    trained = rng.random(starts[-1]) < 0.5
+    trained[starts[:-1]] = False
+    trained[starts[1:] - 1] = True  # the end of an answer
+    tokens = np.arange(1, starts[-1] + 1, dtype=np.uint32)
+    weights = rng.choice(np.array([0, 0.25, 1, 3], np.float32), len(lengths))
+    return Examples(tokens, trained, starts, weights, Tally())
+
+
+LENGTHS = st.integers(1, 30).flatmap(
+    lambda rows: st.lists(st.integers(2, 3000), min_size=rows, max_size=rows)
+)
+EXAMPLES = st.builds(make_examples, LENGTHS, st.integers(0, 100))
+SIZES = st.integers(1, 5)
+SEEDS = st.integers(0, 2**32)
+PLANS = st.builds(
+    lambda examples, size, accumulation, seed: plan_steps(
+        examples, size, size * accumulation, seed
+    ),
+    EXAMPLES,
+    SIZES,
+    st.integers(1, 4),
+    SEEDS,
+)
+# The arrays of one example are up to 90,000 tokens.
+few = settings(max_examples=60, deadline=None)
+
+
+def steps_of(plan: StepPlan, epoch: int = 0) -> range:
+    return range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
+
+
+def batches_with_rows(plan: StepPlan, epoch: int = 0) -> Iterator[tuple[Batch, np.ndarray]]:
+    """The batches of an epoch, each with the examples in it."""
+    for step in steps_of(plan, epoch):
+        rows, batches = plan.rows_of(step), plan.batches_of(step)
+        size = plan.batch_size
+        chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
+        yield from zip(batches, chunks, strict=True)
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return all(
+        np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(Batch)
+    )
+
+
+# Which rows a step trains
+
+
+@few
+@given(plan=PLANS, epoch=st.integers(0, 3))
+def test_every_row_is_trained_once_an_epoch(plan, epoch):
+    rows = np.concatenate([plan.rows_of(step) for step in steps_of(plan, epoch)])
+    assert sorted(rows.tolist()) == list(range(len(plan.examples)))
+
+
+@few
+@given(plan=PLANS)
+def test_every_row_is_in_the_batches_of_an_epoch(plan):
+    first_tokens = plan.examples.tokens[plan.examples.starts[:-1]]
+    found = np.concatenate([batch.tokens[:, 0] for batch, _ in batches_with_rows(plan)])
+    assert sorted(found[found > 0].tolist()) == first_tokens.tolist()
+
+
+@few
+@given(plan=PLANS)
+def test_all_steps_but_one_are_full(plan):
+    sizes = [len(plan.rows_of(step)) for step in steps_of(plan)]
+    assert sum(size != plan.rows_per_step for size in sizes) <= 1
+
+
+@few
+@given(plan=PLANS)
+def test_the_longest_rows_of_a_step_come_first(plan):
+    """So that micro-batches are alike in length, and the largest comes first."""
+    for step in steps_of(plan):
+        lengths = plan.examples.lengths[plan.rows_of(step)]
+        assert (np.diff(lengths) <= 0).all()
+
+
+@few
+@given(plan=PLANS)
+def test_no_step_is_empty(plan):
+    assert all(len(plan.rows_of(step)) > 0 for step in steps_of(plan))
+
+
+@few
+@given(plan=PLANS, data=st.data())
+def test_rows_depend_on_the_step_alone(plan, data):
+    """Asked in another order, twice, and of a plan that has been asked nothing else."""
+    steps = range(3 * plan.steps_per_epoch)
+    in_order = {step: plan.rows_of(step).tolist() for step in steps}
+    asked = data.draw(st.lists(st.sampled_from(steps), min_size=1, max_size=12))
+    fresh = dataclasses.replace(plan, _orders={})
+    for step in asked:
+        assert fresh.rows_of(step).tolist() == in_order[step]
+
+
+@few
+@given(plan=PLANS, data=st.data())
+def test_batches_depend_on_the_step_alone(plan, data):
+    step = data.draw(st.sampled_from(range(3 * plan.steps_per_epoch)))
+    examples, size, rows_per_step = plan.examples, plan.batch_size, plan.rows_per_step
+    first = plan.batches_of(step)
+    plan.batches_of(data.draw(st.sampled_from(range(3 * plan.steps_per_epoch))))
+    again = plan_steps(examples, size, rows_per_step, plan.seed).batches_of(step)
+    assert all(same(a, b) for a, b in zip(first, again, strict=True))
+
+
+@few
+@given(plan=PLANS)
+def test_the_epoch_of_a_step(plan):
+    assert [{plan.epoch_of(step) for step in steps_of(plan, e)} for e in range(3)] == [
+        {0},
+        {1},
+        {2},
+    ]
+
+
+def order(plan: StepPlan, epoch: int = 0) -> list[list[int]]:
+    return [sorted(plan.rows_of(step).tolist()) for step in steps_of(plan, epoch)]
+
+
+def test_epochs_differ():
+    plan = plan_steps(make_examples([20] * 40), 2, 4, seed=0)
+    orders = [order(plan, epoch) for epoch in range(4)]
+    assert all(orders[i] != orders[j] for i in range(4) for j in range(i))
+
+
+def test_seeds_differ():
+    examples = make_examples([20] * 40)
+    orders = [order(plan_steps(examples, 2, 4, seed)) for seed in range(4)]
+    assert all(orders[i] != orders[j] for i in range(4) for j in range(i))
+
+
+def test_epochs_pair_rows_anew():
+    """Not the steps alone are shuffled: who shares a step changes."""
+    plan = plan_steps(make_examples([20] * 40), 2, 4, seed=0)
+    assert sorted(order(plan, 0)) != sorted(order(plan, 1))
+
+
+def test_short_and_long_rows_take_turns():
+    """Steps are shuffled across lengths: not all short rows come first."""
+    plan = plan_steps(make_examples([10] * 40 + [900] * 40), 4, 4, seed=0)
+    longest = [int(plan.examples.lengths[plan.rows_of(step)].max()) for step in steps_of(plan)]
+    assert sum(a != b for a, b in pairwise(longest)) > 3
+
+
+# How a step is cut into micro-batches
+
+
+SPLITS = ((4, 1), (2, 2), (1, 4))
+
+
+@few
+@given(examples=EXAMPLES, seed=SEEDS)
+def test_accumulation_does_not_change_what_a_step_trains(examples, seed):
+    plans = [plan_steps(examples, size, size * times, seed) for size, times in SPLITS]
+    steps = steps_of(plans[0], 1)
+    joint, *others = [[plan.rows_of(step).tolist() for step in steps] for plan in plans]
+    assert all(other == joint for other in others)
+
+
+def keys_by_example(plan: StepPlan, step: int) -> dict[int, int]:
+    """First token of each example that `step` trains -> the key its dropout is drawn from."""
+    return {
+        int(first): int(key)
+        for batch in plan.batches_of(step)
+        for first, key in zip(batch.tokens[:, 0], batch.rows, strict=True)
+        if first > 0
+    }
+
+
+@few
+@given(examples=EXAMPLES, seed=SEEDS)
+def test_accumulation_does_not_change_a_rows_dropout(examples, seed):
+    plans = [plan_steps(examples, size, size * times, seed) for size, times in SPLITS]
+    for step in steps_of(plans[0], 1):
+        joint, *others = [keys_by_example(plan, step) for plan in plans]
+        assert all(other == joint for other in others)
+
+
+@few
+@given(examples=EXAMPLES, seed=SEEDS)
+def test_accumulation_does_not_change_the_weight_of_a_step(examples, seed):
+    plans = [plan_steps(examples, size, size * times, seed) for size, times in SPLITS]
+    for step in steps_of(plans[0]):
+        joint, *others = [sum(batch.weight for batch in plan.batches_of(step)) for plan in plans]
+        assert others == [joint, joint]
+
+
+@few
+@given(plan=PLANS)
+def test_the_rows_of_a_step_have_different_keys(plan):
+    for step in steps_of(plan):
+        keys = [key for batch in plan.batches_of(step) for key in batch.rows.tolist()]
+        assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_fewer_rows_than_a_batch(rows):
+    plan = plan_steps(make_examples([5, 9, 7][:rows]), 4, 8, seed=0)
+    (batch,) = plan.batches_of(0)
+    assert (plan.steps_per_epoch, int((batch.tokens[:, 0] > 0).sum())) == (1, rows)
+
+
+# What is in a batch
+
+
+def expected_targets(examples: Examples, rows: np.ndarray, length: int) -> list[tuple]:
+    """(position, target, weight) of each trained token, one by one."""
+    return [
+        (i * length + t - 1, int(examples[row].tokens[t]), float(examples.weights[row]))
+        for i, row in enumerate(rows)
+        for t in range(1, len(examples[row].tokens))
+        if examples[row].trained[t]
+    ]
+
+
+def targets_of(batch: Batch, slots: slice) -> list[tuple]:
+    arrays = batch.positions[slots], batch.targets[slots], batch.weights[slots]
+    return list(zip(*(array.tolist() for array in arrays), strict=True))
+
+
+@few
+@given(plan=PLANS)
+def test_targets_are_the_trained_tokens_of_the_rows(plan):
+    """No more and no fewer: none of the padding, none twice."""
+    for batch, rows in batches_with_rows(plan):
+        expected = expected_targets(plan.examples, rows, batch.tokens.shape[1])
+        assert targets_of(batch, slice(batch.trained_tokens)) == expected
+
+
+@few
+@given(plan=PLANS)
+def test_a_target_is_predicted_from_the_token_before_it(plan):
+    for batch, _ in batches_with_rows(plan):
+        slots = slice(batch.trained_tokens)
+        before = batch.tokens.reshape(-1)[batch.positions[slots]]
+        np.testing.assert_array_equal(before + 1, batch.targets[slots])
+
+
+@few
+@given(plan=PLANS)
+def test_slots_beyond_the_targets_weigh_nothing(plan):
+    for batch, _ in batches_with_rows(plan):
+        assert not batch.weights[batch.trained_tokens :].any()
+
+
+@few
+@given(plan=PLANS)
+def test_slots_beyond_the_targets_can_be_looked_up(plan):
+    for batch, _ in batches_with_rows(plan):
+        rest = batch.positions[batch.trained_tokens :]
+        assert ((rest >= 0) & (rest < batch.tokens.size)).all()
+
+
+@few
+@given(plan=PLANS)
+def test_tokens_are_the_rows_inputs_and_zeros(plan):
+    for batch, rows in batches_with_rows(plan):
+        expected = np.zeros_like(batch.tokens)
+        for i, row in enumerate(rows):
+            inputs = plan.examples[row].tokens[:-1]
+            expected[i, : len(inputs)] = inputs
+        np.testing.assert_array_equal(batch.tokens, expected)
+
+
+@few
+@given(plan=PLANS)
+def test_counts_of_an_epoch_are_those_of_the_examples(plan):
+    batches = [batch for batch, _ in batches_with_rows(plan)]
+    examples = plan.examples
+    assert sum(b.trained_tokens for b in batches) == int(examples.trained.sum())
+    assert sum(b.real_tokens for b in batches) == int((examples.lengths - 1).sum())
+
+
+@few
+@given(plan=PLANS)
+def test_the_weight_of_an_epoch_is_that_of_the_examples(plan):
+    examples = plan.examples
+    expected = sum(
+        float(examples.weights[i]) * int(examples[i].trained.sum()) for i in range(len(examples))
+    )
+    assert sum(batch.weight for batch, _ in batches_with_rows(plan)) == expected
+
+
+def test_the_weight_of_many_targets_is_exact():
+    """A sum in float32 would stop at 2^24."""
+    weights = np.array([2**24, 1, 1], np.float32)
+    empty = np.zeros(3, np.int32)
+    batch = Batch(empty[None], empty, empty, weights, empty[:1].astype(np.uint32), 3, 3)
+    assert batch.weight == 2**24 + 2
+
+
+def test_a_trained_first_token_is_no_target():
+    """Nothing predicts it."""
+    tokens, trained = np.arange(1, 4, dtype=np.uint32), np.ones(3, bool)
+    one = Examples(tokens, trained, np.array([0, 3]), np.ones(1, np.float32), Tally())
+    batch = make_batch(one, np.array([0]), 1, bucket_edges(one.lengths - 1))
+    assert batch.targets[: batch.trained_tokens].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("field", "dtype"),
+    [
+        ("tokens", np.int32),
+        ("positions", np.int32),
+        ("targets", np.int32),
+        ("weights", np.float32),
+        ("rows", np.uint32),
+    ],
+)
+def test_types(field, dtype):
+    (batch,) = plan_steps(make_examples([5, 9]), 2, 2, seed=0).batches_of(0)
+    assert getattr(batch, field).dtype == dtype
+
+
+# Few shapes, little padding
+
+
+@few
+@given(plan=PLANS)
+def test_lengths_are_multiples(plan):
+    assert all(batch.tokens.shape[1] % MULTIPLE == 0 for batch, _ in batches_with_rows(plan))
+
+
+@few
+@given(plan=PLANS)
+def test_every_batch_has_the_same_number_of_rows(plan):
+    assert {batch.tokens.shape[0] for batch, _ in batches_with_rows(plan)} == {plan.batch_size}
+
+
+@few
+@given(lengths=st.lists(st.integers(2, 3000), min_size=13, max_size=200), size=SIZES, seed=SEEDS)
+def test_lengths_are_few(lengths, size, seed):
+    plan = plan_steps(make_examples(lengths), size, size, seed)
+    found = {batch.tokens.shape[1] for e in range(2) for batch, _ in batches_with_rows(plan, e)}
+    assert len(found) <= MAX_BUCKETS
+
+
+def test_a_batch_is_no_longer_than_its_bucket():
+    """A row of the shortest bucket alone in its batch is not padded to the longest."""
+    plan = plan_steps(make_examples([10] * 8 + [900] * 8), 4, 4, seed=0)
+    shapes = Counter(batch.tokens.shape[1] for batch, _ in batches_with_rows(plan))
+    assert shapes == {32: 2, 928: 2}
+
+
+INPUTS = st.one_of(
+    st.lists(st.integers(1, 2999), min_size=1, max_size=400).map(np.array),
+    st.builds(
+        lambda rows, longest, seed: np.random.default_rng(seed).integers(1, longest, rows),
+        st.integers(1, 400),
+        st.integers(2, 2999),
+        st.integers(0, 1000),
+    ),
+)
+
+
+def rounded(inputs: np.ndarray) -> np.ndarray:
+    return -(-inputs // MULTIPLE) * MULTIPLE
+
+
+def padded(inputs: np.ndarray) -> np.ndarray:
+    edges = bucket_edges(inputs)
+    return edges[np.searchsorted(edges, inputs)]
+
+
+@given(inputs=INPUTS)
+def test_every_input_fits_its_bucket(inputs):
+    assert (padded(inputs) >= inputs).all()
+
+
+@given(inputs=INPUTS)
+def test_buckets_ascend(inputs):
+    assert (np.diff(bucket_edges(inputs)) > 0).all()
+
+
+@given(inputs=INPUTS)
+def test_the_longest_bucket_is_no_longer_than_it_must_be(inputs):
+    assert bucket_edges(inputs)[-1] == rounded(inputs).max()
+
+
+@given(inputs=INPUTS)
+def test_there_are_few_buckets(inputs):
+    assert len(bucket_edges(inputs)) <= MAX_BUCKETS
+
+
+@given(inputs=INPUTS)
+def test_merging_adds_little_padding(inputs):
+    """Unless more than it would leave too many buckets."""
+    added = (padded(inputs) - rounded(inputs)).sum()
+    assert (
+        added <= MERGE_PADDING * rounded(inputs).sum() or len(bucket_edges(inputs)) == MAX_BUCKETS
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_merging_chat_lengths_adds_little_padding(seed):
+    """Lengths as chats have them: many of a few hundred tokens, a few long ones."""
+    lengths = np.random.default_rng(seed).lognormal(5.5, 0.4, 5000).clip(2, 2999).astype(int)
+    assert (padded(lengths) - rounded(lengths)).sum() <= MERGE_PADDING * rounded(lengths).sum()
+
+
+@given(inputs=INPUTS)
+def test_buckets_merge_while_that_is_cheap(inputs):
+    """No two neighbours are left whose merging would have been within the share."""
+    edges = bucket_edges(inputs)
+    spent = float((padded(inputs) - rounded(inputs)).sum())
+    counts = np.bincount(np.searchsorted(edges, inputs), minlength=len(edges))
+    costs = counts[:-1] * np.diff(edges)
+    assert (costs + spent > MERGE_PADDING * rounded(inputs).sum()).all()
+
+
+@given(count=st.integers(0, 4000), rows=SIZES, length=st.integers(1, 94))
+def test_there_are_slots_for_all_targets(count, rows, length):
+    tokens = rows * length * MULTIPLE
+    assert padded_targets(min(count, tokens), tokens) >= max(1, min(count, tokens))
+
+
+@given(rows=SIZES, length=st.integers(1, 94))
+def test_batches_of_a_length_have_few_numbers_of_slots(rows, length):
+    tokens = rows * length * MULTIPLE
+    assert len({padded_targets(count, tokens) for count in range(0, tokens + 1, 7)}) <= 8
+
+
+# Validation
+
+
+def validation(examples: Examples, size: int) -> list[Batch]:
+    return list(in_order_of_length(examples, size))
+
+
+@few
+@given(examples=EXAMPLES, size=SIZES)
+def test_validation_has_every_row_once(examples, size):
+    found = np.concatenate([batch.tokens[:, 0] for batch in validation(examples, size)])
+    first_tokens = examples.tokens[examples.starts[:-1]]
+    assert sorted(found[found > 0].tolist()) == first_tokens.tolist()
+
+
+@few
+@given(examples=EXAMPLES, size=SIZES)
+def test_validation_counts_every_target(examples, size):
+    batches = validation(examples, size)
+    assert sum(batch.trained_tokens for batch in batches) == int(examples.trained.sum())
+
+
+@few
+@given(examples=EXAMPLES, size=SIZES)
+def test_validation_is_always_the_same(examples, size):
+    first, again = validation(examples, size), validation(examples, size)
+    assert all(same(a, b) for a, b in zip(first, again, strict=True))
+
+
+@few
+@given(examples=EXAMPLES, size=SIZES)
+def test_validation_has_few_lengths(examples, size):
+    lengths = {batch.tokens.shape[1] for batch in validation(examples, size)}
+    assert len(lengths) <= MAX_BUCKETS

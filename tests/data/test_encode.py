@@ -1,0 +1,768 @@
+"""What is trained of each row, under chat templates of every kind that models come with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from itertools import cycle, groupby
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
+
+from tests.conftest import DEMO_FOLDER
+from your_ai.data.encode import Encoded, Encoder
+from your_ai.data.rows import Chat, Pair, Row, Text
+from your_ai.errors import UserError
+
+# Templates that differ in what can go wrong. Each is followed by its special tokens.
+
+CHATML = (
+    "{% if tools %}{{ '<|im_start|>system\n' ~ tools | tojson ~ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+
+# A token that begins the text, blank lines after headers, two tokens that end.
+HEADERS = (
+    "{{ bos_token }}"
+    "{% for m in messages %}{{ '<|head|>' ~ m.role ~ '<|/head|>\n\n' ~ m.content ~ '<|eot|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\n\n' }}{% endif %}"
+)
+HEADERS_TOKENS = ("<|bos|>", "<|eos|>", "<|eot|>", "<|head|>", "<|/head|>")
+
+# No generation prompt; the answer follows a space.
+INST = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'user' %}{{ '[INST] ' ~ m.content ~ '[/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' ~ m.content ~ eos_token }}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are known') }}{% endif %}"
+    "{% endfor %}"
+)
+INST_TOKENS = ("<s>", "</s>", "[INST]", "[/INST]")
+
+STRICT = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('No system role here') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "{% endfor %}"
+) + CHATML
+
+# Reasoning is shown in the last turn alone: rendering a chat up to an earlier turn
+# gives other text than the whole chat has there.
+REASONING = (
+    "{% for m in messages %}{% set text = m.content %}"
+    "{% if m.role == 'assistant' and not loop.last %}"
+    "{% set text = text.split('</think>')[-1].lstrip() %}{% endif %}"
+    "{{ '<|im_start|>' ~ m.role ~ '\n' ~ text }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+REASONING_TOKENS = (*CHATML_TOKENS, "<think>", "</think>")
+
+THINKING = REASONING.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+
+# The last turn begins with reasoning, if only with none.
+EMPTY_REASONING = REASONING.replace(
+    "{{ '<|im_start|>' ~ m.role ~ '\n' ~ text }}",
+    "{{ '<|im_start|>' ~ m.role ~ '\n' }}"
+    "{% if m.role == 'assistant' and loop.last and '</think>' not in text %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ text }}",
+)
+
+# Earlier turns cannot be told from what the data says: their text is changed.
+SHOUTING = REASONING.replace("text.split('</think>')[-1].lstrip()", "text | upper")
+
+DATED = "{{ 'Today is ' ~ strftime_now('%d %B %Y') ~ '.\n' }}" + CHATML
+
+TRIMMED = CHATML.replace("m.content }}", "m.content | trim }}")
+
+UNENDED = (
+    "{% for m in messages %}{{ m.role ~ ':\n' ~ m.content ~ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+)
+
+
+def make_tokenizer(
+    template: str | None,
+    tokens: tuple[str, ...] = CHATML_TOKENS,
+    eos: str = "<|im_end|>",
+    bos: str | None = None,
+    ends: tuple[str, ...] = (),
+    change: Callable[[Tokenizer], None] = lambda backend: None,
+) -> TokenizerWrapper:
+    """The demo's tokenizer with other special tokens and another template.
+
+    ends: tokens that end a turn, beside `eos`; change: done to the `tokenizers` object.
+    """
+    backend = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken(t, normalized=False) for t in tokens])
+    change(backend)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, bos_token=bos)
+    tokenizer.chat_template = template
+    return TokenizerWrapper(tokenizer, eos_token_ids=[backend.token_to_id(t) for t in (eos, *ends)])
+
+
+def add_bos(bos: str) -> Callable[[Tokenizer], None]:
+    """Text is encoded with `bos` in front, as models with such a token do."""
+
+    def change(backend: Tokenizer) -> None:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
+
+    return change
+
+
+def trim_offsets(backend: Tokenizer) -> None:
+    """Spaces are left out of the offsets of tokens."""
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+
+
+TOKENIZERS: dict[str, Callable[[], TokenizerWrapper]] = {
+    "chatml": lambda: make_tokenizer(CHATML),
+    "headers": lambda: make_tokenizer(
+        HEADERS,
+        HEADERS_TOKENS,
+        eos="<|eos|>",
+        bos="<|bos|>",
+        ends=("<|eot|>",),
+        change=add_bos("<|bos|>"),
+    ),
+    "inst": lambda: make_tokenizer(INST, INST_TOKENS, "</s>", "<s>", change=add_bos("<s>")),
+    "strict": lambda: make_tokenizer(STRICT),
+    "reasoning": lambda: make_tokenizer(REASONING, REASONING_TOKENS),
+    "thinking": lambda: make_tokenizer(THINKING, REASONING_TOKENS),
+    "dated": lambda: make_tokenizer(DATED),
+    "trimmed": lambda: make_tokenizer(TRIMMED),
+    "offsets": lambda: make_tokenizer(CHATML, change=trim_offsets),
+}
+
+# What is trained of a turn, where it is not the answer and the token that ends a turn.
+TRAINED: dict[str, Callable[[str], str]] = {
+    "headers": lambda answer: answer + "<|eot|>",
+    "inst": lambda answer: " " + answer + "</s>",
+    "trimmed": lambda answer: answer.strip() + "<|im_end|>",
+}
+
+
+def trained_of_turn(name: str, answer: str) -> str:
+    return TRAINED.get(name, lambda answer: answer + "<|im_end|>")(answer)
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> dict[str, TokenizerWrapper]:
+    return {name: make() for name, make in TOKENIZERS.items()}
+
+
+def chat_row(*contents: str, system: str | None = None, **more: Any) -> Row:
+    """Contents of a user, of the assistant, of the user, ..."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    roles = cycle(["user", "assistant"])
+    messages += [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+    return Row("data.jsonl:7", Chat(messages, **more), 1.0)
+
+
+def row_of(content: Chat | Pair | Text) -> Row:
+    return Row("data.jsonl:7", content, 1.0)
+
+
+def spell(tokenizer: Any, encoded: Encoded) -> str:
+    """The tokens, one after the other: + before those that are trained, - before others."""
+    texts = tokenizer.convert_ids_to_tokens(encoded.tokens.tolist())
+    return " ".join("-+"[int(on)] + text for text, on in zip(texts, encoded.trained, strict=True))
+
+
+def trained_texts(tokenizer: Any, encoded: Encoded) -> list[str]:
+    """The text of each run of trained tokens."""
+    runs = groupby(
+        zip(encoded.tokens.tolist(), encoded.trained, strict=True), key=lambda pair: pair[1]
+    )
+    return [decode(tokenizer, [token for token, _ in run]) for on, run in runs if on]
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+# Each format, token by token, as the demo's tokenizer has it
+
+
+def test_a_chat(demo_tokenizer):
+    encoded = Encoder(demo_tokenizer).encode(chat_row("hi there", "ok"))
+    assert spell(demo_tokenizer, encoded) == (
+        "-<|user|> -hi -Ġthe -re -<|end|> -<|assistant|> +o +k +<|end|>"
+    )
+
+
+def test_a_system_turn_is_not_trained(demo_tokenizer):
+    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "ok", system="no"))
+    assert spell(demo_tokenizer, encoded) == (
+        "-<|system|> -n -o -<|end|> -<|user|> -hi -<|end|> -<|assistant|> +o +k +<|end|>"
+    )
+
+
+def test_every_assistant_turn_is_trained(demo_tokenizer):
+    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "ok", "re", "no"))
+    assert spell(demo_tokenizer, encoded) == (
+        "-<|user|> -hi -<|end|> -<|assistant|> +o +k +<|end|> "
+        "-<|user|> -re -<|end|> -<|assistant|> +n +o +<|end|>"
+    )
+
+
+def test_a_message_of_weight_0_is_not_trained(demo_tokenizer):
+    row = chat_row("hi", "ok", "re", "no")
+    row.content.messages[1]["weight"] = 0
+    assert spell(demo_tokenizer, Encoder(demo_tokenizer).encode(row)) == (
+        "-<|user|> -hi -<|end|> -<|assistant|> -o -k -<|end|> "
+        "-<|user|> -re -<|end|> -<|assistant|> +n +o +<|end|>"
+    )
+    row.content.messages[3]["weight"] = 0
+    with pytest.raises(UserError, match="no token to train"):
+        Encoder(demo_tokenizer).encode(row)
+
+
+def test_turns_before_the_first_trained_are_not_trained(demo_tokenizer):
+    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "ok", "re", "no", first_trained=3))
+    assert spell(demo_tokenizer, encoded) == (
+        "-<|user|> -hi -<|end|> -<|assistant|> -o -k -<|end|> "
+        "-<|user|> -re -<|end|> -<|assistant|> +n +o +<|end|>"
+    )
+
+
+def test_a_chat_that_ends_with_a_question(demo_tokenizer):
+    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "ok", "re"))
+    assert spell(demo_tokenizer, encoded) == (
+        "-<|user|> -hi -<|end|> -<|assistant|> +o +k +<|end|> -<|user|> -re -<|end|>"
+    )
+
+
+def test_a_chat_that_begins_with_an_answer(demo_tokenizer):
+    messages = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "hi"}]
+    encoded = Encoder(demo_tokenizer).encode(row_of(Chat(messages)))
+    assert spell(demo_tokenizer, encoded) == (
+        "-<|assistant|> +o +k +<|end|> -<|user|> -hi -<|end|>"
+    )
+
+
+def test_two_answers_in_a_row(demo_tokenizer):
+    messages = [{"role": role, "content": "ok"} for role in ("user", "assistant", "assistant")]
+    encoded = Encoder(demo_tokenizer).encode(row_of(Chat(messages)))
+    assert spell(demo_tokenizer, encoded) == (
+        "-<|user|> -o -k -<|end|> -<|assistant|> +o +k +<|end|> -<|assistant|> +o +k +<|end|>"
+    )
+
+
+def test_an_answer_that_says_what_was_asked(demo_tokenizer):
+    encoded = Encoder(demo_tokenizer).encode(chat_row("ok", "ok", "ok", "ok"))
+    assert spell(demo_tokenizer, encoded) == (
+        "-<|user|> -o -k -<|end|> -<|assistant|> +o +k +<|end|> "
+        "-<|user|> -o -k -<|end|> -<|assistant|> +o +k +<|end|>"
+    )
+
+
+def test_a_pair_is_a_chat_where_there_is_a_template(demo_tokenizer):
+    encoded = Encoder(demo_tokenizer).encode(row_of(Pair("hi", "ok")))
+    assert spell(demo_tokenizer, encoded) == "-<|user|> -hi -<|end|> -<|assistant|> +o +k +<|end|>"
+
+
+def test_text_is_trained_but_for_its_first_token(demo_tokenizer):
+    encoded = Encoder(demo_tokenizer).encode(row_of(Text("hi there")))
+    assert spell(demo_tokenizer, encoded) == "-hi +Ġthe +re +<|end|>"
+
+
+def test_text_that_ends_has_one_end(demo_tokenizer):
+    encoded = Encoder(demo_tokenizer).encode(row_of(Text("hi there<|end|>")))
+    assert spell(demo_tokenizer, encoded) == "-hi +Ġthe +re +<|end|>"
+
+
+def test_a_character_of_several_tokens_is_trained_whole(demo_tokenizer):
+    encoded = Encoder(demo_tokenizer).encode(chat_row("é", "😀é"))
+    assert spell(demo_tokenizer, encoded) == (
+        "-<|user|> -Ã -© -<|end|> -<|assistant|> +ð +Ł +ĺ +Ģ +Ã +© +<|end|>"
+    )
+
+
+def test_spaces_and_line_ends_of_an_answer_are_trained(demo_tokenizer):
+    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "  ok\n\n  ok \n"))
+    assert spell(demo_tokenizer, encoded) == (
+        "-<|user|> -hi -<|end|> -<|assistant|> +Ġ +Ġ +o +k +Ċ +Ċ +Ġ +Ġ +o +k +Ġ +Ċ +<|end|>"
+    )
+
+
+def test_an_empty_answer_beside_a_real_one_is_trained_to_end(demo_tokenizer):
+    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "", "re", "ok"))
+    assert trained_texts(demo_tokenizer, encoded) == ["<|end|>", "ok<|end|>"]
+
+
+def test_arrays_are_small(demo_tokenizer):
+    encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "ok"))
+    assert (encoded.tokens.dtype, encoded.trained.dtype) == (np.uint32, np.bool_)
+
+
+# --no-mask-prompt
+
+
+@pytest.mark.parametrize(
+    "content",
+    [chat_row("hi", "ok", "re", "no", system="so").content, Pair("hi", "ok"), Text("hi there")],
+    ids=["chat", "pair", "text"],
+)
+def test_without_a_mask_all_but_the_first_token_is_trained(demo_tokenizer, content):
+    encoded = Encoder(demo_tokenizer, mask_prompt=False).encode(row_of(content))
+    assert encoded.trained.tolist() == [False] + [True] * (len(encoded.tokens) - 1)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_mask_changes_no_token(tokenizers, name):
+    row = chat_row("hi", "ok", "re", "no")
+    masked = Encoder(tokenizers[name]).encode(row)
+    unmasked = Encoder(tokenizers[name], mask_prompt=False).encode(row)
+    np.testing.assert_array_equal(masked.tokens, unmasked.tokens)
+
+
+# Other templates, token by token
+
+
+def test_the_line_end_after_a_turn_is_not_trained(tokenizers):
+    encoded = Encoder(tokenizers["chatml"]).encode(chat_row("hi", "ok", "re", "no"))
+    assert spell(tokenizers["chatml"], encoded) == (
+        "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
+        "-<|im_start|> -ass -is -t -ant -Ċ +o +k +<|im_end|> -Ċ "
+        "-<|im_start|> -us -er -Ċ -re -<|im_end|> -Ċ "
+        "-<|im_start|> -ass -is -t -ant -Ċ +n +o +<|im_end|> -Ċ"
+    )
+
+
+def test_a_chat_begins_once(tokenizers):
+    encoded = Encoder(tokenizers["headers"]).encode(chat_row("hi", "ok"))
+    assert spell(tokenizers["headers"], encoded) == (
+        "-<|bos|> -<|head|> -us -er -<|/head|> -Ċ -Ċ -hi -<|eot|> "
+        "-<|head|> -ass -is -t -ant -<|/head|> -Ċ -Ċ +o +k +<|eot|>"
+    )
+
+
+def test_text_begins_as_the_tokenizer_has_it(tokenizers):
+    encoded = Encoder(tokenizers["headers"]).encode(row_of(Text("hi there")))
+    assert spell(tokenizers["headers"], encoded) == "-<|bos|> +hi +Ġthe +re +<|eos|>"
+
+
+def test_a_space_before_the_answer_is_trained(tokenizers):
+    encoded = Encoder(tokenizers["inst"]).encode(chat_row("hi", "the", "re", "no"))
+    assert spell(tokenizers["inst"], encoded) == (
+        "-<s> -[INST] -Ġ -hi -[/INST] +Ġthe +</s> -[INST] -Ġre -[/INST] +Ġn +o +</s>"
+    )
+
+
+def test_a_template_without_an_end_token_trains_the_turn_alone():
+    tokenizer = make_tokenizer(UNENDED)
+    encoded = Encoder(tokenizer).encode(chat_row("hi", "ok", "re", "no"))
+    assert [text.rstrip("\n") for text in trained_texts(tokenizer, encoded)] == ["ok", "no"]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_every_answer_and_nothing_else_is_trained(tokenizers, name):
+    row = chat_row("hi", "the first", "re", "and\n  more ", "so", "é😀")
+    expected = [trained_of_turn(name, row.content.messages[i]["content"]) for i in (1, 3, 5)]
+    assert trained_texts(tokenizers[name], Encoder(tokenizers[name]).encode(row)) == expected
+
+
+# No surrogates, which are no text; no private use, which the encoder marks turns with.
+TEXT = st.text(st.characters(exclude_categories=("Cs", "Co")), max_size=12)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=30, deadline=None)
+@given(turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
+def test_whatever_is_said_answers_alone_are_trained(tokenizers, name, turns):
+    turns[-1] = (turns[-1][0], turns[-1][1] + "a")  # at least one answer that is not blank
+    row = chat_row(*(text for turn in turns for text in turn))
+    if name in ("reasoning", "thinking"):  # earlier turns lose their leading space there
+        expected = [a.lstrip() for _, a in turns[:-1]] + [turns[-1][1]]
+    else:
+        expected = [answer for _, answer in turns]
+    encoded = Encoder(tokenizers[name]).encode(row)
+    assert trained_texts(tokenizers[name], encoded) == [trained_of_turn(name, a) for a in expected]
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS.keys() - {"dated"}))
+def test_the_text_is_what_the_template_renders(tokenizers, name):
+    tokenizer = tokenizers[name]
+    row = chat_row("hi", "ok", "re", "no")
+    rendered = tokenizer.apply_chat_template(row.content.messages, tokenize=False)
+    assert decode(tokenizer, Encoder(tokenizer).encode(row).tokens.tolist()) == rendered
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS.keys() - {"thinking"}))
+def test_an_answer_is_trained_after_what_the_model_is_given(tokenizers, name):
+    tokenizer, row = tokenizers[name], chat_row("hi", "ok", "re", "no")
+    encoder = Encoder(tokenizer)
+    encoded = encoder.encode(row)
+    given = tokenizer.encode(encoder.prompt_of(row).rendered, add_special_tokens=False)
+    assert encoded.tokens[: len(given)].tolist() == given
+    assert trained_texts(
+        tokenizer, Encoded(encoded.tokens[len(given) :], encoded.trained[len(given) :])
+    ) == [trained_of_turn(name, "no")]
+
+
+# Tools
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL_CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "the result"},
+    {"role": "assistant", "content": "ok"},
+]
+
+
+def test_tool_calls_are_trained_and_their_results_are_not(tokenizers):
+    encoded = Encoder(tokenizers["chatml"]).encode(row_of(Chat(TOOL_CHAT, tools=TOOLS)))
+    assert trained_texts(tokenizers["chatml"], encoded) == [
+        '{"name": "add", "arguments": {"a": 1}}<|im_end|>',
+        "ok<|im_end|>",
+    ]
+
+
+def test_the_template_is_given_the_tools(tokenizers):
+    encoded = Encoder(tokenizers["chatml"]).encode(row_of(Chat(TOOL_CHAT, tools=TOOLS)))
+    text = decode(tokenizers["chatml"], encoded.tokens.tolist())
+    assert text.startswith('<|im_start|>system\n[{"type": "function", "function": {"name": "add"')
+
+
+def test_tool_calls_under_a_template_that_rewrites_history(tokenizers):
+    encoded = Encoder(tokenizers["reasoning"]).encode(row_of(Chat(TOOL_CHAT)))
+    assert trained_texts(tokenizers["reasoning"], encoded) == [
+        '{"name": "add", "arguments": {"a": 1}}<|im_end|>',
+        "ok<|im_end|>",
+    ]
+
+
+def test_tool_calls_where_a_template_writes_empty_reasoning():
+    tokenizer = make_tokenizer(EMPTY_REASONING, REASONING_TOKENS)
+    encoded = Encoder(tokenizer).encode(row_of(Chat(TOOL_CHAT)))
+    assert trained_texts(tokenizer, encoded) == [
+        '{"name": "add", "arguments": {"a": 1}}<|im_end|>',
+        "<think>\n\n</think>\n\nok<|im_end|>",
+    ]
+
+
+def test_a_tool_call_that_cannot_be_located_is_refused_by_name(tokenizers):
+    """The template drops its reasoning, which the generation prompt begins."""
+    call_turn = {**TOOL_CHAT[1], "content": "<think>so</think>"}
+    row = row_of(Chat([TOOL_CHAT[0], call_turn, *TOOL_CHAT[2:]]))
+    with pytest.raises(UserError, match=r"^data\.jsonl:7: messages\[1\]: .*--no-mask-prompt"):
+        Encoder(tokenizers["thinking"]).encode(row)
+
+
+# Reasoning
+
+
+def test_reasoning_that_a_template_drops_is_not_trained(tokenizers):
+    row = chat_row("hi", "<think>a</think>ok", "re", "<think>b</think>no")
+    encoded = Encoder(tokenizers["reasoning"]).encode(row)
+    assert spell(tokenizers["reasoning"], encoded) == (
+        "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
+        "-<|im_start|> -ass -is -t -ant -Ċ +o +k +<|im_end|> -Ċ "
+        "-<|im_start|> -us -er -Ċ -re -<|im_end|> -Ċ "
+        "-<|im_start|> -ass -is -t -ant -Ċ +<think> +b +</think> +n +o +<|im_end|> -Ċ"
+    )
+
+
+def test_a_turn_of_dropped_reasoning_alone_is_trained_to_end(tokenizers):
+    row = chat_row("hi", "<think>a</think>", "re", "no")
+    encoded = Encoder(tokenizers["reasoning"]).encode(row)
+    assert trained_texts(tokenizers["reasoning"], encoded) == ["<|im_end|>", "no<|im_end|>"]
+
+
+def test_a_rewritten_turn_that_says_what_others_say(tokenizers):
+    row = chat_row("ok", "<think>ok</think>ok", "ok", "ok")
+    encoded = Encoder(tokenizers["reasoning"]).encode(row)
+    assert trained_texts(tokenizers["reasoning"], encoded) == ["ok<|im_end|>", "ok<|im_end|>"]
+
+
+def test_what_the_generation_prompt_holds_is_not_trained(tokenizers):
+    row = chat_row("hi", "<think>\nb</think>no")
+    encoded = Encoder(tokenizers["thinking"]).encode(row)
+    assert spell(tokenizers["thinking"], encoded) == (
+        "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
+        "-<|im_start|> -ass -is -t -ant -Ċ -<think> -Ċ +b +</think> +n +o +<|im_end|> -Ċ"
+    )
+
+
+def test_an_answer_without_the_reasoning_its_prompt_begins(tokenizers):
+    encoded = Encoder(tokenizers["thinking"]).encode(chat_row("hi", "no"))
+    assert spell(tokenizers["thinking"], encoded) == (
+        "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
+        "-<|im_start|> -ass -is -t -ant -Ċ +n +o +<|im_end|> -Ċ"
+    )
+
+
+def test_empty_reasoning_that_the_template_writes_is_trained():
+    tokenizer = make_tokenizer(EMPTY_REASONING, REASONING_TOKENS)
+    encoded = Encoder(tokenizer).encode(chat_row("hi", "ok", "re", "no"))
+    assert trained_texts(tokenizer, encoded) == [
+        "ok<|im_end|>",
+        "<think>\n\n</think>\n\nno<|im_end|>",
+    ]
+
+
+def test_a_turn_that_cannot_be_located_is_refused_by_name():
+    tokenizer = make_tokenizer(SHOUTING, REASONING_TOKENS)
+    with pytest.raises(UserError, match=r"^data\.jsonl:7: messages\[1\]: .*--no-mask-prompt"):
+        Encoder(tokenizer).encode(chat_row("hi", "ok", "re", "no"))
+
+
+def test_a_turn_that_cannot_be_located_is_trained_without_a_mask():
+    tokenizer = make_tokenizer(SHOUTING, REASONING_TOKENS)
+    encoded = Encoder(tokenizer, mask_prompt=False).encode(chat_row("hi", "ok", "re", "no"))
+    assert encoded.trained[1:].all()
+
+
+# Dates
+
+
+def set_date(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime(2031, 5, day)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+
+
+def test_the_clock_of_the_test_below_is_the_one_templates_read(tokenizers, monkeypatch):
+    set_date(monkeypatch, day=3)
+    messages = [{"role": "user", "content": "hi"}]
+    text = tokenizers["dated"].apply_chat_template(messages, tokenize=False)
+    assert text.startswith("Today is 03 May 2031.")
+
+
+def test_tokens_do_not_depend_on_the_date(tokenizers, monkeypatch):
+    tokens = []
+    for day in (3, 4):
+        set_date(monkeypatch, day)
+        tokens.append(Encoder(tokenizers["dated"]).encode(chat_row("hi", "ok")).tokens.tolist())
+    assert tokens[0] == tokens[1]
+
+
+def test_the_date_is_always_the_same(tokenizers):
+    encoded = Encoder(tokenizers["dated"]).encode(chat_row("hi", "ok"))
+    text = decode(tokenizers["dated"], encoded.tokens.tolist())
+    assert text.startswith("Today is 26 July 2024.\n<|im_start|>user")
+
+
+def test_a_date_string_of_the_template_is_fixed_too():
+    tokenizer = make_tokenizer("{{ date_string | default('no date') ~ '\n' }}" + CHATML)
+    encoded = Encoder(tokenizer).encode(chat_row("hi", "ok"))
+    assert decode(tokenizer, encoded.tokens.tolist()).startswith("26 Jul 2024\n")
+
+
+# Tokenizers whose offsets are not plain
+
+
+def normalize(backend: Tokenizer) -> None:
+    backend.normalizer = normalizers.NFC()
+
+
+def test_spaces_are_trained_where_offsets_leave_them_out(tokenizers):
+    encoded = Encoder(tokenizers["offsets"]).encode(chat_row("hi  hi ", "if so:\n    return  0 "))
+    assert trained_texts(tokenizers["offsets"], encoded) == ["if so:\n    return  0 <|im_end|>"]
+
+
+def test_a_space_that_ends_the_text_is_trained():
+    template = UNENDED.replace(" ~ '\n' }}{% endfor", " }}{% endfor")
+    tokenizer = make_tokenizer(template, change=trim_offsets)
+    encoded = Encoder(tokenizer).encode(chat_row("hi\n", "ok "))
+    assert trained_texts(tokenizer, encoded) == ["ok "]
+
+
+def test_an_answer_that_is_shorter_once_normalized():
+    tokenizer = make_tokenizer(CHATML, change=normalize)
+    encoded = Encoder(tokenizer).encode(chat_row("e\u0301" * 3, "e\u0301" * 3 + "a"))
+    assert trained_texts(tokenizer, encoded) == ["é" * 3 + "a<|im_end|>"]
+
+
+def test_a_tokenizer_that_was_set_to_cut_cuts_nothing():
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    encoded = Encoder(tokenizer).encode(chat_row("hi", "ok"))
+    assert trained_texts(tokenizer, encoded) == ["ok<|im_end|>"]
+
+
+def test_a_tokenizer_that_was_set_to_pad_pads_nothing():
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.backend_tokenizer.enable_padding(length=64)
+    encoded = Encoder(tokenizer).encode(chat_row("hi", "ok"))
+    assert len(encoded.tokens) == 17
+
+
+def test_a_tokenizer_without_its_file_is_refused():
+    class Slow:
+        eos_token_ids = (0,)
+
+    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+        Encoder(Slow()).encode(row_of(Text("hi")))
+
+
+@pytest.mark.parametrize(
+    ("spaces", "expected"),
+    [
+        ("always", "-<|user|> -▁ -h -i -<|end|> -<|assistant|> +▁ +<0xC3> +<0xA9> +<|end|>"),
+        ("never", "-<|user|> -h -i -<|end|> -<|assistant|> +<0xC3> +<0xA9> +<|end|>"),
+    ],
+)
+def test_a_tokenizer_of_words_after_spaces(spaces, expected):
+    """Of the kind that puts a space before words, and spells unknown characters in bytes."""
+    letters = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *"▁abcdefghijklmnopqrstuvwxyz"]
+    vocabulary = {letter: i for i, letter in enumerate(letters)}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=spaces)
+    backend.add_special_tokens([AddedToken(t) for t in ("<|user|>", "<|assistant|>", "<|end|>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content ~ '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    wrapped = TokenizerWrapper(tokenizer)
+    assert spell(wrapped, Encoder(wrapped).encode(chat_row("hi", "é"))) == expected
+
+
+# A template that is a function of mlx-lm's, which takes what it knows and nothing else
+
+
+@pytest.mark.parametrize("template", [None, INST], ids=["alone", "before-a-template"])
+def test_a_template_that_is_a_function(template):
+    def render(messages, add_generation_prompt=False, tools=None, enable_thinking=False):
+        text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        return text + "<|im_start|>assistant\n" * add_generation_prompt
+
+    inner = make_tokenizer(template)._tokenizer
+    tokenizer = TokenizerWrapper(inner, chat_template=render)
+    encoded = Encoder(tokenizer).encode(chat_row("hi", "ok", "re", "no"))
+    assert trained_texts(tokenizer, encoded) == ["ok<|im_end|>", "no<|im_end|>"]
+
+
+# No template
+
+
+def test_a_pair_without_a_template_is_put_together():
+    tokenizer = make_tokenizer(None)
+    encoded = Encoder(tokenizer).encode(row_of(Pair("hi the", "re")))
+    assert spell(tokenizer, encoded) == "-hi -Ġthe +re +<|im_end|>"
+
+
+def test_a_pair_without_a_template_begins_once():
+    tokenizer = make_tokenizer(None, INST_TOKENS, "</s>", "<s>", change=add_bos("<s>"))
+    encoded = Encoder(tokenizer).encode(row_of(Pair("hi", "re")))
+    assert spell(tokenizer, encoded) == "-<s> -hi +re +</s>"
+
+
+def test_a_pair_without_a_template_or_a_mask():
+    tokenizer = make_tokenizer(None)
+    encoded = Encoder(tokenizer, mask_prompt=False).encode(row_of(Pair("hi the", "re")))
+    assert spell(tokenizer, encoded) == "-hi +Ġthe +re +<|im_end|>"
+
+
+def test_a_chat_without_a_template_is_refused():
+    with pytest.raises(UserError, match=r"^data\.jsonl:7: a chat, but .* no chat template"):
+        Encoder(make_tokenizer(None)).encode(chat_row("hi", "ok"))
+
+
+# Rows that cannot be trained
+
+NOTHING = {
+    "no assistant turn": Chat([{"role": "user", "content": "hi"}]),
+    "no trained turn": chat_row("hi", "ok", first_trained=2).content,
+    "empty answer": chat_row("hi", "").content,
+    "blank answer": chat_row("hi", " \n ").content,
+    "empty completion": Pair("hi", ""),
+    "blank completion": Pair("hi", " \n"),
+    "empty text": Text(""),
+    "blank text": Text(" \n "),
+}
+
+
+@pytest.mark.parametrize(
+    "content", NOTHING.values(), ids=[name.replace(" ", "-") for name in NOTHING]
+)
+def test_a_row_with_nothing_to_train_is_named(demo_tokenizer, content):
+    with pytest.raises(UserError, match=r"^data\.jsonl:7: no token to train"):
+        Encoder(demo_tokenizer).encode(row_of(content))
+
+
+def test_an_empty_completion_without_a_template_is_named():
+    with pytest.raises(UserError, match=r"^data\.jsonl:7: no token to train"):
+        Encoder(make_tokenizer(None)).encode(row_of(Pair("hi", "")))
+
+
+def test_what_a_strict_template_takes_is_trained(tokenizers):
+    encoded = Encoder(tokenizers["strict"]).encode(chat_row("hi", "ok", "re", "no"))
+    assert trained_texts(tokenizers["strict"], encoded) == ["ok<|im_end|>", "no<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (chat_row("hi", "ok", system="so"), "No system role here"),
+        (
+            row_of(Chat([{"role": r, "content": "x"} for r in ("user", "user", "assistant")])),
+            "Roles must alternate",
+        ),
+    ],
+    ids=["system", "not-alternating"],
+)
+def test_what_a_template_refuses_is_named_with_its_reason(tokenizers, row, reason):
+    with pytest.raises(UserError, match=rf"^data\.jsonl:7: the chat template .*\({reason}\)"):
+        Encoder(tokenizers["strict"]).encode(row)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [Text("a \ud83d b"), Pair("hi", "a \ud83d b"), chat_row("hi", "a \ud83d b").content],
+    ids=["text", "pair", "chat"],
+)
+def test_half_a_character_is_named(demo_tokenizer, content):
+    """JSON can hold half of an emoji, as an escape; no tokenizer takes it."""
+    with pytest.raises(UserError, match=r"^data\.jsonl:7: "):
+        Encoder(demo_tokenizer).encode(row_of(content))
+
+
+# Prompts to show samples with
+
+
+def test_the_prompt_of_a_chat_is_all_but_its_last_answer(tokenizers):
+    prompt = Encoder(tokenizers["chatml"]).prompt_of(chat_row("hi", "ok", "re", "no"))
+    assert (prompt.asked, prompt.expected) == ("re", "no")
+    assert prompt.rendered == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nok<|im_end|>\n"
+        "<|im_start|>user\nre<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_the_prompt_of_a_pair_without_a_template_is_its_own():
+    prompt = Encoder(make_tokenizer(None)).prompt_of(row_of(Pair("hi", "ok")))
+    assert (prompt.asked, prompt.rendered, prompt.expected) == ("hi", "hi", "ok")
+
+
+@pytest.mark.parametrize(
+    "content", [Text("hi"), chat_row("hi", "ok", "re").content], ids=["text", "question-last"]
+)
+def test_a_row_that_asks_nothing_has_no_prompt(demo_tokenizer, content):
+    assert Encoder(demo_tokenizer).prompt_of(row_of(content)) is None

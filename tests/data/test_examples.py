@@ -1,0 +1,478 @@
+"""Encoded rows on disk: what becomes of long rows, and when a file is encoded again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import chat, write_rows
+from your_ai.data import examples
+from your_ai.data.encode import Encoded, Encoder
+from your_ai.data.examples import Examples, Tally, fit, load_examples
+from your_ai.data.rows import Row
+from your_ai.errors import UserError
+
+CACHE = Path("cache")
+WHERE = "train.jsonl:1"
+
+
+@dataclass
+class Plain:
+    """An encoder of text rows made of numbers: `5 6 +7 +8` is four tokens, two of them trained."""
+
+    mask_prompt: bool = True
+    encoded: list[str] = field(default_factory=list)
+
+    def encode(self, row: Row) -> Encoded:
+        self.encoded.append(row.where)
+        words = row.content.text.split()
+        if "bad" in words:
+            raise UserError(f"{row.where}: a bad row")
+        tokens = np.array([int(word) for word in words], np.uint32)
+        return Encoded(tokens, np.array([word.startswith("+") for word in words]))
+
+
+@dataclass
+class Refusing:
+    """An encoder that is not to be asked."""
+
+    mask_prompt: bool = True
+
+    def encode(self, row: Row) -> Encoded:
+        raise AssertionError(f"{row.where} was encoded again")
+
+
+def load(encoder: Any, *texts: str, name: str = "train.jsonl", **changes: Any) -> Examples:
+    """The examples of a file of text rows; without texts, of the file as it is."""
+    path = Path(name)
+    if texts:
+        write_rows(path, [{"text": text} for text in texts])
+    options = {
+        "tokenizer_sha256": "t",
+        "max_seq_length": 8,
+        "too_long": "error",
+        "cache": CACHE,
+        **changes,
+    }
+    return load_examples(path, encoder, **options)
+
+
+def folders(cache: Path = CACHE) -> list[Path]:
+    return sorted((cache / "examples").glob("*"))
+
+
+def lists_of(loaded: Examples) -> list[tuple[list[int], list[bool]]]:
+    return [
+        (e.tokens.tolist(), e.trained.tolist()) for e in (loaded[i] for i in range(len(loaded)))
+    ]
+
+
+SHORT = ("1 2 +3", "4 +5", "6 +7 8 +9")
+
+
+# What is read back
+
+
+def test_examples_are_the_encoded_rows():
+    assert lists_of(load(Plain(), *SHORT)) == [
+        ([1, 2, 3], [False, False, True]),
+        ([4, 5], [False, True]),
+        ([6, 7, 8, 9], [False, True, False, True]),
+    ]
+
+
+def test_lengths():
+    assert load(Plain(), *SHORT).lengths.tolist() == [3, 2, 4]
+
+
+def test_weights_are_the_rows():
+    write_rows(Path("train.jsonl"), [{"text": "1 +2", "weight": w} for w in (0, 0.5, 3)])
+    assert load(Plain()).weights.tolist() == [0.0, 0.5, 3.0]
+
+
+def test_each_piece_of_a_row_has_its_weight():
+    write_rows(Path("train.jsonl"), [{"text": "1 +2 +3 +4 +5", "weight": 0.5}])
+    assert load(Plain(), max_seq_length=3, too_long="split").weights.tolist() == [0.5, 0.5]
+
+
+def test_the_tally_of_short_rows():
+    assert load(Plain(), *SHORT).tally == Tally(rows=3, examples=3, tokens=9, trained_tokens=4)
+
+
+def test_examples_are_mapped_from_disk():
+    loaded = load(Plain(), *SHORT)
+    assert isinstance(loaded.tokens, np.memmap)
+    assert isinstance(loaded.trained, np.memmap)
+
+
+def test_a_file_of_many_formats(demo_tokenizer):
+    path = write_rows(
+        Path("mixed.jsonl"),
+        [
+            chat("hi", "ok"),
+            {"prompt": "hi", "completion": "ok"},
+            {"instruction": "hi", "output": "ok"},
+            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ok"}]},
+        ],
+    )
+    loaded = load_examples(path, Encoder(demo_tokenizer), "t", 64, "error", CACHE)
+    assert len({tuple(example) for example, _ in lists_of(loaded)}) == 1
+
+
+# The cache
+
+
+def test_a_second_load_encodes_nothing():
+    first = lists_of(load(Plain(), *SHORT))
+    assert lists_of(load(Refusing())) == first
+
+
+def test_a_second_load_knows_the_weights_and_the_tally():
+    write_rows(Path("train.jsonl"), [{"text": "1 +2 +3", "weight": 0.5}])
+    first = load(Plain(), max_seq_length=2, too_long="truncate")
+    again = load(Refusing(), max_seq_length=2, too_long="truncate")
+    assert (again.tally, again.weights.tolist()) == (first.tally, first.weights.tolist())
+
+
+def test_a_file_of_the_same_rows_elsewhere_encodes_nothing():
+    load(Plain(), *SHORT)
+    shutil.copy("train.jsonl", "copy.jsonl")
+    assert lists_of(load(Refusing(), name="copy.jsonl")) == lists_of(load(Refusing()))
+
+
+CHANGES = {
+    "max-seq-length": {"max_seq_length": 9},
+    "too-long": {"too_long": "split"},
+    "tokenizer": {"tokenizer_sha256": "u"},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_another_setting_encodes_again(change):
+    load(Plain(), *SHORT)
+    encoder = Plain()
+    load(encoder, **change)
+    assert len(encoder.encoded) == 3
+
+
+def test_another_mask_encodes_again():
+    load(Plain(), *SHORT)
+    encoder = Plain(mask_prompt=False)
+    load(encoder)
+    assert len(encoder.encoded) == 3
+
+
+def test_a_changed_file_is_encoded_again():
+    load(Plain(), *SHORT)
+    assert lists_of(load(Plain(), "1 2 +4", *SHORT[1:]))[0][0] == [1, 2, 4]
+
+
+def test_another_format_of_the_cache_encodes_again(monkeypatch):
+    load(Plain(), *SHORT)
+    monkeypatch.setattr(examples, "FORMAT", examples.FORMAT + 1)
+    encoder = Plain()
+    load(encoder)
+    assert len(encoder.encoded) == 3
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2], ids=["first", "middle", "last"])
+def test_a_bad_row_leaves_nothing_behind(bad):
+    texts = [*SHORT[:bad], "bad", *SHORT[bad:]]
+    with pytest.raises(UserError, match=f"^train.jsonl:{bad + 1}: a bad row"):
+        load(Plain(), *texts)
+    assert folders() == []
+
+
+def test_a_line_that_is_no_row_leaves_nothing_behind():
+    write_rows(Path("train.jsonl"), [{"text": "1 +2"}, "no JSON"])
+    with pytest.raises(UserError, match=r"^train\.jsonl:2: is not valid JSON"):
+        load(Plain())
+    assert folders() == []
+
+
+def test_a_mended_file_is_loaded():
+    with pytest.raises(UserError):
+        load(Plain(), *SHORT, "bad")
+    assert len(load(Plain(), *SHORT)) == 3
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def scramble(path: Path) -> None:
+    path.write_bytes(b"\xff" * path.stat().st_size)
+
+
+FILES = ("tokens.bin", "trained.bin", "starts.npy", "weights.npy", "tally.json")
+DAMAGE = [
+    (name, harm)
+    for name in FILES
+    for harm in (cut, grow, empty, scramble, Path.unlink)
+    # Bytes that still are tokens, or an array with something after it, cannot be told.
+    if not (harm is scramble and name.endswith(".bin"))
+    and not (harm is grow and name.endswith(".npy"))
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"), DAMAGE, ids=[f"{harm.__name__}-{name}" for name, harm in DAMAGE]
+)
+def test_a_damaged_folder_is_made_again(name, harm):
+    first = load(Plain(), *SHORT)
+    expected = (lists_of(first), first.weights.tolist(), first.tally)
+    (folder,) = folders()
+    harm(folder / name)
+    again = load(Plain())
+    assert (lists_of(again), again.weights.tolist(), again.tally) == expected
+
+
+@pytest.mark.parametrize("weights", [2, 4], ids=["too-few", "too-many"])
+def test_a_folder_whose_files_disagree_is_made_again(weights):
+    load(Plain(), *SHORT)
+    (folder,) = folders()
+    np.save(folder / "weights.npy", np.ones(weights, np.float32))
+    assert len(load(Plain())) == 3
+
+
+def test_a_folder_whose_tally_is_of_other_rows_is_made_again():
+    load(Plain(), *SHORT)
+    (folder,) = folders()
+    (folder / "tally.json").write_text('{"rows": 1, "tokens": 4}')
+    assert load(Plain()).tally.rows == 3
+
+
+def test_a_folder_that_was_made_again_stays():
+    load(Plain(), *SHORT)
+    (folder,) = folders()
+    cut(folder / "tokens.bin")
+    load(Plain())
+    assert len(load(Refusing())) == 3
+
+
+def test_a_cache_that_cannot_be_written_is_named():
+    CACHE.write_text("a file, not a folder")
+    with pytest.raises(UserError, match=r"^cache/examples: cannot keep tokenized rows .*YOUR_AI_"):
+        load(Plain(), *SHORT)
+
+
+def age(path: Path, days: float) -> None:
+    then = path.stat().st_mtime - days * 86400
+    os.utime(path, (then, then))
+
+
+def test_tokenized_rows_that_nobody_used_for_a_month_are_deleted():
+    load(Plain(), *SHORT)
+    (old,) = folders()
+    age(old, days=31)
+    load(Plain(), "1 +2", name="other.jsonl")
+    assert not old.exists()
+
+
+def test_tokenized_rows_that_were_used_stay():
+    load(Plain(), *SHORT)
+    (old,) = folders()
+    age(old, days=31)
+    load(Refusing())  # a use
+    load(Plain(), "1 +2", name="other.jsonl")
+    assert old.exists()
+
+
+# Rows that are too long
+
+
+def sequence(length: int, trained: list[bool] | None = None) -> Encoded:
+    """Tokens that say where they stand; all but the first trained, if nothing else is said."""
+    trained = [False] + [True] * (length - 1) if trained is None else trained
+    return Encoded(np.arange(length, dtype=np.uint32), np.array(trained, bool))
+
+
+def test_a_row_that_just_fits_is_whole():
+    assert [outcome for _, outcome in fit(sequence(8), 8, "error", WHERE)] == ["whole"]
+
+
+def test_a_long_row_is_an_error_that_names_it():
+    with pytest.raises(UserError, match=r"^train\.jsonl:2: 9 tokens, more than --max-seq-length 8"):
+        load(Plain(), "1 +2", " ".join(f"+{i}" for i in range(9)))
+
+
+def test_a_truncated_row_is_its_beginning():
+    ((piece, outcome),) = fit(sequence(20), 8, "truncate", WHERE)
+    assert (piece.tokens.tolist(), outcome) == (list(range(8)), "truncated")
+
+
+LONG = st.integers(2, 40).flatmap(
+    lambda n: st.lists(st.booleans(), min_size=n, max_size=n).map(
+        lambda trained: sequence(n, [False, *trained[1:]])
+    )
+)
+WINDOWS = st.integers(2, 12)
+
+
+@given(example=LONG, window=WINDOWS)
+def test_split_trains_each_target_once(example, window):
+    trained = [
+        int(token)
+        for piece, _ in fit(example, window, "split", WHERE)
+        if piece is not None
+        for token in piece.tokens[piece.trained]
+    ]
+    assert trained == np.flatnonzero(example.trained).tolist()
+
+
+@given(example=LONG, window=WINDOWS)
+def test_split_predicts_each_target_from_the_token_before(example, window):
+    for piece, _ in fit(example, window, "split", WHERE):
+        if piece is not None:
+            at = np.flatnonzero(piece.trained)
+            np.testing.assert_array_equal(piece.tokens[at - 1] + 1, piece.tokens[at])
+
+
+@given(example=LONG, window=WINDOWS, too_long=st.sampled_from(["truncate", "split"]))
+def test_no_piece_is_longer_than_the_window(example, window, too_long):
+    pieces = [piece for piece, _ in fit(example, window, too_long, WHERE)]
+    assert all(2 <= len(piece.tokens) <= window for piece in pieces if piece is not None)
+
+
+@given(example=LONG, window=WINDOWS, too_long=st.sampled_from(["truncate", "split"]))
+def test_every_piece_of_a_cut_row_trains_something(example, window, too_long):
+    if len(example.tokens) > window:
+        pieces = [piece for piece, _ in fit(example, window, too_long, WHERE)]
+        assert all(piece.trained.any() for piece in pieces if piece is not None)
+
+
+@given(example=LONG, window=WINDOWS, too_long=st.sampled_from(["truncate", "split"]))
+def test_the_first_token_of_a_piece_is_not_trained(example, window, too_long):
+    pieces = [piece for piece, _ in fit(example, window, too_long, WHERE)]
+    assert not any(piece.trained[0] for piece in pieces if piece is not None)
+
+
+@given(example=LONG, window=WINDOWS, too_long=st.sampled_from(["truncate", "split"]))
+def test_a_row_is_counted_once(example, window, too_long):
+    outcomes = [outcome for _, outcome in fit(example, window, too_long, WHERE)]
+    assert [outcome == "more" for outcome in outcomes] == [False] + [True] * (len(outcomes) - 1)
+
+
+def test_cutting_leaves_the_row_as_it_was():
+    example = sequence(20)
+    list(fit(example, 8, "split", WHERE))
+    assert example.trained.tolist() == [False] + [True] * 19
+
+
+LONG_ROWS = (
+    "1 +2 +3",  # whole
+    "1 2 3 4 5 +6",  # its beginning has nothing to train
+    "1 +2 3 4 5 6 +7",  # its middle has nothing to train
+    "1 +2 +3 +4 +5 +6 +7",
+)
+
+
+def test_the_tally_of_truncated_rows():
+    loaded = load(Plain(), *LONG_ROWS, max_seq_length=3, too_long="truncate")
+    assert loaded.tally == Tally(
+        rows=4, examples=3, truncated=3, dropped=1, tokens=9, trained_tokens=2 + 1 + 2
+    )
+
+
+def test_the_tally_of_split_rows():
+    loaded = load(Plain(), *LONG_ROWS, max_seq_length=3, too_long="split")
+    # Pieces of tokens 1-3, 3-5, 5-7: of the second row the last is trained, of the
+    # third the first and the last.
+    assert loaded.tally == Tally(
+        rows=4, examples=7, split=3, dropped=3, tokens=3 + 2 + 6 + 9, trained_tokens=2 + 1 + 2 + 6
+    )
+
+
+def test_a_row_whose_prompt_fills_the_window_is_dropped():
+    loaded = load(Plain(), "1 2 3 4 +5", "1 +2", max_seq_length=4, too_long="truncate")
+    assert lists_of(loaded) == [([1, 2], [False, True])]
+
+
+@pytest.mark.parametrize("time", ["first", "from the cache"])
+def test_a_file_whose_prompts_all_fill_the_window_is_an_error(time):
+    options = {"max_seq_length": 4, "too_long": "truncate"}
+    encoder = Plain()
+    if time != "first":
+        with pytest.raises(UserError):
+            load(encoder, "1 2 3 4 +5", **options)
+        encoder = Refusing()
+    with pytest.raises(UserError, match=r"^train\.jsonl: no row .*--max-seq-length 4; raise it"):
+        load(encoder, "1 2 3 4 +5", **options)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.booleans(), min_size=1, max_size=20), min_size=1, max_size=6),
+    window=WINDOWS,
+    too_long=st.sampled_from(["truncate", "split"]),
+)
+def test_the_tally_is_what_is_there(tmp_path_factory, rows, window, too_long):
+    folder = tmp_path_factory.mktemp("tally")
+    texts = ["1 " + " ".join("+2" if on else "2" for on in [*row, True]) for row in rows]
+    path = write_rows(folder / "train.jsonl", [{"text": text} for text in [*texts, "1 +2"]])
+    loaded = load_examples(path, Plain(), "t", window, too_long, folder / "cache")
+    tally = loaded.tally
+    assert (tally.rows, tally.examples, tally.tokens, tally.trained_tokens) == (
+        len(rows) + 1,
+        len(loaded),
+        int(loaded.lengths.sum()),
+        sum(int(loaded[i].trained.sum()) for i in range(len(loaded))),
+    )
+
+
+# Memory
+
+MANY = 200_000
+
+
+def test_encoding_many_rows_holds_few_objects():
+    """Each encoded row is five objects or more."""
+    tokens, trained = np.arange(4, dtype=np.uint32), np.array([False, False, True, True])
+    blocks: list[int] = []
+
+    class Copying:
+        mask_prompt = True
+        asked = 0
+
+        def encode(self, row: Row) -> Encoded:
+            if self.asked % 10_000 == 0:
+                blocks.append(sys.getallocatedblocks())
+            self.asked += 1
+            return Encoded(tokens.copy(), trained.copy())
+
+    Path("train.jsonl").write_bytes(b'{"text": "1", "weight": 0.5}\n' * MANY)
+    assert len(load(Copying())) == MANY
+    assert (max(blocks) - blocks[0]) / MANY < 2
+
+
+def test_encoded_rows_are_let_go():
+    given: list[weakref.ref] = []
+    alive: list[int] = []
+
+    class Watched(Plain):
+        def encode(self, row: Row) -> Encoded:
+            alive.append(sum(ref() is not None for ref in given))
+            encoded = super().encode(row)
+            given.append(weakref.ref(encoded.tokens))
+            return encoded
+
+    load(Watched(), *["1 +2"] * 50)
+    assert max(alive) <= 2

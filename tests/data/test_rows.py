@@ -1,0 +1,354 @@
+"""JSONL lines -> rows: each format, files as people have them, and what is said of bad ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import chat, write_rows
+from your_ai.config import DEMO
+from your_ai.data.rows import Chat, Pair, Row, Text, find_splits, read_rows
+from your_ai.errors import UserError
+
+USER = {"role": "user", "content": "q"}
+ASSISTANT = {"role": "assistant", "content": "a"}
+
+
+def rows_of(*lines: Any) -> list[Row]:
+    return list(read_rows(write_rows(Path("train.jsonl"), list(lines))))
+
+
+def content_of(row: dict[str, Any]) -> Chat | Pair | Text:
+    (parsed,) = rows_of(row)
+    return parsed.content
+
+
+def read_bytes(data: bytes) -> list[Row]:
+    Path("train.jsonl").write_bytes(data)
+    return list(read_rows(Path("train.jsonl")))
+
+
+# Each format
+
+
+def test_messages():
+    assert content_of({"messages": [USER, ASSISTANT]}) == Chat([USER, ASSISTANT])
+
+
+def test_messages_keep_keys_that_templates_may_read():
+    thinking = {**ASSISTANT, "reasoning_content": "because", "name": "bot"}
+    assert content_of({"messages": [USER, thinking]}).messages[1] == thinking
+
+
+@pytest.mark.parametrize("as_text", [False, True], ids=["list", "json-text"])
+def test_tools_of_messages(as_text):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    row = {"messages": [USER, ASSISTANT], "tools": json.dumps(tools) if as_text else tools}
+    assert content_of(row).tools == tools
+
+
+@pytest.mark.parametrize("as_text", [False, True], ids=["list", "json-text"])
+def test_tools_of_prompt_and_completion_messages(as_text):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    row = {
+        "prompt": [USER],
+        "completion": [ASSISTANT],
+        "tools": json.dumps(tools) if as_text else tools,
+    }
+    assert content_of(row).tools == tools
+
+
+def test_no_tools_is_none():
+    assert content_of({"messages": [USER, ASSISTANT], "tools": []}).tools is None
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    function = {"name": "add", "arguments": arguments}
+    return {"id": "c1", "type": "function", "function": function}
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}], ids=["json-text", "object"])
+def test_tool_call_arguments_are_objects(arguments):
+    turn = {"role": "assistant", "content": "", "tool_calls": [call(arguments)]}
+    parsed = content_of({"messages": [USER, turn]}).messages[1]
+    assert parsed["tool_calls"] == [call({"a": 1})]
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}], ids=["missing", "null"])
+def test_a_tool_call_needs_no_content(content):
+    turn = {"role": "assistant", **content, "tool_calls": [call({"a": 1})]}
+    assert content_of({"messages": [USER, turn]}).messages[1]["content"] == ""
+
+
+def test_text_parts_are_joined():
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    turn = {"role": "user", "content": parts}
+    assert content_of({"messages": [turn, ASSISTANT]}).messages[0]["content"] == "one two"
+
+
+def test_prompt_and_completion_texts():
+    assert content_of({"prompt": "q", "completion": "a"}) == Pair("q", "a")
+
+
+def test_prompt_and_completion_messages_train_the_completion_alone():
+    row = {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]}
+    assert content_of(row) == Chat([USER, ASSISTANT, USER, ASSISTANT], first_trained=3)
+
+
+def test_alpaca_without_input():
+    assert content_of({"instruction": "q", "output": "a"}) == Pair("q", "a")
+
+
+@pytest.mark.parametrize("empty", ["", None])
+def test_alpaca_with_an_empty_input(empty):
+    assert content_of({"instruction": "q", "input": empty, "output": "a"}) == Pair("q", "a")
+
+
+def test_alpaca_with_input():
+    row = {"instruction": "q", "input": "more", "output": "a"}
+    assert content_of(row) == Pair("q\n\nmore", "a")
+
+
+def test_alpaca_wins_over_its_rendered_text():
+    row = {"instruction": "q", "output": "a", "text": "q and a"}
+    assert content_of(row) == Pair("q", "a")
+
+
+def test_sharegpt():
+    turns = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "q"},
+        {"from": "gpt", "value": "a"},
+        {"from": "observation", "value": "o"},
+    ]
+    assert content_of({"conversations": turns}).messages == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", "content": "o"},
+    ]
+
+
+def test_sharegpt_with_roles_of_its_own():
+    assert content_of({"conversations": [USER, ASSISTANT]}).messages == [USER, ASSISTANT]
+
+
+def test_sharegpt_with_a_system_key():
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    messages = content_of({"system": "be brief", "conversations": turns}).messages
+    assert messages[0] == {"role": "system", "content": "be brief"}
+
+
+def test_text():
+    assert content_of({"text": "all of it"}) == Text("all of it")
+
+
+def test_each_row_has_its_own_format():
+    rows = rows_of(
+        {"text": "t"},
+        {"messages": [USER, ASSISTANT]},
+        {"prompt": "q", "completion": "a"},
+        {"prompt": [USER], "completion": [ASSISTANT]},
+        {"instruction": "q", "output": "a"},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    )
+    assert [type(row.content) for row in rows] == [Text, Chat, Pair, Chat, Pair, Chat]
+
+
+# Weights
+
+
+def test_the_default_weight_is_one():
+    assert rows_of({"text": "t"})[0].weight == 1.0
+
+
+@pytest.mark.parametrize("weight", [0, 0.25, 3])
+def test_a_weight_is_read(weight):
+    assert rows_of({"text": "t", "weight": weight})[0].weight == weight
+
+
+# Files as people have them
+
+
+def test_rows_know_their_line():
+    rows = rows_of({"text": "t"}, "", "   ", {"text": "u"})
+    assert [row.where for row in rows] == ["train.jsonl:1", "train.jsonl:4"]
+
+
+def test_a_byte_order_mark_is_passed_over():
+    assert read_bytes(b'\xef\xbb\xbf{"text": "t"}\n')[0].content == Text("t")
+
+
+def test_windows_line_ends():
+    rows = read_bytes(b'{"text": "t"}\r\n\r\n{"text": "u"}\r\n')
+    assert [row.content.text for row in rows] == ["t", "u"]
+
+
+def test_a_last_line_without_its_end():
+    rows = read_bytes(b'{"text": "t"}\n{"text": "u"}')
+    assert [row.content.text for row in rows] == ["t", "u"]
+
+
+def test_only_a_newline_ends_a_line():
+    text = "one\u2028two\u0085three"
+    line = json.dumps({"text": text}, ensure_ascii=False)
+    assert read_bytes(line.encode())[0].content == Text(text)
+
+
+def test_rows_before_a_bad_one_are_given():
+    path = write_rows(Path("train.jsonl"), [{"text": "t"}, "no JSON"])
+    assert next(read_rows(path)).content == Text("t")
+
+
+# Bad rows
+
+BAD = {
+    "no JSON": ("hello", "not valid JSON"),
+    "cut short": ('{"text": "x"', "not valid JSON"),
+    "two objects": ('{"text": "x"}{"text": "y"}', "not valid JSON"),
+    "nested too deeply": ("[" * 200_000, "nested too deeply"),
+    "a list": ('["a"]', "found list"),
+    "a text": ('"a"', "found str"),
+    "null": ("null", "found NoneType"),
+    "unknown keys": ({"question": "x", "answer": "y"}, "keys found: question, answer;"),
+    "known formats": ({"question": "x"}, "prompt + completion"),
+    "no keys": ({}, "keys found: none"),
+    "half a pair": ({"prompt": "x"}, "keys found: prompt;"),
+    "text": ({"text": 5}, "text: expected text, found int"),
+    "prompt": ({"prompt": None, "completion": "y"}, "prompt: expected text, found NoneType"),
+    "completion": ({"prompt": "x", "completion": ["y"]}, "completion: expected text, found list"),
+    "list and text": ({"prompt": [USER], "completion": "y"}, "prompt: expected text, found list"),
+    "empty prompt list": ({"prompt": [], "completion": [ASSISTANT]}, "prompt: expected a list"),
+    "pair tools": ({"prompt": [USER], "completion": [ASSISTANT], "tools": 5}, "tools: expected"),
+    "instruction": ({"instruction": 1, "output": "y"}, "instruction: expected text, found int"),
+    "output": ({"instruction": "x", "output": None}, "output: expected text, found NoneType"),
+    "input": ({"instruction": "x", "input": 5, "output": "y"}, "input: expected text, found int"),
+    "messages": ({"messages": "x"}, "messages: expected a list"),
+    "no messages": ({"messages": []}, "messages: expected a list"),
+    "message": ({"messages": [USER, "x"]}, 'messages[1]: expected an object with "role"'),
+    "no role": ({"messages": [{"content": "x"}]}, 'messages[0]: expected an object with "role"'),
+    "role": ({"messages": [{"role": 1, "content": "x"}]}, 'expected an object with "role"'),
+    "no content": ({"messages": [{"role": "user"}]}, "content: expected text, found NoneType"),
+    "content": ({"messages": [{"role": "user", "content": 5}]}, "content: expected text"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "only text parts can be trained, found ['image_url']",
+    ),
+    "a bare part": ({"messages": [{"role": "user", "content": ["x"]}]}, "only text parts"),
+    "part without text": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+        "content:",
+    ),
+    "tool calls": (
+        {"messages": [{**ASSISTANT, "tool_calls": {}}]},
+        "tool_calls: expected a list",
+    ),
+    "tool arguments": (
+        {"messages": [{**ASSISTANT, "tool_calls": [call("{a: 1}")]}]},
+        "tool_calls: the arguments are not valid JSON",
+    ),
+    "tools": ({"messages": [USER], "tools": {"name": "add"}}, "tools: expected a list, found dict"),
+    "tools as text": ({"messages": [USER], "tools": "add"}, "tools: is not valid JSON"),
+    "conversations": ({"conversations": "x"}, "conversations: expected a list"),
+    "no conversations": ({"conversations": []}, "conversations: expected a list"),
+    "turn": ({"conversations": [7]}, "conversations[0]: expected an object"),
+    "from": ({"conversations": [{"from": 1, "value": "x"}]}, "conversations[0]: from: expected"),
+    "no value": ({"conversations": [{"from": "human"}]}, "conversations[0]: content: expected"),
+    "turn under a system key": (
+        {"system": "s", "conversations": [{"from": "human"}]},
+        "conversations[0]: content: expected",
+    ),
+    "weight as text": ({"text": "x", "weight": "1"}, "weight: expected a number, found '1'"),
+    "weight null": ({"text": "x", "weight": None}, "weight: expected a number, found None"),
+    "weight true": ({"text": "x", "weight": True}, "weight: expected a number, found True"),
+    "weight negative": ({"text": "x", "weight": -1}, "weight -1: must be finite and at least 0"),
+    "weight NaN": ('{"text": "x", "weight": NaN}', "weight nan: must be finite"),
+    "weight infinite": ('{"text": "x", "weight": 1e999}', "weight inf: must be finite"),
+    "weight beyond floats": ({"text": "x", "weight": 10**400}, "must be finite"),
+    "weight of too many digits": ('{"text": "x", "weight": ' + "9" * 5000 + "}", ""),
+    "a message of weight 2": (
+        {"messages": [USER, {"role": "assistant", "content": "a", "weight": 2}]},
+        "messages[1]: weight 2: a message's is 0 or 1",
+    ),
+    "weight of a bad row": ({"messages": [USER], "weight": "1"}, "weight: expected a number"),
+}
+
+
+@pytest.mark.parametrize(("line", "said"), BAD.values(), ids=[key.replace(" ", "-") for key in BAD])
+def test_a_bad_row_is_named(line, said):
+    with pytest.raises(UserError) as caught:
+        rows_of({"text": "good"}, "", line)
+    where, text = str(caught.value).split(": ", 1)
+    assert where == "train.jsonl:3"
+    assert said in text
+
+
+def test_a_row_that_is_not_utf8_is_named():
+    with pytest.raises(UserError, match=r"^train\.jsonl:2: is not UTF-8"):
+        read_bytes(b'{"text": "t"}\n{"text": "caf\xe9"}\n')
+
+
+# Bad files
+
+
+@pytest.mark.parametrize("data", [b"", b"\n \r\n\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
+def test_an_empty_file(data):
+    with pytest.raises(UserError, match=r"^train\.jsonl: the file is empty"):
+        read_bytes(data)
+
+
+def test_a_missing_file():
+    with pytest.raises(UserError, match=r"^gone\.jsonl: cannot be read"):
+        list(read_rows(Path("gone.jsonl")))
+
+
+def test_a_folder_in_place_of_a_file():
+    Path("train.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"^train\.jsonl: cannot be read"):
+        list(read_rows(Path("train.jsonl")))
+
+
+# Splits
+
+
+def test_a_folder_has_splits(data_folder):
+    assert find_splits(str(data_folder)) == {
+        "train": data_folder / "train.jsonl",
+        "valid": data_folder / "valid.jsonl",
+        "test": data_folder / "test.jsonl",
+    }
+
+
+def test_a_split_that_is_not_there_is_left_out():
+    write_rows(Path("data/train.jsonl"), [chat("q", "a")])
+    assert find_splits("data") == {"train": Path("data/train.jsonl")}
+
+
+def test_one_file_is_for_training():
+    path = write_rows(Path("mine.jsonl"), [chat("q", "a")])
+    assert find_splits("mine.jsonl") == {"train": path}
+
+
+def test_a_home_folder_is_found(own_folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(own_folder))
+    path = write_rows(own_folder / "mine" / "train.jsonl", [chat("q", "a")])
+    assert find_splits("~/mine") == {"train": path}
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_the_embedded_demo_can_be_read(split):
+    assert all(isinstance(row.content, Chat) for row in read_rows(find_splits(DEMO)[split]))
+
+
+def test_a_missing_folder():
+    with pytest.raises(UserError, match="--data nowhere: no such file or folder"):
+        find_splits("nowhere")
+
+
+def test_a_folder_without_rows_to_train():
+    write_rows(Path("data/valid.jsonl"), [chat("q", "a")])
+    with pytest.raises(UserError, match=r"--data data: the folder has no train\.jsonl"):
+        find_splits("data")

@@ -1,0 +1,239 @@
+"""Damaged and changed files: what is damaged is named and done without, what changed is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import chat, events_of, make_model, resume, train, write_rows
+from tests.fault.test_kill import call, final_files
+from your_ai.config import build
+from your_ai.errors import UserError
+from your_ai.run import checkpoint, events
+from your_ai.run.folder import RUNS, RunFolder
+
+CONTENT = (
+    checkpoint.ADAPTERS,
+    checkpoint.OPTIMIZER,
+    checkpoint.ADAPTER_CONFIG,
+    checkpoint.STATE,
+)
+STEPS = 6
+NEWEST = "step-000004"
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run that nothing happened to, and what it was made of."""
+
+    run: RunFolder
+    model: Path
+    data: Path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    place = tmp_path_factory.mktemp("undisturbed")
+    rows = [chat(f"Question {i}" + " please" * i, f"Answer {i}") for i in range(10)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setenv("YOUR_AI_HOME", str(place / "home"))
+        settings = {
+            "model": str(make_model(place / "model")),
+            "data": str(write_rows(place / "data" / "train.jsonl", rows).parent),
+            "run": "r",
+            "max_steps": STEPS,
+            "batch_size": 2,
+            "lora_layers": 1,
+            "lora_dropout": 0.2,
+            "learning_rate": 1e-2,
+            "save_every": 2,
+            "keep": 9,
+        }
+        write_rows(place / "data" / "valid.jsonl", rows[:3])
+        run = train(build(settings, "test"))
+    return Undisturbed(RunFolder(place / run.path), place / "model", place / "data")
+
+
+@pytest.fixture
+def cut(undisturbed: Undisturbed) -> RunFolder:
+    """The run as it was after step 4, with checkpoints of steps 0, 2 and 4."""
+    run = RunFolder(RUNS / "r")
+    shutil.copytree(undisturbed.run.path, run.path)
+    shutil.rmtree(run.adapter)
+    shutil.rmtree(run.checkpoints / f"step-{STEPS:06d}")
+    run.events.unlink()
+    assert checkpoint.newest(run.checkpoints) == (run.checkpoints / NEWEST, [])
+    return run
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [*CONTENT, checkpoint.CHECKSUMS])
+@pytest.mark.parametrize("damage", [cut_short, flip_a_bit, Path.unlink])
+def test_a_run_goes_on_before_a_damaged_checkpoint(cut, undisturbed, damage, name):
+    damage(cut.checkpoints / NEWEST / name)
+    assert resume(cut) == 0
+    (started,) = events_of(cut, events.Started)
+    assert started.step == 2
+    (notice,) = events_of(cut, events.Notice)
+    # A flipped checksum is one that its file no longer has: the file is what is named.
+    named = str(cut.checkpoints / NEWEST)
+    if (damage, name) != (flip_a_bit, checkpoint.CHECKSUMS):
+        named = str(cut.checkpoints / NEWEST / name)
+    assert notice.text.startswith(named)
+    assert final_files(cut) == final_files(undisturbed.run)
+
+
+def test_a_damaged_checkpoint_is_replaced_by_a_whole_one(cut):
+    flip_a_bit(cut.checkpoints / NEWEST / checkpoint.ADAPTERS)
+    resume(cut)
+    assert [checkpoint.fault(p) for p in checkpoint.list_checkpoints(cut.checkpoints)] == [None] * 4
+
+
+def test_a_damaged_checkpoint_does_not_count_among_those_kept(cut):
+    """The run is stopped again before it comes to where the damaged one is."""
+    flip_a_bit(cut.checkpoints / NEWEST / checkpoint.ADAPTERS)
+    resume(cut, max_steps=3, keep=1)
+    path, _ = checkpoint.newest(cut.checkpoints)
+    assert path == cut.checkpoints / "step-000003"
+
+
+def test_where_every_checkpoint_is_damaged_the_run_is_refused(cut, capsys):
+    paths = checkpoint.list_checkpoints(cut.checkpoints)
+    for path in paths:
+        flip_a_bit(path / checkpoint.ADAPTERS)
+    status, _, error = call(capsys, "train", "--resume", "r")
+    assert status == 2
+    assert len(error.splitlines()) == 1
+    for path in paths:
+        assert str(path / checkpoint.ADAPTERS) in error
+
+
+def test_a_refused_run_is_left_as_it_was(cut, capsys):
+    for path in checkpoint.list_checkpoints(cut.checkpoints):
+        flip_a_bit(path / checkpoint.ADAPTERS)
+    call(capsys, "train", "--resume", "r")
+    assert len(checkpoint.list_checkpoints(cut.checkpoints)) == 3
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(cut, undisturbed, monkeypatch):
+    unlink = os.unlink
+
+    def fail(path, **options):
+        if Path(path).name == checkpoint.OPTIMIZER:
+            raise PermissionError(1, "Operation not permitted", path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", fail)
+    assert resume(cut, keep=2, save_every=1) == 0
+    newest = checkpoint.list_checkpoints(cut.checkpoints)[:2]
+    assert [path.name for path in newest] == ["step-000006", "step-000005"]
+    assert [checkpoint.fault(path) for path in newest] == [None, None]
+    assert final_files(cut) == final_files(undisturbed.run)
+
+
+def test_a_model_that_was_moved_is_the_same(cut, undisturbed, own_folder):
+    moved = shutil.copytree(undisturbed.model, own_folder / "moved")
+    assert resume(cut, model=str(moved)) == 0
+    assert final_files(cut) == final_files(undisturbed.run)
+
+
+def change(path: Path) -> None:
+    """Another content, as fit to be used."""
+    content = path.read_bytes()
+    if path.suffix == ".safetensors":
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif path.suffix == ".jsonl":
+        path.write_bytes(content.replace(b"Answer", b"answer", 1))
+    else:
+        path.write_bytes(content + b"\n")
+
+
+def refusal(run: RunFolder, **changes: str) -> str:
+    with pytest.raises(UserError) as caught:
+        resume(run, **changes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "chat_template.jinja"])
+def test_a_model_that_changed_is_refused(cut, undisturbed, own_folder, name):
+    other = shutil.copytree(undisturbed.model, own_folder / "other")
+    change(other / name)
+    text = refusal(cut, model=str(other))
+    assert f"--resume r: the model changed since the run began ({name})" in text
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "valid.jsonl"])
+def test_data_that_changed_is_refused(cut, undisturbed, own_folder, name):
+    other = shutil.copytree(undisturbed.data, own_folder / "other")
+    change(other / name)
+    text = refusal(cut, data=str(other))
+    assert f"--resume r: the data changed since the run began ({name})" in text
+
+
+def test_data_that_lost_a_file_is_refused(cut, undisturbed, own_folder):
+    other = shutil.copytree(undisturbed.data, own_folder / "other")
+    (other / "valid.jsonl").unlink()
+    assert "the data changed since the run began (valid.jsonl)" in refusal(cut, data=str(other))
+
+
+def test_what_is_refused_can_go_on_once_it_is_put_back(cut, undisturbed, own_folder):
+    other = shutil.copytree(undisturbed.data, own_folder / "other")
+    change(other / "train.jsonl")
+    refusal(cut, data=str(other))
+    assert resume(cut, data=str(undisturbed.data)) == 0
+    assert final_files(cut) == final_files(undisturbed.run)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--learning-rate", "0.5"),
+        ("--seed", "1"),
+        ("--batch-size", "1"),
+        ("--lora-rank", "2"),
+        ("--config", "demo"),
+        ("--run", "other"),
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_a_flag_that_may_not_change_is_refused(cut, capsys, flags):
+    before = cut.config.read_bytes()
+    status, _, error = call(capsys, "train", "--resume", "r", *flags)
+    assert status == 2
+    assert len(error.splitlines()) == 1
+    assert flags[0] in error
+    assert cut.config.read_bytes() == before
+
+
+def test_a_flag_may_be_given_again_as_it_was(cut, undisturbed, capsys):
+    status, _, error = call(capsys, "train", "--resume", "r", "--learning-rate", "0.01")
+    assert (status, error) == (0, "")
+    assert final_files(cut) == final_files(undisturbed.run)
+
+
+def test_fewer_steps_than_are_done_are_refused(cut, capsys):
+    status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "1")
+    assert status == 2
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "lock"])
+def test_a_file_of_garbage_in_the_run_folder_does_no_harm(cut, undisturbed, capsys, name):
+    (cut.path / name).write_bytes(b"\0\xff[{" * 1000)
+    status, _, error = call(capsys, "train", "--resume", "r")
+    assert (status, error) == (0, "")
+    assert final_files(cut) == final_files(undisturbed.run)

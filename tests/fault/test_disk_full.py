@@ -1,0 +1,259 @@
+"""A full disk: what was saved stays whole, nothing half is left, and one line says it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from tests.conftest import resume, train
+from tests.fault.test_kill import call, final_files, leftovers
+from your_ai.config import TrainConfig, to_yaml
+from your_ai.errors import RunError, UserError
+from your_ai.files import TEMPORARY
+from your_ai.run import checkpoint
+from your_ai.run.checkpoint import Checkpoint, TrainState
+from your_ai.run.folder import RunFolder, locked
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+DISK_BYTES = 2 << 20
+ROOM_BYTES = 48 << 10  # for events and the like, but for no checkpoint at this rank
+LARGE_RANK = 32
+Room = Callable[[int], AbstractContextManager[None]]  # at most so many bytes can be written
+
+
+def make(step: int) -> Checkpoint:
+    return Checkpoint(
+        state=TrainState(step=step),
+        adapters={"a": mx.full((64, 64), float(step))},
+        optimizer={"m": mx.full((128, 64), float(step))},
+        adapter_config={},
+        depends_on={},
+    )
+
+
+def values(path: Path) -> set[float]:
+    """All numbers in the arrays of a checkpoint."""
+    loaded = checkpoint.load(path)
+    arrays = [*loaded.adapters.values(), *loaded.optimizer.values()]
+    return {value for array in arrays for value in array.flatten().tolist()}
+
+
+def bytes_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextlib.contextmanager
+def full_at(call: int) -> Iterator[list[str]]:
+    """There is no room at the `call`-th call that writes; gives what was called."""
+    called: list[str] = []
+
+    def limited(module: object, name: str, error: Exception) -> None:
+        whole = getattr(module, name)
+
+        def write(*arguments, **options):
+            called.append(name)
+            if len(called) == call:
+                raise error
+            return whole(*arguments, **options)
+
+        patch.setattr(module, name, write)
+
+    with pytest.MonkeyPatch.context() as patch:
+        limited(os, "fsync", FULL)
+        limited(os, "rename", FULL)
+        limited(tempfile, "mkdtemp", FULL)
+        limited(Path, "write_text", FULL)
+        limited(mx, "save_safetensors", RuntimeError("[write] Unable to write 8 bytes to file."))
+        yield called
+
+
+@pytest.mark.parametrize("there", ["nothing", "one of that step"])
+def test_a_full_disk_at_any_stage_of_saving_leaves_whole_checkpoints(own_folder, there):
+    checkpoint.save(own_folder, make(2))
+    if there == "one of that step":
+        checkpoint.save(own_folder, make(4))
+    failed = 0
+    while True:
+        with full_at(failed + 1) as called, contextlib.suppress(RunError):
+            checkpoint.save(own_folder, make(4))
+        path, faults = checkpoint.newest(own_folder)
+        assert path is not None
+        assert faults == []
+        assert len(values(path)) == 1
+        assert there == "nothing" or path.name == "step-000004"
+        assert not list(own_folder.glob(f"{TEMPORARY}*"))
+        if len(called) <= failed:
+            break
+        failed += 1
+    assert failed >= 12  # 5 files and 2 folders synced, 5 written, made and renamed
+    assert values(own_folder / "step-000004") == {4.0}
+
+
+@contextlib.contextmanager
+def file_limit(size_bytes: int) -> Iterator[None]:
+    """No file may grow beyond a size: to who writes it, that is a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def filled(disk: Path, room_bytes: int) -> Iterator[None]:
+    """A disk with a file on it that leaves but so much room."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - room_bytes)
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+@pytest.fixture(params=["a small disk", "a limit on files"])
+def room(request, own_folder, monkeypatch) -> Iterator[Room]:
+    """Limits what can be written in the working folder, which is on a small disk.
+
+    Where no such disk can be mounted, as that is for root alone, files have a limit.
+    """
+    disk = own_folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(disk)]
+    wanted = request.param == "a small disk" and shutil.which("mount")
+    if not wanted or subprocess.run(mount, capture_output=True).returncode != 0:
+        yield file_limit
+        return
+    monkeypatch.chdir(disk)
+    try:
+        yield lambda room_bytes: filled(disk, room_bytes)
+    finally:
+        monkeypatch.chdir(own_folder)
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_whatever_room_is_left_a_checkpoint_is_whole_or_not_there(room):
+    place = Path("checkpoints")
+    checkpoint.save(place, make(2))
+    before = bytes_of(place)
+    refused = saved = 0
+    for room_bytes in range(0, 96 << 10, 6 << 10):
+        try:
+            with room(room_bytes):
+                checkpoint.save(place, make(4))
+        except RunError:
+            refused += 1
+            assert bytes_of(place) == before
+        else:
+            saved += 1
+            assert checkpoint.newest(place) == (place / "step-000004", [])
+            assert values(place / "step-000004") == {4.0}
+            shutil.rmtree(place / "step-000004")
+    assert refused > 0
+    assert saved > 0
+
+
+def test_a_run_whose_disk_is_full_goes_on_once_there_is_room(configure, room, capsys):
+    settings = {"lora_dropout": 0.2, "save_every": 1, "keep": 9, "lora_rank": LARGE_RANK}
+    run = train(configure(run="r", max_steps=2, **settings))
+    before = bytes_of(run.checkpoints)
+    with room(ROOM_BYTES):
+        status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "4")
+    assert status == 1
+    assert error.startswith("error: runs/r/checkpoints/step-000003: cannot be written")
+    assert error.endswith("make room, then resume the run\n")
+    assert len(error.splitlines()) == 1
+    assert bytes_of(run.checkpoints) == before
+    assert leftovers(run) == []
+
+    assert resume(run, max_steps=4) == 0
+    whole = train(configure(run="whole", max_steps=4, **settings))
+    assert final_files(run) == final_files(whole)
+
+
+def test_a_new_run_on_a_full_disk_is_refused_and_leaves_nothing(room, configure, capsys, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(to_yaml(configure()).replace("run: r\n", ""))
+    with room(0):
+        status, _, error = call(capsys, "train", "--config", str(config), "--run", "new")
+    assert status != 0
+    assert len(error.splitlines()) == 1
+    assert "fault of your_ai" not in error
+    assert not Path("runs/new").exists()
+
+
+@contextlib.contextmanager
+def no_room_for(module: object, name: str, after: int = 0) -> Iterator[None]:
+    """A function that writes raises, from the call after `after` on."""
+    whole, calls = getattr(module, name), 0
+
+    def write(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise FULL
+        return whole(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, write)
+        yield
+
+
+def assert_one_clear_line(status: int, error: str) -> None:
+    assert status in (1, 2)
+    assert len(error.splitlines()) == 1
+    assert os.strerror(errno.ENOSPC) in error
+    assert "fault of your_ai" not in error
+
+
+@pytest.fixture
+def stopped(configure: Callable[..., TrainConfig]) -> RunFolder:
+    """A run of two steps."""
+    return train(configure(run="r", max_steps=2, save_every=1))
+
+
+def test_an_event_that_cannot_be_written_is_one_clear_line(stopped, capsys):
+    with no_room_for(os, "write", after=4):
+        status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "9")
+    assert_one_clear_line(status, error)
+    assert resume(stopped, max_steps=4) == 0
+
+
+def test_resuming_on_a_full_disk_is_one_clear_line(stopped, capsys):
+    config = stopped.config.read_bytes()
+    with no_room_for(Path, "write_text"):
+        status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "9")
+    assert_one_clear_line(status, error)
+    assert stopped.config.read_bytes() == config
+
+
+def test_an_adapter_that_cannot_be_written_leaves_the_one_before(stopped):
+    before = bytes_of(stopped.adapter)
+    checkpoints = 2  # calls: for its adapter and its optimizer
+    with no_room_for(mx, "save_safetensors", after=checkpoints), pytest.raises(RunError) as caught:
+        resume(stopped, max_steps=3)
+    assert str(stopped.adapter) in str(caught.value)
+    assert bytes_of(stopped.adapter) == before
+    assert leftovers(stopped) == []
+    assert resume(stopped) == 0
+    assert bytes_of(stopped.adapter) != before
+
+
+def test_a_run_can_be_locked_on_a_full_disk_or_is_refused(stopped):
+    (stopped.path / "lock").unlink()
+    with file_limit(0), contextlib.suppress(UserError, RunError), locked(stopped):
+        pass
+    with locked(stopped):
+        assert (stopped.path / "lock").read_text() == f"{os.getpid()}\n"

@@ -1,0 +1,283 @@
+"""kill -9 at any moment: a run goes on from its last whole checkpoint, to the same result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from tests.conftest import events_of, losses_of, resume, train
+from your_ai import cli
+from your_ai.config import TrainConfig, to_yaml
+from your_ai.files import TEMPORARY, clean
+from your_ai.run import checkpoint, events, folder
+from your_ai.run.checkpoint import Checkpoint, TrainState
+from your_ai.run.folder import RUNS, RunFolder
+
+PATIENCE_S = 60.0
+ENDLESS = 1_000_000  # steps
+COMMAND = "from your_ai.cli import main; main()"
+
+# Saves a checkpoint, and kills itself at the n-th call that changes what is on the disk.
+# Half of what a write would have written is then there.
+SAVE_AND_DIE = """
+import os, signal, sys, tempfile
+from pathlib import Path
+
+import mlx.core as mx
+
+from your_ai.run import checkpoint
+
+calls = 0
+
+
+def deadly(module, name, file_of=None):
+    whole = getattr(module, name)
+
+    def call(*args, **options):
+        global calls
+        calls += 1
+        if calls == int(sys.argv[2]):
+            if file_of is not None:
+                whole(*args, **options)
+                os.truncate(file_of(args), os.path.getsize(file_of(args)) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(*args, **options)
+
+    setattr(module, name, call)
+
+
+deadly(os, "fsync")
+deadly(os, "rename")
+deadly(tempfile, "mkdtemp")
+deadly(mx, "save_safetensors", lambda args: args[0])
+deadly(Path, "write_text", lambda args: args[0])
+checkpoint.save(
+    Path(sys.argv[1]),
+    checkpoint.Checkpoint(
+        state=checkpoint.TrainState(step=4),
+        adapters={"a": mx.full((64, 64), 4.0)},
+        optimizer={"m": mx.full((64, 64), 4.0)},
+        adapter_config={},
+        depends_on={},
+    ),
+)
+"""
+
+
+@contextlib.contextmanager
+def started(config: TrainConfig, run: str, before: str = "") -> Iterator[subprocess.Popen]:
+    """`your_ai train` in a process of its own, killed when the block ends.
+
+    before: Python to run in it first.
+    """
+    preset = Path(f"{run}.yaml")
+    preset.write_text(to_yaml(dataclasses.replace(config, run="")))
+    flags = ["train", "--config", str(preset), "--run", run]
+    command = ["-c", f"{before}\n{COMMAND}"] if before else ["-m", "your_ai"]
+    process = subprocess.Popen(
+        [sys.executable, *command, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(process: subprocess.Popen, done: Callable[[], object]) -> None:
+    """Wait for something to be true while the process runs."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+def wait_for(process: subprocess.Popen, run: RunFolder, kind: type, count: int = 1) -> None:
+    """Wait until the run has told of `count` events of a kind."""
+    wait_until(process, lambda: len(events_of(run, kind)) >= count)
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """The command line in this process: its exit status, output, and errors."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    captured = capsys.readouterr()
+    return int(caught.value.code or 0), captured.out, captured.err
+
+
+def final_files(run: RunFolder) -> dict[str, bytes]:
+    """The finished adapter, and all that the newest checkpoint carries on."""
+    newest = checkpoint.list_checkpoints(run.checkpoints)[0]
+    state = json.loads((newest / checkpoint.STATE).read_text())["state"]
+    return {
+        "adapter": (run.adapter / checkpoint.ADAPTERS).read_bytes(),
+        "optimizer": (newest / checkpoint.OPTIMIZER).read_bytes(),
+        "state": json.dumps(state).encode(),
+    }
+
+
+def steps_done(run: RunFolder) -> int:
+    return max((event.step for event in events_of(run, events.Step)), default=0)
+
+
+def leftovers(run: RunFolder) -> list[Path]:
+    return list(run.path.rglob(f"{TEMPORARY}*"))
+
+
+@pytest.fixture
+def settings() -> dict[str, object]:
+    """Dropout, accumulation, and steps that are cut in mid-epoch."""
+    return {"lora_dropout": 0.2, "grad_accumulation": 2, "save_every": 2, "lora_layers": 1}
+
+
+@pytest.mark.parametrize("there", ["nothing", "a whole one", "a damaged one"])
+def test_a_kill_at_any_stage_of_saving_leaves_a_whole_checkpoint(own_folder, there):
+    """there: what is in the place of the new checkpoint."""
+    first = own_folder / "first"
+    old = Checkpoint(TrainState(step=2), {"a": mx.full((64, 64), 2.0)}, {}, {}, {})
+    checkpoint.save(first, old)
+    if there != "nothing":
+        checkpoint.save(first, dataclasses.replace(old, state=TrainState(step=4)))
+    if there == "a damaged one":
+        (first / "step-000004" / checkpoint.STATE).write_text("")
+
+    killed = 0
+    while True:
+        place = shutil.copytree(first, own_folder / f"kill-{killed + 1}")
+        child = subprocess.run([sys.executable, "-c", SAVE_AND_DIE, str(place), str(killed + 1)])
+        path, faults = checkpoint.newest(place)
+        assert path is not None
+        assert faults == [] or there == "a damaged one"
+        loaded = checkpoint.load(path)
+        assert (loaded.state.step, loaded.adapters["a"].max()) in [(2, 2), (4, 2), (4, 4)]
+        clean(place)
+        assert {p.name for p in place.iterdir()} <= {"step-000002", "step-000004"}
+        if child.returncode == 0:
+            break
+        assert child.returncode == -signal.SIGKILL
+        killed += 1
+    assert killed >= 12  # 5 files and 2 folders synced, 5 written, made and renamed
+    assert (loaded.state.step, loaded.adapters["a"].max()) == (4, 4)
+
+
+def test_a_killed_process_resumes_exactly(configure, settings):
+    """Killed in mid-run, its last event half written, and resumed from the command line."""
+    run = RunFolder(RUNS / "killed")
+    with started(configure(max_steps=ENDLESS, **settings), "killed") as process:
+        wait_for(process, run, events.Step, 5)
+    assert process.returncode == -signal.SIGKILL
+    records, _ = events.tail(run.events)
+    line = events.to_line(records[-1])
+    with run.events.open("a") as file:
+        file.write(line[: len(line) // 2])
+    (run.checkpoints / f"{TEMPORARY}step-000099-x").mkdir()
+
+    steps = steps_done(run) + 3
+    command = [sys.executable, "-m", "your_ai", "train", "--resume", "killed"]
+    done = subprocess.run([*command, "--max-steps", str(steps)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    whole = train(configure(run="whole", max_steps=steps, **settings))
+    assert final_files(run) == final_files(whole)
+    assert losses_of(run) == losses_of(whole)
+    assert leftovers(run) == []
+    lines = run.events.read_bytes().splitlines()
+    assert sum(events.from_line(line) is None for line in lines) == 1  # the half one
+
+
+BEFORE_ANYTHING = """
+import os, signal
+from your_ai.run import folder
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+folder.locked = die
+"""
+BEFORE_THE_FIRST_CHECKPOINT = """
+import os, signal
+from your_ai.run import checkpoint
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+checkpoint.save = die
+"""
+
+
+@pytest.mark.parametrize(
+    "when", [BEFORE_ANYTHING, BEFORE_THE_FIRST_CHECKPOINT], ids=["start", "first checkpoint"]
+)
+def test_a_run_killed_before_its_first_checkpoint_begins_again(configure, settings, when):
+    settings["max_steps"] = 3
+    with started(configure(**settings), "killed", before=when) as process:
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    run = folder.find("killed")
+    assert checkpoint.newest(run.checkpoints) == (None, [])
+    assert resume(run) == 0
+    assert final_files(run) == final_files(train(configure(run="whole", **settings)))
+
+
+def test_a_run_with_nothing_but_its_config_begins_again(configure):
+    run = folder.create(configure(run="bare", max_steps=2))
+    assert resume(run) == 0
+    assert final_files(run) == final_files(train(configure(run="whole", max_steps=2)))
+
+
+def test_a_finished_run_that_is_resumed_stays_as_it_is(configure):
+    run = train(configure(max_steps=2))
+    before = final_files(run)
+    assert resume(run) == 0
+    assert final_files(run) == before
+
+
+def test_what_a_killed_process_left_is_deleted(configure):
+    run = folder.create(configure(max_steps=1))
+    for parent in (run.path, run.checkpoints):
+        for name in ("step-000004-x", "adapter-y.old"):
+            (parent / f"{TEMPORARY}{name}" / "inside").mkdir(parents=True)
+    resume(run)
+    assert leftovers(run) == []
+
+
+def test_a_run_that_another_process_works_on_is_refused(configure, capsys, monkeypatch):
+    monkeypatch.setattr(folder, "LOCK_WAIT_S", 0.1)
+    run = RunFolder(RUNS / "r")
+    with started(configure(max_steps=ENDLESS), "r") as process:
+        wait_for(process, run, events.Step)
+        status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "9")
+        before = steps_done(run)
+        wait_until(process, lambda: steps_done(run) > before)  # undisturbed
+    assert status == 2
+    assert f"process {process.pid} is working on this run" in error
+    assert len(error.splitlines()) == 1
+    assert run.read_config().max_steps == ENDLESS
+
+
+def test_a_run_folder_that_is_deleted_is_one_clear_line(configure):
+    run = RunFolder(RUNS / "r")
+    with started(configure(max_steps=150, save_every=60), "r") as process:
+        wait_for(process, run, events.Step, 3)
+        run.path.rename("elsewhere")  # a deletion that takes no time
+        _, error = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert error.startswith("error: runs/r")
+    assert len(error.splitlines()) == 1
+    assert "fault of your_ai" not in error
+    assert not run.path.exists()

@@ -1,0 +1,237 @@
+"""Checkpoints: what is saved is loaded, and what is damaged is named and passed over."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from your_ai.errors import UserError
+from your_ai.files import TEMPORARY
+from your_ai.run import checkpoint
+from your_ai.run.checkpoint import Checkpoint, TrainState
+
+CONTENT = (
+    checkpoint.ADAPTERS,
+    checkpoint.OPTIMIZER,
+    checkpoint.ADAPTER_CONFIG,
+    checkpoint.STATE,
+)
+
+
+def make(step: int) -> Checkpoint:
+    mx.random.seed(step)
+    return Checkpoint(
+        state=TrainState(step=step, skipped=2, skipped_in_a_row=1, loss_scale=0.1, good_steps=7),
+        adapters={
+            "a.lora_a": mx.random.normal((4, 8)),
+            "a.lora_b": mx.random.normal((8, 4)).astype(mx.bfloat16),
+        },
+        optimizer={
+            "step": mx.array(step, mx.uint64),
+            "a.m": mx.random.normal((4, 8)).astype(mx.float16),
+        },
+        adapter_config={"fine_tune_type": "lora", "keys": ["ü"]},
+        depends_on={"model": {"config.json": "abc"}, "data": {}},
+    )
+
+
+def save(folder: Path, *steps: int) -> list[Path]:
+    return [checkpoint.save(folder, make(step)) for step in steps]
+
+
+def assert_equal(first: Checkpoint, second: Checkpoint) -> None:
+    for name in ("adapters", "optimizer"):
+        ours, theirs = getattr(first, name), getattr(second, name)
+        assert {n: (a.dtype, a.tolist()) for n, a in ours.items()} == {
+            n: (a.dtype, a.tolist()) for n, a in theirs.items()
+        }
+    for name in ("state", "adapter_config", "depends_on"):
+        assert getattr(first, name) == getattr(second, name)
+
+
+def flip(path: Path, at: float) -> None:
+    """Flip one bit of a file; at: where, from 0 to 1."""
+    content = bytearray(path.read_bytes())
+    content[int(at * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_is_saved_is_loaded(own_folder):
+    (path,) = save(own_folder, 3)
+    assert_equal(checkpoint.load(path), make(3))
+
+
+def test_a_loaded_checkpoint_does_not_need_its_files(own_folder):
+    (path,) = save(own_folder, 3)
+    loaded = checkpoint.load(path)
+    for name in CONTENT:
+        os.truncate(path / name, 0)
+    assert_equal(loaded, make(3))
+
+
+def test_a_checkpoint_is_named_by_its_step(own_folder):
+    (path,) = save(own_folder / "checkpoints", 3)
+    assert path == own_folder / "checkpoints" / "step-000003"
+
+
+def test_a_checkpoint_replaces_one_of_the_same_step(own_folder):
+    save(own_folder, 3)
+    flip(own_folder / "step-000003" / checkpoint.ADAPTERS, 1.0)
+    save(own_folder, 3)
+    assert checkpoint.newest(own_folder) == (own_folder / "step-000003", [])
+    assert [p.name for p in own_folder.iterdir()] == ["step-000003"]
+
+
+def test_checkpoints_are_listed_newest_first(own_folder):
+    save(own_folder, 3, 20, 999_999, 1_000_000)
+    found = [path.name for path in checkpoint.list_checkpoints(own_folder)]
+    assert found == ["step-1000000", "step-999999", "step-000020", "step-000003"]
+
+
+def test_only_checkpoints_are_listed(own_folder):
+    for name in ("step-3", "step-000004.old", f"{TEMPORARY}step-000005-x", "latest"):
+        (own_folder / name).mkdir()
+    (own_folder / "step-000006").write_text("a file")
+    assert checkpoint.list_checkpoints(own_folder) == []
+
+
+@pytest.mark.parametrize("folder", ["empty", "nowhere"])
+def test_a_run_without_checkpoints_has_no_newest(own_folder, folder):
+    (own_folder / "empty").mkdir()
+    assert checkpoint.newest(own_folder / folder) == (None, [])
+
+
+def test_the_newest_is_the_one_of_the_highest_step(own_folder):
+    save(own_folder, 2, 4)
+    assert checkpoint.newest(own_folder) == (own_folder / "step-000004", [])
+
+
+@pytest.mark.parametrize("name", [*CONTENT, checkpoint.CHECKSUMS])
+def test_a_checkpoint_that_lacks_a_file_is_passed_over(own_folder, name):
+    older, newer = save(own_folder, 2, 4)
+    (newer / name).unlink()
+    assert checkpoint.newest(own_folder) == (older, [f"{newer / name}: is missing"])
+
+
+def test_an_empty_checkpoint_folder_is_passed_over(own_folder):
+    (older,) = save(own_folder, 2)
+    (own_folder / "step-000004").mkdir()
+    path, faults = checkpoint.newest(own_folder)
+    assert path == older
+    assert len(faults) == 1
+
+
+@pytest.mark.parametrize("name", CONTENT)
+@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
+def test_a_flipped_bit_is_found(own_folder, name, at):
+    older, newer = save(own_folder, 2, 4)
+    flip(newer / name, at)
+    assert checkpoint.newest(own_folder) == (older, [f"{newer / name}: its checksum is wrong"])
+
+
+@pytest.mark.parametrize("name", CONTENT)
+@pytest.mark.parametrize("keep", [0.0, 0.5, -1])
+def test_a_file_cut_short_is_found(own_folder, name, keep):
+    older, newer = save(own_folder, 2, 4)
+    size = (newer / name).stat().st_size
+    os.truncate(newer / name, size - 1 if keep == -1 else int(keep * size))
+    assert checkpoint.newest(own_folder) == (older, [f"{newer / name}: its checksum is wrong"])
+
+
+@pytest.mark.parametrize("text", ["", "{", "null", "[]", "3", "{}", "\0\0", '{"state.json": 3}'])
+def test_checksums_that_cannot_be_read_are_named(own_folder, text):
+    older, newer = save(own_folder, 2, 4)
+    (newer / checkpoint.CHECKSUMS).write_text(text)
+    path, (fault,) = checkpoint.newest(own_folder)
+    assert path == older
+    assert fault.startswith(f"{newer / checkpoint.CHECKSUMS}: cannot be read")
+
+
+@pytest.mark.parametrize("name", CONTENT)
+def test_a_file_that_cannot_be_read_is_named(own_folder, monkeypatch, name):
+    older, newer = save(own_folder, 2, 4)
+    sha256 = checkpoint.sha256
+
+    def fail(path: Path) -> str:
+        if path == newer / name:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return sha256(path)
+
+    monkeypatch.setattr(checkpoint, "sha256", fail)
+    path, (fault,) = checkpoint.newest(own_folder)
+    assert path == older
+    assert fault.startswith(f"{newer / name}:")
+
+
+def test_all_that_are_passed_over_are_named(own_folder):
+    oldest, middle, newest = save(own_folder, 2, 4, 6)
+    (middle / checkpoint.STATE).unlink()
+    flip(newest / checkpoint.OPTIMIZER, 0.5)
+    assert checkpoint.newest(own_folder) == (
+        oldest,
+        [
+            f"{newest / checkpoint.OPTIMIZER}: its checksum is wrong",
+            f"{middle / checkpoint.STATE}: is missing",
+        ],
+    )
+
+
+def test_where_none_is_whole_the_files_are_named(own_folder):
+    older, newer = save(own_folder, 2, 4)
+    (older / checkpoint.STATE).unlink()
+    flip(newer / checkpoint.OPTIMIZER, 0.5)
+    with pytest.raises(UserError) as caught:
+        checkpoint.newest(own_folder)
+    assert str(older / checkpoint.STATE) in str(caught.value)
+    assert str(newer / checkpoint.OPTIMIZER) in str(caught.value)
+
+
+def test_the_checksums_cover_every_other_file(own_folder):
+    (path,) = save(own_folder, 3)
+    sums = json.loads((path / checkpoint.CHECKSUMS).read_text())
+    assert {*sums, checkpoint.CHECKSUMS} == {p.name for p in path.iterdir()}
+
+
+def test_prune_keeps_the_newest(own_folder):
+    save(own_folder, 1, 2, 3, 4)
+    checkpoint.prune(own_folder, step=4, keep=2)
+    assert [p.name for p in checkpoint.list_checkpoints(own_folder)] == [
+        "step-000004",
+        "step-000003",
+    ]
+
+
+def test_prune_deletes_what_was_passed_over(own_folder):
+    """Checkpoints of later steps than the run has done were damaged when it resumed."""
+    save(own_folder, 1, 2, 3, 4)
+    checkpoint.prune(own_folder, step=2, keep=1)
+    assert [p.name for p in checkpoint.list_checkpoints(own_folder)] == ["step-000002"]
+
+
+def test_prune_goes_on_where_one_cannot_be_deleted(own_folder, monkeypatch):
+    paths = save(own_folder, 1, 2, 3, 4)
+    unlink = os.unlink
+
+    def fail(path, **options):
+        if Path(path).name == checkpoint.STATE:
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", fail)
+    checkpoint.prune(own_folder, step=4, keep=2)
+    assert [checkpoint.fault(path) for path in paths[2:]] == [None, None]
+
+
+def test_an_adapter_folder_replaces_the_one_before(own_folder):
+    target = own_folder / "adapter"
+    checkpoint.save_adapter(target, make(1).adapters, {"rank": 1})
+    checkpoint.save_adapter(target, make(2).adapters, {"rank": 2})
+    assert json.loads((target / checkpoint.ADAPTER_CONFIG).read_text()) == {"rank": 2}
+    saved = mx.load(str(target / checkpoint.ADAPTERS))
+    assert saved["a.lora_a"].tolist() == make(2).adapters["a.lora_a"].tolist()
+    assert [p.name for p in own_folder.iterdir()] == ["adapter"]

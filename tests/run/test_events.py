@@ -1,0 +1,160 @@
+"""The event file: what is written is read, and what cannot be read is passed over."""
+
+from __future__ import annotations
+
+import json
+import os
+import typing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from your_ai.run import events
+from your_ai.run.events import EventLog, Notice, Record, Stage, from_line, tail, to_line
+
+finite = st.floats(allow_nan=False)
+VALUES = {int: st.integers(), float: finite, str: st.text(), list[str]: st.lists(st.text())}
+
+
+@st.composite
+def records(draw: st.DrawFn) -> Record:
+    kind = draw(st.sampled_from(sorted(events.KINDS.values(), key=lambda k: k.__name__)))
+    fields = {name: draw(VALUES[hint]) for name, hint in typing.get_type_hints(kind).items()}
+    return Record(draw(finite), kind(**fields))
+
+
+def texts(found: list[Record]) -> list[str]:
+    return [record.event.text for record in found]
+
+
+def log_notices(path: Path, *notices: str) -> None:
+    log = EventLog(path)
+    for text in notices:
+        log.write(Notice(text=text))
+    log.close()
+
+
+def example(kind: type) -> Record:
+    values = {int: 3, float: 0.5, str: "text\nin ünïcode \u2028", list[str]: ["a", "b\r\n"]}
+    fields = {name: values[hint] for name, hint in typing.get_type_hints(kind).items()}
+    return Record(1.5, kind(**fields))
+
+
+@pytest.mark.parametrize("kind", events.KINDS.values(), ids=list(events.KINDS))
+def test_every_kind_is_read_as_it_was_written(own_folder, kind):
+    log = EventLog(own_folder / "events.jsonl")
+    log.write(example(kind).event)
+    log.close()
+    (record,), _ = tail(own_folder / "events.jsonl")
+    assert record.event == example(kind).event
+
+
+@given(records())
+def test_a_line_gives_its_record_back(record):
+    assert from_line(to_line(record)) == record
+
+
+@given(records())
+def test_a_record_is_one_line(record):
+    line = to_line(record)
+    assert len(line.encode().splitlines()) == 1
+    assert line.endswith("\n")
+
+
+def test_an_event_is_written_at_once(own_folder, monkeypatch):
+    """In one write, so that a reader never sees two writers' lines mixed."""
+    log = EventLog(own_folder / "events.jsonl")
+    written = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda _, data: written.append(data) or len(data))
+        log.write(Notice(text="x" * 10_000))
+    log.close()
+    assert len(written) == 1
+
+
+def test_unknown_fields_are_passed_over():
+    line = json.dumps({"event": "notice", "time": 1, "text": "a", "colour": "blue"})
+    assert from_line(line) == Record(1.0, Notice(text="a"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"\n",
+        b"\0\0\0\0\n",
+        b"\xff\xfe\n",
+        b"text\n",
+        b"null\n",
+        b"3\n",
+        b"[]\n",
+        b"{}\n",
+        b'{"event": "notice", "time": 1, "text": "ha',
+        b'{"event": "from a newer version", "time": 1}\n',
+        b'{"event": [], "time": 1}\n',
+        b'{"event": null, "time": 1}\n',
+        b'{"event": "notice", "text": "no time"}\n',
+        b'{"event": "notice", "time": "noon", "text": "a"}\n',
+        b'{"event": "notice", "time": null, "text": "a"}\n',
+        b'{"event": "notice", "time": 1}\n',
+        b'{"event": "notice", "time": 1' + b"0" * 400 + b', "text": "a"}\n',
+        b"[" * 100_000 + b"\n",
+    ],
+    ids=lambda line: repr(line[:40]),
+)
+def test_a_line_that_cannot_be_understood_is_none(line):
+    assert from_line(line) is None
+
+
+def test_lines_that_cannot_be_understood_are_passed_over(own_folder):
+    path = own_folder / "events.jsonl"
+    log_notices(path, "before")
+    with path.open("ab") as file:
+        file.write(b'\xff\n{"event": "from a newer version", "time": 1}\n\n')
+    log_notices(path, "after")
+    assert texts(tail(path)[0]) == ["before", "after"]
+
+
+def test_a_missing_file_holds_no_events(own_folder):
+    assert tail(own_folder / "events.jsonl") == ([], 0)
+    assert tail(own_folder / "events.jsonl", 5) == ([], 5)
+
+
+def test_a_half_written_line_is_left_for_the_next_call(own_folder):
+    """However much of the file is there yet, each event is told once, in order."""
+    whole, part = own_folder / "whole.jsonl", own_folder / "part.jsonl"
+    log_notices(whole, "one", "zwei, ü", "three")
+    content = whole.read_bytes()
+    for size in range(len(content) + 1):
+        part.write_bytes(content[:size])
+        first, offset = tail(part)
+        part.write_bytes(content)
+        rest, end = tail(part, offset)
+        assert texts(first + rest) == ["one", "zwei, ü", "three"]
+        assert end == len(content)
+
+
+def test_a_reopened_log_goes_on_where_it_was(own_folder):
+    path = own_folder / "events.jsonl"
+    log_notices(path, "before")
+    log_notices(path, "after")
+    assert texts(tail(path)[0]) == ["before", "after"]
+    assert len(path.read_bytes().splitlines()) == 2
+
+
+def test_a_half_line_is_ended_when_the_log_is_reopened(own_folder):
+    path = own_folder / "events.jsonl"
+    log_notices(path, "before")
+    with path.open("a") as file:
+        file.write(to_line(Record(1.0, Stage(text="half")))[:-4])
+    log_notices(path, "after")
+    assert texts(tail(path)[0]) == ["before", "after"]
+
+
+def test_an_event_is_stamped_with_the_time(own_folder, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1234.5)
+    log_notices(own_folder / "events.jsonl", "a")
+    (record,), _ = tail(own_folder / "events.jsonl")
+    assert record.time == 1234.5

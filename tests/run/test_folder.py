@@ -1,0 +1,233 @@
+"""The run folder: made once, found again, and held by one process at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from your_ai.config import TrainConfig
+from your_ai.errors import UserError
+from your_ai.run import folder as folders
+from your_ai.run.folder import RUNS, RunFolder, create, default_name, discard, find, locked
+
+CONFIG = TrainConfig(model="models/m", data="data", run="r", seed=7)
+HOLD = """
+import sys
+from pathlib import Path
+from your_ai.run.folder import RunFolder, locked
+
+with locked(RunFolder(Path(sys.argv[1]))):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def named(run: str) -> TrainConfig:
+    return dataclasses.replace(CONFIG, run=run)
+
+
+@pytest.fixture
+def holder():
+    """Another process that holds the run r, until its input is closed."""
+    run = create(CONFIG)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_run_is_made_with_its_config():
+    run = create(CONFIG)
+    assert run == RunFolder(RUNS / "r")
+    assert run.read_config() == CONFIG
+
+
+def test_a_written_config_is_read_back():
+    run = create(CONFIG)
+    changed = dataclasses.replace(CONFIG, max_steps=9, lora_targets=("q_proj", "v_proj"))
+    run.write_config(changed)
+    assert run.read_config() == changed
+    assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
+
+
+def test_a_config_that_cannot_be_written_leaves_the_old_one(monkeypatch):
+    run = create(CONFIG)
+    write_text = Path.write_text
+
+    def fail(path, text, **options):
+        write_text(path, text[:20], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="No space"):
+        run.write_config(named("other"))
+    assert run.read_config() == CONFIG
+
+
+@pytest.mark.parametrize("name", ["../r", "a/b", ".hidden", "-r", "a b", "ü", "a\n", "."])
+def test_a_name_must_be_a_plain_one(name):
+    with pytest.raises(UserError, match="--run"):
+        create(named(name))
+    assert not RUNS.exists()
+
+
+def test_a_name_that_is_taken_is_refused():
+    create(CONFIG)
+    with pytest.raises(UserError, match=r"exists; .*--resume r"):
+        create(CONFIG)
+
+
+def test_a_refused_name_leaves_the_other_run_alone():
+    run = create(CONFIG)
+    with pytest.raises(UserError):
+        create(dataclasses.replace(CONFIG, seed=8))
+    assert run.read_config() == CONFIG
+
+
+def test_of_two_that_begin_at_once_the_later_leaves_the_other_alone(monkeypatch):
+    run = create(CONFIG)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", lambda path: False)  # it was not there a moment ago
+        with pytest.raises(UserError):
+            create(dataclasses.replace(CONFIG, seed=8))
+    assert run.config.is_file()
+
+
+@pytest.mark.parametrize("call", ["mkdir", "write_text", "replace"])
+def test_a_run_killed_while_it_is_made_does_not_block_its_name(monkeypatch, call):
+    class Killed(BaseException):
+        pass
+
+    def kill(*args, **options):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os if call == "replace" else Path, call, kill)
+        with pytest.raises(Killed):
+            create(CONFIG)
+    assert create(CONFIG).read_config() == CONFIG
+
+
+def test_runs_that_cannot_be_made_are_refused():
+    RUNS.write_text("a file")
+    with pytest.raises(UserError, match="cannot be written"):
+        create(CONFIG)
+
+
+def test_a_config_that_cannot_be_written_leaves_no_run(monkeypatch):
+    def fail(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(UserError, match="No space left"):
+        create(CONFIG)
+    assert not RUNS.exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "start"),
+    [
+        ("mlx-community/Llama-3.2-1B", "my data/", "Llama-3.2-1B-my-data-"),
+        ("/models/m", "rows/train.jsonl", "m-train-"),
+        ("demo", "demo", "demo-2"),
+        ("~/.models/.m_1", "données", "m-1-donn-es-"),
+        ("..", "数据", ""),
+    ],
+)
+def test_a_run_without_a_name_is_named_after_model_and_data(model, data, start):
+    name = default_name(TrainConfig(model=model, data=data))
+    assert name.startswith(start)
+    assert folders.NAME.fullmatch(name)
+
+
+@pytest.mark.parametrize("given", ["r", "runs/r", "runs/r/"])
+def test_a_run_is_found_by_its_name_or_path(given):
+    run = create(CONFIG)
+    assert find(given).path.resolve() == run.path.resolve()
+
+
+def test_a_run_is_found_by_a_path_from_anywhere(own_folder, monkeypatch):
+    create(CONFIG)
+    (own_folder / "elsewhere").mkdir()
+    monkeypatch.chdir(own_folder / "elsewhere")
+    assert find(str(own_folder / "runs" / "r")).read_config() == CONFIG
+
+
+def test_a_run_that_is_not_there_is_refused_with_the_nearest():
+    create(named("first-run"))
+    with pytest.raises(UserError, match=r"no run named frist-run .*did you mean first-run"):
+        find("frist-run")
+
+
+def test_no_run_is_found_where_there_is_none():
+    with pytest.raises(UserError, match="no run named r"):
+        find("r")
+
+
+def test_a_discarded_run_leaves_nothing():
+    discard(create(CONFIG))
+    assert not RUNS.exists()
+
+
+def test_a_discarded_run_leaves_the_others():
+    other = create(named("other"))
+    discard(create(CONFIG))
+    assert [path.name for path in RUNS.iterdir()] == [other.name]
+
+
+def test_a_second_process_is_told_who_has_the_run(holder, monkeypatch):
+    monkeypatch.setattr(folders, "LOCK_WAIT_S", 0.2)
+    with (
+        pytest.raises(UserError, match=f"process {holder.pid} is working on this run"),
+        locked(RunFolder(RUNS / "r")),
+    ):
+        pass
+
+
+def test_the_lock_of_a_killed_process_is_free(holder):
+    holder.kill()
+    with locked(RunFolder(RUNS / "r")):
+        assert (RUNS / "r" / "lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_the_lock_is_waited_for(holder):
+    """A process that was told to stop takes a moment."""
+    threading.Timer(0.3, holder.stdin.close).start()
+    with locked(RunFolder(RUNS / "r")):
+        assert holder.stdin.closed
+
+
+def test_a_run_can_be_locked_again():
+    run = create(CONFIG)
+    with locked(run):
+        pass
+    with locked(run):
+        assert (run.path / "lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_a_folder_that_is_gone_cannot_be_locked():
+    run = create(CONFIG)
+    discard(run)
+    with pytest.raises(UserError, match="runs/r: cannot be written"), locked(run):
+        pass
+
+
+@pytest.mark.parametrize("kept_lines", [0, 5], ids=["empty", "cut at a line"])
+def test_a_damaged_config_is_refused(kept_lines):
+    """Its defaults would be another run's settings."""
+    run = create(CONFIG)
+    lines = run.config.read_text().splitlines(keepends=True)
+    run.config.write_text("".join(lines[:kept_lines]))
+    with pytest.raises(UserError, match=r"config\.yaml"):
+        run.read_config()

@@ -1,0 +1,175 @@
+"""Stop signals: noted once the run can be stopped well, raised before that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from your_ai.run import stopping
+from your_ai.run.stopping import SIGNALS, Interrupted, Stop, stop_signals
+
+PATIENCE_S = 10.0
+by_name = pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def send_and_wait(number: int) -> None:
+    send(number)
+    time.sleep(PATIENCE_S)  # cut short by the signal's handler
+
+
+def wait_until(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in SIGNALS]
+
+
+def wakeup_fd() -> int:
+    fd = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(fd)
+    return fd
+
+
+@pytest.fixture
+def exits(monkeypatch) -> list[int]:
+    """The statuses with which the process would have left at once."""
+    statuses: list[int] = []
+    monkeypatch.setattr(stopping.os, "_exit", statuses.append)
+    return statuses
+
+
+@by_name
+def test_a_signal_before_the_first_step_is_raised(number):
+    with pytest.raises(Interrupted) as caught, stop_signals():
+        send_and_wait(number)
+    assert caught.value.number == number
+
+
+@by_name
+def test_a_signal_in_training_is_noted(number):
+    with stop_signals() as stop:
+        stop.graceful = True
+        send(number)
+        wait_until(lambda: stop)
+    assert stop.received == number
+
+
+def test_without_a_signal_nothing_is_noted():
+    with stop_signals() as stop:
+        stop.graceful = True
+    assert not stop
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")],
+)
+def test_what_stopped_the_run_has_a_name(number, name):
+    stop = Stop()
+    stop.received = number
+    assert stop.name == name
+
+
+def test_the_first_signal_is_told_once(exits):
+    told = []
+    with stop_signals() as stop:
+        stop.graceful = True
+        stop.on_first = lambda: told.append("first")
+        send(signal.SIGINT)
+        wait_until(lambda: told)
+    assert told == ["first"]
+    assert exits == []
+
+
+@by_name
+def test_the_second_signal_leaves_at_once(exits, number):
+    told = []
+    with stop_signals() as stop:
+        stop.graceful = True
+        stop.on_second = lambda: told.append("second")
+        send(signal.SIGTERM)
+        wait_until(lambda: stop)
+        send(number)
+        wait_until(lambda: exits)
+    assert told == ["second"]
+    assert exits == [128 + number]
+
+
+def test_the_second_signal_leaves_although_the_first_could_not_be_told(exits, monkeypatch):
+    """The note of the first goes to a disk that may be full."""
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+    def fail() -> None:
+        raise OSError
+
+    with stop_signals() as stop:
+        stop.graceful = True
+        stop.on_first = fail
+        send(signal.SIGINT)
+        wait_until(lambda: stop)
+        send(signal.SIGINT)
+        wait_until(lambda: exits)
+    assert exits == [130]
+
+
+def test_other_signals_do_not_stop(monkeypatch):
+    seen = []
+    old = signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
+    try:
+        with stop_signals() as stop:
+            stop.graceful = True
+            send(signal.SIGUSR1)
+            wait_until(lambda: seen)
+            assert not stop
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+
+
+def test_nohup_stays_in_force_and_an_interrupt_is_always_heard():
+    old = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGHUP, signal.SIGINT)}
+    try:
+        with stop_signals():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGINT) != signal.SIG_IGN
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def test_the_handlers_are_restored():
+    before, fd = handlers(), wakeup_fd()
+    with stop_signals() as stop:
+        stop.graceful = True
+        assert handlers() != before
+        send(signal.SIGTERM)
+        wait_until(lambda: stop)
+    assert handlers() == before
+    assert wakeup_fd() == fd
+
+
+def test_the_handlers_are_restored_after_an_error():
+    before, fd = handlers(), wakeup_fd()
+    with pytest.raises(ZeroDivisionError), stop_signals():
+        raise ZeroDivisionError
+    assert handlers() == before
+    assert wakeup_fd() == fd
+
+
+def test_no_thread_is_left():
+    with stop_signals():
+        names = [thread.name for thread in threading.enumerate()]
+    assert "stop-signals" in names
+    assert "stop-signals" not in [thread.name for thread in threading.enumerate()]
