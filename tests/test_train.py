@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
-from tests.conftest import losses_of, resume, train
-from your_ai.run import checkpoint
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_tokenizer
+
+from tests.conftest import (
+    DEMO_FOLDER,
+    chat,
+    events_of,
+    losses_of,
+    resume,
+    train,
+    write_rows,
+)
+from your_ai.data.encode import Encoder
+from your_ai.data.rows import read_rows
+from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 
 
@@ -31,3 +45,85 @@ def test_resuming_is_bit_identical(configure, optimizer):
     assert resume(cut, max_steps=7) == 0
     assert losses_of(cut) == losses_of(whole)
     assert final_files(cut) == final_files(whole)
+
+
+def test_validating_and_saving_more_often_changes_nothing(configure):
+    settings = {"max_steps": 6, "lora_dropout": 0.2}
+    seldom = train(configure(run="seldom", eval_every=0, save_every=0, **settings))
+    often = train(configure(run="often", eval_every=1, save_every=1, keep=1, **settings))
+    assert losses_of(often) == losses_of(seldom)
+    assert final_files(often) == final_files(seldom)
+    validations = events_of(often, events.Validation)
+    assert [event.step for event in validations] == [1, 2, 3, 4, 5, 6]
+    (last,) = events_of(seldom, events.Validation)
+    assert validations[-1].loss == last.loss
+
+
+def test_a_step_is_an_update_whatever_it_accumulates(configure):
+    """Ten rows and four a step: three steps an epoch, the last of them short."""
+    run = train(configure(max_steps=None, epochs=2, batch_size=1, grad_accumulation=4))
+    steps = events_of(run, events.Step)
+    assert [(event.step, event.epoch) for event in steps] == [
+        (1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2),
+    ]  # fmt: skip
+    for epoch in (steps[:3], steps[3:]):
+        assert sum(event.trained_tokens for event in epoch) == trained_tokens(run)
+
+
+def trained_tokens(run: RunFolder) -> int:
+    tokenizer = load_tokenizer(DEMO_FOLDER)
+    rows = read_rows(Path(run.read_config().data) / "train.jsonl")
+    return sum(int(Encoder(tokenizer).encode(row).trained.sum()) for row in rows)
+
+
+def test_a_split_batch_is_the_joint_batch(configure):
+    settings = {"max_steps": 6, "lora_dropout": 0.2, "lora_targets": "all-linear"}
+    joint = train(configure(run="joint", batch_size=4, **settings))
+    split = train(configure(run="split", batch_size=1, grad_accumulation=4, **settings))
+    assert losses_of(split) == pytest.approx(losses_of(joint), rel=1e-4)
+
+
+def test_fewer_rows_than_a_batch_are_all_trained(configure, data_folder):
+    write_rows(data_folder / "train.jsonl", [chat("a", "b"), chat("c", "d")])
+    run = train(configure(batch_size=8, grad_accumulation=2, max_steps=None, epochs=3))
+    assert [event.trained_tokens for event in events_of(run, events.Step)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("too_long", "told"), [("truncate", "were truncated"), ("split", "were split")]
+)
+def test_what_is_cut_is_counted_and_told_once(configure, data_folder, too_long, told):
+    write_rows(data_folder / "valid.jsonl", [chat("a", "b")])
+    run = train(configure(max_seq_length=40, too_long=too_long))
+    notices = [event.text for event in events_of(run, events.Notice) if told in event.text]
+    assert len(notices) == 1
+    assert notices[0].startswith("train.jsonl: ")
+    assert "of 10 rows were longer than --max-seq-length 40" in notices[0]
+
+
+def test_the_gradient_is_clipped_by_its_global_norm(configure):
+    settings = {"max_steps": 1, "optimizer": "sgd", "learning_rate": 1.0}
+    run = train(configure(run="clipped", max_grad_norm=1e-3, **settings))
+    moved = {}
+    for name, array in mx.load(str(run.adapter / checkpoint.ADAPTERS)).items():
+        start = mx.load(str(run.checkpoints / "step-000000" / checkpoint.ADAPTERS))[name]
+        moved[name] = mx.square(array - start).sum().item()
+    (step,) = events_of(run, events.Step)
+    assert step.grad_norm > 1e-3  # as it was before clipping
+    assert sum(moved.values()) ** 0.5 == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_trains_and_resumes(configure, dtype):
+    whole = train(configure(run="whole", max_steps=6, dtype=dtype))
+    cut = train(configure(run="cut", max_steps=3, dtype=dtype))
+    assert resume(cut, max_steps=6) == 0
+    assert final_files(cut) == final_files(whole)
+    full = train(configure(run="full", max_steps=6))
+    assert losses_of(whole) == pytest.approx(losses_of(full), rel=0.05)
+
+
+def test_the_learning_rate_follows_the_schedule(configure):
+    run = train(configure(max_steps=4, lr_schedule="linear", warmup_steps=2, learning_rate=0.09))
+    rates = [event.learning_rate for event in events_of(run, events.Step)]
+    assert rates == pytest.approx([0.03, 0.06, 0.09, 0.045])
