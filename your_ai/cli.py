@@ -97,7 +97,7 @@ def train_and_show(folder: RunFolder, settings: TrainConfig, console: Console, n
         with stop_signals() as stop, following(folder.events, console) as follower:
             from your_ai.train import carry_out  # mlx takes a second: shown as starting
 
-            stop.on_second = lambda: console.show_cursor(True)
+            stop.on_second = lambda: follower.leave(folder.name)
             status = carry_out(folder, settings, stop)
     except BaseException:
         if new and (follower is None or follower.state.started is None):

@@ -50,6 +50,11 @@ class Follower:
         if self.live.is_started:
             self.live.update(view.progress(self.state), refresh=True)
 
+    def leave(self, run: str) -> None:
+        """Give the terminal back in mid-run; the process ends right after."""
+        self.live.stop()
+        self.console.print(view.leaving_text(run), markup=False, soft_wrap=True)
+
     def print_summary(self, run: str) -> None:
         for part in view.summary(self.state, run):
             self.console.print(part, markup=False, soft_wrap=isinstance(part, str))

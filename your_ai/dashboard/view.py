@@ -108,6 +108,10 @@ def summary(state: ViewState, run: str) -> list[RenderableType]:
     return parts
 
 
+def leaving_text(run: str) -> str:
+    return f"left at once; go on from the last checkpoint with: your_ai train --resume {run}"
+
+
 def match_text(before: events.ExactMatch | None, after: events.ExactMatch) -> str:
     start = f"{percent(before)} before, " if before else ""
     return f"exact match: {start}{percent(after)} after ({after.rows} held-out rows)"
