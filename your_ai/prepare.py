@@ -19,6 +19,7 @@ from your_ai.data.batches import StepPlan, plan_steps
 from your_ai.data.encode import Encoder, Prompt
 from your_ai.data.examples import Examples, load_examples
 from your_ai.data.rows import Row, find_splits, read_rows
+from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.fused import Engine, fused_engine
 from your_ai.errors import UserError
 from your_ai.files import sha256
@@ -87,6 +88,7 @@ def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
         text = f"--warmup-steps {config.warmup_steps}: the run ends first, after {steps} steps"
         log.write(events.Notice(text=text))
 
+    dequantize_on_the_cpu(network)
     mx.eval(network.parameters())
     split = model.split(network)
     if not split.hidden:

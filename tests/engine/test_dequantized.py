@@ -1,0 +1,97 @@
+"""Quantized layers for the CPU against MLX's own."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from tests.conftest import make_model
+from your_ai import model
+from your_ai.config import TrainConfig
+from your_ai.engine import dequantized
+from your_ai.engine.dequantized import (
+    DequantizedEmbedding,
+    DequantizedLinear,
+    dequantize_on_the_cpu,
+)
+
+TOKENS = mx.array([[5, 300, 17, 42, 99, 260, 700]])
+
+
+def relative_error(ours: mx.array, theirs: mx.array) -> float:
+    a, b = np.array(ours, np.float64), np.array(theirs, np.float64)
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def quantized_linear(bits: int = 4, bias: bool = True, outputs: int = 96) -> nn.QuantizedLinear:
+    mx.random.seed(bits)
+    return nn.QuantizedLinear.from_linear(nn.Linear(128, outputs, bias), 32, bits)
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 128 * 4 * 40, 1 << 30], ids=["one row", "some", "all"])
+@pytest.mark.parametrize("shape", [(3, 7, 128), (9, 128), (1, 2, 128), (128,)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_output_and_gradient_are_mlxs_own(monkeypatch, bits, shape, slice_bytes):
+    monkeypatch.setattr(dequantized, "SLICE_BYTES", slice_bytes)
+    base = quantized_linear(bits)
+    ours = DequantizedLinear.from_base(base)
+    x = mx.random.normal(shape)
+    assert relative_error(ours(x), base(x)) < 1e-5
+
+    def gradient(layer: nn.Module) -> mx.array:
+        return mx.grad(lambda x: mx.square(layer(x)).sum())(x)
+
+    assert relative_error(gradient(ours), gradient(base)) < 1e-5
+    assert relative_error(mx.compile(lambda: gradient(ours))(), gradient(base)) < 1e-5
+
+
+def test_an_embedding_and_its_head_are_mlxs_own():
+    base = nn.QuantizedEmbedding.from_embedding(nn.Embedding(96, 128), 64, 4)
+    ours = DequantizedEmbedding.from_base(base)
+    assert mx.array_equal(ours(TOKENS % 96), base(TOKENS % 96))
+    x = mx.random.normal((2, 9, 128))
+    assert relative_error(ours.as_linear(x), base.as_linear(x)) < 1e-5
+
+
+def test_slices_bound_what_is_held():
+    """Forward and backward of a layer whose weight takes 64 MB dequantized."""
+    base = nn.QuantizedLinear.from_linear(nn.Linear(1024, 16384, bias=False), 64, 4)
+    ours = DequantizedLinear.from_base(base)
+    x = mx.random.normal((8, 1024))
+    mx.eval(base.parameters(), x)
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.grad(lambda x: ours(x).sum())(x))
+    assert mx.get_peak_memory() - held < 32 << 20
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "qwen3_moe"])
+def test_a_whole_model_computes_the_same(tmp_path, architecture):
+    network, _ = model.load_base(make_model(tmp_path / "m", architecture), mx.float32)
+    expected = network(TOKENS)
+    names = [name for name, _ in tree_flatten(network.parameters())]
+    dequantize_on_the_cpu(network)
+    assert relative_error(network(TOKENS), expected) < 1e-5
+    assert [name for name, _ in tree_flatten(network.parameters())] == names
+    assert not any(type(m) is nn.QuantizedLinear for m in network.modules())
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_stay_what_they_are(tiny_model, dora):
+    network, _ = model.load_base(tiny_model, mx.float32)
+    config = TrainConfig(lora_layers=2, lora_targets=("all-linear",), use_dora=dora)
+    model.add_adapters(network, config)
+    expected, names = network(TOKENS), set(model.adapter_arrays(network))
+    dequantize_on_the_cpu(network)
+    assert set(model.adapter_arrays(network)) == names
+    assert relative_error(network(TOKENS), expected) < 1e-5
+
+
+def test_a_gpu_keeps_mlxs_layers(tiny_model, monkeypatch):
+    network, _ = model.load_base(tiny_model, mx.float32)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    dequantize_on_the_cpu(network)
+    assert isinstance(network.model.embed_tokens, nn.QuantizedEmbedding)
