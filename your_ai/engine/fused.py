@@ -34,35 +34,23 @@ class Engine:
 def fused_engine(model: nn.Module, split: Split, dropout_keys: DropoutKeys) -> Engine:
     """An engine that compiles one graph for forward and backward, per batch shape."""
 
-    def scaled_loss(
-        tokens: mx.array,
-        positions: mx.array,
-        targets: mx.array,
-        weights: mx.array,
-        keys: mx.array,
-        scale: mx.array,
-    ) -> tuple[mx.array, mx.array]:
+    def trainable_loss(tokens, positions, targets, weights, keys, scale):
         model.train()
         dropout_keys.set(keys)
-        loss = sft.loss_sum(split.trunk(tokens), positions, targets, weights, split.head)
+        hidden = split.trunk(tokens)
+        loss = sft.trainable_loss_sum(hidden, positions, targets, weights, scale, split.head)
         dropout_keys.set(None)
         model.eval()
-        return loss * scale, loss
-
-    value_and_grad = nn.value_and_grad(model, scaled_loss)
-
-    def loss_and_gradients(*arrays: mx.array) -> tuple[mx.array, Any]:
-        (_, loss), grads = value_and_grad(*arrays)
-        return loss, grads
+        return loss
 
     def loss_only(tokens, positions, targets, weights):
         return sft.loss_sum(split.trunk(tokens), positions, targets, weights, split.head)
 
     def likeliest(tokens, positions):
-        return sft.target_logits(split.trunk(tokens), positions, split.head).argmax(-1)
+        return sft.predictions(split.trunk(tokens), positions, split.head)
 
     state = [model.state]
-    compiled_gradients = mx.compile(loss_and_gradients, inputs=state)
+    compiled_gradients = mx.compile(nn.value_and_grad(model, trainable_loss), inputs=state)
     compiled_loss = mx.compile(loss_only, inputs=state)
     compiled_likeliest = mx.compile(likeliest, inputs=state)
 

@@ -1,30 +1,40 @@
 """Supervised fine-tuning: next-token cross-entropy on the trained tokens.
 
-Shapes: B rows, T tokens of a row, D hidden size, S targets, V vocabulary.
+Shapes: B rows, T tokens of a row, D hidden size, S targets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
-from your_ai.losses import cross_entropy_sum
+from your_ai import losses
+from your_ai.losses import Head
 
 
-def target_logits(
-    hidden: mx.array, positions: mx.array, head: Callable[[mx.array], mx.array]
-) -> mx.array:
-    """(S, V) logits at `positions` of the flattened (B, T, D) hidden states, and nowhere else."""
-    return head(hidden.reshape(-1, hidden.shape[-1])[positions][None])[0]
+def at_targets(hidden: mx.array, positions: mx.array) -> mx.array:
+    """(S, D) the hidden states at `positions` of the flattened (B, T, D), and no others."""
+    return hidden.reshape(-1, hidden.shape[-1])[positions]
 
 
-def loss_sum(
+def trainable_loss_sum(
     hidden: mx.array,
     positions: mx.array,
     targets: mx.array,
     weights: mx.array,
-    head: Callable[[mx.array], mx.array],
+    scale: mx.array,
+    head: Head,
 ) -> mx.array:
-    """The weighted sum of the targets' cross-entropy. positions, targets, weights: (S,)."""
-    return cross_entropy_sum(target_logits(hidden, positions, head), targets, weights)
+    """The weighted sum of the targets' cross-entropy; its gradients come out times `scale`."""
+    return losses.trainable_loss(at_targets(hidden, positions), targets, weights, scale, head)
+
+
+def loss_sum(
+    hidden: mx.array, positions: mx.array, targets: mx.array, weights: mx.array, head: Head
+) -> mx.array:
+    """The same sum, to be evaluated alone."""
+    return losses.chunked_loss(at_targets(hidden, positions), targets, weights, head)
+
+
+def predictions(hidden: mx.array, positions: mx.array, head: Head) -> mx.array:
+    """(S,) the likeliest token at each target."""
+    return losses.chunked_predictions(at_targets(hidden, positions), head)
