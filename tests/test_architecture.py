@@ -18,12 +18,12 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["errors", "rng", "files"],
     ["config", "losses", "run.events"],
-    ["hub", "data", "memory", "run.checkpoint", "run.folder", "run.stopping"],
+    ["hub", "shapes", "data", "memory", "run.checkpoint", "run.folder", "run.stopping"],
     ["model", "objectives", "optimizer", "dashboard"],
     ["engine", "generate"],
     ["evaluate"],
     ["prepare"],
-    ["train"],
+    ["train", "bench"],
     ["cli"],
     ["__main__"],
 ]

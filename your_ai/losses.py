@@ -12,7 +12,7 @@ import mlx.core as mx
 Head = Callable[[mx.array], mx.array]  # (1, S, D) hidden states -> (1, S, V) logits
 
 CHUNK_BYTES = 8 << 20  # of float32 logits; MLX holds a few chunks at a time
-CHUNK_ROWS = 64  # at least: every chunk reads the whole head
+CHUNK_ROWS = 128  # at least: every chunk reads the whole head
 BLOCK = 128
 
 

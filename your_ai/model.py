@@ -46,6 +46,19 @@ def load_base(folder: Path, dtype: mx.Dtype, quantize: int | None = None) -> tup
     quantize: bits, for a model that is not quantized yet. Raises UserError for a folder
     that is not whole, or that mlx-lm cannot load.
     """
+    network, config = load_network(folder, dtype, quantize)
+    try:
+        tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+    except Exception as error:  # transformers raises what it likes for a broken tokenizer
+        reason = first_line(error)
+        raise UserError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
+    return network, tokenizer
+
+
+def load_network(
+    folder: Path, dtype: mx.Dtype, quantize: int | None = None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a folder and its configuration, as `load_base` has them."""
     check_model(folder)
     if glob.escape(str(folder)) != str(folder):
         raise UserError(f"{folder}: mlx-lm finds no weights below a name with *, ? or [")
@@ -58,13 +71,7 @@ def load_base(folder: Path, dtype: mx.Dtype, quantize: int | None = None) -> tup
     if quantize is not None:
         model, config = quantize_base(model, config, quantize, folder)
     cast(model, dtype)
-    try:
-        tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
-    except Exception as error:  # and so does transformers for a broken tokenizer
-        raise UserError(
-            f"{folder}: its tokenizer cannot be loaded ({first_line(error)})"
-        ) from error
-    return model, tokenizer
+    return model, config
 
 
 def quantize_base(

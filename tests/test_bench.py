@@ -1,0 +1,70 @@
+"""The side by side: that it is the same contest for all, and what it prints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.conftest import call
+from your_ai import bench
+from your_ai.errors import UserError
+from your_ai.files import sha256
+from your_ai.shapes import make_shape
+
+SHORT = ("bench", "--shape", "tiny", "--seq-len", 32, "--steps", 3, "--lora-layers", "all")
+
+
+@pytest.mark.parametrize("supervised", [1.0, 0.3])
+def test_all_contenders_follow_the_same_losses(capsys, supervised):
+    """Which holds our recipe against mlx-lm's own trainer, checkpointing or not."""
+    options = ("--lora-targets", "all-linear", "--supervised", supervised, "--json")
+    assert call(*SHORT, "--bits", 0, *options) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["contender"] for row in rows] == ["fused", "mlx-lm", "mlx-lm-checkpoint"]
+    for row in rows:
+        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
+        assert row["losses"][-1] < row["losses"][0]
+        assert 0 < row["seconds_min"] <= row["seconds_median"]
+        assert row["process_mb"] > row["peak_mb"] > 0
+
+
+def test_the_table_gives_ratios_to_each_peer(capsys):
+    assert call(*SHORT, "--against", "mlx-lm") == 0
+    text = capsys.readouterr().out
+    assert "fused" in text
+    assert "speed" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "give --shape or --model; shapes: tiny, small"),
+        (("--shape", "smal"), "did you mean small"),
+        (("--shape", "tiny", "--bits", 3), "--bits 3: must be 4 or 8"),
+        (("--shape", "tiny", "--plan", "fusd"), "did you mean fused"),
+        (("--shape", "tiny", "--against", "x"), "--against x: unknown"),
+        (("--shape", "tiny", "--plan", "none", "--against", "none"), "nothing to measure"),
+        (("--shape", "tiny", "--dtype", "int8"), "--dtype: expected auto or float32"),
+        (("--shape", "tiny", "--model", "demo"), "give --shape or --model"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(capsys, options, message):
+    assert call("bench", *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_shape_is_made_once_and_always_the_same(tmp_path):
+    first = make_shape("tiny", 4, "float32", tmp_path / "a")
+    again = make_shape("tiny", 4, "float32", tmp_path / "b")
+    for path in first.glob("*.safetensors"):
+        assert sha256(path) == sha256(again / path.name)
+    before = (first / "config.json").stat().st_mtime_ns
+    assert make_shape("tiny", 4, "float32", tmp_path / "a") == first
+    assert (first / "config.json").stat().st_mtime_ns == before
+
+
+def test_names_may_be_spaced():
+    assert bench.named(" mlx-lm , mlx-lm-checkpoint", "against", bench.PEERS) == list(bench.PEERS)
+    with pytest.raises(UserError):
+        bench.named("mlx", "against", bench.PEERS)

@@ -1,0 +1,296 @@
+"""Side by side with mlx-lm: the same weights, tokens and adapters, each in its own process.
+
+`python -m your_ai.bench` with a Contest as JSON on stdin runs one contender and prints
+one row as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optim
+import numpy as np
+from rich.table import Table
+
+from your_ai import hub, model, optimizer
+from your_ai.config import TrainConfig, coerce, flag, nearest
+from your_ai.data.batches import Batch, make_batch
+from your_ai.data.examples import Examples, Tally
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.fused import fused_engine
+from your_ai.errors import RunError, UserError
+from your_ai.rng import derive_seed
+from your_ai.shapes import SHAPES, make_shape
+
+PLANS = ("fused",)
+PEERS = ("mlx-lm", "mlx-lm-checkpoint")
+ROUNDS = 2  # of all contenders, in turn, so that a machine that slows down slows them all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """What every contender does: `steps` updates with AdamW on one and the same batch.
+
+    supervised: the share of each row's tokens that are trained, the last ones.
+    """
+
+    folder: str
+    dtype: str
+    seq_len: int
+    batch_size: int
+    lora_rank: int
+    lora_layers: int | str | None
+    lora_targets: tuple[str, ...]
+    supervised: float
+    steps: int
+    learning_rate: float = 1e-4
+
+    @property
+    def targets(self) -> int:
+        """Trained tokens of a row."""
+        return max(1, round(self.supervised * self.seq_len))
+
+    def train_config(self) -> TrainConfig:
+        return TrainConfig(
+            lora_rank=self.lora_rank,
+            lora_layers=self.lora_layers,
+            lora_targets=tuple(self.lora_targets),
+            learning_rate=self.learning_rate,
+            max_grad_norm=0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one contender measured. peak_mb: of MLX, from the first step on; process_mb: the
+    most the process ever held; seconds: of each step but the first, which compiles."""
+
+    contender: str
+    peak_mb: float
+    process_mb: float
+    seconds_median: float
+    seconds_min: float
+    tokens_per_s: float
+    losses: list[float]
+
+
+def prepare_contest(
+    shape: str | None,
+    model_name: str | None,
+    bits: int,
+    dtype: str,
+    seq_len: int,
+    batch_size: int,
+    lora_rank: int,
+    lora_layers: str,
+    lora_targets: str,
+    plan: str,
+    supervised: float,
+    steps: int,
+    against: str,
+) -> tuple[Contest, list[str]]:
+    """The contest and its contenders, with the shape's weights made. Raises UserError."""
+    if (shape is None) == (model_name is None):
+        raise UserError(f"give --shape or --model; shapes: {', '.join(SHAPES)}")
+    contenders = [*named(plan, "plan", PLANS), *named(against, "against", PEERS)]
+    if not contenders:
+        raise UserError("--plan and --against name nothing to measure")
+    settings = {"lora_layers": lora_layers, "lora_targets": lora_targets, "dtype": dtype}
+    config = TrainConfig(**{n: coerce(n, v, flag(n)) for n, v in settings.items()})
+    if dtype == "auto":
+        raise UserError("--dtype auto: name a type, so that figures can be compared")
+    if model_name is not None:
+        folder = hub.find_model(model_name)
+        hub.check_model(folder)
+    else:
+        if shape not in SHAPES:
+            known = ", ".join(SHAPES)
+            raise UserError(f"--shape {shape}: unknown{nearest(str(shape), SHAPES)} ({known})")
+        if bits not in (0, 4, 8):
+            raise UserError(f"--bits {bits}: must be 4 or 8, or 0 for weights as they are")
+        folder = make_shape(shape, bits, dtype, hub.store() / "shapes")
+    contest = Contest(
+        folder=str(folder),
+        dtype=dtype,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        lora_rank=lora_rank,
+        lora_layers=config.lora_layers,
+        lora_targets=config.lora_targets,
+        supervised=supervised,
+        steps=steps,
+    )
+    return contest, contenders
+
+
+def named(text: str, option: str, known: tuple[str, ...]) -> list[str]:
+    """The names in a list with commas. Raises UserError for one that is not known."""
+    names = [name.strip() for name in text.split(",") if name.strip() not in ("", "none")]
+    for name in names:
+        if name not in known:
+            hint = nearest(name, known)
+            raise UserError(f"--{option} {name}: unknown{hint} ({', '.join(known)})")
+    return names
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows side by side; the last columns say what each plan is worth against each peer."""
+    peers = [row for row in rows if row.contender in PEERS]
+    drawn = Table("", "peak MB", "process MB", "s/step (median)", "min", "tokens/s", "last loss")
+    for peer in peers:
+        drawn.add_column(f"speed / {peer.contender}")
+    for row in rows:
+        ratios = [f"{peer.seconds_median / row.seconds_median:.2f}" for peer in peers]
+        drawn.add_row(
+            row.contender, f"{row.peak_mb:.0f}", f"{row.process_mb:.0f}",
+            f"{row.seconds_median:.3f}", f"{row.seconds_min:.3f}", f"{row.tokens_per_s:.0f}",
+            f"{row.losses[-1]:.5f}", *ratios,
+        )  # fmt: skip
+    return drawn
+
+
+def compare(contest: Contest, contenders: list[str]) -> list[Row]:
+    """Every contender ROUNDS times, in turn. Raises RunError where one fails."""
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    for _ in range(ROUNDS):
+        for name in contenders:
+            measured[name].append(run_alone(contest, name))
+    return [combine(contest, name, rounds) for name, rounds in measured.items()]
+
+
+def run_alone(contest: Contest, contender: str) -> dict[str, Any]:
+    """One contender in a process of its own."""
+    task = json.dumps({"contest": dataclasses.asdict(contest), "contender": contender})
+    done = subprocess.run(
+        [sys.executable, "-m", "your_ai.bench"],
+        input=task, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise RunError(f"{contender}: {lines[-1]}")
+    return json.loads(done.stdout)
+
+
+def combine(contest: Contest, name: str, rounds: list[dict[str, Any]]) -> Row:
+    seconds = [s for measured in rounds for s in measured["seconds"][1:]]
+    median = statistics.median(seconds)
+    return Row(
+        contender=name,
+        peak_mb=max(measured["peak_bytes"] for measured in rounds) / 1e6,
+        process_mb=max(measured["process_bytes"] for measured in rounds) / 1e6,
+        seconds_median=median,
+        seconds_min=min(seconds),
+        tokens_per_s=contest.batch_size * contest.seq_len / median,
+        losses=rounds[0]["losses"],
+    )
+
+
+def contest_tokens(contest: Contest, vocabulary: int) -> np.ndarray:
+    """(B, T + 1) random tokens, the same for every contender."""
+    rng = np.random.Generator(np.random.PCG64(derive_seed("bench tokens")))
+    return rng.integers(0, vocabulary, (contest.batch_size, contest.seq_len + 1), dtype=np.uint32)
+
+
+def contest_batch(contest: Contest, tokens: np.ndarray) -> Batch:
+    trained = np.zeros(tokens.shape, bool)
+    trained[:, -contest.targets :] = True
+    starts = np.arange(len(tokens) + 1) * tokens.shape[1]
+    weights = np.ones(len(tokens), np.float32)
+    examples = Examples(tokens.reshape(-1), trained.reshape(-1), starts, weights, Tally())
+    rows = np.arange(len(tokens))
+    return make_batch(examples, rows, len(tokens), np.array([contest.seq_len]))
+
+
+def run_ours(contest: Contest) -> Iterator[tuple[float, float]]:
+    """(loss, seconds) of each step."""
+    network, settings = model.load_network(Path(contest.folder), getattr(mx, contest.dtype))
+    config = contest.train_config()
+    adapters = model.add_adapters(network, config)
+    dequantize_on_the_cpu(network)
+    mx.eval(network.parameters())
+    engine = fused_engine(network, model.split(network), adapters.dropout_keys)
+    built = optimizer.build_optimizer(config, network.trainable_parameters())
+    update = optimizer.make_update(network, built)
+    batch = contest_batch(contest, contest_tokens(contest, settings["vocab_size"]))
+    mx.reset_peak_memory()
+    for _ in range(contest.steps):
+        began = time.perf_counter()
+        loss, grads = engine.gradients(batch, 1 / batch.weight, 0)
+        mx.eval(loss, grads)
+        update(grads, 1.0, contest.learning_rate)
+        yield loss.item() / batch.weight, time.perf_counter() - began
+        del grads
+
+
+def run_mlx_lm(contest: Contest, checkpointing: bool) -> Iterator[tuple[float, float]]:
+    """The same through mlx-lm's own trainer, as it is."""
+    from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, train
+
+    network, settings = model.load_network(Path(contest.folder), getattr(mx, contest.dtype))
+    config = contest.train_config()
+    model.add_adapters(network, config)
+    mx.eval(network.parameters())
+    tokens = mx.array(contest_tokens(contest, settings["vocab_size"]).astype(np.int32))
+    first = contest.seq_len - contest.targets + 1
+    lengths = mx.array([[first, contest.seq_len]] * contest.batch_size)
+    measured: list[tuple[float, float]] = []
+
+    class Collect(TrainingCallback):
+        def on_train_loss_report(self, train_info: dict) -> None:
+            measured.append((train_info["train_loss"], 1 / train_info["iterations_per_second"]))
+
+    def batches(**_: Any) -> Iterator[tuple[mx.array, mx.array]]:
+        while True:
+            yield tokens, lengths
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        options = TrainingArgs(
+            batch_size=contest.batch_size,
+            iters=contest.steps,
+            steps_per_report=1,
+            steps_per_save=contest.steps + 1,
+            adapter_file=str(Path(folder) / "adapters.safetensors"),
+            grad_checkpoint=checkpointing,
+        )
+        adamw = optim.AdamW(contest.learning_rate, weight_decay=0.0, bias_correction=True)
+        adamw.init(network.trainable_parameters())
+        mx.reset_peak_memory()
+        train(
+            network, adamw, train_dataset=[], args=options,
+            iterate_batches=batches, training_callback=Collect(),
+        )  # fmt: skip
+    yield from measured
+
+
+def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
+    if contender in PEERS:
+        steps = run_mlx_lm(contest, checkpointing=contender == "mlx-lm-checkpoint")
+    else:
+        steps = run_ours(contest)
+    losses, seconds = zip(*steps, strict=True)
+    scale = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return {
+        "losses": losses,
+        "seconds": seconds,
+        "peak_bytes": mx.get_peak_memory(),
+        "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
+    }
+
+
+if __name__ == "__main__":
+    task = json.loads(sys.stdin.read())
+    print(json.dumps(run_contender(Contest(**task["contest"]), task["contender"])))

@@ -1,0 +1,92 @@
+"""Shapes of real models with random weights, made on the spot: to measure, not to use."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from your_ai.files import whole_folder
+from your_ai.rng import derive_seed
+
+GROUP_SIZE = 64
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def llama(hidden: int, blocks: int, heads: int, kv: int, mlp: int, vocabulary: int, **more: Any):
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": hidden // heads,
+        "intermediate_size": mlp,
+        "vocab_size": vocabulary,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        **more,
+    }
+
+
+# From the public configurations of these models; tiny and small are of no model.
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": llama(128, 4, 4, 2, 384, 1024),
+    "small": llama(1024, 16, 16, 8, 2816, 32000),
+    "qwen2.5-0.5b": {
+        **llama(896, 24, 14, 2, 4864, 151936),
+        "model_type": "qwen2",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 32768,
+    },
+    "llama-3.2-1b": llama(
+        2048, 16, 32, 8, 8192, 128256, rope_scaling={**LLAMA3_ROPE, "factor": 32.0}
+    ),
+    "llama-3.1-8b": llama(
+        4096, 32, 32, 8, 14336, 128256,
+        rope_scaling={**LLAMA3_ROPE, "factor": 8.0}, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+
+
+def make_shape(name: str, bits: int, dtype: str, folder: Path) -> Path:
+    """A model folder of this shape below `folder`, made if it is not there yet.
+
+    bits: 4 or 8 to quantize, 0 to leave the weights in `dtype`. The same arguments give
+    the same weights. One shard a block, so that little more than the model is held.
+    """
+    target = folder / f"{name}-{bits}bit-{dtype}"
+    if (target / "config.json").is_file():
+        return target
+    config = dict(SHAPES[name])
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(derive_seed("shape", name))
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.set_dtype(getattr(mx, dtype))
+    if bits:
+        config["quantization"] = {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
+        nn.quantize(model, GROUP_SIZE, bits)
+    shards: dict[str, dict[str, mx.array]] = {}
+    for path, array in tree_flatten(model.parameters()):
+        block = path.split("layers.")[1].split(".")[0] if "layers." in path else "rest"
+        shards.setdefault(block, {})[path] = array
+    folder.mkdir(parents=True, exist_ok=True)
+    with whole_folder(target) as temporary:
+        for block, arrays in shards.items():
+            path = temporary / f"model-{block}.safetensors"
+            mx.save_safetensors(str(path), arrays, {"format": "mlx"})
+        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return target
