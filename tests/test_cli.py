@@ -221,3 +221,16 @@ def test_an_encoding_that_cannot_print_an_answer_ends_nothing(options, own_folde
     )
     assert done.returncode == 0, done.stderr
     assert b"F??e?" in done.stdout
+
+
+def test_a_run_that_fails_behind_a_broken_display_is_kept(capsys, options, monkeypatch):
+    def broken(*arguments: object) -> str:
+        raise ValueError("no such view")
+
+    def failing(*arguments: object) -> None:
+        raise ZeroDivisionError("in the first step")
+
+    monkeypatch.setattr("your_ai.dashboard.view.event_line", broken)
+    monkeypatch.setattr("your_ai.train.train_step", failing)
+    assert call(*options, "--run", "first") == 1
+    assert os.path.isdir("runs/first/checkpoints/step-000000")

@@ -73,9 +73,9 @@ def train(config: str | None, resume: str | None, **flags: Any) -> None:
     console = open_console()
     flags = {name: value for name, value in flags.items() if value is not None}
     if resume is not None:
-        for other in ("config", "run"):
-            if config is not None if other == "config" else other in flags:
-                raise UserError(f"--resume {resume}: goes without --{other}; the run has its own")
+        for other, given in (("--config", config is not None), ("--run", "run" in flags)):
+            if given:
+                raise UserError(f"--resume {resume}: goes without {other}; the run has its own")
         folder = folders.find(resume)
         settings = resumed(folder.read_config(), flags)
         find_model(settings.model)
@@ -94,7 +94,6 @@ def train_and_show(folder: RunFolder, settings: TrainConfig, console: Console, n
     from your_ai.run.folder import discard
     from your_ai.run.stopping import stop_signals
 
-    follower = None
     try:
         with stop_signals() as stop, following(folder.events, console) as follower:
             from your_ai.train import carry_out  # mlx takes a second: shown as starting
@@ -102,7 +101,7 @@ def train_and_show(folder: RunFolder, settings: TrainConfig, console: Console, n
             stop.on_second = lambda: follower.leave(folder.name)
             status = carry_out(folder, settings, stop)
     except BaseException:
-        if new and (follower is None or follower.state.started is None):
+        if new and not folder.checkpoints.exists():  # the first is written before any step
             discard(folder)
         raise
     if follower.failure is None:
