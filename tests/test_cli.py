@@ -197,6 +197,51 @@ def test_a_run_is_found_and_goes_on_from_any_folder(
     assert call("generate", "--run", "../runs/first", "--prompt", "hi", "--max-tokens", 2) == 0
 
 
+def test_the_command_that_resumes_is_right_from_any_folder(
+    capsys, options, own_folder, monkeypatch
+):
+    assert call(*options, "--run", "first", "--max-steps", 1) == 0
+    assert "try it: your_ai generate --run first " in capsys.readouterr().out
+    (own_folder / "else where").mkdir()
+    monkeypatch.chdir(own_folder / "else where")
+    assert call("train", "--resume", own_folder / "runs" / "first") == 0
+    out = capsys.readouterr().out
+    assert f"your_ai generate --run {own_folder}/runs/first " in out
+
+
+def test_settings_changed_behind_its_back_are_refused(capsys, options):
+    assert call(*options, "--run", "first", "--max-steps", 1) == 0
+    path = Path("runs/first/config.yaml")
+    path.write_text(path.read_text().replace("optimizer: adamw", "optimizer: sgd"))
+    assert call("train", "--resume", "first", "--max-steps", 2) == 2
+    assert "the settings changed since the run began (optimizer)" in capsys.readouterr().err
+
+
+def test_a_damaged_cache_of_tokens_is_made_again(capsys, options, own_folder):
+    assert call(*options, "--run", "whole", "--max-steps", 4) == 0
+    assert call(*options, "--run", "cut", "--max-steps", 2) == 0
+    for path in (own_folder / "home" / "cache" / "examples").glob("*/tokens.bin"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    assert call("train", "--resume", "cut", "--max-steps", 4) == 0
+    adapters = [Path(f"runs/{run}/adapter/adapters.safetensors") for run in ("whole", "cut")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+
+
+def test_half_precision_on_the_cpu_is_told_to_be_slow(capsys, options):
+    assert call(*options, "--run", "a", "--max-steps", 1, "--dtype", "bfloat16") == 0
+    assert "--dtype float32 is quick" in capsys.readouterr().out
+
+
+def test_exact_match_is_of_the_answers_whatever_is_trained(capsys, options):
+    options = [*options, "--exact-match", "--max-steps", 1]
+    assert call(*options, "--run", "masked") == 0
+    masked = capsys.readouterr().out.splitlines()[-1]
+    assert call(*options, "--run", "whole", "--no-mask-prompt") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == masked
+
+
 def test_rows_that_all_weigh_nothing_are_refused(capsys, own_folder, tiny_model):
     write_rows(own_folder / "d" / "train.jsonl", [chat("a", "b", weight=0)])
     error = refused(capsys, "train", "--model", tiny_model, "--data", "d")

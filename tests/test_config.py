@@ -29,6 +29,11 @@ def test_nothing_at_all_is_the_demo():
     assert resolve({"max_steps": "3"}, None).max_steps == 3
 
 
+def test_the_demo_by_its_name_is_the_demo():
+    assert resolve({"model": "demo"}, None) == resolve({}, None)
+    assert resolve({"model": "demo", "data": "d"}, None).exact_match is False
+
+
 def test_data_alone_means_a_real_model():
     assert resolve({"data": "d"}, None).model == "llama-8b"
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import shutil
 
 import mlx.core as mx
@@ -7,7 +8,7 @@ import pytest
 from mlx_lm import generate as mlx_lm_generate
 from mlx_lm import load as mlx_lm_load
 
-from tests.conftest import train
+from tests.conftest import make_model, train
 from your_ai import generate
 from your_ai.errors import UserError
 from your_ai.run import checkpoint
@@ -50,12 +51,27 @@ def test_an_unfinished_run_answers_from_its_newest_checkpoint(run):
     assert generate.find_adapter(run) == checkpoint.list_checkpoints(run.checkpoints)[0]
     generate.load_run(run, generate.find_adapter(run))
     shutil.rmtree(run.checkpoints)
-    with pytest.raises(UserError, match="has no adapter and no checkpoint yet"):
+    with pytest.raises(UserError, match="has no whole adapter and no checkpoint yet"):
         generate.find_adapter(run)
 
 
-def test_a_damaged_adapter_is_named(run):
+def test_a_damaged_adapter_is_not_used(run):
     path = run.adapter / checkpoint.ADAPTERS
-    path.write_bytes(path.read_bytes()[:-50])
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert generate.find_adapter(run) == run.checkpoints / "step-000003"
+
+
+def test_an_adapter_of_another_model_is_named(run, tmp_path):
+    other = make_model(tmp_path / "other", hidden_size=128)
+    run.write_config(dataclasses.replace(run.read_config(), model=str(other)))
     with pytest.raises(UserError, match="adapter: does not fit"):
         generate.load_run(run, run.adapter)
+
+
+def test_a_newer_checkpoint_is_preferred_to_an_older_adapter(run):
+    assert generate.find_adapter(run) == run.adapter
+    newer = run.checkpoints / "step-000007"
+    shutil.copytree(run.checkpoints / "step-000003", newer)
+    assert generate.find_adapter(run) == newer

@@ -35,7 +35,7 @@ def test_mlx_lm_loads_the_adapter_and_computes_our_logits(tmp_path, architecture
     folder = make_model(tmp_path / "m", architecture)
     network, adapters = adapted(folder, lora_targets=("all-linear",), use_dora=dora)
     path = tmp_path / "adapter"
-    checkpoint.save_adapter(path, model.adapter_arrays(network), adapters.config)
+    checkpoint.save_adapter(path, model.adapter_arrays(network), adapters.config, 1)
     theirs, _ = mlx_lm_load(str(folder), adapter_path=str(path))
     base, _ = mlx_lm_load(str(folder))
     ours = network(TOKENS)
@@ -219,3 +219,24 @@ def test_experts_can_be_adapted_but_not_with_dropout(tmp_path):
         )
     adapters = model.add_adapters(network, TrainConfig(lora_layers=1, lora_targets=("up_proj",)))
     assert adapters.config["lora_parameters"]["keys"] == ["mlp.switch_mlp.up_proj"]
+
+
+def test_a_model_that_cannot_run_is_refused_before_the_run_begins(tiny_model):
+    config = TrainConfig(lora_layers=1, lora_dropout=0.5)
+    network, _ = model.load_base(tiny_model, mx.float32)
+    adapters = model.add_adapters(network, config)
+    model.try_out(network, adapters, config)
+    assert adapters.dropout_keys.rows is None
+
+    class Stepwise(nn.Module):
+        """As state-space models run some of their layers: one token after the other."""
+
+        def __call__(self, tokens: mx.array) -> mx.array:
+            return network.layers[-1].self_attn.q_proj(mx.zeros((1, 64)))
+
+    with pytest.raises(UserError, match="--lora-dropout: not possible on these --lora-targets"):
+        model.try_out(Stepwise(), adapters, config)
+    network.model.layers = []
+    del network.model["norm"]
+    with pytest.raises(UserError, match="the model fails on a short row"):
+        model.try_out(network, adapters, config)

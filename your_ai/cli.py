@@ -83,7 +83,7 @@ def train(config: str | None, resume: str | None, **flags: Any) -> None:
         settings = resolve(flags, config)
         find_model(settings.model)  # may fetch it, with progress bars of its own
         folder = folders.create(settings)
-        if settings.model == DEMO and settings.data == DEMO:
+        if settings.model == settings.data == DEMO and settings.exact_match:
             console.print(DEMO_NOTE, markup=False)
     raise typer.Exit(train_and_show(folder, settings, console, new=resume is None))
 
@@ -98,14 +98,14 @@ def train_and_show(folder: RunFolder, settings: TrainConfig, console: Console, n
         with stop_signals() as stop, following(folder.events, console) as follower:
             from your_ai.train import carry_out  # mlx takes a second: shown as starting
 
-            stop.on_second = lambda: follower.leave(folder.name)
+            stop.on_second = lambda: follower.leave(folder.reference)
             status = carry_out(folder, settings, stop)
     except BaseException:
         if new and not folder.checkpoints.exists():  # the first is written before any step
             discard(folder)
         raise
     if follower.failure is None:
-        follower.print_summary(folder.name)
+        follower.print_summary(folder.reference)
     else:
         reason = f"{type(follower.failure).__name__}: {follower.failure}"
         print(f"note: the run went on when its display failed ({reason})", file=sys.stderr)
@@ -173,7 +173,7 @@ def generate(
 
     path = generation.find_adapter(folder) if adapter else None
     if path is not None and path != folder.adapter:
-        typer.echo(f"note: the run is not finished; using {path}", err=True)
+        typer.echo(f"note: no finished adapter, or an older one; using {path}", err=True)
     model, tokenizer = generation.load_run(folder, path)
     tokens = generation.chat_prompt(tokenizer, prompt)
     for piece in generation.stream(model, tokenizer, tokens, max_tokens, temperature, seed):

@@ -52,7 +52,7 @@ class TrainConfig:
     mask_prompt: bool = setting(True, "Train on the answers alone where rows have prompts.")
 
     lora_rank: int = setting(16, "Rank of the adapters.")
-    lora_alpha: float = setting(32.0, "Scale of the adapters, times the rank.")
+    lora_alpha: float = setting(32.0, "The adapters are scaled by alpha / rank.")
     lora_layers: int | Literal["all"] | None = setting(
         None, "How many of the last blocks to adapt, or all; 4 unless the model has fewer."
     )
@@ -93,6 +93,11 @@ class TrainConfig:
     @property
     def rows_per_step(self) -> int:
         return self.batch_size * self.grad_accumulation
+
+    def decisive(self) -> dict[str, str]:
+        """The settings that must not change when a run is resumed, as text."""
+        free = (*RESUMABLE, "run")
+        return {n: repr(v) for n, v in dataclasses.asdict(self).items() if n not in free}
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
@@ -276,10 +281,10 @@ def default_text(name: str) -> str:
 def resolve(flags: Mapping[str, Any], preset: str | None) -> TrainConfig:
     """The settings of a new run: defaults, then the preset, then the flags.
 
-    Without a model and without data, it is the embedded demo's preset.
+    Without data, and without a model or with the demo's, it is the demo's preset.
     """
     settings: dict[str, Any] = {}
-    if preset is None and "model" not in flags and "data" not in flags:
+    if preset is None and flags.get("model", DEMO) == DEMO and "data" not in flags:
         preset = DEMO
     if preset is not None:
         path = find_preset(preset)
@@ -288,8 +293,6 @@ def resolve(flags: Mapping[str, Any], preset: str | None) -> TrainConfig:
     settings = settings | {name: coerce(name, value, flag(name)) for name, value in flags.items()}
     config = build(settings, "settings")
     if not config.data:
-        if config.model == DEMO:
-            return dataclasses.replace(config, data=DEMO)
         raise UserError("--data is missing: give a folder with train.jsonl, or one .jsonl file")
     return config
 

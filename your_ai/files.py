@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +61,12 @@ def whole_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def clean(folder: Path) -> None:
-    """Delete what a killed process left half-written in `folder`."""
+def clean(folder: Path, older_than_s: float = 0.0) -> None:
+    """Delete what a killed process left half-written in `folder`.
+
+    older_than_s: spare what is younger, where others may be writing just now.
+    """
     for path in folder.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime >= older_than_s:
+                shutil.rmtree(path, ignore_errors=True)

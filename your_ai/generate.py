@@ -20,12 +20,13 @@ from your_ai.run.folder import RunFolder
 
 
 def find_adapter(folder: RunFolder) -> Path:
-    """The run's finished adapter, or else its newest whole checkpoint."""
-    if (folder.adapter / checkpoint.ADAPTERS).is_file():
-        return folder.adapter
+    """The run's finished adapter, or its newest whole checkpoint where that is newer."""
+    finished = checkpoint.adapter_step(folder.adapter)
     newest, _ = checkpoint.newest(folder.checkpoints)
+    if finished is not None and (newest is None or checkpoint.step_of(newest) <= finished):
+        return folder.adapter
     if newest is None:
-        raise UserError(f"{folder.path}: has no adapter and no checkpoint yet")
+        raise UserError(f"{folder.path}: has no whole adapter and no checkpoint yet")
     return newest
 
 

@@ -148,6 +148,8 @@ class KeyedDropout(nn.Module):
         rows = self._keys.rows
         if rows is None or self.p == 0:
             return x
+        if x.ndim != 3 or x.shape[0] != rows.size:
+            raise ValueError(f"dropout needs rows of tokens, found an input of shape {x.shape}")
         keep = dropout_bits(rows, self._layer, *x.shape[1:]) >= uint32(int(self.p * 2**32))
         return mx.where(keep, x * (1 / (1 - self.p)), 0).astype(x.dtype)
 
@@ -262,6 +264,23 @@ def set_adapters(model: nn.Module, arrays: dict[str, mx.array]) -> None:
         name = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]
         raise UserError(f"the adapter does not fit the model: {name} is missing or of other shape")
     model.update(tree_unflatten(list(arrays.items())))
+
+
+def try_out(model: nn.Module, adapters: Adapters, config: TrainConfig) -> None:
+    """Run the model on a short row as training will. Raises UserError where it cannot."""
+    model.train()
+    adapters.dropout_keys.set(mx.zeros((1,), mx.uint32))
+    try:
+        mx.eval(model(mx.arange(8)[None]))
+    except Exception as error:  # an architecture's code raises what it likes
+        if config.lora_dropout > 0 and "dropout" in str(error):
+            what = f"--lora-dropout: not possible on these --lora-targets ({first_line(error)})"
+        else:
+            what = f"{config.model}: the model fails on a short row ({first_line(error)})"
+        raise UserError(f"{what}; try other settings, or --dtype float32") from error
+    finally:
+        adapters.dropout_keys.set(None)
+        model.eval()
 
 
 @dataclass(frozen=True)

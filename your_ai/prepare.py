@@ -70,13 +70,16 @@ def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
     hub.check_model(base)
     dtype = model.compute_dtype(config.dtype)
     log.write(events.Stage(text=f"loading {config.model}"))
+    if dtype != mx.float32 and mx.default_device().type == mx.cpu:
+        text = "the CPU computes many times slower in half precision; --dtype float32 is quick"
+        log.write(events.Notice(text=text))
     network, tokenizer = model.load_base(base, dtype, config.quantize)
     adapters = model.add_adapters(network, config)
 
     files = hub.fingerprint(base)
     samples = sample_prompts(splits.get("test"), tokenizer, config.samples)
     examples = {
-        name: load_split(path, config, tokenizer, files, log)
+        name: load_split(name, path, config, tokenizer, files, log)
         for name, path in splits.items()
         if name != "test" or config.exact_match
     }
@@ -90,6 +93,7 @@ def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
 
     dequantize_on_the_cpu(network)
     mx.eval(network.parameters())
+    model.try_out(network, adapters, config)
     split = model.split(network)
     if not split.hidden:
         text = "the model cannot be split before its head: every position goes through it"
@@ -110,6 +114,7 @@ def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
         depends_on={
             "model": files,
             "data": {p.name: sha256(p) for n, p in splits.items() if n != "test"},
+            "settings": config.decisive(),
         },
     )
 
@@ -122,9 +127,17 @@ def count_steps(config: TrainConfig, plan: StepPlan) -> int:
 
 
 def load_split(
-    path: Path, config: TrainConfig, tokenizer: Any, files: dict[str, str], log: events.EventLog
+    name: str,
+    path: Path,
+    config: TrainConfig,
+    tokenizer: Any,
+    files: dict[str, str],
+    log: events.EventLog,
 ) -> Examples:
-    """The examples of one file; what was cut from its rows is told once."""
+    """The examples of one file; what was cut from its rows is told once.
+
+    Test rows are always masked: an exact match is of the answer.
+    """
 
     def told(rows: Iterator[Row]) -> Iterator[Row]:
         text = f"reading {path.name}"
@@ -138,7 +151,7 @@ def load_split(
 
     examples = load_examples(
         path,
-        Encoder(tokenizer, config.mask_prompt),
+        Encoder(tokenizer, config.mask_prompt or name == "test"),
         hub.tokenizer_fingerprint(files),
         config.max_seq_length,
         config.too_long,

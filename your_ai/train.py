@@ -90,7 +90,7 @@ def run(
     else:
         show_test_rows("after", prepared, log, stop)
         arrays = model.adapter_arrays(prepared.model)
-        checkpoint.save_adapter(folder.adapter, arrays, prepared.adapters.config)
+        checkpoint.save_adapter(folder.adapter, arrays, prepared.adapters.config, state.step)
         reason, adapter = "done", str(folder.adapter)
     seconds = time.perf_counter() - began
     finished = events.Finished(step=state.step, reason=reason, adapter=adapter, seconds=seconds)

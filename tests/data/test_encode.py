@@ -224,6 +224,13 @@ def test_every_assistant_turn_is_trained(demo_tokenizer):
     )
 
 
+def test_a_tool_call_that_the_template_leaves_out_is_named(demo_tokenizer):
+    row = chat_row("hi", "")
+    row.content.messages[1]["tool_calls"] = [{"function": {"name": "f", "arguments": {}}}]
+    with pytest.raises(UserError, match=r"messages\[1\]: .* leaves out tool_calls"):
+        Encoder(demo_tokenizer).encode(row)
+
+
 def test_a_message_of_weight_0_is_not_trained(demo_tokenizer):
     row = chat_row("hi", "ok", "re", "no")
     row.content.messages[1]["weight"] = 0

@@ -229,9 +229,11 @@ def test_prune_goes_on_where_one_cannot_be_deleted(own_folder, monkeypatch):
 
 def test_an_adapter_folder_replaces_the_one_before(own_folder):
     target = own_folder / "adapter"
-    checkpoint.save_adapter(target, make(1).adapters, {"rank": 1})
-    checkpoint.save_adapter(target, make(2).adapters, {"rank": 2})
-    assert json.loads((target / checkpoint.ADAPTER_CONFIG).read_text()) == {"rank": 2}
+    checkpoint.save_adapter(target, make(1).adapters, {"rank": 1}, 4)
+    checkpoint.save_adapter(target, make(2).adapters, {"rank": 2}, 8)
+    written = json.loads((target / checkpoint.ADAPTER_CONFIG).read_text())
+    assert written == {"rank": 2, "step": 8}
+    assert checkpoint.adapter_step(target) == 8
     saved = mx.load(str(target / checkpoint.ADAPTERS))
     assert saved["a.lora_a"].tolist() == make(2).adapters["a.lora_a"].tolist()
     assert [p.name for p in own_folder.iterdir()] == ["adapter"]

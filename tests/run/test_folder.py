@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -231,3 +232,12 @@ def test_a_damaged_config_is_refused(kept_lines):
     run.config.write_text("".join(lines[:kept_lines]))
     with pytest.raises(UserError, match=r"config\.yaml"):
         run.read_config()
+
+
+def test_what_a_killed_creation_left_is_cleaned_once_it_is_old():
+    for name, age_s in (("old", 7200), ("young", 0)):
+        (RUNS / f".tmp-{name}").mkdir(parents=True)
+        then = time.time() - age_s
+        os.utime(RUNS / f".tmp-{name}", (then, then))
+    create(CONFIG)
+    assert sorted(path.name for path in RUNS.iterdir()) == [".tmp-young", "r"]

@@ -175,6 +175,11 @@ class Encoder:
         answer = text[start:end].rstrip()
         if answer.endswith(self.end_tokens):
             end = start + len(answer)  # generation stops there: what follows is never produced
+            answer = answer[: -max(len(t) for t in self.end_tokens if answer.endswith(t))]
+        if chat.messages[index].get("tool_calls") and not answer.strip():
+            raise UserError(
+                f"{where}: messages[{index}]: the model's chat template leaves out tool_calls"
+            )
         return start, end
 
     def _span_by_prefix(

@@ -21,8 +21,11 @@ from your_ai.data.rows import Row, read_rows
 from your_ai.errors import UserError
 from your_ai.files import sha256, whole_folder
 
-FORMAT = 1  # raise it when the encoding of rows changes: old caches are then not found
+FORMAT = 2  # raise it when the encoding of rows changes: old caches are then not found
 KEEP_CACHE_DAYS = 30
+ARRAYS = ("tokens.bin", "trained.bin", "starts.npy", "weights.npy")
+TALLY = "tally.json"
+REPLACING_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -158,28 +161,46 @@ def write_examples(folder: Path, pieces: Iterator[tuple[Encoded | None, float, s
             counts["examples"] = len(lengths)
             np.save(temporary / "starts.npy", np.cumsum([0, *lengths], dtype=np.int64))
             np.save(temporary / "weights.npy", np.array(weights, np.float32))
-            (temporary / "tally.json").write_text(json.dumps(counts))
+            tokens_file.flush()
+            trained_file.flush()
+            sums = {name: sha256(temporary / name) for name in ARRAYS}
+            (temporary / TALLY).write_text(json.dumps({"tally": counts, "sha256": sums}))
     except OSError as error:
+        if (theirs := wait_for_examples(folder)) is not None:
+            return theirs  # another run put the same rows there meanwhile
         raise UserError(
             f"{folder.parent}: cannot keep tokenized rows there ({error.strerror}); make room, "
             "or set YOUR_AI_HOME to another folder"
         ) from error
-    examples = open_examples(folder)
+    examples = wait_for_examples(folder)
     if examples is None:
         raise UserError(f"{folder}: the tokenized rows cannot be read back; delete the folder")
     return examples
 
 
+def wait_for_examples(folder: Path) -> Examples | None:
+    """The examples in a cache folder that another process may just be replacing."""
+    for _ in range(REPLACING_TRIES):
+        examples = open_examples(folder)
+        if examples is not None:
+            return examples
+        time.sleep(0.05)
+    return None
+
+
 def open_examples(folder: Path) -> Examples | None:
-    """The examples in a cache folder, or None where it is missing or not whole."""
+    """The examples in a cache folder, or None where it is missing or damaged."""
     try:
-        tally = Tally(**json.loads((folder / "tally.json").read_text()))
+        content = json.loads((folder / TALLY).read_text())
+        tally = Tally(**content["tally"])
+        if content["sha256"] != {name: sha256(folder / name) for name in ARRAYS}:
+            return None
         starts = np.load(folder / "starts.npy")
         weights = np.load(folder / "weights.npy")
         total = int(starts[-1])
         tokens = map_array(folder / "tokens.bin", np.uint32, total)
         trained = map_array(folder / "trained.bin", np.bool_, total)
-    except (OSError, EOFError, ValueError, TypeError):
+    except (OSError, EOFError, ValueError, TypeError, LookupError):
         return None
     if len(starts) != len(weights) + 1 or tally.tokens != total:
         return None

@@ -31,6 +31,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 CHECKSUMS = "checksums.json"
+CONTENT = (ADAPTERS, OPTIMIZER, ADAPTER_CONFIG, STATE)
 STEP_NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -82,9 +83,22 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     return target
 
 
-def save_adapter(target: Path, adapters: Mapping[str, mx.array], config: dict[str, Any]) -> None:
+def save_adapter(
+    target: Path, adapters: Mapping[str, mx.array], config: dict[str, Any], step: int
+) -> None:
     """Write an adapter folder as mlx-lm reads it; one that is there is replaced as a whole."""
-    _write_folder(target, arrays={ADAPTERS: adapters}, texts={ADAPTER_CONFIG: config})
+    texts = {ADAPTER_CONFIG: {**config, "step": step}}
+    _write_folder(target, arrays={ADAPTERS: adapters}, texts=texts)
+
+
+def adapter_step(folder: Path) -> int | None:
+    """The step that an adapter folder is of; None where there is no whole adapter."""
+    try:
+        if fault(folder, (ADAPTERS, ADAPTER_CONFIG)) is not None:
+            return None
+        return int(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _write_folder(
@@ -118,11 +132,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder, naming the file, or None if it is whole."""
+def fault(path: Path, names: tuple[str, ...] = CONTENT) -> str | None:
+    """What is wrong with a folder written here, naming the file, or None if it is whole."""
     try:
         sums = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
-        expected = {name: sums[name] for name in (ADAPTERS, OPTIMIZER, ADAPTER_CONFIG, STATE)}
+        expected = {name: sums[name] for name in names}
     except FileNotFoundError:
         return f"{path / CHECKSUMS}: is missing"
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

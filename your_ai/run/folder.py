@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from your_ai.config import DEMO, TrainConfig, build, nearest, read_yaml, to_yaml
 from your_ai.errors import UserError
-from your_ai.files import TEMPORARY, sync
+from your_ai.files import TEMPORARY, clean, sync
 
 RUNS = Path("runs")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -31,6 +32,11 @@ class RunFolder:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def reference(self) -> str:
+        """What --resume and --run take to find it from this folder, as a shell reads it."""
+        return shlex.quote(self.name if self.path.parent == RUNS else str(self.path))
 
     @property
     def config(self) -> Path:
@@ -102,6 +108,7 @@ def create(config: TrainConfig) -> RunFolder:
     temporary = None
     try:
         RUNS.mkdir(exist_ok=True)
+        clean(RUNS, older_than_s=3600)
         temporary = RunFolder(Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{name}-", dir=RUNS)))
         temporary.path.chmod(0o755)
         temporary.write_config(with_absolute_paths(config))
