@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import chat, events_of, make_model, resume, train, write_rows
-from tests.fault.test_kill import call, final_files
+from tests.fault.processes import call, final_files
 from your_ai.config import build
 from your_ai.errors import UserError
 from your_ai.run import checkpoint, events

@@ -17,7 +17,7 @@ import mlx.core as mx
 import pytest
 
 from tests.conftest import resume, train
-from tests.fault.test_kill import call, final_files, leftovers
+from tests.fault.processes import call, final_files, leftovers
 from your_ai.config import TrainConfig, to_yaml
 from your_ai.errors import RunError, UserError
 from your_ai.files import TEMPORARY

@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from tests.conftest import chat, events_of, losses_of, make_model, resume, train, write_rows
-from tests.fault.test_kill import call, final_files
+from tests.fault.processes import call, final_files
 from your_ai import optimizer
 from your_ai import train as recipe
 from your_ai.errors import RunError

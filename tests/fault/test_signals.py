@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.conftest import chat, events_of, losses_of, resume, train, write_rows
-from tests.fault.test_kill import (
+from tests.fault.processes import (
     ENDLESS,
     PATIENCE_S,
     call,

@@ -1,0 +1,90 @@
+"""Runs in processes of their own, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import events_of
+from your_ai import cli
+from your_ai.config import TrainConfig, to_yaml
+from your_ai.files import TEMPORARY
+from your_ai.run import checkpoint, events
+from your_ai.run.folder import RunFolder
+
+PATIENCE_S = 60.0
+ENDLESS = 1_000_000  # steps
+COMMAND = "from your_ai.cli import main; main()"
+
+
+@contextlib.contextmanager
+def started(config: TrainConfig, run: str, before: str = "") -> Iterator[subprocess.Popen]:
+    """`your_ai train` in a process of its own, killed when the block ends.
+
+    before: Python to run in it first.
+    """
+    preset = Path(f"{run}.yaml")
+    preset.write_text(to_yaml(dataclasses.replace(config, run="")))
+    flags = ["train", "--config", str(preset), "--run", run]
+    command = ["-c", f"{before}\n{COMMAND}"] if before else ["-m", "your_ai"]
+    process = subprocess.Popen(
+        [sys.executable, *command, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(process: subprocess.Popen, done: Callable[[], object]) -> None:
+    """Wait for something to be true while the process runs."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+def wait_for(process: subprocess.Popen, run: RunFolder, kind: type, count: int = 1) -> None:
+    """Wait until the run has told of `count` events of a kind."""
+    wait_until(process, lambda: len(events_of(run, kind)) >= count)
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """The command line in this process: its exit status, output, and errors."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(arguments))
+    captured = capsys.readouterr()
+    return int(caught.value.code or 0), captured.out, captured.err
+
+
+def final_files(run: RunFolder) -> dict[str, bytes]:
+    """The finished adapter, and all that the newest checkpoint carries on."""
+    newest = checkpoint.list_checkpoints(run.checkpoints)[0]
+    state = json.loads((newest / checkpoint.STATE).read_text())["state"]
+    return {
+        "adapter": (run.adapter / checkpoint.ADAPTERS).read_bytes(),
+        "optimizer": (newest / checkpoint.OPTIMIZER).read_bytes(),
+        "state": json.dumps(state).encode(),
+    }
+
+
+def steps_done(run: RunFolder) -> int:
+    return max((event.step for event in events_of(run, events.Step)), default=0)
+
+
+def leftovers(run: RunFolder) -> list[Path]:
+    return list(run.path.rglob(f"{TEMPORARY}*"))
