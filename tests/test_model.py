@@ -179,7 +179,8 @@ def keys(*values: int) -> mx.array:
 
 
 def dropped(rows: mx.array, layer: int = 7, tokens: int = 64, features: int = 256, p: float = 0.25):
-    holder = model.DropoutKeys([rows])
+    places = mx.arange(tokens, dtype=mx.uint32)[None]
+    holder = model.DropoutKeys([model.TokenKeys(rows[:, None], places)])
     layer = model.KeyedDropout(p, layer, holder)
     return np.array(layer(mx.ones((rows.size, tokens, features))))
 
@@ -205,6 +206,15 @@ def test_a_rows_dropout_does_not_depend_on_its_batch():
     assert np.array_equal(together[1, :64], alone[0])
 
 
+def test_a_packed_texts_dropout_is_that_of_its_own_row():
+    apart = dropped(keys(10, 11), tokens=40)
+    rows = mx.array([[10] * 40 + [11] * 40], mx.uint32)
+    places = mx.concatenate([mx.arange(40, dtype=mx.uint32)] * 2)[None]
+    layer = model.KeyedDropout(0.25, 7, model.DropoutKeys([model.TokenKeys(rows, places)]))
+    together = np.array(layer(mx.ones((1, 80, 256))))
+    assert np.array_equal(together[0], apart.reshape(80, 256))
+
+
 def test_without_keys_dropout_passes_everything():
     x = mx.ones((1, 4, 8))
     assert mx.array_equal(model.KeyedDropout(0.9, 1, model.DropoutKeys([None]))(x), x)
@@ -226,7 +236,7 @@ def test_a_model_that_cannot_run_is_refused_before_the_run_begins(tiny_model):
     network, _ = model.load_base(tiny_model, mx.float32)
     adapters = model.add_adapters(network, config)
     model.try_out(network, adapters, config)
-    assert adapters.dropout_keys.rows is None
+    assert adapters.dropout_keys.current is None
 
     class Stepwise(nn.Module):
         """As state-space models run some of their layers: one token after the other."""

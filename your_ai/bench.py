@@ -30,13 +30,14 @@ from your_ai import hub, model, optimizer
 from your_ai.config import TrainConfig, coerce, flag, nearest
 from your_ai.data.batches import Batch, make_batch
 from your_ai.data.examples import Examples, Tally
+from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
-from your_ai.engine.fused import fused_engine
+from your_ai.engine.weights import tensors_of
 from your_ai.errors import RunError, UserError
 from your_ai.rng import derive_seed
 from your_ai.shapes import SHAPES, make_shape
 
-PLANS = ("fused",)
+PLANS = ("fused", "staged", "streamed")
 PEERS = ("mlx-lm", "mlx-lm-checkpoint")
 ROUNDS = 2  # of all contenders, in turn, so that a machine that slows down slows them all
 
@@ -215,16 +216,21 @@ def contest_batch(contest: Contest, tokens: np.ndarray) -> Batch:
     return make_batch(examples, rows, len(tokens), np.array([contest.seq_len]))
 
 
-def run_ours(contest: Contest) -> Iterator[tuple[float, float]]:
+def run_ours(contest: Contest, plan: str) -> Iterator[tuple[float, float]]:
     """(loss, seconds) of each step."""
     network, settings = model.load_network(Path(contest.folder), getattr(mx, contest.dtype))
     config = contest.train_config()
+    tensors = tensors_of(network, Path(contest.folder)) if plan == "streamed" else None
     adapters = model.add_adapters(network, config)
     dequantize_on_the_cpu(network)
-    mx.eval(network.parameters())
-    engine = fused_engine(network, model.split(network), adapters.dropout_keys)
-    built = optimizer.build_optimizer(config, network.trainable_parameters())
-    update = optimizer.make_update(network, built)
+    built = build_engine(network, adapters.dropout_keys, plan, tensors=tensors)
+    if built.plan != plan:
+        raise RunError(built.notices[-1])
+    if tensors is None:
+        mx.eval(network.parameters())
+    engine = built.engine
+    adamw = optimizer.build_optimizer(config, network.trainable_parameters())
+    update = optimizer.make_update(network, adamw)
     batch = contest_batch(contest, contest_tokens(contest, settings["vocab_size"]))
     mx.reset_peak_memory()
     for _ in range(contest.steps):
@@ -280,7 +286,7 @@ def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
     if contender in PEERS:
         steps = run_mlx_lm(contest, checkpointing=contender == "mlx-lm-checkpoint")
     else:
-        steps = run_ours(contest)
+        steps = run_ours(contest, contender)
     losses, seconds = zip(*steps, strict=True)
     scale = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
     return {

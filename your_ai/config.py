@@ -49,6 +49,9 @@ class TrainConfig:
     too_long: Literal["error", "truncate", "split"] = setting(
         "error", "What to do with a row of more tokens than --max-seq-length."
     )
+    packing: bool = setting(
+        False, "Join short rows of a micro-batch, each attending only to itself."
+    )
     mask_prompt: bool = setting(True, "Train on the answers alone where rows have prompts.")
 
     lora_rank: int = setting(16, "Rank of the adapters.")
@@ -73,6 +76,11 @@ class TrainConfig:
     weight_decay: float = setting(0.0, "Weight decay.")
     max_grad_norm: float = setting(1.0, "Clip the gradient to this global norm; 0 = never.")
 
+    plan: Literal["fused", "staged", "streamed"] = setting(
+        "fused",
+        "How steps are computed, all to the same gradients: fused is fastest; staged holds one "
+        "block's work at a time; streamed one block's weights as well, read from the files.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Type to compute in; auto is float32 on the CPU and bfloat16 on a GPU."
     )

@@ -12,7 +12,7 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -110,29 +110,41 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
     model.update(tree_map_with_path(convert, model.parameters()))
 
 
+class TokenKeys(NamedTuple):
+    """What the dropout of tokens is drawn from: two arrays that broadcast to (B, T).
+
+    rows: (B, 1) or (B, T) uint32, the key of each token's text; places: (1, T) or (B, T)
+    uint32, where in it the token is.
+    """
+
+    rows: mx.array
+    places: mx.array
+
+
 @dataclass(frozen=True)
 class DropoutKeys:
     """Where the LoRA layers of a model find the keys of the pass under way.
 
-    rows: (B,) uint32, one key a row, or None outside training. The objective's caller
-    sets it before each pass, also before one that recomputes a block.
+    current: those of exactly the tokens that the layers are given, or None outside
+    training. The objective's caller sets it before each pass, also before one that
+    recomputes a block.
     """
 
-    holder: list[mx.array | None]
+    holder: list[TokenKeys | None]
 
     @property
-    def rows(self) -> mx.array | None:
+    def current(self) -> TokenKeys | None:
         return self.holder[0]
 
-    def set(self, rows: mx.array | None) -> None:
-        self.holder[0] = rows
+    def set(self, keys: TokenKeys | None) -> None:
+        self.holder[0] = keys
 
 
 class KeyedDropout(nn.Module):
     """Dropout whose mask is a pure function of (row key, layer, position, feature).
 
-    So it is the same however a step is split into micro-batches, padded or recomputed,
-    and needs no random state. The bits are murmur3's 32-bit finalizer over a counter
+    So it is the same however a step is split into micro-batches, padded, packed or
+    recomputed, and needs no random state. The bits are murmur3's 32-bit finalizer over a counter
     (Appleby, 2011), applied once for the position and once for the feature.
     """
 
@@ -145,21 +157,20 @@ class KeyedDropout(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x: (B, T, D)"""
-        rows = self._keys.rows
-        if rows is None or self.p == 0:
+        keys = self._keys.current
+        if keys is None or self.p == 0:
             return x
-        if x.ndim != 3 or x.shape[0] != rows.size:
+        tokens = (keys.rows.shape[0], keys.places.shape[1])
+        if x.ndim != 3 or x.shape[:2] != tokens:
             raise ValueError(f"dropout needs rows of tokens, found an input of shape {x.shape}")
-        keep = dropout_bits(rows, self._layer, *x.shape[1:]) >= uint32(int(self.p * 2**32))
+        keep = dropout_bits(keys, self._layer, x.shape[2]) >= uint32(int(self.p * 2**32))
         return mx.where(keep, x * (1 / (1 - self.p)), 0).astype(x.dtype)
 
 
-def dropout_bits(rows: mx.array, layer: mx.array, tokens: int, features: int) -> mx.array:
-    """Uniform bits, (B, tokens, features) uint32, for row keys (B,) and a layer's key ()."""
-    keys = _mix(rows ^ layer)
-    positions = mx.arange(tokens, dtype=mx.uint32) * uint32(0x9E3779B9)
-    keys = _mix(keys[:, None] + positions)
-    return _mix(keys[..., None] + mx.arange(features, dtype=mx.uint32) * uint32(0x85EBCA77))
+def dropout_bits(keys: TokenKeys, layer: mx.array, features: int) -> mx.array:
+    """Uniform bits, (B, T, features) uint32, for a layer's key ()."""
+    mixed = _mix(_mix(keys.rows ^ layer) + keys.places * uint32(0x9E3779B9))
+    return _mix(mixed[..., None] + mx.arange(features, dtype=mx.uint32) * uint32(0x85EBCA77))
 
 
 def _mix(h: mx.array) -> mx.array:
@@ -269,9 +280,10 @@ def set_adapters(model: nn.Module, arrays: dict[str, mx.array]) -> None:
 def try_out(model: nn.Module, adapters: Adapters, config: TrainConfig) -> None:
     """Run the model on a short row as training will. Raises UserError where it cannot."""
     model.train()
-    adapters.dropout_keys.set(mx.zeros((1,), mx.uint32))
+    tokens = mx.arange(8)[None]
+    adapters.dropout_keys.set(TokenKeys(mx.zeros((1, 1), mx.uint32), tokens.astype(mx.uint32)))
     try:
-        mx.eval(model(mx.arange(8)[None]))
+        mx.eval(model(tokens))
     except Exception as error:  # an architecture's code raises what it likes
         if config.lora_dropout > 0 and "dropout" in str(error):
             what = f"--lora-dropout: not possible on these --lora-targets ({first_line(error)})"

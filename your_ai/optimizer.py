@@ -7,14 +7,15 @@ gradients' norm is measured first, and only then are they applied.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_unflatten
 
 from your_ai.config import TrainConfig
 from your_ai.run.checkpoint import TrainState
@@ -75,25 +76,77 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
-def make_update(
-    model: nn.Module, optimizer: optim.Optimizer
-) -> Callable[[Any, float, float], None]:
-    """update(grads, factor, rate): one step of the optimizer on factor x grads, evaluated."""
-    state = [optimizer.state]
+def make_update(model: nn.Module, optimizer: optim.Optimizer) -> Update:
+    """update(grads, factor, rate): one step of the optimizer on factor x grads, evaluated.
 
-    def apply(grads: Any, parameters: Any, factor: mx.array) -> Any:
-        grads = tree_map(lambda g: g * factor.astype(g.dtype), grads)
-        return optimizer.apply_gradients(grads, parameters)
+    Block by block, so that old and new state of the whole never exist together, and
+    blocks that are alike share a compiled update. The optimizers of mlx treat each
+    parameter by itself.
+    """
+    states = leaves(optimizer.state)
 
-    compiled = mx.compile(apply, inputs=state, outputs=state)
+    def apply(grads: Any, parameters: Any, state: Any, step: Any, rate: Any, factor: Any) -> Any:
+        kept = {name: optimizer.state[name] for name in ("step", "learning_rate")}
+        optimizer.state.update(step=step, learning_rate=rate)
+        grads = {name: grad * factor.astype(grad.dtype) for name, grad in grads.items()}
+        changed = {
+            name: optimizer.apply_single(grads[name], parameters[name], state[name])
+            for name in grads
+        }
+        optimizer.state.update(kept)
+        return changed, state
+
+    compiled = mx.compile(apply)
 
     def update(grads: Any, factor: float, rate: float) -> None:
         optimizer.learning_rate = rate
-        parameters = model.trainable_parameters()
-        model.update(compiled(grads, parameters, mx.array(factor, mx.float32)))
-        mx.eval(model.trainable_parameters(), optimizer.state)
+        step = optimizer.state["step"] + 1
+        optimizer.state["step"] = step
+        found = dict(tree_flatten(grads))
+        parameters = dict(tree_flatten(model.trainable_parameters()))
+        for names in groups(found).values():
+            short = {name: name[len(block) :] for block, name in names}
+            changed, state = compiled(
+                {short[name]: found[name] for name in short},
+                {short[name]: parameters.pop(name) for name in short},
+                {short[name]: states[name] for name in short},
+                step,
+                mx.array(rate, mx.float32),
+                mx.array(factor, mx.float32),
+            )
+            for name in short:
+                states[name].update(state[short[name]])
+            model.update(tree_unflatten([(name, changed[short[name]]) for name in short]))
+            mx.eval(changed, state)
+        mx.eval(step)
 
     return update
+
+
+def groups(names: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
+    """Parameters by block: (what their names have in common, name)."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name in names:
+        block = re.match(r"(.*?\blayers\.\d+\.)?", name).group()
+        found.setdefault(block, []).append((block, name))
+    return found
+
+
+def leaves(state: dict[str, Any]) -> dict[str, dict[str, mx.array]]:
+    """The state of each parameter by its path: the dicts themselves, to be changed in place."""
+    found: dict[str, dict[str, mx.array]] = {}
+
+    def walk(node: Any, path: str) -> None:
+        children = enumerate(node) if isinstance(node, list) else node.items()
+        if isinstance(node, dict) and node and all(isinstance(c, mx.array) for c in node.values()):
+            found[path] = node
+            return
+        for name, child in children:
+            if isinstance(child, (dict, list)):
+                walk(child, f"{path}.{name}" if path else str(name))
+
+    walk({n: c for n, c in state.items() if n not in ("step", "learning_rate")}, "")
+    return found
 
 
 def optimizer_arrays(optimizer: optim.Optimizer) -> dict[str, mx.array]:

@@ -19,8 +19,10 @@ from your_ai.data.batches import StepPlan, plan_steps
 from your_ai.data.encode import Encoder, Prompt
 from your_ai.data.examples import Examples, load_examples
 from your_ai.data.rows import Row, find_splits, read_rows
+from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
-from your_ai.engine.fused import Engine, fused_engine
+from your_ai.engine.fused import Engine
+from your_ai.engine.weights import tensors_of
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.run import events
@@ -38,6 +40,7 @@ class Prepared:
     dtype: mx.Dtype
     adapters: model.Adapters
     engine: Engine
+    planned: str
     optimizer: Optimizer
     plan: StepPlan
     valid: Examples | None
@@ -56,7 +59,7 @@ class Prepared:
             rows=len(self.plan.examples),
             trainable_parameters=sum(array.size for array in arrays.values()),
             dtype=str(self.dtype).removeprefix("mlx.core."),
-            plan="fused",
+            plan=self.planned,
         )
 
 
@@ -74,6 +77,7 @@ def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
         text = "the CPU computes many times slower in half precision; --dtype float32 is quick"
         log.write(events.Notice(text=text))
     network, tokenizer = model.load_base(base, dtype, config.quantize)
+    tensors = tensors_of(network, base) if config.plan == "streamed" else None
     adapters = model.add_adapters(network, config)
 
     files = hub.fingerprint(base)
@@ -85,18 +89,24 @@ def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
     }
     if not examples["train"].weights.any():
         raise UserError(f"{splits['train']}: every row has weight 0: there is nothing to train")
-    plan = plan_steps(examples["train"], config.batch_size, config.rows_per_step, config.seed)
+    plan = plan_steps(
+        examples["train"],
+        config.batch_size,
+        config.rows_per_step,
+        config.seed,
+        config.max_seq_length if config.packing else None,
+    )
     steps = count_steps(config, plan)
     if config.warmup_steps >= steps:
         text = f"--warmup-steps {config.warmup_steps}: the run ends first, after {steps} steps"
         log.write(events.Notice(text=text))
 
     dequantize_on_the_cpu(network)
-    mx.eval(network.parameters())
+    built = build_engine(network, adapters.dropout_keys, config.plan, config.packing, tensors)
+    if tensors is None:
+        mx.eval(network.parameters())
     model.try_out(network, adapters, config)
-    split = model.split(network)
-    if not split.hidden:
-        text = "the model cannot be split before its head: every position goes through it"
+    for text in built.notices:
         log.write(events.Notice(text=text))
     return Prepared(
         config=config,
@@ -104,7 +114,8 @@ def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
         tokenizer=tokenizer,
         dtype=dtype,
         adapters=adapters,
-        engine=fused_engine(network, split, adapters.dropout_keys),
+        engine=built.engine,
+        planned=built.plan,
         optimizer=optimizer.build_optimizer(config, network.trainable_parameters()),
         plan=plan,
         valid=examples.get("valid"),

@@ -16,11 +16,13 @@ from your_ai.data.batches import (
     MAX_BUCKETS,
     MERGE_PADDING,
     MULTIPLE,
+    PADDING,
     Batch,
     StepPlan,
     bucket_edges,
     in_order_of_length,
     make_batch,
+    packed_length,
     padded_targets,
     plan_steps,
 )
@@ -199,7 +201,7 @@ def keys_by_example(plan: StepPlan, step: int) -> dict[int, int]:
     return {
         int(first): int(key)
         for batch in plan.batches_of(step)
-        for first, key in zip(batch.tokens[:, 0], batch.rows, strict=True)
+        for first, key in zip(batch.tokens[:, 0], batch.rows[:, 0], strict=True)
         if first > 0
     }
 
@@ -226,7 +228,7 @@ def test_accumulation_does_not_change_the_weight_of_a_step(examples, seed):
 @given(plan=PLANS)
 def test_the_rows_of_a_step_have_different_keys(plan):
     for step in steps_of(plan):
-        keys = [key for batch in plan.batches_of(step) for key in batch.rows.tolist()]
+        keys = [key for batch in plan.batches_of(step) for key in batch.rows[:, 0].tolist()]
         assert len(set(keys)) == len(keys)
 
 
@@ -322,7 +324,8 @@ def test_the_weight_of_many_targets_is_exact():
     """A sum in float32 would stop at 2^24."""
     weights = np.array([2**24, 1, 1], np.float32)
     empty = np.zeros(3, np.int32)
-    batch = Batch(empty[None], empty, empty, weights, empty[:1].astype(np.uint32), 3, 3)
+    ids = np.zeros((1, 1), np.uint32)
+    batch = Batch(empty[None], empty, empty, weights, ids, ids, 3, 3)
     assert batch.weight == 2**24 + 2
 
 
@@ -342,6 +345,7 @@ def test_a_trained_first_token_is_no_target():
         ("targets", np.int32),
         ("weights", np.float32),
         ("rows", np.uint32),
+        ("places", np.uint32),
     ],
 )
 def test_types(field, dtype):
@@ -491,3 +495,60 @@ def test_validation_is_always_the_same(examples, size):
 def test_validation_has_few_lengths(examples, size):
     lengths = {batch.tokens.shape[1] for batch in validation(examples, size)}
     assert len(lengths) <= MAX_BUCKETS
+
+
+# Packing
+
+
+def texts_of(batch: Batch) -> dict[int, tuple]:
+    """Place in the step -> (tokens, positions in the text, targets and weights) of each text."""
+    shape = batch.tokens.shape
+    ids, places = (np.broadcast_to(a, shape).reshape(-1) for a in (batch.rows, batch.places))
+    n = batch.trained_tokens
+    targets: dict[int, list] = {}
+    for at, *target in zip(
+        *(a[:n].tolist() for a in (batch.positions, batch.targets, batch.weights)), strict=True
+    ):
+        targets.setdefault(int(ids[at]), []).append((int(places[at]), *target))
+    return {
+        int(i): (
+            np.trim_zeros(batch.tokens.reshape(-1)[ids == i], "b").tolist(),
+            places[ids == i].tolist(),
+            targets.get(int(i), []),
+        )
+        for i in np.unique(ids)
+        if i != PADDING
+    }
+
+
+@few
+@given(examples=EXAMPLES, seed=SEEDS, room=st.integers(0, 500))
+def test_packing_lays_out_the_same_texts(examples, seed, room):
+    capacity = int(examples.lengths.max()) - 1 + room
+    plain, packed = (plan_steps(examples, 4, 8, seed, n) for n in (None, capacity))
+    for step in steps_of(plain):
+        expected = {i: t for b in plain.batches_of(step) for i, t in texts_of(b).items()}
+        batches = packed.batches_of(step)
+        found = [pair for batch in batches for pair in texts_of(batch).items()]
+        assert len(dict(found)) == len(found) == len(packed.rows_of(step))
+        for i, (tokens, places, targets) in found:
+            assert (tokens, targets) == (expected[i][0], expected[i][2])
+            assert places == list(range(len(places)))
+        assert all(b.packed and b.tokens.shape[0] == 1 for b in batches)
+        assert all(b.real_tokens <= capacity for b in batches)
+        again = packed.batches_of(step)
+        assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(batches, again, strict=True))
+
+
+@given(tokens=st.integers(1, 20000), capacity=st.integers(1, 20000))
+def test_packed_rows_have_few_lengths_and_little_padding(tokens, capacity):
+    tokens = min(tokens, capacity)
+    length = packed_length(tokens, capacity)
+    assert length >= tokens
+    assert length % MULTIPLE == 0
+    assert length - tokens < max(MULTIPLE, tokens / 8 + 1)
+
+
+def test_short_rows_share_a_batch():
+    plan = plan_steps(make_examples([41] * 8), 1, 8, seed=0, packed_tokens=256)
+    assert [batch.tokens.shape for batch in plan.batches_of(0)] == [(1, 256), (1, 96)]

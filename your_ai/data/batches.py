@@ -17,7 +17,8 @@ from your_ai.rng import derive_seed
 MULTIPLE = 32  # lengths are padded to a multiple of this
 MERGE_PADDING = 0.05  # buckets merge while that adds less than this share of tokens
 MAX_BUCKETS = 12
-TARGET_LEVELS = 4  # a batch's targets are padded to a quarter of its tokens
+TARGET_LEVELS = 8  # a batch's targets are padded to an eighth of its tokens
+PADDING = 0xFFFFFFFF  # stands in `Batch.rows` where a packed row has no text
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,11 @@ class Batch:
 
     tokens: (B, T) int32, padded on the right; positions: (S,) int32, where in the
     flattened (B * T) tokens each target is predicted; targets: (S,) int32;
-    weights: (S,) float32, 0 where the slot is padding; rows: (B,) uint32, each row's
-    place in its step, from which its dropout is drawn.
+    weights: (S,) float32, 0 where the slot is padding.
+
+    Dropout is drawn from which text of the step a token is of, and where in it. These two
+    broadcast to (B, T): rows, (B, 1) uint32, or (B, T) where several texts are packed into
+    a row, PADDING where there is none; places, (1, T) uint32.
     """
 
     tokens: np.ndarray
@@ -35,8 +39,18 @@ class Batch:
     targets: np.ndarray
     weights: np.ndarray
     rows: np.ndarray
+    places: np.ndarray
     real_tokens: int
     trained_tokens: int
+
+    @property
+    def packed(self) -> bool:
+        return self.rows.shape == self.tokens.shape
+
+    @property
+    def segments(self) -> np.ndarray | None:
+        """(B, T) int32, equal where tokens are of one text; None where each row is one."""
+        return self.rows.view(np.int32) if self.packed else None
 
     @property
     def weight(self) -> float:
@@ -66,7 +80,10 @@ def bucket_edges(lengths: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which rows each step trains, in micro-batches of `batch_size`."""
+    """Which rows each step trains, in micro-batches of `batch_size`.
+
+    packed_tokens: with packing, the most tokens of a micro-batch, whatever `batch_size` is.
+    """
 
     examples: Examples
     edges: np.ndarray
@@ -74,6 +91,7 @@ class StepPlan:
     batch_size: int
     rows_per_step: int
     seed: int
+    packed_tokens: int | None = None
     _orders: dict = field(default_factory=dict, repr=False)  # the epoch in use
 
     @property
@@ -93,7 +111,10 @@ class StepPlan:
 
     def batches_of(self, step: int) -> list[Batch]:
         """The micro-batches of step `step` (from 0)."""
-        return list(micro_batches(self.examples, self.rows_of(step), self.batch_size, self.edges))
+        rows = self.rows_of(step)
+        if self.packed_tokens is None:
+            return list(micro_batches(self.examples, rows, self.batch_size, self.edges))
+        return list(packed_batches(self.examples, rows, self.packed_tokens))
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if epoch not in self._orders:
@@ -123,11 +144,17 @@ def epoch_order(
     return order, (ends - sizes)[steps], ends[steps]
 
 
-def plan_steps(examples: Examples, batch_size: int, rows_per_step: int, seed: int) -> StepPlan:
+def plan_steps(
+    examples: Examples,
+    batch_size: int,
+    rows_per_step: int,
+    seed: int,
+    packed_tokens: int | None = None,
+) -> StepPlan:
     inputs = examples.lengths - 1
     edges = bucket_edges(inputs)
     buckets = np.searchsorted(edges, inputs)
-    return StepPlan(examples, edges, buckets, batch_size, rows_per_step, seed)
+    return StepPlan(examples, edges, buckets, batch_size, rows_per_step, seed, packed_tokens)
 
 
 def micro_batches(
@@ -150,15 +177,72 @@ def make_batch(
 ) -> Batch:
     """One padded batch. `first`: the place in the step of its first row."""
     length = int(edges[np.searchsorted(edges, int(examples.lengths[rows].max()) - 1)])
-    tokens = np.zeros((batch_size, length), np.int32)
+    return lay_out(
+        examples,
+        rows,
+        np.arange(len(rows)) * length,
+        (batch_size, length),
+        np.arange(first, first + batch_size, dtype=np.uint32)[:, None],
+        np.arange(length, dtype=np.uint32)[None],
+    )
+
+
+def packed_batches(examples: Examples, rows: np.ndarray, capacity: int) -> Iterator[Batch]:
+    """All of a step's `rows`, joined into batches of one row of at most `capacity` tokens."""
+    inputs = examples.lengths[rows] - 1
+    for group in first_fit(inputs, capacity):
+        ends = np.cumsum(inputs[group])
+        starts = ends - inputs[group]
+        length = packed_length(int(ends[-1]), capacity)
+        ids = np.full((1, length), PADDING, np.uint32)
+        ids[0, : ends[-1]] = np.repeat(group, inputs[group])
+        places = np.arange(length, dtype=np.uint32)[None]
+        places[0, : ends[-1]] -= np.repeat(starts, inputs[group]).astype(np.uint32)
+        yield lay_out(examples, rows[group], starts, (1, length), ids, places)
+
+
+def first_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """The indices of `sizes` in groups of at most `capacity`, each put in the first it fits."""
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index, size in enumerate(sizes.tolist()):
+        if size > capacity:
+            raise ValueError(f"a row of {size} tokens does not fit into {capacity}")
+        fits = next((i for i, left in enumerate(room) if size <= left), None)
+        if fits is None:
+            groups.append([index])
+            room.append(capacity - size)
+        else:
+            groups[fits].append(index)
+            room[fits] -= size
+    return groups
+
+
+def packed_length(tokens: int, capacity: int) -> int:
+    """`tokens` padded to one of few lengths, by an eighth at most beyond 256."""
+    multiple = max(MULTIPLE, 2 ** (tokens.bit_length() - 4))
+    return min(round_up(tokens, multiple), round_up(capacity, MULTIPLE))
+
+
+def lay_out(
+    examples: Examples,
+    rows: np.ndarray,
+    starts: np.ndarray,
+    shape: tuple[int, int],
+    ids: np.ndarray,
+    places: np.ndarray,
+) -> Batch:
+    """A batch of `shape` (B, T) with each row from its start in the flattened tokens."""
+    tokens = np.zeros(shape, np.int32)
+    flat = tokens.reshape(-1)
     positions, targets, weights = [], [], []
     real = 0
-    for i, row in enumerate(rows):
+    for row, start in zip(rows, starts, strict=True):
         example = examples[row]
         inputs = len(example.tokens) - 1
-        tokens[i, :inputs] = example.tokens[:-1]
+        flat[start : start + inputs] = example.tokens[:-1]
         at = np.flatnonzero(example.trained[1:])
-        positions.append(i * length + at)
+        positions.append(start + at)
         targets.append(example.tokens[1:][at])
         weights.append(np.full(len(at), examples.weights[row], np.float32))
         real += inputs
@@ -169,7 +253,8 @@ def make_batch(
         positions=pad(np.concatenate(positions), slots, np.int32),
         targets=pad(np.concatenate(targets), slots, np.int32),
         weights=pad(np.concatenate(weights), slots, np.float32),
-        rows=np.arange(first, first + batch_size, dtype=np.uint32),
+        rows=ids,
+        places=places,
         real_tokens=real,
         trained_tokens=trained,
     )
@@ -178,7 +263,11 @@ def make_batch(
 def padded_targets(count: int, tokens: int) -> int:
     """How many target slots a batch of `tokens` has for `count` targets: few different sizes."""
     level = max(1, -(-tokens // TARGET_LEVELS))
-    return max(1, -(-count // level)) * level
+    return max(level, round_up(count, level))
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def pad(values: np.ndarray, size: int, dtype: type) -> np.ndarray:

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.tuner.dora import DoRALinear
 
-SLICE_BYTES = 4 << 20  # MLX runs some ten operations ahead, and so holds a few of them
+SLICE_BYTES = 2 << 20  # MLX runs some ten operations ahead, and so holds a few of them
 FEW_TOKENS = 4  # so few, as in generation, that dequantizing costs more than it saves
 
 

@@ -10,8 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from your_ai.blocks import Parts
 from your_ai.data.batches import Batch
-from your_ai.model import DropoutKeys, Split
+from your_ai.losses import Head
+from your_ai.model import DropoutKeys, Split, TokenKeys
 from your_ai.objectives import sft
 from your_ai.rng import derive_seed
 
@@ -31,23 +33,41 @@ class Engine:
     predictions: Callable[[Batch], mx.array]
 
 
-def fused_engine(model: nn.Module, split: Split, dropout_keys: DropoutKeys) -> Engine:
-    """An engine that compiles one graph for forward and backward, per batch shape."""
+def fused_engine(
+    model: nn.Module,
+    split: Split,
+    dropout_keys: DropoutKeys,
+    parts: Parts | None = None,
+    head: Head | None = None,
+) -> Engine:
+    """An engine that compiles one graph for forward and backward, per batch shape.
 
-    def trainable_loss(tokens, positions, targets, weights, keys, scale):
+    parts: the model's, which packed batches need so that their texts are kept apart.
+    head: the split's as `head.linear_head` knows it, where it does.
+    """
+    head = head or split.head
+
+    def trunk(tokens: mx.array, segments: mx.array | None) -> mx.array:
+        if segments is None:
+            return split.trunk(tokens)
+        if parts is None:
+            raise ValueError("a packed batch needs the parts of the model, and there are none")
+        return parts.finish(parts.run_blocks(tokens, segments))
+
+    def trainable_loss(tokens, segments, positions, targets, weights, rows, places, scale):
         model.train()
-        dropout_keys.set(keys)
-        hidden = split.trunk(tokens)
-        loss = sft.trainable_loss_sum(hidden, positions, targets, weights, scale, split.head)
+        dropout_keys.set(TokenKeys(rows, places))
+        hidden = trunk(tokens, segments)
+        loss = sft.trainable_loss_sum(hidden, positions, targets, weights, scale, head)
         dropout_keys.set(None)
         model.eval()
         return loss
 
-    def loss_only(tokens, positions, targets, weights):
-        return sft.loss_sum(split.trunk(tokens), positions, targets, weights, split.head)
+    def loss_only(tokens, segments, positions, targets, weights):
+        return sft.loss_sum(trunk(tokens, segments), positions, targets, weights, head)
 
-    def likeliest(tokens, positions):
-        return sft.predictions(split.trunk(tokens), positions, split.head)
+    def likeliest(tokens, segments, positions):
+        return sft.predictions(trunk(tokens, segments), positions, head)
 
     state = [model.state]
     compiled_gradients = mx.compile(nn.value_and_grad(model, trainable_loss), inputs=state)
@@ -55,25 +75,34 @@ def fused_engine(model: nn.Module, split: Split, dropout_keys: DropoutKeys) -> E
     compiled_likeliest = mx.compile(likeliest, inputs=state)
 
     def gradients(batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
-        keys = mx.array(row_keys(step_seed, batch.rows))
+        keys = mx.array(row_keys(step_seed, batch.rows)), mx.array(batch.places)
         parameters = model.trainable_parameters()
-        result = compiled_gradients(*_arrays(batch), keys, mx.array(scale, mx.float32))
+        result = compiled_gradients(
+            *_inputs(batch), *_targets(batch), *keys, mx.array(scale, mx.float32)
+        )
         model.update(parameters)  # tracing leaves its placeholders in their place
         return result
 
     def loss(batch: Batch) -> mx.array:
-        return compiled_loss(*_arrays(batch))
+        return compiled_loss(*_inputs(batch), *_targets(batch))
 
     def predictions(batch: Batch) -> mx.array:
-        return compiled_likeliest(mx.array(batch.tokens), mx.array(batch.positions))
+        return compiled_likeliest(*_inputs(batch), mx.array(batch.positions))
 
     return Engine(gradients, loss, predictions)
 
 
-def _arrays(batch: Batch) -> tuple[mx.array, ...]:
-    return tuple(map(mx.array, (batch.tokens, batch.positions, batch.targets, batch.weights)))
+def _inputs(batch: Batch) -> tuple[mx.array, mx.array | None]:
+    segments = batch.segments
+    return mx.array(batch.tokens), None if segments is None else mx.array(segments)
+
+
+def _targets(batch: Batch) -> tuple[mx.array, ...]:
+    return tuple(map(mx.array, (batch.positions, batch.targets, batch.weights)))
 
 
 def row_keys(step_seed: int, rows: np.ndarray) -> np.ndarray:
-    """(B,) uint32: the dropout key of each row, from its place in the step."""
-    return np.array([derive_seed(step_seed, int(row)) % 2**32 for row in rows], np.uint32)
+    """uint32 in the shape of `rows`: the dropout key of each, from its place in the step."""
+    unique, inverse = np.unique(rows, return_inverse=True)
+    keys = [derive_seed(step_seed, row) % 2**32 for row in unique.tolist()]
+    return np.array(keys, np.uint32)[inverse].reshape(rows.shape)

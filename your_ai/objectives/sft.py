@@ -8,6 +8,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from your_ai import losses
+from your_ai.head import LinearHead
 from your_ai.losses import Head
 
 
@@ -26,6 +27,25 @@ def trainable_loss_sum(
 ) -> mx.array:
     """The weighted sum of the targets' cross-entropy; its gradients come out times `scale`."""
     return losses.trainable_loss(at_targets(hidden, positions), targets, weights, scale, head)
+
+
+def loss_and_gradient(
+    hidden: mx.array,
+    positions: mx.array,
+    targets: mx.array,
+    weights: mx.array,
+    scale: mx.array,
+    head: Head,
+) -> tuple[mx.array, mx.array]:
+    """`trainable_loss_sum` and its gradient in `hidden`, (B, T, D)."""
+    if not isinstance(head, LinearHead):
+        return mx.value_and_grad(trainable_loss_sum)(
+            hidden, positions, targets, weights, scale, head
+        )
+    rows = at_targets(hidden, positions)
+    loss, grad = losses.loss_and_gradient(rows, targets, weights, scale, head)
+    flat = mx.zeros((hidden.size // hidden.shape[-1], hidden.shape[-1]), grad.dtype)
+    return loss, flat.at[positions].add(grad).reshape(hidden.shape)
 
 
 def loss_sum(

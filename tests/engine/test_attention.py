@@ -1,0 +1,366 @@
+"""Attention in blocks against the same with a T x T mask, alone and inside mlx-lm's models."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.generate import generate_step
+
+from tests.conftest import SMALL, make_model
+from your_ai import model
+from your_ai.blocks import Mask, arrays_of, parts_of, put, skeleton
+from your_ai.config import TrainConfig
+from your_ai.engine import attention as blockwise
+from your_ai.engine.attention import BlockwiseAttention, attention, put_blockwise, wanted
+
+CONFIG = {
+    **SMALL,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "mlp_bias": False,
+    "query_pre_attn_scalar": 25,  # so that its scale is none of the others'
+    "sliding_window": 4,
+    "sliding_window_pattern": 2,
+    "partial_rotary_factor": 0.5,
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "norm_eps": 1e-5,
+    "norm_epsilon": 1e-5,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
+OTHERS = {"smollm3": {"no_rope_layer_interval": 2}}  # models made of another's attention
+SEGMENTS = mx.array([[0] * 5 + [1] * 9 + [2] * 6])
+TEXTS = [slice(0, 5), slice(5, 14), slice(14, 20)]
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, of few queries, for rows of any length."""
+    monkeypatch.setattr(blockwise, "wanted", lambda *_: True)
+    monkeypatch.setattr(blockwise, "QUERY_BLOCK", 7)
+
+
+def relative_error(ours: mx.array, theirs: mx.array) -> float:
+    """Of the norms; what is 0 but for rounding is measured against a tenth an element."""
+    a, b = (np.array(x.astype(mx.float32), np.float64) for x in (ours, theirs))
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 0.1 * a.size**0.5))
+
+
+def normal(*shape: int) -> mx.array:
+    return mx.random.normal(shape)
+
+
+def arrays(batch: int, heads: int, key_heads: int, tokens: int, size: int = 16) -> list[mx.array]:
+    mx.random.seed(tokens)
+    return [normal(batch, n, tokens, size) for n in (heads, key_heads, key_heads)]
+
+
+def segments_of(batch: int, tokens: int, seed: int = 0) -> mx.array:
+    """(B, T): texts of any length, and padding, whose segment is -1."""
+    random = np.random.default_rng(seed)
+    numbers = np.cumsum(random.random((batch, tokens)) < 0.1, axis=1)
+    numbers[0, tokens - tokens // 5 :] = -1
+    return mx.array(numbers.astype(np.int32))
+
+
+def plain(q, k, v, scale, window=None, segments=None) -> mx.array:
+    """The softmax over all keys, with a mask."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = mx.repeat(k, repeats, axis=1), mx.repeat(v, repeats, axis=1)
+    scores = scale * (q @ k.swapaxes(-1, -2))
+    scores = mx.where(Mask(window, segments).array(q.shape[2]), scores, -mx.inf)
+    return mx.softmax(scores, axis=-1) @ v
+
+
+def with_gradients(attend: Callable[..., mx.array], given: list[mx.array], **mask: Any) -> Any:
+    """[the output, the gradients of q, k and v]"""
+    weight = mx.cos(mx.arange(given[0].size)).reshape(given[0].shape)
+
+    def loss(q, k, v):
+        y = attend(q, k, v, 0.3, **mask)
+        return (y * weight).sum(), y
+
+    (_, output), grads = mx.value_and_grad(loss, argnums=(0, 1, 2))(*given)
+    return [output, *grads]
+
+
+def assert_equal(given: list[mx.array], tolerance: float = 1e-5, **mask: Any) -> None:
+    ours, theirs = with_gradients(attention, given, **mask), with_gradients(plain, given, **mask)
+    for name, a, b in zip("oqkv", ours, theirs, strict=True):
+        assert a.dtype == b.dtype
+        assert relative_error(a, b) < tolerance, name
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 150, 256])
+@pytest.mark.parametrize("window", [None, 1, 33, 1000])
+@pytest.mark.parametrize("packed", [False, True])
+def test_output_and_gradients_are_those_of_a_plain_softmax(tokens, window, packed):
+    segments = segments_of(2, tokens) if packed else None
+    assert_equal(arrays(2, 4, 2, tokens), window=window, segments=segments)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    batch=st.sampled_from([1, 3]),
+    key_heads=st.integers(1, 2),
+    repeats=st.sampled_from([1, 2, 7]),
+    tokens=st.integers(1, 40),
+    window=st.none() | st.integers(1, 45),
+    seed=st.none() | st.integers(0, 99),
+    block=st.integers(1, 20),
+)
+def test_any_shape_and_any_block(batch, key_heads, repeats, tokens, window, seed, block):
+    segments = None if seed is None else segments_of(batch, tokens, seed)
+    given = arrays(batch, key_heads * repeats, key_heads, tokens, size=8)
+    with (
+        patch.object(blockwise, "QUERY_BLOCK", block),
+        patch.object(blockwise, "FEWEST_QUERIES", 1),
+    ):
+        assert_equal(given, window=window, segments=segments)
+
+
+def test_long_rows_take_fewer_queries_at_once(monkeypatch):
+    given = arrays(1, 4, 2, 150)
+    monkeypatch.setattr(blockwise, "SCORE_BYTES", 4 * 4 * 150 * 20)
+    rows = [rows.stop - rows.start for rows, _ in blockwise._blocks(given[0].shape, None)]
+    assert rows == [20] * 7 + [10]
+    assert_equal(given)
+
+
+def test_blocks_meet_the_keys_they_can_see_and_no_more():
+    blocks = list(blockwise._blocks((1, 2, 200, 8), 50))
+    assert blocks == [
+        (slice(0, 64), slice(0, 64)),
+        (slice(64, 128), slice(15, 128)),
+        (slice(128, 192), slice(79, 192)),
+        (slice(192, 200), slice(143, 200)),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_half_precision_loses_no_more_than_its_inputs(dtype):
+    given = [x.astype(dtype) for x in arrays(2, 4, 2, 100)]
+    exact = with_gradients(plain, [x.astype(mx.float32) for x in given])
+    ours = with_gradients(attention, given)
+    assert {x.dtype for x in ours} == {dtype}
+    for a, b in zip(ours, exact, strict=True):
+        assert relative_error(a, b) < mx.finfo(dtype).eps
+
+
+def test_large_scores_stay_finite():
+    q, k, v = arrays(1, 2, 2, 100)
+    for x in with_gradients(attention, [1e3 * q, 1e3 * k, v], segments=segments_of(1, 100)):
+        assert mx.isfinite(x).all().item()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
+def test_memory_grows_with_the_tokens_and_not_their_square(compiled, packed):
+    def peak(tokens: int) -> int:
+        q, k, v = arrays(1, 1, 1, tokens, size=16)
+        segments = segments_of(1, tokens) if packed else None
+
+        def loss(q, k, v):
+            return mx.square(attention(q, k, v, 0.2, segments=segments)).sum()
+
+        step = mx.value_and_grad(loss, argnums=(0, 1, 2))
+        if compiled:
+            step = mx.compile(step)
+        mx.eval(q, k, v, segments)
+        held = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(step(q, k, v))
+        return mx.get_peak_memory() - held
+
+    short, middle, long = map(peak, (1024, 2048, 4096))
+    assert long < 2.2**2 * short
+    assert middle < 2.5 * short  # how far MLX runs ahead varies by a tenth
+    assert long < 2.5 * middle
+
+
+# -- inside the models of mlx-lm ----------------------------------------------------------
+
+
+def network_of(architecture: str) -> nn.Module:
+    """A small model with random weights."""
+    module = importlib.import_module(f"mlx_lm.models.{architecture}")
+    config = {"model_type": architecture, **CONFIG, **OTHERS.get(architecture, {})}
+    mx.random.seed(0)
+    network = module.Model(module.ModelArgs.from_dict(config))
+    network.update(tree_map(lambda p: p + 0.1 * normal(*p.shape), network.parameters()))
+    return network
+
+
+def attention_of(architecture: str) -> nn.Module:
+    try:
+        return network_of(architecture).layers[0].self_attn
+    except ModuleNotFoundError:
+        pytest.skip("not in this version of mlx-lm")
+
+
+@pytest.mark.parametrize("architecture", [*(n.split(".")[0] for n in blockwise.LAYOUTS), *OTHERS])
+def test_every_known_attention_is_its_base(everywhere, architecture):
+    base = attention_of(architecture)
+    ours = BlockwiseAttention.from_base(base)
+    x = normal(2, 20, CONFIG["hidden_size"])
+    with patch.object(type(base), "__call__", lambda *_: pytest.fail("fell back")):
+        causal = ours(x, "causal")
+        masked = {mask: ours(x, mask) for mask in (Mask(), Mask(6), Mask(None, SEGMENTS))}
+    assert relative_error(causal, base(x, "causal")) < 1e-5
+    for mask, y in masked.items():
+        assert relative_error(y, base(x, mask.array(20))) < 1e-5, mask
+
+    for text in TEXTS:  # packed as alone, for rotary positions are relative
+        alone = base(x[:, text], "causal")
+        assert relative_error(masked[Mask(None, SEGMENTS)][:, text], alone) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", [*(n.split(".")[0] for n in blockwise.LAYOUTS), *OTHERS])
+def test_a_whole_model_computes_the_same(everywhere, architecture):
+    pytest.importorskip(f"mlx_lm.models.{architecture}")
+    network = network_of(architecture)
+    tokens = mx.random.randint(0, 700, (2, 20))
+    expected, names = network(tokens), [name for name, _ in tree_flatten(network.parameters())]
+    assert put_blockwise(network) == 2
+    assert [name for name, _ in tree_flatten(network.parameters())] == names
+    assert relative_error(network(tokens), expected) < 1e-5
+
+
+def test_packed_texts_are_those_of_rows_of_their_own(everywhere):
+    network = network_of("qwen3")
+    put_blockwise(network)
+    parts = parts_of(network, network.model.embed_tokens.as_linear)
+    tokens = mx.random.randint(0, 700, (1, 20))
+    packed = parts.run_blocks(tokens, SEGMENTS)
+    for text in TEXTS:
+        assert relative_error(packed[:, text], parts.run_blocks(tokens[:, text])) < 1e-5
+
+
+def test_unknown_attentions_stay():
+    network = network_of("gemma2")
+    assert put_blockwise(network) == 0
+    assert not any(isinstance(m, BlockwiseAttention) for m in network.modules())
+
+
+def test_a_second_time_changes_nothing():
+    network = network_of("llama")
+    assert put_blockwise(network) == 2
+    assert put_blockwise(network) == 0
+
+
+def test_generation_with_a_cache_is_unchanged(everywhere):
+    network = network_of("llama")
+
+    def generate() -> list[int]:
+        steps = generate_step(mx.array([5, 300, 17, 42]), network, max_tokens=8)
+        return [int(token) for token, _ in steps]
+
+    expected = generate()
+    put_blockwise(network)
+    assert generate() == expected
+
+
+def test_masks_that_are_not_understood_go_to_mlx(everywhere):
+    base = attention_of("llama")
+    ours = BlockwiseAttention.from_base(base)
+    x = normal(2, 9, CONFIG["hidden_size"])
+    backward = mx.arange(9)[:, None] <= mx.arange(9)
+    assert mx.array_equal(ours(x, backward), base(x, backward))
+    assert mx.array_equal(ours(x), base(x))  # every key
+
+
+def test_short_rows_go_to_mlx():
+    base = attention_of("llama")
+    ours = BlockwiseAttention.from_base(base)
+    x = normal(2, 9, CONFIG["hidden_size"])
+    assert mx.array_equal(ours(x, "causal"), base(x, "causal"))
+    assert mx.array_equal(ours(x, Mask()), base(x, "causal"))
+    assert mx.array_equal(ours(x, Mask(9)), base(x, "causal"))
+    assert mx.array_equal(ours(x[:, :1]), base(x[:, :1]))
+
+
+def test_adapters_inside_are_trained_alike(everywhere, tmp_path):
+    def gradients(put: bool) -> dict[str, mx.array]:
+        network, _ = model.load_base(tmp_path / "m", mx.float32)
+        model.add_adapters(network, TrainConfig(lora_layers=2, lora_targets=("all-linear",)))
+        assert not put or put_blockwise(network, lean=True) == 3
+        mx.random.seed(1)
+        network.update(
+            tree_map(lambda p: p + 0.05 * normal(*p.shape), network.trainable_parameters())
+        )
+        tokens = mx.arange(20)[None]
+        loss = nn.value_and_grad(network, lambda: mx.square(network(tokens)).mean())
+        return dict(tree_flatten(loss()[1]))
+
+    make_model(tmp_path / "m", "qwen2")
+    expected, ours = gradients(put=False), gradients(put=True)
+    assert ours.keys() == expected.keys()
+    assert any("q_proj.lora_a" in name for name in ours)
+    for name, grad in ours.items():
+        assert relative_error(grad, expected[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("mask", ["causal", None], ids=["blocks", "base"])
+def test_a_skeleton_computes_with_the_arrays_put_into_it(monkeypatch, mask):
+    monkeypatch.setattr(blockwise, "wanted", lambda *_: mask == "causal")
+    one, other = network_of("llama").layers
+    x = normal(1, 9, CONFIG["hidden_size"])
+    expected = other(x, mask)
+    put_blockwise(one)
+    twin = skeleton(one)
+    put(twin, arrays_of(other))
+    assert relative_error(twin(x, mask), expected) < 1e-5
+    assert relative_error(one(x, mask), expected) > 0.1
+
+
+OLD, NEW = (0, 32, 1), (0, 32, 4)
+
+
+@pytest.mark.parametrize(
+    ("expected", "device", "version", "tokens", "segments", "window", "lean"),
+    [
+        (True, "metal", NEW, 100, True, None, False),  # packed or windowed: everywhere
+        (True, "cuda", NEW, 100, True, None, False),
+        (True, "cpu", NEW, 100, False, 50, False),
+        (True, "metal", NEW, 4096, False, 512, False),
+        (False, "metal", NEW, 4096, False, 4096, False),  # a window that hides nothing
+        (False, "cpu", NEW, 512, False, None, False),  # the CPU: where they are the faster,
+        (True, "cpu", NEW, 512, False, None, True),  # or memory counts
+        (False, "cpu", NEW, 128, False, None, True),
+        (True, "cpu", NEW, 2048, False, None, False),
+        (True, "metal", OLD, 2048, False, None, False),  # MLX without a backward of its own
+        (False, "metal", OLD, 128, False, None, True),
+        (False, "metal", NEW, 8192, False, None, True),
+        (False, "metal", (0, 33, 0), 8192, False, None, True),
+        (False, "cuda", OLD, 8192, False, None, True),
+    ],
+)
+def test_the_rule(expected, device, version, tokens, segments, window, lean):
+    assert wanted(device, version, tokens, segments, window, lean) is expected
+
+
+def test_this_mlx_has_a_version_and_a_device():
+    assert blockwise.mlx_version() >= (0, 32, 0)
+    assert len(blockwise.mlx_version()) == 3
+    assert blockwise.device() in ("cpu", "metal", "cuda")

@@ -1,0 +1,140 @@
+"""Every plan computes the loss and gradients of the fused one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from tests.conftest import make_model
+from tests.engine.test_fused import encode, engine_loss, load, relative_error
+from your_ai import model
+from your_ai.config import TrainConfig
+from your_ai.data.batches import plan_steps
+from your_ai.engine import attention, tokenwise
+from your_ai.engine.build import build_engine
+from your_ai.engine.weights import tensors_of
+from your_ai.errors import UserError
+
+CASES = [  # architecture, bits, DoRA, dropout
+    ("llama", 4, False, 0.1),
+    ("llama", None, True, 0.1),
+    ("qwen2", 4, False, 0.0),
+    ("qwen3", None, False, 0.1),
+    ("mistral", 4, True, 0.0),
+    ("gemma2", 4, False, 0.1),
+    ("gemma2", None, False, 0.0),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """So that rows of a few tokens are cut as long ones are."""
+    monkeypatch.setattr(attention, "LEAN_TOKENS", 32)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(attention, "FEWEST_QUERIES", 8)
+    monkeypatch.setattr(tokenwise, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(tokenwise, "FEWEST_TOKENS", 24)
+
+
+def by_plan(folder: Path, tmp_path: Path, plan: str, packed=None, batch_size=5, **settings):
+    """(loss, gradients) of the same step, through `build_engine`."""
+    network, tokenizer, adapters = load(folder, **settings)
+    tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
+    built = build_engine(
+        network,
+        adapters.dropout_keys,
+        plan,
+        packing=packed is not None,
+        tensors=tensors if plan == "streamed" else None,
+    )
+    assert built.plan == plan
+    examples = encode(tokenizer, tmp_path)
+    batches = plan_steps(examples, batch_size, 5, seed=0, packed_tokens=packed).batches_of(0)
+    weight = sum(batch.weight for batch in batches)
+    loss, total = 0.0, None
+    for batch in batches:
+        part, grads = built.engine.gradients(batch, 1 / weight, 3)
+        loss += part.item() / weight
+        total = grads if total is None else tree_map(mx.add, total, grads)
+    alone = sum(built.engine.loss(batch).item() for batch in batches) / weight
+    return loss, dict(tree_flatten(total)), alone
+
+
+@pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
+@pytest.mark.parametrize(("architecture", "bits", "dora", "dropout"), CASES)
+def test_every_plan_computes_the_same(tmp_path, architecture, bits, dora, dropout, plan):
+    folder = make_model(tmp_path / "m", architecture, bits)
+    settings = {"use_dora": dora, "lora_dropout": dropout}
+    network, tokenizer, adapters = load(folder, **settings)
+    expected, expected_grads = engine_loss(network, adapters, encode(tokenizer, tmp_path), seed=3)
+    loss, grads, alone = by_plan(folder, tmp_path, plan, **settings)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+    if dropout == 0:
+        assert alone == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
+@pytest.mark.parametrize(("architecture", "bits", "dora", "dropout"), CASES[:5])
+def test_packed_texts_give_what_each_gives_alone(tmp_path, architecture, bits, dora, dropout, plan):
+    folder = make_model(tmp_path / "m", architecture, bits)
+    settings = {"use_dora": dora, "lora_dropout": dropout}
+    expected, expected_grads, _ = by_plan(folder, tmp_path, "fused", **settings)
+    loss, grads, _ = by_plan(folder, tmp_path, plan, packed=256, **settings)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    for name, grad in grads.items():
+        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("plan", ["staged", "streamed"])
+def test_micro_batches_give_the_same_in_each_plan(tmp_path, tiny_model, plan):
+    expected, expected_grads, _ = by_plan(tiny_model, tmp_path, plan, lora_dropout=0.2)
+    loss, grads, _ = by_plan(tiny_model, tmp_path, plan, batch_size=2, lora_dropout=0.2)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    for name, grad in grads.items():
+        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("plan", ["staged", "streamed"])
+def test_only_the_last_blocks_with_adapters_are_differentiated(tmp_path, tiny_model, plan):
+    settings = {"lora_layers": 1, "lora_targets": ("q_proj",)}
+    expected, expected_grads, _ = by_plan(tiny_model, tmp_path, "fused", **settings)
+    loss, grads, _ = by_plan(tiny_model, tmp_path, plan, **settings)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+
+
+def test_streamed_predictions_and_the_model_itself_agree(tmp_path, tiny_model):
+    network, _, adapters = load(tiny_model)
+    tokens = mx.array([[3, 1, 2, 0, 5, 9, 2]])
+    expected = network(tokens)
+    tensors = tensors_of(model.load_network(tiny_model, mx.float32)[0], tiny_model)
+    build_engine(network, adapters.dropout_keys, "streamed", tensors=tensors)
+    assert mx.allclose(network(tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("architecture", "bits"), [("llama", None), ("qwen2", 4)])
+def test_a_streamed_model_holds_no_frozen_weight(tmp_path, architecture, bits):
+    folder = make_model(tmp_path / "m", architecture, bits, num_hidden_layers=6)
+    network, _ = model.load_network(folder, mx.float32)
+    tensors = tensors_of(network, folder)
+    before = mx.get_active_memory()
+    adapters = model.add_adapters(network, TrainConfig(lora_layers="all"))
+    build_engine(network, adapters.dropout_keys, "streamed", tensors=tensors)
+    mx.eval(network(mx.array([[3, 1, 2, 0]])))
+    whole = (folder / "model.safetensors").stat().st_size
+    assert mx.get_active_memory() - before < whole / 4
+
+
+def test_weights_changed_on_load_cannot_be_streamed(tmp_path, tiny_model):
+    network, _ = model.load_network(tiny_model, mx.float32)
+    other = make_model(tmp_path / "other", "llama", None)
+    with pytest.raises(UserError, match="not in its files"):
+        tensors_of(network, other)

@@ -1,0 +1,276 @@
+"""A model in parts: embed, blocks, finish, head; and one block as a function of its arrays.
+
+Nothing here knows an architecture. The model's own trunk runs on stand-ins for its blocks,
+which record what each block is given; so scaled embeddings, kinds of masks and final norms
+are as the architecture has them. `parts_of` checks the result against the whole model.
+
+Shapes: B rows, T tokens of a row, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+Arrays = dict[str, mx.array]  # by their path in a block, e.g. `self_attn.q_proj.weight`
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query may see: causal, the last `window` of them, its own segment's.
+
+    segments: (B, T) int32, or None where each row is one text. It is given to the blocks
+    whose attention understands it (engine.attention); the others get `array`.
+    """
+
+    window: int | None = None
+    segments: mx.array | None = None
+
+    def array(self, tokens: int) -> mx.array:
+        """(T, T) bool, or (B, 1, T, T) with segments: True where a query sees a key."""
+        queries, keys = mx.arange(tokens)[:, None], mx.arange(tokens)[None]
+        seen = queries >= keys
+        if self.window is not None:
+            seen = seen & (queries < keys + self.window)
+        if self.segments is not None:
+            seen = seen & (self.segments[:, None, :, None] == self.segments[:, None, None, :])
+        return seen
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the trunk gives a block beside the hidden states, for rows of one length.
+
+    args: positional, with a Mask in place of the mask; keywords: by name. as_array: the
+    block wants its mask as an array also where it is plainly causal.
+    """
+
+    args: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    as_array: bool
+
+    @property
+    def mask(self) -> Mask | None:
+        return next((a for a in (*self.args, *dict(self.keywords).values()) if _is_mask(a)), None)
+
+    def run(self, block: nn.Module, hidden: mx.array, segments: mx.array | None) -> mx.array:
+        """block(hidden) as the trunk would call it; hidden: (B, T, D)."""
+
+        def given(value: Any) -> Any:
+            if not _is_mask(value):
+                return value
+            mask = Mask(value.window, segments)
+            if not (mask.window is None and segments is None) and understands_segments(block):
+                return mask
+            if segments is None and mask.window is None and not self.as_array:
+                return "causal"
+            return mask.array(hidden.shape[1])
+
+        keywords = {name: given(value) for name, value in self.keywords}
+        return block(hidden, *map(given, self.args), **keywords)
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, Mask)
+
+
+def understands_segments(block: nn.Module) -> bool:
+    return any(getattr(module, "takes_segments", False) for module in block.modules())
+
+
+class StandIn(nn.Module):
+    """Stands where a model has a block, with its attributes, and does what `forward` does."""
+
+    def __init__(self, block: nn.Module, forward: Callable) -> None:
+        vars(self).update(vars(block))
+        dict.update(self, block)
+        vars(self)["_forward"] = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+class Unsplittable(Exception):
+    """The model's trunk is not: embed, one block after the other, finish."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model in parts. `finish` and `head` work on any number of hidden states.
+
+    embed: (B, T) tokens -> (B, T, D); blocks: (B, T, D) -> (B, T, D) each; finish: (B, T, D)
+    -> (B, T, D), most often a norm; head: (B, T, D) -> (B, T, V) logits.
+    """
+
+    trunk: nn.Module
+    blocks: list[nn.Module]
+    head: nn.Module
+    _calls: dict[int, list[Call]] = field(default_factory=dict, repr=False)
+
+    @property
+    def outside(self) -> list[dict[str, Any]]:
+        """The modules beside the blocks: what `embed`, `finish` and `head` read."""
+        above = {n: child for n, child in self.head.items() if n != "model"}
+        return [{n: child for n, child in self.trunk.items() if n != "layers"}, above]
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        return _record(self.trunk, self.blocks, tokens)[0]
+
+    def calls(self, tokens: int) -> list[Call]:
+        """How each block is called for rows of this many tokens."""
+        if tokens not in self._calls:
+            if tokens == 1:
+                raise ValueError("a mask is not known from rows of one token")
+            _, calls = _record(self.trunk, self.blocks, mx.zeros((1, tokens), mx.int32))
+            self._calls[tokens] = calls
+        return self._calls[tokens]
+
+    def finish(self, hidden: mx.array) -> mx.array:
+        def replace(h: mx.array, *_: Any, **__: Any) -> mx.array:
+            return hidden
+
+        shell = _with_blocks(self.trunk, [StandIn(block, replace) for block in self.blocks])
+        return shell(mx.zeros((1, 1), mx.int32))
+
+    def run_blocks(self, tokens: mx.array, segments: mx.array | None = None) -> mx.array:
+        """(B, T, D) what the last block gives, before `finish`; tokens: (B, T)."""
+        hidden = self.embed(tokens)
+        for block, call in zip(self.blocks, self.calls(tokens.shape[1]), strict=True):
+            hidden = call.run(block, hidden, segments)
+        return hidden
+
+    def finished_head(self, hidden: mx.array) -> mx.array:
+        """(..., D) of the last block -> (..., V) logits."""
+        return self.head(self.finish(hidden))
+
+
+def _with_blocks(trunk: nn.Module, blocks: list[nn.Module]) -> nn.Module:
+    shell = copy.copy(trunk)
+    shell["layers"] = blocks
+    return shell
+
+
+def _record(
+    trunk: nn.Module, blocks: list[nn.Module], tokens: mx.array
+) -> tuple[mx.array, list[Call]]:
+    """What the first block is given, and how each is called."""
+    inputs: list[mx.array] = []
+    calls: list[Call] = []
+
+    def record(h: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        inputs.append(h)
+        calls.append(_describe(args, kwargs, tokens.shape[1]))
+        return h
+
+    _with_blocks(trunk, [StandIn(block, record) for block in blocks])(tokens)
+    if len(calls) != len(blocks):
+        raise Unsplittable("its trunk does not call every block once")
+    return inputs[0], calls
+
+
+def _describe(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> Call:
+    as_array = False
+
+    def known(value: Any) -> Any:
+        nonlocal as_array
+        if isinstance(value, mx.array):
+            as_array = True
+            return Mask(_window(value, tokens))
+        if value == "causal":
+            return Mask()
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise Unsplittable(f"its blocks are given a {type(value).__name__}")
+
+    positional = tuple(map(known, args))
+    keywords = tuple((name, known(value)) for name, value in kwargs.items())
+    return Call(positional, keywords, as_array)
+
+
+def _window(mask: mx.array, tokens: int) -> int | None:
+    """The window of a causal mask that came as an array, (T, T)."""
+    if mask.shape == (tokens, tokens) and mask.dtype == mx.bool_:
+        seen = int(mask[-1].sum().item())
+        window = None if seen == tokens else seen
+        if mx.array_equal(mask, Mask(window).array(tokens)).item():
+            return window
+    raise Unsplittable("its blocks are given an array that is no causal mask")
+
+
+def parts_of(
+    model: nn.Module, head: nn.Module, blocks: list[nn.Module] | None = None
+) -> Parts | None:
+    """The parts of a model, or None where they do not give the model's logits.
+
+    head: (B, T, D) finished hidden states -> logits, from `model.split`. blocks: other
+    modules to take for its blocks, where `model.layers` has stand-ins.
+    """
+    with contextlib.suppress(Exception):  # an architecture laid out in another way
+        inner = model.language_model if "language_model" in model else model
+        parts = Parts(trunk=inner.model, blocks=list(inner.model.layers), head=head)
+        tokens = mx.array([[3, 1, 2, 0, 1, 3]])
+        whole = model(tokens)
+        rows = parts.run_blocks(tokens)[0]
+        ours = parts.finished_head(rows[None, 1:])
+        if mx.allclose(ours, whole[:, 1:], rtol=1e-3, atol=1e-3).item():
+            return parts if blocks is None else replace(parts, blocks=blocks)
+    return None
+
+
+# -- one block as a function of its arrays ------------------------------------------------
+
+
+def arrays_of(module: nn.Module) -> Arrays:
+    """Every array of a module, those it hides from its parameters too, by path."""
+    return {path: leaf for path, leaf in tree_flatten(module) if isinstance(leaf, mx.array)}
+
+
+def skeleton(module: Any) -> Any:
+    """A copy of a module's structure that refers to the same arrays."""
+    if isinstance(module, nn.Module):
+        twin = copy.copy(module)
+        dict.update(twin, {name: skeleton(value) for name, value in module.items()})
+        return twin
+    if isinstance(module, dict):
+        return {name: skeleton(value) for name, value in module.items()}
+    if isinstance(module, (list, tuple)):
+        return type(module)(skeleton(value) for value in module)
+    return module
+
+
+def put(module: nn.Module, arrays: Arrays) -> None:
+    """Set arrays by path, as `arrays_of` names them."""
+    for path, array in arrays.items():
+        node: Any = module
+        *parents, leaf = path.split(".")
+        for name in parents:
+            node = node[int(name)] if isinstance(node, (list, tuple)) else node[name]
+        node[leaf] = array
+
+
+def structure(module: nn.Module) -> Hashable:
+    """Equal for modules that compute the same function of their arrays."""
+    found: list[Hashable] = []
+    for path, leaf in tree_flatten(module):
+        kind = (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, mx.array) else repr(leaf)
+        found.append((path, kind))
+    for path, child in module.named_modules():
+        plain = [(n, _same(v)) for n, v in vars(child).items() if n not in ("_training",)]
+        found.append((path, type(child), tuple(sorted(plain, key=lambda pair: pair[0]))))
+    return tuple(found)
+
+
+def _same(value: Any) -> Hashable:
+    """A value that is equal for equal settings; what cannot be told apart is told by identity."""
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+        return value
+    if isinstance(value, (frozenset, set)):
+        return frozenset(value)
+    return id(value)

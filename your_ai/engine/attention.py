@@ -1,0 +1,307 @@
+"""Attention in blocks of queries, which never holds a T x T array, forward or backward.
+
+FlashAttention-2 (Dao, 2023, arXiv 2307.08691) in MLX's own operations: the backward pass
+computes the scores again, from q, k and the log-sum-exp of each row. A block of queries
+meets all the keys it may see at once, so there is no running softmax. Blocks stop at the
+diagonal: half the work of a masked T x T.
+
+Shapes: B rows, T tokens of a row, H query heads, K key heads, R = H / K, d a head's size,
+D hidden size, N queries of a block, S keys they may see.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from your_ai.blocks import Mask
+
+QUERY_BLOCK = 64  # queries at once; more waste work above the diagonal, fewer slow the matmuls
+SCORE_BYTES = 16 << 20  # of a block's scores; some five arrays of that size are alive
+FEWEST_QUERIES = 16  # at once, however long the row
+CPU_TOKENS = 768  # from here on blocks are the faster on the CPU
+LEAN_TOKENS = 192  # from here on they hold 40% less, in 6% more time
+METAL_VJP = (0, 32, 4)  # the first MLX whose causal attention has a backward of its own
+
+
+def attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    window: int | None = None,
+    segments: mx.array | None = None,
+) -> mx.array:
+    """Causal softmax(scale q kᵀ) v; q: (B, H, T, d), k and v: (B, K, T, d) -> (B, H, T, d).
+
+    window: a query sees the last `window` keys, its own among them. segments: (B, T) int32,
+    a query sees the keys of its own segment. H is a multiple of K. Scores and softmax are
+    float32, the result has the inputs' type. Differentiable in q, k and v.
+    """
+    if window is not None and window >= q.shape[2]:
+        window = None
+    packed = () if segments is None else (segments,)
+    return _attention(scale, window)(q, k, v, *packed)[0]
+
+
+@lru_cache
+def _attention(scale: float, window: int | None) -> Callable[..., tuple[mx.array, mx.array]]:
+    """f(q, k, v[, segments]) -> output (B, H, T, d), log-sum-exp (B, K, R, T, 1)."""
+
+    @mx.custom_function
+    def attend(q: mx.array, k: mx.array, v: mx.array, *segments: mx.array) -> Any:
+        queries, k, v = _by_key_head(q, k), _float32(k), mx.contiguous(v)
+        places = mx.arange(q.shape[2])
+        outputs: list[mx.array] = []
+        sums: list[mx.array] = []
+        done = [k]
+        for rows, keys in _blocks(q.shape, window):
+            # One block after the other, its mask too, so that few are alive.
+            rows_q, *told = mx.depends([queries[..., rows, :], places, *segments], done)
+            rows_q = rows_q.astype(mx.float32) * scale
+            scores = _scores(rows_q, k[:, :, keys], rows, keys, window, *told)
+            top = scores.max(axis=-1, keepdims=True)
+            p = mx.exp(scores - top)
+            total = p.sum(axis=-1, keepdims=True)
+            output = _fold(p.astype(v.dtype)) @ v[:, :, keys]
+            outputs.append((output.reshape(*p.shape[:-1], -1) / total).astype(q.dtype))
+            sums.append(top + mx.log(total))
+            done = [outputs[-1], sums[-1]]
+        output = mx.concatenate(outputs, axis=-2).reshape(*q.shape[:-1], -1)
+        return output, mx.concatenate(sums, axis=-2)
+
+    @attend.vjp
+    def attend_vjp(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, ...]:
+        q, k, v, *segments = primals
+        output, sums = results
+        delta = (cotangents[0].astype(mx.float32) * output).sum(axis=-1, keepdims=True)
+        delta, cotangent = _by_key_head(delta, k), _by_key_head(cotangents[0], k)
+        queries, keys_k, keys_v = _by_key_head(q, k), _float32(k), _float32(v)
+        grad_k, grad_v = mx.zeros(k.shape, mx.float32), mx.zeros(v.shape, mx.float32)
+        places = mx.arange(q.shape[2])
+        grads_q: list[mx.array] = []
+        done = [delta]  # nor may compiling share masks and scores with the forward pass
+        for rows, keys in _blocks(q.shape, window):
+            rows_q, *told = mx.depends([queries[..., rows, :], places, *segments], done)
+            rows_q = rows_q.astype(mx.float32) * scale
+            scores = _scores(rows_q, keys_k[:, :, keys], rows, keys, window, *told)
+            p = mx.exp(scores - sums[..., rows, :])
+            rows_c = _fold(cotangent[..., rows, :])
+            grad_p = rows_c.astype(mx.float32) @ keys_v[:, :, keys].swapaxes(-1, -2)
+            grad_s = _fold(p * (grad_p.reshape(p.shape) - delta[..., rows, :]))
+            p = _fold(p.astype(q.dtype)).swapaxes(-1, -2)
+            grad_v = grad_v.at[:, :, keys].add(p @ rows_c)
+            grad_k = grad_k.at[:, :, keys].add(grad_s.swapaxes(-1, -2) @ _fold(rows_q))
+            grad_q = (grad_s @ keys_k[:, :, keys]) * scale
+            grads_q.append(grad_q.reshape(rows_q.shape).astype(q.dtype))
+            done = [grads_q[-1], grad_k, grad_v]
+        grad_q = mx.concatenate(grads_q, axis=-2).reshape(q.shape)
+        none = (mx.zeros_like(array) for array in segments)
+        return grad_q, grad_k.astype(k.dtype), grad_v.astype(v.dtype), *none
+
+    return attend
+
+
+def _by_key_head(x: mx.array, k: mx.array) -> mx.array:
+    """(B, H, T, d) -> (B, K, R, T, d)"""
+    return mx.unflatten(x, 1, (k.shape[1], -1))
+
+
+def _fold(x: mx.array) -> mx.array:
+    """(B, K, R, N, d) -> (B, K, R N, d): the rows of one matmul for each key head."""
+    return x.flatten(2, 3)
+
+
+def _float32(x: mx.array) -> mx.array:
+    """Contiguous, because a matmul copies what is not, once for every block."""
+    return mx.contiguous(x.astype(mx.float32))
+
+
+def _blocks(shape: tuple[int, ...], window: int | None) -> Iterator[tuple[slice, slice]]:
+    """The queries of each block, and the keys that any of them may see; shape: q's."""
+    B, H, T, _ = shape
+    queries = min(QUERY_BLOCK, SCORE_BYTES // (4 * B * H * min(T, (window or T) + QUERY_BLOCK)))
+    queries = max(queries, FEWEST_QUERIES)
+    for start in range(0, T, queries):
+        stop = min(T, start + queries)
+        first = 0 if window is None else max(0, start - window + 1)
+        yield slice(start, stop), slice(first, stop)
+
+
+def _scores(
+    q: mx.array,
+    k: mx.array,
+    rows: slice,
+    keys: slice,
+    window: int | None,
+    places: mx.array,
+    segments: mx.array | None = None,
+) -> mx.array:
+    """Those of a block, -inf where unseen: (B, K, R, N, S), no row without a key it sees.
+
+    q: (B, K, R, N, d), k: (B, K, S, d), both float32; places: (T,), 0 to T - 1.
+    """
+    scores = mx.unflatten(_fold(q) @ k.swapaxes(-1, -2), 2, q.shape[2:4])
+    query, key = places[rows, None], places[keys]
+    if window is None and segments is None:  # only the last N keys can be unseen
+        hidden = mx.where(query >= key[rows.start :], 0.0, -mx.inf)
+        return scores.at[..., rows.start :].add(hidden)
+    seen = query >= key
+    if window is not None:
+        seen = seen & (query < key + window)
+    if segments is not None:
+        own, other = segments[:, rows, None], segments[:, None, keys]
+        seen = seen & (own == other)[:, None, None]
+    return mx.where(seen, scores, -mx.inf)
+
+
+# -- where it is used ---------------------------------------------------------------------
+
+
+def wanted(
+    device: str,
+    mlx_version: tuple[int, ...],
+    tokens: int,
+    segments: bool,
+    window: int | None,
+    lean: bool = False,
+) -> bool:
+    """Whether these blocks serve better than MLX's own attention.
+
+    device: cpu, metal or cuda. MLX takes segments and windows as an array mask, whose
+    backward pass holds T x T scores everywhere. lean: memory is dearer than time.
+    """
+    if segments or (window is not None and window < tokens):
+        return True
+    if device == "cpu":
+        return tokens >= (LEAN_TOKENS if lean else CPU_TOKENS)
+    return device == "metal" and mlx_version < METAL_VJP and tokens >= LEAN_TOKENS
+
+
+def mlx_version() -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", mx.__version__)[:3]))
+
+
+def device() -> str:
+    """cpu, metal or cuda."""
+    if mx.default_device().type == mx.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def _separate(attn: nn.Module, x: mx.array) -> tuple[mx.array, ...]:
+    return attn.q_proj(x), attn.k_proj(x), attn.v_proj(x)
+
+
+def _separate_normed(attn: nn.Module, x: mx.array) -> tuple[mx.array, ...]:
+    return attn.q_norm(attn.q_proj(x)), attn.k_norm(attn.k_proj(x)), attn.v_proj(x)
+
+
+def _joined(attn: nn.Module, x: mx.array) -> tuple[mx.array, ...]:
+    queries, keys = attn.n_heads * attn.head_dim, attn.n_kv_heads * attn.head_dim
+    return tuple(mx.split(attn.qkv_proj(x), [queries, queries + keys], axis=-1))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a class of mlx-lm gets its queries, keys and values.
+
+    project: (B, T, D) -> q (B, T, H d), k and v (B, T, K d); heads: its attributes for H and
+    K; head_norms: q_norm and k_norm work on each head. Then come `rope`, the attention with
+    `scale`, and `o_proj`.
+    """
+
+    project: Callable[[nn.Module, mx.array], tuple[mx.array, ...]] = _separate
+    heads: tuple[str, str] = ("n_heads", "n_kv_heads")
+    head_norms: bool = False
+
+
+# By name, so that nothing is imported, and a version of mlx-lm may lack any of them.
+LAYOUTS = {
+    "llama.Attention": Layout(),  # of Mistral, SmolLM3 and others as well
+    "qwen2.Attention": Layout(),
+    "qwen2_moe.Attention": Layout(),
+    "gemma.Attention": Layout(),
+    "glm4.Glm4Attention": Layout(),
+    "granite.Attention": Layout(),
+    "granitemoe.GraniteMoeAttention": Layout(),
+    "seed_oss.Attention": Layout(),
+    "starcoder2.Attention": Layout(),
+    "mixtral.MixtralAttention": Layout(heads=("num_heads", "num_key_value_heads")),
+    "qwen3.Attention": Layout(head_norms=True),
+    "qwen3_moe.Attention": Layout(head_norms=True),
+    "gemma3_text.Attention": Layout(head_norms=True),
+    "olmo2.Attention": Layout(_separate_normed),
+    "olmoe.Attention": Layout(_separate_normed),
+    "phi3.Attention": Layout(_joined),
+}
+
+
+def _layout(module: Any) -> Layout | None:
+    package, _, name = type(module).__module__.rpartition(".")
+    if package != "mlx_lm.models":
+        return None
+    return LAYOUTS.get(f"{name}.{type(module).__name__}")
+
+
+class BlockwiseAttention(nn.Module):
+    """An attention of mlx-lm, by the same children and attributes, that takes a `Mask`.
+
+    What it does not serve its class does: generation with a cache, other masks than a
+    `Mask` or "causal", and what `wanted` leaves to MLX.
+    """
+
+    takes_segments = True
+
+    @staticmethod
+    def from_base(base: nn.Module, lean: bool = False) -> BlockwiseAttention:
+        """base: of a class in LAYOUTS."""
+        twin = BlockwiseAttention()
+        vars(twin).update({n: v for n, v in vars(base).items() if n != "_no_grad"})
+        dict.update(twin, base)
+        # Its class and not `base`, whose children are others than those of a later skeleton.
+        twin._base, twin._layout, twin._lean = type(base), _layout(base), lean
+        return twin
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        """x: (B, T, D) -> (B, T, D)"""
+        tokens = x.shape[1]
+        causal = (isinstance(mask, str) and mask == "causal") or (mask is None and tokens == 1)
+        seen = Mask() if causal else mask
+        if cache is not None or not isinstance(seen, Mask):
+            return self._base.__call__(self, x, mask, cache)
+        packed = seen.segments is not None
+        if not wanted(device(), mlx_version(), tokens, packed, seen.window, self._lean):
+            return self._base.__call__(self, x, "causal", None)
+        q, k, v = self._heads(x)
+        y = attention(self.rope(q), self.rope(k), v, self.scale, seen.window, seen.segments)
+        return self.o_proj(y.swapaxes(1, 2).flatten(2))
+
+    def _heads(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """(B, H, T, d), (B, K, T, d) twice, before rope"""
+        layout = self._layout
+        q, k, v = layout.project(self, x)
+        H, K = (getattr(self, name) for name in layout.heads)
+        q, k, v = (mx.unflatten(y, -1, (n, -1)) for y, n in ((q, H), (k, K), (v, K)))
+        if layout.head_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+
+def put_blockwise(module: nn.Module, lean: bool = False) -> int:
+    """Put these in place of the attentions inside `module` whose layout is known; how many."""
+    found = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.items()
+        if _layout(child) is not None
+    ]
+    for parent, name, child in found:
+        parent[name] = BlockwiseAttention.from_base(child, lean)
+    return len(found)

@@ -1,0 +1,241 @@
+"""Block by block: the gradients of the fused engine, in a fraction of its memory.
+
+Only the input of each trained block is kept; its backward pass computes the block again.
+Blocks of one structure share a compiled forward and a compiled backward, which take the
+weights as arguments: so a block's weights need only be there while it runs.
+
+Shapes: B rows, T tokens of a row, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from your_ai.blocks import Arrays, Call, Parts, arrays_of, put, skeleton, structure
+from your_ai.data.batches import Batch
+from your_ai.engine.attention import put_blockwise
+from your_ai.engine.fused import Engine, row_keys
+from your_ai.engine.tokenwise import put_tokenwise
+from your_ai.head import LinearHead
+from your_ai.losses import Head
+from your_ai.model import DropoutKeys, KeyedDropout, TokenKeys
+from your_ai.objectives import sft
+
+Extras = dict[str, mx.array]  # what blocks are given beside hidden states, by name
+
+
+class Weights(Protocol):
+    """Where the frozen arrays of a block come from.
+
+    streamed: from files, and so do the rows of the embedding and the head.
+    """
+
+    @property
+    def streamed(self) -> bool: ...
+
+    def read(self, index: int) -> Arrays: ...
+
+    def ahead(self, index: int) -> None:
+        """Block `index` is wanted next."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Weights that stay in memory."""
+
+    blocks: list[nn.Module]
+    streamed: bool = False
+
+    def read(self, index: int) -> Arrays:
+        return frozen_arrays(self.blocks[index])
+
+    def ahead(self, index: int) -> None:
+        pass
+
+
+def trained_arrays(block: nn.Module) -> Arrays:
+    return dict(tree_flatten(block.trainable_parameters()))
+
+
+def frozen_arrays(block: nn.Module) -> Arrays:
+    trained = trained_arrays(block)
+    return {path: array for path, array in arrays_of(block).items() if path not in trained}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What blocks of one structure, called in one way, compute of their arrays.
+
+    forward(frozen, trained, hidden, extras) -> hidden
+    backward(frozen, trained, hidden, extras, cotangent) -> (gradients, hidden's cotangent)
+    lowest: the same without the cotangent, for the first trained block.
+    """
+
+    run: Callable[..., mx.array]  # not compiled
+    forward: Callable[..., mx.array]
+    backward: Callable[..., tuple[Arrays, mx.array]]
+    lowest: Callable[..., Arrays]
+
+
+def program(block: nn.Module, call: Call, dropout_keys: DropoutKeys) -> Program:
+    template = skeleton(block)
+    put_blockwise(template, lean=True)
+    put_tokenwise(template, dropout_keys)
+
+    def run(frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras) -> mx.array:
+        put(template, frozen)
+        put(template, trained)
+        dropout_keys.set(TokenKeys(extras["keys"], extras["places"]) if "keys" in extras else None)
+        try:
+            return call.run(template, hidden, extras.get("segments"))
+        finally:
+            dropout_keys.set(None)
+
+    def backward(frozen, trained, hidden, extras, cotangent):
+        names = list(trained)
+
+        def of(hidden: mx.array, *values: mx.array) -> mx.array:
+            return run(frozen, dict(zip(names, values, strict=True)), hidden, extras)
+
+        _, (grad, *grads) = mx.vjp(of, [hidden, *trained.values()], [cotangent])
+        return dict(zip(names, grads, strict=True)), grad
+
+    def lowest(frozen, trained, hidden, extras, cotangent):
+        names = list(trained)
+
+        def of(*values: mx.array) -> mx.array:
+            return run(frozen, dict(zip(names, values, strict=True)), hidden, extras)
+
+        _, grads = mx.vjp(of, list(trained.values()), [cotangent])
+        return dict(zip(names, grads, strict=True))
+
+    return Program(run, mx.compile(run), mx.compile(backward), mx.compile(lowest))
+
+
+class Programs:
+    """The program of each block for rows of a length: one for all blocks that are alike."""
+
+    def __init__(self, parts: Parts, dropout_keys: DropoutKeys) -> None:
+        self.parts, self.dropout_keys = parts, dropout_keys
+        self.kinds = [structure(block) for block in parts.blocks]
+        self.made: dict[Any, Program] = {}
+
+    def of(self, index: int, tokens: int) -> Program:
+        call = self.parts.calls(tokens)[index]
+        kind = (self.kinds[index], call)
+        if kind not in self.made:
+            block = self.parts.blocks[index]
+            self.made[kind] = program(block, call, self.dropout_keys)
+        return self.made[kind]
+
+
+def staged_engine(
+    model: nn.Module,
+    parts: Parts,
+    dropout_keys: DropoutKeys,
+    head: Head,
+    weights: Weights | None = None,
+) -> Engine:
+    """An engine that holds one block's working set at a time."""
+    blocks = parts.blocks
+    weights = weights or Resident(blocks)
+    programs = Programs(parts, dropout_keys)
+    names = {id(module): name for name, module in model.named_modules()}
+    prefixes = [names[id(block)] for block in model.layers]
+    first = next(i for i, block in enumerate(blocks) if trained_arrays(block))
+    has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
+    head, state = finished(parts, head), [parts.outside]
+
+    def loss_and_gradient(hidden, positions, targets, weights, scale):
+        return sft.loss_and_gradient(hidden, positions, targets, weights, scale, head)
+
+    def loss_alone(hidden, positions, targets, weights):
+        return sft.loss_sum(hidden, positions, targets, weights, head)
+
+    def likeliest(hidden, positions):
+        return sft.predictions(hidden, positions, head)
+
+    def compiled(function: Callable) -> Callable:
+        """What reads a file must run every time, not be traced once."""
+        return function if weights.streamed else mx.compile(function, inputs=state)
+
+    embed = compiled(parts.embed)
+    head_gradient = compiled(loss_and_gradient)
+    head_alone, head_likeliest = compiled(loss_alone), compiled(likeliest)
+
+    def forward(batch: Batch, extras: Extras, keep: dict[int, mx.array] | None) -> mx.array:
+        """(B, T, D) after the last block; the inputs of trained blocks go into `keep`."""
+        tokens = batch.tokens.shape[1]
+        weights.ahead(0)
+        hidden = embed(mx.array(batch.tokens))
+        mx.eval(hidden)
+        for index, block in enumerate(blocks):
+            if keep is not None and index >= first:
+                keep[index] = hidden
+            arrays = weights.read(index)
+            if index + 1 < len(blocks):
+                weights.ahead(index + 1)
+            run = programs.of(index, tokens).forward
+            hidden = run(arrays, trained_arrays(block), hidden, extras)
+            del arrays
+            mx.eval(hidden)
+        return hidden
+
+    def extras_of(batch: Batch) -> Extras:
+        segments = batch.segments
+        return {} if segments is None else {"segments": mx.array(segments)}
+
+    def gradients(batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
+        tokens = batch.tokens.shape[1]
+        extras = extras_of(batch)
+        if has_dropout:
+            keys = row_keys(step_seed, batch.rows)
+            extras |= {"keys": mx.array(keys), "places": mx.array(batch.places)}
+        inputs: dict[int, mx.array] = {}
+        hidden = forward(batch, extras, inputs)
+        loss, cotangent = head_gradient(hidden, *at(batch), mx.array(scale, mx.float32))
+        del hidden
+        mx.eval(loss, cotangent)
+        found: list[tuple[str, mx.array]] = []
+        for index in reversed(range(first, len(blocks))):
+            arrays = weights.read(index)
+            if index > first:
+                weights.ahead(index - 1)
+            of, trained = programs.of(index, tokens), trained_arrays(blocks[index])
+            if index > first:
+                grads, cotangent = of.backward(
+                    arrays, trained, inputs.pop(index), extras, cotangent
+                )
+                mx.eval(grads, cotangent)
+            else:
+                grads = of.lowest(arrays, trained, inputs.pop(index), extras, cotangent)
+                mx.eval(grads)
+            del arrays
+            found += [(f"{prefixes[index]}.{path}", grad) for path, grad in grads.items()]
+        return loss, tree_unflatten(found)
+
+    def loss(batch: Batch) -> mx.array:
+        return head_alone(forward(batch, extras_of(batch), None), *at(batch))
+
+    def predictions(batch: Batch) -> mx.array:
+        hidden = forward(batch, extras_of(batch), None)
+        return head_likeliest(hidden, mx.array(batch.positions))
+
+    return Engine(gradients, loss, predictions)
+
+
+def finished(parts: Parts, head: Head) -> Head:
+    """`head`, of finished hidden states, as a head of what the last block gives."""
+    if not isinstance(head, LinearHead):
+        return parts.finished_head
+    return replace(head, before=lambda rows: head.inputs(parts.finish(rows[None])[0]))
+
+
+def at(batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
+    return mx.array(batch.positions), mx.array(batch.targets), mx.array(batch.weights)

@@ -1,0 +1,258 @@
+"""Streamed weights: a block is read from its file when it runs, and dropped after.
+
+`stream` makes a model that holds no frozen weight: its blocks read theirs when called, its
+embedding gathers rows from the file, its head walks slices of the vocabulary. So whatever
+calls the model, generation too, streams. The staged engine asks `Streamed` for a block's
+arrays itself, and for the next block's while one runs.
+
+Shapes: T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from your_ai.blocks import Arrays, StandIn, arrays_of, put
+from your_ai.errors import UserError
+from your_ai.head import LinearHead, Part, dense, part_of
+
+DTYPES = {
+    "F32": mx.float32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "U32": mx.uint32,
+    "U8": mx.uint8,
+}
+VOCABULARY_LAYERS = ("embed_tokens", "lm_head")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a safetensors file, read by rows of its first axis.
+
+    dtype: what the model computes in, to which the file's floats are cast.
+    """
+
+    file: Path
+    name: str
+    dtype: mx.Dtype
+
+    @cached_property
+    def place(self) -> tuple[int, mx.Dtype, tuple[int, ...]]:
+        """(offset, type, shape), from the header that safetensors files begin with."""
+        with self.file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            entry = json.loads(opened.read(size))[self.name]
+        kind = DTYPES[entry["dtype"]]
+        return 8 + size + entry["data_offsets"][0], kind, tuple(entry["shape"])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.place[2]
+
+    def rows(self, start: int, stop: int) -> mx.array:
+        """Rows start to stop, as the model has them."""
+        offset, kind, shape = self.place
+        width = math.prod(shape[1:]) * kind.size
+        stop = min(stop, shape[0])
+        data = np.fromfile(
+            self.file, np.uint8, (stop - start) * width, offset=offset + start * width
+        )
+        return self._array(data, (stop - start, *shape[1:]))
+
+    def gather(self, indices: np.ndarray) -> mx.array:
+        """The rows at `indices`, (N,) -> (N, ...); each is read once."""
+        offset, kind, shape = self.place
+        width = math.prod(shape[1:]) * kind.size
+        wanted, inverse = np.unique(indices, return_inverse=True)
+        data = np.empty((len(wanted), width), np.uint8)
+        with self.file.open("rb") as opened:
+            for row, index in zip(data, wanted.tolist(), strict=True):
+                row[:] = np.frombuffer(
+                    os.pread(opened.fileno(), width, offset + index * width), np.uint8
+                )
+        rows = self._array(data.reshape(-1), (len(wanted), *shape[1:]))
+        return rows[mx.array(inverse.reshape(-1).astype(np.int32))]
+
+    def _array(self, data: np.ndarray, shape: tuple[int, ...]) -> mx.array:
+        array = mx.array(data).view(self.place[1]).reshape(shape).astype(self.dtype)
+        mx.eval(array)  # was read now; and the file's bytes need not be held beside it
+        return array
+
+
+def tensors_of(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """The tensor behind each parameter of a model that has no adapters yet, by path.
+
+    Raises UserError where the model's weights are not the files' as they are.
+    """
+    raw: dict[str, mx.array] = {}
+    found: dict[int, tuple[Path, str]] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        for name, array in mx.load(str(file)).items():
+            raw[name] = array
+            found[id(array)] = (file, name)
+    kept = list(raw.values())  # so that no id is given twice
+    weights = model.sanitize(raw) if hasattr(model, "sanitize") else raw
+    tensors: dict[str, Tensor] = {}
+    for path, parameter in tree_flatten(model.parameters()):
+        array = weights.get(path)
+        if array is None or id(array) not in found or array.shape != parameter.shape:
+            raise UserError(
+                f"--plan streamed: {folder}: {path} is not in its files as the model has it; "
+                "write it with `mlx_lm.convert` first, or use --plan staged"
+            )
+        tensors[path] = Tensor(*found[id(array)], parameter.dtype)
+    del kept
+    return tensors
+
+
+@dataclass
+class Streamed:
+    """The frozen arrays of blocks, from their files; a `staged.Weights`.
+
+    files: for each block, the tensor of each path. rest: its arrays that are in no file.
+    """
+
+    files: list[dict[str, Tensor]]
+    rest: list[Arrays]
+    streamed: bool = True
+    stream: mx.Stream = field(default_factory=lambda: mx.new_stream(mx.cpu))
+    _ahead: dict[int, Arrays] = field(default_factory=dict)
+
+    def read(self, index: int) -> Arrays:
+        return self._ahead.pop(index, None) or self.load(index)
+
+    def ahead(self, index: int) -> None:
+        self._ahead = {index: self.load(index)}
+        mx.async_eval(self._ahead[index])
+
+    def load(self, index: int) -> Arrays:
+        """Lazy arrays, new ones, so that they are freed with their last use."""
+        opened: dict[Path, Any] = {}
+        arrays = dict(self.rest[index])
+        for path, tensor in self.files[index].items():
+            if tensor.file not in opened:
+                opened[tensor.file] = mx.load(str(tensor.file), stream=self.stream)
+            array = opened[tensor.file][tensor.name]
+            arrays[path] = array.astype(tensor.dtype, stream=self.stream)
+        return arrays
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """The rows of a layer's weight, read when asked for; `head.Rows` of a head in a file.
+
+    tensors: weight, and scales, biases and bias where the layer has them.
+    """
+
+    tensors: dict[str, Tensor]
+    quantization: dict[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(V, D)"""
+        if "scales" in self.tensors:
+            rows, groups = self.tensors["scales"].shape
+            return rows, groups * self.quantization["group_size"]
+        return self.tensors["weight"].shape
+
+    def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> Part:
+        mx.eval(*after)  # before more is read
+        arrays = {name: tensor.rows(start, stop) for name, tensor in self.tensors.items()}
+        return part_of(arrays, self.quantization)
+
+    def gather(self, tokens: mx.array) -> mx.array:
+        indices = np.array(tokens).reshape(-1)
+        rows = {n: tensor.gather(indices) for n, tensor in self.tensors.items() if n != "bias"}
+        return dense(rows, self.quantization)
+
+
+class StreamedLayer(nn.Module):
+    """An embedding, or a linear head, whose weight stays in its file."""
+
+    def __init__(self, rows: FileRows) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if mx.issubdtype(x.dtype, mx.floating):
+            return self.as_linear(x)
+        return self.rows.gather(x).reshape(*x.shape, -1)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """(..., D) -> (..., V), slice by slice."""
+        flat = x.reshape(-1, x.shape[-1])
+        found: list[mx.array] = []
+        for start, stop in LinearHead(self.rows).slices(len(flat)):
+            found.append(self.rows.part(start, stop, found[-1:]).forward(flat))
+            mx.eval(found[-1])
+        return mx.concatenate(found, axis=-1).reshape(*x.shape[:-1], -1)
+
+
+def stream(model: nn.Module, tensors: dict[str, Tensor]) -> tuple[list[nn.Module], Streamed]:
+    """Let a model with adapters read its frozen weights from their files, in place.
+
+    Returns its blocks as they were, which hold weights that were never read, and where
+    their arrays come from.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = list(model.layers)
+    files: list[dict[str, Tensor]] = []
+    rest: list[Arrays] = []
+    unread: list[Arrays] = []
+    for block in blocks:
+        trained = dict(tree_flatten(block.trainable_parameters()))
+        mine: dict[str, Tensor] = {}
+        other: Arrays = {}
+        for path, array in arrays_of(block).items():
+            tensor = tensors.get(f"{names[id(block)]}.{path}".replace(".linear.", "."))
+            if tensor is not None:
+                mine[path] = tensor
+            elif path not in trained:
+                other[path] = array
+        files.append(mine)
+        rest.append(other)
+    weights = Streamed(files, rest)
+    for index, block in enumerate(blocks):
+        put(block, weights.load(index))
+        mx.eval(block.trainable_parameters(), rest[index])  # what DoRA draws from the weights
+        unread.append(weights.load(index))
+        put(block, unread[index])
+
+    def run(index: int) -> Callable[..., mx.array]:
+        def forward(hidden: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+            put(blocks[index], weights.load(index))
+            try:
+                result = blocks[index](hidden, *args, **kwargs)
+                mx.eval(result)
+                return result
+            finally:
+                put(blocks[index], unread[index])
+
+        return forward
+
+    owner, _, kept = names[id(blocks[0])].rpartition(".")[0].rpartition(".")
+    # `model.layers` itself may be a copy of the trunk's list.
+    dict(model.named_modules())[owner][kept] = [
+        StandIn(block, run(index)) for index, block in enumerate(blocks)
+    ]
+    for name, module in model.named_modules():
+        parent, _, leaf = name.rpartition(".")
+        own = {n: tensors[f"{name}.{n}"] for n in module if f"{name}.{n}" in tensors}
+        if leaf in VOCABULARY_LAYERS and "weight" in own:
+            options = ("group_size", "bits", "mode") if "scales" in own else ()
+            rows = FileRows(own, {n: vars(module)[n] for n in options if n in vars(module)})
+            dict(model.named_modules())[parent][leaf] = StreamedLayer(rows)
+    return blocks, weights
