@@ -32,12 +32,13 @@ from your_ai.data.batches import Batch, make_batch
 from your_ai.data.examples import Examples, Tally
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import tensors_of
 from your_ai.errors import RunError, UserError
 from your_ai.rng import derive_seed
 from your_ai.shapes import SHAPES, make_shape
 
-PLANS = ("fused", "staged", "streamed")
+PLANS = ("fused", "staged", "streamed", "prefix")
 PEERS = ("mlx-lm", "mlx-lm-checkpoint")
 ROUNDS = 2  # of all contenders, in turn, so that a machine that slows down slows them all
 
@@ -223,8 +224,12 @@ def run_ours(contest: Contest, plan: str) -> Iterator[tuple[float, float]]:
     tensors = tensors_of(network, Path(contest.folder)) if plan == "streamed" else None
     adapters = model.add_adapters(network, config)
     dequantize_on_the_cpu(network)
-    built = build_engine(network, adapters.dropout_keys, plan, tensors=tensors)
-    if built.plan != plan:
+    make_store = (lambda _: MemoryStore()) if plan == "prefix" else None
+    asked = "fused" if plan == "prefix" else plan
+    built = build_engine(
+        network, adapters.dropout_keys, asked, tensors=tensors, make_store=make_store
+    )
+    if built.notices:
         raise RunError(built.notices[-1])
     if tensors is None:
         mx.eval(network.parameters())

@@ -81,6 +81,11 @@ class TrainConfig:
         "How steps are computed, all to the same gradients: fused is fastest; staged holds one "
         "block's work at a time; streamed one block's weights as well, read from the files.",
     )
+    prefix_cache: Literal["off", "memory", "disk"] = setting(
+        "off",
+        "Keep what the blocks below the adapted ones give of each text, so that they run once "
+        "for it: in memory, or in the run's folder.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Type to compute in; auto is float32 on the CPU and bfloat16 on a GPU."
     )

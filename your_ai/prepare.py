@@ -22,6 +22,7 @@ from your_ai.data.rows import Row, find_splits, read_rows
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.fused import Engine
+from your_ai.engine.prefix import DiskStore, MemoryStore, Store, check_room, needed_bytes
 from your_ai.engine.weights import tensors_of
 from your_ai.errors import UserError
 from your_ai.files import sha256
@@ -63,8 +64,11 @@ class Prepared:
         )
 
 
-def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
-    """Check and load everything, the cheapest first."""
+def prepare(config: TrainConfig, log: events.EventLog, prefix_folder: Path) -> Prepared:
+    """Check and load everything, the cheapest first.
+
+    prefix_folder: where a prefix cache on disk lies.
+    """
     splits = find_splits(config.data)
     for wanted in ("samples", "exact_match"):
         if getattr(config, wanted) and "test" not in splits:
@@ -102,7 +106,19 @@ def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
         log.write(events.Notice(text=text))
 
     dequantize_on_the_cpu(network)
-    built = build_engine(network, adapters.dropout_keys, config.plan, config.packing, tensors)
+    make_store = None
+    if config.prefix_cache != "off":
+        frozen = len(network.layers) - adapters.config["num_layers"]
+        key = files | {"frozen blocks": str(frozen), "--quantize": str(config.quantize)}
+        tokens = sum(int((found.lengths - 1).sum()) for found in examples.values())
+
+        def make_store(hidden_size: int) -> Store:
+            kind = config.prefix_cache
+            return prefix_store(kind, prefix_folder, key, tokens, hidden_size, dtype)
+
+    built = build_engine(
+        network, adapters.dropout_keys, config.plan, config.packing, tensors, make_store
+    )
     if tensors is None:
         mx.eval(network.parameters())
     model.try_out(network, adapters, config)
@@ -128,6 +144,18 @@ def prepare(config: TrainConfig, log: events.EventLog) -> Prepared:
             "settings": config.decisive(),
         },
     )
+
+
+def prefix_store(
+    kind: str, folder: Path, key: dict[str, str], tokens: int, hidden_size: int, dtype: mx.Dtype
+) -> Store:
+    """A cache for texts of `tokens` in all. Raises UserError where the disk is too small."""
+    if kind == "memory":
+        return MemoryStore()
+    store = DiskStore(folder, key, hidden_size, dtype)
+    held = store.bytes_held // needed_bytes(1, hidden_size, dtype)
+    check_room(folder, max(0, tokens - held), hidden_size, dtype)
+    return store
 
 
 def count_steps(config: TrainConfig, plan: StepPlan) -> int:

@@ -18,6 +18,7 @@ from mlx.utils import tree_map
 from your_ai import evaluate, generate, model, optimizer
 from your_ai.config import TrainConfig
 from your_ai.data.batches import Batch
+from your_ai.engine import prefix
 from your_ai.engine.fused import Engine
 from your_ai.errors import RunError, UserError
 from your_ai.files import clean
@@ -51,7 +52,7 @@ def run(
     began = time.perf_counter()
     clean(folder.path)
     clean(folder.checkpoints)
-    prepared = prepare(config, log)
+    prepared = prepare(config, log, folder.path / "prefix")
     state = restore(folder, prepared, log)
     update = optimizer.make_update(prepared.model, prepared.optimizer)
     before = folder.read_config()
@@ -91,6 +92,7 @@ def run(
         show_test_rows("after", prepared, log, stop)
         arrays = model.adapter_arrays(prepared.model)
         checkpoint.save_adapter(folder.adapter, arrays, prepared.adapters.config, state.step)
+        prefix.remove(folder.path / "prefix")  # a run that is stopped keeps it
         reason, adapter = "done", str(folder.adapter)
     seconds = time.perf_counter() - began
     finished = events.Finished(step=state.step, reason=reason, adapter=adapter, seconds=seconds)

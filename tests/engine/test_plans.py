@@ -15,6 +15,7 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import plan_steps
 from your_ai.engine import attention, tokenwise
 from your_ai.engine.build import build_engine
+from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import tensors_of
 from your_ai.errors import UserError
 
@@ -98,6 +99,33 @@ def test_micro_batches_give_the_same_in_each_plan(tmp_path, tiny_model, plan):
     assert loss == pytest.approx(expected, rel=1e-5)
     for name, grad in grads.items():
         assert relative_error(grad, expected_grads[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
+@pytest.mark.parametrize("packed", [None, 256])
+def test_a_cached_prefix_changes_nothing(tmp_path, tiny_model, plan, packed):
+    settings = {"lora_layers": 2, "lora_dropout": 0.2}
+    expected, expected_grads, _ = by_plan(tiny_model, tmp_path, "fused", **settings)
+    network, tokenizer, adapters = load(tiny_model, **settings)
+    tensors = tensors_of(model.load_network(tiny_model, mx.float32)[0], tiny_model)
+    store = MemoryStore()
+    engine = build_engine(
+        network, adapters.dropout_keys, plan, packed is not None,
+        tensors if plan == "streamed" else None, lambda _: store,
+    ).engine  # fmt: skip
+    examples = encode(tokenizer, tmp_path)
+    batches = plan_steps(examples, 5, 5, seed=0, packed_tokens=packed).batches_of(0)
+    weight = sum(batch.weight for batch in batches)
+    for _ in range(2):  # filled, and read
+        loss, total = 0.0, None
+        for batch in batches:
+            part, grads = engine.gradients(batch, 1 / weight, 3)
+            loss += part.item() / weight
+            total = grads if total is None else tree_map(mx.add, total, grads)
+        assert loss == pytest.approx(expected, rel=1e-5)
+        for name, grad in tree_flatten(total):
+            assert relative_error(grad, expected_grads[name]) < 1e-5, name
+        assert store.bytes_held > 0
 
 
 @pytest.mark.parametrize("plan", ["staged", "streamed"])

@@ -27,7 +27,8 @@ class Batch:
 
     tokens: (B, T) int32, padded on the right; positions: (S,) int32, where in the
     flattened (B * T) tokens each target is predicted; targets: (S,) int32;
-    weights: (S,) float32, 0 where the slot is padding.
+    weights: (S,) float32, 0 where the slot is padding; lengths: (B,) int64, the tokens of
+    each row that are not padding.
 
     Dropout is drawn from which text of the step a token is of, and where in it. These two
     broadcast to (B, T): rows, (B, 1) uint32, or (B, T) where several texts are packed into
@@ -40,8 +41,12 @@ class Batch:
     weights: np.ndarray
     rows: np.ndarray
     places: np.ndarray
-    real_tokens: int
+    lengths: np.ndarray
     trained_tokens: int
+
+    @property
+    def real_tokens(self) -> int:
+        return int(self.lengths.sum())
 
     @property
     def packed(self) -> bool:
@@ -236,7 +241,7 @@ def lay_out(
     tokens = np.zeros(shape, np.int32)
     flat = tokens.reshape(-1)
     positions, targets, weights = [], [], []
-    real = 0
+    lengths = np.zeros(shape[0], np.int64)
     for row, start in zip(rows, starts, strict=True):
         example = examples[row]
         inputs = len(example.tokens) - 1
@@ -245,7 +250,7 @@ def lay_out(
         positions.append(start + at)
         targets.append(example.tokens[1:][at])
         weights.append(np.full(len(at), examples.weights[row], np.float32))
-        real += inputs
+        lengths[start // shape[1]] += inputs
     trained = sum(map(len, targets))
     slots = padded_targets(trained, tokens.size)
     return Batch(
@@ -255,7 +260,7 @@ def lay_out(
         weights=pad(np.concatenate(weights), slots, np.float32),
         rows=ids,
         places=places,
-        real_tokens=real,
+        lengths=lengths,
         trained_tokens=trained,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ import mlx.nn as nn
 from your_ai.blocks import Parts, parts_of
 from your_ai.engine.attention import put_blockwise
 from your_ai.engine.fused import Engine, fused_engine
+from your_ai.engine.prefix import Store
 from your_ai.engine.staged import staged_engine
 from your_ai.engine.weights import Tensor, stream
 from your_ai.errors import UserError
@@ -34,10 +36,12 @@ def build_engine(
     plan: str,
     packing: bool = False,
     tensors: dict[str, Tensor] | None = None,
+    make_store: Callable[[int], Store] | None = None,
 ) -> Built:
     """The engine of `plan` for a model with adapters; a staged one falls back to fused.
 
     tensors: where its weights are, of a streamed plan, after which the model holds none.
+    make_store: the frozen-prefix cache, where there is one, for a hidden size.
     Raises UserError where the plan or packing cannot be.
     """
     notices: list[str] = []
@@ -59,10 +63,18 @@ def build_engine(
     if halves.hidden:
         hidden = halves.trunk(mx.zeros((1, 2), mx.int32))  # for its shape: not computed
         head = linear_head(halves.head, hidden.shape[-1], hidden.dtype) or halves.head
+    store = None
+    if make_store is not None and parts is None:
+        notices.append(f"--prefix-cache: {NO_PARTS}; training without it")
+    elif make_store is not None:
+        store = make_store(hidden.shape[-1])
+    if store is not None and plan == "fused":
+        engine = staged_engine(model, parts, dropout_keys, head, store=store, joined=True)
+        return Built(engine, plan, tuple(notices))
     if plan == "fused":
         put_blockwise(model)
         return Built(fused_engine(model, halves, dropout_keys, parts, head), plan, tuple(notices))
-    engine = staged_engine(model, parts, dropout_keys, head, weights)
+    engine = staged_engine(model, parts, dropout_keys, head, weights, store)
     return Built(engine, plan, tuple(notices))
 
 

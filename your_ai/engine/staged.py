@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from your_ai.blocks import Arrays, Call, Parts, arrays_of, put, skeleton, struct
 from your_ai.data.batches import Batch
 from your_ai.engine.attention import put_blockwise
 from your_ai.engine.fused import Engine, row_keys
+from your_ai.engine.prefix import Store, assemble, keep, spans_of
 from your_ai.engine.tokenwise import put_tokenwise
 from your_ai.head import LinearHead
 from your_ai.losses import Head
@@ -83,10 +85,12 @@ class Program:
     lowest: Callable[..., Arrays]
 
 
-def program(block: nn.Module, call: Call, dropout_keys: DropoutKeys) -> Program:
+def program(block: nn.Module, call: Call, dropout_keys: DropoutKeys, lean: bool) -> Program:
+    """lean: memory is dearer than time."""
     template = skeleton(block)
-    put_blockwise(template, lean=True)
-    put_tokenwise(template, dropout_keys)
+    put_blockwise(template, lean)
+    if lean:
+        put_tokenwise(template, dropout_keys)
 
     def run(frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras) -> mx.array:
         put(template, frozen)
@@ -121,8 +125,8 @@ def program(block: nn.Module, call: Call, dropout_keys: DropoutKeys) -> Program:
 class Programs:
     """The program of each block for rows of a length: one for all blocks that are alike."""
 
-    def __init__(self, parts: Parts, dropout_keys: DropoutKeys) -> None:
-        self.parts, self.dropout_keys = parts, dropout_keys
+    def __init__(self, parts: Parts, dropout_keys: DropoutKeys, lean: bool) -> None:
+        self.parts, self.dropout_keys, self.lean = parts, dropout_keys, lean
         self.kinds = [structure(block) for block in parts.blocks]
         self.made: dict[Any, Program] = {}
 
@@ -131,7 +135,7 @@ class Programs:
         kind = (self.kinds[index], call)
         if kind not in self.made:
             block = self.parts.blocks[index]
-            self.made[kind] = program(block, call, self.dropout_keys)
+            self.made[kind] = program(block, call, self.dropout_keys, self.lean)
         return self.made[kind]
 
 
@@ -141,16 +145,25 @@ def staged_engine(
     dropout_keys: DropoutKeys,
     head: Head,
     weights: Weights | None = None,
+    store: Store | None = None,
+    joined: bool = False,
 ) -> Engine:
-    """An engine that holds one block's working set at a time."""
+    """An engine that holds one block's working set at a time.
+
+    store: keeps what the blocks below the first trained one give of each text, so that
+    they run once for it. joined: the trained blocks and the head run as one graph, with
+    no block computed twice, where memory is plenty.
+    """
     blocks = parts.blocks
     weights = weights or Resident(blocks)
-    programs = Programs(parts, dropout_keys)
+    programs = Programs(parts, dropout_keys, lean=not joined)
     names = {id(module): name for name, module in model.named_modules()}
     prefixes = [names[id(block)] for block in model.layers]
     first = next(i for i, block in enumerate(blocks) if trained_arrays(block))
     has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
     head, state = finished(parts, head), [parts.outside]
+    sample = parts.embed(mx.zeros((1, 1), mx.int32))  # for its shape
+    hidden_size, dtype = sample.shape[-1], sample.dtype
 
     def loss_and_gradient(hidden, positions, targets, weights, scale):
         return sft.loss_and_gradient(hidden, positions, targets, weights, scale, head)
@@ -169,23 +182,54 @@ def staged_engine(
     head_gradient = compiled(loss_and_gradient)
     head_alone, head_likeliest = compiled(loss_alone), compiled(likeliest)
 
-    def forward(batch: Batch, extras: Extras, keep: dict[int, mx.array] | None) -> mx.array:
-        """(B, T, D) after the last block; the inputs of trained blocks go into `keep`."""
-        tokens = batch.tokens.shape[1]
-        weights.ahead(0)
-        hidden = embed(mx.array(batch.tokens))
-        mx.eval(hidden)
-        for index, block in enumerate(blocks):
-            if keep is not None and index >= first:
-                keep[index] = hidden
+    @partial(mx.compile, inputs=state)
+    def joined_gradient(trained, frozen, hidden, extras, scale, positions, targets, weights):
+        """The loss sum, and the gradients of the trained blocks, from their input."""
+
+        def scaled(trained: list[Arrays]) -> mx.array:
+            h = hidden
+            for index in range(first, len(blocks)):
+                run = programs.of(index, hidden.shape[1]).run
+                h = run(frozen[index - first], trained[index - first], h, extras)
+            return sft.trainable_loss_sum(h, positions, targets, weights, scale, head)
+
+        return mx.value_and_grad(scaled)(trained)
+
+    def run_blocks(hidden, batch: Batch, extras: Extras, which: range, inputs: list | None = None):
+        """(B, T, D) after the blocks `which`; the input of each is added to `inputs`."""
+        if which:
+            weights.ahead(which[0])
+        for index in which:
+            if inputs is not None:
+                inputs.append(hidden)
             arrays = weights.read(index)
-            if index + 1 < len(blocks):
+            if index + 1 in which:
                 weights.ahead(index + 1)
-            run = programs.of(index, tokens).forward
-            hidden = run(arrays, trained_arrays(block), hidden, extras)
+            run = programs.of(index, batch.tokens.shape[1]).forward
+            hidden = run(arrays, trained_arrays(blocks[index]), hidden, extras)
             del arrays
             mx.eval(hidden)
         return hidden
+
+    def below(batch: Batch, extras: Extras) -> mx.array:
+        """(B, T, D) what the first trained block is given."""
+        spans = spans_of(batch.tokens, batch.rows, batch.lengths) if store else []
+        if store:
+            held = assemble(store, spans, (*batch.tokens.shape, hidden_size), dtype)
+            if held is not None:
+                mx.eval(held)
+                return held
+        hidden = embed(mx.array(batch.tokens))
+        mx.eval(hidden)
+        hidden = run_blocks(hidden, batch, extras, range(first))
+        if store:
+            keep(store, spans, hidden)
+        return hidden
+
+    def forward(batch: Batch) -> mx.array:
+        extras = extras_of(batch)
+        hidden = below(batch, extras)
+        return run_blocks(hidden, batch, extras, range(first, len(blocks)))
 
     def extras_of(batch: Batch) -> Extras:
         segments = batch.segments
@@ -197,8 +241,21 @@ def staged_engine(
         if has_dropout:
             keys = row_keys(step_seed, batch.rows)
             extras |= {"keys": mx.array(keys), "places": mx.array(batch.places)}
-        inputs: dict[int, mx.array] = {}
-        hidden = forward(batch, extras, inputs)
+        hidden = below(batch, extras)
+        if joined:
+            trained = [trained_arrays(block) for block in blocks[first:]]
+            frozen = [weights.read(index) for index in range(first, len(blocks))]
+            scale = mx.array(scale, mx.float32)
+            loss, grads = joined_gradient(trained, frozen, hidden, extras, scale, *at(batch))
+            return loss, tree_unflatten(
+                [
+                    (f"{prefix}.{path}", grad)
+                    for prefix, arrays in zip(prefixes[first:], grads, strict=True)
+                    for path, grad in arrays.items()
+                ]
+            )
+        inputs: list[mx.array] = []
+        hidden = run_blocks(hidden, batch, extras, range(first, len(blocks)), inputs)
         loss, cotangent = head_gradient(hidden, *at(batch), mx.array(scale, mx.float32))
         del hidden
         mx.eval(loss, cotangent)
@@ -209,23 +266,20 @@ def staged_engine(
                 weights.ahead(index - 1)
             of, trained = programs.of(index, tokens), trained_arrays(blocks[index])
             if index > first:
-                grads, cotangent = of.backward(
-                    arrays, trained, inputs.pop(index), extras, cotangent
-                )
+                grads, cotangent = of.backward(arrays, trained, inputs.pop(), extras, cotangent)
                 mx.eval(grads, cotangent)
             else:
-                grads = of.lowest(arrays, trained, inputs.pop(index), extras, cotangent)
+                grads = of.lowest(arrays, trained, inputs.pop(), extras, cotangent)
                 mx.eval(grads)
             del arrays
             found += [(f"{prefixes[index]}.{path}", grad) for path, grad in grads.items()]
         return loss, tree_unflatten(found)
 
     def loss(batch: Batch) -> mx.array:
-        return head_alone(forward(batch, extras_of(batch), None), *at(batch))
+        return head_alone(forward(batch), *at(batch))
 
     def predictions(batch: Batch) -> mx.array:
-        hidden = forward(batch, extras_of(batch), None)
-        return head_likeliest(hidden, mx.array(batch.positions))
+        return head_likeliest(forward(batch), mx.array(batch.positions))
 
     return Engine(gradients, loss, predictions)
 

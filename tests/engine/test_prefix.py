@@ -1,0 +1,539 @@
+"""The frozen-prefix cache: what is kept is got bit for bit, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import json
+import os
+import shutil
+import tempfile
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from your_ai.data.batches import PADDING
+from your_ai.engine import prefix
+from your_ai.engine.prefix import DiskStore, MemoryStore, Span, Store
+from your_ai.errors import RunError, UserError
+
+D = 4
+DTYPES = [mx.float32, mx.bfloat16, mx.float16]
+MODEL = {"model": "abc", "dtype": "float32", "frozen_blocks": "20", "format": "7"}
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def text(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+TEXTS = [text(5), text(1, 2, 3), text(9, 9), text(1, 2)]
+
+
+def bits(array: mx.array) -> list:
+    return array.view(mx.uint32 if array.dtype.size == 4 else mx.uint16).tolist()
+
+
+def hidden_of(tokens: np.ndarray, dtype: mx.Dtype = mx.float32, size: int = D) -> mx.array:
+    """Random bits that a text determines, (n, D): infinities, NaNs and -0 among them."""
+    rng = np.random.default_rng([len(tokens), *tokens.tolist()])
+    whole = np.uint32 if dtype.size == 4 else np.uint16
+    values = rng.integers(0, np.iinfo(whole).max, (len(tokens), size), whole, endpoint=True)
+    values[0, 0] = 1 << (8 * dtype.size - 1)
+    return mx.array(values).view(dtype)
+
+
+def same(ours: mx.array | None, theirs: mx.array) -> bool:
+    return ours is not None and ours.dtype == theirs.dtype and bits(ours) == bits(theirs)
+
+
+def disk(folder: Path, dtype: mx.Dtype = mx.float32, **changes: str) -> DiskStore:
+    return DiskStore(folder, {**MODEL, **changes}, D, dtype)
+
+
+def fill(store: Store, texts: list[np.ndarray], dtype: mx.Dtype = mx.float32) -> None:
+    for tokens in texts:
+        store.put(tokens, hidden_of(tokens, dtype))
+
+
+def held(store: Store, texts: list[np.ndarray]) -> list[bool]:
+    """Which texts are got; each must be as it was put."""
+    found = [store.get(tokens) for tokens in texts]
+    assert all(f is None or same(f, hidden_of(t)) for f, t in zip(found, texts, strict=True))
+    return [f is not None for f in found]
+
+
+@pytest.fixture
+def folder(own_folder: Path) -> Path:
+    """A cache of TEXTS, closed."""
+    store = disk(own_folder / "prefix")
+    fill(store, TEXTS)
+    store.close()
+    return own_folder / "prefix"
+
+
+@pytest.fixture(params=["memory", "disk"])
+def store(request, own_folder) -> Iterator[Store]:
+    store = MemoryStore() if request.param == "memory" else disk(own_folder / "made" / "prefix")
+    yield store
+    store.close()
+
+
+# -- stores -------------------------------------------------------------------------------
+
+
+def test_what_is_put_is_got(store):
+    assert not store.has(TEXTS[1])
+    assert store.get(TEXTS[1]) is None
+    fill(store, TEXTS)
+    assert held(store, TEXTS) == [True] * 4
+    assert store.bytes_held == sum(map(len, TEXTS)) * D * 4
+    assert not store.has(text(2, 1))
+    assert store.get(text(1, 2, 3, 0)) is None
+
+
+def test_a_text_is_found_by_its_content(store):
+    fill(store, TEXTS)
+    row = np.zeros((3, 8), np.int64)
+    row[1, ::2] = 1, 2, 3, 0
+    assert same(store.get(row[1, :6:2]), hidden_of(text(1, 2, 3)))
+
+
+def test_what_is_held_stays_as_it_is(store):
+    fill(store, TEXTS)
+    before = store.bytes_held
+    store.put(TEXTS[1], mx.zeros((3, D)))
+    assert held(store, TEXTS) == [True] * 4
+    assert store.bytes_held == before
+
+
+def test_a_store_can_be_closed_twice(store):
+    fill(store, TEXTS)
+    store.close()
+    store.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_cache_on_disk_is_taken_up_bit_for_bit(own_folder, dtype):
+    fill(disk(own_folder, dtype), TEXTS[:2], dtype)
+    store = disk(own_folder, dtype)
+    fill(store, TEXTS, dtype)
+    for opened in (store, disk(own_folder, dtype)):
+        assert all(same(opened.get(tokens), hidden_of(tokens, dtype)) for tokens in TEXTS)
+        assert (opened.emptied, opened.faults) == ("", 0)
+        assert opened.bytes_held == sum(map(len, TEXTS)) * D * dtype.size
+
+
+token_lists = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    texts=st.lists(token_lists, max_size=12),
+    reopen_at=st.sets(st.integers(0, 11)),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_texts_come_back(texts, reopen_at, dtype):
+    with tempfile.TemporaryDirectory() as name:
+        store = disk(Path(name), dtype)
+        for i, tokens in enumerate(map(np.array, texts)):
+            if i in reopen_at:
+                store.close()
+                store = disk(Path(name), dtype)
+            store.put(tokens, hidden_of(tokens, dtype))
+        for tokens in map(np.array, texts):
+            assert same(store.get(tokens), hidden_of(tokens, dtype))
+        assert (store.emptied, store.faults) == ("", 0)
+        store.close()
+
+
+def test_hidden_states_of_another_shape_or_dtype_are_refused(own_folder):
+    store = disk(own_folder)
+    for hidden in (mx.zeros((2, D)), mx.zeros((3, D + 1)), mx.zeros((3, D), mx.float16)):
+        with pytest.raises(ValueError, match="hidden states"):
+            store.put(text(1, 2, 3), hidden)
+    with pytest.raises(ValueError, match="0 tokens"):
+        store.put(text(), mx.zeros((0, D)))
+    assert store.bytes_held == 0
+
+
+def test_a_text_in_memory_does_not_hold_its_batch():
+    gc.collect()
+    before = mx.get_active_memory()
+    store = MemoryStore()
+    for i in range(4):
+        batch = mx.random.normal((8, 64, 256))  # 512 KB, and a text of 60 KB
+        prefix.keep(store, [Span(3, 2, np.full(60, i, np.int32))], batch)
+    del batch
+    gc.collect()
+    assert store.bytes_held == 4 * 60 * 256 * 4
+    assert mx.get_active_memory() - before < 1.3 * store.bytes_held
+
+
+# -- what is found on the disk ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "names"),
+    [
+        ({"model": "def"}, mx.float32, "model"),
+        ({"frozen_blocks": "19", "format": "8"}, mx.float32, "frozen_blocks, format"),
+        ({"quantization": "4"}, mx.float32, "quantization"),
+        ({}, mx.bfloat16, "cache_dtype"),
+    ],
+)
+def test_a_cache_of_another_key_is_emptied(folder, changes, dtype, names):
+    store = disk(folder, dtype, **changes)
+    assert store.emptied == f"it was made with another {names}"
+    assert store.bytes_held == 0
+    assert not any(map(store.has, TEXTS))
+    fill(store, TEXTS, dtype)
+    store = disk(folder, dtype, **changes)
+    assert all(same(store.get(tokens), hidden_of(tokens, dtype)) for tokens in TEXTS)
+    assert store.emptied == ""
+
+
+def test_a_cache_of_another_width_is_emptied(folder):
+    store = DiskStore(folder, MODEL, D // 2, mx.float32)
+    assert store.emptied == "it was made with another cache_hidden_size"
+    assert not any(map(store.has, TEXTS))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_a_cache_without_a_key_is_emptied(folder, content):
+    (folder / prefix.KEY).unlink()
+    if content is not None:
+        (folder / prefix.KEY).write_bytes(content)
+    store = disk(folder)
+    assert store.emptied == "its prefix.json cannot be read"
+    assert not any(map(store.has, TEXTS))
+    assert disk(folder).emptied == ""
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("name", [prefix.HIDDEN, prefix.INDEX])
+@pytest.mark.parametrize("damage", [Path.unlink, empty])
+def test_a_cache_that_lost_a_file_is_emptied(folder, name, damage):
+    damage(folder / name)
+    store = disk(folder)
+    assert not any(map(store.has, TEXTS))
+    assert store.bytes_held == 0
+    if (damage, name) != (empty, prefix.INDEX):  # then there is nothing that could be lost
+        assert store.emptied.startswith("its files ")
+    fill(store, TEXTS)
+    assert held(disk(folder), TEXTS) == [True] * 4
+
+
+def test_an_empty_cache_was_not_emptied(own_folder):
+    assert [disk(own_folder / "prefix").emptied for _ in range(2)] == ["", ""]
+    assert disk(own_folder / "prefix", model="def").emptied == ""
+
+
+def test_a_cache_is_begun_anew_wherever_emptying_it_was_cut_off(folder, monkeypatch):
+    whole = shutil.copytree(folder, folder.with_name("whole"))
+    for stage in range(6):
+        shutil.rmtree(folder)
+        shutil.copytree(whole, folder)
+        with monkeypatch.context() as patch, contextlib.suppress(RunError):
+            calls = iter([None] * stage)
+
+            def killed(function, calls=calls):
+                def call(*arguments, **options):
+                    if next(calls, FULL) is FULL:
+                        raise FULL
+                    return function(*arguments, **options)
+
+                return call
+
+            patch.setattr(Path, "unlink", killed(Path.unlink))
+            patch.setattr(Path, "write_text", killed(Path.write_text))
+            disk(folder, model="def")
+        store = disk(folder, model="def")
+        assert not any(map(store.has, TEXTS))
+        fill(store, TEXTS)
+        assert held(disk(folder, model="def"), TEXTS) == [True] * 4
+
+
+@pytest.mark.parametrize("name", [prefix.HIDDEN, prefix.INDEX])
+def test_a_torn_tail_is_cut_off(folder, name):
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    row = D * 4
+    ends = np.cumsum([len(t) * row if name == prefix.HIDDEN else 32 for t in TEXTS])
+    for size in range(1, len(whole[name]) + 1):
+        for path, content in whole.items():
+            (folder / path).write_bytes(content[:size] if path == name else content)
+        store = disk(folder)
+        left = (ends <= size).tolist()
+        assert held(store, TEXTS) == left
+        assert store.faults == 0
+        assert bool(store.emptied) == (not any(left) and (name == prefix.HIDDEN or size >= 32))
+        fill(store, TEXTS)
+        assert held(store, TEXTS) == [True] * 4
+        store.close()
+        again = disk(folder)
+        assert held(again, TEXTS) == [True] * 4
+        again.close()
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+@pytest.mark.parametrize("name", [prefix.HIDDEN, prefix.INDEX])
+def test_a_flipped_bit_costs_texts_and_changes_none(folder, name):
+    whole = (folder / name).read_bytes()
+    for at in range(len(whole)):
+        content = bytearray(whole)
+        content[at] ^= 1 << at % 8
+        (folder / name).write_bytes(content)
+        store = disk(folder)
+        lost = held(store, TEXTS).count(False)
+        assert lost >= 1
+        if name == prefix.HIDDEN:
+            assert (lost, store.faults) == (1, 1)
+        for tokens in TEXTS:
+            assert store.has(tokens) == (store.get(tokens) is not None)
+        fill(store, TEXTS)
+        assert held(store, TEXTS) == [True] * 4
+        store.close()
+        again = disk(folder)  # the text that was written again counts
+        assert held(again, TEXTS) == [True] * 4
+        again.close()
+        shutil.rmtree(folder)
+        fill(disk(folder), TEXTS)
+
+
+def test_zeros_where_the_index_should_end_are_cut_off(folder):
+    with (folder / prefix.INDEX).open("ab") as file:
+        file.write(bytes(3 * 32))
+    store = disk(folder)
+    assert held(store, TEXTS) == [True] * 4
+    assert (folder / prefix.INDEX).stat().st_size == 4 * 32
+
+
+def test_a_file_that_cannot_be_read_is_computed_again(folder, monkeypatch):
+    store = disk(folder)
+
+    def broken(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", broken)
+        assert store.get(TEXTS[0]) is None
+    assert store.faults == 1
+    assert not store.has(TEXTS[0])
+
+
+def test_a_read_in_parts_is_whole(folder, monkeypatch):
+    whole = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: whole(file, min(size, 7), at))
+    assert held(disk(folder), TEXTS) == [True] * 4
+
+
+def test_a_cache_is_removed(folder):
+    prefix.remove(folder)
+    assert not folder.exists()
+    prefix.remove(folder)
+
+
+# -- a full disk --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def room_for(room_bytes: int) -> Iterator[None]:
+    """The disk takes so many more bytes, then it is full."""
+    write = os.pwrite
+
+    def limited(file, data, offset):
+        nonlocal room_bytes
+        if not room_bytes:
+            raise FULL
+        written = write(file, data[:room_bytes], offset)
+        room_bytes -= written
+        return written
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", limited)
+        yield
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_full_disk_leaves_what_was_held(own_folder, killed, monkeypatch):
+    if killed:  # before the rest is cut off
+        monkeypatch.setattr(DiskStore, "_cut", lambda self: None)
+    sizes = np.cumsum([len(t) * D * 4 + 32 for t in TEXTS])
+    for room_bytes in range(int(sizes[-1])):
+        folder = own_folder / str(room_bytes)
+        store = disk(folder)
+        with room_for(room_bytes), pytest.raises(RunError) as caught:
+            fill(store, TEXTS)
+        assert str(caught.value) == (
+            f"{folder}: the prefix cache cannot be written (No space left on device); "
+            "make room, then resume the run, or train with --prefix-cache off"
+        )
+        left = (sizes <= room_bytes).tolist()
+        assert held(store, TEXTS) == left
+        if killed:
+            store.close()
+            store = disk(folder)
+            assert held(store, TEXTS) == left
+            assert store.emptied == ""
+        fill(store, TEXTS)  # there is room again
+        assert held(store, TEXTS) == [True] * 4
+        store.close()
+        again = disk(folder)
+        assert held(again, TEXTS) == [True] * 4
+        again.close()
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_line(own_folder):
+    (own_folder / "file").write_text("")
+    with pytest.raises(RunError, match=r"file/prefix: the prefix cache cannot be written"):
+        disk(own_folder / "file" / "prefix")
+
+
+def test_the_bytes_of_tokens():
+    assert prefix.needed_bytes(1000, 896, mx.float32) == 1000 * 896 * 4
+    assert prefix.needed_bytes(1000, 896, mx.bfloat16) == 1000 * 896 * 2
+
+
+def test_room_on_the_disk_is_checked_before(own_folder, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    asked = []
+
+    def free(free_bytes: int) -> None:
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda path: (asked.append(path), usage(0, 0, free_bytes))[1]
+        )
+
+    folder = own_folder / "run" / "prefix"  # neither is there yet
+    tokens = 2_825_000  # 11.3 GB, and 1 GB for checkpoints
+    free(12_300_000_000)
+    prefix.check_room(folder, tokens, 1000, mx.float32)
+    free(4_090_000_000)
+    with pytest.raises(UserError) as caught:
+        prefix.check_room(folder, tokens, 1000, mx.float32)
+    assert str(caught.value) == (
+        f"--prefix-cache disk: needs 12.3 GB in {folder}, 4.0 GB are free; "
+        "free some, or train with --prefix-cache off"
+    )
+    assert set(asked) == {own_folder}
+    free(12_299_999_999)
+    with pytest.raises(UserError, match=r"needs 12.3 GB in .*, 12.2 GB are free"):
+        prefix.check_room(folder, tokens, 1000, mx.float32)
+    free(0)
+    prefix.check_room(folder, 0, 1000, mx.float32)
+    assert not folder.parent.exists()
+
+
+# -- batches ------------------------------------------------------------------------------
+
+
+@st.composite
+def batches(draw) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int, list[int]]]]:
+    """Packed rows: their tokens and ids, and the texts in them as (row, start, tokens)."""
+    length = draw(st.integers(2, 12))
+    rows = draw(st.integers(1, 3))
+    tokens = np.zeros((rows, length), np.int32)
+    ids = np.full((rows, length), PADDING, np.uint32)
+    texts = []
+    for row in range(rows):
+        at = draw(st.integers(0, 2))
+        while at < length and draw(st.booleans()):
+            count = draw(st.integers(1, length - at))
+            content = draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
+            tokens[row, at : at + count] = content
+            ids[row, at : at + count] = len(texts)
+            texts.append((row, at, content))
+            at += count + draw(st.integers(0, 2))
+    return tokens, ids, texts
+
+
+def plain(spans: list[Span]) -> list[tuple[int, int, list[int]]]:
+    return [(span.row, span.start, span.tokens.tolist()) for span in spans]
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=batches())
+def test_texts_of_packed_rows(batch):
+    tokens, ids, texts = batch
+    assert plain(prefix.spans_of(tokens, ids)) == texts
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5), padding=st.integers(0, 3))
+def test_texts_of_rows_that_are_not_packed(lengths, padding):
+    width = max(max(lengths) + padding, 1)
+    tokens = np.arange(len(lengths) * width, dtype=np.int32).reshape(len(lengths), width)
+    rows = np.arange(len(lengths), dtype=np.uint32)[:, None]
+    expected = [(b, 0, tokens[b, :n].tolist()) for b, n in enumerate(lengths) if n]
+    assert plain(prefix.spans_of(tokens, rows, np.array(lengths))) == expected
+
+
+def test_a_text_is_the_same_whatever_it_is_padded_to():
+    rows = np.zeros((1, 1), np.uint32)
+    for tokens in ([[1, 2, 0]], [[1, 2, 0, 0, 0]]):
+        (span,) = prefix.spans_of(np.array(tokens, np.int32), rows, np.array([2]))
+        assert prefix.digest_of(span.tokens) == prefix.digest_of(text(1, 2))
+
+
+def test_rows_that_are_not_packed_need_their_lengths():
+    with pytest.raises(ValueError, match="lengths"):
+        prefix.spans_of(np.zeros((2, 3), np.int32), np.zeros((2, 1), np.uint32))
+
+
+@settings(max_examples=40, deadline=None)
+@given(batch=batches(), dtype=st.sampled_from(DTYPES), on_disk=st.booleans(), data=st.data())
+def test_a_batch_is_assembled_from_its_texts_bit_for_bit(batch, dtype, on_disk, data):
+    tokens, ids, texts = batch
+    spans = data.draw(st.permutations(prefix.spans_of(tokens, ids)))
+    shape = (*tokens.shape, D)
+    whole = np.zeros(shape, np.uint32 if dtype.size == 4 else np.uint16)
+    for row, start, content in texts:
+        whole[row, start : start + len(content)] = bits(hidden_of(np.array(content), dtype))
+    hidden = mx.array(whole).view(dtype)
+    with tempfile.TemporaryDirectory() as name:
+        store = disk(Path(name), dtype) if on_disk else MemoryStore()
+        if spans:
+            assert prefix.assemble(store, spans, shape, dtype) is None
+            prefix.keep(store, spans[1:], hidden)
+            distinct = {tuple(content) for _, _, content in texts}
+            if len(distinct) == len(texts):
+                assert prefix.assemble(store, spans, shape, dtype) is None
+        prefix.keep(store, spans, hidden)
+        assert same(prefix.assemble(store, spans, shape, dtype), hidden)
+        store.close()
+
+
+def test_a_batch_with_a_damaged_text_is_computed_again(folder):
+    content = bytearray((folder / prefix.HIDDEN).read_bytes())
+    content[-1] ^= 1
+    (folder / prefix.HIDDEN).write_bytes(content)
+    store = disk(folder)
+    spans = [Span(0, 0, TEXTS[1]), Span(1, 2, TEXTS[3])]
+    shape = (2, 5, D)
+    assert prefix.assemble(store, spans, shape, mx.float32) is None
+    assert store.faults == 1
+    hidden = np.zeros(shape, np.uint32)
+    for span in spans:
+        hidden[span.row, span.start : span.end] = bits(hidden_of(span.tokens))
+    whole = mx.array(hidden).view(mx.float32)
+    prefix.keep(store, spans, whole)
+    assert same(prefix.assemble(store, spans, shape, mx.float32), whole)
+
+
+def test_the_key_can_be_read_by_people(folder):
+    found = json.loads((folder / prefix.KEY).read_text())
+    assert found == {
+        **MODEL,
+        "cache_format": prefix.FORMAT,
+        "cache_hidden_size": str(D),
+        "cache_dtype": "float32",
+    }

@@ -1,0 +1,352 @@
+"""The frozen-prefix cache: what the blocks below LoRA give, kept for each text.
+
+Those blocks are a fixed function of a text's tokens. Their hidden states are kept without
+padding and found by the tokens themselves, in memory or in a folder:
+
+    prefix.json     what the hidden states depend on; written last when a cache is begun
+    hidden.bin      the hidden states, text after text
+    index.bin       a record for each text, written once its hidden states are
+
+As a cache it is never waited for (no fsync): each text is checked when it is read, and one
+that is damaged is computed again. A folder has one writer; the run's lock sees to that.
+
+Shapes: B rows, T tokens of a row, n tokens of a text, D hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from your_ai.data.batches import PADDING
+from your_ai.errors import RunError, UserError
+
+FORMAT = "1"  # of the files
+KEY, HIDDEN, INDEX = "prefix.json", "hidden.bin", "index.bin"
+RECORD = struct.Struct("<16sQII")  # digest, offset, tokens, crc32 of the hidden states
+ROOM_BYTES = 1_000_000_000  # left on the disk for checkpoints
+INSTEAD = "or train with --prefix-cache off"
+
+
+class Store(Protocol):
+    """Hidden states of texts. tokens: (n,) int32 with n > 0; hidden: (n, D).
+
+    bytes_held: of hidden states, in memory or on the disk.
+    """
+
+    @property
+    def bytes_held(self) -> int: ...
+
+    def has(self, tokens: np.ndarray) -> bool: ...
+
+    def get(self, tokens: np.ndarray) -> mx.array | None: ...
+
+    def put(self, tokens: np.ndarray, hidden: mx.array) -> None:
+        """Keep a text's hidden states; what is held already stays as it is."""
+
+    def close(self) -> None: ...
+
+
+def digest_of(tokens: np.ndarray) -> bytes:
+    return blake2b(np.ascontiguousarray(tokens, "<i4"), digest_size=16).digest()
+
+
+class MemoryStore:
+    """Hidden states in memory."""
+
+    def __init__(self) -> None:
+        self.bytes_held = 0
+        self._held: dict[bytes, mx.array] = {}
+
+    def has(self, tokens: np.ndarray) -> bool:
+        return digest_of(tokens) in self._held
+
+    def get(self, tokens: np.ndarray) -> mx.array | None:
+        return self._held.get(digest_of(tokens))
+
+    def put(self, tokens: np.ndarray, hidden: mx.array) -> None:
+        if self.has(tokens):
+            return
+        # A slice made contiguous gets a buffer of its own, if its batch's is any larger.
+        own = mx.contiguous(hidden)
+        mx.eval(own)
+        self._held[digest_of(tokens)] = own
+        self.bytes_held += own.nbytes
+
+    def close(self) -> None:
+        self._held.clear()
+        self.bytes_held = 0
+
+
+class DiskStore:
+    """Hidden states in a folder.
+
+    key: what they depend on beside the tokens. A folder of another key, or one that cannot
+    be read, is emptied, and `emptied` says why. faults: texts found damaged when read.
+    Raises RunError where the folder cannot be written.
+    """
+
+    def __init__(
+        self, folder: Path, key: dict[str, str], hidden_size: int, dtype: mx.Dtype
+    ) -> None:
+        self.folder, self.hidden_size, self.dtype = folder, hidden_size, dtype
+        self.emptied, self.faults = "", 0
+        self._places: dict[bytes, tuple[int, int, int]] = {}  # offset, tokens, crc32
+        self._data_bytes = self._index_bytes = 0  # up to the end of the last whole record
+        full_key = {
+            **key,
+            "cache_format": FORMAT,
+            "cache_hidden_size": str(hidden_size),
+            "cache_dtype": str(dtype).removeprefix("mlx.core."),
+        }
+        try:
+            there = any(p.exists() and p.stat().st_size for p in (folder / HIDDEN, folder / INDEX))
+            reason = _difference(folder / KEY, full_key) or self._open()
+            if reason:
+                self.emptied = reason if there else ""
+                self._begin(full_key)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    @property
+    def bytes_held(self) -> int:
+        return self._data_bytes
+
+    def has(self, tokens: np.ndarray) -> bool:
+        return digest_of(tokens) in self._places
+
+    def get(self, tokens: np.ndarray) -> mx.array | None:
+        digest = digest_of(tokens)
+        if digest not in self._places:
+            return None
+        offset, count, checksum = self._places[digest]
+        data = b""
+        if count == len(tokens):
+            with contextlib.suppress(OSError):
+                data = _read(self._data.fileno(), count * self._row_bytes, offset)
+        if len(data) != len(tokens) * self._row_bytes or zlib.crc32(data) != checksum:
+            del self._places[digest]
+            self.faults += 1
+            return None
+        # As bytes, since numpy has no bfloat16.
+        hidden = mx.array(np.frombuffer(data, np.uint8)).view(self.dtype)
+        return hidden.reshape(count, self.hidden_size)
+
+    def put(self, tokens: np.ndarray, hidden: mx.array) -> None:
+        """Raises RunError where the disk is full; what was held before stays readable."""
+        if not len(tokens) or hidden.shape != (len(tokens), self.hidden_size):
+            raise ValueError(f"{len(tokens)} tokens with hidden states of {hidden.shape}")
+        if hidden.dtype != self.dtype:
+            raise ValueError(f"hidden states of {hidden.dtype} in a cache of {self.dtype}")
+        digest = digest_of(tokens)
+        if digest in self._places:
+            return
+        data = memoryview(mx.contiguous(hidden).view(mx.uint8).reshape(-1))
+        place = (self._data_bytes, len(tokens), zlib.crc32(data))
+        try:
+            _write(self._data.fileno(), data, self._data_bytes)
+            _write(self._index.fileno(), memoryview(RECORD.pack(digest, *place)), self._index_bytes)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # what stays is cut off at the next opening
+                self._cut()
+            raise self._failure(error) from error
+        self._places[digest] = place
+        self._data_bytes += len(data)
+        self._index_bytes += RECORD.size
+
+    def close(self) -> None:
+        self._data.close()
+        self._index.close()
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.hidden_size * self.dtype.size
+
+    def _begin(self, key: dict[str, str]) -> None:
+        """An empty cache. Killed at any point, it has no key, and is begun anew."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in (KEY, INDEX, HIDDEN):
+            (self.folder / name).unlink(missing_ok=True)
+        self._open_files("x+b")
+        self._places.clear()
+        self._data_bytes = self._index_bytes = 0
+        (self.folder / KEY).write_text(json.dumps(key, indent=2) + "\n", encoding="utf-8")
+
+    def _open(self) -> str | None:
+        """Take up the texts that are there; why that cannot be done, or None."""
+        try:
+            self._open_files("r+b")
+            size = os.fstat(self._data.fileno()).st_size
+            records = self._index.read()
+            whole = len(records) // RECORD.size * RECORD.size
+            for digest, *place in RECORD.iter_unpack(records[:whole]):
+                offset, tokens, _ = place
+                end = offset + tokens * self._row_bytes
+                # A record begins where the one before it ends. One that does not was torn.
+                if offset != self._data_bytes or not tokens or end > size:
+                    break
+                self._places[digest] = tuple(place)  # the last one of a text counts
+                self._data_bytes = end
+                self._index_bytes += RECORD.size
+            self._cut()
+        except OSError as error:
+            return f"its files cannot be read ({error.strerror})"
+        if self._places or not whole:
+            return None
+        self.close()
+        return "its files are damaged"
+
+    def _open_files(self, mode: str) -> None:
+        self._data = (self.folder / HIDDEN).open(mode, buffering=0)
+        self._index = (self.folder / INDEX).open(mode, buffering=0)
+
+    def _cut(self) -> None:
+        """Cut off what follows the last whole record."""
+        self._index.truncate(self._index_bytes)
+        self._data.truncate(self._data_bytes)
+
+    def _failure(self, error: OSError) -> RunError:
+        return RunError(
+            f"{self.folder}: the prefix cache cannot be written ({error.strerror}); "
+            f"make room, then resume the run, {INSTEAD}"
+        )
+
+
+def _difference(path: Path, key: dict[str, str]) -> str | None:
+    """Why a cache is not of this key, or None where it is."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return f"its {KEY} cannot be read"
+    if not isinstance(found, dict):
+        return f"its {KEY} cannot be read"
+    others = [name for name in {**key, **found} if found.get(name) != key.get(name)]
+    return f"it was made with another {', '.join(others)}" if others else None
+
+
+def _read(file: int, size: int, offset: int) -> bytes:
+    """`size` bytes from `offset` on; fewer where the file ends before."""
+    parts = []
+    while size and (part := os.pread(file, size, offset)):
+        parts.append(part)
+        size, offset = size - len(part), offset + len(part)
+    return b"".join(parts)
+
+
+def _write(file: int, data: memoryview, offset: int) -> None:
+    while data:  # a nearly full disk takes a part, then says that it is full
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def remove(folder: Path) -> None:
+    """Delete a cache, if it is there."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- room on the disk ---------------------------------------------------------------------
+
+
+def needed_bytes(tokens: int, hidden_size: int, dtype: mx.Dtype) -> int:
+    return tokens * hidden_size * dtype.size
+
+
+def check_room(folder: Path, tokens: int, hidden_size: int, dtype: mx.Dtype) -> None:
+    """Raises UserError where a cache of so many more tokens does not fit on the disk.
+
+    tokens: of the texts that are not held yet; folder: need not be there.
+    """
+    if not tokens:
+        return
+    needed = needed_bytes(tokens, hidden_size, dtype) + ROOM_BYTES
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        # Rounded apart, so that what is needed is seen to be more than what is free.
+        needs_gb, free_gb = math.ceil(needed / 1e8) / 10, math.floor(free / 1e8) / 10
+        raise UserError(
+            f"--prefix-cache disk: needs {needs_gb:.1f} GB in {folder}, {free_gb:.1f} GB are "
+            f"free; free some, {INSTEAD}"
+        )
+
+
+# -- batches ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """A text in a batch: its tokens, (n,) int32, from column `start` of row `row` on."""
+
+    row: int
+    start: int
+    tokens: np.ndarray
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+def spans_of(tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray | None = None) -> list[Span]:
+    """The texts of a batch, by row and column; tokens: (B, T).
+
+    rows: (B, T) ids where rows are packed with texts; a run of one id is a text. Otherwise
+    (B, 1), and a row is one text of its length in lengths, (B,), or none where that is 0.
+    """
+    if rows.ndim == 1 or rows.shape[1] == 1:
+        if lengths is None:
+            raise ValueError("rows that are not packed need their lengths")
+        return [Span(b, 0, tokens[b, :n]) for b, n in enumerate(lengths.tolist()) if n]
+    spans = []
+    for b, ids in enumerate(rows):
+        edges = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]
+        for start, end in itertools.pairwise(edges):
+            if ids[start] != PADDING:
+                spans.append(Span(b, start, tokens[b, start:end]))
+    return spans
+
+
+def assemble(
+    store: Store, spans: Sequence[Span], shape: tuple[int, int, int], dtype: mx.Dtype
+) -> mx.array | None:
+    """(B, T, D): each text's hidden states in its place, zeros elsewhere.
+
+    None where a text is not held, or found damaged. Spans do not overlap.
+    """
+    if not all(store.has(span.tokens) for span in spans):
+        return None
+    rows, length, hidden_size = shape
+    pieces: list[list[mx.array]] = [[] for _ in range(rows)]
+    ends = [0] * rows
+    for span in sorted(spans, key=lambda span: (span.row, span.start)):
+        hidden = store.get(span.tokens)
+        if hidden is None:
+            return None
+        if span.start > ends[span.row]:
+            pieces[span.row].append(mx.zeros((span.start - ends[span.row], hidden_size), dtype))
+        pieces[span.row].append(hidden)
+        ends[span.row] = span.end
+    for row, end in enumerate(ends):
+        if end < length:
+            pieces[row].append(mx.zeros((length - end, hidden_size), dtype))
+    return mx.concatenate([p for row in pieces for p in row]).reshape(shape)
+
+
+def keep(store: Store, spans: Sequence[Span], hidden: mx.array) -> None:
+    """Put the texts that are not held yet; hidden: (B, T, D)."""
+    for span in spans:
+        if not store.has(span.tokens):
+            store.put(span.tokens, hidden[span.row, span.start : span.end])
