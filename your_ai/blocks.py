@@ -60,13 +60,23 @@ class Call:
     def mask(self) -> Mask | None:
         return next((a for a in (*self.args, *dict(self.keywords).values()) if _is_mask(a)), None)
 
-    def run(self, block: nn.Module, hidden: mx.array, segments: mx.array | None) -> mx.array:
-        """block(hidden) as the trunk would call it; hidden: (B, T, D)."""
+    def run(
+        self,
+        block: nn.Module,
+        hidden: mx.array,
+        segments: mx.array | None,
+        reach: int | None = None,
+    ) -> mx.array:
+        """block(hidden) as the trunk would call it; hidden: (B, T, D).
+
+        reach: no text of a packed row has more tokens, so that no key is further away.
+        """
 
         def given(value: Any) -> Any:
             if not _is_mask(value):
                 return value
-            mask = Mask(value.window, segments)
+            reaches = [n for n in (value.window, reach) if n is not None]
+            mask = Mask(min(reaches, default=None), segments)
             if not (mask.window is None and segments is None) and understands_segments(block):
                 return mask
             if segments is None and mask.window is None and not self.as_array:
@@ -139,11 +149,13 @@ class Parts:
         shell = _with_blocks(self.trunk, [StandIn(block, replace) for block in self.blocks])
         return shell(mx.zeros((1, 1), mx.int32))
 
-    def run_blocks(self, tokens: mx.array, segments: mx.array | None = None) -> mx.array:
+    def run_blocks(
+        self, tokens: mx.array, segments: mx.array | None = None, reach: int | None = None
+    ) -> mx.array:
         """(B, T, D) what the last block gives, before `finish`; tokens: (B, T)."""
         hidden = self.embed(tokens)
         for block, call in zip(self.blocks, self.calls(tokens.shape[1]), strict=True):
-            hidden = call.run(block, hidden, segments)
+            hidden = call.run(block, hidden, segments, reach)
         return hidden
 
     def finished_head(self, hidden: mx.array) -> mx.array:

@@ -552,3 +552,13 @@ def test_packed_rows_have_few_lengths_and_little_padding(tokens, capacity):
 def test_short_rows_share_a_batch():
     plan = plan_steps(make_examples([41] * 8), 1, 8, seed=0, packed_tokens=256)
     assert [batch.tokens.shape for batch in plan.batches_of(0)] == [(1, 256), (1, 96)]
+
+
+@few
+@given(examples=EXAMPLES, seed=SEEDS)
+def test_no_text_of_a_packed_batch_is_longer_than_its_reach(examples, seed):
+    longest = int(examples.lengths.max()) - 1
+    for batch in plan_steps(examples, 4, 8, seed, longest + 100).batches_of(0):
+        texts = [len(places) for _, places, _ in texts_of(batch).values()]
+        assert max(texts) <= batch.reach < 2 * max(texts)
+    assert plan_steps(examples, 4, 8, seed).batches_of(0)[0].reach is None

@@ -58,6 +58,13 @@ class Batch:
         return self.rows.view(np.int32) if self.packed else None
 
     @property
+    def reach(self) -> int | None:
+        """A power of two that no text of a packed batch is longer than; None if not packed."""
+        return (
+            1 << int(self.places[self.rows != PADDING].max()).bit_length() if self.packed else None
+        )
+
+    @property
     def weight(self) -> float:
         """The sum of the targets' weights: what a loss over this batch is divided by."""
         return float(self.weights.sum(dtype=np.float64))

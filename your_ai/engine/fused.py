@@ -47,27 +47,27 @@ def fused_engine(
     """
     head = head or split.head
 
-    def trunk(tokens: mx.array, segments: mx.array | None) -> mx.array:
+    def trunk(tokens: mx.array, segments: mx.array | None, reach: int | None) -> mx.array:
         if segments is None:
             return split.trunk(tokens)
         if parts is None:
             raise ValueError("a packed batch needs the parts of the model, and there are none")
-        return parts.finish(parts.run_blocks(tokens, segments))
+        return parts.finish(parts.run_blocks(tokens, segments, reach))
 
-    def trainable_loss(tokens, segments, positions, targets, weights, rows, places, scale):
+    def trainable_loss(tokens, segments, reach, positions, targets, weights, rows, places, scale):
         model.train()
         dropout_keys.set(TokenKeys(rows, places))
-        hidden = trunk(tokens, segments)
+        hidden = trunk(tokens, segments, reach)
         loss = sft.trainable_loss_sum(hidden, positions, targets, weights, scale, head)
         dropout_keys.set(None)
         model.eval()
         return loss
 
-    def loss_only(tokens, segments, positions, targets, weights):
-        return sft.loss_sum(trunk(tokens, segments), positions, targets, weights, head)
+    def loss_only(tokens, segments, reach, positions, targets, weights):
+        return sft.loss_sum(trunk(tokens, segments, reach), positions, targets, weights, head)
 
-    def likeliest(tokens, segments, positions):
-        return sft.predictions(trunk(tokens, segments), positions, head)
+    def likeliest(tokens, segments, reach, positions):
+        return sft.predictions(trunk(tokens, segments, reach), positions, head)
 
     state = [model.state]
     compiled_gradients = mx.compile(nn.value_and_grad(model, trainable_loss), inputs=state)
@@ -92,9 +92,10 @@ def fused_engine(
     return Engine(gradients, loss, predictions)
 
 
-def _inputs(batch: Batch) -> tuple[mx.array, mx.array | None]:
+def _inputs(batch: Batch) -> tuple[mx.array, mx.array | None, int | None]:
     segments = batch.segments
-    return mx.array(batch.tokens), None if segments is None else mx.array(segments)
+    segments = None if segments is None else mx.array(segments)
+    return mx.array(batch.tokens), segments, batch.reach
 
 
 def _targets(batch: Batch) -> tuple[mx.array, ...]:

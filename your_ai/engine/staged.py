@@ -85,7 +85,9 @@ class Program:
     lowest: Callable[..., Arrays]
 
 
-def program(block: nn.Module, call: Call, dropout_keys: DropoutKeys, lean: bool) -> Program:
+def program(
+    block: nn.Module, call: Call, reach: int | None, dropout_keys: DropoutKeys, lean: bool
+) -> Program:
     """lean: memory is dearer than time."""
     template = skeleton(block)
     put_blockwise(template, lean)
@@ -97,7 +99,7 @@ def program(block: nn.Module, call: Call, dropout_keys: DropoutKeys, lean: bool)
         put(template, trained)
         dropout_keys.set(TokenKeys(extras["keys"], extras["places"]) if "keys" in extras else None)
         try:
-            return call.run(template, hidden, extras.get("segments"))
+            return call.run(template, hidden, extras.get("segments"), reach)
         finally:
             dropout_keys.set(None)
 
@@ -130,12 +132,12 @@ class Programs:
         self.kinds = [structure(block) for block in parts.blocks]
         self.made: dict[Any, Program] = {}
 
-    def of(self, index: int, tokens: int) -> Program:
+    def of(self, index: int, tokens: int, reach: int | None) -> Program:
         call = self.parts.calls(tokens)[index]
-        kind = (self.kinds[index], call)
+        kind = (self.kinds[index], call, reach)
         if kind not in self.made:
             block = self.parts.blocks[index]
-            self.made[kind] = program(block, call, self.dropout_keys, self.lean)
+            self.made[kind] = program(block, call, reach, self.dropout_keys, self.lean)
         return self.made[kind]
 
 
@@ -183,13 +185,13 @@ def staged_engine(
     head_alone, head_likeliest = compiled(loss_alone), compiled(likeliest)
 
     @partial(mx.compile, inputs=state)
-    def joined_gradient(trained, frozen, hidden, extras, scale, positions, targets, weights):
+    def joined_gradient(trained, frozen, hidden, extras, reach, scale, positions, targets, weights):
         """The loss sum, and the gradients of the trained blocks, from their input."""
 
         def scaled(trained: list[Arrays]) -> mx.array:
             h = hidden
             for index in range(first, len(blocks)):
-                run = programs.of(index, hidden.shape[1]).run
+                run = programs.of(index, hidden.shape[1], reach).run
                 h = run(frozen[index - first], trained[index - first], h, extras)
             return sft.trainable_loss_sum(h, positions, targets, weights, scale, head)
 
@@ -205,7 +207,7 @@ def staged_engine(
             arrays = weights.read(index)
             if index + 1 in which:
                 weights.ahead(index + 1)
-            run = programs.of(index, batch.tokens.shape[1]).forward
+            run = programs.of(index, batch.tokens.shape[1], batch.reach).forward
             hidden = run(arrays, trained_arrays(blocks[index]), hidden, extras)
             del arrays
             mx.eval(hidden)
@@ -246,7 +248,9 @@ def staged_engine(
             trained = [trained_arrays(block) for block in blocks[first:]]
             frozen = [weights.read(index) for index in range(first, len(blocks))]
             scale = mx.array(scale, mx.float32)
-            loss, grads = joined_gradient(trained, frozen, hidden, extras, scale, *at(batch))
+            loss, grads = joined_gradient(
+                trained, frozen, hidden, extras, batch.reach, scale, *at(batch)
+            )
             return loss, tree_unflatten(
                 [
                     (f"{prefix}.{path}", grad)
@@ -264,7 +268,7 @@ def staged_engine(
             arrays = weights.read(index)
             if index > first:
                 weights.ahead(index - 1)
-            of, trained = programs.of(index, tokens), trained_arrays(blocks[index])
+            of, trained = programs.of(index, tokens, batch.reach), trained_arrays(blocks[index])
             if index > first:
                 grads, cotangent = of.backward(arrays, trained, inputs.pop(), extras, cotangent)
                 mx.eval(grads, cotangent)
