@@ -16,7 +16,7 @@ PACKAGE = Path(your_ai.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Each line imports only from lines above it, and a package from itself.
 LAYERS = [
-    ["errors", "rng", "files"],
+    ["errors", "rng", "files", "numerics"],
     ["config", "blocks", "head", "run.events"],
     ["losses"],
     ["hub", "shapes", "data", "memory", "run.checkpoint", "run.folder", "run.stopping"],

@@ -143,13 +143,13 @@ def test_any_shape_and_any_block(batch, key_heads, repeats, tokens, window, seed
 def test_long_rows_take_fewer_queries_at_once(monkeypatch):
     given = arrays(1, 4, 2, 150)
     monkeypatch.setattr(blockwise, "SCORE_BYTES", 4 * 4 * 150 * 20)
-    rows = [rows.stop - rows.start for rows, _ in blockwise._blocks(given[0].shape, None)]
+    rows = [rows.stop - rows.start for rows, _ in blockwise._blocks(given[0].shape, None, 64)]
     assert rows == [20] * 7 + [10]
     assert_equal(given)
 
 
 def test_blocks_meet_the_keys_they_can_see_and_no_more():
-    blocks = list(blockwise._blocks((1, 2, 200, 8), 50))
+    blocks = list(blockwise._blocks((1, 2, 200, 8), 50, 64))
     assert blocks == [
         (slice(0, 64), slice(0, 64)),
         (slice(64, 128), slice(15, 128)),
@@ -338,26 +338,24 @@ OLD, NEW = (0, 32, 1), (0, 32, 4)
 
 
 @pytest.mark.parametrize(
-    ("expected", "device", "version", "tokens", "segments", "window", "lean"),
+    ("expected", "device", "version", "tokens", "segments", "window"),
     [
-        (True, "metal", NEW, 100, True, None, False),  # packed or windowed: everywhere
-        (True, "cuda", NEW, 100, True, None, False),
-        (True, "cpu", NEW, 100, False, 50, False),
-        (True, "metal", NEW, 4096, False, 512, False),
-        (False, "metal", NEW, 4096, False, 4096, False),  # a window that hides nothing
-        (False, "cpu", NEW, 512, False, None, False),  # the CPU: where they are the faster,
-        (True, "cpu", NEW, 512, False, None, True),  # or memory counts
-        (False, "cpu", NEW, 128, False, None, True),
-        (True, "cpu", NEW, 2048, False, None, False),
-        (True, "metal", OLD, 2048, False, None, False),  # MLX without a backward of its own
-        (False, "metal", OLD, 128, False, None, True),
-        (False, "metal", NEW, 8192, False, None, True),
-        (False, "metal", (0, 33, 0), 8192, False, None, True),
-        (False, "cuda", OLD, 8192, False, None, True),
+        (True, "metal", NEW, 100, True, None),  # packed or windowed: everywhere
+        (True, "cuda", NEW, 100, True, None),
+        (True, "cpu", NEW, 80, False, 50),
+        (True, "metal", NEW, 4096, False, 512),
+        (False, "metal", NEW, 4096, False, 4096),  # a window that hides nothing
+        (False, "cpu", NEW, 64, False, None),  # the CPU: where they are the faster
+        (True, "cpu", NEW, 128, False, None),
+        (True, "metal", OLD, 2048, False, None),  # MLX without a backward of its own
+        (False, "metal", OLD, 128, False, None),
+        (False, "metal", NEW, 8192, False, None),
+        (False, "metal", (0, 33, 0), 8192, False, None),
+        (False, "cuda", OLD, 8192, False, None),
     ],
 )
-def test_the_rule(expected, device, version, tokens, segments, window, lean):
-    assert wanted(device, version, tokens, segments, window, lean) is expected
+def test_the_rule(expected, device, version, tokens, segments, window):
+    assert wanted(device, version, tokens, segments, window) is expected
 
 
 def test_this_mlx_has_a_version_and_a_device():

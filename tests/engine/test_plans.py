@@ -33,8 +33,9 @@ CASES = [  # architecture, bits, DoRA, dropout
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """So that rows of a few tokens are cut as long ones are."""
-    monkeypatch.setattr(attention, "LEAN_TOKENS", 32)
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(attention, "CPU_TOKENS", 32)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 24)
+    monkeypatch.setattr(attention, "LEAN_QUERY_BLOCK", 16)
     monkeypatch.setattr(attention, "FEWEST_QUERIES", 8)
     monkeypatch.setattr(tokenwise, "CHUNK_BYTES", 1)
     monkeypatch.setattr(tokenwise, "FEWEST_TOKENS", 24)

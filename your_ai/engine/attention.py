@@ -21,12 +21,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.blocks import Mask
+from your_ai.numerics import exp
 
 QUERY_BLOCK = 64  # queries at once; more waste work above the diagonal, fewer slow the matmuls
+LEAN_QUERY_BLOCK = 32  # where memory is dearer than time: 30% less of it, in 15% more time
 SCORE_BYTES = 16 << 20  # of a block's scores; some five arrays of that size are alive
 FEWEST_QUERIES = 16  # at once, however long the row
-CPU_TOKENS = 768  # from here on blocks are the faster on the CPU
-LEAN_TOKENS = 192  # from here on they hold 40% less, in 6% more time
+CPU_TOKENS = 96  # from here on blocks are the faster on the CPU
+METAL_TOKENS = 192  # from here on they hold 40% less, in 6% more time (measured on the CPU)
 METAL_VJP = (0, 32, 4)  # the first MLX whose causal attention has a backward of its own
 
 
@@ -37,21 +39,24 @@ def attention(
     scale: float,
     window: int | None = None,
     segments: mx.array | None = None,
+    queries: int | None = None,
 ) -> mx.array:
     """Causal softmax(scale q kᵀ) v; q: (B, H, T, d), k and v: (B, K, T, d) -> (B, H, T, d).
 
     window: a query sees the last `window` keys, its own among them. segments: (B, T) int32,
-    a query sees the keys of its own segment. H is a multiple of K. Scores and softmax are
-    float32, the result has the inputs' type. Differentiable in q, k and v.
+    a query sees the keys of its own segment. queries: at once, QUERY_BLOCK by default. H is
+    a multiple of K. Scores and softmax are float32, the result has the inputs' type. Differentiable in q, k and v.
     """
     if window is not None and window >= q.shape[2]:
         window = None
     packed = () if segments is None else (segments,)
-    return _attention(scale, window)(q, k, v, *packed)[0]
+    return _attention(scale, window, queries or QUERY_BLOCK)(q, k, v, *packed)[0]
 
 
 @lru_cache
-def _attention(scale: float, window: int | None) -> Callable[..., tuple[mx.array, mx.array]]:
+def _attention(
+    scale: float, window: int | None, most: int
+) -> Callable[..., tuple[mx.array, mx.array]]:
     """f(q, k, v[, segments]) -> output (B, H, T, d), log-sum-exp (B, K, R, T, 1)."""
 
     @mx.custom_function
@@ -61,13 +66,13 @@ def _attention(scale: float, window: int | None) -> Callable[..., tuple[mx.array
         outputs: list[mx.array] = []
         sums: list[mx.array] = []
         done = [k]
-        for rows, keys in _blocks(q.shape, window):
+        for rows, keys in _blocks(q.shape, window, most):
             # One block after the other, its mask too, so that few are alive.
             rows_q, *told = mx.depends([queries[..., rows, :], places, *segments], done)
             rows_q = rows_q.astype(mx.float32) * scale
             scores = _scores(rows_q, k[:, :, keys], rows, keys, window, *told)
             top = scores.max(axis=-1, keepdims=True)
-            p = mx.exp(scores - top)
+            p = exp(scores - top)
             total = p.sum(axis=-1, keepdims=True)
             output = _fold(p.astype(v.dtype)) @ v[:, :, keys]
             outputs.append((output.reshape(*p.shape[:-1], -1) / total).astype(q.dtype))
@@ -87,11 +92,11 @@ def _attention(scale: float, window: int | None) -> Callable[..., tuple[mx.array
         places = mx.arange(q.shape[2])
         grads_q: list[mx.array] = []
         done = [delta]  # nor may compiling share masks and scores with the forward pass
-        for rows, keys in _blocks(q.shape, window):
+        for rows, keys in _blocks(q.shape, window, most):
             rows_q, *told = mx.depends([queries[..., rows, :], places, *segments], done)
             rows_q = rows_q.astype(mx.float32) * scale
             scores = _scores(rows_q, keys_k[:, :, keys], rows, keys, window, *told)
-            p = mx.exp(scores - sums[..., rows, :])
+            p = exp(scores - sums[..., rows, :])
             rows_c = _fold(cotangent[..., rows, :])
             grad_p = rows_c.astype(mx.float32) @ keys_v[:, :, keys].swapaxes(-1, -2)
             grad_s = _fold(p * (grad_p.reshape(p.shape) - delta[..., rows, :]))
@@ -123,10 +128,12 @@ def _float32(x: mx.array) -> mx.array:
     return mx.contiguous(x.astype(mx.float32))
 
 
-def _blocks(shape: tuple[int, ...], window: int | None) -> Iterator[tuple[slice, slice]]:
+def _blocks(
+    shape: tuple[int, ...], window: int | None, most: int
+) -> Iterator[tuple[slice, slice]]:
     """The queries of each block, and the keys that any of them may see; shape: q's."""
     B, H, T, _ = shape
-    queries = min(QUERY_BLOCK, SCORE_BYTES // (4 * B * H * min(T, (window or T) + QUERY_BLOCK)))
+    queries = min(most, SCORE_BYTES // (4 * B * H * min(T, (window or T) + most)))
     queries = max(queries, FEWEST_QUERIES)
     for start in range(0, T, queries):
         stop = min(T, start + queries)
@@ -170,18 +177,17 @@ def wanted(
     tokens: int,
     segments: bool,
     window: int | None,
-    lean: bool = False,
 ) -> bool:
     """Whether these blocks serve better than MLX's own attention.
 
     device: cpu, metal or cuda. MLX takes segments and windows as an array mask, whose
-    backward pass holds T x T scores everywhere. lean: memory is dearer than time.
+    backward pass holds T x T scores everywhere.
     """
     if segments or (window is not None and window < tokens):
         return True
     if device == "cpu":
-        return tokens >= (LEAN_TOKENS if lean else CPU_TOKENS)
-    return device == "metal" and mlx_version < METAL_VJP and tokens >= LEAN_TOKENS
+        return tokens >= CPU_TOKENS
+    return device == "metal" and mlx_version < METAL_VJP and tokens >= METAL_TOKENS
 
 
 def mlx_version() -> tuple[int, ...]:
@@ -277,10 +283,12 @@ class BlockwiseAttention(nn.Module):
         if cache is not None or not isinstance(seen, Mask):
             return self._base.__call__(self, x, mask, cache)
         packed = seen.segments is not None
-        if not wanted(device(), mlx_version(), tokens, packed, seen.window, self._lean):
+        if not wanted(device(), mlx_version(), tokens, packed, seen.window):
             return self._base.__call__(self, x, "causal", None)
         q, k, v = self._heads(x)
-        y = attention(self.rope(q), self.rope(k), v, self.scale, seen.window, seen.segments)
+        queries = LEAN_QUERY_BLOCK if self._lean else None
+        q, k = self.rope(q), self.rope(k)
+        y = attention(q, k, v, self.scale, seen.window, seen.segments, queries)
         return self.o_proj(y.swapaxes(1, 2).flatten(2))
 
     def _heads(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
