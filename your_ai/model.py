@@ -139,12 +139,27 @@ class DropoutKeys:
     def set(self, keys: TokenKeys | None) -> None:
         self.holder[0] = keys
 
+    def kept(self, function: Callable) -> Callable:
+        """`function`, that will find the keys of now whenever it runs."""
+        keys = self.current
+
+        def run(*args: Any) -> Any:
+            others = self.current
+            self.set(keys)
+            try:
+                return function(*args)
+            finally:
+                self.set(others)
+
+        return run
+
 
 class KeyedDropout(nn.Module):
     """Dropout whose mask is a pure function of (row key, layer, position, feature).
 
     So it is the same however a step is split into micro-batches, padded, packed or
-    recomputed, and needs no random state. The bits are murmur3's 32-bit finalizer over a counter
+    recomputed, and needs no random state. `_features` says which an input has that is not
+    of all features. The bits are murmur3's 32-bit finalizer over a counter
     (Appleby, 2011), applied once for the position and once for the feature.
     """
 
@@ -163,14 +178,15 @@ class KeyedDropout(nn.Module):
         tokens = (keys.rows.shape[0], keys.places.shape[1])
         if x.ndim != 3 or x.shape[:2] != tokens:
             raise ValueError(f"dropout needs rows of tokens, found an input of shape {x.shape}")
-        keep = dropout_bits(keys, self._layer, x.shape[2]) >= uint32(int(self.p * 2**32))
+        features = self.get("_features", mx.arange(x.shape[2], dtype=mx.uint32))
+        keep = dropout_bits(keys, self._layer, features) >= uint32(int(self.p * 2**32))
         return mx.where(keep, x * (1 / (1 - self.p)), 0).astype(x.dtype)
 
 
-def dropout_bits(keys: TokenKeys, layer: mx.array, features: int) -> mx.array:
-    """Uniform bits, (B, T, features) uint32, for a layer's key ()."""
+def dropout_bits(keys: TokenKeys, layer: mx.array, features: mx.array) -> mx.array:
+    """Uniform bits, (B, T, D) uint32, for a layer's key () and `features`, (D,) uint32."""
     mixed = _mix(_mix(keys.rows ^ layer) + keys.places * uint32(0x9E3779B9))
-    return _mix(mixed[..., None] + mx.arange(features, dtype=mx.uint32) * uint32(0x85EBCA77))
+    return _mix(mixed[..., None] + features * uint32(0x85EBCA77))
 
 
 def _mix(h: mx.array) -> mx.array:

@@ -13,7 +13,7 @@ from tests.engine.test_fused import encode, engine_loss, load, relative_error
 from your_ai import model
 from your_ai.config import TrainConfig
 from your_ai.data.batches import plan_steps
-from your_ai.engine import attention, tokenwise
+from your_ai.engine import attention, mlp
 from your_ai.engine.build import build_engine
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import tensors_of
@@ -37,8 +37,9 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(attention, "QUERY_BLOCK", 24)
     monkeypatch.setattr(attention, "LEAN_QUERY_BLOCK", 16)
     monkeypatch.setattr(attention, "FEWEST_QUERIES", 8)
-    monkeypatch.setattr(tokenwise, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(tokenwise, "FEWEST_TOKENS", 24)
+    monkeypatch.setattr(mlp, "SLICE_BYTES", 1)
+    monkeypatch.setattr(mlp, "FEWEST_FEATURES", 64)
+    monkeypatch.setattr(mlp, "STEP", 64)
 
 
 def by_plan(folder: Path, tmp_path: Path, plan: str, packed=None, batch_size=5, **settings):

@@ -45,7 +45,8 @@ def attention(
 
     window: a query sees the last `window` keys, its own among them. segments: (B, T) int32,
     a query sees the keys of its own segment. queries: at once, QUERY_BLOCK by default. H is
-    a multiple of K. Scores and softmax are float32, the result has the inputs' type. Differentiable in q, k and v.
+    a multiple of K. Scores and softmax are float32, the result has the inputs' type.
+    Differentiable in q, k and v.
     """
     if window is not None and window >= q.shape[2]:
         window = None
@@ -128,9 +129,7 @@ def _float32(x: mx.array) -> mx.array:
     return mx.contiguous(x.astype(mx.float32))
 
 
-def _blocks(
-    shape: tuple[int, ...], window: int | None, most: int
-) -> Iterator[tuple[slice, slice]]:
+def _blocks(shape: tuple[int, ...], window: int | None, most: int) -> Iterator[tuple[slice, slice]]:
     """The queries of each block, and the keys that any of them may see; shape: q's."""
     B, H, T, _ = shape
     queries = min(most, SCORE_BYTES // (4 * B * H * min(T, (window or T) + most)))

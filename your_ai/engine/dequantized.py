@@ -34,17 +34,15 @@ def sliced_matmul(group_size: int, bits: int) -> Any:
         return [slice(i, i + rows) for i in range(0, weight.shape[0], rows)]
 
     def dequantize(part: slice, weights: tuple[mx.array, ...], after: list[mx.array]) -> mx.array:
-        """The rows `part`, not before the slice before them is done with."""
-        packed = [array[part] for array in weights]
-        if after:
-            packed = mx.depends(packed, after)
+        """The rows `part`, not before they are wanted and the slice before them is done with."""
+        packed = mx.depends([array[part] for array in weights], after)
         return mx.dequantize(*packed, group_size=group_size, bits=bits)
 
     @mx.custom_function
     def matmul(x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
         outputs: list[mx.array] = []
         for part in slices(weight, x.shape[-1]):
-            w = dequantize(part, (weight, scales, biases), outputs[-1:])
+            w = dequantize(part, (weight, scales, biases), outputs[-1:] or [x])
             outputs.append(x @ w.T)
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
 
@@ -53,7 +51,7 @@ def sliced_matmul(group_size: int, bits: int) -> Any:
         x, *weights = primals
         grad: mx.array | None = None
         for part in slices(weights[0], x.shape[-1]):
-            w = dequantize(part, tuple(weights), [] if grad is None else [grad])
+            w = dequantize(part, tuple(weights), [cotangent if grad is None else grad])
             piece = cotangent[:, part] @ w
             grad = piece if grad is None else grad + piece
         return grad, *(mx.zeros_like(array) for array in weights)

@@ -22,8 +22,9 @@ from your_ai.blocks import Arrays, Call, Parts, arrays_of, put, skeleton, struct
 from your_ai.data.batches import Batch
 from your_ai.engine.attention import put_blockwise
 from your_ai.engine.fused import Engine, row_keys
+from your_ai.engine.mlp import put_sliced
 from your_ai.engine.prefix import Store, assemble, keep, spans_of
-from your_ai.engine.tokenwise import put_tokenwise
+from your_ai.engine.recompute import put_recomputed
 from your_ai.head import LinearHead
 from your_ai.losses import Head
 from your_ai.model import DropoutKeys, KeyedDropout, TokenKeys
@@ -92,7 +93,8 @@ def program(
     template = skeleton(block)
     put_blockwise(template, lean)
     if lean:
-        put_tokenwise(template, dropout_keys)
+        put_sliced(template, dropout_keys)
+        put_recomputed(template, dropout_keys)
 
     def run(frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras) -> mx.array:
         put(template, frozen)

@@ -1,0 +1,120 @@
+"""A sliced MLP computes what the MLP does, and holds less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.lora import LoRALinear
+
+from tests.engine.test_attention import relative_error
+from your_ai.blocks import put
+from your_ai.engine import mlp
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.mlp import SlicedMLP, can_be_sliced
+from your_ai.model import DropoutKeys, KeyedDropout, TokenKeys
+
+HIDDEN, INNER = 64, 384
+
+
+class MLP(nn.Module):
+    def __init__(self, inner: int = INNER, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(HIDDEN, inner, bias=bias)
+        self.up_proj = nn.Linear(HIDDEN, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, HIDDEN, bias=bias)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def adapted(bits: int | None, bias: bool, dropout: float, layer: type = LoRALinear, **kind: Any):
+    """(an MLP with adapters that are not 0, the keys of its dropout)"""
+    mx.random.seed(2)
+    keys = DropoutKeys([None])
+    network = MLP(bias=bias, **kind)
+    if bits:
+        nn.quantize(network, group_size=32, bits=bits)
+    network.freeze()
+    for number, name in enumerate(("gate_proj", "up_proj", "down_proj")):
+        network[name] = layer.from_base(network[name], r=4)
+        network[name].lora_b = 0.1 * mx.random.normal(network[name].lora_b.shape)
+        network[name].dropout = KeyedDropout(dropout, number, keys)
+    dequantize_on_the_cpu(network)
+    return network, keys
+
+
+def gradients(network: nn.Module, keys: DropoutKeys, x: mx.array, drawn: TokenKeys | None):
+    """(output, gradients in x and in what is trained), compiled as the staged engine does."""
+    names, arrays = zip(*tree_flatten(network.trainable_parameters()), strict=True)
+
+    def both(x: mx.array, *arrays: mx.array):
+        def forward(x: mx.array, *arrays: mx.array) -> mx.array:
+            put(network, dict(zip(names, arrays, strict=True)))
+            keys.set(drawn)
+            y = network(x)
+            keys.set(None)
+            return y
+
+        return mx.vjp(forward, [x, *arrays], [mx.cos(x)])
+
+    (output,), found = mx.compile(both)(x, *arrays)
+    put(network, dict(zip(names, arrays, strict=True)))
+    return [output, *found]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    bits=st.sampled_from([None, 4, 8]),
+    bias=st.booleans(),
+    dropout=st.sampled_from([0.0, 0.3]),
+    fewest=st.sampled_from([128, 256, 300]),
+    batch=st.integers(1, 3),
+)
+def test_slices_give_what_the_whole_gives(bits, bias, dropout, fewest, batch):
+    network, keys = adapted(bits, bias, dropout)
+    x = mx.random.normal((batch, 9, HIDDEN))
+    rows = mx.arange(batch, dtype=mx.uint32)[:, None]
+    drawn = TokenKeys(rows, mx.arange(9, dtype=mx.uint32)[None])
+    expected = gradients(network, keys, x, drawn)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlp, "SLICE_BYTES", 1)
+        patch.setattr(mlp, "FEWEST_FEATURES", fewest)
+        found = gradients(SlicedMLP.from_base(network, keys), keys, x, drawn)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+
+
+def test_a_slice_holds_its_own_features_alone(monkeypatch):
+    network, keys = adapted(4, False, 0.0, inner=8192)
+    x = mx.random.normal((1, 512, HIDDEN))
+
+    def peak(network: nn.Module) -> int:
+        mx.eval(network.parameters(), x)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(gradients(network, keys, x, None))
+        return mx.get_peak_memory() - before
+
+    assert peak(SlicedMLP.from_base(network, keys)) < peak(network) / 3
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        lambda network: adapted(None, False, 0.0, DoRALinear)[0],  # whose norms are of whole rows
+        lambda network: network.gate_proj,
+        lambda network: None,
+        lambda network: network.update_modules({"up_proj": nn.RMSNorm(8)}),
+    ],
+)
+def test_another_mlp_is_left_alone(spoilt):
+    network, _ = adapted(4, False, 0.0)
+    assert can_be_sliced(network)
+    assert not can_be_sliced(spoilt(network))

@@ -1,0 +1,165 @@
+"""A gated MLP in slices of its inner features, computed again in the backward pass.
+
+down(act(gate(x)) * up(x)) is a sum over inner features, so that a slice of them needs no
+other: its arrays exist alone, and its weights are dequantized once however many tokens
+there are. In the backward pass of a block that is computed again the MLP's output is most
+often not needed, and then nothing is computed twice: slices cost no arithmetic.
+
+Shapes: B rows, T tokens of a row, D hidden size, F inner features, n features of a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.lora import LoRALinear
+
+from your_ai.blocks import Arrays, arrays_of, put, skeleton
+from your_ai.engine.dequantized import DequantizedLinear
+from your_ai.model import DropoutKeys, KeyedDropout
+
+SLICE_BYTES = 1 << 19  # of each float32 array (B, T, n); some ten of them are alive
+FEWEST_FEATURES = 512  # at once, so that matrix products stay efficient
+STEP = 128  # features, of which quantized weights have whole groups
+INWARD = ("gate_proj", "up_proj")
+OUTWARD = "down_proj"
+LINEAR = (nn.Linear, nn.QuantizedLinear, DequantizedLinear)
+
+
+class SlicedMLP(nn.Module):
+    """An MLP of gate_proj, up_proj and down_proj, by the same children."""
+
+    @staticmethod
+    def from_base(base: nn.Module, dropout_keys: DropoutKeys) -> SlicedMLP:
+        """base: one that `can_be_sliced`."""
+        twin = SlicedMLP()
+        vars(twin).update({n: v for n, v in vars(base).items() if n != "_no_grad"})
+        dict.update(twin, base)
+        # Its class and not `base`, whose children are others than those of a later skeleton.
+        twin._base, twin._dropout_keys = type(base), dropout_keys
+        return twin
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: (B, T, D) -> (B, T, D)"""
+        inner = inner_features(self)
+        step = max(FEWEST_FEATURES, SLICE_BYTES // (4 * x.shape[0] * x.shape[1]))
+        step -= step % STEP
+        if step >= inner:
+            return self._base.__call__(self, x)
+        slices = [slice(i, min(i + step, inner)) for i in range(0, inner, step)]
+        arrays = arrays_of(self)
+        names = [name for name, _ in tree_flatten(self.trainable_parameters())]
+        inside, kept = skeleton(self), self._dropout_keys.kept
+
+        def function_of(part: slice) -> Callable[..., mx.array]:
+            """f(x, *trained): (B, T, D), what the features `part` add; trained: of them alone."""
+
+            def run(x: mx.array, *trained: mx.array) -> mx.array:
+                put(inside, cut(arrays, part, inner) | dict(zip(names, trained, strict=True)))
+                put(inside, features_of_dropout(inside, part))
+                return self._base.__call__(inside, x)
+
+            return kept(run)
+
+        functions = [function_of(part) for part in slices]
+
+        def of(part: slice, trained: list[mx.array]) -> list[mx.array]:
+            return list(cut(dict(zip(names, trained, strict=True)), part, inner).values())
+
+        @mx.custom_function
+        def forward(x: mx.array, *trained: mx.array) -> mx.array:
+            total: list[mx.array] = []
+            for part, function in zip(slices, functions, strict=True):
+                (given,) = mx.depends([x], total) if total else (x,)
+                y = function(given, *of(part, trained))
+                total = [total[0] + y] if total else [y]
+            return total[0]
+
+        @forward.vjp
+        def backward(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
+            x, *trained = primals
+            done = [cotangent]  # nor may compiling share what the forward pass computed
+            grads: list[Any] = [None] * len(primals)
+            for part, function in zip(slices, functions, strict=True):
+                given = [x, *of(part, trained), cotangent]
+                *given, now = mx.depends(given, done)
+                _, more = mx.vjp(function, given, [now])
+                grads = list(map(gathered, ["", *names], grads, more))
+                done = [g[-1] if isinstance(g, list) else g for g in grads]
+            return tuple(
+                mx.concatenate(grad, axis_of(name)) if isinstance(grad, list) else grad
+                for name, grad in zip(["", *names], grads, strict=True)
+            )
+
+        return forward(x, *(arrays[name] for name in names))
+
+
+def can_be_sliced(module: Any) -> bool:
+    """Whether this is a gated MLP of plain linear layers, with LoRA or without."""
+    if not isinstance(module, nn.Module) or set(module.children()) != {*INWARD, OUTWARD}:
+        return False
+    layers = [
+        layer.linear if type(layer) is LoRALinear else layer for layer in module.children().values()
+    ]
+    return all(
+        isinstance(layer, LINEAR) and getattr(layer, "mode", "affine") == "affine"
+        for layer in layers
+    )
+
+
+def inner_features(mlp: nn.Module) -> int:
+    layer = mlp[INWARD[0]]
+    return (layer.linear if "linear" in layer else layer).weight.shape[0]
+
+
+def axis_of(path: str) -> int | None:
+    """The axis of an MLP's array that runs over inner features; None where there is none."""
+    layer, leaf = path.split(".")[0], path.split(".")[-1]
+    if layer in INWARD:
+        return {"weight": 0, "scales": 0, "biases": 0, "bias": 0, "lora_b": 1}.get(leaf)
+    return {"weight": 1, "scales": 1, "biases": 1, "lora_a": 0}.get(leaf)
+
+
+def cut(arrays: Arrays, part: slice, inner: int) -> Arrays:
+    """An MLP's arrays with the inner features `part` alone, of F = `inner`; the rest as it is.
+
+    The bias of down_proj is added with the first slice.
+    """
+    found: Arrays = {}
+    for path, array in arrays.items():
+        axis = axis_of(path)
+        if axis is None:
+            later = path.startswith(OUTWARD) and path.endswith(".bias") and part.start > 0
+            found[path] = mx.zeros_like(array) if later else array
+            continue
+        width = array.shape[axis]  # fewer than F where features are packed, or share scales
+        here = slice(part.start * width // inner, part.stop * width // inner)
+        found[path] = array[(slice(None),) * axis + (here,)]
+    return found
+
+
+def gathered(path: str, before: Any, grad: mx.array) -> Any:
+    """The gradient of an array so far, with another slice's: a sum, or a list of slices."""
+    if axis_of(path) is not None:
+        return [*(before or ()), grad]
+    return grad if before is None else before + grad
+
+
+def features_of_dropout(mlp: nn.Module, part: slice) -> Arrays:
+    """The features that the dropout before down_proj's adapter is drawn for."""
+    layer = mlp[OUTWARD].get("dropout")
+    if not isinstance(layer, KeyedDropout):
+        return {}
+    return {f"{OUTWARD}.dropout._features": mx.arange(part.start, part.stop, dtype=mx.uint32)}
+
+
+def put_sliced(block: nn.Module, dropout_keys: DropoutKeys) -> None:
+    """Put these in place of a block's MLPs that are trained, where they can be."""
+    for name in ("mlp", "feed_forward"):
+        child = block.get(name)
+        if can_be_sliced(child) and tree_flatten(child.trainable_parameters()):
+            block[name] = SlicedMLP.from_base(child, dropout_keys)
