@@ -45,6 +45,9 @@ EXTRA = {
     "qwen3": {"tie_word_embeddings": True},
     "gemma2": {"query_pre_attn_scalar": 16},
     "mistral": {"tie_word_embeddings": False},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window": 16, "sliding_window_pattern": 2},
+    "llama-untied": {"tie_word_embeddings": False},
+    "qwen2-tied": {"tie_word_embeddings": True},
     "qwen3_moe": {
         "tie_word_embeddings": True,
         "num_experts": 4,
@@ -56,6 +59,7 @@ EXTRA = {
     },
 }
 
+TYPES = {"llama-untied": "llama", "qwen2-tied": "qwen2"}
 MODULES = {"mistral": "llama"}  # mlx-lm runs it with that code
 
 
@@ -76,8 +80,9 @@ def make_model(
     path: Path, architecture: str = "llama", bits: int | None = 4, seed: int = 0, **changes: Any
 ) -> Path:
     """A model folder with random float32 weights and the demo's tokenizer."""
-    config = {"model_type": architecture, **SMALL, **EXTRA[architecture], **changes}
-    module = importlib.import_module(f"mlx_lm.models.{MODULES.get(architecture, architecture)}")
+    kind = TYPES.get(architecture, architecture)
+    config = {"model_type": kind, **SMALL, **EXTRA[architecture], **changes}
+    module = importlib.import_module(f"mlx_lm.models.{MODULES.get(kind, kind)}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
     # Larger than the default start, so that logits differ and gradients are not tiny.

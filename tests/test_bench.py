@@ -29,6 +29,27 @@ def test_all_contenders_follow_the_same_losses(capsys, supervised):
         assert row["process_mb"] > row["peak_mb"] > 0
 
 
+@pytest.mark.parametrize("bits", [0, 4])
+def test_twenty_steps_of_each_plan_follow_mlx_lm(tmp_path, bits):
+    contest = bench.Contest(
+        folder=str(make_shape("tiny", bits, "float32", tmp_path)),
+        dtype="float32",
+        seq_len=48,
+        batch_size=2,
+        lora_rank=8,
+        lora_layers="all",
+        lora_targets=("all-linear",),
+        supervised=1.0,
+        steps=20,
+        learning_rate=1e-3,
+    )
+    peers = [loss for loss, _ in bench.run_mlx_lm(contest, checkpointing=False)]
+    assert peers[-1] < 0.9 * peers[0]
+    for plan in ("fused", "staged", "streamed", "spilled"):
+        ours = [loss for loss, _ in bench.run_ours(contest, plan)]
+        assert ours == pytest.approx(peers, rel=1e-4), plan
+
+
 def test_the_table_gives_ratios_to_each_peer(capsys):
     assert call(*SHORT, "--against", "mlx-lm") == 0
     text = capsys.readouterr().out

@@ -38,7 +38,7 @@ from your_ai.errors import RunError, UserError
 from your_ai.rng import derive_seed
 from your_ai.shapes import SHAPES, make_shape
 
-PLANS = ("fused", "staged", "streamed", "prefix")
+PLANS = ("fused", "staged", "streamed", "spilled", "prefix")
 PEERS = ("mlx-lm", "mlx-lm-checkpoint")
 ROUNDS = 2  # of all contenders, in turn, so that a machine that slows down slows them all
 
@@ -217,17 +217,24 @@ def contest_batch(contest: Contest, tokens: np.ndarray) -> Batch:
     return make_batch(examples, rows, len(tokens), np.array([contest.seq_len]))
 
 
-def run_ours(contest: Contest, plan: str) -> Iterator[tuple[float, float]]:
-    """(loss, seconds) of each step."""
+def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float]]:
+    """(loss, seconds) of each step.
+
+    spilled: streamed, with block inputs on disk; prefix: fused, with a cache in memory.
+    """
+    plan = {"spilled": "streamed", "prefix": "fused"}.get(contender, contender)
     network, settings = model.load_network(Path(contest.folder), getattr(mx, contest.dtype))
     config = contest.train_config()
     tensors = tensors_of(network, Path(contest.folder)) if plan == "streamed" else None
     adapters = model.add_adapters(network, config)
     dequantize_on_the_cpu(network)
-    make_store = (lambda _: MemoryStore()) if plan == "prefix" else None
-    asked = "fused" if plan == "prefix" else plan
     built = build_engine(
-        network, adapters.dropout_keys, asked, tensors=tensors, make_store=make_store
+        network,
+        adapters.dropout_keys,
+        plan,
+        tensors=tensors,
+        make_store=(lambda _: MemoryStore()) if contender == "prefix" else None,
+        spill=Path(tempfile.gettempdir()) if contender == "spilled" else None,
     )
     if built.notices:
         raise RunError(built.notices[-1])

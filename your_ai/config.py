@@ -81,6 +81,9 @@ class TrainConfig:
         "How steps are computed, all to the same gradients: fused is fastest; staged holds one "
         "block's work at a time; streamed one block's weights as well, read from the files.",
     )
+    spill: bool = setting(
+        False, "Keep block inputs on disk between forward and backward, not with --plan fused."
+    )
     prefix_cache: Literal["off", "memory", "disk"] = setting(
         "off",
         "Keep what the blocks below the adapted ones give of each text, so that they run once "
@@ -120,7 +123,7 @@ TYPES = typing.get_type_hints(TrainConfig)
 # where that falls, and no more; model and data must be the same bytes, wherever they are.
 RESUMABLE = (
     *("max_steps", "epochs", "eval_every", "save_every", "keep", "samples", "exact_match"),
-    *("model", "data"),
+    *("model", "data", "spill"),
 )
 
 
@@ -172,6 +175,8 @@ def check(config: TrainConfig) -> None:
         raise UserError("--lora-targets: all-linear already means every other name; give it alone")
     if config.optimizer == "adam" and config.weight_decay:
         raise UserError("--weight-decay: adam has none; use --optimizer adamw")
+    if config.spill and config.plan == "fused":
+        raise UserError("--spill: --plan fused saves no block inputs; use --plan staged")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

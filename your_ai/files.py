@@ -61,6 +61,22 @@ def whole_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def read_at(file: int, size: int, offset: int) -> bytes:
+    """`size` bytes from `offset` on; fewer where the file ends before."""
+    parts = []
+    while size and (part := os.pread(file, size, offset)):
+        parts.append(part)
+        size, offset = size - len(part), offset + len(part)
+    return b"".join(parts)
+
+
+def write_at(file: int, data: memoryview, offset: int) -> None:
+    """All of `data`; a nearly full disk takes a part of it before it says that it is full."""
+    while data:
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
+
+
 def clean(folder: Path, older_than_s: float = 0.0) -> None:
     """Delete what a killed process left half-written in `folder`.
 

@@ -29,6 +29,7 @@ from your_ai.files import sha256
 from your_ai.run import events
 
 TELL_EVERY_S = 5.0
+PREFIX = "prefix"  # the folder of a prefix cache on disk, in that of its run
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,10 @@ class Prepared:
         )
 
 
-def prepare(config: TrainConfig, log: events.EventLog, prefix_folder: Path) -> Prepared:
+def prepare(config: TrainConfig, log: events.EventLog, folder: Path) -> Prepared:
     """Check and load everything, the cheapest first.
 
-    prefix_folder: where a prefix cache on disk lies.
+    folder: the run's, for what is kept on disk while it runs.
     """
     splits = find_splits(config.data)
     for wanted in ("samples", "exact_match"):
@@ -114,10 +115,16 @@ def prepare(config: TrainConfig, log: events.EventLog, prefix_folder: Path) -> P
 
         def make_store(hidden_size: int) -> Store:
             kind = config.prefix_cache
-            return prefix_store(kind, prefix_folder, key, tokens, hidden_size, dtype)
+            return prefix_store(kind, folder / PREFIX, key, tokens, hidden_size, dtype)
 
     built = build_engine(
-        network, adapters.dropout_keys, config.plan, config.packing, tensors, make_store
+        network,
+        adapters.dropout_keys,
+        config.plan,
+        config.packing,
+        tensors,
+        make_store,
+        spill=folder if config.spill else None,
     )
     if tensors is None:
         mx.eval(network.parameters())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from your_ai.errors import RunError, UserError
 from your_ai.files import clean
 from your_ai.memory import probe
 from your_ai.optimizer import Update
-from your_ai.prepare import Prepared, prepare
+from your_ai.prepare import PREFIX, Prepared, prepare
 from your_ai.rng import derive_seed
 from your_ai.run import checkpoint, events
 from your_ai.run.checkpoint import Checkpoint, TrainState
@@ -52,7 +53,7 @@ def run(
     began = time.perf_counter()
     clean(folder.path)
     clean(folder.checkpoints)
-    prepared = prepare(config, log, folder.path / "prefix")
+    prepared = prepare(config, log, folder.path)
     state = restore(folder, prepared, log)
     update = optimizer.make_update(prepared.model, prepared.optimizer)
     before = folder.read_config()
@@ -69,6 +70,7 @@ def run(
         save(folder, prepared, state, log)  # whatever happens next can be resumed
         show_test_rows("before", prepared, log, stop)
 
+    fill_prefix(prepared, state.step, log, stop)
     while state.step < prepared.steps and not stop:
         state = train_step(prepared, update, state, log)
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
@@ -92,12 +94,28 @@ def run(
         show_test_rows("after", prepared, log, stop)
         arrays = model.adapter_arrays(prepared.model)
         checkpoint.save_adapter(folder.adapter, arrays, prepared.adapters.config, state.step)
-        prefix.remove(folder.path / "prefix")  # a run that is stopped keeps it
+        prefix.remove(folder.path / PREFIX)  # a run that is stopped keeps it
         reason, adapter = "done", str(folder.adapter)
     seconds = time.perf_counter() - began
     finished = events.Finished(step=state.step, reason=reason, adapter=adapter, seconds=seconds)
     log.write(finished)
     return finished
+
+
+def fill_prefix(prepared: Prepared, step: int, log: events.EventLog, stop: Stop) -> None:
+    """Fill the prefix cache with the texts of the next epoch, where that saves reading."""
+    if prepared.engine.fill is None:
+        return
+
+    def batches() -> Iterator[Batch]:
+        last = min(prepared.steps, step + prepared.plan.steps_per_epoch)
+        for index in range(step, last):
+            if stop:
+                return
+            yield from prepared.plan.batches_of(index)
+
+    log.write(events.Stage(text="filling the prefix cache"))
+    prepared.engine.fill(batches())
 
 
 def train_step(
@@ -271,6 +289,8 @@ def carry_out(folder: RunFolder, config: TrainConfig, stop: Stop) -> int:
 def explain(error: RuntimeError) -> str:
     """What MLX could not do, and what the user can."""
     reason = model.first_line(error)
+    if reason.startswith("[read]"):
+        return "the model's files cannot be read any more; put them back, then resume the run"
     if any(text in reason for text in OUT_OF_MEMORY):
         return f"out of memory ({reason}); lower --batch-size or --max-seq-length"
     return f"MLX failed ({reason}); --dtype float32 may help"

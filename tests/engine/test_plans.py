@@ -16,7 +16,7 @@ from your_ai.data.batches import plan_steps
 from your_ai.engine import attention, mlp
 from your_ai.engine.build import build_engine
 from your_ai.engine.prefix import MemoryStore
-from your_ai.engine.weights import tensors_of
+from your_ai.engine.weights import Streamed, tensors_of
 from your_ai.errors import UserError
 
 CASES = [  # architecture, bits, DoRA, dropout
@@ -27,6 +27,9 @@ CASES = [  # architecture, bits, DoRA, dropout
     ("mistral", 4, True, 0.0),
     ("gemma2", 4, False, 0.1),
     ("gemma2", None, False, 0.0),
+    ("gemma3_text", 4, False, 0.1),
+    ("llama-untied", 4, False, 0.0),
+    ("qwen2-tied", None, False, 0.1),
 ]
 
 
@@ -42,7 +45,9 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(mlp, "STEP", 64)
 
 
-def by_plan(folder: Path, tmp_path: Path, plan: str, packed=None, batch_size=5, **settings):
+def by_plan(
+    folder: Path, tmp_path: Path, plan: str, packed=None, batch_size=5, spill=None, **settings
+):
     """(loss, gradients) of the same step, through `build_engine`."""
     network, tokenizer, adapters = load(folder, **settings)
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
@@ -52,6 +57,7 @@ def by_plan(folder: Path, tmp_path: Path, plan: str, packed=None, batch_size=5, 
         plan,
         packing=packed is not None,
         tensors=tensors if plan == "streamed" else None,
+        spill=spill,
     )
     assert built.plan == plan
     examples = encode(tokenizer, tmp_path)
@@ -100,6 +106,52 @@ def test_micro_batches_give_the_same_in_each_plan(tmp_path, tiny_model, plan):
     loss, grads, _ = by_plan(tiny_model, tmp_path, plan, batch_size=2, lora_dropout=0.2)
     assert loss == pytest.approx(expected, rel=1e-5)
     for name, grad in grads.items():
+        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("plan", ["staged", "streamed"])
+def test_spilled_inputs_change_no_bit(tmp_path, tiny_model, plan):
+    settings = {"lora_layers": "all", "lora_dropout": 0.2}
+    expected, expected_grads, _ = by_plan(tiny_model, tmp_path, plan, **settings)
+    spill = tmp_path / "spill"
+    loss, grads, _ = by_plan(tiny_model, tmp_path, plan, spill=spill, **settings)
+    assert loss == expected
+    for name, grad in grads.items():
+        assert mx.array_equal(grad, expected_grads[name]), name
+    assert spill.is_dir()
+
+
+def test_a_streamed_cache_is_filled_block_by_block(tmp_path, tiny_model, monkeypatch):
+    settings = {"lora_layers": 1, "lora_dropout": 0.2}
+    expected, expected_grads, _ = by_plan(tiny_model, tmp_path, "fused", batch_size=1, **settings)
+    network, tokenizer, adapters = load(tiny_model, **settings)
+    tensors = tensors_of(model.load_network(tiny_model, mx.float32)[0], tiny_model)
+    reads: list[int] = []
+    load_block = Streamed.load
+    monkeypatch.setattr(
+        Streamed, "load", lambda self, index: reads.append(index) or load_block(self, index)
+    )
+    store = MemoryStore()
+    engine = build_engine(
+        network, adapters.dropout_keys, "streamed", False, tensors, lambda _: store
+    ).engine
+    reads.clear()
+    batches = plan_steps(encode(tokenizer, tmp_path), 1, 5, seed=0).batches_of(0)
+    assert len(batches) == 5
+    engine.fill(batches)
+    frozen = len(network.layers) - 1
+    assert len(reads) == 1 + frozen  # one to learn a block's size
+    engine.fill(batches)
+    assert len(reads) == 2 + frozen  # nothing is missing
+    weight = sum(batch.weight for batch in batches)
+    loss, total = 0.0, None
+    for batch in batches:
+        part, grads = engine.gradients(batch, 1 / weight, 3)
+        loss += part.item() / weight
+        total = grads if total is None else tree_map(mx.add, total, grads)
+    assert set(reads[2 + frozen :]) == {frozen}  # the frozen blocks are not read again
+    assert loss == pytest.approx(expected, rel=1e-5)
+    for name, grad in tree_flatten(total):
         assert relative_error(grad, expected_grads[name]) < 1e-5, name
 
 

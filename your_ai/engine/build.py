@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +13,7 @@ from your_ai.blocks import Parts, parts_of
 from your_ai.engine.attention import put_blockwise
 from your_ai.engine.fused import Engine, fused_engine
 from your_ai.engine.prefix import Store
+from your_ai.engine.spill import Spilled
 from your_ai.engine.staged import staged_engine
 from your_ai.engine.weights import Tensor, stream
 from your_ai.errors import UserError
@@ -37,11 +39,13 @@ def build_engine(
     packing: bool = False,
     tensors: dict[str, Tensor] | None = None,
     make_store: Callable[[int], Store] | None = None,
+    spill: Path | None = None,
 ) -> Built:
     """The engine of `plan` for a model with adapters; a staged one falls back to fused.
 
     tensors: where its weights are, of a streamed plan, after which the model holds none.
     make_store: the frozen-prefix cache, where there is one, for a hidden size.
+    spill: a folder for block inputs, of a staged or streamed plan.
     Raises UserError where the plan or packing cannot be.
     """
     notices: list[str] = []
@@ -74,7 +78,8 @@ def build_engine(
     if plan == "fused":
         put_blockwise(model)
         return Built(fused_engine(model, halves, dropout_keys, parts, head), plan, tuple(notices))
-    engine = staged_engine(model, parts, dropout_keys, head, weights, store)
+    inputs = [] if spill is None else Spilled(spill)
+    engine = staged_engine(model, parts, dropout_keys, head, weights, store, inputs)
     return Built(engine, plan, tuple(notices))
 
 

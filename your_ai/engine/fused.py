@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,13 @@ class Engine:
     of `scale` times it, as a tree of the trainable parameters; step_seed draws dropout.
     loss(batch): the loss sum alone, without dropout.
     predictions(batch): (S,) the likeliest token at each target.
+    fill(batches): fill the prefix cache, where that is cheaper before the first step.
     """
 
     gradients: Callable[[Batch, float, int], tuple[mx.array, Any]]
     loss: Callable[[Batch], mx.array]
     predictions: Callable[[Batch], mx.array]
+    fill: Callable[[Iterable[Batch]], None] | None = None
 
 
 def fused_engine(

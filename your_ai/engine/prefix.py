@@ -34,6 +34,7 @@ import numpy as np
 
 from your_ai.data.batches import PADDING
 from your_ai.errors import RunError, UserError
+from your_ai.files import read_at, write_at
 
 FORMAT = "1"  # of the files
 KEY, HIDDEN, INDEX = "prefix.json", "hidden.bin", "index.bin"
@@ -137,7 +138,7 @@ class DiskStore:
         data = b""
         if count == len(tokens):
             with contextlib.suppress(OSError):
-                data = _read(self._data.fileno(), count * self._row_bytes, offset)
+                data = read_at(self._data.fileno(), count * self._row_bytes, offset)
         if len(data) != len(tokens) * self._row_bytes or zlib.crc32(data) != checksum:
             del self._places[digest]
             self.faults += 1
@@ -158,8 +159,10 @@ class DiskStore:
         data = memoryview(mx.contiguous(hidden).view(mx.uint8).reshape(-1))
         place = (self._data_bytes, len(tokens), zlib.crc32(data))
         try:
-            _write(self._data.fileno(), data, self._data_bytes)
-            _write(self._index.fileno(), memoryview(RECORD.pack(digest, *place)), self._index_bytes)
+            write_at(self._data.fileno(), data, self._data_bytes)
+            write_at(
+                self._index.fileno(), memoryview(RECORD.pack(digest, *place)), self._index_bytes
+            )
         except OSError as error:
             with contextlib.suppress(OSError):  # what stays is cut off at the next opening
                 self._cut()
@@ -236,21 +239,6 @@ def _difference(path: Path, key: dict[str, str]) -> str | None:
         return f"its {KEY} cannot be read"
     others = [name for name in {**key, **found} if found.get(name) != key.get(name)]
     return f"it was made with another {', '.join(others)}" if others else None
-
-
-def _read(file: int, size: int, offset: int) -> bytes:
-    """`size` bytes from `offset` on; fewer where the file ends before."""
-    parts = []
-    while size and (part := os.pread(file, size, offset)):
-        parts.append(part)
-        size, offset = size - len(part), offset + len(part)
-    return b"".join(parts)
-
-
-def _write(file: int, data: memoryview, offset: int) -> None:
-    while data:  # a nearly full disk takes a part, then says that it is full
-        written = os.pwrite(file, data, offset)
-        data, offset = data[written:], offset + written
 
 
 def remove(folder: Path) -> None:

@@ -9,7 +9,7 @@ Shapes: B rows, T tokens of a row, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -23,14 +23,25 @@ from your_ai.data.batches import Batch
 from your_ai.engine.attention import put_blockwise
 from your_ai.engine.fused import Engine, row_keys
 from your_ai.engine.mlp import put_sliced
-from your_ai.engine.prefix import Store, assemble, keep, spans_of
+from your_ai.engine.prefix import Span, Store, assemble, keep, spans_of
 from your_ai.engine.recompute import put_recomputed
 from your_ai.head import LinearHead
 from your_ai.losses import Head
 from your_ai.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.objectives import sft
 
+FEWEST_BYTES = 16 << 20  # of hidden states for which the frozen blocks are read once
 Extras = dict[str, mx.array]  # what blocks are given beside hidden states, by name
+
+
+class Inputs(Protocol):
+    """A stack of block inputs: a list, or one on disk."""
+
+    def append(self, array: mx.array) -> None: ...
+
+    def pop(self) -> mx.array: ...
+
+    def clear(self) -> None: ...
 
 
 class Weights(Protocol):
@@ -150,16 +161,18 @@ def staged_engine(
     head: Head,
     weights: Weights | None = None,
     store: Store | None = None,
+    inputs: Inputs | None = None,
     joined: bool = False,
 ) -> Engine:
     """An engine that holds one block's working set at a time.
 
     store: keeps what the blocks below the first trained one give of each text, so that
-    they run once for it. joined: the trained blocks and the head run as one graph, with
-    no block computed twice, where memory is plenty.
+    they run once for it. inputs: where those of the blocks are kept. joined: the trained
+    blocks and the head run as one graph, with no block computed twice, where memory is plenty.
     """
     blocks = parts.blocks
     weights = weights or Resident(blocks)
+    inputs = [] if inputs is None else inputs
     programs = Programs(parts, dropout_keys, lean=not joined)
     names = {id(module): name for name, module in model.named_modules()}
     prefixes = [names[id(block)] for block in model.layers]
@@ -199,41 +212,68 @@ def staged_engine(
 
         return mx.value_and_grad(scaled)(trained)
 
-    def run_blocks(hidden, batch: Batch, extras: Extras, which: range, inputs: list | None = None):
-        """(B, T, D) after the blocks `which`; the input of each is added to `inputs`."""
+    def run_blocks(
+        hidden: list[mx.array],
+        batches: list[tuple[Batch, Extras]],
+        which: range,
+        saved: Inputs | None = None,
+    ) -> None:
+        """Replace the (B, T, D) of each batch by what the blocks `which` give of them.
+
+        A block's weights are read once for all. The input of each is added to `saved`.
+        """
         if which:
             weights.ahead(which[0])
         for index in which:
-            if inputs is not None:
-                inputs.append(hidden)
             arrays = weights.read(index)
             if index + 1 in which:
                 weights.ahead(index + 1)
-            run = programs.of(index, batch.tokens.shape[1], batch.reach).forward
-            hidden = run(arrays, trained_arrays(blocks[index]), hidden, extras)
+            for place, (batch, extras) in enumerate(batches):
+                if saved is not None:
+                    saved.append(hidden[place])
+                run = programs.of(index, batch.tokens.shape[1], batch.reach).forward
+                hidden[place] = run(arrays, trained_arrays(blocks[index]), hidden[place], extras)
+                mx.eval(hidden[place])
             del arrays
-            mx.eval(hidden)
+
+    def from_tokens(batches: list[tuple[Batch, Extras]]) -> list[mx.array]:
+        """What the first trained block is given for each batch."""
+        hidden = [embed(mx.array(batch.tokens)) for batch, _ in batches]
+        mx.eval(hidden)
+        run_blocks(hidden, batches, range(first))
         return hidden
 
     def below(batch: Batch, extras: Extras) -> mx.array:
-        """(B, T, D) what the first trained block is given."""
-        spans = spans_of(batch.tokens, batch.rows, batch.lengths) if store else []
-        if store:
-            held = assemble(store, spans, (*batch.tokens.shape, hidden_size), dtype)
-            if held is not None:
-                mx.eval(held)
-                return held
-        hidden = embed(mx.array(batch.tokens))
-        mx.eval(hidden)
-        hidden = run_blocks(hidden, batch, extras, range(first))
-        if store:
-            keep(store, spans, hidden)
-        return hidden
+        """(B, T, D) what the first trained block is given; read from the store where it can be."""
+        if not store:
+            return from_tokens([(batch, extras)])[0]
+        spans = texts_of(batch)
+        held = assemble(store, spans, (*batch.tokens.shape, hidden_size), dtype)
+        if held is None:
+            (held,) = from_tokens([(batch, extras)])
+            keep(store, spans, held)
+        else:
+            mx.eval(held)
+        return held
+
+    def fill(batches: Iterable[Batch]) -> None:
+        """Keep what the first trained block is given for each text, group by group.
+
+        The frozen blocks' weights are read once for a group, whose hidden states take about
+        as much memory as the weights of a block.
+        """
+        block = sum(array.nbytes for array in weights.read(0).values())
+        missing = (b for b in batches if not all(store.has(s.tokens) for s in texts_of(b)))
+        for group in groups(missing, max(block, FEWEST_BYTES) // (hidden_size * dtype.size)):
+            hidden = from_tokens([(batch, extras_of(batch)) for batch in group])
+            for batch in group:
+                keep(store, texts_of(batch), hidden.pop(0))
 
     def forward(batch: Batch) -> mx.array:
         extras = extras_of(batch)
-        hidden = below(batch, extras)
-        return run_blocks(hidden, batch, extras, range(first, len(blocks)))
+        hidden = [below(batch, extras)]
+        run_blocks(hidden, [(batch, extras)], range(first, len(blocks)))
+        return hidden[0]
 
     def extras_of(batch: Batch) -> Extras:
         segments = batch.segments
@@ -260,10 +300,11 @@ def staged_engine(
                     for path, grad in arrays.items()
                 ]
             )
-        inputs: list[mx.array] = []
-        hidden = run_blocks(hidden, batch, extras, range(first, len(blocks)), inputs)
-        loss, cotangent = head_gradient(hidden, *at(batch), mx.array(scale, mx.float32))
+        inputs.clear()
+        trunk = [hidden]
         del hidden
+        run_blocks(trunk, [(batch, extras)], range(first, len(blocks)), inputs)
+        loss, cotangent = head_gradient(trunk.pop(), *at(batch), mx.array(scale, mx.float32))
         mx.eval(loss, cotangent)
         found: list[tuple[str, mx.array]] = []
         for index in reversed(range(first, len(blocks))):
@@ -287,7 +328,24 @@ def staged_engine(
     def predictions(batch: Batch) -> mx.array:
         return head_likeliest(forward(batch), mx.array(batch.positions))
 
-    return Engine(gradients, loss, predictions)
+    ahead = weights.streamed and store is not None and first > 0
+    return Engine(gradients, loss, predictions, fill if ahead else None)
+
+
+def texts_of(batch: Batch) -> list[Span]:
+    return spans_of(batch.tokens, batch.rows, batch.lengths)
+
+
+def groups(batches: Iterable[Batch], tokens: int) -> Iterator[list[Batch]]:
+    """Runs of batches that have at least so many tokens together, but the last."""
+    group: list[Batch] = []
+    for batch in batches:
+        group.append(batch)
+        if sum(b.tokens.size for b in group) >= tokens:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def finished(parts: Parts, head: Head) -> Head:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +24,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from your_ai.blocks import Arrays, StandIn, arrays_of, put
-from your_ai.errors import UserError
+from your_ai.errors import RunError, UserError
+from your_ai.files import read_at
 from your_ai.head import LinearHead, Part, dense, part_of
 
 DTYPES = {
@@ -64,32 +64,40 @@ class Tensor:
 
     def rows(self, start: int, stop: int) -> mx.array:
         """Rows start to stop, as the model has them."""
-        offset, kind, shape = self.place
-        width = math.prod(shape[1:]) * kind.size
-        stop = min(stop, shape[0])
-        data = np.fromfile(
-            self.file, np.uint8, (stop - start) * width, offset=offset + start * width
-        )
-        return self._array(data, (stop - start, *shape[1:]))
+        stop = min(stop, self.shape[0])
+        return self._array([(start, stop - start)], stop - start)
 
     def gather(self, indices: np.ndarray) -> mx.array:
         """The rows at `indices`, (N,) -> (N, ...); each is read once."""
-        offset, kind, shape = self.place
-        width = math.prod(shape[1:]) * kind.size
         wanted, inverse = np.unique(indices, return_inverse=True)
-        data = np.empty((len(wanted), width), np.uint8)
-        with self.file.open("rb") as opened:
-            for row, index in zip(data, wanted.tolist(), strict=True):
-                row[:] = np.frombuffer(
-                    os.pread(opened.fileno(), width, offset + index * width), np.uint8
-                )
-        rows = self._array(data.reshape(-1), (len(wanted), *shape[1:]))
+        rows = self._array([(index, 1) for index in wanted.tolist()], len(wanted))
         return rows[mx.array(inverse.reshape(-1).astype(np.int32))]
 
-    def _array(self, data: np.ndarray, shape: tuple[int, ...]) -> mx.array:
-        array = mx.array(data).view(self.place[1]).reshape(shape).astype(self.dtype)
+    def _array(self, runs: list[tuple[int, int]], count: int) -> mx.array:
+        """`count` rows, of runs from a row on."""
+        offset, kind, shape = self.place
+        width = math.prod(shape[1:]) * kind.size
+        try:
+            with self.file.open("rb") as opened:
+                parts = [
+                    read_at(opened.fileno(), rows * width, offset + start * width)
+                    for start, rows in runs
+                ]
+        except OSError as error:
+            raise gone(self.file, error.strerror) from error
+        data = np.frombuffer(b"".join(parts), np.uint8)
+        if len(data) != count * width:
+            raise gone(self.file, "it is shorter than it was")
+        array = mx.array(data).view(kind).reshape(count, *shape[1:]).astype(self.dtype)
         mx.eval(array)  # was read now; and the file's bytes need not be held beside it
         return array
+
+
+def gone(file: Path, reason: str) -> RunError:
+    return RunError(
+        f"{file}: cannot be read any more ({reason}); --plan streamed reads the model's files "
+        "until the run ends: put them back, then resume it"
+    )
 
 
 def tensors_of(model: nn.Module, folder: Path) -> dict[str, Tensor]:
@@ -144,7 +152,10 @@ class Streamed:
         arrays = dict(self.rest[index])
         for path, tensor in self.files[index].items():
             if tensor.file not in opened:
-                opened[tensor.file] = mx.load(str(tensor.file), stream=self.stream)
+                try:
+                    opened[tensor.file] = mx.load(str(tensor.file), stream=self.stream)
+                except RuntimeError as error:
+                    raise gone(tensor.file, str(error)) from error
             array = opened[tensor.file][tensor.name]
             arrays[path] = array.astype(tensor.dtype, stream=self.stream)
         return arrays

@@ -1,0 +1,64 @@
+"""A stack of arrays on disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import mlx.core as mx
+import pytest
+
+from your_ai.engine.spill import Spilled
+from your_ai.errors import RunError
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_what_comes_back_is_what_was_put(tmp_path, dtype):
+    stack = Spilled(tmp_path / "new" / "spill")
+    arrays = [mx.random.normal((2, n, 8)).astype(dtype) for n in (3, 5, 1)]
+    for array in arrays:
+        stack.append(array.swapaxes(0, 1))  # not contiguous
+    for array in reversed(arrays):
+        back = stack.pop()
+        assert back.dtype == dtype
+        assert mx.array_equal(back, array.swapaxes(0, 1))
+    assert len(stack) == 0
+
+
+def test_room_is_used_again_and_given_back(tmp_path):
+    stack = Spilled(tmp_path)
+    for _ in range(3):
+        stack.append(mx.zeros((1, 4, 4)))
+        stack.append(mx.ones((1, 4, 4)))
+        assert stack.pop().sum().item() == 16
+        stack.clear()  # as after a step that failed
+    assert len(stack) == 0
+    assert list(tmp_path.iterdir()) == []  # the file has no name: a killed process leaves nothing
+
+
+def test_memory_is_not_held(tmp_path):
+    stack = Spilled(tmp_path)
+    before = mx.get_active_memory()
+    for _ in range(4):
+        stack.append(mx.ones((1, 256, 256)))
+    assert mx.get_active_memory() - before < 2 * 256 * 256 * 4
+
+
+@pytest.mark.parametrize(("call", "done"), [("pwrite", "written"), ("pread", "read")])
+def test_a_disk_that_fails_is_told(tmp_path, monkeypatch, call, done):
+    stack = Spilled(tmp_path)
+    if call == "pread":
+        stack.append(mx.ones((1, 4, 4)))
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(RunError, match=rf"{done} \(No space left.*--spill"):
+        stack.pop() if call == "pread" else stack.append(mx.ones((1, 4, 4)))
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="without --spill"):
+        Spilled(tmp_path / "file" / "spill").append(mx.ones((1, 4, 4)))

@@ -1,0 +1,55 @@
+"""Files that go while a run streams from them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import make_model, resume, train
+from your_ai import train as recipe
+from your_ai.errors import RunError
+from your_ai.files import sha256
+from your_ai.run import folder
+from your_ai.run.stopping import Stop
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> Path:
+    """A model that may be spoilt."""
+    return make_model(tmp_path / "model")
+
+
+def spoil_after_step_2(monkeypatch: pytest.MonkeyPatch, spoil) -> None:
+    step = recipe.train_step
+
+    def train_step(prepared, update, state, log):
+        if state.step == 2:
+            spoil()
+        return step(prepared, update, state, log)
+
+    monkeypatch.setattr(recipe, "train_step", train_step)
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 3)
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, cut], ids=["gone", "cut"])
+def test_the_run_ends_in_one_line_and_resumes(configure, own_model, monkeypatch, spoil):
+    settings = {"model": str(own_model), "plan": "streamed", "save_every": 1}
+    whole = train(configure(run="whole", **settings))
+    file = own_model / "model.safetensors"
+    shutil.copy(file, own_model / "copy")
+    run = folder.create(configure(**settings))
+    with monkeypatch.context() as patch:
+        spoil_after_step_2(patch, lambda: spoil(file))
+        with pytest.raises(RunError, match="put them back") as caught:
+            recipe.carry_out(run, run.read_config(), Stop())
+    assert "\n" not in str(caught.value)
+    shutil.move(own_model / "copy", file)
+    assert resume(run) == 0
+    for path in whole.adapter.iterdir():
+        assert sha256(run.adapter / path.name) == sha256(path)

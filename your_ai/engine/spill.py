@@ -1,0 +1,68 @@
+"""Block inputs on disk, between the forward pass that saves them and the backward pass."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import BinaryIO
+
+import mlx.core as mx
+import numpy as np
+
+from your_ai.errors import RunError
+from your_ai.files import read_at, write_at
+
+
+class Spilled:
+    """A stack of arrays in a file without a name, which goes when the process does.
+
+    folder: where it lies; made when the first array comes. Raises RunError where the file
+    cannot be written or read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file: BinaryIO | None = None
+        self._held: list[tuple[tuple[int, ...], mx.Dtype]] = []
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def append(self, array: mx.array) -> None:
+        data = memoryview(mx.contiguous(array).view(mx.uint8).reshape(-1))  # numpy lacks bfloat16
+        try:
+            if self._file is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._file = tempfile.TemporaryFile(  # noqa: SIM115 (open as long as this is)
+                    dir=self.folder, buffering=0
+                )
+            write_at(self._file.fileno(), data, self._bytes)
+        except OSError as error:
+            raise self._failure("written", error) from error
+        self._held.append((array.shape, array.dtype))
+        self._bytes += array.nbytes
+
+    def pop(self) -> mx.array:
+        shape, dtype = self._held.pop()
+        size = dtype.size * int(np.prod(shape))
+        self._bytes -= size
+        try:
+            data = read_at(self._file.fileno(), size, self._bytes)
+        except OSError as error:
+            raise self._failure("read", error) from error
+        return mx.array(np.frombuffer(data, np.uint8)).view(dtype).reshape(shape)
+
+    def clear(self) -> None:
+        """Forget what a step that failed has left, and give its room back."""
+        self._held.clear()
+        self._bytes = 0
+        if self._file is not None:
+            os.ftruncate(self._file.fileno(), 0)
+
+    def _failure(self, done: str, error: OSError) -> RunError:
+        return RunError(
+            f"{self.folder}: block inputs cannot be {done} ({error.strerror}); make room, then "
+            "resume the run, or train without --spill"
+        )
