@@ -38,7 +38,7 @@ def test_twenty_steps_of_each_plan_follow_mlx_lm(tmp_path, bits):
         batch_size=2,
         lora_rank=8,
         lora_layers="all",
-        lora_targets=("all-linear",),
+        lora_targets="all-linear",
         supervised=1.0,
         steps=20,
         learning_rate=1e-3,

@@ -47,7 +47,8 @@ ROUNDS = 2  # of all contenders, in turn, so that a machine that slows down slow
 class Contest:
     """What every contender does: `steps` updates with AdamW on one and the same batch.
 
-    supervised: the share of each row's tokens that are trained, the last ones.
+    lora_layers, lora_targets: as the options of `train` are written. supervised: the share of
+    each row's tokens that are trained, the last ones.
     """
 
     folder: str
@@ -55,8 +56,8 @@ class Contest:
     seq_len: int
     batch_size: int
     lora_rank: int
-    lora_layers: int | str | None
-    lora_targets: tuple[str, ...]
+    lora_layers: str
+    lora_targets: str
     supervised: float
     steps: int
     learning_rate: float = 1e-4
@@ -67,10 +68,11 @@ class Contest:
         return max(1, round(self.supervised * self.seq_len))
 
     def train_config(self) -> TrainConfig:
+        """Raises UserError where the adapters are none."""
+        text = {"lora_layers": self.lora_layers, "lora_targets": self.lora_targets}
         return TrainConfig(
             lora_rank=self.lora_rank,
-            lora_layers=self.lora_layers,
-            lora_targets=tuple(self.lora_targets),
+            **{name: coerce(name, value, flag(name)) for name, value in text.items()},
             learning_rate=self.learning_rate,
             max_grad_norm=0,
         )
@@ -90,53 +92,31 @@ class Row:
     losses: list[float]
 
 
-def prepare_contest(
-    shape: str | None,
-    model_name: str | None,
-    bits: int,
-    dtype: str,
-    seq_len: int,
-    batch_size: int,
-    lora_rank: int,
-    lora_layers: str,
-    lora_targets: str,
-    plan: str,
-    supervised: float,
-    steps: int,
-    against: str,
-) -> tuple[Contest, list[str]]:
-    """The contest and its contenders, with the shape's weights made. Raises UserError."""
-    if (shape is None) == (model_name is None):
-        raise UserError(f"give --shape or --model; shapes: {', '.join(SHAPES)}")
+def contenders_of(plan: str, against: str) -> list[str]:
+    """Those named by --plan and --against. Raises UserError."""
     contenders = [*named(plan, "plan", PLANS), *named(against, "against", PEERS)]
     if not contenders:
         raise UserError("--plan and --against name nothing to measure")
-    settings = {"lora_layers": lora_layers, "lora_targets": lora_targets, "dtype": dtype}
-    config = TrainConfig(**{n: coerce(n, v, flag(n)) for n, v in settings.items()})
+    return contenders
+
+
+def weights_of(shape: str | None, model_name: str | None, bits: int, dtype: str) -> Path:
+    """The folder of a shape, whose weights are made, or of a model. Raises UserError."""
+    if (shape is None) == (model_name is None):
+        raise UserError(f"give --shape or --model; shapes: {', '.join(SHAPES)}")
     if dtype == "auto":
         raise UserError("--dtype auto: name a type, so that figures can be compared")
+    coerce("dtype", dtype, "--dtype")
     if model_name is not None:
         folder = hub.find_model(model_name)
         hub.check_model(folder)
-    else:
-        if shape not in SHAPES:
-            known = ", ".join(SHAPES)
-            raise UserError(f"--shape {shape}: unknown{nearest(str(shape), SHAPES)} ({known})")
-        if bits not in (0, 4, 8):
-            raise UserError(f"--bits {bits}: must be 4 or 8, or 0 for weights as they are")
-        folder = make_shape(shape, bits, dtype, hub.store() / "shapes")
-    contest = Contest(
-        folder=str(folder),
-        dtype=dtype,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        lora_rank=lora_rank,
-        lora_layers=config.lora_layers,
-        lora_targets=config.lora_targets,
-        supervised=supervised,
-        steps=steps,
-    )
-    return contest, contenders
+        return folder
+    if shape not in SHAPES:
+        known = ", ".join(SHAPES)
+        raise UserError(f"--shape {shape}: unknown{nearest(str(shape), SHAPES)} ({known})")
+    if bits not in (0, 4, 8):
+        raise UserError(f"--bits {bits}: must be 4 or 8, or 0 for weights as they are")
+    return make_shape(shape, bits, dtype, hub.store() / "shapes")
 
 
 def named(text: str, option: str, known: tuple[str, ...]) -> list[str]:

@@ -210,10 +210,19 @@ def bench(
     """Measure memory and speed beside mlx-lm on this machine, with the same weights and tokens."""
     from your_ai import bench as benching
 
-    contest, contenders = benching.prepare_contest(
-        shape, model, bits, dtype, seq_len, batch_size, lora_rank, lora_layers,
-        lora_targets, plan, supervised, steps, against,
-    )  # fmt: skip
+    contenders = benching.contenders_of(plan, against)
+    contest = benching.Contest(
+        folder=str(benching.weights_of(shape, model, bits, dtype)),
+        dtype=dtype,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        lora_rank=lora_rank,
+        lora_layers=lora_layers,
+        lora_targets=lora_targets,
+        supervised=supervised,
+        steps=steps,
+    )
+    contest.train_config()  # whose faults are the user's
     rows = benching.compare(contest, contenders)
     if as_json:
         typer.echo(json.dumps({"rows": [dataclasses.asdict(row) for row in rows]}))

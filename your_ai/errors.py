@@ -9,3 +9,20 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A run that cannot go on although its input was fine. Exit status 1."""
+
+
+OUT_OF_MEMORY = (
+    "Insufficient Memory",
+    "maximum allowed buffer size",
+    "Resource limit",
+    "Unable to allocate",
+)
+
+
+def explain(reason: str) -> str:
+    """What MLX could not do, for one of its messages, and what the user can."""
+    if reason.startswith("[read]"):
+        return "the model's files cannot be read any more; put them back, then resume the run"
+    if any(text in reason for text in OUT_OF_MEMORY):
+        return f"out of memory ({reason}); lower --batch-size or --max-seq-length"
+    return f"MLX failed ({reason}); --dtype float32 may help"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import chain, takewhile
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +21,7 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import Batch
 from your_ai.engine import prefix
 from your_ai.engine.fused import Engine
-from your_ai.errors import RunError, UserError
+from your_ai.errors import RunError, UserError, explain
 from your_ai.files import clean
 from your_ai.memory import probe
 from your_ai.optimizer import Update
@@ -33,12 +33,6 @@ from your_ai.run.folder import RunFolder, find, locked
 from your_ai.run.stopping import Interrupted, Stop, stop_signals
 
 MAX_SKIPPED_IN_A_ROW = 5
-OUT_OF_MEMORY = (
-    "Insufficient Memory",
-    "maximum allowed buffer size",
-    "Resource limit",
-    "Unable to allocate",
-)
 SAMPLE_TOKENS = 128
 
 
@@ -107,15 +101,10 @@ def fill_prefix(prepared: Prepared, step: int, log: events.EventLog, stop: Stop)
     if prepared.engine.fill is None:
         return
 
-    def batches() -> Iterator[Batch]:
-        last = min(prepared.steps, step + prepared.plan.steps_per_epoch)
-        for index in range(step, last):
-            if stop:
-                return
-            yield from prepared.plan.batches_of(index)
-
     log.write(events.Stage(text="filling the prefix cache"))
-    prepared.engine.fill(batches())
+    steps = range(step, min(prepared.steps, step + prepared.plan.steps_per_epoch))
+    batches = map(prepared.plan.batches_of, takewhile(lambda _: not stop, steps))
+    prepared.engine.fill(chain.from_iterable(batches))
 
 
 def train_step(
@@ -279,21 +268,11 @@ def carry_out(folder: RunFolder, config: TrainConfig, stop: Stop) -> int:
         except RuntimeError as error:
             if type(error) is not RuntimeError:  # its subclasses are Python's, and our fault
                 raise
-            raise RunError(f"{folder.path}: {explain(error)}") from error
+            raise RunError(f"{folder.path}: {explain(model.first_line(error))}") from error
         finally:
             stop.on_first = lambda: None  # a late signal must not write to a closed file
             log.close()
     return 0 if finished.adapter else 128 + (stop.received or 0)
-
-
-def explain(error: RuntimeError) -> str:
-    """What MLX could not do, and what the user can."""
-    reason = model.first_line(error)
-    if reason.startswith("[read]"):
-        return "the model's files cannot be read any more; put them back, then resume the run"
-    if any(text in reason for text in OUT_OF_MEMORY):
-        return f"out of memory ({reason}); lower --batch-size or --max-seq-length"
-    return f"MLX failed ({reason}); --dtype float32 may help"
 
 
 def main() -> None:

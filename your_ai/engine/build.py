@@ -14,7 +14,7 @@ from your_ai.engine.attention import put_blockwise
 from your_ai.engine.fused import Engine, fused_engine
 from your_ai.engine.prefix import Store
 from your_ai.engine.spill import Spilled
-from your_ai.engine.staged import staged_engine
+from your_ai.engine.staged import Joined, Staged
 from your_ai.engine.weights import Tensor, stream
 from your_ai.errors import UserError
 from your_ai.head import linear_head
@@ -73,14 +73,14 @@ def build_engine(
     elif make_store is not None:
         store = make_store(hidden.shape[-1])
     if store is not None and plan == "fused":
-        engine = staged_engine(model, parts, dropout_keys, head, store=store, joined=True)
-        return Built(engine, plan, tuple(notices))
+        joined = Joined(model, parts, dropout_keys, head, store=store)
+        return Built(joined.engine(), plan, tuple(notices))
     if plan == "fused":
         put_blockwise(model)
         return Built(fused_engine(model, halves, dropout_keys, parts, head), plan, tuple(notices))
     inputs = [] if spill is None else Spilled(spill)
-    engine = staged_engine(model, parts, dropout_keys, head, weights, store, inputs)
-    return Built(engine, plan, tuple(notices))
+    staged = Staged(model, parts, dropout_keys, head, weights, store, inputs)
+    return Built(staged.engine(), plan, tuple(notices))
 
 
 def keeps_texts_apart(parts: Parts, model: nn.Module) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import mlx.core as mx
 
 from your_ai import losses
-from your_ai.head import LinearHead
 from your_ai.losses import Head
 
 
@@ -38,10 +37,6 @@ def loss_and_gradient(
     head: Head,
 ) -> tuple[mx.array, mx.array]:
     """`trainable_loss_sum` and its gradient in `hidden`, (B, T, D)."""
-    if not isinstance(head, LinearHead):
-        return mx.value_and_grad(trainable_loss_sum)(
-            hidden, positions, targets, weights, scale, head
-        )
     rows = at_targets(hidden, positions)
     loss, grad = losses.loss_and_gradient(rows, targets, weights, scale, head)
     flat = mx.zeros((hidden.size // hidden.shape[-1], hidden.shape[-1]), grad.dtype)

@@ -1,0 +1,106 @@
+"""What one block computes, compiled: forward, and backward from its input alone.
+
+Blocks of one structure share a program, which takes the weights as arguments: so a
+block's weights need only be there while it runs.
+
+Shapes: B rows, T tokens of a row, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from your_ai.blocks import Arrays, Call, Parts, arrays_of, put, skeleton, structure
+from your_ai.engine.attention import put_blockwise
+from your_ai.engine.mlp import put_sliced
+from your_ai.engine.recompute import put_recomputed
+from your_ai.model import DropoutKeys, TokenKeys
+
+Extras = dict[str, mx.array]  # what blocks are given beside hidden states, by name
+
+
+def trained_arrays(block: nn.Module) -> Arrays:
+    return dict(tree_flatten(block.trainable_parameters()))
+
+
+def frozen_arrays(block: nn.Module) -> Arrays:
+    trained = trained_arrays(block)
+    return {path: array for path, array in arrays_of(block).items() if path not in trained}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What blocks of one structure, called in one way, compute of their arrays.
+
+    forward(frozen, trained, hidden, extras) -> hidden
+    backward(frozen, trained, hidden, extras, cotangent) -> (gradients, hidden's cotangent)
+    lowest: the same without the cotangent, for the first trained block.
+    """
+
+    run: Callable[..., mx.array]  # not compiled
+    forward: Callable[..., mx.array]
+    backward: Callable[..., tuple[Arrays, mx.array]]
+    lowest: Callable[..., Arrays]
+
+
+def program(
+    block: nn.Module, call: Call, reach: int | None, dropout_keys: DropoutKeys, lean: bool
+) -> Program:
+    """lean: memory is dearer than time."""
+    template = skeleton(block)
+    put_blockwise(template, lean)
+    if lean:
+        put_sliced(template, dropout_keys)
+        put_recomputed(template, dropout_keys)
+
+    def run(frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras) -> mx.array:
+        put(template, frozen)
+        put(template, trained)
+        dropout_keys.set(TokenKeys(extras["keys"], extras["places"]) if "keys" in extras else None)
+        try:
+            return call.run(template, hidden, extras.get("segments"), reach)
+        finally:
+            dropout_keys.set(None)
+
+    def backward(frozen, trained, hidden, extras, cotangent):
+        names = list(trained)
+
+        def of(hidden: mx.array, *values: mx.array) -> mx.array:
+            return run(frozen, dict(zip(names, values, strict=True)), hidden, extras)
+
+        _, (grad, *grads) = mx.vjp(of, [hidden, *trained.values()], [cotangent])
+        return dict(zip(names, grads, strict=True)), grad
+
+    def lowest(frozen, trained, hidden, extras, cotangent):
+        names = list(trained)
+
+        def of(*values: mx.array) -> mx.array:
+            return run(frozen, dict(zip(names, values, strict=True)), hidden, extras)
+
+        _, grads = mx.vjp(of, list(trained.values()), [cotangent])
+        return dict(zip(names, grads, strict=True))
+
+    return Program(run, mx.compile(run), mx.compile(backward), mx.compile(lowest))
+
+
+class Programs:
+    """The program of each block for rows of a length: one for all blocks that are alike."""
+
+    def __init__(self, parts: Parts, dropout_keys: DropoutKeys, lean: bool) -> None:
+        self.parts, self.dropout_keys, self.lean = parts, dropout_keys, lean
+        self.kinds = [structure(block) for block in parts.blocks]
+        self.made: dict[Any, Program] = {}
+
+    def of(self, index: int, tokens: int, reach: int | None) -> Program:
+        call = self.parts.calls(tokens)[index]
+        kind = (self.kinds[index], call, reach)
+        if kind not in self.made:
+            block = self.parts.blocks[index]
+            self.made[kind] = program(block, call, reach, self.dropout_keys, self.lean)
+        return self.made[kind]
