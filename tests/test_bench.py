@@ -15,6 +15,9 @@ from your_ai.shapes import make_shape
 SHORT = ("bench", "--shape", "tiny", "--seq-len", 32, "--steps", 3, "--lora-layers", "all")
 
 
+LONG = ("--seq-len", 512, "--against", "none", "--json")
+
+
 @pytest.mark.parametrize("supervised", [1.0, 0.3])
 def test_all_contenders_follow_the_same_losses(capsys, supervised):
     """Which holds our recipe against mlx-lm's own trainer, checkpointing or not."""
@@ -43,11 +46,19 @@ def test_twenty_steps_of_each_plan_follow_mlx_lm(tmp_path, bits):
         steps=20,
         learning_rate=1e-3,
     )
-    peers = [loss for loss, _ in bench.run_mlx_lm(contest, checkpointing=False)]
+    peers = [loss for loss, *_ in bench.run_mlx_lm(contest, checkpointing=False)]
     assert peers[-1] < 0.9 * peers[0]
     for plan in ("fused", "staged", "streamed", "spilled"):
-        ours = [loss for loss, _ in bench.run_ours(contest, plan)]
+        ours = [loss for loss, *_ in bench.run_ours(contest, plan)]
         assert ours == pytest.approx(peers, rel=1e-4), plan
+
+
+def test_packed_rows_are_those_of_batch_1(capsys):
+    assert call(*SHORT, "--plan", "unpacked,packed", *LONG) == 0
+    unpacked, packed = json.loads(capsys.readouterr().out)["rows"]
+    assert packed["losses"][0] == pytest.approx(unpacked["losses"][0], rel=0.05)  # by row, token
+    tokens = [row["tokens_per_s"] * row["seconds_median"] for row in (unpacked, packed)]
+    assert tokens[0] == pytest.approx(tokens[1])
 
 
 def test_the_table_gives_ratios_to_each_peer(capsys):
@@ -60,6 +71,7 @@ def test_the_table_gives_ratios_to_each_peer(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--shape", "tiny", "--plan", "packed", "--seq-len", 64), "rows of up to 120 tokens"),
         ((), "give --shape or --model; shapes: tiny, small"),
         (("--shape", "smal"), "did you mean small"),
         (("--shape", "tiny", "--bits", 3), "--bits 3: must be 4 or 8"),

@@ -24,21 +24,25 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optim
 import numpy as np
+from mlx.utils import tree_map
 from rich.table import Table
 
 from your_ai import hub, model, optimizer
 from your_ai.config import TrainConfig, coerce, flag, nearest
-from your_ai.data.batches import Batch, make_batch
+from your_ai.data.batches import Batch, make_batch, plan_steps
 from your_ai.data.examples import Examples, Tally
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.fused import Engine
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import tensors_of
 from your_ai.errors import RunError, UserError
+from your_ai.optimizer import Update
 from your_ai.rng import derive_seed
 from your_ai.shapes import SHAPES, make_shape
 
-PLANS = ("fused", "staged", "streamed", "spilled", "prefix")
+PLANS = ("fused", "staged", "streamed", "spilled", "prefix", "unpacked", "packed")
+SHORT_ROWS, SHORTEST, LONGEST = 16, 40, 120  # what unpacked and packed train, each once a step
 PEERS = ("mlx-lm", "mlx-lm-checkpoint")
 ROUNDS = 2  # of all contenders, in turn, so that a machine that slows down slows them all
 
@@ -146,12 +150,14 @@ def table(rows: list[Row]) -> Table:
 
 
 def compare(contest: Contest, contenders: list[str]) -> list[Row]:
-    """Every contender ROUNDS times, in turn. Raises RunError where one fails."""
+    """Every contender ROUNDS times, in turn. Raises UserError, or RunError where one fails."""
+    if "packed" in contenders and contest.seq_len < LONGEST:
+        raise UserError(f"--seq-len {contest.seq_len}: packed joins rows of up to {LONGEST} tokens")
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for _ in range(ROUNDS):
         for name in contenders:
             measured[name].append(run_alone(contest, name))
-    return [combine(contest, name, rounds) for name, rounds in measured.items()]
+    return [combine(name, rounds) for name, rounds in measured.items()]
 
 
 def run_alone(contest: Contest, contender: str) -> dict[str, Any]:
@@ -167,7 +173,7 @@ def run_alone(contest: Contest, contender: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def combine(contest: Contest, name: str, rounds: list[dict[str, Any]]) -> Row:
+def combine(name: str, rounds: list[dict[str, Any]]) -> Row:
     seconds = [s for measured in rounds for s in measured["seconds"][1:]]
     median = statistics.median(seconds)
     return Row(
@@ -176,7 +182,7 @@ def combine(contest: Contest, name: str, rounds: list[dict[str, Any]]) -> Row:
         process_mb=max(measured["process_bytes"] for measured in rounds) / 1e6,
         seconds_median=median,
         seconds_min=min(seconds),
-        tokens_per_s=contest.batch_size * contest.seq_len / median,
+        tokens_per_s=rounds[0]["tokens"] / median,
         losses=rounds[0]["losses"],
     )
 
@@ -197,12 +203,29 @@ def contest_batch(contest: Contest, tokens: np.ndarray) -> Batch:
     return make_batch(examples, rows, len(tokens), np.array([contest.seq_len]))
 
 
-def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float]]:
-    """(loss, seconds) of each step.
+def updates_of(contest: Contest, contender: str, vocabulary: int) -> list[list[Batch]]:
+    """The micro-batches of each update of a step: of one update, but for unpacked."""
+    if contender not in ("unpacked", "packed"):
+        return [[contest_batch(contest, contest_tokens(contest, vocabulary))]]
+    rng = np.random.Generator(np.random.PCG64(derive_seed("bench rows")))
+    starts = np.cumsum([0, *rng.integers(SHORTEST, LONGEST + 1, SHORT_ROWS)])
+    tokens = rng.integers(0, vocabulary, starts[-1], dtype=np.uint32)
+    weights = np.ones(SHORT_ROWS, np.float32)
+    examples = Examples(tokens, np.ones(len(tokens), bool), starts, weights, Tally())
+    if contender == "packed":
+        return [plan_steps(examples, 1, SHORT_ROWS, 0, contest.seq_len).batches_of(0)]
+    one_by_one = plan_steps(examples, 1, 1, 0)
+    return [one_by_one.batches_of(step) for step in range(SHORT_ROWS)]
+
+
+def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, int]]:
+    """(loss, seconds, tokens) of each step.
 
     spilled: streamed, with block inputs on disk; prefix: fused, with a cache in memory.
+    unpacked, packed: fused, over short rows, one an update or joined up to --seq-len.
     """
-    plan = {"spilled": "streamed", "prefix": "fused"}.get(contender, contender)
+    plan = contender if contender in ("staged", "streamed") else "fused"
+    plan = "streamed" if contender == "spilled" else plan
     network, settings = model.load_network(Path(contest.folder), getattr(mx, contest.dtype))
     config = contest.train_config()
     tensors = tensors_of(network, Path(contest.folder)) if plan == "streamed" else None
@@ -212,6 +235,7 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float]]:
         network,
         adapters.dropout_keys,
         plan,
+        packing=contender == "packed",
         tensors=tensors,
         make_store=(lambda _: MemoryStore()) if contender == "prefix" else None,
         spill=Path(tempfile.gettempdir()) if contender == "spilled" else None,
@@ -223,18 +247,30 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float]]:
     engine = built.engine
     adamw = optimizer.build_optimizer(config, network.trainable_parameters())
     update = optimizer.make_update(network, adamw)
-    batch = contest_batch(contest, contest_tokens(contest, settings["vocab_size"]))
+    updates = updates_of(contest, contender, settings["vocab_size"])
+    tokens = sum(batch.real_tokens for batches in updates for batch in batches)
     mx.reset_peak_memory()
     for _ in range(contest.steps):
         began = time.perf_counter()
-        loss, grads = engine.gradients(batch, 1 / batch.weight, 0)
-        mx.eval(loss, grads)
-        update(grads, 1.0, contest.learning_rate)
-        yield loss.item() / batch.weight, time.perf_counter() - began
+        losses = [one_update(engine, update, batches, contest) for batches in updates]
+        yield statistics.mean(losses), time.perf_counter() - began, tokens
+
+
+def one_update(engine: Engine, update: Update, batches: list[Batch], contest: Contest) -> float:
+    """The mean loss before it."""
+    weight = sum(batch.weight for batch in batches)
+    loss, total = 0.0, None
+    for batch in batches:
+        part, grads = engine.gradients(batch, 1 / weight, 0)
+        mx.eval(part, grads)
+        total = grads if total is None else tree_map(mx.add, total, grads)
+        loss += part.item() / weight
         del grads
+    update(total, 1.0, contest.learning_rate)
+    return loss
 
 
-def run_mlx_lm(contest: Contest, checkpointing: bool) -> Iterator[tuple[float, float]]:
+def run_mlx_lm(contest: Contest, checkpointing: bool) -> Iterator[tuple[float, float, int]]:
     """The same through mlx-lm's own trainer, as it is."""
     from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, train
 
@@ -245,11 +281,14 @@ def run_mlx_lm(contest: Contest, checkpointing: bool) -> Iterator[tuple[float, f
     tokens = mx.array(contest_tokens(contest, settings["vocab_size"]).astype(np.int32))
     first = contest.seq_len - contest.targets + 1
     lengths = mx.array([[first, contest.seq_len]] * contest.batch_size)
-    measured: list[tuple[float, float]] = []
+    measured: list[tuple[float, float, int]] = []
 
     class Collect(TrainingCallback):
         def on_train_loss_report(self, train_info: dict) -> None:
-            measured.append((train_info["train_loss"], 1 / train_info["iterations_per_second"]))
+            seconds = 1 / train_info["iterations_per_second"]
+            measured.append(
+                (train_info["train_loss"], seconds, contest.batch_size * contest.seq_len)
+            )
 
     def batches(**_: Any) -> Iterator[tuple[mx.array, mx.array]]:
         while True:
@@ -279,11 +318,12 @@ def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
         steps = run_mlx_lm(contest, checkpointing=contender == "mlx-lm-checkpoint")
     else:
         steps = run_ours(contest, contender)
-    losses, seconds = zip(*steps, strict=True)
+    losses, seconds, tokens = zip(*steps, strict=True)
     scale = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
     return {
         "losses": losses,
         "seconds": seconds,
+        "tokens": tokens[-1],
         "peak_bytes": mx.get_peak_memory(),
         "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
     }
