@@ -40,7 +40,6 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(attention, "QUERY_BLOCK", 24)
     monkeypatch.setattr(attention, "LEAN_QUERY_BLOCK", 16)
     monkeypatch.setattr(attention, "FEWEST_QUERIES", 8)
-    monkeypatch.setattr(mlp, "SLICE_BYTES", 1)
     monkeypatch.setattr(mlp, "FEWEST_FEATURES", 64)
     monkeypatch.setattr(mlp, "STEP", 64)
 
@@ -89,7 +88,9 @@ def test_every_plan_computes_the_same(tmp_path, architecture, bits, dora, dropou
 
 
 @pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
-@pytest.mark.parametrize(("architecture", "bits", "dora", "dropout"), CASES[:5])
+@pytest.mark.parametrize(
+    ("architecture", "bits", "dora", "dropout"), [*CASES[:5], ("gemma3_text", 4, False, 0.1)]
+)
 def test_packed_texts_give_what_each_gives_alone(tmp_path, architecture, bits, dora, dropout, plan):
     folder = make_model(tmp_path / "m", architecture, bits)
     settings = {"use_dora": dora, "lora_dropout": dropout}

@@ -1,9 +1,10 @@
-"""A gated MLP in slices of its inner features, computed again in the backward pass.
+"""A gated MLP whose backward pass goes through slices of its inner features.
 
 down(act(gate(x)) * up(x)) is a sum over inner features, so that a slice of them needs no
-other: its arrays exist alone, and its weights are dequantized once however many tokens
-there are. In the backward pass of a block that is computed again the MLP's output is most
-often not needed, and then nothing is computed twice: slices cost no arithmetic.
+other: its arrays, some ten of them, exist alone, and its weights are dequantized once
+however many tokens there are. In the backward pass of a block that is computed again the
+MLP's output is most often not needed, and then nothing is computed twice: slices cost no
+arithmetic. The forward pass holds three such arrays, and is not sliced.
 
 Shapes: B rows, T tokens of a row, D hidden size, F inner features, n features of a slice.
 """
@@ -22,7 +23,6 @@ from your_ai.blocks import Arrays, arrays_of, put, skeleton
 from your_ai.engine.dequantized import DequantizedLinear
 from your_ai.model import DropoutKeys, KeyedDropout
 
-SLICE_BYTES = 1 << 19  # of each float32 array (B, T, n); some ten of them are alive
 FEWEST_FEATURES = 512  # at once, so that matrix products stay efficient
 STEP = 128  # features, of which quantized weights have whole groups
 INWARD = ("gate_proj", "up_proj")
@@ -46,11 +46,9 @@ class SlicedMLP(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """x: (B, T, D) -> (B, T, D)"""
         inner = inner_features(self)
-        step = max(FEWEST_FEATURES, SLICE_BYTES // (4 * x.shape[0] * x.shape[1]))
-        step -= step % STEP
-        if step >= inner:
+        slices = slices_of(inner, max(FEWEST_FEATURES, x.shape[-1] // 2))
+        if len(slices) == 1:
             return self._base.__call__(self, x)
-        slices = [slice(i, min(i + step, inner)) for i in range(0, inner, step)]
         arrays = arrays_of(self)
         names = [name for name, _ in tree_flatten(self.trainable_parameters())]
         inside, kept = skeleton(self), self._dropout_keys.kept
@@ -66,18 +64,12 @@ class SlicedMLP(nn.Module):
             return kept(run)
 
         functions = [function_of(part) for part in slices]
+        whole = function_of(slice(0, inner))
 
         def of(part: slice, trained: list[mx.array]) -> list[mx.array]:
             return list(cut(dict(zip(names, trained, strict=True)), part, inner).values())
 
-        @mx.custom_function
-        def forward(x: mx.array, *trained: mx.array) -> mx.array:
-            total: list[mx.array] = []
-            for part, function in zip(slices, functions, strict=True):
-                (given,) = mx.depends([x], total) if total else (x,)
-                y = function(given, *of(part, trained))
-                total = [total[0] + y] if total else [y]
-            return total[0]
+        forward = mx.custom_function(lambda x, *trained: whole(x, *trained))
 
         @forward.vjp
         def backward(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
@@ -96,6 +88,13 @@ class SlicedMLP(nn.Module):
             )
 
         return forward(x, *(arrays[name] for name in names))
+
+
+def slices_of(inner: int, about: int) -> list[slice]:
+    """Slices of F = `inner` features, of about equal size, `about` at once."""
+    count = -(-inner // about)
+    step = -(-inner // count // STEP) * STEP
+    return [slice(i, min(i + step, inner)) for i in range(0, inner, step)]
 
 
 def can_be_sliced(module: Any) -> bool:

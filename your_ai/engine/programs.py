@@ -19,7 +19,6 @@ from mlx.utils import tree_flatten
 from your_ai.blocks import Arrays, Call, Parts, arrays_of, put, skeleton, structure
 from your_ai.engine.attention import put_blockwise
 from your_ai.engine.mlp import put_sliced
-from your_ai.engine.recompute import put_recomputed
 from your_ai.model import DropoutKeys, TokenKeys
 
 Extras = dict[str, mx.array]  # what blocks are given beside hidden states, by name
@@ -57,7 +56,6 @@ def program(
     put_blockwise(template, lean)
     if lean:
         put_sliced(template, dropout_keys)
-        put_recomputed(template, dropout_keys)
 
     def run(frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras) -> mx.array:
         put(template, frozen)

@@ -1,0 +1,69 @@
+"""Tensors of a file, by rows, and a head that stays in its file."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from your_ai.engine.weights import FileRows, StreamedLayer, Tensor
+from your_ai.errors import RunError
+
+
+def tensor_of(folder, array: mx.array, dtype: mx.Dtype | None = None) -> Tensor:
+    file = folder / "model.safetensors"
+    mx.save_safetensors(str(file), {"other": mx.ones(7), "weight": array})
+    return Tensor(file, "weight", dtype or array.dtype)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.uint8])
+def test_rows_are_those_of_the_file(tmp_path, dtype):
+    array = (10 * mx.random.uniform(shape=(9, 4))).astype(dtype)
+    tensor = tensor_of(tmp_path, array)
+    assert tensor.shape == (9, 4)
+    assert mx.array_equal(tensor.rows(2, 5), array[2:5])
+    assert mx.array_equal(tensor.rows(6, 99), array[6:])
+
+
+def test_floats_become_what_the_model_computes_in(tmp_path):
+    array = mx.random.normal((5, 3)).astype(mx.bfloat16)
+    rows = tensor_of(tmp_path, array, mx.float32).rows(0, 5)
+    assert rows.dtype == mx.float32
+    assert mx.array_equal(rows, array.astype(mx.float32))
+
+
+@given(indices=st.lists(st.integers(0, 10), min_size=1, max_size=30))
+def test_gathered_rows_come_in_order(tmp_path_factory, indices):
+    array = mx.arange(33, dtype=mx.float32).reshape(11, 3)
+    tensor = tensor_of(tmp_path_factory.mktemp("t"), array)
+    assert mx.array_equal(tensor.gather(np.array(indices)), array[mx.array(indices)])
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_streamed_head_multiplies_as_the_layer_does(tmp_path, bits):
+    weight, x = mx.random.normal((70, 64)), mx.random.normal((2, 3, 64))
+    arrays, quantization, expected = {"weight": weight}, {}, x @ weight.T
+    if bits:
+        quantization = {"group_size": 32, "bits": bits}
+        packed = mx.quantize(weight, **quantization)
+        arrays = dict(zip(("weight", "scales", "biases"), packed, strict=True))
+        expected = x @ mx.dequantize(*packed, **quantization).T
+    mx.save_safetensors(str(tmp_path / "m.safetensors"), arrays)
+    tensors = {n: Tensor(tmp_path / "m.safetensors", n, a.dtype) for n, a in arrays.items()}
+    layer = StreamedLayer(FileRows(tensors, quantization))
+    assert layer.rows.shape == (70, 64)
+    assert mx.allclose(layer(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_file_that_went_is_told(tmp_path):
+    tensor = tensor_of(tmp_path, mx.ones((9, 4)))
+    assert tensor.shape == (9, 4)
+    with tensor.file.open("r+b") as file:
+        file.truncate(tensor.place[0] + 40)
+    with pytest.raises(RunError, match=r"shorter than it was.*put them back"):
+        tensor.rows(0, 9)
+    tensor.file.unlink()
+    with pytest.raises(RunError, match=r"No such file.*put them back"):
+        tensor.gather(np.array([1]))
