@@ -34,6 +34,22 @@ class MLP(nn.Module):
         return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Sparse(MLP):
+    """As gemma3n has: what is small beside the other features is left out."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gate = self.gate_proj(x)
+        gate = mx.maximum(gate - gate.mean(axis=-1, keepdims=True), 0)
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class Curious(MLP):
+    """Looks at its layers' weights."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x) * self.gate_proj.weight.size
+
+
 def adapted(bits: int | None, bias: bool, dropout: float, layer: type = LoRALinear, **kind: Any):
     """(an MLP with adapters that are not 0, the keys of its dropout)"""
     mx.random.seed(2)
@@ -114,6 +130,8 @@ def test_a_slice_holds_its_own_features_alone(monkeypatch):
     [
         lambda network: adapted(None, False, 0.0, DoRALinear)[0],  # whose norms are of whole rows
         lambda network: network.gate_proj,
+        lambda network: Sparse(),
+        lambda network: Curious(),
         lambda network: None,
         lambda network: network.update_modules({"up_proj": nn.RMSNorm(8)}),
     ],
