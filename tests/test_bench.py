@@ -65,7 +65,7 @@ def test_the_table_gives_ratios_to_each_peer(capsys):
     assert call(*SHORT, "--against", "mlx-lm") == 0
     text = capsys.readouterr().out
     assert "fused" in text
-    assert "speed" in text
+    assert "vs" in text
 
 
 @pytest.mark.parametrize(

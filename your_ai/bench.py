@@ -134,17 +134,20 @@ def named(text: str, option: str, known: tuple[str, ...]) -> list[str]:
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows side by side; the last columns say what each plan is worth against each peer."""
+    """The rows side by side; total: of the process; vs: tokens a second over the peer's."""
     peers = [row for row in rows if row.contender in PEERS]
-    drawn = Table("", "peak MB", "process MB", "s/step (median)", "min", "tokens/s", "last loss")
-    for peer in peers:
-        drawn.add_column(f"speed / {peer.contender}")
+    drawn = Table(box=None, pad_edge=False, collapse_padding=True)
+    drawn.add_column("", no_wrap=True)
+    headers = ["peak\nMB", "total\nMB", "s/step", "least", "tokens\n/s", "last\nloss"]
+    headers += [f"vs\n{peer.contender.removeprefix('mlx-lm-')}" for peer in peers]
+    for header in headers:
+        drawn.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        ratios = [f"{peer.seconds_median / row.seconds_median:.2f}" for peer in peers]
+        ratios = [f"{row.tokens_per_s / peer.tokens_per_s:.2f}" for peer in peers]
         drawn.add_row(
             row.contender, f"{row.peak_mb:.0f}", f"{row.process_mb:.0f}",
             f"{row.seconds_median:.3f}", f"{row.seconds_min:.3f}", f"{row.tokens_per_s:.0f}",
-            f"{row.losses[-1]:.5f}", *ratios,
+            f"{row.losses[-1]:.4f}", *ratios,
         )  # fmt: skip
     return drawn
 
