@@ -194,8 +194,8 @@ def test_memory_grows_with_the_tokens_and_not_their_square(compiled, packed):
         return mx.get_peak_memory() - held
 
     short, middle, long = map(peak, (1024, 2048, 4096))
-    assert long < 2.2**2 * short
-    assert middle < 2.5 * short  # how far MLX runs ahead varies by a tenth
+    # Twice, and what MLX runs further ahead; their square would be four times.
+    assert middle < 2.5 * short
     assert long < 2.5 * middle
 
 
