@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from your_ai.engine.fused import Engine
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import tensors_of
 from your_ai.errors import RunError, UserError
+from your_ai.memory import probe
 from your_ai.optimizer import Update
 from your_ai.rng import derive_seed
 from your_ai.shapes import SHAPES, make_shape
@@ -322,13 +322,12 @@ def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
     else:
         steps = run_ours(contest, contender)
     losses, seconds, tokens = zip(*steps, strict=True)
-    scale = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
     return {
         "losses": losses,
         "seconds": seconds,
         "tokens": tokens[-1],
         "peak_bytes": mx.get_peak_memory(),
-        "process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale,
+        "process_bytes": probe.process_peak(),
     }
 
 

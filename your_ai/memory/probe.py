@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 import psutil
@@ -27,3 +30,14 @@ def read() -> MemorySample:
         cache_bytes=mx.get_cache_memory(),
         process_bytes=psutil.Process().memory_info().rss,
     )
+
+
+def process_peak() -> int:
+    """The most resident memory that this process has held, in bytes.
+
+    Linux's ru_maxrss also counts what the process that started this one held.
+    """
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
