@@ -231,7 +231,7 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
     plan = "streamed" if contender == "spilled" else plan
     network, settings = model.load_network(Path(contest.folder), getattr(mx, contest.dtype))
     config = contest.train_config()
-    tensors = tensors_of(network, Path(contest.folder)) if plan == "streamed" else None
+    tensors = tensors_of(network, Path(contest.folder), plan)
     adapters = model.add_adapters(network, config)
     dequantize_on_the_cpu(network)
     built = build_engine(
@@ -245,7 +245,7 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
     )
     if built.notices:
         raise RunError(built.notices[-1])
-    if tensors is None:
+    if plan != "streamed":
         mx.eval(network.parameters())
     engine = built.engine
     adamw = optimizer.build_optimizer(config, network.trainable_parameters())

@@ -82,7 +82,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path) -> Prepared
         text = "the CPU computes many times slower in half precision; --dtype float32 is quick"
         log.write(events.Notice(text=text))
     network, tokenizer = model.load_base(base, dtype, config.quantize)
-    tensors = tensors_of(network, base) if config.plan == "streamed" else None
+    tensors = tensors_of(network, base, config.plan)
     adapters = model.add_adapters(network, config)
 
     files = hub.fingerprint(base)
@@ -126,7 +126,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path) -> Prepared
         make_store,
         spill=folder if config.spill else None,
     )
-    if tensors is None:
+    if config.plan != "streamed":
         mx.eval(network.parameters())
     model.try_out(network, adapters, config)
     for text in built.notices:

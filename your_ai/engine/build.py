@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +15,7 @@ from your_ai.engine.fused import Engine, fused_engine
 from your_ai.engine.prefix import Store
 from your_ai.engine.spill import Spilled
 from your_ai.engine.staged import Joined, Staged
-from your_ai.engine.weights import Tensor, stream
+from your_ai.engine.weights import Tensor, stream, stream_vocabulary
 from your_ai.errors import UserError
 from your_ai.head import linear_head
 from your_ai.model import DropoutKeys, split
@@ -43,7 +43,8 @@ def build_engine(
 ) -> Built:
     """The engine of `plan` for a model with adapters; a staged one falls back to fused.
 
-    tensors: where its weights are, of a streamed plan, after which the model holds none.
+    tensors: where its weights are. A streamed plan needs them, after which the model holds
+    none; of a staged one they let the embedding and the head stay in their files.
     make_store: the frozen-prefix cache, where there is one, for a hidden size.
     spill: a folder for block inputs, of a staged or streamed plan.
     Raises UserError where the plan or packing cannot be.
@@ -66,7 +67,13 @@ def build_engine(
     head = halves.head
     if halves.hidden:
         hidden = halves.trunk(mx.zeros((1, 2), mx.int32))  # for its shape: not computed
-        head = linear_head(halves.head, hidden.shape[-1], hidden.dtype) or halves.head
+        linear = linear_head(halves.head, hidden.shape[-1], hidden.dtype)
+        if plan == "staged" and tensors is not None and linear is not None:
+            stream_vocabulary(model, tensors)
+            halves = split(model)
+            parts = replace(parts, head=halves.head)
+            linear = linear_head(halves.head, hidden.shape[-1], hidden.dtype)
+        head = linear or halves.head
     store = None
     if make_store is not None and parts is None:
         notices.append(f"--prefix-cache: {NO_PARTS}; training without it")

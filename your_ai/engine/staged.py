@@ -21,6 +21,7 @@ from your_ai.data.batches import Batch
 from your_ai.engine.fused import Engine, row_keys
 from your_ai.engine.prefix import Span, Store, assemble, keep, spans_of
 from your_ai.engine.programs import Extras, Programs, frozen_arrays, trained_arrays
+from your_ai.engine.weights import reads_its_vocabulary
 from your_ai.head import LinearHead
 from your_ai.losses import Head
 from your_ai.model import DropoutKeys, KeyedDropout
@@ -42,7 +43,7 @@ class Inputs(Protocol):
 class Weights(Protocol):
     """Where the frozen arrays of a block come from.
 
-    streamed: from files, and so do the rows of the embedding and the head.
+    streamed: from files.
     """
 
     @property
@@ -95,6 +96,7 @@ class Staged:
         self.names = [names[id(block)] for block in model.layers]
         self.first = next(i for i, block in enumerate(self.blocks) if trained_arrays(block))
         self.frozen, self.trained = range(self.first), range(self.first, len(self.blocks))
+        self.reads_files = reads_its_vocabulary(model)
         self.has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
         sample = parts.embed(mx.zeros((1, 1), mx.int32))  # for its shape
         self.hidden_size, self.dtype = sample.shape[-1], sample.dtype
@@ -227,7 +229,7 @@ class Staged:
 
     def _compiled(self, function: Callable) -> Callable:
         """What reads a file must run every time, not be traced once."""
-        return function if self.weights.streamed else mx.compile(function, inputs=self.state)
+        return function if self.reads_files else mx.compile(function, inputs=self.state)
 
 
 class Joined(Staged):

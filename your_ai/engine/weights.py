@@ -1,8 +1,9 @@
 """Streamed weights: a block is read from its file when it runs, and dropped after.
 
 `stream` makes a model that holds no frozen weight: its blocks read theirs when called, its
-embedding gathers rows from the file, its head walks slices of the vocabulary. So whatever
-calls the model, generation too, streams. The staged engine asks `Streamed` for a block's
+embedding gathers rows from the file, its head walks slices of the vocabulary. (The staged
+plan does these last two alone: `stream_vocabulary`.) So whatever calls the model, generation
+too, streams. The staged engine asks `Streamed` for a block's
 arrays itself, and for the next block's while one runs.
 
 Shapes: T tokens, D hidden size, V vocabulary.
@@ -95,16 +96,19 @@ class Tensor:
 
 def gone(file: Path, reason: str) -> RunError:
     return RunError(
-        f"{file}: cannot be read any more ({reason}); --plan streamed reads the model's files "
-        "until the run ends: put them back, then resume it"
+        f"{file}: cannot be read any more ({reason}); this plan reads the model's files until "
+        "the run ends: put them back, then resume it"
     )
 
 
-def tensors_of(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module, folder: Path, plan: str) -> dict[str, Tensor] | None:
     """The tensor behind each parameter of a model that has no adapters yet, by path.
 
-    Raises UserError where the model's weights are not the files' as they are.
+    None where `plan` reads no file. What is in the files in another form is left out, or is
+    a UserError where the plan needs every tensor.
     """
+    if plan == "fused":
+        return None
     raw: dict[str, mx.array] = {}
     found: dict[int, tuple[Path, str]] = {}
     for file in sorted(folder.glob("model*.safetensors")):
@@ -116,12 +120,13 @@ def tensors_of(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path, parameter in tree_flatten(model.parameters()):
         array = weights.get(path)
-        if array is None or id(array) not in found or array.shape != parameter.shape:
+        if array is not None and id(array) in found and array.shape == parameter.shape:
+            tensors[path] = Tensor(*found[id(array)], parameter.dtype)
+        elif plan == "streamed":
             raise UserError(
                 f"--plan streamed: {folder}: {path} is not in its files as the model has it; "
                 "write it with `mlx_lm.convert` first, or use --plan staged"
             )
-        tensors[path] = Tensor(*found[id(array)], parameter.dtype)
     del kept
     return tensors
 
@@ -254,16 +259,25 @@ def stream(model: nn.Module, tensors: dict[str, Tensor]) -> tuple[list[nn.Module
 
         return forward
 
+    stream_vocabulary(model, tensors)
     owner, _, kept = names[id(blocks[0])].rpartition(".")[0].rpartition(".")
     # `model.layers` itself may be a copy of the trunk's list.
     dict(model.named_modules())[owner][kept] = [
         StandIn(block, run(index)) for index, block in enumerate(blocks)
     ]
+    return blocks, weights
+
+
+def stream_vocabulary(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Let the embedding and the head read their rows from their files, in place."""
     for name, module in model.named_modules():
         parent, _, leaf = name.rpartition(".")
         own = {n: tensors[f"{name}.{n}"] for n in module if f"{name}.{n}" in tensors}
-        if leaf in VOCABULARY_LAYERS and "weight" in own:
+        if leaf in VOCABULARY_LAYERS and own.keys() == arrays_of(module).keys():
             options = ("group_size", "bits", "mode") if "scales" in own else ()
             rows = FileRows(own, {n: vars(module)[n] for n in options if n in vars(module)})
             dict(model.named_modules())[parent][leaf] = StreamedLayer(rows)
-    return blocks, weights
+
+
+def reads_its_vocabulary(model: nn.Module) -> bool:
+    return any(isinstance(module, StreamedLayer) for module in model.modules())
