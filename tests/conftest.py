@@ -144,6 +144,7 @@ def configure(tiny_model: Path, data_folder: Path) -> Callable[..., TrainConfig]
             "learning_rate": 1e-2,
             "lora_layers": 2,
             "lora_rank": 4,
+            "supervise": False,
         }
         return build({**first, **settings}, "test")
 

@@ -19,17 +19,29 @@ LAYERS = [
     ["errors", "rng", "files", "numerics"],
     ["config", "blocks", "head", "run.events"],
     ["losses"],
-    ["hub", "shapes", "data", "memory", "run.checkpoint", "run.folder", "run.stopping"],
+    ["run.checkpoint", "run.folder", "run.stopping", "run.exits", "run.parent"],
+    ["hub", "shapes", "data", "memory"],
     ["model", "objectives", "optimizer", "dashboard"],
-    ["engine", "generate"],
-    ["evaluate"],
+    ["engine", "budget"],
+    ["evaluate", "generate"],
     ["prepare"],
+    ["govern", "saving", "measure", "preview"],
     ["train", "bench"],
+    ["supervisor"],
     ["cli"],
     ["__main__"],
 ]
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
-WITHOUT_MLX = ["config", "cli", "data.batches", "data.encode", "dashboard.live", "run.events"]
+WITHOUT_MLX = [
+    *("memory.facts", "memory.estimate", "memory.plan", "memory.limit", "memory.governor"),
+    *("supervisor",),
+    "config",
+    "cli",
+    "data.batches",
+    "data.encode",
+    "dashboard.live",
+    "run.events",
+]
 HEAVY = ["mlx", "mlx_lm", "transformers", "numpy", "yaml", "huggingface_hub"]
 
 

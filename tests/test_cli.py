@@ -109,7 +109,11 @@ def test_an_unwritable_run_folder(capsys, tiny_model, data_folder):
 @pytest.fixture
 def options(tiny_model, data_folder) -> list[object]:
     settings = {"model": tiny_model, "data": data_folder, "lora-layers": 1, "batch-size": 4}
-    return ["train", *(part for n, v in settings.items() for part in (f"--{n}", v))]
+    return [
+        "train",
+        "--no-supervise",
+        *(part for n, v in settings.items() for part in (f"--{n}", v)),
+    ]
 
 
 def test_train_resume_generate(capsys, options, own_folder):
@@ -121,6 +125,17 @@ def test_train_resume_generate(capsys, options, own_folder):
     assert "resuming at step 2" in capsys.readouterr().out
     assert call("generate", "--run", "first", "--prompt", "hi", "--max-tokens", 4) == 0
     assert call("generate", "--run", "first", "--prompt", "hi", "--no-adapter") == 0
+
+
+def test_a_supervised_run_resumes_with_other_settings(capsys, options):
+    options.remove("--no-supervise")
+    assert call(*options, "--run", "first", "--max-steps", 2) == 0
+    assert call("train", "--resume", "first", "--max-steps", 3) == 0
+    assert "resuming at step 2" in capsys.readouterr().out
+    before = Path("runs/first/config.yaml").read_bytes()
+    assert call("train", "--resume", "first", "--max-steps", 1) == 2
+    assert "has done 3 steps already" in capsys.readouterr().err
+    assert Path("runs/first/config.yaml").read_bytes() == before
 
 
 def test_a_taken_name_is_refused_and_kept(capsys, options):

@@ -35,15 +35,15 @@ def test_exact_match_is_what_greedy_generation_gives(own_folder, demo, batch_siz
         text = generate(network, tokenizer, prompt, max_tokens=40)
         rows += [chat(question, text), chat(question, text + "."), chat(question, "x" + text)]
     examples = encode(tokenizer, write_rows(own_folder / "t.jsonl", rows))
-    assert evaluate.exact_matches(engine, examples, batch_size, Stop()) == len(questions)
+    assert evaluate.exact_matches(engine, examples, lambda _: batch_size, Stop()) == len(questions)
 
 
 def test_the_mean_loss_does_not_depend_on_the_batch_size(own_folder, demo):
     _, tokenizer, engine = demo
     rows = [chat("Question " * i, "Answer " * (1 + i % 4), weight=1 + i) for i in range(1, 12)]
     examples = encode(tokenizer, write_rows(own_folder / "t.jsonl", rows))
-    one = evaluate.mean_loss(engine, examples, 1, Stop())
-    five = evaluate.mean_loss(engine, examples, 5, Stop())
+    one = evaluate.mean_loss(engine, examples, lambda _: 1, Stop())
+    five = evaluate.mean_loss(engine, examples, lambda _: 5, Stop())
     assert five.loss == pytest.approx(one.loss, rel=1e-5)
     assert five.trained_tokens == one.trained_tokens == examples.tally.trained_tokens
 
@@ -53,15 +53,15 @@ def test_a_stop_ends_an_evaluation(own_folder, demo):
     examples = encode(tokenizer, write_rows(own_folder / "t.jsonl", [chat("a", "b")]))
     stop = Stop()
     stop.received = 2
-    assert evaluate.mean_loss(engine, examples, 1, stop) is None
-    assert evaluate.exact_matches(engine, examples, 1, stop) is None
+    assert evaluate.mean_loss(engine, examples, lambda _: 1, stop) is None
+    assert evaluate.exact_matches(engine, examples, lambda _: 1, stop) is None
 
 
 def test_the_demo_model_does_not_know_its_task_yet(own_folder, demo):
     _, tokenizer, engine = demo
     path = DEMO_FOLDER / "data" / "test.jsonl"
     examples = load_examples(path, Encoder(tokenizer), "t", 256, "error", own_folder)
-    assert evaluate.exact_matches(engine, examples, 16, Stop()) < 0.1 * len(examples)
+    assert evaluate.exact_matches(engine, examples, lambda _: 16, Stop()) < 0.1 * len(examples)
 
 
 def test_no_order_of_the_demo_is_in_two_splits():

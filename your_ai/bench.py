@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from mlx.utils import tree_map
 from rich.table import Table
 
 from your_ai import hub, model, optimizer
+from your_ai.budget import budget_of
 from your_ai.config import TrainConfig, coerce, flag, nearest
-from your_ai.data.batches import Batch, make_batch, plan_steps
+from your_ai.data.batches import Batch, RowsAt, micro_batches, plan_steps
 from your_ai.data.examples import Examples, Tally
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
@@ -36,12 +38,12 @@ from your_ai.engine.fused import Engine
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import tensors_of
 from your_ai.errors import RunError, UserError
-from your_ai.memory import probe
+from your_ai.memory import allocator, probe
 from your_ai.optimizer import Update
 from your_ai.rng import derive_seed
 from your_ai.shapes import SHAPES, make_shape
 
-PLANS = ("fused", "staged", "streamed", "spilled", "prefix", "unpacked", "packed")
+PLANS = ("auto", "fused", "staged", "streamed", "spilled", "prefix", "unpacked", "packed")
 SHORT_ROWS, SHORTEST, LONGEST = 16, 40, 120  # what unpacked and packed train, each once a step
 PEERS = ("mlx-lm", "mlx-lm-checkpoint")
 ROUNDS = 2  # of all contenders, in turn, so that a machine that slows down slows them all
@@ -52,7 +54,8 @@ class Contest:
     """What every contender does: `steps` updates with AdamW on one and the same batch.
 
     lora_layers, lora_targets: as the options of `train` are written. supervised: the share of
-    each row's tokens that are trained, the last ones.
+    each row's tokens that are trained, the last ones. max_memory: of each contender's process,
+    in GB; ours split the batch for it where they must, mlx-lm is told of it through MLX.
     """
 
     folder: str
@@ -64,6 +67,7 @@ class Contest:
     lora_targets: str
     supervised: float
     steps: int
+    max_memory: float | None = None
     learning_rate: float = 1e-4
 
     @property
@@ -71,7 +75,7 @@ class Contest:
         """Trained tokens of a row."""
         return max(1, round(self.supervised * self.seq_len))
 
-    def train_config(self) -> TrainConfig:
+    def train_config(self, plan: str = "auto") -> TrainConfig:
         """Raises UserError where the adapters are none."""
         text = {"lora_layers": self.lora_layers, "lora_targets": self.lora_targets}
         return TrainConfig(
@@ -79,6 +83,9 @@ class Contest:
             **{name: coerce(name, value, flag(name)) for name, value in text.items()},
             learning_rate=self.learning_rate,
             max_grad_norm=0,
+            batch_size=self.batch_size,
+            max_memory=self.max_memory,
+            plan=plan,
         )
 
 
@@ -94,6 +101,7 @@ class Row:
     seconds_min: float
     tokens_per_s: float
     losses: list[float]
+    within_limit: bool | None = None
 
 
 def contenders_of(plan: str, against: str) -> list[str]:
@@ -152,6 +160,15 @@ def table(rows: list[Row]) -> Table:
     return drawn
 
 
+def over_limit(contest: Contest, rows: list[Row]) -> list[str]:
+    """What to say of those that held more than --max-memory."""
+    return [
+        f"{row.contender}: held {row.process_mb:.0f} MB, over --max-memory {contest.max_memory:g}"
+        for row in rows
+        if row.within_limit is False
+    ]
+
+
 def compare(contest: Contest, contenders: list[str]) -> list[Row]:
     """Every contender ROUNDS times, in turn. Raises UserError, or RunError where one fails."""
     if "packed" in contenders and contest.seq_len < LONGEST:
@@ -160,7 +177,11 @@ def compare(contest: Contest, contenders: list[str]) -> list[Row]:
     for _ in range(ROUNDS):
         for name in contenders:
             measured[name].append(run_alone(contest, name))
-    return [combine(name, rounds) for name, rounds in measured.items()]
+    rows = [combine(name, rounds) for name, rounds in measured.items()]
+    if contest.max_memory is None:
+        return rows
+    limit_mb = 1000 * contest.max_memory
+    return [dataclasses.replace(row, within_limit=row.process_mb <= limit_mb) for row in rows]
 
 
 def run_alone(contest: Contest, contender: str) -> dict[str, Any]:
@@ -196,20 +217,22 @@ def contest_tokens(contest: Contest, vocabulary: int) -> np.ndarray:
     return rng.integers(0, vocabulary, (contest.batch_size, contest.seq_len + 1), dtype=np.uint32)
 
 
-def contest_batch(contest: Contest, tokens: np.ndarray) -> Batch:
+def contest_batches(contest: Contest, tokens: np.ndarray, rows_at: RowsAt) -> list[Batch]:
     trained = np.zeros(tokens.shape, bool)
     trained[:, -contest.targets :] = True
     starts = np.arange(len(tokens) + 1) * tokens.shape[1]
     weights = np.ones(len(tokens), np.float32)
     examples = Examples(tokens.reshape(-1), trained.reshape(-1), starts, weights, Tally())
     rows = np.arange(len(tokens))
-    return make_batch(examples, rows, len(tokens), np.array([contest.seq_len]))
+    return list(micro_batches(examples, rows, rows_at, np.array([contest.seq_len])))
 
 
-def updates_of(contest: Contest, contender: str, vocabulary: int) -> list[list[Batch]]:
+def updates_of(
+    contest: Contest, contender: str, vocabulary: int, rows_at: RowsAt
+) -> list[list[Batch]]:
     """The micro-batches of each update of a step: of one update, but for unpacked."""
     if contender not in ("unpacked", "packed"):
-        return [[contest_batch(contest, contest_tokens(contest, vocabulary))]]
+        return [contest_batches(contest, contest_tokens(contest, vocabulary), rows_at)]
     rng = np.random.Generator(np.random.PCG64(derive_seed("bench rows")))
     starts = np.cumsum([0, *rng.integers(SHORTEST, LONGEST + 1, SHORT_ROWS)])
     tokens = rng.integers(0, vocabulary, starts[-1], dtype=np.uint32)
@@ -224,16 +247,29 @@ def updates_of(contest: Contest, contender: str, vocabulary: int) -> list[list[B
 def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, int]]:
     """(loss, seconds, tokens) of each step.
 
-    spilled: streamed, with block inputs on disk; prefix: fused, with a cache in memory.
-    unpacked, packed: fused, over short rows, one an update or joined up to --seq-len.
+    auto: the fastest plan that fits --max-memory, or the machine; spilled: streamed, with
+    block inputs on disk; prefix: fused, with a cache in memory; unpacked, packed: fused, over
+    short rows, one an update or joined up to --seq-len.
     """
-    plan = contender if contender in ("staged", "streamed") else "fused"
+    allocator.give_back_at_once()
+    plan = contender if contender in ("auto", "staged", "streamed") else "fused"
     plan = "streamed" if contender == "spilled" else plan
+    spill = contender == "spilled"
+    rows_at = lambda _: contest.batch_size  # noqa: E731
     network, settings = model.load_network(Path(contest.folder), getattr(mx, contest.dtype))
     config = contest.train_config()
-    tensors = tensors_of(network, Path(contest.folder), plan)
+    tensors = tensors_of(network, Path(contest.folder))
     adapters = model.add_adapters(network, config)
     dequantize_on_the_cpu(network)
+    if plan == "auto" or contest.max_memory is not None:
+        asked = dataclasses.replace(contest.train_config(plan), spill=spill)
+        dtype = getattr(mx, contest.dtype)
+        budget = budget_of(asked, Path(contest.folder), dtype, [contest.seq_len])
+        chosen = budget.choice.option
+        plan, spill = chosen.plan.engine, chosen.plan.spill
+        rows_at = partial(chosen.plan.rows, batch_size=contest.batch_size)
+        python_bytes = chosen.estimate.components["python"]
+        allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, python_bytes)
     built = build_engine(
         network,
         adapters.dropout_keys,
@@ -241,16 +277,15 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
         packing=contender == "packed",
         tensors=tensors,
         make_store=(lambda _: MemoryStore()) if contender == "prefix" else None,
-        spill=Path(tempfile.gettempdir()) if contender == "spilled" else None,
+        spill=Path(tempfile.gettempdir()) if spill else None,
     )
     if built.notices:
         raise RunError(built.notices[-1])
-    if plan != "streamed":
-        mx.eval(network.parameters())
+    allocator.free()
     engine = built.engine
     adamw = optimizer.build_optimizer(config, network.trainable_parameters())
     update = optimizer.make_update(network, adamw)
-    updates = updates_of(contest, contender, settings["vocab_size"])
+    updates = updates_of(contest, contender, settings["vocab_size"], rows_at)
     tokens = sum(batch.real_tokens for batches in updates for batch in batches)
     mx.reset_peak_memory()
     for _ in range(contest.steps):
@@ -277,6 +312,8 @@ def run_mlx_lm(contest: Contest, checkpointing: bool) -> Iterator[tuple[float, f
     """The same through mlx-lm's own trainer, as it is."""
     from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, train
 
+    if contest.max_memory is not None:
+        mx.set_memory_limit(max(1, int(1e9 * contest.max_memory) - (probe.process_bytes() or 0)))
     network, settings = model.load_network(Path(contest.folder), getattr(mx, contest.dtype))
     config = contest.train_config()
     model.add_adapters(network, config)

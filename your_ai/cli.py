@@ -30,11 +30,14 @@ from your_ai.errors import RunError, UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from your_ai.dashboard.live import Follower
     from your_ai.run.folder import RunFolder
 
 DEMO_NOTE = """\
 The embedded demo: a small model learns to turn orders into JSON records.
 A real model on your own data: your_ai train --model llama-8b --data my-data/"""
+
+TEMPLATE_TOKENS = 200  # of a chat template, generously
 
 METAVARS = {
     "a whole number": "N",
@@ -89,17 +92,20 @@ def train(config: str | None, resume: str | None, **flags: Any) -> None:
 
 
 def train_and_show(folder: RunFolder, settings: TrainConfig, console: Console, new: bool) -> int:
-    """Train in this process while a thread shows the run's events; the exit status."""
+    """Train while a thread shows the run's events; the exit status."""
     from your_ai.dashboard.live import following
     from your_ai.run.folder import discard
-    from your_ai.run.stopping import stop_signals
+    from your_ai.supervisor import Lost, supervise
 
     try:
-        with stop_signals() as stop, following(folder.events, console) as follower:
-            from your_ai.train import carry_out  # mlx takes a second: shown as starting
-
-            stop.on_second = lambda: follower.leave(folder.reference)
-            status = carry_out(folder, settings, stop)
+        with following(folder.events, console) as follower:
+            if settings.supervise:
+                as_text = json.dumps(dataclasses.asdict(settings))
+                status = supervise(folder, follower, settings=as_text)
+            else:
+                status = train_here(folder, settings, follower)
+    except Lost:
+        raise  # its folder says why
     except BaseException:
         if new and not folder.checkpoints.exists():  # the first is written before any step
             discard(folder)
@@ -112,31 +118,34 @@ def train_and_show(folder: RunFolder, settings: TrainConfig, console: Console, n
     return status
 
 
-def train_signature() -> inspect.Signature:
-    """The parameters of `train`: one option for each setting, and those that are none."""
+def train_here(folder: RunFolder, settings: TrainConfig, follower: Follower) -> int:
+    """Train in this process, as a debugger wants it; the exit status."""
+    from your_ai.run.stopping import stop_signals
 
-    def option(name: str, declaration: str, kind: Any, help: str, **more: Any) -> inspect.Parameter:
-        annotation = Annotated[kind, typer.Option(declaration, help=help, **more)]
-        return inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-        )
+    with stop_signals() as stop:
+        from your_ai.train import carry_out  # mlx takes a second: shown as starting
 
-    parameters = [
-        option(
-            "config",
-            "--config",
-            str | None,
-            "YAML file, or the name of a preset; flags win over it.",
-            metavar="FILE",
-        ),
-        option(
-            "resume",
-            "--resume",
-            str | None,
-            "Go on with this run from its last checkpoint.",
-            metavar="RUN",
-        ),
-    ]
+        stop.on_second = lambda: follower.leave(folder.reference)
+        return carry_out(folder, settings, stop)
+
+
+def option(name: str, declaration: str, kind: Any, help: str, **more: Any) -> inspect.Parameter:
+    annotation = Annotated[kind, typer.Option(declaration, help=help, **more)]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def with_settings(*first: inspect.Parameter) -> inspect.Signature:
+    """The parameters of a command that takes every setting: one option for each."""
+    config = option(
+        "config",
+        "--config",
+        str | None,
+        "YAML file, or the name of a preset; flags win over it.",
+        metavar="FILE",
+    )
+    parameters = [config, *first]
     for name, field in FIELDS.items():
         help = f"{field.metadata['help']}{default_text(name)}"
         if TYPES[name] is bool:
@@ -150,8 +159,60 @@ def train_signature() -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-train.__signature__ = train_signature()  # type: ignore[attr-defined]
+train.__signature__ = with_settings(  # type: ignore[attr-defined]
+    option(
+        "resume",
+        "--resume",
+        str | None,
+        "Go on with this run from its last checkpoint.",
+        metavar="RUN",
+    )
+)
 app.command()(train)
+
+
+def plan(
+    config: str | None,
+    shape: str | None,
+    bits: int | None,
+    seq_len: int | None,
+    as_json: bool | None,
+    **flags: Any,
+) -> None:
+    """Show what a run would hold, by component, and the plan it would take; loads nothing."""
+    flags = {name: value for name, value in flags.items() if value is not None}
+    named = {"model": shape} if shape is not None else {}  # else the demo's preset is meant
+    settings = resolve(flags | named, config, needs_data=False)
+    from your_ai import preview
+    from your_ai.hub import find_model
+
+    if shape is None:
+        folder = find_model(settings.model)
+    else:
+        from your_ai.bench import weights_of
+
+        dtype = "float32" if settings.dtype == "auto" else settings.dtype
+        folder = weights_of(shape, None, 4 if bits is None else bits, dtype)
+    budget = preview.preview(settings, folder, seq_len)
+    if as_json:
+        typer.echo(json.dumps(preview.as_json(budget)))
+    else:
+        open_console().print(preview.table(budget))
+
+
+plan.__signature__ = with_settings(  # type: ignore[attr-defined]
+    option(
+        "shape",
+        "--shape",
+        str | None,
+        "A shape of `bench` instead of a model, made on the spot.",
+        metavar="NAME",
+    ),
+    option("bits", "--bits", int | None, "Of the shape: 4 or 8, or 0 for not quantized."),
+    option("seq_len", "--seq-len", int | None, "Tokens of every row, without looking at data."),
+    option("as_json", "--json", bool | None, "One JSON object for programs."),
+)
+app.command()(plan)
 
 
 @app.command()
@@ -164,6 +225,9 @@ def generate(
         float, typer.Option(help="0 takes the likeliest token each time.", min=0.0)
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0)] = 0,
+    max_memory: Annotated[
+        float | None, typer.Option(help="Most memory of this process, in GB.", min=0.0)
+    ] = None,
 ) -> None:
     """Answer a prompt with what a run has learned."""
     from your_ai.run import folder as folders
@@ -174,7 +238,8 @@ def generate(
     path = generation.find_adapter(folder) if adapter else None
     if path is not None and path != folder.adapter:
         typer.echo(f"note: no finished adapter, or an older one; using {path}", err=True)
-    model, tokenizer = generation.load_run(folder, path)
+    room = max_tokens + len(prompt) + TEMPLATE_TOKENS  # no prompt has more tokens than letters
+    model, tokenizer = generation.load_run(folder, path, max_memory, room)
     tokens = generation.chat_prompt(tokenizer, prompt)
     for piece in generation.stream(model, tokenizer, tokens, max_tokens, temperature, seed):
         typer.echo(piece, nl=False)
@@ -205,6 +270,9 @@ def bench(
     against: Annotated[
         str, typer.Option(help="Peers, separated by commas: mlx-lm, mlx-lm-checkpoint; or none.")
     ] = "mlx-lm,mlx-lm-checkpoint",
+    max_memory: Annotated[
+        float | None, typer.Option(help="Most memory of each process, in GB.", min=0.0)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
 ) -> None:
     """Measure memory and speed beside mlx-lm on this machine, with the same weights and tokens."""
@@ -221,13 +289,14 @@ def bench(
         lora_targets=lora_targets,
         supervised=supervised,
         steps=steps,
+        max_memory=max_memory,
     )
     contest.train_config()  # whose faults are the user's
     rows = benching.compare(contest, contenders)
     if as_json:
         typer.echo(json.dumps({"rows": [dataclasses.asdict(row) for row in rows]}))
     else:
-        open_console().print(benching.table(rows))
+        open_console().print(benching.table(rows), *benching.over_limit(contest, rows), sep="\n")
 
 
 def open_console() -> Console:

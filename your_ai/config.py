@@ -76,10 +76,31 @@ class TrainConfig:
     weight_decay: float = setting(0.0, "Weight decay.")
     max_grad_norm: float = setting(1.0, "Clip the gradient to this global norm; 0 = never.")
 
-    plan: Literal["fused", "staged", "streamed"] = setting(
-        "fused",
+    max_memory: float | None = setting(
+        None, "Most memory of the training process, in GB; by default what this machine can give."
+    )
+    force: bool = setting(False, "Allow a --max-memory above the machine's memory.")
+    reload_interval: int = setting(
+        0, "Read the adapted layers' weights back every so many steps; 0 = only when needed."
+    )
+    reload_at: float = setting(
+        0.70, "Share of the limit from which memory is freed before it is short."
+    )
+    clear_cache_every: int | None = setting(
+        None,
+        "Clear MLX's cache every so many steps; 10, or 5 under a limit below 10 GB; 0 = never.",
+    )
+    leak_threshold_mb: float = setting(50.0, "Growth in MB a step that counts as a leak.")
+    leak_warmup: int = setting(5, "Steps before growth is looked for.")
+    supervise: bool = setting(
+        True, "Train in a process of its own, restarted from its checkpoint when it dies."
+    )
+
+    plan: Literal["auto", "fused", "staged", "streamed"] = setting(
+        "auto",
         "How steps are computed, all to the same gradients: fused is fastest; staged holds one "
-        "block's work at a time; streamed one block's weights as well, read from the files.",
+        "block's work at a time, and no vocabulary; streamed one block's weights as well, read "
+        "from the files; auto is the fastest that fits into the memory.",
     )
     spill: bool = setting(
         False, "Keep block inputs on disk between forward and backward, not with --plan fused."
@@ -116,6 +137,11 @@ class TrainConfig:
         return {n: repr(v) for n, v in dataclasses.asdict(self).items() if n not in free}
 
 
+def is_due(every: int, step: int) -> bool:
+    """Whether a setting of "every so many steps; 0 = never" means this step."""
+    return every > 0 and step % every == 0
+
+
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 TYPES = typing.get_type_hints(TrainConfig)
 
@@ -123,7 +149,8 @@ TYPES = typing.get_type_hints(TrainConfig)
 # where that falls, and no more; model and data must be the same bytes, wherever they are.
 RESUMABLE = (
     *("max_steps", "epochs", "eval_every", "save_every", "keep", "samples", "exact_match"),
-    *("model", "data", "spill"),
+    *("model", "data", "spill", "plan", "max_memory", "force", "reload_interval", "reload_at"),
+    *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise"),
 )
 
 
@@ -154,15 +181,20 @@ def check(config: TrainConfig) -> None:
         "save_every": 0,
         "keep": 1,
         "samples": 0,
+        "reload_interval": 0,
+        "clear_cache_every": 0,
+        "leak_warmup": 0,
     }
     for name, least in at_least.items():
         value = getattr(config, name)
         if value is not None and not (math.isfinite(value) and value >= least):
             raise UserError(f"{flag(name)} {value}: must be at least {least}")
-    for name in ("learning_rate", "lora_alpha"):
+    for name in ("learning_rate", "lora_alpha", "max_memory", "leak_threshold_mb"):
         value = getattr(config, name)
-        if not (math.isfinite(value) and value > 0):
+        if value is not None and not (math.isfinite(value) and value > 0):
             raise UserError(f"{flag(name)} {value}: must be a number above 0")
+    if not 0 < config.reload_at <= 1:
+        raise UserError(f"--reload-at {config.reload_at}: must be above 0 and at most 1")
     if not 0 <= config.lora_dropout < 1:
         raise UserError(f"--lora-dropout {config.lora_dropout}: must be at least 0 and under 1")
     if isinstance(config.lora_layers, int) and config.lora_layers < 1:
@@ -242,7 +274,7 @@ def coerce(name: str, value: Any, label: str) -> Any:
     elif typing.get_origin(kind) is Literal:
         if value in options:
             return value
-    elif kind is float:
+    elif float in (kind, *options):
         number = as_number(value, float)
         if number is not None:
             return number
@@ -296,7 +328,7 @@ def default_text(name: str) -> str:
     return f" [default: {'on' if value is True else 'off' if value is False else text}]"
 
 
-def resolve(flags: Mapping[str, Any], preset: str | None) -> TrainConfig:
+def resolve(flags: Mapping[str, Any], preset: str | None, needs_data: bool = True) -> TrainConfig:
     """The settings of a new run: defaults, then the preset, then the flags.
 
     Without data, and without a model or with the demo's, it is the demo's preset.
@@ -310,7 +342,7 @@ def resolve(flags: Mapping[str, Any], preset: str | None) -> TrainConfig:
         build(settings, str(path))  # so that a wrong key is blamed on the file
     settings = settings | {name: coerce(name, value, flag(name)) for name, value in flags.items()}
     config = build(settings, "settings")
-    if not config.data:
+    if needs_data and not config.data:
         raise UserError("--data is missing: give a folder with train.jsonl, or one .jsonl file")
     return config
 

@@ -19,10 +19,15 @@ OUT_OF_MEMORY = (
 )
 
 
+def is_out_of_memory(reason: str) -> bool:
+    """Whether one of MLX's messages means that there was not enough memory."""
+    return any(text in reason for text in OUT_OF_MEMORY)
+
+
 def explain(reason: str) -> str:
     """What MLX could not do, for one of its messages, and what the user can."""
     if reason.startswith("[read]"):
         return "the model's files cannot be read any more; put them back, then resume the run"
-    if any(text in reason for text in OUT_OF_MEMORY):
+    if is_out_of_memory(reason):
         return f"out of memory ({reason}); lower --batch-size or --max-seq-length"
     return f"MLX failed ({reason}); --dtype float32 may help"

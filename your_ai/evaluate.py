@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from your_ai.data.batches import in_order_of_length
+from your_ai.data.batches import RowsAt, in_order_of_length
 from your_ai.data.examples import Examples
 from your_ai.engine.fused import Engine
 from your_ai.run.stopping import Stop
@@ -20,11 +20,14 @@ class MeanLoss:
     trained_tokens: int
 
 
-def mean_loss(engine: Engine, examples: Examples, batch_size: int, stop: Stop) -> MeanLoss | None:
-    """The loss over every example; None when asked to stop, or where all weights are 0."""
+def mean_loss(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -> MeanLoss | None:
+    """The loss over every example; None when asked to stop, or where all weights are 0.
+
+    rows_at: how many rows of so many tokens go through together.
+    """
     total = weight = 0.0
     trained_tokens = 0
-    for batch in in_order_of_length(examples, batch_size):
+    for batch in in_order_of_length(examples, rows_at):
         if stop:
             return None
         total += engine.loss(batch).item()
@@ -33,7 +36,7 @@ def mean_loss(engine: Engine, examples: Examples, batch_size: int, stop: Stop) -
     return MeanLoss(total / weight, trained_tokens) if weight > 0 else None
 
 
-def exact_matches(engine: Engine, examples: Examples, batch_size: int, stop: Stop) -> int | None:
+def exact_matches(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -> int | None:
     """How many examples the model answers exactly, taking the likeliest token each time.
 
     Greedy decoding gives the expected answer just where each of its tokens, the end
@@ -41,7 +44,7 @@ def exact_matches(engine: Engine, examples: Examples, batch_size: int, stop: Sto
     asked to stop.
     """
     correct = 0
-    for batch in in_order_of_length(examples, batch_size):
+    for batch in in_order_of_length(examples, rows_at):
         if stop:
             return None
         n = batch.trained_tokens

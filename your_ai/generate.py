@@ -12,8 +12,12 @@ from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.utils import load_adapters
 
+from your_ai.budget import hold_generation
+from your_ai.engine.weights import can_stream, tensors_of
+from your_ai.engine.weights import stream as stream_weights
 from your_ai.errors import UserError
 from your_ai.hub import find_model
+from your_ai.memory.facts import facts_of
 from your_ai.model import compute_dtype, load_base
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder
@@ -30,11 +34,23 @@ def find_adapter(folder: RunFolder) -> Path:
     return newest
 
 
-def load_run(folder: RunFolder, adapter: Path | None) -> tuple[nn.Module, Any]:
-    """The model of a run and its tokenizer; `adapter` is put on it where given."""
+def load_run(
+    folder: RunFolder, adapter: Path | None, max_memory_gb: float | None = None, tokens: int = 2048
+) -> tuple[nn.Module, Any]:
+    """The model of a run and its tokenizer; `adapter` is put on it where given.
+
+    max_memory_gb: of the process, with `tokens` of prompt and answer; a model that is larger
+    is read from its files block by block, for every token. Raises UserError where that does
+    not fit either.
+    """
     config = folder.read_config()
-    dtype = compute_dtype(config.dtype)
-    model, tokenizer = load_base(find_model(config.model), dtype, config.quantize)
+    dtype, base = compute_dtype(config.dtype), find_model(config.model)
+    model, tokenizer = load_base(base, dtype, config.quantize)
+    tensors = tensors_of(model, base)
+    streams = False
+    if max_memory_gb is not None:
+        facts = facts_of(base, dtype.size, config.quantize)
+        streams = hold_generation(facts, tokens, max_memory_gb, can_stream(model, tensors))
     if adapter is not None:
         try:
             load_adapters(model, str(adapter))
@@ -42,6 +58,8 @@ def load_run(folder: RunFolder, adapter: Path | None) -> tuple[nn.Module, Any]:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"{adapter}: does not fit {config.model} ({reason})") from error
     model.eval()
+    if streams:
+        stream_weights(model, tensors)
     return model, tokenizer
 
 

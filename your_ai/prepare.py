@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,8 +14,9 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from your_ai import hub, model, optimizer
+from your_ai.budget import Budget, budget_of
 from your_ai.config import TrainConfig, flag
-from your_ai.data.batches import StepPlan, plan_steps
+from your_ai.data.batches import StepPlan, bucket_edges, plan_steps
 from your_ai.data.encode import Encoder, Prompt
 from your_ai.data.examples import Examples, load_examples
 from your_ai.data.rows import Row, find_splits, read_rows
@@ -23,9 +24,11 @@ from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.fused import Engine
 from your_ai.engine.prefix import DiskStore, MemoryStore, Store, check_room, needed_bytes
-from your_ai.engine.weights import tensors_of
+from your_ai.engine.weights import Tensor, can_stream, tensors_of
 from your_ai.errors import UserError
 from your_ai.files import sha256
+from your_ai.memory import allocator
+from your_ai.memory.plan import Option, in_gb, words
 from your_ai.run import events
 
 TELL_EVERY_S = 5.0
@@ -43,6 +46,9 @@ class Prepared:
     adapters: model.Adapters
     engine: Engine
     planned: str
+    tensors: dict[str, Tensor]
+    store: Store | None
+    budget: Budget
     optimizer: Optimizer
     plan: StepPlan
     valid: Examples | None
@@ -50,6 +56,10 @@ class Prepared:
     samples: list[Prompt]
     steps: int
     depends_on: dict[str, dict[str, str]]
+
+    def rows_at(self, tokens: int) -> int:
+        """How many rows of so many tokens go through together under the plan."""
+        return self.budget.choice.option.plan.rows(tokens, self.budget.demand.batch_size)
 
     def started_event(self, step: int) -> events.Started:
         arrays = model.adapter_arrays(self.model)
@@ -65,10 +75,11 @@ class Prepared:
         )
 
 
-def prepare(config: TrainConfig, log: events.EventLog, folder: Path) -> Prepared:
+def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int = 0) -> Prepared:
     """Check and load everything, the cheapest first.
 
-    folder: the run's, for what is kept on disk while it runs.
+    folder: the run's, for what is kept on disk while it runs. level: how many plans that
+    fit are passed over.
     """
     splits = find_splits(config.data)
     for wanted in ("samples", "exact_match"):
@@ -82,7 +93,8 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path) -> Prepared
         text = "the CPU computes many times slower in half precision; --dtype float32 is quick"
         log.write(events.Notice(text=text))
     network, tokenizer = model.load_base(base, dtype, config.quantize)
-    tensors = tensors_of(network, base, config.plan)
+    tensors = tensors_of(network, base)
+    streamable = can_stream(network, tensors)
     adapters = model.add_adapters(network, config)
 
     files = hub.fingerprint(base)
@@ -106,12 +118,24 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path) -> Prepared
         text = f"--warmup-steps {config.warmup_steps}: the run ends first, after {steps} steps"
         log.write(events.Notice(text=text))
 
+    tokens = sum(int((found.lengths - 1).sum()) for found in examples.values())
+    budget = budget_of(
+        config,
+        base,
+        dtype,
+        lengths_of(examples.values()),
+        level,
+        can_stream=streamable,
+        prefix_tokens=tokens,
+    )
+    chosen = tell(budget, log)
+    python_bytes = chosen.estimate.components["python"]
+    allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, python_bytes)
     dequantize_on_the_cpu(network)
     make_store = None
     if config.prefix_cache != "off":
         frozen = len(network.layers) - adapters.config["num_layers"]
         key = files | {"frozen blocks": str(frozen), "--quantize": str(config.quantize)}
-        tokens = sum(int((found.lengths - 1).sum()) for found in examples.values())
 
         def make_store(hidden_size: int) -> Store:
             kind = config.prefix_cache
@@ -120,15 +144,14 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path) -> Prepared
     built = build_engine(
         network,
         adapters.dropout_keys,
-        config.plan,
+        chosen.plan.engine,
         config.packing,
         tensors,
         make_store,
-        spill=folder if config.spill else None,
+        spill=folder if chosen.plan.spill else None,
     )
-    if config.plan != "streamed":
-        mx.eval(network.parameters())
     model.try_out(network, adapters, config)
+    allocator.free()
     for text in built.notices:
         log.write(events.Notice(text=text))
     return Prepared(
@@ -139,6 +162,9 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path) -> Prepared
         adapters=adapters,
         engine=built.engine,
         planned=built.plan,
+        tensors=tensors,
+        store=built.store,
+        budget=budget,
         optimizer=optimizer.build_optimizer(config, network.trainable_parameters()),
         plan=plan,
         valid=examples.get("valid"),
@@ -151,6 +177,31 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path) -> Prepared
             "settings": config.decisive(),
         },
     )
+
+
+def lengths_of(examples: Iterable[Examples]) -> list[int]:
+    """T of every bucket of any of them."""
+    return sorted({int(t) for found in examples for t in bucket_edges(found.lengths - 1)})
+
+
+def tell(budget: Budget, log: events.EventLog) -> Option:
+    """Write what the limit and the plan are, and why; the plan's option."""
+    limit, choice = budget.limit, budget.choice
+    log.write(events.Limit(limit_bytes=limit.limit_bytes, reason=limit.reason))
+    for text in limit.notices:
+        log.write(events.Notice(text=text))
+    plan, needed = choice.option.plan, choice.option.needed_bytes
+    log.write(
+        events.Planned(
+            plan=plan.engine,
+            micro_tokens=plan.micro_tokens,
+            spill=plan.spill,
+            level=choice.level,
+            estimate_bytes=choice.option.estimate.process_bytes,
+            text=f"{words(plan, max(budget.demand.lengths))}: needs {in_gb(needed)}",
+        )
+    )
+    return choice.option
 
 
 def prefix_store(

@@ -1,14 +1,20 @@
 """The recipe of a training run, top to bottom.
 
-`python -m your_ai.train RUN` carries out the run whose folder holds a config.yaml. It
-writes events and never prints: who shows them reads runs/RUN/events.jsonl.
+`python -m your_ai.train RUN` carries out the run whose folder holds a config.yaml, as
+`your_ai.supervisor` starts it. It writes events and never prints: who shows them reads
+runs/RUN/events.jsonl.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import faulthandler
+import json
 import math
 import sys
 import time
+import traceback
 from dataclasses import asdict, replace
 from itertools import chain, takewhile
 from typing import Any
@@ -16,38 +22,51 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from your_ai import evaluate, generate, model, optimizer
-from your_ai.config import TrainConfig
+from your_ai import model, optimizer
+from your_ai.config import TrainConfig, build, is_due
 from your_ai.data.batches import Batch
 from your_ai.engine import prefix
 from your_ai.engine.fused import Engine
-from your_ai.errors import RunError, UserError, explain
+from your_ai.errors import RunError, UserError, explain, is_out_of_memory
 from your_ai.files import clean
-from your_ai.memory import probe
+from your_ai.govern import Governor, Replan, govern, told
+from your_ai.measure import show_test_rows, validate
+from your_ai.memory import allocator, probe
+from your_ai.memory.governor import Action, Watch
 from your_ai.optimizer import Update
 from your_ai.prepare import PREFIX, Prepared, prepare
 from your_ai.rng import derive_seed
-from your_ai.run import checkpoint, events
-from your_ai.run.checkpoint import Checkpoint, TrainState
+from your_ai.run import checkpoint, events, exits
+from your_ai.run.checkpoint import TrainState
 from your_ai.run.folder import RunFolder, find, locked
+from your_ai.run.parent import watch_parent
 from your_ai.run.stopping import Interrupted, Stop, stop_signals
+from your_ai.saving import restore, save
 
 MAX_SKIPPED_IN_A_ROW = 5
-SAMPLE_TOKENS = 128
+MAX_OUT_OF_MEMORY = 3  # in a row, without a checkpoint between
 
 
 def run(
-    folder: RunFolder, config: TrainConfig, log: events.EventLog, stop: Stop
+    folder: RunFolder,
+    config: TrainConfig,
+    log: events.EventLog,
+    stop: Stop,
+    level: int,
+    watch: Watch,
+    sampler: probe.Sampler,
 ) -> events.Finished:
     """Train, or go on training, the run in `folder`, and return how it ended.
 
-    Raises UserError for bad input, before anything but the events is written, and
-    RunError where the run cannot go on.
+    level: how many plans that fit are passed over. Raises UserError for bad input, before
+    anything but the events is written; Replan where the run is to go on from the checkpoint
+    just saved, under another plan; RunError where it cannot go on.
     """
     began = time.perf_counter()
     clean(folder.path)
     clean(folder.checkpoints)
-    prepared = prepare(config, log, folder.path)
+    prepared = prepare(config, log, folder.path, level)
+    governor = govern(prepared, sampler, log, watch)
     state = restore(folder, prepared, log)
     update = optimizer.make_update(prepared.model, prepared.optimizer)
     before = folder.read_config()
@@ -66,7 +85,7 @@ def run(
 
     fill_prefix(prepared, state.step, log, stop)
     while state.step < prepared.steps and not stop:
-        state = train_step(prepared, update, state, log)
+        state, wanted = train_step(prepared, governor, update, state, log)
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise RunError(
                 f"{folder.path}: {state.skipped_in_a_row} steps in a row were not finite, the last "
@@ -75,10 +94,12 @@ def run(
                 "the data, and begin a new run"
             )
         last = state.step == prepared.steps
-        if last or due(config.eval_every, state.step):
+        if last or is_due(config.eval_every, state.step):
             validate(prepared, state.step, log, stop)
-        if last or stop or due(config.save_every, state.step):
+        if last or stop or wanted or is_due(config.save_every, state.step):
             save(folder, prepared, state, log)
+        if wanted and not (last or stop):
+            raise Replan(wanted, state.step, Watch(told=governor.watch.told))
 
     if state.skipped == prepared.steps:
         raise RunError(f"{folder.path}: not one of {prepared.steps} steps changed a weight")
@@ -103,26 +124,33 @@ def fill_prefix(prepared: Prepared, step: int, log: events.EventLog, stop: Stop)
 
     log.write(events.Stage(text="filling the prefix cache"))
     steps = range(step, min(prepared.steps, step + prepared.plan.steps_per_epoch))
-    batches = map(prepared.plan.batches_of, takewhile(lambda _: not stop, steps))
+    left = takewhile(lambda _: not stop, steps)
+    batches = (prepared.plan.batches_of(index, prepared.rows_at) for index in left)
     prepared.engine.fill(chain.from_iterable(batches))
 
 
 def train_step(
-    prepared: Prepared, update: Update, state: TrainState, log: events.EventLog
-) -> TrainState:
+    prepared: Prepared,
+    governor: Governor,
+    update: Update,
+    state: TrainState,
+    log: events.EventLog,
+) -> tuple[TrainState, Action | None]:
     """One optimizer update over the rows of step `state.step`; the state after it.
 
     A step whose loss or gradients are not finite, or whose rows all have weight 0,
-    changes neither the adapters nor the optimizer.
+    changes neither the adapters nor the optimizer. Also what the memory governor wants the
+    caller to do.
     """
     began = time.perf_counter()
     config, index = prepared.config, state.step
-    batches = prepared.plan.batches_of(index)
+    governor.before_step()
+    batches = prepared.plan.batches_of(index, governor.rows_at)
     weight = sum(batch.weight for batch in batches)
     done = replace(state, step=index + 1)
     if weight == 0:
         log.write(skipped_event(replace(done, skipped=state.skipped + 1), "every weight is 0"))
-        return replace(done, skipped=state.skipped + 1)
+        return replace(done, skipped=state.skipped + 1), None
 
     seed = derive_seed(config.seed, "dropout", index)
     loss, grads = accumulate(prepared.engine, batches, state.loss_scale / weight, seed)
@@ -131,11 +159,14 @@ def train_step(
     if not (math.isfinite(loss) and math.isfinite(norm)):
         done = optimizer.after_skipped_step(done, loss)
         log.write(skipped_event(done, f"the loss is {loss}, the gradient norm {norm}"))
-        return done
+        return done, None
 
     rate = optimizer.learning_rate(config, index, prepared.steps)
     clip = optimizer.clip_factor(norm, config.max_grad_norm)
     update(grads, clip / state.loss_scale, rate)
+    del grads
+    mx.synchronize()  # errors of the device arrive late: here, before the step is trusted
+    sample, highest_bytes = governor.look()
     log.write(
         events.Step(
             step=done.step,
@@ -148,10 +179,12 @@ def train_step(
             padded_tokens=sum(batch.tokens.size for batch in batches),
             trained_tokens=sum(batch.trained_tokens for batch in batches),
             seconds=time.perf_counter() - began,
-            **asdict(probe.read()),
+            highest_bytes=highest_bytes,
+            **asdict(sample),
         )
     )
-    return optimizer.after_finite_step(done, prepared.dtype)
+    wanted = governor.after_step(done.step, batches)
+    return optimizer.after_finite_step(done, prepared.dtype), wanted
 
 
 def accumulate(engine: Engine, batches: list[Batch], scale: float, seed: int) -> tuple[float, Any]:
@@ -172,122 +205,92 @@ def skipped_event(state: TrainState, reason: str) -> events.Skipped:
     )
 
 
-def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> TrainState:
-    """The state to begin from: the newest whole checkpoint's, put in place, or a new one."""
-    path, faults = checkpoint.newest(folder.checkpoints)
-    for problem in faults:
-        log.write(events.Notice(text=f"{problem}; going one checkpoint back"))
-    if path is None:
-        return optimizer.first_state(prepared.dtype)
-    saved = checkpoint.load(path)
-    for kind, now in prepared.depends_on.items():
-        before = saved.depends_on[kind]
-        changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
-        if changed:
-            raise UserError(
-                f"--resume {folder.name}: the {kind} changed since the run began "
-                f"({', '.join(changed)}); put it back, or begin a new run"
-            )
-    if saved.state.step > prepared.steps:
-        raise UserError(f"{folder.path}: has done {saved.state.step} steps already; ask for more")
-    model.set_adapters(prepared.model, saved.adapters)
-    optimizer.set_optimizer_arrays(prepared.optimizer, saved.optimizer)
-    return saved.state
+def carry_out(folder: RunFolder, config: TrainConfig, stop: Stop, level: int = 0) -> int:
+    """Train `folder` with `config`, under one plan after the other; the exit status.
 
-
-def due(every: int, step: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def validate(prepared: Prepared, step: int, log: events.EventLog, stop: Stop) -> None:
-    if prepared.valid is None:
-        return
-    began = time.perf_counter()
-    batch_size = prepared.config.batch_size
-    measured = evaluate.mean_loss(prepared.engine, prepared.valid, batch_size, stop)
-    if measured is not None:
-        log.write(
-            events.Validation(
-                step=step,
-                loss=measured.loss,
-                trained_tokens=measured.trained_tokens,
-                seconds=time.perf_counter() - began,
-            )
-        )
-
-
-def show_test_rows(when: str, prepared: Prepared, log: events.EventLog, stop: Stop) -> None:
-    """Answers to a few test prompts, and exact match over all test rows, where asked for."""
-    answers = []
-    for sample in prepared.samples:
-        if stop:
-            return
-        limit = 2 * len(prepared.tokenizer.encode(sample.expected)) + SAMPLE_TOKENS
-        answers.append(generate.answer(prepared.model, prepared.tokenizer, sample.rendered, limit))
-    if answers:
-        log.write(
-            events.Samples(
-                when=when,
-                prompts=[sample.asked for sample in prepared.samples],
-                answers=answers,
-                expected=[sample.expected for sample in prepared.samples],
-            )
-        )
-    if prepared.config.exact_match and prepared.test is not None:
-        batch_size = prepared.config.batch_size
-        correct = evaluate.exact_matches(prepared.engine, prepared.test, batch_size, stop)
-        if correct is not None:
-            log.write(events.ExactMatch(when=when, correct=correct, rows=len(prepared.test)))
-
-
-def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.EventLog) -> None:
-    began = time.perf_counter()
-    path = checkpoint.save(
-        folder.checkpoints,
-        Checkpoint(
-            state=state,
-            adapters=model.adapter_arrays(prepared.model),
-            optimizer=optimizer.optimizer_arrays(prepared.optimizer),
-            adapter_config=prepared.adapters.config,
-            depends_on=prepared.depends_on,
-        ),
-    )
-    checkpoint.prune(folder.checkpoints, state.step, prepared.config.keep)
-    seconds = time.perf_counter() - began
-    log.write(events.Checkpoint(step=state.step, folder=str(path), seconds=seconds))
-
-
-def carry_out(folder: RunFolder, config: TrainConfig, stop: Stop) -> int:
-    """Train `folder` with `config`, alone; the exit status."""
-    with locked(folder):
-        log = events.EventLog(folder.events)
+    level: how many plans that fit are passed over. After an out-of-memory error the run goes
+    on from its last checkpoint, under the next smaller plan.
+    """
+    with locked(folder), contextlib.closing(events.EventLog(folder.events)) as log:
         text = "stopping after this step; once more to leave at once"
         stop.on_first = lambda: log.write(events.Notice(text=text))
+        out_of_memory, watch = 0, Watch()  # errors in a row
         try:
-            finished = run(folder, config, log, stop)
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:  # its subclasses are Python's, and our fault
-                raise
-            raise RunError(f"{folder.path}: {explain(model.first_line(error))}") from error
+            while True:
+                wanted = carry_on(folder, config, log, stop, level, watch)
+                if isinstance(wanted, events.Finished):
+                    return 0 if wanted.adapter else 128 + (stop.received or 0)
+                if wanted.action.kind == "restart" and config.supervise:
+                    return exits.RESTART
+                watch = wanted.watch
+                level += {"smaller_plan": 1, "larger_plan": -1}.get(wanted.action.kind, 0)
+                out_of_memory = out_of_memory + 1 if wanted.step is None else 0
+                if out_of_memory > MAX_OUT_OF_MEMORY:
+                    print(f"error: {folder.path}: {wanted.action.cause}", file=sys.stderr)
+                    return exits.OUT_OF_MEMORY
         finally:
             stop.on_first = lambda: None  # a late signal must not write to a closed file
-            log.close()
-    return 0 if finished.adapter else 128 + (stop.received or 0)
+
+
+def carry_on(
+    folder: RunFolder,
+    config: TrainConfig,
+    log: events.EventLog,
+    stop: Stop,
+    level: int,
+    watch: Watch,
+) -> events.Finished | Replan:
+    """`run` under one plan: how it ended, or what it is to go on as. Holds nothing after."""
+    before = probe.read()
+    try:
+        with probe.Sampler() as sampler:
+            return run(folder, config, log, stop, level, watch, sampler)
+    except Replan as replan:
+        wanted = Replan(replan.action, replan.step, replan.watch)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # its subclasses are Python's, and our fault
+            raise
+        reason = model.first_line(error)
+        if not is_out_of_memory(reason):
+            raise RunError(f"{folder.path}: {explain(reason)}") from error
+        wanted = Replan(Action(kind="smaller_plan", cause=explain(reason)), None, watch)
+    began = time.perf_counter()
+    allocator.free()  # the model went with the exception that is over now
+    after, step = probe.read(), wanted.step or 0
+    log.write(told(wanted.action, step, before, after, time.perf_counter() - began))
+    return wanted
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m your_ai.train")
+    parser.add_argument("run")
+    parser.add_argument("--level", type=int, default=0, help="plans that are passed over")
+    parser.add_argument("--settings", help="all of them as JSON, instead of config.yaml's")
+    parser.add_argument("--parent-fd", type=int, help="a pipe that ends with the supervisor")
+    return parser.parse_args()
 
 
 def main() -> None:
     """Carry out one run; errors are one line on stderr."""
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m your_ai.train RUN")
+    given = arguments()
+    faulthandler.enable()
+    allocator.give_back_at_once()
     try:
         with stop_signals() as stop:
-            folder = find(sys.argv[1])
-            sys.exit(carry_out(folder, folder.read_config(), stop))
+            if given.parent_fd is not None:
+                watch_parent(given.parent_fd)
+            folder = find(given.run)
+            settings = given.settings and build(json.loads(given.settings), "--settings")
+            status = carry_out(folder, settings or folder.read_config(), stop, given.level)
     except (UserError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UserError) else 1)
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        status = exits.USER if isinstance(error, UserError) else exits.FAILED
     except Interrupted as interrupted:
-        sys.exit(128 + interrupted.number)
+        status = 128 + interrupted.number
+    except Exception:
+        traceback.print_exc()
+        status = exits.CRASHED
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,15 @@ COMMAND = "from your_ai.cli import main; main()"
 
 
 @contextlib.contextmanager
-def started(config: TrainConfig, run: str, before: str = "") -> Iterator[subprocess.Popen]:
+def started(
+    config: TrainConfig, run: str, before: str = "", supervise: bool = False
+) -> Iterator[subprocess.Popen]:
     """`your_ai train` in a process of its own, killed when the block ends.
 
-    before: Python to run in it first.
+    before: Python to run in it first. supervise: it starts another one, which trains.
     """
     preset = Path(f"{run}.yaml")
-    preset.write_text(to_yaml(dataclasses.replace(config, run="")))
+    preset.write_text(to_yaml(dataclasses.replace(config, run="", supervise=supervise)))
     flags = ["train", "--config", str(preset), "--run", run]
     command = ["-c", f"{before}\n{COMMAND}"] if before else ["-m", "your_ai"]
     process = subprocess.Popen(

@@ -54,8 +54,8 @@ def spoil_steps(
     """Let a micro-batch of some steps (from 1) have another loss or other gradients."""
     prepare, spoiled = recipe.prepare, set(steps)
 
-    def prepare_spoiled(config, log, folder):
-        prepared = prepare(config, log, folder)
+    def prepare_spoiled(config, log, folder, level):
+        prepared = prepare(config, log, folder, level)
         step_of = {derive_seed(config.seed, "dropout", i): i + 1 for i in range(50)}
 
         def gradients(batch, scale, seed):

@@ -15,7 +15,14 @@ from your_ai.run import events
 from your_ai.run.events import EventLog, Notice, Record, Stage, from_line, tail, to_line
 
 finite = st.floats(allow_nan=False)
-VALUES = {int: st.integers(), float: finite, str: st.text(), list[str]: st.lists(st.text())}
+VALUES = {
+    int: st.integers(),
+    float: finite,
+    str: st.text(),
+    bool: st.booleans(),
+    int | None: st.none() | st.integers(),
+    list[str]: st.lists(st.text()),
+}
 
 
 @st.composite
@@ -37,7 +44,14 @@ def log_notices(path: Path, *notices: str) -> None:
 
 
 def example(kind: type) -> Record:
-    values = {int: 3, float: 0.5, str: "text\nin ünïcode \u2028", list[str]: ["a", "b\r\n"]}
+    values = {
+        int: 3,
+        bool: True,
+        int | None: None,
+        float: 0.5,
+        str: "text\nin ünïcode \u2028",
+        list[str]: ["a", "b\r\n"],
+    }
     fields = {name: values[hint] for name, hint in typing.get_type_hints(kind).items()}
     return Record(1.5, kind(**fields))
 

@@ -13,6 +13,7 @@ from your_ai.run.events import Event
 
 SAMPLE_CHARACTERS = 200
 SAMPLE_LINES = 6
+SCHEDULED = ("clear_cache", "drop_compiled", "reload_lora")  # too many to be told line by line
 
 
 def memory(size_bytes: int) -> str:
@@ -48,6 +49,15 @@ def event_line(event: Event, state: ViewState) -> str | None:
             return event.text
         case events.Notice():
             return f"note: {event.text}"
+        case events.Limit():
+            return f"limit {memory(event.limit_bytes)}: {event.reason}"
+        case events.Planned():
+            return f"plan: {event.text}"
+        case events.Action(kind=kind) if kind not in SCHEDULED:
+            change = f"{memory(event.before_bytes)} -> {memory(event.after_bytes)}"
+            return f"step {event.step}: {kind.replace('_', ' ')}: {event.cause} ({change})"
+        case events.Died():
+            return event.reason
         case events.Started():
             where = f"resuming at step {event.step}" if event.step else "training"
             return (

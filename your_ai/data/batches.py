@@ -6,7 +6,7 @@ and a run that validates more often, see the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ MULTIPLE = 32  # lengths are padded to a multiple of this
 MERGE_PADDING = 0.05  # buckets merge while that adds less than this share of tokens
 MAX_BUCKETS = 12
 TARGET_LEVELS = 8  # a batch's targets are padded to an eighth of its tokens
+RowsAt = Callable[[int], int]
 PADDING = 0xFFFFFFFF  # stands in `Batch.rows` where a packed row has no text
 
 
@@ -121,12 +122,20 @@ class StepPlan:
         rows = order[starts[index] : ends[index]]
         return rows[np.argsort(-self.examples.lengths[rows], kind="stable")]
 
-    def batches_of(self, step: int) -> list[Batch]:
-        """The micro-batches of step `step` (from 0)."""
+    def batches_of(self, step: int, rows_at: RowsAt | None = None) -> list[Batch]:
+        """The micro-batches of step `step` (from 0).
+
+        rows_at: how many rows of so many tokens may go through together; `batch_size` if None.
+        """
         rows = self.rows_of(step)
         if self.packed_tokens is None:
-            return list(micro_batches(self.examples, rows, self.batch_size, self.edges))
-        return list(packed_batches(self.examples, rows, self.packed_tokens))
+            rows_at = rows_at or (lambda _: self.batch_size)
+            return list(micro_batches(self.examples, rows, rows_at, self.edges))
+        room = self.packed_tokens
+        if rows_at is not None:
+            longest = int(self.examples.lengths.max()) - 1
+            room = min(room, rows_at(longest) * longest)
+        return list(packed_batches(self.examples, rows, room))
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if epoch not in self._orders:
@@ -170,25 +179,33 @@ def plan_steps(
 
 
 def micro_batches(
-    examples: Examples, rows: np.ndarray, batch_size: int, edges: np.ndarray
+    examples: Examples, rows: np.ndarray, rows_at: RowsAt, edges: np.ndarray
 ) -> Iterator[Batch]:
-    """`rows`, in their order, as batches of `batch_size`."""
-    for start in range(0, len(rows), batch_size):
-        yield make_batch(examples, rows[start : start + batch_size], batch_size, edges, start)
+    """`rows`, longest first, as batches of as many as `rows_at` gives for the first's length."""
+    start = 0
+    while start < len(rows):
+        count = rows_at(padded_length(examples, rows[start : start + 1], edges))
+        yield make_batch(examples, rows[start : start + count], count, edges, start)
+        start += count
 
 
-def in_order_of_length(examples: Examples, batch_size: int) -> Iterator[Batch]:
-    """Every example once, in a fixed order: for validation."""
+def in_order_of_length(examples: Examples, rows_at: RowsAt) -> Iterator[Batch]:
+    """Every example once, in a fixed order, longest first: for validation."""
     edges = bucket_edges(examples.lengths - 1)
-    order = np.argsort(examples.lengths, kind="stable")
-    return micro_batches(examples, order, batch_size, edges)
+    order = np.argsort(-examples.lengths, kind="stable")
+    return micro_batches(examples, order, rows_at, edges)
+
+
+def padded_length(examples: Examples, rows: np.ndarray, edges: np.ndarray) -> int:
+    """What the longest of `rows` is padded to."""
+    return int(edges[np.searchsorted(edges, int(examples.lengths[rows].max()) - 1)])
 
 
 def make_batch(
     examples: Examples, rows: np.ndarray, batch_size: int, edges: np.ndarray, first: int = 0
 ) -> Batch:
     """One padded batch. `first`: the place in the step of its first row."""
-    length = int(edges[np.searchsorted(edges, int(examples.lengths[rows].max()) - 1)])
+    length = padded_length(examples, rows, edges)
     return lay_out(
         examples,
         rows,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,10 +16,11 @@ from your_ai.engine.fused import Engine, fused_engine
 from your_ai.engine.prefix import Store
 from your_ai.engine.spill import Spilled
 from your_ai.engine.staged import Joined, Staged
-from your_ai.engine.weights import Tensor, stream, stream_vocabulary
+from your_ai.engine.weights import Tensor, put_layers, stream, stream_vocabulary
 from your_ai.errors import UserError
-from your_ai.head import linear_head
-from your_ai.model import DropoutKeys, split
+from your_ai.head import LinearHead, linear_head
+from your_ai.losses import Head
+from your_ai.model import DropoutKeys, Split, split
 
 NO_PARTS = "this model's blocks cannot be told apart"
 
@@ -30,6 +32,7 @@ class Built:
     engine: Engine
     plan: str
     notices: tuple[str, ...] = ()
+    store: Store | None = None
 
 
 def build_engine(
@@ -41,7 +44,8 @@ def build_engine(
     make_store: Callable[[int], Store] | None = None,
     spill: Path | None = None,
 ) -> Built:
-    """The engine of `plan` for a model with adapters; a staged one falls back to fused.
+    """The engine of `plan` for a model with adapters, whose weights are read now, but not by a
+    streamed one; a staged one falls back to fused.
 
     tensors: where its weights are. A streamed plan needs them, after which the model holds
     none; of a staged one they let the embedding and the head stay in their files.
@@ -50,13 +54,21 @@ def build_engine(
     Raises UserError where the plan or packing cannot be.
     """
     notices: list[str] = []
-    blocks, weights = None, None
+    blocks, weights, vocabulary = None, None, {}
     if plan == "streamed":
         blocks, weights = stream(model, tensors or {})
-    halves = split(model)
+    else:
+        if plan == "staged":
+            vocabulary = stream_vocabulary(model, tensors or {})
+        load(model)
+    found = taken_apart(model, blocks)
+    if vocabulary and (found.parts is None or not isinstance(found.head, LinearHead)):
+        put_layers(model, vocabulary)
+        load(model)
+        found = taken_apart(model, blocks)
+    halves, parts, head = found.halves, found.parts, found.head
     if not halves.hidden:
         notices.append("the model cannot be split before its head: every position goes through it")
-    parts = parts_of(model, halves.head, blocks) if halves.hidden else None
     if packing and (parts is None or not keeps_texts_apart(parts, model)):
         raise UserError(f"--packing: {NO_PARTS}, so texts cannot be kept apart; train without it")
     if parts is None and plan == "streamed":
@@ -64,30 +76,47 @@ def build_engine(
     if parts is None and plan == "staged":
         notices.append(f"--plan staged: {NO_PARTS}; training with --plan fused")
         plan = "fused"
-    head = halves.head
-    if halves.hidden:
-        hidden = halves.trunk(mx.zeros((1, 2), mx.int32))  # for its shape: not computed
-        linear = linear_head(halves.head, hidden.shape[-1], hidden.dtype)
-        if plan == "staged" and tensors is not None and linear is not None:
-            stream_vocabulary(model, tensors)
-            halves = split(model)
-            parts = replace(parts, head=halves.head)
-            linear = linear_head(halves.head, hidden.shape[-1], hidden.dtype)
-        head = linear or halves.head
     store = None
     if make_store is not None and parts is None:
         notices.append(f"--prefix-cache: {NO_PARTS}; training without it")
     elif make_store is not None:
-        store = make_store(hidden.shape[-1])
+        store = make_store(found.hidden_size)
     if store is not None and plan == "fused":
         joined = Joined(model, parts, dropout_keys, head, store=store)
-        return Built(joined.engine(), plan, tuple(notices))
+        return Built(joined.engine(), plan, tuple(notices), store)
     if plan == "fused":
         put_blockwise(model)
         return Built(fused_engine(model, halves, dropout_keys, parts, head), plan, tuple(notices))
     inputs = [] if spill is None else Spilled(spill)
     staged = Staged(model, parts, dropout_keys, head, weights, store, inputs)
-    return Built(staged.engine(), plan, tuple(notices))
+    return Built(staged.engine(), plan, tuple(notices), store)
+
+
+def load(model: nn.Module) -> None:
+    """Read a model's weights, block by block, so that little more than they is held."""
+    for block in model.layers:
+        mx.eval(block.parameters())
+        mx.clear_cache()
+    mx.eval(model.parameters())
+
+
+class TakenApart(NamedTuple):
+    """A model in two and in parts, with its head as far as it is understood."""
+
+    halves: Split
+    parts: Parts | None
+    head: Head
+    hidden_size: int
+
+
+def taken_apart(model: nn.Module, blocks: list[nn.Module] | None) -> TakenApart:
+    halves = split(model)
+    if not halves.hidden:
+        return TakenApart(halves, None, halves.head, 0)
+    parts = parts_of(model, halves.head, blocks)
+    hidden = halves.trunk(mx.zeros((1, 2), mx.int32))  # for its shape: not computed
+    head = linear_head(halves.head, hidden.shape[-1], hidden.dtype) or halves.head
+    return TakenApart(halves, parts, head, hidden.shape[-1])
 
 
 def keeps_texts_apart(parts: Parts, model: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from your_ai.blocks import Parts
 from your_ai.data.batches import Batch
+from your_ai.engine.compiled import Compiled
 from your_ai.losses import Head
 from your_ai.model import DropoutKeys, Split, TokenKeys
 from your_ai.objectives import sft
@@ -26,12 +27,14 @@ class Engine:
     of `scale` times it, as a tree of the trainable parameters; step_seed draws dropout.
     loss(batch): the loss sum alone, without dropout.
     predictions(batch): (S,) the likeliest token at each target.
+    drop(): forget what was compiled; it is compiled again when it is needed.
     fill(batches): fill the prefix cache, where that is cheaper before the first step.
     """
 
     gradients: Callable[[Batch, float, int], tuple[mx.array, Any]]
     loss: Callable[[Batch], mx.array]
     predictions: Callable[[Batch], mx.array]
+    drop: Callable[[], None]
     fill: Callable[[Iterable[Batch]], None] | None = None
 
 
@@ -72,9 +75,9 @@ def fused_engine(
         return sft.predictions(trunk(tokens, segments, reach), positions, head)
 
     state = [model.state]
-    compiled_gradients = mx.compile(nn.value_and_grad(model, trainable_loss), inputs=state)
-    compiled_loss = mx.compile(loss_only, inputs=state)
-    compiled_likeliest = mx.compile(likeliest, inputs=state)
+    compiled_gradients = Compiled(nn.value_and_grad(model, trainable_loss), state)
+    compiled_loss = Compiled(loss_only, state)
+    compiled_likeliest = Compiled(likeliest, state)
 
     def gradients(batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
         keys = mx.array(row_keys(step_seed, batch.rows)), mx.array(batch.places)
@@ -91,7 +94,11 @@ def fused_engine(
     def predictions(batch: Batch) -> mx.array:
         return compiled_likeliest(*_inputs(batch), mx.array(batch.positions))
 
-    return Engine(gradients, loss, predictions)
+    def drop() -> None:
+        for function in (compiled_gradients, compiled_loss, compiled_likeliest):
+            function.drop()
+
+    return Engine(gradients, loss, predictions, drop)
 
 
 def _inputs(batch: Batch) -> tuple[mx.array, mx.array | None, int | None]:

@@ -18,6 +18,7 @@ from mlx.utils import tree_unflatten
 
 from your_ai.blocks import Arrays, Parts
 from your_ai.data.batches import Batch
+from your_ai.engine.compiled import Compiled
 from your_ai.engine.fused import Engine, row_keys
 from your_ai.engine.prefix import Span, Store, assemble, keep, spans_of
 from your_ai.engine.programs import Extras, Programs, frozen_arrays, trained_arrays
@@ -101,6 +102,7 @@ class Staged:
         sample = parts.embed(mx.zeros((1, 1), mx.int32))  # for its shape
         self.hidden_size, self.dtype = sample.shape[-1], sample.dtype
         self.head, self.state = finished(parts, head), [parts.outside]
+        self._functions: list[Compiled] = []
         self._embed = self._compiled(parts.embed)
         self._head_gradient = self._compiled(partial(sft.loss_and_gradient, head=self.head))
         self._head_loss = self._compiled(partial(sft.loss_sum, head=self.head))
@@ -108,7 +110,13 @@ class Staged:
 
     def engine(self) -> Engine:
         ahead = self.weights.streamed and self.store is not None and self.first > 0
-        return Engine(self.gradients, self.loss, self.predictions, self.fill if ahead else None)
+        fill = self.fill if ahead else None
+        return Engine(self.gradients, self.loss, self.predictions, self.drop, fill)
+
+    def drop(self) -> None:
+        self.programs.made.clear()
+        for function in self._functions:
+            function.drop()
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
         extras = self._extras(batch, step_seed)
@@ -229,7 +237,10 @@ class Staged:
 
     def _compiled(self, function: Callable) -> Callable:
         """What reads a file must run every time, not be traced once."""
-        return function if self.reads_files else mx.compile(function, inputs=self.state)
+        if self.reads_files:
+            return function
+        self._functions.append(Compiled(function, self.state))
+        return self._functions[-1]
 
 
 class Joined(Staged):
@@ -240,7 +251,7 @@ class Joined(Staged):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, lean=False, **kwargs)
-        self._joined = mx.compile(self._trained_gradients, inputs=self.state)
+        self._joined = self._compiled(self._trained_gradients)
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
         extras = self._extras(batch, step_seed)

@@ -25,7 +25,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from your_ai.blocks import Arrays, StandIn, arrays_of, put
-from your_ai.errors import RunError, UserError
+from your_ai.errors import RunError
 from your_ai.files import read_at
 from your_ai.head import LinearHead, Part, dense, part_of
 
@@ -101,14 +101,11 @@ def gone(file: Path, reason: str) -> RunError:
     )
 
 
-def tensors_of(model: nn.Module, folder: Path, plan: str) -> dict[str, Tensor] | None:
+def tensors_of(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     """The tensor behind each parameter of a model that has no adapters yet, by path.
 
-    None where `plan` reads no file. What is in the files in another form is left out, or is
-    a UserError where the plan needs every tensor.
+    What is in the files in another form is left out: `can_stream` tells.
     """
-    if plan == "fused":
-        return None
     raw: dict[str, mx.array] = {}
     found: dict[int, tuple[Path, str]] = {}
     for file in sorted(folder.glob("model*.safetensors")):
@@ -122,13 +119,13 @@ def tensors_of(model: nn.Module, folder: Path, plan: str) -> dict[str, Tensor] |
         array = weights.get(path)
         if array is not None and id(array) in found and array.shape == parameter.shape:
             tensors[path] = Tensor(*found[id(array)], parameter.dtype)
-        elif plan == "streamed":
-            raise UserError(
-                f"--plan streamed: {folder}: {path} is not in its files as the model has it; "
-                "write it with `mlx_lm.convert` first, or use --plan staged"
-            )
     del kept
     return tensors
+
+
+def can_stream(model: nn.Module, tensors: dict[str, Tensor]) -> bool:
+    """Whether every parameter of a model without adapters is in its files as it is."""
+    return all(path in tensors for path, _ in tree_flatten(model.parameters()))
 
 
 @dataclass
@@ -268,15 +265,29 @@ def stream(model: nn.Module, tensors: dict[str, Tensor]) -> tuple[list[nn.Module
     return blocks, weights
 
 
-def stream_vocabulary(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Let the embedding and the head read their rows from their files, in place."""
+def stream_vocabulary(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, nn.Module]:
+    """Let the embedding and the head read their rows from their files, in place.
+
+    Returns the layers as they were, by path; `put_layers` puts them back.
+    """
+    before: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        parent, _, leaf = name.rpartition(".")
+        leaf = name.rpartition(".")[2]
         own = {n: tensors[f"{name}.{n}"] for n in module if f"{name}.{n}" in tensors}
         if leaf in VOCABULARY_LAYERS and own.keys() == arrays_of(module).keys():
             options = ("group_size", "bits", "mode") if "scales" in own else ()
             rows = FileRows(own, {n: vars(module)[n] for n in options if n in vars(module)})
-            dict(model.named_modules())[parent][leaf] = StreamedLayer(rows)
+            before[name] = module
+            put_layers(model, {name: StreamedLayer(rows)})
+    return before
+
+
+def put_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
+    """Put layers at their paths."""
+    modules = dict(model.named_modules())
+    for name, layer in layers.items():
+        parent, _, leaf = name.rpartition(".")
+        modules[parent][leaf] = layer
 
 
 def reads_its_vocabulary(model: nn.Module) -> bool:

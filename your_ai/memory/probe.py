@@ -1,43 +1,366 @@
-"""Gauges -> MemorySample, in bytes: what MLX counts and what the process really holds."""
+"""Gauges -> MemorySample, in bytes: what MLX counts and what the process really holds.
+
+A gauge that is missing or fails gives None: it must neither end a run nor be guessed.
+What only a Mac can tell comes from `rusage` and `sysctl`, for which tests put recorded
+values. Those of Linux are files, under folders that are arguments.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import os
 import resource
+import struct
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 import mlx.core as mx
 import psutil
 
+from your_ai.memory.limit import Machine
+from your_ai.memory.sample import MemorySample
 
-@dataclass(frozen=True)
-class MemorySample:
-    """active: live MLX buffers; peak: the most of them; cache: freed but kept by MLX;
-    process: resident memory of the whole process."""
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+PAGE_BYTES = resource.getpagesize()
+UNLIMITED_BYTES = 1 << 60  # control groups of version 1 without a limit report more than this
 
-    active_bytes: int
-    peak_bytes: int
-    cache_bytes: int
-    process_bytes: int
+# Where macOS's struct rusage_info_v4 has the footprint now, and its lifetime maximum.
+RUSAGE_INFO_V4 = 4
+RUSAGE_BYTES = 512  # 296 in fact: room for a system that writes more
+FOOTPRINT_AT, MOST_FOOTPRINT_AT = 72, 240
+
+NORMAL, WARNING, CRITICAL = 1, 2, 4  # pressure, as macOS has it
+WARNING_UNDER, CRITICAL_UNDER = 0.07, 0.03  # on Linux, this share of memory left
 
 
 def read() -> MemorySample:
-    active = mx.get_active_memory()
+    """All gauges, now."""
+    active, peak = mlx_bytes("get_active_memory"), mlx_bytes("get_peak_memory")
+    if active is not None and peak is not None:
+        peak = max(peak, active)  # a peak that was reset is 0 until the next allocation
+    system = linux_system() if is_linux() else other_system()
     return MemorySample(
         active_bytes=active,
-        peak_bytes=max(active, mx.get_peak_memory()),
-        cache_bytes=mx.get_cache_memory(),
-        process_bytes=psutil.Process().memory_info().rss,
+        peak_bytes=peak,
+        cache_bytes=mlx_bytes("get_cache_memory"),
+        process_bytes=process_bytes(),
+        available_bytes=system.available_bytes,
+        swap_bytes=system.swap_bytes,
+        pressure=system.pressure,
     )
 
 
+def machine(proc: Path = PROC, cgroups: Path = CGROUPS) -> Machine:
+    """What a limit is found from."""
+    system = linux_system(proc, cgroups) if is_linux() else other_system()
+    groups = limited_groups(proc, cgroups) if is_linux() else []
+    container = min(groups, key=lambda group: group.limit_bytes, default=None)
+    return Machine(
+        ram_bytes=psutil.virtual_memory().total,
+        working_set_bytes=working_set_bytes(),
+        available_bytes=system.available_bytes,
+        held_bytes=process_bytes() or 0,
+        container_bytes=container and container.limit_bytes,
+        container_used_bytes=container and container.used_bytes,
+    )
+
+
+def is_linux() -> bool:
+    return sys.platform == "linux"
+
+
+def is_macos() -> bool:
+    return sys.platform == "darwin"
+
+
+def gauge(read: Callable[[], int | None]) -> int | None:
+    """What `read` gives, or None where it fails."""
+    try:
+        return read()
+    except Exception:  # of any kind: what goes wrong in a system call is not known here
+        return None
+
+
+# MLX
+
+
+def mlx_bytes(name: str, mlx: ModuleType = mx) -> int | None:
+    """A memory gauge of MLX by its name; older releases have it in mx.metal."""
+    return gauge(lambda: (getattr(mlx, name, None) or getattr(mlx.metal, name))())
+
+
+def working_set_bytes(mlx: ModuleType = mx) -> int | None:
+    """What Metal recommends that a process uses at most; None on other devices."""
+
+    def find() -> int | None:
+        info = getattr(mlx, "device_info", None) or mlx.metal.device_info
+        return info().get("max_recommended_working_set_size") or None
+
+    return gauge(find)
+
+
+# The process
+
+
+def process_bytes() -> int | None:
+    """phys_footprint on macOS, which counts GPU memory and what was compressed; else RSS."""
+    if is_macos():
+        return gauge(lambda: footprint(rusage(), FOOTPRINT_AT))
+    if is_linux():
+        return gauge(resident_bytes)
+    return gauge(lambda: psutil.Process().memory_info().rss)
+
+
 def process_peak() -> int:
-    """The most resident memory that this process has held, in bytes.
+    """The most memory that this process has held, in bytes, as process_bytes counts it.
 
     Linux's ru_maxrss also counts what the process that started this one held.
     """
-    if sys.platform == "darwin":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    if is_linux():
+        found = gauge(lambda: kilobytes(PROC / "self/status")["VmHWM"])
+    else:
+        found = gauge(lambda: footprint(rusage(), MOST_FOOTPRINT_AT)) if is_macos() else None
+    if found is not None:
+        return found
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if is_macos() else 1024)
+
+
+def resident_bytes(proc: Path = PROC) -> int:
+    """The resident memory of this process, at the least cost: a thread asks often."""
+    file = os.open(f"{proc}/self/statm", os.O_RDONLY)
+    try:
+        return int(os.read(file, 128).split()[1]) * PAGE_BYTES
+    finally:
+        os.close(file)
+
+
+def rusage() -> bytes:
+    """macOS's struct rusage_info_v4 of this process."""
+    buffer = ctypes.create_string_buffer(RUSAGE_BYTES)
+    if libc().proc_pid_rusage(os.getpid(), RUSAGE_INFO_V4, buffer) != 0:
+        raise OSError("proc_pid_rusage failed")
+    return buffer.raw
+
+
+def footprint(rusage: bytes, at: int) -> int | None:
+    """The unsigned 64-bit word at byte `at`; None for 0, which no process holds."""
+    return struct.unpack_from("=Q", rusage, at)[0] or None
+
+
+def sysctl(name: str) -> int:
+    """A 32-bit value of macOS's sysctl."""
+    value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+    if libc().sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0) != 0:
+        raise OSError(f"sysctl {name} failed")
+    return value.value
+
+
+@functools.cache
+def libc() -> ctypes.CDLL:
+    """What this process has linked: on macOS, all that the system offers in C."""
+    library = ctypes.CDLL(None)
+    pointer = ctypes.c_void_p
+    library.proc_pid_rusage.argtypes = [ctypes.c_int, ctypes.c_int, pointer]
+    library.sysctlbyname.argtypes = [ctypes.c_char_p, *[pointer] * 3, ctypes.c_size_t]
+    return library
+
+
+# The system
+
+
+class System(NamedTuple):
+    """What the machine, and a container around this process, has left."""
+
+    available_bytes: int | None
+    swap_bytes: int | None
+    pressure: int | None
+
+
+def other_system() -> System:
+    """macOS; on any other system the pressure is not known."""
+    return System(
+        available_bytes=gauge(lambda: psutil.virtual_memory().available),
+        swap_bytes=gauge(lambda: psutil.swap_memory().used),
+        pressure=gauge(lambda: sysctl("kern.memorystatus_vm_pressure_level"))
+        if is_macos()
+        else None,
+    )
+
+
+def linux_system(proc: Path = PROC, cgroups: Path = CGROUPS) -> System:
+    """What is left is the least over the machine and the control groups; so is the pressure."""
+    try:
+        info = kilobytes(proc / "meminfo")
+        left = [(info["MemAvailable"], info["MemTotal"])]
+        left += [
+            (group.room_bytes, group.limit_bytes)
+            for group in limited_groups(proc, cgroups)
+            if group.room_bytes is not None
+        ]
+    except (OSError, ValueError, KeyError):
+        return System(None, gauge(lambda: psutil.swap_memory().used), None)
+    swap = info["SwapTotal"] - info["SwapFree"] if "SwapFree" in info else None
+    return System(min(left)[0], swap, max(pressure_of(*pair) for pair in left))
+
+
+def pressure_of(available_bytes: int, total_bytes: int) -> int:
+    if available_bytes < CRITICAL_UNDER * total_bytes:
+        return CRITICAL
+    return WARNING if available_bytes < WARNING_UNDER * total_bytes else NORMAL
+
+
+def kilobytes(path: Path) -> dict[str, int]:
+    """The lines `name: number kB` of a file of /proc, in bytes."""
+    rows = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[-1:] == ["kB"]}
+
+
+# Control groups of Linux, in which containers and services run
+
+
+class Group(NamedTuple):
+    """A control group with a limit; used: without file cache, which the system can drop."""
+
+    limit_bytes: int
+    used_bytes: int | None
+
+    @property
+    def room_bytes(self) -> int | None:
+        return None if self.used_bytes is None else max(0, self.limit_bytes - self.used_bytes)
+
+
+class Layout(NamedTuple):
+    """The names of what is read of a group."""
+
+    limits: tuple[str, ...]
+    usage: str
+    file_cache: tuple[str, ...]
+
+
+# Above memory.high the kernel slows a process to a crawl: as good as a limit.
+VERSION_2 = Layout(
+    ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")
+)
+VERSION_1 = Layout(
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+
+
+def limited_groups(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[Group]:
+    """The groups around this process that have a limit, innermost first; none where unreadable.
+
+    A container may show its host's path, which it cannot see: its own group is the root then.
+    """
+    try:
+        lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, layout = cgroups, VERSION_2
+        elif "memory" in controllers.split(","):
+            root, layout = cgroups / "memory", VERSION_1
+        else:
+            continue
+        folder = root / path.strip("/")
+        for place in (folder, *folder.parents):
+            found += read_group(place, layout)
+            if place == root:
+                break
+    return found
+
+
+def read_group(folder: Path, layout: Layout) -> list[Group]:
+    """The group of a folder, or nothing where it has no limit."""
+    limits = [gauge(lambda name=name: int((folder / name).read_text())) for name in layout.limits]
+    known = [limit for limit in limits if limit is not None and limit < UNLIMITED_BYTES]
+    if not known:
+        return []
+
+    def used() -> int:
+        rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        cache = sum(int(row[1]) for row in rows if row[0] in layout.file_cache)
+        return max(0, int((folder / layout.usage).read_text()) - cache)
+
+    return [Group(min(known), gauge(used))]
+
+
+# A thread that watches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Highest:
+    """The most since it was last asked; mlx: active and cache. None where unreadable."""
+
+    process_bytes: int | None
+    mlx_bytes: int | None
+
+
+class Sampler:
+    """Watches memory from a thread every `every_s`, also while an evaluation runs.
+
+    It reads three counters and evaluates nothing. Where the process holds more than
+    `panic_bytes`, it clears MLX's cache; `cleared` says how often it has.
+    """
+
+    def __init__(self, every_s: float = 0.05, panic_bytes: int | None = None) -> None:
+        self.every_s = every_s
+        self.panic_bytes = panic_bytes
+        self.cleared = 0
+        self._process: int | None = None
+        self._mlx: int | None = None
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def highest(self) -> Highest:
+        """The most since the last call, this moment included."""
+        self.look()
+        with self._lock:
+            found = Highest(process_bytes=self._process, mlx_bytes=self._mlx)
+            self._process = self._mlx = None
+        return found
+
+    def look(self) -> None:
+        """One reading of the gauges, and what it calls for."""
+        active, cache = mlx_bytes("get_active_memory"), mlx_bytes("get_cache_memory")
+        process = process_bytes()
+        held = None if active is None or cache is None else active + cache
+        with self._lock:
+            self._process = most(self._process, process)
+            self._mlx = most(self._mlx, held)
+        if self.panic_bytes is None or process is None or process <= self.panic_bytes:
+            return
+        if cache != 0:  # there may be some where it cannot be read
+            with contextlib.suppress(Exception):
+                mx.clear_cache()
+                self.cleared += 1
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self.every_s):
+            self.look()
+
+
+def most(a: int | None, b: int | None) -> int | None:
+    """The larger of what is known."""
+    return max((x for x in (a, b) if x is not None), default=None)

@@ -32,6 +32,59 @@ class Notice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Limit:
+    """The memory that this process may hold, and why so much."""
+
+    limit_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """How steps are computed from here on: `text` says it in words.
+
+    level: how many plans were passed over that the estimates allow, since they proved too
+    large; estimate_bytes: the most the process should hold.
+    """
+
+    plan: str
+    micro_tokens: int
+    spill: bool
+    level: int
+    estimate_bytes: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """What the memory governor did between two steps, and what that changed.
+
+    kind: as memory.governor names it; before and after: of the process; read_bytes: what
+    was read back from the model's files.
+    """
+
+    step: int
+    kind: str
+    cause: str
+    before_bytes: int
+    after_bytes: int
+    seconds: float
+    read_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Died:
+    """The training process ended without having finished: written by who restarts it.
+
+    level: of the plan under which it goes on, None where it does not.
+    """
+
+    step: int
+    reason: str
+    level: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Started:
     """Everything is checked and loaded: training begins at `step` (0, or where it resumes)."""
 
@@ -50,7 +103,8 @@ class Step:
     """An optimizer update: step `step` (from 1) of `steps`.
 
     loss: the weighted mean over the step's targets; grad_norm: before clipping;
-    tokens: without padding; trained_tokens: the targets among them.
+    tokens: without padding; trained_tokens: the targets among them; highest_bytes: the most
+    that the process held since the step before; peak_bytes: MLX's, of this step.
     """
 
     step: int
@@ -63,10 +117,14 @@ class Step:
     padded_tokens: int
     trained_tokens: int
     seconds: float
-    active_bytes: int
-    peak_bytes: int
-    cache_bytes: int
-    process_bytes: int
+    highest_bytes: int | None = None
+    active_bytes: int | None = None
+    peak_bytes: int | None = None
+    cache_bytes: int | None = None
+    process_bytes: int | None = None
+    available_bytes: int | None = None
+    swap_bytes: int | None = None
+    pressure: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +182,10 @@ class Finished:
 Event = (
     Stage
     | Notice
+    | Limit
+    | Planned
+    | Action
+    | Died
     | Started
     | Step
     | Skipped

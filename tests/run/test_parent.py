@@ -1,0 +1,88 @@
+"""A child that learns of its parent's death, however that came."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from your_ai.run.parent import watch_parent
+
+PATIENCE_S = 10.0
+CHILD = """
+import signal, sys, time
+from your_ai.run.parent import leave, watch_parent
+
+print("started", flush=True)
+if sys.argv[2] == "deaf":
+    signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
+if sys.argv[2] == "saving":
+    def save(*_):
+        print("saved", flush=True)
+        sys.exit(7)
+    signal.signal(signal.SIGTERM, save)
+watch_parent(int(sys.argv[1]), lambda: leave(grace_s=0.3))
+print("watching", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+def orphaned(kind: str) -> tuple[int, list[str]]:
+    """The status and the output of a child whose pipe is closed while it works."""
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", CHILD, str(reader), kind]
+    with subprocess.Popen(command, pass_fds=[reader], stdout=subprocess.PIPE, text=True) as child:
+        os.close(reader)
+        assert child.stdout.readline() == "started\n"
+        assert child.stdout.readline() == "watching\n"
+        assert child.poll() is None
+        os.close(writer)
+        try:
+            output, _ = child.communicate(timeout=PATIENCE_S)
+        finally:
+            child.kill()
+    return child.returncode, output.splitlines()
+
+
+def test_an_orphan_is_told_to_stop():
+    assert orphaned("saving") == (7, ["saved"])
+
+
+def test_an_orphan_without_a_handler_ends():
+    assert orphaned("plain") == (-signal.SIGTERM, [])
+
+
+def test_an_orphan_that_does_not_stop_is_ended_after_its_grace():
+    assert orphaned("deaf") == (128 + signal.SIGTERM, ["heard"])
+
+
+def test_what_is_done_at_the_parents_death_can_be_chosen():
+    reader, writer = os.pipe()
+    gone = threading.Event()
+    watch_parent(reader, gone.set)
+    os.write(writer, b"x")  # is no death
+    assert not gone.wait(0.05)
+    os.close(writer)
+    assert gone.wait(PATIENCE_S)
+    os.close(reader)
+
+
+def test_the_pipe_is_not_handed_on():
+    reader, writer = os.pipe()
+    os.set_inheritable(reader, True)
+    watch_parent(reader, lambda: None)
+    assert not os.get_inheritable(reader)
+    os.close(writer)
+
+
+def test_a_pipe_that_is_not_there_is_an_error():
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.close(writer)
+    with pytest.raises(OSError, match="descriptor"):
+        watch_parent(reader)

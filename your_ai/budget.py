@@ -1,0 +1,106 @@
+"""What a run may hold, and the plan under it: found before a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from your_ai.config import TrainConfig
+from your_ai.errors import UserError
+from your_ai.memory import allocator, probe
+from your_ai.memory.estimate import Training, generation_bytes, weights_bytes
+from your_ai.memory.facts import ModelFacts, facts_of
+from your_ai.memory.limit import Limit, find_limit
+from your_ai.memory.plan import Choice, Demand, choose, in_gb, rounded_up
+from your_ai.model import DEFAULT_LAYERS
+
+LATER_BYTES = 30_000_000  # threads, a BLAS and its buffers, started with the first step
+
+
+@dataclass(frozen=True)
+class Budget:
+    limit: Limit
+    demand: Demand
+    choice: Choice
+
+
+def limit_of(max_memory_gb: float | None, force: bool = False) -> Limit:
+    """Raises UserError for more than the machine has."""
+    return find_limit(probe.machine(), max_memory_gb, force)
+
+
+def demand_of(
+    config: TrainConfig,
+    facts: ModelFacts,
+    lengths: Sequence[int],
+    *,
+    can_stream: bool = True,
+    prefix_tokens: int = 0,
+) -> Demand:
+    """lengths: T of every bucket; prefix_tokens: of all texts of a prefix cache."""
+    blocks = facts.blocks if config.lora_layers == "all" else config.lora_layers
+    lengths, batch_size = tuple(sorted(set(lengths))), config.batch_size
+    if config.packing:  # a row of --max-seq-length counts as so many of the longest text
+        lengths = lengths[-1:]
+        batch_size = max(1, -(-config.max_seq_length // lengths[0]))
+    kept = prefix_tokens if config.prefix_cache == "memory" else 0
+    return Demand(
+        facts=facts,
+        training=Training(
+            blocks=min(DEFAULT_LAYERS, facts.blocks) if blocks is None else blocks,
+            rank=config.lora_rank,
+            targets=config.lora_targets,
+            optimizer=config.optimizer,
+            dora=config.use_dora,
+        ),
+        lengths=lengths,
+        batch_size=batch_size,
+        rows_per_step=config.rows_per_step,
+        engine=config.plan,
+        spill=config.spill,
+        can_stream=can_stream,
+        python_bytes=(probe.process_bytes() or 0) + LATER_BYTES,
+        prefix_bytes=kept * facts.hidden * facts.float_bytes,
+    )
+
+
+def budget_of(
+    config: TrainConfig,
+    folder: Path,
+    dtype: mx.Dtype,
+    lengths: Sequence[int],
+    level: int = 0,
+    *,
+    can_stream: bool = True,
+    prefix_tokens: int = 0,
+) -> Budget:
+    """The budget of a run of the model in `folder`. Raises UserError where nothing fits."""
+    limit = limit_of(config.max_memory, config.force)
+    facts = facts_of(folder, dtype.size, config.quantize)
+    demand = demand_of(config, facts, lengths, can_stream=can_stream, prefix_tokens=prefix_tokens)
+    return Budget(limit, demand, choose(demand, limit.limit_bytes, level))
+
+
+def hold_generation(facts: ModelFacts, tokens: int, max_memory_gb: float, can_stream: bool) -> bool:
+    """Hold MLX to a limit while it generates; whether the weights have to be streamed for it.
+
+    tokens: of prompt and answer. Raises UserError where neither way fits.
+    """
+    limit = limit_of(max_memory_gb).limit_bytes
+    python_bytes = (probe.process_bytes() or 0) + LATER_BYTES
+    work = generation_bytes(facts, tokens)
+    resident = python_bytes + work + facts.weights_bytes
+    streamed = python_bytes + work + weights_bytes(facts, "streamed")
+    least = min(resident, streamed) if can_stream else resident
+    if least > limit:
+        raise UserError(
+            f"--max-memory {max_memory_gb:g}: answering with this model takes "
+            f"{in_gb(rounded_up(least))}; give that, or fewer --max-tokens"
+        )
+    streams = resident > limit
+    allocator.give_back_at_once()
+    allocator.hold(limit, streamed if streams else resident, python_bytes)
+    return streams

@@ -1,0 +1,137 @@
+"""Between two steps: look at the gauges, ask memory.governor, and do what it says.
+
+What frees memory in place is done here. A smaller or larger plan and a restart are the
+caller's: they begin from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from your_ai.data.batches import Batch
+from your_ai.engine.reload import reload_adapted
+from your_ai.memory import allocator, probe
+from your_ai.memory.governor import (
+    LARGE,
+    Action,
+    Observation,
+    Policy,
+    Watch,
+    acted,
+    decide,
+    policy_of,
+)
+from your_ai.memory.plan import Corrections
+from your_ai.memory.sample import MemorySample
+from your_ai.prepare import Prepared
+from your_ai.run import events
+
+
+class Replan(Exception):
+    """The run is to go on under another plan, or in another process: `action` says which.
+
+    step: that of the checkpoint saved for it; None after an error, when it is the last one.
+    watch: what the policy is to remember of before.
+    """
+
+    def __init__(self, action: Action, step: int | None, watch: Watch) -> None:
+        super().__init__(action.cause)
+        self.action, self.step, self.watch = action, step, watch
+
+
+@dataclass
+class Governor:
+    """Watches one process under one plan; the state that the policy and the estimates keep."""
+
+    prepared: Prepared
+    policy: Policy
+    sampler: probe.Sampler
+    log: events.EventLog
+    corrections: Corrections
+    watch: Watch
+    seen: tuple[MemorySample, int | None] = (MemorySample(), None)
+
+    def rows_at(self, tokens: int) -> int:
+        """The most rows of so many tokens that fit, by what the steps so far have shown."""
+        return self.corrections.rows(tokens)
+
+    def before_step(self) -> None:
+        mx.reset_peak_memory()
+
+    def look(self) -> tuple[MemorySample, int | None]:
+        """The gauges, and the most that the process held since the last look."""
+        self.seen = probe.read(), self.sampler.highest().process_bytes
+        return self.seen
+
+    def after_step(self, step: int, batches: list[Batch]) -> Action | None:
+        """Free what the policy asks for; what the caller is to do."""
+        sample, highest_bytes = self.seen
+        if sample.peak_bytes:
+            rows, tokens = max((batch.tokens.shape for batch in batches), key=lambda s: s[0] * s[1])
+            self.corrections.learn(rows, tokens, sample.peak_bytes)
+        choice, store = self.prepared.budget.choice, self.prepared.store
+        observation = Observation(
+            step=step,
+            sample=sample,
+            highest_process_bytes=highest_bytes,
+            can_shrink=choice.smaller is not None,
+            can_grow=choice.level > 0,
+            baseline_bytes=self.prepared.budget.demand.python_bytes,
+            kept_bytes=store.bytes_held if self.prepared.config.prefix_cache == "memory" else 0,
+        )
+        self.watch, actions, notices = decide(self.policy, self.watch, observation)
+        for text in notices:
+            self.log.write(events.Notice(text=text))
+        for action in actions:
+            if action.kind in LARGE:
+                return action
+            self.carry_out(action, step)
+        return None
+
+    def carry_out(self, action: Action, step: int) -> None:
+        began, before, read = time.perf_counter(), probe.read(), 0
+        if action.kind != "clear_cache":
+            self.prepared.engine.drop()
+        if action.kind == "reload_lora":
+            read = reload_adapted(self.prepared.model, self.prepared.tensors)
+        allocator.free(collect=action.kind != "clear_cache")
+        after = probe.read()
+        self.watch = acted(self.policy, self.watch, action, before, after)
+        self.log.write(told(action, step, before, after, time.perf_counter() - began, read))
+
+
+def govern(
+    prepared: Prepared, sampler: probe.Sampler, log: events.EventLog, watch: Watch
+) -> Governor:
+    budget = prepared.budget
+    limit_bytes = budget.limit.limit_bytes
+    return Governor(
+        prepared=prepared,
+        policy=policy_of(prepared.config, limit_bytes),
+        sampler=sampler,
+        log=log,
+        corrections=Corrections(budget.demand, budget.choice.option.plan, limit_bytes),
+        watch=watch,
+    )
+
+
+def told(
+    action: Action,
+    step: int,
+    before: MemorySample,
+    after: MemorySample,
+    seconds: float,
+    read_bytes: int = 0,
+) -> events.Action:
+    return events.Action(
+        step=step,
+        kind=action.kind,
+        cause=action.cause,
+        before_bytes=before.process_bytes or 0,
+        after_bytes=after.process_bytes or 0,
+        seconds=seconds,
+        read_bytes=read_bytes,
+    )

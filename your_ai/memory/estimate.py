@@ -1,0 +1,233 @@
+"""Bytes by component of a training process, from shapes alone: no mlx, nothing is loaded.
+
+What is held through a step is counted. What comes and goes is not one sum: MLX runs some ten
+operations ahead, so that a few arrays of each kind exist at once. Their multiples are
+coefficients, fitted to peaks that `your_ai bench` measured on MLX's CPU backend (2 cores,
+float32; docs/memory.md has the matrix). On a GPU they are a first guess, which the first
+steps correct.
+
+Shapes: B rows, T tokens of a row, N = B x T, D hidden size, M the widest layer of a block,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from your_ai.memory.facts import ModelFacts, layers_named
+
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adafactor": 0.1, "muon": 1, "lion": 1}
+ADAPTER_BYTES = 4  # adapters, gradients and optimizer are float32
+SLICE_BYTES = 2 << 20  # of a weight that is dequantized, engine.dequantized's
+HEAD_SLICE_BYTES = 4 << 20  # of the vocabulary, head's
+WALK_ROWS = 1024  # hidden states that meet the head together, losses'
+FEWEST_FEATURES = 512  # of an MLP's slice, engine.mlp's
+PREFILL_TOKENS = 2048  # of a prompt at once, mlx_lm's
+PROGRAM_BYTES = 4 << 20  # of a compiled graph, a block of it
+FUSED = {"outs": 1.68, "lora": 0.73, "ahead": 1.66, "slice": 2.97, "logits": 2.94, "adapters": 0.25}
+FORWARD = {"wide": 7.37, "hidden": 10.5, "slice": 5.97}
+FORWARD_LORA = {"wide": 4.57, "hidden": 9.34, "slice": 5.97}  # where wide layers are adapted
+BACKWARD = {"part": 7.59, "lora": 2.51, "hidden": 4.68, "slice": 1.40, "gradients": 0.91}
+HEAD = {"logits": 4.68, "hidden": 1.82, "slice": 1.28}
+BLOCKS_STREAMED = 1.60  # of weights: the one that runs and what is there of the next
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained: adapters of `rank` on `targets` of the last `blocks` blocks."""
+
+    blocks: int
+    rank: int
+    targets: tuple[str, ...]
+    optimizer: str = "adamw"
+    dora: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step is computed.
+
+    engine: fused, staged or streamed; micro_tokens: the most tokens, padding included, of a
+    micro-batch of more than one row; spill: block inputs are kept on disk.
+    """
+
+    engine: str
+    micro_tokens: int
+    spill: bool = False
+
+    def rows(self, tokens: int, batch_size: int) -> int:
+        """How many rows of so many tokens go through together."""
+        return max(1, min(batch_size, self.micro_tokens // tokens))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes by component when the most is held, in the order in which they are shown."""
+
+    components: dict[str, int]
+
+    @property
+    def process_bytes(self) -> int:
+        return sum(self.components.values())
+
+    @property
+    def mlx_bytes(self) -> int:
+        """Live MLX buffers: what mx.get_peak_memory() counts."""
+        return sum(v for n, v in self.components.items() if n not in ("python", "cache"))
+
+    @property
+    def work_bytes(self) -> int:
+        """What comes and goes within a step, where an estimate can be wrong."""
+        return sum(v for n, v in self.components.items() if n in ("block work", "head chunk"))
+
+
+def estimate(
+    facts: ModelFacts,
+    training: Training,
+    plan: Plan,
+    rows: int,
+    tokens: int,
+    *,
+    micro_batches: int = 1,
+    python_bytes: int = 0,
+    cache_bytes: int = 0,
+    prefix_bytes: int = 0,
+) -> Estimate:
+    """The most that a process holds in a step over `rows` x `tokens`, with every target trained.
+
+    micro_batches: of a step; gradients of one are added to those before. python_bytes: what
+    the process holds without a model; prefix_bytes: of a frozen-prefix cache in memory.
+    """
+    adapters = adapter_bytes(facts, training)
+    held = {
+        "weights": weights_bytes(facts, plan.engine),
+        "adapters": adapters,
+        "optimizer": int(OPTIMIZER_STATES[training.optimizer] * adapters),
+        "prefix cache": prefix_bytes,
+    }
+    gradients = adapters * (1 if micro_batches == 1 else 2)
+    if plan.engine == "fused":
+        phases = [fused_phase(facts, training, rows, tokens) | {"gradients": gradients}]
+    else:
+        phases = staged_phases(facts, training, plan, rows, tokens, gradients)
+    phase = max(phases, key=lambda found: sum(found.values()))
+    python = python_bytes + programs_bytes(facts, training, plan)
+    order = ("weights", "adapters", "gradients", "optimizer", "block inputs", "block work",
+             "head chunk", "prefix cache")  # fmt: skip
+    components = {name: int((held | phase).get(name, 0)) for name in order}
+    return Estimate({**components, "cache": cache_bytes, "python": python})
+
+
+def adapter_bytes(facts: ModelFacts, training: Training) -> int:
+    layers = layers_named(facts, training.targets)
+    numbers = sum(training.rank * (i + o) + (o if training.dora else 0) for i, o in layers)
+    return ADAPTER_BYTES * training.blocks * numbers
+
+
+def weights_bytes(facts: ModelFacts, engine: str) -> int:
+    if engine == "fused":
+        return facts.weights_bytes
+    if engine == "staged":
+        return facts.blocks_bytes + facts.rest_bytes
+    return int(BLOCKS_STREAMED * facts.block_bytes) + facts.rest_bytes
+
+
+def programs_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
+    """Of compiled graphs: a fused one has every block, the others share one of a block."""
+    blocks = facts.blocks + training.blocks if plan.engine == "fused" else 4
+    return PROGRAM_BYTES * blocks // 2
+
+
+def fused_phase(facts: ModelFacts, training: Training, rows: int, tokens: int) -> dict[str, float]:
+    number = facts.float_bytes
+    n, outs = rows * tokens, sum(o for _, o in facts.linears.values())
+    lora = sum(i for i, _ in layers_named(facts, training.targets))
+    saved = training.blocks * n * number * (FUSED["outs"] * outs + FUSED["lora"] * lora)
+    ahead = FUSED["ahead"] * n * outs * number
+    ahead += FUSED["adapters"] * adapter_bytes(facts, training)
+    head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
+    return {
+        "block inputs": saved,
+        "block work": ahead,
+        "head chunk": FUSED["slice"] * head_slice + FUSED["logits"] * logits_bytes(facts, n),
+    }
+
+
+def staged_phases(
+    facts: ModelFacts, training: Training, plan: Plan, rows: int, tokens: int, gradients: int
+) -> list[dict[str, float]]:
+    """The forward pass at the last block, the head, the backward pass at the first trained."""
+    number, n = facts.float_bytes, rows * tokens
+    hidden = n * facts.hidden * number
+    wide = max((o for _, o in facts.linears.values()), default=0)
+    lora = sum(i for i, _ in layers_named(facts, training.targets))
+    matrix = max((i * o for i, o in facts.linears.values()), default=0) * number
+    part = min(wide, max(FEWEST_FEATURES, facts.hidden // 2))
+    inputs = 0 if plan.spill else hidden
+    earlier = 0 if gradients == adapter_bytes(facts, training) else gradients // 2
+    adapted = any(wide in size for size in layers_named(facts, training.targets))
+    share = FORWARD_LORA if adapted else FORWARD
+    forward = (
+        share["wide"] * n * wide * number
+        + share["hidden"] * (hidden if matrix > SLICE_BYTES else 0)
+        + share["slice"] * min(SLICE_BYTES, matrix)
+    )
+    backward = (
+        BACKWARD["part"] * n * part * number
+        + BACKWARD["lora"] * n * lora * number
+        + BACKWARD["hidden"] * hidden
+        + BACKWARD["slice"] * min(3 * part * facts.hidden * number, 3 * matrix)
+    )
+    head = (
+        HEAD["logits"] * logits_bytes(facts, n)
+        + HEAD["hidden"] * hidden
+        + HEAD["slice"] * min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
+    )
+    return [
+        {
+            "gradients": earlier,
+            "block inputs": (training.blocks - 1) * inputs,
+            "block work": forward,
+        },
+        {"gradients": earlier, "block inputs": training.blocks * inputs, "head chunk": head},
+        {"gradients": BACKWARD["gradients"] * gradients, "block work": backward},
+    ]
+
+
+def generation_bytes(facts: ModelFacts, tokens: int) -> int:
+    """Keys and values of `tokens`, and the work of a prompt that goes through at once."""
+    kept = sum(o for name, (_, o) in facts.linears.items() if name.endswith(("k_proj", "v_proj")))
+    per_token = facts.blocks * (kept or 2 * facts.hidden)
+    wide = max((o for _, o in facts.linears.values()), default=0)
+    prompt = min(tokens, PREFILL_TOKENS)
+    scores = facts.heads * prompt * prompt * 2
+    work = prompt * FORWARD["wide"] * wide + scores + 2 * facts.vocabulary
+    slices = FORWARD["slice"] * SLICE_BYTES
+    return int(facts.float_bytes * (tokens * per_token + work) + slices)
+
+
+def logits_bytes(facts: ModelFacts, targets: int) -> int:
+    """Of one slice of the vocabulary, for the hidden states that meet it together."""
+    count = min(targets, WALK_ROWS)
+    step = max(1, HEAD_SLICE_BYTES // (4 * max(count, facts.hidden)))
+    return 4 * count * min(facts.vocabulary, step)
+
+
+def step_cost(facts: ModelFacts, training: Training, plan: Plan) -> float:
+    """Arithmetic of a step over that of a fused one: trained blocks are computed twice if not.
+
+    A backward pass through frozen weights costs what a forward pass does. Reading weights is
+    not counted.
+    """
+    fused = facts.blocks + training.blocks
+    return 1.0 if plan.engine == "fused" else (fused + training.blocks) / fused
+
+
+def read_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
+    """What a micro-batch reads from the model's files."""
+    if plan.engine == "fused":
+        return 0
+    once = facts.vocabulary_bytes
+    if plan.engine == "streamed":
+        once += facts.block_bytes * (facts.blocks + training.blocks)
+    return once

@@ -1,0 +1,199 @@
+"""What an estimate needs to know of a model, read from its files' headers: no weight is loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+BLOCK = re.compile(r"\b(?:layers|blocks|h)\.(\d+)\.(.*)")
+EXPERT = re.compile(r"\bexperts\.(\d+)\.")  # one of them, which mlx-lm stacks when it loads
+# Beside the text model, in files from other libraries: mlx-lm leaves it out.
+LEFT_OUT = re.compile(r"(?:^|\.)(?:vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim")  # as config.json has it
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4,
+         "I16": 2, "U16": 2}  # fmt: skip
+FLOATS = ("F64", "F32", "F16", "BF16")
+VOCABULARY = ("embed_tokens", "lm_head")
+GROUP_SIZE = 64
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes of a model as it is held, with its floats in the type that is computed in.
+
+    linears: (inputs, outputs) of each linear layer of a block, by its name there, where it
+    has experts of those that a token goes through together; experts: of all of such a layer
+    together; hidden: D; vocabulary: V; heads: of the queries; float_bytes: of a number that
+    is computed with; block_bytes: of the largest block, blocks_bytes of all;
+    vocabulary_bytes: of the embedding and, untied, the head; rest_bytes: what is left;
+    disk_bytes: of the files.
+    """
+
+    blocks: int
+    linears: dict[str, tuple[int, int]]
+    hidden: int
+    vocabulary: int
+    heads: int
+    float_bytes: int
+    block_bytes: int
+    blocks_bytes: int
+    vocabulary_bytes: int
+    rest_bytes: int
+    disk_bytes: int
+    quantized: bool
+    experts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.blocks_bytes + self.vocabulary_bytes + self.rest_bytes
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: its name, type as safetensors has it, and shape."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+
+
+def entries_of(folder: Path) -> Iterator[Entry]:
+    """The tensors of a model's files, from the headers that safetensors files begin with."""
+    for file in sorted(folder.glob("model*.safetensors")):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                yield Entry(name, entry["dtype"], tuple(entry["shape"]))
+
+
+def facts_of(folder: Path, float_bytes: int, quantize: int | None = None) -> ModelFacts:
+    """The facts of a model folder that `hub.check_model` found whole.
+
+    float_bytes: of the type computed in; quantize: bits, for a model quantized on load.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = {**config, **(config.get("text_config") or {})}
+    entries = [entry for entry in entries_of(folder) if is_held(entry.name, text)]
+    by_block: dict[int, int] = {}
+    vocabulary_bytes = rest_bytes = 0
+    for entry in entries:
+        size = held_bytes(entry, float_bytes, quantize)
+        match = BLOCK.search(entry.name)
+        if match is not None:
+            by_block[int(match[1])] = by_block.get(int(match[1]), 0) + size
+        elif layer_of(entry.name) in VOCABULARY:
+            vocabulary_bytes += size
+        else:
+            rest_bytes += size
+    linears, experts = linears_of(entries, text)
+    return ModelFacts(
+        blocks=max(by_block, default=-1) + 1,
+        linears=linears,
+        hidden=int(first_of(text, HIDDEN, 0)),
+        vocabulary=int(text.get("vocab_size", 0)),
+        heads=int(first_of(text, HEADS, 1)),
+        float_bytes=float_bytes,
+        block_bytes=max(by_block.values(), default=0),
+        blocks_bytes=sum(by_block.values()),
+        vocabulary_bytes=vocabulary_bytes,
+        rest_bytes=rest_bytes,
+        disk_bytes=sum(file.stat().st_size for file in folder.glob("model*.safetensors")),
+        quantized=quantize is not None or any(e.name.endswith(".scales") for e in entries),
+        experts=experts,
+    )
+
+
+def first_of(config: dict[str, Any], names: tuple[str, ...], default: int) -> Any:
+    return next((config[name] for name in names if name in config), default)
+
+
+def layer_of(name: str) -> str:
+    """The last part of the name of the layer that a tensor is of."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def is_held(name: str, config: dict[str, Any]) -> bool:
+    """Whether mlx-lm keeps a tensor when it loads a model."""
+    match = BLOCK.search(name)
+    if match is not None and int(match[1]) >= config.get("num_hidden_layers", math.inf):
+        return False  # for guessing several tokens at once
+    tied = layer_of(name) == "lm_head" and config.get("tie_word_embeddings") is True
+    return not tied and LEFT_OUT.search(name) is None
+
+
+def linears_of(
+    entries: list[Entry], config: dict[str, Any]
+) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
+    """`linears` and `experts` of ModelFacts."""
+    scales = {e.name: e.shape for e in entries if e.name.endswith(".scales")}
+    quantization = config.get("quantization") or {}
+    sizes: dict[str, tuple[int, int]] = {}
+    counts: dict[str, int] = {}  # of experts
+    for entry in entries:
+        name, _, leaf = entry.name.rpartition(".")
+        match = BLOCK.search(name + ".")
+        if match is None or leaf != "weight" or len(entry.shape) < 2:
+            continue
+        layer, one = match[2].removesuffix("."), EXPERT.search(match[2])
+        if one is not None:
+            layer = layer.replace(one[0], "experts.")
+            counts[layer] = max(counts.get(layer, 0), int(one[1]) + 1)
+        elif len(entry.shape) == 3 and ("switch" in layer or "experts" in layer):
+            counts[layer] = entry.shape[0]
+        elif len(entry.shape) > 2:
+            continue
+        inputs, packed = entry.shape[-1], scales.get(f"{name}.scales")
+        if packed is not None:
+            own = quantization.get(name)
+            found = own if isinstance(own, dict) else quantization
+            inputs = packed[-1] * found.get("group_size", GROUP_SIZE)
+        sizes[layer] = (inputs, entry.shape[-2])
+    used = int(config.get("num_experts_per_tok") or 1)
+    linears = {
+        name: (used * i, used * o) if name in counts else (i, o) for name, (i, o) in sizes.items()
+    }
+    experts = {name: (n * sizes[name][0], n * sizes[name][1]) for name, n in counts.items()}
+    return linears, experts
+
+
+def held_bytes(entry: Entry, float_bytes: int, quantize: int | None) -> int:
+    """What a tensor takes in memory; what will be quantized has scales and biases."""
+    count = math.prod(entry.shape)
+    if entry.kind not in FLOATS:
+        return count * SIZES.get(entry.kind, 1)
+    matrix = entry.name.endswith(".weight") and len(entry.shape) in (2, 3)
+    can = matrix and entry.shape[-1] % GROUP_SIZE == 0
+    if quantize is not None and can:
+        return count * quantize // 8 + 2 * float_bytes * count // GROUP_SIZE
+    return count * float_bytes
+
+
+def layers_named(facts: ModelFacts, targets: tuple[str, ...]) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the linear layers of a block that --lora-targets names."""
+    return [facts.linears[name] for name in names_of(facts, targets)]
+
+
+def adapters_named(facts: ModelFacts, targets: tuple[str, ...]) -> list[tuple[int, int]]:
+    """The same, of all experts together where a layer has some: each has an adapter."""
+    return [facts.experts.get(name, facts.linears[name]) for name in names_of(facts, targets)]
+
+
+def names_of(facts: ModelFacts, targets: tuple[str, ...]) -> list[str]:
+    return [
+        name
+        for name in facts.linears
+        if any(t in ("all-linear", name) or name.endswith(f".{t}") for t in targets)
+    ]
+
+
+def vocabulary_held(facts: ModelFacts) -> ModelFacts:
+    """The same of a model whose vocabulary cannot stay in its files."""
+    rest = facts.rest_bytes + facts.vocabulary_bytes
+    return replace(facts, rest_bytes=rest, vocabulary_bytes=0)

@@ -1,0 +1,52 @@
+"""The state of a run, out to its folder and back."""
+
+from __future__ import annotations
+
+import time
+
+from your_ai import model, optimizer
+from your_ai.errors import UserError
+from your_ai.prepare import Prepared
+from your_ai.run import checkpoint, events
+from your_ai.run.checkpoint import Checkpoint, TrainState
+from your_ai.run.folder import RunFolder
+
+
+def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> TrainState:
+    """The state to begin from: the newest whole checkpoint's, put in place, or a new one."""
+    path, faults = checkpoint.newest(folder.checkpoints)
+    for problem in faults:
+        log.write(events.Notice(text=f"{problem}; going one checkpoint back"))
+    if path is None:
+        return optimizer.first_state(prepared.dtype)
+    saved = checkpoint.load(path)
+    for kind, now in prepared.depends_on.items():
+        before = saved.depends_on[kind]
+        changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
+        if changed:
+            raise UserError(
+                f"--resume {folder.name}: the {kind} changed since the run began "
+                f"({', '.join(changed)}); put it back, or begin a new run"
+            )
+    if saved.state.step > prepared.steps:
+        raise UserError(f"{folder.path}: has done {saved.state.step} steps already; ask for more")
+    model.set_adapters(prepared.model, saved.adapters)
+    optimizer.set_optimizer_arrays(prepared.optimizer, saved.optimizer)
+    return saved.state
+
+
+def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.EventLog) -> None:
+    began = time.perf_counter()
+    path = checkpoint.save(
+        folder.checkpoints,
+        Checkpoint(
+            state=state,
+            adapters=model.adapter_arrays(prepared.model),
+            optimizer=optimizer.optimizer_arrays(prepared.optimizer),
+            adapter_config=prepared.adapters.config,
+            depends_on=prepared.depends_on,
+        ),
+    )
+    checkpoint.prune(folder.checkpoints, state.step, prepared.config.keep)
+    seconds = time.perf_counter() - began
+    log.write(events.Checkpoint(step=state.step, folder=str(path), seconds=seconds))
