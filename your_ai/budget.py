@@ -11,7 +11,7 @@ import mlx.core as mx
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.memory import allocator, probe
-from your_ai.memory.estimate import Training, generation_bytes, weights_bytes
+from your_ai.memory.estimate import Plan, Training, generation_bytes, weights_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import Limit, find_limit
 from your_ai.memory.plan import Choice, Demand, choose, in_gb, rounded_up
@@ -73,6 +73,7 @@ def budget_of(
     dtype: mx.Dtype,
     lengths: Sequence[int],
     level: int = 0,
+    kept: Plan | None = None,
     *,
     can_stream: bool = True,
     prefix_tokens: int = 0,
@@ -81,7 +82,7 @@ def budget_of(
     limit = limit_of(config.max_memory, config.force)
     facts = facts_of(folder, dtype.size, config.quantize)
     demand = demand_of(config, facts, lengths, can_stream=can_stream, prefix_tokens=prefix_tokens)
-    return Budget(limit, demand, choose(demand, limit.limit_bytes, level))
+    return Budget(limit, demand, choose(demand, limit.limit_bytes, level, kept))
 
 
 def hold_generation(facts: ModelFacts, tokens: int, max_memory_gb: float, can_stream: bool) -> bool:

@@ -28,6 +28,7 @@ from your_ai.engine.weights import Tensor, can_stream, tensors_of
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.memory import allocator
+from your_ai.memory.estimate import Plan
 from your_ai.memory.plan import Option, in_gb, words
 from your_ai.run import events
 
@@ -125,10 +126,11 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         dtype,
         lengths_of(examples.values()),
         level,
+        kept_plan(log, config, level),
         can_stream=streamable,
         prefix_tokens=tokens,
     )
-    chosen = tell(budget, log)
+    chosen = tell(budget, config, log)
     python_bytes = chosen.estimate.components["python"]
     allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, python_bytes)
     dequantize_on_the_cpu(network)
@@ -184,7 +186,21 @@ def lengths_of(examples: Iterable[Examples]) -> list[int]:
     return sorted({int(t) for found in examples for t in bucket_edges(found.lengths - 1)})
 
 
-def tell(budget: Budget, log: events.EventLog) -> Option:
+def asked_of_memory(config: TrainConfig) -> str:
+    """The settings that decide which plan is chosen, as text."""
+    return f"--max-memory {config.max_memory} --plan {config.plan} --spill {config.spill}"
+
+
+def kept_plan(log: events.EventLog, config: TrainConfig, level: int) -> Plan | None:
+    """The plan that the run had when it was last at this level, by the same settings."""
+    told = [record.event for record in events.tail(log.path)[0]]
+    plans = [event for event in told if isinstance(event, events.Planned)]
+    if not plans or plans[-1].level != level or plans[-1].asked != asked_of_memory(config):
+        return None
+    return Plan(plans[-1].plan, plans[-1].micro_tokens, plans[-1].spill)
+
+
+def tell(budget: Budget, config: TrainConfig, log: events.EventLog) -> Option:
     """Write what the limit and the plan are, and why; the plan's option."""
     limit, choice = budget.limit, budget.choice
     log.write(events.Limit(limit_bytes=limit.limit_bytes, reason=limit.reason))
@@ -198,6 +214,7 @@ def tell(budget: Budget, log: events.EventLog) -> Option:
             spill=plan.spill,
             level=choice.level,
             estimate_bytes=choice.option.estimate.process_bytes,
+            asked=asked_of_memory(config),
             text=f"{words(plan, max(budget.demand.lengths))}: needs {in_gb(needed)}",
         )
     )

@@ -119,10 +119,13 @@ class Choice:
     larger: Option | None
 
 
-def choose(demand: Demand, limit_bytes: int, level: int = 0) -> Choice:
+def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None = None) -> Choice:
     """The fastest option that fits into the limit, or the one `level` steps smaller.
 
-    The smallest where there are not so many. Raises UserError where nothing fits.
+    The smallest where there are not so many. kept: the plan that the run had at this level,
+    which it goes on under where that fits without its margin: so a process that holds a
+    little more when it resumes splits no batch in another way. Raises UserError where
+    nothing fits.
     """
     every = options(demand)
     if not every:
@@ -130,6 +133,12 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0) -> Choice:
             f"--plan {demand.engine}: this model's weights are changed when it is loaded, so that "
             "its files do not have them; write it with `mlx_lm.convert` first, or use --plan staged"
         )
+    for index, option in enumerate(every):
+        if option.plan == kept and option.estimate.process_bytes <= limit_bytes:
+            above = [o for o in every[:index] if o.needed_bytes > option.needed_bytes]
+            ladder = descending(every[index:])
+            smaller = ladder[1] if len(ladder) > 1 else None
+            return Choice(option, level, smaller, above[-1] if above else None)
     fitting = [option for option in every if option.needed_bytes <= limit_bytes]
     if not fitting:
         raise UserError(refusal(demand, every, limit_bytes))

@@ -44,7 +44,8 @@ class Planned:
     """How steps are computed from here on: `text` says it in words.
 
     level: how many plans were passed over that the estimates allow, since they proved too
-    large; estimate_bytes: the most the process should hold.
+    large; estimate_bytes: the most the process should hold; asked: the settings that it was
+    chosen for.
     """
 
     plan: str
@@ -53,6 +54,7 @@ class Planned:
     level: int
     estimate_bytes: int
     text: str
+    asked: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
