@@ -15,6 +15,8 @@ from your_ai.data.batches import bucket_edges
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import load_examples
 from your_ai.data.rows import find_splits
+from your_ai.engine.weights import can_stream, tensors_of
+from your_ai.errors import UserError
 from your_ai.memory.estimate import read_bytes
 from your_ai.memory.limit import text
 from your_ai.memory.plan import Option, in_gb, words
@@ -26,34 +28,44 @@ def preview(config: TrainConfig, folder: Path, seq_len: int | None) -> Budget:
     seq_len: T of all rows. Without it they are those of --data, and without data as long as
     --max-seq-length allows. Raises UserError where nothing fits.
     """
-    hub.check_model(folder)
+    if seq_len is not None and seq_len < 1:
+        raise UserError(f"--seq-len {seq_len}: must be at least 1")
     dtype = model.compute_dtype(config.dtype)
+    network, _ = model.load_network(folder, dtype, config.quantize)  # lazily
+    streamable = can_stream(network, tensors_of(network, folder))
+    model.add_adapters(network, config)  # whose faults are the user's
+    tokens = 0  # of all texts, where they are known
     if seq_len is not None:
         lengths = [seq_len]
     elif config.data:
-        lengths = lengths_in(config, folder)
+        lengths, tokens = lengths_in(config, folder)
     else:
         lengths = [config.max_seq_length]
-    return budget_of(config, folder, dtype, lengths, can_stream=config.quantize is None)
+    return budget_of(config, folder, dtype, lengths, can_stream=streamable, prefix_tokens=tokens)
 
 
-def lengths_in(config: TrainConfig, folder: Path) -> list[int]:
-    """T of every bucket of the training and validation rows; tokenized once, as `train` does."""
+def lengths_in(config: TrainConfig, folder: Path) -> tuple[list[int], int]:
+    """T of every bucket of the rows that `train` reads, and how many tokens they have in all.
+
+    They are tokenized once, as `train` does.
+    """
     _, tokenizer = model.load_base(folder, model.compute_dtype(config.dtype), config.quantize)
     key = hub.tokenizer_fingerprint(hub.fingerprint(folder))
     found: set[int] = set()
+    tokens = 0
     for name, path in find_splits(config.data).items():
-        if name != "test":
+        if name != "test" or config.exact_match:
             examples = load_examples(
                 path,
-                Encoder(tokenizer, config.mask_prompt),
+                Encoder(tokenizer, config.mask_prompt or name == "test"),
                 key,
                 config.max_seq_length,
                 config.too_long,
                 hub.store() / "cache",
             )
             found |= set(bucket_edges(examples.lengths - 1).tolist())
-    return sorted(found)
+            tokens += int((examples.lengths - 1).sum())
+    return sorted(found), tokens
 
 
 def described(budget: Budget, option: Option) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from your_ai.memory.facts import ModelFacts, layers_named
+from your_ai.memory.facts import ModelFacts, adapters_named, layers_named
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adafactor": 0.1, "muon": 1, "lion": 1}
 ADAPTER_BYTES = 4  # adapters, gradients and optimizer are float32
@@ -119,7 +119,7 @@ def estimate(
 
 
 def adapter_bytes(facts: ModelFacts, training: Training) -> int:
-    layers = layers_named(facts, training.targets)
+    layers = adapters_named(facts, training.targets)
     numbers = sum(training.rank * (i + o) + (o if training.dora else 0) for i, o in layers)
     return ADAPTER_BYTES * training.blocks * numbers
 

@@ -1,0 +1,236 @@
+"""Compiled functions that can be forgotten, and engines that forget theirs."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from tests.conftest import chat, write_rows
+from tests.engine.test_fused import load
+from your_ai import model
+from your_ai.data.batches import Batch, plan_steps
+from your_ai.data.encode import Encoder
+from your_ai.data.examples import load_examples
+from your_ai.engine import programs
+from your_ai.engine.build import build_engine
+from your_ai.engine.compiled import Compiled
+from your_ai.engine.fused import Engine
+from your_ai.engine.prefix import MemoryStore
+from your_ai.engine.weights import tensors_of
+
+PLANS = [(plan, cached) for plan in ("fused", "staged", "streamed") for cached in (False, True)]
+NUMBERS = 1_000_000
+
+
+class Traced:
+    """x + 1, and how often Python ran it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self.count += 1
+        return x + 1
+
+
+def test_it_is_compiled_once_for_a_shape():
+    function = Traced()
+    compiled = Compiled(function)
+    for _ in range(3):
+        assert compiled(mx.array([1.0, 2.0])).tolist() == [2.0, 3.0]
+    assert function.count == 1
+    compiled(mx.array([1.0]))
+    assert function.count == 2
+
+
+def test_nothing_is_compiled_before_the_first_call():
+    function = Traced()
+    Compiled(function).drop()
+    assert function.count == 0
+
+
+def test_it_is_compiled_again_after_a_drop_and_once_only():
+    function = Traced()
+    compiled = Compiled(function)
+    compiled(mx.array(1.0))
+    compiled.drop()
+    compiled.drop()
+    assert [compiled(mx.array(1.0)).item() for _ in range(3)] == [2.0, 2.0, 2.0]
+    assert function.count == 2
+
+
+def test_inputs_are_read_at_each_call_also_after_a_drop():
+    state = {"weight": mx.array(2.0)}
+    compiled = Compiled(lambda x: x * state["weight"], inputs=[state])
+    assert compiled(mx.array(3.0)).item() == 6.0
+    state["weight"] = mx.array(5.0)
+    assert compiled(mx.array(3.0)).item() == 15.0
+    compiled.drop()
+    state["weight"] = mx.array(7.0)
+    assert compiled(mx.array(3.0)).item() == 21.0
+
+
+def test_a_drop_frees_what_was_compiled_in():
+    """An array that is no input becomes a constant of the graph, which lives as long."""
+    held = {"constant": mx.ones(NUMBERS)}
+    mx.eval(held)
+    before = mx.get_active_memory()
+    compiled = Compiled(lambda x: (x + held["constant"]).sum())
+    compiled(mx.array(1.0)).item()
+    held.clear()
+    assert mx.get_active_memory() >= before
+    compiled.drop()
+    assert mx.get_active_memory() <= before - 4 * NUMBERS
+
+
+def test_a_drop_frees_every_shape():
+    held: dict[str, mx.array] = {}
+
+    def function(x: mx.array) -> mx.array:
+        held["last"] = mx.ones(NUMBERS)
+        mx.eval(held)
+        return x + held["last"].sum()
+
+    compiled = Compiled(function)
+    before = mx.get_active_memory()
+    for size in range(1, 6):
+        mx.eval(compiled(mx.zeros(size)))
+    held.clear()
+    assert mx.get_active_memory() > before + 4 * 4 * NUMBERS
+    compiled.drop()
+    assert mx.get_active_memory() < before + 4 * NUMBERS
+
+
+# -- engines
+
+
+class Made(NamedTuple):
+    engine: Engine
+    batches: list[Batch]
+
+
+@pytest.fixture
+def made(tiny_model: Path, tmp_path: Path) -> Callable[..., Made]:
+    def make(plan: str, cached: bool, **settings: Any) -> Made:
+        network, tokenizer, adapters = load(tiny_model, **settings)
+        tensors = tensors_of(model.load_network(tiny_model, mx.float32)[0], tiny_model)
+        make_store = (lambda _: MemoryStore()) if cached else None
+        keys = adapters.dropout_keys
+        built = build_engine(network, keys, plan, tensors=tensors, make_store=make_store)
+        return Made(built.engine, short_batches(tokenizer, tmp_path))
+
+    return make
+
+
+def short_batches(tokenizer: Any, folder: Path) -> list[Batch]:
+    """Two of different lengths."""
+    rows = [chat("Ask", "Yes"), chat("Ask" + " and ask" * 12, "No", weight=2.5)]
+    path = write_rows(folder / "short.jsonl", rows)
+    examples = load_examples(path, Encoder(tokenizer), "tokenizer", 256, "error", folder / "cache")
+    batches = plan_steps(examples, 1, 2, seed=0).batches_of(0)
+    assert len({batch.tokens.shape for batch in batches}) == 2
+    return batches
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A weak reference to each function that is compiled from here on."""
+    found: list[weakref.ref] = []
+    compile = mx.compile
+
+    class Watched:
+        def __init__(self, function: Callable, **options: Any) -> None:
+            self.compiled = compile(function, **options)
+
+        def __call__(self, *args: Any) -> Any:
+            return self.compiled(*args)
+
+    def watched(function: Callable, **options: Any) -> Watched:
+        result = Watched(function, **options)
+        found.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(mx, "compile", watched)
+    return found
+
+
+def everything(made: Made) -> list[mx.array]:
+    """All that an engine computes of its batches."""
+    found: list[mx.array] = []
+    for batch in made.batches:
+        loss, grads = made.engine.gradients(batch, 0.5, 3)
+        found += [loss, *(grad for _, grad in sorted(tree_flatten(grads)))]
+        found += [made.engine.loss(batch), made.engine.predictions(batch)]
+        mx.eval(found)
+    return found
+
+
+@pytest.mark.parametrize(("plan", "cached"), PLANS)
+def test_no_bit_changes_when_an_engine_compiles_again(made, plan, cached):
+    engine = made(plan, cached, lora_dropout=0.2)
+    first = everything(engine)
+    engine.engine.drop()
+    for before, after in zip(first, everything(engine), strict=True):
+        assert mx.array_equal(before, after)
+
+
+@pytest.mark.parametrize(("plan", "cached"), PLANS)
+def test_an_engine_lets_go_of_all_that_it_compiled(made, compilations, plan, cached):
+    engine = made(plan, cached)
+    everything(engine)
+    alive = [reference for reference in compilations if reference() is not None]
+    assert alive
+    engine.engine.drop()
+    gc.collect()
+    assert [reference for reference in alive if reference() is not None] == []
+
+
+@pytest.mark.parametrize("plan", ["staged", "streamed"])
+def test_blocks_leave_nothing_in_the_programs_that_are_dropped(made, monkeypatch, plan):
+    """Neither a template nor what it was traced with."""
+    templates: list[weakref.ref] = []
+    skeleton = programs.skeleton
+
+    def watched(block: Any) -> Any:
+        twin = skeleton(block)
+        templates.append(weakref.ref(twin))
+        return twin
+
+    monkeypatch.setattr(programs, "skeleton", watched)
+    engine = made(plan, False)
+    everything(engine)
+    assert templates
+    engine.engine.drop()
+    gc.collect()
+    assert [template for template in templates if template() is not None] == []
+
+
+@pytest.mark.parametrize(("plan", "cached"), PLANS)
+def test_a_drop_before_the_first_step_is_none(made, plan, cached):
+    engine = made(plan, cached)
+    engine.engine.drop()
+    fresh = made(plan, cached)
+    for ours, theirs in zip(everything(engine), everything(fresh), strict=True):
+        assert mx.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("plan", "cached"), PLANS)
+def test_dropping_after_each_step_holds_no_more(made, plan, cached):
+    engine = made(plan, cached)
+
+    def held() -> int:
+        engine.engine.drop()
+        gc.collect()
+        return mx.get_active_memory()
+
+    everything(engine)
+    before = held()
+    everything(engine)
+    assert held() <= before

@@ -1,0 +1,337 @@
+"""Estimates: what must hold of any, and how far they are from what was measured."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten, tree_map
+
+from tests.conftest import make_model
+from tests.memory.test_facts import tensors_in, write_headers
+from your_ai import bench, model, optimizer
+from your_ai.config import TrainConfig
+from your_ai.memory.estimate import (
+    OPTIMIZER_STATES,
+    Estimate,
+    Plan,
+    Training,
+    adapter_bytes,
+    estimate,
+    generation_bytes,
+    read_bytes,
+    step_cost,
+    weights_bytes,
+)
+from your_ai.memory.facts import ModelFacts, facts_of
+from your_ai.shapes import GROUP_SIZE, SHAPES, make_shape
+
+ENGINES = ("fused", "staged", "streamed")
+TARGETS = (("q_proj",), ("q_proj", "v_proj"), ("all-linear",))
+FEW, ALL = ("4", "q_proj"), ("all", "all-linear")  # layers and targets of the adapters
+CLOSE = 0.10  # of the measured peak
+
+
+@st.composite
+def any_facts(draw) -> ModelFacts:
+    """Of a model between a toy and one of 70 billion parameters, quantized or not."""
+    hidden, blocks = 64 * draw(st.integers(1, 128)), draw(st.integers(1, 80))
+    wide, number = hidden * draw(st.integers(1, 5)), draw(st.sampled_from([2, 4]))
+    linears = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.v_proj": (hidden, hidden // draw(st.sampled_from([1, 4, 8]))),
+        "mlp.up_proj": (hidden, wide),
+        "mlp.down_proj": (wide, hidden),
+    }
+    quantized = draw(st.booleans())
+    share = 0.5625 if quantized else number
+    block = int(share * sum(i * o for i, o in linears.values()))
+    vocabulary = draw(st.integers(256, 262144))
+    return ModelFacts(
+        blocks=blocks,
+        linears=linears,
+        hidden=hidden,
+        vocabulary=vocabulary,
+        heads=draw(st.integers(1, 64)),
+        float_bytes=number,
+        block_bytes=block,
+        blocks_bytes=blocks * block,
+        vocabulary_bytes=int(share * vocabulary * hidden),
+        rest_bytes=number * hidden,
+        disk_bytes=blocks * block,
+        quantized=quantized,
+    )
+
+
+@st.composite
+def any_training(draw, facts: ModelFacts) -> Training:
+    return Training(
+        blocks=draw(st.integers(1, facts.blocks)),
+        rank=draw(st.integers(1, 128)),
+        targets=draw(st.sampled_from(TARGETS)),
+        optimizer=draw(st.sampled_from(sorted(OPTIMIZER_STATES))),
+        dora=draw(st.booleans()),
+    )
+
+
+@st.composite
+def cases(draw) -> tuple[ModelFacts, Training, Plan, int, int]:
+    """facts, training, plan, rows and tokens."""
+    facts = draw(any_facts())
+    plan = Plan(draw(st.sampled_from(ENGINES)), 10**9, draw(st.booleans()))
+    rows, tokens = draw(st.integers(1, 32)), draw(st.integers(1, 8192))
+    return facts, draw(any_training(facts)), plan, rows, tokens
+
+
+# Of any
+
+
+def test_it_needs_no_mlx():
+    code = (
+        "import sys\n"
+        "from your_ai.memory.estimate import Plan, Training, estimate\n"
+        "from your_ai.memory.facts import ModelFacts\n"
+        "from your_ai.memory.plan import Demand, choose\n"
+        "facts = ModelFacts(2, {'q': (64, 64)}, 64, 256, 4, 4, 9, 18, 9, 9, 9, False)\n"
+        "training = Training(blocks=1, rank=4, targets=('q',))\n"
+        "estimate(facts, training, Plan('fused', 64), 1, 64)\n"
+        "demand = Demand(facts=facts, training=training, lengths=(64,), batch_size=1,\n"
+        "                rows_per_step=1)\n"
+        "choose(demand, 10**9)\n"
+        "sys.exit(','.join(m for m in ('mlx', 'numpy') if m in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@given(cases(), st.integers(1, 4), st.integers(0, 10**9), st.integers(0, 10**9))
+def test_components_are_bytes_that_add_up(case, micro_batches, python_bytes, prefix_bytes):
+    found = estimate(
+        *case,
+        micro_batches=micro_batches,
+        python_bytes=python_bytes,
+        cache_bytes=7,
+        prefix_bytes=prefix_bytes,
+    )
+    assert all(type(size) is int and size >= 0 for size in found.components.values())
+    assert found.process_bytes == sum(found.components.values())
+    assert found.mlx_bytes == found.process_bytes - found.components["python"] - 7
+    assert 0 <= found.work_bytes <= found.mlx_bytes
+    assert found.components["python"] >= python_bytes
+    assert found.components["prefix cache"] == prefix_bytes
+
+
+def not_less(larger: Estimate, smaller: Estimate) -> None:
+    """But for what whole slices of the vocabulary round off."""
+    assert larger.process_bytes >= 0.999 * smaller.process_bytes
+
+
+@given(cases())
+def test_more_work_is_never_less_memory(case):
+    facts, training, plan, rows, tokens = case
+    base = estimate(*case)
+    not_less(estimate(facts, training, plan, rows + 1, tokens), base)
+    not_less(estimate(facts, training, plan, rows, tokens + 1), base)
+    not_less(estimate(facts, replace(training, rank=training.rank + 1), *case[2:]), base)
+    not_less(estimate(*case, micro_batches=2), base)
+    if training.blocks < facts.blocks:
+        not_less(estimate(facts, replace(training, blocks=training.blocks + 1), *case[2:]), base)
+
+
+@given(cases())
+def test_inputs_on_disk_are_never_more_memory(case):
+    facts, training, plan, rows, tokens = case
+    kept = estimate(facts, training, replace(plan, spill=False), rows, tokens)
+    spilled = estimate(facts, training, replace(plan, spill=True), rows, tokens)
+    assert spilled.process_bytes <= kept.process_bytes
+    if plan.engine != "fused":
+        assert spilled.components["block inputs"] == 0
+
+
+@given(cases())
+def test_each_engine_holds_no_more_weights_than_the_one_before(case):
+    facts = replace(case[0], blocks=max(2, case[0].blocks))
+    facts = replace(facts, blocks_bytes=facts.blocks * facts.block_bytes)
+    sizes = [weights_bytes(facts, engine) for engine in ENGINES]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(cases())
+def test_computing_blocks_twice_costs_at_most_half_as_much_again(case):
+    facts, training, plan, *_ = case
+    cost = step_cost(facts, training, plan)
+    assert cost == 1 if plan.engine == "fused" else 1 < cost <= 1.5
+
+
+def test_what_is_read_of_the_files():
+    """Every block forwards, and each trained one once more; the vocabulary once."""
+    facts = ModelFacts(8, {"q_proj": (64, 64)}, 64, 256, 4, 4, 100, 800, 1000, 64, 0, True)
+    training = Training(blocks=3, rank=4, targets=("q_proj",))
+    reads = [read_bytes(facts, training, Plan(engine, 64)) for engine in ENGINES]
+    assert reads == [0, 1000, 1000 + 100 * (8 + 3)]
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 100, 256, 511, 512, 100_000])
+def test_rows_at_once_fit_the_tokens_but_are_never_none(micro_tokens):
+    plan = Plan("fused", micro_tokens)
+    for tokens in (1, 64, 256, 4096):
+        rows = plan.rows(tokens, 8)
+        assert 1 <= rows <= 8
+        assert rows == 1 or rows * tokens <= micro_tokens
+        assert rows == 8 or (rows + 1) * tokens > micro_tokens
+
+
+@given(any_facts(), st.integers(1, 4096))
+def test_answering_takes_more_for_more_tokens(facts, tokens):
+    assert 0 < generation_bytes(facts, tokens) <= generation_bytes(facts, tokens + 1)
+
+
+# Of real models
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("targets", "dora"),
+    [(("q_proj",), False), (("all-linear",), False), (("q_proj", "v_proj"), True)],
+)
+def test_adapters_are_those_that_training_adds(tmp_path, architecture, targets, dora):
+    folder = make_model(tmp_path / "m", architecture)
+    network, _ = model.load_network(folder, mx.float32)
+    config = TrainConfig(lora_targets=targets, use_dora=dora, lora_rank=3, lora_layers=2)
+    model.add_adapters(network, config)
+    found = sum(array.nbytes for array in model.adapter_arrays(network).values())
+    training = Training(blocks=2, rank=3, targets=targets, dora=dora)
+    assert adapter_bytes(facts_of(folder, 4), training) == found
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_STATES)
+def test_optimizers_hold_what_is_estimated(tiny_model, name):
+    """To a tenth of the adapters: adafactor's depends on their shapes."""
+    network, _ = model.load_network(tiny_model, mx.float32)
+    config = TrainConfig(optimizer=name, lora_targets=("all-linear",), lora_layers="all")
+    model.add_adapters(network, config)
+    built = optimizer.build_optimizer(config, network.trainable_parameters())
+    update = optimizer.make_update(network, built)
+    update(tree_map(mx.ones_like, network.trainable_parameters()), 1.0, 1e-3)
+    held = sum(a.nbytes for _, a in tree_flatten(built.state) if isinstance(a, mx.array))
+    training = Training(blocks=3, rank=16, targets=("all-linear",), optimizer=name)
+    facts = facts_of(tiny_model, 4)
+    found = estimate(facts, training, Plan("fused", 64), 1, 64).components
+    assert found["optimizer"] == pytest.approx(held, abs=0.1 * found["adapters"])
+
+
+# Measured peaks
+
+# MB that MLX held at most in the steps of `your_ai bench`: on the CPU, 4-bit weights, float32,
+# rank 16, every token trained. By shape, tokens and rows; fused, staged and streamed with
+# q_proj of 4 blocks, then the same with all linear layers of all blocks.
+RECORDED = {
+    ("small", 128, 1): (199.2, 148.7, 45.7, 403.9, 216.4, 112.0),
+    ("small", 128, 4): (325.3, 200.8, 96.0, 973.2, 264.5, 155.1),
+    ("small", 512, 1): (326.0, 202.0, 96.2, 976.3, 262.0, 154.1),
+    ("small", 512, 4): (822.6, 409.4, 304.6, 3272.9, 507.0, 397.4),
+    ("small", 2048, 1): (825.0, 420.6, 315.5, 3285.6, 501.3, 391.9),
+    ("qwen2.5-0.5b", 128, 1): (383.7, 260.5, 52.6, 820.6, 383.4, 177.3),
+    ("qwen2.5-0.5b", 128, 4): (562.6, 334.6, 127.2, 1999.1, 445.9, 238.6),
+    ("qwen2.5-0.5b", 512, 1): (563.0, 334.8, 127.4, 2003.8, 446.0, 238.6),
+    ("qwen2.5-0.5b", 512, 4): (1280.2, 630.9, 423.5, None, None, None),
+    ("qwen2.5-0.5b", 2048, 1): (1282.6, None, None, None, None, None),
+}
+MEASURED = [
+    (*where, layers, targets, engine, peak_mb)
+    for where, peaks in RECORDED.items()
+    for (layers, targets, engine), peak_mb in zip(
+        [(*adapted, engine) for adapted in (FEW, ALL) for engine in ENGINES],
+        peaks,
+        strict=True,
+    )
+    if peak_mb is not None
+]
+
+
+SHAPES_USED = sorted({shape for shape, *_ in RECORDED})
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory) -> dict[str, ModelFacts]:
+    """The facts of the recorded shapes, as `shapes.make_shape` would make them."""
+    return {
+        name: facts_of_shape(name, tmp_path_factory.mktemp(name)) for name in ("tiny", *SHAPES_USED)
+    }
+
+
+def facts_of_shape(name: str, folder: Path) -> ModelFacts:
+    config = SHAPES[name] | {"quantization": {"group_size": GROUP_SIZE, "bits": 4}}
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    network = module.Model(module.ModelArgs.from_dict(config))
+    nn.quantize(network, GROUP_SIZE, 4)
+    return facts_of(write_headers(folder, tensors_in(network), config), 4)
+
+
+def training_of(facts: ModelFacts, layers: str, targets: str) -> Training:
+    blocks = facts.blocks if layers == "all" else int(layers)
+    return Training(blocks=blocks, rank=16, targets=(targets,))
+
+
+def test_shapes_have_these_facts(shapes, tmp_path):
+    made = facts_of(make_shape("tiny", 4, "float32", tmp_path), 4)
+    assert replace(made, disk_bytes=0) == replace(shapes["tiny"], disk_bytes=0)
+
+
+@pytest.mark.parametrize(("shape", "tokens", "rows", "layers", "targets", "engine", "mb"), MEASURED)
+def test_recorded_peaks_are_estimated(shapes, shape, tokens, rows, layers, targets, engine, mb):
+    facts = shapes[shape]
+    plan = Plan(engine, rows * tokens)
+    found = estimate(facts, training_of(facts, layers, targets), plan, rows, tokens)
+    assert found.mlx_bytes / 1e6 == pytest.approx(mb, rel=CLOSE)
+
+
+CHEAP = [
+    *((128, 1, *FEW, contender) for contender in (*ENGINES, "spilled")),
+    *((128, 1, *ALL, contender) for contender in (*ENGINES, "spilled")),
+    *((128, 4, *FEW, contender) for contender in ENGINES),
+    *((512, 1, *ALL, contender) for contender in ENGINES),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_shape(tmp_path_factory) -> Path:
+    return make_shape("tiny", 4, "float32", tmp_path_factory.mktemp("shapes"))
+
+
+@pytest.mark.parametrize(("tokens", "rows", "layers", "targets", "contender"), CHEAP)
+def test_peaks_measured_here_are_estimated(
+    tiny_shape, tmp_path, monkeypatch, tokens, rows, layers, targets, contender
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where block inputs are spilled
+    contest = bench.Contest(
+        folder=str(tiny_shape),
+        dtype="float32",
+        seq_len=tokens,
+        batch_size=rows,
+        lora_rank=16,
+        lora_layers=layers,
+        lora_targets=targets,
+        supervised=1.0,
+        steps=2,
+    )
+    gc.collect()
+    before = mx.get_active_memory()  # of other tests
+    for _ in bench.run_ours(contest, contender):
+        pass
+    peak = mx.get_peak_memory() - before
+    spilled = contender == "spilled"
+    plan = Plan("streamed" if spilled else contender, rows * tokens, spilled)
+    facts = facts_of(tiny_shape, 4)
+    found = estimate(facts, training_of(facts, layers, targets), plan, rows, tokens)
+    assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE)

@@ -1,0 +1,276 @@
+"""Facts of model folders, held against the models that mlx-lm loads from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from tests.conftest import EXTRA, make_model
+from your_ai import model
+from your_ai.config import TrainConfig
+from your_ai.memory.facts import (
+    ModelFacts,
+    adapters_named,
+    facts_of,
+    layers_named,
+    vocabulary_held,
+)
+
+KINDS = {mx.float32: "F32", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
+WITHOUT_EXPERTS = [name for name in EXTRA if name != "qwen3_moe"]
+Tensors = dict[str, tuple[str, tuple[int, ...]]]  # type and shape of each
+
+
+def write_headers(folder: Path, tensors: Tensors, config: Mapping[str, Any], shard: str = ""):
+    """A model folder as it would be, without a byte of its weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {
+        name: {"dtype": kind, "shape": shape, "data_offsets": [0, 0]}
+        for name, (kind, shape) in tensors.items()
+    }
+    text = json.dumps({"__metadata__": {"format": "mlx"}, **header}).encode()
+    path = folder / f"model{shard}.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def tensors_in(network: Any) -> Tensors:
+    """The tensors of a model; none is computed."""
+    return {
+        name: (KINDS[array.dtype], tuple(array.shape))
+        for name, array in tree_flatten(network.parameters())
+    }
+
+
+def sizes_of(network: Any) -> dict[str, Any]:
+    """Bytes of a model as it was loaded, by the names that facts have for them."""
+    blocks: dict[int, int] = {}
+    vocabulary_bytes = rest_bytes = 0
+    for name, array in tree_flatten(network.parameters()):
+        block = re.search(r"layers\.(\d+)\.", name)
+        if block is not None:
+            blocks[int(block[1])] = blocks.get(int(block[1]), 0) + array.nbytes
+        elif "embed_tokens" in name or "lm_head" in name:
+            vocabulary_bytes += array.nbytes
+        else:
+            rest_bytes += array.nbytes
+    return {
+        "blocks": len(blocks),
+        "block_bytes": max(blocks.values()),
+        "blocks_bytes": sum(blocks.values()),
+        "vocabulary_bytes": vocabulary_bytes,
+        "rest_bytes": rest_bytes,
+        "weights_bytes": sum(blocks.values()) + vocabulary_bytes + rest_bytes,
+    }
+
+
+def same_sizes(facts: ModelFacts, sizes: dict[str, Any]) -> None:
+    assert {name: getattr(facts, name) for name in sizes} == sizes
+
+
+# What is loaded
+
+
+@pytest.mark.parametrize("bits", [4, None])
+@pytest.mark.parametrize("architecture", EXTRA)
+def test_sizes_are_those_of_the_model_that_is_loaded(tmp_path, architecture, bits):
+    folder = make_model(tmp_path / "m", architecture, bits)
+    for dtype in (mx.float32, mx.bfloat16):
+        network, config = model.load_network(folder, dtype)
+        facts = facts_of(folder, dtype.size)
+        same_sizes(facts, sizes_of(network))
+        assert facts.float_bytes == dtype.size
+        assert facts.quantized == (bits is not None)
+        assert (facts.hidden, facts.vocabulary) == (config["hidden_size"], config["vocab_size"])
+        assert facts.heads == config["num_attention_heads"]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("architecture", WITHOUT_EXPERTS)
+def test_a_model_quantized_on_load_is_predicted(tmp_path, architecture, bits):
+    odd = {"hidden_size": 128, "intermediate_size": 96}  # 96 inputs are in no groups of 64
+    folder = make_model(tmp_path / "m", architecture, bits=None, **odd)
+    network, _ = model.load_network(folder, mx.float32, bits)
+    facts = facts_of(folder, 4, bits)
+    same_sizes(facts, sizes_of(network))
+    assert facts.quantized
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts_quantized_on_load_are_predicted(tmp_path, bits):
+    """But for their router, which mlx-lm gives 8 bits."""
+    folder = make_model(tmp_path / "m", "qwen3_moe", bits=None, hidden_size=128)
+    network, _ = model.load_network(folder, mx.float32, bits)
+    for name, size in sizes_of(network).items():
+        assert getattr(facts_of(folder, 4, bits), name) == pytest.approx(size, rel=0.01)
+
+
+@pytest.mark.parametrize("bits", [4, None])
+@pytest.mark.parametrize("architecture", EXTRA)
+def test_layers_are_those_that_adapters_go_on(tmp_path, architecture, bits):
+    folder = make_model(tmp_path / "m", architecture, bits)
+    network, _ = model.load_network(folder, mx.float32)
+    model.add_adapters(network, TrainConfig(lora_targets=("all-linear",), lora_layers=1))
+    found = {}
+    for name, layer in network.layers[-1].named_modules():
+        if "lora_a" in layer:
+            a, b = layer.lora_a.shape, layer.lora_b.shape
+            if len(a) == 2:  # (inputs, rank), (rank, outputs)
+                found[name] = (a[0], b[1])
+            else:  # (experts, rank, inputs), (experts, outputs, rank): of all together
+                found[name] = (a[0] * a[2], b[0] * b[1])
+    facts = facts_of(folder, 4)
+    assert facts.linears.keys() == found.keys()
+    assert sorted(adapters_named(facts, ("all-linear",))) == sorted(found.values())
+    assert sorted(facts.experts) == [name for name in sorted(found) if "switch" in name]
+
+
+def test_targets_name_layers_as_training_does(tiny_model):
+    facts = facts_of(tiny_model, 4)
+    assert layers_named(facts, ("q_proj",)) == [(64, 64)]
+    assert layers_named(facts, ("self_attn.v_proj",)) == [(64, 32)]
+    assert layers_named(facts, ("q_proj", "v_proj")) == [(64, 64), (64, 32)]
+    assert sorted(layers_named(facts, ("all-linear",))) == sorted(facts.linears.values())
+    assert layers_named(facts, ("proj", "attn.q_proj", "unheard-of")) == []
+
+
+def test_a_token_meets_the_experts_it_is_sent_to(tmp_path):
+    """Two of four, each of 64 outputs."""
+    facts = facts_of(make_model(tmp_path / "m", "qwen3_moe"), 4)
+    assert facts.linears["mlp.switch_mlp.gate_proj"] == (2 * 64, 2 * 64)
+    assert facts.experts["mlp.switch_mlp.gate_proj"] == (4 * 64, 4 * 64)
+    assert facts.linears["mlp.gate"] == (64, 4)
+
+
+# What is read
+
+
+def test_no_weight_is_read(tmp_path):
+    """The file of the second folder ends with its header."""
+    whole = make_model(tmp_path / "whole")
+    network, config = model.load_network(whole, mx.float32)
+    bare = write_headers(tmp_path / "bare", tensors_in(network), config)
+    facts = facts_of(bare, 4)
+    assert facts.disk_bytes == (bare / "model.safetensors").stat().st_size
+    assert replace(facts, disk_bytes=0) == replace(facts_of(whole, 4), disk_bytes=0)
+
+
+def test_shards_are_one_model(tmp_path):
+    whole = make_model(tmp_path / "whole")
+    arrays = mx.load(str(whole / "model.safetensors"))
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    (shards / "config.json").write_bytes((whole / "config.json").read_bytes())
+    names = sorted(arrays)
+    for index in range(3):
+        part = {name: arrays[name] for name in names[index::3]}
+        mx.save_safetensors(str(shards / f"model-0000{index + 1}-of-00003.safetensors"), part)
+    mx.save_safetensors(str(shards / "adapters.safetensors"), {"a": mx.zeros(100)})  # not its own
+    facts = facts_of(shards, 4)
+    assert facts.disk_bytes == sum(p.stat().st_size for p in shards.glob("model*.safetensors"))
+    assert replace(facts, disk_bytes=0) == replace(facts_of(whole, 4), disk_bytes=0)
+
+
+def test_shapes_are_known_without_their_weights(tmp_path):
+    """Of a block, as the configuration of Qwen2.5-0.5B has it."""
+    tensors = {
+        "model.layers.0.self_attn.q_proj.weight": ("U32", (896, 112)),
+        "model.layers.0.self_attn.q_proj.scales": ("F16", (896, 14)),
+        "model.layers.0.self_attn.q_proj.biases": ("F16", (896, 14)),
+        "model.layers.0.self_attn.q_proj.bias": ("F16", (896,)),
+    }
+    config = {"hidden_size": 896, "vocab_size": 151936, "quantization": {"group_size": 64}}
+    facts = facts_of(write_headers(tmp_path / "m", tensors, config), 4)
+    assert facts.linears == {"self_attn.q_proj": (896, 896)}
+    assert facts.block_bytes == 4 * (896 * 112 + 2 * 896 * 14 + 896)
+    assert facts_of(tmp_path / "m", 2).block_bytes == 4 * 896 * 112 + 2 * (2 * 896 * 14 + 896)
+
+
+# What mlx-lm leaves out of other libraries' files, or has in another form
+
+
+def test_a_head_that_is_tied_is_not_held_twice(tmp_path):
+    folder = make_model(tmp_path / "m", "qwen3", bits=None)
+    once = facts_of(folder, 4)
+    arrays = mx.load(str(folder / "model.safetensors"))
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays)
+    network, _ = model.load_network(folder, mx.float32)
+    same_sizes(facts_of(folder, 4), sizes_of(network))
+    assert facts_of(folder, 4).vocabulary_bytes == once.vocabulary_bytes
+
+
+LINEAR = {
+    "model.embed_tokens.weight": ("BF16", (1000, 64)),
+    "model.layers.0.mlp.up_proj.weight": ("BF16", (128, 64)),
+    "model.layers.1.mlp.up_proj.weight": ("BF16", (128, 64)),
+    "model.norm.weight": ("BF16", (64,)),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight",
+        "model.visual.blocks.7.attn.qkv.weight",
+        "multi_modal_projector.linear_1.weight",
+        "mtp.layers.0.mlp.up_proj.weight",
+        "model.layers.2.mlp.up_proj.weight",
+    ],
+)
+def test_what_is_no_text_model_is_not_counted(tmp_path, name):
+    config = {"text_config": {"hidden_size": 64, "vocab_size": 1000, "num_hidden_layers": 2}}
+    text = facts_of(write_headers(tmp_path / "a", LINEAR, config), 2)
+    more = {**LINEAR, name: ("BF16", (512, 512))}
+    both = facts_of(write_headers(tmp_path / "b", more, config), 2)
+    assert replace(both, disk_bytes=0) == replace(text, disk_bytes=0)
+    assert (both.blocks, both.hidden, both.vocabulary) == (2, 64, 1000)
+
+
+def test_experts_of_their_own_are_those_that_are_stacked(tmp_path):
+    """Three of Qwen3's, with one used, as Hugging Face and as mlx-lm has them."""
+    config = {"hidden_size": 64, "vocab_size": 1000, "num_experts_per_tok": 1}
+    block = "model.layers.0.mlp"
+    alone = {f"{block}.experts.{e}.up_proj.weight": ("BF16", (32, 64)) for e in range(3)}
+    joined = {f"{block}.switch_mlp.up_proj.weight": ("BF16", (3, 32, 64))}
+    a = facts_of(write_headers(tmp_path / "a", alone, config), 2)
+    b = facts_of(write_headers(tmp_path / "b", joined, config), 2)
+    assert a.weights_bytes == b.weights_bytes == 2 * 3 * 32 * 64
+    for facts in (a, b):
+        assert layers_named(facts, ("up_proj",)) == [(64, 32)]
+        assert adapters_named(facts, ("up_proj",)) == [(3 * 64, 3 * 32)]
+
+
+@pytest.mark.parametrize("blocks", ["model.h", "transformer.blocks", "backbone.layers"])
+def test_blocks_by_other_names(tmp_path, blocks):
+    tensors = {f"{blocks}.{i}.attn.c_attn.weight": ("F32", (96, 32)) for i in range(5)}
+    config = {"n_embd": 32, "n_head": 4, "vocab_size": 100}
+    facts = facts_of(write_headers(tmp_path / "m", tensors, config), 4)
+    assert (facts.blocks, facts.hidden, facts.heads) == (5, 32, 4)
+    assert facts.linears == {"attn.c_attn": (32, 96)}
+    assert facts.rest_bytes == 0
+
+
+def test_an_embedding_that_cannot_stay_in_its_file_is_no_vocabulary(tmp_path):
+    """That of each layer in Gemma 3n, which engine.weights does not stream."""
+    more = {**LINEAR, "model.embed_tokens_per_layer.weight": ("BF16", (1000, 32))}
+    facts = facts_of(write_headers(tmp_path / "m", more, {"hidden_size": 64}), 2)
+    assert facts.vocabulary_bytes == 2 * 1000 * 64
+    assert facts.rest_bytes == 2 * (1000 * 32 + 64)
+
+
+def test_a_vocabulary_that_is_held_is_part_of_the_rest(tiny_model):
+    facts = facts_of(tiny_model, 4)
+    held = vocabulary_held(facts)
+    assert held.vocabulary_bytes == 0
+    assert held.weights_bytes == facts.weights_bytes
+    assert held.rest_bytes == facts.rest_bytes + facts.vocabulary_bytes

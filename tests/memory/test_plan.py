@@ -1,0 +1,476 @@
+"""Plans: which is chosen under a limit, what is said where none fits, what steps correct."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.memory.test_estimate import any_facts, any_training
+from your_ai.errors import UserError
+from your_ai.memory.estimate import Plan, Training
+from your_ai.memory.facts import ModelFacts
+from your_ai.memory.limit import Machine, find_limit
+from your_ai.memory.plan import (
+    ENGINES,
+    NOTICEABLY,
+    Corrections,
+    Demand,
+    choose,
+    of_rows,
+    options,
+    rounded_up,
+    with_margin,
+    words,
+)
+
+MB, GB = 10**6, 10**9
+
+# 4-bit Llama-3.1-8B: 32 blocks of 123 MB and a vocabulary of 590
+LLAMA = ModelFacts(
+    blocks=32,
+    linears={
+        "self_attn.q_proj": (4096, 4096),
+        "self_attn.k_proj": (4096, 1024),
+        "self_attn.v_proj": (4096, 1024),
+        "self_attn.o_proj": (4096, 4096),
+        "mlp.gate_proj": (4096, 14336),
+        "mlp.up_proj": (4096, 14336),
+        "mlp.down_proj": (14336, 4096),
+    },
+    hidden=4096,
+    vocabulary=128256,
+    heads=32,
+    float_bytes=2,
+    block_bytes=123 * MB,
+    blocks_bytes=32 * 123 * MB,
+    vocabulary_bytes=590 * MB,
+    rest_bytes=MB,
+    disk_bytes=4500 * MB,
+    quantized=True,
+)
+DEMAND = Demand(
+    facts=LLAMA,
+    training=Training(blocks=16, rank=16, targets=("all-linear",)),
+    lengths=(256, 1024, 2048),
+    batch_size=8,
+    rows_per_step=16,
+    python_bytes=200 * MB,
+)
+
+
+@st.composite
+def demands(draw) -> Demand:
+    facts = draw(any_facts())
+    batch_size = draw(st.integers(1, 16))
+    engine = draw(st.sampled_from(["auto", "auto", "fused", "staged", "streamed"]))
+    return Demand(
+        facts=facts,
+        training=draw(any_training(facts)),
+        lengths=tuple(draw(st.lists(st.integers(1, 4096), min_size=1, max_size=4))),
+        batch_size=batch_size,
+        rows_per_step=batch_size * draw(st.integers(1, 4)),
+        engine=engine,
+        spill=engine != "fused" and draw(st.booleans()),
+        can_stream=engine == "streamed" or draw(st.booleans()),
+        python_bytes=draw(st.integers(0, GB)),
+        prefix_bytes=draw(st.sampled_from([0, GB])),
+    )
+
+
+def least_of(demand: Demand) -> int:
+    return min(option.needed_bytes for option in options(demand))
+
+
+def most_of(demand: Demand) -> int:
+    return max(option.needed_bytes for option in options(demand))
+
+
+@st.composite
+def limits_for(draw, demand: Demand) -> int:
+    """From just enough to more than any plan needs."""
+    return draw(st.integers(least_of(demand), 2 * most_of(demand)))
+
+
+def plans_at(limit_bytes: int, demand: Demand = DEMAND) -> list[Plan]:
+    """Of every level, until it is as small as it gets."""
+    found: list[Plan] = []
+    while True:
+        plan = choose(demand, limit_bytes, len(found)).option.plan
+        if plan in found:
+            return found
+        found.append(plan)
+
+
+# What is chosen
+
+
+@given(st.data())
+def test_what_is_chosen_fits(data):
+    demand = data.draw(demands())
+    limit_bytes, level = data.draw(limits_for(demand)), data.draw(st.integers(0, 30))
+    choice = choose(demand, limit_bytes, level)
+    needed = choice.option.needed_bytes
+    assert choice.option.estimate.process_bytes <= needed <= limit_bytes
+    assert 0 <= choice.level <= level
+    if choice.smaller is not None:
+        assert choice.smaller.needed_bytes <= NOTICEABLY * needed
+    if choice.larger is not None:
+        assert choice.larger.needed_bytes > needed
+    assert (choice.level > 0) <= (choice.larger is not None)
+
+
+@given(st.data())
+def test_every_bucket_fits(data):
+    """Each with the margin for what comes and goes, not only the one that needs the most."""
+    demand = data.draw(demands())
+    option = choose(demand, data.draw(limits_for(demand))).option
+    for tokens in demand.lengths:
+        rows = option.plan.rows(tokens, demand.batch_size)
+        found = of_rows(demand, option.plan, rows, tokens)
+        assert with_margin(found) <= option.needed_bytes
+
+
+@given(st.data())
+def test_the_fastest_that_fits_is_chosen(data):
+    demand = data.draw(demands())
+    limit_bytes = data.draw(limits_for(demand))
+    fitting = [o for o in options(demand) if o.needed_bytes <= limit_bytes]
+    assert choose(demand, limit_bytes).option == fitting[0]
+
+
+def test_plans_are_tried_from_the_fastest_on():
+    """Engine by engine, each with fewer and fewer rows."""
+    tried = [(o.plan.engine, o.plan.spill, o.plan.rows(2048, 8)) for o in options(DEMAND)]
+    assert tried == [(*engine, rows) for engine in ENGINES for rows in (8, 4, 2, 1)]
+    costs = [option.cost for option in options(DEMAND)]
+    assert costs == sorted(costs)
+    assert costs[0] == 1
+
+
+def test_more_memory_is_never_a_slower_plan():
+    order = [option.plan for option in options(DEMAND)]
+    limits = range(least_of(DEMAND), most_of(DEMAND) + GB, 250 * MB)
+    places = [order.index(choose(DEMAND, limit).option.plan) for limit in limits]
+    assert places == sorted(places, reverse=True)
+    assert places[-1] == 0
+    assert len(set(places)) > 4
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8, 12])
+def test_rows_are_halved_down_to_one(batch_size):
+    demand = replace(DEMAND, batch_size=batch_size, rows_per_step=batch_size, engine="staged")
+    rows = [option.plan.rows(2048, batch_size) for option in options(demand)]
+    assert rows[0] == batch_size
+    assert rows[-1] == 1
+    assert rows == sorted(set(rows), reverse=True)
+
+
+def test_short_rows_go_through_in_larger_numbers():
+    """Fewer of the longest, and still as many of the others as give the same tokens."""
+    demand = replace(DEMAND, engine="staged")
+    plan = options(demand)[2].plan
+    assert [plan.rows(tokens, 8) for tokens in (2048, 1024, 256)] == [2, 4, 8]
+
+
+def test_a_limit_of_just_what_is_needed_is_enough():
+    for option in options(DEMAND):
+        assert choose(DEMAND, option.needed_bytes).option.needed_bytes <= option.needed_bytes
+    least = least_of(DEMAND)
+    assert choose(DEMAND, least).option.needed_bytes == least
+    with pytest.raises(UserError):
+        choose(DEMAND, least - 1)
+
+
+# Levels
+
+
+@given(st.data())
+def test_each_level_needs_noticeably_less(data):
+    demand = data.draw(demands())
+    limit_bytes = data.draw(limits_for(demand))
+    needs, level = [], 0
+    while True:
+        choice = choose(demand, limit_bytes, level)
+        needs.append(choice.option.needed_bytes)
+        if choice.smaller is None:
+            break
+        assert choose(demand, limit_bytes, level + 1).option == choice.smaller
+        level += 1
+    for before, after in itertools.pairwise(needs):
+        assert after <= NOTICEABLY * before
+
+
+def test_levels_end_at_the_smallest():
+    plans = plans_at(most_of(DEMAND))
+    assert len(plans) > 5
+    last = choose(DEMAND, most_of(DEMAND), 1000)
+    assert (last.level, last.smaller) == (len(plans) - 1, None)
+    assert last.option.plan == plans[-1]
+    assert last.option.needed_bytes <= least_of(DEMAND) / NOTICEABLY
+
+
+def test_what_is_larger_and_smaller():
+    first, second = (choose(DEMAND, most_of(DEMAND), level) for level in (0, 1))
+    assert first.larger is None
+    assert second.larger == first.option
+    assert first.smaller == second.option
+    tight = choose(DEMAND, least_of(DEMAND))
+    assert tight.smaller is None
+    assert tight.larger.needed_bytes > least_of(DEMAND)
+    assert tight.level == 0
+
+
+# What a run goes on under
+
+
+@pytest.mark.parametrize("place", [0, 5, -1])
+def test_a_plan_that_is_kept_needs_no_margin(place):
+    """A process may hold a little more when it resumes; also under the smallest plan."""
+    option = sorted(options(DEMAND), key=lambda o: -o.needed_bytes)[place]
+    least = option.estimate.process_bytes
+    assert least < option.needed_bytes
+    for limit_bytes in (least, option.needed_bytes, 100 * GB):
+        kept = choose(DEMAND, limit_bytes, 2, option.plan)
+        assert (kept.option, kept.level) == (option, 2)
+
+
+def test_a_plan_that_is_kept_has_others_beside_it():
+    for option in options(DEMAND):
+        kept = choose(DEMAND, option.needed_bytes - 1, 0, option.plan)
+        assert kept.option == option
+        if kept.smaller is not None:
+            assert kept.smaller.needed_bytes <= NOTICEABLY * option.needed_bytes
+        if kept.larger is not None:
+            assert kept.larger.needed_bytes > option.needed_bytes
+
+
+def test_a_plan_that_does_not_fit_is_not_kept():
+    chosen = choose(DEMAND, 5 * GB).option
+    limit_bytes = chosen.estimate.process_bytes - 1
+    assert choose(DEMAND, limit_bytes, 0, chosen.plan) == choose(DEMAND, limit_bytes)
+
+
+def test_a_plan_of_other_rows_is_not_kept():
+    assert choose(DEMAND, 5 * GB, 0, Plan("staged", 12345)) == choose(DEMAND, 5 * GB)
+
+
+# What the user wants
+
+
+@pytest.mark.parametrize(("engine", "spill"), ENGINES)
+def test_a_plan_that_is_named_is_the_only_one(engine, spill):
+    demand = replace(DEMAND, engine=engine, spill=spill)
+    assert {(o.plan.engine, o.plan.spill) for o in options(demand)} == {(engine, spill)}
+    assert {plan.engine for plan in plans_at(most_of(demand), demand)} == {engine}
+
+
+def test_inputs_that_must_be_spilled_always_are():
+    plans = [option.plan for option in options(replace(DEMAND, spill=True))]
+    assert all(plan.spill for plan in plans)
+    assert [plan.engine for plan in plans] == 4 * ["staged"] + 4 * ["streamed"]
+
+
+def test_a_model_changed_on_load_is_not_streamed():
+    demand = replace(DEMAND, can_stream=False)
+    assert {option.plan.engine for option in options(demand)} == {"fused", "staged"}
+    with pytest.raises(UserError, match=r"^--plan streamed: .* or use --plan staged$"):
+        choose(replace(demand, engine="streamed"), 100 * GB)
+
+
+def test_a_model_changed_on_load_holds_its_vocabulary():
+    """Which the staged plan otherwise leaves in the files."""
+    streams, not_so = (
+        options(replace(DEMAND, engine="staged", can_stream=can))[0].estimate.components["weights"]
+        for can in (True, False)
+    )
+    assert not_so - streams == LLAMA.vocabulary_bytes
+    fused = {
+        option.estimate.components["weights"]
+        for can in (True, False)
+        for option in options(replace(DEMAND, engine="fused", can_stream=can))
+    }
+    assert fused == {LLAMA.weights_bytes}
+
+
+# Refusals
+
+
+def refused(demand: Demand, limit_bytes: int) -> str:
+    with pytest.raises(UserError) as caught:
+        choose(demand, limit_bytes)
+    return str(caught.value)
+
+
+def gb_in(refusal: str) -> str:
+    """The least that would do, as printed."""
+    found = re.search(r"the least that would do is (\d+\.\d\d) GB", refusal)
+    assert found is not None, refusal
+    return found[1]
+
+
+@given(st.data())
+def test_what_a_refusal_asks_for_is_enough(data):
+    """Given back as --max-memory, the next time, in a process that holds a little more."""
+    demand = data.draw(demands())
+    text = refused(demand, data.draw(st.integers(1, least_of(demand) - 1)))
+    asked = float(gb_in(text))
+    limit = find_limit(Machine(ram_bytes=10**15), asked, force=False)
+    next_time = replace(demand, python_bytes=demand.python_bytes + MB)
+    assert choose(next_time, limit.limit_bytes).option.needed_bytes <= limit.limit_bytes
+    assert asked * GB < least_of(demand) + 13 * MB  # and hardly more than enough
+
+
+def test_a_refusal_is_one_line_that_says_what_to_do():
+    text = refused(DEMAND, GB // 10)
+    assert "\n" not in text
+    assert text.startswith("--max-memory: nothing fits into 0.10 GB; the least that would do is ")
+    assert "--max-seq-length, now up to 2048 tokens" in text
+    assert "--lora-rank" in text
+    assert "--plan auto" not in text
+    assert "4-bit" not in text
+
+
+def test_a_refusal_advises_what_is_not_done_yet():
+    small = replace(
+        DEMAND,
+        engine="fused",
+        training=Training(blocks=1, rank=8, targets=("q_proj",)),
+        facts=replace(LLAMA, quantized=False),
+    )
+    text = refused(small, GB)
+    assert "use --plan auto" in text
+    assert "take a 4-bit model" in text
+    assert "--lora-rank" not in text
+
+
+def test_a_refusal_names_what_is_largest():
+    demand = replace(DEMAND, engine="fused", batch_size=1, lengths=(64,))
+    named = re.search(r"GB \((.*?)\)", refused(demand, GB))[1]
+    sizes = [float(size) for size in re.findall(r"(\d+\.\d\d) GB", named)]
+    assert named.startswith("weights 4.53 GB, ")
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(sizes) == 3
+
+
+@given(st.integers(1, 10**12))
+def test_what_is_rounded_up_is_enough(size_bytes):
+    assert size_bytes < int(float(f"{rounded_up(size_bytes) / GB:.2f}") * GB)
+
+
+# In words
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (Plan("fused", 4096), "fused, 8 rows of 512 tokens at once"),
+        (Plan("staged", 512), "staged, 1 row of 512 tokens at once"),
+        (Plan("staged", 100), "staged, 1 row of 512 tokens at once"),
+        (
+            Plan("streamed", 1024, True),
+            "streamed, 2 rows of 512 tokens at once, block inputs on disk",
+        ),
+    ],
+)
+def test_plans_in_words(plan, text):
+    assert words(plan, 512) == text
+
+
+# What the first steps showed
+
+
+def corrections(limit_bytes: int | None = None) -> Corrections:
+    """Of 8 rows of 256 tokens, or one of 2048, under just what that needs."""
+    option = next(o for o in options(DEMAND) if o.plan == Plan("staged", 2048))
+    return Corrections(DEMAND, option.plan, limit_bytes or option.needed_bytes)
+
+
+def measured(found: Corrections, rows: int, tokens: int, ratio: float) -> int:
+    """The peak of a step whose work took `ratio` times what was estimated."""
+    estimated = of_rows(found.demand, found.plan, rows, tokens)
+    return int(estimated.mlx_bytes + (ratio - 1) * estimated.work_bytes)
+
+
+def test_before_any_step_rows_are_those_of_the_plan():
+    found = corrections()
+    assert [found.rows(tokens) for tokens in (256, 1024, 2048)] == [8, 2, 1]
+
+
+@given(st.data())
+def test_a_plan_that_fits_is_not_corrected_without_cause(data):
+    demand = data.draw(demands())
+    limit_bytes = data.draw(limits_for(demand))
+    plan = choose(demand, limit_bytes).option.plan
+    found = Corrections(demand, plan, limit_bytes)
+    for tokens in demand.lengths:
+        assert found.rows(tokens) == plan.rows(tokens, demand.batch_size)
+
+
+def test_an_estimate_that_was_right_changes_nothing():
+    found = corrections()
+    for rows, tokens in ((8, 256), (2, 1024), (1, 2048)):
+        found.learn(rows, tokens, measured(found, rows, tokens, 1.0))
+        assert found.ratio(tokens) == pytest.approx(1, abs=1e-6)
+    assert [found.rows(tokens) for tokens in (256, 1024, 2048)] == [8, 2, 1]
+
+
+def test_rows_shrink_where_more_was_held_than_estimated():
+    found, seen = corrections(), []
+    for ratio in (1.0, 1.5, 2.0, 4.0, 100.0):
+        found.learn(8, 256, measured(found, 8, 256, ratio))
+        assert found.ratio(256) == pytest.approx(ratio, abs=1e-3)
+        seen.append(found.rows(256))
+    assert seen == sorted(seen, reverse=True)
+    assert seen[0] == 8
+    assert seen[-1] == 1
+    assert len(set(seen)) > 2
+
+
+def test_corrected_rows_fit_as_well_as_they_can():
+    found = corrections()
+    found.learn(8, 256, measured(found, 8, 256, 2.0))
+    rows = found.rows(256)
+    assert 1 < rows < 8
+    assert found.expected_bytes(rows, 256) <= found.limit_bytes
+    assert found.expected_bytes(rows + 1, 256) > found.limit_bytes
+
+
+def test_a_bucket_that_was_not_seen_is_as_far_off_as_the_worst():
+    found = corrections()
+    found.learn(2, 1024, measured(found, 2, 1024, 1.5))
+    found.learn(1, 2048, measured(found, 1, 2048, 3.0))
+    assert found.ratio(256) == pytest.approx(3, abs=1e-3)
+    assert found.ratio(1024) == pytest.approx(1.5, abs=1e-3)
+    assert found.rows(256) < 8
+
+
+def test_what_was_seen_once_is_remembered():
+    found = corrections()
+    for ratio in (3.0, 1.0):
+        found.learn(8, 256, measured(found, 8, 256, ratio))
+    assert found.ratio(256) == pytest.approx(3, abs=1e-3)
+
+
+def test_less_than_estimated_is_no_reason_for_more_rows():
+    found = corrections()
+    found.learn(1, 2048, 0)
+    assert found.ratio(256) == 1
+    assert [found.rows(tokens) for tokens in (256, 1024, 2048)] == [8, 2, 1]
+
+
+@given(st.data())
+def test_there_is_always_a_row(data):
+    """Whatever was measured, and whatever length is asked for."""
+    demand = data.draw(demands())
+    plan = data.draw(st.sampled_from(options(demand))).plan
+    found = Corrections(demand, plan, data.draw(st.integers(1, 10**11)))
+    for _ in range(data.draw(st.integers(0, 3))):
+        tokens, rows = data.draw(st.sampled_from(demand.lengths)), data.draw(st.integers(1, 16))
+        found.learn(rows, tokens, data.draw(st.integers(0, 10**12)))
+    for tokens in (*demand.lengths, data.draw(st.integers(1, 8192))):
+        assert 1 <= found.rows(tokens) <= plan.rows(tokens, demand.batch_size)
