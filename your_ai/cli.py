@@ -187,8 +187,12 @@ def plan(
     from your_ai.hub import find_model
 
     if shape is None:
+        if bits is not None:
+            raise UserError(f"--bits {bits}: is of a --shape; a model has its own")
         folder = find_model(settings.model)
     else:
+        if "model" in flags:
+            raise UserError(f"--shape {shape}: goes without --model")
         from your_ai.bench import weights_of
 
         dtype = "float32" if settings.dtype == "auto" else settings.dtype

@@ -47,12 +47,16 @@ def load_base(folder: Path, dtype: mx.Dtype, quantize: int | None = None) -> tup
     that is not whole, or that mlx-lm cannot load.
     """
     network, config = load_network(folder, dtype, quantize)
+    return network, load_tokenizer_of(folder, config.get("eos_token_id"))
+
+
+def load_tokenizer_of(folder: Path, eos_token_ids: Any = None) -> Any:
+    """The tokenizer of a model folder. Raises UserError where it cannot be loaded."""
     try:
-        tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+        return load_tokenizer(folder, eos_token_ids=eos_token_ids)
     except Exception as error:  # transformers raises what it likes for a broken tokenizer
         reason = first_line(error)
         raise UserError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
-    return network, tokenizer
 
 
 def load_network(

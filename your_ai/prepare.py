@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.memory import allocator
 from your_ai.memory.estimate import Plan
-from your_ai.memory.plan import Option, in_gb, words
+from your_ai.memory.plan import Option, choose, in_gb, words
 from your_ai.run import events
 
 TELL_EVERY_S = 5.0
@@ -154,6 +154,11 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     )
     model.try_out(network, adapters, config)
     allocator.free()
+    if built.plan != chosen.plan.engine:  # the model cannot be taken apart: is there room?
+        demand = replace(budget.demand, engine=built.plan, spill=False)
+        choice = choose(demand, budget.limit.limit_bytes)
+        budget = replace(budget, demand=demand, choice=choice)
+        tell(budget, config, log)
     for text in built.notices:
         log.write(events.Notice(text=text))
     return Prepared(

@@ -32,24 +32,26 @@ def preview(config: TrainConfig, folder: Path, seq_len: int | None) -> Budget:
         raise UserError(f"--seq-len {seq_len}: must be at least 1")
     dtype = model.compute_dtype(config.dtype)
     network, _ = model.load_network(folder, dtype, config.quantize)  # lazily
+    tokenizer = None
+    if any(folder.glob("tokenizer*")):  # what it takes counts; shapes of `bench` have none
+        tokenizer = model.load_tokenizer_of(folder)
     streamable = can_stream(network, tensors_of(network, folder))
     model.add_adapters(network, config)  # whose faults are the user's
     tokens = 0  # of all texts, where they are known
     if seq_len is not None:
         lengths = [seq_len]
     elif config.data:
-        lengths, tokens = lengths_in(config, folder)
+        lengths, tokens = lengths_in(config, folder, tokenizer)
     else:
         lengths = [config.max_seq_length]
     return budget_of(config, folder, dtype, lengths, can_stream=streamable, prefix_tokens=tokens)
 
 
-def lengths_in(config: TrainConfig, folder: Path) -> tuple[list[int], int]:
+def lengths_in(config: TrainConfig, folder: Path, tokenizer: Any) -> tuple[list[int], int]:
     """T of every bucket of the rows that `train` reads, and how many tokens they have in all.
 
     They are tokenized once, as `train` does.
     """
-    _, tokenizer = model.load_base(folder, model.compute_dtype(config.dtype), config.quantize)
     key = hub.tokenizer_fingerprint(hub.fingerprint(folder))
     found: set[int] = set()
     tokens = 0

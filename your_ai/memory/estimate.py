@@ -129,7 +129,7 @@ def weights_bytes(facts: ModelFacts, engine: str) -> int:
         return facts.weights_bytes
     if engine == "staged":
         return facts.blocks_bytes + facts.rest_bytes
-    return int(BLOCKS_STREAMED * facts.block_bytes) + facts.rest_bytes
+    return min(int(BLOCKS_STREAMED * facts.block_bytes), facts.blocks_bytes) + facts.rest_bytes
 
 
 def programs_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
