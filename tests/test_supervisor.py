@@ -528,6 +528,7 @@ LIMIT = events.Limit(limit_bytes=1000, reason="")
         ([sample(1, process_bytes=900)], None, False),
         ([LIMIT, sample(1, process_bytes=900), sample(2, process_bytes=500)], 0.9, False),
         ([LIMIT, sample(1, process_bytes=900), *[sample(2, process_bytes=1)] * 5], 0.001, False),
+        ([LIMIT, sample(1, process_bytes=500, highest_bytes=950)], 0.95, False),
         ([sample(1, pressure=2)], None, False),
         ([sample(1, pressure=4), sample(2, pressure=1)], None, True),
         ([sample(1, pressure=4), *[sample(2, pressure=1)] * 5], None, False),

@@ -173,7 +173,8 @@ def next_life(before: Life, level: int, status: int, told: Sequence[Event]) -> L
     turns = of(events.Planned, events.Action)
     done = of(events.Step, events.Skipped)
     samples = of(events.Step)[-LAST_SAMPLES:]
-    held = [s.process_bytes for s in samples if s.process_bytes is not None]
+    gauges = [gauge for s in samples for gauge in (s.process_bytes, s.highest_bytes)]
+    held = [gauge for gauge in gauges if gauge is not None]
     resumed = [start.step for start in starts if start.step > 0]
     saved = [before.checkpoint, *resumed, *(e.step for e in of(events.Checkpoint))]
     return Life(
