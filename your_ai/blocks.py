@@ -9,7 +9,6 @@ Shapes: B rows, T tokens of a row, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+
+from your_ai.errors import forgiving
 
 Arrays = dict[str, mx.array]  # by their path in a block, e.g. `self_attn.q_proj.weight`
 
@@ -224,7 +225,7 @@ def parts_of(
     head: (B, T, D) finished hidden states -> logits, from `model.split`. blocks: other
     modules to take for its blocks, where `model.layers` has stand-ins.
     """
-    with contextlib.suppress(Exception):  # an architecture laid out in another way
+    with forgiving():  # an architecture laid out in another way
         inner = model.language_model if "language_model" in model else model
         parts = Parts(trunk=inner.model, blocks=list(inner.model.layers), head=head)
         tokens = mx.array([[3, 1, 2, 0, 1, 3]])

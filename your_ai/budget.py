@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -30,6 +31,15 @@ class Budget:
 def limit_of(max_memory_gb: float | None, force: bool = False) -> Limit:
     """Raises UserError for more than the machine has."""
     return find_limit(probe.machine(), max_memory_gb, force)
+
+
+@cache
+def python_bytes() -> int:
+    """What this process holds without a model.
+
+    As it was at first: what a plan before this one has left is not needed besides it.
+    """
+    return (probe.process_bytes() or 0) + LATER_BYTES
 
 
 def demand_of(
@@ -62,7 +72,7 @@ def demand_of(
         engine=config.plan,
         spill=config.spill,
         can_stream=can_stream,
-        python_bytes=(probe.process_bytes() or 0) + LATER_BYTES,
+        python_bytes=python_bytes(),
         prefix_bytes=kept * facts.hidden * facts.float_bytes,
     )
 

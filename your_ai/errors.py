@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """Something the user can mend: what is wrong, where, and what to do. Exit status 2."""
@@ -16,12 +19,30 @@ OUT_OF_MEMORY = (
     "maximum allowed buffer size",
     "Resource limit",
     "Unable to allocate",
+    "bad_alloc",
+    "MemoryError",
 )
 
 
 def is_out_of_memory(reason: str) -> bool:
     """Whether one of MLX's messages means that there was not enough memory."""
     return any(text in reason for text in OUT_OF_MEMORY)
+
+
+def lacked_memory(error: BaseException) -> bool:
+    """Whether an error means that there was not enough memory."""
+    mlx = type(error) is RuntimeError and is_out_of_memory(str(error))
+    return mlx or isinstance(error, MemoryError)
+
+
+@contextlib.contextmanager
+def forgiving() -> Iterator[None]:
+    """Suppress what a model's code may raise, but not that there was too little memory."""
+    try:
+        yield
+    except Exception as error:  # of any kind: an architecture's code raises what it likes
+        if lacked_memory(error):
+            raise
 
 
 def explain(reason: str) -> str:

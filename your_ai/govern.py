@@ -33,13 +33,13 @@ from your_ai.run import events
 class Replan(Exception):
     """The run is to go on under another plan, or in another process: `action` says which.
 
-    step: that of the checkpoint saved for it; None after an error, when it is the last one.
-    watch: what the policy is to remember of before.
+    step: that of the checkpoint it goes on from; watch: what the policy is to remember of
+    before; failed: it is so after an error, and not by the policy.
     """
 
-    def __init__(self, action: Action, step: int | None, watch: Watch) -> None:
+    def __init__(self, action: Action, step: int, watch: Watch, failed: bool = False) -> None:
         super().__init__(action.cause)
-        self.action, self.step, self.watch = action, step, watch
+        self.action, self.step, self.watch, self.failed = action, step, watch, failed
 
 
 @dataclass

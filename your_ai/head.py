@@ -8,7 +8,6 @@ Shapes: S hidden states, D hidden size, V vocabulary, n tokens of a slice.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from your_ai.errors import forgiving
 
 SLICE_BYTES = 4 << 20
 DENSE = (nn.Linear, nn.Embedding)
@@ -175,7 +176,7 @@ def linear_head(head: nn.Module, hidden_size: int, dtype: mx.Dtype) -> LinearHea
     """
     hidden = mx.random.normal((5, hidden_size), key=mx.random.key(0)).astype(dtype)
     for path in _candidates(head):
-        with contextlib.suppress(Exception):  # an architecture laid out in another way
+        with forgiving():  # an architecture laid out in another way
             found = _taken_apart(head, path, hidden)
             if _agrees(found, head, hidden):
                 return found

@@ -22,7 +22,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, load_tokenizer, quantize_model
 
 from your_ai.config import TrainConfig, nearest
-from your_ai.errors import UserError
+from your_ai.errors import UserError, forgiving, lacked_memory
 from your_ai.hub import check_model
 from your_ai.rng import derive_seed
 
@@ -305,6 +305,8 @@ def try_out(model: nn.Module, adapters: Adapters, config: TrainConfig) -> None:
     try:
         mx.eval(model(tokens))
     except Exception as error:  # an architecture's code raises what it likes
+        if lacked_memory(error):
+            raise
         if config.lora_dropout > 0 and "dropout" in str(error):
             what = f"--lora-dropout: not possible on these --lora-targets ({first_line(error)})"
         else:
@@ -342,7 +344,7 @@ def split(model: nn.Module) -> Split:
     does not give the model's logits, the whole model is the trunk.
     """
     tokens = mx.arange(4)[None]
-    with contextlib.suppress(Exception):  # an architecture laid out in another way
+    with forgiving():  # an architecture laid out in another way
         candidate = _split(model)
         ours, whole = candidate.head(candidate.trunk(tokens)), model(tokens)
         if ours.shape == whole.shape and mx.allclose(ours, whole, rtol=1e-3, atol=1e-3).item():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from your_ai import model, optimizer
+from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.prepare import Prepared
 from your_ai.run import checkpoint, events
@@ -35,6 +36,12 @@ def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> Trai
     return saved.state
 
 
+def saved_step(folder: RunFolder) -> int:
+    """That of the newest checkpoint, 0 where there is none."""
+    found = checkpoint.list_checkpoints(folder.checkpoints)
+    return checkpoint.step_of(found[0]) if found else 0
+
+
 def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.EventLog) -> None:
     began = time.perf_counter()
     path = checkpoint.save(
@@ -50,3 +57,13 @@ def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.E
     checkpoint.prune(folder.checkpoints, state.step, prepared.config.keep)
     seconds = time.perf_counter() - began
     log.write(events.Checkpoint(step=state.step, folder=str(path), seconds=seconds))
+
+
+def keep_settings(folder: RunFolder, config: TrainConfig, steps: int, log: events.EventLog) -> None:
+    """Write the settings of a run that is resumed; a schedule that moves its end is told."""
+    before = folder.read_config()
+    folder.change_config(config)
+    moved = (before.max_steps, before.epochs) != (config.max_steps, config.epochs)
+    if config.lr_schedule != "constant" and moved:
+        text = f"the learning rate now falls to 0 at step {steps}, not where it did"
+        log.write(events.Notice(text=text))

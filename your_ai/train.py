@@ -27,7 +27,7 @@ from your_ai.config import TrainConfig, build, is_due
 from your_ai.data.batches import Batch
 from your_ai.engine import prefix
 from your_ai.engine.fused import Engine
-from your_ai.errors import RunError, UserError, explain, is_out_of_memory
+from your_ai.errors import RunError, UserError, explain, lacked_memory
 from your_ai.files import clean
 from your_ai.govern import Governor, Replan, govern, told
 from your_ai.measure import show_test_rows, validate
@@ -41,7 +41,7 @@ from your_ai.run.checkpoint import TrainState
 from your_ai.run.folder import RunFolder, find, locked
 from your_ai.run.parent import watch_parent
 from your_ai.run.stopping import Interrupted, Stop, stop_signals
-from your_ai.saving import restore, save
+from your_ai.saving import keep_settings, restore, save, saved_step
 
 MAX_SKIPPED_IN_A_ROW = 5
 MAX_OUT_OF_MEMORY = 3  # in a row, without a checkpoint between
@@ -69,14 +69,7 @@ def run(
     governor = govern(prepared, sampler, log, watch)
     state = restore(folder, prepared, log)
     update = optimizer.make_update(prepared.model, prepared.optimizer)
-    before = folder.read_config()
-    folder.change_config(config)
-    if config.lr_schedule != "constant" and (before.max_steps, before.epochs) != (
-        config.max_steps,
-        config.epochs,
-    ):
-        text = f"the learning rate now falls to 0 at step {prepared.steps}, not where it did"
-        log.write(events.Notice(text=text))
+    keep_settings(folder, config, prepared.steps, log)
     log.write(prepared.started_event(state.step))
     stop.graceful = True
     if state.step == 0:
@@ -85,7 +78,7 @@ def run(
 
     fill_prefix(prepared, state.step, log, stop)
     while state.step < prepared.steps and not stop:
-        state, wanted = train_step(prepared, governor, update, state, log)
+        state, batches = train_step(prepared, governor, update, state, log)
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise RunError(
                 f"{folder.path}: {state.skipped_in_a_row} steps in a row were not finite, the last "
@@ -93,6 +86,11 @@ def run(
                 f"{checkpoint.newest(folder.checkpoints)[0]}; lower --learning-rate or look at "
                 "the data, and begin a new run"
             )
+        try:
+            wanted = governor.after_step(state.step, batches) if batches else None
+        except RunError:
+            save(folder, prepared, state, log)  # what cannot be read again is not the adapters
+            raise
         last = state.step == prepared.steps
         if last or is_due(config.eval_every, state.step):
             validate(prepared, state.step, log, stop)
@@ -135,12 +133,11 @@ def train_step(
     update: Update,
     state: TrainState,
     log: events.EventLog,
-) -> tuple[TrainState, Action | None]:
-    """One optimizer update over the rows of step `state.step`; the state after it.
+) -> tuple[TrainState, list[Batch]]:
+    """One optimizer update over the rows of step `state.step`: the state after it, its batches.
 
     A step whose loss or gradients are not finite, or whose rows all have weight 0,
-    changes neither the adapters nor the optimizer. Also what the memory governor wants the
-    caller to do.
+    changes neither the adapters nor the optimizer, and has none.
     """
     began = time.perf_counter()
     config, index = prepared.config, state.step
@@ -150,7 +147,7 @@ def train_step(
     done = replace(state, step=index + 1)
     if weight == 0:
         log.write(skipped_event(replace(done, skipped=state.skipped + 1), "every weight is 0"))
-        return replace(done, skipped=state.skipped + 1), None
+        return replace(done, skipped=state.skipped + 1), []
 
     seed = derive_seed(config.seed, "dropout", index)
     loss, grads = accumulate(prepared.engine, batches, state.loss_scale / weight, seed)
@@ -159,7 +156,7 @@ def train_step(
     if not (math.isfinite(loss) and math.isfinite(norm)):
         done = optimizer.after_skipped_step(done, loss)
         log.write(skipped_event(done, f"the loss is {loss}, the gradient norm {norm}"))
-        return done, None
+        return done, []
 
     rate = optimizer.learning_rate(config, index, prepared.steps)
     clip = optimizer.clip_factor(norm, config.max_grad_norm)
@@ -183,8 +180,7 @@ def train_step(
             **asdict(sample),
         )
     )
-    wanted = governor.after_step(done.step, batches)
-    return optimizer.after_finite_step(done, prepared.dtype), wanted
+    return optimizer.after_finite_step(done, prepared.dtype), batches
 
 
 def accumulate(engine: Engine, batches: list[Batch], scale: float, seed: int) -> tuple[float, Any]:
@@ -214,18 +210,24 @@ def carry_out(folder: RunFolder, config: TrainConfig, stop: Stop, level: int = 0
     with locked(folder), contextlib.closing(events.EventLog(folder.events)) as log:
         text = "stopping after this step; once more to leave at once"
         stop.on_first = lambda: log.write(events.Notice(text=text))
-        out_of_memory, watch = 0, Watch()  # errors in a row
+        failed_at, watch = [], Watch()
         try:
             while True:
                 wanted = carry_on(folder, config, log, stop, level, watch)
                 if isinstance(wanted, events.Finished):
                     return 0 if wanted.adapter else 128 + (stop.received or 0)
-                if wanted.action.kind == "restart" and config.supervise:
-                    return exits.RESTART
+                if wanted.action.kind == "restart":
+                    if config.supervise:
+                        return exits.RESTART
+                    raise RunError(
+                        f"{folder.path}: {wanted.action.cause}; everything is saved, and only "
+                        "another process has this memory back: your_ai train --resume "
+                        f"{folder.reference}"
+                    )
                 watch = wanted.watch
                 level += {"smaller_plan": 1, "larger_plan": -1}.get(wanted.action.kind, 0)
-                out_of_memory = out_of_memory + 1 if wanted.step is None else 0
-                if out_of_memory > MAX_OUT_OF_MEMORY:
+                failed_at = [*failed_at, wanted.step] if wanted.failed else []
+                if failed_at.count(wanted.step) > MAX_OUT_OF_MEMORY:
                     print(f"error: {folder.path}: {wanted.action.cause}", file=sys.stderr)
                     return exits.OUT_OF_MEMORY
         finally:
@@ -241,23 +243,23 @@ def carry_on(
     watch: Watch,
 ) -> events.Finished | Replan:
     """`run` under one plan: how it ended, or what it is to go on as. Holds nothing after."""
-    before = probe.read()
     try:
         with probe.Sampler() as sampler:
             return run(folder, config, log, stop, level, watch, sampler)
     except Replan as replan:
-        wanted = Replan(replan.action, replan.step, replan.watch)
-    except RuntimeError as error:
-        if type(error) is not RuntimeError:  # its subclasses are Python's, and our fault
-            raise
-        reason = model.first_line(error)
-        if not is_out_of_memory(reason):
-            raise RunError(f"{folder.path}: {explain(reason)}") from error
-        wanted = Replan(Action(kind="smaller_plan", cause=explain(reason)), None, watch)
+        before, wanted = probe.read(), Replan(replan.action, replan.step, replan.watch)
+    except (RuntimeError, MemoryError) as error:
+        reason = explain(model.first_line(error))
+        if not lacked_memory(error):
+            if type(error) is not RuntimeError:  # its subclasses are Python's, and our fault
+                raise
+            raise RunError(f"{folder.path}: {reason}") from error
+        action, before = Action(kind="smaller_plan", cause=reason), probe.read()
+        wanted = Replan(action, saved_step(folder), watch, failed=True)
     began = time.perf_counter()
     allocator.free()  # the model went with the exception that is over now
-    after, step = probe.read(), wanted.step or 0
-    log.write(told(wanted.action, step, before, after, time.perf_counter() - began))
+    after = probe.read()
+    log.write(told(wanted.action, wanted.step, before, after, time.perf_counter() - began))
     return wanted
 
 

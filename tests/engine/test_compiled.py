@@ -29,6 +29,12 @@ PLANS = [(plan, cached) for plan in ("fused", "staged", "streamed") for cached i
 NUMBERS = 1_000_000
 
 
+@pytest.fixture(autouse=True)
+def awake() -> None:
+    """What a process compiles before it evaluated anything, MLX compiles twice."""
+    mx.eval(mx.zeros(1))
+
+
 class Traced:
     """x + 1, and how often Python ran it."""
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from your_ai.errors import RunError, UserError
+from your_ai.errors import RunError, UserError, lacked_memory
 from your_ai.files import sha256, whole_folder
 
 ADAPTERS = "adapters.safetensors"
@@ -112,6 +112,8 @@ def _write_folder(
                 write_json(folder / name, value)
             write_json(folder / CHECKSUMS, {n: sha256(folder / n) for n in (*arrays, *texts)})
     except (OSError, RuntimeError) as error:  # mlx raises RuntimeError on a full disk
+        if lacked_memory(error):  # the device's errors arrive late
+            raise
         reason = getattr(error, "strerror", None) or error
         raise RunError(
             f"{target}: cannot be written ({reason}); make room, then resume the run"

@@ -1,0 +1,357 @@
+"""The LoRA-only reload: what it reads, what it holds meanwhile, and that nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from tests.conftest import chat, events_of, losses_of, make_model, resume, train, write_rows
+from tests.engine.test_compiled import short_batches
+from tests.engine.test_fused import load
+from tests.fault.processes import final_files
+from your_ai import model
+from your_ai import train as recipe
+from your_ai.data.batches import Batch
+from your_ai.engine.build import build_engine
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.fused import Engine
+from your_ai.engine.prefix import MemoryStore
+from your_ai.engine.reload import reload_adapted
+from your_ai.engine.weights import Tensor, tensors_of
+from your_ai.errors import RunError
+from your_ai.run import events, folder
+from your_ai.run.folder import RunFolder
+
+PLANS = ("fused", "staged", "streamed")
+
+
+class Loaded(NamedTuple):
+    network: nn.Module
+    engine: Engine
+    tensors: dict[str, Tensor]
+    batches: list[Batch]
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Callable[..., Loaded]:
+    """A model with adapters and the engine of a plan, as a run has them."""
+
+    def make(path: Path, plan: str, cached: bool = False, **settings: Any) -> Loaded:
+        network, tokenizer, adapters = load(path, **settings)
+        tensors = tensors_of(model.load_network(path, mx.float32)[0], path)
+        dequantize_on_the_cpu(network)
+        make_store = (lambda _: MemoryStore()) if cached else None
+        keys = adapters.dropout_keys
+        built = build_engine(network, keys, plan, tensors=tensors, make_store=make_store)
+        assert built.plan == plan
+        return Loaded(network, built.engine, tensors, short_batches(tokenizer, tmp_path))
+
+    return make
+
+
+def step(loaded: Loaded) -> tuple[float, dict[str, mx.array]]:
+    """The loss and the gradients over all batches."""
+    loss, total = 0.0, None
+    for batch in loaded.batches:
+        part, grads = loaded.engine.gradients(batch, 1.0, 3)
+        loss += part.item()
+        total = grads if total is None else tree_map(mx.add, total, grads)
+    return loss, dict(tree_flatten(total))
+
+
+def frozen_below(network: nn.Module) -> dict[str, mx.array]:
+    """The arrays that a reload is about, by their path."""
+    return {
+        f"{name}.linear.{path}": array
+        for name, layer in network.named_modules()
+        if "lora_a" in layer
+        for path, array in tree_flatten(layer.linear.parameters())
+    }
+
+
+def bytes_of(arrays: dict[str, mx.array]) -> int:
+    return sum(array.nbytes for array in arrays.values())
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the tensors of which rows are read."""
+    found: list[str] = []
+
+    def spied(name: str) -> None:
+        whole = getattr(Tensor, name)
+        monkeypatch.setattr(
+            Tensor, name, lambda self, *args: found.append(self.name) or whole(self, *args)
+        )
+
+    spied("rows")
+    spied("gather")
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int | None, Path]:
+    """By bits."""
+    place = tmp_path_factory.mktemp("models")
+    return {bits: make_model(place / f"bits-{bits}", bits=bits) for bits in (4, None)}
+
+
+# -- the function
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("bits", [4, None])
+def test_no_bit_of_a_step_changes(models, loaded, bits, dora, plan):
+    made = loaded(models[bits], plan, use_dora=dora, lora_dropout=0.1)
+    loss, grads = step(made)
+    for drop in (False, True):  # a reload is exact also where compiled functions stay
+        if drop:
+            made.engine.drop()
+        reload_adapted(made.network, made.tensors)
+        again, grads_again = step(made)
+        assert again == loss
+        assert grads_again.keys() == grads.keys()
+        for name, grad in grads.items():
+            assert mx.array_equal(grad, grads_again[name]), name
+
+
+@pytest.mark.parametrize("plan", ["fused", "staged"])
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("bits", [4, None])
+def test_what_is_read_is_what_the_adapted_layers_hold_frozen(models, loaded, bits, dora, plan):
+    made = loaded(models[bits], plan, use_dora=dora)
+    before = frozen_below(made.network)
+    assert reload_adapted(made.network, made.tensors) == bytes_of(before)
+    after = frozen_below(made.network)
+    for name, array in before.items():
+        assert after[name] is not array
+        assert after[name].dtype == array.dtype
+        assert mx.array_equal(after[name], array), name
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("targets", [("q_proj",), ("v_proj", "down_proj"), ("all-linear",)])
+def test_only_the_targets_of_the_adapted_blocks_are_read(models, loaded, reads, targets, plan):
+    made = loaded(models[4], plan, lora_layers=2, lora_targets=targets)
+    wanted = {name.replace(".linear.", ".") for name in frozen_below(made.network)}
+    reads.clear()
+    reload_adapted(made.network, made.tensors)
+    assert sorted(reads) == ([] if plan == "streamed" else sorted(wanted))
+    assert all(name.startswith(("model.layers.1.", "model.layers.2.")) for name in wanted)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_adapters_are_the_very_same_arrays(models, loaded, dora):
+    made = loaded(models[4], "fused", use_dora=dora)
+    before = model.adapter_arrays(made.network)
+    reload_adapted(made.network, made.tensors)
+    after = model.adapter_arrays(made.network)
+    assert all(after[name] is array for name, array in before.items())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_no_plan_holds_more_than_before(models, loaded, plan):
+    made = loaded(models[None], plan, lora_layers="all")
+    step(made)
+    gc.collect()
+    before = mx.get_active_memory()
+    read = reload_adapted(made.network, made.tensors)
+    assert (read == 0) == (plan == "streamed")
+    assert mx.get_active_memory() <= before
+
+
+def test_one_tensor_at_a_time_is_held_twice_at_most(tmp_path, loaded):
+    made = loaded(
+        make_model(tmp_path / "wide", bits=None, hidden_size=512, intermediate_size=1024),
+        "fused",
+        lora_layers="all",
+    )
+    mx.eval(made.network.parameters())
+    largest = max(array.nbytes for array in frozen_below(made.network).values())
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    read = reload_adapted(made.network, made.tensors)
+    assert read > 5 * largest
+    assert mx.get_peak_memory() <= before + largest
+
+
+def test_the_old_arrays_are_freed_one_by_one(models, loaded, monkeypatch):
+    """At each read there is no more than there was, less what is about to be read."""
+    made = loaded(models[4], "fused")
+    mx.eval(made.network.parameters())
+    before = mx.get_active_memory()
+    held: list[int] = []
+    rows = Tensor.rows
+
+    def spied(self: Tensor, start: int, stop: int) -> mx.array:
+        held.append(mx.get_active_memory())
+        return rows(self, start, stop)
+
+    monkeypatch.setattr(Tensor, "rows", spied)
+    reload_adapted(made.network, made.tensors)
+    assert held
+    assert max(held) < before
+
+
+@pytest.mark.parametrize("tensors", [None, {}])
+def test_without_files_nothing_is_read_or_dropped(models, loaded, tensors):
+    made = loaded(models[4], "fused")
+    before = frozen_below(made.network)
+    assert reload_adapted(made.network, tensors) == 0
+    after = frozen_below(made.network)
+    assert all(after[name] is array for name, array in before.items())
+
+
+def test_floats_are_cast_as_the_model_has_them(models, tmp_path):
+    network, _ = model.load_network(models[4], mx.bfloat16)
+    tensors = tensors_of(network, models[4])
+    model.add_adapters(network, model.TrainConfig(lora_layers=1))
+    before = frozen_below(network)
+    assert reload_adapted(network, tensors) == bytes_of(before)
+    for name, array in frozen_below(network).items():
+        assert array.dtype == before[name].dtype
+        assert mx.array_equal(array, before[name])
+
+
+# -- whole runs
+
+
+@pytest.fixture
+def quick(configure, data_folder) -> Callable[..., Any]:
+    """A config of a few short steps, without validation."""
+    (data_folder / "valid.jsonl").unlink()
+    write_rows(data_folder / "train.jsonl", [chat(f"Ask {i}", "Yes") for i in range(8)])
+    first = {"max_steps": 5, "lora_targets": ("q_proj", "up_proj"), "lora_dropout": 0.1}
+
+    def make(**settings: Any) -> Any:
+        return configure(**{**first, **settings})
+
+    return make
+
+
+def reloads_of(run: RunFolder) -> list[events.Action]:
+    return [a for a in events_of(run, events.Action) if a.kind == "reload_lora"]
+
+
+def adapted_bytes(path: Path, targets: tuple[str, ...], first_block: int = 1) -> int:
+    """What the model's file holds of these layers, from a block on."""
+    arrays = mx.load(str(path / "model.safetensors"))
+    parts = {name: name.split(".") for name in arrays}
+    return sum(
+        arrays[name].nbytes
+        for name, part in parts.items()
+        if part[1] == "layers" and int(part[2]) >= first_block and part[-2] in targets
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+@pytest.mark.parametrize("bits", [4, None])
+def test_a_run_that_reloads_is_the_run_that_does_not(quick, models, bits, dora, plan):
+    settings = {"model": str(models[bits]), "plan": plan, "use_dora": dora}
+    plain = train(quick(run="plain", reload_interval=0, **settings))
+    run = train(quick(run="reloading", reload_interval=2, **settings))
+    assert losses_of(run) == losses_of(plain)
+    assert final_files(run) == final_files(plain)
+    assert reloads_of(plain) == []
+    expected = 0 if plan == "streamed" else adapted_bytes(models[bits], ("q_proj", "up_proj"))
+    assert [(a.step, a.read_bytes) for a in reloads_of(run)] == [(2, expected), (4, expected)]
+    assert {a.cause for a in reloads_of(run)} == {"every 2 steps"}
+
+
+@pytest.mark.parametrize("plan", ["fused", "staged"])
+def test_weights_that_were_changed_on_load_are_not_read(quick, models, plan):
+    settings = {"model": str(models[None]), "plan": plan, "quantize": 4}
+    plain = train(quick(run="plain", **settings))
+    run = train(quick(run="reloading", reload_interval=2, **settings))
+    assert losses_of(run) == losses_of(plain)
+    assert final_files(run) == final_files(plain)
+    assert [action.read_bytes for action in reloads_of(run)] == [0, 0]
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_cached_prefix_stays_as_it_is(quick, models, where):
+    settings = {"model": str(models[4]), "prefix_cache": where, "lora_layers": 1, "max_steps": 8}
+    plain = train(quick(run="plain", **settings))
+    run = train(quick(run="reloading", reload_interval=3, **settings))
+    assert losses_of(run) == losses_of(plain)
+    assert final_files(run) == final_files(plain)
+
+
+def test_the_optimizer_goes_on_as_if_nothing_had_been(quick, models):
+    """Its moments would show it only after steps, so there are some after the reload."""
+    settings = {"model": str(models[4]), "optimizer": "adamw", "max_steps": 8}
+    plain = train(quick(run="plain", **settings))
+    run = train(quick(run="reloading", reload_interval=1, **settings))
+    assert len(reloads_of(run)) >= 7
+    assert final_files(run) == final_files(plain)
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 3)
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model", bits=4)
+
+
+@pytest.fixture
+def spoilt(own_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
+    """Lets a function spoil the model's file once the first step is done."""
+    file = own_model / "model.safetensors"
+    content = file.read_bytes()
+
+    def let(spoil: Callable[[Path], None]) -> Callable[[], None]:
+        calls = itertools.count(1)
+        train_step = recipe.train_step
+
+        def spoilt_step(*args: Any) -> Any:
+            if next(calls) == 2:
+                spoil(file)
+            return train_step(*args)
+
+        monkeypatch.setattr(recipe, "train_step", spoilt_step)
+        return lambda: file.write_bytes(content)
+
+    yield let
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, cut], ids=["gone", "cut"])
+def test_a_file_that_is_gone_ends_the_run_in_one_line(quick, own_model, spoilt, spoil):
+    settings = {"model": str(own_model), "plan": "fused", "reload_interval": 3, "save_every": 1}
+    whole = train(quick(run="whole", **settings))
+    put_back = spoilt(spoil)
+    run = folder.create(quick(**settings))
+    with pytest.raises(RunError, match="put them back") as caught:
+        resume(run)
+    assert "\n" not in str(caught.value)
+    assert str(own_model / "model.safetensors") in str(caught.value)
+    put_back()
+    assert resume(run) == 0
+    assert losses_of(run) == losses_of(whole)
+    assert final_files(run) == final_files(whole)
+
+
+def test_a_file_that_is_gone_loses_no_step(quick, own_model, spoilt):
+    """What the steps did is in memory still, and is saved before the run ends."""
+    put_back = spoilt(Path.unlink)
+    settings = {"plan": "fused", "reload_interval": 4, "save_every": 100}
+    run = folder.create(quick(model=str(own_model), **settings))
+    with pytest.raises(RunError):
+        resume(run)
+    put_back()
+    assert resume(run) == 0
+    assert [event.step for event in events_of(run, events.Step)] == [1, 2, 3, 4, 5]

@@ -1,0 +1,780 @@
+"""Memory that runs out, leaks, or takes the process with it: the run ends as if it had not."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import your_ai
+from tests.conftest import chat, events_of, losses_of, resume, train, write_rows
+from tests.fault.processes import PATIENCE_S, call, final_files, leftovers, started, wait_until
+from your_ai import optimizer
+from your_ai import prepare as preparing
+from your_ai import train as recipe
+from your_ai.budget import LATER_BYTES, Budget
+from your_ai.errors import RunError
+from your_ai.memory import plan, probe
+from your_ai.run import checkpoint, events, exits, folder
+from your_ai.run.folder import RUNS, RunFolder
+from your_ai.run.stopping import Stop
+
+MB = 10**6
+OUT_OF_MEMORY = (
+    "[METAL] Command buffer execution failed: Insufficient Memory "
+    "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
+)
+STEPS = 5
+
+
+class Failure:
+    """Fails at some of the calls, counted from 1, or at every one; the error is a new one."""
+
+    def __init__(self, *calls: int, kind: type = RuntimeError, text: str = OUT_OF_MEMORY) -> None:
+        self.calls, self.count = calls, 0
+        self.kind, self.text = kind, text
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count in self.calls or self.calls == ():
+            raise self.kind(self.text)
+
+
+def fail_in_gradients(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None:
+    """Once they were asked for: their graph is there, and not evaluated."""
+    prepare = recipe.prepare
+
+    def prepared(*args: Any) -> Any:
+        found = prepare(*args)
+        gradients = found.engine.gradients
+
+        def failing(*given: Any) -> Any:
+            result = gradients(*given)
+            fail()
+            return result
+
+        engine = dataclasses.replace(found.engine, gradients=failing)
+        return dataclasses.replace(found, engine=engine)
+
+    monkeypatch.setattr(recipe, "prepare", prepared)
+
+
+def fail_at_synchronize(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None:
+    """After the update: the weights are no longer those of the step before."""
+    synchronize = mx.synchronize
+
+    def failing(*args: Any) -> None:
+        synchronize(*args)
+        fail()
+
+    monkeypatch.setattr(recipe.mx, "synchronize", failing)
+
+
+def fail_in(name: str) -> Callable[[pytest.MonkeyPatch, Callable[[], None]], None]:
+    """Before a function of the recipe."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None:
+        function = getattr(recipe, name)
+
+        def failing(*args: Any) -> Any:
+            fail()
+            return function(*args)
+
+        monkeypatch.setattr(recipe, name, failing)
+
+    return patch
+
+
+PLACES = pytest.mark.parametrize(
+    "place", [fail_in_gradients, fail_at_synchronize], ids=["in evaluation", "late"]
+)
+
+
+@pytest.fixture
+def planned(configure, data_folder, monkeypatch) -> Callable[..., Any]:
+    """A config of a few steps under one of many plans; small ones, which differ by little."""
+    monkeypatch.setattr(plan, "NOTICEABLY", 0.9999)
+    rows = [chat(f"Ask {i}", "Say" + " please" * i) for i in range(8)]
+    write_rows(data_folder / "train.jsonl", rows)
+    write_rows(data_folder / "valid.jsonl", [chat("Ask", "Yes")])
+    first = {"max_steps": STEPS, "batch_size": 8, "save_every": 1, "keep": 99, "lora_layers": 1}
+
+    def make(**settings: Any) -> Any:
+        return configure(**{**first, **settings})
+
+    return make
+
+
+@pytest.fixture
+def quick(configure, data_folder) -> Callable[..., Any]:
+    """A config of many short steps."""
+    write_rows(data_folder / "train.jsonl", [chat(f"Ask {i}", "Yes") for i in range(8)])
+    (data_folder / "valid.jsonl").unlink()
+
+    def make(**settings: Any) -> Any:
+        return configure(**{"lora_layers": 1, **settings})
+
+    return make
+
+
+def carry_out(run: RunFolder, stop: Stop | None = None) -> int:
+    return recipe.carry_out(run, run.read_config(), Stop() if stop is None else stop)
+
+
+def steps_of(run: RunFolder) -> list[int]:
+    return [event.step for event in events_of(run, events.Step)]
+
+
+def levels_of(run: RunFolder) -> list[int]:
+    return [event.level for event in events_of(run, events.Planned)]
+
+
+def actions_of(run: RunFolder, *kinds: str) -> list[events.Action]:
+    """Those that a number of steps alone did not call for."""
+    found = [a for a in events_of(run, events.Action) if not a.cause.startswith("every ")]
+    return [action for action in found if not kinds or action.kind in kinds]
+
+
+def adapter_of(run: RunFolder) -> dict[str, mx.array]:
+    return mx.load(str(run.adapter / checkpoint.ADAPTERS))
+
+
+def assert_close(run: RunFolder, other: RunFolder) -> None:
+    ours, theirs = adapter_of(run), adapter_of(other)
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        assert mx.allclose(array, theirs[name], rtol=1e-5, atol=1e-5).item(), name
+
+
+# -- an error of memory
+
+
+@PLACES
+@pytest.mark.parametrize("step", [1, 3, STEPS])
+def test_the_run_goes_on_under_the_next_smaller_plan(planned, monkeypatch, place, step):
+    whole = train(planned(run="whole"))
+    run = folder.create(planned())
+    with monkeypatch.context() as patch:
+        place(patch, Failure(step))
+        assert carry_out(run) == exits.DONE
+    assert levels_of(run) == [0, 1]
+    (action,) = actions_of(run)
+    assert action.kind == "smaller_plan"
+    assert "Insufficient Memory" in action.cause
+    assert [event.step for event in events_of(run, events.Started)] == [0, step - 1]
+    assert steps_of(run) == [1, 2, 3, 4, 5]  # every one is saved, and none is done twice
+    assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-5)
+    assert_close(run, whole)
+
+
+@PLACES
+def test_it_goes_on_from_the_last_checkpoint(planned, monkeypatch, place):
+    whole = train(planned(run="whole"))
+    run = folder.create(planned(save_every=2))
+    with monkeypatch.context() as patch:
+        place(patch, Failure(4))
+        assert carry_out(run) == exits.DONE
+    assert [event.step for event in events_of(run, events.Started)] == [0, 2]
+    assert steps_of(run) == [1, 2, 3, 3, 4, 5]
+    assert_close(run, whole)
+
+
+@PLACES
+def test_no_bit_of_a_failed_step_is_left(planned, monkeypatch, place):
+    """The same plan again shows that nothing but the checkpoint is carried on."""
+    settings = {"plan": "staged", "batch_size": 1, "grad_accumulation": 8, "lora_dropout": 0.1}
+    whole = train(planned(run="whole", **settings))
+    run = folder.create(planned(**settings))
+    with monkeypatch.context() as patch:
+        place(patch, Failure(11 if place is fail_in_gradients else 2))
+        assert carry_out(run) == exits.DONE
+    assert len(actions_of(run)) == 1
+    assert levels_of(run) == [0, 0]  # there is no smaller one
+    assert final_files(run) == final_files(whole)
+
+
+@pytest.mark.parametrize("name", ["prepare", "show_test_rows", "save", "validate", "fill_prefix"])
+def test_it_may_be_anywhere_in_the_run(planned, monkeypatch, name):
+    whole = train(planned(run="whole", eval_every=2))
+    run = folder.create(planned(eval_every=2))
+    with monkeypatch.context() as patch:
+        fail_in(name)(patch, Failure(1))
+        assert carry_out(run) == exits.DONE
+    assert levels_of(run)[-1] == 1
+    assert [action.kind for action in actions_of(run)] == ["smaller_plan"]
+    assert_close(run, whole)
+
+
+@pytest.mark.parametrize(
+    ("operation", "inside"),
+    [
+        ("eval", "load"),
+        ("allclose", "split"),
+        ("allclose", "parts_of"),
+        ("eval", "_agrees"),  # of head
+        ("eval", "try_out"),
+    ],
+)
+def test_it_may_be_while_the_model_is_loaded(planned, monkeypatch, operation, inside):
+    """Which is no fault of the model, nor of the user, nor a reason to run it in another way."""
+    run, failure = folder.create(planned(max_steps=2)), Failure(1)
+    function = getattr(mx, operation)
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == inside:
+            failure()
+        return function(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, operation, failing)
+        assert carry_out(run) == exits.DONE
+    assert failure.count > 1
+    assert levels_of(run) == [0, 1]
+    assert steps_of(run) == [1, 2]
+
+
+def test_it_may_be_while_a_checkpoint_is_written(planned, monkeypatch):
+    """Which is no fault of the disk; what was half written is gone."""
+    whole = train(planned(run="whole"))
+    run = folder.create(planned())
+    save, failure = mx.save_safetensors, Failure(6)
+
+    def failing(*args: Any) -> None:
+        failure()
+        save(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "save_safetensors", failing)
+        assert carry_out(run) == exits.DONE
+    assert [action.kind for action in actions_of(run)] == ["smaller_plan"]
+    assert leftovers(run) == []
+    assert_close(run, whole)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefix_cache": "disk"},
+        {"prefix_cache": "memory"},
+        {"plan": "staged", "spill": True},
+        {"plan": "streamed", "prefix_cache": "disk"},
+        {"packing": True},
+        {"use_dora": True, "lora_dropout": 0.1, "grad_accumulation": 2, "batch_size": 4},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_whatever_the_run_keeps_beside_is_carried_on(planned, monkeypatch, settings):
+    whole = train(planned(run="whole", **settings))
+    run = folder.create(planned(**settings))
+    with monkeypatch.context() as patch:
+        fail_at_synchronize(patch, Failure(3))
+        assert carry_out(run) == exits.DONE
+    assert len(actions_of(run)) == 1
+    assert steps_of(run) == [1, 2, 3, 4, 5]
+    assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-5)
+    assert_close(run, whole)
+
+
+def test_what_was_freed_is_told(planned, monkeypatch):
+    """From when the plan failed to when its model was gone."""
+    run = folder.create(planned())
+    held: list[mx.array] = []
+    failure = Failure(3)
+
+    def fail() -> None:
+        held[:] = [mx.ones(100 * MB // 4)] if failure.count + 1 == 3 else []
+        mx.eval(held)
+        failure()
+
+    with monkeypatch.context() as patch:
+        fail_in_gradients(patch, fail)
+        free = recipe.allocator.free
+        patch.setattr(recipe.allocator, "free", lambda *given: (held.clear(), free(*given)))
+        carry_out(run)
+    (action,) = actions_of(run)
+    assert action.before_bytes - action.after_bytes > 90 * MB
+
+
+def test_the_action_is_told_of_the_step_it_was_in(planned, monkeypatch):
+    run = folder.create(planned())
+    with monkeypatch.context() as patch:
+        fail_in_gradients(patch, Failure(4))
+        carry_out(run)
+    (action,) = actions_of(run)
+    assert action.step == 3  # the last one done
+
+
+@PLACES
+def test_errors_with_checkpoints_between_are_not_in_a_row(planned, monkeypatch, place):
+    run = folder.create(planned(max_steps=7))
+    after = {1, 2, 3, 4, 5}
+    failure = Failure()
+
+    def fail() -> None:
+        done = len(steps_of(run))
+        if done in after:
+            after.remove(done)
+            failure()
+
+    with monkeypatch.context() as patch:
+        place(patch, fail)
+        assert carry_out(run) == exits.DONE
+    assert failure.count == 5
+    assert steps_of(run) == [1, 2, 3, 4, 5, 6, 7]
+    levels = levels_of(run)
+    assert levels == sorted(levels)
+
+
+@PLACES
+def test_at_the_smallest_plan_the_process_says_so(planned, monkeypatch, capfd, place):
+    run = folder.create(planned())
+    with monkeypatch.context() as patch:
+        failure = Failure()
+        place(patch, lambda: failure() if steps_of(run) else None)
+        assert carry_out(run) == exits.OUT_OF_MEMORY
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: runs/r: out of memory")
+    assert failure.count == recipe.MAX_OUT_OF_MEMORY + 1
+    assert steps_of(run) == [1]
+    assert leftovers(run) == []
+    assert not run.adapter.exists()
+    path, faults = checkpoint.newest(run.checkpoints)
+    assert (path, faults) == (run.checkpoints / "step-000001", [])
+    assert carry_out(run) == exits.DONE  # with more memory
+    assert_close(run, train(planned(run="whole")))
+
+
+def test_another_error_is_no_reason_for_a_smaller_plan(planned, monkeypatch):
+    run = folder.create(planned())
+    with monkeypatch.context() as patch:
+        fail_in_gradients(patch, Failure(2, text="[matmul] Shapes do not match."))
+        with pytest.raises(RunError) as caught:
+            carry_out(run)
+    assert "\n" not in str(caught.value)
+    assert actions_of(run) == []
+    assert levels_of(run) == [0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (RuntimeError, "[malloc] Unable to allocate 1234567 bytes."),
+        (
+            RuntimeError,
+            "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum "
+            "allowed buffer size of 8 bytes.",
+        ),
+        (RuntimeError, "[metal::malloc] Resource limit (499000) exceeded."),
+        (MemoryError, "std::bad_alloc"),
+        (MemoryError, ""),
+    ],
+    ids=["malloc", "buffer", "resources", "bad_alloc", "python"],
+)
+def test_every_way_to_run_out_is_known(planned, monkeypatch, kind, text):
+    run = folder.create(planned(max_steps=2))
+    with monkeypatch.context() as patch:
+        fail_in_gradients(patch, Failure(2, kind=kind, text=text))
+        assert carry_out(run) == exits.DONE
+    assert [action.kind for action in actions_of(run)] == ["smaller_plan"]
+
+
+def test_a_stop_while_the_smaller_plan_loads_is_heeded(planned, monkeypatch):
+    """And the run goes on later, without a step lost."""
+    whole = train(planned(run="whole"))
+    run, stop = folder.create(planned()), Stop()
+    calls = itertools.count(1)
+
+    def stopped() -> None:
+        if next(calls) == 2:
+            stop.received = signal.SIGTERM
+
+    with monkeypatch.context() as patch:
+        fail_in_gradients(patch, Failure(3))
+        fail_in("prepare")(patch, stopped)
+        assert carry_out(run, stop) == 128 + signal.SIGTERM
+    assert steps_of(run) == [1, 2]
+    assert carry_out(run) == exits.DONE
+    assert steps_of(run) == [1, 2, 3, 4, 5]
+    assert_close(run, whole)
+
+
+def test_the_command_line_ends_cleanly_too(planned, monkeypatch, capsys):
+    """In this process, as a debugger has it."""
+    folder.create(planned(supervise=False))
+    with monkeypatch.context() as patch:
+        fail_in_gradients(patch, Failure())
+        status, output, error = call(capsys, "train", "--resume", "r")
+    assert status not in (0, 1)
+    assert len(error.splitlines()) == 1
+    assert "Traceback" not in output + error
+
+
+GROWING = """
+import dataclasses
+
+from your_ai import train as recipe
+from your_ai.memory import probe
+
+prepare, calls = recipe.prepare, []
+probe.process_bytes = lambda: 120_000_000 + 10_000_000 * (len(calls) > 2)
+
+
+def prepared(*args):
+    found = prepare(*args)
+    gradients = found.engine.gradients
+
+    def failing(*given):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("Insufficient Memory")
+        return gradients(*given)
+
+    engine = dataclasses.replace(found.engine, gradients=failing)
+    return dataclasses.replace(found, engine=engine)
+
+
+recipe.prepare = prepared
+"""
+
+
+def test_what_python_holds_more_by_then_does_not_end_the_run(planned, monkeypatch):
+    """The least plan fitted when the run began, so it must not be refused in the middle."""
+    budgets: list[Budget] = []
+    budget_of = preparing.budget_of
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            preparing, "budget_of", lambda *a, **k: budgets.append(budget_of(*a, **k)) or budgets[0]
+        )
+        whole = train(planned(run="whole"))
+    demand = dataclasses.replace(budgets[0].demand, python_bytes=120 * MB + LATER_BYTES)
+    least = min(option.needed_bytes for option in plan.options(demand))
+    run = RunFolder(RUNS / "r")
+    with started(planned(max_memory=(least + 3 * MB) / 1e9), "r", before=GROWING) as process:
+        _, error = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, error) == (0, "")
+    assert steps_of(run) == [1, 2, 3, 4, 5]
+    assert_close(run, whole)
+
+
+# -- what is left of the plan before
+
+
+@pytest.mark.parametrize("how", ["an error", "the governor"])
+def test_the_model_before_is_gone_when_the_next_is_loaded(planned, monkeypatch, how):
+    models: list[weakref.ref] = []
+    alive: list[list[bool]] = []
+    active: list[int] = []
+    prepare = recipe.prepare
+
+    def prepared(*args: Any) -> Any:
+        alive.append([reference() is not None for reference in models])
+        active.append(mx.get_active_memory())
+        found = prepare(*args)
+        models.append(weakref.ref(found.model))
+        return found
+
+    gc.collect()
+    run = folder.create(planned())
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "prepare", prepared)
+        if how == "an error":
+            fail_in_gradients(patch, Failure(3))
+        else:
+            ask_for_a_smaller_plan(patch, run, after=2)
+        assert carry_out(run) == exits.DONE
+    assert alive == [[], [False]]
+    assert active[1] <= active[0]
+    assert levels_of(run) == [0, 1]
+
+
+def ask_for_a_smaller_plan(patch: pytest.MonkeyPatch, run: RunFolder, after: int) -> None:
+    """Let the system's pressure be critical from step `after` on, until the plan is changed."""
+    read = probe.read
+
+    def pressed() -> Any:
+        high = len(steps_of(run)) >= after - 1 and len(levels_of(run)) == 1
+        return dataclasses.replace(read(), pressure=4 if high else 1)
+
+    patch.setattr(probe, "read", pressed)
+
+
+def test_a_smaller_plan_that_the_governor_wants_loses_no_step(planned, monkeypatch):
+    whole = train(planned(run="whole"))
+    run = folder.create(planned(save_every=0))
+    with monkeypatch.context() as patch:
+        ask_for_a_smaller_plan(patch, run, after=2)
+        assert carry_out(run) == exits.DONE
+    kinds = [action.kind for action in actions_of(run)]
+    assert kinds[-1] == "smaller_plan"
+    assert steps_of(run) == [1, 2, 3, 4, 5]
+    assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-5)
+    assert_close(run, whole)
+
+
+# -- a leak
+
+LEAKY = """
+import sys
+
+if {where!r} in sys.orig_argv:
+    import mlx.core as mx
+
+    from your_ai import optimizer
+
+    kept, global_norm = [], optimizer.global_norm
+
+    def leaking(grads):
+        kept.append(mx.ones({size} // 4))
+        mx.eval(kept[-1])
+        return global_norm(grads)
+
+    optimizer.global_norm = leaking
+"""
+
+
+@pytest.fixture
+def leak(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Lets each step keep so many bytes alive, until the test is over."""
+    kept: list[mx.array] = []
+    global_norm = optimizer.global_norm
+
+    def begin(size_bytes: int) -> None:
+        def leaking(grads: Any) -> mx.array:
+            kept.append(mx.ones(size_bytes // 4))
+            mx.eval(kept[-1])
+            return global_norm(grads)
+
+        monkeypatch.setattr(optimizer, "global_norm", leaking)
+
+    yield begin
+    kept.clear()
+    mx.clear_cache()
+
+
+def room_gb(room_bytes: int) -> float:
+    """A limit that leaves so much above what this process holds."""
+    gc.collect()
+    mx.clear_cache()
+    return (probe.process_bytes() + room_bytes) / 1e9
+
+
+@pytest.mark.parametrize("gauge", ["right", "failing", "frozen"])
+def test_a_leak_is_noticed_within_ten_steps(quick, leak, monkeypatch, gauge):
+    """gauge: that of the process; MLX's own count goes on."""
+    leak(60 * MB)
+    config = quick(max_steps=40, max_memory=room_gb(800 * MB), save_every=100, supervise=True)
+    run = folder.create(config)
+    with monkeypatch.context() as patch:
+        if gauge != "right":
+            patch.setattr(probe, "process_bytes", lambda: None if gauge == "failing" else 50 * MB)
+        assert carry_out(run) == exits.RESTART
+    causes = [event.text for event in events_of(run, events.Notice)]
+    causes += [action.cause for action in actions_of(run)]
+    assert any("memory grows by 60 MB a step" in cause for cause in causes)
+    noticed = next(
+        count
+        for count, event in enumerate(events_of(run))
+        if "memory grows" in getattr(event, "text", getattr(event, "cause", ""))
+    )
+    assert sum(isinstance(event, events.Step) for event in events_of(run)[:noticed]) <= 10
+
+
+def test_a_leak_climbs_the_ladder_and_leaves_everything_saved(quick, leak):
+    leak(30 * MB)
+    limit = room_gb(800 * MB)
+    settings = {"max_memory": limit, "leak_threshold_mb": 20, "clear_cache_every": 0}
+    run = folder.create(quick(max_steps=60, save_every=100, supervise=True, **settings))
+    assert carry_out(run) == exits.RESTART
+    found = [a for a in events_of(run, events.Action) if "grows" in a.cause]
+    assert [a.kind for a in found] == ["clear_cache", "drop_compiled", "reload_lora", "restart"]
+    assert [action.step for action in found] == sorted(action.step for action in found)
+    last = found[-1].step
+    assert last == max(steps_of(run))
+    assert checkpoint.newest(run.checkpoints)[0].name == f"step-{last:06d}"
+    highest = max(event.highest_bytes for event in events_of(run, events.Step))
+    assert highest < limit * 1e9
+
+
+def test_a_run_that_cannot_be_restarted_does_not_outgrow_its_limit(quick, leak):
+    """Without a supervisor a leak cannot be mended: the run ends, saved, before it is too late."""
+    leak(60 * MB)
+    limit = room_gb(800 * MB)
+    run = folder.create(quick(max_steps=40, max_memory=limit, save_every=100, supervise=False))
+    with pytest.raises(RunError) as caught:
+        carry_out(run)
+    assert "\n" not in str(caught.value)
+    assert "--resume r" in str(caught.value)
+    highest = max(event.highest_bytes for event in events_of(run, events.Step))
+    assert highest < limit * 1e9
+    assert checkpoint.newest(run.checkpoints)[0].name == f"step-{max(steps_of(run)):06d}"
+
+
+class Watcher:
+    """Watches the training processes of a run from outside, every few milliseconds.
+
+    highest: the most that each held, in bytes, by its process id.
+    """
+
+    def __init__(self, run: RunFolder, every_s: float = 0.01) -> None:
+        self.run, self.every_s = run, every_s
+        self.highest: dict[int, int] = {}
+        self.stopped = threading.Event()
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+
+    def __enter__(self) -> Watcher:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stopped.set()
+        self.thread.join()
+
+    def watch(self) -> None:
+        while not self.stopped.wait(self.every_s):
+            pid = working_on(self.run)
+            try:
+                status = Path(f"/proc/{pid}/status").read_text()
+            except OSError:
+                continue
+            rows = (line.split() for line in status.splitlines())
+            held = next((int(row[1]) * 1024 for row in rows if row[0] == "VmRSS:"), 0)
+            self.highest[pid] = max(held, self.highest.get(pid, 0))
+
+
+def working_on(run: RunFolder) -> int | None:
+    """The process that holds the run, as far as it says."""
+    try:
+        return int((run.path / "lock").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """Let every Python process that is started run `source` first."""
+    place = tmp_path / "site"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(source)
+    package = Path(your_ai.__file__).parent.parent
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), str(package)]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_a_leaking_process_is_replaced_and_never_over_the_limit(quick, tmp_path, monkeypatch):
+    config = quick(max_steps=14, max_memory=0.9, save_every=100)
+    whole = train(dataclasses.replace(config, run="whole", max_memory=None))
+    environment(tmp_path, monkeypatch, LEAKY.format(where="your_ai.train", size=60 * MB))
+    run = RunFolder(RUNS / "leaking")
+    with started(config, "leaking", supervise=True) as process, Watcher(run) as watcher:
+        _, error = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, error) == (0, "")
+    assert [action.kind for action in actions_of(run, "restart")] == ["restart"]
+    assert events_of(run, events.Died) == []
+    assert len(watcher.highest) == 2  # processes
+    assert 300 * MB < max(watcher.highest.values()) < 900 * MB
+    assert steps_of(run) == list(range(1, 15))
+    assert final_files(run) == final_files(whole)
+
+
+EXHAUSTED = """
+import sys
+
+if "your_ai.train" in sys.orig_argv:
+    from your_ai import optimizer
+
+    def fail(grads):
+        raise RuntimeError("[metal::malloc] Resource limit (499000) exceeded.")
+
+    optimizer.global_norm = fail
+"""
+
+
+def test_a_run_that_never_has_enough_memory_ends_in_one_line(planned, tmp_path, monkeypatch):
+    """After every plan, in several processes."""
+    environment(tmp_path, monkeypatch, EXHAUSTED)
+    run = RunFolder(RUNS / "r")
+    with started(planned(), "r", supervise=True) as process:
+        _, error = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert len(error.splitlines()) == 1
+    assert "ran out of memory before its first step" in error
+    assert "your_ai train --resume r" in error
+    assert events_of(run, events.Died)[-1].level is None
+    assert leftovers(run) == []
+    assert checkpoint.newest(run.checkpoints) == (run.checkpoints / "step-000000", [])
+
+
+# -- kill -9 under the supervisor
+
+
+def killed_at_random(run: RunFolder, process: subprocess.Popen, kills: int, seed: int) -> list[int]:
+    """Kill the training process so often, each time once it has got on; the steps done by then."""
+    draw = random.Random(seed)
+    done: list[int] = []
+    killed: set[int] = set()
+    for _ in range(kills):
+        enough = max(steps_of(run), default=0) + draw.randint(3, 8)
+        wait_until(
+            process,
+            lambda: max(steps_of(run), default=0) >= enough and working_on(run) not in killed,  # noqa: B023
+        )
+        time.sleep(draw.uniform(0, 0.05))
+        pid = working_on(run)
+        os.kill(pid, signal.SIGKILL)
+        killed.add(pid)
+        done.append(max(steps_of(run)))
+    return done
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [
+        3,
+        pytest.param(
+            10,
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(not os.environ.get("YOUR_AI_SLOW"), reason="YOUR_AI_SLOW=1"),
+            ],
+        ),
+    ],
+)
+def test_a_run_that_is_killed_again_and_again_ends_by_itself(quick, kills):
+    steps = 20 * kills
+    settings = {"max_steps": steps, "save_every": 2, "lora_dropout": 0.1, "grad_accumulation": 2}
+    run = RunFolder(RUNS / "killed")
+    with started(quick(**settings), "killed", supervise=True) as process:
+        killed_at_random(run, process, kills, seed=kills)
+        _, error = process.communicate(timeout=2 * PATIENCE_S)
+    assert (process.returncode, error) == (0, "")
+    assert len(events_of(run, events.Died)) == kills
+    assert {died.level for died in events_of(run, events.Died)} == {0}
+    whole = train(quick(run="whole", **settings))
+    assert final_files(run) == final_files(whole)
+    assert losses_of(run) == losses_of(whole)
+    assert leftovers(run) == []
+
+
+def test_a_run_that_is_resumed_after_everything_is_the_same(quick):
+    """Killed with its supervisor, and gone on with by hand."""
+    settings = {"max_steps": 40, "save_every": 2}
+    run = RunFolder(RUNS / "killed")
+    with started(quick(**settings), "killed", supervise=True) as process:
+        killed_at_random(run, process, 1, seed=0)
+        process.kill()
+    assert resume(run) == exits.DONE
+    assert final_files(run) == final_files(train(quick(run="whole", **settings)))
