@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
 from your_ai import cli
+from your_ai.budget import python_bytes
 from your_ai.config import TrainConfig, build, packaged
 from your_ai.run import events, folder
 from your_ai.run.events import Event
@@ -68,6 +69,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Each test runs in a folder of its own, with a store of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("YOUR_AI_HOME", str(tmp_path / "home"))
+    python_bytes.cache_clear()  # measured once a process, and each test is one of its own
     return tmp_path
 
 

@@ -92,7 +92,12 @@ def test_the_settings_arrive(facts):
 
 def test_what_the_process_holds_without_a_model(facts, monkeypatch):
     assert demand_of(TrainConfig(), facts, [64]).python_bytes == HELD + LATER_BYTES
-    monkeypatch.setattr(probe, "process_bytes", lambda: None)  # unreadable
+    monkeypatch.setattr(probe, "process_bytes", lambda: 2 * HELD)  # with one
+    assert demand_of(TrainConfig(), facts, [64]).python_bytes == HELD + LATER_BYTES
+
+
+def test_an_unreadable_gauge_is_not_guessed(facts, monkeypatch):
+    monkeypatch.setattr(probe, "process_bytes", lambda: None)
     assert demand_of(TrainConfig(), facts, [64]).python_bytes == LATER_BYTES
 
 
