@@ -251,7 +251,6 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
     block inputs on disk; prefix: fused, with a cache in memory; unpacked, packed: fused, over
     short rows, one an update or joined up to --seq-len.
     """
-    allocator.give_back_at_once()
     plan = contender if contender in ("auto", "staged", "streamed") else "fused"
     plan = "streamed" if contender == "spilled" else plan
     spill = contender == "spilled"

@@ -112,6 +112,5 @@ def hold_generation(facts: ModelFacts, tokens: int, max_memory_gb: float, can_st
             f"{in_gb(rounded_up(least))}; give that, or fewer --max-tokens"
         )
     streams = resident > limit
-    allocator.give_back_at_once()
     allocator.hold(limit, streamed if streams else resident, python_bytes)
     return streams

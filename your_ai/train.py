@@ -276,7 +276,6 @@ def main() -> None:
     """Carry out one run; errors are one line on stderr."""
     given = arguments()
     faulthandler.enable()
-    allocator.give_back_at_once()
     try:
         with stop_signals() as stop:
             if given.parent_fd is not None:
