@@ -15,7 +15,8 @@ from your_ai.memory import allocator, probe
 from your_ai.memory.estimate import Plan, Training, generation_bytes, weights_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import Limit, find_limit
-from your_ai.memory.plan import Choice, Demand, choose, in_gb, rounded_up
+from your_ai.memory.plan import Choice, Demand, choose, rounded_up
+from your_ai.memory.sample import in_gb
 from your_ai.model import DEFAULT_LAYERS
 
 LATER_BYTES = 30_000_000  # threads, a BLAS and its buffers, started with the first step
@@ -101,10 +102,9 @@ def hold_generation(facts: ModelFacts, tokens: int, max_memory_gb: float, can_st
     tokens: of prompt and answer. Raises UserError where neither way fits.
     """
     limit = limit_of(max_memory_gb).limit_bytes
-    python_bytes = (probe.process_bytes() or 0) + LATER_BYTES
-    work = generation_bytes(facts, tokens)
-    resident = python_bytes + work + facts.weights_bytes
-    streamed = python_bytes + work + weights_bytes(facts, "streamed")
+    beside = python_bytes() + generation_bytes(facts, tokens)
+    resident = beside + facts.weights_bytes
+    streamed = beside + weights_bytes(facts, "streamed")
     least = min(resident, streamed) if can_stream else resident
     if least > limit:
         raise UserError(
@@ -112,5 +112,5 @@ def hold_generation(facts: ModelFacts, tokens: int, max_memory_gb: float, can_st
             f"{in_gb(rounded_up(least))}; give that, or fewer --max-tokens"
         )
     streams = resident > limit
-    allocator.hold(limit, streamed if streams else resident, python_bytes)
+    allocator.hold(limit, streamed if streams else resident, python_bytes())
     return streams

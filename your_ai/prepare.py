@@ -29,7 +29,8 @@ from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.memory import allocator
 from your_ai.memory.estimate import Plan
-from your_ai.memory.plan import Option, choose, in_gb, words
+from your_ai.memory.plan import Option, choose, words
+from your_ai.memory.sample import in_gb
 from your_ai.run import events
 
 TELL_EVERY_S = 5.0

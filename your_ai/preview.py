@@ -19,7 +19,8 @@ from your_ai.engine.weights import can_stream, tensors_of
 from your_ai.errors import UserError
 from your_ai.memory.estimate import read_bytes
 from your_ai.memory.limit import text
-from your_ai.memory.plan import Option, in_gb, words
+from your_ai.memory.plan import Option, words
+from your_ai.memory.sample import in_gb
 
 
 def preview(config: TrainConfig, folder: Path, seq_len: int | None) -> Budget:

@@ -30,7 +30,7 @@ from statistics import median
 from typing import Literal, get_args
 
 from your_ai.config import TrainConfig
-from your_ai.memory.sample import MemorySample
+from your_ai.memory.sample import MemorySample, in_gb
 
 Kind = Literal[
     "clear_cache", "drop_compiled", "reload_lora", "smaller_plan", "restart", "larger_plan"
@@ -222,8 +222,8 @@ def triggers(
         near = highest < DANGER * limit
         in_step = highest != process_bytes(sample, observation.baseline_bytes)
         cause = (
-            f"process {gb(highest)}{' within the step' if in_step else ''} is over "
-            f"{policy.reload_at if near else DANGER:.0%} of the limit of {gb(limit)}"
+            f"process {in_gb(highest)}{' within the step' if in_step else ''} is over "
+            f"{policy.reload_at if near else DANGER:.0%} of the limit of {in_gb(limit)}"
         )
         if not near:
             causes["danger"] = cause
@@ -281,19 +281,20 @@ def large_action(
     if "leak" in causes and restart_left:
         ahead = highest_bytes(observation) + LOOKAHEAD * leak_bytes(policy, watch.recent)
         if ahead >= limit or "danger" in stuck:
-            cause = f"{causes['leak']}: {gb(ahead)} in {LOOKAHEAD} steps, the limit is {gb(limit)}"
+            forecast = f"{in_gb(ahead)} in {LOOKAHEAD} steps"
+            cause = f"{causes['leak']}: {forecast}, the limit is {in_gb(limit)}"
             return Action(kind="restart", cause=cause)
     if "danger" in stuck and observation.can_shrink:
         return Action(kind="smaller_plan", cause=causes["danger"])
     grown = steady_growth_bytes(watch.marks)
     if "danger" in stuck and grown >= STEADY * limit and restart_left:
-        return Action(kind="restart", cause=f"{causes['danger']}, having grown by {gb(grown)}")
+        return Action(kind="restart", cause=f"{causes['danger']}, having grown by {in_gb(grown)}")
     critical = (observation.sample.pressure or 0) >= CRITICAL
     if "pressure" in stuck and critical and observation.can_shrink:
         return Action(kind="smaller_plan", cause=causes["pressure"])
     calm = not causes and watch.plenty >= PLENTY_STEPS
     if calm and observation.can_grow and "larger_plan" not in watch.told:
-        cause = f"process stayed under {PLENTY:.0%} of the limit of {gb(limit)}"
+        cause = f"process stayed under {PLENTY:.0%} of the limit of {in_gb(limit)}"
         return Action(kind="larger_plan", cause=f"{cause} for {watch.plenty} steps")
     return None
 
@@ -378,12 +379,8 @@ def gauge_notes(observation: Observation) -> dict[str, str]:
     elif believed(sample.process_bytes) is None:
         notes["process"] = (
             "the memory of the process cannot be read: going by MLX's own count and "
-            f"{gb(observation.baseline_bytes)} for the rest"
+            f"{in_gb(observation.baseline_bytes)} for the rest"
         )
     if sample.active_bytes == 0:
         notes["active"] = "MLX counts 0 bytes in use, which cannot be: not going by that gauge"
     return notes
-
-
-def gb(size_bytes: float) -> str:
-    return f"{size_bytes / GB:.2f} GB"

@@ -101,26 +101,28 @@ def requested(machine: Machine, max_memory_gb: float, force: bool) -> Limit:
 
 def text(limit: Limit) -> str:
     """`limit 21.3 GB: 24.0 GB recommended working set, 22.4 GB free now, less 5% margin`."""
-    return f"limit {in_gb(limit.limit_bytes)}: {limit.reason}"
+    return f"limit {roughly(limit.limit_bytes)}: {limit.reason}"
 
 
 def bounds(machine: Machine) -> list[Bound]:
     """Every bound that is known; that of the RAM always is."""
     system = system_bytes(machine.ram_bytes)
     room = machine.ram_bytes - system
-    found = [Bound(room, f"{in_gb(machine.ram_bytes)} RAM without {in_gb(system)} for the system")]
+    found = [
+        Bound(room, f"{roughly(machine.ram_bytes)} RAM without {roughly(system)} for the system")
+    ]
     if machine.working_set_bytes is not None:
         size = machine.working_set_bytes
-        found.append(Bound(size, f"{in_gb(size)} recommended working set"))
+        found.append(Bound(size, f"{roughly(size)} recommended working set"))
     if machine.available_bytes is not None:
         size = machine.available_bytes + machine.held_bytes
-        held = "" if in_gb(size) == in_gb(machine.available_bytes) else " or held already"
-        found.append(Bound(size, f"{in_gb(size)} free now{held}"))
+        held = "" if roughly(size) == roughly(machine.available_bytes) else " or held already"
+        found.append(Bound(size, f"{roughly(size)} free now{held}"))
     if machine.container_bytes is not None:
         others = max(0, (machine.container_used_bytes or 0) - machine.held_bytes)
         size = max(0, machine.container_bytes - others)
-        beside = f" without {in_gb(others)} that others use" if others else ""
-        found.append(Bound(size, f"{in_gb(machine.container_bytes)} container limit{beside}"))
+        beside = f" without {roughly(others)} that others use" if others else ""
+        found.append(Bound(size, f"{roughly(machine.container_bytes)} container limit{beside}"))
     return found
 
 
@@ -129,7 +131,7 @@ def system_bytes(ram_bytes: int) -> int:
     return max(ram_bytes // SYSTEM_SHARE, min(SYSTEM_BYTES, ram_bytes // SYSTEM_MOST))
 
 
-def in_gb(size_bytes: int) -> str:
+def roughly(size_bytes: int) -> str:
     """`21.3 GB`; with two decimals under 1 GB."""
     size_gb = size_bytes / GB
     return f"{size_gb:.1f} GB" if size_gb >= 1 else f"{size_gb:.2f} GB"

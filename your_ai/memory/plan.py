@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from your_ai.errors import UserError
 from your_ai.memory.estimate import Estimate, Plan, Training, estimate, step_cost
 from your_ai.memory.facts import ModelFacts, vocabulary_held
+from your_ai.memory.sample import in_gb
 
 ENGINES = (("fused", False), ("staged", False), ("staged", True), ("streamed", False),
            ("streamed", True))  # fmt: skip
@@ -175,10 +176,6 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
         f"{in_gb(rounded_up(least.needed_bytes))} ({largest_parts}); give that, or "
         f"{', or '.join(advice)}"
     )
-
-
-def in_gb(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.2f} GB"
 
 
 def rounded_up(size_bytes: int) -> int:

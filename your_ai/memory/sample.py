@@ -28,3 +28,8 @@ class MemorySample:
     def unreadable(self) -> tuple[str, ...]:
         """The names of the gauges that cannot be read."""
         return tuple(f.name for f in fields(self) if getattr(self, f.name) is None)
+
+
+def in_gb(size_bytes: float) -> str:
+    """`21.34 GB`, of 10^9 bytes."""
+    return f"{size_bytes / 1e9:.2f} GB"
