@@ -11,6 +11,9 @@ from mlx_lm import load as mlx_lm_load
 from tests.conftest import make_model, train
 from your_ai import generate
 from your_ai.errors import UserError
+from your_ai.memory.estimate import generation_bytes
+from your_ai.memory.facts import facts_of
+from your_ai.model import load_base
 from your_ai.run import checkpoint
 
 
@@ -75,3 +78,16 @@ def test_a_newer_checkpoint_is_preferred_to_an_older_adapter(run):
     newer = run.checkpoints / "step-000007"
     shutil.copytree(run.checkpoints / "step-000003", newer)
     assert generate.find_adapter(run) == newer
+
+
+def test_a_long_prompt_takes_no_more_than_estimated(tiny_model):
+    network, tokenizer = load_base(tiny_model, mx.float32)
+    mx.eval(network.parameters())
+    prompt = [5] * 1500
+    list(generate.stream(network, tokenizer, prompt[:300], 2))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    list(generate.stream(network, tokenizer, prompt, 4))
+    taken = mx.get_peak_memory() - before
+    scores_of_all_at_once = 4 * 1500**2 * 4
+    assert taken < generation_bytes(facts_of(tiny_model, 4), 1504) < scores_of_all_at_once

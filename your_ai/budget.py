@@ -50,8 +50,12 @@ def demand_of(
     *,
     can_stream: bool = True,
     prefix_tokens: int = 0,
+    answer_tokens: int = 0,
 ) -> Demand:
-    """lengths: T of every bucket; prefix_tokens: of all texts of a prefix cache."""
+    """lengths: T of every bucket; prefix_tokens: of all texts of a prefix cache.
+
+    answer_tokens: of the longest sample prompt with its answer.
+    """
     blocks = facts.blocks if config.lora_layers == "all" else config.lora_layers
     lengths, batch_size = tuple(sorted(set(lengths))), config.batch_size
     if config.packing:  # a row of --max-seq-length counts as so many of the longest text
@@ -75,6 +79,7 @@ def demand_of(
         can_stream=can_stream,
         python_bytes=python_bytes(),
         prefix_bytes=kept * facts.hidden * facts.float_bytes,
+        answer_tokens=answer_tokens,
     )
 
 
@@ -88,11 +93,19 @@ def budget_of(
     *,
     can_stream: bool = True,
     prefix_tokens: int = 0,
+    answer_tokens: int = 0,
 ) -> Budget:
     """The budget of a run of the model in `folder`. Raises UserError where nothing fits."""
     limit = limit_of(config.max_memory, config.force)
     facts = facts_of(folder, dtype.size, config.quantize)
-    demand = demand_of(config, facts, lengths, can_stream=can_stream, prefix_tokens=prefix_tokens)
+    demand = demand_of(
+        config,
+        facts,
+        lengths,
+        can_stream=can_stream,
+        prefix_tokens=prefix_tokens,
+        answer_tokens=answer_tokens,
+    )
     return Budget(limit, demand, choose(demand, limit.limit_bytes, level, kept))
 
 

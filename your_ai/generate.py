@@ -17,6 +17,7 @@ from your_ai.engine.weights import can_stream, tensors_of
 from your_ai.engine.weights import stream as stream_weights
 from your_ai.errors import UserError
 from your_ai.hub import find_model
+from your_ai.memory.estimate import PREFILL_TOKENS
 from your_ai.memory.facts import facts_of
 from your_ai.model import compute_dtype, load_base
 from your_ai.run import checkpoint
@@ -83,7 +84,11 @@ def stream(
     """Pieces of the answer as they come; temperature 0 takes the likeliest token."""
     mx.random.seed(seed)
     sampler = make_sampler(temp=temperature)
-    for piece in stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, sampler=sampler):
+    pieces = stream_generate(
+        model, tokenizer, prompt, max_tokens=max_tokens, sampler=sampler,
+        prefill_step_size=PREFILL_TOKENS,
+    )  # fmt: skip
+    for piece in pieces:
         if piece.text:
             yield piece.text
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 
 from your_ai import evaluate, generate
-from your_ai.prepare import Prepared
+from your_ai.prepare import Prepared, answer_room
 from your_ai.run import events
 from your_ai.run.stopping import Stop
-
-SAMPLE_TOKENS = 128
 
 
 def validate(prepared: Prepared, step: int, log: events.EventLog, stop: Stop) -> None:
@@ -34,7 +32,7 @@ def show_test_rows(when: str, prepared: Prepared, log: events.EventLog, stop: St
     for sample in prepared.samples:
         if stop:
             return
-        limit = 2 * len(prepared.tokenizer.encode(sample.expected)) + SAMPLE_TOKENS
+        limit, _ = answer_room(prepared.tokenizer, sample)
         answers.append(generate.answer(prepared.model, prepared.tokenizer, sample.rendered, limit))
     if answers:
         log.write(

@@ -34,6 +34,7 @@ from your_ai.memory.sample import in_gb
 from your_ai.run import events
 
 TELL_EVERY_S = 5.0
+SAMPLE_TOKENS = 128  # of an answer beyond twice the expected one
 PREFIX = "prefix"  # the folder of a prefix cache on disk, in that of its run
 
 
@@ -130,6 +131,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         kept_plan(log, config, level),
         can_stream=streamable,
         prefix_tokens=tokens,
+        answer_tokens=max((answer_room(tokenizer, s)[1] for s in samples), default=0),
     )
     chosen = tell(budget, config, log)
     python_bytes = chosen.estimate.components["python"]
@@ -289,6 +291,12 @@ def load_split(
             text += f"; {tally.dropped} pieces with nothing left to train were dropped"
         log.write(events.Notice(text=text))
     return examples
+
+
+def answer_room(tokenizer: Any, sample: Prompt) -> tuple[int, int]:
+    """Most tokens of the answer to a prompt, and of both together."""
+    answer = 2 * len(tokenizer.encode(sample.expected)) + SAMPLE_TOKENS
+    return answer, answer + len(tokenizer.encode(sample.rendered, add_special_tokens=False))
 
 
 def sample_prompts(path: Path | None, tokenizer: Any, count: int) -> list[Prompt]:

@@ -21,6 +21,7 @@ from your_ai.memory.estimate import read_bytes
 from your_ai.memory.limit import text
 from your_ai.memory.plan import Option, words
 from your_ai.memory.sample import in_gb
+from your_ai.prepare import SAMPLE_TOKENS
 
 
 def preview(config: TrainConfig, folder: Path, seq_len: int | None) -> Budget:
@@ -45,7 +46,15 @@ def preview(config: TrainConfig, folder: Path, seq_len: int | None) -> Budget:
         lengths, tokens = lengths_in(config, folder, tokenizer)
     else:
         lengths = [config.max_seq_length]
-    return budget_of(config, folder, dtype, lengths, can_stream=streamable, prefix_tokens=tokens)
+    return budget_of(
+        config,
+        folder,
+        dtype,
+        lengths,
+        can_stream=streamable,
+        prefix_tokens=tokens,
+        answer_tokens=max(lengths) + SAMPLE_TOKENS if config.samples else 0,
+    )
 
 
 def lengths_in(config: TrainConfig, folder: Path, tokenizer: Any) -> tuple[list[int], int]:

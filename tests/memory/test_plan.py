@@ -474,3 +474,10 @@ def test_there_is_always_a_row(data):
         found.learn(rows, tokens, data.draw(st.integers(0, 10**12)))
     for tokens in (*demand.lengths, data.draw(st.integers(1, 8192))):
         assert 1 <= found.rows(tokens) <= plan.rows(tokens, demand.batch_size)
+
+
+def test_answers_to_long_prompts_are_planned_for():
+    without = options(DEMAND)[-1].estimate
+    with_them = options(replace(DEMAND, answer_tokens=200_000))[-1].estimate
+    assert with_them.process_bytes > without.process_bytes
+    assert options(replace(DEMAND, answer_tokens=1))[-1].estimate == without

@@ -22,7 +22,7 @@ SLICE_BYTES = 2 << 20  # of a weight that is dequantized, engine.dequantized's
 HEAD_SLICE_BYTES = 4 << 20  # of the vocabulary, head's
 WALK_ROWS = 1024  # hidden states that meet the head together, losses'
 FEWEST_FEATURES = 512  # of an MLP's slice, engine.mlp's
-PREFILL_TOKENS = 2048  # of a prompt at once, mlx_lm's
+PREFILL_TOKENS = 256  # of a prompt at once, generate's
 PROGRAM_BYTES = 4 << 20  # of a compiled graph, a block of it
 FUSED = {"outs": 1.68, "lora": 0.73, "ahead": 1.66, "slice": 2.97, "logits": 2.94, "adapters": 0.25}
 FORWARD = {"wide": 7.37, "hidden": 10.5, "slice": 5.97}
@@ -92,11 +92,13 @@ def estimate(
     python_bytes: int = 0,
     cache_bytes: int = 0,
     prefix_bytes: int = 0,
+    answer_tokens: int = 0,
 ) -> Estimate:
     """The most that a process holds in a step over `rows` x `tokens`, with every target trained.
 
     micro_batches: of a step; gradients of one are added to those before. python_bytes: what
-    the process holds without a model; prefix_bytes: of a frozen-prefix cache in memory.
+    the process holds without a model; prefix_bytes: of a frozen-prefix cache in memory;
+    answer_tokens: of the longest prompt that is answered besides, and its answer.
     """
     adapters = adapter_bytes(facts, training)
     held = {
@@ -110,6 +112,8 @@ def estimate(
         phases = [fused_phase(facts, training, rows, tokens) | {"gradients": gradients}]
     else:
         phases = staged_phases(facts, training, plan, rows, tokens, gradients)
+    if answer_tokens:
+        phases.append({"block work": generation_bytes(facts, answer_tokens)})
     phase = max(phases, key=lambda found: sum(found.values()))
     python = python_bytes + programs_bytes(facts, training, plan)
     order = ("weights", "adapters", "gradients", "optimizer", "block inputs", "block work",
@@ -200,7 +204,7 @@ def generation_bytes(facts: ModelFacts, tokens: int) -> int:
     per_token = facts.blocks * (kept or 2 * facts.hidden)
     wide = max((o for _, o in facts.linears.values()), default=0)
     prompt = min(tokens, PREFILL_TOKENS)
-    scores = facts.heads * prompt * prompt * 2
+    scores = facts.heads * prompt * tokens * 2
     work = prompt * FORWARD["wide"] * wide + scores + 2 * facts.vocabulary
     slices = FORWARD["slice"] * SLICE_BYTES
     return int(facts.float_bytes * (tokens * per_token + work) + slices)

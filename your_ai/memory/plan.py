@@ -28,7 +28,8 @@ class Demand:
     lengths: T of every bucket; batch_size: rows of a micro-batch as the user wants them;
     rows_per_step: of all micro-batches; engine: auto, or the only one allowed; spill: block
     inputs must be spilled; can_stream: the files hold the weights as the model has them;
-    python_bytes: what the process holds without a model; prefix_bytes: of a cache in memory.
+    python_bytes: what the process holds without a model; prefix_bytes: of a cache in memory;
+    answer_tokens: of the longest sample prompt with its answer, 0 where there are none.
     """
 
     facts: ModelFacts
@@ -41,6 +42,7 @@ class Demand:
     can_stream: bool = True
     python_bytes: int = 0
     prefix_bytes: int = 0
+    answer_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def of_rows(demand: Demand, plan: Plan, rows: int, tokens: int) -> Estimate:
         micro_batches=-(-demand.rows_per_step // rows),
         python_bytes=demand.python_bytes,
         prefix_bytes=demand.prefix_bytes,
+        answer_tokens=demand.answer_tokens,
     )
 
 
