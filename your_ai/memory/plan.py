@@ -166,7 +166,7 @@ def descending(every: Sequence[Option]) -> list[Option]:
 def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
     least = min(every, key=lambda option: option.needed_bytes)
     parts = sorted(least.estimate.components.items(), key=lambda pair: -pair[1])
-    largest_parts = ", ".join(f"{name} {in_gb(size)}" for name, size in parts[:3])
+    largest = ", ".join(f"{name} {in_gb(size)}" for name, size in parts[:3] if size >= 5_000_000)
     advice = [f"shorten the rows (--max-seq-length, now up to {max(demand.lengths)} tokens)"]
     if demand.engine != "auto":
         advice.insert(0, "use --plan auto")
@@ -176,7 +176,7 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
         advice.append("take a 4-bit model")
     return (
         f"--max-memory: nothing fits into {in_gb(limit_bytes)}; the least that would do is "
-        f"{in_gb(rounded_up(least.needed_bytes))} ({largest_parts}); give that, or "
+        f"{in_gb(rounded_up(least.needed_bytes))} ({largest}); give that, or "
         f"{', or '.join(advice)}"
     )
 
