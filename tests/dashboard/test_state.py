@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 from functools import reduce
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.dashboard.frames import record, step
-from your_ai.dashboard.state import ViewState, fold
+from your_ai.dashboard.state import SERIES_POINTS, Series, ViewState, fold
 from your_ai.run import events
 
 
@@ -41,3 +44,50 @@ def test_before_and_after_are_told_apart():
     after = events.ExactMatch(when="after", correct=3, rows=4)
     state = folded(before, after)
     assert (state.match_before, state.match_after) == (before, after)
+
+
+@given(st.lists(st.floats(0, 1e12), max_size=3000), st.booleans())
+def test_a_curve_stays_short_and_loses_no_height(values, highest):
+    series = reduce(Series.add, values, Series(highest))
+    assert len(series.values) <= SERIES_POINTS
+    assert (len(series.values) - 1) * series.every < max(1, len(values))
+    if values and highest:
+        assert max(series.values) == max(values)
+    elif values:
+        assert min(values) - 1e-3 <= min(series.values) <= max(series.values) <= max(values) + 1e-3
+
+
+def test_gauges_between_steps_count_towards_the_most_that_was_held():
+    state = folded(step(1), events.Gauges(process_bytes=6_000_000_000), step(2))
+    assert state.highest_bytes == 6_000_000_000
+    assert state.memory.values == (5_000_000_000, 6_000_000_000, 5_000_000_000)
+
+
+def test_why_the_plan_changed_is_kept_until_it_changes_again():
+    action = events.Action(
+        step=3, kind="smaller_plan", cause="too large", before_bytes=2, after_bytes=1, seconds=0.1
+    )
+    state = folded(action, dataclasses.replace(action, kind="clear_cache", cause="every 10 steps"))
+    assert (state.replanned, len(state.actions)) == ("too large", 2)
+    assert folded(action, events.Died(step=4, reason="killed", level=1)).replanned == "killed"
+
+
+def test_what_should_worry_is_said():
+    assert folded(step(1, swap_bytes=4_000_000_000, pressure=1)).warnings == ()
+    state = folded(
+        step(1, swap_bytes=10**9),
+        events.Skipped(step=2, reason="nan", in_a_row=1, total=1),
+        step(3, swap_bytes=2 * 10**9, pressure=2),
+        events.Died(step=3, reason="killed by SIGKILL", level=0),
+    )
+    assert state.warnings == (
+        "memory pressure: warning",
+        "swap has grown by 1.0 GB",
+        "1 skipped, the last at step 2",
+        "died once: killed by SIGKILL",
+    )
+
+
+def test_a_pause_lasts_until_the_run_goes_on():
+    assert folded(events.Paused(step=1)).paused
+    assert not folded(events.Paused(step=1), events.Continued(step=1, seconds=2.0)).paused

@@ -241,3 +241,12 @@ def test_what_a_killed_creation_left_is_cleaned_once_it_is_old():
         os.utime(RUNS / f".tmp-{name}", (then, then))
     create(CONFIG)
     assert sorted(path.name for path in RUNS.iterdir()) == [".tmp-young", "r"]
+
+
+@pytest.mark.parametrize("name", [folders.LOCK, folders.SUPERVISOR_LOCK])
+def test_a_run_has_an_owner_as_long_as_it_is_locked(own_folder, name):
+    run = create(CONFIG)
+    assert (folders.owner(run), folders.is_running(run)) == (None, False)
+    with locked(run, name):
+        assert (folders.owner(run), folders.is_running(run)) == (os.getpid(), True)
+    assert (folders.owner(run), folders.is_running(run)) == (None, False)

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from your_ai.run import events
 from your_ai.run.events import Record
 
 SMOOTH_OVER = 10  # steps
+SERIES_POINTS = 512
+KEPT = 8  # actions, and notices, of the last ones
+REPLANS = ("smaller_plan", "larger_plan", "restart")
+SWAP_GROWTH_BYTES = 500_000_000  # since the run began: it is no longer in memory alone
+WARNING_PRESSURE = 2
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve of any length in few points: each is of `every` values in a row.
+
+    A point is the highest of its values, or their mean. last_count: of the last point.
+    """
+
+    highest: bool = False
+    values: tuple[float, ...] = ()
+    every: int = 1
+    last_count: int = 0
+
+    def add(self, value: float) -> Series:
+        values, every, count = self.values, self.every, self.last_count
+        if values and count < every:
+            merged = self._merged(values[-1], count, value)
+            return Series(self.highest, (*values[:-1], merged), every, count + 1)
+        if len(values) == SERIES_POINTS:
+            pairs = zip(values[::2], values[1::2], strict=True)
+            values, every = tuple(self._merged(a, 1, b) for a, b in pairs), 2 * every
+        return Series(self.highest, (*values, value), every, 1)
+
+    def _merged(self, point: float, count: int, value: float) -> float:
+        return max(point, value) if self.highest else point + (value - point) / (count + 1)
 
 
 @dataclass(frozen=True)
@@ -15,18 +47,38 @@ class ViewState:
     """All that a view shows of a run.
 
     smooth_loss, tokens_per_s and step_s are exponential means over `steps_seen` steps;
+    best_loss is the least that the smooth one has been. gauges: the last that were read,
+    of whatever event; highest_bytes: the most that the process has held; swap_began_bytes:
+    swap in use when the run began; replanned: why the plan is no longer the first one;
     before and after are of the held-out prompts.
     """
 
     stage: str = "starting"
+    began_at: float | None = None
+    last_at: float | None = None
+    limit: events.Limit | None = None
+    planned: events.Planned | None = None
+    replanned: str = ""
     started: events.Started | None = None
     step: events.Step | None = None
     steps_seen: int = 0
     smooth_loss: float | None = None
+    best_loss: float | None = None
     tokens_per_s: float | None = None
     step_s: float | None = None
+    losses: Series = Series()
+    gauges: events.Gauges | events.Step | None = None
+    highest_bytes: int | None = None
+    memory: Series = field(default=Series(highest=True))
+    swap_began_bytes: int | None = None
+    actions: tuple[events.Action, ...] = ()
+    notices: tuple[str, ...] = ()
+    deaths: tuple[events.Died, ...] = ()
+    paused: bool = False
     validation: events.Validation | None = None
+    best_validation: float | None = None
     skipped: events.Skipped | None = None
+    checkpoint: events.Checkpoint | None = None
     samples_before: events.Samples | None = None
     samples_after: events.Samples | None = None
     match_before: events.ExactMatch | None = None
@@ -39,43 +91,101 @@ class ViewState:
             return None
         return (self.step.steps - self.step.step) * self.step_s
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the machine or of the run should worry its user now."""
+        found = []
+        if self.gauges is not None and (self.gauges.pressure or 0) >= WARNING_PRESSURE:
+            critical = (self.gauges.pressure or 0) > WARNING_PRESSURE
+            found.append(f"memory pressure: {'critical' if critical else 'warning'}")
+        if self.gauges is not None and self.gauges.swap_bytes is not None:
+            grown = self.gauges.swap_bytes - (self.swap_began_bytes or 0)
+            if grown >= SWAP_GROWTH_BYTES:
+                found.append(f"swap has grown by {grown / 1e9:.1f} GB")
+        if self.skipped is not None:
+            skipped = self.skipped
+            found.append(f"{skipped.total} skipped, the last at step {skipped.step}")
+        if self.deaths:
+            times = f"{len(self.deaths)} times" if len(self.deaths) > 1 else "once"
+            found.append(f"died {times}: {self.deaths[-1].reason}")
+        return tuple(found)
+
 
 def fold(state: ViewState, record: Record) -> ViewState:
     """The state after one more event."""
-    event = record.event
+    began_at = record.time if state.began_at is None else state.began_at
+    changes = changes_of(state, record.event)
+    return replace(state, began_at=began_at, last_at=record.time, **changes)
+
+
+def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
     match event:
-        case events.Stage():
-            return replace(state, stage=event.text, finished=None)
-        case events.Started():
-            fresh = replace(state, steps_seen=0, smooth_loss=None, tokens_per_s=None, step_s=None)
-            return replace(fresh, started=event, stage="training", finished=None)
         case events.Step():
-            seen = state.steps_seen + 1
-            speed = event.tokens / max(event.seconds, 1e-9)
-            return replace(
-                state,
-                step=event,
-                stage="training",
-                steps_seen=seen,
-                smooth_loss=smooth(state.smooth_loss, event.loss, seen),
-                tokens_per_s=smooth(state.tokens_per_s, speed, seen),
-                step_s=smooth(state.step_s, event.seconds, seen),
-            )
+            return after_step(state, event)
+        case events.Gauges():
+            return with_gauges(state, event, event.process_bytes)
+        case events.Stage():
+            return {"stage": event.text, "finished": None, "paused": False}
+        case events.Notice():
+            return {"notices": (*state.notices, event.text)[-KEPT:]}
+        case events.Limit():
+            return {"limit": event}
+        case events.Planned():
+            return {"planned": event}
+        case events.Action():
+            why = event.cause if event.kind in REPLANS else state.replanned
+            return {"actions": (*state.actions, event)[-KEPT:], "replanned": why}
+        case events.Died():
+            return {"deaths": (*state.deaths, event), "replanned": event.reason}
+        case events.Started():
+            fresh = dict.fromkeys(("smooth_loss", "tokens_per_s", "step_s", "finished"))
+            return {**fresh, "steps_seen": 0, "started": event, "stage": "training"}
+        case events.Paused():
+            return {"paused": True}
+        case events.Continued():
+            return {"paused": False}
         case events.Validation():
-            return replace(state, validation=event)
+            best = least(state.best_validation, event.loss)
+            return {"validation": event, "best_validation": best}
         case events.Skipped():
-            return replace(state, skipped=event)
-        case events.Samples(when="before"):
-            return replace(state, samples_before=event)
+            return {"skipped": event}
+        case events.Checkpoint():
+            return {"checkpoint": event}
         case events.Samples():
-            return replace(state, samples_after=event)
-        case events.ExactMatch(when="before"):
-            return replace(state, match_before=event)
+            return {"samples_before" if event.when == "before" else "samples_after": event}
         case events.ExactMatch():
-            return replace(state, match_after=event)
+            return {"match_before" if event.when == "before" else "match_after": event}
         case events.Finished():
-            return replace(state, finished=event)
-    return state
+            return {"finished": event}
+    return {}
+
+
+def after_step(state: ViewState, step: events.Step) -> dict[str, Any]:
+    seen = state.steps_seen + 1
+    speed = step.tokens / max(step.seconds, 1e-9)
+    smooth_loss = smooth(state.smooth_loss, step.loss, seen)
+    return {
+        **with_gauges(state, step, step.highest_bytes or step.process_bytes),
+        "step": step,
+        "stage": "training",
+        "steps_seen": seen,
+        "smooth_loss": smooth_loss,
+        "best_loss": least(state.best_loss, smooth_loss),
+        "losses": state.losses.add(step.loss),
+        "tokens_per_s": smooth(state.tokens_per_s, speed, seen),
+        "step_s": smooth(state.step_s, step.seconds, seen),
+    }
+
+
+def with_gauges(
+    state: ViewState, gauges: events.Gauges | events.Step, held_bytes: int | None
+) -> dict[str, Any]:
+    swap = gauges.swap_bytes if state.swap_began_bytes is None else state.swap_began_bytes
+    changes: dict[str, Any] = {"gauges": gauges, "swap_began_bytes": swap}
+    if held_bytes is not None:
+        changes["highest_bytes"] = max(held_bytes, state.highest_bytes or 0)
+        changes["memory"] = state.memory.add(held_bytes)
+    return changes
 
 
 def smooth(mean: float | None, value: float, seen: int) -> float:
@@ -83,3 +193,7 @@ def smooth(mean: float | None, value: float, seen: int) -> float:
     if mean is None:
         return value
     return mean + (value - mean) / min(seen, SMOOTH_OVER)
+
+
+def least(a: float | None, b: float) -> float:
+    return b if a is None else min(a, b)

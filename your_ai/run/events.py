@@ -130,6 +130,37 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gauges:
+    """What the process holds while a long step goes on, or while it loads.
+
+    In bytes, as memory.sample has them; None where a gauge cannot be read.
+    """
+
+    active_bytes: int | None = None
+    peak_bytes: int | None = None
+    cache_bytes: int | None = None
+    process_bytes: int | None = None
+    available_bytes: int | None = None
+    swap_bytes: int | None = None
+    pressure: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paused:
+    """The run waits after `step`, as the user asked."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continued:
+    """It goes on after a pause of so many seconds."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Skipped:
     """A step that changed no weight, with the reason."""
 
@@ -190,6 +221,9 @@ Event = (
     | Died
     | Started
     | Step
+    | Gauges
+    | Paused
+    | Continued
     | Skipped
     | Validation
     | Checkpoint
@@ -198,6 +232,7 @@ Event = (
     | Finished
 )
 KINDS = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
+FIELDS = {kind: {field.name for field in dataclasses.fields(kind)} for kind in KINDS.values()}
 
 
 @dataclass(frozen=True)
@@ -219,7 +254,7 @@ def from_line(line: str | bytes) -> Record | None:
     try:
         fields = json.loads(line)
         kind = KINDS[fields["event"]]
-        known = {f.name for f in dataclasses.fields(kind)}
+        known = FIELDS[kind]
         event = kind(**{k: v for k, v in fields.items() if k in known})
         return Record(float(fields["time"]), event)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):

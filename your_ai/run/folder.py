@@ -22,6 +22,8 @@ from your_ai.files import TEMPORARY, clean, sync
 
 RUNS = Path("runs")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+LOCK = "lock"  # held by the process that trains,
+SUPERVISOR_LOCK = "supervisor.lock"  # and by the one that would start it again
 LOCK_WAIT_S = 5.0  # a killed process takes a moment to let go
 
 
@@ -150,10 +152,10 @@ def discard(folder: RunFolder) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: RunFolder) -> Iterator[None]:
+def locked(folder: RunFolder, name: str = LOCK) -> Iterator[None]:
     """Hold the run for this process. Raises UserError where another one has it."""
     try:
-        file = open(folder.path / "lock", "a+")  # noqa: SIM115 (closed below; the lock is its)
+        file = open(folder.path / name, "a+")  # noqa: SIM115 (closed below; the lock is its)
     except OSError as error:
         raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from error
     with file:
@@ -175,3 +177,26 @@ def locked(folder: RunFolder) -> Iterator[None]:
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"{os.getpid()}\n".encode())
         yield
+
+
+def owner(folder: RunFolder) -> int | None:
+    """The process that works on the run, or would start one again; None where none does.
+
+    0 where its number is not known. Changes nothing: who takes a lock tries more than once.
+    """
+    for name in (SUPERVISOR_LOCK, LOCK):
+        try:
+            file = open(folder.path / name)  # noqa: SIM115 (closed below)
+        except OSError:
+            continue
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                text = file.read().strip()
+                return int(text) if text.isdecimal() else 0
+    return None
+
+
+def is_running(folder: RunFolder) -> bool:
+    return owner(folder) is not None
