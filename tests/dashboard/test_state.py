@@ -91,3 +91,8 @@ def test_what_should_worry_is_said():
 def test_a_pause_lasts_until_the_run_goes_on():
     assert folded(events.Paused(step=1)).paused
     assert not folded(events.Paused(step=1), events.Continued(step=1, seconds=2.0)).paused
+
+
+def test_an_event_that_cannot_be_understood_is_passed_over():
+    strange = step(2, loss="much", process_bytes=[1])
+    assert folded(step(1), strange, step(3)) == folded(step(1), step(3))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import contextlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from your_ai.run import events
@@ -11,6 +15,7 @@ from your_ai.run.events import Record
 SMOOTH_OVER = 10  # steps
 SERIES_POINTS = 512
 KEPT = 8  # actions, and notices, of the last ones
+GETTING_ON = (events.Started, events.Step, events.Skipped, events.Continued)
 REPLANS = ("smaller_plan", "larger_plan", "restart")
 SWAP_GROWTH_BYTES = 500_000_000  # since the run began: it is no longer in memory alone
 WARNING_PRESSURE = 2
@@ -46,6 +51,8 @@ class Series:
 class ViewState:
     """All that a view shows of a run.
 
+    Times are in seconds since 1970: of the first and the last event, of when the present
+    stage began, and of when training last got on. is_lost: nobody starts it again.
     smooth_loss, tokens_per_s and step_s are exponential means over `steps_seen` steps;
     best_loss is the least that the smooth one has been. gauges: the last that were read,
     of whatever event; highest_bytes: the most that the process has held; swap_began_bytes:
@@ -56,6 +63,8 @@ class ViewState:
     stage: str = "starting"
     began_at: float | None = None
     last_at: float | None = None
+    stage_at: float | None = None
+    stepped_at: float | None = None
     limit: events.Limit | None = None
     planned: events.Planned | None = None
     replanned: str = ""
@@ -74,6 +83,7 @@ class ViewState:
     actions: tuple[events.Action, ...] = ()
     notices: tuple[str, ...] = ()
     deaths: tuple[events.Died, ...] = ()
+    is_lost: bool = False
     paused: bool = False
     validation: events.Validation | None = None
     best_validation: float | None = None
@@ -113,9 +123,23 @@ class ViewState:
 
 def fold(state: ViewState, record: Record) -> ViewState:
     """The state after one more event."""
-    began_at = record.time if state.began_at is None else state.began_at
-    changes = changes_of(state, record.event)
-    return replace(state, began_at=began_at, last_at=record.time, **changes)
+    return fold_all(state, [record])
+
+
+def fold_all(state: ViewState, records: Iterable[Record]) -> ViewState:
+    """The state after more events; one with a field of another type is passed over."""
+    found: Any = SimpleNamespace(**vars(state))  # one copy, not one for each event
+    for record in records:
+        if found.began_at is None:
+            found.began_at = record.time
+        found.last_at = record.time
+        if isinstance(record.event, events.Stage):
+            found.stage_at = record.time
+        elif isinstance(record.event, GETTING_ON):
+            found.stepped_at = record.time
+        with contextlib.suppress(TypeError, ValueError, ArithmeticError):
+            vars(found).update(changes_of(found, record.event))
+    return ViewState(**vars(found))
 
 
 def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
@@ -125,7 +149,7 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
         case events.Gauges():
             return with_gauges(state, event, event.process_bytes)
         case events.Stage():
-            return {"stage": event.text, "finished": None, "paused": False}
+            return {"stage": event.text, "finished": None, "paused": False, "is_lost": False}
         case events.Notice():
             return {"notices": (*state.notices, event.text)[-KEPT:]}
         case events.Limit():
@@ -136,7 +160,8 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
             why = event.cause if event.kind in REPLANS else state.replanned
             return {"actions": (*state.actions, event)[-KEPT:], "replanned": why}
         case events.Died():
-            return {"deaths": (*state.deaths, event), "replanned": event.reason}
+            deaths, is_lost = (*state.deaths, event), event.level is None
+            return {"deaths": deaths, "replanned": event.reason, "is_lost": is_lost}
         case events.Started():
             fresh = dict.fromkeys(("smooth_loss", "tokens_per_s", "step_s", "finished"))
             return {**fresh, "steps_seen": 0, "started": event, "stage": "training"}
@@ -190,10 +215,10 @@ def with_gauges(
 
 def smooth(mean: float | None, value: float, seen: int) -> float:
     """The plain mean of the first values, then an exponential one."""
-    if mean is None:
+    if mean is None or not math.isfinite(mean):
         return value
     return mean + (value - mean) / min(seen, SMOOTH_OVER)
 
 
 def least(a: float | None, b: float) -> float:
-    return b if a is None else min(a, b)
+    return a if a is not None and a <= b else b

@@ -1,0 +1,470 @@
+"""Frames of a recorded run, compared with golden/*.txt.
+
+To renew them, run the tests once with YOUR_AI_RENEW_GOLDEN=1 set, then read what changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import statistics
+import time
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from your_ai.dashboard.page import UNICODE
+from your_ai.dashboard.screen import KEPT, screen
+from your_ai.dashboard.state import ViewState, fold
+from your_ai.run import events
+from your_ai.run.events import Event, Record
+
+GOLDEN = Path(__file__).parent / "golden"
+BEGAN_AT = 1_800_000_000.0
+KEYS = "q detach   c checkpoint   p pause"
+NAME = "qwen-demo-20270115"
+LIMIT = events.Limit(limit_bytes=7_000_000_000, reason="--max-memory 7")
+PLANNED = events.Planned(
+    plan="fused", micro_tokens=1920, spill=False, level=0, estimate_bytes=5_600_000_000,
+    text="fused, 4 rows of 480 tokens at once: needs 5.60 GB",
+    asked="--max-memory 7 --plan auto --spill False",
+)  # fmt: skip
+STARTED = events.Started(
+    step=0, steps=1000, steps_per_epoch=100, model="Qwen3-0.6B", rows=400,
+    trainable_parameters=65536, dtype="bfloat16", plan="fused",
+)  # fmt: skip
+LOADING = [
+    events.Stage(text="loading Qwen3-0.6B"),
+    events.Gauges(
+        active_bytes=900_000_000, cache_bytes=0, process_bytes=1_310_000_000,
+        available_bytes=9_100_000_000, swap_bytes=0, pressure=1,
+    ),
+]  # fmt: skip
+BEGINNING = [*LOADING, LIMIT, PLANNED, STARTED]
+
+
+def step(number: int, **changes: Any) -> events.Step:
+    """A step that holds more than the one before, of a loss that falls with some noise."""
+    process_bytes = 3_000_000_000 + 11_000_000 * number + 90_000_000 * (number % 5)
+    fields = {
+        "step": number,
+        "steps": 1000,
+        "epoch": 1 + number // 100,
+        "loss": 1.1 + 3.0 / (1 + number / 12) + 0.05 * (number * 7 % 11 - 5),
+        "grad_norm": 0.52,
+        "learning_rate": 1e-4,
+        "tokens": 1480,
+        "padded_tokens": 1600,
+        "trained_tokens": 700,
+        "seconds": 0.8 + 0.05 * (number % 3),
+        "active_bytes": process_bytes - 1_200_000_000,
+        "cache_bytes": 790_000_000,
+        "peak_bytes": process_bytes + 200_000_000,
+        "highest_bytes": process_bytes + 250_000_000,
+        "process_bytes": process_bytes,
+        "available_bytes": 6_200_000_000,
+        "swap_bytes": 0,
+        "pressure": 1,
+    }
+    return events.Step(**{**fields, **changes})
+
+
+def action(number: int, kind: str, cause: str, freed_bytes: int, seconds: float) -> events.Action:
+    before = 5_000_000_000
+    return events.Action(
+        step=number, kind=kind, cause=cause, before_bytes=before,
+        after_bytes=before - freed_bytes, seconds=seconds,
+    )  # fmt: skip
+
+
+def training() -> list[Event]:
+    """200 steps with rising memory, and all that happens meanwhile."""
+    near = "process 4.95 GB within the step is over 70% of the limit of 7.00 GB"
+    also = {
+        50: [events.Validation(step=50, loss=1.7312, trained_tokens=900, seconds=3.0)],
+        100: [
+            events.Validation(step=100, loss=1.5121, trained_tokens=900, seconds=3.0),
+            events.Checkpoint(step=100, folder="checkpoints/step-000100", seconds=0.2),
+            action(100, "reload_lora", "every 50 steps", 203_000_000, 0.27),
+        ],
+        140: [events.Skipped(step=141, reason="the loss is nan", in_a_row=1, total=1)],
+        150: [action(150, "reload_lora", "every 50 steps", 198_000_000, 0.26)],
+        160: [events.Notice(text="3 rows are longer than 480 tokens and were cut")],
+        170: [action(170, "clear_cache", near, 455_000_000, 0.018)],
+        180: [action(180, "drop_compiled", near, 120_000_000, 0.31)],
+        190: [action(190, "reload_lora", near, 0, 1.27)],
+    }
+    steps = [step(number) for number in range(1, 201)]
+    steps[-1] = dataclasses.replace(steps[-1], pressure=2)
+    return [*BEGINNING, *(event for one in steps for event in (one, *also.get(one.step, ())))]
+
+
+def folded(*happened: Event, state: ViewState | None = None) -> ViewState:
+    """The state after events of which one comes every second."""
+    state = state or ViewState()
+    first = BEGAN_AT if state.last_at is None else state.last_at + 1
+    records = [Record(first + second, event) for second, event in enumerate(happened)]
+    return reduce(fold, records, state)
+
+
+TRAINING = folded(*training())
+OVER = folded(step(201, process_bytes=7_560_000_000, highest_bytes=7_560_000_000), state=TRAINING)
+END = [
+    dataclasses.replace(step(200), step=1000, epoch=10, loss=0.9981),
+    events.Validation(step=1000, loss=1.2345, trained_tokens=900, seconds=3.0),
+    events.Checkpoint(step=1000, folder="checkpoints/step-001000", seconds=0.2),
+    events.ExactMatch(when="before", correct=2, rows=64),
+    events.ExactMatch(when="after", correct=62, rows=64),
+    events.Finished(step=1000, reason="done", adapter="runs/r/adapter", seconds=845.0),
+]
+FRAMES: dict[str, tuple[ViewState, int, int, dict[str, Any]]] = {
+    "training-80x24": (TRAINING, 80, 24, {}),
+    "training-120x40": (TRAINING, 120, 40, {}),
+    "training-40x12": (TRAINING, 40, 12, {}),
+    "training-ascii": (TRAINING, 80, 24, {"unicode": False}),
+    "loading": (folded(*LOADING), 80, 24, {}),
+    "paused": (folded(events.Paused(step=200), state=TRAINING), 80, 24, {}),
+    "finished": (folded(*END, state=TRAINING), 80, 24, {}),
+    "over-the-limit": (OVER, 80, 24, {}),
+    "no-limit": (dataclasses.replace(TRAINING, limit=None, planned=None), 80, 24, {}),
+}
+
+
+def drawn(
+    state: ViewState,
+    width: int,
+    height: int,
+    *,
+    after_s: float = 1.0,
+    name: str = NAME,
+    keys: str = KEYS,
+    **options: Any,
+) -> list[str]:
+    """The lines of a frame `after_s` seconds after the last event."""
+    now = (state.last_at or BEGAN_AT) + after_s
+    console = console_of(width, height)
+    console.print(screen(state, name, width, height, now, keys=keys, **options))
+    return console.file.getvalue().removesuffix("\n").split("\n")
+
+
+def console_of(width: int, height: int, **options: Any) -> Console:
+    colors = {"color_system": None, **options}
+    return Console(
+        width=width, height=height, force_terminal=True, legacy_windows=False,
+        file=io.StringIO(), **colors,
+    )  # fmt: skip
+
+
+def text_of(state: ViewState, width: int = 80, height: int = 24, **options: Any) -> str:
+    return "\n".join(drawn(state, width, height, **options))
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_a_frame_is_the_golden_one(name):
+    state, width, height, options = FRAMES[name]
+    lines = [line.rstrip() for line in drawn(state, width, height, **options)]
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("YOUR_AI_RENEW_GOLDEN"):
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert lines == path.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_golden_frame_is_of_a_test():
+    assert {path.stem for path in GOLDEN.iterdir()} == set(FRAMES)
+
+
+def test_a_screen_that_is_full_ends_with_the_keys():
+    lines = drawn(TRAINING, 80, 24)
+    assert len(lines) == 24
+    assert lines[-1].strip() == KEYS
+
+
+@pytest.mark.parametrize("height", range(5, 30))
+def test_each_line_more_adds_to_what_there_was(height):
+    """A higher screen shows what a lower one does, apart from gaps."""
+    low = [line for line in drawn(TRAINING, 80, height - 1) if line.strip()]
+    high = iter(drawn(TRAINING, 80, height))
+    assert all(line in high for line in low)
+
+
+def test_the_least_screen_shows_state_memory_and_progress():
+    lines = drawn(TRAINING, 80, 4)
+    starts = [line.split()[:1] for line in lines]
+    assert starts[:2] == [[NAME], ["memory"]]
+    assert lines[0].endswith("● training")
+    assert lines[2].split()[0][0] == UNICODE.active
+    assert starts[3] == ["step"]
+
+
+# Memory
+
+
+def with_gauges(limit_bytes: int | None = 1000 * 10**6, **sizes: int | None) -> ViewState:
+    limit = [events.Limit(limit_bytes=limit_bytes, reason="")] if limit_bytes else []
+    return folded(*limit, events.Gauges(**sizes))
+
+
+def gauge_of(state: ViewState, width: int = 112) -> str:
+    """The bar: 100 cells on a screen 112 wide."""
+    return next(
+        line.strip()
+        for line in drawn(state, width, 12, after_s=0.0)
+        if line.strip()[:1] in "█▓▒·┃▶" and line.strip() and " " not in line.strip()
+    )
+
+
+def test_the_bar_stacks_active_cache_and_the_rest_of_the_process():
+    state = with_gauges(
+        active_bytes=400 * 10**6, cache_bytes=100 * 10**6, process_bytes=600 * 10**6
+    )
+    assert gauge_of(state) == "█" * 40 + "▓" * 10 + "▒" * 10 + "┃" + "·" * 39
+
+
+def test_the_tick_is_where_the_most_so_far_was():
+    state = folded(
+        events.Gauges(active_bytes=100 * 10**6, process_bytes=100 * 10**6),
+        state=with_gauges(active_bytes=700 * 10**6, process_bytes=700 * 10**6),
+    )
+    assert gauge_of(state) == "█" * 10 + "·" * 60 + "┃" + "·" * 29
+
+
+def test_a_process_over_the_limit_ends_in_an_arrow_and_says_so():
+    state = with_gauges(active_bytes=500 * 10**6, process_bytes=1200 * 10**6)
+    assert gauge_of(state) == "█" * 50 + "▒" * 49 + "▶"
+    assert "120%  over the limit" in text_of(state)
+
+
+def test_parts_that_are_more_than_the_process_leave_no_rest():
+    state = with_gauges(
+        active_bytes=400 * 10**6, cache_bytes=400 * 10**6, process_bytes=500 * 10**6
+    )
+    assert gauge_of(state) == "█" * 40 + "▓" * 10 + "┃" + "▓" * 29 + "·" * 20
+    assert "rest 0.00 " in text_of(state)
+
+
+def test_without_a_limit_the_most_so_far_is_the_scale():
+    state = with_gauges(None, active_bytes=10**6, process_bytes=2 * 10**6)
+    assert gauge_of(state) == "█" * 50 + "▒" * 49 + "┃"
+    text = text_of(state)
+    assert "%" not in text
+    assert "free" not in text
+
+
+def test_what_no_gauge_shows_is_left_out():
+    text = text_of(with_gauges(cache_bytes=100 * 10**6))
+    assert "cache 0.10" in text
+    assert "active" not in text
+    assert "process" not in text
+    assert "most so far" not in text
+    assert "not measured yet" in text_of(ViewState())
+
+
+@pytest.mark.parametrize(("percent", "style"), [(69, "32"), (71, "33"), (89, "33"), (91, "31")])
+def test_the_colour_of_the_process_says_how_near_the_limit_is(percent, style):
+    state = with_gauges(process_bytes=percent * 10**7)
+    console = console_of(80, 24, color_system="standard", no_color=False, _environ={})
+    console.print(screen(state, NAME, 80, 24, BEGAN_AT))
+    assert f"\x1b[1;{style}m0.{percent}\x1b[0m" in console.file.getvalue()
+
+
+# Curves
+
+
+def test_a_curve_goes_from_the_least_to_the_most_loss():
+    state = folded(STARTED, *(step(i, loss=float(i)) for i in range(1, 9)))
+    assert "▁▂▃▄▅▆▇█" in text_of(state)
+    assert "1 – 8" in text_of(state)
+
+
+def test_a_longer_curve_is_as_wide_as_the_screen_and_keeps_its_highest_point():
+    sizes = [10**8] * 300 + [9 * 10**8] + [10**8] * 100
+    state = folded(LIMIT, *(events.Gauges(process_bytes=size) for size in sizes))
+    state = dataclasses.replace(state, limit=events.Limit(limit_bytes=10**9, reason=""))
+    curve = next(line for line in drawn(state, 80, 24) if "0 – 1.00 GB" in line).split()[0]
+    assert len(curve) == 51
+    assert (curve.count("█"), curve.count("▁")) == (1, 50)
+
+
+def test_losses_that_are_no_numbers_are_marked_and_do_not_scale():
+    losses = [1.0, float("nan"), 2.0, float("inf"), 1.0]
+    state = folded(STARTED, *(step(i, loss=loss) for i, loss in enumerate(losses, 1)))
+    assert "▁×█×▁" in text_of(state)
+
+
+def test_losses_of_many_sizes_are_drawn_by_their_logarithm():
+    losses = [10.0**-i for i in range(8)]
+    text = text_of(folded(STARTED, *(step(i, loss=loss) for i, loss in enumerate(losses, 1))))
+    assert "█▇▆▅▄▃▂▁" in text
+    assert "1e-7 – 1 log" in text
+
+
+def test_a_roomy_screen_has_higher_curves():
+    state = folded(STARTED, *(step(i, loss=float(i)) for i in range(1, 17)))
+    lines = drawn(state, 80, 32)
+    assert any("▁▂▃▄▅▆▇█  " in line and line.rstrip().endswith("16") for line in lines)
+    assert any("▁▂▃▄▅▆▇████████" in line and line.rstrip().endswith(" 1") for line in lines)
+
+
+# Words
+
+
+def test_a_stage_says_how_long_it_has_been_going_on():
+    lines = drawn(folded(events.Stage(text="loading m")), 80, 24, after_s=12.2)
+    assert lines[0].endswith("○ loading m ... 12 s")
+
+
+def test_a_stopped_run_says_what_stopped_it():
+    finished = events.Finished(step=4, reason="stopped by Ctrl-C", adapter="", seconds=9.0)
+    lines = drawn(folded(*BEGINNING, step(4), finished), 80, 24)
+    assert lines[0].endswith("■ stopped")
+    assert "end       stopped by Ctrl-C" in "\n".join(lines)
+
+
+def test_the_clock_of_a_finished_run_stands():
+    state = folded(*BEGINNING, step(4), END[-1])
+    assert text_of(state) == text_of(state, after_s=999.0)
+
+
+def test_a_step_that_takes_far_too_long_is_told():
+    state = folded(*BEGINNING, step(1, seconds=2.0))
+    assert "no step" not in text_of(state, after_s=9.0)
+    assert "no step for 2:05, 2.00 s is usual" in text_of(state, after_s=125.0)
+    waiting = folded(events.Gauges(process_bytes=1), state=state)
+    assert "no step for 2:0" in text_of(waiting, after_s=125.0)
+    paused = folded(events.Paused(step=1), state=state)
+    assert "no step" not in text_of(paused, after_s=125.0)
+
+
+def test_a_run_that_nobody_starts_again_is_dead():
+    died = events.Died(step=4, reason="killed by SIGKILL", level=None)
+    assert text_of(folded(*BEGINNING, step(4), died)).splitlines()[0].endswith("died")
+    again = folded(*BEGINNING, step(4), died, events.Stage(text="loading"))
+    assert "loading" in text_of(again).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [("--plan auto", "the fastest that fits"), ("--plan staged", "as asked: --plan staged")],
+)
+def test_why_the_plan_is_what_it_is(asked, why):
+    state = folded(LIMIT, dataclasses.replace(PLANNED, asked=asked))
+    assert f"why       {why}" in text_of(state)
+
+
+def test_a_plan_that_was_changed_says_why():
+    state = folded(LIMIT, PLANNED, action(3, "smaller_plan", "it proved too large", 0, 0.1))
+    assert "why       it proved too large" in text_of(state)
+
+
+def test_actions_come_newest_first():
+    lines = [line for line in drawn(TRAINING, 120, 40) if "every 50" in line or "over 70%" in line]
+    assert [line.replace("governor", "").split()[1] for line in lines] == [
+        *("190", "180", "170", "150", "100")
+    ]
+
+
+def test_without_unicode_all_is_ascii():
+    state = folded(events.Notice(text="größer 模型 …"), state=TRAINING)
+    assert text_of(state, 120, 40, name="läufe", unicode=False).isascii()
+
+
+def test_text_of_others_is_shown_as_it_is_and_controls_nothing():
+    evil = "a\x1b[31mred\x1b]0;title\x07\n[bold]b[/bold]\r\x9b2Jc\u202ed\x00"
+    text = text_of(folded(events.Notice(text=evil), state=TRAINING), 120, 40, name=evil)
+    assert "a red [bold]b[/bold] 2Jc d" in text
+    assert text.replace("\n", "").isprintable()
+
+
+# Any events on any screen
+
+WORDS = st.one_of(
+    st.text(max_size=40),
+    st.text(
+        st.sampled_from("\x1b[]m31;\n\r\t\x00\x9b\u200d\ufe0f\u0301模型👨👩🏽🇩🇪한ᄒ[/b]é"),
+        max_size=60,
+    ),
+    st.sampled_from(["x" * 500, "模" * 100, "\x1b[2J", "[bold red]x[/]", "--plan auto", "done"]),
+)
+SIZES = st.one_of(st.none(), st.integers(-(2**70), 2**70), st.integers(0, 10**10))
+COUNTS = st.one_of(st.integers(-(2**70), 2**70), st.integers(0, 1000))
+NUMBERS = st.one_of(st.floats(), st.floats(0, 10))
+GAUGES = dict.fromkeys(
+    ["active_bytes", "peak_bytes", "cache_bytes", "process_bytes", "available_bytes"], SIZES
+) | {"swap_bytes": SIZES, "pressure": st.one_of(st.none(), st.integers(0, 4))}
+STEPS = st.builds(
+    events.Step, step=COUNTS, steps=COUNTS, epoch=COUNTS, loss=NUMBERS, grad_norm=NUMBERS,
+    learning_rate=NUMBERS, tokens=COUNTS, padded_tokens=COUNTS, trained_tokens=COUNTS,
+    seconds=NUMBERS, highest_bytes=SIZES, **GAUGES,
+)  # fmt: skip
+EVENTS = st.one_of(
+    STEPS,
+    st.builds(events.Gauges, **GAUGES),
+    st.builds(events.Stage, text=WORDS),
+    st.builds(events.Notice, text=WORDS),
+    st.builds(events.Limit, limit_bytes=COUNTS, reason=WORDS),
+    st.builds(
+        events.Planned, plan=WORDS, micro_tokens=COUNTS, spill=st.booleans(), level=COUNTS,
+        estimate_bytes=COUNTS, text=WORDS, asked=WORDS,
+    ),
+    st.builds(
+        events.Action, step=COUNTS, kind=WORDS, cause=WORDS, before_bytes=COUNTS,
+        after_bytes=COUNTS, seconds=NUMBERS,
+    ),
+    st.builds(events.Died, step=COUNTS, reason=WORDS, level=st.none()),
+    st.builds(
+        events.Started, step=COUNTS, steps=COUNTS, steps_per_epoch=COUNTS, model=WORDS,
+        rows=COUNTS, trainable_parameters=COUNTS, dtype=WORDS, plan=WORDS,
+    ),
+    st.builds(events.Paused, step=COUNTS),
+    st.builds(events.Continued, step=COUNTS, seconds=NUMBERS),
+    st.builds(events.Skipped, step=COUNTS, reason=WORDS, in_a_row=COUNTS, total=COUNTS),
+    st.builds(events.Validation, step=COUNTS, loss=NUMBERS, trained_tokens=COUNTS, seconds=NUMBERS),
+    st.builds(events.Checkpoint, step=COUNTS, folder=WORDS, seconds=NUMBERS),
+    st.builds(events.ExactMatch, when=WORDS, correct=COUNTS, rows=COUNTS),
+    st.builds(events.Finished, step=COUNTS, reason=WORDS, adapter=WORDS, seconds=NUMBERS),
+)  # fmt: skip
+
+
+@given(
+    happened=st.lists(EVENTS, max_size=20),
+    name=WORDS,
+    keys=WORDS,
+    width=st.one_of(st.integers(20, 200), st.just(80)),
+    height=st.integers(4, 60),
+    after_s=NUMBERS,
+    unicode=st.booleans(),
+)
+def test_no_events_break_the_screen(happened, name, keys, width, height, after_s, unicode):
+    state = folded(*happened)
+    lines = drawn(state, width, height, name=name, keys=keys, after_s=after_s, unicode=unicode)
+    assert len(lines) <= height
+    assert max(map(cell_len, lines)) <= width
+    assert all(line.isprintable() for line in lines)
+    assert unicode or all(map(str.isascii, lines))
+
+
+@pytest.mark.parametrize(("width", "height"), [(0, 0), (1, 1), (3, 2), (19, 3), (-1, -1)])
+@pytest.mark.parametrize("state", [ViewState(), TRAINING, OVER], ids=["new", "training", "over"])
+def test_a_screen_that_is_too_small_raises_nothing(state, width, height):
+    screen(state, NAME, width, height, BEGAN_AT, keys=KEYS)
+
+
+def test_every_line_that_is_kept_has_a_rank_of_its_own():
+    assert len(set(KEPT)) == len(KEPT)
+
+
+def test_a_frame_is_quick():
+    """It is drawn beside a training process: milliseconds of the processor's, no more."""
+    console, took_s = console_of(80, 24, color_system="truecolor"), []
+    for _ in range(30):
+        began = time.process_time()
+        console.print(screen(TRAINING, NAME, 80, 24, BEGAN_AT, keys=KEYS))
+        took_s.append(time.process_time() - began)
+    assert statistics.median(took_s) < 0.01

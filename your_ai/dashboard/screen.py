@@ -1,0 +1,333 @@
+"""ViewState -> the full screen of a run. Pure: people read it like the gauges of a car."""
+
+from __future__ import annotations
+
+import math
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from your_ai.dashboard import view
+from your_ai.dashboard.gauge import known, memory_rows
+from your_ai.dashboard.page import (
+    ASCII,
+    DIM,
+    NARROW,
+    UNICODE,
+    WARN,
+    Field,
+    Page,
+    Part,
+    Row,
+    at_ends,
+    beside,
+    cells_of,
+    clean,
+    curve_rows,
+    curve_width,
+    cut,
+    in_fields,
+    joined,
+    line,
+    printable,
+    resampled,
+)
+from your_ai.dashboard.state import ViewState
+from your_ai.run import events
+
+LATE, LATE_S = 4.0, 10.0  # a step is late after so many usual ones, and so many seconds
+WIDE = 30.0  # times the least: a curve of losses beyond that is logarithmic
+# What a low screen keeps: as many of these as it has lines, the first ones first.
+KEPT = (
+    *("header", "process", "gauge", "step", "loss", "time", "warning", "keys", "legend"),
+    *("memory curve", "loss curve", "warnings", "plan", "result", "action", "saved", "why"),
+    *("actions", "gap", "note", "limit", "machine", "more actions", "notes"),
+)
+RANKS = {kind: rank for rank, kind in enumerate(KEPT)}
+
+
+def screen(
+    state: ViewState,
+    name: str,
+    width: int,
+    height: int,
+    now: float,
+    *,
+    unicode: bool = True,
+    keys: str = "",
+) -> Text:
+    """The run `name` at `now`, in seconds since 1970, on at most `height` lines of `width` cells.
+
+    keys: what the last line says of the keys; unicode: False where only ASCII can be shown.
+    """
+    narrow = width < NARROW
+    glyphs = UNICODE if unicode else ASCII
+    page = Page(max(1, width if narrow else width - 2), max(1, height), narrow, glyphs)
+    groups = [
+        [Row("header", header(page, state, name, now))],
+        memory_rows(page, state),
+        training_rows(page, state, now),
+        plan_rows(page, state),
+        action_rows(page, state),
+        note_rows(page, state),
+    ]
+    bottom = [warning_rows(page, state, now), key_rows(page, keys)]
+    return joined(arranged(groups, bottom, page.height), "" if narrow else " ")
+
+
+def arranged(groups: list[list[Row]], bottom: list[list[Row]], height: int) -> list[list[Part]]:
+    """The lines that matter most, a gap between groups; the bottom ones end the screen."""
+    top, low = spaced(groups), spaced(bottom)
+    if low:
+        low.insert(0, Row("gap", []))
+    rows = top + low
+    ranked = sorted(range(len(rows)), key=lambda i: (RANKS[rows[i].kind], not rows[i].parts))
+    kept = sorted(ranked[:height])
+    split = sum(i < len(top) for i in kept)
+    padding = [[] for _ in range(height - len(kept))] if low else []
+    lines = [rows[i].parts for i in kept]
+    return [*lines[:split], *padding, *lines[split:]]
+
+
+def spaced(groups: list[list[Row]]) -> list[Row]:
+    rows: list[Row] = []
+    for group in filter(None, groups):
+        best = min((row.kind for row in group), key=RANKS.__getitem__)
+        gap = Row(max("gap", best, key=RANKS.__getitem__), [])  # gone where its group is
+        rows += [gap, *group] if rows else group
+    return rows
+
+
+def header(page: Page, state: ViewState, name: str, now: float) -> list[Part]:
+    left = [(clean(page, name), "bold")]
+    if state.started is not None:
+        left.append((f"  {clean(page, state.started.model)}", DIM))
+    return at_ends(page, left, condition(page, state, now), page.width)
+
+
+def condition(page: Page, state: ViewState, now: float) -> list[Part]:
+    """What the run is at, in a word or a few."""
+    glyphs = page.glyphs
+    if state.finished is not None:
+        done = state.finished.reason == "done"
+        style = "bold green" if done else "bold red"
+        return [(f"{glyphs.ended} {'finished' if done else 'stopped'}", style)]
+    if state.is_lost:
+        return [(f"{glyphs.ended} died", "bold red")]
+    if state.paused:
+        return [(f"{glyphs.waiting} paused", "bold yellow")]
+    if state.stage == "training":
+        return [(f"{glyphs.busy} training", "bold green")]
+    passed = f" {span(now - state.stage_at)}" if state.stage_at is not None else ""
+    stage = cut(page, [(clean(page, state.stage), "")], page.width * 3 // 5 - 10)[0][0]
+    return [(f"{glyphs.waiting} {stage} ...{passed}", "bold cyan")]
+
+
+def training_rows(page: Page, state: ViewState, now: float) -> list[Row]:
+    if state.started is None and state.step is None:
+        return []
+    rows = [Row("step", progress(page, state))]
+    step = state.step
+    if step is None:
+        return rows
+    rows.append(Row("time", line(page, "time", times(page, state, now), inline=False)))
+    fields = [
+        Field(0, loss_text(step.loss)),
+        Field(1, loss_text(state.smooth_loss), "smoothed ", style=""),
+        Field(3, loss_text(state.best_loss), "best ", style=""),
+        Field(4, f"{step.grad_norm:.3g}", "gradient norm ", style=""),
+        Field(5, f"{step.learning_rate:.3g}", "learning rate ", style=""),
+    ]
+    if state.validation is not None:
+        best = f", best {loss_text(state.best_validation)}"
+        fields.insert(3, Field(2, loss_text(state.validation.loss), "validation ", best, ""))
+    rows.append(Row("loss", line(page, "loss", in_fields(page, fields, beside(page, "loss")))))
+    losses = resampled(state.losses.values, curve_width(page), highest=False)
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite:
+        return rows
+    low, high = min(finite), max(finite)
+    texts = brief(low), brief(high)
+    if low > 0 and high / low > WIDE:
+        losses = [math.log(loss) if loss > 0 else loss for loss in losses]
+        low, high, texts = math.log(low), math.log(high), (texts[0], f"{texts[1]} log")
+    return rows + curve_rows(page, "loss curve", losses, (low, high), texts)
+
+
+def progress(page: Page, state: ViewState) -> list[Part]:
+    step, steps = 0, state.started.steps if state.started else 0
+    if state.step is not None:
+        step, steps = state.step.step, state.step.steps
+    share = min(max(step / max(1, steps), 0.0), 1.0)
+    left = [(f"{step}", "bold"), (f"/{steps}", "")]
+    right = [(f"{math.floor(100 * share)}%".rjust(4), "")]
+    if state.step is not None and not page.narrow:
+        right.append((f"   epoch {state.step.epoch}", DIM))
+    gap = " " if page.narrow else "  "
+    width = max(0, beside(page, "step") - cells_of([*left, *right]) - 2 * len(gap))
+    done = int(width * share)
+    cells = [(page.glyphs.done * done, "green"), (page.glyphs.todo * (width - done), DIM)]
+    return line(page, "step", [*left, (gap, ""), *cells, (gap, ""), *right])
+
+
+def times(page: Page, state: ViewState, now: float) -> list[Part]:
+    """How fast it goes, how long it has gone on and how long it will."""
+    end = state.last_at if state.finished is not None else now
+    fields = []
+    if state.finished is None and state.seconds_left is not None:
+        fields.append(Field(0, span(state.seconds_left), after=" left"))
+    if state.began_at is not None and end is not None:
+        fields.append(Field(3, span(end - state.began_at), after=" elapsed", style=""))
+    if state.step_s is not None:
+        fields.append(Field(2, short_span(state.step_s), after="/step", style=""))
+    if state.tokens_per_s is not None:
+        fields.append(Field(1, f"{state.tokens_per_s:,.0f}", after=" tokens/s", style=""))
+    return in_fields(page, fields, page.room)
+
+
+def plan_rows(page: Page, state: ViewState) -> list[Row]:
+    rows = []
+    if state.planned is not None:
+        rows.append(Row("plan", line(page, "plan", [(clean(page, state.planned.text), "")])))
+        why = reason_of_plan(state)
+        if why:
+            rows.append(Row("why", line(page, "why", [(clean(page, why), DIM)])))
+    if state.limit is not None:
+        text = f"{view.memory(known(state.limit.limit_bytes) or 0)}: {state.limit.reason}"
+        rows.append(Row("limit", line(page, "limit", [(clean(page, text), DIM)])))
+    machine = machine_fields(state)
+    if machine:
+        parts = in_fields(page, machine, beside(page, "machine"))
+        rows.append(Row("machine", line(page, "machine", parts)))
+    if state.checkpoint is not None and state.checkpoint.step > 0:
+        rows.append(Row("saved", line(page, "saved", [(f"step {state.checkpoint.step}", "")])))
+    if state.finished is not None:
+        rows.append(Row("result", line(page, "end", [(result(page, state), "bold")])))
+    return rows
+
+
+def reason_of_plan(state: ViewState) -> str:
+    if state.replanned:
+        return state.replanned
+    if state.planned is None or state.limit is None:
+        return ""
+    chosen = not state.planned.asked or "--plan auto" in state.planned.asked
+    return "the fastest that fits" if chosen else f"as asked: {state.planned.asked}"
+
+
+def machine_fields(state: ViewState) -> list[Field]:
+    gauges = state.gauges or events.Gauges()
+    available, swap = known(gauges.available_bytes), known(gauges.swap_bytes)
+    fields = []
+    if available is not None:
+        fields.append(Field(0, view.memory(available), after=" free", style=""))
+    if swap is not None:
+        fields.append(Field(1, view.memory(swap), "swap ", style=""))
+    return fields
+
+
+def result(page: Page, state: ViewState) -> str:
+    if state.finished is None or state.finished.reason != "done":
+        return clean(page, state.finished.reason if state.finished else "")
+    if state.match_after is not None:
+        return view.match_text(state.match_before, state.match_after)
+    return f"{state.finished.step} steps in {span(state.finished.seconds)}"
+
+
+def action_rows(page: Page, state: ViewState) -> list[Row]:
+    """What the governor did, the newest first, in columns."""
+    found = [
+        (
+            f"step {action.step}",
+            clean(page, action.kind.replace("_", " "))[:16],
+            change(action.before_bytes, action.after_bytes),
+            short_span(action.seconds),
+            clean(page, action.cause),
+        )
+        for action in reversed(state.actions)
+    ]
+    if not found:
+        idle = line(page, "governor", [("nothing to do so far", DIM)])
+        return [Row("more actions", idle)] if state.limit and state.step else []
+    step, kind, size, time = (max(cell_len(row[i]) for row in found) for i in range(4))
+    rows = []
+    for number, row in enumerate(found):
+        parts = [
+            (row[0].ljust(step + 2), DIM),
+            (set_cell_size(row[1], kind), ""),
+            (row[2].rjust(size + 2), "bold"),
+            (row[3].rjust(time + 2), DIM),
+            (f"  {row[4]}", DIM),
+        ]
+        label = "governor" if number == 0 else ""
+        rank = "action" if number == 0 else "actions" if number < 3 else "more actions"
+        rows.append(Row(rank, line(page, label, parts, inline=False)))
+    return rows
+
+
+def note_rows(page: Page, state: ViewState) -> list[Row]:
+    rows = []
+    for number, text in enumerate(reversed(state.notices)):
+        label, kind = ("", "notes") if number else ("note", "note")
+        rows.append(Row(kind, line(page, label, [(clean(page, text), "")], inline=number == 0)))
+    return rows
+
+
+def warning_rows(page: Page, state: ViewState, now: float) -> list[Row]:
+    rows = []
+    for text in (*late(state, now), *state.warnings):
+        label = "!" if page.narrow else "warning"
+        parts = line(page, label, [(clean(page, text), WARN)], style=WARN)
+        rows.append(Row("warnings" if rows else "warning", parts))
+    return rows
+
+
+def late(state: ViewState, now: float) -> list[str]:
+    """What there is to say where a step takes far longer than usual."""
+    step, usual_s, since = state.step, state.step_s, state.stepped_at
+    if step is None or usual_s is None or since is None or step.step >= step.steps:
+        return []
+    if state.finished or state.is_lost or state.paused or state.stage != "training":
+        return []
+    waited_s = now - since
+    if not waited_s > max(LATE_S, LATE * usual_s):
+        return []
+    return [f"no step for {span(waited_s)}, {short_span(usual_s)} is usual"]
+
+
+def key_rows(page: Page, keys: str) -> list[Row]:
+    text = printable(page, keys).strip()
+    return [Row("keys", cut(page, [(text, DIM)], page.width))] if text else []
+
+
+def change(before_bytes: int, after_bytes: int) -> str:
+    freed = (known(before_bytes) or 0) - (known(after_bytes) or 0)
+    size = view.memory(abs(freed))
+    return size if size == "0 MB" else f"{'-' if freed > 0 else '+'}{size}"
+
+
+def loss_text(loss: float | None) -> str:
+    if loss is None:
+        return "?"
+    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3g}"
+
+
+def brief(value: float) -> str:
+    """7.34, 0.51 or 4e-4."""
+    if value == 0 or 0.01 <= abs(value) < 1000:
+        return f"{value:.{3 if abs(value) >= 1 else 2}g}"
+    digits, power = f"{value:.0e}".split("e")
+    return f"{digits}e{int(power)}"
+
+
+def span(seconds: float) -> str:
+    return view.duration(max(0.0, seconds)) if abs(seconds) < 1e9 else "?"
+
+
+def short_span(seconds: float) -> str:
+    """40 ms, 0.81 s, 12.3 s, then as any duration."""
+    if not 0 <= seconds < 60:
+        return span(seconds)
+    if seconds < 0.1:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
