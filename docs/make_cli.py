@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import typer
 import typer.main
 
 from your_ai.cli import app
@@ -15,16 +18,26 @@ def document() -> str:
         "of a YAML file, with underscores: `--batch-size 8` is `batch_size: 8`.",
     ]
     for name, command in typer.main.get_command(app).commands.items():
-        parts += ["", f"## your_ai {name}", "", (command.help or "").strip(), ""]
-        parts += ["| option | meaning |", "|---|---|"]
-        for parameter in command.params:
-            names = "/".join([*parameter.opts, *parameter.secondary_opts])
-            if names == "--help":
-                continue
-            metavar = f" {parameter.metavar}" if parameter.metavar else ""
-            option = f"{names}{metavar}".replace("|", "\\|")
-            parts.append(f"| `{option}` | {parameter.help} |")
+        parts += section(name, command)
+        for inner, subcommand in getattr(command, "commands", {}).items():
+            parts += section(f"{name} {inner}", subcommand)
     return "\n".join(parts) + "\n"
+
+
+def section(name: str, command: Any) -> list[str]:
+    parts = ["", f"## your_ai {name}", "", (command.help or "").strip(), ""]
+    parts += ["| option | meaning |", "|---|---|"]
+    for parameter in command.params:
+        names = "/".join([*parameter.opts, *parameter.secondary_opts])
+        if names == "--help":
+            continue
+        if parameter.param_type_name == "argument":
+            option = parameter.metavar or parameter.name.upper()
+        else:
+            option = f"{names} {parameter.metavar or ''}".rstrip()
+        option = option.replace("|", "\\|")
+        parts.append(f"| `{option}` | {parameter.help} |")
+    return parts
 
 
 if __name__ == "__main__":

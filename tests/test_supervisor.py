@@ -119,27 +119,12 @@ from your_ai.run.stopping import Interrupted
 from your_ai.supervisor import supervise
 
 
-class Follower:
-    def leave(self, run):
-        print("left", run)
-
-
 try:
-    sys.exit(supervise(RunFolder(Path(sys.argv[1])), Follower(), command=sys.argv[2:]))
+    sys.exit(supervise(RunFolder(Path(sys.argv[1])), command=sys.argv[2:]))
 except Interrupted as interrupted:
     print("before the first step")
     sys.exit(128 + interrupted.number)
 """
-
-
-class Watcher:
-    """What a follower is to the supervisor."""
-
-    def __init__(self) -> None:
-        self.left: list[str] = []
-
-    def leave(self, run: str) -> None:
-        self.left.append(run)
 
 
 @pytest.fixture
@@ -156,7 +141,7 @@ def children(run: RunFolder, *lives: str) -> list[str]:
 
 
 def supervised(run: RunFolder, *lives: str) -> int:
-    return supervise(run, Watcher(), command=children(run, *lives))
+    return supervise(run, command=children(run, *lives))
 
 
 def levels(run: RunFolder) -> list[int]:
@@ -177,7 +162,7 @@ def test_a_run_that_finishes_is_done(run):
 def test_the_training_process_is_your_ais_own(run):
     """Which refuses a folder without a config."""
     with pytest.raises((UserError, RunError)):
-        supervise(run, Watcher())
+        supervise(run)
     assert "No module named" not in log_of(run)
 
 
@@ -218,7 +203,7 @@ def test_a_log_that_cannot_be_written_is_one_clear_line(run):
 
 def test_a_child_that_cannot_be_started_is_one_clear_line(run):
     with pytest.raises(RunError, match="cannot be started"):
-        supervise(run, Watcher(), command=["./none"])
+        supervise(run, command=["./none"])
 
 
 def test_the_child_has_a_session_of_its_own_and_no_input(run):
@@ -357,11 +342,9 @@ def test_a_stop_before_training_began_is_raised(run, life):
     assert events_of(run, events.Died) == []
 
 
-def test_a_stop_while_a_run_that_died_loads_again_says_how_to_go_on(run):
-    watcher = Watcher()
+def test_a_stop_while_a_run_that_died_loads_again_is_one_in_mid_run(run):
     lives = ["start(); save(0); step(1); die()", "sys.exit(130)"]
-    assert supervise(run, watcher, command=children(run, *lives)) == 130
-    assert watcher.left == ["r"]
+    assert supervised(run, *lives) == 130
 
 
 def test_a_signal_between_a_death_and_the_next_life_ends_the_run(run):
@@ -451,7 +434,7 @@ def test_a_second_signal_leaves_at_once(run):
         wait_until(lambda: events_of(run, events.Notice))
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, output) == (130, "left r\n")
+    assert (process.returncode, output) == (130, "")
     assert events_of(run, events.Finished) == []
     assert events_of(run, events.Died) == []
 
@@ -465,7 +448,7 @@ def test_a_third_signal_ends_a_child_that_hears_none(run):
             wait_until(lambda heard=heard: len(events_of(run, events.Action)) == heard)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, output) == (130, "left r\n")
+    assert (process.returncode, output) == (130, "")
     assert [died.level for died in events_of(run, events.Died)] == [None]
 
 

@@ -95,6 +95,9 @@ class TrainConfig:
     supervise: bool = setting(
         True, "Train in a process of its own, restarted from its checkpoint when it dies."
     )
+    report_to: tuple[str, ...] = setting(
+        (), "Trackers to send events to, separated by commas: wandb, swanlab, tensorboard."
+    )
 
     plan: Literal["auto", "fused", "staged", "streamed"] = setting(
         "auto",
@@ -150,7 +153,7 @@ TYPES = typing.get_type_hints(TrainConfig)
 RESUMABLE = (
     *("max_steps", "epochs", "eval_every", "save_every", "keep", "samples", "exact_match"),
     *("model", "data", "spill", "plan", "max_memory", "force", "reload_interval", "reload_at"),
-    *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise"),
+    *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise", "report_to"),
 )
 
 
@@ -261,7 +264,7 @@ def coerce(name: str, value: Any, label: str) -> Any:
     options = typing.get_args(kind)
     if value is None and type(None) in options:
         return None
-    if name == "lora_targets":
+    if kind == tuple[str, ...]:
         parts = value.split(",") if isinstance(value, str) else value
         if isinstance(parts, (list, tuple)) and all(isinstance(p, str) for p in parts):
             return tuple(p.strip() for p in parts if p.strip())
@@ -352,7 +355,7 @@ def to_yaml(config: TrainConfig) -> str:
     import yaml
 
     values = dataclasses.asdict(config)
-    values["lora_targets"] = list(config.lora_targets)
+    values = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, explicit_end=True)
 
 

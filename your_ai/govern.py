@@ -6,13 +6,17 @@ caller's: they begin from a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 import mlx.core as mx
 
 from your_ai.data.batches import Batch
 from your_ai.engine.reload import reload_adapted
+from your_ai.errors import RunError
 from your_ai.memory import allocator, probe
 from your_ai.memory.governor import (
     LARGE,
@@ -28,6 +32,8 @@ from your_ai.memory.plan import Corrections
 from your_ai.memory.sample import MemorySample
 from your_ai.prepare import Prepared
 from your_ai.run import events
+
+TELL_EVERY_S = 2.0
 
 
 class Replan(Exception):
@@ -135,3 +141,26 @@ def told(
         seconds=seconds,
         read_bytes=read_bytes,
     )
+
+
+@contextlib.contextmanager
+def telling_gauges(log: events.EventLog, every_s: float = TELL_EVERY_S) -> Iterator[None]:
+    """Write the gauges from a thread whenever nothing else was written for `every_s` seconds."""
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(max(0.0, log.written_at + every_s - time.monotonic())):
+            if time.monotonic() >= log.written_at + every_s:
+                log.write(events.Gauges(**asdict(probe.read())))
+
+    def try_to() -> None:
+        with contextlib.suppress(RunError):  # a full disk: the next step meets it too
+            tell()
+
+    thread = threading.Thread(target=try_to, name="gauges", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

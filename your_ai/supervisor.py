@@ -1,41 +1,39 @@
-"""The parent of the training process: owns the terminal, outlives it, and starts it again.
+"""The parent of the training process: outlives it, and starts it again.
 
-The two share the run folder alone: the child writes events, and what it prints goes to
+The two share the run folder alone: the child writes events, and what both print goes to
 process.log. No mlx here: the memory that counts is the child's.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from your_ai.dashboard.live import Follower
+from your_ai.config import TrainConfig, build
 from your_ai.errors import RunError, UserError
 from your_ai.run import events
+from your_ai.run.child import LOG, POLL_S, Lost, open_log, read_log, started, told_error
 from your_ai.run.events import Event
-from your_ai.run.exits import CRASHED, DONE, FAILED, OUT_OF_MEMORY, RESTART, USER
-from your_ai.run.folder import RunFolder
-from your_ai.run.stopping import SIGNALS, Interrupted
+from your_ai.run.exits import CRASHED, DONE, FAILED, LOST, OUT_OF_MEMORY, RESTART, USER
+from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, find, locked
+from your_ai.run.parent import watch_parent
+from your_ai.run.stopping import SIGNALS, Interrupted, noted_signals
+from your_ai.tracking import tracked
 
-LOG = "process.log"
 MAX_IN_A_ROW = 3  # deaths without a new checkpoint, or restarts without a step
 LAST_SAMPLES = 5
 NEAR_LIMIT = 0.85  # of the limit: what dies above it died of memory, as far as one can tell
 CRITICAL_PRESSURE = 4
 SMALLER_PLAN = "smaller_plan"  # the governor's action
-LOG_TAIL_BYTES = 1 << 16
-POLL_S = 0.05
-
-
-class Lost(RunError):
-    """The training process ended and did not say why: its folder and log are to be kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +72,7 @@ class Decision:
     reason: str
 
 
-def supervise(
-    folder: RunFolder,
-    follower: Follower,
-    *,
-    settings: str = "",
-    command: list[str] | None = None,
-) -> int:
+def supervise(folder: RunFolder, settings: str = "", command: list[str] | None = None) -> int:
     """Train the run in `folder` to its end, through deaths; the exit status of `your_ai train`.
 
     settings: those of the run as JSON, where they may not be config.yaml's; command: what to
@@ -122,9 +114,6 @@ def supervise(
     number = stop_signal(life.status) or received[0]
     if not life.began:
         raise Interrupted(number)
-    if not life.finished:
-        with contextlib.suppress(Exception):  # the terminal may be what went away
-            follower.leave(folder.reference)
     return 128 + number
 
 
@@ -133,34 +122,13 @@ def run_child(
 ) -> int:
     """Run a training process to its end, and pass on signals; its status as Popen has it.
 
-    The first signal lets it save, the second leave at once, the third kills it. It has a
-    session of its own, so that a terminal's Ctrl-C reaches it through here alone, and holds
-    the read end of a pipe that tells it when this process is gone.
+    The first signal lets it save, the second leave at once, the third kills it.
     """
-    reader, writer = os.pipe()
-    with open(writer, "wb"):  # which the child does not inherit
-        try:
-            with open(reader, "rb"):
-                child = subprocess.Popen(
-                    [*arguments, "--parent-fd", str(reader)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(reader,),
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise RunError(
-                f"{folder.path}: the training process cannot be started ({error.strerror}); "
-                f"go on with: your_ai train --resume {folder.reference}"
-            ) from error
-        passed_on = 0
-        while child.poll() is None:
-            for number in received[passed_on:]:
-                child.send_signal(number if passed_on < 2 else signal.SIGKILL)
-                passed_on += 1
+    with started(arguments, folder, log) as child:
+        while child.process.poll() is None:
+            child.pass_on(received, patience=2)
             time.sleep(POLL_S)  # in waitpid, a signal that another thread takes is not heard
-    return child.returncode
+    return child.process.returncode
 
 
 def next_life(before: Life, level: int, status: int, told: Sequence[Event]) -> Life:
@@ -242,43 +210,34 @@ def stop_signal(status: int) -> int | None:
     return next((int(n) for n in SIGNALS if status in (128 + n, -n)), None)
 
 
-def told_error(folder: RunFolder, status: int, output: str) -> Exception:
-    """What a child that ended with FAILED or USER said, to be raised."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if told:
-        return UserError(told[-1]) if status == USER else RunError(told[-1])
-    last = f" ({lines[-1]})" if lines else ""
-    return Lost(
-        f"{folder.path}: the training process ended with status {status}{last}; its output is "
-        f"in {folder.path / LOG}"
-    )
+def settings_of(folder: RunFolder, settings: str) -> TrainConfig:
+    return build(json.loads(settings), "--settings") if settings else folder.read_config()
 
 
-def open_log(folder: RunFolder) -> BinaryIO:
-    """The log, to append to and read. Raises UserError where it cannot be."""
+def main() -> None:
+    """Supervise one run; errors are one line on stderr, and told once more by the status."""
+    parser = argparse.ArgumentParser(prog="python -m your_ai.supervisor")
+    parser.add_argument("run")
+    parser.add_argument("--settings", default="", help="all of them as JSON")
+    parser.add_argument("--parent-fd", type=int, help="a pipe that ends with the parent")
+    given = parser.parse_args()
     try:
-        return open(folder.path / LOG, "a+b", buffering=0)
-    except OSError as error:
-        raise UserError(f"{folder.path / LOG}: cannot be written ({error.strerror})") from error
+        if given.parent_fd is not None:
+            watch_parent(given.parent_fd, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        folder = find(given.run)
+        names = settings_of(folder, given.settings).report_to
+        with locked(folder, SUPERVISOR_LOCK), tracked(folder, names):
+            status = supervise(folder, given.settings)
+    except (UserError, RunError) as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        status = {UserError: USER, Lost: LOST}.get(type(error), FAILED)
+    except Interrupted as interrupted:
+        status = 128 + interrupted.number
+    except Exception:
+        traceback.print_exc()
+        status = CRASHED
+    sys.exit(status)
 
 
-def read_log(log: BinaryIO, start: int) -> str:
-    """The end of what was written since byte `start`, wherever the folder is by now."""
-    size = log.seek(0, os.SEEK_END)
-    log.seek(max(start, size - LOG_TAIL_BYTES))
-    return log.read().decode(errors="replace")
-
-
-@contextlib.contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """The stop signals that come until the block ends; then the handlers are as they were."""
-    received: list[int] = []
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as nohup has it
-    heard = [n for n in SIGNALS if not (n == signal.SIGHUP and ignored)]
-    old_handlers = {n: signal.signal(n, lambda number, _: received.append(number)) for n in heard}
-    try:
-        yield received
-    finally:
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
+if __name__ == "__main__":
+    main()

@@ -29,14 +29,15 @@ from your_ai.engine import prefix
 from your_ai.engine.fused import Engine
 from your_ai.errors import RunError, UserError, explain, lacked_memory
 from your_ai.files import clean
-from your_ai.govern import Governor, Replan, govern, told
+from your_ai.govern import Governor, Replan, govern, telling_gauges, told
 from your_ai.measure import show_test_rows, validate
 from your_ai.memory import allocator, probe
 from your_ai.memory.governor import Action, Watch
 from your_ai.optimizer import Update
+from your_ai.pausing import pause
 from your_ai.prepare import PREFIX, Prepared, prepare
 from your_ai.rng import derive_seed
-from your_ai.run import checkpoint, events, exits
+from your_ai.run import checkpoint, events, exits, requests
 from your_ai.run.checkpoint import TrainState
 from your_ai.run.folder import RunFolder, find, locked
 from your_ai.run.parent import watch_parent
@@ -94,10 +95,12 @@ def run(
         last = state.step == prepared.steps
         if last or is_due(config.eval_every, state.step):
             validate(prepared, state.step, log, stop)
-        if last or stop or wanted or is_due(config.save_every, state.step):
+        asked = requests.withdraw(folder, requests.SAVE)
+        if last or stop or wanted or asked or is_due(config.save_every, state.step):
             save(folder, prepared, state, log)
         if wanted and not (last or stop):
             raise Replan(wanted, state.step, Watch(told=governor.watch.told))
+        pause(folder, state.step, log, stop)
 
     if state.skipped == prepared.steps:
         raise RunError(f"{folder.path}: not one of {prepared.steps} steps changed a weight")
@@ -244,7 +247,7 @@ def carry_on(
 ) -> events.Finished | Replan:
     """`run` under one plan: how it ended, or what it is to go on as. Holds nothing after."""
     try:
-        with probe.Sampler() as sampler:
+        with probe.Sampler() as sampler, telling_gauges(log):
             return run(folder, config, log, stop, level, watch, sampler)
     except Replan as replan:
         before, wanted = probe.read(), Replan(replan.action, replan.step, replan.watch)
@@ -263,18 +266,14 @@ def carry_on(
     return wanted
 
 
-def arguments() -> argparse.Namespace:
+def main() -> None:
+    """Carry out one run; errors are one line on stderr."""
     parser = argparse.ArgumentParser(prog="python -m your_ai.train")
     parser.add_argument("run")
     parser.add_argument("--level", type=int, default=0, help="plans that are passed over")
     parser.add_argument("--settings", help="all of them as JSON, instead of config.yaml's")
     parser.add_argument("--parent-fd", type=int, help="a pipe that ends with the supervisor")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Carry out one run; errors are one line on stderr."""
-    given = arguments()
+    given = parser.parse_args()
     faulthandler.enable()
     try:
         with stop_signals() as stop:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import time
 
 import pytest
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from tests.dashboard.frames import step
 from your_ai.dashboard import live
+from your_ai.dashboard.live import Follower
 from your_ai.run import events
 from your_ai.run.events import EventLog
 
@@ -25,7 +27,7 @@ def log(own_folder):
 
 def test_lines_where_there_is_no_terminal(own_folder, log):
     out = console()
-    with live.following(own_folder / "events.jsonl", out):
+    with live.following(Follower(own_folder / "events.jsonl", out)):
         log.write(events.Notice(text="one"))
         for i in range(1, 11):
             log.write(step(i))
@@ -37,7 +39,7 @@ def test_lines_where_there_is_no_terminal(own_folder, log):
 
 def test_it_shows_events_while_they_happen(own_folder, log):
     out = console()
-    with live.following(own_folder / "events.jsonl", out):
+    with live.following(Follower(own_folder / "events.jsonl", out)):
         log.write(events.Notice(text="soon"))
         deadline = time.monotonic() + 5
         while "soon" not in out.file.getvalue() and time.monotonic() < deadline:
@@ -49,31 +51,68 @@ def test_what_happened_before_is_known_but_not_shown(own_folder, log):
     log.write(events.ExactMatch(when="before", correct=1, rows=2))
     log.write(events.Notice(text="old"))
     out = console()
-    with live.following(own_folder / "events.jsonl", out) as follower:
+    with live.following(Follower(own_folder / "events.jsonl", out)) as follower:
         pass
     assert out.file.getvalue() == ""
     assert follower.state.match_before.correct == 1
 
 
-def test_a_terminal_gets_a_view_that_is_taken_away_again(own_folder, log):
-    out = console(force_terminal=True)
-    with live.following(own_folder / "events.jsonl", out) as follower:
-        log.write(events.Stage(text="loading"))
+def test_a_terminal_gets_a_screen_that_is_taken_away_again(own_folder, log):
+    out = console(force_terminal=True, height=24)
+    follower = Follower(own_folder / "events.jsonl", out, live.style_for(out))
+    with live.following(follower):
+        log.write(events.Stage(text="loading m"))
         deadline = time.monotonic() + 5
-        while "loading ..." not in out.file.getvalue() and time.monotonic() < deadline:
+        while "loading m" not in out.file.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert follower.live.is_started
     text = out.file.getvalue()
-    assert "loading ..." in text
+    assert "loading m" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
+    assert text.rindex("\x1b[?1049l") > text.rindex("\x1b[?1049h")  # and what was there before
+
+
+def test_a_screen_is_drawn_at_most_four_times_a_second(own_folder, log, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(live, "screen", lambda *_, **__: drawn.append(time.monotonic()) or "")
+    follower = Follower(own_folder / "events.jsonl", console(force_terminal=True), "screen")
+    follower.open()
+    deadline = time.monotonic() + 1.2
+    while time.monotonic() < deadline:
+        log.write(step(1))
+        follower.catch_up()
+        time.sleep(0.001)
+    follower.close()
+    gaps = [b - a for a, b in itertools.pairwise(drawn)]
+    assert len(gaps) >= 2
+    assert min(gaps) > 0.2
+
+
+def test_nothing_new_is_not_drawn_again_within_a_second(own_folder, log, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(live, "screen", lambda *_, **__: drawn.append(1) or "")
+    follower = Follower(own_folder / "events.jsonl", console(force_terminal=True), "screen")
+    follower.open()
+    for tenth in range(20):
+        follower.show([], 1000 + tenth / 10)
+    follower.close()
+    assert len(drawn) == 2
+
+
+def test_json_is_the_events_as_they_were_written(own_folder, log):
+    out = console()
+    with live.following(Follower(own_folder / "events.jsonl", out, "json")) as follower:
+        log.write(events.Notice(text="[b]one[/b] " + "long " * 50))
+    follower.print_summary("r")
+    assert out.file.getvalue() == (own_folder / "events.jsonl").read_text()
 
 
 def test_a_file_that_never_comes_is_no_error(own_folder):
     out = console()
-    with live.following(own_folder / "nowhere.jsonl", out) as follower:
+    with live.following(Follower(own_folder / "nowhere.jsonl", out)) as follower:
         pass
-    follower.print_summary("r")
     assert out.file.getvalue() == ""
+    assert follower.failure is None
 
 
 def test_a_view_that_fails_does_not_end_the_run(own_folder, log, monkeypatch):
@@ -81,6 +120,6 @@ def test_a_view_that_fails_does_not_end_the_run(own_folder, log, monkeypatch):
         raise ValueError("no such view")
 
     monkeypatch.setattr(live.view, "event_line", broken)
-    with live.following(own_folder / "events.jsonl", console()) as follower:
+    with live.following(Follower(own_folder / "events.jsonl", console())) as follower:
         log.write(events.Notice(text="one"))
     assert isinstance(follower.failure, ValueError)

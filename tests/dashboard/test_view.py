@@ -48,23 +48,15 @@ def test_duration(seconds, text):
 def test_a_step_in_a_line():
     state = state_of(STARTED, step(3))
     assert view.event_line(step(3), state) == (
-        "step 3/10  loss 1.2500  100 tokens/s  14 s left  memory 412 MB active, 4.73 GB peak"
+        "step 3/10  loss 1.2500  100 tokens/s  14 s left  "
+        "held 5.00 GB, MLX active 412 MB, MLX peak 4.73 GB"
     )
 
 
-def test_the_live_view():
-    validation = events.Validation(step=3, loss=1.5, trained_tokens=9, seconds=1.0)
-    frame = drawn(view.progress(state_of(STARTED, step(3), validation)))
-    assert frame[0].startswith("step 3/10 ━━━━━━━━━")
-    assert frame[0].endswith("epoch 1 14 s left")
-    assert frame[1:] == [
-        "loss 1.2500, smoothed 1.2500, validation 1.5000   100 tokens/s",
-        "MLX memory 412 MB active, 4.73 GB peak",
-    ] or frame[1].startswith("loss 1.2500")
-
-
-def test_the_live_view_before_the_first_step():
-    assert drawn(view.progress(ViewState(stage="loading m"))) == ["loading m ..."]
+def test_a_step_whose_gauges_are_not_known():
+    blind = step(3, active_bytes=None, peak_bytes=None, process_bytes=None)
+    line = view.event_line(blind, state_of(STARTED, blind))
+    assert line == "step 3/10  loss 1.2500  100 tokens/s  14 s left"
 
 
 def test_the_summary_ends_with_the_accuracy():
@@ -99,6 +91,22 @@ def test_the_summary_of_a_stopped_run_says_how_to_go_on():
         "stopped by Ctrl-C after step 4; everything is saved. Go on with:",
         "  your_ai train --resume r",
     ]
+
+
+def test_the_summary_tells_what_a_screen_took_away():
+    state = state_of(STARTED, events.Notice(text="mind"), step(4))
+    assert drawn(*view.summary(state, "r", told=False), width=100) == [
+        "note: mind",
+        "ended after step 4 without having finished. Go on with:",
+        "  your_ai train --resume r",
+    ]
+
+
+def test_the_summary_says_how_much_of_the_limit_was_held():
+    limit = events.Limit(limit_bytes=7_000_000_000, reason="")
+    finished = events.Finished(step=4, reason="done", adapter="a", seconds=9.0)
+    lines = drawn(*view.summary(state_of(limit, step(4), finished), "r"), width=100)
+    assert "memory: 5.00 GB of 7.00 GB at most" in lines
 
 
 def test_skipped_steps_and_notices_are_told():

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from your_ai.run.parent import watch_parent
+from your_ai.run.parent import RELEASE, watch_parent
 
 PATIENCE_S = 10.0
 CHILD = """
@@ -65,10 +65,19 @@ def test_what_is_done_at_the_parents_death_can_be_chosen():
     reader, writer = os.pipe()
     gone = threading.Event()
     watch_parent(reader, gone.set)
-    os.write(writer, b"x")  # is no death
     assert not gone.wait(0.05)
     os.close(writer)
     assert gone.wait(PATIENCE_S)
+    os.close(reader)
+
+
+def test_a_parent_that_leaves_in_peace_is_not_missed():
+    reader, writer = os.pipe()
+    gone = threading.Event()
+    watch_parent(reader, gone.set)
+    os.write(writer, RELEASE)
+    os.close(writer)
+    assert not gone.wait(0.2)
     os.close(reader)
 
 

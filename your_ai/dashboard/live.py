@@ -3,93 +3,177 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.live import Live
 
 from your_ai.dashboard import view
-from your_ai.dashboard.state import ViewState, fold
+from your_ai.dashboard.screen import screen
+from your_ai.dashboard.state import ViewState, fold, fold_all
 from your_ai.run import events
+from your_ai.run.events import Record
 
 POLL_S = 0.25
+CLOCK_S = 1.0  # between two drawings where nothing happens
 REPORT_EVERY_S = 5.0  # between step lines where there is no terminal
+Style = Literal["screen", "lines", "json"]
+
+
+def style_for(console: Console, as_json: bool = False) -> Style:
+    if as_json:
+        return "json"
+    return "screen" if console.is_terminal and not console.is_dumb_terminal else "lines"
 
 
 class Follower:
-    """Reads a run's new events and shows them: a live view on a terminal, else lines."""
+    """Reads a run's new events and shows them: a screen of them all, lines, or JSON.
 
-    def __init__(self, path: Path, console: Console) -> None:
+    begun: whether training began while it watched; failure: what ended the display. A screen
+    that fails ends no run.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        console: Console,
+        style: Style = "lines",
+        keys: str = "",
+        from_start: bool = False,
+    ) -> None:
         self.path = path
         self.console = console
+        self.style = style
+        self.keys = keys
         self.state = ViewState()
-        self.reported_at = 0.0
+        self.begun = False
         self.failure: Exception | None = None
-        records, self.offset = events.tail(path)  # what a resumed run did before
-        for record in records:
-            self.state = fold(self.state, record)
-        self.live = Live(console=console, transient=True, auto_refresh=False)
+        self.offset = 0
+        self.reported_at = 0.0
+        self.shown_at = 0.0
+        self.drawn_at = 0.0
+        self.drawn_size: object = None
+        self.unicode = (console.encoding or "").lower().startswith("utf")
+        self.live = Live(
+            console=console,
+            screen=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        )
+        if not from_start:
+            records, self.offset = events.tail(path)  # what a resumed run did before
+            self.state = fold_all(self.state, records)
 
-    def catch_up(self) -> None:
-        """Show what has happened since the last call. A screen that fails ends no run."""
-        if self.failure is None:
-            try:
-                self._show_new()
-            except Exception as error:  # a closed pipe, a lost terminal, a fault in a view
-                self.failure = error
+    @property
+    def name(self) -> str:
+        return self.path.parent.name
 
-    def _show_new(self) -> None:
-        records, self.offset = events.tail(self.path, self.offset)
-        for record in records:
-            self.state = fold(self.state, record)
-            line = view.event_line(record.event, self.state)
-            if line is not None and self._wants(record):
-                self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        if self.live.is_started:
-            self.live.update(view.progress(self.state), refresh=True)
+    def open(self) -> None:
+        """Take the terminal, where a screen is wanted."""
+        if self.style == "screen" and self.failure is None and not self.live.is_started:
+            self.drawn_size = None
+            self.live.start()
 
-    def leave(self, run: str) -> None:
-        """Give the terminal back in mid-run; the process ends right after."""
+    def close(self) -> None:
+        """Give the terminal back as it was."""
         self.live.stop()
-        self.console.print(view.leaving_text(run), markup=False, soft_wrap=True)
 
-    def print_summary(self, run: str) -> None:
-        for part in view.summary(self.state, run):
-            self.console.print(part, markup=False, soft_wrap=isinstance(part, str))
+    def catch_up(self, at_once: bool = False) -> None:
+        """Show what has happened since the last call; at most every POLL_S unless `at_once`."""
+        is_soon = time.monotonic() - self.shown_at < POLL_S
+        if self.failure is not None or (is_soon and not at_once):
+            return
+        try:
+            records, self.offset = events.tail(self.path, self.offset)
+            self.show(records, time.time())
+        except Exception as error:  # a closed pipe, a lost terminal, a fault in a view
+            self.failure = error
+            with contextlib.suppress(Exception):
+                self.close()
+        self.shown_at = time.monotonic()
 
-    def _wants(self, record: events.Record) -> bool:
+    def show(self, records: list[Record], now: float) -> None:
+        """Show events, drawn as at `now` in seconds since 1970."""
+        self.begun |= any(isinstance(record.event, events.Started) for record in records)
+        if self.style == "lines":
+            for record in records:
+                self.state = fold(self.state, record)
+                self._print_line(record)
+        else:
+            self.state = fold_all(self.state, records)
+        if self.style == "json" and records:
+            self.console.file.writelines(map(events.to_line, records))
+            self.console.file.flush()
+        if self.live.is_started:
+            self._draw(now, bool(records))
+
+    def _draw(self, now: float, is_new: bool) -> None:
+        size = self.console.size
+        if not is_new and size == self.drawn_size and abs(now - self.drawn_at) < CLOCK_S:
+            return
+        self.drawn_at, self.drawn_size = now, size
+        width, height = size.width, size.height
+        frame = screen(
+            self.state, self.name, width, height, now, unicode=self.unicode, keys=self.keys
+        )
+        self.live.update(frame, refresh=True)
+
+    def _print_line(self, record: Record) -> None:
+        line = view.event_line(record.event, self.state)
+        if line is not None and self._wants(record):
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _wants(self, record: Record) -> bool:
         event = record.event
         if not isinstance(event, events.Step):
-            return not (self.live.is_started and isinstance(event, events.Stage))
-        if self.live.is_started:
-            return False
+            return True
         edge = event.step in (1, event.steps)
         if not edge and record.time - self.reported_at < REPORT_EVERY_S:
             return False
         self.reported_at = record.time
         return True
 
+    def report_failure(self) -> None:
+        if self.failure is not None:
+            reason = f"{type(self.failure).__name__}: {self.failure}"
+            print(f"note: the run went on when its display failed ({reason})", file=sys.stderr)
+
+    def print_summary(self, run: str) -> None:
+        if self.style == "json" or isinstance(self.failure, OSError):  # nobody is there
+            return
+        for part in view.summary(self.state, run, told=self.style == "lines"):
+            self.console.print(part, markup=False, soft_wrap=isinstance(part, str))
+
+    def leave(self, run: str) -> None:
+        """Give the terminal back in mid-run; the process ends right after."""
+        self.close()
+        if self.style != "json":
+            self.console.print(view.leaving_text(run), markup=False, soft_wrap=True)
+
 
 @contextlib.contextmanager
-def following(path: Path, console: Console) -> Iterator[Follower]:
-    """Show the events that are appended to `path` while the block runs."""
-    follower = Follower(path, console)
+def following(follower: Follower) -> Iterator[Follower]:
+    """Show the events that are appended while the block runs, from a thread."""
     done = threading.Event()
 
     def follow() -> None:
         while not done.wait(POLL_S):
             follower.catch_up()
 
-    thread = threading.Thread(target=follow, name="progress", daemon=True)
-    with contextlib.ExitStack() as stack:
-        if console.is_terminal and not console.is_dumb_terminal:
-            stack.enter_context(follower.live)
-        thread.start()
-        try:
-            yield follower
-        finally:
-            done.set()
-            thread.join()
-            follower.catch_up()
+    thread = threading.Thread(target=follow, name="display", daemon=True)
+    follower.open()
+    thread.start()
+    try:
+        yield follower
+    finally:
+        done.set()
+        thread.join()
+        follower.catch_up(at_once=True)
+        follower.close()

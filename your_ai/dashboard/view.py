@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -32,10 +31,20 @@ def duration(seconds: float) -> str:
 
 
 def step_text(step: events.Step, tokens_per_s: float, seconds_left: float) -> str:
-    return (
-        f"step {step.step}/{step.steps}  loss {step.loss:.4f}  {tokens_per_s:.0f} tokens/s  "
-        f"{duration(seconds_left)} left  memory {memory(step.active_bytes)} active, "
-        f"{memory(step.peak_bytes)} peak"
+    gauges = {
+        "held": step.process_bytes,
+        "MLX active": step.active_bytes,
+        "MLX peak": step.peak_bytes,
+    }
+    known = [f"{name} {memory(size)}" for name, size in gauges.items() if size is not None]
+    return "  ".join(
+        [
+            f"step {step.step}/{step.steps}",
+            f"loss {step.loss:.4f}",
+            f"{tokens_per_s:.0f} tokens/s",
+            f"{duration(seconds_left)} left",
+            *([", ".join(known)] if known else []),
+        ]
     )
 
 
@@ -70,52 +79,45 @@ def event_line(event: Event, state: ViewState) -> str | None:
             return f"step {event.step} changed nothing: {event.reason} ({event.total} skipped)"
         case events.Validation():
             return f"step {event.step}: validation loss {event.loss:.4f}"
+        case events.Paused():
+            return f"step {event.step}: paused"
+        case events.Continued():
+            return f"step {event.step}: going on after {duration(event.seconds)}"
         case events.Checkpoint(step=step) if step > 0:
             return f"step {step}: saved {event.folder}"
     return None
 
 
-def progress(state: ViewState) -> RenderableType:
-    """The few lines that a terminal shows while a run goes on."""
-    step, started = state.step, state.started
-    if started is None or step is None:
-        return Text(f"{state.stage} ...")
-    bar = Table.grid(padding=(0, 1))
-    bar.add_row(
-        f"step {step.step}/{step.steps}",
-        ProgressBar(total=step.steps, completed=step.step, width=30),
-        f"epoch {step.epoch}",
-        f"{duration(state.seconds_left or 0)} left",
-    )
-    loss = f"loss {step.loss:.4f}, smoothed {state.smooth_loss or step.loss:.4f}"
-    if state.validation is not None:
-        loss += f", validation {state.validation.loss:.4f}"
-    return Group(
-        bar,
-        Text(f"{loss}   {state.tokens_per_s or 0:.0f} tokens/s"),
-        Text(f"MLX memory {memory(step.active_bytes)} active, {memory(step.peak_bytes)} peak"),
-    )
+def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableType]:
+    """What is said when a run has ended; the accuracy comes last.
 
-
-def summary(state: ViewState, run: str) -> list[RenderableType]:
-    """What is said when a run has ended; the accuracy comes last."""
+    told: its events were shown line by line; else what should not be missed is said here.
+    """
+    parts: list[RenderableType] = []
+    if not told:
+        parts += [f"note: {text}" for text in (*state.notices, *state.warnings)]
     finished = state.finished
     if finished is None:
-        return []
+        where = f" after step {state.step.step}" if state.step else ""
+        return [*parts, f"ended{where} without having finished. Go on with:", resuming(run)]
     if finished.reason != "done":
-        return [
-            f"{finished.reason} after step {finished.step}; everything is saved. Go on with:",
-            f"  your_ai train --resume {run}",
-        ]
-    parts: list[RenderableType] = []
+        what = f"{finished.reason} after step {finished.step}; everything is saved. Go on with:"
+        return [*parts, what, resuming(run)]
     if state.samples_after is not None:
         parts.append(samples_table(state.samples_before, state.samples_after))
     parts.append(f"done: {finished.step} steps in {duration(finished.seconds)}")
+    if state.highest_bytes is not None:
+        limit = f" of {memory(state.limit.limit_bytes)}" if state.limit else ""
+        parts.append(f"memory: {memory(state.highest_bytes)}{limit} at most")
     parts.append(f"adapter: {finished.adapter}")
     parts.append(f'try it: your_ai generate --run {run} --prompt "..."')
     if state.match_after is not None:
         parts.append(match_text(state.match_before, state.match_after))
     return parts
+
+
+def resuming(run: str) -> str:
+    return f"  your_ai train --resume {run}"
 
 
 def leaving_text(run: str) -> str:

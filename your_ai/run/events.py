@@ -266,6 +266,7 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.written_at = time.monotonic()
         try:
             self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             size = os.fstat(self.file).st_size
@@ -277,6 +278,7 @@ class EventLog:
     def write(self, event: Event) -> None:
         """Raises RunError where the disk is full or gone."""
         line = to_line(Record(time.time(), event)).encode()
+        self.written_at = time.monotonic()
         try:
             while line:  # a nearly full disk takes a part, then says that it is full
                 line = line[os.write(self.file, line) :]

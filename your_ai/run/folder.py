@@ -138,7 +138,7 @@ def find(run: str) -> RunFolder:
     """The folder of an existing run, by its name or path. Raises UserError if there is none."""
     for path in (RUNS / run, Path(run)):
         folder = RunFolder(path)
-        if folder.config.is_file():
+        if os.path.isfile(folder.config):
             return folder
     names = [p.parent.name for p in RUNS.glob("*/config.yaml")]
     raise UserError(f"no run named {run} in {RUNS}{nearest(run, names)}")
@@ -176,7 +176,11 @@ def locked(folder: RunFolder, name: str = LOCK) -> Iterator[None]:
         with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"{os.getpid()}\n".encode())
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # nobody else is to be taken for the owner
+                os.ftruncate(file.fileno(), 0)
 
 
 def owner(folder: RunFolder) -> int | None:

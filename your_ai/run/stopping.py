@@ -99,3 +99,17 @@ def stop_signals() -> Iterator[Stop]:
         thread.join()
         reader.close()
         writer.close()
+
+
+@contextlib.contextmanager
+def noted_signals() -> Iterator[list[int]]:
+    """The stop signals that come until the block ends; then the handlers are as they were."""
+    received: list[int] = []
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as nohup has it
+    heard = [n for n in SIGNALS if not (n == signal.SIGHUP and ignored)]
+    old_handlers = {n: signal.signal(n, lambda number, _: received.append(number)) for n in heard}
+    try:
+        yield received
+    finally:
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)

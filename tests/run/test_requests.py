@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from your_ai.errors import UserError
+from your_ai.run import requests
+from your_ai.run.folder import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunFolder(tmp_path)
+
+
+def test_a_request_stands_until_it_is_withdrawn(run):
+    assert not requests.is_asked(run, requests.PAUSE)
+    requests.ask(run, requests.PAUSE)
+    assert requests.is_asked(run, requests.PAUSE)
+    assert not requests.is_asked(run, requests.SAVE)
+    assert requests.withdraw(run, requests.PAUSE)
+    assert not requests.withdraw(run, requests.PAUSE)
+
+
+def test_all_are_withdrawn_before_a_run_begins(run):
+    requests.ask(run, requests.PAUSE)
+    requests.ask(run, requests.SAVE)
+    requests.withdraw_all(run)
+    assert os.listdir(run.path) == []
+
+
+def test_a_folder_that_is_gone_is_one_clear_line(run):
+    with pytest.raises(UserError, match="cannot be written"):
+        requests.ask(RunFolder(run.path / "none"), requests.SAVE)

@@ -1,0 +1,259 @@
+"""What a user sees of a run and does to it, on a real terminal and without one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import events_of, train
+from tests.fault.processes import ENDLESS, started, wait_for
+from tests.terminal import CLOSED, OPENED, on_terminal
+from your_ai.config import to_yaml
+from your_ai.run import events
+from your_ai.run.folder import RUNS, RunFolder, is_running, owner
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def run():
+    """The run r, whose processes are gone when the test is over."""
+    run = RunFolder(RUNS / "r")
+    yield run
+    for _ in range(200):
+        pid = owner(run)
+        if not pid:
+            break
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def arguments(configure):
+    """Of an endless run."""
+    config = configure(max_steps=ENDLESS, supervise=True, run="")
+    Path("endless.yaml").write_text(to_yaml(config))
+    return ["train", "--config", "endless.yaml", "--run", "r"]
+
+
+def your_ai(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "your_ai", *arguments],
+        capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+
+
+def wait_until(done) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_on_a_terminal_keys_do_what_the_screen_says(arguments, run):
+    with on_terminal(*arguments) as terminal:
+        terminal.wait_for(lambda: events_of(run, events.Step))
+        assert OPENED in terminal.written
+        terminal.press("p")
+        terminal.wait_for("paused")
+        terminal.wait_for(lambda: events_of(run, events.Paused))
+        done = len(events_of(run, events.Step))
+        time.sleep(0.5)
+        assert len(events_of(run, events.Step)) == done
+        saved = len(events_of(run, events.Checkpoint))
+        terminal.press("p")
+        terminal.wait_for(lambda: len(events_of(run, events.Step)) > done)
+        terminal.press("c")
+        terminal.wait_for(lambda: len(events_of(run, events.Checkpoint)) > saved)
+        terminal.resize(100, 30)
+        terminal.wait_for("step")
+        terminal.press("q")
+        assert terminal.end() == 0
+        assert terminal.is_as_it_was
+        text = terminal.written[terminal.written.rindex(CLOSED) :].decode()
+        assert "your_ai watch r" in text
+        assert is_running(run)
+        done = len(events_of(run, events.Step))
+        wait_until(lambda: len(events_of(run, events.Step)) > done)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_the_run_and_gives_the_terminal_back(arguments, run, number):
+    with on_terminal(*arguments) as terminal:
+        terminal.wait_for(lambda: events_of(run, events.Step))
+        if number == signal.SIGINT:
+            terminal.press("\x03")
+        else:
+            terminal.process.send_signal(number)
+        assert terminal.end() == 128 + number
+        assert terminal.is_as_it_was
+        assert b"--resume r" in terminal.written[terminal.written.rindex(CLOSED) :]
+    assert len(events_of(run, events.Finished)) == 1
+    assert not is_running(run)
+
+
+def test_ctrl_z_gives_the_terminal_back_until_the_job_goes_on(arguments, run):
+    with on_terminal(*arguments) as terminal:
+        terminal.wait_for(lambda: events_of(run, events.Step))
+        terminal.press("\x1a")
+        terminal.wait_for(lambda: CLOSED in terminal.written)
+        assert terminal.is_as_it_was
+        done = len(events_of(run, events.Step))
+        wait_until(lambda: len(events_of(run, events.Step)) > done)  # training does not stop
+        opened = terminal.written.count(OPENED)
+        terminal.process.send_signal(signal.SIGCONT)
+        terminal.wait_for(lambda: terminal.written.count(OPENED) > opened)
+
+
+def test_a_terminal_that_can_do_nothing_gets_lines(arguments, run):
+    with on_terminal(*arguments, TERM="dumb") as terminal:
+        terminal.wait_for("step 1/")
+        assert OPENED not in terminal.written
+        terminal.press("\x03")
+        assert terminal.end() == 130
+        assert b"\x1b" not in terminal.written
+
+
+def test_a_locale_without_unicode_gets_ascii(arguments, run):
+    with on_terminal(*arguments, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0") as terminal:
+        terminal.wait_for(lambda: len(events_of(run, events.Step)) > 3)
+        terminal.wait_for("step")
+        terminal.press("q")
+        terminal.end()
+        assert terminal.written.isascii()
+
+
+def test_a_detached_run_goes_on_and_is_stopped_by_name(arguments, run):
+    done = your_ai(*arguments, "--detach")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "your_ai watch r" in done.stdout
+    assert is_running(run)
+    stopped = your_ai("runs", "stop", "r")
+    assert stopped.returncode == 0
+    wait_until(lambda: not is_running(run))
+    assert events_of(run, events.Finished)[0].reason == "stopped by Ctrl-C"
+
+
+def test_a_detached_run_that_cannot_begin_says_so(arguments, run):
+    Path("data/train.jsonl").write_text("{\n")
+    done = your_ai(*arguments, "--detach")
+    assert done.returncode == 2
+    assert "data/train.jsonl:1: is not valid JSON" in done.stderr
+    assert not run.path.exists()
+
+
+def test_a_run_does_not_outlive_a_front_end_that_is_killed(configure, run):
+    with started(configure(max_steps=ENDLESS), "r", supervise=True) as process:
+        wait_for(process, run, events.Step, 2)
+        process.kill()
+        wait_until(lambda: not is_running(run))
+    assert len(events_of(run, events.Finished)) == 1  # it saved
+
+
+def test_a_supervisor_that_is_killed_is_told_in_one_line(configure, run):
+    with started(configure(max_steps=ENDLESS), "r", supervise=True) as process:
+        wait_for(process, run, events.Step, 2)
+        os.kill(owner(run), signal.SIGKILL)
+        _, error = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert len(error.splitlines()) == 1
+    assert "your_ai train --resume r" in error
+    wait_until(lambda: not is_running(run))
+
+
+def test_json_is_every_event_and_nothing_else(configure, run):
+    Path("short.yaml").write_text(to_yaml(configure(supervise=True, run="")))
+    done = your_ai("train", "--config", "short.yaml", "--run", "r", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert told == [json.loads(line) for line in run.events.read_text().splitlines()]
+    assert told[-1]["event"] == "finished"
+
+
+# -- watching
+
+
+@pytest.fixture
+def finished(configure):
+    return train(configure(max_steps=3))
+
+
+def test_a_finished_run_is_shown_once(finished):
+    done = your_ai("watch", "r")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "done: 3 steps" in done.stdout
+
+
+def test_the_newest_is_watched_where_none_is_named(finished):
+    assert "adapter: runs/r/adapter" in your_ai("watch").stdout
+
+
+def test_a_replay_shows_every_step_again(finished):
+    done = your_ai("watch", "r", "--replay", "--speed", "1000", "--json")
+    steps = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [event["step"] for event in steps if event["event"] == "step"] == [1, 2, 3]
+
+
+def test_watching_changes_nothing_and_follows_to_the_end(arguments, run):
+    your_ai(*arguments, "--detach")
+    with on_terminal("watch", "r") as terminal:
+        terminal.wait_for("step")
+        terminal.press("\x03")
+        assert terminal.end() == 0
+        assert terminal.is_as_it_was
+    assert is_running(run)
+    with on_terminal("watch", "r") as terminal:
+        terminal.wait_for("step")
+        os.kill(owner(run), signal.SIGTERM)
+        assert terminal.end() == 0
+        assert b"stopped by SIGTERM" in terminal.written
+
+
+def test_a_folder_that_is_deleted_while_watched_is_one_clear_line(arguments, run):
+    your_ai(*arguments, "--detach")
+    pid = owner(run)
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "your_ai", "watch", "r"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(1)
+    shutil.rmtree(run.path, ignore_errors=True)
+    shutil.rmtree(run.path, ignore_errors=True)
+    _, error = watching.communicate(timeout=PATIENCE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    assert watching.returncode == 1
+    assert error == "error: runs/r: was deleted while it was watched\n"
+
+
+def test_no_mlx_where_runs_are_watched(finished):
+    code = (
+        "import sys; from your_ai.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: print('mlx' in sys.modules or 'numpy' in sys.modules)"
+    )
+    for command in (["watch", "r"], ["watch", "r", "--replay", "--speed", "1000"], ["runs"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command], capture_output=True, text=True
+        )
+        assert done.stdout.splitlines()[-1] == "False", done
+
+
+def test_settings_travel_to_the_training_process(configure, run):
+    config = dataclasses.replace(configure(supervise=True, run=""), max_steps=2)
+    Path("short.yaml").write_text(to_yaml(config))
+    your_ai("train", "--config", "short.yaml", "--run", "r")
+    done = your_ai("train", "--resume", "r", "--max-steps", "4")
+    assert done.returncode == 0
+    assert [step.step for step in events_of(run, events.Step)] == [1, 2, 3, 4]

@@ -1,0 +1,128 @@
+"""Packages of trackers that write each call as a line of JSON into the file $CALLS.
+
+$FAULTS says of each what goes wrong: `wandb:init` raises there, `wandb:log` at each log,
+`wandb:hang` never returns from one, `wandb:first` raises the first time it is opened.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+COMMON = """
+import json, os, time
+
+OPENED = []
+
+
+def note(package, call, **fields):
+    if package + ":" + call in os.environ.get("FAULTS", ""):
+        raise OSError(package + " is away,\\nat " + call)
+    if call == "init":
+        OPENED.append(package)
+        if package + ":first" in os.environ.get("FAULTS", "") and OPENED.count(package) == 1:
+            raise SystemExit(3)
+    if call == "log" and package + ":hang" in os.environ.get("FAULTS", ""):
+        time.sleep(600)
+    with open(os.environ["CALLS"], "a") as file:
+        file.write(json.dumps([package, call, fields]) + "\\n")
+"""
+
+WANDB = """
+from faketracker import note
+
+
+class Settings:
+    def __init__(self, **fields):
+        self.fields = fields
+
+
+class Table:
+    def __init__(self, columns, data):
+        self.content = {"columns": columns, "data": data}
+
+
+class Run:
+    def define_metric(self, name, step_metric=None):
+        note("wandb", "define_metric", name=name, step_metric=step_metric)
+
+    def log(self, values):
+        plain = {k: v.content if isinstance(v, Table) else v for k, v in values.items()}
+        note("wandb", "log", **plain)
+
+    def finish(self, exit_code):
+        note("wandb", "finish", exit_code=exit_code)
+
+
+def init(*, settings, **fields):
+    note("wandb", "init", **fields, settings=settings.fields)
+    return Run()
+
+
+def teardown():
+    note("wandb", "teardown")
+"""
+
+SWANLAB = """
+from faketracker import note
+
+
+class Text:
+    def __init__(self, content):
+        self.content = content
+
+
+class Run:
+    def log(self, values, step):
+        plain = {k: v.content if isinstance(v, Text) else v for k, v in values.items()}
+        note("swanlab", "log", step=step, **plain)
+
+    def finish(self, state="success", error=None):
+        note("swanlab", "finish", state=state, error=error)
+
+
+def init(**fields):
+    note("swanlab", "init", **fields)
+    return Run()
+"""
+
+TENSORBOARDX = """
+from faketracker import note
+
+
+class SummaryWriter:
+    def __init__(self, logdir, flush_secs):
+        note("tensorboardX", "init", logdir=logdir)
+
+    def add_scalar(self, name, value, step):
+        note("tensorboardX", "log", name=name, value=value, step=step)
+
+    def add_text(self, name, text, step=None):
+        note("tensorboardX", "text", name=name, text=text, step=step)
+
+    def close(self):
+        note("tensorboardX", "finish")
+"""
+
+SOURCES = {
+    "faketracker": COMMON,
+    "wandb": WANDB,
+    "swanlab": SWANLAB,
+    "tensorboardX": TENSORBOARDX,
+}
+
+
+def write(folder: Path) -> Path:
+    """The packages as modules in `folder`, which is to come first in the path."""
+    folder.mkdir()
+    for name, source in SOURCES.items():
+        (folder / f"{name}.py").write_text(source)
+    return folder
+
+
+def calls(path: Path, package: str, call: str = "") -> list[dict[str, Any]]:
+    """The fields of what was called of a package, as the file $CALLS tells."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    told = map(json.loads, lines)
+    return [fields for p, c, fields in told if p == package and call in ("", c)]

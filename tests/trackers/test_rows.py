@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from functools import reduce
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.dashboard.frames import step
+from your_ai.run import events
+from your_ai.run.events import Event
+from your_ai.trackers.rows import Figures, Progress, Row, Texts, after
+
+
+def rows_of(*told: Event) -> list[Row]:
+    progress, rows = Progress(), []
+    for event in told:
+        progress, row = after(progress, event)
+        rows += [] if row is None else [row]
+    return rows
+
+
+def progress_after(*told: Event) -> Progress:
+    return reduce(lambda progress, event: after(progress, event)[0], told, Progress())
+
+
+def action(before_bytes: int, after_bytes: int) -> events.Action:
+    return events.Action(
+        step=1,
+        kind="clear_cache",
+        cause="",
+        before_bytes=before_bytes,
+        after_bytes=after_bytes,
+        seconds=0.1,
+    )
+
+
+def validation(number: int, loss: float = 2.0) -> events.Validation:
+    return events.Validation(step=number, loss=loss, trained_tokens=9, seconds=1.0)
+
+
+def finished(reason: str = "done") -> events.Finished:
+    return events.Finished(step=1, reason=reason, adapter="", seconds=1.0)
+
+
+def test_a_step_is_sent_with_its_figures():
+    limit = events.Limit(limit_bytes=8_000_000_000, reason="")
+    told = step(3, epoch=2, highest_bytes=6_000_000_000)
+    assert rows_of(limit, told) == [
+        Figures(
+            3,
+            {
+                "train/loss": 1.25,
+                "train/grad_norm": 0.5,
+                "train/learning_rate": 1e-4,
+                "train/tokens_per_s": 100.0,
+                "train/step_s": 2.0,
+                "train/epoch": 2,
+                "memory/active_gb": 0.412,
+                "memory/cache_gb": 0.0,
+                "memory/process_gb": 5.0,
+                "memory/highest_gb": 6.0,
+                "memory/limit_gb": 8.0,
+                "governor/actions": 0,
+                "governor/freed_gb": 0.0,
+            },
+        )
+    ]
+
+
+def test_a_gauge_that_was_not_read_is_not_sent():
+    [row] = rows_of(step(1, process_bytes=None, cache_bytes=None))
+    assert [name for name in row.values if name.startswith("memory/")] == ["memory/active_gb"]
+
+
+def test_a_step_that_took_no_time_has_a_finite_speed():
+    [row] = rows_of(step(1, seconds=0.0))
+    assert row.values["train/tokens_per_s"] == pytest.approx(2e11)
+
+
+def test_the_governor_is_counted_over_the_run():
+    rows = rows_of(action(3_000_000_000, 1_000_000_000), step(1), action(1, 2), step(2))
+    counted = [(r.values["governor/actions"], r.values["governor/freed_gb"]) for r in rows]
+    assert counted == [(1, 2.0), (2, 2.0)]
+
+
+@pytest.mark.parametrize("make", [step, validation])
+@given(numbers=st.lists(st.integers(1, 9)))
+def test_steps_grow_whatever_is_done_again(make, numbers):
+    sent = [row.step for row in rows_of(*map(make, numbers))]
+    assert sent == sorted(set(sent))
+    assert set(sent) <= set(numbers)
+    assert max(sent, default=0) == max(numbers, default=0)
+
+
+def test_a_validation_is_sent_after_its_step():
+    rows = rows_of(step(5), validation(5, 0.5))
+    assert rows[1] == Figures(5, {"validation/loss": 0.5})
+
+
+def test_exact_match_stands_at_the_ends_of_the_run():
+    before = events.ExactMatch(when="before", correct=0, rows=4)
+    end = events.ExactMatch(when="after", correct=3, rows=4)
+    rows = rows_of(before, step(7), end)
+    assert rows[0] == Figures(0, {"test/exact_match": 0.0})
+    assert rows[2] == Figures(7, {"test/exact_match": 0.75})
+
+
+def test_exact_match_of_no_rows_is_none_right():
+    [row] = rows_of(events.ExactMatch(when="before", correct=0, rows=0))
+    assert row.values == {"test/exact_match": 0.0}
+
+
+def test_samples_are_a_table():
+    told = events.Samples(when="after", prompts=["p", "q"], answers=["a", "b"], expected=["e", "f"])
+    assert rows_of(step(2), told)[1] == Texts(
+        2, "samples/after", ("prompt", "answer", "expected"), (("p", "a", "e"), ("q", "b", "f"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("told", "ended"),
+    [
+        ([], ""),
+        ([finished("stopped by SIGINT")], "stopped by SIGINT"),
+        ([finished(), events.Started(**dict.fromkeys(
+            ("step", "steps", "steps_per_epoch", "model", "rows", "trainable_parameters",
+             "dtype", "plan"), 0))], ""),
+        ([events.Died(step=1, reason="killed", level=None)], "killed"),
+        ([events.Died(step=1, reason="killed", level=1)], ""),
+    ],
+)  # fmt: skip
+def test_how_the_run_ended_is_known(told, ended):
+    assert progress_after(*told).ended == ended
+
+
+def test_other_events_are_not_sent():
+    assert rows_of(events.Stage(text="x"), events.Gauges(), events.Notice(text="y")) == []

@@ -1,0 +1,1 @@
+"""What each command of the command line does with its options, a module for each kind."""

@@ -1,0 +1,57 @@
+"""How commands take options: those that are settings of a run are made from TrainConfig."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from your_ai.config import FIELDS, TYPES, default_text, describe, flag
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+METAVARS = {
+    "a whole number": "N",
+    "a number": "X",
+    "a text": "TEXT",
+    "a list of names": "NAMES",
+    " or ": "|",
+}
+
+
+def option(name: str, declaration: str, kind: Any, help: str, **more: Any) -> inspect.Parameter:
+    annotation = Annotated[kind, typer.Option(declaration, help=help, **more)]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def with_settings(*first: inspect.Parameter) -> inspect.Signature:
+    """The parameters of a command that takes every setting: one option for each."""
+    config = option(
+        "config",
+        "--config",
+        str | None,
+        "YAML file, or the name of a preset; flags win over it.",
+        metavar="FILE",
+    )
+    parameters = [config, *first]
+    for name, field in FIELDS.items():
+        help = f"{field.metadata['help']}{default_text(name)}"
+        if TYPES[name] is bool:
+            names = f"{flag(name)}/--no-{flag(name)[2:]}"
+            parameters.append(option(name, names, bool | None, help))
+        else:
+            metavar = describe(TYPES[name])
+            for words, short in METAVARS.items():
+                metavar = metavar.replace(words, short)
+            parameters.append(option(name, flag(name), str | None, help, metavar=metavar))
+    return inspect.Signature(parameters)
+
+
+def open_console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)

@@ -1,0 +1,146 @@
+"""`your_ai watch`, `your_ai runs` and `your_ai report`: what looks at runs and changes none."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from your_ai.commands.options import open_console
+from your_ai.errors import UserError
+
+if TYPE_CHECKING:
+    from your_ai.run.folder import RunFolder
+
+DAY_S = 86_400
+
+app = typer.Typer(name="runs", help="List runs, stop or remove them.", invoke_without_command=True)
+
+
+def watch(
+    run: Annotated[str | None, typer.Argument(help="The run; by default the newest.")] = None,
+    replay: Annotated[bool, typer.Option("--replay", help="Show a run from its start.")] = False,
+    speed: Annotated[float, typer.Option(help="Of the replay, as it was = 1.", min=0.01)] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Events as JSON lines.")] = False,
+) -> None:
+    """Watch a run that goes on in another process, or has ended. Leaving it changes nothing."""
+    from your_ai import front, listing
+    from your_ai.run import folder as folders
+
+    folder = listing.newest() if run is None else folders.find(run)
+    if replay:
+        raise typer.Exit(front.replay(folder, open_console(), speed, as_json=as_json))
+    raise typer.Exit(front.watch(folder, open_console(), as_json=as_json))
+
+
+def report(
+    run: Annotated[str | None, typer.Argument(help="The run; by default the newest.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; by default report.html of the run.")
+    ] = None,
+    png: Annotated[bool, typer.Option("--png", help="Write the plots as PNG files too.")] = False,
+) -> None:
+    """Write one HTML page about a run: curves, memory, plans, samples. Needs no network."""
+    from your_ai import listing
+    from your_ai.dashboard import report as reporting
+    from your_ai.run import events
+    from your_ai.run import folder as folders
+
+    folder = listing.newest() if run is None else folders.find(run)
+    records, _ = events.tail(folder.events)
+    config = folder.config.read_text(encoding="utf-8", errors="replace")
+    page = folder.path / "report.html" if out is None else out
+    reporting.write_report(records, folder.name, config, page)
+    typer.echo(page)
+    if png:
+        for path in reporting.write_plots(records, page.parent, folder.name):
+            typer.echo(path)
+
+
+@app.callback()
+def runs(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list for programs.")] = False,
+) -> None:
+    """List the runs in ./runs, the newest first."""
+    from your_ai import listing
+
+    if context.invoked_subcommand is not None:
+        return
+    found = listing.rows()
+    if as_json:
+        typer.echo(json.dumps(listing.as_json(found)))
+    elif found:
+        console = open_console()
+        console.print(listing.table(found, time.time(), console.width))
+    else:
+        typer.echo("no runs here; start one: your_ai train")
+
+
+@app.command()
+def rm(
+    names: Annotated[list[str], typer.Argument(help="The runs to remove.", metavar="RUN...")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove runs with their checkpoints and adapters."""
+    from your_ai.run import folder as folders
+
+    remove([folders.find(name) for name in names], yes)
+
+
+@app.command()
+def prune(
+    states: Annotated[str, typer.Option(help="Of died, stopped and finished.")] = "died,stopped",
+    older_than: Annotated[float, typer.Option(help="Days without a change.", min=0.0)] = 0.0,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove the runs that died or were stopped, after a question."""
+    from your_ai import listing
+    from your_ai.run.folder import RUNS, RunFolder
+
+    wanted = [state.strip() for state in states.split(",") if state.strip()]
+    found = listing.prunable(listing.rows(), wanted, older_than * DAY_S)
+    if not found:
+        typer.echo("nothing to remove")
+    else:
+        remove([RunFolder(RUNS / row.name) for row in found], yes)
+
+
+@app.command()
+def stop(run: Annotated[str, typer.Argument(help="The run to stop.")]) -> None:
+    """Let a run finish its step, save and end, as Ctrl-C does."""
+    from your_ai import listing
+    from your_ai.run import folder as folders
+
+    folder = folders.find(run)
+    listing.stop(folder)
+    typer.echo(f"{folder.name}: stopping after this step; your_ai watch {folder.reference}")
+
+
+def remove(folders: list[RunFolder], yes: bool) -> None:
+    """Remove runs once the user has said so; what cannot be removed is told at the end."""
+    from your_ai import listing
+    from your_ai.dashboard.view import memory
+
+    for folder in folders:
+        typer.echo(f"  {folder.path}")
+    if not yes and not typer.confirm(f"remove {count(folders)}, with checkpoints and adapters?"):
+        typer.echo("nothing was removed")
+        raise typer.Exit(1)
+    removed, freed, faults = [], 0, []
+    for folder in folders:
+        try:
+            freed += listing.remove(folder)
+            removed.append(folder)
+        except UserError as error:
+            faults.append(error)
+    typer.echo(f"removed {count(removed)}, {memory(freed)}")
+    if faults:
+        raise UserError("; ".join(map(str, faults)))
+
+
+def count(folders: list[RunFolder]) -> str:
+    return f"{len(folders)} run{'' if len(folders) == 1 else 's'}"

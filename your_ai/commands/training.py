@@ -1,0 +1,164 @@
+"""`your_ai train` and `your_ai plan`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from your_ai.commands.options import open_console, option, with_settings
+from your_ai.config import DEMO, TrainConfig, resolve, resumed
+from your_ai.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from your_ai.run.folder import RunFolder
+
+DEMO_NOTE = """\
+The embedded demo: a small model learns to turn orders into JSON records.
+A real model on your own data: your_ai train --model llama-8b --data my-data/"""
+
+
+def train(
+    config: str | None,
+    resume: str | None,
+    detach: bool | None,
+    as_json: bool | None,
+    **flags: Any,
+) -> None:
+    """Train LoRA adapters. Without a model and without data, trains the embedded demo."""
+    from your_ai.hub import find_model
+    from your_ai.run import folder as folders
+    from your_ai.tracking import check
+
+    console = open_console()
+    detach, as_json = bool(detach), bool(as_json)
+    if detach and flags.get("supervise") is False:
+        raise UserError("--detach: goes without --no-supervise, which trains in this process")
+    flags = {name: value for name, value in flags.items() if value is not None}
+    if resume is not None:
+        for other, given in (("--config", config is not None), ("--run", "run" in flags)):
+            if given:
+                raise UserError(f"--resume {resume}: goes without {other}; the run has its own")
+        folder = folders.find(resume)
+        settings = resumed(folder.read_config(), flags)
+        check(settings.report_to)
+        find_model(settings.model)
+    else:
+        settings = resolve(flags, config)
+        check(settings.report_to)
+        find_model(settings.model)  # may fetch it, with progress bars of its own
+        folder = folders.create(settings)
+        if settings.model == settings.data == DEMO and settings.exact_match and not as_json:
+            console.print(DEMO_NOTE, markup=False)
+    new = resume is None
+    raise typer.Exit(train_and_show(folder, settings, console, new, detach, as_json))
+
+
+def train_and_show(
+    folder: RunFolder,
+    settings: TrainConfig,
+    console: Console,
+    new: bool,
+    detach: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Train and show the run's events; the exit status. A run that never began leaves nothing."""
+    from your_ai import front
+    from your_ai.run.child import Lost
+    from your_ai.run.folder import discard
+
+    try:
+        if settings.supervise:
+            return front.train(folder, settings, console, detach=detach, as_json=as_json)
+        return train_here(folder, settings, console, as_json)
+    except Lost:
+        raise  # its folder says why
+    except BaseException:
+        if new and not folder.checkpoints.exists():  # the first is written before any step
+            discard(folder)
+        raise
+
+
+def train_here(
+    folder: RunFolder, settings: TrainConfig, console: Console, as_json: bool = False
+) -> int:
+    """Train in this process, as a debugger wants it; the exit status."""
+    from your_ai.dashboard.live import Follower, following, style_for
+    from your_ai.run import requests
+    from your_ai.run.stopping import stop_signals
+    from your_ai.tracking import tracked
+
+    follower = Follower(folder.events, console, style_for(console, as_json))
+    requests.withdraw_all(folder)
+    names = settings.report_to
+    with following(follower), tracked(folder, names), stop_signals() as stop:
+        from your_ai.train import carry_out  # mlx takes a second: shown as starting
+
+        stop.on_second = lambda: follower.leave(folder.reference)
+        status = carry_out(folder, settings, stop)
+    follower.report_failure()
+    follower.print_summary(folder.reference)
+    return status
+
+
+train.__signature__ = with_settings(  # type: ignore[attr-defined]
+    option(
+        "resume",
+        "--resume",
+        str | None,
+        "Go on with this run from its last checkpoint.",
+        metavar="RUN",
+    ),
+    option("detach", "--detach", bool | None, "Leave once training has begun; it goes on."),
+    option("as_json", "--json", bool | None, "Events as JSON lines on stdout, for programs."),
+)
+
+
+def plan(
+    config: str | None,
+    shape: str | None,
+    bits: int | None,
+    seq_len: int | None,
+    as_json: bool | None,
+    **flags: Any,
+) -> None:
+    """Show what a run would hold, by component, and the plan it would take; loads nothing."""
+    flags = {name: value for name, value in flags.items() if value is not None}
+    named = {"model": shape} if shape is not None else {}  # else the demo's preset is meant
+    settings = resolve(flags | named, config, needs_data=False)
+    from your_ai import preview
+    from your_ai.hub import find_model
+
+    if shape is None:
+        if bits is not None:
+            raise UserError(f"--bits {bits}: is of a --shape; a model has its own")
+        folder = find_model(settings.model)
+    else:
+        if "model" in flags:
+            raise UserError(f"--shape {shape}: goes without --model")
+        from your_ai.bench import weights_of
+
+        dtype = "float32" if settings.dtype == "auto" else settings.dtype
+        folder = weights_of(shape, None, 4 if bits is None else bits, dtype)
+    budget = preview.preview(settings, folder, seq_len)
+    if as_json:
+        typer.echo(json.dumps(preview.as_json(budget)))
+    else:
+        open_console().print(preview.table(budget))
+
+
+plan.__signature__ = with_settings(  # type: ignore[attr-defined]
+    option(
+        "shape",
+        "--shape",
+        str | None,
+        "A shape of `bench` instead of a model, made on the spot.",
+        metavar="NAME",
+    ),
+    option("bits", "--bits", int | None, "Of the shape: 4 or 8, or 0 for not quantized."),
+    option("seq_len", "--seq-len", int | None, "Tokens of every row, without looking at data."),
+    option("as_json", "--json", bool | None, "One JSON object for programs."),
+)

@@ -1,0 +1,208 @@
+"""What a user sees of a run and does to it: its events, keys and signals. No mlx here.
+
+`your_ai train` starts a supervisor in a session of its own and attends the run; `your_ai
+watch` attends one that goes on without it, and changes nothing of it but what keys ask for.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from your_ai.config import TrainConfig
+from your_ai.dashboard.keys import Keyboard, keyboard
+from your_ai.dashboard.live import Follower, style_for
+from your_ai.errors import RunError, UserError
+from your_ai.run import child, events, requests
+from your_ai.run.child import POLL_S, Child
+from your_ai.run.exits import DONE
+from your_ai.run.folder import RunFolder, is_running
+from your_ai.run.stopping import SIGNALS, Interrupted, noted_signals
+
+KEYS = "q detach   c checkpoint   p pause"
+GRACE_S = 3.0  # between two processes of a run that goes on
+FRAME_S = 0.1  # of a replay
+LONGEST_GAP_S = 2.0  # a replay passes over longer ones
+PATIENCE = 3  # signals that the supervisor is given before it is killed
+
+
+@dataclass
+class Terminal:
+    """The screen and the keyboard, taken while this process is in the foreground."""
+
+    follower: Follower
+    keys: Keyboard
+
+    def read(self, wait_s: float = POLL_S) -> str:
+        """The keys that are pressed within a moment."""
+        if self.keys.fd is None or self.keys.in_foreground:
+            self.follower.open()
+            self.keys.take()
+        return self.keys.read(wait_s)
+
+    def put_away(self) -> None:
+        self.follower.close()
+        self.keys.give_back()
+
+
+@contextlib.contextmanager
+def terminal(follower: Follower) -> Iterator[Terminal]:
+    """Ends with the terminal as it was; Ctrl-Z gives it back too."""
+    with keyboard() as keys:
+        found = Terminal(follower, keys)
+
+        def suspend(*_: object) -> None:
+            found.put_away()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        before = signal.signal(signal.SIGTSTP, suspend)
+        try:
+            yield found
+        finally:
+            found.put_away()
+            signal.signal(signal.SIGTSTP, before)
+
+
+def train(
+    folder: RunFolder,
+    settings: TrainConfig,
+    console: Console,
+    *,
+    detach: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Train under a supervisor and attend; the exit status of `your_ai train`.
+
+    detach: leave once training has begun. Raises what the run's processes told, Interrupted
+    for a signal before training began.
+    """
+    style = "lines" if detach and not as_json else style_for(console, as_json)
+    follower = Follower(folder.events, console, style, KEYS)
+    _, offset = events.tail(folder.events)
+    requests.withdraw_all(folder)
+    command = [sys.executable, "-m", "your_ai.supervisor", str(folder.path)]
+    command += ["--settings", json.dumps(dataclasses.asdict(settings))]
+    with child.open_log(folder) as log, noted_signals() as received:
+        start = log.seek(0, os.SEEK_END)
+        with child.started(command, folder, log) as supervisor, terminal(follower) as shown:
+            while supervisor.process.poll() is None:
+                supervisor.pass_on(received, PATIENCE)
+                follower.catch_up()
+                pressed = shown.read()
+                if "q" in pressed or (detach and follower.begun):
+                    shown.put_away()
+                    return leave(supervisor, folder, None if as_json else console)
+                heed(pressed, folder)
+            follower.catch_up(at_once=True)
+        status = supervisor.process.returncode
+        told = [record.event for record in events.tail(folder.events, offset)[0]]
+        output = child.read_log(log, start)
+    follower.report_failure()
+    if status == DONE:
+        follower.print_summary(folder.reference)
+        return DONE
+    number = status - 128
+    if status < 0:
+        raise child.Lost(
+            f"{folder.path}: its supervisor was killed by {signal.Signals(-status).name}, and the "
+            f"training process saves and ends; go on with: your_ai train --resume "
+            f"{folder.reference}"
+        )
+    if number not in SIGNALS:
+        raise child.told_error(folder, status, output)
+    if not any(isinstance(event, events.Started) for event in told):
+        raise Interrupted(number)
+    if any(isinstance(event, events.Finished) for event in told):
+        follower.print_summary(folder.reference)
+    else:
+        follower.leave(folder.reference)
+    return status
+
+
+def leave(supervisor: Child, folder: RunFolder, console: Console | None) -> int:
+    """Let the run go on by itself."""
+    supervisor.release()
+    run = folder.reference
+    if console is None:
+        return DONE
+    for line in (
+        "detached: the run goes on by itself",
+        f"  your_ai watch {run}",
+        f"  your_ai runs stop {run}",
+    ):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return DONE
+
+
+def heed(pressed: str, folder: RunFolder) -> None:
+    """Do what the keys ask of the run, where its folder can still be written."""
+    with contextlib.suppress(UserError):
+        if "c" in pressed:
+            requests.ask(folder, requests.SAVE)
+        if pressed.count("p") % 2 and not requests.withdraw(folder, requests.PAUSE):
+            requests.ask(folder, requests.PAUSE)
+
+
+def watch(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
+    """Attend a run until it ends or the user leaves; one that has ended is shown once.
+
+    Raises RunError where its folder goes away meanwhile.
+    """
+    style = style_for(console, as_json)
+    follower = Follower(folder.events, console, style, KEYS.replace("detach", "leave"))
+    seen_at = time.monotonic()
+    with noted_signals() as received, terminal(follower) as shown:
+        while not received:
+            if not folder.path.exists():
+                raise RunError(f"{folder.path}: was deleted while it was watched")
+            follower.catch_up()
+            if is_running(folder):
+                seen_at = time.monotonic()
+            elif follower.state.finished or time.monotonic() - seen_at > GRACE_S:
+                break
+            pressed = shown.read()
+            if "q" in pressed:
+                return DONE
+            heed(pressed, folder)
+        follower.catch_up(at_once=True)
+    if received:
+        return DONE if received[0] == signal.SIGINT else 128 + received[0]
+    follower.print_summary(folder.reference)
+    return DONE
+
+
+def replay(folder: RunFolder, console: Console, speed: float, *, as_json: bool = False) -> int:
+    """Show the events of a run again, `speed` times as fast; long gaps are cut short."""
+    records, end = events.tail(folder.events)
+    style = style_for(console, as_json)
+    follower = Follower(folder.events, console, style, "q leave   p pause", from_start=True)
+    follower.offset = end
+    shown_until, clock, last, paused = 0, 0.0, time.monotonic(), False
+    with noted_signals() as received, terminal(follower) as shown:
+        while shown_until < len(records) and not received:
+            pressed = shown.read(FRAME_S)
+            if "q" in pressed:
+                return DONE
+            paused ^= pressed.count("p") % 2 == 1
+            last, passed = time.monotonic(), time.monotonic() - last
+            if paused:
+                continue
+            clock += passed * speed
+            clock = max(clock, records[shown_until].time - LONGEST_GAP_S * speed)
+            due = bisect.bisect_right(records, clock, shown_until, key=lambda r: r.time)
+            follower.show(records[shown_until:due], clock)
+            shown_until = due
+    if received:
+        return DONE if received[0] == signal.SIGINT else 128 + received[0]
+    follower.print_summary(folder.reference)
+    return DONE

@@ -1,0 +1,24 @@
+"""A run that waits between two steps, as its user asked."""
+
+from __future__ import annotations
+
+import time
+
+from your_ai.memory import allocator
+from your_ai.run import events, requests
+from your_ai.run.folder import RunFolder
+from your_ai.run.stopping import Stop
+
+POLL_S = 0.1
+
+
+def pause(folder: RunFolder, step: int, log: events.EventLog, stop: Stop) -> None:
+    """Wait for as long as the run is asked to; the model stays, freed buffers go."""
+    if not requests.is_asked(folder, requests.PAUSE):
+        return
+    began = time.perf_counter()
+    allocator.free()
+    log.write(events.Paused(step=step))
+    while requests.is_asked(folder, requests.PAUSE) and not stop:
+        time.sleep(POLL_S)
+    log.write(events.Continued(step=step, seconds=time.perf_counter() - began))
