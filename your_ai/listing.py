@@ -233,16 +233,15 @@ COLUMNS: dict[str, Callable[[Row, float], str]] = {
     "loss": lambda row, now: known(row.last_loss, "{:.4f}".format),
     "best": lambda row, now: known(row.best_loss, "{:.4f}".format),
     "validation": lambda row, now: known(row.best_validation, "{:.4f}".format),
-    "peak": lambda row, now: known(row.peak_bytes, memory),
-    "limit": lambda row, now: known(row.limit_bytes, memory),
+    "peak of limit": lambda row, now: peak_of_limit(row),
     "worked": lambda row, now: known(row.seconds, duration),
     "changed": lambda row, now: known(row.changed_at, lambda at: ago(now - at)),
     "size": lambda row, now: known(row.size_bytes, memory),
     "model": lambda row, now: known(row.model, short_model),
 }
 BY_IMPORTANCE = (
-    *("run", "state", "changed", "step", "loss", "size"),
-    *("peak", "validation", "worked", "model", "limit", "best"),
+    *("run", "state", "step", "loss", "peak of limit", "changed"),
+    *("best", "worked", "model", "validation", "size"),
 )
 TO_THE_LEFT = ("run", "state", "model")
 
@@ -275,6 +274,11 @@ def room_beside_name(widths: dict[str, int], heads: Sequence[str]) -> int:
 
 def known(value: Any, text: Callable[[Any], str]) -> str:
     return UNKNOWN if value is None else text(value)
+
+
+def peak_of_limit(row: Row) -> str:
+    limit = f" of {memory(row.limit_bytes)}" if row.limit_bytes is not None else ""
+    return f"{known(row.peak_bytes, memory)}{limit}"
 
 
 def ago(seconds: float) -> str:

@@ -31,12 +31,9 @@ def train(
     """Train LoRA adapters. Without a model and without data, trains the embedded demo."""
     from your_ai.hub import find_model
     from your_ai.run import folder as folders
-    from your_ai.tracking import check
 
     console = open_console()
     detach, as_json = bool(detach), bool(as_json)
-    if detach and flags.get("supervise") is False:
-        raise UserError("--detach: goes without --no-supervise, which trains in this process")
     flags = {name: value for name, value in flags.items() if value is not None}
     if resume is not None:
         for other, given in (("--config", config is not None), ("--run", "run" in flags)):
@@ -44,17 +41,27 @@ def train(
                 raise UserError(f"--resume {resume}: goes without {other}; the run has its own")
         folder = folders.find(resume)
         settings = resumed(folder.read_config(), flags)
-        check(settings.report_to)
+        check(settings, detach)
         find_model(settings.model)
     else:
         settings = resolve(flags, config)
-        check(settings.report_to)
+        check(settings, detach)
         find_model(settings.model)  # may fetch it, with progress bars of its own
         folder = folders.create(settings)
         if settings.model == settings.data == DEMO and settings.exact_match and not as_json:
             console.print(DEMO_NOTE, markup=False)
     new = resume is None
     raise typer.Exit(train_and_show(folder, settings, console, new, detach, as_json))
+
+
+def check(settings: TrainConfig, detach: bool) -> None:
+    """Raises UserError for what would be found out only once a folder is there."""
+    if detach and not settings.supervise:
+        raise UserError("--detach: goes without --no-supervise, which trains in this process")
+    if settings.report_to:
+        from your_ai import tracking
+
+        tracking.check(settings.report_to)
 
 
 def train_and_show(
