@@ -232,7 +232,21 @@ Event = (
     | Finished
 )
 KINDS = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
-FIELDS = {kind: {field.name for field in dataclasses.fields(kind)} for kind in KINDS.values()}
+KNOWN = {"str": str, "bool": bool, "int": int, "float": (int, float), "None": type(None)}
+KNOWN["list[str]"] = list
+
+
+def allowed(annotation: str) -> tuple[type, ...]:
+    """The types of a field, as JSON has them, for `int | None` and the like."""
+    kinds = [KNOWN[name] for name in annotation.split(" | ")]
+    return tuple(t for kind in kinds for t in (kind if isinstance(kind, tuple) else (kind,)))
+
+
+# By kind of event: the names of its fields, with their types.
+FIELDS = {
+    kind: {field.name: allowed(str(field.type)) for field in dataclasses.fields(kind)}
+    for kind in KINDS.values()
+}
 
 
 @dataclass(frozen=True)
@@ -255,8 +269,10 @@ def from_line(line: str | bytes) -> Record | None:
         fields = json.loads(line)
         kind = KINDS[fields["event"]]
         known = FIELDS[kind]
-        event = kind(**{k: v for k, v in fields.items() if k in known})
-        return Record(float(fields["time"]), event)
+        told = {name: value for name, value in fields.items() if name in known}
+        if not all(isinstance(value, known[name]) for name, value in told.items()):
+            return None
+        return Record(float(fields["time"]), kind(**told))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 

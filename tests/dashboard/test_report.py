@@ -1,0 +1,487 @@
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.dashboard.frames import step
+from your_ai.dashboard import charts, history, report
+from your_ai.errors import UserError
+from your_ai.run import events
+from your_ai.run.events import Event, Record
+
+matplotlib = pytest.importorskip("matplotlib", reason="draws the report")
+pytest.importorskip("jinja2", reason="draws the report")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+NO_GAUGES = dict.fromkeys(("active_bytes", "peak_bytes", "cache_bytes", "process_bytes"))
+NASTY = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> & \"q\" 'a' $x_1$"
+LIMIT = events.Limit(limit_bytes=6_000_000_000, reason="--max-memory 6")
+
+
+def planned(plan: str, level: int = 0, **changes: object) -> events.Planned:
+    fields = {"micro_tokens": 512, "spill": False, "estimate_bytes": 5_200_000_000}
+    fields["text"] = f"{plan}, 1 row"
+    return events.Planned(plan=plan, level=level, **{**fields, **changes})
+
+
+def started(at: int = 0, model: str = "some/model") -> events.Started:
+    return events.Started(
+        step=at, steps=10, steps_per_epoch=5, model=model, rows=9, trainable_parameters=65536,
+        dtype="float32", plan="fused",
+    )  # fmt: skip
+
+
+def action(at: int, kind: str = "clear_cache", **changes: object) -> events.Action:
+    fields = {"cause": "every 10 steps", "before_bytes": 5 * 10**9, "after_bytes": 4 * 10**9}
+    return events.Action(step=at, kind=kind, **{**fields, "seconds": 0.25, **changes})
+
+
+def validation(at: int, loss: float) -> events.Validation:
+    return events.Validation(step=at, loss=loss, trained_tokens=9, seconds=1.0)
+
+
+def samples(when: str, answer: str, prompt: str = "2 + 2?", expected: str = "4") -> events.Samples:
+    return events.Samples(when=when, prompts=[prompt], answers=[answer], expected=[expected])
+
+
+DIED = events.Died(step=5, reason="killed by SIGKILL after step 5", level=1)
+DONE = events.Finished(step=10, reason="done", adapter="runs/r/adapter", seconds=61.0)
+STORY: list[Event] = [
+    events.Stage(text="loading some/model"),
+    LIMIT,
+    planned("fused"),
+    started(),
+    samples("before", "five"),
+    events.ExactMatch(when="before", correct=1, rows=64),
+    *(step(i, loss=4.0 - 0.1 * i, highest_bytes=5_400_000_000) for i in range(1, 6)),
+    action(3),
+    action(4, "reload_lora", cause="near the limit", read_bytes=2_000_000),
+    validation(5, 3.75),
+    events.Skipped(step=6, reason="the loss is nan", in_a_row=1, total=1),
+    DIED,
+    events.Stage(text="loading some/model"),
+    planned("staged", 1),
+    started(4),
+    *(step(i, loss=3.0 - 0.1 * i, highest_bytes=5_100_000_000) for i in range(5, 11)),
+    events.Notice(text="mind the gap"),
+    validation(10, 2.25),
+    samples("after", "4"),
+    events.ExactMatch(when="after", correct=62, rows=64),
+    DONE,
+]
+
+
+def records(*happened: Event, every_s: float = 2.0) -> list[Record]:
+    return [Record(1.79e9 + every_s * i, event) for i, event in enumerate(happened)]
+
+
+class Parsed(HTMLParser):
+    """The elements of a page with their attributes, and its visible text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_data(self, data: str) -> None:
+        if self.elements and self.elements[-1][0] != "style":
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def written(folder: Path, happened: Sequence[Event], config_text: str = "model: m\n") -> str:
+    out = folder / "report.html"
+    report.write_report(records(*happened), "a-run", config_text, out)
+    return out.read_text(encoding="utf-8")
+
+
+def past(*happened: Event) -> history.Past:
+    return history.read(records(*happened))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return written(tmp_path_factory.mktemp("report"), STORY)
+
+
+def test_the_figures_come_first(page):
+    text = Parsed(page).text
+    for shown in (
+        "a-run some/model finished Steps 10 of 10 epoch 1",
+        "Last loss 2.0000 best running mean",
+        "Best validation loss 2.2500 at step 10; last 2.2500",
+        "Peak memory 5.40 GB 90% of the limit, 6.00 GB",
+        "Speed 100 tokens/s 2,200 tokens in all",
+        "Running time 58 s since 2026-09-21 14:13 UTC",
+        "Exact match 97% after, 2% before",
+    ):
+        assert shown in text
+
+
+def test_each_chart_tells_what_it_is(page):
+    charts = [attributes for tag, attributes in Parsed(page).elements if tag == "svg"]
+    assert len(charts) == 4
+    assert all(chart["role"] == "img" and len(chart["aria-label"]) > 20 for chart in charts)
+
+
+def test_tables_have_headers(page):
+    assert page.count("<table") == page.count("<thead>") > 4
+    assert page.count("<th ") == page.count("<th scope=")
+
+
+def test_actions_are_summed_by_kind_and_told_one_by_one(page):
+    text = Parsed(page).text
+    assert "clear cache 1 1.00 GB 0 MB 0.25 reload lora 1 1.00 GB 2 MB 0.25" in text
+    assert "4 reload lora near the limit 5.00 GB 4.00 GB 0.25" in text
+
+
+def test_only_the_last_actions_are_told_one_by_one(own_folder):
+    text = Parsed(written(own_folder, [action(i, cause=f"why-{i}-") for i in range(50)])).text
+    assert "The last 20 of 50" in text
+    assert [f"why-{i}-" in text for i in (29, 30, 49)] == [False, True, True]
+
+
+def test_deaths_and_what_should_be_known_are_told(page):
+    text = Parsed(page).text
+    assert "5 killed by SIGKILL after step 5 1" in text
+    assert "step 6 changed nothing: the loss is nan" in text
+    assert "mind the gap" in text
+    assert "died once: killed by SIGKILL after step 5" in text
+
+
+def test_answers_stand_side_by_side_with_what_was_expected(page):
+    assert "2 + 2? five 4 as expected 4" in Parsed(page).text
+
+
+def test_each_plan_has_its_cause():
+    larger = action(8, "larger_plan", cause="plenty of memory for 50 steps")
+    asked = planned("staged", asked="--plan staged")
+    changes = history.plan_changes(
+        past(planned("fused"), started(), step(1), DIED, planned("staged", 1), step(2), larger,
+             planned("fused"), step(3), planned("fused"), asked, planned("streamed"))
+    )  # fmt: skip
+    assert [(at, plan.plan, why) for _, at, plan, why in changes] == [
+        (0, "fused", "chosen at the start"),
+        (1, "staged", DIED.reason),
+        (2, "fused", larger.cause),
+        (3, "staged", "asked for --plan staged"),
+        (3, "streamed", "chosen when resumed"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("happened", "word"),
+    [
+        ([DONE], "finished"),
+        ([dataclasses.replace(DONE, reason="stopped by Ctrl-C")], "stopped"),
+        ([dataclasses.replace(DIED, level=None), events.Notice(text="n")], "died"),
+        ([DIED], "open"),
+        ([DONE, events.Stage(text="loading m")], "open"),
+        ([step(1)], "open"),
+        ([], "open"),
+    ],
+)
+def test_how_a_run_ended(happened, word):
+    assert history.ending(past(*happened))[0] == word
+
+
+def test_steps_done_again_replace_the_first_ones():
+    again = past(started(), step(1, loss=9.0), step(2, loss=8.0), started(1), step(2, loss=7.0))
+    assert history.losses(again) == [(1, 9.0), (2, 7.0)]
+
+
+def test_steps_beyond_the_checkpoint_are_lost_even_if_not_done_again():
+    again = past(started(), *(step(i) for i in range(1, 8)), validation(6, 1.0), started(4))
+    assert [s.step for s in again.steps] == [1, 2, 3, 4]
+    assert again.validations == []
+
+
+def test_the_time_between_two_lives_is_no_running_time():
+    loading = events.Stage(text="loading m")
+    times = [0.0, 5.0, 90_000.0, 90_004.0]
+    happened = map(Record, times, [loading, step(1), loading, step(2)])
+    assert [seconds for seconds, _ in history.read(list(happened)).timeline] == [0, 5, 5, 9]
+
+
+def test_a_gap_is_where_a_process_ended():
+    points = history.over_time(past(step(1), DIED, step(2, **NO_GAUGES), step(3)), history.held)
+    assert [point[0] for point in points] == [0, 2, 6]
+    assert [math.isnan(point[-1]) for point in points] == [False, True, False]
+
+
+def test_areas_stand_on_each_other_and_reach_what_the_process_held():
+    gauges = events.Gauges(active_bytes=3, cache_bytes=2, process_bytes=9)
+    assert history.held(gauges) == (3, 5, 9)
+    assert history.held(dataclasses.replace(gauges, process_bytes=4)) == (3, 5, 5)
+    assert history.held(dataclasses.replace(gauges, active_bytes=None)) == (0, 2, 9)
+
+
+@given(st.lists(st.floats(0, 1e12) | st.just(math.nan), max_size=4000))
+def test_a_thinned_curve_keeps_its_extremes_and_its_order(values):
+    points = list(enumerate(values))
+    kept = history.thinned(points)
+    assert len(kept) <= 6 * history.BUCKETS
+    assert kept == sorted(kept)
+    drawn = [y for y in values if not math.isnan(y)]
+    left = [y for _, y in kept if not math.isnan(y)]
+    assert (min(drawn, default=0), max(drawn, default=0)) == (
+        min(left, default=0),
+        max(left, default=0),
+    )
+    assert any(map(math.isnan, values)) == any(math.isnan(y) for _, y in kept)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "happened",
+    [
+        [],
+        [LIMIT, started()],
+        [LIMIT, step(1)],
+        [step(1), DIED],
+        [step(i, **NO_GAUGES) for i in (1, 2)],
+        [events.Gauges(process_bytes=10**9)],
+        [step(1, loss=math.nan), validation(1, math.nan)],
+        [step(i, loss=loss) for i, loss in enumerate((1e308, -1e308, math.inf, 1e-300, 2.0), 1)],
+        [step(i, loss=0.0, tokens=0, seconds=0.0, learning_rate=0.0) for i in (1, 2)],
+        [dataclasses.replace(LIMIT, limit_bytes=0), step(1, process_bytes=0, active_bytes=0)],
+        [events.Skipped(step=i, reason="nan", in_a_row=i, total=i) for i in range(300)],
+        [step(2), step(1)],
+    ],
+)  # fmt: skip
+def test_odd_runs_have_a_report_too(own_folder, happened):
+    assert written(own_folder, happened).rstrip().endswith("</html>")
+
+
+def test_a_run_without_a_step_says_so_and_draws_none_of_them(own_folder):
+    page = written(own_folder, [LIMIT, started(), DONE])
+    assert "No step has been done." in page
+    assert "<svg" not in page
+
+
+def test_a_long_run_makes_a_small_page(own_folder):
+    long = [step(i, loss=1 + i % 7, process_bytes=10**9 + i % 997 * 10**6) for i in range(1, 20001)]
+    caches = [action(i) for i in range(2000)]
+    page = written(own_folder, [LIMIT, started(), *long, *caches])
+    assert len(page) < 1_000_000
+    assert page.count("<use ") < 500
+
+
+def test_what_users_wrote_is_shown_and_never_run(own_folder):
+    nasty = [
+        dataclasses.replace(LIMIT, reason=NASTY),
+        planned("fused", text=NASTY),
+        started(model=NASTY),
+        samples("before", NASTY, NASTY, NASTY),
+        step(1),
+        action(1, NASTY, cause=NASTY),
+        events.Notice(text=NASTY),
+        events.Skipped(step=1, reason=NASTY, in_a_row=1, total=1),
+        dataclasses.replace(DIED, reason=NASTY),
+        dataclasses.replace(DONE, reason=NASTY),
+    ]
+    out = own_folder / "r.html"
+    report.write_report(records(*nasty), NASTY, NASTY, out)
+    parsed = Parsed(out.read_text(encoding="utf-8"))
+    assert not {"script", "img"} & {tag for tag, _ in parsed.elements}
+    assert not [a for _, attributes in parsed.elements for a in attributes if a.startswith("on")]
+    assert parsed.text.count(" ".join(NASTY.split())) >= 14
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(st.characters(exclude_characters="\r\0")))
+def test_any_text_is_shown_as_it_is(own_folder, text):
+    parsed = Parsed(written(own_folder, [samples("before", "", prompt=text)]))
+    shown = text.encode("utf-8", "replace").decode()
+    assert shown == "" or shown in parsed.texts
+
+
+def test_nothing_is_loaded_from_elsewhere(page):
+    parsed = Parsed(page)
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in parsed.elements}
+    named = [
+        value
+        for _, attributes in parsed.elements
+        for name, value in attributes.items()
+        if name in ("src", "href", "xlink:href")
+    ]
+    assert all(value.startswith("#") for value in named)
+    assert not re.search(r"://|@import|url\((?!#)", page)
+    assert "default-src 'none'" in page
+
+
+def test_ids_are_the_charts_own(page):
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', page)) <= set(ids)
+
+
+def test_charts_take_their_colours_from_the_page(page):
+    drawn = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert not re.search(r": ?#[0-9a-f]{3,6}", drawn)
+    assert set(re.findall(r"var\(--(\w+)\)", page)) <= set(charts.COLORS)
+
+
+@pytest.mark.parametrize("colors", [charts.LIGHT, charts.DARK], ids=["light", "dark"])
+def test_lines_stand_out_from_the_page(colors):
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (
+            p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts
+        )
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    for name in ("blue", "orange", "green", "red", "muted"):
+        low, high = sorted((luminance(colors[name]), luminance(colors["paper"])))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, name
+
+
+def test_the_same_run_gives_the_same_page(own_folder, page):
+    assert written(own_folder, STORY) == page
+
+
+def test_drawing_leaves_the_settings_of_others_alone(own_folder):
+    before = dict(matplotlib.rcParams)
+    written(own_folder, [step(1)])
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_plots_are_files_of_the_charts_that_have_data(own_folder):
+    folder = own_folder / "plots"
+    plots = report.write_plots(records(*STORY), folder, "r")
+    names = ["r-loss.png", "r-memory.png", "r-speed.png", "r-learning-rate.png"]
+    assert plots == [folder / name for name in names]
+    assert sorted(folder.iterdir()) == sorted(plots)
+    assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
+    assert report.write_plots(records(LIMIT), folder, "none") == []
+
+
+@pytest.mark.parametrize("where", ["missing/folder/r.html", "file/r.html", "folder"])
+def test_a_place_that_cannot_be_written_is_named(own_folder, where):
+    (own_folder / "file").write_text("")
+    (own_folder / "folder").mkdir()
+    before = sorted(own_folder.rglob("*"))
+    with pytest.raises(UserError, match=rf"{where}: cannot be written \([^\n]+\); write elsewhere"):
+        report.write_report([], "r", "", own_folder / where)
+    assert sorted(own_folder.rglob("*")) == before
+
+
+def test_a_page_that_cannot_be_finished_leaves_the_old_one(own_folder, monkeypatch):
+    (own_folder / "r.html").write_text("old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(report, "sync", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        report.write_report([], "r", "", own_folder / "r.html")
+    assert [p.name for p in own_folder.iterdir()] == ["r.html"]
+    assert (own_folder / "r.html").read_text() == "old"
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
+def test_what_is_not_installed_is_told_with_how_to(own_folder, monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(UserError, match=r"run: pip install 'your_ai\[report\]'$"):
+        report.write_report([], "r", "", own_folder / "r.html")
+
+
+def test_plots_need_matplotlib_alone(own_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert report.write_plots([], own_folder, "r") == []
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="pip install"):
+        report.write_plots([], own_folder, "r")
+
+
+def test_importing_it_loads_nothing_heavy():
+    heavy = ["matplotlib", "jinja2", "numpy", "mlx", "transformers"]
+    code = (
+        "import sys, your_ai.dashboard.report\n"
+        f"sys.exit(','.join(m for m in {heavy} if m in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+PROBE = """<script>
+const errors = [];
+addEventListener("error", event => errors.push(event.message));
+const numbers = color => color.match(/[\\d.]+/g).map(Number);
+const linear = c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+function paper(element) {
+  for (; element; element = element.parentElement) {
+    const color = numbers(getComputedStyle(element).backgroundColor);
+    if (color.length === 3 || color[3] > 0) return color;
+  }
+  return [255, 255, 255];
+}
+function contrast(element) {
+  const style = getComputedStyle(element);
+  const color = numbers(element instanceof SVGElement ? style.fill : style.color);
+  const [low, high] = [luminance(color), luminance(paper(element))].sort((a, b) => a - b);
+  return (high + 0.05) / (low + 0.05);
+}
+addEventListener("load", () => {
+  const own = element => [...element.childNodes].some(n => n.nodeType === 3 && n.data.trim());
+  const texts = [...document.querySelectorAll("main *")].filter(own);
+  const result = document.body.appendChild(document.createElement("pre"));
+  result.id = "result";
+  result.textContent = JSON.stringify({
+    errors,
+    charts: [...document.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect()),
+    texts: texts.length,
+    inCharts: texts.filter(text => text instanceof SVGElement).length,
+    worst: Math.min(...texts.map(contrast)),
+    paper: paper(document.body),
+    wider: document.documentElement.scrollWidth - innerWidth,
+    loaded: performance.getEntriesByType("resource").map(entry => entry.name),
+  });
+});
+</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on PATH")
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_a_browser_shows_it_legibly(own_folder, page, scheme):
+    policy = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
+    assert len(policy.findall(page)) == 1  # it would forbid the probe
+    copy = own_folder / "copy.html"
+    copy.write_text(policy.sub("", page).replace("</body>", PROBE), encoding="utf-8")
+    command = [
+        *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+        f"--user-data-dir={own_folder / 'profile'}",
+        f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}",
+        *("--window-size=1100,900", copy.as_uri()),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    told = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
+    result = json.loads(html.unescape(told[1]))
+    assert (result["errors"], result["loaded"]) == ([], [])
+    assert result["paper"] == [20, 23, 27] if scheme == "dark" else [255, 255, 255]
+    assert len(result["charts"]) == 4
+    assert all(chart["width"] >= 300 and chart["height"] >= 100 for chart in result["charts"])
+    assert result["inCharts"] > 40
+    assert result["worst"] >= 4.5
+    assert result["wider"] <= 0

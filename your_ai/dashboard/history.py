@@ -1,0 +1,146 @@
+"""All that is recorded of a run, as what a report shows: curves over steps and over time. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from your_ai.dashboard.state import REPLANS, ViewState, fold_all, smooth
+from your_ai.run import events
+from your_ai.run.events import Action, Died, Finished, Gauges, Planned, Skipped, Started, Step
+
+BUCKETS = 600  # of a curve: two points are drawn of each
+AWAY_S = 60.0  # without any event before a process loads: there was none
+LARGEST = 1e30  # a loss above is as good as infinite
+DECISIVE = attrgetter("plan", "micro_tokens", "spill", "level")  # of a plan
+GAP = math.nan  # where a curve is broken, and its mean begins again
+Points = list[tuple[float, ...]]  # x, then one y or more, the last of them the highest
+
+
+@dataclass(frozen=True)
+class Past:
+    """timeline: seconds of running time, and events; steps, validations: those that counted."""
+
+    state: ViewState
+    timeline: Sequence[tuple[float, events.Event]]
+    steps: Sequence[Step]
+    validations: Sequence[events.Validation]
+
+    def of(self, *kinds: type) -> list[tuple[float, Any]]:
+        return [(seconds, event) for seconds, event in self.timeline if isinstance(event, kinds)]
+
+
+def read(records: Sequence[events.Record]) -> Past:
+    timeline, steps, validations = [], {}, {}
+    seconds, before = 0.0, records[0].time if records else 0.0
+    for record in records:
+        event, passed = record.event, max(0.0, record.time - before)
+        away = isinstance(event, events.Stage) and passed > AWAY_S
+        seconds, before = seconds + (0.0 if away else passed), record.time
+        timeline.append((seconds, event))
+        if isinstance(event, Step):
+            steps[event.step] = event
+        elif isinstance(event, events.Validation):
+            validations[event.step] = event
+        elif isinstance(event, Started):  # what came after its checkpoint is lost
+            steps = {n: step for n, step in steps.items() if n <= event.step}
+            validations = {n: value for n, value in validations.items() if n <= event.step}
+    in_order = ([found[n] for n in sorted(found)] for found in (steps, validations))
+    return Past(fold_all(ViewState(), records), timeline, *in_order)
+
+
+def ending(past: Past) -> tuple[str, str]:
+    """How the run ended, as a word and as a sentence."""
+    match past.of(events.Stage, Started, Step, Died, Finished)[-1:]:
+        case [(_, Finished(reason="done"))]:
+            return "finished", "finished"
+        case [(_, Finished() as end)]:
+            return "stopped", end.reason
+        case [(_, Died(level=None) as death)]:
+            return "died", f"died: {death.reason}"
+    return "open", "no end on record when this page was made: still running, or cut off"
+
+
+def plan_changes(past: Past) -> Iterator[tuple[float, int, Planned, str]]:
+    """When, after which step, the plan from there on, and why."""
+    step, last, cause = 0, None, "chosen at the start"
+    for seconds, event in past.timeline:
+        match event:
+            case Action() if event.kind in REPLANS:
+                cause = event.cause
+            case Died():
+                cause = event.reason
+            case Started() | Step() | Skipped():
+                step = event.step
+            case Planned():
+                if last is None or DECISIVE(event) != DECISIVE(last):
+                    asked = last is not None and event.asked not in ("", last.asked)
+                    resumed = f"asked for {event.asked}" if asked else "chosen when resumed"
+                    yield seconds, step, event, cause or resumed
+                last, cause = event, ""
+
+
+def decimal(value: float) -> str:
+    return f"{value:.4f}" if 0.01 <= abs(value) < 1e4 else f"{value:.3g}"
+
+
+def finite(told: Sequence[Any]) -> list[Any]:
+    """The steps or validations whose loss can be drawn."""
+    return [event for event in told if abs(event.loss) < LARGEST]
+
+
+def losses(past: Past) -> Points:
+    return [(step.step, step.loss) for step in finite(past.steps)]
+
+
+def over_time(past: Past, ys: Callable[[Step | Gauges], tuple[float, ...] | None]) -> Points:
+    """Running time, and what `ys` gives where it gives any; a gap where a process ended."""
+    told = past.of(Step, Gauges, Died, Finished)
+    points = ((t, (GAP,) * 3 if isinstance(e, Died | Finished) else ys(e)) for t, e in told)
+    return [(seconds, *values) for seconds, values in points if values is not None]
+
+
+def held(gauges: Step | Gauges) -> tuple[float, ...] | None:
+    """The bytes that are active, these with the cache, and all of the process."""
+    if gauges.process_bytes is None and gauges.active_bytes is None:
+        return None
+    cached = (gauges.active_bytes or 0) + (gauges.cache_bytes or 0)
+    return gauges.active_bytes or 0, cached, max(cached, gauges.process_bytes or 0)
+
+
+def highest(gauges: Step | Gauges) -> tuple[float, ...] | None:
+    value = gauges.highest_bytes if isinstance(gauges, Step) else None
+    return None if value is None else (value,)
+
+
+def speed(gauges: Step | Gauges) -> tuple[float, ...] | None:
+    return (gauges.tokens / max(gauges.seconds, 1e-9),) if isinstance(gauges, Step) else None
+
+
+def buckets(points: Points) -> list[Points]:
+    size = max(1, len(points) // BUCKETS)
+    return [points[start : start + size] for start in range(0, len(points), size)]
+
+
+def smoothed(points: Points) -> Points:
+    """The running mean as the dashboard has it, of buckets where there are many points."""
+    found, mean, seen = [], None, 0
+    for bucket in buckets(points):
+        value = sum(point[1] for point in bucket) / len(bucket)
+        mean, seen = (None, 0) if math.isnan(value) else (smooth(mean, value, seen + 1), seen + 1)
+        found.append((bucket[-1][0], GAP if mean is None else mean))
+    return found
+
+
+def thinned(points: Points, *picks: Callable) -> Points:
+    """A few points for each bucket: its highest and lowest (or `picks`), and its first gap."""
+    kept = []
+    for bucket in buckets(points):
+        gaps = [i for i, point in enumerate(bucket) if math.isnan(point[-1])]
+        rest = [(point[-1], i) for i, point in enumerate(bucket) if not math.isnan(point[-1])]
+        chosen = {*gaps[:1], *(pick(rest)[1] for pick in picks or (min, max) if rest)}
+        kept += [bucket[i] for i in sorted(chosen)]
+    return kept

@@ -1,0 +1,96 @@
+"""A run as one HTML page: charts, figures and tables, and nothing that is loaded from elsewhere."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from time import gmtime, strftime
+
+from your_ai.dashboard.charts import CHARTS, DARK, LIGHT, render, svg
+from your_ai.dashboard.history import (
+    decimal,
+    ending,
+    finite,
+    losses,
+    plan_changes,
+    read,
+    smoothed,
+)
+from your_ai.dashboard.view import duration, memory, percent
+from your_ai.errors import UserError
+from your_ai.files import TEMPORARY, sync
+from your_ai.run import events
+from your_ai.run.events import Action, Died, Skipped, Step
+
+
+def write_report(records: Sequence[events.Record], name: str, config_text: str, out: Path) -> None:
+    """Write the page about the run `name` to `out`, whole or not at all.
+
+    Raises UserError where what draws it is not installed or `out` cannot be written.
+    """
+    require("matplotlib", "jinja2")
+    import jinja2
+
+    past = read(records)
+    folder = jinja2.FileSystemLoader(Path(__file__).parent)
+    pages = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    pages.filters |= {f.__name__: f for f in (memory, duration, percent, decimal, finite)}
+    page = pages.get_template("report.html.j2").render(
+        name=name,
+        past=past,
+        state=past.state,
+        ending=ending(past),
+        began=strftime("%Y-%m-%d %H:%M UTC", gmtime(past.state.began_at or 0)),
+        done=[step for _, step in past.of(Step)],
+        means=smoothed(losses(past)),
+        charts=[(key, CHARTS[key][0], *svg(key, past)) for key in CHARTS],
+        plans=list(plan_changes(past)),
+        actions=past.of(Action),
+        deaths=past.of(Died),
+        told=past.of(events.Notice, Skipped),
+        config_text=config_text,
+        light=LIGHT,
+        dark=DARK,
+    )
+    write_whole(out, page.encode("utf-8", "replace"))
+
+
+def write_plots(records: Sequence[events.Record], folder: Path, name: str) -> list[Path]:
+    """Write each chart that has data to `folder`, as <name>-<chart>.png; their paths.
+
+    Raises UserError where what draws them is not installed or `folder` cannot be written.
+    """
+    require("matplotlib")
+    past, written = read(records), []
+    for key in CHARTS:
+        file = io.BytesIO()
+        if render(key, past, file, format="png", dpi=200, metadata={"Software": None}):
+            written.append(folder / f"{name}-{key}.png")
+            write_whole(written[-1], file.getvalue())
+    return written
+
+
+def require(*modules: str) -> None:
+    try:
+        for module in modules:
+            import_module(module)
+    except ImportError as error:
+        text = "reports need matplotlib and jinja2; run: pip install 'your_ai[report]'"
+        raise UserError(text) from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    temporary = path.parent / f"{TEMPORARY}report-{os.getpid()}"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        try:
+            temporary.write_bytes(data)
+            sync(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); write elsewhere") from error
