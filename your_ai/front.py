@@ -21,7 +21,7 @@ from rich.console import Console
 
 from your_ai.config import TrainConfig
 from your_ai.dashboard.keys import Keyboard, keyboard
-from your_ai.dashboard.live import Follower, style_for
+from your_ai.dashboard.live import GO_ON_KEY, PAUSE_KEY, Follower, style_for
 from your_ai.errors import RunError, UserError
 from your_ai.run import child, events, requests
 from your_ai.run.child import POLL_S, Child
@@ -29,7 +29,7 @@ from your_ai.run.exits import DONE
 from your_ai.run.folder import RunFolder, is_running
 from your_ai.run.stopping import SIGNALS, Interrupted, noted_signals
 
-KEYS = "q detach   c checkpoint   p pause"
+KEYS = f"q detach   c checkpoint   {PAUSE_KEY}"
 GRACE_S = 3.0  # between two processes of a run that goes on
 FRAME_S = 0.1  # of a replay
 LONGEST_GAP_S = 2.0  # a replay passes over longer ones
@@ -185,7 +185,7 @@ def replay(folder: RunFolder, console: Console, speed: float, *, as_json: bool =
     """Show the events of a run again, `speed` times as fast; long gaps are cut short."""
     records, end = events.tail(folder.events)
     style = style_for(console, as_json)
-    follower = Follower(folder.events, console, style, "q leave   p pause", from_start=True)
+    follower = Follower(folder.events, console, style, from_start=True)
     follower.offset = end
     shown_until, clock, last, paused = 0, 0.0, time.monotonic(), False
     with noted_signals() as received, terminal(follower) as shown:
@@ -194,11 +194,11 @@ def replay(folder: RunFolder, console: Console, speed: float, *, as_json: bool =
             if "q" in pressed:
                 return DONE
             paused ^= pressed.count("p") % 2 == 1
+            follower.keys = f"q leave   {GO_ON_KEY if paused else PAUSE_KEY}"
             last, passed = time.monotonic(), time.monotonic() - last
-            if paused:
-                continue
-            clock += passed * speed
-            clock = max(clock, records[shown_until].time - LONGEST_GAP_S * speed)
+            if not paused:
+                clock += passed * speed
+                clock = max(clock, records[shown_until].time - LONGEST_GAP_S * speed)
             due = bisect.bisect_right(records, clock, shown_until, key=lambda r: r.time)
             follower.show(records[shown_until:due], clock)
             shown_until = due

@@ -22,6 +22,7 @@ from your_ai.run.events import Record
 POLL_S = 0.25
 CLOCK_S = 1.0  # between two drawings where nothing happens
 REPORT_EVERY_S = 5.0  # between step lines where there is no terminal
+PAUSE_KEY, GO_ON_KEY = "p pause", "p go on"
 Style = Literal["screen", "lines", "json"]
 
 
@@ -119,9 +120,9 @@ class Follower:
         if not is_new and size == self.drawn_size and abs(now - self.drawn_at) < CLOCK_S:
             return
         self.drawn_at, self.drawn_size = now, size
-        width, height = size.width, size.height
+        keys = self.keys.replace(PAUSE_KEY, GO_ON_KEY) if self.state.paused else self.keys
         frame = screen(
-            self.state, self.name, width, height, now, unicode=self.unicode, keys=self.keys
+            self.state, self.name, size.width, size.height, now, unicode=self.unicode, keys=keys
         )
         self.live.update(frame, refresh=True)
 
