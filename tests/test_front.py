@@ -103,6 +103,28 @@ def test_a_signal_stops_the_run_and_gives_the_terminal_back(arguments, run, numb
     assert not is_running(run)
 
 
+def test_an_error_is_told_on_the_terminal_as_it_was(arguments, run):
+    Path("data/train.jsonl").write_text("{\n")
+    with on_terminal(*arguments) as terminal:
+        assert terminal.end() == 2
+        assert terminal.is_as_it_was
+        assert b"error: " in terminal.written[terminal.written.rfind(CLOSED) :]
+
+
+def test_a_front_end_that_fails_gives_the_terminal_back(arguments, run):
+    with on_terminal(*arguments) as terminal:
+        terminal.wait_for(lambda: events_of(run, events.Step))
+        run.events.rename("elsewhere")
+        run.events.mkdir()  # cannot be read
+        terminal.wait_for(lambda: CLOSED in terminal.written)
+        run.events.rmdir()
+        Path("elsewhere").rename(run.events)
+        terminal.press("\x03")
+        terminal.end()
+        assert terminal.is_as_it_was
+        assert b"note: the run went on when its display failed" in terminal.written
+
+
 def test_ctrl_z_gives_the_terminal_back_until_the_job_goes_on(arguments, run):
     with on_terminal(*arguments) as terminal:
         terminal.wait_for(lambda: events_of(run, events.Step))
@@ -235,6 +257,17 @@ def test_a_folder_that_is_deleted_while_watched_is_one_clear_line(arguments, run
         os.kill(pid, signal.SIGKILL)
     assert watching.returncode == 1
     assert error == "error: runs/r: was deleted while it was watched\n"
+
+
+def test_a_long_run_opens_quickly(finished):
+    records, _ = events.tail(finished.events)
+    (line,) = (events.to_line(r) for r in records[-200:] if getattr(r.event, "step", 0) == 2
+               and isinstance(r.event, events.Step))  # fmt: skip
+    with finished.events.open("a") as file:
+        file.writelines([line] * 20_000)
+    before = os.times().children_user
+    assert "done: 3 steps" in your_ai("watch", "r").stdout
+    assert os.times().children_user - before < 3  # 0.7 s where nothing else runs
 
 
 def test_no_mlx_where_runs_are_watched(finished):
