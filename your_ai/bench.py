@@ -27,7 +27,7 @@ import numpy as np
 from mlx.utils import tree_map
 from rich.table import Table
 
-from your_ai import hub, model, optimizer
+from your_ai import model, optimizer
 from your_ai.budget import budget_of
 from your_ai.config import TrainConfig, coerce, flag, nearest
 from your_ai.data.batches import Batch, RowsAt, micro_batches, plan_steps
@@ -38,6 +38,8 @@ from your_ai.engine.fused import Engine
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import tensors_of
 from your_ai.errors import RunError, UserError
+from your_ai.hub.check import check_model
+from your_ai.hub.find import find_model, store
 from your_ai.memory import allocator, probe
 from your_ai.optimizer import Update
 from your_ai.rng import derive_seed
@@ -120,15 +122,15 @@ def weights_of(shape: str | None, model_name: str | None, bits: int, dtype: str)
         raise UserError("--dtype auto: name a type, so that figures can be compared")
     coerce("dtype", dtype, "--dtype")
     if model_name is not None:
-        folder = hub.find_model(model_name)
-        hub.check_model(folder)
+        folder = find_model(model_name)
+        check_model(folder)
         return folder
     if shape not in SHAPES:
         known = ", ".join(SHAPES)
         raise UserError(f"--shape {shape}: unknown{nearest(str(shape), SHAPES)} ({known})")
     if bits not in (0, 4, 8):
         raise UserError(f"--bits {bits}: must be 4 or 8, or 0 for weights as they are")
-    return make_shape(shape, bits, dtype, hub.store() / "shapes")
+    return make_shape(shape, bits, dtype, store() / "shapes")
 
 
 def named(text: str, option: str, known: tuple[str, ...]) -> list[str]:

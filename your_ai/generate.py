@@ -16,7 +16,7 @@ from your_ai.budget import hold_generation
 from your_ai.engine.weights import can_stream, tensors_of
 from your_ai.engine.weights import stream as stream_weights
 from your_ai.errors import UserError
-from your_ai.hub import find_model
+from your_ai.hub.find import find_model
 from your_ai.memory.estimate import PREFILL_TOKENS
 from your_ai.memory.facts import facts_of
 from your_ai.model import compute_dtype, load_base

@@ -23,7 +23,7 @@ from mlx_lm.utils import load_model, load_tokenizer, quantize_model
 
 from your_ai.config import TrainConfig, nearest
 from your_ai.errors import UserError, forgiving, lacked_memory
-from your_ai.hub import check_model
+from your_ai.hub.check import check_model
 from your_ai.rng import derive_seed
 
 GROUP_SIZE = 64

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from your_ai import hub, model, optimizer
+from your_ai import model, optimizer
 from your_ai.budget import Budget, budget_of
 from your_ai.config import TrainConfig, flag
 from your_ai.data.batches import StepPlan, bucket_edges, plan_steps
@@ -27,6 +27,9 @@ from your_ai.engine.prefix import DiskStore, MemoryStore, Store, check_room, nee
 from your_ai.engine.weights import Tensor, can_stream, tensors_of
 from your_ai.errors import UserError
 from your_ai.files import sha256
+from your_ai.hub.check import check_model
+from your_ai.hub.find import find_model, store
+from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.estimate import Plan
 from your_ai.memory.plan import Option, choose, words
@@ -88,8 +91,8 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     for wanted in ("samples", "exact_match"):
         if getattr(config, wanted) and "test" not in splits:
             raise UserError(f"{flag(wanted)}: --data {config.data} has no test.jsonl")
-    base = hub.find_model(config.model)
-    hub.check_model(base)
+    base = find_model(config.model)
+    check_model(base)
     dtype = model.compute_dtype(config.dtype)
     log.write(events.Stage(text=f"loading {config.model}"))
     if dtype != mx.float32 and mx.default_device().type == mx.cpu:
@@ -100,7 +103,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     streamable = can_stream(network, tensors)
     adapters = model.add_adapters(network, config)
 
-    files = hub.fingerprint(base)
+    files = fingerprint(base)
     samples = sample_prompts(splits.get("test"), tokenizer, config.samples)
     examples = {
         name: load_split(name, path, config, tokenizer, files, log)
@@ -274,10 +277,10 @@ def load_split(
     examples = load_examples(
         path,
         Encoder(tokenizer, config.mask_prompt or name == "test"),
-        hub.tokenizer_fingerprint(files),
+        tokenizer_fingerprint(files),
         config.max_seq_length,
         config.too_long,
-        hub.store() / "cache",
+        store() / "cache",
         told,
     )
     tally = examples.tally

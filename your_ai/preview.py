@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from your_ai import hub, model
+from your_ai import model
 from your_ai.budget import Budget, budget_of
 from your_ai.config import TrainConfig
 from your_ai.data.batches import bucket_edges
@@ -17,6 +17,8 @@ from your_ai.data.examples import load_examples
 from your_ai.data.rows import find_splits
 from your_ai.engine.weights import can_stream, tensors_of
 from your_ai.errors import UserError
+from your_ai.hub.find import store
+from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory.estimate import read_bytes
 from your_ai.memory.limit import text
 from your_ai.memory.plan import Option, words
@@ -62,7 +64,7 @@ def lengths_in(config: TrainConfig, folder: Path, tokenizer: Any) -> tuple[list[
 
     They are tokenized once, as `train` does.
     """
-    key = hub.tokenizer_fingerprint(hub.fingerprint(folder))
+    key = tokenizer_fingerprint(fingerprint(folder))
     found: set[int] = set()
     tokens = 0
     for name, path in find_splits(config.data).items():
@@ -73,7 +75,7 @@ def lengths_in(config: TrainConfig, folder: Path, tokenizer: Any) -> tuple[list[
                 key,
                 config.max_seq_length,
                 config.too_long,
-                hub.store() / "cache",
+                store() / "cache",
             )
             found |= set(bucket_edges(examples.lengths - 1).tolist())
             tokens += int((examples.lengths - 1).sum())

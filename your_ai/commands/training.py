@@ -29,7 +29,7 @@ def train(
     **flags: Any,
 ) -> None:
     """Train LoRA adapters. Without a model and without data, trains the embedded demo."""
-    from your_ai.hub import find_model
+    from your_ai.hub.find import find_model
     from your_ai.run import folder as folders
 
     console = open_console()
@@ -137,7 +137,7 @@ def plan(
     named = {"model": shape} if shape is not None else {}  # else the demo's preset is meant
     settings = resolve(flags | named, config, needs_data=False)
     from your_ai import preview
-    from your_ai.hub import find_model
+    from your_ai.hub.find import find_model
 
     if shape is None:
         if bits is not None:

@@ -1,0 +1,153 @@
+"""Folders checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.hub.conftest import safetensors
+from your_ai.errors import UserError
+from your_ai.hub.check import check_model, check_safetensors
+
+
+def test_a_whole_model_gives_its_config(model):
+    assert check_model(model) == {"model_type": "llama"}
+
+
+def test_a_model_of_one_file_needs_no_index(lone):
+    assert check_model(lone) == {"model_type": "llama"}
+
+
+def assert_refused(folder: Path, *words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_model(folder)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_config_is_refused(lone):
+    (lone / "config.json").unlink()
+    assert_refused(lone, str(lone / "config.json"), "is missing")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"model_type": "lla', "\0", "[]", "null", '"text"'])
+def test_a_broken_config_is_refused(lone, text):
+    (lone / "config.json").write_text(text)
+    assert_refused(lone, str(lone / "config.json"), "JSON")
+
+
+def test_a_config_that_is_no_text_is_refused(lone):
+    (lone / "config.json").write_bytes(b"\xff\xfe")
+    assert_refused(lone, str(lone / "config.json"))
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": 3}])
+def test_a_config_of_something_else_is_refused(lone, config):
+    (lone / "config.json").write_text(json.dumps(config))
+    assert_refused(lone, str(lone / "config.json"), "model_type")
+
+
+def test_a_model_without_weights_is_refused(lone):
+    (lone / "model.safetensors").unlink()
+    assert_refused(lone, str(lone), "no model*.safetensors", "no weights")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickled_weights_are_refused(lone, name):
+    (lone / "model.safetensors").rename(lone / name)
+    assert_refused(lone, name, "not safe", "convert it to safetensors")
+
+
+def test_a_missing_shard_is_named(model):
+    (model / "model-00002-of-00002.safetensors").unlink()
+    assert_refused(model, "model-00002-of-00002.safetensors", "is missing")
+
+
+def test_a_broken_index_is_refused(model):
+    (model / "model.safetensors.index.json").write_text("{")
+    assert_refused(model, "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize("weight_map", [[], None, "text", {"a": 3}, {"a": []}, {"a": None}])
+def test_an_index_of_another_shape_is_refused(model, weight_map):
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert_refused(model, "model.safetensors.index.json")
+
+
+def test_a_shard_that_points_nowhere_is_named(model):
+    """As in the hub's cache, where files are links and may lose what they link to."""
+    shard = model / "model-00002-of-00002.safetensors"
+    shard.unlink()
+    shard.symlink_to(model / "blobs" / "gone")
+    assert_refused(model, shard.name)
+
+
+SIZE = len(safetensors())
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 40, SIZE - 25, SIZE - 24, SIZE - 1])
+def test_a_shard_cut_short_is_named(model, size):
+    shard = model / "model-00002-of-00002.safetensors"
+    os.truncate(shard, size)
+    assert_refused(model, str(shard), "cut short")
+
+
+def test_a_shard_with_more_than_it_says_is_named(lone):
+    with (lone / "model.safetensors").open("ab") as file:
+        file.write(b"\0")
+    assert_refused(lone, str(lone / "model.safetensors"), "damaged")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [],
+        None,
+        "text",
+        {"a": None},
+        {"a": {}},
+        {"a": {"data_offsets": []}},
+        {"a": {"data_offsets": None}},
+        {"a": {"data_offsets": [0, "24"]}},
+        {"a": {"data_offsets": [0, None]}},
+    ],
+    ids=str,
+)
+def test_a_header_of_another_shape_is_named(lone, header):
+    text = json.dumps(header).encode()
+    (lone / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(24))
+    assert_refused(lone, str(lone / "model.safetensors"), "damaged")
+
+
+def test_a_header_of_nothing_but_brackets_is_named(lone):
+    text = b"[" * 100_000
+    (lone / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    assert_refused(lone, str(lone / "model.safetensors"), "damaged")
+
+
+def test_a_header_longer_than_any_file_is_named(lone):
+    (lone / "model.safetensors").write_bytes(struct.pack("<Q", 2**64 - 1) + bytes(24))
+    assert_refused(lone, str(lone / "model.safetensors"), "damaged")
+
+
+def test_no_flipped_bit_of_a_header_is_more_than_a_refusal(own_folder):
+    file, whole = own_folder / "file", safetensors()
+    refusals = 0
+    for bit in range(8 * (SIZE - 24)):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(content)
+        try:
+            check_safetensors(file)
+        except UserError:
+            refusals += 1
+    assert refusals > SIZE
+
+
+def test_a_safetensors_file_may_hold_no_tensor(own_folder):
+    (own_folder / "file").write_bytes(safetensors(b"", {"__metadata__": {"format": "mlx"}}))
+    check_safetensors(own_folder / "file")

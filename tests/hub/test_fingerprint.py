@@ -1,0 +1,103 @@
+"""What a model is, as hashes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.hub.conftest import safetensors
+from your_ai.hub import fingerprint as fingerprints
+from your_ai.hub.find import store
+from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
+
+
+def test_the_fingerprint_is_of_all_that_decides(model):
+    others = {"README.md", "training_args.json", "model.safetensors.index.json"}
+    for name in others:
+        (model / name).write_text("{}")
+    (model / "tokenizer").mkdir()
+    assert set(fingerprint(model)) == {p.name for p in model.iterdir()} - others - {"tokenizer"}
+
+
+def test_the_fingerprint_of_a_copy_is_the_same(model, own_folder):
+    copy = shutil.copytree(model, own_folder / "copy")
+    assert fingerprint(copy) == fingerprint(model)
+
+
+def assert_every_byte_counts(folder: Path) -> None:
+    before = fingerprint(folder)
+    for name in before:
+        path = folder / name
+        content = path.read_bytes()
+        for i in range(len(content)):
+            path.write_bytes(content[:i] + bytes([content[i] ^ 1]) + content[i + 1 :])
+            after = fingerprint(folder)
+            assert {n for n in before if before[n] != after[n]} == {path.name}
+        path.write_bytes(content)
+
+
+def test_every_byte_of_a_model_changes_its_fingerprint(model):
+    assert_every_byte_counts(model)
+
+
+@pytest.fixture
+def large(lone, monkeypatch) -> Path:
+    """A model whose weights are large enough to be remembered."""
+    monkeypatch.setattr(fingerprints, "REMEMBERED_ABOVE_BYTES", 256)
+    (lone / "model.safetensors").write_bytes(safetensors(bytes(10_000)))
+    return lone
+
+
+def test_the_checksum_of_a_large_file_is_remembered(large, monkeypatch):
+    before = fingerprint(large)
+    read = []
+    monkeypatch.setattr(fingerprints, "sha256", lambda path: read.append(path.name) or "read again")
+    assert fingerprint(large)["model.safetensors"] == before["model.safetensors"]
+    assert "model.safetensors" not in read
+    assert "config.json" in read
+
+
+def test_a_large_file_that_changes_is_read_again(large):
+    weights = large / "model.safetensors"
+    before = fingerprint(large)
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    later = weights.stat().st_mtime_ns + 1
+    os.utime(weights, ns=(later, later))
+    assert fingerprint(large) != before
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff"])
+def test_a_damaged_memory_of_checksums_is_no_harm(large, content):
+    before = fingerprint(large)
+    (store() / "cache" / "sha256.json").write_bytes(content)
+    assert fingerprint(large) == before
+
+
+def test_a_store_that_cannot_be_written_is_no_harm(large, own_folder, monkeypatch):
+    (own_folder / "file").write_text("")
+    monkeypatch.setenv("YOUR_AI_HOME", str(own_folder / "file"))
+    assert fingerprint(large) == fingerprint(large)
+
+
+def test_an_added_file_changes_the_fingerprint(model):
+    before = fingerprint(model)
+    (model / "generation_config.json").write_text("{}")
+    assert fingerprint(model) != before
+
+
+def test_the_tokenizers_fingerprint_is_not_of_the_weights(model):
+    before = tokenizer_fingerprint(fingerprint(model))
+    (model / "model-00001-of-00002.safetensors").write_bytes(safetensors(b"other"))
+    assert tokenizer_fingerprint(fingerprint(model)) == before
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "config.json"])
+def test_the_tokenizers_fingerprint_is_of_all_its_files(model, name):
+    before = tokenizer_fingerprint(fingerprint(model))
+    (model / name).write_text("other")
+    assert tokenizer_fingerprint(fingerprint(model)) != before
