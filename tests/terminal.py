@@ -12,7 +12,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 PATIENCE_S = 60.0
@@ -64,7 +64,11 @@ class Terminal:
 
 @contextlib.contextmanager
 def on_terminal(
-    *arguments: str, width: int = 80, height: int = 24, **environment: str
+    *arguments: str,
+    program: Sequence[str] = (sys.executable, "-m", "your_ai"),
+    width: int = 80,
+    height: int = 24,
+    **environment: str,
 ) -> Iterator[Terminal]:
     """`your_ai` with these arguments, in the foreground of a terminal; killed at the end."""
     ours, theirs = pty.openpty()
@@ -77,7 +81,7 @@ def on_terminal(
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(
-        [sys.executable, "-m", "your_ai", *arguments],
+        [*program, *arguments],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import events_of, train
+from tests.conftest import chat, events_of, train, write_rows
 from tests.fault.processes import ENDLESS, started, wait_for
 from tests.terminal import CLOSED, OPENED, on_terminal
 from your_ai.config import to_yaml
-from your_ai.run import events
+from your_ai.run import checkpoint, child, events, requests
 from your_ai.run.folder import RUNS, RunFolder, is_running, owner
 
 PATIENCE_S = 60.0
@@ -122,20 +123,33 @@ def test_a_front_end_that_fails_gives_the_terminal_back(arguments, run):
         terminal.press("\x03")
         terminal.end()
         assert terminal.is_as_it_was
-        assert b"note: the run went on when its display failed" in terminal.written
+        assert b"note: its display failed, and not the run" in terminal.written
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs a shell with job control")
 def test_ctrl_z_gives_the_terminal_back_until_the_job_goes_on(arguments, run):
+    with on_terminal(program=["bash", "--norc", "--noprofile", "-i"]) as terminal:
+        terminal.press(shlex.join([sys.executable, "-m", "your_ai", *arguments]) + "\n")
+        terminal.wait_for(lambda: events_of(run, events.Step))
+        terminal.press("\x1a")
+        terminal.wait_for("Stopped")
+        assert terminal.written.count(OPENED) == terminal.written.count(CLOSED) == 1
+        done = len(events_of(run, events.Step))
+        wait_until(lambda: len(events_of(run, events.Step)) > done)  # training does not stop
+        terminal.press("fg\n")
+        terminal.wait_for(lambda: terminal.written.count(OPENED) == 2)
+        terminal.press("q")
+        terminal.wait_for("detached")
+
+
+def test_ctrl_z_where_no_shell_could_go_on_does_nothing(arguments, run):
     with on_terminal(*arguments) as terminal:
         terminal.wait_for(lambda: events_of(run, events.Step))
         terminal.press("\x1a")
-        terminal.wait_for(lambda: CLOSED in terminal.written)
+        terminal.wait_for(lambda: terminal.written.count(OPENED) == 2)
+        terminal.press("q")
+        assert terminal.end() == 0
         assert terminal.is_as_it_was
-        done = len(events_of(run, events.Step))
-        wait_until(lambda: len(events_of(run, events.Step)) > done)  # training does not stop
-        opened = terminal.written.count(OPENED)
-        terminal.process.send_signal(signal.SIGCONT)
-        terminal.wait_for(lambda: terminal.written.count(OPENED) > opened)
 
 
 def test_a_terminal_that_can_do_nothing_gets_lines(arguments, run):
@@ -203,6 +217,92 @@ def test_json_is_every_event_and_nothing_else(configure, run):
     assert told[-1]["event"] == "finished"
 
 
+def test_a_stop_in_a_pause_loses_no_step(arguments, run):
+    your_ai(*arguments, "--detach")
+    wait_until(lambda: len(events_of(run, events.Step)) > 2)
+    requests.ask(run, requests.PAUSE)
+    wait_until(lambda: events_of(run, events.Paused))
+    (paused,) = events_of(run, events.Paused)
+    assert checkpoint.step_of(checkpoint.list_checkpoints(run.checkpoints)[0]) == paused.step
+    your_ai("runs", "stop", "r")
+    wait_until(lambda: not is_running(run))
+    assert events_of(run, events.Finished)[0].step == paused.step
+
+
+def test_a_resumption_that_is_refused_leaves_a_paused_run_paused(arguments, run):
+    your_ai(*arguments, "--detach")
+    requests.ask(run, requests.PAUSE)
+    wait_until(lambda: events_of(run, events.Paused))
+    second = your_ai("train", "--resume", "r")
+    assert second.returncode == 2
+    assert "is working on this run" in second.stderr
+    assert events_of(run, events.Continued) == []
+
+
+def test_a_terminal_that_closes_twice_is_closed_once(arguments, run):
+    with on_terminal(*arguments) as terminal:
+        terminal.wait_for(lambda: events_of(run, events.Step))
+        requests.ask(run, requests.PAUSE)
+        for _ in range(3):
+            terminal.process.send_signal(signal.SIGHUP)
+            time.sleep(0.06)
+        terminal.end()
+    assert len(events_of(run, events.Finished)) == 1
+
+
+def test_a_front_end_that_dies_after_ctrl_c_is_no_second_ctrl_c(configure, data_folder, run):
+    rows = [chat(f"Question {i}", "Answer " * 10) for i in range(80)]
+    write_rows(data_folder / "train.jsonl", rows)  # a step of a second or more
+    config = configure(max_steps=ENDLESS, grad_accumulation=40, lora_layers=1)
+    with started(config, "r", supervise=True) as process:
+        wait_for(process, run, events.Step)
+        process.send_signal(signal.SIGINT)
+        wait_for(process, run, events.Notice)
+        process.kill()
+        wait_until(lambda: not is_running(run))
+    assert len(events_of(run, events.Finished)) == 1
+
+
+def test_a_reader_that_leaves_ends_no_run(configure, run):
+    Path("short.yaml").write_text(to_yaml(configure(supervise=True, run="", max_steps=30)))
+    command = f"{sys.executable} -m your_ai train --config short.yaml --run r | head -1"
+    subprocess.run(["sh", "-c", command], capture_output=True, timeout=PATIENCE_S, check=True)
+    assert events_of(run, events.Finished)[0].reason == "done"
+
+
+def test_a_signal_while_the_supervisor_begins_is_before_the_first_step(arguments, run):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "your_ai", *arguments], stderr=subprocess.PIPE, text=True
+    )
+    wait_until((run.path / child.LOG).exists)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, error) == (
+        130, "stopped before the first step; nothing was changed\n",
+    )  # fmt: skip
+    assert not run.path.exists()
+
+
+def test_keys_are_left_to_others_where_there_is_no_screen(arguments, run):
+    with on_terminal(*arguments, TERM="dumb") as terminal:
+        terminal.wait_for("step 1/")
+        assert terminal.is_as_it_was
+        terminal.press("q")
+        done = len(events_of(run, events.Step))
+        terminal.wait_for(lambda: len(events_of(run, events.Step)) > done)
+        assert terminal.process.poll() is None
+
+
+def test_a_detached_run_that_fails_says_why_where_it_is_watched(arguments, run):
+    your_ai(*arguments, "--detach")
+    wait_until(lambda: events_of(run, events.Step))
+    shutil.rmtree(run.checkpoints)
+    run.checkpoints.write_text("in the way")
+    requests.ask(run, requests.SAVE)
+    wait_until(lambda: not is_running(run))
+    assert "cannot be written" in your_ai("watch", "r").stdout
+
+
 # -- watching
 
 
@@ -257,6 +357,22 @@ def test_a_folder_that_is_deleted_while_watched_is_one_clear_line(arguments, run
         os.kill(pid, signal.SIGKILL)
     assert watching.returncode == 1
     assert error == "error: runs/r: was deleted while it was watched\n"
+
+
+def test_a_watcher_whose_output_is_closed_ends(arguments, run):
+    your_ai(*arguments, "--detach")
+    command = f"{sys.executable} -m your_ai watch r --json | head -1"
+    subprocess.run(["sh", "-c", command], capture_output=True, timeout=20, check=True)
+
+
+def test_a_question_that_is_not_answered_removes_nothing(finished):
+    done = subprocess.run(
+        [sys.executable, "-m", "your_ai", "runs", "rm", "r"],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 130
+    assert "fault" not in done.stderr
+    assert finished.path.exists()
 
 
 def test_a_long_run_opens_quickly(finished):

@@ -19,12 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import events_of
-from your_ai import supervisor
 from your_ai.errors import RunError, UserError
 from your_ai.run import events
 from your_ai.run.exits import CRASHED, DONE, FAILED, OUT_OF_MEMORY, RESTART, USER
 from your_ai.run.folder import RunFolder
-from your_ai.run.stopping import SIGNALS, Interrupted
+from your_ai.run.stopping import SIGNALS, Interrupted, noted_signals
 from your_ai.supervisor import Decision, Life, Lost, after_death, next_life, supervise
 
 PATIENCE_S = 20.0
@@ -115,12 +114,13 @@ import sys
 from pathlib import Path
 
 from your_ai.run.folder import RunFolder
-from your_ai.run.stopping import Interrupted
+from your_ai.run.stopping import Interrupted, noted_signals
 from your_ai.supervisor import supervise
 
 
 try:
-    sys.exit(supervise(RunFolder(Path(sys.argv[1])), command=sys.argv[2:]))
+    with noted_signals() as received:
+        sys.exit(supervise(RunFolder(Path(sys.argv[1])), received, command=sys.argv[2:]))
 except Interrupted as interrupted:
     print("before the first step")
     sys.exit(128 + interrupted.number)
@@ -141,7 +141,8 @@ def children(run: RunFolder, *lives: str) -> list[str]:
 
 
 def supervised(run: RunFolder, *lives: str) -> int:
-    return supervise(run, command=children(run, *lives))
+    with noted_signals() as received:
+        return supervise(run, received, command=children(run, *lives))
 
 
 def levels(run: RunFolder) -> list[int]:
@@ -162,7 +163,7 @@ def test_a_run_that_finishes_is_done(run):
 def test_the_training_process_is_your_ais_own(run):
     """Which refuses a folder without a config."""
     with pytest.raises((UserError, RunError)):
-        supervise(run)
+        supervise(run, [])
     assert "No module named" not in log_of(run)
 
 
@@ -203,7 +204,7 @@ def test_a_log_that_cannot_be_written_is_one_clear_line(run):
 
 def test_a_child_that_cannot_be_started_is_one_clear_line(run):
     with pytest.raises(RunError, match="cannot be started"):
-        supervise(run, command=["./none"])
+        supervise(run, [], command=["./none"])
 
 
 def test_the_child_has_a_session_of_its_own_and_no_input(run):
@@ -363,18 +364,9 @@ def test_a_signal_and_a_restart_end_the_run(run):
     assert events_of(run, events.Died) == []
 
 
-def test_a_signal_before_the_first_child_starts_none(run, monkeypatch):
-    noted_signals = supervisor.noted_signals
-
-    @contextlib.contextmanager
-    def interrupted() -> Iterator[list[int]]:
-        with noted_signals() as received:
-            os.kill(os.getpid(), signal.SIGTERM)
-            yield received
-
-    monkeypatch.setattr(supervisor, "noted_signals", interrupted)
+def test_a_signal_before_the_first_child_starts_none(run):
     with pytest.raises(Interrupted):
-        supervised(run, "finish()")
+        supervise(run, [signal.SIGTERM], command=children(run, "finish()"))
     assert not (run.path / "levels").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -13,6 +14,8 @@ import typer
 from your_ai import __version__
 from your_ai.commands import benching, generating, runs, training
 from your_ai.errors import RunError, UserError
+
+UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EPIPE)
 
 app = typer.Typer(
     name="your_ai",
@@ -73,8 +76,13 @@ def report(error: BaseException) -> int:
     if type(error).__name__ == "Interrupted":  # run.stopping's, not imported for --help's sake
         print("stopped before the first step; nothing was changed", file=sys.stderr)
         return 128 + error.number  # type: ignore[attr-defined]
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
     if isinstance(error, UserError):
         status, text = 2, str(error)
+    elif isinstance(error, OSError) and error.errno in UNWRITABLE and error.filename is None:
+        status, text = 1, f"the output cannot be written ({error.strerror})"
     elif isinstance(error, RunError):
         status, text = 1, str(error)
     elif hasattr(error, "format_message") and hasattr(error, "exit_code"):  # the parser's own

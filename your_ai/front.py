@@ -25,7 +25,7 @@ from your_ai.dashboard.live import GO_ON_KEY, PAUSE_KEY, Follower, style_for
 from your_ai.errors import RunError, UserError
 from your_ai.run import child, events, requests
 from your_ai.run.child import POLL_S, Child
-from your_ai.run.exits import DONE
+from your_ai.run.exits import DONE, FAILED
 from your_ai.run.folder import RunFolder, is_running
 from your_ai.run.stopping import SIGNALS, Interrupted, noted_signals
 
@@ -42,13 +42,27 @@ class Terminal:
 
     follower: Follower
     keys: Keyboard
+    to_suspend: bool = False
 
     def read(self, wait_s: float = POLL_S) -> str:
         """The keys that are pressed within a moment."""
-        if self.keys.fd is None or self.keys.in_foreground:
+        if self.to_suspend:
+            self.to_suspend = False
+            self.suspend()
+        if self.keys.were_taken:
+            self.follower.close()
+            self.keys.before = []
+        if self.follower.style == "screen" and (self.keys.fd is None or self.keys.in_foreground):
             self.follower.open()
             self.keys.take()
         return self.keys.read(wait_s)
+
+    def suspend(self) -> None:
+        """Stop until the shell lets this job go on; not where there is none to do so."""
+        self.put_away()
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, handler)
 
     def put_away(self) -> None:
         self.follower.close()
@@ -60,12 +74,15 @@ def terminal(follower: Follower) -> Iterator[Terminal]:
     """Ends with the terminal as it was; Ctrl-Z gives it back too."""
     with keyboard() as keys:
         found = Terminal(follower, keys)
+        if keys.fd is None:
+            follower.keys = ""
 
-        def suspend(*_: object) -> None:
-            found.put_away()
-            os.kill(os.getpid(), signal.SIGSTOP)
+        def note(*_: object) -> None:
+            found.to_suspend = True
 
-        before = signal.signal(signal.SIGTSTP, suspend)
+        before = signal.getsignal(signal.SIGTSTP)
+        if before != signal.SIG_IGN:
+            signal.signal(signal.SIGTSTP, note)
         try:
             yield found
         finally:
@@ -89,7 +106,6 @@ def train(
     style = "lines" if detach and not as_json else style_for(console, as_json)
     follower = Follower(folder.events, console, style, KEYS)
     _, offset = events.tail(folder.events)
-    requests.withdraw_all(folder)
     command = [sys.executable, "-m", "your_ai.supervisor", str(folder.path)]
     command += ["--settings", json.dumps(dataclasses.asdict(settings))]
     with child.open_log(folder) as log, noted_signals() as received:
@@ -99,7 +115,8 @@ def train(
                 supervisor.pass_on(received, PATIENCE)
                 follower.catch_up()
                 pressed = shown.read()
-                if "q" in pressed or (detach and follower.begun):
+                has_begun = follower.begun or follower.failure is not None
+                if not received and ("q" in pressed or (detach and has_begun)):
                     shown.put_away()
                     return leave(supervisor, folder, None if as_json else console)
                 heed(pressed, folder)
@@ -111,8 +128,8 @@ def train(
     if status == DONE:
         follower.print_summary(folder.reference)
         return DONE
-    number = status - 128
-    if status < 0:
+    number = status - 128 if status > 0 else -status  # told, or killed by it while it began
+    if status < 0 and number not in SIGNALS:
         raise child.Lost(
             f"{folder.path}: its supervisor was killed by {signal.Signals(-status).name}, and the "
             f"training process saves and ends; go on with: your_ai train --resume "
@@ -126,7 +143,7 @@ def train(
         follower.print_summary(folder.reference)
     else:
         follower.leave(folder.reference)
-    return status
+    return 128 + number
 
 
 def leave(supervisor: Child, folder: RunFolder, console: Console | None) -> int:
@@ -162,7 +179,7 @@ def watch(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
     follower = Follower(folder.events, console, style, KEYS.replace("detach", "leave"))
     seen_at = time.monotonic()
     with noted_signals() as received, terminal(follower) as shown:
-        while not received:
+        while not received and follower.failure is None:
             if not folder.path.exists():
                 raise RunError(f"{folder.path}: was deleted while it was watched")
             follower.catch_up()
@@ -175,10 +192,7 @@ def watch(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
                 return DONE
             heed(pressed, folder)
         follower.catch_up(at_once=True)
-    if received:
-        return DONE if received[0] == signal.SIGINT else 128 + received[0]
-    follower.print_summary(folder.reference)
-    return DONE
+    return ended(folder, follower, received)
 
 
 def replay(folder: RunFolder, console: Console, speed: float, *, as_json: bool = False) -> int:
@@ -189,7 +203,7 @@ def replay(folder: RunFolder, console: Console, speed: float, *, as_json: bool =
     follower.offset = end
     shown_until, clock, last, paused = 0, 0.0, time.monotonic(), False
     with noted_signals() as received, terminal(follower) as shown:
-        while shown_until < len(records) and not received:
+        while shown_until < len(records) and not received and follower.failure is None:
             pressed = shown.read(FRAME_S)
             if "q" in pressed:
                 return DONE
@@ -202,7 +216,13 @@ def replay(folder: RunFolder, console: Console, speed: float, *, as_json: bool =
             due = bisect.bisect_right(records, clock, shown_until, key=lambda r: r.time)
             follower.show(records[shown_until:due], clock)
             shown_until = due
+    return ended(folder, follower, received)
+
+
+def ended(folder: RunFolder, follower: Follower, received: list[int]) -> int:
+    """The last words of whoever watched; the exit status."""
+    follower.report_failure()
     if received:
         return DONE if received[0] == signal.SIGINT else 128 + received[0]
     follower.print_summary(folder.reference)
-    return DONE
+    return DONE if follower.failure is None else FAILED

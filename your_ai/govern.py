@@ -31,9 +31,11 @@ from your_ai.memory.governor import (
 from your_ai.memory.plan import Corrections
 from your_ai.memory.sample import MemorySample
 from your_ai.prepare import Prepared
-from your_ai.run import events
+from your_ai.run import events, requests
+from your_ai.run.folder import RunFolder
 
-TELL_EVERY_S = 2.0
+TELL_S, TELL_PAUSED_S = 2.0, 60.0  # between two readings that are written
+LOOK_S = 0.2
 
 
 class Replan(Exception):
@@ -144,20 +146,18 @@ def told(
 
 
 @contextlib.contextmanager
-def telling_gauges(log: events.EventLog, every_s: float = TELL_EVERY_S) -> Iterator[None]:
-    """Write the gauges from a thread whenever nothing else was written for `every_s` seconds."""
+def telling_gauges(folder: RunFolder, log: events.EventLog) -> Iterator[None]:
+    """Write the gauges from a thread whenever nothing else was written for a while."""
     over = threading.Event()
 
     def tell() -> None:
-        while not over.wait(max(0.0, log.written_at + every_s - time.monotonic())):
-            if time.monotonic() >= log.written_at + every_s:
-                log.write(events.Gauges(**asdict(probe.read())))
+        while not over.wait(LOOK_S):
+            paused = requests.is_asked(folder, requests.PAUSE)
+            if time.monotonic() >= log.written_at + (TELL_PAUSED_S if paused else TELL_S):
+                with contextlib.suppress(RunError):  # a full disk: the next step meets it too
+                    log.write(events.Gauges(**asdict(probe.read())))
 
-    def try_to() -> None:
-        with contextlib.suppress(RunError):  # a full disk: the next step meets it too
-            tell()
-
-    thread = threading.Thread(target=try_to, name="gauges", daemon=True)
+    thread = threading.Thread(target=tell, name="gauges", daemon=True)
     thread.start()
     try:
         yield

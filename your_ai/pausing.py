@@ -13,12 +13,16 @@ POLL_S = 0.1
 
 
 def pause(folder: RunFolder, step: int, log: events.EventLog, stop: Stop) -> None:
-    """Wait for as long as the run is asked to; the model stays, freed buffers go."""
+    """Wait for as long as the run is asked to; the model stays, freed buffers go.
+
+    The step is saved already, so that a request to save has nothing to wait for.
+    """
     if not requests.is_asked(folder, requests.PAUSE):
         return
     began = time.perf_counter()
     allocator.free()
     log.write(events.Paused(step=step))
     while requests.is_asked(folder, requests.PAUSE) and not stop:
+        requests.withdraw(folder, requests.SAVE)
         time.sleep(POLL_S)
     log.write(events.Continued(step=step, seconds=time.perf_counter() - began))

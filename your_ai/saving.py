@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from your_ai import model, optimizer
-from your_ai.config import TrainConfig
+from your_ai.config import TrainConfig, is_due
 from your_ai.errors import UserError
 from your_ai.prepare import Prepared
-from your_ai.run import checkpoint, events
+from your_ai.run import checkpoint, events, requests
 from your_ai.run.checkpoint import Checkpoint, TrainState
 from your_ai.run.folder import RunFolder
 
@@ -40,6 +40,12 @@ def saved_step(folder: RunFolder) -> int:
     """That of the newest checkpoint, 0 where there is none."""
     found = checkpoint.list_checkpoints(folder.checkpoints)
     return checkpoint.step_of(found[0]) if found else 0
+
+
+def is_save_due(folder: RunFolder, config: TrainConfig, step: int) -> bool:
+    """After `step`: as the settings say, as the user asked, or before a pause."""
+    asked = requests.withdraw(folder, requests.SAVE)
+    return asked or requests.is_asked(folder, requests.PAUSE) or is_due(config.save_every, step)
 
 
 def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.EventLog) -> None:

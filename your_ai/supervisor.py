@@ -14,15 +14,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from your_ai.config import TrainConfig, build
 from your_ai.errors import RunError, UserError
-from your_ai.run import events
+from your_ai.run import events, requests
 from your_ai.run.child import LOG, POLL_S, Lost, open_log, read_log, started, told_error
-from your_ai.run.events import Event
+from your_ai.run.events import Event, EventLog, Step
 from your_ai.run.exits import CRASHED, DONE, FAILED, LOST, OUT_OF_MEMORY, RESTART, USER
 from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, find, locked
 from your_ai.run.parent import watch_parent
@@ -72,18 +72,23 @@ class Decision:
     reason: str
 
 
-def supervise(folder: RunFolder, settings: str = "", command: list[str] | None = None) -> int:
+def supervise(
+    folder: RunFolder,
+    received: Sequence[int],
+    settings: str = "",
+    command: list[str] | None = None,
+) -> int:
     """Train the run in `folder` to its end, through deaths; the exit status of `your_ai train`.
 
-    settings: those of the run as JSON, where they may not be config.yaml's; command: what to
-    start instead of `python -m your_ai.train`. Raises UserError or RunError
-    as the training process told, Lost where it does not get on, and Interrupted for a stop
-    signal before training began. For the main thread, as signals are.
+    received: the stop signals that have come, and come meanwhile; settings: those of the run
+    as JSON, where they may not be config.yaml's; command: what to start instead of `python -m
+    your_ai.train`. Raises UserError or RunError as the training process told, Lost where it
+    does not get on, and Interrupted for a stop signal before training began.
     """
     command = command or [sys.executable, "-m", "your_ai.train"]
     _, offset = events.tail(folder.events)
     life, lives, level = Life(), [], 0
-    with open_log(folder) as log, noted_signals() as received:
+    with open_log(folder) as log:
         while not received:
             log_start = log.seek(0, os.SEEK_END)
             arguments = [*command, str(folder.path), "--level", str(level)]
@@ -101,7 +106,7 @@ def supervise(folder: RunFolder, settings: str = "", command: list[str] | None =
             decision = decide(lives, life, told_to_stop=bool(received))
             if status != RESTART or decision.level is None:
                 died = events.Died(step=life.step, reason=decision.reason, level=decision.level)
-                with contextlib.closing(events.EventLog(folder.events)) as event_log:
+                with contextlib.closing(EventLog(folder.events)) as event_log:
                     event_log.write(died)
             if decision.level is None and not received:
                 raise Lost(
@@ -221,22 +226,48 @@ def main() -> None:
     parser.add_argument("--settings", default="", help="all of them as JSON")
     parser.add_argument("--parent-fd", type=int, help="a pipe that ends with the parent")
     given = parser.parse_args()
+    with noted_signals() as received:
+        sys.exit(carry_out(given.run, given.settings, given.parent_fd, received))
+
+
+def carry_out(run: str, settings: str, parent_fd: int | None, received: Sequence[int]) -> int:
+    """Supervise a run for the process at the other end of the pipe; the exit status."""
+
+    def stop() -> None:
+        if not received:  # a second signal would mean: at once
+            os.kill(os.getpid(), signal.SIGTERM)
+
     try:
-        if given.parent_fd is not None:
-            watch_parent(given.parent_fd, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        folder = find(given.run)
-        names = settings_of(folder, given.settings).report_to
-        with locked(folder, SUPERVISOR_LOCK), tracked(folder, names):
-            status = supervise(folder, given.settings)
+        if parent_fd is not None:
+            watch_parent(parent_fd, stop)
+        folder = find(run)
+        names = settings_of(folder, settings).report_to
+        with locked(folder, SUPERVISOR_LOCK):
+            requests.withdraw_all(folder)
+            with tracked(folder, names, received), told_deaths(folder):
+                return supervise(folder, received, settings)
     except (UserError, RunError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        status = {UserError: USER, Lost: LOST}.get(type(error), FAILED)
+        return {UserError: USER, Lost: LOST}.get(type(error), FAILED)
     except Interrupted as interrupted:
-        status = 128 + interrupted.number
+        return 128 + interrupted.number
     except Exception:
         traceback.print_exc()
-        status = CRASHED
-    sys.exit(status)
+        return CRASHED
+
+
+@contextlib.contextmanager
+def told_deaths(folder: RunFolder) -> Iterator[None]:
+    """Leave word among the events of why a run ended: whoever started it may be gone."""
+    try:
+        yield
+    except (UserError, RunError) as error:
+        steps = [r.event.step for r in events.tail(folder.events)[0] if type(r.event) is Step]
+        died = events.Died(step=max(steps, default=0), reason=str(error), level=None)
+        if type(error) is not Lost and folder.events.exists():
+            with contextlib.suppress(RunError), contextlib.closing(EventLog(folder.events)) as log:
+                log.write(died)
+        raise
 
 
 if __name__ == "__main__":

@@ -92,19 +92,25 @@ def start(folder: RunFolder, names: Sequence[str], pid: int) -> subprocess.Popen
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def finish(process: subprocess.Popen | None, patience_s: float = 30.0) -> str | None:
+def finish(
+    process: subprocess.Popen | None, patience_s: float = 30.0, received: Sequence[int] = ()
+) -> str | None:
     """Let the trackers send the last events; a sentence for the user where they did not.
 
     Those that need longer than `patience_s` seconds are left to themselves: they end when
-    all is sent, at the latest LAST_S seconds after this.
+    all is sent, at the latest LAST_S seconds after this. received: of signals; one more ends
+    the wait.
     """
     if process is None:
         return None
     log = Path(process.args[3]) / LOG  # as start() has it
     process.terminate()
-    try:
-        status = process.wait(patience_s)
-    except subprocess.TimeoutExpired:
+    before, deadline = len(received), time.monotonic() + patience_s
+    while (status := process.poll()) is None and time.monotonic() < deadline:
+        if len(received) > before:
+            break
+        time.sleep(0.02)
+    if status is None:
         return (
             "the trackers are still sending, and go on for at most "
             f"{LAST_S / 60:.0f} minutes; see {log}"
@@ -115,13 +121,15 @@ def finish(process: subprocess.Popen | None, patience_s: float = 30.0) -> str | 
 
 
 @contextlib.contextmanager
-def tracked(folder: RunFolder, names: Sequence[str]) -> Iterator[None]:
+def tracked(
+    folder: RunFolder, names: Sequence[str], received: Sequence[int] = ()
+) -> Iterator[None]:
     """Send what happens in the run while the block lasts; what was not sent is noted there."""
     process = start(folder, names, os.getpid())
     try:
         yield
     finally:
-        fault = finish(process)
+        fault = finish(process, received=received)
         if fault is not None and folder.events.exists():
             with contextlib.suppress(RunError), contextlib.closing(EventLog(folder.events)) as log:
                 log.write(events.Notice(text=fault))

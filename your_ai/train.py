@@ -37,12 +37,12 @@ from your_ai.optimizer import Update
 from your_ai.pausing import pause
 from your_ai.prepare import PREFIX, Prepared, prepare
 from your_ai.rng import derive_seed
-from your_ai.run import checkpoint, events, exits, requests
+from your_ai.run import checkpoint, events, exits
 from your_ai.run.checkpoint import TrainState
 from your_ai.run.folder import RunFolder, find, locked
 from your_ai.run.parent import watch_parent
 from your_ai.run.stopping import Interrupted, Stop, stop_signals
-from your_ai.saving import keep_settings, restore, save, saved_step
+from your_ai.saving import is_save_due, keep_settings, restore, save, saved_step
 
 MAX_SKIPPED_IN_A_ROW = 5
 MAX_OUT_OF_MEMORY = 3  # in a row, without a checkpoint between
@@ -95,12 +95,14 @@ def run(
         last = state.step == prepared.steps
         if last or is_due(config.eval_every, state.step):
             validate(prepared, state.step, log, stop)
-        asked = requests.withdraw(folder, requests.SAVE)
-        if last or stop or wanted or asked or is_due(config.save_every, state.step):
+        if last or stop or wanted or is_save_due(folder, config, state.step):
             save(folder, prepared, state, log)
         if wanted and not (last or stop):
             raise Replan(wanted, state.step, Watch(told=governor.watch.told))
-        pause(folder, state.step, log, stop)
+        if not last:
+            pause(folder, state.step, log, stop)
+    if stop and saved_step(folder) != state.step:  # it came after that was looked at
+        save(folder, prepared, state, log)
 
     if state.skipped == prepared.steps:
         raise RunError(f"{folder.path}: not one of {prepared.steps} steps changed a weight")
@@ -247,7 +249,7 @@ def carry_on(
 ) -> events.Finished | Replan:
     """`run` under one plan: how it ended, or what it is to go on as. Holds nothing after."""
     try:
-        with probe.Sampler() as sampler, telling_gauges(log):
+        with probe.Sampler() as sampler, telling_gauges(folder, log):
             return run(folder, config, log, stop, level, watch, sampler)
     except Replan as replan:
         before, wanted = probe.read(), Replan(replan.action, replan.step, replan.watch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import typing
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from your_ai.errors import RunError
 from your_ai.run import events
 from your_ai.run.events import EventLog, Notice, Record, Stage, from_line, tail, to_line
 
@@ -172,3 +174,23 @@ def test_an_event_is_stamped_with_the_time(own_folder, monkeypatch):
     log_notices(own_folder / "events.jsonl", "a")
     (record,), _ = tail(own_folder / "events.jsonl")
     assert record.time == 1234.5
+
+
+def test_an_event_after_half_a_one_begins_a_line(own_folder, monkeypatch):
+    write, room = os.write, iter([10])
+
+    def until_full(file: int, data: bytes) -> int:
+        size = next(room, None)
+        if size is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[:size])
+
+    log = EventLog(own_folder / "events.jsonl")
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", until_full)
+        with pytest.raises(RunError):
+            log.write(Notice(text="cut"))
+    log.write(Notice(text="whole"))
+    log.close()
+    records, _ = tail(own_folder / "events.jsonl")
+    assert [record.event.text for record in records] == ["whole"]

@@ -15,7 +15,6 @@ from your_ai.errors import UserError
 if TYPE_CHECKING:
     from your_ai.run.folder import RunFolder
 
-DAY_S = 86_400
 
 app = typer.Typer(name="runs", help="List runs, stop or remove them.", invoke_without_command=True)
 
@@ -24,7 +23,7 @@ def watch(
     run: Annotated[str | None, typer.Argument(help="The run; by default the newest.")] = None,
     replay: Annotated[bool, typer.Option("--replay", help="Show a run from its start.")] = False,
     speed: Annotated[float, typer.Option(help="Of the replay, as it was = 1.", min=0.01)] = 10.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Events as JSON lines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="New events, as JSON lines.")] = False,
 ) -> None:
     """Watch a run that goes on in another process, or has ended. Leaving it changes nothing."""
     from your_ai import front, listing
@@ -102,7 +101,7 @@ def prune(
     from your_ai.run.folder import RUNS, RunFolder
 
     wanted = [state.strip() for state in states.split(",") if state.strip()]
-    found = listing.prunable(listing.rows(), wanted, older_than * DAY_S)
+    found = listing.prunable(listing.rows(), wanted, older_than * listing.DAY_S)
     if not found:
         typer.echo("nothing to remove")
     else:

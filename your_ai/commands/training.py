@@ -95,12 +95,14 @@ def train_here(
     """Train in this process, as a debugger wants it; the exit status."""
     from your_ai.dashboard.live import Follower, following, style_for
     from your_ai.run import requests
+    from your_ai.run.folder import is_running
     from your_ai.run.stopping import stop_signals
     from your_ai.tracking import tracked
 
     follower = Follower(folder.events, console, style_for(console, as_json))
-    requests.withdraw_all(folder)
-    names = settings.report_to
+    names = () if is_running(folder) else settings.report_to
+    if not is_running(folder):
+        requests.withdraw_all(folder)
     with following(follower), tracked(folder, names), stop_signals() as stop:
         from your_ai.train import carry_out  # mlx takes a second: shown as starting
 

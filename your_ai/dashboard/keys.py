@@ -34,6 +34,16 @@ class Keyboard:
         except OSError:  # the terminal is gone
             return False
 
+    @property
+    def were_taken(self) -> bool:
+        """Whether a shell has set the terminal back since, as it does when it stops a job."""
+        if not self.before or not self.in_foreground:
+            return False
+        try:
+            return bool(termios.tcgetattr(self.fd)[3] & termios.ICANON)
+        except termios.error:
+            return False
+
     def take(self) -> None:
         """Let keys come one by one and unseen."""
         if self.in_foreground and not self.before:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from rich.console import Console
 from rich.live import Live
@@ -29,7 +30,16 @@ Style = Literal["screen", "lines", "json"]
 def style_for(console: Console, as_json: bool = False) -> Style:
     if as_json:
         return "json"
-    return "screen" if console.is_terminal and not console.is_dumb_terminal else "lines"
+    can_draw = console.is_terminal and not console.is_dumb_terminal
+    return "screen" if can_draw and in_foreground(console.file) else "lines"
+
+
+def in_foreground(file: IO[str]) -> bool:
+    """Whether this process may draw on the terminal: a background job would draw over a shell."""
+    try:
+        return os.tcgetpgrp(file.fileno()) == os.getpgrp()
+    except (OSError, ValueError):  # of no terminal that is ours: nobody else draws there
+        return True
 
 
 class Follower:
@@ -80,7 +90,8 @@ class Follower:
         """Take the terminal, where a screen is wanted."""
         if self.style == "screen" and self.failure is None and not self.live.is_started:
             self.drawn_size = None
-            self.live.start()
+            with self._watched():
+                self.live.start()
 
     def close(self) -> None:
         """Give the terminal back as it was."""
@@ -88,20 +99,34 @@ class Follower:
 
     def catch_up(self, at_once: bool = False) -> None:
         """Show what has happened since the last call; at most every POLL_S unless `at_once`."""
-        is_soon = time.monotonic() - self.shown_at < POLL_S
-        if self.failure is not None or (is_soon and not at_once):
+        if time.monotonic() - self.shown_at < POLL_S and not at_once:
             return
-        try:
+        with self._watched():
+            if self.path.exists() and self.path.stat().st_size < self.offset:
+                self.state, self.offset = ViewState(), 0  # another run of this name
             records, self.offset = events.tail(self.path, self.offset)
-            self.show(records, time.time())
-        except Exception as error:  # a closed pipe, a lost terminal, a fault in a view
-            self.failure = error
+            self._show(records, time.time())
+        self.shown_at = time.monotonic()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """What fails here ends the display: a closed pipe, a lost terminal, a fault in a view."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # which rich makes of a closed pipe
+            closed = isinstance(error, SystemExit)
+            self.failure = BrokenPipeError("its output was closed") if closed else error
             with contextlib.suppress(Exception):
                 self.close()
-        self.shown_at = time.monotonic()
 
     def show(self, records: list[Record], now: float) -> None:
         """Show events, drawn as at `now` in seconds since 1970."""
+        with self._watched():
+            self._show(records, now)
+
+    def _show(self, records: list[Record], now: float) -> None:
+        if self.failure is not None:
+            return
         self.begun |= any(isinstance(record.event, events.Started) for record in records)
         if self.style == "lines":
             for record in records:
@@ -112,7 +137,7 @@ class Follower:
         if self.style == "json" and records:
             self.console.file.writelines(map(events.to_line, records))
             self.console.file.flush()
-        if self.live.is_started:
+        if self.live.is_started and in_foreground(self.console.file):
             self._draw(now, bool(records))
 
     def _draw(self, now: float, is_new: bool) -> None:
@@ -144,10 +169,10 @@ class Follower:
     def report_failure(self) -> None:
         if self.failure is not None:
             reason = f"{type(self.failure).__name__}: {self.failure}"
-            print(f"note: the run went on when its display failed ({reason})", file=sys.stderr)
+            print(f"note: its display failed, and not the run ({reason})", file=sys.stderr)
 
     def print_summary(self, run: str) -> None:
-        if self.style == "json" or isinstance(self.failure, OSError):  # nobody is there
+        if self.style == "json" or isinstance(self.failure, BrokenPipeError):
             return
         for part in view.summary(self.state, run, told=self.style == "lines"):
             self.console.print(part, markup=False, soft_wrap=isinstance(part, str))

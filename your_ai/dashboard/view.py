@@ -65,7 +65,7 @@ def event_line(event: Event, state: ViewState) -> str | None:
         case events.Action(kind=kind) if kind not in SCHEDULED:
             change = f"{memory(event.before_bytes)} -> {memory(event.after_bytes)}"
             return f"step {event.step}: {kind.replace('_', ' ')}: {event.cause} ({change})"
-        case events.Died():
+        case events.Died(level=int()):  # else it is the end, and told there
             return event.reason
         case events.Started():
             where = f"resuming at step {event.step}" if event.step else "training"
@@ -99,6 +99,9 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
     finished = state.finished
     if finished is None:
         where = f" after step {state.step.step}" if state.step else ""
+        if state.is_lost:
+            parts.append(f"died{where}: {state.deaths[-1].reason}")
+            return [*parts, "Go on with:", resuming(run)]
         return [*parts, f"ended{where} without having finished. Go on with:", resuming(run)]
     if finished.reason != "done":
         what = f"{finished.reason} after step {finished.step}; everything is saved. Go on with:"

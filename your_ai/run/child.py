@@ -44,8 +44,8 @@ class Child:
 
     def release(self) -> None:
         """Let it go on when this process ends."""
-        self.pipe.write(RELEASE)
-        self.pipe.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended just now
+            self.pipe.write(RELEASE)
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def started(arguments: list[str], folder: RunFolder, log: BinaryIO) -> Iterator[
     or leaves the block. Raises RunError where it cannot be started.
     """
     reader, writer = os.pipe()
-    with open(writer, "wb") as pipe:  # which the child does not inherit
+    with open(writer, "wb", buffering=0) as pipe:  # which the child does not inherit
         try:
             with open(reader, "rb"):
                 process = subprocess.Popen(
@@ -69,7 +69,7 @@ def started(arguments: list[str], folder: RunFolder, log: BinaryIO) -> Iterator[
                 )
         except OSError as error:
             raise RunError(
-                f"{folder.path}: the training process cannot be started ({error.strerror}); "
+                f"{folder.path}: a process of the run cannot be started ({error.strerror}); "
                 f"go on with: your_ai train --resume {folder.reference}"
             ) from error
         yield Child(process, pipe)
@@ -84,7 +84,7 @@ def told_error(folder: RunFolder, status: int, output: str) -> Exception:
         return kinds.get(status, RunError)(told[-1])
     last = f" ({lines[-1]})" if lines else ""
     return Lost(
-        f"{folder.path}: the training process ended with status {status}{last}; its output is "
+        f"{folder.path}: a process of the run ended with status {status}{last}; its output is "
         f"in {folder.path / LOG}"
     )
 

@@ -283,6 +283,7 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.written_at = time.monotonic()
+        self.is_torn = False
         try:
             self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
             size = os.fstat(self.file).st_size
@@ -294,10 +295,12 @@ class EventLog:
     def write(self, event: Event) -> None:
         """Raises RunError where the disk is full or gone."""
         line = to_line(Record(time.time(), event)).encode()
+        line, self.is_torn = b"\n" * self.is_torn + line, True  # ends what a full disk cut
         self.written_at = time.monotonic()
         try:
             while line:  # a nearly full disk takes a part, then says that it is full
                 line = line[os.write(self.file, line) :]
+            self.is_torn = False
         except OSError as error:
             raise self._failure(error) from error
 

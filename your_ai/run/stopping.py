@@ -103,11 +103,19 @@ def stop_signals() -> Iterator[Stop]:
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """The stop signals that come until the block ends; then the handlers are as they were."""
+    """The stop signals that come until the block ends; then the handlers are as they were.
+
+    A terminal that closes may say so twice, the shell and the system each: that counts once.
+    """
     received: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        if number != signal.SIGHUP or number not in received:
+            received.append(number)
+
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as nohup has it
     heard = [n for n in SIGNALS if not (n == signal.SIGHUP and ignored)]
-    old_handlers = {n: signal.signal(n, lambda number, _: received.append(number)) for n in heard}
+    old_handlers = {n: signal.signal(n, note) for n in heard}
     try:
         yield received
     finally:
