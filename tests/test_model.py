@@ -120,28 +120,6 @@ def test_no_class_is_patched_by_adapters(tiny_model):
     assert {c: c.__call__ for c in before} == before
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantize_on_load(tmp_path, bits):
-    folder = make_model(tmp_path / "m", bits=None, hidden_size=128)
-    network, _ = model.load_base(folder, mx.float32, quantize=bits)
-    layer = network.model.layers[0].mlp.up_proj
-    assert isinstance(layer, nn.QuantizedLinear)
-    assert (layer.bits, layer.group_size) == (bits, 64)
-
-
-def test_quantizing_nothing_is_refused(tmp_path):
-    folder = make_model(
-        tmp_path / "m",
-        bits=None,
-        hidden_size=48,
-        intermediate_size=96,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-    )
-    with pytest.raises(UserError, match="--quantize 4: no layer"):
-        model.load_base(folder, mx.float32, quantize=4)
-
-
 def test_by_default_four_blocks_are_adapted_or_all_there_are(tmp_path, tiny_model):
     def adapted_blocks(folder) -> int:
         network, _ = model.load_base(folder, mx.float32)
@@ -149,11 +127,6 @@ def test_by_default_four_blocks_are_adapted_or_all_there_are(tmp_path, tiny_mode
 
     assert adapted_blocks(tiny_model) == 3
     assert adapted_blocks(make_model(tmp_path / "m", num_hidden_layers=6)) == 4
-
-
-def test_a_quantized_model_is_not_quantized_again(tiny_model):
-    with pytest.raises(UserError, match="is quantized to 4 bits already"):
-        model.load_base(tiny_model, mx.float32, quantize=8)
 
 
 def test_an_unknown_architecture_is_named(tmp_path):

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from your_ai import __version__
-from your_ai.commands import benching, generating, runs, training
+from your_ai.commands import benching, generating, models, runs, training
 from your_ai.errors import RunError, UserError
 
 UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EPIPE)
@@ -42,6 +42,11 @@ app.command()(training.train)
 app.command()(training.plan)
 app.command()(generating.generate)
 app.command()(benching.bench)
+app.command()(models.download)
+app.command()(models.quantize)
+app.command()(models.recommend)
+app.command()(models.doctor)
+app.add_typer(models.app)
 app.command()(runs.watch)
 app.command()(runs.report)
 app.add_typer(runs.app)

@@ -117,7 +117,7 @@ class TrainConfig:
         "auto", "Type to compute in; auto is float32 on the CPU and bfloat16 on a GPU."
     )
     quantize: Literal[4, 8] | None = setting(
-        None, "Quantize a model that is not quantized to this many bits on load."
+        None, "Train a copy of the model with weights of so many bits, made once and kept."
     )
     seed: int = setting(0, "Seed of everything random.")
 

@@ -20,6 +20,7 @@ from your_ai.hub.find import find_model
 from your_ai.memory.estimate import PREFILL_TOKENS
 from your_ai.memory.facts import facts_of
 from your_ai.model import compute_dtype, load_base
+from your_ai.quantize.copies import quantized_copy
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder
 
@@ -46,11 +47,13 @@ def load_run(
     """
     config = folder.read_config()
     dtype, base = compute_dtype(config.dtype), find_model(config.model)
-    model, tokenizer = load_base(base, dtype, config.quantize)
+    if config.quantize is not None:
+        base = quantized_copy(base, config.quantize, max_memory_gb)
+    model, tokenizer = load_base(base, dtype)
     tensors = tensors_of(model, base)
     streams = False
     if max_memory_gb is not None:
-        facts = facts_of(base, dtype.size, config.quantize)
+        facts = facts_of(base, dtype.size)
         streams = hold_generation(facts, tokens, max_memory_gb, can_stream(model, tensors))
     if adapter is not None:
         try:

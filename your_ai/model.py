@@ -1,14 +1,12 @@
-"""Models: loaded through mlx-lm, quantized on demand, given LoRA layers, split in two.
+"""Models: loaded through mlx-lm, given LoRA layers, split in two.
 
 Shapes: B rows, T tokens of a row, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import glob
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +17,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import load_model, load_tokenizer, quantize_model
+from mlx_lm.utils import load_model, load_tokenizer
 
 from your_ai.config import TrainConfig, nearest
 from your_ai.errors import UserError, forgiving, lacked_memory
 from your_ai.hub.check import check_model
 from your_ai.rng import derive_seed
 
-GROUP_SIZE = 64
 ALL_LINEAR = "all-linear"
 DEFAULT_LAYERS = 4
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
@@ -40,13 +37,12 @@ def compute_dtype(name: str) -> mx.Dtype:
     return getattr(mx, name)
 
 
-def load_base(folder: Path, dtype: mx.Dtype, quantize: int | None = None) -> tuple[nn.Module, Any]:
+def load_base(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, Any]:
     """The model and tokenizer of a folder. The weights are lazy: read when first used.
 
-    quantize: bits, for a model that is not quantized yet. Raises UserError for a folder
-    that is not whole, or that mlx-lm cannot load.
+    Raises UserError for a folder that is not whole, or that mlx-lm cannot load.
     """
-    network, config = load_network(folder, dtype, quantize)
+    network, config = load_network(folder, dtype)
     return network, load_tokenizer_of(folder, config.get("eos_token_id"))
 
 
@@ -59,9 +55,7 @@ def load_tokenizer_of(folder: Path, eos_token_ids: Any = None) -> Any:
         raise UserError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
 
 
-def load_network(
-    folder: Path, dtype: mx.Dtype, quantize: int | None = None
-) -> tuple[nn.Module, dict[str, Any]]:
+def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a folder and its configuration, as `load_base` has them."""
     check_model(folder)
     if glob.escape(str(folder)) != str(folder):
@@ -72,27 +66,7 @@ def load_network(
         model.eval()
     except Exception as error:  # an architecture's code raises what it likes
         raise UserError(f"{folder}: mlx-lm cannot load this model ({first_line(error)})") from error
-    if quantize is not None:
-        model, config = quantize_base(model, config, quantize, folder)
     cast(model, dtype)
-    return model, config
-
-
-def quantize_base(
-    model: nn.Module, config: dict[str, Any], bits: int, folder: Path
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The model quantized, lazily. Raises UserError where it is already, or cannot be."""
-    if "quantization" in config:
-        before = config["quantization"].get("bits")
-        raise UserError(f"--quantize {bits}: {folder} is quantized to {before} bits already")
-    with contextlib.redirect_stdout(io.StringIO()):  # mlx-lm prints the bits per weight
-        model, config = quantize_model(model, config, group_size=GROUP_SIZE, bits=bits)
-    if not any(isinstance(m, nn.QuantizedLinear) for m in model.modules()):
-        raise UserError(
-            f"--quantize {bits}: no layer of {folder} can be: none has a multiple of "
-            f"{GROUP_SIZE} inputs"
-        )
-    model.freeze()
     return model, config
 
 

@@ -34,6 +34,7 @@ from your_ai.memory import allocator
 from your_ai.memory.estimate import Plan
 from your_ai.memory.plan import Option, choose, words
 from your_ai.memory.sample import in_gb
+from your_ai.quantize.copies import make_copy, place_of_copy
 from your_ai.run import events
 
 TELL_EVERY_S = 5.0
@@ -98,8 +99,9 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     if dtype != mx.float32 and mx.default_device().type == mx.cpu:
         text = "the CPU computes many times slower in half precision; --dtype float32 is quick"
         log.write(events.Notice(text=text))
-    network, tokenizer = model.load_base(base, dtype, config.quantize)
-    tensors = tensors_of(network, base)
+    weights = base if config.quantize is None else quantized(config.quantize, base, config, log)
+    network, tokenizer = model.load_base(weights, dtype)
+    tensors = tensors_of(network, weights)
     streamable = can_stream(network, tensors)
     adapters = model.add_adapters(network, config)
 
@@ -127,7 +129,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     tokens = sum(int((found.lengths - 1).sum()) for found in examples.values())
     budget = budget_of(
         config,
-        base,
+        weights,
         dtype,
         lengths_of(examples.values()),
         level,
@@ -190,6 +192,17 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
             "settings": config.decisive(),
         },
     )
+
+
+def quantized(bits: int, base: Path, config: TrainConfig, log: events.EventLog) -> Path:
+    """The folder of the model's quantized copy; how much of it there is is told."""
+    told_at = time.monotonic()
+    for progress in make_copy(base, bits, config.max_memory, config.force):
+        if time.monotonic() - told_at > TELL_EVERY_S:
+            done = f"{in_gb(progress.done_bytes)} of {in_gb(progress.total_bytes)}"
+            log.write(events.Stage(text=f"quantizing {config.model}: {done}"))
+            told_at = time.monotonic()
+    return place_of_copy(base, bits)
 
 
 def lengths_of(examples: Iterable[Examples]) -> list[int]:

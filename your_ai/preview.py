@@ -24,6 +24,7 @@ from your_ai.memory.limit import text
 from your_ai.memory.plan import Option, words
 from your_ai.memory.sample import in_gb
 from your_ai.prepare import SAMPLE_TOKENS
+from your_ai.quantize.convert import quantized_lazily
 
 
 def preview(config: TrainConfig, folder: Path, seq_len: int | None) -> Budget:
@@ -35,11 +36,15 @@ def preview(config: TrainConfig, folder: Path, seq_len: int | None) -> Budget:
     if seq_len is not None and seq_len < 1:
         raise UserError(f"--seq-len {seq_len}: must be at least 1")
     dtype = model.compute_dtype(config.dtype)
-    network, _ = model.load_network(folder, dtype, config.quantize)  # lazily
+    if config.quantize is None:
+        network, _ = model.load_network(folder, dtype)  # lazily
+        streamable = can_stream(network, tensors_of(network, folder))
+    else:
+        network, *_ = quantized_lazily(folder, config.quantize)
+        streamable = True  # the copy that is trained has the weights as they are held
     tokenizer = None
     if any(folder.glob("tokenizer*")):  # what it takes counts; shapes of `bench` have none
         tokenizer = model.load_tokenizer_of(folder)
-    streamable = can_stream(network, tensors_of(network, folder))
     model.add_adapters(network, config)  # whose faults are the user's
     tokens = 0  # of all texts, where they are known
     if seq_len is not None:

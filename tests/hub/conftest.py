@@ -1,12 +1,22 @@
-"""Folders that look like models."""
+"""Folders that look like models, and a hub of the tests' own that serves them."""
 
 from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub import constants
+
+from tests.hub.server import Hub, Repo
+from your_ai.hub import download
+
+REPO = "someone/some-model"
+NAME = REPO.split("/")[1]
+LARGE_BYTES = 300_000
 
 
 def safetensors(data: bytes = bytes(range(24)), header: object = None) -> bytes:
@@ -40,3 +50,47 @@ def lone(own_folder) -> Path:
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "model.safetensors").write_bytes(safetensors())
     return folder
+
+
+def model_files(size_bytes: int = LARGE_BYTES) -> dict[str, bytes]:
+    """The files of a model of two shards, with some that nobody needs."""
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    index = {"weight_map": {"a": shards[0], "b": shards[1]}}
+    data = (bytes(range(256)) * (size_bytes // 256 + 1))[:size_bytes]
+    return {
+        ".gitattributes": b"",
+        "README.md": b"# A model",
+        "config.json": b'{"model_type": "llama"}',
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "onnx/config.json": b"{}",
+        "tokenizer.json": b'{"version": "1.0"}',
+        shards[0]: safetensors(data),
+        shards[1]: safetensors(data[::-1]),
+    }
+
+
+@pytest.fixture(autouse=True)
+def no_hub(own_folder, monkeypatch) -> None:
+    """No test reaches a real hub or the user's cache: what the client read when imported."""
+    nowhere = "http://127.0.0.1:9"
+    monkeypatch.setattr(constants, "ENDPOINT", nowhere)
+    template = "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", nowhere + template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(own_folder / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(own_folder / "hf" / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+@pytest.fixture
+def hub(no_hub, monkeypatch) -> Iterator[Hub]:
+    """A hub with one model, which the client in this process takes for the real one."""
+    with Hub() as hub:
+        hub.repos[REPO] = Repo(model_files())
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template)
+        monkeypatch.setattr(download, "WAITS_S", (0.01,) * 5)
+        monkeypatch.setattr(download, "sync", lambda path: None)  # most of a test's time
+        yield hub
+        huggingface_hub.close_session()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.hub.conftest import safetensors
 from your_ai.errors import UserError
-from your_ai.hub.check import check_model, check_safetensors
+from your_ai.hub.check import can_run, check_model, check_safetensors, has_tokenizer
 
 
 def test_a_whole_model_gives_its_config(model):
@@ -151,3 +151,27 @@ def test_no_flipped_bit_of_a_header_is_more_than_a_refusal(own_folder):
 def test_a_safetensors_file_may_hold_no_tensor(own_folder):
     (own_folder / "file").write_bytes(safetensors(b"", {"__metadata__": {"format": "mlx"}}))
     check_safetensors(own_folder / "file")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "can"),
+    [
+        ("llama", True),
+        ("mistral", True),  # which runs with llama's code
+        ("gemma3_text", True),
+        ("phi-msft", True),
+        ("clip", False),
+        ("../utils", False),
+        ("", False),
+    ],
+)
+def test_what_mlx_lm_can_run_is_known(model_type, can):
+    assert can_run(model_type) == can
+
+
+@pytest.mark.parametrize(
+    ("names", "has"),
+    [(["tokenizer.json"], True), (["qwen.tiktoken"], True), (["config.json"], False), ([], False)],
+)
+def test_a_tokenizer_is_known_by_its_file(names, has):
+    assert has_tokenizer(names) == has

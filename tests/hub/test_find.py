@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-import types
+import shutil
 from pathlib import Path
 
 import huggingface_hub
 import pytest
-from huggingface_hub import errors
 
+from tests.hub.conftest import NAME, REPO
 from your_ai.errors import UserError
 from your_ai.hub.check import check_model
-from your_ai.hub.find import find_model
+from your_ai.hub.find import Missing, find_model, models_root
+from your_ai.hub.record import RECORD, Record, RecordedFile, write_record
 
-REPO = "someone/some-model"
+LLAMA = "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit"
 
 
 @pytest.fixture
 def offline(monkeypatch) -> list[str]:
-    """No name may reach the hub; those that would."""
+    """No name may reach the hub; those that would, and those looked for in its cache."""
     asked: list[str] = []
 
     def refuse(repo: str, **options: object) -> str:
         asked.append(repo)
-        raise errors.LocalEntryNotFoundError("not here")
+        raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     return asked
@@ -37,6 +34,16 @@ def refused(name: str) -> str:
     with pytest.raises(UserError) as caught:
         find_model(name)
     return str(caught.value)
+
+
+def record(folder: Path, repo: str = REPO) -> None:
+    """Make a folder look like one that was downloaded."""
+    files = {
+        path.name: RecordedFile(path.stat().st_size, "0" * 64)
+        for path in folder.iterdir()
+        if path.name != RECORD
+    }
+    write_record(folder, Record(repo=repo, asked="main", revision="a" * 40, files=files))
 
 
 def test_the_demo_is_found():
@@ -58,16 +65,63 @@ def test_a_folder_wins_over_an_alias(own_folder, offline):
     assert find_model("llama-8b") == Path("llama-8b")
 
 
-@pytest.mark.parametrize("name", ["llama-8b", "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit"])
-def test_a_model_in_models_needs_no_hub(own_folder, offline, name):
-    folder = Path("models") / "Meta-Llama-3.1-8B-Instruct-4bit"
-    folder.mkdir(parents=True)
-    assert find_model(name) == folder
+@pytest.mark.parametrize("root", [Path("models"), Path("home/models")], ids=str)
+@pytest.mark.parametrize("name", ["llama-8b", LLAMA, LLAMA.split("/")[1]])
+def test_a_model_that_was_put_is_found_without_the_hub(model, offline, name, root):
+    folder = root / LLAMA.split("/")[1]
+    shutil.copytree(model, folder)
+    assert find_model(name).resolve() == folder.resolve()
     assert offline == []
 
 
+def test_the_store_wins_over_models_here(model, offline):
+    shutil.copytree(model, Path("models") / NAME)
+    shutil.copytree(model, models_root() / NAME)
+    assert find_model(REPO) == models_root() / NAME
+
+
+def test_without_a_store_models_are_put_here(monkeypatch):
+    monkeypatch.delenv("YOUR_AI_HOME")
+    assert models_root() == Path("models")
+
+
+def test_a_model_that_was_put_is_no_other_repos(model, offline):
+    folder = Path(shutil.copytree(model, models_root() / NAME))
+    record(folder)
+    assert find_model(REPO) == folder
+    with pytest.raises(Missing):
+        find_model(f"someone-else/{NAME}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "config.json: is missing"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{ }"), "has 3 of 2 bytes"),
+        (lambda folder: (folder / RECORD).write_text("{"), "cannot be read as JSON"),
+        (lambda folder: (folder / RECORD).write_text("{}"), "is damaged"),
+    ],
+)
+def test_a_model_that_is_not_whole_any_more_is_refused(model, offline, damage, words):
+    folder = Path(shutil.copytree(model, models_root() / NAME))
+    record(folder)
+    damage(folder)
+    text = refused(REPO)
+    assert words in text
+    assert text.endswith(f"; fetch it again: your_ai download {REPO}")
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_folder_without_a_record_is_refused_where_it_lacks_a_file(lone, offline, missing):
+    (lone / "tokenizer.json").write_text("{}")
+    folder = Path(shutil.copytree(lone, models_root() / NAME))
+    assert find_model(REPO) == folder
+    (folder / missing).unlink()
+    assert "--model" in refused(REPO)
+
+
 def test_an_unknown_alias_is_refused_with_the_nearest(offline):
-    assert "did you mean llama-8b?" in refused("lama-8b")
+    assert "did you mean llama-8b, llama-1b or llama-3b?" in refused("lama-8b")
     assert offline == []
 
 
@@ -86,79 +140,28 @@ def test_a_file_is_refused(model):
     assert f"--model {file}: is a file" in refused(str(file))
 
 
-def test_a_model_in_the_hubs_cache_is_not_fetched(model, monkeypatch):
-    options = []
-
-    def find(repo: str, **given: object) -> str:
-        options.append((repo, given.get("local_files_only")))
-        return str(model)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", find)
-    assert find_model(REPO) == model
-    assert options == [(REPO, True)]
+@pytest.mark.parametrize("name", ["a/../b", "a/..", "a b/c"])
+def test_what_is_no_id_is_refused(offline, name):
+    assert f"--model {name}: " in refused(name)
+    assert offline == []
 
 
-def test_a_model_that_is_not_whole_in_the_cache_is_fetched(model, own_folder, monkeypatch):
-    (own_folder / "cached").mkdir()
-
-    def fetch(repo: str, **given: object) -> str:
-        return str(own_folder / "cached" if given.get("local_files_only") else model)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert find_model(REPO) == model
+def test_a_model_in_the_hubs_cache_is_found(hub):
+    """And nothing is asked of the hub for it."""
+    folder = Path(huggingface_hub.snapshot_download(REPO))
+    hub.requests.clear()
+    assert find_model(REPO) == folder
+    assert hub.requests == []
 
 
-def test_a_model_not_in_the_cache_is_fetched(model, monkeypatch):
-    def fetch(repo: str, **given: object) -> str:
-        if given.get("local_files_only"):
-            raise errors.LocalEntryNotFoundError("not here")
-        return str(model)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert find_model(REPO) == model
-
-
-class Response:
-    """As much of an answer of the hub as its errors look at."""
-
-    headers = types.MappingProxyType({})
-    request = None
-    status_code = 403
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (lambda: errors.GatedRepoError("gated", response=Response()), "is gated; accept"),
-        (
-            lambda: errors.RepositoryNotFoundError("none", response=Response()),
-            f"no {REPO} on the hub",
-        ),
-        (lambda: ConnectionError("cut off\nsecond line"), r"could not be fetched .*\(cut off\)"),
-        (lambda: RuntimeError(), r"could not be fetched .*\(RuntimeError\)"),
-    ],
-)
-def test_what_the_hub_refuses_is_one_clear_line(monkeypatch, error, words):
-    def fail(*args: object, **options: object) -> str:
-        raise error()
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(UserError, match=words) as caught:
-        find_model(REPO)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "setting", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}], ids=str
-)
-def test_without_a_network_it_is_said_at_once(own_folder, setting):
-    """In a process of its own: the hub's client reads both when it is imported."""
-    code = f"from your_ai.hub.find import find_model; find_model({REPO!r})"
-    environment = {**os.environ, "HF_HOME": str(own_folder / "hf"), **setting}
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert time.monotonic() - began < 20
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"your_ai.errors.UserError: --model {REPO}: no such folder here")
+@pytest.mark.parametrize("name", [REPO, "llama-8b"])
+def test_a_model_that_is_nowhere_is_missing_and_not_fetched(hub, name):
+    with pytest.raises(Missing) as caught:
+        find_model(name)
+    assert caught.value.repo == (LLAMA if name == "llama-8b" else REPO)
+    text = str(caught.value)
+    assert text.startswith(f"--model {name}: is not on this machine; fetch it")
+    assert text.endswith(f"your_ai download {name}")
+    assert caught.value.size_text == ("4.52 GB" if name == "llama-8b" else "")
+    assert caught.value.size_text in text
+    assert hub.requests == []

@@ -20,9 +20,12 @@ from your_ai.memory.facts import (
     ModelFacts,
     adapters_named,
     facts_of,
+    facts_of_config,
     layers_named,
     vocabulary_held,
 )
+from your_ai.quantize.convert import quantized_lazily
+from your_ai.shapes import SHAPES, make_shape
 
 KINDS = {mx.float32: "F32", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
 WITHOUT_EXPERTS = [name for name in EXTRA if name != "qwen3_moe"]
@@ -99,7 +102,7 @@ def test_sizes_are_those_of_the_model_that_is_loaded(tmp_path, architecture, bit
 def test_a_model_quantized_on_load_is_predicted(tmp_path, architecture, bits):
     odd = {"hidden_size": 128, "intermediate_size": 96}  # 96 inputs are in no groups of 64
     folder = make_model(tmp_path / "m", architecture, bits=None, **odd)
-    network, _ = model.load_network(folder, mx.float32, bits)
+    network, *_ = quantized_lazily(folder, bits)
     facts = facts_of(folder, 4, bits)
     same_sizes(facts, sizes_of(network))
     assert facts.quantized
@@ -109,7 +112,7 @@ def test_a_model_quantized_on_load_is_predicted(tmp_path, architecture, bits):
 def test_experts_quantized_on_load_are_predicted(tmp_path, bits):
     """But for their router, which mlx-lm gives 8 bits."""
     folder = make_model(tmp_path / "m", "qwen3_moe", bits=None, hidden_size=128)
-    network, _ = model.load_network(folder, mx.float32, bits)
+    network, *_ = quantized_lazily(folder, bits)
     for name, size in sizes_of(network).items():
         assert getattr(facts_of(folder, 4, bits), name) == pytest.approx(size, rel=0.01)
 
@@ -193,6 +196,51 @@ def test_shapes_are_known_without_their_weights(tmp_path):
     assert facts.linears == {"self_attn.q_proj": (896, 896)}
     assert facts.block_bytes == 4 * (896 * 112 + 2 * 896 * 14 + 896)
     assert facts_of(tmp_path / "m", 2).block_bytes == 4 * 896 * 112 + 2 * (2 * 896 * 14 + 896)
+
+
+# What is known without files
+
+CONFIGS = {
+    **{name: {} for name in WITHOUT_EXPERTS},
+    "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
+    "phi3": {"max_position_embeddings": 4096},
+    "smollm3": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("bits", [4, 8, None])
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_a_configuration_tells_what_the_files_would(tmp_path, monkeypatch, architecture, bits):
+    for name in ("phi3", "smollm3"):
+        monkeypatch.setitem(EXTRA, name, {})
+    changes = {"intermediate_size": 144, **CONFIGS[architecture]}  # 144 are in no groups of 32
+    folder = make_model(tmp_path / "m", architecture, bits, **changes)
+    config = json.loads((folder / "config.json").read_text())
+    if architecture == "gemma3_text":
+        config["tie_word_embeddings"] = False  # one made with random weights has a head
+    for float_bytes in (2, 4):
+        told = facts_of_config(config, bits, 32, float_bytes)
+        assert replace(told, disk_bytes=0) == replace(facts_of(folder, float_bytes), disk_bytes=0)
+        assert told.disk_bytes == told.weights_bytes
+
+
+@pytest.mark.parametrize(("name", "bits"), [("tiny", 4), ("tiny", 0), ("tiny", 8)])
+def test_a_shape_is_known_before_it_is_made(tmp_path, name, bits):
+    folder = make_shape(name, bits, "bfloat16", tmp_path)
+    told = facts_of_config(SHAPES[name], bits or None, 64, 2)
+    assert replace(told, disk_bytes=0) == replace(facts_of(folder, 2), disk_bytes=0)
+    assert told.disk_bytes == pytest.approx(facts_of(folder, 2).disk_bytes, rel=0.03)
+
+
+def test_a_configuration_inside_another_is_that_of_the_text_model():
+    text = SHAPES["tiny"]
+    nested = {"model_type": "gemma3", "vision_config": {}, "text_config": text}
+    assert facts_of_config(nested, 4, 64, 2) == facts_of_config(text, 4, 64, 2)
+
+
+def test_an_architecture_that_is_not_known_is_not_guessed():
+    with pytest.raises(ValueError, match="mamba"):
+        facts_of_config({**SHAPES["tiny"], "model_type": "mamba"}, 4, 64, 2)
 
 
 # What mlx-lm leaves out of other libraries' files, or has in another form

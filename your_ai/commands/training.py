@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from your_ai.commands.models import find_or_fetch
 from your_ai.commands.options import open_console, option, with_settings
 from your_ai.config import DEMO, TrainConfig, resolve, resumed
 from your_ai.errors import UserError
@@ -26,10 +27,10 @@ def train(
     resume: str | None,
     detach: bool | None,
     as_json: bool | None,
+    yes: bool | None,
     **flags: Any,
 ) -> None:
     """Train LoRA adapters. Without a model and without data, trains the embedded demo."""
-    from your_ai.hub.find import find_model
     from your_ai.run import folder as folders
 
     console = open_console()
@@ -42,11 +43,11 @@ def train(
         folder = folders.find(resume)
         settings = resumed(folder.read_config(), flags)
         check(settings, detach)
-        find_model(settings.model)
+        find_or_fetch(settings.model, console, bool(yes))
     else:
         settings = resolve(flags, config)
         check(settings, detach)
-        find_model(settings.model)  # may fetch it, with progress bars of its own
+        find_or_fetch(settings.model, console, bool(yes))
         folder = folders.create(settings)
         if settings.model == settings.data == DEMO and settings.exact_match and not as_json:
             console.print(DEMO_NOTE, markup=False)
@@ -123,6 +124,7 @@ train.__signature__ = with_settings(  # type: ignore[attr-defined]
     ),
     option("detach", "--detach", bool | None, "Leave once training has begun; it goes on."),
     option("as_json", "--json", bool | None, "Events as JSON lines on stdout, for programs."),
+    option("yes", "--yes", bool | None, "Fetch a model that is not here without asking."),
 )
 
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import struct
+from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from your_ai.errors import UserError
+
+AGAIN = "; fetch the model again"
+WEIGHTS = "model*.safetensors"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+OTHERS = (".gguf", ".npz", ".onnx", ".msgpack", ".h5", ".safetensors")  # weights in other ways
+TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "tiktoken.model", "*.tiktoken"),
+    *("vocab.json", "vocab.txt"),
+)
 
 
 def check_model(folder: Path) -> dict[str, Any]:
@@ -20,23 +32,49 @@ def check_model(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json", "a model folder has one")
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"{folder / 'config.json'}: has no model_type; is it a language model?")
-    shards = sorted(folder.glob("model*.safetensors"))
+    shards = sorted(folder.glob(WEIGHTS))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index, "it lists the shards").get("weight_map", {})
         if not isinstance(weight_map, dict) or not all(
             isinstance(name, str) for name in weight_map.values()
         ):
-            raise UserError(f"{index}: its weight_map is damaged; fetch the model again")
+            raise UserError(f"{index}: its weight_map is damaged{AGAIN}")
         for name in sorted(set(weight_map.values()) - {p.name for p in shards}):
-            raise UserError(f"{folder / name}: is missing; fetch the model again")
+            raise UserError(f"{folder / name}: is missing{AGAIN}")
     if not shards:
-        pickled = [p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth")]
-        found = f"only {pickled[0]}, which is not safe to load" if pickled else "no weights"
-        raise UserError(f"{folder}: has no model*.safetensors, {found}; convert it to safetensors")
+        found = found_instead(p.name for p in folder.iterdir())
+        raise UserError(f"{folder}: has no {WEIGHTS}, {found}; convert it to safetensors")
     for shard in shards:
         check_safetensors(shard)
     return config
+
+
+def found_instead(names: Iterable[str]) -> str:
+    """What a model without WEIGHTS has: `only model.bin, which is not safe to load`."""
+    names = sorted(names)
+    pickled = [name for name in names if name.endswith(PICKLED)]
+    if pickled:
+        return f"only {pickled[0]}, which is not safe to load"
+    others = [name for name in names if name.endswith(OTHERS)]
+    return f"only {others[0]}" if others else "no weights"
+
+
+def has_tokenizer(names: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for name in names for pattern in TOKENIZERS)
+
+
+def can_run(model_type: str) -> bool:
+    """Whether mlx-lm has code for a model_type of a config.json."""
+    found = importlib.util.find_spec("mlx_lm")
+    places = found.submodule_search_locations if found is not None else None
+    if not places or not model_type.replace("-", "_").isidentifier():
+        return False
+    if (Path(places[0]) / "models" / f"{model_type}.py").is_file():
+        return True
+    from mlx_lm.utils import MODEL_REMAPPING  # late: it loads mlx, and few models need it
+
+    return model_type in MODEL_REMAPPING
 
 
 def read_json(path: Path, why: str) -> dict[str, Any]:
@@ -56,7 +94,7 @@ def check_safetensors(path: Path) -> None:
 
     Format: 8 bytes of header length (little-endian), the header as JSON, the tensors.
     """
-    broken = UserError(f"{path}: is cut short or damaged; fetch the model again")
+    broken = UserError(f"{path}: is cut short or damaged{AGAIN}")
     try:
         file = path.open("rb")
     except OSError as error:

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
-from your_ai.config import DEMO, nearest, packaged
+from your_ai.config import DEMO, packaged
 from your_ai.errors import UserError
-from your_ai.hub.check import check_model
+from your_ai.hub.check import AGAIN
+from your_ai.hub.record import fault_of, read_record
+from your_ai.hub.registry import alias_of, known, nearest_aliases, size_text
 
-ALIASES = {"llama-8b": "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit"}
-WANTED = ["*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
+WANTED = (
+    *("*.json", "model*.safetensors", "tokenizer.model", "tiktoken.model", "*.tiktoken"),
+    *("*.txt", "*.jinja"),
+)
+PART = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
+REPO = re.compile(f"{PART}/{PART}")
+FOLDER = re.compile(PART)
+
+
+class Missing(UserError):
+    """A model that is not on this machine and could be fetched.
+
+    repo: its id on the hub; size_text: how much would be fetched, empty where not known.
+    """
+
+    def __init__(self, message: str, repo: str, size_text: str = "") -> None:
+        super().__init__(message)
+        self.repo = repo
+        self.size_text = size_text
 
 
 def store() -> Path:
@@ -19,11 +39,41 @@ def store() -> Path:
     return Path(home).expanduser() if home else Path.home() / ".cache" / "your_ai"
 
 
+def models_root() -> Path:
+    """Where models are put: $YOUR_AI_HOME/models, or ./models."""
+    home = os.environ.get("YOUR_AI_HOME")
+    return (Path(home).expanduser() if home else Path()) / "models"
+
+
+def model_roots() -> list[Path]:
+    """Where models are looked for, the first where they are put."""
+    return list(dict.fromkeys([models_root(), Path("models")]))
+
+
+def repo_of(name: str, label: str) -> str:
+    """The hub's id of an alias, or of an id itself.
+
+    Raises UserError, which begins with `label`, for anything else.
+    """
+    if name in known():
+        return known()[name].repo
+    if REPO.fullmatch(name):
+        return name
+    if "/" in name:
+        raise UserError(f"{label}: is no id of the hub; those are OWNER/NAME")
+    near = nearest_aliases(name)
+    *others, last = near or [""]
+    listed = f"{', '.join(others)} or {last}" if others else last
+    hint = f"did you mean {listed}?" if near else f"aliases: {', '.join([DEMO, *known()])}"
+    raise UserError(f"{label}: no such folder or alias; {hint}")
+
+
 def find_model(name: str) -> Path:
     """The folder of a model: `demo`, a folder, an alias, or a Hugging Face id.
 
-    An id is looked for in ./models, then in the hub's cache, then fetched.
-    Raises UserError where it cannot be had.
+    An alias or id is looked for where models are put, in ./models, then in the hub's cache.
+    Raises Missing where it is in none of them, and UserError where there is no such model or
+    what is here is not whole. Fetches nothing.
     """
     if name == DEMO:
         return packaged("models", "demo")
@@ -32,37 +82,69 @@ def find_model(name: str) -> Path:
         return path
     if path.is_file():
         raise UserError(f"--model {name}: is a file; give the folder with config.json")
-    repo = ALIASES.get(name, name)
-    if name.startswith((".", "/", "~")) or name.endswith("/") or repo.count("/") > 1:
+    if FOLDER.fullmatch(name) and name not in known():
+        for root in model_roots():
+            if (root / name).is_dir():
+                return whole(root / name, f"--model {name}")
+    if name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1:
         raise UserError(f"--model {name}: no such folder")
-    if repo.count("/") == 0:
-        known = ", ".join([DEMO, *ALIASES])
-        hint = nearest(name, [DEMO, *ALIASES])
-        raise UserError(f"--model {name}: no such folder or alias{hint}; aliases: {known}")
-    local = Path("models") / repo.split("/")[1]
-    return local if local.is_dir() else _fetch(name, repo)
-
-
-def _fetch(name: str, repo: str) -> Path:
-    from huggingface_hub import errors, snapshot_download
-
-    try:
-        cached = Path(snapshot_download(repo, allow_patterns=WANTED, local_files_only=True))
-        check_model(cached)
+    repo = repo_of(name, f"--model {name}")
+    found = put_model(repo)
+    if found is not None:
+        return whole(found, f"--model {name}", name)
+    cached = cached_model(repo)
+    if cached is not None:
         return cached
-    except Exception:  # not in the cache, or not whole there: fetch what is missing
-        pass
+    alias = alias_of(repo)
+    size = size_text(known()[alias].bytes_on_disk) if alias is not None else ""
+    fetch = f"fetch it ({size})" if size else "fetch it"
+    message = f"--model {name}: is not on this machine; {fetch}: your_ai download {name}"
+    raise Missing(message, repo, size)
+
+
+def put_model(repo: str) -> Path | None:
+    """The folder of a repo's model where models are put, whole or not."""
+    for root in model_roots():
+        folder = root / repo.split("/")[1]
+        if folder.is_dir():
+            try:
+                record = read_record(folder)
+            except UserError:  # told by who looks whether it is whole
+                return folder
+            if record is None or record.repo == repo:
+                return folder
+    return None
+
+
+def whole(folder: Path, label: str, name: str | None = None) -> Path:
+    """The folder. Raises UserError where the model in it is not whole.
+
+    name: what `your_ai download` takes for it, where that is known.
+    """
+    fault = fault_of(folder)
+    if fault is None:
+        return folder
+    again = f"; fetch it again: your_ai download {name}" if name is not None else AGAIN
+    raise UserError(f"{label}: {fault.removesuffix(AGAIN)}{again}")
+
+
+def cached_model(repo: str, revision: str | None = None) -> Path | None:
+    """The folder of a model in the hub's cache, None where it is not there or not whole."""
+    from huggingface_hub import snapshot_download
+
     try:
-        return Path(snapshot_download(repo, allow_patterns=WANTED))
-    except errors.GatedRepoError as error:
-        raise UserError(
-            f"--model {name}: {repo} is gated; accept its licence on the hub, then `hf auth login`"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise UserError(f"--model {name}: no such folder here, and no {repo} on the hub") from error
-    except Exception as error:  # the hub client lets its transport's errors through
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"--model {name}: no such folder here, and {repo} could not be fetched from the hub "
-            f"({reason}); check the network and try again"
-        ) from error
+        found = snapshot_download(
+            repo, revision=revision, allow_patterns=list(WANTED), local_files_only=True
+        )
+    except Exception:  # the hub's client has many reasons not to find it
+        return None
+    folder = Path(found)
+    return folder if fault_of(folder) is None else None
+
+
+def cached_file(repo: str, commit: str, name: str) -> Path | None:
+    """A file in the hub's cache, None where it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, name, revision=commit)
+    return Path(found) if isinstance(found, str) else None

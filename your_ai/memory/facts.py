@@ -21,6 +21,8 @@ SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, 
 FLOATS = ("F64", "F32", "F16", "BF16")
 VOCABULARY = ("embed_tokens", "lm_head")
 GROUP_SIZE = 64
+BIASED_IF_ASKED = ("llama", "mistral", "smollm3")  # which mlx-lm runs with one and the same code
+KNOWN = (*BIASED_IF_ASKED, "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,42 @@ def facts_of(folder: Path, float_bytes: int, quantize: int | None = None) -> Mod
     float_bytes: of the type computed in; quantize: bits, for a model quantized on load.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    disk_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
+    entries = list(entries_of(folder))
+    if any(entry.name.endswith(".scales") for entry in entries):
+        quantize = None  # it is already: a copy that was made for it
+    return facts_from(entries, config, float_bytes, quantize, disk_bytes)
+
+
+def facts_of_config(
+    config: dict[str, Any], bits: int | None, group_size: int, float_bytes: int
+) -> ModelFacts:
+    """The facts of a model of which there is a config.json alone.
+
+    bits, group_size: of its quantization, bits None where it has none; float_bytes: of the
+    type computed in. Its files count as what they hold in that type. Raises ValueError for an
+    architecture whose layers are not known here.
+    """
+    entries = list(entries_of_config({**config, **(config.get("text_config") or {})}))
+    found = facts_from(entries, config, float_bytes, bits, 0, group_size)
+    return replace(found, disk_bytes=found.weights_bytes)
+
+
+def facts_from(
+    entries: list[Entry],
+    config: dict[str, Any],
+    float_bytes: int,
+    quantize: int | None,
+    disk_bytes: int,
+    group_size: int = GROUP_SIZE,
+) -> ModelFacts:
+    """The facts of a model of these tensors, those that are not quantized in groups of so many."""
     text = {**config, **(config.get("text_config") or {})}
-    entries = [entry for entry in entries_of(folder) if is_held(entry.name, text)]
+    entries = [entry for entry in entries if is_held(entry.name, text)]
     by_block: dict[int, int] = {}
     vocabulary_bytes = rest_bytes = 0
     for entry in entries:
-        size = held_bytes(entry, float_bytes, quantize)
+        size = held_bytes(entry, float_bytes, quantize, group_size)
         match = BLOCK.search(entry.name)
         if match is not None:
             by_block[int(match[1])] = by_block.get(int(match[1]), 0) + size
@@ -104,10 +136,60 @@ def facts_of(folder: Path, float_bytes: int, quantize: int | None = None) -> Mod
         blocks_bytes=sum(by_block.values()),
         vocabulary_bytes=vocabulary_bytes,
         rest_bytes=rest_bytes,
-        disk_bytes=sum(file.stat().st_size for file in folder.glob("model*.safetensors")),
+        disk_bytes=disk_bytes,
         quantized=quantize is not None or any(e.name.endswith(".scales") for e in entries),
         experts=experts,
     )
+
+
+def entries_of_config(config: dict[str, Any]) -> Iterator[Entry]:
+    """The tensors of a model of this configuration, none of them quantized."""
+    kind, hidden, vocabulary = config["model_type"], config["hidden_size"], config["vocab_size"]
+    if kind not in KNOWN:
+        raise ValueError(f"{kind}: an architecture whose layers are not known here")
+    yield Entry("model.embed_tokens.weight", "F32", (vocabulary, hidden))
+    for block in range(config["num_hidden_layers"]):
+        for name, shape in block_shapes(config).items():
+            yield Entry(f"model.layers.{block}.{name}", "F32", shape)
+    yield Entry("model.norm.weight", "F32", (hidden,))
+    if not config.get("tie_word_embeddings", kind != "phi3"):
+        yield Entry("lm_head.weight", "F32", (vocabulary, hidden))
+
+
+def block_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a block by their names in it, as mlx-lm's code of KNOWN has them."""
+    kind, hidden, wide = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or hidden // heads  # of a head
+    queries, keys = heads * size, (config.get("num_key_value_heads") or heads) * size
+    if kind == "phi3":
+        into = {"qkv_proj": queries + 2 * keys}
+        mlp = {"gate_up_proj": (2 * wide, hidden), "down_proj": (hidden, wide)}
+    else:
+        into = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+        mlp = dict.fromkeys(("gate_proj", "up_proj"), (wide, hidden))
+        mlp["down_proj"] = (hidden, wide)
+    attention = {name: (outputs, hidden) for name, outputs in into.items()}
+    attention["o_proj"] = (hidden, queries)
+    layers = {f"self_attn.{name}": shape for name, shape in attention.items()}
+    layers |= {f"mlp.{name}": shape for name, shape in mlp.items()}
+    found: dict[str, tuple[int, ...]] = {f"{n}.weight": shape for n, shape in layers.items()}
+    for name, (outputs, _) in layers.items():
+        if name.startswith("mlp."):
+            biased = config.get("mlp_bias", False)
+        elif kind == "qwen2":
+            biased = not name.endswith("o_proj")
+        else:
+            biased = kind in BIASED_IF_ASKED and config.get("attention_bias", False)
+        if biased:
+            found[f"{name}.bias"] = (outputs,)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if kind.startswith("gemma"):
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    found |= {f"{name}.weight": (hidden,) for name in norms}
+    if kind in ("qwen3", "gemma3_text"):
+        found |= {f"self_attn.{name}.weight": (size,) for name in ("q_norm", "k_norm")}
+    return found
 
 
 def first_of(config: dict[str, Any], names: tuple[str, ...], default: int) -> Any:
@@ -163,15 +245,17 @@ def linears_of(
     return linears, experts
 
 
-def held_bytes(entry: Entry, float_bytes: int, quantize: int | None) -> int:
+def held_bytes(
+    entry: Entry, float_bytes: int, quantize: int | None, group_size: int = GROUP_SIZE
+) -> int:
     """What a tensor takes in memory; what will be quantized has scales and biases."""
     count = math.prod(entry.shape)
     if entry.kind not in FLOATS:
         return count * SIZES.get(entry.kind, 1)
     matrix = entry.name.endswith(".weight") and len(entry.shape) in (2, 3)
-    can = matrix and entry.shape[-1] % GROUP_SIZE == 0
+    can = matrix and entry.shape[-1] % group_size == 0
     if quantize is not None and can:
-        return count * quantize // 8 + 2 * float_bytes * count // GROUP_SIZE
+        return count * quantize // 8 + 2 * float_bytes * count // group_size
     return count * float_bytes
 
 

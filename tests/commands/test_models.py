@@ -1,0 +1,96 @@
+"""The commands before a run: models fetched, listed, verified, removed, quantized, recommended."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.conftest import make_model
+from tests.fault.processes import call
+from tests.hub.conftest import LARGE_BYTES, NAME, REPO, hub, model_files, no_hub  # noqa: F401
+from tests.hub.server import Repo
+from your_ai.hub.find import models_root
+from your_ai.hub.registry import known
+
+
+def test_a_model_is_fetched_once(hub, capsys):  # noqa: F811
+    status, out, _ = call(capsys, "download", REPO)
+    assert (status, str(models_root() / NAME) in out) == (0, True)
+    status, out, _ = call(capsys, "download", REPO)
+    assert (status, "nothing to fetch" in out) == (0, True)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(capsys, no_hub):  # noqa: F811
+    status, _, error = call(capsys, "download", "lama-8b")
+    assert status == 2
+    assert "llama-8b" in error
+    assert not models_root().exists()
+
+
+def test_what_is_here_is_listed_before_what_is_known(hub, capsys):  # noqa: F811
+    call(capsys, "download", REPO)
+    status, out, _ = call(capsys, "models", "--json")
+    rows = json.loads(out)
+    assert (status, rows[0]["repo"], rows[0]["where"]) == (0, REPO, "models")
+    assert {row["name"] for row in rows} >= set(known())
+    status, out, _ = call(capsys, "models")
+    assert (status, "llama-8b" in out) == (0, True)
+
+
+def test_a_damaged_file_is_named(hub, capsys):  # noqa: F811
+    call(capsys, "download", REPO)
+    assert call(capsys, "models", "verify", REPO)[0] == 0
+    shard = max((models_root() / NAME).glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    status, out, error = call(capsys, "models", "verify", REPO)
+    assert (status, shard.name in out) == (2, True)
+    assert f"your_ai download {REPO}" in error
+
+
+def test_a_model_is_removed_after_a_question(hub, capsys):  # noqa: F811
+    call(capsys, "download", REPO)
+    assert call(capsys, "models", "rm", NAME, "--yes")[0] == 0
+    assert not (models_root() / NAME).exists()
+
+
+@pytest.mark.slow
+def test_train_fetches_what_is_missing_once_it_may(hub, configure, tiny_model, capsys):  # noqa: F811
+    hub.repos[REPO] = Repo({path.name: path.read_bytes() for path in tiny_model.iterdir()})
+    flags = ["train", "--model", REPO, "--data", "data", "--run", "fetched", "--max-steps", "1"]
+    configure()  # whose data it takes
+    status, _, error = call(capsys, *flags, "--no-supervise")
+    assert status == 2
+    assert f"your_ai download {REPO}" in error
+    assert call(capsys, *flags, "--no-supervise", "--yes")[0] == 0
+
+
+def test_quantize_writes_a_model(capsys, own_folder):
+    make_model(own_folder / "whole", bits=None)
+    options = ("--bits", "4", "--group-size", "32")
+    status, out, error = call(capsys, "quantize", "whole", "small", *options)
+    assert (status, error, out.splitlines()[-1]) == (0, "", "small")
+    config = json.loads((own_folder / "small/config.json").read_text())
+    assert (config["quantization"]["bits"], config["quantization"]["group_size"]) == (4, 32)
+    status, _, error = call(capsys, "quantize", "small", "smaller", *options)
+    assert (status, "4 bits" in error) == (2, True)
+
+
+def test_recommendations_are_for_the_memory_that_is_given(capsys):
+    def count(memory: str) -> int:
+        status, out, _ = call(capsys, "recommend", "--memory", memory, "--json")
+        assert status == 0
+        return len(json.loads(out)["recommendations"])
+
+    assert 0 < count("8") <= count("64")
+    assert call(capsys, "recommend", "--memory", "0")[0] == 2
+
+
+def test_the_doctor_knows_this_machine(capsys):
+    status, out, _ = call(capsys, "doctor", "--json")
+    assert status == 0
+    assert json.loads(out)["machine"]["ram_bytes"] > 0
+    status, out, _ = call(capsys, "doctor")
+    assert (status, "limit" in out) == (0, True)

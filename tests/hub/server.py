@@ -1,0 +1,290 @@
+"""A hub on localhost: the protocol that huggingface_hub speaks, with faults to order.
+
+What a client asked, and how many bytes it was sent, stays in `requests`. Large files are served
+from another host name, as the hub does: the client is redirected there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.server
+import json
+import re
+import socket
+import threading
+import time
+import urllib.parse
+from dataclasses import dataclass, field
+
+LFS_SUFFIX = ".safetensors"
+ANSWERS = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+ASKED = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/(?P<what>revision|tree)/(?P<revision>[^/]+)")
+BLOCK_BYTES = 1 << 14
+
+
+@dataclass
+class Repo:
+    """files: contents by path; gated: nothing is given without `token`."""
+
+    files: dict[str, bytes]
+    sha: str = "a" * 40
+    gated: bool = False
+    token: str = "right"
+
+    @property
+    def revisions(self) -> tuple[str, ...]:
+        return ("main", self.sha)
+
+
+@dataclass
+class Fault:
+    """What goes wrong with a file.
+
+    cuts: after so many bytes of each of the next answers; statuses: of the next answers;
+    content: sent instead; claims: a Content-Length that is not true; bytes_per_s: at most;
+    no_ranges: answers with the whole file whatever was asked; hangs_at: the byte of the file
+    before which it waits, for `Hub.go_on`.
+    """
+
+    cuts: list[int] = field(default_factory=list)
+    statuses: list[int] = field(default_factory=list)
+    content: bytes | None = None
+    claims: int | None = None
+    bytes_per_s: float | None = None
+    no_ranges: bool = False
+    hangs_at: int | None = None
+
+
+@dataclass
+class Request:
+    """start: the first byte that was asked for; sent_bytes: of the body."""
+
+    method: str
+    path: str
+    host: str
+    authorization: str | None
+    start: int = 0
+    status: int = 200
+    sent_bytes: int = 0
+
+
+class Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *arguments: object) -> None:
+        """A client that is gone is no error."""
+
+
+class Hub:
+    """The server. faults: by the name of a file, or "api" for what is not a file."""
+
+    def __init__(self) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.faults: dict[str, Fault] = {}
+        self.requests: list[Request] = []
+        self.go_on = threading.Event()
+        self.hanging = threading.Event()
+        self.server = Server(("127.0.0.1", 0), type("OwnAnswerer", (Answerer,), {"hub": self}))
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
+
+    def __enter__(self) -> Hub:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.go_on.set()
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+    @property
+    def port(self) -> int:
+        return self.server.server_address[1]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def sent(self, file: str) -> int:
+        """How many bytes of a file have been sent in all."""
+        return sum(request.sent_bytes for request in self.requests if request.path.endswith(file))
+
+    def gets(self, file: str) -> list[Request]:
+        """The answers that had something of a file in them."""
+        return [
+            r
+            for r in self.requests
+            if r.method == "GET" and r.path.endswith(file) and r.status in (200, 206)
+        ]
+
+
+def git_hash(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def described(path: str, content: bytes, name: str, oid: str) -> dict[str, object]:
+    """A file as the API describes it; name, oid: the keys for its path and its git hash."""
+    entry: dict[str, object] = {name: path, "size": len(content), oid: git_hash(content)}
+    if path.endswith(LFS_SUFFIX):
+        sha = hashlib.sha256(content).hexdigest()
+        hashed = "sha256" if oid == "blobId" else "oid"
+        entry["lfs"] = {hashed: sha, "size": len(content), "pointerSize": 130}
+    return entry
+
+
+class Answerer(http.server.BaseHTTPRequestHandler):
+    """Answers one connection."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each answer waits 40 ms for the client's word
+    hub: Hub
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        url = urllib.parse.urlsplit(self.path)  # a whole address where this is a proxy
+        path = urllib.parse.unquote(url.path)
+        self.asked = Request(
+            self.command, path, self.headers.get("Host", ""), self.headers.get("Authorization")
+        )
+        self.hub.requests.append(self.asked)
+        api, file = ASKED.fullmatch(path), ANSWERS.fullmatch(path)
+        fault = self.hub.faults.get(file["file"] if file else "api", Fault())
+        if fault.statuses:
+            self.fail(fault.statuses.pop(0))
+        elif path.startswith("/elsewhere/"):
+            self.send_elsewhere(path.removeprefix("/elsewhere"))
+        elif api:
+            self.describe(api)
+        elif file:
+            self.send_or_redirect(file)
+        else:
+            self.fail(404)
+
+    def fail(self, status: int, code: str | None = None, message: str | None = None) -> None:
+        self.asked.status = status
+        self.send_response(status)
+        if code is not None:
+            self.send_header("X-Error-Code", code)
+        if message is not None:
+            self.send_header("X-Error-Message", message)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def repo(self, found: re.Match[str]) -> Repo | None:
+        """The repo that is asked for; answers itself where there is none."""
+        repo = self.hub.repos.get(found["repo"])
+        if repo is None:
+            self.fail(401 if self.asked.authorization is None else 404, "RepoNotFound")
+        elif found["revision"] not in repo.revisions:
+            self.fail(404, "RevisionNotFound")
+        else:
+            return repo
+        return None
+
+    def describe(self, found: re.Match[str]) -> None:
+        repo = self.repo(found)
+        if repo is None:
+            return
+        if found["what"] == "tree":
+            answer: object = [
+                {"type": "file", **described(path, content, "path", "oid")}
+                for path, content in repo.files.items()
+            ]
+        else:
+            siblings = [
+                described(path, content, "rfilename", "blobId")
+                for path, content in repo.files.items()
+            ]
+            answer = {"id": found["repo"], "sha": repo.sha, "siblings": siblings, "tags": []}
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def send_or_redirect(self, found: re.Match[str]) -> None:
+        repo = self.repo(found)
+        if repo is None:
+            return
+        content = repo.files.get(found["file"])
+        if content is None:
+            self.fail(404, "EntryNotFound")
+            return
+        if repo.gated and self.asked.authorization != f"Bearer {repo.token}":
+            self.fail(403 if self.asked.authorization else 401, "GatedRepo")
+            return
+        if not found["file"].endswith(LFS_SUFFIX):
+            self.send_file(found["file"], content, repo)
+            return
+        self.asked.status = 302
+        self.send_response(302)
+        self.identify(found["file"], content, repo)
+        self.send_header("X-Linked-Size", str(len(content)))
+        self.send_header("Location", f"http://localhost:{self.hub.port}/elsewhere{self.asked.path}")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def send_elsewhere(self, path: str) -> None:
+        found = ANSWERS.fullmatch(path)
+        assert found is not None
+        repo = self.hub.repos[found["repo"]]
+        self.send_file(found["file"], repo.files[found["file"]], repo)
+
+    def identify(self, name: str, content: bytes, repo: Repo) -> None:
+        lfs = name.endswith(LFS_SUFFIX)
+        etag = hashlib.sha256(content).hexdigest() if lfs else git_hash(content)
+        self.send_header("ETag", f'"{etag}"')
+        self.send_header("X-Linked-Etag", f'"{etag}"')
+        self.send_header("X-Repo-Commit", repo.sha)
+
+    def send_file(self, name: str, content: bytes, repo: Repo) -> None:
+        fault = self.hub.faults.get(name, Fault())
+        if fault.statuses:
+            self.fail(fault.statuses.pop(0))
+            return
+        body = content if fault.content is None else fault.content
+        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        start = int(asked[1]) if asked and not fault.no_ranges else 0
+        self.asked.start = start
+        self.asked.status = 206 if start else 200
+        self.send_response(self.asked.status)
+        self.identify(name, content, repo)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        length = len(body) - start if fault.claims is None else fault.claims - start
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        if self.command == "GET":
+            self.send_body(body, start, fault)
+
+    def send_body(self, body: bytes, start: int, fault: Fault) -> None:
+        end = len(body)
+        if fault.cuts:
+            end = min(end, start + fault.cuts.pop(0))
+        at = start
+        while at < end:
+            stop = min(end, at + BLOCK_BYTES)
+            if fault.hangs_at is not None and at < fault.hangs_at:
+                stop = min(stop, fault.hangs_at)
+            elif fault.hangs_at is not None and not self.hub.go_on.is_set():
+                self.hub.hanging.set()
+                self.hub.go_on.wait()
+            try:
+                self.wfile.write(body[at:stop])
+            except OSError:  # who asked is gone
+                break
+            self.asked.sent_bytes += stop - at
+            at = stop
+            if fault.bytes_per_s is not None:
+                time.sleep(BLOCK_BYTES / fault.bytes_per_s)
+        if at < len(body) or fault.claims is not None:
+            self.close_connection = True
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)

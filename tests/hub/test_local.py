@@ -1,0 +1,176 @@
+"""The models on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from tests.hub.conftest import NAME, REPO, model_files
+from tests.hub.server import Fault, Repo
+from your_ai.errors import UserError
+from your_ai.hub.download import download, lock_of, taken
+from your_ai.hub.find import models_root
+from your_ai.hub.local import local_models, remove_model
+
+FIRST = "model-00001-of-00002.safetensors"
+
+
+@pytest.fixture
+def fetched(hub) -> Path:
+    return download(REPO)
+
+
+@pytest.fixture
+def stopped(hub) -> Path:
+    """What a stopped download left."""
+    hub.faults[FIRST] = Fault(cuts=[100_000] + [0] * 50)
+    with pytest.raises(UserError):
+        download(REPO)
+    hub.faults.clear()
+    return models_root() / f".incomplete-{NAME}"
+
+
+def refused(name: str) -> str:
+    with pytest.raises(UserError) as caught:
+        remove_model(name)
+    return str(caught.value)
+
+
+def test_nothing_is_here_at_first():
+    assert local_models() == []
+
+
+def test_a_fetched_model_is_listed(fetched):
+    (local,) = local_models()
+    assert (local.name, local.folder, local.where) == (NAME, fetched, "models")
+    assert (local.repo, local.alias, local.bits, local.fault) == (REPO, None, None, None)
+    wanted = {n for n in model_files() if n not in (".gitattributes", "README.md")}
+    least = sum(len(model_files()[name]) for name in wanted if "/" not in name)
+    assert least < local.size_bytes < least + 2_000
+
+
+def test_its_alias_and_bits_are_known(hub):
+    config = {"model_type": "llama", "quantization": {"bits": 4, "group_size": 64}}
+    hub.repos["mlx-community/Qwen3-4B-4bit"] = Repo(
+        model_files() | {"config.json": json.dumps(config).encode()}
+    )
+    download("qwen3-4b")
+    (local,) = local_models()
+    assert (local.alias, local.bits) == ("qwen3-4b", 4)
+
+
+def test_a_model_with_a_fault_is_listed_with_it(fetched):
+    os.truncate(fetched / FIRST, 5)
+    (local,) = local_models()
+    assert "has 5 of 300078 bytes" in local.fault
+
+
+def test_a_stopped_download_is_listed_as_one(stopped):
+    (local,) = local_models()
+    assert (local.name, local.folder) == (NAME, stopped)
+    assert local.fault == "its download stopped at 100 kB"
+
+
+def test_folders_that_are_no_models_are_not_listed(fetched):
+    (models_root() / "notes").mkdir()
+    (models_root() / "file").write_text("")
+    (models_root() / ".tmp-x").mkdir()
+    assert [local.name for local in local_models()] == [NAME]
+
+
+def test_models_here_are_listed_beside_the_stores(fetched, model):
+    shutil.copytree(model, Path("models") / "own")
+    assert [local.name for local in local_models()] == [NAME, "own"]
+
+
+def test_the_hubs_cache_is_listed(hub):
+    folder = Path(huggingface_hub.snapshot_download(REPO))
+    (local,) = local_models()
+    assert (local.name, local.folder, local.where, local.fault) == (REPO, folder, "cache", None)
+
+
+def test_what_is_not_whole_in_the_cache_is_listed_with_its_fault(hub):
+    folder = Path(huggingface_hub.snapshot_download(REPO))
+    (folder / FIRST).unlink()
+    assert "is missing" in local_models()[0].fault
+
+
+@pytest.mark.parametrize("config", [b'{"model_type": "clip"}', b"{}", b"{"])
+def test_other_things_in_the_cache_are_not_listed(hub, config):
+    hub.repos[REPO].files["config.json"] = config
+    huggingface_hub.snapshot_download(REPO)
+    assert local_models() == []
+
+
+@pytest.mark.parametrize("name", [REPO, NAME])
+def test_a_model_is_removed_and_its_bytes_told(fetched, name):
+    (local,) = local_models()
+    assert remove_model(name) == local.size_bytes
+    assert local_models() == []
+    assert [p.name for p in models_root().iterdir()] == [f".lock-{NAME}"]
+
+
+def test_an_alias_is_removed(hub):
+    hub.repos["mlx-community/Qwen3-4B-4bit"] = Repo(model_files())
+    folder = download("qwen3-4b")
+    remove_model("qwen3-4b")
+    assert not folder.exists()
+
+
+def test_a_stopped_download_is_removed(stopped):
+    assert remove_model(REPO) == 100_000 + sum(
+        len(model_files()[name])
+        for name in ("config.json", "tokenizer.json", "model.safetensors.index.json")
+    )
+    assert not stopped.exists()
+
+
+def test_what_a_killed_removal_left_goes_with_the_next(fetched):
+    left = models_root() / ".tmp-x"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    remove_model(REPO)
+    assert not left.exists()
+
+
+def test_a_model_in_the_hubs_cache_is_left_to_the_hubs_own_command(hub):
+    folder = huggingface_hub.snapshot_download(REPO)
+    assert f"hf cache rm model/{REPO}" in refused(REPO)
+    assert Path(folder).exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc", ".", "..", "models/../x", ".incomplete-x", ""])
+def test_what_is_outside_is_not_removed(own_folder, model, name):
+    assert name in refused(name)
+    assert model.exists()
+
+
+def test_the_demo_is_not_removed():
+    assert "comes with your_ai" in refused("demo")
+
+
+@pytest.mark.parametrize("name", [REPO, NAME, "llama-8b", "notes"])
+def test_what_is_not_here_cannot_be_removed(own_folder, name):
+    (models_root() / "notes").mkdir(parents=True)
+    (models_root() / "notes" / "a.txt").write_text("mine")
+    assert "no such model" in refused(name)
+    assert (models_root() / "notes" / "a.txt").exists()
+
+
+def test_a_link_is_not_followed(model):
+    models_root().mkdir(parents=True)
+    (models_root() / NAME).symlink_to(model)
+    assert "is a link" in refused(NAME)
+    assert (model / "config.json").exists()
+
+
+def test_a_model_that_is_being_fetched_is_not_removed(stopped):
+    with lock_of(models_root() / NAME) as lock:
+        assert taken(lock)
+        assert "is being fetched; stop that first" in refused(REPO)
+    assert stopped.exists()

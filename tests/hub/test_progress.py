@@ -1,0 +1,102 @@
+"""How a download is shown."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.hub.conftest import NAME, REPO
+from tests.hub.server import Fault
+from your_ai.errors import UserError
+from your_ai.hub.download import Progress, downloading
+from your_ai.hub.find import models_root
+from your_ai.hub.progress import doing, line, show
+
+AT = Progress(
+    name="llama-8b",
+    doing="fetching",
+    file="model.safetensors",
+    done_files=1,
+    files=5,
+    done_bytes=1_200_000_000,
+    total_bytes=4_520_000_000,
+)
+
+
+def console(terminal: bool = False) -> Console:
+    return Console(file=io.StringIO(), width=80, force_terminal=terminal, highlight=False)
+
+
+def test_a_line_says_how_far_it_is():
+    assert line(AT) == "llama-8b: 1.20 GB of 4.52 GB, 1 of 5 files"
+
+
+@pytest.mark.parametrize(
+    ("at", "text"),
+    [
+        (AT, "fetching 2/5 model.safetensors"),
+        (Progress(name="x"), "asking"),
+        (Progress(name="x", doing="waiting"), "waiting for another download of it"),
+        (Progress(name="x", doing="checking", done_files=5, files=5), "checking 5/5"),
+    ],
+)
+def test_a_bar_says_what_is_done(at, text):
+    assert doing(at) == text
+
+
+def test_without_a_terminal_there_are_few_lines(hub):
+    out = console()
+    assert show(downloading(REPO), out) == models_root() / NAME
+    lines = out.file.getvalue().splitlines()
+    assert 3 <= len(lines) <= 12
+    assert lines[0].startswith(f"{REPO}: 0 kB of 600 kB, 0 of 5 files")
+    assert lines[-1] == f"600 kB in 5 files, each as the hub has it: {models_root() / NAME}"
+    assert "\x1b" not in out.file.getvalue()
+
+
+def test_on_a_terminal_there_is_a_bar_and_the_notes_stay(hub):
+    hub.faults["config.json"] = Fault(statuses=[503])
+    out = console(terminal=True)
+    show(downloading(REPO), out)
+    shown = out.file.getvalue()
+    assert "the hub answered 503; trying again in" in shown
+    assert "600 kB in 5 files" in shown
+    assert "600.3/600.3 kB" in shown
+
+
+def test_a_bracket_in_a_note_is_no_style():
+    def steps() -> Generator[Progress, None, Path]:
+        yield Progress(name="x", note="[red]a[/] [b")
+        return Path("x")
+
+    out = console()
+    show(steps(), out)
+    assert out.file.getvalue() == "[red]a[/] [b\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_ctrl_c_says_what_is_kept_and_how_to_go_on(terminal):
+    closed = []
+
+    def steps() -> Generator[Progress, None, Path]:
+        try:
+            yield AT
+            raise KeyboardInterrupt
+        finally:
+            closed.append(True)
+
+    out = console(terminal)
+    with pytest.raises(KeyboardInterrupt):
+        show(steps(), out)
+    last = out.file.getvalue().splitlines()[-1]
+    assert last.endswith("stopped; 1.20 GB are kept; go on with: your_ai download llama-8b")
+    assert closed == [True]
+
+
+def test_an_error_comes_through(hub):
+    with pytest.raises(UserError):
+        show(downloading("someone/else"), console())

@@ -1,0 +1,106 @@
+"""What is known of models without their files."""
+
+from __future__ import annotations
+
+import importlib
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from tests.conftest import MODULES
+from your_ai.hub.registry import (
+    Known,
+    alias_of,
+    config_of,
+    known,
+    nearest_aliases,
+    size_text,
+)
+
+MODELS = list(known().values())
+
+
+def test_the_default_is_known():
+    model = known()["llama-8b"]
+    assert model.repo == "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit"
+    assert size_text(model.bytes_on_disk) == "4.52 GB"
+
+
+def test_each_family_is_there():
+    families = {alias.split("-")[0] for alias in known()}
+    assert families == {
+        *("llama", "qwen2.5", "qwen3", "mistral", "gemma2", "gemma3"),
+        *("phi3.5", "phi4", "smollm2"),
+    }
+
+
+def test_no_repo_has_two_names():
+    assert len({model.repo for model in MODELS}) == len(MODELS)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.alias)
+def test_the_shape_has_the_stated_parameters(model: Known):
+    assert model.shape_parameters == pytest.approx(model.parameters, rel=0.03)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.alias)
+def test_mlx_lm_builds_a_model_of_exactly_this_shape(model: Known):
+    """Nothing is evaluated: its arrays have shapes and no memory."""
+    config = config_of(model)
+    name = MODULES.get(model.model_type, model.model_type)
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    built = module.Model(module.ModelArgs.from_dict(config))
+    if model.tied:
+        built.pop("lm_head", None)  # as mlx-lm does where the files have none
+    weights = dict(tree_flatten(built.parameters()))
+    assert sum(weight.size for weight in weights.values()) == model.shape_parameters
+    last = f"layers.{model.layers - 1}."
+    linears = {
+        name.split(last)[1].removesuffix(".weight"): weight.shape[::-1]
+        for name, weight in weights.items()
+        if last in name and weight.ndim == 2
+    }
+    assert linears == model.linears
+    if model.bits is None:
+        assert 2 * model.shape_parameters == model.bytes_on_disk
+        return
+    nn.quantize(built, model.group_size, model.bits)
+    sizes = [
+        weight.size * (weight.dtype.size if weight.dtype == mx.uint32 else 2)
+        for _, weight in tree_flatten(built.parameters())
+    ]
+    assert sum(sizes) == model.bytes_on_disk
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("lama-8b", "llama-8b"),
+        ("Meta-Llama-3.1-8B-Instruct", "llama-8b"),
+        ("qwen3-8B", "qwen3-8b"),
+        ("mistral", "mistral-7b"),
+    ],
+)
+def test_the_nearest_aliases_come_first(name, first):
+    near = nearest_aliases(name)
+    assert near[0] == first
+    assert len(near) <= 3
+
+
+def test_nothing_is_near_a_name_like_no_other():
+    assert nearest_aliases("xyzzy") == []
+
+
+def test_a_repo_has_its_alias():
+    assert alias_of("mlx-community/phi-4-4bit") == "phi4"
+    assert alias_of("someone/else") is None
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 kB"), (2_500, "2 kB"), (12_300_000, "12.3 MB"), (1e9, "1.00 GB")],
+)
+def test_sizes_are_told_in_the_unit_that_suits(size_bytes, text):
+    assert size_text(size_bytes) == text

@@ -1,0 +1,242 @@
+"""What the doctor finds on recorded machines, and how it is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+import your_ai
+from tests.machines import CPU, CUDA, GB, GIB, MACS, RECORDED
+from your_ai import doctor
+from your_ai.doctor import Finding, findings
+from your_ai.machine import Machine, limit_of
+
+MAC = MACS[16]
+
+
+def bad(machine: Machine) -> list[Finding]:
+    return [finding for finding in findings(machine) if finding.level != "ok"]
+
+
+def found(machine: Machine, word: str) -> Finding:
+    """The one finding that says `word`."""
+    (finding,) = [f for f in findings(machine) if word in f.what]
+    return finding
+
+
+def shown(machine: Machine, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(doctor.table(machine, findings(machine)))
+    return console.file.getvalue()
+
+
+# Recorded machines
+
+
+@pytest.mark.parametrize("gb", [8, 16, 24, 36])
+def test_a_mac_as_it_comes_has_no_fault(gb):
+    assert bad(MACS[gb]) == []
+
+
+@pytest.mark.parametrize(("gb", "could_mb"), [(64, 57344), (128, 114688)])
+def test_a_large_mac_is_told_of_its_wired_limit(gb, could_mb):
+    (finding,) = bad(MACS[gb])
+    assert finding.level == "note"
+    assert finding.command == f"sudo sysctl iogpu.wired_limit_mb={could_mb}"
+
+
+def test_the_wired_limit_that_is_advised_leads_to_a_higher_limit_and_no_new_advice():
+    for machine in (MACS[64], MACS[128]):
+        (finding,) = bad(machine)
+        wired = int(finding.command.rpartition("=")[2]) << 20
+        raised = replace(machine, recommended_bytes=wired, wired_limit_bytes=wired)
+        assert bad(raised) == []
+        assert limit_of(raised).limit_bytes > limit_of(machine).limit_bytes
+
+
+def test_a_box_with_a_card_is_told_that_it_holds_less():
+    (finding,) = bad(CUDA)
+    assert "the card has 25.8 GB" in finding.what
+    assert finding.command == "your_ai train --max-memory 23 --data my-data/"
+
+
+def test_a_box_without_a_gpu_is_told_of_its_blas():
+    assert [f.level for f in bad(CPU)] == ["note", "note"]
+    assert found(CPU, "BLAS").command == f"export LD_PRELOAD={CPU.openblas}"
+    without = replace(CPU, openblas=None)
+    assert found(without, "BLAS").command == "sudo apt install libopenblas0-pthread"
+    assert "BLAS" not in str(findings(replace(CPU, blas=CPU.openblas)))
+
+
+# One fault each
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "what", "command"),
+    [
+        ({"mlx": "0.31.0"}, "risk", "MLX 0.31.0 is older than 0.32.1", "--upgrade 'mlx>=0.32.1'"),
+        ({"mlx": "0.32.1"}, "note", "from 0.32.4 on", "--upgrade 'mlx>=0.32.4'"),
+        ({"mlx": None, "device": None}, "risk", "MLX is not installed", "'mlx>=0.32.1'"),
+        ({"mlx_fault": "no libx", "device": None}, "risk", "loaded (no libx)", "force-reinstall"),
+        ({"mlx_lm": "0.31.9"}, "risk", "mlx-lm 0.31.9 is older than 0.32", "'mlx-lm>=0.32'"),
+        ({"python": "3.9.6"}, "risk", "Python 3.9.6 is too old", "brew install python"),
+        ({"release": "13.6"}, "risk", "macOS 13.6: MLX needs 14", "softwareupdate"),
+        ({"translated": True}, "risk", "translated by Rosetta", "arch -arm64"),
+        ({"architecture": "x86_64", "device": "cpu"}, "risk", "has an Intel chip", ""),
+        ({"device": "cpu"}, "risk", "MLX finds no GPU", ""),
+        ({"wired_limit_bytes": 16 * GIB}, "risk", "leaves macOS 0.00 GB", "limit_mb=0"),
+        ({"pressure": 2}, "risk", "pressure is at warning", "top -l 1"),
+        ({"pressure": 4}, "risk", "pressure is at critical", "top -l 1"),
+        ({"swap_bytes": 2 * GB}, "note", "2.0 GB of memory is swapped out", "top -l 1"),
+        ({"swap_bytes": 5 * GB}, "risk", "5.0 GB of memory is swapped out", "top -l 1"),
+        ({"available_bytes": 3 * GB}, "note", "only 3.0 GB of 12.7 GB is free", "top -l 1"),
+        ({"available_bytes": None}, "note", "free now cannot be read", ""),
+        ({"ram_bytes": None}, "note", "how much memory this machine has cannot", ""),
+        ({"disk_free_bytes": 12 * GB}, "note", "12.0 GB free on the disk", "runs prune"),
+        ({"disk_free_bytes": 3 * GB}, "risk", "3.0 GB free on the disk", "runs prune"),
+        ({"store_writable": False}, "risk", "cannot be written", "export YOUR_AI_HOME="),
+        ({"offline": True}, "note", "HF_HUB_OFFLINE", "unset HF_HUB_OFFLINE"),
+        ({"endpoint": "https://hub"}, "note", "come from https://hub", "unset HF_ENDPOINT"),
+        ({"missing": ("report", "wandb")}, "note", "report, wandb", "'your_ai[report,wandb]'"),
+    ],
+)
+def test_a_fault_of_a_mac(change, level, what, command):
+    (finding,) = bad(replace(MAC, **change))
+    assert finding.level == level
+    assert what in finding.what
+    assert command in finding.command
+    assert bool(finding.command) == bool(command)
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "what", "command"),
+    [
+        ({"device": "cpu", "blas": "/x"}, "risk", "an NVIDIA card", "'your_ai[cuda]'"),
+        ({"container_bytes": 16 * GIB}, "note", "this container may use 17.2 GB", "docker update"),
+        ({"python": "3.9.2"}, "risk", "Python 3.9.2 is too old", "apt install python3"),
+        ({"pressure": 4}, "risk", "pressure is at critical", "ps -eo rss"),
+    ],
+)
+def test_a_fault_of_a_box_with_linux(change, level, what, command):
+    machine = replace(CUDA, gpu_bytes=None, gpu_free_bytes=None, **change)
+    (finding,) = bad(machine)
+    assert finding.level == level
+    assert what in finding.what
+    assert command in finding.command
+
+
+def test_a_small_machine_is_told_what_it_can_do():
+    small = replace(CPU, ram_bytes=4 * GIB, available_bytes=3 * GIB, blas="/x")
+    assert found(small, "smallest models").command == "your_ai recommend --memory 4"
+
+
+def test_a_container_as_large_as_its_machine_is_none():
+    assert "container" not in str(findings(replace(CPU, container_bytes=CPU.ram_bytes)))
+
+
+def test_risks_come_first_and_what_is_well_last():
+    machine = replace(MACS[64], pressure=4, offline=True)
+    assert [f.level for f in findings(machine)] == ["risk", "note", "note", "ok", "ok", "ok", "ok"]
+
+
+def test_what_is_needed_is_what_the_package_asks_for():
+    project = (Path(your_ai.__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'requires-python = ">={doctor.PYTHON_NEEDED}"' in project
+    assert f'"mlx>={doctor.MLX_NEEDED};' in project
+    assert f'"mlx-lm>={doctor.MLX_LM_NEEDED}"' in project
+
+
+@pytest.mark.parametrize(
+    ("version", "than", "older"),
+    [
+        ("0.32.1", "0.32.1", False),
+        ("0.32", "0.32.1", True),
+        ("0.32.1", "0.32", False),
+        ("0.9.9", "0.32", True),
+        ("1.0", "0.32.1", False),
+        ("0.32.1.dev20260101", "0.32.1", False),
+        ("15.5", "14", False),
+        ("unknown", "14", True),
+    ],
+)
+def test_versions_are_compared_by_their_numbers(version, than, older):
+    assert doctor.older(version, than) == older
+
+
+SIZED = (
+    *("ram_bytes", "recommended_bytes", "wired_limit_bytes", "available_bytes", "held_bytes"),
+    *("swap_bytes", "container_bytes", "disk_free_bytes", "gpu_bytes"),
+)
+SIZES = st.none() | st.integers(0, 2**45)
+
+
+@given(
+    st.sampled_from(list(RECORDED.values())),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            **dict.fromkeys(SIZED, SIZES),
+            "pressure": st.none() | st.integers(0, 5),
+            "device": st.none() | st.sampled_from(["metal", "cuda", "cpu"]),
+            "chip": st.none(),
+            "release": st.none(),
+            "cores": st.none(),
+            "store": st.none(),
+            "python": st.none() | st.text(max_size=5),
+            "mlx": st.none() | st.text(max_size=5),
+        },
+    ),
+)
+def test_no_machine_is_too_odd(machine, changes):
+    odd = replace(machine, **changes)
+    json.dumps(doctor.as_json(odd, findings(odd)))
+    assert shown(odd)
+
+
+# Showing it
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_every_machine_is_shown_with_the_limit_of_a_run(name):
+    machine = RECORDED[name]
+    text = " ".join(shown(machine).split())
+    assert machine.chip in text
+    assert " ".join(doctor.facts(machine)["a run"].split()) in text
+    for finding in findings(machine):
+        assert f"{finding.level} " in text
+        assert " ".join(finding.what.split()) in text
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_command_is_one_whole_line(name):
+    lines = [line.strip() for line in shown(RECORDED[name]).splitlines()]
+    commands = [f.command for f in findings(RECORDED[name]) if f.command]
+    assert [line for line in lines if line in commands] == commands
+
+
+def test_the_limit_is_that_of_a_run():
+    limit = limit_of(MAC)
+    assert limit.limit_bytes == int(0.95 * MAC.recommended_bytes)
+    assert "recommended working set" in limit.reason
+
+
+def test_programs_get_the_machine_the_limit_and_the_findings():
+    told = json.loads(json.dumps(doctor.as_json(MAC, findings(MAC))))
+    assert told["machine"]["chip"] == "Apple M2"
+    assert told["limit_bytes"] == limit_of(MAC).limit_bytes
+    assert {"level": "ok", "what": "MLX 0.32.4", "command": ""} in told["findings"]
+    assert set(told) == {"machine", "limit_bytes", "limit_reason", "findings"}
+
+
+def test_a_machine_that_tells_nothing_is_shown_too():
+    unknown = Machine(system="Linux")
+    assert doctor.as_json(unknown, [])["limit_bytes"] is None
+    assert re.search(r"machine +Linux", shown(unknown))

@@ -1,0 +1,159 @@
+"""The self-test's checks on this device, and that each sees the fault that it is for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_map
+
+from your_ai import model, selfchecks
+from your_ai.hub.check import check_model
+from your_ai.selfchecks import CHECKS, Made
+
+CPU = mx.default_device().type == mx.cpu
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer tokens and updates than on a user's machine, and memory counted as before."""
+    monkeypatch.setattr(selfchecks, "TOKENS", 32)
+    monkeypatch.setattr(selfchecks, "FEW_TOKENS", 32)
+    monkeypatch.setattr(selfchecks, "STEPS", 2)
+    limit = mx.set_cache_limit(0)
+    mx.set_cache_limit(limit)
+    yield
+    mx.set_cache_limit(limit)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("selfchecks")
+    selfchecks.make_model(place)
+    return place
+
+
+def write_adapters(folder: Path, run: str, value: float) -> None:
+    place = folder / "runs" / run / "adapter"
+    place.mkdir(parents=True)
+    mx.save_safetensors(str(place / "adapters.safetensors"), {"a": mx.full((4, 4), value)})
+
+
+def test_the_model_is_one_that_trains(tmp_path):
+    outcome = selfchecks.make_model(tmp_path)
+    path = Path(outcome.figures["folder"])
+    assert path == selfchecks.model_in(tmp_path)
+    check_model(path)
+    assert model.load_tokenizer_of(path).encode("a stone")
+    assert outcome.figures["device"] == selfchecks.device()
+
+
+@pytest.mark.parametrize("name", ["counters", "speed"])
+def test_a_check_passes_here(folder, name):
+    outcome = CHECKS[name](folder)
+    assert outcome.ok, outcome.measured
+    json.dumps(dataclasses.asdict(outcome))
+
+
+def test_gradients_differ_by_rounding(folder):
+    outcome = selfchecks.compare_gradients(folder)
+    assert outcome.ok, outcome.measured
+    if CPU:
+        assert set(outcome.figures) == {"staged float32", "streamed float32", "spilled float32"}
+        assert all(0 < worst < 1e-5 for worst in outcome.figures.values())
+
+
+def test_reloads_change_nothing(folder):
+    outcome = selfchecks.compare_reloads(folder)
+    assert outcome.ok, outcome.measured
+    assert outcome.figures["read_bytes"] > 100_000
+    if CPU:  # elsewhere sums may come in another order
+        for plan in ("fused", "staged"):
+            assert outcome.figures[plan] == {"alike": 0.0, "reloaded": 0.0}
+
+
+def test_a_cache_that_is_not_cleared_is_seen(folder, monkeypatch):
+    monkeypatch.setattr(mx, "clear_cache", lambda: None)
+    outcome = selfchecks.count_memory(folder)
+    assert not outcome.ok
+    assert "wrong: cache when cleared" in outcome.measured
+
+
+def test_gradients_that_are_off_by_a_hundredth_are_seen(folder, monkeypatch):
+    made = selfchecks.made
+
+    def off(place: Path, plan: str, contest: Any) -> Made:
+        found = made(place, plan, contest)
+        if plan != "staged":
+            return found
+        gradients = found.engine.gradients
+
+        def scaled(*arguments: Any) -> Any:
+            loss, grads = gradients(*arguments)
+            return loss, tree_map(lambda g: 1.01 * g, grads)
+
+        return found._replace(engine=dataclasses.replace(found.engine, gradients=scaled))
+
+    monkeypatch.setattr(selfchecks, "made", off)
+    outcome = selfchecks.compare_gradients(folder)
+    assert not outcome.ok
+    assert outcome.figures["staged float32"] == pytest.approx(0.01, rel=0.01)
+    assert outcome.figures["streamed float32"] < 1e-5
+
+
+def test_a_reload_that_changes_a_weight_is_seen(folder, monkeypatch):
+    reload_adapted = selfchecks.reload_adapted
+
+    def damaged(network: nn.Module, tensors: Any) -> int:
+        read = reload_adapted(network, tensors)
+        layer = network.layers[0].self_attn.q_proj.linear
+        layer.scales = 1.01 * layer.scales
+        return read
+
+    monkeypatch.setattr(selfchecks, "reload_adapted", damaged)
+    outcome = selfchecks.compare_reloads(folder)
+    assert not outcome.ok
+    assert "weights are not the same" in outcome.measured
+
+
+def test_a_reload_that_reads_nothing_is_no_reload(folder, monkeypatch):
+    monkeypatch.setattr(selfchecks, "reload_adapted", lambda *_: 0)
+    assert not selfchecks.compare_reloads(folder).ok
+
+
+def test_losses_that_differ_are_seen(folder, monkeypatch):
+    def off(_: object, plan: str) -> list[tuple[float, float, int]]:
+        return [(2.1 if plan == "spilled" else 2.0, 0.5, 64)] * 2
+
+    monkeypatch.setattr(selfchecks.bench, "run_ours", off)
+    outcome = selfchecks.time_plans(folder)
+    assert not outcome.ok
+    assert "the losses differ" in outcome.measured
+
+
+@pytest.mark.parametrize(
+    ("value", "ok", "text"), [(2.0, True, "the same bytes"), (2.02, False, "differs by 9.9e-03")]
+)
+def test_adapters_are_compared_by_their_bytes(tmp_path, value, ok, text):
+    write_adapters(tmp_path, "whole", 2.0)
+    write_adapters(tmp_path, "killed", value)
+    outcome = selfchecks.compare_adapters(tmp_path)
+    assert (outcome.ok, text in outcome.measured) == (ok, True)
+
+
+def test_another_order_of_sums_is_allowed_on_a_gpu_alone(tmp_path, monkeypatch):
+    write_adapters(tmp_path, "whole", 2.0)
+    write_adapters(tmp_path, "killed", 2.00001)
+    for device, ok in (("cpu", False), ("metal", True)):
+        monkeypatch.setattr(selfchecks, "device", lambda device=device: device)
+        assert selfchecks.compare_adapters(tmp_path).ok == ok
+
+
+def test_what_is_not_finite_differs_from_everything():
+    nan = mx.array([1.0, float("nan")])
+    assert selfchecks.relative(nan, mx.array([1.0, 1.0])) == float("inf")

@@ -1,0 +1,256 @@
+"""The self-test around its checks: processes, time, what is seen from outside, the report."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.machines import CPU, MACS
+from your_ai import selftest
+from your_ai.memory import probe
+from your_ai.selftest import CHECKS, Failed, Line, OutOfTime, failed, held_by, report, run, text
+
+OUTCOME = {"ok": True, "measured": "all is well", "figures": {"folder": "m", "device": "cpu"}}
+SOON_S = 60.0
+
+
+@pytest.fixture
+def canned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Outcomes of checks by name, or what they raise; nothing is started."""
+    told: dict[str, Any] = {}
+
+    def answer(check: str, *_: object) -> dict[str, Any]:
+        found = told.get(check, OUTCOME)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(selftest, "asked", answer)
+    runs = {name: lambda *_, name=name: answer(name) for name in selftest.RUNS}
+    monkeypatch.setattr(selftest, "RUNS", runs)
+    return told
+
+
+@pytest.fixture
+def temporary(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where folders are made that are to be removed."""
+    place = own_folder / "tmp"
+    place.mkdir()
+    monkeypatch.setattr(selftest.tempfile, "tempdir", str(place))
+    return place
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with the self-test's model, and what was told of it."""
+    place = tmp_path_factory.mktemp("selftest")
+    return place, selftest.asked("model", place, time.monotonic() + SOON_S)["figures"]
+
+
+def late(computed_s: float) -> OutOfTime:
+    error = OutOfTime.__new__(OutOfTime)
+    error.cpu_s = computed_s
+    return error
+
+
+# The checks in turn
+
+
+def test_every_check_is_told_in_turn(canned, temporary):
+    lines = list(run())
+    assert [line.check for line in lines] == ["model", *CHECKS]
+    assert all(line.ok and line.measured == "all is well" for line in lines)
+    assert not failed(lines)
+    assert list(temporary.iterdir()) == []
+
+
+def test_without_a_model_there_is_nothing_to_check(canned):
+    canned["model"] = Failed("its process was killed by SIGABRT")
+    (line,) = run()
+    assert (line.ok, line.measured) == (False, "its process was killed by SIGABRT")
+    assert failed([line])
+
+
+def test_a_check_that_fails_does_not_end_the_others(canned):
+    canned["gradients"] = {"ok": False, "measured": "worst 0.3"}
+    canned["budget"] = Failed("its process ended with status 1: error: no")
+    lines = list(run())
+    assert len(lines) == 1 + len(CHECKS)
+    assert [line.check for line in lines if line.ok is False] == ["gradients", "budget"]
+    assert failed(lines)
+
+
+def test_when_the_time_is_up_the_rest_is_not_done(canned, monkeypatch):
+    clock = itertools.count(0.0, 10.0)  # looked at once to begin, and twice a check
+    monkeypatch.setattr(selftest.time, "monotonic", lambda: next(clock))
+    lines = list(run(93.0))
+    assert [line.ok for line in lines] == [True] * 4 + [None] * 3
+    assert lines[-1].measured == "not done: the time was up"
+    assert not failed(lines)
+
+
+@pytest.mark.parametrize(
+    ("took_s", "computed_s", "ok", "measured"),
+    [
+        (40, 30, None, "not done within 40 s, of which its last process computed 30 s"),
+        (40, 0.5, False, "hangs: not done within 40 s, of which its last process computed 0 s"),
+        (6, 0.1, None, "not done within 6 s, of which its last process computed 0 s"),
+    ],
+)
+def test_what_hangs_is_told_from_what_is_slow(
+    canned, monkeypatch, took_s, computed_s, ok, measured
+):
+    canned["reload"] = late(computed_s)
+    times = iter([0.0, took_s, took_s])
+    monkeypatch.setattr(selftest.time, "monotonic", lambda: next(times))
+    line = selftest.line_of("reload", Path(), 100.0, {})
+    assert (line.ok, line.measured) == (ok, measured)
+
+
+def test_a_caller_who_stops_early_leaves_nothing(canned, temporary):
+    lines = run()
+    next(lines)
+    assert len(list(temporary.iterdir())) == 1
+    lines.close()
+    assert list(temporary.iterdir()) == []
+
+
+# Processes
+
+
+def test_a_process_that_dies_says_how(own_folder):
+    for code, ended in (
+        ("import os; os.abort()", "its process was killed by SIGABRT"),
+        ("raise SystemExit('no GPU')", "its process ended with status 1: no GPU"),
+    ):
+        with pytest.raises(Failed, match=re.escape(ended)):
+            selftest.done(["-c", code], own_folder, "x", time.monotonic() + SOON_S)
+
+
+def test_a_process_that_takes_too_long_is_ended(own_folder):
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with pytest.raises(OutOfTime) as caught:
+        selftest.done(["-c", code], own_folder, "x", time.monotonic() + 1.0)
+    assert caught.value.cpu_s < 1
+    assert not psutil.pid_exists(int((own_folder / "x.out").read_text()))
+
+
+def test_a_check_that_prints_no_result_failed(own_folder, monkeypatch):
+    monkeypatch.setattr(selftest, "done", lambda *_: "a warning\n")
+    with pytest.raises(Failed, match="without a result"):
+        selftest.asked("counters", own_folder, 0.0)
+
+
+def test_a_check_that_there_is_not_fails_as_its_process_does(own_folder):
+    with pytest.raises(Failed, match="ended with status 1: KeyError: 'unheard-of'"):
+        selftest.asked("unheard-of", own_folder, time.monotonic() + SOON_S)
+
+
+# Runs
+
+
+def test_a_killed_run_is_checked_from_outside(made, monkeypatch):
+    for name, value in (("RUN_STEPS", 24), ("SAVE_EVERY", 4), ("KILL_FROM", 6)):
+        monkeypatch.setattr(selftest, name, value)
+    outcome = selftest.survive(*made, time.monotonic() + SOON_S)
+    told = re.fullmatch(
+        r"killed at step (\d+) of 24, went on from step (\d+): the adapter has the same bytes",
+        outcome["measured"],
+    )
+    assert outcome["ok"]
+    assert 6 <= int(told[1]) < 24
+    assert 4 <= int(told[2]) <= int(told[1])
+
+
+def test_a_budget_is_held_as_seen_from_outside(made, monkeypatch):
+    monkeypatch.setattr(selftest, "LONG_TOKENS", 96)
+    outcome = selftest.hold_budget(*made, time.monotonic() + SOON_S)
+    figures = outcome["figures"]
+    assert outcome["ok"], outcome["measured"]
+    assert figures["empty_bytes"] < figures["limit_bytes"] < figures["fused_bytes"]
+    assert 50_000_000 < figures["peak_bytes"] <= figures["limit_bytes"]
+    assert figures["looks"] > 50
+    assert len(figures["plans"]) == 1
+
+
+def test_a_budget_that_is_exceeded_is_seen(made, monkeypatch):
+    planned = {"needed_bytes": 300_000_000, "larger": None, "components": {"python": 200_000_000}}
+    monkeypatch.setattr(selftest, "done", lambda *_: json.dumps(planned))
+    monkeypatch.setattr(selftest, "command", lambda *_: ["-c", "import time; time.sleep(0.5)"])
+    for held, ok in ((224_000_000, True), (226_000_000, False)):
+        monkeypatch.setattr(selftest, "held_by", lambda _, held=held: held)
+        outcome = selftest.hold_budget(*made, time.monotonic() + SOON_S)
+        assert outcome["figures"]["limit_bytes"] == 225_000_000
+        assert outcome["ok"] == ok
+
+
+def test_what_another_process_has_held_is_seen_after_it_was_freed():
+    code = (
+        "import sys; x = bytearray(b'1') * 80_000_000; del x; print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        assert 80_000_000 < held_by(process.pid) < 120_000_000
+        process.kill()
+    assert held_by(process.pid) == 0
+
+
+@pytest.mark.parametrize(("now", "most", "held"), [(7, 9, 9), (7, 0, 7), (0, 0, 0)])
+def test_a_mac_tells_the_footprint_of_another_process(monkeypatch, now, most, held):
+    class Library:
+        @staticmethod
+        def proc_pid_rusage(pid: int, flavour: int, buffer: Any) -> int:
+            assert (pid, flavour) == (os.getpid(), probe.RUSAGE_INFO_V4)
+            values = ((probe.FOOTPRINT_AT, now), (probe.MOST_FOOTPRINT_AT, most))
+            for at, value in values:
+                ctypes.memmove(ctypes.addressof(buffer) + at, struct.pack("=Q", value), 8)
+            return 0
+
+    monkeypatch.setattr(probe, "is_macos", lambda: True)
+    monkeypatch.setattr(probe, "libc", Library)
+    assert held_by(os.getpid()) == held
+
+
+# Showing it
+
+LINES = [
+    Line("model", True, "tiny, on metal", 1.2),
+    Line("gradients", False, "worst relative difference 3.0e-01", 4.0),
+    Line("speed", None, "not done: the time was up"),
+]
+
+
+def test_a_line_says_what_was_measured():
+    assert text(LINES[1]) == "FAIL  gradients   worst relative difference 3.0e-01  (4.0 s)"
+    assert text(LINES[0]).startswith("ok    model ")
+    assert text(LINES[2]).startswith("-     speed ")
+
+
+def test_the_report_can_be_pasted_and_names_no_one():
+    told = report(LINES, MACS[64])
+    first, *_, last = told.splitlines()
+    assert (first, last) == ("```", "```")
+    assert "1 of 3 checks passed, 1 not done" in told
+    for part in ("Apple M1 Max", "macOS 14.2", "MLX 0.32.4", "max buffer", *map(text, LINES)):
+        assert part in told
+    assert "/Users/me" not in told
+    assert "/home/me" not in report(LINES, CPU)
+
+
+def test_nothing_heavy_is_loaded_by_what_only_starts_processes():
+    code = "import sys, your_ai.selftest; sys.exit('mlx' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

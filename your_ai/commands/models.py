@@ -1,0 +1,210 @@
+"""`your_ai download`, `models`, `quantize`, `recommend` and `doctor`: before a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from your_ai.commands.options import open_console
+from your_ai.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from your_ai.machine import Machine
+
+app = typer.Typer(name="models", help="List models, verify or remove them.")
+
+
+def download(
+    name: Annotated[str, typer.Argument(help="An alias, or an id of the hub.")],
+    revision: Annotated[
+        str | None, typer.Option(help="A branch, a tag or a commit; by default main.")
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option(help="The folder that the model becomes; by default in models/.")
+    ] = None,
+) -> None:
+    """Fetch a model from the hub, checked against the hub's hashes. Goes on where it was cut."""
+    fetch(name, open_console(), revision, to)
+
+
+def fetch(name: str, console: Console, revision: str | None = None, to: Path | None = None) -> Path:
+    from your_ai.hub import download as downloads
+    from your_ai.hub import progress
+
+    return progress.show(downloads.downloading(name, revision, to), console)
+
+
+def find_or_fetch(name: str, console: Console, yes: bool) -> Path:
+    """The folder of a model; one that is not here is fetched once the user has said so."""
+    from your_ai.hub.find import Missing, find_model
+
+    try:
+        return find_model(name)
+    except Missing as missing:
+        if not yes:
+            if not (sys.stdin.isatty() and sys.stdout.isatty()):
+                raise
+            size = f", {missing.size_text}" if missing.size_text else ""
+            if not typer.confirm(
+                f"{name} is not on this machine ({missing.repo}{size}); fetch it?"
+            ):
+                raise
+        return fetch(name, console)
+
+
+@app.callback(invoke_without_command=True)
+def models(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list for programs.")] = False,
+) -> None:
+    """List the models here and those that are known, with what this machine can do with them."""
+    if context.invoked_subcommand is not None:
+        return
+    from your_ai import shelf
+
+    rows = shelf.rows()
+    if as_json:
+        typer.echo(json.dumps(shelf.as_json(rows)))
+    else:
+        console = open_console()
+        console.print(shelf.table(rows, console.width))
+
+
+@app.command()
+def verify(
+    name: Annotated[str, typer.Argument(help="A model that is here: its name, alias or folder.")],
+) -> None:
+    """Read a model's files and compare them with what the hub said of them."""
+    from your_ai.hub.find import find_model, put_model, repo_of
+    from your_ai.hub.record import verify as verify_folder
+
+    put = None if Path(name).is_dir() else put_model(repo_of(name, name))
+    folder = put or find_model(name)  # what is put may lack something: all of it is told
+    verdict = verify_folder(folder)
+    for fault in verdict.faults:
+        typer.echo(fault)
+    if verdict.faults:
+        raise UserError(f"{folder}: is not whole; fetch it again: your_ai download {name}")
+    typer.echo(f"{folder}: {verdict.checked}")
+
+
+@app.command()
+def rm(
+    names: Annotated[list[str], typer.Argument(help="Models in models/.", metavar="NAME...")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove models, or what an interrupted download left."""
+    from your_ai.dashboard.view import memory
+    from your_ai.hub.local import remove_model
+
+    if not yes and not typer.confirm(f"remove {', '.join(names)}?"):
+        typer.echo("nothing was removed")
+        raise typer.Exit(1)
+    for name in names:
+        typer.echo(f"removed {name}, {memory(remove_model(name))}")
+
+
+def quantize(
+    source: Annotated[str, typer.Argument(help="A model: an alias, a folder, or an id.")],
+    target: Annotated[Path, typer.Argument(help="The folder that is written.")],
+    bits: Annotated[int, typer.Option(help="Of a weight.")] = 4,
+    group_size: Annotated[int, typer.Option(help="Weights that share a scale.")] = 64,
+    max_memory: Annotated[
+        float | None, typer.Option(help="Most memory of this process, in GB.", min=0.0)
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Allow more than the machine has.")
+    ] = False,
+) -> None:
+    """Quantize a model, shard by shard: as mlx_lm.convert does, in little memory."""
+    from your_ai.hub.find import find_model
+    from your_ai.quantize import convert
+
+    steps = convert.quantize(find_model(source), target, bits, group_size, max_memory, force)
+    try:
+        show_quantizing(steps, open_console())
+    except KeyboardInterrupt:
+        typer.echo(convert.left_behind(target), err=True)
+        raise
+    typer.echo(target)
+
+
+def show_quantizing(steps, console: Console) -> None:
+    """A bar of the bytes written, on a terminal."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("quantizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        for step in steps:
+            bar.update(task, completed=step.done_bytes, total=step.total_bytes)
+
+
+def recommend(
+    memory: Annotated[
+        float | None, typer.Option(help="Of another machine: its RAM in GB.", min=0.0)
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All that fit, not the best alone.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+) -> None:
+    """Which models train on this machine, how, and the command to start each; best first."""
+    from your_ai import recommend as recommending
+    from your_ai.machine import read_machine
+
+    if memory is None:
+        room = recommending.room_here(read_machine())
+    else:
+        room = recommending.room_of(memory)
+    found = recommending.recommend(room)
+    if as_json:
+        typer.echo(json.dumps(recommending.as_json(room, found)))
+    elif every:
+        open_console().print(recommending.table(room, found, None))
+    else:
+        open_console().print(recommending.table(room, found))
+
+
+def doctor(
+    selftest: Annotated[
+        bool, typer.Option("--selftest", help="Train on the spot and measure: 2 minutes.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+) -> None:
+    """Look at this machine: what is missing or risky, and the one command that mends it."""
+    from your_ai import doctor as examining
+    from your_ai.machine import read_machine
+
+    machine = read_machine()
+    if selftest:
+        test_device(machine, as_json)
+        return
+    found = examining.findings(machine)
+    if as_json:
+        typer.echo(json.dumps(examining.as_json(machine, found)))
+    else:
+        open_console().print(examining.table(machine, found))
+
+
+def test_device(machine: Machine, as_json: bool) -> None:
+    """Show each check as it is done, then a report; exit status 1 if one failed."""
+    from your_ai import selftest
+
+    lines = []
+    for line in selftest.run():
+        lines.append(line)
+        if not as_json:
+            typer.echo(selftest.text(line))
+    if as_json:
+        rows = [dataclasses.asdict(line) for line in lines]
+        typer.echo(json.dumps({"machine": dataclasses.asdict(machine), "checks": rows}))
+    else:
+        typer.echo(f"\n{selftest.report(lines, machine)}")
+    if selftest.failed(lines):
+        raise typer.Exit(1)

@@ -1,0 +1,268 @@
+"""`your_ai doctor`: what on a machine is missing or risky, and the command that mends it. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from your_ai.machine import MIB, Machine, limit_of
+from your_ai.memory import limit as limits
+from your_ai.memory.limit import GB, roughly, system_bytes
+
+PYTHON_NEEDED, MLX_NEEDED, MLX_LM_NEEDED = "3.10", "0.32.1", "0.32"  # as pyproject.toml has them
+MLX_VJP = "0.32.4"  # the first whose causal attention on Metal has a backward of its own
+MACOS_NEEDED = "14"  # of MLX's packages
+MAC, LINUX = "Darwin", "Linux"
+DEVICES = {"metal": "Metal", "cuda": "CUDA", "cpu": "the CPU alone"}
+PRESSURES = {1: "normal", 2: "warning", 4: "critical"}
+LEAST_RAM_BYTES = 7 * GB
+SYSTEM_ROOM_BYTES, SYSTEM_ROOM_SHARE = 8 << 30, 8  # what to leave a Mac whose limit is raised
+WORTH_BYTES = 1 << 30  # a raised limit must give as much more
+MUCH_SWAP_SHARE, SOME_SWAP_BYTES = 4, GB
+DISK_RISK_BYTES, DISK_NOTE_BYTES = 5 * GB, 20 * GB  # a model of 8B at 4 bits takes 4.5 GB
+LEVELS = ("risk", "note", "ok")
+STYLES = {"risk": "red", "note": "yellow", "ok": "green"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something found: what, and the one command that mends it, where there is one.
+
+    level: ok, note (it could be better) or risk (a run may fail, or be slow).
+    """
+
+    level: Literal["ok", "note", "risk"]
+    what: str
+    command: str = ""
+
+
+# What is found
+
+
+def findings(machine: Machine) -> list[Finding]:
+    """What is missing or risky first, then what could be better, then what is well."""
+    found = [
+        *of_versions(machine),
+        *of_device(machine),
+        *of_memory(machine),
+        *of_disk(machine),
+        *of_surroundings(machine),
+    ]
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+
+
+def of_versions(machine: Machine) -> Iterator[Finding]:
+    mac = machine.system == MAC
+    if machine.python and older(machine.python, PYTHON_NEEDED):
+        command = "brew install python" if mac else "sudo apt install python3 python3-venv"
+        needed = f"Python {machine.python} is too old: your_ai needs {PYTHON_NEEDED} or newer"
+        yield Finding("risk", needed, command)
+    if mac and machine.release and older(machine.release, MACOS_NEEDED):
+        needed = f"macOS {machine.release}: MLX needs {MACOS_NEEDED} or newer"
+        yield Finding("risk", needed, "softwareupdate --list")
+    for name, label, have, need in (
+        ("mlx", "MLX", machine.mlx, MLX_NEEDED),
+        ("mlx-lm", "mlx-lm", machine.mlx_lm, MLX_LM_NEEDED),
+    ):
+        command = f"pip install --upgrade '{name}>={need}'"
+        if have is None:
+            yield Finding("risk", f"{label} is not installed", command)
+        elif older(have, need):
+            why = ", and ends the process when memory is short" if label == "MLX" else ""
+            yield Finding("risk", f"{label} {have} is older than {need}{why}", command)
+        else:
+            yield Finding("ok", f"{label} {have}")
+    if machine.mlx and machine.mlx_fault:
+        what = f"MLX {machine.mlx} cannot be loaded ({machine.mlx_fault})"
+        yield Finding("risk", what, "pip install --force-reinstall mlx")
+    elif (
+        machine.device == "metal"
+        and machine.mlx
+        and older(machine.mlx, MLX_VJP)
+        and not older(machine.mlx, MLX_NEEDED)
+    ):
+        what = f"MLX {machine.mlx}: from {MLX_VJP} on, attention over long rows trains faster"
+        yield Finding("note", what, f"pip install --upgrade 'mlx>={MLX_VJP}'")
+    if machine.missing:
+        names = ", ".join(machine.missing)
+        what = f"not installed, and needed for these alone: {names}"
+        yield Finding("note", what, f"pip install 'your_ai[{','.join(machine.missing)}]'")
+
+
+def of_device(machine: Machine) -> Iterator[Finding]:
+    if machine.translated:
+        what = "this Python is an Intel one's, translated by Rosetta: MLX cannot use the GPU"
+        yield Finding("risk", what, "arch -arm64 /bin/zsh -c 'brew install python'")
+    elif machine.system == MAC and machine.architecture == "x86_64":
+        yield Finding("risk", "this Mac has an Intel chip; MLX needs an Apple one")
+    elif machine.device in ("metal", "cuda"):
+        yield Finding("ok", f"MLX computes on {DEVICES[machine.device]}")
+    elif machine.device == "cpu" and machine.system == MAC:
+        yield Finding("risk", "MLX finds no GPU, as in a virtual machine: steps are very slow")
+    elif machine.device == "cpu" and machine.nvidia:
+        what = "there is an NVIDIA card, and this MLX computes on the CPU alone"
+        yield Finding("risk", what, "pip install 'your_ai[cuda]'")
+    elif machine.device == "cpu":
+        what = "no GPU: models above some 100 million parameters train very slowly"
+        yield Finding("note", what)
+    limit = limit_of(machine)
+    if machine.gpu_bytes is not None and limit and machine.gpu_bytes < limit.limit_bytes:
+        what = f"the card has {roughly(machine.gpu_bytes)}, less than what a run may hold here"
+        command = f"your_ai train --max-memory {0.9 * machine.gpu_bytes / GB:.0f} --data my-data/"
+        yield Finding("note", what, command)
+    if machine.system == LINUX and machine.device == "cpu" and machine.blas is None:
+        what = "MLX multiplies with the BLAS that it brings, some 40 times slower than OpenBLAS"
+        command = "sudo apt install libopenblas0-pthread"
+        if machine.openblas is not None:
+            command = f"export LD_PRELOAD={machine.openblas}"
+            what += ", which is installed but not used"
+        yield Finding("note", what, command)
+
+
+def of_memory(machine: Machine) -> Iterator[Finding]:
+    ram = machine.ram_bytes
+    who = "ps -eo rss,pid,comm --sort=-rss | head"
+    if machine.system == MAC:
+        who = "top -l 1 -o mem -n 8 -stats pid,command,mem"
+    if ram is None:
+        yield Finding("note", "how much memory this machine has cannot be read; give --max-memory")
+        return
+    if ram < LEAST_RAM_BYTES:
+        what = f"{roughly(ram)} RAM: room for the smallest models alone"
+        yield Finding("note", what, f"your_ai recommend --memory {max(1, round(ram / 2**30))}")
+    yield from of_wired_limit(machine, ram)
+    if machine.pressure in (2, 4):
+        what = f"memory pressure is at {PRESSURES[machine.pressure]}: close what holds the most"
+        yield Finding("risk", what, who)
+    elif machine.pressure == 1:
+        yield Finding("ok", "memory pressure is normal")
+    swap = machine.swap_bytes or 0
+    if swap >= SOME_SWAP_BYTES:
+        level = "risk" if swap >= ram / MUCH_SWAP_SHARE else "note"
+        what = f"{roughly(swap)} of memory is swapped out: runs beside it are slow"
+        yield Finding(level, what, who)
+    most = min(ram, machine.recommended_bytes or ram, machine.container_bytes or ram)
+    if machine.available_bytes is None:
+        yield Finding("note", "how much memory is free now cannot be read; give --max-memory")
+    elif machine.available_bytes + (machine.held_bytes or 0) < most / 2:
+        free = roughly(machine.available_bytes)
+        yield Finding("note", f"only {free} of {roughly(most)} is free now: others hold it", who)
+    if machine.container_bytes is not None and machine.container_bytes < ram:
+        sizes = f"{roughly(machine.container_bytes)} of the machine's {roughly(ram)}"
+        command = f"docker update --memory {ram // MIB}m --memory-swap {ram // MIB}m CONTAINER"
+        yield Finding("note", f"this container may use {sizes}", command)
+
+
+def of_wired_limit(machine: Machine, ram: int) -> Iterator[Finding]:
+    """What a Mac lets the GPU hold: whether it could be more, or is too much."""
+    have, wired = machine.recommended_bytes, machine.wired_limit_bytes or 0
+    if machine.system != MAC or have is None:
+        return
+    if max(wired, have) > ram - system_bytes(ram):
+        what = f"iogpu.wired_limit_mb leaves macOS {roughly(max(0, ram - max(wired, have)))}"
+        yield Finding("risk", f"{what}: it may freeze", "sudo sysctl iogpu.wired_limit_mb=0")
+        return
+    could = ram - max(SYSTEM_ROOM_BYTES, ram // SYSTEM_ROOM_SHARE)
+    if not wired and could - have >= WORTH_BYTES:
+        what = f"macOS lets the GPU hold {roughly(have)} of {roughly(ram)}; {roughly(could)} is "
+        command = f"sudo sysctl iogpu.wired_limit_mb={could // MIB}"
+        yield Finding("note", f"{what}safe to allow, until the next restart", command)
+
+
+def of_disk(machine: Machine) -> Iterator[Finding]:
+    if machine.store_writable is False:
+        what = f"{machine.store}: cannot be written; models and caches lie there"
+        yield Finding("risk", what, "export YOUR_AI_HOME=$HOME/your_ai")
+    free = machine.disk_free_bytes
+    if free is None:
+        return
+    what = f"{roughly(free)} free on the disk of {machine.store}"
+    if free < DISK_NOTE_BYTES:
+        level = "risk" if free < DISK_RISK_BYTES else "note"
+        what += "; a model of 8B at 4 bits takes 4.5 GB"
+        yield Finding(level, what, "your_ai runs prune")
+    else:
+        yield Finding("ok", what)
+
+
+def of_surroundings(machine: Machine) -> Iterator[Finding]:
+    if machine.offline:
+        what = "HF_HUB_OFFLINE is set: no model is downloaded"
+        yield Finding("note", what, "unset HF_HUB_OFFLINE")
+    if machine.endpoint:
+        what = f"HF_ENDPOINT is set: models come from {machine.endpoint}"
+        yield Finding("note", what, "unset HF_ENDPOINT")
+
+
+def older(version: str, than: str) -> bool:
+    """Whether a version's numbers are below those of another, as far as both have some."""
+    ours, theirs = ([int(part) for part in re.findall(r"\d+", v)[:3]] for v in (version, than))
+    length = max(len(ours), len(theirs))
+    return ours + [0] * (length - len(ours)) < theirs + [0] * (length - len(theirs))
+
+
+# Showing it
+
+
+def as_json(machine: Machine, found: list[Finding]) -> dict[str, Any]:
+    limit = limit_of(machine)
+    return {
+        "machine": dataclasses.asdict(machine),
+        "limit_bytes": limit and limit.limit_bytes,
+        "limit_reason": limit and limit.reason,
+        "findings": [dataclasses.asdict(finding) for finding in found],
+    }
+
+
+def facts(machine: Machine) -> dict[str, str]:
+    """The machine in a few lines, by what each is about."""
+    system = "macOS" if machine.system == MAC else machine.system
+    cores = f"{machine.cores} cores" if machine.cores else None
+    sizes = (
+        (machine.ram_bytes, "RAM"),
+        (machine.recommended_bytes, "recommended working set"),
+        (machine.gpu_bytes, "on the card"),
+        (machine.available_bytes, "free now"),
+        (machine.container_bytes, "container limit"),
+        (machine.swap_bytes or None, "swapped out"),
+    )
+    limit = limit_of(machine)
+    versions = (("Python", machine.python), ("MLX", machine.mlx), ("mlx-lm", machine.mlx_lm),
+                ("your_ai", machine.your_ai))  # fmt: skip
+    lines = {
+        "machine": [machine.chip, cores, f"{system} {machine.release or ''}".strip()],
+        "device": [DEVICES.get(machine.device or "", machine.device)],
+        "memory": [f"{roughly(size)} {name}" for size, name in sizes if size is not None],
+        "a run": [limit and limits.text(limit)],
+        "store": [machine.store],
+        "versions": [f"{name} {version}" for name, version in versions if version],
+    }
+    texts = {name: ", ".join(part for part in parts if part) for name, parts in lines.items()}
+    return {name: text for name, text in texts.items() if text}
+
+
+def table(machine: Machine, found: list[Finding]) -> RenderableType:
+    """The machine, then the findings; a command is a line of its own, to be copied."""
+    about = Table(box=None, pad_edge=False, show_header=False)
+    about.add_column(style="dim", no_wrap=True)
+    about.add_column()
+    for name, text in facts(machine).items():
+        about.add_row(name, Text(text))
+    lines: list[RenderableType] = [about, ""]
+    for finding in found:
+        row = Table(box=None, pad_edge=False, show_header=False)
+        row.add_column(width=4)
+        row.add_column()
+        row.add_row(Text(finding.level, STYLES[finding.level]), Text(finding.what))
+        lines.append(row)
+        if finding.command:
+            command = Text(f"      {finding.command}", "bold", overflow="fold")
+            lines.append(command)
+    return Group(*lines)

@@ -1,0 +1,388 @@
+"""Models from the hub: fetched file by file, checked, and put into place whole.
+
+What is not whole lies in `.incomplete-NAME` beside the place, where the next download of it finds
+the finished files, and in `parts/` the others by their hash. A model is there or is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from your_ai.config import DEMO
+from your_ai.errors import UserError
+from your_ai.files import sha256, sync
+from your_ai.hub import remote
+from your_ai.hub.check import AGAIN, can_run, check_model, read_json
+from your_ai.hub.find import cached_file, cached_model, models_root, repo_of
+from your_ai.hub.record import (
+    RECORD,
+    Record,
+    RecordedFile,
+    fault_of,
+    file_fault,
+    hash_like,
+    read_record,
+    write_record,
+)
+from your_ai.hub.registry import size_text
+from your_ai.hub.remote import Listing, RemoteFile, explain, is_passing, is_unreachable, reason_of
+
+INCOMPLETE = ".incomplete-"
+PARTS = "parts"
+LOCK = ".lock-"
+WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # between tries that bring nothing, before giving up
+POLL_S = 0.2
+MARGIN_PERCENT = 5  # of the disk that a download takes, left free
+TRIES = 2  # of a file whose bytes are not the hub's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How a download stands. note: something to tell once, or nothing.
+
+    done_bytes, total_bytes, done_files, files: of the whole model, with what was kept from
+    before; 0 until they are known.
+    """
+
+    name: str
+    doing: Literal["asking", "waiting", "checking", "fetching"] = "asking"
+    file: str = ""
+    done_files: int = 0
+    files: int = 0
+    done_bytes: int = 0
+    total_bytes: int = 0
+    note: str = ""
+
+
+def download(name: str, revision: str | None = None, to: str | Path | None = None) -> Path:
+    """The folder of a model, fetched where it is not here. Raises UserError.
+
+    name: an alias or an id of the hub; to: the folder that the model becomes, by default one
+    of its own where models are put.
+    """
+    steps = downloading(name, revision, to)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def downloading(
+    name: str, revision: str | None = None, to: str | Path | None = None
+) -> Generator[Progress, None, Path]:
+    """`download`, step by step; its folder is what the generator returns."""
+    if name == DEMO:
+        raise UserError(f"{name}: comes with your_ai; there is nothing to fetch")
+    repo = repo_of(name, name)
+    target = models_root() / repo.split("/")[1] if to is None else Path(to).expanduser()
+    asked = revision or remote.DEFAULT_REVISION
+    at = Progress(name=name)
+    found = yield from faults_of(at, target, repo, revision)
+    if found == ():
+        yield replace(at, note=f"{repo} is whole in {target}; nothing to fetch")
+        return target
+    if to is None and not target.exists():
+        cached = cached_model(repo, revision)
+        if cached is not None:
+            yield replace(at, note=f"{repo} is used from the Hugging Face cache: {cached}")
+            return cached
+    record = read_record(target) if found else None
+    listing = yield from ask(at, repo, record.revision if record is not None else asked)
+
+    with lock_of(target) as lock:
+        while not taken(lock):
+            yield replace(at, doing="waiting")
+            time.sleep(POLL_S)
+        found = yield from faults_of(at, target, repo, revision)
+        if found == ():
+            yield replace(at, note=f"{repo} was fetched by another process: {target}")
+            return target
+        if found:
+            yield replace(at, note=f"{'; '.join(found)}; fetched again")
+        folder = target.with_name(f"{INCOMPLETE}{target.name}")
+        with writing(folder):
+            if found:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.rename(target, folder)
+            (folder / PARTS).mkdir(parents=True, exist_ok=True)
+        at = replace(at, files=len(listing.files), total_bytes=listing.size_bytes)
+        at = yield from keep(at, listing, folder)
+        check_room(at, listing, folder)
+        for file in listing.files:
+            if not (folder / file.name).exists():
+                at = yield from fetch(at, listing, file, folder, asked)
+            if file.name == "config.json":
+                check_type(listing, folder)
+        yield replace(at, doing="checking", file="")
+        with writing(folder):
+            put(listing, folder, target, asked)
+    note = f"{size_text(at.total_bytes)} in {at.files} files, each as the hub has it: {target}"
+    yield replace(at, note=note)
+    return target
+
+
+# Before
+
+
+def faults_of(
+    at: Progress, target: Path, repo: str, revision: str | None
+) -> Generator[Progress, None, tuple[str, ...] | None]:
+    """What is wrong with the model in `target`, () where it is whole; None where there is none.
+
+    Raises UserError where something else is there.
+    """
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return None
+    elsewhere = "choose another place with --to"
+    try:
+        record = read_record(target)
+    except UserError as error:
+        fault = str(error).removesuffix(AGAIN)
+        raise UserError(f"{fault}; move {target} away, or {elsewhere}") from error
+    if record is None:
+        fault = fault_of(target) if target.is_dir() else f"{target}: is a file"
+        if fault is None and revision is None:
+            return ()
+        fault = (fault or f"{target}: is there already").removesuffix(AGAIN)
+        raise UserError(f"{fault}; move it away, or {elsewhere}")
+    if record.repo != repo:
+        raise UserError(f"{target}: holds {record.repo}; {elsewhere}")
+    if revision is not None and not (
+        revision == record.asked or record.revision.startswith(revision)
+    ):
+        raise UserError(
+            f"{target}: holds revision {record.revision[:12]}; remove it first with "
+            f"`your_ai models rm {at.name}`, or {elsewhere}"
+        )
+    faults = []
+    for name in record.files:
+        yield replace(at, doing="checking", file=name)
+        faults.append(file_fault(target, record, name))
+    return tuple(fault for fault in faults if fault is not None)
+
+
+@contextlib.contextmanager
+def lock_of(target: Path) -> Iterator[BinaryIO]:
+    """The file that who fetches into `target` locks."""
+    path = target.with_name(f"{LOCK}{target.name}")
+    with writing(target):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    with file:
+        yield file
+
+
+def taken(lock: BinaryIO) -> bool:
+    """Take a lock, until its file is closed; whether that went well."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system that knows no locks
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise UserError about `path` where the block cannot write."""
+    try:
+        yield
+    except OSError as error:
+        raise remote.unwritable(path, error) from error
+
+
+def ask(at: Progress, repo: str, asked: str) -> Generator[Progress, None, Listing]:
+    """What the hub has of a repo. One that cannot be reached is not asked again."""
+    for wait_s in (*WAITS_S, None):
+        try:
+            yield at
+            return remote.ask(repo, asked)
+        except UserError as error:
+            raise UserError(f"{at.name}: {error}") from error
+        except Exception as error:  # of any kind: its transport's come through
+            if wait_s is None or is_unreachable(error) or not is_passing(error):
+                raise explain(error, at.name, repo, asked) from error
+            yield replace(at, note=f"{reason_of(error)}; asking again in {wait_s:g} s")
+            time.sleep(wait_s)
+    raise AssertionError("the last wait is none")
+
+
+def keep(at: Progress, listing: Listing, folder: Path) -> Generator[Progress, None, Progress]:
+    """What is here already of a model; drops what is not of it, or not as the hub has it."""
+    hashes = {file.hash for file in listing.files}
+    names = {file.name for file in listing.files}
+    with writing(folder):
+        drop(path for path in (folder / PARTS).iterdir() if path.name not in hashes)
+        drop(path for path in folder.iterdir() if path.name not in {PARTS, *names})
+    kept = begun = 0
+    for file in listing.files:
+        path, part = folder / file.name, folder / PARTS / file.hash
+        if path.exists():
+            yield replace(at, doing="checking", file=file.name)
+            with writing(path):
+                if (
+                    path.stat().st_size == file.size_bytes
+                    and hash_like(path, file.hash) == file.hash
+                ):
+                    kept += file.size_bytes
+                    at = replace(at, done_files=at.done_files + 1)
+                    continue
+                drop([path])
+        begun += part_size(part, file)
+    if kept or begun:
+        files = f"{at.done_files} of {at.files} files"
+        size = f"{size_text(kept + begun)} of {size_text(at.total_bytes)}"
+        yield replace(at, done_bytes=kept + begun, note=f"kept from before: {files}, {size}")
+    return replace(at, done_bytes=kept)
+
+
+def drop(paths: Iterable[Path]) -> None:
+    for path in list(paths):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def part_size(part: Path, file: RemoteFile) -> int:
+    """How many bytes of a file are here."""
+    try:
+        size = part.stat().st_size
+    except OSError:
+        return 0
+    return min(size, file.size_bytes)
+
+
+def check_room(at: Progress, listing: Listing, folder: Path) -> None:
+    """Raise UserError where the disk has no room for what is missing."""
+    here = at.done_bytes + sum(
+        part_size(folder / PARTS / file.hash, file)
+        for file in listing.files
+        if not (folder / file.name).exists()
+    )
+    needed = (listing.size_bytes - here) * (100 + MARGIN_PERCENT) // 100
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        if not here:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise UserError(
+            f"{at.name}: needs {size_text(needed)} of disk, and {folder.parent} has "
+            f"{size_text(free)} free; make room, or choose another place with --to"
+        )
+
+
+def check_type(listing: Listing, folder: Path) -> None:
+    """Raise UserError, and leave nothing, for a model that is not one of language."""
+    try:
+        kind = read_json(folder / "config.json", "a model has one").get("model_type")
+        if not isinstance(kind, str):
+            raise UserError(f"{listing.repo}: has no model_type; is it a language model?")
+        if not can_run(kind):
+            raise UserError(f"{listing.repo}: is of type {kind}, which mlx-lm has no code for")
+    except UserError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+# Fetching
+
+
+def fetch(
+    at: Progress, listing: Listing, file: RemoteFile, folder: Path, asked: str
+) -> Generator[Progress, None, Progress]:
+    """One file, through cuts; put under its name once its bytes are the hub's."""
+    part = folder / PARTS / file.hash
+    cached = cached_file(listing.repo, listing.revision, file.name)
+    if cached is not None and not part.exists():
+        with writing(part):
+            shutil.copyfile(cached, part)
+    for tries in range(1, TRIES + 1):
+        yield from fetch_part(
+            replace(at, doing="fetching", file=file.name), listing, file, part, asked
+        )
+        done = at.done_bytes + file.size_bytes
+        yield replace(at, doing="checking", file=file.name, done_bytes=done)
+        with writing(part):
+            if hash_like(part, file.hash) == file.hash:
+                sync(part)
+                os.replace(part, folder / file.name)
+                break
+            part.unlink()
+        if tries < TRIES:
+            yield replace(at, note=f"{file.name}: came damaged; fetching it again")
+    else:
+        raise UserError(
+            f"{at.name}: {file.name} is not what the hub says (its hash differs); try again "
+            f"later: your_ai download {at.name}"
+        )
+    return replace(at, doing="fetching", done_files=at.done_files + 1, done_bytes=done)
+
+
+def fetch_part(
+    at: Progress, listing: Listing, file: RemoteFile, part: Path, asked: str
+) -> Iterator[Progress]:
+    """All the bytes of one file; goes on after cuts for as long as each try brings some."""
+    before, failures = at.done_bytes, 0
+    while (here := part_size(part, file)) < file.size_bytes or not part.exists():
+        try:
+            yield replace(at, done_bytes=before + here)
+            for done in remote.receive(listing, file, part):
+                yield replace(at, done_bytes=before + done)
+        except UserError as error:
+            raise UserError(
+                f"{error}; {going_on(at.name, before + part_size(part, file))}"
+            ) from error
+        except Exception as error:  # of any kind: its transport's come through
+            if not is_passing(error):
+                raise explain(error, at.name, listing.repo, asked) from error
+            now = part_size(part, file)
+            failures = 0 if now > here else failures + 1
+            if failures >= len(WAITS_S):
+                raise UserError(
+                    f"{at.name}: {reason_of(error)}, {failures} times in a row; "
+                    f"{going_on(at.name, before + now)}"
+                ) from error
+            wait_s = WAITS_S[failures]
+            note = f"{file.name}: {reason_of(error)}; trying again in {wait_s:g} s"
+            yield replace(at, done_bytes=before + now, note=note)
+            time.sleep(wait_s)
+
+
+def going_on(name: str, kept_bytes: int) -> str:
+    """What is kept of a download that stopped, and how it is taken up."""
+    return f"{size_text(kept_bytes)} are kept; go on with: your_ai download {name}"
+
+
+# After
+
+
+def put(listing: Listing, folder: Path, target: Path, asked: str) -> None:
+    """Make of the fetched files the model in `target`. Raises UserError where it is not whole."""
+    try:
+        check_model(folder)
+    except UserError as error:
+        fault = str(error).removesuffix(AGAIN)
+        raise UserError(f"{listing.repo}: is not whole on the hub ({fault})") from error
+    files = {
+        file.name: RecordedFile(
+            file.size_bytes, file.hash if len(file.hash) == 64 else sha256(folder / file.name)
+        )
+        for file in listing.files
+    }
+    record = Record(repo=listing.repo, asked=asked, revision=listing.revision, files=files)
+    write_record(folder, record)
+    shutil.rmtree(folder / PARTS)
+    for path in (folder / RECORD, folder):
+        sync(path)
+    os.rename(folder, target)  # over an empty folder, too
+    sync(target.parent)

@@ -1,0 +1,195 @@
+"""The models on this machine: what is here, and removing it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from your_ai.config import DEMO
+from your_ai.errors import UserError
+from your_ai.files import TEMPORARY, clean
+from your_ai.hub.check import can_run, read_json
+from your_ai.hub.download import INCOMPLETE, lock_of, taken
+from your_ai.hub.find import FOLDER, REPO, cached_model, model_roots, put_model
+from your_ai.hub.record import RECORD, fault_of, read_record
+from your_ai.hub.registry import alias_of, known, size_text
+
+HOUR_S = 3600
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """A model on this machine.
+
+    name: as --model takes it; repo: its id on the hub, None where that is not known; where:
+    among the models, or in the Hugging Face cache; bits: None where it is not quantized or that
+    is not known; fault: what it lacks, None for what looks whole.
+    """
+
+    name: str
+    folder: Path
+    where: Literal["models", "cache"]
+    size_bytes: int
+    repo: str | None = None
+    alias: str | None = None
+    bits: int | None = None
+    fault: str | None = None
+
+
+def local_models() -> list[Local]:
+    """The models here: those that were put, by name, then those of the hub's cache."""
+    found = []
+    for root in model_roots():
+        with contextlib.suppress(OSError):
+            found += [local for path in sorted(root.iterdir()) if (local := put_at(path))]
+    return [*found, *cached_models()]
+
+
+def put_at(folder: Path) -> Local | None:
+    """The model in a folder where models are put, None for what is none."""
+    if folder.name.startswith(INCOMPLETE) and folder.is_dir():
+        name, size_bytes = folder.name.removeprefix(INCOMPLETE), size_of(folder)
+        fault = f"its download stopped at {size_text(size_bytes)}"
+        return Local(name=name, folder=folder, where="models", size_bytes=size_bytes, fault=fault)
+    files = (RECORD, "config.json")
+    if folder.name.startswith(".") or not any((folder / name).is_file() for name in files):
+        return None
+    repo = None
+    with contextlib.suppress(UserError):  # told as its fault
+        record = read_record(folder)
+        repo = record.repo if record is not None else None
+    return Local(
+        name=folder.name,
+        folder=folder,
+        where="models",
+        size_bytes=size_of(folder),
+        repo=repo,
+        alias=DEMO if folder.name == DEMO else alias_of(repo or ""),
+        bits=bits_of(folder),
+        fault=fault_of(folder),
+    )
+
+
+def cached_models() -> list[Local]:
+    """The language models in the hub's cache, at the revision that would be used."""
+    from huggingface_hub import constants, scan_cache_dir
+
+    try:
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except Exception:  # there is none, or it is damaged: then nothing is used from it either
+        return []
+    found = []
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        current = [revision for revision in repo.revisions if "main" in revision.refs]
+        if repo.repo_type != "model" or not current:
+            continue
+        folder = current[0].snapshot_path
+        if not is_language_model(folder):
+            continue
+        whole = cached_model(repo.repo_id) is not None
+        found.append(
+            Local(
+                name=repo.repo_id,
+                folder=folder,
+                where="cache",
+                size_bytes=current[0].size_on_disk,
+                repo=repo.repo_id,
+                alias=alias_of(repo.repo_id),
+                bits=bits_of(folder),
+                fault=None if whole else fault_of(folder) or "some of its files are missing",
+            )
+        )
+    return found
+
+
+def is_language_model(folder: Path) -> bool:
+    try:
+        kind = read_json(folder / "config.json", "").get("model_type")
+    except UserError:
+        return False
+    return isinstance(kind, str) and can_run(kind)
+
+
+def bits_of(folder: Path) -> int | None:
+    """The bits of most of a quantized model's weights."""
+    try:
+        config = read_json(folder / "config.json", "")
+    except UserError:
+        return None
+    quantization = config.get("quantization") or config.get("quantization_config")
+    bits = quantization.get("bits") if isinstance(quantization, dict) else None
+    return bits if isinstance(bits, int) else None
+
+
+def size_of(folder: Path) -> int:
+    """The bytes of the files under a folder, as far as they can be seen; links are not followed."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.lstat().st_size if path.is_file() and not path.is_symlink() else 0
+    return total
+
+
+def remove_model(name: str) -> int:
+    """Delete a model by its name, alias or id, and what a stopped download of it left.
+
+    The bytes that it held. A kill in the middle leaves the whole model, or none. Raises UserError
+    for what is not where models are put.
+    """
+    if name == DEMO:
+        raise UserError(f"{name}: comes with your_ai; it is not removed")
+    repo = known()[name].repo if name in known() else name
+    if REPO.fullmatch(repo):
+        put = put_model(repo)
+        folders = (
+            [put] if put is not None else [root / repo.split("/")[1] for root in model_roots()]
+        )
+    elif FOLDER.fullmatch(name):
+        folders = [root / name for root in model_roots()]
+    else:
+        raise UserError(f"{name}: is not in {model_roots()[0]}; remove it by hand")
+    for folder in folders:
+        incomplete = folder.with_name(f"{INCOMPLETE}{folder.name}")
+        if folder.is_symlink():
+            raise UserError(f"{folder}: is a link to a model; remove the link itself")
+        if is_model(folder) or incomplete.is_dir():
+            return remove_folders(folder, incomplete)
+    if REPO.fullmatch(repo) and cached_model(repo) is not None:
+        raise UserError(
+            f"{name}: lies in the Hugging Face cache, which other programs use too; remove it "
+            f"with: hf cache rm model/{repo}"
+        )
+    raise UserError(f"{name}: no such model in {model_roots()[0]}; see them with: your_ai models")
+
+
+def is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (RECORD, "config.json"))
+
+
+def remove_folders(folder: Path, incomplete: Path) -> int:
+    """Delete a model and the rest of its download, under the lock; the bytes they held."""
+    root = folder.parent
+    clean(root, older_than_s=HOUR_S)  # what a killed removal left
+    freed = 0
+    with lock_of(folder) as lock:
+        if not taken(lock):
+            raise UserError(f"{folder}: is being fetched; stop that first")
+        for path in (folder, incomplete):
+            if not path.is_dir():
+                continue
+            size_bytes = size_of(path)
+            try:
+                temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=root))
+                os.rename(path, temporary)
+            except OSError as error:
+                raise UserError(f"{path}: cannot be removed ({error.strerror})") from error
+            shutil.rmtree(temporary, ignore_errors=True)
+            if temporary.exists():
+                raise UserError(f"{temporary}: the rest of it cannot be removed; do it by hand")
+            freed += size_bytes
+    return freed

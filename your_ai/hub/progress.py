@@ -1,0 +1,103 @@
+"""A download as a terminal, or a file, shows it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as Bars
+
+from your_ai.hub.download import Progress, going_on
+from your_ai.hub.registry import size_text
+
+LINE_PERCENT = 10  # between two lines of where there is no bar
+
+Show = Callable[[Progress], None]
+
+
+def show(steps: Generator[Progress, None, Path], console: Console) -> Path:
+    """Carry out a download and show it: a bar on a terminal, else lines. Its folder.
+
+    KeyboardInterrupt comes through, after a line that says what is kept and how to go on.
+    """
+    last = None
+    try:
+        display = bar(console) if console.is_terminal else lines(console)
+        with contextlib.closing(steps), display as shown:
+            while True:
+                try:
+                    last = next(steps)
+                except StopIteration as end:
+                    return end.value
+                shown(last)
+    except KeyboardInterrupt:
+        if last is not None:
+            text = f"stopped; {going_on(last.name, last.done_bytes)}"
+            console.print(text, markup=False, highlight=False)
+        raise
+
+
+@contextlib.contextmanager
+def bar(console: Console) -> Iterator[Show]:
+    """A bar of all bytes, which goes when it is done; notes stay above it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("", total=None)
+
+        def shown(at: Progress) -> None:
+            if at.note:
+                console.print(at.note, markup=False, highlight=False)
+            bars.update(
+                task,
+                description=doing(at),
+                completed=at.done_bytes,
+                total=at.total_bytes or None,
+            )
+
+        yield shown
+
+
+@contextlib.contextmanager
+def lines(console: Console) -> Iterator[Show]:
+    """Notes, and a line at each LINE_PERCENT."""
+    told = -1
+
+    def shown(at: Progress) -> None:
+        nonlocal told
+        if at.note:
+            console.print(at.note, markup=False, highlight=False, soft_wrap=True)
+        tenth = at.done_bytes * 100 // at.total_bytes // LINE_PERCENT if at.total_bytes else -1
+        if at.doing == "fetching" and tenth > told:
+            told = tenth
+            console.print(line(at), markup=False, highlight=False, soft_wrap=True)
+
+    yield shown
+
+
+def doing(at: Progress) -> str:
+    """`fetching 2/5 model.safetensors`."""
+    if at.doing == "waiting":
+        return "waiting for another download of it"
+    count = f" {min(at.done_files + 1, at.files)}/{at.files}" if at.files else ""
+    return f"{at.doing}{count} {at.file}".rstrip()
+
+
+def line(at: Progress) -> str:
+    """`llama-8b: 1.20 GB of 4.52 GB, 2 of 5 files`."""
+    size = f"{size_text(at.done_bytes)} of {size_text(at.total_bytes)}"
+    return f"{at.name}: {size}, {at.done_files} of {at.files} files"

@@ -1,0 +1,281 @@
+"""`your_ai recommend`: which of the known models train in a machine's memory, and how. Pure.
+
+Every model is planned in three ways; what is shown of it is the best that fits. Estimates
+alone: no mlx, nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from your_ai.config import FIELDS, flag
+from your_ai.errors import UserError
+from your_ai.hub.registry import Known, config_of, known
+from your_ai.machine import Machine, limit_of
+from your_ai.memory import limit as limits
+from your_ai.memory.estimate import Training
+from your_ai.memory.facts import ModelFacts, facts_of_config, names_of
+from your_ai.memory.limit import Limit
+from your_ai.memory.plan import Demand, choose, options, words
+from your_ai.memory.sample import in_gb
+
+GIB = 1 << 30
+# What macOS recommends at least that a process uses: newer systems allow a tenth more.
+WORKING_SET_SHARE, LARGE_WORKING_SET_SHARE, LARGE_BYTES = 2 / 3, 3 / 4, 33 * GIB
+CARD_SHARE = 0.95  # of what is free on an NVIDIA card
+PYTHON_BYTES = 250_000_000  # of a process without a model: 140 MB on Linux, and some for a GPU's
+GROUP_SIZE = 64
+DATA = "my-data/"
+COMFORT_SHARE = 0.9  # of the limit: estimates of a device that was not measured are rough
+SHOWN = 4  # of each tier
+WIDTH = 80
+COLUMNS = {"model": 12, "tokens": 6, "rank": 4, "layers": 6, "targets": 13, "needs": 8,
+           "plan": 8, "work": 6}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Settings that people train with. layers: of the last blocks, None for all."""
+
+    name: str
+    rank: int
+    layers: int | None
+    targets: tuple[str, ...]
+    seq_len: int
+    batch: int
+
+
+FULL = Profile("full", 16, None, ("all-linear",), 2048, 4)
+LIGHT = Profile("light", 8, 16, ("q_proj", "v_proj"), 1024, 4)
+LONG = Profile("long", 16, None, ("all-linear",), 8192, 1)
+TIERS = {  # the best first
+    "full": "held whole, every linear layer adapted",
+    "light": "held whole, fewer layers adapted and shorter rows",
+    "tight": "held whole, with less than a tenth of the limit to spare",
+    "long": "long rows",
+    "slow": "slow: weights, or what blocks were given, come from the disk",
+}
+RANKS = {tier: rank for rank, tier in enumerate(TIERS)}
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a run may hold, and the bytes of a number that is computed with."""
+
+    limit: Limit
+    float_bytes: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """A model with settings that fit. tier: one of TIERS; layers: how many of the last blocks are
+    adapted; plan: in words; needed_bytes: the least limit under which it is planned so;
+    peak_bytes: what the process is estimated to hold; step_cost: arithmetic over that of the
+    fastest plan; command: what starts it."""
+
+    known: Known
+    tier: str
+    rank: int
+    layers: int
+    targets: tuple[str, ...]
+    seq_len: int
+    batch: int
+    plan: str
+    needed_bytes: int
+    peak_bytes: int
+    step_cost: float
+    command: str
+
+
+def room_of(memory_gb: float) -> Room:
+    """That of an idle Mac sold with so many GB, which are 2**30 bytes. Raises UserError."""
+    if not (math.isfinite(memory_gb) and memory_gb > 0):
+        raise UserError(f"--memory {memory_gb:g}: must be a number above 0, as 16 for a 16 GB Mac")
+    ram = int(memory_gb * GIB)
+    share = LARGE_WORKING_SET_SHARE if ram >= LARGE_BYTES else WORKING_SET_SHARE
+    mac = limits.Machine(ram_bytes=ram, working_set_bytes=int(share * ram), available_bytes=ram)
+    return Room(limits.detect(mac))
+
+
+def room_here(machine: Machine) -> Room:
+    """That of this machine, now. Raises UserError where its memory cannot be read."""
+    limit = limit_of(machine)
+    if limit is None:
+        raise UserError("how much memory this machine has cannot be read; give --memory")
+    card = machine.gpu_free_bytes or machine.gpu_bytes
+    if card is not None and CARD_SHARE * card < limit.limit_bytes:
+        reason = f"{limits.roughly(card)} free on the card, less {1 - CARD_SHARE:.0%} margin"
+        limit = Limit(int(CARD_SHARE * card), reason)
+    if machine.device in ("metal", "cuda"):
+        return Room(limit)
+    notice = "no GPU: what fits may take days; the smallest models are the ones to begin with"
+    return Room(replace(limit, notices=(*limit.notices, notice)), float_bytes=4)
+
+
+def recommend(room: Room, models: Iterable[Known] | None = None) -> list[Recommendation]:
+    """What trains in `room`, the best first; a model comes once, and once more with long rows.
+
+    The largest model that is held whole, with every linear layer adapted, is the best.
+    """
+    models = known().values() if models is None else models
+    found = [each for model in models for each in of_model(model, room)]
+    return sorted(found, key=lambda r: (RANKS[r.tier], -r.known.parameters, r.known.alias))
+
+
+def of_model(model: Known, room: Room) -> Iterator[Recommendation]:
+    config = config_of(model)
+    facts = facts_of_config(config, model.bits, model.group_size or GROUP_SIZE, room.float_bytes)
+    found = [planned(model, facts, profile, room) for profile in (FULL, LIGHT)]
+    best = min((r for r in found if r is not None), key=lambda r: RANKS[r.tier], default=None)
+    if best is None:
+        return
+    yield best
+    if best.tier == "full" and model.context > best.seq_len:
+        long = planned(model, facts, LONG, room)
+        if long is not None and long.tier == "long":
+            yield long
+
+
+def demand_of(model: Known, facts: ModelFacts, profile: Profile) -> Demand:
+    """What a run asks for that trains a model in this way."""
+    return Demand(
+        facts=facts,
+        training=Training(
+            blocks=min(profile.layers or facts.blocks, facts.blocks),
+            rank=profile.rank,
+            targets=targets_of(facts, profile),
+        ),
+        lengths=(min(profile.seq_len, model.context),),
+        batch_size=profile.batch,
+        rows_per_step=profile.batch,
+        python_bytes=PYTHON_BYTES,
+    )
+
+
+def targets_of(facts: ModelFacts, profile: Profile) -> tuple[str, ...]:
+    """Those of the profile, or what stands for them where queries and values are one layer."""
+    return profile.targets if names_of(facts, profile.targets) else ("qkv_proj",)
+
+
+def planned(model: Known, facts: ModelFacts, profile: Profile, room: Room) -> Recommendation | None:
+    """None where it does not fit."""
+    demand = demand_of(model, facts, profile)
+    try:
+        choice = choose(demand, room.limit.limit_bytes)
+    except UserError:
+        return None
+    training, (seq_len,) = demand.training, demand.lengths
+    return Recommendation(
+        known=model,
+        tier=tier_of(demand, room.limit.limit_bytes) or profile.name,
+        rank=training.rank,
+        layers=training.blocks,
+        targets=training.targets,
+        seq_len=seq_len,
+        batch=demand.batch_size,
+        plan=words(choice.option.plan, seq_len),
+        needed_bytes=choice.option.needed_bytes,
+        peak_bytes=choice.option.estimate.process_bytes,
+        step_cost=choice.option.cost,
+        command=command_of(model, demand),
+    )
+
+
+def tier_of(demand: Demand, limit_bytes: int) -> str:
+    """slow or tight; empty where there is room to hold the model whole."""
+    whole = [o for o in options(demand) if o.plan.engine != "streamed" and not o.plan.spill]
+    least = min(option.needed_bytes for option in whole)
+    if least > limit_bytes:
+        return "slow"
+    return "tight" if least > COMFORT_SHARE * limit_bytes else ""
+
+
+def command_of(model: Known, demand: Demand) -> str:
+    """What starts it, without the settings that are the defaults."""
+    training = demand.training
+    settings = {
+        "lora_rank": training.rank,
+        "lora_layers": "all" if training.blocks == demand.facts.blocks else training.blocks,
+        "lora_targets": training.targets,
+        "max_seq_length": demand.lengths[0],
+        "batch_size": demand.batch_size,
+    }
+    flags = [f"--model {model.alias} --data {DATA}"]
+    for name, value in settings.items():
+        if value != FIELDS[name].default:
+            text = ",".join(value) if isinstance(value, tuple) else value
+            flags.append(f"{flag(name)} {text}")
+    return f"your_ai train {' '.join(flags)}"
+
+
+# Showing it
+
+
+def as_json(room: Room, found: list[Recommendation]) -> dict[str, Any]:
+    def row(each: Recommendation) -> dict[str, Any]:
+        model = {name: getattr(each.known, name) for name in ("alias", "repo", "parameters")}
+        fields = {f.name: getattr(each, f.name) for f in dataclasses.fields(each)}
+        return {**model, **{name: value for name, value in fields.items() if name != "known"}}
+
+    limit = room.limit
+    return {
+        "limit_bytes": limit.limit_bytes,
+        "limit_reason": limit.reason,
+        "notices": list(limit.notices),
+        "recommendations": [row(each) for each in found],
+    }
+
+
+def table(room: Room, found: list[Recommendation], most: int | None = SHOWN) -> RenderableType:
+    """At most so many of each tier, None for all, and the command that starts each."""
+    lines: list[RenderableType] = [limits.text(room.limit), *room.limit.notices]
+    if not found:
+        lines += ["", "none of the models known here fits: the smallest needs more memory"]
+    for tier, title in TIERS.items():
+        there = [each for each in found if each.tier == tier]
+        shown = there[:most]
+        if not shown:
+            continue
+        more = f" ({len(there) - len(shown)} more)" if len(there) > len(shown) else ""
+        lines += ["", Text(f"{title}{more}", "bold"), rows_of(shown)]
+        lines += [Text(continued(each.command), overflow="fold") for each in shown]
+    return Group(*lines)
+
+
+def continued(command: str, width: int = WIDTH) -> str:
+    """A command in lines of at most `width`, to be copied: all but the last end with `\\`."""
+    lines = [""]
+    for part in re.split(" (?=--)", command):
+        if lines[-1] and len(f"{lines[-1]} {part} \\") > width:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {part}" if lines[-1] else part
+    return "\n".join(lines)
+
+
+def rows_of(shown: list[Recommendation]) -> Table:
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for head, width in COLUMNS.items():
+        justify = "right" if head in ("tokens", "rank", "layers", "needs", "work") else "left"
+        drawn.add_column(head, justify=justify, no_wrap=True, min_width=width)
+    for each in shown:
+        drawn.add_row(
+            each.known.alias,
+            str(each.seq_len),
+            str(each.rank),
+            str(each.layers),
+            ",".join(each.targets),
+            in_gb(each.needed_bytes),
+            each.plan.partition(",")[0],
+            f"x {each.step_cost:.2f}",
+        )
+    return drawn

@@ -1,0 +1,301 @@
+"""The self-test's checks that need MLX, each in a process of its own: a device may end it.
+
+`python -m your_ai.selfchecks NAME FOLDER` carries one out in a folder where `model` was, and
+prints an Outcome as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+from your_ai import bench, model, optimizer
+from your_ai.bench import Contest
+from your_ai.config import packaged
+from your_ai.data.batches import Batch
+from your_ai.engine.build import build_engine
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.fused import Engine
+from your_ai.engine.reload import reload_adapted
+from your_ai.engine.weights import Tensor, tensors_of
+from your_ai.memory import probe
+from your_ai.run.checkpoint import ADAPTERS
+from your_ai.shapes import make_shape
+
+SHAPE, SHAPE_OF_A_GPU = "tiny", "small"  # the second is measured alone
+BITS = 4
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # the demo's
+PLANS = ("fused", "staged", "streamed")
+ROWS, TOKENS = 2, 192  # long enough for attention in blocks, on any device
+FEW_TOKENS = 64  # where that does not matter
+STEPS = 4
+ARRAY_BYTES = 64 << 20
+# Of gradients, from one plan to another. Measured on the CPU: 1e-6, and 8e-3 in bfloat16.
+AGREE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Whether a check passed, what it measured in words, and the figures by name."""
+
+    ok: bool
+    measured: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Made(NamedTuple):
+    """A model with adapters that are not zero, and the engine of a plan for it."""
+
+    network: nn.Module
+    engine: Engine
+    tensors: dict[str, Tensor]
+    batches: list[Batch]
+
+
+def make_model(folder: Path) -> Outcome:
+    """The model of all other checks, with a tokenizer; what it is computed with."""
+    path = make_shape(SHAPE, BITS, "float32", folder)
+    for name in TOKENIZER:
+        shutil.copy(packaged("models", "demo") / name, path / name)
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    kind, dtype = device(), dtype_name(model.compute_dtype("auto"))
+    figures = {"device": kind, "dtype": dtype, "folder": str(path), "bytes": size}
+    return Outcome(True, f"{SHAPE}, {size / 1e6:.1f} MB, on {kind} in {dtype}", figures)
+
+
+def device() -> str:
+    if mx.default_device().type != mx.gpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def count_memory(folder: Path) -> Outcome:
+    """Whether MLX's counters, and what the system counts, follow one array."""
+    mx.set_cache_limit(4 * ARRAY_BYTES)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = probe.read()
+    array = mx.arange(ARRAY_BYTES // 4)
+    mx.eval(array)
+    held = probe.read()
+    del array
+    dropped = probe.read()
+    mx.clear_cache()
+    cleared = probe.read()
+
+    def rise(now: Any, name: str) -> int:
+        was, found = getattr(before, name), getattr(now, name)
+        return 0 if was is None or found is None else found - was
+
+    figures = {
+        "active": rise(held, "active_bytes"),
+        "peak": (held.peak_bytes or 0) - (before.active_bytes or 0),
+        "active when dropped": rise(dropped, "active_bytes"),
+        "cache when dropped": rise(dropped, "cache_bytes"),
+        "cache when cleared": rise(cleared, "cache_bytes"),
+        "process": rise(held, "process_bytes"),
+        "process when cleared": rise(cleared, "process_bytes"),
+    }
+    much, little = 0.9 * ARRAY_BYTES, 0.1 * ARRAY_BYTES
+    wrong = [n for n in ("active", "peak", "cache when dropped") if figures[n] < much]
+    wrong += [n for n in ("active when dropped", "cache when cleared") if figures[n] > little]
+    if device() != "cuda":  # a card's memory is not the process's
+        wrong += ["process"] if figures["process"] < much else []
+        wrong += ["process when cleared"] if figures["process when cleared"] > little else []
+    shown = ", ".join(f"{name} {size / 1e6:+.0f}" for name, size in figures.items())
+    failed = f"; wrong: {', '.join(wrong)}" if wrong else ""
+    return Outcome(not wrong, f"an array of {ARRAY_BYTES / 1e6:.0f} MB: {shown}{failed}", figures)
+
+
+def compare_gradients(folder: Path) -> Outcome:
+    """Those of each plan beside the fused one's, with dropout and adapters that are not zero."""
+    figures: dict[str, float] = {}
+    dtypes = dict.fromkeys(("float32", dtype_name(model.compute_dtype("auto"))))
+    for dtype in dtypes:
+        contest = contest_of(model_in(folder), dtype, TOKENS)
+        expected_loss, expected = step_of(made(folder, "fused", contest))
+        for plan in (*PLANS[1:], "spilled"):
+            loss, grads = step_of(made(folder, plan, contest))
+            worst = max(relative(grads[name], expected[name]) for name in expected)
+            figures[f"{plan} {dtype}"] = max(worst, abs(loss - expected_loss) / expected_loss)
+    ok = all(found <= AGREE[name.split()[1]] for name, found in figures.items())
+    shown = ", ".join(f"{name} {found:.1e}" for name, found in figures.items())
+    return Outcome(ok, f"worst relative difference to fused: {shown}", figures)
+
+
+def compare_reloads(folder: Path) -> Outcome:
+    """A few updates, with a reload before each and without, twice: that tells what varies."""
+    dtype = dtype_name(model.compute_dtype("auto"))
+    contest = contest_of(model_in(folder), dtype, FEW_TOKENS)
+    found, read, same_weights = [], 0, True
+    for plan in PLANS[:2]:
+        plain, again, reloaded = (updated(folder, plan, contest, r) for r in (False, False, True))
+        read, same_weights = reloaded.read_bytes, same_weights and reloaded.same_weights
+        found.append((plan, same(plain, again), same(plain, reloaded)))
+    texts = [
+        f"{plan}: {'bit-identical' if reloaded == 0 else f'differs by {reloaded:.1e}'}"
+        + ("" if alike == 0 else f" (two runs without one by {alike:.1e})")
+        for plan, alike, reloaded in found
+    ]
+    weights = "the weights are the same" if same_weights else "weights are not the same"
+    ok = read > 0 and same_weights
+    ok = ok and all(reloaded <= 10 * alike for _, alike, reloaded in found)
+    text = f"{STEPS} updates, {read / 1e6:.2f} MB read before each: {', '.join(texts)}; {weights}"
+    figures = {plan: {"alike": alike, "reloaded": again} for plan, alike, again in found}
+    return Outcome(ok, text, {"read_bytes": read, **figures})
+
+
+def time_plans(folder: Path) -> Outcome:
+    """Seconds of a step under each plan, without the first, and that their losses agree."""
+    kind, dtype = device(), dtype_name(model.compute_dtype("auto"))
+    shape = SHAPE if kind == "cpu" else SHAPE_OF_A_GPU
+    path = make_shape(shape, BITS, dtype, folder / "speed")
+    contest = contest_of(path, dtype, TOKENS)
+    figures, losses = {}, {}
+    for plan in (*PLANS, "spilled"):
+        steps = list(bench.run_ours(contest, plan))
+        figures[plan] = min(seconds for _, seconds, _ in steps[1:])
+        losses[plan] = [loss for loss, *_ in steps]
+    rounding = AGREE[dtype]
+    ok = all(
+        math.isclose(loss, expected, rel_tol=rounding)
+        for found in losses.values()
+        for loss, expected in zip(found, losses["fused"], strict=True)
+    )
+    shown = ", ".join(f"{plan} {seconds:.3f}" for plan, seconds in figures.items())
+    text = f"s a step of {ROWS} x {TOKENS} tokens of {shape}, {dtype}: {shown}"
+    return Outcome(ok, text + ("" if ok else f"; the losses differ: {losses}"), figures)
+
+
+def compare_adapters(folder: Path) -> Outcome:
+    """Two finished adapters, of the runs `whole` and `killed`."""
+    files = [folder / "runs" / run / "adapter" / ADAPTERS for run in ("whole", "killed")]
+    if files[0].read_bytes() == files[1].read_bytes():
+        return Outcome(True, "the adapter has the same bytes", {"differs": 0.0})
+    ours, theirs = (mx.load(str(file)) for file in files)
+    worst = max(relative(ours[name], theirs[name]) for name in ours)
+    exact = device() == "cpu"  # there no sum depends on what comes first
+    return Outcome(
+        not exact and worst <= AGREE["float32"], f"the adapter differs by {worst:.1e}",
+        {"differs": worst},
+    )  # fmt: skip
+
+
+CHECKS = {
+    "model": make_model,
+    "counters": count_memory,
+    "gradients": compare_gradients,
+    "reload": compare_reloads,
+    "speed": time_plans,
+    "adapters": compare_adapters,
+}
+
+
+# A model and its steps
+
+
+def contest_of(path: Path, dtype: str, tokens: int) -> Contest:
+    return Contest(
+        folder=str(path),
+        dtype=dtype,
+        seq_len=tokens,
+        batch_size=ROWS,
+        lora_rank=8,
+        lora_layers="all",
+        lora_targets="all-linear",
+        supervised=0.5,
+        steps=STEPS,
+        learning_rate=1e-3,
+    )
+
+
+def model_in(folder: Path) -> Path:
+    return folder / f"{SHAPE}-{BITS}bit-float32"
+
+
+def made(folder: Path, plan: str, contest: Contest) -> Made:
+    """The plan is one of `bench`."""
+    config = dataclasses.replace(contest.train_config(), lora_dropout=0.1)
+    network, settings = model.load_network(model_in(folder), getattr(mx, contest.dtype))
+    tensors = tensors_of(network, model_in(folder))
+    adapters = model.add_adapters(network, config)
+    mx.random.seed(1)  # lora_b is zero at first, and with it half the gradients
+    shaken = tree_map(
+        lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters()
+    )
+    network.update(shaken)
+    dequantize_on_the_cpu(network)
+    spill = folder / "spill" if plan == "spilled" else None
+    engine = "streamed" if plan == "spilled" else plan
+    built = build_engine(network, adapters.dropout_keys, engine, tensors=tensors, spill=spill)
+    tokens = bench.contest_tokens(contest, settings["vocab_size"])
+    batches = bench.contest_batches(contest, tokens, lambda _: ROWS)
+    return Made(network, built.engine, tensors, batches)
+
+
+def step_of(found: Made) -> tuple[float, dict[str, mx.array]]:
+    """The mean loss and its gradients by name."""
+    (batch,) = found.batches
+    loss, grads = found.engine.gradients(batch, 1 / batch.weight, 3)
+    mx.eval(loss, grads)
+    return loss.item() / batch.weight, dict(tree_flatten(grads))
+
+
+class Updated(NamedTuple):
+    losses: list[float]
+    adapters: dict[str, mx.array]
+    read_bytes: int
+    same_weights: bool
+
+
+def updated(folder: Path, plan: str, contest: Contest, reloads: bool) -> Updated:
+    """After a few updates, with a reload and nothing compiled before each where `reloads`."""
+    found = made(folder, plan, contest)
+    adamw = optimizer.build_optimizer(contest.train_config(), found.network.trainable_parameters())
+    update = optimizer.make_update(found.network, adamw)
+    losses, read, same_weights = [], 0, True
+    for _ in range(contest.steps):
+        if reloads:
+            before = dict(tree_flatten(found.network.parameters()))
+            found.engine.drop()
+            read = reload_adapted(found.network, found.tensors)
+            after = dict(tree_flatten(found.network.parameters()))
+            alike = [mx.array_equal(after[name], array) for name, array in before.items()]
+            same_weights = same_weights and all(each.item() for each in alike)
+        losses.append(bench.one_update(found.engine, update, found.batches, contest))
+    return Updated(losses, model.adapter_arrays(found.network), read, same_weights)
+
+
+def same(a: Updated, b: Updated) -> float:
+    """The worst relative difference of losses and adapters; 0 where every bit is the same."""
+    by_loss = (abs(x - y) / abs(y) for x, y in zip(a.losses, b.losses, strict=True))
+    return max(*by_loss, *(relative(a.adapters[name], b.adapters[name]) for name in b.adapters))
+
+
+def relative(ours: mx.array, theirs: mx.array) -> float:
+    """The norm of the difference over that of theirs."""
+    ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
+    size = mx.linalg.norm(theirs.reshape(-1)).item()
+    difference = mx.linalg.norm((ours - theirs).reshape(-1)).item()
+    return difference / max(size, 1e-12) if math.isfinite(difference) else math.inf
+
+
+if __name__ == "__main__":
+    name, place = sys.argv[1:]
+    tempfile.tempdir = place  # not through TMPDIR, where MLX keeps what it has compiled
+    print(json.dumps(dataclasses.asdict(CHECKS[name](Path(place)))))
