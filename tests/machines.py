@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from your_ai.machine import Machine
+from your_ai.doctor.machine import Machine
 
 GIB, GB = 1 << 30, 10**9
 VERSIONS = {"python": "3.12.8", "mlx": "0.32.4", "mlx_lm": "0.32.2", "your_ai": "0.1.0"}

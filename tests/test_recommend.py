@@ -19,9 +19,9 @@ from tests.machines import CPU, CUDA, GIB, MACS, RECORDED
 from your_ai import recommend as recommending
 from your_ai.budget import demand_of
 from your_ai.config import TrainConfig, resolve
+from your_ai.doctor.machine import limit_of
 from your_ai.errors import UserError
 from your_ai.hub.registry import config_of, known
-from your_ai.machine import limit_of
 from your_ai.memory.facts import ModelFacts, facts_of_config, layers_named
 from your_ai.memory.limit import Limit
 from your_ai.memory.plan import choose, words

@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from your_ai.config import FIELDS, flag
+from your_ai.doctor.machine import Machine, limit_of
 from your_ai.errors import UserError
 from your_ai.hub.registry import Known, config_of, known
-from your_ai.machine import Machine, limit_of
 from your_ai.memory import limit as limits
 from your_ai.memory.estimate import Training
 from your_ai.memory.facts import ModelFacts, facts_of_config, names_of

@@ -10,10 +10,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from your_ai.doctor.machine import read_machine
 from your_ai.errors import UserError
 from your_ai.hub.local import Local, local_models
 from your_ai.hub.registry import Known, known, size_text
-from your_ai.machine import read_machine
 from your_ai.memory.estimate import Training
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.plan import Demand, choose

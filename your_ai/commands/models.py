@@ -16,7 +16,7 @@ from your_ai.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from your_ai.machine import Machine
+    from your_ai.doctor.machine import Machine
 
 app = typer.Typer(name="models", help="List models, verify or remove them.")
 
@@ -156,7 +156,7 @@ def recommend(
 ) -> None:
     """Which models train on this machine, how, and the command to start each; best first."""
     from your_ai import recommend as recommending
-    from your_ai.machine import read_machine
+    from your_ai.doctor.machine import read_machine
 
     if memory is None:
         room = recommending.room_here(read_machine())
@@ -178,8 +178,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
 ) -> None:
     """Look at this machine: what is missing or risky, and the one command that mends it."""
-    from your_ai import doctor as examining
-    from your_ai.machine import read_machine
+    from your_ai.doctor import findings as examining
+    from your_ai.doctor.machine import read_machine
 
     machine = read_machine()
     if selftest:
@@ -194,7 +194,7 @@ def doctor(
 
 def test_device(machine: Machine, as_json: bool) -> None:
     """Show each check as it is done, then a report; exit status 1 if one failed."""
-    from your_ai import selftest
+    from your_ai.doctor import selftest
 
     lines = []
     for line in selftest.run():

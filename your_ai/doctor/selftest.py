@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from your_ai.doctor import facts
-from your_ai.machine import Machine
+from your_ai.doctor.findings import facts
+from your_ai.doctor.machine import Machine
 from your_ai.memory.sample import in_gb
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
@@ -159,7 +159,7 @@ def how_it_ended(folder: Path, name: str, status: int) -> str:
 
 def asked(check: str, folder: Path, deadline: float) -> dict[str, Any]:
     """The outcome of a check of selfchecks."""
-    output = done(["-m", "your_ai.selfchecks", check, str(folder)], folder, check, deadline)
+    output = done(["-m", "your_ai.doctor.checks", check, str(folder)], folder, check, deadline)
     try:
         return json.loads(output.splitlines()[-1])
     except (ValueError, IndexError) as error:

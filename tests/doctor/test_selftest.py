@@ -18,9 +18,19 @@ import psutil
 import pytest
 
 from tests.machines import CPU, MACS
-from your_ai import selftest
+from your_ai.doctor import selftest
+from your_ai.doctor.selftest import (
+    CHECKS,
+    Failed,
+    Line,
+    OutOfTime,
+    failed,
+    held_by,
+    report,
+    run,
+    text,
+)
 from your_ai.memory import probe
-from your_ai.selftest import CHECKS, Failed, Line, OutOfTime, failed, held_by, report, run, text
 
 OUTCOME = {"ok": True, "measured": "all is well", "figures": {"folder": "m", "device": "cpu"}}
 SOON_S = 60.0
@@ -252,5 +262,5 @@ def test_the_report_can_be_pasted_and_names_no_one():
 
 
 def test_nothing_heavy_is_loaded_by_what_only_starts_processes():
-    code = "import sys, your_ai.selftest; sys.exit('mlx' in sys.modules)"
+    code = "import sys, your_ai.doctor.selftest; sys.exit('mlx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,6 +1,6 @@
 """The self-test's checks that need MLX, each in a process of its own: a device may end it.
 
-`python -m your_ai.selfchecks NAME FOLDER` carries one out in a folder where `model` was, and
+`python -m your_ai.doctor.checks NAME FOLDER` carries one out in a folder where `model` was, and
 prints an Outcome as JSON.
 """
 

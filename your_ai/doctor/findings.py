@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.machine import MIB, Machine, limit_of
+from your_ai.doctor.machine import MIB, Machine, limit_of
 from your_ai.memory import limit as limits
 from your_ai.memory.limit import GB, roughly, system_bytes
 

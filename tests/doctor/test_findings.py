@@ -15,9 +15,9 @@ from rich.console import Console
 
 import your_ai
 from tests.machines import CPU, CUDA, GB, GIB, MACS, RECORDED
-from your_ai import doctor
-from your_ai.doctor import Finding, findings
-from your_ai.machine import Machine, limit_of
+from your_ai.doctor import findings as doctor
+from your_ai.doctor.findings import Finding, findings
+from your_ai.doctor.machine import Machine, limit_of
 
 MAC = MACS[16]
 

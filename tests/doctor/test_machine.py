@@ -11,8 +11,8 @@ import mlx.core as mx
 import psutil
 import pytest
 
-from your_ai import machine
-from your_ai.machine import read_machine
+from your_ai.doctor import machine
+from your_ai.doctor.machine import read_machine
 from your_ai.memory import probe
 
 MAPS = """\
@@ -34,7 +34,7 @@ def test_this_machine_is_known():
 
 
 def test_reading_it_is_not_loading_mlx_beforehand():
-    code = "import sys, your_ai.machine, your_ai.doctor; sys.exit('mlx' in sys.modules)"
+    code = "import sys, your_ai.doctor.machine, your_ai.doctor; sys.exit('mlx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
