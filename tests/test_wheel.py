@@ -27,6 +27,7 @@ def test_it_holds_the_presets_and_the_demo_and_no_tests(wheel):
     assert "your_ai/_packaged/configs/demo.yaml" in names
     assert "your_ai/_packaged/models/demo/model.safetensors" in names
     assert "your_ai/_packaged/models/demo/data/test.jsonl" in names
+    assert {"your_ai/hub/registry.yaml", "your_ai/dashboard/report.html.j2"} <= set(names)
     assert not [n for n in names if n.startswith(("tests", "docs", "runs"))]
 
 

@@ -10,6 +10,7 @@ from tests.conftest import make_model
 from tests.fault.processes import call
 from tests.hub.conftest import LARGE_BYTES, NAME, REPO, hub, model_files, no_hub  # noqa: F401
 from tests.hub.server import Repo
+from tests.terminal import on_terminal
 from your_ai.hub.find import models_root
 from your_ai.hub.registry import known
 
@@ -94,3 +95,18 @@ def test_the_doctor_knows_this_machine(capsys):
     assert json.loads(out)["machine"]["ram_bytes"] > 0
     status, out, _ = call(capsys, "doctor")
     assert (status, "limit" in out) == (0, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_train_asks_on_a_terminal_before_it_fetches(hub, configure, tiny_model, answer):  # noqa: F811
+    hub.repos[REPO] = Repo({path.name: path.read_bytes() for path in tiny_model.iterdir()})
+    configure()  # whose data it takes
+    flags = ["train", "--model", REPO, "--data", "data", "--run", "r", "--max-steps", "1"]
+    environment = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": "hf"}
+    with on_terminal(*flags, **environment) as terminal:
+        terminal.wait_for("fetch it?")
+        assert not models_root().exists()
+        terminal.press(f"{answer}\n")
+        assert terminal.end() == (0 if answer == "y" else 2)
+    assert (models_root() / NAME).exists() == (answer == "y")
