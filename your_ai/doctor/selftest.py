@@ -158,7 +158,7 @@ def how_it_ended(folder: Path, name: str, status: int) -> str:
 
 
 def asked(check: str, folder: Path, deadline: float) -> dict[str, Any]:
-    """The outcome of a check of selfchecks."""
+    """The outcome of one of `checks`."""
     output = done(["-m", "your_ai.doctor.checks", check, str(folder)], folder, check, deadline)
     try:
         return json.loads(output.splitlines()[-1])
