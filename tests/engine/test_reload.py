@@ -271,13 +271,15 @@ def test_a_run_that_reloads_is_the_run_that_does_not(quick, models, bits, dora, 
 
 
 @pytest.mark.parametrize("plan", ["fused", "staged"])
-def test_weights_that_were_changed_on_load_are_not_read(quick, models, plan):
+def test_weights_that_were_quantized_for_the_run_are_read_from_their_copy(quick, models, plan):
     settings = {"model": str(models[None]), "plan": plan, "quantize": 4}
     plain = train(quick(run="plain", **settings))
     run = train(quick(run="reloading", reload_interval=2, **settings))
     assert losses_of(run) == losses_of(plain)
     assert final_files(run) == final_files(plain)
-    assert [action.read_bytes for action in reloads_of(run)] == [0, 0]
+    read = [action.read_bytes for action in reloads_of(run)]
+    assert len(read) == 2
+    assert min(read) > 0
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
