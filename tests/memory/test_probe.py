@@ -101,7 +101,9 @@ def test_the_newer_name_is_preferred():
 
 
 @pytest.mark.parametrize(
-    "mlx", [SimpleNamespace(), older(), older(get_active_memory=raises)], ids=str
+    "mlx",
+    [SimpleNamespace(), older(), older(get_active_memory=raises)],
+    ids=["neither name", "no gauge", "a gauge that fails"],
 )
 def test_a_gauge_of_mlx_that_is_missing_or_fails_gives_none(mlx):
     assert probe.mlx_bytes("get_active_memory", mlx) is None
