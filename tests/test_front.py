@@ -346,10 +346,10 @@ def test_a_folder_that_is_deleted_while_watched_is_one_clear_line(arguments, run
     your_ai(*arguments, "--detach")
     pid = owner(run)
     watching = subprocess.Popen(
-        [sys.executable, "-m", "your_ai", "watch", "r"],
+        [sys.executable, "-m", "your_ai", "watch", "r", "--json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    time.sleep(1)
+    watching.stdout.readline()  # it has begun
     shutil.rmtree(run.path, ignore_errors=True)
     shutil.rmtree(run.path, ignore_errors=True)
     _, error = watching.communicate(timeout=PATIENCE_S)
