@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from hypothesis import HealthCheck, settings
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
@@ -59,6 +60,10 @@ EXTRA = {
         "norm_topk_prob": True,
     },
 }
+
+# How long an example takes is the machine's affair: others may work on it.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 TYPES = {"llama-untied": "llama", "qwen2-tied": "qwen2"}
 MODULES = {"mistral": "llama"}  # mlx-lm runs it with that code

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -323,7 +323,6 @@ def odd_lines(draw) -> str:
     return json.dumps({**fields, **{name: draw(SCALARS) for name in names}})
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(odd_lines(), max_size=12))
 def test_fields_of_any_type_make_a_row_that_can_be_shown(lines):
     folder = RunFolder(RUNS / "r")
