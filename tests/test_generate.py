@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-import dataclasses
-import shutil
-
 import mlx.core as mx
 import pytest
 from mlx_lm import generate as mlx_lm_generate
 from mlx_lm import load as mlx_lm_load
 
-from tests.conftest import make_model, train
+from tests.conftest import train
 from your_ai import generate
-from your_ai.errors import UserError
 from your_ai.memory.estimate import generation_bytes
 from your_ai.memory.facts import facts_of
 from your_ai.model import load_base
-from your_ai.run import checkpoint
+from your_ai.trained import open_trained
 
 
 @pytest.fixture
@@ -23,7 +19,7 @@ def run(configure):
 
 
 def test_the_answer_is_mlx_lms_own(run, tiny_model):
-    network, tokenizer = generate.load_run(run, generate.find_adapter(run))
+    network, tokenizer = generate.load_run(open_trained("r"))
     prompt = generate.chat_prompt(tokenizer, "Question 3")
     ours = "".join(generate.stream(network, tokenizer, prompt, max_tokens=12))
     theirs, their_tokenizer = mlx_lm_load(str(tiny_model), adapter_path=str(run.adapter))
@@ -31,53 +27,22 @@ def test_the_answer_is_mlx_lms_own(run, tiny_model):
 
 
 def test_the_base_answers_without_the_adapter(run, tiny_model):
-    network, tokenizer = generate.load_run(run, None)
+    network, tokenizer = generate.load_run(open_trained("r"), adapted=False)
     base, _ = mlx_lm_load(str(tiny_model))
     tokens = mx.array([generate.chat_prompt(tokenizer, "Question 3")])
-    adapted, _ = generate.load_run(run, run.adapter)
+    adapted, _ = generate.load_run(open_trained("r"))
     assert mx.allclose(network(tokens), base(tokens), rtol=1e-5, atol=1e-5)
     assert not mx.allclose(network(tokens), adapted(tokens), rtol=1e-3, atol=1e-3)
 
 
 def test_sampling_depends_on_the_seed(run):
-    network, tokenizer = generate.load_run(run, None)
+    network, tokenizer = generate.load_run(open_trained("r"), adapted=False)
 
     def sample(seed: int) -> str:
         return "".join(generate.stream(network, tokenizer, [3, 5], 20, temperature=1.5, seed=seed))
 
     assert sample(1) == sample(1)
     assert sample(1) != sample(2)
-
-
-def test_an_unfinished_run_answers_from_its_newest_checkpoint(run):
-    shutil.rmtree(run.adapter)
-    assert generate.find_adapter(run) == checkpoint.list_checkpoints(run.checkpoints)[0]
-    generate.load_run(run, generate.find_adapter(run))
-    shutil.rmtree(run.checkpoints)
-    with pytest.raises(UserError, match="has no whole adapter and no checkpoint yet"):
-        generate.find_adapter(run)
-
-
-def test_a_damaged_adapter_is_not_used(run):
-    path = run.adapter / checkpoint.ADAPTERS
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    assert generate.find_adapter(run) == run.checkpoints / "step-000003"
-
-
-def test_an_adapter_of_another_model_is_named(run, tmp_path):
-    other = make_model(tmp_path / "other", hidden_size=128)
-    run.write_config(dataclasses.replace(run.read_config(), model=str(other)))
-    with pytest.raises(UserError, match="adapter: does not fit"):
-        generate.load_run(run, run.adapter)
-
-
-def test_a_newer_checkpoint_is_preferred_to_an_older_adapter(run):
-    assert generate.find_adapter(run) == run.adapter
-    newer = run.checkpoints / "step-000007"
-    shutil.copytree(run.checkpoints / "step-000003", newer)
-    assert generate.find_adapter(run) == newer
 
 
 def test_a_long_prompt_takes_no_more_than_estimated(tiny_model):

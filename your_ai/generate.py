@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import stream_generate
 from mlx_lm.sample_utils import make_sampler
-from mlx_lm.tuner.utils import load_adapters
 
 from your_ai.budget import hold_generation
 from your_ai.engine.weights import can_stream, tensors_of
 from your_ai.engine.weights import stream as stream_weights
-from your_ai.errors import UserError
-from your_ai.hub.find import find_model
 from your_ai.memory.estimate import PREFILL_TOKENS
 from your_ai.memory.facts import facts_of
 from your_ai.model import compute_dtype, load_base
 from your_ai.quantize.copies import quantized_copy
-from your_ai.run import checkpoint
-from your_ai.run.folder import RunFolder
-
-
-def find_adapter(folder: RunFolder) -> Path:
-    """The run's finished adapter, or its newest whole checkpoint where that is newer."""
-    finished = checkpoint.adapter_step(folder.adapter)
-    newest, _ = checkpoint.newest(folder.checkpoints)
-    if finished is not None and (newest is None or checkpoint.step_of(newest) <= finished):
-        return folder.adapter
-    if newest is None:
-        raise UserError(f"{folder.path}: has no whole adapter and no checkpoint yet")
-    return newest
+from your_ai.trained import Trained, put_adapter
 
 
 def load_run(
-    folder: RunFolder, adapter: Path | None, max_memory_gb: float | None = None, tokens: int = 2048
+    trained: Trained, adapted: bool = True, max_memory_gb: float | None = None, tokens: int = 2048
 ) -> tuple[nn.Module, Any]:
-    """The model of a run and its tokenizer; `adapter` is put on it where given.
+    """The model of a run and its tokenizer, with its adapter or, not `adapted`, without.
 
     max_memory_gb: of the process, with `tokens` of prompt and answer; a model that is larger
     is read from its files block by block, for every token. Raises UserError where that does
     not fit either.
     """
-    config = folder.read_config()
-    dtype, base = compute_dtype(config.dtype), find_model(config.model)
+    config = trained.config
+    dtype, base = compute_dtype(config.dtype), trained.base
     if config.quantize is not None:
         base = quantized_copy(base, config.quantize, max_memory_gb)
     model, tokenizer = load_base(base, dtype)
@@ -55,12 +39,8 @@ def load_run(
     if max_memory_gb is not None:
         facts = facts_of(base, dtype.size)
         streams = hold_generation(facts, tokens, max_memory_gb, can_stream(model, tensors))
-    if adapter is not None:
-        try:
-            load_adapters(model, str(adapter))
-        except (ValueError, KeyError, RuntimeError, FileNotFoundError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"{adapter}: does not fit {config.model} ({reason})") from error
+    if adapted:
+        put_adapter(model, trained.adapter)
     model.eval()
     if streams:
         stream_weights(model, tensors)

@@ -265,10 +265,17 @@ def set_adapters(model: nn.Module, arrays: dict[str, mx.array]) -> None:
     """Put arrays that `adapter_arrays` gave back. Raises UserError where names or shapes differ."""
     ours = {name: array.shape for name, array in adapter_arrays(model).items()}
     theirs = {name: array.shape for name, array in arrays.items()}
-    if ours != theirs:
-        name = sorted(set(ours.items()) ^ set(theirs.items()))[0][0]
-        raise UserError(f"the adapter does not fit the model: {name} is missing or of other shape")
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            found, wanted = (text_of_shape(shapes.get(name)) for shapes in (theirs, ours))
+            raise UserError(
+                f"the adapter does not fit the model: {name} is {found}, and would be {wanted}"
+            )
     model.update(tree_unflatten(list(arrays.items())))
+
+
+def text_of_shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else " x ".join(map(str, shape))
 
 
 def try_out(model: nn.Module, adapters: Adapters, config: TrainConfig) -> None:

@@ -36,6 +36,7 @@ from your_ai.memory.plan import Option, choose, words
 from your_ai.memory.sample import in_gb
 from your_ai.quantize.copies import make_copy, place_of_copy
 from your_ai.run import events
+from your_ai.trained import base_files
 
 TELL_EVERY_S = 5.0
 SAMPLE_TOKENS = 128  # of an answer beyond twice the expected one
@@ -106,6 +107,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     adapters = model.add_adapters(network, config)
 
     files = fingerprint(base)
+    adapters = replace(adapters, config={**adapters.config, "base_files": base_files(files)})
     samples = sample_prompts(splits.get("test"), tokenizer, config.samples)
     examples = {
         name: load_split(name, path, config, tokenizer, files, log)

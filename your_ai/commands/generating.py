@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from your_ai.commands.options import CHECKPOINT, MODEL
+
 TEMPLATE_TOKENS = 200  # of a chat template, generously
 
 
@@ -19,23 +21,23 @@ def generate(
         float, typer.Option(help="0 takes the likeliest token each time.", min=0.0)
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0)] = 0,
+    checkpoint: Annotated[str | None, CHECKPOINT] = None,
+    model: Annotated[str | None, MODEL] = None,
     max_memory: Annotated[
         float | None, typer.Option(help="Most memory of this process, in GB.", min=0.0)
     ] = None,
 ) -> None:
     """Answer a prompt with what a run has learned."""
-    from your_ai.run import folder as folders
-
-    folder = folders.find(run)
     from your_ai import generate as generation
+    from your_ai.trained import open_trained
 
-    path = generation.find_adapter(folder) if adapter else None
-    if path is not None and path != folder.adapter:
-        typer.echo(f"note: no finished adapter, or an older one; using {path}", err=True)
+    trained = open_trained(run, checkpoint, model)
+    if trained.note:
+        typer.echo(f"note: {trained.note}", err=True)
     room = max_tokens + len(prompt) + TEMPLATE_TOKENS  # no prompt has more tokens than letters
-    model, tokenizer = generation.load_run(folder, path, max_memory, room)
+    network, tokenizer = generation.load_run(trained, adapter, max_memory, room)
     tokens = generation.chat_prompt(tokenizer, prompt)
-    for piece in generation.stream(model, tokenizer, tokens, max_tokens, temperature, seed):
+    for piece in generation.stream(network, tokenizer, tokens, max_tokens, temperature, seed):
         typer.echo(piece, nl=False)
         sys.stdout.flush()
     typer.echo()

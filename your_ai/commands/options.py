@@ -21,6 +21,13 @@ METAVARS = {
 }
 
 
+# Of the commands that use what a run has learned.
+CHECKPOINT = typer.Option(
+    help="Use this checkpoint: step-000120, or latest; by default the finished adapter."
+)
+MODEL = typer.Option(help="Where the run's model is now, if it has moved.")
+
+
 def option(name: str, declaration: str, kind: Any, help: str, **more: Any) -> inspect.Parameter:
     annotation = Annotated[kind, typer.Option(declaration, help=help, **more)]
     return inspect.Parameter(

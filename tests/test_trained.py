@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import mlx.core as mx
+import pytest
+
+from tests.conftest import make_model, train
+from your_ai import trained
+from your_ai.errors import UserError
+from your_ai.files import sha256
+from your_ai.model import load_base
+from your_ai.run import checkpoint
+from your_ai.trained import open_trained
+
+
+@pytest.fixture
+def run(configure):
+    return train(configure(max_steps=3, learning_rate=0.05, save_every=1))
+
+
+def without_record(folder):
+    """Make the adapter one that does not say which files its base has."""
+    path = folder / checkpoint.ADAPTER_CONFIG
+    config = json.loads(path.read_text())
+    del config["base_files"]
+    path.write_text(json.dumps(config))
+    sums = json.loads((folder / checkpoint.CHECKSUMS).read_text())
+    sums[path.name] = sha256(path)
+    (folder / checkpoint.CHECKSUMS).write_text(json.dumps(sums))
+
+
+def test_the_finished_adapter_is_taken(run, tiny_model):
+    found = open_trained("r")
+    assert found.adapter.folder == run.adapter
+    assert found.base == tiny_model
+    assert found.note == ""
+    assert found.adapter.step == 3
+
+
+def test_a_run_without_an_adapter_names_its_checkpoints(run):
+    shutil.rmtree(run.adapter)
+    with pytest.raises(UserError, match=r"no finished adapter; checkpoints: step-000003, step-00"):
+        open_trained("r")
+
+
+def test_a_run_without_anything_says_how_to_finish(run):
+    shutil.rmtree(run.adapter)
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(
+        UserError, match="no checkpoint either; finish it: your_ai train --resume r"
+    ):
+        open_trained("r")
+
+
+def test_a_damaged_adapter_is_not_used(run):
+    path = run.adapter / checkpoint.ADAPTERS
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"its checksum is wrong.*--checkpoint step-000003"):
+        open_trained("r")
+
+
+@pytest.mark.parametrize("chosen", ["step-000002", "2", "000002"])
+def test_a_checkpoint_is_taken_by_its_name_or_step(run, chosen):
+    assert open_trained("r", chosen).adapter.folder == run.checkpoints / "step-000002"
+
+
+def test_the_latest_checkpoint_is_the_newest_whole_one(run):
+    (run.checkpoints / "step-000003" / checkpoint.ADAPTERS).write_bytes(b"")
+    assert open_trained("r", "latest").adapter.folder == run.checkpoints / "step-000002"
+
+
+@pytest.mark.parametrize("chosen", ["9", "step-", "nonsense", ""])
+def test_a_checkpoint_that_is_not_there_is_told(run, chosen):
+    with pytest.raises(UserError, match="no such one; checkpoints: step-000003"):
+        open_trained("r", chosen)
+
+
+def test_a_newer_checkpoint_is_told_of(run):
+    newer = run.checkpoints / "step-000007"
+    shutil.copytree(run.checkpoints / "step-000003", newer)
+    found = open_trained("r")
+    assert found.adapter.folder == run.adapter
+    assert "step-000007 is newer" in found.note
+
+
+def test_another_base_of_the_same_shape_is_refused(run, tmp_path):
+    other = make_model(tmp_path / "other", seed=5)
+    with pytest.raises(UserError, match=r"another model than .*other \(model.safetensors differ"):
+        open_trained("r", base=str(other))
+
+
+def test_the_same_base_elsewhere_is_taken(run, tmp_path, tiny_model):
+    shutil.copytree(tiny_model, tmp_path / "moved")
+    (tmp_path / "moved" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert open_trained("r", base=str(tmp_path / "moved")).base == tmp_path / "moved"
+
+
+def test_shapes_tell_where_nothing_is_recorded(run, tmp_path):
+    other = make_model(tmp_path / "other", hidden_size=128)
+    without_record(run.adapter)
+    found = open_trained("r", base=str(other))
+    network, _ = load_base(found.base, mx.float32)
+    with pytest.raises(UserError, match=r"lora_a is 64 x 4, and would be 128 x 4"):
+        trained.put_adapter(network, found.adapter)
+
+
+def test_new_layers_change_nothing_until_they_are_given_what_was_learned(run):
+    found = open_trained("r")
+    network, _ = load_base(found.base, mx.float32)
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    before = network(tokens)
+    trained.put_layers(network, found.adapter)
+    assert mx.array_equal(network(tokens), before)
+    trained.set_arrays(network, found.adapter)
+    assert not mx.allclose(network(tokens), before, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fine_tune_type": "full"},
+        {"lora_parameters": {}},
+        {"lora_parameters": None},
+        {"num_layers": "many"},
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(run, change):
+    path = run.adapter / checkpoint.ADAPTER_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError):
+        trained.read_adapter(run.adapter)
+
+
+def test_a_folder_that_is_no_adapter_is_told(tmp_path):
+    with pytest.raises(UserError, match="is no adapter"):
+        trained.read_adapter(tmp_path)
+
+
+def test_a_run_whose_model_is_gone_says_so(run, tmp_path):
+    config = dataclasses.replace(run.read_config(), model=str(tmp_path / "gone"))
+    run.write_config(config)
+    with pytest.raises(UserError, match="gone"):
+        open_trained("r")
+
+
+def test_layers_are_those_of_the_model(run):
+    layers = open_trained("r").adapter.layers
+    assert all(set(parts) == {"lora_a", "lora_b"} for parts in layers.values())
+    assert "model.layers.2.self_attn.q_proj" in layers
