@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from your_ai.errors import UserError
+from your_ai.writing.targets import check_target, unwritable
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_a_new_name_is_taken(tmp_path):
+    check_target(tmp_path / "new", force=False)
+
+
+def test_what_is_there_is_replaced_only_when_asked(model):
+    with pytest.raises(UserError, match="exists; choose another name, or replace it with --force"):
+        check_target(model, force=False)
+    check_target(model, force=True)
+
+
+def test_a_file_is_replaced_when_asked(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"")
+    with pytest.raises(UserError, match="exists"):
+        check_target(tmp_path / "a.gguf", force=False)
+    check_target(tmp_path / "a.gguf", force=True)
+
+
+@pytest.mark.parametrize("name", ["thesis.docx", "notes", "data"])
+def test_a_folder_with_other_things_is_never_replaced(model, name):
+    if name == "data":
+        (model / name).mkdir()
+    else:
+        (model / name).write_text("years of work")
+    with pytest.raises(UserError, match="holds other things than a model"):
+        check_target(model, force=True)
+
+
+def test_a_folder_without_a_model_is_never_replaced(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("years of work")
+    with pytest.raises(UserError, match="holds other things"):
+        check_target(tmp_path / "out", force=True)
+
+
+def test_an_empty_folder_is_replaced_when_asked(tmp_path):
+    (tmp_path / "out").mkdir()
+    check_target(tmp_path / "out", force=True)
+
+
+def test_a_link_is_never_replaced(model, tmp_path):
+    (tmp_path / "link").symlink_to(model)
+    with pytest.raises(UserError, match="holds other things"):
+        check_target(tmp_path / "link", force=True)
+
+
+def test_a_place_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(UserError, match="is no folder; make it first"):
+        check_target(tmp_path / "missing" / "out", force=False)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_place_that_cannot_be_written_is_told(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="Permission denied"):
+        check_target(tmp_path / "out", force=False)
+
+
+def test_a_full_disk_is_told_as_such():
+    full = unwritable("out", OSError(errno.ENOSPC, "No space left on device"))
+    assert "free some disk" in str(full)

@@ -1,0 +1,49 @@
+"""Where a model, an adapter or a file is written: nothing of the user's is replaced unasked."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from your_ai.errors import UserError
+
+# What a folder of a model or an adapter has, and no other folder has these alone.
+MARKS = ("config.json", "adapter_config.json")
+KINDS = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".py", ".png",
+         ".gitattributes")  # fmt: skip
+
+
+def check_target(target: Path, force: bool) -> None:
+    """Raise UserError where a result cannot become `target`.
+
+    force: it may replace a file, or a folder with nothing but a model or an adapter. Any
+    other folder is never replaced.
+    """
+    if not target.name or target.name in (".", ".."):
+        raise UserError(f"{target}: give the name of a new file or folder")
+    if not target.absolute().parent.is_dir():
+        raise UserError(f"{target}: {target.absolute().parent} is no folder; make it first")
+    if not os.access(target.absolute().parent, os.W_OK):
+        raise UserError(f"{target}: cannot be written (Permission denied); choose another place")
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise UserError(f"{target}: exists; choose another name, or replace it with --force")
+    if target.is_symlink() or (target.is_dir() and not is_replaceable(target)):
+        raise UserError(f"{target}: holds other things than a model; choose another name")
+
+
+def is_replaceable(folder: Path) -> bool:
+    """Whether a folder is empty, or holds a model or an adapter and nothing else."""
+    found = list(folder.iterdir())
+    whole = any((folder / name).is_file() for name in MARKS)
+    known = all(path.is_file() and (path.suffix or path.name) in KINDS for path in found)
+    return not found or (whole and known)
+
+
+def unwritable(target: Path, error: OSError) -> UserError:
+    """What to tell who wanted `target`."""
+    full = error.errno == errno.ENOSPC or "No space" in str(error)
+    then = "free some disk, then try again" if full else "choose another place"
+    return UserError(f"{target}: cannot be written ({error.strerror or error}); {then}")
