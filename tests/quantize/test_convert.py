@@ -9,30 +9,24 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.conftest import EXTRA, TOKENIZER_FILES, make_model
-from your_ai.config import packaged
+from tests.writing.large import MB, make_large, watched
 from your_ai.errors import RunError, UserError
 from your_ai.files import sha256
 from your_ai.hub.check import check_model
 from your_ai.model import load_base
-from your_ai.quantize import convert, unfinished
-from your_ai.quantize.convert import cut, left_behind, quantize
-from your_ai.quantize.unfinished import RECORD, locked, work_folder
-
-INDEX = "model.safetensors.index.json"
-MB = 10**6
+from your_ai.quantize.convert import RECORD, left_behind, quantize, work_of
+from your_ai.writing import shards, unfinished
+from your_ai.writing.shards import INDEX
+from your_ai.writing.unfinished import locked
 
 
 def written(source: Path, target: Path, bits: int = 4, **options: Any) -> Path:
@@ -85,8 +79,8 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """The small model then has several."""
-    monkeypatch.setattr(convert, "SHARD_LEAST_BYTES", 30_000)
-    monkeypatch.setattr(convert, "SHARDS", 4)
+    monkeypatch.setattr(shards, "SHARD_LEAST_BYTES", 30_000)
+    monkeypatch.setattr(shards, "SHARDS", 4)
 
 
 # As mlx-lm does it
@@ -139,11 +133,11 @@ def test_several_shards_hold_the_same_and_are_listed(tmp_path, source, small_sha
     (source / "README.md").write_text("---\nlicense: mit\n---\n")
     ours = written(source, tmp_path / "a" / "b" / "ours")
     assert_same(ours, converted(source, tmp_path / "theirs"))
-    shards = sorted(path.name for path in ours.glob("*.safetensors"))
-    assert len(shards) > 3
-    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    names = sorted(path.name for path in ours.glob("*.safetensors"))
+    assert len(names) > 3
+    assert names[0] == f"model-00001-of-{len(names):05d}.safetensors"
     listed = json.loads((ours / INDEX).read_text())["weight_map"]
-    assert listed == {n: s for s in shards for n in mx.load(str(ours / s))}
+    assert listed == {n: s for s in names for n in mx.load(str(ours / s))}
 
 
 def test_the_result_loads(tmp_path, source, small_shards):
@@ -152,23 +146,6 @@ def test_the_result_loads(tmp_path, source, small_shards):
     tokens = mx.arange(8)[None]
     logits = [load_base(folder, mx.float32)[0](tokens) for folder in (ours, theirs)]
     assert mx.array_equal(*logits)
-
-
-@given(st.lists(st.integers(1, 200 * MB), min_size=1, max_size=200))
-def test_shards_hold_every_tensor_in_turn_and_are_small(sizes):
-    named = {str(index): size for index, size in enumerate(sizes)}
-    shards = cut(named)
-    assert [name for names in shards.values() for name in names] == list(named)
-    most = max(convert.SHARD_LEAST_BYTES, sum(sizes) // convert.SHARDS)
-    for names in shards.values():
-        assert len(names) == 1 or sum(named[name] for name in names) <= most
-    assert sorted(shards) == list(shards)
-    assert len(shards) <= 2 * max(convert.SHARDS, sum(sizes) // most) + 1
-
-
-def test_no_shard_is_larger_than_a_gigabyte():
-    shards = cut({str(index): 400 * MB for index in range(200)})
-    assert {len(names) for names in shards.values()} == {2}
 
 
 def test_progress_is_told_in_bytes_and_at_once(tmp_path, source, small_shards):
@@ -182,16 +159,6 @@ def test_progress_is_told_in_bytes_and_at_once(tmp_path, source, small_shards):
 
 # In little memory
 
-LARGE = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "num_hidden_layers": 12,
-    "vocab_size": 768,
-    "torch_dtype": "float16",
-}
 QUANTIZE = """
 import sys
 from pathlib import Path
@@ -207,52 +174,6 @@ print(least, flush=True)
 for progress in quantize(source, target, 4, max_memory_gb=least):
     pass
 """
-
-
-def make_large(folder: Path) -> Path:
-    """A model of float16 weights, written block by block, since no test may hold it either."""
-    folder.mkdir()
-    inner, hidden = LARGE["intermediate_size"], LARGE["hidden_size"]
-    wide = mx.random.normal((inner, hidden)).astype(mx.float16)
-    square, keys, norm = wide[:hidden], wide[: hidden // 2], wide[0]
-    qkvo = {"q": square, "k": keys, "v": keys, "o": square}
-    block = {
-        **{f"self_attn.{name}_proj": array for name, array in qkvo.items()},
-        "mlp.gate_proj": wide,
-        "mlp.up_proj": wide + 1,
-        "mlp.down_proj": mx.contiguous(wide.T),
-        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), norm),
-    }
-    rest = {"model.embed_tokens": wide[: LARGE["vocab_size"]], "model.norm": norm}
-    parts = [rest] + [
-        {f"model.layers.{index}.{name}": array for name, array in block.items()}
-        for index in range(LARGE["num_hidden_layers"])
-    ]
-    for index, part in enumerate(parts):
-        arrays = {f"{name}.weight": array for name, array in part.items()}
-        mx.save_safetensors(str(folder / f"model-{index}.safetensors"), arrays)
-    config = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": True, **LARGE}
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in TOKENIZER_FILES:
-        shutil.copy(packaged("models", "demo") / name, folder / name)
-    return folder
-
-
-def watched(process: subprocess.Popen) -> int:
-    """The most bytes that a process held, from outside, until it ends."""
-    most = 0
-    while process.poll() is None:
-        try:
-            if sys.platform == "linux":  # what it ever held, so that no moment is missed
-                lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-                found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
-                most = max(most, *found)
-            else:
-                most = max(most, psutil.Process(process.pid).memory_info().rss)
-        except (OSError, psutil.Error, TypeError):  # it has just ended
-            pass
-        time.sleep(0.005)
-    return most
 
 
 def test_a_model_larger_than_the_budget_is_quantized_inside_it(tmp_path):
@@ -275,8 +196,8 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
-STAGES = ((os, "replace"), (os, "rename"), (mx, "save_safetensors"), (convert, "sync"),
-          (unfinished, "sync"), (Path, "write_text"), (convert, "save_tokenizer"))  # fmt: skip
+STAGES = ((os, "replace"), (os, "rename"), (mx, "save_safetensors"), (shards, "sync"),
+          (unfinished, "sync"), (Path, "write_text"), (shards, "save_tokenizer"))  # fmt: skip
 
 
 def die_at(patch: pytest.MonkeyPatch, at: int, error: BaseException) -> list[str]:
@@ -300,7 +221,7 @@ def die_at(patch: pytest.MonkeyPatch, at: int, error: BaseException) -> list[str
 
 
 def test_what_is_cut_off_goes_on_to_the_same_bytes(tmp_path, source, small_shards, monkeypatch):
-    monkeypatch.setattr(convert, "SHARDS", 2)
+    monkeypatch.setattr(shards, "SHARDS", 2)
     wanted = all_sums(written(source, tmp_path / "whole"))
     target = tmp_path / "out"
     stage = 0
@@ -312,7 +233,7 @@ def test_what_is_cut_off_goes_on_to_the_same_bytes(tmp_path, source, small_shard
                 written(source, target)
         if len(called) < stage:
             break
-        work = work_folder(target)
+        work = work_of(target).folder
         if not target.exists() and not (work / "config.json").exists():
             with pytest.raises(UserError, match=r"config\.json: is missing"):
                 check_model(work)
@@ -325,23 +246,24 @@ def test_what_is_cut_off_goes_on_to_the_same_bytes(tmp_path, source, small_shard
     assert all_sums(target) == wanted
 
 
-def cut_off(source: Path, target: Path, shards: int = 2) -> Path:
+def cut_off(source: Path, target: Path, count: int = 2) -> Path:
     """The folder of work that was cut off after so many shards."""
     progress = quantize(source, target, 4)
-    while len(list(work_folder(target).glob("model*.safetensors"))) < shards:
+    while len(list(work_of(target).folder.glob("model*.safetensors"))) < count:
         next(progress)
     progress.close()
-    return work_folder(target)
+    return work_of(target).folder
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 import mlx.core as mx
-from your_ai.quantize import convert
+from your_ai.quantize.convert import quantize
+from your_ai.writing import shards
 
-convert.SHARD_LEAST_BYTES, convert.SHARDS = 30_000, 4
-whole, saved = convert.save_shard, []
+shards.SHARD_LEAST_BYTES, shards.SHARDS = 30_000, 4
+whole, saved = shards.save_shard, []
 
 
 def save_shard(path, arrays):
@@ -352,8 +274,8 @@ def save_shard(path, arrays):
     return whole(path, arrays)
 
 
-convert.save_shard = save_shard
-list(convert.quantize(Path(sys.argv[1]), Path(sys.argv[2]), 4))
+shards.save_shard = save_shard
+list(quantize(Path(sys.argv[1]), Path(sys.argv[2]), 4))
 """
 
 
@@ -371,13 +293,13 @@ def test_a_killed_process_goes_on_to_the_same_bytes(tmp_path, source, small_shar
 def test_finished_shards_are_not_written_again(tmp_path, source, small_shards, monkeypatch):
     cut_off(source, tmp_path / "out")
     saved: list[str] = []
-    save = convert.save_shard
+    save = shards.save_shard
     monkeypatch.setattr(
-        convert, "save_shard", lambda path, arrays: saved.append(path.name) or save(path, arrays)
+        shards, "save_shard", lambda path, arrays: saved.append(path.name) or save(path, arrays)
     )
     written(source, tmp_path / "out")
-    shards = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
-    assert saved == shards[2:]
+    names = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert saved == names[2:]
 
 
 def flip(path: Path) -> None:
@@ -423,11 +345,11 @@ def test_who_interrupts_is_told_how_to_go_on(tmp_path, source, small_shards, mon
             raise KeyboardInterrupt
         evaluate(*arrays)
 
-    monkeypatch.setattr(convert.mx, "eval", interrupted)
+    monkeypatch.setattr(shards.mx, "eval", interrupted)
     with pytest.raises(KeyboardInterrupt):
         written(source, target)
     assert "the same command goes on from 0.00 GB, or remove" in left_behind(target)
-    monkeypatch.setattr(convert.mx, "eval", evaluate)
+    monkeypatch.setattr(shards.mx, "eval", evaluate)
     assert next(quantize(source, target, 4)).kept_bytes > 0
 
 
@@ -535,7 +457,7 @@ def test_a_target_that_is_there_is_left_alone(tmp_path, source, there):
         target.symlink_to(tmp_path / "nothing")
     with pytest.raises(UserError, match="out: exists; choose another name"):
         written(source, target)
-    assert not work_folder(target).exists()
+    assert not work_of(target).folder.exists()
     assert os.path.lexists(target)
 
 
@@ -563,7 +485,7 @@ def test_a_disk_that_is_too_small(tmp_path, source, nothing_left, monkeypatch):
 
 
 def test_a_target_that_another_process_writes(tmp_path, source):
-    work = work_folder(tmp_path / "out")
+    work = work_of(tmp_path / "out").folder
     with (
         locked(work, waits=False, creates=True),
         pytest.raises(UserError, match="another process is at work on it"),

@@ -21,8 +21,8 @@ from your_ai.hub.find import store
 from your_ai.model import load_base
 from your_ai.quantize import convert, copies
 from your_ai.quantize.copies import KEEP_DAYS, make_copy, place_of_copy, quantized_copy
-from your_ai.quantize.unfinished import locked, work_folder
 from your_ai.run import events
+from your_ai.writing.unfinished import locked
 
 DAY_S = 86_400
 
@@ -93,8 +93,8 @@ def test_a_damaged_copy_is_made_anew(source, spoil):
 
 def test_copies_that_nobody_uses_are_forgotten_after_a_month(tmp_path, source):
     old, used = quantized_copy(source, 2), quantized_copy(source, 3)
-    broken = work_folder(place_of_copy(source, 5))
-    busy = work_folder(place_of_copy(source, 6))
+    broken = convert.work_of(place_of_copy(source, 5)).folder
+    busy = convert.work_of(place_of_copy(source, 6)).folder
     for folder in (broken, busy):
         folder.mkdir()
     for folder in (old, used, broken, busy):
@@ -135,7 +135,7 @@ def test_two_runs_at_once_make_one_copy(source):
 def test_who_waits_for_another_run_takes_what_it_has_made(source, monkeypatch):
     target = place_of_copy(source, 4)
     ready = quantized_copy(source, 4).rename(store() / "ready")
-    work = work_folder(target)
+    work = convert.work_of(target).folder
     work.mkdir()
     slept: list[float] = []
 

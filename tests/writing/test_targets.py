@@ -75,6 +75,18 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path):
         check_target(tmp_path / "out", force=False)
 
 
-def test_a_full_disk_is_told_as_such():
-    full = unwritable("out", OSError(errno.ENOSPC, "No space left on device"))
-    assert "free some disk" in str(full)
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "free some disk, then try again"),
+        (OSError(errno.EIO, "No space left on device (os error 28)"), "free some disk"),
+        (PermissionError(errno.EACCES, "Permission denied"), "choose another place"),
+    ],
+)
+def test_what_cannot_be_written_is_told_with_what_to_do(tmp_path, error, advice):
+    assert advice in str(unwritable(tmp_path, error))
+
+
+def test_work_that_goes_on_is_told_so():
+    full = unwritable("out", OSError(errno.ENOSPC, "No space left on device"), goes_on=True)
+    assert "free some disk; the same command then goes on" in str(full)

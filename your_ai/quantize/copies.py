@@ -20,8 +20,10 @@ from your_ai.errors import UserError
 from your_ai.hub.check import check_model
 from your_ai.hub.find import store
 from your_ai.hub.fingerprint import fingerprint
-from your_ai.quantize.convert import GROUP_SIZE, Progress, carried_out, check_source
-from your_ai.quantize.unfinished import locked, read_record, unwritable, work_folder
+from your_ai.quantize.convert import GROUP_SIZE, RECORD, carried_out, check_source, work_of
+from your_ai.writing.shards import Progress
+from your_ai.writing.targets import unwritable
+from your_ai.writing.unfinished import locked, read_record
 
 KEEP_DAYS = 30
 
@@ -70,14 +72,14 @@ def use(folder: Path) -> bool:
                 os.utime(folder)
             with contextlib.suppress(UserError):
                 check_model(folder)
-                shards = read_record(folder)["shards"]
+                shards = read_record(folder / RECORD)["shards"]
                 if shards and shards.items() <= fingerprint(folder).items():
                     return True
             discard(folder)
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable(folder, error, goes_on=True) from error
     return False
 
 
@@ -86,7 +88,7 @@ def forget_old(folder: Path, but: Path) -> None:
     oldest = time.time() - KEEP_DAYS * 86400
     for path in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(OSError, UserError):  # gone meanwhile, or in work
-            if path not in (but, work_folder(but)) and path.stat().st_mtime < oldest:
+            if path not in (but, work_of(but).folder) and path.stat().st_mtime < oldest:
                 with locked(path, waits=False):
                     if path.stat().st_mtime < oldest:
                         discard(path)

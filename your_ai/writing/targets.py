@@ -42,8 +42,9 @@ def is_replaceable(folder: Path) -> bool:
     return not found or (whole and known)
 
 
-def unwritable(target: Path, error: OSError) -> UserError:
-    """What to tell who wanted `target`."""
+def unwritable(target: Path, error: OSError, goes_on: bool = False) -> UserError:
+    """What to tell who wanted `target`. goes_on: the same command does, where it was."""
     full = error.errno == errno.ENOSPC or "No space" in str(error)
-    then = "free some disk, then try again" if full else "choose another place"
+    again = "; the same command then goes on" if goes_on else ", then try again"
+    then = f"free some disk{again}" if full else "choose another place"
     return UserError(f"{target}: cannot be written ({error.strerror or error}); {then}")

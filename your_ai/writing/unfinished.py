@@ -7,13 +7,13 @@ a key of all that the result depends on; a folder of another key is begun anew.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,39 @@ from your_ai.files import sha256, sync
 from your_ai.memory.plan import rounded_up
 from your_ai.memory.sample import in_gb
 
-RECORD = "quantized.json"
 OTHER_BYTES = 50_000_000  # on the disk, of a tokenizer and the like
 WAIT_S = 0.5
 
 
-def work_folder(target: Path) -> Path:
-    """Where the result lies until it is whole."""
-    return target.with_name(f".{target.name}.quantizing")
+@dataclass(frozen=True)
+class Work:
+    """Where `target` is made: `.TARGET.DOING/`, which becomes it.
+
+    doing: what is done, as users are told: `quantizing`. record_name: of the file that keeps
+    the checksums, in the folder and then in the target.
+    """
+
+    target: Path
+    doing: str
+    record_name: str
+
+    @property
+    def folder(self) -> Path:
+        return self.target.with_name(f".{self.target.name}.{self.doing}")
+
+    @property
+    def record(self) -> Path:
+        return self.folder / self.record_name
+
+    @property
+    def replaced(self) -> Path:
+        """Where the target that was there lies while the new one takes its place."""
+        return self.target.with_name(f".{self.target.name}.{self.doing}-replaced")
+
+    @property
+    def written_bytes(self) -> int:
+        """Of the shards that are there, whole or not."""
+        return sum(path.stat().st_size for path in self.folder.glob("model*.safetensors"))
 
 
 @contextlib.contextmanager
@@ -75,10 +100,10 @@ def try_to_lock(folder: Path) -> int | None:
     return None
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """The record of a folder that is, or becomes, quantized; empty where there is none."""
+def read_record(path: Path) -> dict[str, Any]:
+    """The record of a folder that is, or becomes, a model; empty where there is none."""
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        record = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(record, dict) and isinstance(record["shards"], dict):
             return record
     except (OSError, ValueError, LookupError, RecursionError):
@@ -86,30 +111,28 @@ def read_record(folder: Path) -> dict[str, Any]:
     return {"shards": {}}
 
 
-def write_record(folder: Path, record: dict[str, Any]) -> None:
-    temporary = folder / f"{RECORD}.part"
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    temporary = path.with_name(f"{path.name}.part")
     temporary.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     sync(temporary)
-    os.replace(temporary, folder / RECORD)
+    os.replace(temporary, path)
 
 
-def finished_shards(work: Path, key: str) -> dict[str, str]:
-    """The shards that are there and whole, with their sha256; all else is deleted."""
-    record = read_record(work)
+def finished_shards(path: Path, key: str) -> dict[str, str]:
+    """The shards beside a record that are there and whole, with their sha256.
+
+    All else in that folder is deleted, but the record.
+    """
+    work, record = path.parent, read_record(path)
     found = record["shards"] if record.get("key") == key else {}
     whole = {n: s for n, s in found.items() if (work / n).is_file() and sha256(work / n) == s}
-    kept = {*whole, RECORD} if whole else set()
-    for path in work.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name not in kept:
-            path.unlink()
+    kept = {*whole, path.name} if whole else set()
+    for other in work.iterdir():
+        if other.is_dir():
+            shutil.rmtree(other)
+        elif other.name not in kept:
+            other.unlink()
     return whole
-
-
-def written_bytes(work: Path) -> int:
-    """Of the shards that are there, whole or not."""
-    return sum(path.stat().st_size for path in work.glob("model*.safetensors"))
 
 
 def check_disk(target: Path, needed_bytes: int) -> None:
@@ -125,7 +148,9 @@ def check_disk(target: Path, needed_bytes: int) -> None:
         )
 
 
-def unwritable(target: Path, error: OSError) -> UserError:
-    full = error.errno == errno.ENOSPC or "No space" in str(error)
-    then = "free some disk; the same command then goes on" if full else "choose another place"
-    return UserError(f"{target}: cannot be written ({error.strerror}); {then}")
+def left_behind(work: Work) -> str:
+    """What to tell who has interrupted it."""
+    if not read_record(work.record)["shards"]:
+        return f"{work.target}: stopped; the same command begins again"
+    size = in_gb(work.written_bytes)
+    return f"{work.target}: stopped; the same command goes on from {size}, or remove {work.folder}"

@@ -11,13 +11,13 @@ import threading
 import pytest
 
 from your_ai.errors import UserError
-from your_ai.quantize import unfinished
-from your_ai.quantize.unfinished import check_disk, finished_shards, locked, read_record, unwritable
+from your_ai.writing import unfinished
+from your_ai.writing.unfinished import check_disk, finished_shards, locked, read_record
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from your_ai.quantize.unfinished import locked
+from your_ai.writing.unfinished import locked
 with locked(Path(sys.argv[1]), waits=False, creates=True):
     (Path(sys.argv[1]) / "mine").touch()
     print("locked", flush=True)
@@ -86,15 +86,15 @@ def test_a_file_system_without_locks_is_no_harm(own_folder, monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"shards": []}', "\xff", "[" * 100_000])
 def test_a_damaged_record_is_none(own_folder, text):
-    (own_folder / unfinished.RECORD).write_text(text, encoding="latin-1")
-    assert read_record(own_folder) == {"shards": {}}
+    (own_folder / "record.json").write_text(text, encoding="latin-1")
+    assert read_record(own_folder / "record.json") == {"shards": {}}
 
 
 def test_work_without_a_record_is_deleted(own_folder):
     work = own_folder / "work"
     (work / "folder").mkdir(parents=True)
     (work / "model.safetensors").write_text("")
-    assert finished_shards(work, "key") == {}
+    assert finished_shards(work / "record.json", "key") == {}
     assert list(work.iterdir()) == []
 
 
@@ -102,15 +102,3 @@ def test_the_disk_is_looked_at_where_the_folder_will_be(own_folder):
     check_disk(own_folder / "not" / "there" / "yet", 1000)
     with pytest.raises(UserError, match=r"yet: needs 1000000000\.0\d GB on the disk"):
         check_disk(own_folder / "not" / "there" / "yet", 10**18)
-
-
-@pytest.mark.parametrize(
-    ("error", "advice"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), "free some disk"),
-        (OSError(errno.EIO, "No space left on device (os error 28)"), "free some disk"),
-        (PermissionError(errno.EACCES, "Permission denied"), "choose another place"),
-    ],
-)
-def test_what_cannot_be_written_is_told_with_what_to_do(own_folder, error, advice):
-    assert advice in str(unwritable(own_folder, error))

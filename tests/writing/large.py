@@ -1,0 +1,92 @@
+"""Models that no test may hold, and processes that are watched from outside."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import psutil
+
+from tests.conftest import TOKENIZER_FILES
+from your_ai.config import packaged
+
+MB = 10**6
+LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_hidden_layers": 12,
+    "vocab_size": 768,
+    "torch_dtype": "float16",
+}
+
+
+def make_large(folder: Path, bits: int | None = None) -> Path:
+    """A model of float16 weights, written block by block, since no test may hold it either.
+
+    bits: of a weight, where it is to be quantized.
+    """
+    folder.mkdir()
+    inner, hidden = LARGE["intermediate_size"], LARGE["hidden_size"]
+    wide = mx.random.normal((inner, hidden)).astype(mx.float16)
+    square, keys, norm = wide[:hidden], wide[: hidden // 2], wide[0]
+    qkvo = {"q": square, "k": keys, "v": keys, "o": square}
+    block = {
+        **{f"self_attn.{name}_proj": array for name, array in qkvo.items()},
+        "mlp.gate_proj": wide,
+        "mlp.up_proj": wide + 1,
+        "mlp.down_proj": mx.contiguous(wide.T),
+        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), norm),
+    }
+    rest = {"model.embed_tokens": wide[: LARGE["vocab_size"]], "model.norm": norm}
+    parts = [rest] + [
+        {f"model.layers.{index}.{name}": array for name, array in block.items()}
+        for index in range(LARGE["num_hidden_layers"])
+    ]
+    for index, part in enumerate(parts):
+        arrays = {f"{name}.weight": array for name, array in part.items()}
+        if bits is not None:
+            arrays = quantized(arrays, bits)
+        mx.save_safetensors(str(folder / f"model-{index}.safetensors"), arrays)
+    config = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": True, **LARGE}
+    if bits is not None:
+        config["quantization"] = {"group_size": 64, "bits": bits}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in TOKENIZER_FILES:
+        shutil.copy(packaged("models", "demo") / name, folder / name)
+    return folder
+
+
+def quantized(arrays: dict[str, mx.array], bits: int) -> dict[str, mx.array]:
+    found = {}
+    for name, array in arrays.items():
+        if array.ndim == 1:
+            found[name] = array
+        else:
+            names = (name, name.replace("weight", "scales"), name.replace("weight", "biases"))
+            found |= zip(names, mx.quantize(array, group_size=64, bits=bits), strict=True)
+    return found
+
+
+def watched(process: subprocess.Popen) -> int:
+    """The most bytes that a process held, from outside, until it ends."""
+    most = 0
+    while process.poll() is None:
+        try:
+            if sys.platform == "linux":  # what it ever held, so that no moment is missed
+                lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+                found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
+                most = max(most, *found)
+            else:
+                most = max(most, psutil.Process(process.pid).memory_info().rss)
+        except (OSError, psutil.Error, TypeError):  # it has just ended
+            pass
+        time.sleep(0.005)
+    return most
