@@ -66,7 +66,9 @@ def test_a_damaged_adapter_is_not_used(run):
 
 @pytest.mark.parametrize("chosen", ["step-000002", "2", "000002"])
 def test_a_checkpoint_is_taken_by_its_name_or_step(run, chosen):
-    assert open_trained("r", chosen).adapter.folder == run.checkpoints / "step-000002"
+    adapter = open_trained("r", chosen).adapter
+    assert adapter.folder == run.checkpoints / "step-000002"
+    assert adapter.step == 2
 
 
 def test_the_latest_checkpoint_is_the_newest_whole_one(run):

@@ -22,6 +22,7 @@ from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.hub.find import find_model
 from your_ai.hub.fingerprint import fingerprint
+from your_ai.hub.names import HubName, hub_name
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder, find, is_running
 
@@ -44,6 +45,9 @@ class Adapter:
 
     @property
     def step(self) -> int | None:
+        """How many steps it was trained for; None where that is not known."""
+        if checkpoint.STEP_NAME.fullmatch(self.folder.name):
+            return checkpoint.step_of(self.folder)
         return self.config.get("step")
 
     @property
@@ -82,6 +86,11 @@ class Trained:
     adapter: Adapter
     base: Path
     note: str = ""
+
+    @property
+    def hub_name(self) -> HubName | None:
+        """What the base is called on the hub."""
+        return hub_name(self.base, self.config.model)
 
 
 def open_trained(run: str, chosen: str | None = None, base: str | None = None) -> Trained:

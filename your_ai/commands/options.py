@@ -22,6 +22,7 @@ METAVARS = {
 
 
 # Of the commands that use what a run has learned.
+RUN = typer.Argument(help="The run: its name in runs/, or its folder.", metavar="RUN")
 CHECKPOINT = typer.Option(
     help="Use this checkpoint: step-000120, or latest; by default the finished adapter."
 )

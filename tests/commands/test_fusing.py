@@ -1,0 +1,109 @@
+"""`your_ai fuse` as users see it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import call, make_model
+from tests.fuse.runs import drawn_run
+from your_ai.fuse import difference as measuring
+from your_ai.hub.check import check_model
+from your_ai.trained import Trained
+from your_ai.writing import shards
+
+
+@pytest.fixture
+def trained(tmp_path: Path, data_folder: Path) -> Trained:
+    return drawn_run(make_model(tmp_path / "model"), data_folder, strength=0.002)
+
+
+def test_a_run_is_fused_and_measured(trained, capsys):
+    assert call("fuse", "drawn", "out") == 0
+    told = capsys.readouterr()
+    lines = told.out.splitlines()[-5:]
+    assert lines[0] == "out"
+    assert lines[1] == "valid.jsonl: 3 rows, 40 positions"
+    assert [line.split(":")[0] for line in lines[2:]] == ["loss", "logits", "likeliest token"]
+    assert "warning" not in told.err
+    assert check_model(Path("out"))["quantization"]["model.layers.2.mlp.up_proj"]["bits"] == 8
+
+
+def test_an_adapter_that_is_erased_is_warned_of(trained, capsys):
+    assert call("fuse", "drawn", "out", "--to", "same") == 0
+    told = capsys.readouterr().err
+    assert "warning: fusing has erased the adapter: " in told
+    assert "% of its effect is left; give --to 8 or --to dequantized" in told
+
+
+def test_json_is_one_object(trained, capsys):
+    assert call("fuse", "drawn", "out", "--to", "same", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["target"] == "out"
+    assert found["difference"]["erased"] is True
+    assert found["difference"]["mean"] > 0
+
+
+def test_nothing_is_measured_where_it_is_not_wanted(trained, capsys, monkeypatch):
+    monkeypatch.setattr(measuring, "difference", None)
+    assert call("fuse", "drawn", "out", "--no-measure", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"target": "out", "difference": None}
+
+
+def test_data_that_is_gone_is_a_note(trained, data_folder, capsys):
+    shutil.rmtree(data_folder)
+    assert call("fuse", "drawn", "out") == 0
+    told = capsys.readouterr()
+    assert told.out == "out\n"
+    assert "note: the difference was not measured (--data" in told.err
+    check_model(Path("out"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("drawn", "model", "--force"), "model: is of the run itself"),
+        (("drawn", "data", "--force"), "data: holds other things than a model"),
+        (("drawn", "nowhere/out"), "is no folder; make it first"),
+        (("drawn", "out", "--to", "3"), "--to 3: give auto, same, dequantized"),
+        (("drawn", "out", "--to", "same", "--dtype", "float32"), "give --to dequantized with it"),
+        (("drawn", "out", "--max-memory", "0.05"), "fusing this model takes"),
+        (("drawn", "out", "--checkpoint", "9"), "has no such one; checkpoints: none"),
+        (("other", "out"), "no run named other"),
+    ],
+)
+def test_wrong_input_is_one_line(trained, capsys, arguments, message):
+    assert call("fuse", *arguments) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert message in told[-1]
+    assert not Path("out").exists()
+    check_model(trained.base)
+
+
+def test_a_run_without_an_adapter_is_refused(trained, capsys):
+    shutil.copytree(trained.folder.adapter, trained.folder.checkpoints / "step-000003")
+    shutil.rmtree(trained.folder.adapter)
+    assert call("fuse", "drawn", "out") == 2
+    assert "has no finished adapter; checkpoints: step-000003" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("while_", ["writing", "measuring"])
+def test_ctrl_c_says_what_is_there(trained, capsys, monkeypatch, while_):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if while_ == "writing":
+        monkeypatch.setattr(shards, "save_shard", interrupted)
+    else:
+        monkeypatch.setattr(measuring, "difference", interrupted)
+    assert call("fuse", "drawn", "out") == 130
+    told = capsys.readouterr().err
+    if while_ == "writing":
+        assert "out: stopped; the same command begins again" in told
+        assert not Path("out").exists()
+    else:
+        assert "out: is whole; only the measuring was stopped" in told
+        check_model(Path("out"))

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from your_ai.hub.names import HubName, hub_name
+from your_ai.hub.record import RECORD, Record, RecordedFile, write_record
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "copy").mkdir()
+    return tmp_path / "copy"
+
+
+def test_a_model_in_a_folder_has_no_name(folder):
+    assert hub_name(folder, str(folder)) is None
+
+
+def test_the_record_of_a_download_names_it(folder):
+    files = {"config.json": RecordedFile(1, "0" * 64)}
+    write_record(folder, Record(repo="org/model", asked="main", revision="c0ffee", files=files))
+    assert hub_name(folder, str(folder)) == HubName("org/model", "c0ffee")
+
+
+def test_a_damaged_record_tells_nothing(folder):
+    (folder / RECORD).write_text("{")
+    assert hub_name(folder, str(folder)) is None
+
+
+def test_a_place_in_the_hubs_cache_names_it(tmp_path):
+    place = tmp_path / "models--org--a--b" / "snapshots" / "c0ffee"
+    assert hub_name(place, str(place)) == HubName("org/a--b", "c0ffee")
+
+
+@pytest.mark.parametrize(
+    ("named", "repo"),
+    [("org/model", "org/model"), ("llama-8b", "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit")],
+)
+def test_what_the_run_calls_it_names_it(folder, named, repo):
+    assert hub_name(folder, named) == HubName(repo)
+
+
+def test_a_folder_that_looks_like_an_id_is_none(folder, tmp_path):
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert hub_name(folder, "org/model") is None

@@ -1,0 +1,132 @@
+"""`your_ai fuse`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN
+from your_ai.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console
+
+    from your_ai.fuse.difference import Difference
+    from your_ai.trained import Trained
+    from your_ai.writing.shards import Progress as Written
+
+
+def fuse(
+    run: Annotated[str, RUN],
+    out: Annotated[Path, typer.Argument(help="The folder that is written.", metavar="OUT")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="What a quantized base becomes: 4, 5, 6 or 8 bits in the adapted layers, all "
+            "else as it is; same, the bits they had; dequantized; auto is 8."
+        ),
+    ] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="float32, bfloat16 or float16, where nothing is quantized; auto is the base's."
+        ),
+    ] = "auto",
+    checkpoint: Annotated[str | None, CHECKPOINT] = None,
+    model: Annotated[str | None, MODEL] = None,
+    max_memory: Annotated[
+        float | None, typer.Option(help="Most memory of this process, in GB.", min=0.0)
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a model that is there, once OUT is whole.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option(help="Compare the result with base and adapter on rows of the run.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+) -> None:
+    """Write a model with a run's adapter in its weights, shard by shard, and say how near it is."""
+    from rich.console import Console
+
+    from your_ai.fuse import folder
+    from your_ai.trained import open_trained
+
+    trained = open_trained(run, checkpoint, model)
+    if trained.note:
+        typer.echo(f"note: {trained.note}", err=True)
+    console = Console(stderr=True, highlight=False)
+    steps = folder.fuse(trained, out, to, dtype, max_memory, force)
+    try:
+        show_progress(steps, console)
+    except KeyboardInterrupt:
+        typer.echo(folder.left_behind(out), err=True)
+        raise
+    found = measured(trained, out, max_memory, console) if measure else None
+    if as_json:
+        values = None if found is None else dataclasses.asdict(found) | {"erased": found.erased}
+        typer.echo(json.dumps({"target": str(out), "difference": values}))
+        return
+    typer.echo(out)
+    if found is not None:
+        for line in lines_of(found):
+            typer.echo(line)
+
+
+def show_progress(steps: Iterable[Written], console: Console) -> None:
+    """A bar of the bytes written, on a terminal."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("fusing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        for step in steps:
+            bar.update(task, completed=step.done_bytes, total=step.total_bytes)
+
+
+def measured(
+    trained: Trained, out: Path, max_memory: float | None, console: Console
+) -> Difference | None:
+    """The difference; None, and why on stderr, where it cannot be had. OUT is whole by now."""
+    from your_ai.fuse.difference import difference
+
+    try:
+        with console.status("measuring the difference"):
+            found = difference(trained, out, max_memory)
+    except KeyboardInterrupt:
+        typer.echo(f"{out}: is whole; only the measuring was stopped", err=True)
+        raise
+    except UserError as error:
+        typer.echo(f"note: the difference was not measured ({error})", err=True)
+        return None
+    if found.erased:
+        typer.echo(f"warning: {warning_of(found, out)}", err=True)
+    return found
+
+
+def warning_of(found: Difference, out: Path) -> str:
+    """For a difference that has `erased`."""
+    from your_ai.fuse.difference import LEAST_KEPT
+    from your_ai.hub.check import check_model
+
+    what = f"fusing changes the logits by {found.mean:.2g}, the adapter by {found.effect:.2g}"
+    if found.kept < LEAST_KEPT:
+        what = f"fusing has erased the adapter: {max(0, found.kept):.0%} of its effect is left"
+    quantized = check_model(out).get("quantization") is not None
+    return f"{what}; give {'--to 8 or --to dequantized' if quantized else '--dtype float32'}"
+
+
+def lines_of(found: Difference) -> list[str]:
+    return [
+        f"{found.file}: {found.rows} rows, {found.positions:,} positions",
+        f"loss: {found.base_loss:.4g} base, {found.adapted_loss:.4g} base + adapter, "
+        f"{found.fused_loss:.4g} fused",
+        f"logits: changed by {found.effect:.2g} in training, {found.mean:.2g} in fusing (at most "
+        f"{found.largest:.2g}); {found.kept:.1%} of training's change is there",
+        f"likeliest token: the same at {found.agreement:.1%} of the positions",
+    ]

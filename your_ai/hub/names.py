@@ -1,0 +1,38 @@
+"""What a model on this machine is called on the hub."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from your_ai.errors import UserError
+from your_ai.hub.find import REPO
+from your_ai.hub.record import read_record
+from your_ai.hub.registry import known
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A model on the hub. revision: a commit, or None where it is not known."""
+
+    repo: str
+    revision: str | None = None
+
+
+def hub_name(folder: Path, named: str) -> HubName | None:
+    """The name of the model in `folder`, which a run calls `named`; None where it is not known."""
+    with contextlib.suppress(UserError):  # a damaged record tells nothing
+        record = read_record(folder)
+        if record is not None:
+            return HubName(record.repo, record.revision)
+    snapshot = folder.absolute()
+    cached = snapshot.parent.parent.name
+    repo = cached.removeprefix("models--").replace("--", "/", 1)
+    if snapshot.parent.name == "snapshots" and cached != repo and REPO.fullmatch(repo):
+        return HubName(repo, snapshot.name)
+    if named in known():
+        return HubName(known()[named].repo)
+    if REPO.fullmatch(named) and not Path(named).exists():
+        return HubName(named)
+    return None
