@@ -8,11 +8,19 @@ import mlx.core as mx
 import pytest
 
 from tests.conftest import make_model
-from your_ai.budget import LATER_BYTES, Budget, budget_of, demand_of, hold_generation, limit_of
+from your_ai.budget import (
+    LATER_BYTES,
+    Budget,
+    budget_of,
+    budget_of_evaluation,
+    demand_of,
+    hold_generation,
+    limit_of,
+)
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.memory import allocator, probe
-from your_ai.memory.estimate import generation_bytes, weights_bytes
+from your_ai.memory.estimate import Training, generation_bytes, weights_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import Machine
 from your_ai.memory.plan import options
@@ -212,3 +220,37 @@ def test_what_answering_takes_is_said_and_is_enough(large, held, can_stream, lim
     asked = float(text.split("takes ")[1].split(" GB")[0])
     assert hold_generation(large, 512, asked, can_stream) == can_stream
     assert len(held) == 1
+
+
+# An evaluation
+
+TRAINING = Training(blocks=2, rank=4, targets=("q_proj",))
+
+
+def evaluated(tiny_model, max_memory_gb=None, **options) -> Budget:
+    args = (TRAINING, tiny_model, mx.float32, [64, 256, 64], 4, max_memory_gb)
+    return budget_of_evaluation(*args, **options)
+
+
+def test_an_evaluation_is_asked_for_as_it_is(tiny_model):
+    budget = evaluated(tiny_model, 2.0, engine="staged", can_stream=False, answer_tokens=99)
+    asked = budget.demand
+    assert budget.limit.limit_bytes == 2 * GB
+    assert (asked.lengths, asked.batch_size, asked.engine) == ((64, 256), 4, "staged")
+    assert (asked.can_stream, asked.answer_tokens) == (False, 99)
+    assert asked.forward
+    assert asked.python_bytes == HELD + LATER_BYTES
+
+
+def test_an_evaluation_that_fits_is_not_refused_for_what_training_takes(tiny_model):
+    least = min(option.needed_bytes for option in options(evaluated(tiny_model).demand))
+    limit_gb = (least + 1) / GB
+    assert evaluated(tiny_model, limit_gb).choice.option.needed_bytes == least
+    with pytest.raises(UserError, match="nothing fits"):
+        found(tiny_model, max_memory=limit_gb)
+
+
+def test_slices_are_counted_on_the_cpu_alone(tiny_model, monkeypatch):
+    assert evaluated(tiny_model).demand.sliced == (mx.default_device().type == mx.cpu)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    assert not evaluated(tiny_model).demand.sliced

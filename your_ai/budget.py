@@ -109,6 +109,40 @@ def budget_of(
     return Budget(limit, demand, choose(demand, limit.limit_bytes, level, kept))
 
 
+def budget_of_evaluation(
+    training: Training,
+    folder: Path,
+    dtype: mx.Dtype,
+    lengths: Sequence[int],
+    batch_size: int,
+    max_memory_gb: float | None,
+    *,
+    engine: str = "auto",
+    can_stream: bool = True,
+    answer_tokens: int = 0,
+) -> Budget:
+    """The budget of evaluating rows with the model in `folder`, which trains nothing.
+
+    training: of the adapter that is on it; the rest as in `demand_of`. Raises UserError where
+    nothing fits.
+    """
+    limit = limit_of(max_memory_gb)
+    demand = Demand(
+        facts=facts_of(folder, dtype.size),
+        training=training,
+        lengths=tuple(sorted(set(lengths))),
+        batch_size=batch_size,
+        rows_per_step=batch_size,
+        engine=engine,
+        can_stream=can_stream,
+        python_bytes=python_bytes(),
+        answer_tokens=answer_tokens,
+        forward=True,
+        sliced=mx.default_device().type == mx.cpu,
+    )
+    return Budget(limit, demand, choose(demand, limit.limit_bytes))
+
+
 def hold_generation(facts: ModelFacts, tokens: int, max_memory_gb: float, can_stream: bool) -> bool:
     """Hold MLX to a limit while it generates; whether the weights have to be streamed for it.
 

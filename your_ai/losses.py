@@ -24,27 +24,37 @@ CHUNK_BYTES = 8 << 20  # of float32 logits; MLX holds a few chunks at a time
 CHUNK_ROWS = 128  # at least: every chunk reads the whole head
 
 
-def cross_entropy_sum(logits: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-    """The sum over targets of weight x -log softmax(logits)[target], in float32.
+def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
+    """(S,) -log softmax(logits)[target] of each target, in float32.
 
-    logits: (S, V); targets: (S,) int; weights: (S,), 0 for padding.
+    logits: (S, V); targets: (S,) int.
     """
     logits = logits.astype(mx.float32)
     scores = mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1)
-    return sum_in_blocks((mx.logsumexp(logits, axis=-1) - scores) * weights)
+    return mx.logsumexp(logits, axis=-1) - scores
 
 
-def chunked_loss(hidden: mx.array, targets: mx.array, weights: mx.array, head: Head) -> mx.array:
-    """cross_entropy_sum of head(hidden), piece by piece, to be evaluated and not trained."""
+def cross_entropy_sum(logits: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
+    """The sum of weight x cross_entropy; weights: (S,), 0 for padding."""
+    return sum_in_blocks(cross_entropy(logits, targets) * weights)
+
+
+def chunked_losses(hidden: mx.array, targets: mx.array, head: Head) -> mx.array:
+    """cross_entropy of head(hidden), piece by piece, to be evaluated and not trained."""
     losses: list[mx.array] = []
     for part in chunks(hidden, head):
         rows = _in_turn(hidden[part], losses)
         if isinstance(head, LinearHead):
-            walk = begin(head.inputs(rows), targets[part], gradient=False)
-            losses.append(finish(_walk(walk, head), head, weights[part])[0])
+            walk = _walk(begin(head.inputs(rows), targets[part], gradient=False), head)
+            losses.append(walked_losses(walk, head.logits(walk.at_target)))
         else:
-            losses.append(cross_entropy_sum(head(rows[None])[0], targets[part], weights[part]))
-    return mx.stack(losses).sum()
+            losses.append(cross_entropy(head(rows[None])[0], targets[part]))
+    return mx.concatenate(losses)
+
+
+def chunked_loss(hidden: mx.array, targets: mx.array, weights: mx.array, head: Head) -> mx.array:
+    """The sum of weight x chunked_losses."""
+    return sum_in_blocks(chunked_losses(hidden, targets, head) * weights)
 
 
 def chunked_predictions(hidden: mx.array, head: Head) -> mx.array:
@@ -224,18 +234,20 @@ def _pull(
     return total * part.backward((shares / total).astype(dtype)).astype(mx.float32)
 
 
+def walked_losses(walk: Walk, logits: mx.array) -> mx.array:
+    """(S,) the losses after the last slice; logits: (S, 1), those of the targets."""
+    return (walk.top + mx.log(walk.total) - logits.astype(mx.float32)).squeeze(-1)
+
+
 def finish(
     walk: Walk, head: LinearHead, weights: mx.array, scale: mx.array | float = 1.0
 ) -> tuple[mx.array, mx.array]:
     """After the last slice: the weighted sum of the losses, and its gradient times `scale`.
 
-    The gradient is in the inputs of the linear layer, (S, D); () where it was not wanted.
+    The gradient is in the inputs of the linear layer, (S, D).
     """
     logits, slopes = head.logits_and_slopes(walk.at_target)
-    losses = walk.top + mx.log(walk.total) - logits.astype(mx.float32)
-    loss = sum_in_blocks(losses.squeeze(-1) * weights)
-    if not walk.pull.ndim:
-        return loss, walk.pull
+    loss = sum_in_blocks(walked_losses(walk, logits) * weights)
     rows = head.rows.gather(walk.targets.squeeze(-1)).astype(mx.float32)
     rows = rows if slopes is None else rows * slopes
     grad = (walk.pull / walk.total - rows) * (weights * scale)[:, None]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from your_ai import evaluate, generate
+from your_ai import generate
+from your_ai.evaluation import measures
 from your_ai.prepare import Prepared, answer_room
 from your_ai.run import events
 from your_ai.run.stopping import Stop
@@ -14,7 +15,7 @@ def validate(prepared: Prepared, step: int, log: events.EventLog, stop: Stop) ->
     if prepared.valid is None:
         return
     began = time.perf_counter()
-    measured = evaluate.mean_loss(prepared.engine, prepared.valid, prepared.rows_at, stop)
+    measured = measures.mean_loss(prepared.engine, prepared.valid, prepared.rows_at, stop)
     if measured is not None:
         log.write(
             events.Validation(
@@ -45,6 +46,6 @@ def show_test_rows(when: str, prepared: Prepared, log: events.EventLog, stop: St
         )
     if prepared.config.exact_match and prepared.test is not None:
         rows_at = prepared.rows_at
-        correct = evaluate.exact_matches(prepared.engine, prepared.test, rows_at, stop)
+        correct = measures.exact_matches(prepared.engine, prepared.test, rows_at, stop)
         if correct is not None:
             log.write(events.ExactMatch(when=when, correct=correct, rows=len(prepared.test)))

@@ -30,9 +30,9 @@ from your_ai.run.folder import RUNS, RunFolder
 INTERRUPT_A_VALIDATION = """
 import os, signal, time
 from pathlib import Path
-from your_ai import evaluate
+from your_ai.evaluation import measures
 
-batches = evaluate.in_order_of_length
+batches = measures.in_order_of_length
 
 
 def interrupted_batches(*arguments):
@@ -44,7 +44,7 @@ def interrupted_batches(*arguments):
     yield from others
 
 
-evaluate.in_order_of_length = interrupted_batches
+measures.in_order_of_length = interrupted_batches
 """
 # Sends itself SIGINT while it waits for the disk, the second time that it saves.
 INTERRUPT_A_SAVE = """

@@ -21,6 +21,9 @@ from tests.conftest import make_model
 from tests.memory.test_facts import tensors_in, write_headers
 from your_ai import bench, model, optimizer
 from your_ai.config import TrainConfig
+from your_ai.engine.build import build_engine
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.weights import tensors_of
 from your_ai.memory.estimate import (
     OPTIMIZER_STATES,
     Estimate,
@@ -148,6 +151,25 @@ def test_more_work_is_never_less_memory(case):
         not_less(estimate(facts, replace(training, blocks=training.blocks + 1), *case[2:]), base)
 
 
+@given(cases(), st.booleans())
+def test_to_evaluate_holds_nothing_of_a_training(case, sliced):
+    found = estimate(*case, forward=True, sliced=sliced).components
+    for name in ("gradients", "optimizer", "block inputs"):
+        assert found[name] == 0
+    assert found["adapters"] == estimate(*case).components["adapters"]
+
+
+@given(cases(), st.booleans())
+def test_to_evaluate_more_is_never_less_memory(case, sliced):
+    facts, training, plan, rows, tokens = case
+    options = {"forward": True, "sliced": sliced}
+    base = estimate(*case, **options)
+    not_less(estimate(facts, training, plan, rows + 1, tokens, **options), base)
+    not_less(estimate(facts, training, plan, rows, tokens + 1, **options), base)
+    not_less(estimate(*case, **options, answer_tokens=2048), base)
+    not_less(estimate(*case, forward=True, sliced=True), base)
+
+
 @given(cases())
 def test_inputs_on_disk_are_never_more_memory(case):
     facts, training, plan, rows, tokens = case
@@ -248,9 +270,20 @@ RECORDED = {
     ("qwen2.5-0.5b", 512, 4): (1280.2, 630.9, 423.5, 6728.3, 768.9, 556.4),
     ("qwen2.5-0.5b", 2048, 1): (1282.6, 631.7, 424.3, 6707.5, 768.9, 556.4),
 }
+# The same of rows that are evaluated, with losses and predictions of every token.
+EVALUATED = {
+    ("small", 128, 1): (165.8, 138.6, 35.2, 184.5, 157.5, 54.2),
+    ("small", 128, 4): (177.2, None, None, 207.4, None, None),
+    ("small", 512, 1): (177.2, 156.8, 53.4, 207.4, 187.0, 83.6),
+    ("small", 512, 4): (276.8, 239.7, 136.4, 325.2, 304.7, 201.4),
+    ("small", 2048, 1): (283.8, None, None, None, None, None),
+    ("qwen2.5-0.5b", 128, 1): (336.3, 246.3, 41.0, 371.0, 283.4, 78.1),
+    ("qwen2.5-0.5b", 512, 1): (362.9, 277.8, 72.5, 416.3, 331.2, 125.9),
+}
 MEASURED = [
-    (*where, layers, targets, engine, peak_mb)
-    for where, peaks in RECORDED.items()
+    (*where, forward, layers, targets, engine, peak_mb)
+    for forward, recorded in ((False, RECORDED), (True, EVALUATED))
+    for where, peaks in recorded.items()
     for (layers, targets, engine), peak_mb in zip(
         [(*adapted, engine) for adapted in (FEW, ALL) for engine in ENGINES],
         peaks,
@@ -289,11 +322,16 @@ def test_shapes_have_these_facts(shapes, tmp_path):
     assert replace(made, disk_bytes=0) == replace(shapes["tiny"], disk_bytes=0)
 
 
-@pytest.mark.parametrize(("shape", "tokens", "rows", "layers", "targets", "engine", "mb"), MEASURED)
-def test_recorded_peaks_are_estimated(shapes, shape, tokens, rows, layers, targets, engine, mb):
+@pytest.mark.parametrize(
+    ("shape", "tokens", "rows", "forward", "layers", "targets", "engine", "mb"), MEASURED
+)
+def test_recorded_peaks_are_estimated(
+    shapes, shape, tokens, rows, forward, layers, targets, engine, mb
+):
     facts = shapes[shape]
     plan = Plan(engine, rows * tokens)
-    found = estimate(facts, training_of(facts, layers, targets), plan, rows, tokens)
+    training = training_of(facts, layers, targets)
+    found = estimate(facts, training, plan, rows, tokens, forward=forward)
     assert found.mlx_bytes / 1e6 == pytest.approx(mb, rel=CLOSE)
 
 
@@ -335,4 +373,33 @@ def test_peaks_measured_here_are_estimated(
     plan = Plan("streamed" if spilled else contender, rows * tokens, spilled)
     facts = facts_of(tiny_shape, 4)
     found = estimate(facts, training_of(facts, layers, targets), plan, rows, tokens)
+    assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("tokens", "rows", "adapted"), [(128, 4, FEW), (512, 4, ALL)])
+def test_peaks_of_an_evaluation_measured_here_are_estimated(
+    tiny_shape, engine, tokens, rows, adapted
+):
+    layers, targets = adapted
+    contest = bench.Contest(
+        folder=str(tiny_shape), dtype="float32", seq_len=tokens, batch_size=rows, lora_rank=16,
+        lora_layers=layers, lora_targets=targets, supervised=1.0, steps=1,
+    )  # fmt: skip
+    gc.collect()
+    before = mx.get_active_memory()  # of other tests
+    network, config = model.load_network(tiny_shape, mx.float32)
+    tensors = tensors_of(network, tiny_shape)
+    adapters = model.add_adapters(network, contest.train_config())
+    dequantize_on_the_cpu(network)
+    built = build_engine(network, adapters.dropout_keys, engine, tensors=tensors)
+    drawn = bench.contest_tokens(contest, config["vocab_size"])
+    (batch,) = bench.contest_batches(contest, drawn, lambda _: rows)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    mx.eval(built.engine.score(batch))
+    peak = mx.get_peak_memory() - before
+    facts = facts_of(tiny_shape, 4)
+    training = training_of(facts, layers, targets)
+    found = estimate(facts, training, Plan(engine, rows * tokens), rows, tokens, forward=True)
     assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE)

@@ -481,3 +481,36 @@ def test_answers_to_long_prompts_are_planned_for():
     with_them = options(replace(DEMAND, answer_tokens=200_000))[-1].estimate
     assert with_them.process_bytes > without.process_bytes
     assert options(replace(DEMAND, answer_tokens=1))[-1].estimate == without
+
+
+# Where nothing is trained
+
+
+@given(demands(), st.booleans())
+def test_an_evaluation_is_chosen_as_a_training_is(demand, sliced):
+    demand = replace(demand, forward=True, sliced=sliced, spill=False)
+    least = least_of(demand)
+    chosen = choose(demand, least).option
+    assert chosen.needed_bytes == least
+    assert {option.plan.spill for option in options(demand)} == {False}
+    with pytest.raises(UserError, match="evaluating does not fit into"):
+        choose(demand, least - 1)
+
+
+def test_to_evaluate_takes_less_than_to_train():
+    """By as much as gradients, optimizer, block inputs and the backward pass are."""
+    forward = replace(DEMAND, forward=True)
+    assert least_of(forward) < 0.8 * least_of(DEMAND)
+    limit_bytes = least_of(DEMAND) - 1
+    with pytest.raises(UserError, match="nothing fits"):
+        choose(DEMAND, limit_bytes)
+    assert choose(forward, limit_bytes).option.plan.engine == "streamed"
+
+
+def test_a_refusal_to_evaluate_names_the_least_that_would_do():
+    forward = replace(DEMAND, forward=True)
+    with pytest.raises(UserError) as refused:
+        choose(forward, 300 * MB)
+    least = re.search(r"the least that would do is ([0-9.]+) GB", str(refused.value))[1]
+    choose(forward, int(float(least) * GB))
+    assert "shorter rows than those of up to 2048 tokens" in str(refused.value)

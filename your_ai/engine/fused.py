@@ -27,6 +27,7 @@ class Engine:
     of `scale` times it, as a tree of the trainable parameters; step_seed draws dropout.
     loss(batch): the loss sum alone, without dropout.
     predictions(batch): (S,) the likeliest token at each target.
+    score(batch): (S,) the loss of each target, whatever its weight, and its prediction.
     drop(): forget what was compiled; it is compiled again when it is needed.
     fill(batches): fill the prefix cache, where that is cheaper before the first step.
     """
@@ -34,6 +35,7 @@ class Engine:
     gradients: Callable[[Batch, float, int], tuple[mx.array, Any]]
     loss: Callable[[Batch], mx.array]
     predictions: Callable[[Batch], mx.array]
+    score: Callable[[Batch], tuple[mx.array, mx.array]]
     drop: Callable[[], None]
     fill: Callable[[Iterable[Batch]], None] | None = None
 
@@ -74,10 +76,14 @@ def fused_engine(
     def likeliest(tokens, segments, reach, positions):
         return sft.predictions(trunk(tokens, segments, reach), positions, head)
 
+    def losses_and_likeliest(tokens, segments, reach, positions, targets):
+        return sft.score(trunk(tokens, segments, reach), positions, targets, head)
+
     state = [model.state]
     compiled_gradients = Compiled(nn.value_and_grad(model, trainable_loss), state)
     compiled_loss = Compiled(loss_only, state)
     compiled_likeliest = Compiled(likeliest, state)
+    compiled_score = Compiled(losses_and_likeliest, state)
 
     def gradients(batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
         keys = mx.array(row_keys(step_seed, batch.rows)), mx.array(batch.places)
@@ -94,11 +100,15 @@ def fused_engine(
     def predictions(batch: Batch) -> mx.array:
         return compiled_likeliest(*_inputs(batch), mx.array(batch.positions))
 
+    def score(batch: Batch) -> tuple[mx.array, mx.array]:
+        positions, targets, _ = _targets(batch)
+        return compiled_score(*_inputs(batch), positions, targets)
+
     def drop() -> None:
-        for function in (compiled_gradients, compiled_loss, compiled_likeliest):
+        for function in (compiled_gradients, compiled_loss, compiled_likeliest, compiled_score):
             function.drop()
 
-    return Engine(gradients, loss, predictions, drop)
+    return Engine(gradients, loss, predictions, score, drop)
 
 
 def _inputs(batch: Batch) -> tuple[mx.array, mx.array | None, int | None]:

@@ -107,11 +107,12 @@ class Staged:
         self._head_gradient = self._compiled(partial(sft.loss_and_gradient, head=self.head))
         self._head_loss = self._compiled(partial(sft.loss_sum, head=self.head))
         self._likeliest = self._compiled(partial(sft.predictions, head=self.head))
+        self._losses_and_likeliest = self._compiled(partial(sft.score, head=self.head))
 
     def engine(self) -> Engine:
         ahead = self.weights.streamed and self.store is not None and self.first > 0
         fill = self.fill if ahead else None
-        return Engine(self.gradients, self.loss, self.predictions, self.drop, fill)
+        return Engine(self.gradients, self.loss, self.predictions, self.score, self.drop, fill)
 
     def drop(self) -> None:
         self.programs.made.clear()
@@ -146,6 +147,10 @@ class Staged:
 
     def predictions(self, batch: Batch) -> mx.array:
         return self._likeliest(self._forward(batch), mx.array(batch.positions))
+
+    def score(self, batch: Batch) -> tuple[mx.array, mx.array]:
+        positions, targets, _ = targets_of(batch)
+        return self._losses_and_likeliest(self._forward(batch), positions, targets)
 
     def fill(self, batches: Iterable[Batch]) -> None:
         """Keep what the first trained block is given for each text, group by group.

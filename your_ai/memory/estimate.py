@@ -29,7 +29,13 @@ FORWARD = {"wide": 7.37, "hidden": 10.5, "slice": 5.97}
 FORWARD_LORA = {"wide": 4.57, "hidden": 9.34, "slice": 5.97}  # where wide layers are adapted
 BACKWARD = {"part": 7.59, "lora": 2.51, "hidden": 4.68, "slice": 1.40, "gradients": 0.91}
 HEAD = {"logits": 4.68, "hidden": 1.82, "slice": 1.28}
+GRAPH_BYTES = 85_000  # of a slice that waits to be computed: its operations
+# Of rows that are evaluated: nothing waits for a backward pass.
+EVALUATION = {"wide": 4.0, "hidden": 2.2, "slice": 5.0, "lora": 2.01, "fused": 2.8}
+UNSLICED = {"fused": (9.2, 2.6), "staged": (5.9, 0.0)}  # wide, logits: of matrices of one slice
+SCORES = {"logits": 2.7, "hidden": 1.82, "fused": 6.3, "staged": 4.4}
 BLOCKS_STREAMED = 1.60  # of weights: the one that runs and what is there of the next
+BLOCKS_EVALUATED = 2.0  # the same, where each runs but for a moment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,29 +99,39 @@ def estimate(
     cache_bytes: int = 0,
     prefix_bytes: int = 0,
     answer_tokens: int = 0,
+    forward: bool = False,
+    sliced: bool = False,
 ) -> Estimate:
     """The most that a process holds in a step over `rows` x `tokens`, with every target trained.
 
     micro_batches: of a step; gradients of one are added to those before. python_bytes: what
     the process holds without a model; prefix_bytes: of a frozen-prefix cache in memory;
-    answer_tokens: of the longest prompt that is answered besides, and its answer.
+    answer_tokens: of the longest prompt that is answered besides, and its answer; forward: the
+    step is evaluated, and there are neither gradients nor an optimizer; sliced: quantized
+    weights are dequantized in slices, as they are on the CPU, which counts where forward.
     """
     adapters = adapter_bytes(facts, training)
     held = {
-        "weights": weights_bytes(facts, plan.engine),
+        "weights": weights_bytes(facts, plan.engine, forward),
         "adapters": adapters,
-        "optimizer": int(OPTIMIZER_STATES[training.optimizer] * adapters),
+        "optimizer": 0 if forward else int(OPTIMIZER_STATES[training.optimizer] * adapters),
         "prefix cache": prefix_bytes,
     }
     gradients = adapters * (1 if micro_batches == 1 else 2)
-    if plan.engine == "fused":
+    if forward:
+        phases = forward_phases(facts, training, plan, rows, tokens)
+    elif plan.engine == "fused":
         phases = [fused_phase(facts, training, rows, tokens) | {"gradients": gradients}]
     else:
         phases = staged_phases(facts, training, plan, rows, tokens, gradients)
     if answer_tokens:
         phases.append({"block work": generation_bytes(facts, answer_tokens)})
     phase = max(phases, key=lambda found: sum(found.values()))
-    python = python_bytes + programs_bytes(facts, training, plan)
+    if forward:
+        programs = graphs_bytes(facts, plan, sliced, int(sum(phase.values())))
+    else:
+        programs = programs_bytes(facts, training, plan)
+    python = python_bytes + programs
     order = ("weights", "adapters", "gradients", "optimizer", "block inputs", "block work",
              "head chunk", "prefix cache")  # fmt: skip
     components = {name: int((held | phase).get(name, 0)) for name in order}
@@ -128,18 +144,35 @@ def adapter_bytes(facts: ModelFacts, training: Training) -> int:
     return ADAPTER_BYTES * training.blocks * numbers
 
 
-def weights_bytes(facts: ModelFacts, engine: str) -> int:
+def weights_bytes(facts: ModelFacts, engine: str, forward: bool = False) -> int:
     if engine == "fused":
         return facts.weights_bytes
     if engine == "staged":
         return facts.blocks_bytes + facts.rest_bytes
-    return min(int(BLOCKS_STREAMED * facts.block_bytes), facts.blocks_bytes) + facts.rest_bytes
+    count = BLOCKS_EVALUATED if forward else BLOCKS_STREAMED
+    return min(int(count * facts.block_bytes), facts.blocks_bytes) + facts.rest_bytes
 
 
 def programs_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     """Of compiled graphs: a fused one has every block, the others share one of a block."""
     blocks = facts.blocks + training.blocks if plan.engine == "fused" else 4
     return PROGRAM_BYTES * blocks // 2
+
+
+def graphs_bytes(facts: ModelFacts, plan: Plan, sliced: bool, work_bytes: int) -> int:
+    """Of graphs where nothing is trained, beside the `work_bytes` of computing.
+
+    A fused one has every block, and all slices at once; so has the one that a staged model is
+    taken apart with, which is gone before the rest.
+    """
+    matrices = [i * o * facts.float_bytes for i, o in facts.linears.values()]
+    counted = sum(-(-matrix // SLICE_BYTES) for matrix in matrices) if sliced else 0
+    blocks = GRAPH_BYTES * facts.blocks * counted * facts.quantized
+    one = PROGRAM_BYTES * 4 // 2
+    if plan.engine == "fused":
+        head = -(-facts.vocabulary * facts.hidden * facts.float_bytes // HEAD_SLICE_BYTES)
+        return max(PROGRAM_BYTES * facts.blocks // 2, one + blocks) + 2 * GRAPH_BYTES * head
+    return one + max(0, blocks - work_bytes if plan.engine == "staged" else 0)
 
 
 def fused_phase(facts: ModelFacts, training: Training, rows: int, tokens: int) -> dict[str, float]:
@@ -196,6 +229,33 @@ def staged_phases(
         {"gradients": earlier, "block inputs": training.blocks * inputs, "head chunk": head},
         {"gradients": BACKWARD["gradients"] * gradients, "block work": backward},
     ]
+
+
+def forward_phases(
+    facts: ModelFacts, training: Training, plan: Plan, rows: int, tokens: int
+) -> list[dict[str, float]]:
+    """The blocks, and the head that gives losses and predictions, where nothing is trained."""
+    number, n = facts.float_bytes, rows * tokens
+    hidden = n * facts.hidden * number
+    wide = max((o for _, o in facts.linears.values()), default=0)
+    matrix = max((i * o for i, o in facts.linears.values()), default=0) * number
+    engine = "fused" if plan.engine == "fused" else "staged"
+    if matrix > SLICE_BYTES:
+        adapted = any(wide in size for size in layers_named(facts, training.targets))
+        blocks = (
+            (EVALUATION["wide"] + EVALUATION["lora"] * adapted) * n * wide * number
+            + (EVALUATION["hidden"] + EVALUATION["fused"] * (engine == "fused")) * hidden
+            + EVALUATION["slice"] * SLICE_BYTES
+        )
+    else:
+        of_wide, of_logits = UNSLICED[engine]
+        blocks = of_wide * n * wide * number + of_logits * logits_bytes(facts, n)
+    head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
+    logits = logits_bytes(facts, n)
+    losses = HEAD["logits"] * logits + HEAD["slice"] * head_slice
+    predictions = SCORES["logits"] * logits + SCORES[engine] * head_slice
+    head = max(losses, predictions) + SCORES["hidden"] * hidden
+    return [{"block work": blocks}, {"head chunk": head}]
 
 
 def generation_bytes(facts: ModelFacts, tokens: int) -> int:

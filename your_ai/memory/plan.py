@@ -29,7 +29,8 @@ class Demand:
     rows_per_step: of all micro-batches; engine: auto, or the only one allowed; spill: block
     inputs must be spilled; can_stream: the files hold the weights as the model has them;
     python_bytes: what the process holds without a model; prefix_bytes: of a cache in memory;
-    answer_tokens: of the longest sample prompt with its answer, 0 where there are none.
+    answer_tokens: of the longest sample prompt with its answer, 0 where there are none;
+    forward: rows are evaluated, and nothing is trained; sliced: as `estimate` has it.
     """
 
     facts: ModelFacts
@@ -43,6 +44,8 @@ class Demand:
     python_bytes: int = 0
     prefix_bytes: int = 0
     answer_tokens: int = 0
+    forward: bool = False
+    sliced: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,11 @@ def options(demand: Demand) -> list[Option]:
             continue
         if demand.engine != "auto" and spill != demand.spill:
             continue
-        if demand.spill and not spill:
+        if (demand.spill and not spill) or (demand.forward and spill):
             continue
         for count in rows:
             plan = Plan(engine, count * longest, spill)
-            cost = step_cost(demand.facts, demand.training, plan)
+            cost = 1.0 if demand.forward else step_cost(demand.facts, demand.training, plan)
             found.append(Option(plan, largest(demand, plan), cost))
     return found
 
@@ -106,6 +109,8 @@ def of_rows(demand: Demand, plan: Plan, rows: int, tokens: int) -> Estimate:
         python_bytes=demand.python_bytes,
         prefix_bytes=demand.prefix_bytes,
         answer_tokens=demand.answer_tokens,
+        forward=demand.forward,
+        sliced=demand.sliced,
     )
 
 
@@ -167,6 +172,12 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
     least = min(every, key=lambda option: option.needed_bytes)
     parts = sorted(least.estimate.components.items(), key=lambda pair: -pair[1])
     largest = ", ".join(f"{name} {in_gb(size)}" for name, size in parts[:3] if size >= 5_000_000)
+    if demand.forward:
+        return (
+            f"--max-memory: evaluating does not fit into {in_gb(limit_bytes)}; the least that "
+            f"would do is {in_gb(rounded_up(least.needed_bytes))} ({largest}); give that, or "
+            f"shorter rows than those of up to {max(demand.lengths)} tokens"
+        )
     advice = [f"shorten the rows (--max-seq-length, now up to {max(demand.lengths)} tokens)"]
     if demand.engine != "auto":
         advice.insert(0, "use --plan auto")

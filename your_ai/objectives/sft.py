@@ -53,3 +53,13 @@ def loss_sum(
 def predictions(hidden: mx.array, positions: mx.array, head: Head) -> mx.array:
     """(S,) the likeliest token at each target."""
     return losses.chunked_predictions(at_targets(hidden, positions), head)
+
+
+def score(
+    hidden: mx.array, positions: mx.array, targets: mx.array, head: Head
+) -> tuple[mx.array, mx.array]:
+    """(S,) the loss of each target, and (S,) the likeliest token in its place."""
+    rows = at_targets(hidden, positions)
+    found = losses.chunked_losses(rows, targets, head)
+    (rows,) = mx.depends([rows], [found])  # one walk through the vocabulary after the other
+    return found, losses.chunked_predictions(rows, head)

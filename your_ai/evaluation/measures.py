@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
 
-from your_ai.data.batches import RowsAt, in_order_of_length
+from your_ai.data.batches import RowsAt, bucket_edges, in_order_of_length, micro_batches
 from your_ai.data.examples import Examples
 from your_ai.engine.fused import Engine
 from your_ai.run.stopping import Stop
@@ -52,3 +54,36 @@ def exact_matches(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Sto
         wrong = np.array(engine.predictions(batch))[:n] != batch.targets[:n]
         correct += len(set(rows) - set(rows[wrong]))
     return correct
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of each example, (n,): losses, float64, the sum over its trained tokens, whatever its
+    weight; exact, bool, whether each of them is the likeliest."""
+
+    losses: np.ndarray
+    exact: np.ndarray
+
+
+def scored(engine: Engine, examples: Examples, rows_at: RowsAt) -> Generator[int, None, Scores]:
+    """What `mean_loss` and `exact_matches` are made of, example by example; one forward pass.
+
+    Yields how many are done. What was compiled for one shape is dropped before the next: it is
+    large, and hardly comes again.
+    """
+    order = np.argsort(-examples.lengths, kind="stable")
+    losses, exact = np.zeros(len(order)), np.ones(len(order), bool)
+    done, shape = 0, None
+    for batch in micro_batches(examples, order, rows_at, bucket_edges(examples.lengths - 1)):
+        n = batch.trained_tokens
+        if shape != (shape := (*batch.tokens.shape, len(batch.targets))):
+            engine.drop()
+        arrays = engine.score(batch)
+        mx.eval(arrays)
+        found, likeliest = (np.array(array)[:n] for array in arrays)
+        rows = order[batch.rows[batch.positions[:n] // batch.tokens.shape[1], 0]]
+        np.add.at(losses, rows, found)
+        exact[rows[likeliest != batch.targets[:n]]] = False
+        done += int((batch.lengths > 0).sum())
+        yield done
+    return Scores(losses, exact)

@@ -1,0 +1,143 @@
+"""`your_ai eval` as a user gives it, on a small run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import chat, write_rows
+from tests.evaluation.conftest import trained_run
+from tests.fault.processes import COMMAND, call
+from your_ai.evaluation import record
+from your_ai.run import checkpoint
+from your_ai.run.folder import RunFolder
+
+STOPPING_METRIC = "import os, signal\ndef f(*_): os.kill(os.getpid(), signal.SIGINT)\n"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tiny_model) -> Path:
+    return trained_run(tmp_path_factory.mktemp("run"), tiny_model, save_every=20)
+
+
+@pytest.fixture
+def run(made, own_folder) -> RunFolder:
+    """A copy of the run, in runs/ of the current folder."""
+    return RunFolder(shutil.copytree(made, own_folder / "runs" / "r").relative_to(own_folder))
+
+
+def test_a_run_is_evaluated_on_its_own_test_rows(run, capsys):
+    status, out, error = call(capsys, "eval", "r", "--resamples", "100")
+    assert status == 0
+    assert out.startswith("r, step 40, on test.jsonl: 8 rows, ")
+    assert "evaluating on " in error
+    assert "test.jsonl\n" in error
+    assert "note: 2 of 8 rows are also among those the run was trained on" in error
+
+
+def test_what_is_printed_for_programs_is_kept_in_the_run(run, capsys):
+    status, out, _ = call(capsys, "eval", "r", "--json", "--worst", "1", "--confidence", "0.5")
+    assert status == 0
+    assert json.loads(out) == record.read(run)
+    assert json.loads(out)["confidence"] == 0.5
+    again = call(capsys, "eval", "r", "--json", "--worst", "1", "--confidence", "0.5")[1]
+    assert again == out
+    other = call(capsys, "eval", "r", "--json", "--seed", "1", "--batch-size", "5")[1]
+    assert json.loads(other)["measures"] != json.loads(out)["measures"]
+
+
+def test_a_checkpoint_is_evaluated_where_one_is_asked_for(run, capsys):
+    out = json.loads(call(capsys, "eval", "r", "--json", "--checkpoint", "20")[1])
+    assert (out["step"], out["checkpoint"]) == (20, "step-000020")
+    assert record.read(run) == out
+
+
+def test_a_metric_of_the_current_folder_is_asked(run, capsys):
+    write_rows(Path("rows.jsonl"), [chat("Question", "Answer"), {"text": "asks nothing"}])
+    Path("metric_ok.py").write_text("def f(answer, expected, row): return expected == 'Answer'\n")
+    options = ("--data", "rows.jsonl", "--metric", "metric_ok:f", "--max-tokens", "3", "--json")
+    status, out, _ = call(capsys, "eval", "r", *options)
+    assert (status, json.loads(out)["metric_name"]) == (0, "metric_ok:f")
+    same = {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert json.loads(out)["measures"]["metric"]["adapter"] == same
+    assert json.loads(out)["data"] == "rows.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "nowhere"], "--data nowhere: no such file or folder"),
+        (["--data", "bad.jsonl"], "bad.jsonl:2: no known format"),
+        (["--metric", "absent_module:f"], "absent_module cannot be imported"),
+        (["--metric", "metric_bad:f"], "test.jsonl:1: --metric metric_bad:f raised KeyError: 'x'"),
+        (["--confidence", "1"], "--confidence 1: must be above 0 and below 1"),
+        (["--confidence", "nan"], "--confidence nan: must be above 0"),
+        (["--checkpoint", "7"], "--checkpoint 7: "),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--max-memory", "0.01"], "evaluating does not fit into 0.01 GB"),
+    ],
+)
+def test_what_is_wrong_is_told_on_one_line(run, capsys, options, message):
+    write_rows(Path("bad.jsonl"), [chat("a", "b"), {"x": 1}])
+    Path("metric_bad.py").write_text("def f(answer, expected, row): return row['x']\n")
+    status, out, error = call(capsys, "eval", "r", "--max-tokens", "2", *options)
+    assert (status, out) == (2, "")
+    assert message in error.splitlines()[-1]
+    assert len(error.splitlines()) <= 2  # and what was taken
+    assert record.read(run) is None
+
+
+def test_a_run_without_an_adapter_names_its_checkpoints(run, capsys):
+    shutil.rmtree(run.adapter)
+    status, _, error = call(capsys, "eval", "r")
+    assert status == 2
+    assert "checkpoints: step-000040, step-000020" in error
+
+
+def test_the_least_memory_that_is_named_is_enough(run, capsys):
+    _, _, error = call(capsys, "eval", "r", "--max-memory", "0.01")
+    least = re.search(r"the least that would do is ([0-9.]+) GB", error)[1]
+    assert call(capsys, "eval", "r", "--max-memory", least)[0] == 0
+
+
+def test_what_was_found_is_shown_also_where_it_cannot_be_kept(run, capsys):
+    run.path.joinpath("evaluation.json").mkdir()
+    status, out, error = call(capsys, "eval", "r")
+    assert status == 1
+    assert out.startswith("r, step 40")
+    assert "evaluation.json: cannot be written" in error.splitlines()[-1]
+    assert not list(run.path.glob("*.tmp"))
+
+
+def test_ctrl_c_leaves_what_was_measured_before(run, capsys):
+    record.write(run, {"version": 1, "rows": 0})
+    Path("metric_stop.py").write_text(STOPPING_METRIC)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND, "eval", "r", "--metric", "metric_stop:f"],
+        capture_output=True, text=True, check=False, env=dict(os.environ),
+    )  # fmt: skip
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == "interrupted: nothing of this evaluation is kept"
+    assert record.read(run) == {"version": 1, "rows": 0}
+    assert not list(run.path.glob("*.tmp"))
+
+
+def test_a_run_that_failed_for_lack_of_memory_says_so(run, capsys, monkeypatch):
+    from your_ai.evaluation import compare
+
+    def fail(*_):
+        raise RuntimeError("[malloc] Unable to allocate 8 bytes.")
+        yield
+
+    monkeypatch.setattr(compare, "measured", fail)
+    status, _, error = call(capsys, "eval", "r")
+    assert status == 1
+    assert "out of memory" in error.splitlines()[-1]
+    assert checkpoint.fault(run.adapter, (checkpoint.ADAPTERS,)) is None

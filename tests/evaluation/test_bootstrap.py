@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from your_ai.evaluation.bootstrap import Interval, drawn_counts, paired
+
+RESAMPLES = 400
+
+
+@st.composite
+def systems(draw) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sums of base and adapter, and sizes, of 20 to 60 rows as rows are."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    rows = draw(st.integers(20, 60))
+    sizes = rng.integers(1, 200, rows).astype(float)
+    per_token = rng.gamma(2.0, draw(st.floats(0.01, 2.0)), (2, rows))
+    return per_token[0] * sizes, per_token[1] * sizes, sizes
+
+
+def width(found: Interval) -> float:
+    return found.high - found.low
+
+
+@given(systems(), st.integers(0, 100), st.floats(0.5, 0.99))
+def test_an_interval_holds_what_was_measured(case, seed, confidence):
+    base, adapter, sizes = case
+    found = paired(base, adapter, sizes, RESAMPLES, seed).intervals(confidence)
+    values = base.sum() / sizes.sum(), adapter.sum() / sizes.sum()
+    for name, value in zip(("base", "adapter"), values, strict=True):
+        assert found[name].value == pytest.approx(value)
+        assert found[name].low < found[name].value < found[name].high
+    assert found["difference"].value == pytest.approx(values[1] - values[0])
+
+
+@given(st.integers(1, 40), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.integers(1, 500))
+def test_rows_that_are_equal_leave_nothing_to_chance(rows, base, adapter, size):
+    given_rows = (np.full(rows, value) for value in (base, adapter, size))
+    found = paired(*given_rows, RESAMPLES, 0).intervals(0.95)
+    last_digit = np.spacing(max(base, adapter) / size)
+    assert all(width(interval) <= last_digit for interval in found.values())
+
+
+@given(systems())
+def test_systems_that_are_the_same_differ_by_nothing(case):
+    base, _, sizes = case
+    pair = paired(base, base.copy(), sizes, RESAMPLES, 0)
+    assert pair.intervals(0.95)["difference"] == Interval(0, 0, 0)
+    assert pair.exp().intervals(0.95)["difference"] == Interval(0, 0, 0)
+
+
+@given(systems())
+def test_a_wider_interval_is_surer(case):
+    pair = paired(*case, RESAMPLES, 0)
+    narrow, wide = pair.intervals(0.5)["difference"], pair.intervals(0.99)["difference"]
+    assert wide.low <= narrow.low <= narrow.high <= wide.high
+
+
+@given(systems(), st.integers(0, 5))
+def test_a_seed_decides_it_all(case, seed):
+    first, again = (paired(*case, RESAMPLES, seed).intervals(0.9) for _ in range(2))
+    assert first == again
+    assert paired(*case, RESAMPLES, seed + 1).intervals(0.9) != first
+
+
+def test_what_is_drawn_for_both_is_the_same():
+    """Rows differ by far more than the systems do on one and the same row."""
+    rng = np.random.default_rng(0)
+    base, sizes = rng.gamma(1.0, 5.0, 200), np.ones(200)
+    found = paired(base, base + 0.01 + 0.001 * rng.random(200), sizes, 1000, 0).intervals(0.95)
+    assert found["difference"].low > 0.01
+    assert width(found["difference"]) < 0.01 * width(found["base"])
+
+
+def test_perplexity_is_the_exponential_of_the_loss():
+    rng = np.random.default_rng(0)
+    pair = paired(*rng.gamma(2.0, 1.0, (2, 50)), np.ones(50), 500, 0)
+    loss, perplexity = pair.intervals(0.9), pair.exp().intervals(0.9)
+    for name in ("base", "adapter"):  # what is monotone keeps the order, and so the quantiles
+        assert perplexity[name].value == pytest.approx(np.exp(loss[name].value))
+        assert perplexity[name].low == pytest.approx(np.exp(loss[name].low), rel=1e-3)
+        assert perplexity[name].high == pytest.approx(np.exp(loss[name].high), rel=1e-3)
+
+
+def test_intervals_hold_the_truth_about_as_often_as_promised():
+    """Of 400 draws of 80 rows of various lengths, whose mean loss a token is 1."""
+    rng = np.random.default_rng(0)
+    held = {0.8: 0, 0.95: 0}
+    for trial in range(400):
+        sizes = rng.integers(5, 60, 80).astype(float)
+        losses = sizes * rng.gamma(2.0, 0.5, 80)
+        better = losses - sizes * rng.normal(0.3, 0.2, 80)
+        pair = paired(losses, better, sizes, 300, trial)
+        for confidence in held:
+            found = pair.intervals(confidence)
+            held[confidence] += found["base"].low <= 1 <= found["base"].high
+            held[confidence] += found["difference"].low <= -0.3 <= found["difference"].high
+    for confidence, count in held.items():
+        assert count / 800 == pytest.approx(confidence, abs=0.03)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_is_not_finite_has_no_interval_and_spoils_no_other(value):
+    rng = np.random.default_rng(0)
+    base, adapter = rng.random((2, 30))
+    adapter[3] = value
+    found = paired(base, adapter, np.ones(30), RESAMPLES, 0).intervals(0.95)
+    assert found["base"].low < found["base"].value < found["base"].high
+    for name in ("adapter", "difference"):
+        assert not np.isfinite([found[name].value, found[name].low, found[name].high]).any()
+
+
+def test_every_row_is_drawn_as_often_as_there_are_rows():
+    counts = np.concatenate(list(drawn_counts(7, 100_000, 0)))
+    assert counts.shape == (100_000, 7)
+    assert (counts.sum(axis=1) == 7).all()
+    assert counts.mean(axis=0) == pytest.approx(np.ones(7), abs=0.01)
+    assert counts.var(axis=0) == pytest.approx(np.full(7, 6 / 7), abs=0.02)
+
+
+def test_memory_is_bounded_for_many_rows():
+    rows = np.random.default_rng(0).random((2, 100_000))
+    tracemalloc.start()
+    paired(*rows, np.ones(100_000), 20, 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30e6

@@ -1,0 +1,160 @@
+"""Base against adapter: the same numbers however they are computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.conftest import chat, events_of, make_model, write_rows
+from tests.evaluation.conftest import ROWS, carry_out, compared, trained_run
+from your_ai import generate, model
+from your_ai.budget import budget_of, budget_of_evaluation
+from your_ai.engine.build import build_engine
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.errors import UserError
+from your_ai.evaluation.compare import Request, compare, training_of
+from your_ai.evaluation.measures import scored
+from your_ai.evaluation.metric import Metric
+from your_ai.evaluation.rows import choose_file
+from your_ai.memory.plan import options
+from your_ai.quantize.copies import place_of_copy
+from your_ai.run import events
+from your_ai.run.folder import RunFolder
+from your_ai.trained import open_trained, put_adapter
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, run):
+    """Row by row, as one graph."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("YOUR_AI_HOME", str(run.parent.parent / "home"))
+        return compared(run, batch_size=1, engine="fused")
+
+
+@pytest.mark.parametrize("engine", ["fused", "staged", "streamed"])
+@pytest.mark.parametrize("batch_size", [2, 5, len(ROWS)])
+def test_numbers_depend_on_neither_batch_size_nor_plan(run, expected, engine, batch_size):
+    found = compared(run, batch_size=batch_size, engine=engine)
+    assert found.plan.startswith(engine)
+    for ours, theirs in ((found.base, expected.base), (found.adapter, expected.adapter)):
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+        assert np.array_equal(ours.exact, theirs.exact)
+    assert found.adapter.exact.tolist() == [True, *[False] * 6, True]
+
+
+def plain(run, examples, adapted):
+    """The losses of a model that was never given layers, or was given the adapter's at once."""
+    found = open_trained(str(run))
+    network, _ = model.load_base(found.base, mx.float32)
+    if adapted:
+        put_adapter(network, found.adapter)
+    dequantize_on_the_cpu(network)
+    engine = build_engine(network, model.DropoutKeys([None]), "fused").engine
+    return carry_out(scored(engine, examples, lambda _: 2)).losses
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_base_is_the_model_without_layers_to_the_bit(tmp_path, tiny_model, dora):
+    run = trained_run(tmp_path, tiny_model, use_dora=dora, lora_dropout=0.0 if dora else 0.1)
+    found = compared(run, engine="fused")
+    examples = found.rows.trained.examples
+    assert np.array_equal(found.base.losses, plain(run, examples, adapted=False))
+    assert np.array_equal(found.adapter.losses, plain(run, examples, adapted=True))
+    assert not np.allclose(found.base.losses, found.adapter.losses, rtol=0.01)
+
+
+def test_the_mean_loss_is_that_of_a_validation(run):
+    """The same rows as valid.jsonl: the weighted mean that train tells of its last step."""
+    found = compared(run)
+    tokens, weights = found.rows.trained_tokens, found.rows.weights
+    mean = (weights * found.adapter.losses).sum() / (weights * tokens).sum()
+    told = events_of(RunFolder(run), events.Validation)[-1]
+    assert mean == pytest.approx(told.loss, rel=1e-6)
+    assert tokens.sum() == told.trained_tokens
+
+
+def test_a_leak_is_counted(run):
+    assert compared(run).leaked == 2
+
+
+def test_a_quantized_run_is_measured_on_its_copy(tmp_path):
+    folder = make_model(tmp_path / "m", bits=None)
+    run = trained_run(tmp_path, folder, quantize=4)
+    found = compared(run)
+    network, _ = model.load_base(place_of_copy(folder, 4), mx.float32)
+    dequantize_on_the_cpu(network)
+    engine = build_engine(network, model.DropoutKeys([None]), "fused").engine
+    expected = carry_out(scored(engine, found.rows.trained.examples, lambda _: 2)).losses
+    assert np.array_equal(found.base.losses, expected)
+
+
+def test_a_metric_is_given_answers_of_base_and_adapter(run, tmp_path):
+    """Through generation as a user would ask, one row after the other."""
+    rows = [chat("Question 1 please", "Answer 1"), {"text": "asks nothing"}, chat("b", "two")]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    given = []
+
+    def score(answer, expected, row):
+        given.append((answer, expected, row))
+        return len(given)
+
+    found = compared(run, path, metric=Metric("m:score", score), max_tokens=5)
+    assert [(e, r) for _, e, r in given] == 2 * [("Answer 1", rows[0]), ("two", rows[2])]
+    assert found.base.scores[[0, 2]].tolist() == [1, 2]
+    assert found.adapter.scores[[0, 2]].tolist() == [3, 4]
+    assert np.isnan(found.base.scores[1])
+    answers = [found.base.answers[0], found.base.answers[2], *found.adapter.answers.values()]
+    assert [answer for answer, *_ in given] == answers
+    for adapted, measured in ((False, found.base), (True, found.adapter)):
+        network, tokenizer = generate.load_run(open_trained(str(run)), adapted)
+        for place, row in ((0, rows[0]), (2, rows[2])):
+            text = tokenizer.apply_chat_template(
+                row["messages"][:1], tokenize=False, add_generation_prompt=True
+            )
+            assert measured.answers[place] == generate.answer(network, tokenizer, text, 5)
+
+
+def test_a_metric_needs_rows_that_ask(run, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": "asks nothing"}])
+    with pytest.raises(UserError, match="no row asks for an answer, which --metric is of"):
+        compared(run, path, metric=Metric("m:f", lambda *_: 1))
+
+
+def test_an_adapter_of_other_shapes_is_refused_before_anything_is_measured(run, tmp_path):
+    """As one of others may be, which does not say what its base was."""
+    other = make_model(tmp_path / "other", hidden_size=128)
+    trained = replace(open_trained(str(run)), base=other)
+    steps = compare(trained, choose_file(None, trained.config), Request(batch_size=2))
+    doing = []
+    with pytest.raises(UserError, match="does not fit the model"):
+        doing += (step.doing for step in steps)
+    assert not [text for text in doing if text.startswith("base")]
+
+
+def test_it_fits_where_training_would_not(run):
+    """And what is chosen under a limit is what fits it."""
+    found = open_trained(str(run))
+    config = found.config
+    lengths = compared(run).rows.trained.lengths
+    training = training_of(found.adapter, config, 3)
+    args = (training, found.base, mx.float32, lengths, 2)
+    least = min(option.needed_bytes for option in options(budget_of_evaluation(*args, None).demand))
+    limit_gb = (least + 1) / 1e9
+    with pytest.raises(UserError, match="nothing fits into"):
+        budget_of(replace(config, max_memory=limit_gb), found.base, mx.float32, lengths)
+    assert compared(run, max_memory_gb=limit_gb).plan.startswith("streamed, 1 row")
+    with pytest.raises(UserError, match="evaluating does not fit into"):
+        compared(run, max_memory_gb=(least - 1) / 1e9)
+
+
+def test_progress_names_what_is_done_and_how_much(run):
+    found = open_trained(str(run))
+    steps = list(compare(found, choose_file(None, found.config), Request(batch_size=3)))
+    assert steps[0].doing == "reading test.jsonl"
+    for name in ("base: losses", "adapter: losses"):
+        done = [step.done for step in steps if step.doing == name]
+        assert done == [3, 6, 8]
+    assert {step.total for step in steps if step.done} == {8}

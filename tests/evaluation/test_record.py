@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from your_ai.errors import RunError
+from your_ai.evaluation import record
+from your_ai.run.folder import RunFolder
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def folder(own_folder) -> RunFolder:
+    (own_folder / "r").mkdir()
+    return RunFolder(own_folder / "r")
+
+
+def test_what_is_written_is_read(folder):
+    found = {"version": 1, "measures": {"loss": {"base": {"value": None}}}, "text": "\u00e9\n"}
+    record.write(folder, found)
+    assert record.read(folder) == found
+    assert [path.name for path in folder.path.iterdir()] == ["evaluation.json"]
+
+
+def test_half_a_character_in_a_row_does_not_lose_the_rest(folder):
+    record.write(folder, {"version": 1, "text": "a\ud800b"})
+    assert record.read(folder) == {"version": 1, "text": "a?b"}
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", '{"version": 2}', "{}", "\xff"])
+def test_what_is_not_there_or_not_ours_is_nothing(folder, text):
+    if text is not None:
+        record.place(folder).write_text(text, encoding="latin-1")
+    assert record.read(folder) is None
+
+
+@pytest.mark.parametrize("fails", ["write_bytes", "fsync", "replace"])
+def test_a_full_disk_leaves_the_one_before(folder, monkeypatch, fails):
+    record.write(folder, {"version": 1, "rows": 1})
+
+    def full(*_, **__):
+        raise FULL
+
+    monkeypatch.setattr(Path if fails == "write_bytes" else os, fails, full)
+    with pytest.raises(RunError, match=r"evaluation.json: cannot be written \(No space left"):
+        record.write(folder, {"version": 1, "rows": 2})
+    assert [path.name for path in folder.path.iterdir()] == ["evaluation.json"]
+    assert json.loads(record.place(folder).read_text())["rows"] == 1
+
+
+def test_to_read_it_loads_nothing_heavy():
+    code = (
+        "import sys\nfrom your_ai.evaluation.record import read\n"
+        "sys.exit(','.join(m for m in ('mlx', 'numpy', 'mlx_lm') if m in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

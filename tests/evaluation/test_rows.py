@@ -1,0 +1,200 @@
+"""Which rows are measured, and which line each example is of."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.conftest import DEMO_FOLDER, chat, write_rows
+from your_ai.config import DEMO, TrainConfig
+from your_ai.data.rows import read_rows
+from your_ai.errors import UserError
+from your_ai.evaluation.rows import (
+    asked_and_expected,
+    asks,
+    choose_file,
+    cut_text,
+    digests,
+    in_training_data,
+    load_rows,
+)
+
+LONG = chat("Short question", "word " * 60)
+
+
+def config_of(path, **settings) -> TrainConfig:
+    return TrainConfig(data=str(path), **settings)
+
+
+def load(path, tokenizer, **settings):
+    return load_rows(path, config_of(path, **settings), tokenizer, "t")
+
+
+# Which file
+
+
+def test_a_folder_gives_its_test_rows_or_those_to_validate(own_folder):
+    for name, expected in (("train", None), ("valid", "valid"), ("test", "test")):
+        write_rows(own_folder / "d" / f"{name}.jsonl", [chat("a", "b")])
+        if expected is None:
+            with pytest.raises(UserError, match=r"has no test\.jsonl and no valid"):
+                choose_file("d", config_of("elsewhere"))
+        else:
+            assert choose_file("d", config_of("elsewhere")).name == f"{expected}.jsonl"
+            assert choose_file(None, config_of("d")).name == f"{expected}.jsonl"
+
+
+def test_a_file_is_taken_as_it_is(own_folder):
+    path = write_rows(own_folder / "other.jsonl", [chat("a", "b")])
+    assert choose_file("other.jsonl", config_of("d")).resolve() == path
+
+
+def test_the_demo_has_test_rows():
+    assert choose_file(None, config_of(DEMO)) == DEMO_FOLDER / "data" / "test.jsonl"
+    assert choose_file(DEMO, config_of("d")) == DEMO_FOLDER / "data" / "test.jsonl"
+
+
+def test_a_run_on_one_file_has_no_rows_left(own_folder):
+    write_rows(own_folder / "rows.jsonl", [chat("a", "b")])
+    with pytest.raises(UserError, match=r"one file of training rows, rows.jsonl; give others"):
+        choose_file(None, config_of("rows.jsonl"))
+
+
+def test_data_that_is_gone_is_told(own_folder):
+    with pytest.raises(UserError, match="--data gone: no such file or folder"):
+        choose_file(None, config_of("gone"))
+
+
+# Which line
+
+
+def test_lines_are_those_of_the_file(own_folder, demo_tokenizer):
+    rows = [chat("a", "one"), "", chat("b", "two"), "  ", "", {"text": "three"}]
+    found = load(write_rows(own_folder / "t.jsonl", rows), demo_tokenizer)
+    assert [found.where(place) for place in range(3)] == ["t.jsonl:1", "t.jsonl:3", "t.jsonl:6"]
+    assert found.asks.tolist() == found.has_answer.tolist() == [True, True, False]
+    read = list(found.read(np.array([2, 0])))
+    assert [(place, content) for place, _, content in read] == [(0, rows[0]), (2, rows[5])]
+
+
+def test_a_byte_order_mark_is_passed_over(own_folder, demo_tokenizer):
+    path = own_folder / "t.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(chat("a", "b")).encode() + b"\n")
+    found = load(path, demo_tokenizer)
+    assert [content for *_, content in found.read([0])] == [chat("a", "b")]
+
+
+def test_the_pieces_of_a_row_are_added_up(own_folder, demo_tokenizer):
+    rows = [chat("a", "one"), LONG, chat("b", "two")]
+    path = write_rows(own_folder / "t.jsonl", rows)
+    whole = load(path, demo_tokenizer, max_seq_length=512)
+    split = load(path, demo_tokenizer, max_seq_length=32, too_long="split")
+    assert len(split.trained.row_of) > 3
+    assert split.lines.tolist() == [1, 2, 3]
+    assert split.trained_tokens.tolist() == whole.trained_tokens.tolist()
+    ones = np.ones(len(split.trained.row_of))
+    counted = np.bincount(split.trained.row_of)
+    assert split.trained.summed(ones, 3).tolist() == counted.tolist()
+
+
+def test_a_row_with_nothing_left_is_left_out(own_folder, demo_tokenizer):
+    rows = [chat("a", "one"), chat("word " * 60, "never reached"), chat("b", "two", weight=3)]
+    path = write_rows(own_folder / "t.jsonl", rows)
+    settings = {"max_seq_length": 32, "too_long": "truncate"}
+    found = load(path, demo_tokenizer, **settings)
+    assert found.lines.tolist() == [1, 3]
+    assert found.weights.tolist() == [1, 3]
+    text = cut_text(found, config_of(path, **settings))
+    assert "1 of 3 rows were longer" in text
+    assert "1 have nothing left to measure" in text
+
+
+def test_where_prompts_are_trained_too_answers_alone_have_to_match(own_folder, demo_tokenizer):
+    rows = [chat("word " * 60, "never reached"), chat("b", "two"), {"text": "three"}]
+    path = write_rows(own_folder / "t.jsonl", rows)
+    settings = {"max_seq_length": 32, "too_long": "truncate", "mask_prompt": False}
+    found = load(path, demo_tokenizer, **settings)
+    assert found.lines.tolist() == [1, 2, 3]
+    assert found.answers.row_of.tolist() == [1, 2]
+    assert found.has_answer.tolist() == [False, True, False]
+    assert found.trained_tokens[1] > found.answers.examples[0].trained.sum()
+
+
+def test_where_no_answer_can_be_found_none_has_to_match(own_folder, demo_tokenizer, monkeypatch):
+    from your_ai.data.encode import Encoder
+
+    def hidden(*_):
+        raise UserError("the template does not show it")
+
+    monkeypatch.setattr(Encoder, "_turn_span", hidden)
+    found = load(write_rows(own_folder / "t.jsonl", [chat("a", "b")]), demo_tokenizer,
+                 mask_prompt=False)  # fmt: skip
+    assert found.answers is found.trained
+    assert not found.has_answer.any()
+
+
+def test_rows_without_any_weight_are_refused(own_folder, demo_tokenizer):
+    path = write_rows(own_folder / "t.jsonl", [chat("a", "b", weight=0)])
+    with pytest.raises(UserError, match="every row has weight 0"):
+        load(path, demo_tokenizer)
+
+
+def test_a_file_that_changes_meanwhile_is_told(own_folder, demo_tokenizer):
+    path = write_rows(own_folder / "t.jsonl", [chat("a", "b"), chat("c", "d")])
+    found = load(path, demo_tokenizer)
+    write_rows(path, [chat("a", "b")])
+    with pytest.raises(UserError, match="was changed while it was read"):
+        list(found.read([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected", "asking"),
+    [
+        (chat("ask", "answer"), ("ask", "answer"), True),
+        ({"prompt": "ask", "completion": "answer"}, ("ask", "answer"), True),
+        ({"text": "a text"}, ("", "a text"), False),
+        ({"messages": [*chat("a", "b")["messages"], {"role": "user", "content": "c"}]},
+         ("b", "c"), False),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [1]}]},
+         ("a", "[1]"), True),
+        ({"messages": [{"role": "assistant", "content": "alone"}]}, ("", "alone"), True),
+    ],
+)  # fmt: skip
+def test_what_a_row_asks_and_expects(own_folder, content, expected, asking):
+    (row,) = read_rows(write_rows(own_folder / "t.jsonl", [content]))
+    assert asked_and_expected(row) == expected
+    assert asks(row) == asking
+
+
+# Leaks
+
+
+def test_rows_that_were_trained_on_are_counted(own_folder, demo_tokenizer):
+    training = [chat(f"q{i}", "word " * i) for i in range(1, 9)]
+    write_rows(own_folder / "d" / "train.jsonl", training)
+    rows = [training[2], chat("new", "row"), training[2], chat("q3", "another answer"), training[7]]
+    path = write_rows(own_folder / "d" / "test.jsonl", rows)
+    config = config_of(own_folder / "d")
+    found = load_rows(path, config, demo_tokenizer, "t")
+    assert in_training_data(found, config, "t") == 3
+
+
+def test_training_rows_that_are_gone_cannot_be_compared(own_folder, demo_tokenizer):
+    found = load(write_rows(own_folder / "t.jsonl", [chat("a", "b")]), demo_tokenizer)
+    assert in_training_data(found, config_of("gone"), "t") is None
+
+
+def test_a_run_that_was_not_trained_here_has_no_training_rows(own_folder, demo_tokenizer):
+    found = load(write_rows(own_folder / "train.jsonl", [chat("a", "b")]), demo_tokenizer)
+    assert in_training_data(found, config_of(""), "t") is None
+
+
+def test_rows_are_compared_by_all_of_their_tokens(own_folder, demo_tokenizer):
+    rows = [chat("a", "b c"), chat("a", "b"), chat("a b", "c"), chat("a", "b c", weight=2)]
+    found = list(
+        digests(load(write_rows(own_folder / "t.jsonl", rows), demo_tokenizer).trained.examples)
+    )
+    assert len(set(found)) == 3
+    assert found[0] == found[3]

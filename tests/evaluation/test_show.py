@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from your_ai.evaluation.compare import Progress
+from your_ai.evaluation.show import follow, report
+
+INTERVAL = {"value": 1.5, "low": 1.25, "high": 1.75}
+SHARE = {"value": 0.5, "low": 0.25, "high": 1.0}
+NONE = {"value": None, "low": None, "high": None}
+FOUND = {
+    "version": 1,
+    "data": "test.jsonl",
+    "rows": 1234,
+    "trained_tokens": 56789,
+    "confidence": 0.95,
+    "resamples": 2000,
+    "step": 60,
+    "measures": {
+        "loss": {"base": INTERVAL, "adapter": NONE, "difference": INTERVAL},
+        "exact_match": {"base": SHARE, "adapter": SHARE, "difference": SHARE},
+        "metric": {"base": INTERVAL, "adapter": INTERVAL, "difference": INTERVAL},
+    },
+    "metric_name": "metrics:fields",
+    "better": 1200,
+    "worse": 30,
+    "equal": 4,
+    "worst": [
+        {
+            "where": "test.jsonl:7", "by": ["loss", "change"], "base_loss": 1.0,
+            "adapter_loss": 2.5, "prompt": "[bold]Which?[/bold]", "expected": "This " * 40,
+            "base_answer": None, "answer": "red \x1b[31m",
+        },
+        {
+            "where": "test.jsonl:9", "by": ["loss"], "base_loss": 1.0, "adapter_loss": None,
+            "prompt": "", "expected": "a text", "base_answer": None, "answer": None,
+        },
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def shown() -> list[str]:
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    console.print(report(FOUND, "first"))
+    return console.file.getvalue().splitlines()
+
+
+def test_what_was_measured_is_said_first(shown):
+    assert shown[0] == "first, step 60, on test.jsonl: 1,234 rows, 56,789 supervised tokens"
+
+
+def test_base_and_adapter_stand_side_by_side(shown):
+    table = [" ".join(line.split()) for line in shown[2:6]]
+    assert table == [
+        "base adapter difference",
+        "loss 1.500 [1.250, 1.750] ? [?, ?] +1.500 [1.250, 1.750]",
+        "exact match 50.0% [25.0, 100.0] 50.0% [25.0, 100.0] +50.0% [25.0, 100.0]",
+        "fields 1.500 [1.250, 1.750] 1.500 [1.250, 1.750] +1.500 [1.250, 1.750]",
+    ]
+
+
+def test_it_fits_a_terminal(shown):
+    assert max(map(len, shown)) <= 80
+
+
+def test_whether_anything_got_worse_is_said(shown):
+    text = "With the adapter the loss is lower in 1,200 rows, higher in 30, the same in 4."
+    assert text in shown
+
+
+def test_the_worst_rows_are_quoted_as_they_are(shown):
+    """No markup of theirs is heeded, and nothing steers the terminal."""
+    text = "\n".join(shown)
+    assert text.count("test.jsonl:7  loss 1.000 -> 2.500") == 2
+    assert text.count("test.jsonl:9  loss 1.000 -> ?") == 1
+    assert "[bold]Which?[/bold]" in text
+    assert "\x1b" not in text
+
+
+def test_what_is_followed_is_returned():
+    def steps():
+        yield Progress("reading [x]")
+        yield Progress("base: losses", 3, 8)
+        return "done"
+
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    assert follow(steps(), console) == "done"
+    console = Console(file=io.StringIO())
+    assert follow(steps(), console) == "done"
+    assert console.file.getvalue() == ""

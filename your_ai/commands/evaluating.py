@@ -1,0 +1,94 @@
+"""`your_ai eval`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_console
+from your_ai.errors import RunError, UserError, explain
+
+
+def evaluate(
+    run: Annotated[str, RUN],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A .jsonl file, or a folder, of which test.jsonl, else valid.jsonl; by default "
+            "the run's own data."
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="A measure of your own, module:function, called with answer, expected and row; "
+            "answers are then generated.",
+        ),
+    ] = None,
+    max_memory: Annotated[
+        float | None, typer.Option(help="Most memory of this process, in GB.", min=0.0)
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Rows at once, where they fit; the run's.", min=1)
+    ] = None,
+    resamples: Annotated[
+        int, typer.Option(help="Of the rows, for the intervals.", min=1, max=100_000)
+    ] = 2000,
+    confidence: Annotated[float, typer.Option(help="Of the intervals.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Seed of the resampling.", min=0)] = 0,
+    worst: Annotated[int, typer.Option(help="How many of the worst rows to list.", min=0)] = 5,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens of an answer for --metric; by default twice the expected ones "
+            "and 128.",
+            min=1,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+    checkpoint: Annotated[str | None, CHECKPOINT] = None,
+    model: Annotated[str | None, MODEL] = None,
+) -> None:
+    """Measure what a run has learned, with its adapter and without, on rows it has not seen."""
+    if not 0 < confidence < 1:
+        raise UserError(f"--confidence {confidence:g}: must be above 0 and below 1")
+    from rich.console import Console
+
+    from your_ai.evaluation import record, rows, show, summary
+    from your_ai.evaluation.compare import Request, compare
+    from your_ai.evaluation.metric import load_metric
+    from your_ai.trained import open_trained
+
+    trained = open_trained(run, checkpoint, model)
+    if trained.note:
+        typer.echo(f"note: {trained.note}", err=True)
+    path = rows.choose_file(data, trained.config)
+    request = Request(
+        batch_size=batch_size or trained.config.batch_size,
+        max_memory_gb=max_memory,
+        metric=None if metric is None else load_metric(metric),
+        max_tokens=max_tokens,
+    )
+    typer.echo(f"evaluating on {path}", err=True)
+    steps = compare(trained, path, request)
+    try:
+        found = show.follow(steps, Console(stderr=True, highlight=False))
+    except KeyboardInterrupt:
+        typer.echo("interrupted: nothing of this evaluation is kept", err=True)
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if type(error) not in (RuntimeError, MemoryError):  # others are Python's, and our fault
+            raise
+        raise RunError(f"{trained.folder.path}: {explain(str(error) or 'MemoryError')}") from error
+    for text in summary.notes(found):
+        typer.echo(f"note: {text}", err=True)
+    settings = summary.Settings(resamples=resamples, confidence=confidence, seed=seed, worst=worst)
+    measured = summary.summarize(trained, found, settings)
+    try:
+        record.write(trained.folder, measured)
+    finally:  # what was found is shown also where it cannot be kept
+        if as_json:
+            typer.echo(record.as_text(measured), nl=False)
+        else:
+            open_console().print(show.report(measured, trained.folder.name))

@@ -1,0 +1,251 @@
+"""Base against adapter, row by row: one model in memory, under a limit.
+
+The model is given the adapter's layers as new, which change nothing, and is measured: that is
+the base. Then the layers are given what was learned, and it is measured again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import mlx.nn as nn
+import numpy as np
+
+from your_ai import generate, model, trained
+from your_ai.budget import Budget, budget_of_evaluation
+from your_ai.config import TrainConfig
+from your_ai.data.batches import RowsAt
+from your_ai.data.encode import Prompt
+from your_ai.engine.build import build_engine
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.fused import Engine
+from your_ai.engine.weights import can_stream, tensors_of
+from your_ai.errors import UserError
+from your_ai.evaluation.measures import Scores, scored
+from your_ai.evaluation.metric import Metric
+from your_ai.evaluation.rows import Encoded, Rows, cut_text, in_training_data, load_rows
+from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
+from your_ai.memory import allocator
+from your_ai.memory.estimate import Training
+from your_ai.memory.plan import choose, words
+from your_ai.quantize.copies import make_copy, place_of_copy
+from your_ai.trained import Adapter, Trained
+
+ANSWER_TOKENS = 128  # of an answer beyond twice the expected one
+T = TypeVar("T")
+
+
+class Progress(NamedTuple):
+    """What is being done, and how much of it is; total 0 where that is not known."""
+
+    doing: str
+    done: int = 0
+    total: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """How rows are measured.
+
+    batch_size: rows at once, where they fit; max_memory_gb: of the process, None for what the
+    machine gives; metric: where there is one answers are generated, each of at most max_tokens,
+    or of as many as suit the expected one; engine: of the plan, or auto.
+    """
+
+    batch_size: int
+    max_memory_gb: float | None = None
+    metric: Metric | None = None
+    max_tokens: int | None = None
+    engine: str = "auto"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a model, base or adapter, made of m rows.
+
+    losses: (m,) float64, the sum over a row's trained tokens; exact: (m,) bool, whether each
+    token of its answer is the likeliest; scores: (m,) float64, the metric's, NaN where a row
+    asks nothing, and answers: by the row's place; None without a metric.
+    """
+
+    losses: np.ndarray
+    exact: np.ndarray
+    scores: np.ndarray | None = None
+    answers: dict[int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """base, adapter: of the same rows; metric_name: None where there was none; leaked: how many
+    of the rows the run was trained on, None where that is not known; plan: in words; notes:
+    what the user should know."""
+
+    rows: Rows
+    base: Measured
+    adapter: Measured
+    metric_name: str | None
+    leaked: int | None
+    plan: str
+    notes: tuple[str, ...]
+
+
+def compare(run: Trained, path: Path, request: Request) -> Generator[Progress, None, Comparison]:
+    """Measure the rows of a file with the run's base and with its adapter.
+
+    Raises UserError for a bad row, an adapter that does not fit the model, a limit that nothing
+    fits into, and a metric that fails.
+    """
+    config, folder = run.config, run.base
+    if config.quantize is not None:
+        for step in make_copy(folder, config.quantize, request.max_memory_gb):
+            yield Progress("quantizing the model", step.done_bytes, step.total_bytes)
+        folder = place_of_copy(folder, config.quantize)
+    yield Progress(f"reading {path.name}")
+    dtype = model.compute_dtype(config.dtype)
+    network, tokenizer = model.load_base(folder, dtype)  # lazily
+    tensors = tensors_of(network, folder)
+    tokenized_by = tokenizer_fingerprint(fingerprint(run.base))
+    rows = load_rows(path, config, tokenizer, tokenized_by)
+    if request.metric is not None and not rows.asks.any():
+        raise UserError(f"{path}: no row asks for an answer, which --metric is of")
+    yield Progress("looking for the rows among those of the training")
+    leaked = in_training_data(rows, config, tokenized_by)
+
+    budget = budget_of_evaluation(
+        training_of(run.adapter, config, len(network.layers)),
+        folder,
+        dtype,
+        sorted({*rows.trained.lengths, *rows.answers.lengths}),
+        request.batch_size,
+        request.max_memory_gb,
+        engine=request.engine,
+        can_stream=can_stream(network, tensors),
+        answer_tokens=0 if request.metric is None else most_tokens(rows, tokenizer, request),
+    )
+    hold(budget)
+    put_new_layers(network, run.adapter)
+    dequantize_on_the_cpu(network)
+    engine = budget.choice.option.plan.engine
+    built = build_engine(network, model.DropoutKeys([None]), engine, tensors=tensors)
+    allocator.free()
+    if built.plan != engine:  # the model cannot be taken apart: is there room?
+        demand = replace(budget.demand, engine=built.plan)
+        budget = replace(budget, demand=demand, choice=choose(demand, budget.limit.limit_bytes))
+        hold(budget)
+    plan = budget.choice.option.plan
+    ready = Ready(
+        network, tokenizer, built.engine, partial(plan.rows, batch_size=request.batch_size)
+    )
+    base = yield from measured("base", ready, rows, request)
+    trained.set_arrays(network, run.adapter)
+    adapter = yield from measured("adapter", ready, rows, request)
+    notes = (*budget.limit.notices, cut_text(rows, config))
+    text = words(plan, max(budget.demand.lengths))
+    name = None if request.metric is None else request.metric.name
+    return Comparison(rows, base, adapter, name, leaked, text, tuple(filter(None, notes)))
+
+
+class Ready(NamedTuple):
+    """A model that can be measured; rows_at: how many rows of so many tokens go together."""
+
+    network: nn.Module
+    tokenizer: Any
+    engine: Engine
+    rows_at: RowsAt
+
+
+def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
+    """What an estimate needs to know of an adapter."""
+    keys = adapter.config["lora_parameters"].get("keys") or config.lora_targets
+    count = int(adapter.config["num_layers"])
+    return Training(
+        blocks=min(count, blocks) if count > 0 else blocks,
+        rank=adapter.rank,
+        targets=tuple(sorted({str(key).rpartition(".")[2] for key in keys})),
+        dora=adapter.is_dora,
+    )
+
+
+def hold(budget: Budget) -> None:
+    chosen = budget.choice.option
+    python_bytes = chosen.estimate.components["python"]
+    allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, python_bytes)
+
+
+def put_new_layers(network: nn.Module, adapter: Adapter) -> None:
+    """Put the adapter's layers on a model, as new.
+
+    Raises UserError where it does not fit: before all is measured without it.
+    """
+    trained.put_layers(network, adapter)
+    new = model.adapter_arrays(network)
+    trained.set_arrays(network, adapter)
+    model.set_adapters(network, new)
+
+
+def measured(
+    name: str, ready: Ready, rows: Rows, request: Request
+) -> Generator[Progress, None, Measured]:
+    """What the model makes of the rows as it is now."""
+    scores = answers = None
+    if request.metric is not None:
+        scores, answers = yield from answered(name, ready, rows, request)
+
+    def told(what: str, part: Encoded) -> Generator[Progress, None, Scores]:
+        steps = scored(ready.engine, part.examples, ready.rows_at)
+        return telling(f"{name}: {what}", steps, len(part.examples))
+
+    found = yield from told("losses", rows.trained)
+    losses = rows.trained.summed(found.losses, len(rows))
+    if rows.answers is not rows.trained:
+        found = yield from told("exact match", rows.answers)
+    exact = np.ones(len(rows), bool)
+    exact[rows.answers.row_of[~found.exact]] = False
+    return Measured(losses, exact, scores, answers)
+
+
+def telling(doing: str, steps: Generator[int, None, T], total: int) -> Generator[Progress, None, T]:
+    """What `steps` returns; how many it has done is passed on."""
+    while True:
+        try:
+            done = next(steps)
+        except StopIteration as end:
+            return end.value
+        yield Progress(doing, done, total)
+
+
+def answered(
+    name: str, ready: Ready, rows: Rows, request: Request
+) -> Generator[Progress, None, tuple[np.ndarray, dict[int, str]]]:
+    """The metric's score of each row that asks for an answer, NaN of the others; the answers."""
+    scores, answers = np.full(len(rows), np.nan), {}
+    chosen = np.flatnonzero(rows.asks)
+    for done, (place, row, content) in enumerate(rows.read(chosen)):
+        yield Progress(f"{name}: answers", done, len(chosen))
+        prompt = rows.encoder.prompt_of(row)
+        limit = answer_limit(ready.tokenizer, prompt, request)
+        answer = generate.answer(ready.network, ready.tokenizer, prompt.rendered, limit)
+        scores[place] = request.metric.score(answer, prompt.expected, content, row.where)
+        answers[place] = answer
+    return scores, answers
+
+
+def answer_limit(tokenizer: Any, prompt: Prompt, request: Request) -> int:
+    """Most tokens of the answer to a prompt."""
+    if request.max_tokens is not None:
+        return request.max_tokens
+    return 2 * len(tokenizer.encode(prompt.expected)) + ANSWER_TOKENS
+
+
+def most_tokens(rows: Rows, tokenizer: Any, request: Request) -> int:
+    """Of a prompt and its answer together."""
+    found = 0
+    for _, row, _ in rows.read(np.flatnonzero(rows.asks)):
+        prompt = rows.encoder.prompt_of(row)
+        tokens = len(tokenizer.encode(prompt.rendered, add_special_tokens=False))
+        found = max(found, tokens + answer_limit(tokenizer, prompt, request))
+    return found

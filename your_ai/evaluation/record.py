@@ -1,0 +1,61 @@
+"""evaluation.json in a run's folder: what was last measured of it. Whole, or not there.
+
+{"version": 1, "data": name of the file, "data_sha256", "rows", "trained_tokens",
+ "confidence", "resamples", "seed", "step": of the adapter, "checkpoint": its name or null,
+ "measures": {"loss" | "perplexity" | "exact_match" | "metric":
+              {"base" | "adapter" | "difference": {"value", "low", "high"}}},
+ "metric_name": or null, "better", "worse", "equal": rows by their loss,
+ "in_training_data": rows, or null where that is not known, "worst": [...]}
+
+A number that is not finite is null. `worst` quotes the data. Imports neither mlx nor numpy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from your_ai.errors import RunError
+from your_ai.files import sync
+from your_ai.run.folder import RunFolder
+
+VERSION = 1
+
+
+def place(folder: RunFolder) -> Path:
+    return folder.path / "evaluation.json"
+
+
+def as_text(found: dict[str, Any]) -> str:
+    return json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write(folder: RunFolder, found: dict[str, Any]) -> None:
+    """Raises RunError, and leaves the one before, where it cannot be written."""
+    target = place(folder)
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            temporary.write_bytes(as_text(found).encode("utf-8", "replace"))
+            sync(temporary)
+            os.replace(temporary, target)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        sync(folder.path)
+    except OSError as error:
+        raise RunError(
+            f"{target}: cannot be written ({error.strerror}); make room, then evaluate again"
+        ) from error
+
+
+def read(folder: RunFolder) -> dict[str, Any] | None:
+    """What was last measured of a run; None where nothing was, or not by this version."""
+    try:
+        found = json.loads(place(folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and found.get("version") == VERSION else None

@@ -1,0 +1,250 @@
+"""The rows that a run is measured on: which file, encoded as the run's own, and each its line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from your_ai.config import DEMO, TrainConfig, packaged
+from your_ai.data.batches import bucket_edges
+from your_ai.data.encode import Encoder
+from your_ai.data.examples import Examples, fit, load_examples
+from your_ai.data.rows import Chat, Row, Text, decode_line, find_splits, parse_row, read_rows
+from your_ai.errors import UserError
+from your_ai.files import sha256
+from your_ai.hub.find import store
+
+PREFERRED = ("test", "valid")  # of a folder's files
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Examples, and of which row each is: (n,) places in `Rows.lines`."""
+
+    examples: Examples
+    row_of: np.ndarray
+
+    @property
+    def lengths(self) -> list[int]:
+        """T of every bucket."""
+        return bucket_edges(self.examples.lengths - 1).tolist()
+
+    def summed(self, values: np.ndarray, rows: int) -> np.ndarray:
+        """(m,) the sums over each row's examples of their values, (n,)."""
+        return np.bincount(self.row_of, values, minlength=rows)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a file that have something to measure, m of them.
+
+    sha256: of the file; lines: (m,) of each in it; asks: (m,) bool, whether it asks for an
+    answer; trained: what the run would train of each, whose loss is measured; answers: what
+    has to match, the answers alone; has_answer: (m,) bool, whether a row has one there;
+    encoder: the run's.
+    """
+
+    path: Path
+    sha256: str
+    lines: np.ndarray
+    asks: np.ndarray
+    trained: Encoded
+    answers: Encoded
+    has_answer: np.ndarray
+    encoder: Encoder
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def where(self, row: int) -> str:
+        return f"{self.path.name}:{self.lines[row]}"
+
+    @cached_property
+    def trained_tokens(self) -> np.ndarray:
+        """(m,) of each row."""
+        examples = self.trained.examples
+        counts = np.add.reduceat(examples.trained, examples.starts[:-1], dtype=np.int64)
+        return self.trained.summed(counts, len(self)).astype(np.int64)
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """(m,) float64: how much a row's tokens count in the loss."""
+        found = np.zeros(len(self))
+        found[self.trained.row_of] = self.trained.examples.weights
+        return found
+
+    def read(self, chosen: np.ndarray) -> Iterator[tuple[int, Row, dict]]:
+        """The rows at places `chosen`, in the file's order: place, row, and its line's object.
+
+        Raises UserError where the file has them no more.
+        """
+        wanted = {int(self.lines[place]): int(place) for place in chosen}
+        try:
+            file = self.path.open("rb")
+        except OSError as error:
+            raise changed(self.path) from error
+        with file:
+            for number, line in enumerate(file, start=1):
+                if number in wanted:
+                    where = f"{self.path}:{number}"
+                    content = decode_line(line.removeprefix(b"\xef\xbb\xbf"), where)
+                    yield wanted.pop(number), parse_row(content, where), content
+        if wanted:
+            raise changed(self.path)
+
+
+def choose_file(given: str | None, config: TrainConfig) -> Path:
+    """The file of rows to measure on: of --data, or of the run's own data.
+
+    given: a .jsonl file, a folder, whose test.jsonl is taken, else its valid.jsonl, or `demo`.
+    Raises UserError where there is none.
+    """
+    data = config.data if given is None else given
+    if not data:
+        raise UserError("the run has no data of its own; give a .jsonl file with --data")
+    path = packaged("models", "demo", "data") if data == DEMO else Path(data).expanduser()
+    if given is not None and path.is_file():
+        return path
+    if not path.exists():
+        raise UserError(f"--data {data}: no such file or folder")
+    if path.is_file():
+        raise UserError(
+            f"the run's data is one file of training rows, {data}; give others with --data"
+        )
+    for name in PREFERRED:
+        if (path / f"{name}.jsonl").is_file():
+            return path / f"{name}.jsonl"
+    raise UserError(f"--data {data}: the folder has no test.jsonl and no valid.jsonl; give a file")
+
+
+def load_rows(path: Path, config: TrainConfig, tokenizer: Any, tokenizer_sha256: str) -> Rows:
+    """The rows of a file, encoded as the run's were. Raises UserError for a bad row."""
+    encoder = Encoder(tokenizer, config.mask_prompt)
+    try:
+        content = sha256(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    trained = load(path, encoder, config, tokenizer_sha256)
+    if not trained.weights.any():
+        raise UserError(f"{path}: every row has weight 0: there is nothing to measure")
+    lines, asking, row_of = origins(path, encoder, config, trained)
+    kept, row_of = np.unique(row_of, return_inverse=True)  # others have nothing to train
+    found = answers = Encoded(trained, row_of)
+    answered = kept
+    if not config.mask_prompt:
+        try:
+            examples = load(path, Encoder(tokenizer), config, tokenizer_sha256)
+            *_, answered = origins(path, Encoder(tokenizer), config, examples)
+            answers = Encoded(examples, np.searchsorted(kept, answered))
+        except UserError:  # the template does not show where the answers are
+            answered = kept[:0]
+    asking = asking[kept]
+    has_answer = asking & np.isin(kept, answered)
+    return Rows(path, content, lines[kept], asking, found, answers, has_answer, encoder)
+
+
+def load(path: Path, encoder: Encoder, config: TrainConfig, tokenizer_sha256: str) -> Examples:
+    length, cache = config.max_seq_length, store() / "cache"
+    return load_examples(path, encoder, tokenizer_sha256, length, config.too_long, cache)
+
+
+def origins(
+    path: Path, encoder: Encoder, config: TrainConfig, examples: Examples
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The line of each row and whether it asks for an answer; (n,) which row each example is of.
+
+    Where a row may be other than one example, all are encoded once more. Raises UserError
+    where the file is not what the examples are of.
+    """
+    whole = examples.tally.split == examples.tally.dropped == 0
+    lines, asking, row_of = [], [], []
+    for place, row in enumerate(read_rows(path)):
+        lines.append(int(row.where.rpartition(":")[2]))
+        asking.append(asks(row))
+        pieces = 1
+        if not whole:
+            cut = fit(encoder.encode(row), config.max_seq_length, config.too_long, row.where)
+            pieces = sum(piece is not None for piece, _ in cut)
+        row_of += [place] * pieces
+    if len(row_of) != len(examples):
+        raise changed(path)
+    return np.array(lines), np.array(asking), np.array(row_of)
+
+
+def changed(path: Path) -> UserError:
+    return UserError(f"{path}: was changed while it was read; try again")
+
+
+def asks(row: Row) -> bool:
+    """Whether a row asks for an answer, and has it: what `Encoder.prompt_of` gives a prompt of."""
+    content = row.content
+    if isinstance(content, Chat):
+        return content.messages[-1]["role"] == "assistant"
+    return not isinstance(content, Text)
+
+
+def asked_and_expected(row: Row) -> tuple[str, str]:
+    """What a row asks, as a person would type it, and what should be answered."""
+    content = row.content
+    if isinstance(content, Text):
+        return "", content.text
+    if not isinstance(content, Chat):
+        return content.prompt, content.completion
+    *before, last = content.messages
+    expected = last["content"] or json.dumps(last.get("tool_calls", ""), ensure_ascii=False)
+    return before[-1]["content"] if before else "", expected
+
+
+def cut_text(rows: Rows, config: TrainConfig) -> str:
+    """What to say of rows that were longer than the run takes, or nothing."""
+    tally = rows.trained.examples.tally
+    if not tally.truncated and not tally.split:
+        return ""
+    done = "truncated" if tally.truncated else "split"
+    text = (
+        f"{rows.path.name}: {tally.truncated + tally.split} of {tally.rows} rows were longer than "
+        f"the run's --max-seq-length {config.max_seq_length} and were {done}"
+    )
+    left_out = tally.rows - len(rows)
+    return f"{text}; {left_out} have nothing left to measure" if left_out else text
+
+
+def in_training_data(rows: Rows, config: TrainConfig, tokenizer_sha256: str) -> int | None:
+    """How many of the rows the run was trained on; None where its rows cannot be read.
+
+    Compared as they are encoded, by their hashes; of the training's rows one is held at a time.
+    """
+    if not config.data:
+        return None
+    try:
+        path = find_splits(config.data)["train"]
+        seen = load(path, rows.encoder, config, tokenizer_sha256)
+    except UserError:
+        return None
+    wanted: dict[bytes, list[int]] = {}
+    for row, digest in zip(
+        rows.trained.row_of.tolist(), digests(rows.trained.examples), strict=True
+    ):
+        wanted.setdefault(digest, []).append(row)
+    found = {row for digest in digests(seen) for row in wanted.pop(digest, ())}
+    return len(found)
+
+
+def digests(examples: Examples) -> Iterator[bytes]:
+    """A hash of the tokens of each example, in order.
+
+    They are read from their file: what is mapped counts as held by the process.
+    """
+    width = examples.tokens.itemsize
+    with open(examples.tokens.filename, "rb") as file:
+        for length in examples.lengths.tolist():
+            tokens = file.read(width * length)
+            yield hashlib.blake2b(tokens, digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,114 @@
+"""An evaluation as a terminal shows it: how far it is, and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, TypeVar
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
+
+from your_ai.evaluation.compare import Progress
+from your_ai.generate import for_terminal
+
+SYSTEMS = ("base", "adapter", "difference")
+SHARES = ("exact_match",)  # told in percent
+T = TypeVar("T")
+
+
+def follow(steps: Generator[Progress, None, T], console: Console) -> T:
+    """Carry out an evaluation, with a bar that goes when it is done; what it returns."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("", total=None)
+        doing = ""
+        while True:
+            try:
+                at = next(steps)
+            except StopIteration as end:
+                return end.value
+            if at.doing != doing:
+                doing = at.doing
+                bars.reset(task, description=doing)
+            bars.update(task, completed=at.done, total=at.total or None)
+
+
+def report(found: dict[str, Any], run: str) -> RenderableType:
+    """What `record` keeps, for people; run: its name."""
+    measured = Table(box=None, pad_edge=False)
+    measured.add_column("")
+    for system in SYSTEMS:
+        measured.add_column(system, justify="right", no_wrap=True)
+    for name, systems in found["measures"].items():
+        label = name.replace("_", " ")
+        if name == "metric":  # the function's own name, of module:function
+            label = found["metric_name"].rpartition(":")[2]
+        cells = (cell(name, system, systems[system]) for system in SYSTEMS)
+        measured.add_row(Text(label), *cells)
+    step = "" if found["step"] is None else f", step {found['step']}"
+    lines: list[RenderableType] = [
+        Text(
+            f"{run}{step}, on {found['data']}: {found['rows']:,} rows, "
+            f"{found['trained_tokens']:,} supervised tokens"
+        ),
+        "",
+        measured,
+        "",
+        Text(
+            f"In brackets: {found['confidence']:.0%} intervals, of {found['resamples']:,} "
+            "resamples of the rows."
+        ),
+        Text(
+            f"With the adapter the loss is lower in {found['better']:,} rows, higher in "
+            f"{found['worse']:,}, the same in {found['equal']:,}."
+        ),
+    ]
+    return Group(*lines, *worst(found["worst"]))
+
+
+def cell(name: str, system: str, interval: dict[str, float | None]) -> Text:
+    """`0.412 [0.380, 0.445]`, or `41.2% [38.0, 44.5]`."""
+    share = name in SHARES
+    value, low, high = (
+        number(None if found is None else 100 * found, 1) if share else number(found)
+        for found in (interval["value"], interval["low"], interval["high"])
+    )
+    sign = "+" if system == "difference" and (interval["value"] or 0) > 0 else ""
+    return Text(f"{sign}{value}{'%' if share else ''} [{low}, {high}]")
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    if value is None:
+        return "?"
+    return f"{value:.3e}" if abs(value) >= 1e5 else f"{value:.{digits}f}"
+
+
+def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:
+    """The rows that went worst, one below the other."""
+    found: list[RenderableType] = []
+    titles = {
+        "loss": "Highest loss a token with the adapter:",
+        "change": "Most lost by the adapter:",
+    }
+    for kind, title in titles.items():
+        chosen = [row for row in rows if kind in row["by"]]
+        if not chosen:
+            continue
+        found += ["", Text(title)]
+        for row in chosen:
+            losses = f"{number(row['base_loss'])} -> {number(row['adapter_loss'])}"
+            found.append(Text(f"  {row['where']}  loss {losses}"))
+            texts = (("prompt", "prompt"), ("expected", "expected"), ("answer", "answered"))
+            for key, label in texts:
+                if row[key]:
+                    text = f"    {label + ':':<10}{for_terminal(row[key])}"
+                    found.append(Text(text, overflow="ellipsis", no_wrap=True))
+    return found

@@ -1,0 +1,155 @@
+"""What was measured of each row -> what is shown and kept: `record` has its form."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from your_ai.errors import UserError
+from your_ai.evaluation import record
+from your_ai.evaluation.bootstrap import Interval, Paired, paired
+from your_ai.evaluation.compare import Comparison, Measured
+from your_ai.evaluation.rows import Rows, asked_and_expected
+from your_ai.trained import Trained
+
+ALIKE = 1e-5  # of a token's loss, absolute and relative: what a plan or batch may round
+EXCERPT_CHARACTERS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Of the intervals, and of how many worst rows of each kind are listed."""
+
+    resamples: int
+    confidence: float
+    seed: int
+    worst: int
+
+
+def summarize(run: Trained, found: Comparison, settings: Settings) -> dict[str, Any]:
+    """The object that is kept as evaluation.json."""
+    rows, folder = found.rows, run.adapter.folder
+    base, adapter = token_losses(rows, found.base), token_losses(rows, found.adapter)
+    alike = np.isclose(base, adapter, rtol=ALIKE, atol=ALIKE)
+    lost = np.subtract(adapter, base, out=np.zeros(len(rows)), where=~alike)
+    return {
+        "version": record.VERSION,
+        "data": rows.path.name,
+        "data_sha256": rows.sha256,
+        "rows": len(rows),
+        "trained_tokens": int(rows.trained_tokens.sum()),
+        "confidence": settings.confidence,
+        "resamples": settings.resamples,
+        "seed": settings.seed,
+        "step": run.adapter.step,
+        "checkpoint": folder.name if folder.parent == run.folder.checkpoints else None,
+        "measures": {
+            name: {system: as_json(interval) for system, interval in intervals.items()}
+            for name, intervals in measures(found, settings).items()
+        },
+        "metric_name": found.metric_name,
+        "better": int((lost < 0).sum()),
+        "worse": int((lost > 0).sum()),
+        "equal": int(alike.sum()),
+        "in_training_data": found.leaked,
+        "worst": worst_rows(found, base, adapter, lost, settings),
+    }
+
+
+def token_losses(rows: Rows, measured: Measured) -> np.ndarray:
+    """(m,) the mean loss of each row's tokens; infinite where it is no number."""
+    return np.nan_to_num(measured.losses / rows.trained_tokens, nan=np.inf, posinf=np.inf)
+
+
+def measures(found: Comparison, settings: Settings) -> dict[str, dict[str, Interval]]:
+    """The means over all rows of base and adapter, and of their difference, by measure.
+
+    The loss is that of validation: the mean over trained tokens, each with its row's weight.
+    Exact match and the metric are means over the rows that ask for an answer, all alike.
+    """
+    rows, base, adapter = found.rows, found.base, found.adapter
+
+    def over(chosen: np.ndarray, sizes: np.ndarray, *sums: np.ndarray) -> Paired:
+        arrays = (values[chosen] for values in (*sums, sizes))
+        return paired(*arrays, settings.resamples, settings.seed)
+
+    weights, ones = rows.weights, np.ones(len(rows))
+    weighted = weights * base.losses, weights * adapter.losses
+    loss = over(weights > 0, weights * rows.trained_tokens, *weighted)
+    pairs = {"loss": loss, "perplexity": loss.exp()}
+    if rows.has_answer.any():
+        pairs["exact_match"] = over(rows.has_answer, ones, base.exact, adapter.exact)
+    if base.scores is not None and adapter.scores is not None:
+        pairs["metric"] = over(rows.asks, ones, base.scores, adapter.scores)
+    return {name: pair.intervals(settings.confidence) for name, pair in pairs.items()}
+
+
+def as_json(interval: Interval) -> dict[str, float | None]:
+    return {name: finite(value) for name, value in asdict(interval).items()}
+
+
+def finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def worst_rows(
+    found: Comparison, base: np.ndarray, adapter: np.ndarray, lost: np.ndarray, settings: Settings
+) -> list[dict[str, Any]]:
+    """The rows of the highest loss with the adapter, then those that lost the most by it.
+
+    base, adapter: (m,) losses a token; lost: (m,) their difference, 0 where there is none.
+    """
+    highest = np.argsort(-adapter, kind="stable")[: settings.worst].tolist()
+    most = np.argsort(-lost, kind="stable")[: settings.worst].tolist()
+    most = [place for place in most if lost[place] > 0]
+    chosen = list(dict.fromkeys([*highest, *most]))
+    texts = dict.fromkeys(chosen, (None, None))
+    with contextlib.suppress(UserError):  # a file that is gone loses no more than these
+        texts |= {place: asked_and_expected(row) for place, row, _ in found.rows.read(chosen)}
+    return [
+        {
+            "where": found.rows.where(place),
+            "by": [name for name, kind in (("loss", highest), ("change", most)) if place in kind],
+            "base_loss": finite(base[place]),
+            "adapter_loss": finite(adapter[place]),
+            "prompt": excerpt(texts[place][0]),
+            "expected": excerpt(texts[place][1]),
+            "base_answer": excerpt((found.base.answers or {}).get(place)),
+            "answer": excerpt((found.adapter.answers or {}).get(place)),
+        }
+        for place in chosen
+    ]
+
+
+def excerpt(text: str | None) -> str | None:
+    """A text on one line, at most EXCERPT_CHARACTERS of it."""
+    if text is None:
+        return None
+    line = " ".join(text.split())
+    return line if len(line) <= EXCERPT_CHARACTERS else line[: EXCERPT_CHARACTERS - 4] + " ..."
+
+
+def notes(found: Comparison) -> list[str]:
+    """What the user should know of what was measured."""
+    texts, rows = list(found.notes), found.rows
+    for name, measured in (("base", found.base), ("adapter", found.adapter)):
+        bad = np.flatnonzero(~np.isfinite(measured.losses))
+        if len(bad):
+            texts.append(
+                f"{name}: {len(bad)} of {len(rows)} rows have a loss that is not finite, the first "
+                f"is {rows.where(bad[0])}: their mean cannot be told"
+            )
+    if found.leaked is None:
+        texts.append(
+            "the run's training rows cannot be read: whether these are among them is not known"
+        )
+    elif found.leaked:
+        texts.append(
+            f"{found.leaked} of {len(rows)} rows are also among those the run was trained on: they "
+            "say little of others"
+        )
+    return texts
