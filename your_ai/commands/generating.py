@@ -1,43 +1,206 @@
-"""`your_ai generate`."""
+"""`your_ai generate` and `your_ai chat`."""
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import Annotated
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN
+from your_ai.errors import UserError
 
-TEMPLATE_TOKENS = 200  # of a chat template, generously
+if TYPE_CHECKING:
+    from your_ai.generate import Prompt, Sampling
+
+MAX_TOKENS = typer.Option(help="Most tokens of an answer.")
+TEMPERATURE = typer.Option(help="0 takes the likeliest token each time.")
+TOP_P = typer.Option(
+    help="Draw from the likeliest tokens that have this probability together; 1 = from all."
+)
+SEED = typer.Option(help="Seed of the drawing: the same gives the same answer.")
+SYSTEM = typer.Option(help="The system prompt.")
+MAX_MEMORY = typer.Option(help="Most memory of this process, in GB.")
 
 
 def generate(
-    run: Annotated[str, typer.Option("--run", help="The run whose adapter to use.")],
-    prompt: Annotated[str, typer.Option("--prompt", help="What to ask.")],
+    run: Annotated[str | None, RUN] = None,
+    named: Annotated[
+        str | None, typer.Option("--run", help="The run, as RUN; kept from older versions.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="What to ask; without it, what standard input holds.")
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            help="A file with a prompt a line, or a .jsonl file with prompt or messages; "
+            "- is standard input.",
+            metavar="FILE",
+        ),
+    ] = None,
+    system: Annotated[str, SYSTEM] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON object a line for each answer.")
+    ] = False,
     adapter: Annotated[bool, typer.Option(help="Use the adapter, or the base model alone.")] = True,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", min=1)] = 256,
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token each time.", min=0.0)
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0)] = 0,
+    max_tokens: Annotated[int, MAX_TOKENS] = 256,
+    temperature: Annotated[float, TEMPERATURE] = 0.0,
+    top_p: Annotated[float, TOP_P] = 1.0,
+    seed: Annotated[int, SEED] = 0,
+    max_memory: Annotated[float | None, MAX_MEMORY] = None,
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     model: Annotated[str | None, MODEL] = None,
-    max_memory: Annotated[
-        float | None, typer.Option(help="Most memory of this process, in GB.", min=0.0)
-    ] = None,
 ) -> None:
-    """Answer a prompt with what a run has learned."""
+    """Answer prompts with what a run has learned."""
     from your_ai import generate as generation
+    from your_ai.run import folder as folders
+
+    sampling = generation.Sampling(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
+    )
+    name = which_run(run, named)
+    folders.find(name)
+    if checkpoint is not None and not adapter:
+        raise UserError("--checkpoint: no adapter is used with --no-adapter; leave one out")
+    asked = [
+        generation.Prompt(p.where, generation.with_system(p.messages, system))
+        for p in gather(prompt, prompts)
+    ]
+    used = None
+    if adapter:
+        trained = open_noted(name, checkpoint, model)
+        config, base, used = trained.config, trained.base, trained.adapter
+    else:
+        config, base = generation.find_base(name, model)
+    room = max(p.most_tokens for p in asked) + max_tokens
+    network, tokenizer = generation.load(config, base, used, max_memory, room)
+    context = generation.context_tokens(base)
+    fitted = [fit(tokenizer, p, sampling, context) for p in asked]  # all, before the first answer
+    try:
+        for number, (p, (tokens, bounded)) in enumerate(zip(asked, fitted, strict=True)):
+            if as_json:
+                typer.echo(json.dumps(answered(network, tokenizer, p, tokens, bounded)))
+            else:
+                typer.echo("\n" if number else "", nl=False)
+                show(generation.respond(network, tokenizer, tokens, bounded))
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough
+        raise typer.Exit(0) from None
+
+
+def which_run(run: str | None, named: str | None) -> str:
+    if run is not None and named is not None and run != named:
+        raise UserError(f"--run {named}: RUN says {run}; give one of them")
+    found = run if run is not None else named
+    if found is None:
+        raise UserError("give a run: your_ai generate RUN; your_ai runs lists them")
+    return found
+
+
+def open_noted(run: str, checkpoint: str | None, model: str | None) -> Any:
+    """`open_trained`, with what the user should know of it on stderr."""
     from your_ai.trained import open_trained
 
     trained = open_trained(run, checkpoint, model)
     if trained.note:
         typer.echo(f"note: {trained.note}", err=True)
-    room = max_tokens + len(prompt) + TEMPLATE_TOKENS  # no prompt has more tokens than letters
-    network, tokenizer = generation.load_run(trained, adapter, max_memory, room)
-    tokens = generation.chat_prompt(tokenizer, prompt)
-    for piece in generation.stream(network, tokenizer, tokens, max_tokens, temperature, seed):
-        typer.echo(piece, nl=False)
+    return trained
+
+
+def gather(prompt: str | None, prompts: str | None) -> list[Prompt]:
+    """What to answer, from the one place that was given, or else standard input."""
+    from your_ai import generate as generation
+
+    if prompt is not None and prompts is not None:
+        raise UserError("--prompt and --prompts: give one of them")
+    if prompt is not None:
+        return [generation.text_prompt(prompt, "--prompt")]
+    if prompts is None and sys.stdin.isatty():
+        raise UserError("nothing to answer: give --prompt TEXT, --prompts FILE, or text on stdin")
+    if prompts is not None and prompts != generation.STDIN:
+        return generation.read_prompts(prompts, read_file(Path(prompts)))
+    data = sys.stdin.buffer.read()
+    if prompts is not None:
+        return generation.read_prompts("stdin", data)
+    return [generation.text_prompt(generation.decoded(data, "stdin").rstrip("\n"), "stdin")]
+
+
+def read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def fit(
+    tokenizer: Any, prompt: Prompt, sampling: Sampling, context: int | None
+) -> tuple[list[int], Sampling]:
+    """The prompt's tokens, and a sampling that ends where the model's context does."""
+    from dataclasses import replace
+
+    from your_ai import generate as generation
+
+    tokens = generation.prompt_tokens(tokenizer, prompt.messages, prompt.where)
+    if context is None:
+        return tokens, sampling
+    if len(tokens) >= context:
+        raise UserError(f"{prompt.where}: has {len(tokens)} tokens; the model takes {context}")
+    most = min(sampling.max_tokens, context - len(tokens))
+    return tokens, replace(sampling, max_tokens=most)
+
+
+def answered(
+    network: Any, tokenizer: Any, prompt: Prompt, tokens: list[int], sampling: Sampling
+) -> dict[str, Any]:
+    """An answer for programs."""
+    from your_ai import generate as generation
+
+    began = time.perf_counter()
+    responses = list(generation.respond(network, tokenizer, tokens, sampling))
+    return {
+        "prompt": prompt.text,
+        "answer": "".join(response.text for response in responses),
+        "tokens": len(responses),
+        "prompt_tokens": len(tokens),
+        "finish_reason": responses[-1].finish_reason,
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+
+
+def show(responses: Any) -> None:
+    """An answer as it comes; on a terminal without what would steer it."""
+    from your_ai import generate as generation
+
+    steers = sys.stdout.isatty()
+    for response in responses:
+        typer.echo(generation.for_terminal(response.text) if steers else response.text, nl=False)
         sys.stdout.flush()
     typer.echo()
+
+
+def chat(
+    run: Annotated[str, RUN],
+    system: Annotated[str, SYSTEM] = "",
+    max_tokens: Annotated[int, MAX_TOKENS] = 512,
+    temperature: Annotated[float, TEMPERATURE] = 0.0,
+    top_p: Annotated[float, TOP_P] = 1.0,
+    seed: Annotated[int, SEED] = 0,
+    max_memory: Annotated[float | None, MAX_MEMORY] = None,
+    checkpoint: Annotated[str | None, CHECKPOINT] = None,
+    model: Annotated[str | None, MODEL] = None,
+) -> None:
+    """Talk to a run, and compare it with its base model; /help says how."""
+    from your_ai import chat as chatting
+    from your_ai.commands import talking
+    from your_ai.generate import Sampling
+
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    trained = open_noted(run, checkpoint, model)
+    talker = chatting.open_talker(trained, sampling, max_memory)
+    conversation = chatting.Conversation(system)
+    talker.check(conversation)
+    talking.talk(talker, conversation, talking.banner(trained))

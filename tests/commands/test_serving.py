@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from tests.conftest import call
+from tests.test_generate import train_in
+from your_ai.run.folder import RunFolder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny_model) -> RunFolder:
+    return train_in(tmp_path_factory.mktemp("runs"), tiny_model)
+
+
+def refused(capsys, *arguments: object) -> str:
+    assert call("serve", *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_a_port_in_use_is_told(run, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"--port {port}: is in use" in refused(capsys, run.path, "--port", port)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--host", "nowhere.invalid"), "--host nowhere.invalid: no such address"),
+        (("--host", "192.0.2.1"), "--host 192.0.2.1 --port 8080: "),
+        (("--port", 70000), "--port"),
+        (("--log-level", "loud"), "--log-level"),
+        (("--temperature", "nan"), "--temperature nan"),
+        (("--top-p", 2), "--top-p 2"),
+        (("--max-tokens", 0), "--max-tokens 0"),
+        (("--checkpoint", 7), "--checkpoint 7"),
+    ],
+)
+def test_bad_input(run, capsys, arguments, message):
+    assert message in refused(capsys, run.path, *arguments)
+
+
+def test_a_run_that_is_not_there_is_told(capsys):
+    assert "no run named nope" in refused(capsys, "nope")

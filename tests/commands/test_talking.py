@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from tests.conftest import call
+from tests.terminal import on_terminal
+from tests.test_generate import train_in
+from your_ai import chat as chatting
+from your_ai.chat import Conversation
+from your_ai.generate import Sampling
+from your_ai.run.folder import RunFolder
+from your_ai.trained import open_trained
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny_model) -> RunFolder:
+    return train_in(tmp_path_factory.mktemp("runs"), tiny_model)
+
+
+@pytest.fixture
+def chat(run, monkeypatch):
+    """`your_ai chat` with these lines on standard input; its exit status."""
+
+    def talk(text: str, *options: object) -> int:
+        stdin = io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8", newline="")
+        monkeypatch.setattr(sys, "stdin", stdin)
+        return call("chat", run.path, "--max-tokens", 5, *options)
+
+    return talk
+
+
+def answers_of(run: RunFolder, *questions: str, adapted: bool = True) -> list[str]:
+    talker = chatting.open_talker(open_trained(str(run.path)), Sampling(max_tokens=5))
+    conversation, answers = Conversation(), []
+    for question in questions:
+        said = "".join(r.text for r in talker.answer(conversation, question))
+        base = "".join(r.text for r in talker.answer(conversation, question, adapted=False))
+        answers.append(said if adapted else base)
+        conversation = conversation.followed_by(question, said)
+    return answers
+
+
+def test_lines_in_answers_out(run, chat, capsys):
+    assert chat("Question 1\n\nand\\\nmore") == 0
+    first, second = answers_of(run, "Question 1", "and\nmore")
+    assert capsys.readouterr().out == f"{first}\n{second}\n"
+
+
+def test_a_reset_forgets_what_was_said(run, chat, capsys):
+    assert chat("Question 1\n/reset\nQuestion 1\n/exit\nQuestion 1\n") == 0
+    (first,) = answers_of(run, "Question 1")
+    assert capsys.readouterr().out == f"{first}\n{first}\n"
+
+
+def test_the_base_answers_the_last_question_and_the_adapter_goes_on(run, chat, capsys):
+    assert chat("Question 1\nx\n/base\nQuestion 2\n") == 0
+    ours = answers_of(run, "Question 1", "x", "Question 2")
+    base = answers_of(run, "Question 1", "x", adapted=False)
+    assert capsys.readouterr().out.rstrip("\n") == "\n".join([*ours[:2], base[1], ours[2]])
+
+
+def test_the_base_answers_every_question_until_it_is_off(run, chat, capsys):
+    assert chat("/base on\nQuestion 1\n/base off\nx\n") == 0
+    out, told = capsys.readouterr()
+    ours = answers_of(run, "Question 1", "x")
+    base = answers_of(run, "Question 1", adapted=False)
+    assert out.rstrip("\n") == "\n".join([ours[0], base[0], ours[1]])
+    assert "with the adapter:\ncut at" not in told
+    assert "with the adapter:\nbase model:" in told
+
+
+def test_a_system_prompt_changes_what_is_answered(run, chat, capsys):
+    assert chat("Question 1\n/system Be brief.\n/reset\nQuestion 1\n") == 0
+    once = capsys.readouterr().out.splitlines()
+    assert chat("Question 1\n", "--system", "Be brief.") == 0
+    assert capsys.readouterr().out.splitlines() == once[1:] != once[:1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("/rest\n", "/rest: no such command; did you mean reset?"),
+        ("/base\n", "/base: nothing was asked yet"),
+        ("word " * 3000, "and there is room for 2048; /reset"),
+    ],
+)
+def test_what_cannot_be_answered_ends_a_pipe(chat, capsys, text, message):
+    assert chat(text) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_sampling_out_of_range_is_refused(chat, capsys):
+    assert chat("", "--top-p", "2") == 2
+    assert capsys.readouterr().err.startswith("error: --top-p 2.0: must be")
+
+
+def insist(terminal, keys: str, done) -> None:
+    """Press keys until they are heard: between two prompts readline misses them."""
+    terminal.wait_for(lambda: done() or terminal.press(keys))
+
+
+def test_two_answers_on_a_wide_terminal_and_how_to_leave(run):
+    with on_terminal("chat", str(run.path), "--max-tokens", "5", width=100) as terminal:
+        terminal.wait_for("Ctrl-D leaves")
+        terminal.press("Question 1\n")
+        terminal.wait_for("cut at 5 tokens")
+        terminal.press("/base\n")
+        terminal.wait_for("with the adapter")
+        line = terminal.written.split(b"with the adapter")[-1].split(b"\n")[0]
+        assert b"base model" in line
+        terminal.wait_for(lambda: terminal.written.endswith(b"> "))
+        terminal.press("/nope\n")
+        terminal.wait_for("no such command")
+        insist(terminal, "\x03", lambda: terminal.written.count(b"Ctrl-D leaves") > 1)
+        insist(terminal, "\x04", lambda: terminal.process.poll() is not None)
+        assert terminal.end() == 0
+        assert terminal.is_as_it_was
+
+
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(run):
+    with on_terminal("chat", str(run.path), "--max-tokens", "2000", width=40) as terminal:
+        terminal.wait_for("Ctrl-D leaves")
+        terminal.press("Question 1\n")
+        terminal.wait_for(lambda: len(terminal.written) > 300)
+        terminal.press("\x03")
+        terminal.wait_for("stopped")
+        terminal.press("/base\n")
+        terminal.wait_for("base model:")
+        terminal.press("\x03")
+        terminal.wait_for("> ")
+        terminal.press("/exit\n")
+        assert terminal.end() == 0
+        assert terminal.is_as_it_was

@@ -1,0 +1,288 @@
+"""The server as a user starts it, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.test_generate import train_in
+from your_ai import generate, serving
+from your_ai.errors import RunError
+from your_ai.run.folder import RunFolder
+from your_ai.serving import Origins
+from your_ai.trained import open_trained
+
+LONG = {"max_tokens": 100_000, "temperature": 2.0, "logit_bias": {"1": -100}}  # never the end token
+ASKED = [{"role": "user", "content": "Question 1"}]
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen
+    port: int
+    told: str
+    log: Path
+
+    @property
+    def client(self) -> openai.OpenAI:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+
+    def ask(self, method: str, path: str, body: object = None, **headers: str) -> tuple[int, dict]:
+        """A request as a page or a script sends it: status, and what was answered."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, headers)
+            response = connection.getresponse()
+            content = json.loads(response.read() or b"{}")
+            return response.status, {**content, "headers": dict(response.headers)}
+
+
+@contextlib.contextmanager
+def served(run: RunFolder, *options: str) -> Iterator[Served]:
+    log = run.path / "serve.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "your_ai", "serve", str(run.path), "--port", "0", *options],
+            stdout=subprocess.PIPE, stderr=file, text=True, env={**os.environ, "http_proxy": ""},
+        )  # fmt: skip
+    try:
+        told = process.stdout.readline() + process.stdout.readline()
+        port = re.search(r"127\.0\.0\.1:(\d+)", told)
+        assert port, log.read_text()
+        yield Served(process, int(port[1]), told, log)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny_model) -> RunFolder:
+    return train_in(tmp_path_factory.mktemp("runs"), tiny_model)
+
+
+@pytest.fixture(scope="module")
+def server(run) -> Iterator[Served]:
+    with served(run) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def expected(run) -> str:
+    """The greedy answer of `generate`."""
+    network, tokenizer = generate.load_run(open_trained(str(run.path)))
+    return "".join(
+        generate.stream(network, tokenizer, generate.chat_prompt(tokenizer, "Question 1"), 12)
+    )
+
+
+def test_it_says_where_it_is_and_how_to_ask(server, run):
+    assert "serving r at http://127.0.0.1:" in server.told
+    command = server.told.partition("try it: ")[2]
+    said = subprocess.run(command, shell=True, capture_output=True, check=True).stdout
+    assert json.loads(said)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_a_chat_is_answered_as_generate_does(server, expected):
+    answer = server.client.chat.completions.create(model="r", messages=ASKED, max_tokens=12)
+    assert answer.choices[0].message.content == expected
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 12
+
+
+def test_streamed_pieces_are_the_same_answer(server, expected):
+    pieces = server.client.chat.completions.create(
+        model="r", messages=ASKED, max_tokens=12, stream=True
+    )
+    texts = [piece.choices[0].delta.content or "" for piece in pieces]
+    assert "".join(texts) == expected
+    assert len(texts) > 5
+
+
+def test_several_requests_at_once_have_each_its_answer(server, run):
+    questions = [f"Question {n}" for n in range(4)]
+
+    def ask(question: str) -> str:
+        said = [{"role": "user", "content": question}]
+        answer = server.client.chat.completions.create(model="r", messages=said, max_tokens=8)
+        return answer.choices[0].message.content
+
+    with ThreadPoolExecutor(len(questions)) as pool:
+        together = list(pool.map(ask, questions))
+    assert together == [ask(question) for question in questions]
+    assert len(set(together)) > 1
+
+
+def test_a_completion_goes_on_with_a_text(server):
+    answer = server.client.completions.create(model="r", prompt="Question", max_tokens=3)
+    assert answer.choices[0].text
+    assert answer.usage.completion_tokens == 3
+
+
+def test_a_seed_gives_the_same_answer_again(server):
+    def draw(seed: int) -> str:
+        answer = server.client.chat.completions.create(
+            model="r", messages=ASKED, max_tokens=12, temperature=1.5, seed=seed
+        )
+        return answer.choices[0].message.content
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_the_models_are_the_run(server):
+    assert [model.id for model in server.client.models.list()] == ["r"]
+    assert server.client.models.retrieve("r").id == "r"
+    with pytest.raises(openai.NotFoundError, match="this server has r"):
+        server.client.models.retrieve("other")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model": "gpt-4o"},
+        {"model": "mlx-community/Llama-3.2-1B-Instruct-4bit"},
+        {"model": "r", "extra_body": {"adapters": "elsewhere"}},
+        {"model": "r", "extra_body": {"draft_model": "elsewhere"}},
+    ],
+)
+def test_nothing_else_is_looked_for(server, more):
+    with pytest.raises(openai.NotFoundError, match="this server has r"):
+        server.client.chat.completions.create(messages=ASKED, **more)
+
+
+def test_an_image_is_not_fetched(server):
+    part = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{server.port}/health"}}
+    said = [{"role": "user", "content": [part]}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.client.chat.completions.create(model="r", messages=said)
+    assert "text alone" in refused.value.body
+
+
+def test_pages_of_this_machine_may_use_it(server):
+    status, answer = server.ask("GET", "/v1/models", Origin="http://localhost:3000")
+    assert status == 200
+    assert answer["headers"]["Access-Control-Allow-Origin"] == "http://localhost:3000"
+    status, answer = server.ask("OPTIONS", "/v1/chat/completions", Origin="http://127.0.0.1:5")
+    assert status == 204
+    assert answer["headers"]["Access-Control-Allow-Origin"] == "http://127.0.0.1:5"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Host": "evil.example:8080"},  # a name that was made to mean 127.0.0.1
+    ],
+)
+def test_other_pages_may_not(server, headers):
+    body = {"messages": ASKED, "max_tokens": 1}
+    status, answer = server.ask("POST", "/v1/chat/completions", body, **headers)
+    assert status == 403
+    assert "choices" not in answer
+    assert "Access-Control-Allow-Origin" not in answer["headers"]
+
+
+def test_a_client_that_leaves_does_not_hold_it_up(server):
+    pieces = server.client.completions.create(model="r", prompt="a", stream=True, **LONG)
+    next(iter(pieces))
+    pieces.close()
+    answer = server.client.chat.completions.create(model="r", messages=ASKED, max_tokens=2)
+    assert answer.usage.completion_tokens == 2
+    assert server.log.read_text() == ""
+
+
+def test_a_signal_ends_it_in_the_middle_of_answers(run):
+    with served(run, "--max-tokens", "3") as server:
+        answer = server.client.chat.completions.create(model="r", messages=ASKED)
+        assert answer.usage.completion_tokens == 3  # where the request does not say
+
+        def ask(**more: int) -> None:
+            with contextlib.suppress(openai.APIError):
+                server.client.completions.create(model="r", prompt="a", **LONG, **more)
+
+        threads = [threading.Thread(target=ask, kwargs=more) for more in ({"seed": 1}, {})]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        for thread in threads:
+            thread.join()
+        assert server.log.read_text() == ""
+
+
+def test_ctrl_c_ends_it(run):
+    with served(run) as server:
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 0
+        assert server.log.read_text() == ""
+
+
+def test_a_model_that_failed_ends_it(monkeypatch):
+    class Dead:
+        is_healthy = False
+
+        def stop_and_join(self) -> None:
+            pass
+
+    monkeypatch.setattr(serving, "GRACE_S", 0.1)
+    with serving.listen("127.0.0.1", 0) as server, pytest.raises(RunError, match="model failed"):
+        serving.serve(server, Dead(), [])
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        ("http://localhost", True),
+        ("https://127.0.0.1:443", True),
+        ("http://[::1]:8080", True),
+        ("http://chat.example", True),
+        ("http://chat.example:8080", False),
+        ("http://localhost.evil.example", False),
+        ("http://127.0.0.1.evil.example", False),
+        ("http://localhost@evil.example", False),
+        ("http://[::1", False),
+        ("null", False),
+        ("*", False),
+        (None, False),
+    ],
+)
+def test_origins(origin, allowed):
+    assert (origin in Origins(("http://chat.example",))) == allowed
+    assert origin in Origins(("*",))
+
+
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [
+        ("localhost:8080", True),
+        ("127.0.0.1", True),
+        ("[::1]:8080", True),
+        ("192.168.1.5:8080", True),
+        ("host.docker.internal:8080", True),
+        ("", True),
+        ("evil.example:8080", False),
+        ("localhost.evil.example", False),
+    ],
+)
+def test_hosts(host, own):
+    assert serving.is_own(serving.host_of(host)) == own

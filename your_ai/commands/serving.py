@@ -1,0 +1,69 @@
+"""`your_ai serve`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Annotated, Literal
+
+import typer
+
+from your_ai.commands.generating import TEMPERATURE, TOP_P, open_noted
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN
+
+
+def serve(
+    run: Annotated[str, RUN],
+    host: Annotated[
+        str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8080,
+    max_tokens: Annotated[
+        int, typer.Option(help="Most tokens of an answer, where a request does not say.")
+    ] = 512,
+    temperature: Annotated[float, TEMPERATURE] = 0.0,
+    top_p: Annotated[float, TOP_P] = 1.0,
+    allowed_origins: Annotated[
+        str,
+        typer.Option(
+            help="Web pages that may use it beside this machine's own: http://HOST:PORT, "
+            "separated by commas, or * for all.",
+            metavar="ORIGINS",
+        ),
+    ] = "",
+    checkpoint: Annotated[str | None, CHECKPOINT] = None,
+    model: Annotated[str | None, MODEL] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        typer.Option(help="info tells of each request, debug what is in it."),
+    ] = "warning",
+) -> None:
+    """Serve a run to programs that speak OpenAI's protocol, through mlx-lm's server."""
+    from your_ai import serving
+    from your_ai.generate import Sampling
+    from your_ai.run.stopping import noted_signals
+
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    origins = serving.Origins(tuple(o.strip() for o in allowed_origins.split(",") if o.strip()))
+    trained = open_noted(run, checkpoint, model)
+    log_to_stderr(log_level)
+    with noted_signals() as received, serving.listen(host, port) as server:
+        provider = serving.RunProvider(trained, serving.options(sampling, origins))
+        if not server.is_local:
+            typer.echo("warning: other machines can reach the model; anyone may use it", err=True)
+        typer.echo(f"serving {provider.name} at {server.url}/v1; Ctrl-C stops it")
+        typer.echo(f"try it: {serving.example(server.url, provider.name)}")
+        sys.stdout.flush()
+        ended = serving.serve(server, serving.Answers(provider), received)
+    if not ended:  # one that generates holds up the end, one inside MLX makes it a crash
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def log_to_stderr(level: str) -> None:
+    from your_ai.serving import LogLines
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogLines("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
