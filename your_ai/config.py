@@ -98,6 +98,9 @@ class TrainConfig:
     report_to: tuple[str, ...] = setting(
         (), "Trackers to send events to, separated by commas: wandb, swanlab, tensorboard."
     )
+    push_to: str = setting(
+        "", "Push the finished adapter to this repo of the hub, ORG/NAME; a new one is private."
+    )
 
     plan: Literal["auto", "fused", "staged", "streamed"] = setting(
         "auto",
@@ -154,6 +157,7 @@ RESUMABLE = (
     *("max_steps", "epochs", "eval_every", "save_every", "keep", "samples", "exact_match"),
     *("model", "data", "spill", "plan", "max_memory", "force", "reload_interval", "reload_at"),
     *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise", "report_to"),
+    "push_to",
 )
 
 

@@ -125,8 +125,10 @@ def train(
         told = [record.event for record in events.tail(folder.events, offset)[0]]
         output = child.read_log(log, start)
     follower.report_failure()
-    if status == DONE:
+    is_done = any(isinstance(event, events.Finished) and event.reason == "done" for event in told)
+    if status == DONE or (status == FAILED and is_done):  # it was not pushed: told at the end
         follower.print_summary(folder.reference)
+    if status == DONE:
         return DONE
     number = status - 128 if status > 0 else -status  # told, or killed by it while it began
     if status < 0 and number not in SIGNALS:

@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from your_ai.config import TrainConfig, build
 from your_ai.errors import RunError, UserError
+from your_ai.publish.after import push_finished
 from your_ai.run import events, requests
 from your_ai.run.child import LOG, POLL_S, Lost, open_log, read_log, started, told_error
 from your_ai.run.events import Event, EventLog, Step
@@ -241,11 +242,14 @@ def carry_out(run: str, settings: str, parent_fd: int | None, received: Sequence
         if parent_fd is not None:
             watch_parent(parent_fd, stop)
         folder = find(run)
-        names = settings_of(folder, settings).report_to
+        config = settings_of(folder, settings)
         with locked(folder, SUPERVISOR_LOCK):
             requests.withdraw_all(folder)
-            with tracked(folder, names, received), told_deaths(folder):
-                return supervise(folder, received, settings)
+            with tracked(folder, config.report_to, received), told_deaths(folder):
+                status = supervise(folder, received, settings)
+            if status == DONE and config.push_to:
+                push_finished(folder, config.push_to, received)
+            return status
     except (UserError, RunError) as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         return {UserError: USER, Lost: LOST}.get(type(error), FAILED)

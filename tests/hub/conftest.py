@@ -11,7 +11,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from tests.hub.server import Hub, Repo
+from tests.hub.repos import Account, Repo
+from tests.hub.server import Hub
 from your_ai.hub import download
 
 REPO = "someone/some-model"
@@ -94,3 +95,14 @@ def hub(no_hub, monkeypatch) -> Iterator[Hub]:
         monkeypatch.setattr(download, "sync", lambda path: None)  # most of a test's time
         yield hub
         huggingface_hub.close_session()
+
+
+@pytest.fixture
+def account(hub, monkeypatch) -> Account:
+    """Who is logged in to the hub, in this process and in those that it starts."""
+    account = Account("someone", orgs={"a-team": "write", "readers": "read"})
+    hub.accounts["right"] = account
+    monkeypatch.setenv("HF_TOKEN", "right")
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    return account

@@ -1,7 +1,8 @@
 """A hub on localhost: the protocol that huggingface_hub speaks, with faults to order.
 
-What a client asked, and how many bytes it was sent, stays in `requests`. Large files are served
-from another host name, as the hub does: the client is redirected there.
+What a client asked and sent, and how many bytes it was sent, stays in `requests`. Large files
+are served from another host name, as the hub does: the client is redirected there. What is sent
+to it is in tests.hub.uploads.
 """
 
 from __future__ import annotations
@@ -9,64 +10,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.server
-import json
 import re
 import socket
 import threading
 import time
 import urllib.parse
-from dataclasses import dataclass, field
+
+from tests.hub.repos import Account, Fault, Repo, Request, git_hash
+from tests.hub.uploads import Uploads
 
 LFS_SUFFIX = ".safetensors"
 ANSWERS = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 ASKED = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/(?P<what>revision|tree)/(?P<revision>[^/]+)")
 BLOCK_BYTES = 1 << 14
-
-
-@dataclass
-class Repo:
-    """files: contents by path; gated: nothing is given without `token`."""
-
-    files: dict[str, bytes]
-    sha: str = "a" * 40
-    gated: bool = False
-    token: str = "right"
-
-    @property
-    def revisions(self) -> tuple[str, ...]:
-        return ("main", self.sha)
-
-
-@dataclass
-class Fault:
-    """What goes wrong with a file.
-
-    cuts: after so many bytes of each of the next answers; statuses: of the next answers;
-    content: sent instead; claims: a Content-Length that is not true; bytes_per_s: at most;
-    no_ranges: answers with the whole file whatever was asked; hangs_at: the byte of the file
-    before which it waits, for `Hub.go_on`.
-    """
-
-    cuts: list[int] = field(default_factory=list)
-    statuses: list[int] = field(default_factory=list)
-    content: bytes | None = None
-    claims: int | None = None
-    bytes_per_s: float | None = None
-    no_ranges: bool = False
-    hangs_at: int | None = None
-
-
-@dataclass
-class Request:
-    """start: the first byte that was asked for; sent_bytes: of the body."""
-
-    method: str
-    path: str
-    host: str
-    authorization: str | None
-    start: int = 0
-    status: int = 200
-    sent_bytes: int = 0
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -77,11 +33,17 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Hub:
-    """The server. faults: by the name of a file, or "api" for what is not a file."""
+    """The server. faults: by the name of a file, or "api" for what is not a file.
+
+    accounts: by their tokens; without any, whoever asks is let in. large: files that were
+    sent, by their sha256.
+    """
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.faults: dict[str, Fault] = {}
+        self.accounts: dict[str, Account] = {}
+        self.large: dict[str, bytes] = {}
         self.requests: list[Request] = []
         self.go_on = threading.Event()
         self.hanging = threading.Event()
@@ -119,10 +81,6 @@ class Hub:
         ]
 
 
-def git_hash(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
 def described(path: str, content: bytes, name: str, oid: str) -> dict[str, object]:
     """A file as the API describes it; name, oid: the keys for its path and its git hash."""
     entry: dict[str, object] = {name: path, "size": len(content), oid: git_hash(content)}
@@ -133,7 +91,7 @@ def described(path: str, content: bytes, name: str, oid: str) -> dict[str, objec
     return entry
 
 
-class Answerer(http.server.BaseHTTPRequestHandler):
+class Answerer(Uploads, http.server.BaseHTTPRequestHandler):
     """Answers one connection."""
 
     protocol_version = "HTTP/1.1"
@@ -148,17 +106,17 @@ class Answerer(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urllib.parse.urlsplit(self.path)  # a whole address where this is a proxy
-        path = urllib.parse.unquote(url.path)
-        self.asked = Request(
-            self.command, path, self.headers.get("Host", ""), self.headers.get("Authorization")
-        )
-        self.hub.requests.append(self.asked)
+        path = self.note(url.path)
         api, file = ASKED.fullmatch(path), ANSWERS.fullmatch(path)
         fault = self.hub.faults.get(file["file"] if file else "api", Fault())
         if fault.statuses:
             self.fail(fault.statuses.pop(0))
         elif path.startswith("/elsewhere/"):
             self.send_elsewhere(path.removeprefix("/elsewhere"))
+        elif path == "/api/whoami-v2":
+            self.say_who()
+        elif not self.is_known():
+            self.fail(401, message="Invalid credentials in Authorization header")
         elif api:
             self.describe(api)
         elif file:
@@ -179,12 +137,12 @@ class Answerer(http.server.BaseHTTPRequestHandler):
     def repo(self, found: re.Match[str]) -> Repo | None:
         """The repo that is asked for; answers itself where there is none."""
         repo = self.hub.repos.get(found["repo"])
-        if repo is None:
+        if repo is None or (repo.private and self.role_for(found["repo"]) is None):
             self.fail(401 if self.asked.authorization is None else 404, "RepoNotFound")
-        elif found["revision"] not in repo.revisions:
+        elif repo.at(found["revision"]) is None:
             self.fail(404, "RevisionNotFound")
         else:
-            return repo
+            return repo.at(found["revision"])
         return None
 
     def describe(self, found: re.Match[str]) -> None:
@@ -202,12 +160,8 @@ class Answerer(http.server.BaseHTTPRequestHandler):
                 for path, content in repo.files.items()
             ]
             answer = {"id": found["repo"], "sha": repo.sha, "siblings": siblings, "tags": []}
-        body = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+            answer["private"] = self.hub.repos[found["repo"]].private
+        self.answer(answer)
 
     def send_or_redirect(self, found: re.Match[str]) -> None:
         repo = self.repo(found)

@@ -10,7 +10,7 @@ import typer
 from your_ai.commands.models import find_or_fetch
 from your_ai.commands.options import open_console, option, with_settings
 from your_ai.config import DEMO, TrainConfig, resolve, resumed
-from your_ai.errors import UserError
+from your_ai.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,6 +41,7 @@ def train(
             if given:
                 raise UserError(f"--resume {resume}: goes without {other}; the run has its own")
         folder = folders.find(resume)
+        folders.check_resumable(folder)
         settings = resumed(folder.read_config(), flags)
         check(settings, detach)
         find_or_fetch(settings.model, console, bool(yes))
@@ -63,6 +64,11 @@ def check(settings: TrainConfig, detach: bool) -> None:
         from your_ai import tracking
 
         tracking.check(settings.report_to)
+    if settings.push_to:
+        from your_ai.publish.push import check_account
+
+        if note := check_account(settings.push_to):
+            typer.echo(f"note: {note}", err=True)
 
 
 def train_and_show(
@@ -95,22 +101,34 @@ def train_here(
 ) -> int:
     """Train in this process, as a debugger wants it; the exit status."""
     from your_ai.dashboard.live import Follower, following, style_for
+    from your_ai.publish.after import push_finished
     from your_ai.run import requests
+    from your_ai.run.exits import DONE
     from your_ai.run.folder import is_running
-    from your_ai.run.stopping import stop_signals
+    from your_ai.run.stopping import noted_signals, stop_signals
     from your_ai.tracking import tracked
 
     follower = Follower(folder.events, console, style_for(console, as_json))
     names = () if is_running(folder) else settings.report_to
     if not is_running(folder):
         requests.withdraw_all(folder)
-    with following(follower), tracked(folder, names), stop_signals() as stop:
-        from your_ai.train import carry_out  # mlx takes a second: shown as starting
+    fault = None
+    with following(follower):
+        with tracked(folder, names), stop_signals() as stop:
+            from your_ai.train import carry_out  # mlx takes a second: shown as starting
 
-        stop.on_second = lambda: follower.leave(folder.reference)
-        status = carry_out(folder, settings, stop)
+            stop.on_second = lambda: follower.leave(folder.reference)
+            status = carry_out(folder, settings, stop)
+        if status == DONE and settings.push_to:
+            with noted_signals() as received:
+                try:
+                    push_finished(folder, settings.push_to, received)
+                except RunError as error:  # told below the summary
+                    fault = error
     follower.report_failure()
     follower.print_summary(folder.reference)
+    if fault is not None:
+        raise fault
     return status
 
 

@@ -1,0 +1,224 @@
+# ruff: noqa: F811 (fixtures of other folders)
+"""`your_ai push`, and `train --push-to`, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.conftest import events_of
+from tests.fault.processes import call
+from tests.hub.conftest import account, hub, no_hub  # noqa: F401
+from tests.hub.repos import Fault
+from tests.publish.conftest import PRIVATE, finished  # noqa: F401
+from your_ai import front, supervisor
+from your_ai.config import to_yaml
+from your_ai.errors import RunError
+from your_ai.publish import contents
+from your_ai.run import child, events
+from your_ai.run.checkpoint import ADAPTERS
+from your_ai.run.exits import DONE, FAILED
+from your_ai.run.folder import RUNS, RunFolder, is_running
+
+REPO = "someone/mine"
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    monkeypatch.setattr(contents, "curves_of", lambda records: {})
+
+
+@pytest.fixture
+def preset(configure):
+    """The options of a short run."""
+    Path("preset.yaml").write_text(to_yaml(configure(run="", max_steps=2, supervise=True)))
+    return ["train", "--config", "preset.yaml", "--run", "r"]
+
+
+def your_ai(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "your_ai", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_run_is_pushed(hub, account, finished, capsys):
+    status, out, error = call(capsys, "push", str(finished.path), REPO)
+    assert (status, out, error) == (0, f"pushed to {hub.url}/{REPO} (private)\n", "")
+    files = hub.repos[REPO].files
+    assert files[ADAPTERS] == (finished.adapter / ADAPTERS).read_bytes()
+    assert set(files) == {
+        *(".gitattributes", "README.md", "adapter_config.json", "adapters.safetensors"),
+        "config.yaml",
+    }
+    sent = b"".join([*files.values(), *(r.body for r in hub.requests)]).decode(errors="replace")
+    assert [word for word in (*PRIVATE, str(finished.path)) if word in sent] == []
+
+
+def test_a_dry_run_asks_no_hub(hub, finished, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    status, out, _ = call(capsys, "push", str(finished.path), REPO, "--dry-run")
+    assert status == 0
+    folder = Path(out.strip())
+    assert (folder / ADAPTERS).read_bytes() == (finished.adapter / ADAPTERS).read_bytes()
+    assert json.loads((folder / "adapter_config.json").read_text())["step"] == 3
+    assert hub.requests == []
+
+
+def test_a_folder_is_pushed(hub, account, finished, capsys):
+    status, _, error = call(capsys, "push", str(finished.adapter), REPO)
+    assert (status, error) == (0, "")
+    assert set(hub.repos[REPO].files) == {
+        *(".gitattributes", "README.md", "adapter_config.json", "adapters.safetensors"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("nothing", REPO), "no run named nothing"),
+        (("RUN", "mine"), "is no repo of the hub"),
+        (("RUN", REPO, "--checkpoint", "9"), "no such one; checkpoints: step-000003"),
+        (("ADAPTER", REPO, "--checkpoint", "9"), "is of a run"),
+    ],
+)
+def test_what_cannot_be_pushed_is_told(hub, account, finished, capsys, arguments, word):
+    places = {"RUN": str(finished.path), "ADAPTER": str(finished.adapter)}
+    status, out, error = call(capsys, "push", *(places.get(a, a) for a in arguments))
+    assert (status, out) == (2, "")
+    assert word in error
+    assert error.count("\n") == 1
+    assert hub.requests == []
+
+
+def test_the_command_that_does_it_again_is_whole(hub, account, finished, capsys):
+    hub.faults["commit"] = Fault(statuses=[500])
+    given = [
+        "push",
+        str(finished.path),
+        REPO,
+        "--public",
+        "--message",
+        "a try",
+        "--checkpoint",
+        "2",
+    ]
+    status, _, error = call(capsys, *given)
+    assert status == 1
+    assert f"your_ai push {finished.path} {REPO} --checkpoint 2 --message 'a try' --public" in error
+
+
+# train --push-to
+
+
+@pytest.mark.slow
+def test_a_run_is_pushed_once_it_is_done(hub, account, preset):
+    done = your_ai(*preset, "--push-to", REPO)
+    assert (done.returncode, done.stderr) == (0, "")
+    run = RunFolder(RUNS / "r")
+    told = [event.text for event in events_of(run, events.Notice)]
+    assert told[-2:] == [f"pushing to {REPO}", f"pushed to {hub.url}/{REPO} (private)"]
+    assert f"note: pushed to {hub.url}/{REPO}" in done.stdout
+    repo = hub.repos[REPO]
+    assert repo.private
+    assert repo.files[ADAPTERS] == (run.adapter / ADAPTERS).read_bytes()
+    assert b"| steps | 2 |" in repo.files["README.md"]
+
+
+@pytest.fixture
+def done_run(own_folder):
+    """The run r, whose supervisor does no more than to say how a push ended."""
+    run = RunFolder(RUNS / "r")
+    run.path.mkdir(parents=True)
+    return run
+
+
+DONE_BUT_NOT_PUSHED = """
+import sys
+from pathlib import Path
+from your_ai.run import events
+log = events.EventLog(Path(sys.argv[1]) / "events.jsonl")
+log.write(events.Finished(step=2, reason="done", adapter="there", seconds=1.0))
+print("error: not pushed; push it with: your_ai push r someone/mine")
+sys.exit(1)
+"""
+
+
+def test_a_push_that_failed_is_told_below_the_result(done_run, configure, monkeypatch, capsys):
+    started = child.started
+
+    def start(command, folder, log):
+        return started([sys.executable, "-c", DONE_BUT_NOT_PUSHED, command[3]], folder, log)
+
+    monkeypatch.setattr(child, "started", start)
+    with pytest.raises(RunError, match="not pushed; push it with: your_ai push r someone/mine"):
+        front.train(done_run, configure(push_to=REPO), Console())
+    assert "done: 2 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("ended", "asked"), [(DONE, ["r"]), (143, [])])
+def test_the_supervisor_pushes_what_is_done(done_run, configure, monkeypatch, capsys, ended, asked):
+    pushed = []
+
+    def push_finished(folder, repo, received):
+        pushed.append(folder.name)
+        assert is_running(folder)  # so that who watches sees how it ends
+        raise RunError("not pushed")
+
+    done_run.write_config(configure(push_to=REPO))
+    monkeypatch.setattr(supervisor, "supervise", lambda *_: ended)
+    monkeypatch.setattr(supervisor, "push_finished", push_finished)
+    status = supervisor.carry_out("r", "", None, [])
+    assert pushed == asked
+    assert status == (FAILED if asked else ended)
+    assert capsys.readouterr().err == ("error: not pushed\n" if asked else "")
+
+
+@pytest.mark.parametrize(
+    ("repo", "token", "word"),
+    [
+        ("mine", "right", "is no repo of the hub"),
+        (REPO, "", "hf auth login"),
+        (REPO, "wrong", "does not take your token"),
+        ("nobody/mine", "right", "may not write to nobody"),
+    ],
+)
+def test_what_cannot_be_pushed_is_told_before_training(
+    hub,
+    account,
+    preset,
+    capsys,
+    monkeypatch,
+    repo,
+    token,
+    word,
+):
+    monkeypatch.setenv("HF_TOKEN", token)
+    status, _, error = call(capsys, *preset, "--push-to", repo)
+    assert status == 2
+    assert word in error
+    assert error.count("\n") == 1
+    assert not RUNS.exists()
+
+
+def test_without_a_supervisor_the_same_is_pushed(
+    hub,
+    account,
+    preset,
+    capsys,
+    monkeypatch,
+):
+    asked = []
+
+    def push_finished(folder, repo, received):
+        asked.append((folder.name, repo, (folder.adapter / ADAPTERS).exists()))
+        raise RunError("not pushed")
+
+    monkeypatch.setattr("your_ai.publish.after.push_finished", push_finished)
+    status, out, error = call(capsys, *preset, "--push-to", REPO, "--no-supervise")
+    assert asked == [("r", REPO, True)]
+    assert (status, error) == (1, "error: not pushed\n")
+    assert "done: 2 steps" in out

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from tests.dashboard.frames import record, step
+from your_ai.config import TrainConfig
+from your_ai.hub.registry import known
+from your_ai.publish.card import Base, Subject, card, figures_of, up_to
+from your_ai.run import events
+
+
+def started() -> events.Started:
+    return events.Started(
+        step=0, steps=10, steps_per_epoch=5, model="m", rows=9, trainable_parameters=65536,
+        dtype="float32", plan="fused",
+    )  # fmt: skip
+
+
+def validation(at: int, loss: float) -> events.Validation:
+    return events.Validation(step=at, loss=loss, trained_tokens=9, seconds=1.0)
+
+
+LLAMA = known()["llama-8b"].repo
+MATCHES = [
+    events.ExactMatch(when=when, correct=n, rows=4) for n, when in ((1, "before"), (3, "after"))
+]
+EVENTS = [
+    started(), MATCHES[0], step(1, loss=3.0), step(2, loss=2.0), validation(2, 2.5),
+    step(3, loss=1.0), validation(3, 1.25), MATCHES[1],
+]  # fmt: skip
+RECORDS = [record(event) for event in EVENTS]
+SUBJECT = Subject(
+    repo="someone/mine",
+    kind="adapter",
+    base=Base("some-folder", LLAMA),
+    step=3,
+    config=TrainConfig(),
+    figures=figures_of(RECORDS),
+    curves=("curves-loss.png", "curves-learning-rate.png"),
+)
+SIDE = {"value": 0.5, "low": 0.25, "high": 0.75}
+MEASURED = {
+    "rows": 1200, "confidence": 0.95, "better": 700, "worse": 400, "equal": 100,
+    "metric_name": "scoring:bleu",
+    "measures": {
+        "loss": {"base": SIDE, "adapter": SIDE, "difference": {**SIDE, "low": None}},
+        "metric": {"base": SIDE, "adapter": SIDE, "difference": SIDE},
+    },
+    "worst": [{"prompt": "the vault", "answer": "at noon"}],
+}  # fmt: skip
+
+
+def card_of(**changes: object) -> str:
+    return card(dataclasses.replace(SUBJECT, **changes))
+
+
+def test_the_hub_reads_what_it_needs():
+    data = ModelCard(card(SUBJECT)).data
+    assert data.base_model == LLAMA
+    assert data.base_model_relation == "adapter"
+    assert data.library_name == "mlx"
+    assert data.pipeline_tag == "text-generation"
+    assert data.tags == ["lora", "mlx", "your_ai"]
+    assert data.license is None
+
+
+def test_a_base_that_the_hub_does_not_know_is_not_named_to_it():
+    text = card_of(base=Base("my-folder"))
+    assert ModelCard(text).data.base_model is None
+    assert "`my-folder`" in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "| steps | 3 |",
+        "| rows of data | 9 |",
+        "| loss | 3.0000 at first, 1.0000 at last |",
+        "| best validation loss | 1.2500 at step 3 |",
+        "| exact match | 25% before, 75% after, on 4 test rows |",
+        "| `lora_rank` | 16 |",
+        "![Loss](curves-loss.png)",
+        "![Learning rate](curves-learning-rate.png)",
+        f"mlx_lm.generate --model {LLAMA} --adapter-path mine --prompt",
+        "your_ai train --config mine/config.yaml --data YOUR-DATA",
+        "That of the base model is llama3.1.",
+        "`your_ai eval RUN`",
+    ],
+)
+def test_a_card_tells(line):
+    assert line in card(SUBJECT)
+
+
+def test_sums_are_of_all_steps():
+    steps = SUBJECT.figures.steps
+    tokens, trained = sum(s.tokens for s in steps), sum(s.trained_tokens for s in steps)
+    assert f"| tokens | {tokens:,}, of which {trained:,} were learned |" in card(SUBJECT)
+
+
+def test_without_pictures_there_is_a_table_of_the_curve():
+    lines = card_of(curves=()).splitlines()
+    assert "| 1 | 3.0000 |  |" in lines
+    assert "| 2 | 2.0000 | 2.5000 |" in lines
+    assert "| 3 | 1.0000 | 1.2500 |" in lines
+
+
+def test_a_long_curve_is_a_short_table_with_the_last_step():
+    records = [record(event) for event in (started(), *(step(n) for n in range(1, 96)))]
+    text = card_of(curves=(), figures=figures_of(records))
+    rows = [
+        line for line in text.split("| step |")[1].split("##")[0].splitlines() if "1.25" in line
+    ]
+    assert len(rows) == 10
+    assert rows[-1].startswith("| 95 |")
+
+
+def test_an_evaluation_is_told_side_by_side():
+    text = card_of(evaluation=MEASURED)
+    assert "On 1,200 held-out rows, with intervals of 95% confidence." in text
+    assert "Better than the base on 700 of them, worse on 400, equal on 100." in text
+    value = "0.5000 [0.2500, 0.7500]"
+    assert f"| Loss | {value} | {value} |  |" in text
+    assert f"| bleu | {value} | {value} | {value} |" in text
+    assert "your_ai eval" not in text
+
+
+def test_the_rows_of_an_evaluation_are_not_quoted():
+    assert "vault" not in card_of(evaluation=MEASURED)
+
+
+def test_what_is_not_finite_is_told_and_nothing_breaks():
+    records = [record(started()), record(step(1, loss=math.nan)), record(validation(1, math.inf))]
+    text = card_of(figures=figures_of(records), curves=())
+    assert "best validation" not in text
+    assert "| 1 | nan | inf |" in text
+
+
+def test_no_text_breaks_out_of_its_cell():
+    nasty = "a|b\n# c <script>"
+    text = card_of(config=TrainConfig(lora_targets=(nasty,)), base=Base("x`|y\n# z"))
+    assert "| `lora_targets` | a b # c script |" in text
+    assert not any(line.startswith(("# c", "# z")) for line in text.splitlines())
+
+
+def test_a_checkpoint_is_told_of_as_it_was():
+    figures = figures_of(up_to(RECORDS, 2))
+    assert [s.step for s in figures.steps] == [1, 2]
+    assert [v.step for v in figures.validations] == [2]
+    assert [m.when for m in figures.matches] == ["before"]
+
+
+def test_all_of_a_run_is_up_to_its_last_step():
+    assert up_to(RECORDS, 3) == RECORDS
+
+
+@pytest.mark.parametrize(
+    ("kind", "library", "used"),
+    [
+        ("model", None, "mlx_lm.generate --model someone/mine"),
+        ("model", "transformers", 'AutoTokenizer.from_pretrained("someone/mine")'),
+        ("peft", None, 'PeftModel.from_pretrained(base, "someone/mine")'),
+        ("gguf", None, "- `a.gguf`"),
+    ],
+)
+def test_each_kind_says_how_it_is_used(kind, library, used):
+    text = card(Subject(repo="someone/mine", kind=kind, library=library, files=("a.gguf",)))
+    assert used in text
+    assert "## Evaluation" not in text
+    assert yaml.safe_load(text.split("---")[1])["pipeline_tag"] == "text-generation"

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from tests.publish.conftest import PRIVATE
+from your_ai.config import DEMO, build, read_yaml
+from your_ai.errors import UserError
+from your_ai.evaluation import record as evaluation
+from your_ai.hub.registry import known
+from your_ai.publish import contents
+from your_ai.publish.card import CARD
+from your_ai.publish.contents import base_of, is_folder, of_folder, of_run, without_paths, write
+from your_ai.trained import Trained, open_trained, read_adapter
+
+REPO = "someone/mine"
+FILES = {CARD, "adapter_config.json", "adapters.safetensors", "config.yaml"}
+SIDE = {"value": 0.5, "low": 0.25, "high": 0.75}
+MEASURED = {
+    "version": 1, "data": "patients.jsonl", "rows": 2, "confidence": 0.95, "step": 3,
+    "measures": {"loss": {"base": SIDE, "adapter": SIDE, "difference": SIDE}},
+    "worst": [{"prompt": "When does the vault open?", "answer": "At noon"}],
+}  # fmt: skip
+
+
+@pytest.fixture
+def trained(finished) -> Trained:
+    return open_trained(str(finished.path))
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    """Drawing takes most of the time: the one test that is about it draws."""
+    drawn = contents.curves_of
+    monkeypatch.setattr(contents, "curves_of", lambda records: {})
+    return drawn
+
+
+@pytest.fixture
+def measured(finished):
+    """What evaluations found: written for the run, and taken away again."""
+    yield lambda found: evaluation.write(finished, found)
+    evaluation.place(finished).unlink(missing_ok=True)
+
+
+def read(content: bytes | Path) -> bytes:
+    return content.read_bytes() if isinstance(content, Path) else content
+
+
+def test_what_is_sent_of_a_run(trained):
+    assert set(of_run(trained, REPO).files) == FILES
+
+
+def test_pictures_are_drawn(trained, without_pictures, monkeypatch):
+    pytest.importorskip("matplotlib", reason="draws the curves")
+    monkeypatch.setattr(contents, "curves_of", without_pictures)
+    files = of_run(trained, REPO).files
+    pictures = {name for name in files if name not in FILES}
+    assert pictures == {f"curves-{key}.png" for key in ("loss", "memory", "speed", "learning-rate")}
+    assert all(read(files[name]).startswith(b"\x89PNG") for name in pictures)
+    assert b"![Loss](curves-loss.png)" in files[CARD]
+
+
+def test_without_what_draws_there_is_a_table(trained, without_pictures, monkeypatch):
+    def missing(*_: object) -> None:
+        raise UserError("reports need matplotlib")
+
+    monkeypatch.setattr(contents, "curves_of", without_pictures)
+    monkeypatch.setattr(contents, "write_plots", missing)
+    sent = of_run(trained, REPO)
+    assert set(sent.files) == FILES
+    assert b"| step | loss | validation loss |" in sent.files[CARD]
+
+
+def test_nothing_private_is_sent(trained, measured, finished):
+    measured(MEASURED)
+    sent = b"\n".join([read(content) for content in of_run(trained, REPO).files.values()]).lower()
+    assert b"held-out rows" in sent
+    hidden = [*PRIVATE, str(finished.path), str(trained.base), str(Path.home())]
+    assert [word for word in hidden if word.lower().encode() in sent] == []
+
+
+def test_the_adapter_is_the_run_s(trained):
+    found = read_adapter(write(of_run(trained, REPO)))
+    assert found.config == {**trained.adapter.config, "model": trained.base.name}
+    assert found.arrays.keys() == trained.adapter.arrays.keys()
+    assert all(mx.array_equal(found.arrays[n], a) for n, a in trained.adapter.arrays.items())
+
+
+def test_the_settings_train_again(trained):
+    folder = write(of_run(trained, REPO))
+    config = build(read_yaml(folder / "config.yaml"), "test")
+    assert config.decisive() == trained.config.decisive()
+    assert (config.run, config.data, config.push_to) == ("", "", "")
+
+
+def test_a_checkpoint_is_told_of_as_it_was(finished):
+    sent = of_run(open_trained(str(finished.path), "1"), REPO)
+    assert sent.what == "adapter of step 1"
+    assert b"| steps | 1 |" in sent.files[CARD]
+    assert read(sent.files["adapters.safetensors"]) == (
+        (finished.checkpoints / "step-000001" / "adapters.safetensors").read_bytes()
+    )
+
+
+def test_an_evaluation_of_the_checkpoint_is_told(finished, measured):
+    measured(MEASURED | {"step": None, "checkpoint": "step-000001"})
+    assert b"held-out rows" in of_run(open_trained(str(finished.path), "1"), REPO).files[CARD]
+    assert "is of step 1" in of_run(open_trained(str(finished.path)), REPO).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({"step": 2}, "is of step 2, not of step 3"), ({"measures": None}, "is damaged")],
+)
+def test_an_evaluation_of_no_use_is_told(trained, measured, changes, word):
+    measured(MEASURED | changes)
+    sent = of_run(trained, REPO)
+    assert word in sent.notes[0]
+    assert b"Not measured yet" in sent.files[CARD]
+
+
+def test_a_base_is_named_as_the_hub_has_it(trained):
+    known_one = dataclasses.replace(trained.config, model="llama-8b")
+    found = base_of(dataclasses.replace(trained, config=known_one))
+    assert found.repo == known()["llama-8b"].repo
+    demo = dataclasses.replace(trained, config=dataclasses.replace(trained.config, model=DEMO))
+    assert (base_of(demo).name, base_of(demo).repo) == (DEMO, None)
+
+
+def test_an_imported_run_has_no_settings_of_its_own(finished, trained):
+    finished.imported.write_text("{}")
+    try:
+        sent = of_run(trained, REPO)
+    finally:
+        finished.imported.unlink()
+    assert "config.yaml" not in sent.files
+    assert not any(text in sent.files[CARD] for text in (b"## Settings", b"Trained with"))
+
+
+# Folders
+
+
+@pytest.fixture
+def folder(own_folder: Path) -> Path:
+    """What an export might look like, with things of the user's beside it."""
+    made = own_folder / "cellar"
+    made.mkdir()
+    named = {"base_model_name_or_path": "/home/cellar/llama", "peft_type": "LORA", "r": 4}
+    (made / "adapter_config.json").write_text(json.dumps(named))
+    (made / "adapter_model.safetensors").write_bytes(b"weights")
+    (made / "README.md").write_text("---\nbase_model: a/b\n---\n# the vault")
+    (made / "train.jsonl").write_text("{}")
+    (made / "optimizer.safetensors").write_bytes(b"noon")
+    (made / ".hidden").write_text("vault")
+    return made
+
+
+def test_of_a_folder_only_what_is_of_an_adapter_is_sent(folder):
+    sent = of_folder(folder, REPO)
+    assert set(sent.files) == {CARD, "adapter_config.json", "adapter_model.safetensors"}
+    assert sent.notes == (
+        "not sent, since it is of no PEFT adapter: optimizer.safetensors, train.jsonl",
+    )
+
+
+def test_of_a_folder_no_path_is_sent(folder):
+    sent = of_folder(folder, REPO)
+    assert json.loads(sent.files["adapter_config.json"])["base_model_name_or_path"] == "llama"
+    together = b"".join(map(read, sent.files.values()))
+    assert [word for word in PRIVATE if word.encode() in together] == []
+
+
+def test_a_config_without_paths_is_sent_as_it_is(folder):
+    text = b'{"base_model_name_or_path":"a/b",  "r": 4}'
+    (folder / "adapter_config.json").write_bytes(text)
+    sent = of_folder(folder, REPO)
+    assert read(sent.files["adapter_config.json"]) == text
+    assert b"base_model: a/b" in sent.files[CARD]
+
+
+def test_what_a_folder_says_of_its_base_is_told(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    assert b"base_model: a/b" in of_folder(folder, REPO).files[CARD]
+
+
+def test_a_checkpoint_is_no_folder_to_push(finished):
+    with pytest.raises(UserError, match="push its run, with --checkpoint step-000003"):
+        of_folder(finished.checkpoints / "step-000003", REPO)
+
+
+def test_folders_and_runs_are_told_apart(folder, finished):
+    assert is_folder(str(folder))
+    assert is_folder(str(finished.adapter))
+    assert not is_folder(str(finished.path))
+    assert not is_folder("nowhere")
+    assert not is_folder(str(folder.parent))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '"x"'])
+def test_a_damaged_config_is_told(folder, text):
+    (folder / "adapter_config.json").write_text(text)
+    with pytest.raises(UserError, match=r"adapter_config\.json"):
+        of_folder(folder, REPO)
+
+
+def test_paths_are_found_however_deep():
+    found = {"a": [{"b": "/x/y"}, "~/z"], "c": "org/name", "d": 1.5, "e": "../up"}
+    assert without_paths(found) == {"a": [{"b": "y"}, "z"], "c": "org/name", "d": 1.5, "e": "up"}
+
+
+def test_a_full_disk_leaves_no_folder(contents, monkeypatch, tmp_path):
+    def full(self: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UserError, match=r"No space left.*free some disk"):
+        write(contents)
+    assert list(tmp_path.glob("your_ai-push-*")) == []

@@ -1,0 +1,80 @@
+"""`your_ai push`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from your_ai.commands.options import CHECKPOINT, MODEL
+from your_ai.errors import UserError
+
+if TYPE_CHECKING:
+    from your_ai.publish.contents import Contents
+
+
+def push(
+    run: Annotated[
+        str, typer.Argument(help="The run, or a folder that fuse or export wrote.", metavar="RUN")
+    ],
+    repo: Annotated[str, typer.Argument(help="The repo of the hub.", metavar="ORG/NAME")],
+    public: Annotated[
+        bool, typer.Option("--public", help="Let everybody see a new repo; else it is private.")
+    ] = False,
+    checkpoint: Annotated[str | None, CHECKPOINT] = None,
+    model: Annotated[str | None, MODEL] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="The branch to push to, made if it is not there.")
+    ] = None,
+    message: Annotated[str, typer.Option(help="Of the commit.")] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write what would be sent into a new folder.")
+    ] = False,
+) -> None:
+    """Push a run's adapter to the Hugging Face Hub, with a model card; never data or samples."""
+    from your_ai.publish import push as pushing
+
+    pushing.check_repo(repo, repo)
+    if not dry_run:
+        pushing.check_token(repo)
+    contents = gather(run, repo, checkpoint, model)
+    if dry_run:
+        from your_ai.publish.contents import write
+
+        for note in contents.notes:
+            typer.echo(f"note: {note}", err=True)
+        typer.echo(write(contents))
+        return
+    given = {
+        "--checkpoint": checkpoint,
+        "--model": model,
+        "--revision": revision,
+        "--message": message,
+    }
+    options = [part for name, value in given.items() if value for part in (name, value)]
+    again = shlex.join(["your_ai", "push", run, repo, *options, *["--public"] * public])
+    done = pushing.push(contents, repo, again, public=public, revision=revision, message=message)
+    for note in done.notes:
+        typer.echo(f"note: {note}", err=True)
+    seen = "private" if done.private else "public: everybody can see it"
+    new = "" if done.changed else "; it had all of it already"
+    typer.echo(f"pushed to {done.url} ({seen}){new}")
+
+
+def gather(run: str, repo: str, checkpoint: str | None, model: str | None) -> Contents:
+    """What there is to push. Raises UserError where there is nothing."""
+    from your_ai.publish.contents import is_folder, of_folder, of_run
+
+    if is_folder(run):
+        for name, value in (("--checkpoint", checkpoint), ("--model", model)):
+            if value is not None:
+                raise UserError(f"{name} {value}: is of a run, and {run} is a folder")
+        return of_folder(Path(run), repo)
+    from your_ai.trained import open_trained
+
+    trained = open_trained(run, checkpoint, model)
+    if trained.note:
+        typer.echo(f"note: {trained.note}", err=True)
+    return of_run(trained, repo)

@@ -1,0 +1,263 @@
+"""Which files a push sends, and what is in them: nothing of the user's data, folders or machine.
+
+Of a run: the adapter as mlx-lm reads it, its settings, curves and card. Of a folder that
+`your_ai fuse` or `your_ai export` wrote: the files that such a folder has, and a card. What
+is not named here is never sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from your_ai.config import DEMO, TrainConfig, to_yaml
+from your_ai.dashboard.report import write_plots
+from your_ai.errors import UserError
+from your_ai.evaluation import record
+from your_ai.hub.find import REPO
+from your_ai.publish.card import CARD, Base, Kind, Subject, card, figures_of, up_to
+from your_ai.publish.yours import split
+from your_ai.run import events
+from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, CHECKSUMS, STATE, STEP_NAME
+from your_ai.run.checkpoint import step_of as checkpoint_step
+from your_ai.run.folder import RUNS, RunFolder
+from your_ai.trained import Trained
+from your_ai.writing.targets import unwritable
+
+CURVES = "curves"
+PEFT_ADAPTERS = "adapter_model.safetensors"
+LIBRARIES = ("mlx", "peft", "transformers")
+CONFIGS = ("config.json", ADAPTER_CONFIG)
+# Of a folder: by what it is, the files that make it so, and those beside them that are sent.
+MARKS: dict[Kind, str] = {
+    "peft": PEFT_ADAPTERS,
+    "adapter": ADAPTERS,
+    "model": "model*.safetensors",
+    "gguf": "*.gguf",
+}
+BESIDE = (
+    *("config.json", "generation_config.json", "model.safetensors.index.json", ADAPTER_CONFIG),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "*.tiktoken", "chat_template*"),
+)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is sent: for each name in the repo its bytes, or the file that has them.
+
+    what: in a few words, for the commit; notes: what the user should know of it.
+    """
+
+    files: dict[str, bytes | Path]
+    what: str
+    notes: tuple[str, ...] = ()
+
+
+def of_run(trained: Trained, repo: str) -> Contents:
+    """What is sent of a run. Raises UserError where its events or files cannot be read."""
+    adapter, step = trained.adapter, trained.adapter.step or 0
+    base = base_of(trained)
+    records, _ = events.tail(trained.folder.events)
+    records = up_to(records, step)
+    figures = figures_of(records)
+    pictures = curves_of(records) if figures.steps else {}
+    config = trained.config if not trained.folder.imported.exists() else None
+    found, note = measured(trained.folder, step)
+    subject = Subject(
+        repo=repo,
+        kind="adapter",
+        base=base,
+        step=step,
+        config=config,
+        figures=figures,
+        curves=tuple(pictures),
+        evaluation=found,
+    )
+    named = without_paths({**adapter.config, "model": base.repo or base.name})
+    files: dict[str, bytes | Path] = {
+        CARD: card(subject).encode("utf-8", "replace"),
+        ADAPTER_CONFIG: as_json(named),
+        ADAPTERS: adapter.folder / ADAPTERS,
+        **pictures,
+    }
+    if config is not None:
+        files["config.yaml"] = settings_of(config, base).encode("utf-8", "replace")
+    what = f"adapter of step {step}" if config is not None else "adapter"
+    return Contents(files, what, (note,) if note else ())
+
+
+def base_of(trained: Trained) -> Base:
+    """The base by its id on the hub where that is known, else by the name of its folder."""
+    found = trained.hub_name
+    name = DEMO if trained.config.model == DEMO else trained.base.absolute().name
+    return Base(name, found.repo if found is not None else None)
+
+
+def settings_of(config: TrainConfig, base: Base) -> str:
+    """The settings as `--config` reads them, without what is of this machine or its user."""
+    data = DEMO if config.data == DEMO else ""
+    free = dataclasses.replace(
+        config, model=base.repo or base.name, data=data, run="", report_to=(), push_to=""
+    )
+    return to_yaml(free)
+
+
+def curves_of(records: Sequence[events.Record]) -> dict[str, bytes]:
+    """The charts as PNG files by name; none where what draws them is not installed."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="your_ai-") as folder:
+            written = write_plots(records, Path(folder), CURVES)
+            return {path.name: path.read_bytes() for path in written}
+    except (UserError, OSError):  # told by a table in their place
+        return {}
+
+
+def measured(folder: RunFolder, step: int) -> tuple[dict[str, Any] | None, str]:
+    """What `your_ai eval` found for this step, or None, and a note where it is of no use."""
+    found = record.read(folder)
+    if found is None:
+        return None, ""
+    sides, rows = found.get("measures"), found.get("rows")
+    sound = isinstance(sides, dict) and all(isinstance(side, dict) for side in sides.values())
+    path = record.place(folder)
+    if not (sound and isinstance(rows, int)):
+        return None, f"{path}: is damaged, and left out of the card; measure again: your_ai eval"
+    name = found.get("checkpoint")  # of a checkpoint, whose step is in its name alone
+    of = checkpoint_step(Path(name)) if STEP_NAME.fullmatch(str(name)) else found.get("step")
+    if of != step:
+        why = f"is of step {of}, not of step {step}"
+        return None, f"{path}: {why}, and left out of the card; measure again: your_ai eval"
+    return found, ""
+
+
+# Of a folder
+
+
+def is_folder(name: str) -> bool:
+    """Whether `name` is a folder with a model or an adapter, and not a run."""
+    path = Path(name)
+    is_run = any((place / "config.yaml").is_file() for place in (RUNS / name, path))
+    return path.is_dir() and not is_run and kind_of(path) is not None
+
+
+def kind_of(folder: Path) -> Kind | None:
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError:  # not ours to read
+        return None
+    kinds = (kind for kind, mark in MARKS.items() if any(fnmatch(n, mark) for n in names))
+    return next(kinds, None)
+
+
+def of_folder(folder: Path, repo: str) -> Contents:
+    """What is sent of a folder with a model or an adapter.
+
+    Raises UserError for a checkpoint, and for what cannot be read.
+    """
+    kind = kind_of(folder)
+    if kind is None:
+        raise UserError(f"{folder}: holds no model and no adapter")
+    if (folder / STATE).exists():
+        raise UserError(f"{folder}: is a checkpoint; push its run, with --checkpoint {folder.name}")
+    patterns = (MARKS[kind], *BESIDE)
+    there = sorted(path for path in folder.iterdir() if path.is_file())
+    sent = [path for path in there if any(fnmatch(path.name, pattern) for pattern in patterns)]
+    files: dict[str, bytes | Path] = {path.name: path for path in sent}
+    known = front_of(folder / CARD)
+    base = base_in(known)
+    for name in CONFIGS:
+        if name in files:
+            config = read_config(folder / name)
+            base = base_in(config) or base
+            if without_paths(config) != config:
+                files[name] = as_json(without_paths(config))
+    subject = Subject(
+        repo=repo,
+        kind=kind,
+        base=base,
+        library=known["library_name"] if known.get("library_name") in LIBRARIES else None,
+        files=[path.name for path in sent if fnmatch(path.name, MARKS[kind])],
+    )
+    files[CARD] = card(subject).encode("utf-8", "replace")
+    ours = (*files, CHECKSUMS)
+    left = [path.name for path in there if path.name not in ours and path.name[0] != "."]
+    note = f"not sent, since it is of no {what_of(kind)}: {', '.join(left)}" if left else ""
+    return Contents(files, what_of(kind), (note,) if note else ())
+
+
+def what_of(kind: Kind) -> str:
+    return {"gguf": "GGUF file", "peft": "PEFT adapter"}.get(kind, kind)
+
+
+def front_of(path: Path) -> dict[str, Any]:
+    """What the card of a folder tells the hub; nothing where there is none that can be read."""
+    try:
+        return split(path.read_text(encoding="utf-8"))[0] or {}
+    except (OSError, ValueError):
+        return {}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read ({type(error).__name__})") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: is no JSON object")
+    return config
+
+
+def base_in(config: dict[str, Any]) -> Base | None:
+    """The base that a config or a card names."""
+    names = (config.get(key) for key in ("base_model_name_or_path", "base_model", "model"))
+    found = next((name for name in names if isinstance(name, str) and name), None)
+    if found is None:
+        return None
+    return Base(Path(found).name, found if REPO.fullmatch(found) else None)
+
+
+# Files
+
+
+def without_paths(value: Any) -> Any:
+    """A value of JSON whose texts that are paths of this machine have become their last part."""
+    if isinstance(value, dict):
+        return {name: without_paths(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [without_paths(part) for part in value]
+    if isinstance(value, str) and value.startswith(("/", "~", "./", "../")):
+        return Path(value).name
+    return value
+
+
+def as_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def write(contents: Contents) -> Path:
+    """The folder that would be sent, in a new place; large files are links to what they are.
+
+    Raises UserError, and leaves nothing, where it cannot be written.
+    """
+    folder = Path(tempfile.gettempdir())
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="your_ai-push-"))
+        for name, content in contents.files.items():
+            if isinstance(content, bytes):
+                (folder / name).write_bytes(content)
+            else:
+                os.symlink(content.absolute(), folder / name)
+    except OSError as error:
+        if folder.name.startswith("your_ai-push-"):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise unwritable(folder, error) from error
+    return folder

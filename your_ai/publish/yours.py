@@ -1,0 +1,74 @@
+"""The part of a card that is the user's own, between two marks: later pushes keep it. Pure.
+
+All else of a card is written anew. A seal over it tells whether somebody changed it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+BEGIN = "<!-- yours: a push keeps what you write between this mark and the next -->"
+END = "<!-- end of yours -->"
+YOURS = re.compile(f"{re.escape(BEGIN)}(.*){re.escape(END)}", re.DOTALL)
+SEAL = re.compile(r"<!-- made by your_ai ([0-9a-f]{16}); [^\n]*-->")
+FRONT = re.compile(r"\A\s*---\n(.*?)\n---[ \t]*(?:\n|\Z)", re.DOTALL)  # as the hub has it
+
+
+def merged(old: str, new: str) -> tuple[str, str]:
+    """The new card with what is the user's in the old one, and what the user should know.
+
+    The note is empty where nothing of the user's is lost. A card that has no such part is
+    the user's own, and stays as it is.
+    """
+    front, body = split(old.replace("\r\n", "\n"))
+    own = YOURS.search(body)
+    if own is None or front is None:
+        return old, "README.md is not one of your_ai's, and stays; delete it there to have one"
+    fresh, rest = split(new)
+    tags = [*fresh.get("tags", []), *map(str, listed(front.get("tags")))]
+    data = {**front, **fresh, "tags": list(dict.fromkeys(tags))}
+    begin, end = YOURS.search(rest).span(1)
+    text = front_matter(data) + rest[:begin] + own[1] + rest[end:]
+    seal = SEAL.search(body)
+    if seal is None or seal[1] != checksum(body):
+        return text, "what was changed in README.md outside of its marked part was replaced"
+    return text, ""
+
+
+def split(text: str) -> tuple[dict[str, Any] | None, str]:
+    """The front matter of a card and its body; None where it cannot be read."""
+    found = FRONT.match(text)
+    if found is None:
+        return {}, text
+    try:
+        data = yaml.safe_load(found[1])
+    except yaml.YAMLError:
+        return None, text
+    return (data or {}) if isinstance(data, dict | None) else None, text[found.end() :].lstrip("\n")
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if value else []
+
+
+def sealed(body: str) -> str:
+    """A body that tells whether it was changed outside of the user's part."""
+    seal = f"<!-- made by your_ai {checksum(body)}; a push writes all of it anew but your part -->"
+    return f"{seal}\n\n{body}"
+
+
+def checksum(body: str) -> str:
+    """Of what is not the user's, however its ends are spaced."""
+    text = YOURS.sub("", SEAL.sub("", body))
+    lines = [line.rstrip() for line in text.strip().splitlines()]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def front_matter(data: Mapping[str, Any]) -> str:
+    text = yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True)
+    return f"---\n{text}---\n\n"
