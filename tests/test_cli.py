@@ -94,7 +94,6 @@ def test_bad_options(capsys, tiny_model, data_folder):
         ("--lora-layers", "1", "--quantize", "4"): "is quantized to 4 bits already",
     }.items():
         assert message in refused(capsys, *base, *options)
-    assert "missing option" in refused(capsys, "generate", "--run", "x").lower()
     assert "no run named x" in refused(capsys, "generate", "--run", "x", "--prompt", "hi")
 
 
@@ -216,7 +215,7 @@ def test_the_command_that_resumes_is_right_from_any_folder(
     capsys, options, own_folder, monkeypatch
 ):
     assert call(*options, "--run", "first", "--max-steps", 1) == 0
-    assert "try it: your_ai generate --run first " in capsys.readouterr().out
+    assert "try it: your_ai chat first; measure it: your_ai eval first" in capsys.readouterr().out
     (own_folder / "else where").mkdir()
     monkeypatch.chdir(own_folder / "else where")
     assert call("train", "--resume", own_folder / "runs" / "first") == 0

@@ -12,7 +12,18 @@ from typing import Annotated
 import typer
 
 from your_ai import __version__
-from your_ai.commands import benching, generating, models, runs, training
+from your_ai.commands import (
+    benching,
+    evaluating,
+    exporting,
+    fusing,
+    generating,
+    models,
+    pushing,
+    runs,
+    serving,
+    training,
+)
 from your_ai.errors import RunError, UserError
 
 UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EPIPE)
@@ -41,6 +52,13 @@ def root(
 app.command()(training.train)
 app.command()(training.plan)
 app.command()(generating.generate)
+app.command()(generating.chat)
+app.command("eval")(evaluating.evaluate)
+app.command()(serving.serve)
+app.command()(fusing.fuse)
+app.command()(exporting.export)
+app.command("import")(exporting.import_adapter)
+app.command()(pushing.push)
 app.command()(benching.bench)
 app.command()(models.download)
 app.command()(models.quantize)

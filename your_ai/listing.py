@@ -28,7 +28,7 @@ from your_ai.run import events
 from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked, owner
 
-ENDED = ("finished", "stopped", "died")
+ENDED = ("finished", "stopped", "died", "imported")
 STATES = ("running", "paused", *ENDED)
 SILENCE_S = 60.0  # between two events; a process that works tells its gauges more often
 LAST_BYTES = 1 << 14  # of events.jsonl, where its last event is looked for
@@ -126,7 +126,7 @@ def row_of(folder: RunFolder) -> Row | None:
     total = last_of(happened, events.Started, events.Step)
     row = Row(
         name=folder.name,
-        state=state_of(running, state, happened),
+        state=state_of(folder, running, state, happened),
         model=model_of(folder, state),
         step=at and whole(at.step),
         steps=total and whole(total.steps),
@@ -146,9 +146,11 @@ def last_of(happened: Sequence[Event], *kinds: type) -> Any:
     return next((event for event in reversed(happened) if isinstance(event, kinds)), None)
 
 
-def state_of(running: bool, state: ViewState, happened: Sequence[Event]) -> str:
+def state_of(folder: RunFolder, running: bool, state: ViewState, happened: Sequence[Event]) -> str:
     if running:
         return "paused" if state.paused else "running"
+    if os.path.isfile(folder.imported):
+        return "imported"
     # A resumption that failed before it trained leaves a run as finished as it was.
     ended = last_of(happened, events.Started, events.Finished)
     if not isinstance(ended, events.Finished):

@@ -10,11 +10,15 @@ from your_ai.errors import UserError
 from your_ai.prepare import Prepared
 from your_ai.run import checkpoint, events, requests
 from your_ai.run.checkpoint import Checkpoint, TrainState
-from your_ai.run.folder import RunFolder
+from your_ai.run.folder import RunFolder, check_resumable
 
 
 def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> TrainState:
-    """The state to begin from: the newest whole checkpoint's, put in place, or a new one."""
+    """The state to begin from: the newest whole checkpoint's, put in place, or a new one.
+
+    Raises UserError for a run that cannot be resumed, or not with this model and data.
+    """
+    check_resumable(folder)
     path, faults = checkpoint.newest(folder.checkpoints)
     for problem in faults:
         log.write(events.Notice(text=f"{problem}; going one checkpoint back"))

@@ -92,7 +92,9 @@ def rm(
 
 @app.command()
 def prune(
-    states: Annotated[str, typer.Option(help="Of died, stopped and finished.")] = "died,stopped",
+    states: Annotated[
+        str, typer.Option(help="Of died, stopped, finished and imported.")
+    ] = "died,stopped",
     older_than: Annotated[float, typer.Option(help="Days without a change.", min=0.0)] = 0.0,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:

@@ -113,7 +113,7 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
         limit = f" of {memory(state.limit.limit_bytes)}" if state.limit else ""
         parts.append(f"memory: {memory(state.highest_bytes)}{limit} at most")
     parts.append(f"adapter: {finished.adapter}")
-    parts.append(f'try it: your_ai generate --run {run} --prompt "..."')
+    parts.append(f"try it: your_ai chat {run}; measure it: your_ai eval {run}")
     if state.match_after is not None:
         parts.append(match_text(state.match_before, state.match_after))
     return parts

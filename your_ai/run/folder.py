@@ -56,6 +56,11 @@ class RunFolder:
     def adapter(self) -> Path:
         return self.path / "adapter"
 
+    @property
+    def imported(self) -> Path:
+        """Says where the adapter came from, where it was not trained here."""
+        return self.path / "imported.json"
+
     def read_config(self) -> TrainConfig:
         """The settings of the run. Raises UserError where the file is damaged."""
         values = read_yaml(self.config)
@@ -96,11 +101,26 @@ def create(config: TrainConfig) -> RunFolder:
     Raises UserError where the name is taken or the folder cannot be written.
     """
     name = config.run or default_name(config)
+    with creating(name, config):
+        return place_of(name)
+
+
+def place_of(name: str) -> RunFolder:
+    """Where a run of that name is. Raises UserError for what cannot be a name."""
     if not NAME.fullmatch(name):
         raise UserError(
             f"--run {name}: use at most 100 letters, digits, dots, dashes and underscores"
         )
-    folder = RunFolder(RUNS / name)
+    return RunFolder(RUNS / name)
+
+
+@contextlib.contextmanager
+def creating(name: str, config: TrainConfig) -> Iterator[RunFolder]:
+    """The folder of a new run, to write more into, which becomes `name` if the block ends well.
+
+    Raises UserError where the name is taken or the folder cannot be written.
+    """
+    folder = place_of(name)
     taken = UserError(
         f"--run {name}: {folder.path} exists; choose another name, or go on with "
         f"it: your_ai train --resume {name}"
@@ -114,14 +134,16 @@ def create(config: TrainConfig) -> RunFolder:
         temporary = RunFolder(Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{name}-", dir=RUNS)))
         temporary.path.chmod(0o755)
         temporary.write_config(with_absolute_paths(config))
+        yield temporary
         os.rename(temporary.path, folder.path)
     except OSError as error:
-        if temporary is not None:
-            discard(temporary)
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # another run took it meanwhile
-                raise taken from error
+        lost = error.errno in (errno.EEXIST, errno.ENOTEMPTY)
+        if temporary is not None and lost:  # another run took it meanwhile
+            raise taken from error
         raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from error
-    return folder
+    finally:
+        if temporary is not None and temporary.path.exists():
+            discard(temporary)
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
@@ -129,9 +151,17 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     paths = {
         name: str(Path(value).expanduser().resolve())
         for name, value in (("model", config.model), ("data", config.data))
-        if value != DEMO and Path(value).expanduser().exists()
+        if value not in ("", DEMO) and Path(value).expanduser().exists()
     }
     return dataclasses.replace(config, **paths)
+
+
+def check_resumable(folder: RunFolder) -> None:
+    """Raise UserError for a run that was never trained here."""
+    if folder.imported.exists():
+        raise UserError(
+            f"{folder.path}: was imported, and has nothing to go on from; begin a new run"
+        )
 
 
 def find(run: str) -> RunFolder:

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from tests.conftest import call
+from tests.export.runs import make_run
+from your_ai.commands import exporting
+from your_ai.export import gguf, huggingface
+from your_ai.run import checkpoint
+
+
+@pytest.fixture
+def run(tiny_model):
+    return make_run(tiny_model)
+
+
+def told(capsys):
+    said = capsys.readouterr()
+    return said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("to", "file"),
+    [("mlx", "adapters.safetensors"), ("peft", "adapter_model.safetensors")],
+)
+def test_the_folder_is_named_after_the_run_and_the_format(run, capsys, to, file):
+    assert call("export", "r", "--to", to) == 0
+    assert capsys.readouterr().out == f"r-{to}\n"
+    assert Path(f"r-{to}", file).is_file()
+    assert Path(f"r-{to}", "README.md").read_text().startswith("---\nlibrary_name: ")
+
+
+def test_a_run_by_its_path_gives_its_name(run, capsys):
+    assert call("export", run.path, "--to", "peft") == 0
+    assert capsys.readouterr().out == "r-peft\n"
+
+
+def test_what_is_there_is_replaced_only_when_asked(run, capsys):
+    Path("out").mkdir()
+    Path("out", "adapter_config.json").write_text("{}")
+    assert call("export", "r", "--to", "peft", "--out", "out") == 2
+    assert "out: exists; choose another name, or replace it with --force" in told(capsys)
+    assert call("export", "r", "--to", "peft", "--out", "out", "--force") == 0
+    assert Path("out", "adapter_model.safetensors").is_file()
+
+
+def test_other_things_are_never_replaced(run, capsys):
+    Path("out").mkdir()
+    Path("out", "thesis.docx").write_text("years of work")
+    assert call("export", "r", "--to", "peft", "--out", "out", "--force") == 2
+    assert "holds other things" in told(capsys)
+
+
+@pytest.mark.parametrize(("to", "kind"), [("peft", "file"), ("hf", "file"), ("gguf", "folder")])
+def test_a_file_becomes_no_folder_and_a_folder_no_file(run, capsys, to, kind):
+    if kind == "file":
+        Path("out").write_text("a file")
+    else:
+        Path("out").mkdir()
+    assert call("export", "r", "--to", to, "--out", "out", "--force") == 2
+    assert f"out: is a {kind}, and would be a " in told(capsys)
+
+
+@pytest.mark.parametrize("of", ["adapter", "base", "inside the base"])
+def test_what_the_run_needs_is_never_replaced(run, tiny_model, tmp_path, capsys, of):
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    out = {"adapter": run.adapter, "base": base, "inside the base": base / "out"}[of]
+    before = (run.adapter / checkpoint.ADAPTERS).read_bytes()
+    given = ("--to", "peft", "--out", out, "--force", "--model", base)
+    assert call("export", "r", *given) == 2
+    assert "is of the run itself" in told(capsys)
+    assert (run.adapter / checkpoint.ADAPTERS).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--to", "onnx"), "'onnx' is not one of"),
+        (("--to", "peft", "--fused"), "--fused: is of --to gguf; --to peft is the adapter"),
+        (("--to", "hf", "--fused"), "--to hf is fused always"),
+        (("--to", "peft", "--dtype", "float16"), "--dtype: is of a whole model"),
+        (("--to", "gguf", "--dtype", "f16"), "--dtype: is of a whole model"),
+        (("--to", "mlx", "--max-memory", 4), "--max-memory: is of a whole model"),
+        (("--to", "hf", "--dtype", "q8_0"), "--to hf takes float32, bfloat16, float16"),
+        (("--to", "gguf", "--fused", "--dtype", "float16"), "--to gguf takes f32, f16, bf16"),
+        (("--to", "peft", "--out", "no/such/place"), "is no folder; make it first"),
+        (("--to", "peft", "--checkpoint", "7"), "has no such one"),
+        (("--to", "peft", "--model", "nowhere"), "nowhere"),
+    ],
+)
+def test_what_makes_no_sense_is_told_and_nothing_written(run, tmp_path, capsys, options, text):
+    before = sorted(tmp_path.iterdir())
+    assert call("export", "r", *options) == 2
+    said = told(capsys)
+    assert said.startswith("error: ")
+    assert text in said
+    assert said.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_run_without_an_adapter_says_so(run, capsys):
+    shutil.rmtree(run.adapter)
+    assert call("export", "r", "--to", "peft") == 2
+    assert "has no finished adapter" in told(capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "kind"),
+    [
+        ((), "r-lora.gguf", None),
+        (("--fused",), "r-f16.gguf", "f16"),
+        (("--fused", "--dtype", "q8_0"), "r-q8_0.gguf", "q8_0"),
+    ],
+)
+def test_gguf_is_one_file(run, monkeypatch, capsys, options, name, kind):
+    given = []
+    monkeypatch.setattr(gguf, "write_adapter", lambda _, target: given.append((target, None)))
+    monkeypatch.setattr(
+        gguf, "write_model", lambda _, target, kind, limit: given.append((target, kind)) or []
+    )
+    assert call("export", "r", "--to", "gguf", *options) == 0
+    assert given == [(Path(name), kind)]
+    assert capsys.readouterr().out.split() == [name]
+
+
+def test_an_interrupted_model_goes_on_with_the_same_command(run, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exporting, "show", interrupted)
+    assert call("export", "r", "--to", "hf") == 130
+    assert capsys.readouterr().err == "r-hf: stopped; the same command begins again\n"
+
+
+def test_a_whole_model_is_written(run, capsys):
+    assert call("export", "r", "--to", "hf", "--dtype", "float16", "--max-memory", 2) == 0
+    arrays = mx.load("r-hf/model.safetensors")
+    assert arrays["model.layers.0.mlp.up_proj.weight"].dtype == mx.float16
+    assert not any(name.endswith("scales") for name in arrays)
+    assert not Path(huggingface.work_of(Path("r-hf")).folder).exists()
+
+
+def test_an_adapter_is_imported_and_asked(run, tiny_model, capsys):
+    assert call("export", "r", "--to", "peft") == 0
+    assert call("import", "r-peft", "--model", tiny_model, "--run", "back") == 0
+    assert "your_ai generate back" in capsys.readouterr().out
+    given = ("--prompt", "Hello", "--max-tokens", 4)
+    assert call("generate", "back", *given) == 0
+    answer = capsys.readouterr().out
+    assert call("generate", "r", *given) == 0
+    assert capsys.readouterr().out == answer
+
+
+def test_what_cannot_be_imported_is_one_line(run, tiny_model, capsys):
+    assert call("import", "nowhere", "--model", tiny_model) == 2
+    said = told(capsys)
+    assert said.startswith("error: nowhere/adapter_config.json: is missing")
+    assert said.count("\n") == 1

@@ -1,0 +1,49 @@
+"""Runs with an adapter of random numbers, made without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from your_ai.config import build
+from your_ai.hub.fingerprint import fingerprint
+from your_ai.model import adapter_arrays, add_adapters, load_network, set_adapters
+from your_ai.run import checkpoint, folder
+from your_ai.run.folder import RunFolder
+from your_ai.trained import Trained, base_files, open_trained, put_adapter
+
+TOKENS = mx.random.randint(2, 700, (2, 24), key=mx.random.key(3))
+RANK, ALPHA = 4, 10.0  # not the same, and no ratio that a float has exactly with every rank
+
+
+def make_run(base: Path, name: str = "r", **settings: Any) -> RunFolder:
+    """A finished run on `base` in the folder of the test."""
+    first = {"model": str(base), "data": "", "run": name, "lora_layers": 2, "lora_rank": RANK}
+    config = build({**first, "lora_alpha": ALPHA, **settings}, "test")
+    network, _ = load_network(base, mx.float32)
+    adapters = add_adapters(network, config)
+    arrays = {}
+    mx.random.seed(7)
+    for path, array in adapter_arrays(network).items():
+        noise = mx.random.normal(array.shape)
+        arrays[path] = array * (1 + 0.2 * noise) if path.endswith(".m") else array + 0.05 * noise
+    set_adapters(network, arrays)
+    run = folder.create(config)
+    record = {**adapters.config, "base_files": base_files(fingerprint(base))}
+    checkpoint.save_adapter(run.adapter, arrays, record, step=3)
+    return run
+
+
+def make_trained(base: Path, name: str = "r", **settings: Any) -> Trained:
+    make_run(base, name, **settings)
+    return open_trained(name)
+
+
+def logits(trained: Trained, adapted: bool = True) -> mx.array:
+    """Of TOKENS in float32, (2, 24, V)."""
+    network, _ = load_network(trained.base, mx.float32)
+    if adapted:
+        put_adapter(network, trained.adapter)
+    return network(TOKENS)

@@ -1,0 +1,212 @@
+"""What llama.cpp is told of tokenizers; test_gguf_llama_cpp has it split texts by that."""
+
+from __future__ import annotations
+
+import json
+
+import gguf
+import pytest
+from gguf import TokenType
+from tokenizers import Tokenizer, models, normalizers
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from tests.export.gguf_files import (
+    ROWS,
+    TEMPLATE,
+    byte_level,
+    sentencepiece,
+    with_tokenizer,
+)
+from your_ai.errors import UserError
+from your_ai.export.gguf_tokenizer import PROBE, add_tokenizer, pre_of, splitters, vocabulary_of
+from your_ai.model import load_tokenizer_of
+
+SPLITTERS = {name: (ignores, splitter) for name, ignores, splitter in splitters()}
+GPT2 = ByteLevel(add_prefix_space=False)
+
+
+def wrapped(tokenizer, **named):
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
+
+
+def vocabulary(tokenizer, rows=ROWS, **named):
+    return vocabulary_of("base", wrapped(tokenizer, **named), rows)
+
+
+def told(base, rows=ROWS, ends=None):
+    """The metadata that llama.cpp is given for the tokenizer of a folder."""
+    writer = gguf.GGUFWriter(None, "llama")
+    add_tokenizer(writer, base, load_tokenizer_of(base, ends), rows)
+    return {name: value.value for name, value in writer.kv_data[0].items()}
+
+
+# How a text is split
+
+
+@pytest.mark.parametrize("name", SPLITTERS)
+def test_a_way_to_split_a_text_is_known_by_what_it_does(name):
+    ignores, splitter = SPLITTERS[name]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = Sequence([splitter])  # written otherwise
+    assert pre_of(Tokenizer.from_str(tokenizer.to_str()), ignores) == name
+
+
+def test_the_probe_tells_them_apart():
+    found = [str(splitter.pre_tokenize_str(PROBE)) for _, splitter in SPLITTERS.values()]
+    assert len(set(found)) == len(found) - 1  # llama-bpe and smaug-bpe differ in their merges
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pre_tokenizer": Sequence([Whitespace(), GPT2])},
+        {"pre_tokenizer": ByteLevel(add_prefix_space=True)},
+        {"pre_tokenizer": SPLITTERS["llama-bpe"][1], "normalizer": normalizers.Lowercase()},
+        {"decoder": None},
+    ],
+)
+def test_an_unknown_way_is_refused(change):
+    tokenizer = byte_level(GPT2)
+    for name, value in change.items():
+        setattr(tokenizer, name, value)
+    with pytest.raises(UserError, match=r"none of those known from llama.cpp \(gpt-2, smollm"):
+        vocabulary(tokenizer)
+
+
+def test_merges_that_are_ignored_where_they_are_not_elsewhere_are_refused():
+    with pytest.raises(UserError, match="none of those known"):
+        vocabulary(byte_level(SPLITTERS["qwen2"][1], ignores_merges=True))
+
+
+@pytest.mark.parametrize("model", [models.WordPiece(unk_token="x"), models.Unigram()])
+def test_other_models_than_bpe_are_refused(model):
+    with pytest.raises(UserError, match=r"its tokenizer is (WordPiece|Unigram); GGUF holds"):
+        vocabulary(Tokenizer(model))
+
+
+def test_endings_of_words_are_refused():
+    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
+    with pytest.raises(UserError, match="GGUF holds byte-level BPE"):
+        vocabulary(tokenizer)
+
+
+# Tokens
+
+
+def test_each_row_has_a_token():
+    tokenizer = byte_level(GPT2)
+    found = vocabulary(tokenizer)
+    size = tokenizer.get_vocab_size()
+    assert (found.model, found.pre) == ("gpt2", "gpt-2")
+    assert len(found.tokens) == len(found.types) == ROWS
+    assert all(tokenizer.token_to_id(token) == i for i, token in enumerate(found.tokens[:size]))
+    assert found.tokens[size:] == [f"[PAD{i}]" for i in range(size, ROWS)]
+    assert set(found.types[size:]) == {TokenType.UNUSED}
+    assert found.types[found.tokens.index("<|end|>")] == TokenType.CONTROL
+    assert found.types[found.tokens.index("<tool>")] == TokenType.USER_DEFINED
+    assert found.types[found.tokens.index("e")] == TokenType.NORMAL
+
+
+def test_the_merges_are_in_their_order():
+    tokenizer = byte_level(GPT2)
+    first, second = vocabulary(tokenizer).merges[:2]
+    ids = [tokenizer.token_to_id(merge.replace(" ", "")) for merge in (first, second)]
+    assert ids == [ids[0], ids[0] + 1]
+
+
+def test_tokens_beyond_the_rows_are_left_out():
+    tokenizer = byte_level(GPT2)
+    rows = tokenizer.get_vocab_size() - 1
+    assert "<tool>" not in vocabulary(tokenizer, rows).tokens
+
+
+def test_sentencepiece_has_scores_in_the_order_of_its_merges():
+    tokenizer = sentencepiece()
+    found = vocabulary(tokenizer, unk_token="<unk>")
+    assert (found.model, found.pre, found.merges) == ("llama", "default", [])
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    made = list(dict.fromkeys("".join(pair) for pair in merges))
+    scores = [found.scores[found.tokens.index(piece)] for piece in made]
+    assert scores == sorted(scores, reverse=True)
+    assert len(set(scores)) == len(made) > 100
+    assert found.types[found.tokens.index("<0x0A>")] == TokenType.BYTE
+    assert found.types[found.tokens.index("<unk>")] == TokenType.UNKNOWN
+    assert found.types[found.tokens.index("</s>")] == TokenType.CONTROL
+    assert found.types[found.tokens.index("▁")] == TokenType.NORMAL
+
+
+def test_bytes_alone_make_no_sentencepiece():
+    with pytest.raises(UserError, match="falls back to bytes, but is not SentencePiece's"):
+        vocabulary(sentencepiece(complete=False))
+
+
+def test_spaces_that_are_tokens_of_their_own_are_still_merged():
+    tokenizer = sentencepiece("never")
+    tokenizer.add_tokens(["▁▁", "\n\n"])
+    found = vocabulary(tokenizer)
+    assert found.types[found.tokens.index("▁▁")] == TokenType.NORMAL
+    assert found.types[found.tokens.index("\n\n")] == TokenType.USER_DEFINED
+
+
+@pytest.mark.parametrize(
+    ("prefix", "template", "wanted"),
+    [
+        ("always", TEMPLATE, True),
+        ("normalizer", TEMPLATE, True),
+        ("never", TEMPLATE, False),
+        ("first", None, True),
+        # A chat begins with a special token, after which llama.cpp would put a space.
+        ("first", TEMPLATE, False),
+    ],
+)
+def test_a_space_goes_before_a_text_where_it_does(prefix, template, wanted):
+    tokenizer = wrapped(sentencepiece(prefix))
+    tokenizer.chat_template = template
+    assert vocabulary_of("base", tokenizer, ROWS).adds_space is wanted
+
+
+# What begins and ends a text
+
+
+def test_the_demo_tells_its_template_and_its_end(tiny_model):
+    found = told(tiny_model, 768)
+    assert found["tokenizer.chat_template"] == (tiny_model / "chat_template.jinja").read_text()
+    assert found["tokenizer.ggml.eos_token_id"] == 1
+    assert found["tokenizer.ggml.bos_token_id"] == 1  # it has none
+    assert found["tokenizer.ggml.padding_token_id"] == 0
+    assert found["tokenizer.ggml.add_bos_token"] is False
+    assert found["tokenizer.ggml.add_eos_token"] is False
+
+
+def test_a_token_before_every_text_is_told(tmp_path):
+    named = {"bos_token": "<|user|>", "eos_token": "<|end|>"}
+    base = with_tokenizer(tmp_path / "m", byte_level(GPT2, begins=True), **named)
+    found = told(base)
+    assert found["tokenizer.ggml.bos_token_id"] == 2
+    assert found["tokenizer.ggml.add_bos_token"] is True
+
+
+def test_another_token_before_a_text_is_refused(tmp_path):
+    base = with_tokenizer(tmp_path / "m", byte_level(GPT2, begins=True), eos_token="<|end|>")
+    with pytest.raises(UserError, match="puts other tokens around a text"):
+        told(base)
+
+
+@pytest.mark.parametrize("named", [{"eos_token": "<|end|>"}, {}])
+def test_another_end_is_told_as_the_end_of_a_turn(tmp_path, named):
+    base = with_tokenizer(tmp_path / "m", byte_level(GPT2), **named)
+    found = told(base, ends=[1, 2])
+    assert found["tokenizer.ggml.eos_token_id"] == 1
+    assert found["tokenizer.ggml.eot_token_id"] == 2
+
+
+def test_several_templates_are_told_by_name(tmp_path):
+    base = with_tokenizer(tmp_path / "m", byte_level(GPT2), eos_token="<|end|>")
+    tokenizer = load_tokenizer_of(base)
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    writer = gguf.GGUFWriter(None, "llama")
+    add_tokenizer(writer, base, tokenizer, ROWS)
+    found = {name: value.value for name, value in writer.kv_data[0].items()}
+    assert found["tokenizer.chat_template"] == "a"
+    assert found["tokenizer.chat_template.tool_use"] == "b"

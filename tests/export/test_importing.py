@@ -1,0 +1,327 @@
+"""Adapters of others as runs, without PEFT itself: tests/interop has it write them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import mlx.core as mx
+import pytest
+
+from tests.conftest import call, make_model, resume
+from tests.export.runs import logits, make_trained
+from your_ai import listing
+from your_ai.errors import UserError
+from your_ai.export import mlxlm, peft
+from your_ai.export.importing import import_adapter
+from your_ai.run import checkpoint
+from your_ai.run.folder import RUNS, RunFolder
+from your_ai.trained import open_trained
+
+Q_PROJ = "base_model.model.model.layers.2.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_model, tmp_path_factory):
+    """A PEFT folder, the bytes of which no test changes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("exported"))
+        patch.setenv("YOUR_AI_HOME", str(tmp_path_factory.getbasetemp() / "home"))
+        trained = make_trained(tiny_model)
+        target = tmp_path_factory.mktemp("peft") / "tuned"
+        peft.write(trained, target)
+    return target
+
+
+@pytest.fixture
+def source(exported, tmp_path):
+    return shutil.copytree(exported, tmp_path / "tuned")
+
+
+def change(source, **settings):
+    path = source / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def change_arrays(source, changes, without=()):
+    path = source / "adapter_model.safetensors"
+    arrays = {n: a for n, a in mx.load(str(path)).items() if n not in without}
+    mx.eval(arrays)
+    mx.save_safetensors(str(path), arrays | changes, {"format": "pt"})
+
+
+def refused(source, model, pattern):
+    with pytest.raises(UserError, match=pattern) as caught:
+        import_adapter(source, str(model), "back")
+    assert "\n" not in str(caught.value)
+    assert not RUNS.exists()
+
+
+# --- What becomes of it
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_dora": True, "lora_targets": ("all-linear",), "lora_layers": "all"},
+        {"lora_targets": ("q_proj", "mlp.up_proj"), "lora_layers": 1, "lora_rank": 3},
+    ],
+    ids=["lora", "dora", "some"],
+)
+def test_an_adapter_goes_out_and_comes_back_bit_for_bit(tiny_model, tmp_path, settings):
+    trained = make_trained(tiny_model, **settings)
+    peft.write(trained, tmp_path / "tuned")
+    import_adapter(tmp_path / "tuned", str(tiny_model), "back")
+    back = open_trained("back")
+    ours, theirs = trained.adapter, back.adapter
+    assert ours.arrays.keys() == theirs.arrays.keys()
+    assert all(mx.array_equal(a, theirs.arrays[n]) for n, a in ours.arrays.items())
+    assert theirs.config["lora_parameters"] == ours.config["lora_parameters"]
+    assert theirs.config["num_layers"] == ours.config["num_layers"]
+    assert theirs.config["base_files"] == ours.config["base_files"]
+    assert (theirs.step, theirs.is_dora) == (0, ours.is_dora)
+    assert mx.array_equal(logits(back), logits(trained))
+
+
+def test_the_first_blocks_alone_can_be_adapted(source, tiny_model):
+    """mlx-lm counts from the last one; there layers are named in full."""
+    arrays = mx.load(str(source / "adapter_model.safetensors"))
+    moved = {n.replace("layers.2", "layers.0"): a for n, a in arrays.items()}
+    change_arrays(source, moved, without=tuple(arrays))
+    change(source, layers_to_transform=[0, 1])
+    import_adapter(source, str(tiny_model), "back")
+    back = open_trained("back")
+    assert back.adapter.layers.keys() == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+    }
+    there = logits(back)
+    assert not mx.allclose(there, logits(back, adapted=False), rtol=0, atol=1e-2)
+    mlxlm.write(back, source.parent / "again")
+    import_adapter(source.parent / "again", str(tiny_model), "again")
+    assert mx.array_equal(logits(open_trained("again")), there)
+
+
+def test_half_precision_becomes_float32(source, tiny_model):
+    arrays = mx.load(str(source / "adapter_model.safetensors"))
+    change_arrays(source, {n: a.astype(mx.bfloat16) for n, a in arrays.items()})
+    import_adapter(source, str(tiny_model), "back")
+    found = open_trained("back").adapter.arrays
+    assert {a.dtype for a in found.values()} == {mx.float32}
+    name = "model.layers.2.self_attn.q_proj.lora_a"
+    halved = mx.load(str(source / "adapter_model.safetensors"))[f"{Q_PROJ}.lora_A.weight"]
+    assert mx.array_equal(found[name], halved.T.astype(mx.float32))
+
+
+def test_names_of_other_versions_of_peft_are_known(source, tiny_model):
+    arrays = mx.load(str(source / "adapter_model.safetensors"))
+    older = {n.replace(".weight", ".default.weight"): a for n, a in arrays.items()}
+    change_arrays(source, older, without=tuple(arrays))
+    import_adapter(source, str(tiny_model), "back")
+    assert len(open_trained("back").adapter.arrays) == 4
+
+
+def test_the_settings_of_the_run_are_those_of_the_adapter(source, tiny_model):
+    folder = import_adapter(source, str(tiny_model), "back")
+    config = folder.read_config()
+    said = (config.model, config.data, config.run, config.lora_rank, config.lora_alpha)
+    assert said == (str(tiny_model), "", "back", 4, 10.0)
+    assert (config.lora_layers, config.lora_targets) == (2, ("self_attn.q_proj",))
+    record = json.loads(folder.imported.read_text())
+    assert record["from"] == "tuned"
+    assert sorted(record["files"]) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_the_adapter_says_which_model_it_is_for(source, tmp_path, tiny_model):
+    shutil.copytree(tiny_model, tmp_path / "models" / "model")
+    change(source, base_model_name_or_path="org/model")
+    folder = import_adapter(source)
+    assert folder.read_config().model == "org/model"
+    assert folder.name.startswith("model-tuned-")
+
+
+def test_mlx_lms_own_folder_is_taken_too(tiny_model, tmp_path):
+    trained = make_trained(tiny_model)
+    mlxlm.write(trained, tmp_path / "tuned")
+    import_adapter(tmp_path / "tuned", str(tiny_model), "back")
+    assert mx.array_equal(logits(open_trained("back")), logits(trained))
+
+
+def test_an_mlx_folder_of_another_model_is_refused(tiny_model, tmp_path):
+    trained = make_trained(tiny_model)
+    mlxlm.write(trained, tmp_path / "tuned")
+    other = make_model(tmp_path / "other", seed=5)
+    with pytest.raises(UserError, match="was trained on another model"):
+        import_adapter(tmp_path / "tuned", str(other), "back")
+
+
+def test_an_mlx_folder_without_effect_is_refused(tiny_model, tmp_path):
+    mlxlm.write(make_trained(tiny_model), tmp_path / "tuned")
+    path = tmp_path / "tuned" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    config["lora_parameters"]["scale"] = 0.0
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"adapter_config.json: --lora-alpha 0.0: must be"):
+        import_adapter(tmp_path / "tuned", str(tiny_model), "back")
+
+
+# --- A run that nothing trained
+
+
+def test_the_list_of_runs_says_that_it_was_imported(source, tiny_model):
+    import_adapter(source, str(tiny_model), "back")
+    (row,) = listing.rows()
+    assert (row.name, row.state, row.model) == ("back", "imported", str(tiny_model))
+    assert listing.prunable([row], ["imported"]) == [row]
+
+
+def test_who_watches_it_is_told_at_once(source, tiny_model, capsys):
+    import_adapter(source, str(tiny_model), "back")
+    assert call("watch", "back") == 0
+    said = capsys.readouterr().out
+    assert "adapter: runs/back/adapter" in said
+    assert "--resume" not in said
+
+
+@pytest.mark.parametrize("more", [(), ("--no-supervise",)])
+def test_it_cannot_be_resumed(source, tiny_model, data_folder, capsys, more):
+    folder = import_adapter(source, str(tiny_model), "back")
+    before = (folder.adapter / checkpoint.ADAPTERS).read_bytes()
+    given = ("--resume", "back", "--data", data_folder, "--max-steps", 1, *more)
+    assert call("train", *given) == 2
+    assert "was imported, and has nothing to go on from" in capsys.readouterr().err
+    assert (folder.adapter / checkpoint.ADAPTERS).read_bytes() == before
+    assert not folder.checkpoints.exists()
+
+
+def test_no_process_trains_it(source, tiny_model, data_folder):
+    folder = import_adapter(source, str(tiny_model), "back")
+    before = (folder.adapter / checkpoint.ADAPTERS).read_bytes()
+    with pytest.raises(UserError, match="was imported"):
+        resume(folder, data=str(data_folder), max_steps=1)
+    assert (folder.adapter / checkpoint.ADAPTERS).read_bytes() == before
+
+
+def test_a_name_that_is_taken_is_told(source, tiny_model):
+    import_adapter(source, str(tiny_model), "back")
+    with pytest.raises(UserError, match=r"--run back: .* exists; choose another name$"):
+        import_adapter(source, str(tiny_model), "back")
+
+
+@pytest.mark.parametrize("name", ["../up", ".hidden", "a b"])
+def test_a_name_that_cannot_be_is_told(source, tiny_model, name):
+    with pytest.raises(UserError, match="use at most 100 letters"):
+        import_adapter(source, str(tiny_model), name)
+
+
+def test_a_full_disk_leaves_no_run(source, tiny_model, monkeypatch):
+    def full(*_):
+        raise RuntimeError("[write] Unable to write 4096 bytes to file.")
+
+    monkeypatch.setattr(mx, "save_safetensors", full)
+    refused(source, tiny_model, r"runs/back: cannot be written .*free some disk, then try again$")
+
+
+# --- What cannot be taken
+
+
+@pytest.mark.parametrize(
+    ("settings", "pattern"),
+    [
+        ({"r": 8}, r"adapter_model.safetensors: .*lora_[AB].weight is .*, but r is 8"),
+        ({"target_modules": ["q_proj", "c_attn"]}, r"adapter_config.json: .*no layer c_attn"),
+        ({"target_modules": ["q_proj", "v_proj"]}, r"no tensors of .*v_proj, which target_mod"),
+        ({"layers_to_transform": [2]}, r"tensors of .*layers.1.*does not name"),
+        ({"use_dora": True}, r"adapter_model.safetensors: .*q_proj.m is missing"),
+        ({"peft_type": "LOHA"}, r"adapter_config.json: peft_type LOHA"),
+        ({"rank_pattern": {"q_proj": 8}}, r"adapter_config.json: rank_pattern"),
+    ],
+)
+def test_settings_that_do_not_go_with_the_tensors_are_told(source, tiny_model, settings, pattern):
+    change(source, **settings)
+    refused(source, tiny_model, pattern)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "pattern"),
+    [
+        (f"{Q_PROJ}.lora_A.weight", mx.zeros((4, 128)), "lora_a is 128 x 4, and would be 64 x 4"),
+        (f"{Q_PROJ}.lora_A.weight", mx.zeros((4,)), "lora_A.weight is 4, not a matrix"),
+        (f"{Q_PROJ}.lora_A.weight", mx.full((4, 64), mx.nan), "lora_a holds NaN"),
+        (f"{Q_PROJ}.lora_B.weight", mx.full((64, 4), mx.inf), "lora_b holds NaN or infinity"),
+        (f"{Q_PROJ}.lora_A.weight", mx.zeros((4, 64), mx.int32), "not floating-point numbers"),
+        (f"{Q_PROJ}.lora_magnitude_vector", mx.ones((64,)), "but use_dora is not set"),
+        (f"{Q_PROJ}.lora_E", mx.ones((4, 1)), "which no LoRA or DoRA adapter has"),
+        (f"{Q_PROJ}.base_layer.weight", mx.ones((64, 64)), "save_embedding_layers=False"),
+        ("base_model.model.lm_head.weight", mx.ones((768, 64)), "a weight of the model itself"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", mx.ones((4, 768)), "embedding"),
+        ("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", mx.ones((4, 64)),
+         "layers.7.self_attn.q_proj, a layer that the model has not"),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit_are_told(source, tiny_model, name, array, pattern):
+    change_arrays(source, {name: array})
+    refused(source, tiny_model, rf"^{source}/adapter_model.safetensors: .*{pattern}")
+
+
+def test_a_tensor_that_is_missing_is_told(source, tiny_model):
+    change_arrays(source, {}, without=(f"{Q_PROJ}.lora_B.weight",))
+    refused(source, tiny_model, r"adapter_model.safetensors: .*q_proj.lora_b is missing")
+
+
+def test_a_file_that_is_missing_is_told(source, tiny_model):
+    (source / "adapter_model.safetensors").unlink()
+    refused(source, tiny_model, r"adapter_model.safetensors: is missing")
+    (source / "adapter_config.json").unlink()
+    refused(source, tiny_model, r"adapter_config.json: is missing")
+
+
+def test_a_pickle_is_not_loaded(source, tiny_model):
+    (source / "adapter_model.safetensors").rename(source / "adapter_model.bin")
+    refused(source, tiny_model, r"adapter_model.bin: is a pickle, which is not safe .*safetensors")
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_file_that_is_cut_short_is_told(source, tiny_model, name):
+    content = (source / name).read_bytes()
+    (source / name).write_bytes(content[: len(content) // 2])
+    refused(source, tiny_model, rf"{name}: .*(cut short|JSON)")
+
+
+def test_a_folder_of_another_tool_is_told(source, tiny_model):
+    (source / "adapter_config.json").write_text("{}")
+    refused(source, tiny_model, "is neither PEFT's nor mlx-lm's")
+
+
+def test_an_architecture_with_other_names_is_refused(source, tmp_path):
+    other = make_model(tmp_path / "other", "qwen2-tied")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))
+    refused(source, other, r"architecture gemma is not known")
+
+
+@pytest.mark.parametrize(
+    ("base", "pattern"),
+    [
+        (None, "does not say which model it is for; give it with --model"),
+        ("org/model", "is for org/model, which is not on this machine; fetch it: your_ai download"),
+        ("/nowhere/at/all", "is for /nowhere/at/all: no such folder; give .* --model"),
+    ],
+)
+def test_a_base_that_is_not_here_is_told(source, base, pattern):
+    change(source, base_model_name_or_path=base)
+    with pytest.raises(UserError, match=pattern):
+        import_adapter(source)
+    assert not RUNS.exists()
+
+
+def test_a_run_is_whole_or_not_there(source, tiny_model, monkeypatch):
+    def killed(*_args, **_more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "write_json", killed)
+    with pytest.raises(KeyboardInterrupt):
+        import_adapter(source, str(tiny_model), "back")
+    assert not RunFolder(RUNS / "back").path.exists()
+    assert not RUNS.exists()

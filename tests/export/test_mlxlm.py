@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_adapters
+
+from tests.conftest import make_model
+from tests.export.runs import TOKENS, logits, make_trained
+from your_ai.errors import UserError
+from your_ai.export import mlxlm
+from your_ai.model import load_network
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_dora": True, "lora_targets": ("all-linear",), "lora_layers": "all"},
+    ],
+    ids=["lora", "dora"],
+)
+def test_mlx_lm_loads_it_to_the_same_logits(tiny_model, tmp_path, settings):
+    trained = make_trained(tiny_model, **settings)
+    mlxlm.write(trained, tmp_path / "out")
+    network, _ = load_network(tiny_model, mx.float32)
+    network = load_adapters(network, str(tmp_path / "out"))
+    network.eval()
+    assert mx.allclose(network(TOKENS), logits(trained), rtol=0, atol=1e-6)
+    assert not mx.allclose(network(TOKENS), logits(trained, adapted=False), rtol=0, atol=1e-2)
+
+
+def test_experts_go_with_it(tmp_path):
+    base = make_model(tmp_path / "moe", "qwen3_moe", bits=None)
+    trained = make_trained(base, lora_targets=("switch_mlp.up_proj",))
+    mlxlm.write(trained, tmp_path / "out")
+    arrays = mx.load(str(tmp_path / "out" / "adapters.safetensors"))
+    assert arrays["model.layers.2.mlp.switch_mlp.up_proj.lora_a"].ndim == 3
+
+
+def test_nothing_written_names_a_place_on_this_machine(tiny_model, tmp_path):
+    trained = make_trained(tiny_model)
+    assert trained.adapter.config["model"] == str(tiny_model)
+    mlxlm.write(trained, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert "model" not in config
+    assert config["lora_parameters"] == trained.adapter.config["lora_parameters"]
+    for path in (tmp_path / "out").iterdir():
+        assert str(tmp_path.parent).encode() not in path.read_bytes(), path.name
+
+
+def test_a_full_disk_leaves_nothing(tiny_model, tmp_path, monkeypatch):
+    trained = make_trained(tiny_model)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(UserError, match=r"out: cannot be written .*free some disk"):
+        mlxlm.write(trained, tmp_path / "out")
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]

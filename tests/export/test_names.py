@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import mlx.core as mx
+import pytest
+
+from tests.conftest import make_model
+from tests.export.runs import make_trained
+from your_ai.errors import UserError
+from your_ai.export import names
+
+
+@pytest.fixture
+def trained(tiny_model):
+    return make_trained(tiny_model)
+
+
+def test_an_architecture_that_was_never_compared_is_refused(tiny_model, tmp_path):
+    base = shutil.copytree(tiny_model, tmp_path / "other")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))
+    with pytest.raises(UserError, match=r"architecture gemma is not known .*llama, mistral"):
+        names.check_names(base)
+
+
+def test_experts_are_refused(tmp_path):
+    base = make_model(tmp_path / "moe", "qwen3_moe", bits=None)
+    trained = make_trained(base, lora_targets=("switch_mlp.up_proj",))
+    with pytest.raises(UserError, match=r"switch_mlp.up_proj adapts the experts .* which PEFT"):
+        names.check_dense(trained, "PEFT")
+
+
+def test_an_embedding_is_refused(trained):
+    a, b = mx.zeros((768, 4)), mx.zeros((4, 64))
+    arrays = {"model.embed_tokens.lora_a": a, "model.embed_tokens.lora_b": b}
+    adapter = dataclasses.replace(trained.adapter, arrays=arrays)
+    with pytest.raises(UserError, match="embed_tokens is an embedding"):
+        names.check_dense(dataclasses.replace(trained, adapter=adapter), "PEFT")
+
+
+def test_layers_are_found_in_the_files(tiny_model):
+    found = names.modules_of(tiny_model)
+    assert {"model.layers.2.mlp.up_proj", "model.embed_tokens", "model.norm"} <= found
+
+
+@pytest.mark.parametrize(
+    ("path", "block", "name"),
+    [
+        ("model.layers.12.self_attn.q_proj", 12, "self_attn.q_proj"),
+        ("model.layers.3.mlp.experts.7.up_proj", 3, "mlp.experts.7.up_proj"),
+        ("lm_head", None, "lm_head"),
+    ],
+)
+def test_a_path_is_a_block_and_a_name_in_it(path, block, name):
+    assert names.block_of(path) == block
+    assert names.name_in_block(path) == name

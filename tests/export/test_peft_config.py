@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from your_ai.errors import UserError
+from your_ai.export import peft_config
+
+PATH = Path("adapter_config.json")
+# What PEFT 0.21 writes for an adapter that asks for nothing special.
+PLAIN = {
+    "task_type": "CAUSAL_LM", "peft_type": "LORA", "auto_mapping": None, "peft_version": "0.21.2",
+    "base_model_name_or_path": "org/model", "revision": None, "inference_mode": True, "r": 4,
+    "target_modules": ["q_proj", "up_proj"], "exclude_modules": None, "lora_alpha": 8,
+    "lora_dropout": 0.05, "fan_in_fan_out": False, "bias": "none", "use_rslora": False,
+    "modules_to_save": None, "init_lora_weights": True, "layers_to_transform": None,
+    "layers_pattern": None, "rank_pattern": {}, "alpha_pattern": {}, "megatron_config": None,
+    "megatron_core": "megatron.core", "trainable_token_indices": None, "loftq_config": {},
+    "eva_config": None, "corda_config": None, "lora_ga_config": None, "use_dora": False,
+    "velora_config": None, "alora_invocation_tokens": None, "use_qalora": False,
+    "qalora_group_size": 16, "monteclora_config": None, "layer_replication": None,
+    "lora_bias": False, "target_parameters": None, "use_bdlora": None, "arrow_config": None,
+    "kasa_config": None, "ensure_weight_tying": False,
+}  # fmt: skip
+LINEARS = [
+    f"model.layers.{block}.{name}"
+    for block in range(3)
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
+] + ["lm_head"]
+
+
+def read(**changes):
+    return peft_config.read(PATH, PLAIN | changes)
+
+
+def targeted(**changes):
+    return sorted(peft_config.targeted(read(**changes), LINEARS))
+
+
+def test_a_plain_adapter_is_read():
+    found = read()
+    assert (found.base, found.rank, found.scale, found.dropout) == ("org/model", 4, 2.0, 0.05)
+    assert not found.dora
+
+
+def test_the_scale_of_a_stabilized_rank():
+    assert read(use_rslora=True).scale == 8 / math.sqrt(4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rank_pattern", {"q_proj": 8}),
+        ("alpha_pattern", {"q_proj": 8}),
+        ("modules_to_save", ["lm_head"]),
+        ("bias", "all"),
+        ("bias", "lora_only"),
+        ("lora_bias", True),
+        ("peft_type", "IA3"),
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "olora"),
+        ("fan_in_fan_out", True),
+        ("layer_replication", [[0, 2], [1, 3]]),
+        ("target_parameters", ["mlp.experts.up_proj"]),
+        ("trainable_token_indices", [1, 2]),
+        ("something_new", True),
+        ("r", 0),
+        ("r", 2.5),
+        ("r", "4"),
+        ("r", None),
+        ("lora_alpha", 0),
+        ("lora_alpha", float("nan")),
+        ("lora_dropout", 1),
+        ("target_modules", None),
+        ("target_modules", []),
+        ("target_modules", [1]),
+        ("target_modules", "("),
+        ("layers_to_transform", ["1"]),
+        ("layers_pattern", ["("]),
+    ],
+)
+def test_what_an_adapter_of_mlx_lm_cannot_be_is_refused(key, value):
+    with pytest.raises(UserError, match=rf"^adapter_config.json: {key}"):
+        read(**{key: value})
+
+
+@given(
+    st.sampled_from(sorted(PLAIN)),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),
+    ),
+)
+def test_whatever_a_setting_is_it_is_read_or_refused(key, value):
+    found, fault = set(), "adapter_config.json: "
+    try:
+        found = peft_config.targeted(read(**{key: value}), LINEARS)
+    except UserError as error:
+        fault = str(error)
+    assert found <= set(LINEARS)
+    assert fault.startswith("adapter_config.json: ")
+
+
+def test_a_target_that_the_model_has_not_is_told():
+    with pytest.raises(UserError, match="has no layer q_prj; did you mean q_proj"):
+        peft_config.check_targets(read(target_modules=["up_proj", "q_prj"]), LINEARS)
+
+
+# --- PEFT's rule of which layers it adapts
+
+
+def test_names_are_ends_of_paths():
+    assert targeted(target_modules=["up_proj"]) == [
+        f"model.layers.{i}.mlp.up_proj" for i in (0, 1, 2)
+    ]
+    assert targeted(target_modules=["p_proj"]) == []
+
+
+def test_some_blocks_alone():
+    assert targeted(target_modules=["up_proj"], layers_to_transform=[2]) == [LINEARS[8]]
+    assert targeted(target_modules=["up_proj"], layers_to_transform=0) == [LINEARS[2]]
+    said = {"layers_to_transform": [1], "layers_pattern": "layers"}
+    assert targeted(target_modules=["q_proj"], **said) == [LINEARS[3]]
+    said = {"layers_to_transform": [1], "layers_pattern": ["blocks"]}
+    assert targeted(target_modules=["q_proj"], **said) == []
+
+
+def test_a_path_in_full_is_meant_in_any_block():
+    assert targeted(target_modules=[LINEARS[0]], layers_to_transform=[2]) == [LINEARS[0]]
+
+
+def test_a_pattern_is_of_whole_paths():
+    assert targeted(target_modules=r".*\.[02]\.mlp\..*") == [LINEARS[2], LINEARS[8]]
+
+
+def test_all_linear_is_all_but_the_head():
+    assert targeted(target_modules="all-linear") == sorted(LINEARS[:-1])
+
+
+def test_what_is_excluded_is_not_adapted():
+    found = targeted(target_modules="all-linear", exclude_modules=["q_proj", "o_proj"])
+    assert found == [LINEARS[2], LINEARS[5], LINEARS[8]]
+    assert targeted(target_modules=["q_proj"], exclude_modules=r".*\.[01]\..*") == [LINEARS[6]]

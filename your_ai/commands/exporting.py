@@ -1,0 +1,171 @@
+"""`your_ai export` and `your_ai import`: what a run has learned, to other tools and from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_console
+from your_ai.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from your_ai.trained import Trained
+    from your_ai.writing.shards import Progress
+
+Format = Literal["mlx", "peft", "gguf", "hf"]
+DTYPES = {
+    "hf": ("float32", "bfloat16", "float16"),
+    "gguf": ("f32", "f16", "bf16", "q8_0"),
+}
+DEFAULT_KIND = "f16"
+FIXED = {"hf": "fused always", "mlx": "the adapter", "peft": "the adapter"}
+
+
+def export(
+    run: Annotated[str, RUN],
+    to: Annotated[
+        Format,
+        typer.Option(
+            help="mlx or peft: the adapter for mlx-lm or PEFT; gguf: for llama.cpp; hf: the whole "
+            "model with the adapter in it, for transformers."
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="What is written; by default RUN-peft and the like.")
+    ] = None,
+    fused: Annotated[
+        bool, typer.Option("--fused", help="With gguf: the whole model, the adapter in it.")
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a whole model. hf: float32, bfloat16, float16; gguf: f32, f16, bf16, q8_0."
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a model or an adapter that is there.")
+    ] = False,
+    checkpoint: Annotated[str | None, CHECKPOINT] = None,
+    model: Annotated[str | None, MODEL] = None,
+    max_memory: Annotated[
+        float | None,
+        typer.Option(help="Most memory of this process, in GB, for a whole model.", min=0.0),
+    ] = None,
+) -> None:
+    """Write what a run has learned for another tool."""
+    check_options(to, fused, dtype, max_memory)
+    from your_ai.fuse.folder import spare_the_run
+    from your_ai.run.folder import find
+    from your_ai.trained import open_trained
+    from your_ai.writing.targets import check_target
+
+    target = default_target(find(run).name, to, fused, dtype) if out is None else out
+    check_target(target, force)
+    check_replaced(target, is_file=to == "gguf")
+    trained = open_trained(run, checkpoint, model)
+    if trained.note:
+        typer.echo(f"note: {trained.note}", err=True)
+    spare_the_run(trained, trained.base, target)
+    write(trained, target, to, fused, dtype, max_memory)
+    typer.echo(target)
+
+
+def check_options(to: str, fused: bool, dtype: str | None, max_memory: float | None) -> None:
+    """Raise UserError for options that mean nothing to the format."""
+    if fused and to != "gguf":
+        raise UserError(f"--fused: is of --to gguf; --to {to} is {FIXED[to]}")
+    is_model = to == "hf" or fused
+    for option, given in (("--dtype", dtype), ("--max-memory", max_memory)):
+        if given is not None and not is_model:
+            raise UserError(f"{option}: is of a whole model; --to {to} writes the adapter alone")
+    if dtype is not None and dtype not in DTYPES[to]:
+        raise UserError(f"--dtype {dtype}: --to {to} takes {', '.join(DTYPES[to])}")
+
+
+def default_target(name: str, to: str, fused: bool, dtype: str | None) -> Path:
+    if to != "gguf":
+        return Path(f"{name}-{to}")
+    return Path(f"{name}-{dtype or DEFAULT_KIND}.gguf" if fused else f"{name}-lora.gguf")
+
+
+def check_replaced(target: Path, is_file: bool) -> None:
+    """Raise UserError for a file that would become a folder, or a folder that would a file."""
+    if target.exists() and target.is_dir() == is_file:
+        kind, other = ("folder", "file") if is_file else ("file", "folder")
+        raise UserError(f"{target}: is a {kind}, and would be a {other}; choose another name")
+
+
+def write(
+    trained: Trained,
+    target: Path,
+    to: str,
+    fused: bool,
+    dtype: str | None,
+    max_memory: float | None,
+) -> None:
+    if to == "mlx":
+        from your_ai.export import mlxlm
+
+        mlxlm.write(trained, target)
+    elif to == "peft":
+        from your_ai.export import peft
+
+        peft.write(trained, target)
+    elif to == "hf":
+        from your_ai.export import huggingface
+
+        steps = huggingface.write(trained, target, dtype or "auto", max_memory)
+        try:
+            show(steps, open_console())
+        except KeyboardInterrupt:
+            typer.echo(huggingface.left_behind(target), err=True)
+            raise
+    elif fused:
+        from your_ai.export import gguf
+
+        kind = dtype or DEFAULT_KIND
+        show(gguf.write_model(trained, target, kind, max_memory), open_console())
+    else:
+        from your_ai.export import gguf
+
+        gguf.write_adapter(trained, target)
+
+
+def show(steps: Iterator[Progress], console: Console) -> None:
+    """A bar of the bytes written, on a terminal."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("exporting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    hidden = not console.is_terminal  # a file or program reads: the target's name alone is told
+    with Bar(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("", total=None)
+        for step in steps:
+            bar.update(task, completed=step.done_bytes, total=step.total_bytes)
+
+
+def import_adapter(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="The folder of an adapter of PEFT's, or of mlx-lm's.", metavar="FOLDER"
+        ),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(help="The model that it is for; by default the one that it names."),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(help="Name of the run; by default made of model and time.")
+    ] = None,
+) -> None:
+    """Make a run of an adapter that was trained elsewhere."""
+    from your_ai.export import importing
+
+    folder = importing.import_adapter(source, model, run)
+    typer.echo(f"{folder.path}; try it: your_ai generate {folder.reference} --prompt ...")

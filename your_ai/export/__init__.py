@@ -1,0 +1,1 @@
+"""What a run has learned, in the formats of other tools, and adapters of theirs as runs."""

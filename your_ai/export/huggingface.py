@@ -1,0 +1,69 @@
+"""A run's base with its adapter in it, as transformers loads it, written by `writing.shards`.
+
+The weights are those of `your_ai fuse --to dequantized`, and so are their names: mlx-lm's,
+which are transformers' for the architectures that are taken here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from your_ai.errors import UserError
+from your_ai.export import card
+from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS, check_names
+from your_ai.files import sha256
+from your_ai.fuse.weights import AUTO, DEQUANTIZED, base_of, fused_lazily
+from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
+from your_ai.trained import Trained
+from your_ai.writing import unfinished
+from your_ai.writing.shards import Progress, write_model
+from your_ai.writing.unfinished import Work
+
+RECORD = "exported.json"
+
+
+def write(
+    trained: Trained, target: Path, dtype: str = AUTO, max_memory_gb: float | None = None
+) -> Iterator[Progress]:
+    """Write the whole model to `target`, or what is there anew; goes on where it was.
+
+    dtype: of the weights; auto is the base's own. Raises UserError, before anything is
+    written, for a model whose weights transformers names otherwise, and too little memory or
+    disk; RunError where the base cannot be read to its end.
+    """
+    kind = check_names(trained.base)
+    if kind in STACKS_EXPERTS:
+        raise UserError(
+            f"{trained.base}: mlx-lm has joined the experts of this {kind} model, and "
+            "transformers has them apart; use your_ai fuse, for mlx-lm"
+        )
+    lazy = fused_lazily(trained, DEQUANTIZED, dtype, max_memory_gb)
+    config = config_of(lazy.config, kind, next(iter(lazy.arrays.values())).dtype)
+    lazy = replace(lazy, config=config, card=card.of_model(trained, trained.hub_name))
+    sums = [sha256(trained.adapter.folder / name) for name in (ADAPTERS, ADAPTER_CONFIG)]
+    source, settings = base_of(trained, max_memory_gb), [*sums, dtype]
+    yield from write_model(
+        lazy, source, work_of(target), settings, max_memory_gb, False, replaces=True
+    )
+
+
+def left_behind(target: Path) -> str:
+    """What to tell who has interrupted it."""
+    return unfinished.left_behind(work_of(target))
+
+
+def work_of(target: Path) -> Work:
+    return Work(target, "exporting", RECORD)
+
+
+def config_of(config: dict[str, Any], kind: str, dtype: mx.Dtype) -> dict[str, Any]:
+    """A config.json by which transformers knows the model. dtype: where it does not say it."""
+    config = {"architectures": [TRANSFORMERS[kind]], **config}
+    if not config.keys() & {"dtype", "torch_dtype"}:
+        config["torch_dtype"] = str(dtype).removeprefix("mlx.core.")
+    return config

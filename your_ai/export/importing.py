@@ -1,0 +1,275 @@
+"""Adapters of others as runs: PEFT's, and mlx-lm's own.
+
+The run has a config.yaml and an adapter like one that was trained here, and beside them
+`imported.json`: where it came from. It cannot be resumed: it has no data and no optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from your_ai import __version__, model
+from your_ai.config import TrainConfig
+from your_ai.errors import RunError, UserError
+from your_ai.export import peft_config
+from your_ai.export.names import block_of, check_names, name_in_block
+from your_ai.export.peft import ADAPTER_MODEL, PREFIX, SUFFIXES
+from your_ai.files import sha256, sync
+from your_ai.hub.check import AGAIN, check_safetensors, read_json
+from your_ai.hub.find import Missing, find_model
+from your_ai.hub.fingerprint import fingerprint
+from your_ai.run import checkpoint, events, folder
+from your_ai.run.folder import RunFolder
+from your_ai.trained import Adapter, base_files, check_base, put_layers, read_adapter
+from your_ai.writing.targets import unwritable
+
+PICKLED = "adapter_model.bin"
+# As versions of PEFT have written them.
+PARTS = {
+    **{suffix: part for part, suffix in SUFFIXES.items()},
+    "lora_A.default.weight": "lora_a",
+    "lora_B.default.weight": "lora_b",
+    "lora_magnitude_vector.weight": "m",
+    "lora_magnitude_vector.default.weight": "m",
+}
+LINEAR = (nn.Linear, nn.QuantizedLinear)
+
+
+def import_adapter(source: Path, base: str | None = None, name: str | None = None) -> RunFolder:
+    """Make a run of the adapter in `source`; step 0, since nothing was trained here.
+
+    base: the model that it is for, where the adapter does not say it or it is elsewhere;
+    name: of the run. Raises UserError, before anything is written, for an adapter that is
+    damaged, does not fit the model, or does what mlx-lm's adapters cannot.
+    """
+    path = source / checkpoint.ADAPTER_CONFIG
+    config = read_json(path, "an adapter has one")
+    if "peft_type" in config:
+        settings = peft_config.read(path, config)
+        named = settings.base
+        file = source / ADAPTER_MODEL
+    elif "lora_parameters" in config:
+        settings, named = None, config.get("model")
+        file = source / checkpoint.ADAPTERS
+    else:
+        raise UserError(f"{path}: is neither PEFT's nor mlx-lm's; an adapter of theirs has one")
+    found = find_base(source, base, named)
+    if settings is not None:
+        check_names(found)
+    network, _ = model.load_network(found, mx.float32)
+    if settings is not None:
+        adapter = from_peft(file, settings, network)
+    else:
+        adapter = read_adapter(source)
+        check_base(adapter, found)
+    adapter = in_float32(file, adapter)
+    check_fit(file, network, adapter)
+    files = {"base_files": base_files(fingerprint(found)), "model": base or named}
+    adapter = dataclasses.replace(adapter, config={**adapter.config, **files})
+    return write(source, file, adapter, name)
+
+
+def find_base(source: Path, given: str | None, named: Any) -> Path:
+    """The folder of the adapter's base: `given`, or else as the adapter names it."""
+    if given is not None:
+        return find_model(given)
+    if not isinstance(named, str) or not named:
+        raise UserError(f"{source}: does not say which model it is for; give it with --model")
+    try:
+        return find_model(named)
+    except Missing as error:
+        raise UserError(
+            f"{source}: is for {named}, which is not on this machine; fetch it: your_ai download "
+            f"{named}, or give it with --model"
+        ) from error
+    except UserError as error:
+        reason = str(error).removeprefix(f"--model {named}: ")
+        raise UserError(
+            f"{source}: is for {named}: {reason}; give the model with --model"
+        ) from error
+
+
+def from_peft(file: Path, settings: peft_config.Settings, network: nn.Module) -> Adapter:
+    """The adapter in PEFT's `file` as mlx-lm has it.
+
+    Raises UserError, which names the file, for tensors that are missing, left over, of another
+    shape than their settings, or of layers that the model has not.
+    """
+    arrays = read_arrays(file)
+    layers: dict[str, dict[str, mx.array]] = {}
+    for name, array in arrays.items():
+        path, part = parse(file, name)
+        layers.setdefault(path, {})[part] = check_array(file, name, part, array, settings)
+    linears = {path for path, module in network.named_modules() if isinstance(module, LINEAR)}
+    for path in sorted(layers.keys() - linears):
+        raise UserError(f"{file}: adapts {path}, a layer that the model has not; is it another?")
+    peft_config.check_targets(settings, linears)
+    for path in sorted(peft_config.targeted(settings, linears) ^ layers.keys()):
+        what = "has tensors of" if path in layers else "has no tensors of"
+        which = "does not name" if path in layers else "names"
+        raise UserError(f"{file}: {what} {path}, which target_modules {which}")
+    return Adapter(
+        folder=file.parent,
+        arrays={f"{path}.{part}": a for path, parts in layers.items() for part, a in parts.items()},
+        config=mlx_config(settings, set(layers), linears),
+    )
+
+
+def read_arrays(file: Path) -> dict[str, mx.array]:
+    if not file.exists() and (pickled := file.with_name(PICKLED)).exists():
+        raise UserError(
+            f"{pickled}: is a pickle, which is not safe to load; load it with PEFT where you "
+            "trust it, and save it again: that writes safetensors"
+        )
+    if not file.exists():
+        raise UserError(f"{file}: is missing; an adapter of PEFT has it")
+    try:
+        check_safetensors(file)
+        return mx.load(str(file))
+    except UserError as error:
+        raise UserError(f"{str(error).removesuffix(AGAIN)}; get the adapter again") from error
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read ({model.first_line(error)})") from error
+
+
+def parse(file: Path, name: str) -> tuple[str, str]:
+    """The layer that a tensor of PEFT's is of, by its path in the model, and which part."""
+    for suffix, part in PARTS.items():
+        if name.startswith(PREFIX) and name.endswith(f".{suffix}"):
+            return name[len(PREFIX) : -len(suffix) - 1], part
+    if "lora_embedding_" in name:
+        raise UserError(f"{file}: adapts an embedding ({name}), as mlx-lm's adapters do not")
+    if ".base_layer." in name or not any(mark in name for mark in ("lora_", "LORA_")):
+        raise UserError(
+            f"{file}: holds {name}, a weight of the model itself; save it without "
+            "(save_embedding_layers=False)"
+        )
+    raise UserError(f"{file}: holds {name}, which no LoRA or DoRA adapter has")
+
+
+def check_array(
+    file: Path, name: str, part: str, array: mx.array, settings: peft_config.Settings
+) -> mx.array:
+    """The array as mlx-lm has it, once it has the rank that it should."""
+    if not mx.issubdtype(array.dtype, mx.floating):
+        raise UserError(f"{file}: {name} holds {array.dtype}, not floating-point numbers")
+    if part == "m":
+        if not settings.dora:
+            raise UserError(f"{file}: holds {name}, but use_dora is not set")
+        if array.ndim != 1:
+            raise UserError(f"{file}: {name} is {model.text_of_shape(array.shape)}, not a vector")
+        return array
+    shape = model.text_of_shape(array.shape)
+    if array.ndim != 2:
+        raise UserError(f"{file}: {name} is {shape}, not a matrix")
+    if array.shape[0 if part == "lora_a" else 1] != settings.rank:
+        raise UserError(f"{file}: {name} is {shape}, but r is {settings.rank}")
+    return array.T
+
+
+def mlx_config(
+    settings: peft_config.Settings, layers: set[str], linears: set[str]
+) -> dict[str, Any]:
+    """mlx-lm's adapter_config.json for these layers of a model.
+
+    Where they are the same of each of the last blocks, by their names in a block, which is how
+    mlx-lm's own are written; else by their paths in the model, which it takes as well.
+    """
+    blocks = {block for path in linears if (block := block_of(path)) is not None}
+    first = min((block for path in layers if (block := block_of(path)) is not None), default=0)
+    last = {block for block in blocks if block >= first}
+    names = {name_in_block(path) for path in layers}
+    alike = {path for path in linears if block_of(path) in last and name_in_block(path) in names}
+    return {
+        "fine_tune_type": "dora" if settings.dora else "lora",
+        "num_layers": len(last),
+        "lora_parameters": {
+            "rank": settings.rank,
+            "scale": settings.scale,
+            "dropout": settings.dropout,
+            "keys": sorted(names if layers == alike else layers),
+        },
+    }
+
+
+def in_float32(file: Path, adapter: Adapter) -> Adapter:
+    """The adapter in the type of those trained here. Raises UserError for what is no number."""
+    arrays = {name: array.astype(mx.float32) for name, array in adapter.arrays.items()}
+    for name, array in arrays.items():
+        try:
+            finite = mx.isfinite(array).all().item()
+        except RuntimeError as error:  # lazy until now
+            raise UserError(f"{file}: cannot be read ({model.first_line(error)})") from error
+        if not finite:
+            raise UserError(f"{file}: {name} holds NaN or infinity; it was not trained soundly")
+    return dataclasses.replace(adapter, arrays=arrays)
+
+
+def check_fit(file: Path, network: nn.Module, adapter: Adapter) -> None:
+    """Raise UserError where a name or a shape is another than the model has."""
+    put_layers(network, adapter)
+    try:
+        model.set_adapters(network, adapter.arrays)
+    except UserError as error:
+        raise UserError(f"{file}: {error}; is it for another --model?") from error
+
+
+def write(source: Path, file: Path, adapter: Adapter, name: str | None) -> RunFolder:
+    """The run's folder, whole or not there."""
+    try:
+        config = config_of(adapter, name or "")
+    except UserError as error:  # of a setting that training refuses
+        raise UserError(f"{source / checkpoint.ADAPTER_CONFIG}: {error}") from error
+    name = name or folder.default_name(dataclasses.replace(config, data=str(source.absolute())))
+    record = {
+        "from": source.absolute().name,
+        "files": {path.name: sha256(path) for path in (file, source / checkpoint.ADAPTER_CONFIG)},
+        "your_ai": __version__,
+    }
+    target = folder.place_of(name)
+    if os.path.lexists(target.path):
+        raise UserError(f"--run {name}: {target.path} exists; choose another name")
+    try:
+        with folder.creating(name, config) as new:
+            checkpoint.save_adapter(new.adapter, adapter.arrays, adapter.config, step=0)
+            checkpoint.write_json(new.imported, record)
+            sync(new.imported)
+            tell(new, target, record["from"])
+    except RunError as error:  # which says how a run is resumed
+        cause = error.__cause__ or error
+        number = getattr(cause, "errno", errno.ENOSPC)  # MLX has none for a disk that is full
+        reason = OSError(number, getattr(cause, "strerror", None) or model.first_line(cause))
+        raise unwritable(target.path, reason) from error
+    return target
+
+
+def config_of(adapter: Adapter, name: str) -> TrainConfig:
+    """The settings by which training would have made such an adapter."""
+    parameters, count = adapter.config["lora_parameters"], int(adapter.config["num_layers"])
+    keys = parameters.get("keys") or {name_in_block(path) for path in adapter.layers}
+    return TrainConfig(
+        model=adapter.config["model"],
+        run=name,
+        lora_rank=adapter.rank,
+        lora_alpha=adapter.scale * adapter.rank,
+        lora_layers=count if count > 0 else "all",
+        lora_targets=tuple(sorted(keys)),
+        lora_dropout=float(parameters.get("dropout", 0.0)),
+        use_dora=adapter.is_dora,
+    )
+
+
+def tell(new: RunFolder, target: RunFolder, source: str) -> None:
+    """Write down that there is nothing to wait for, for those who watch the run."""
+    end = events.Finished(step=0, reason="done", adapter=str(target.adapter), seconds=0.0)
+    with contextlib.closing(events.EventLog(new.events)) as log:
+        log.write(events.Notice(text=f"imported from {source}; nothing was trained here"))
+        log.write(end)

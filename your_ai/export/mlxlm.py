@@ -1,0 +1,30 @@
+"""An adapter as mlx-lm reads it: `mlx_lm.generate --adapter-path FOLDER`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from your_ai.export import card
+from your_ai.files import whole_folder
+from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, write_json
+from your_ai.trained import Trained
+from your_ai.writing.targets import unwritable
+
+
+def write(trained: Trained, target: Path) -> None:
+    """Write the run's adapter to a new folder `target`; one that is there is replaced.
+
+    Raises UserError where it cannot be written.
+    """
+    base = trained.hub_name
+    config = {key: value for key, value in trained.adapter.config.items() if key != "model"}
+    if base is not None:  # where the model is on this machine is nobody else's business
+        config["model"] = base.repo
+    try:
+        with whole_folder(target) as folder:
+            shutil.copyfile(trained.adapter.folder / ADAPTERS, folder / ADAPTERS)
+            write_json(folder / ADAPTER_CONFIG, config)
+            (folder / card.README).write_text(card.of_mlx(trained, base), encoding="utf-8")
+    except OSError as error:
+        raise unwritable(target, error) from error

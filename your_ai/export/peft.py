@@ -1,0 +1,117 @@
+"""An adapter as PEFT reads it: `PeftModel.from_pretrained(model, FOLDER)`.
+
+`adapter_model.safetensors` holds `base_model.model.PATH.lora_A.weight` (r, in) and
+`.lora_B.weight` (out, r), DoRA's `.lora_magnitude_vector` (out,) beside them: the arrays of
+an adapter of mlx-lm, the matrices transposed. PEFT takes from `adapter_config.json` alone
+which layers of a model it adapts, so that must be these and no others.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from your_ai.export import card
+from your_ai.export.names import (
+    block_of,
+    check_dense,
+    check_names,
+    modules_of,
+)
+from your_ai.files import whole_folder
+from your_ai.hub.names import HubName
+from your_ai.model import first_line
+from your_ai.run.checkpoint import ADAPTER_CONFIG, write_json
+from your_ai.trained import Trained
+from your_ai.writing.targets import unwritable
+
+ADAPTER_MODEL = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+SUFFIXES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
+ROUNDING = 1e-9  # alpha and scale are ratios of each other
+
+
+def write(trained: Trained, target: Path) -> None:
+    """Write the run's adapter to a new folder `target`; one that is there is replaced.
+
+    Raises UserError, before anything is written, for layers that PEFT does not have by these
+    names, and where `target` cannot be written.
+    """
+    check_dense(trained, "PEFT")
+    check_names(trained.base)
+    arrays = arrays_of(trained.adapter.layers)
+    base = trained.hub_name
+    try:
+        with whole_folder(target) as folder:
+            save_arrays(folder / ADAPTER_MODEL, arrays)
+            write_json(folder / ADAPTER_CONFIG, config_of(trained, base))
+            (folder / card.README).write_text(card.of_peft(trained, base), encoding="utf-8")
+    except OSError as error:
+        raise unwritable(target, error) from error
+
+
+def save_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
+    """Write a file as torch's users do. Raises OSError where it cannot be written."""
+    try:
+        mx.save_safetensors(str(path), arrays, {"format": "pt"})
+    except RuntimeError as error:  # MLX's own for a disk that is full
+        raise OSError(errno.ENOSPC, first_line(error)) from error
+
+
+def arrays_of(layers: dict[str, dict[str, mx.array]]) -> dict[str, mx.array]:
+    """The arrays of PEFT's file, of layers by their path in the model."""
+    return {
+        f"{PREFIX}{path}.{SUFFIXES[part]}": array.T if array.ndim == 2 else array
+        for path, parts in layers.items()
+        for part, array in parts.items()
+    }
+
+
+def config_of(trained: Trained, base: HubName | None) -> dict[str, Any]:
+    """What PEFT's adapter_config.json says of the run's adapter."""
+    adapter = trained.adapter
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if base is None else base.repo,
+        "revision": None if base is None else base.revision,
+        "inference_mode": True,
+        "r": adapter.rank,
+        "lora_alpha": whole(adapter.scale * adapter.rank),
+        "lora_dropout": adapter.config["lora_parameters"].get("dropout", 0.0),
+        **targets_of(set(adapter.layers), modules_of(trained.base)),
+        "use_dora": adapter.is_dora,
+        "use_rslora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+
+
+def whole(alpha: float) -> int | float:
+    """As a whole number where it is one but for the rounding of the ratio it was made of."""
+    return round(alpha) if abs(alpha - round(alpha)) <= ROUNDING * abs(alpha) else alpha
+
+
+def targets_of(layers: set[str], modules: set[str]) -> dict[str, Any]:
+    """The settings by which PEFT adapts `layers`, and no others of a model's `modules`.
+
+    The names of the layers and the indices of their blocks where that says it, since every
+    reader of the format knows those; else the layers' full paths.
+    """
+    names = {path.rpartition(".")[2] for path in layers}
+    namesakes = {path for path in modules | layers if path.rpartition(".")[2] in names}
+    blocks = {block_of(path) for path in layers}
+    if layers == namesakes:
+        return {"target_modules": sorted(names), "layers_to_transform": None,
+                "layers_pattern": None}  # fmt: skip
+    if None not in blocks and layers == {path for path in namesakes if block_of(path) in blocks}:
+        return {"target_modules": sorted(names), "layers_to_transform": sorted(blocks),
+                "layers_pattern": "layers"}  # fmt: skip
+    return {"target_modules": sorted(layers), "layers_to_transform": None, "layers_pattern": None}
