@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,19 @@ settings.load_profile("suite")
 
 TYPES = {"llama-untied": "llama", "qwen2-tied": "qwen2"}
 MODULES = {"mistral": "llama"}  # mlx-lm runs it with that code
+
+
+def pytest_configure() -> None:
+    """Hear of stop signals, also where nohup or a script's background job is the suite."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with a slow test come first, so that no process is left with one at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(autouse=True)

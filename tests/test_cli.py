@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -220,7 +221,7 @@ def test_the_command_that_resumes_is_right_from_any_folder(
     monkeypatch.chdir(own_folder / "else where")
     assert call("train", "--resume", own_folder / "runs" / "first") == 0
     out = capsys.readouterr().out
-    assert f"your_ai generate --run {own_folder}/runs/first " in out
+    assert f"your_ai chat {own_folder}/runs/first;" in out
 
 
 def test_settings_changed_behind_its_back_are_refused(capsys, options):
@@ -280,6 +281,17 @@ def test_an_encoding_that_cannot_print_an_answer_ends_nothing(options, own_folde
     )
     assert done.returncode == 0, done.stderr
     assert b"F??e?" in done.stdout
+
+
+def test_closed_streams_are_empty_ones(own_folder):
+    """As `<&- >&-` of a shell leaves them; the next file would have their numbers."""
+    (own_folder / "runs" / "a").mkdir(parents=True)
+    (own_folder / "runs" / "a" / "config.yaml").write_text("model: demo\ndata: demo\n")
+    command = shlex.join([sys.executable, "-m", "your_ai", "generate", "a"])
+    done = subprocess.run(
+        f"{command} --no-adapter <&- >&-", shell=True, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, b"error: stdin: is empty; give a text\n")
 
 
 def test_a_run_that_fails_behind_a_broken_display_is_kept(capsys, options, monkeypatch):

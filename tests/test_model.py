@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -41,6 +43,40 @@ def test_mlx_lm_loads_the_adapter_and_computes_our_logits(tmp_path, architecture
     ours = network(TOKENS)
     assert mx.allclose(ours, theirs(TOKENS), rtol=1e-5, atol=1e-5)
     assert not mx.allclose(ours, base(TOKENS), rtol=1e-2, atol=1e-2)  # the adapter does something
+
+
+STRETCHED = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+             "original_max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "old", "new"),
+    [
+        (
+            "llama",
+            {"rope_theta": 5e5, "rope_scaling": STRETCHED},
+            {"rope_theta": 5e5, **STRETCHED, "rope_type": "llama3"},
+        ),
+        ("llama", {"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}),
+        (
+            "gemma3_text",
+            {"rope_theta": 3e5, "rope_local_base_freq": 2e4},
+            {
+                "full_attention": {"rope_theta": 3e5, "rope_type": "default"},
+                "sliding_attention": {"rope_theta": 2e4, "rope_type": "default"},
+            },
+        ),
+    ],
+)
+def test_positions_are_read_as_transformers_5_writes_them(tmp_path, architecture, old, new):
+    folder = make_model(tmp_path / "m", architecture, **old)
+    wanted = model.load_base(folder, mx.float32)[0](TOKENS)
+    path = folder / "config.json"
+    config = {k: v for k, v in json.loads(path.read_text()).items() if k not in old}
+    path.write_text(json.dumps(config))
+    assert not mx.allclose(model.load_base(folder, mx.float32)[0](TOKENS), wanted, atol=1e-3)
+    path.write_text(json.dumps({**config, "rope_parameters": new}))
+    assert mx.array_equal(model.load_base(folder, mx.float32)[0](TOKENS), wanted)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

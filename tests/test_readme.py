@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import shutil
@@ -34,7 +35,8 @@ def test_the_first_two_commands_set_up_everything():
 
 
 @pytest.mark.slow
-def test_the_other_commands_run(own_folder):
+def test_the_other_commands_run(own_folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())  # of `chat`
     # A small stand-in where the real model would lie, and the embedded one as in a checkout.
     make_model(own_folder / "models/Meta-Llama-3.1-8B-Instruct-4bit", num_hidden_layers=4)
     shutil.copytree(DEMO_FOLDER, own_folder / "models/demo")

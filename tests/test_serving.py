@@ -176,6 +176,77 @@ def test_an_image_is_not_fetched(server):
     assert "text alone" in refused.value.body
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stop": [3]},
+        {"logit_bias": {"99999999": 5}},
+        {"logit_bias": {"3": None}},
+        {"top_k": 100_000},
+        {"presence_penalty": 1.0, "presence_context_size": 10**30},
+        {"chat_template_kwargs": {"return_tensors": "np"}},
+        {"seed": -1},
+        {"stream": True, "stream_options": 3},
+        {"n": 2},
+    ],
+    ids=str,
+)
+def test_a_request_that_cannot_be_answered_ends_nobody_s(server, wrong):
+    body = {"messages": ASKED, "max_tokens": 2}
+    status, answer = server.ask("POST", "/v1/chat/completions", body | wrong)
+    assert status == 400
+    assert next(iter(wrong)).partition("_")[0] in answer["error"]
+    assert server.ask("POST", "/v1/chat/completions", body)[0] == 200
+
+
+@pytest.mark.parametrize("prompt", ["", ["a", "b"], 3])
+def test_a_completion_of_no_text_ends_nobody_s(server, prompt):
+    status, answer = server.ask("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 2})
+    assert status in (400, 404)
+    assert "prompt" in answer["error"]
+    assert server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"[" * 100_000])
+def test_what_is_no_json_is_told(server, data):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", data)
+        response = connection.getresponse()
+        assert response.status == 400
+        assert "no JSON" in json.loads(response.read())["error"]["message"]
+
+
+def test_a_body_beyond_all_bounds_is_not_read(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Length", str(1 << 40))
+        connection.endheaders()
+        assert connection.getresponse().status == 413
+
+
+def test_a_prompt_beyond_the_context_is_told(server):
+    body = {"prompt": "a " * 5000, "max_tokens": 2}
+    status, answer = server.ask("POST", "/v1/completions", body)
+    assert status == 404
+    assert re.search(r"the prompt has \d+ tokens; the model takes 2048", answer["error"])
+
+
+def test_an_answer_ends_where_the_context_does(server):
+    body = {"prompt": "a " * 2000, **LONG}
+    answer = server.ask("POST", "/v1/completions", body)[1]
+    assert answer["usage"]["total_tokens"] == 2048
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stream_with_other_options_is_whole(server):
+    pieces = server.client.chat.completions.create(
+        model="r", messages=ASKED, max_tokens=2, stream=True, stream_options={}
+    )
+    assert list(pieces)[-1].choices[0].finish_reason == "length"
+
+
 def test_pages_of_this_machine_may_use_it(server):
     status, answer = server.ask("GET", "/v1/models", Origin="http://localhost:3000")
     assert status == 200

@@ -75,6 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
+    open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a question mark beats an end in mid-run
@@ -90,6 +91,19 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader left: what was not read is nobody's loss
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status or 0)
+
+
+def open_streams() -> None:
+    """Give a process that was started without a standard stream an empty one.
+
+    Else the next file that is opened takes its number.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            empty = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(empty, empty == number)
+            stream = open(empty, "w" if number else "r", encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, stream)
 
 
 def report(error: BaseException) -> int:

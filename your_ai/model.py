@@ -57,17 +57,37 @@ def load_tokenizer_of(folder: Path, eos_token_ids: Any = None) -> Any:
 
 def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, Any]]:
     """The model of a folder and its configuration, as `load_base` has them."""
-    check_model(folder)
+    told = check_model(folder)
     if glob.escape(str(folder)) != str(folder):
         raise UserError(f"{folder}: mlx-lm finds no weights below a name with *, ? or [")
     try:
-        model, config = load_model(folder, lazy=True)
+        model, config = load_model(folder, lazy=True, model_config=positions_of(told))
         model.freeze()
         model.eval()
     except Exception as error:  # an architecture's code raises what it likes
         raise UserError(f"{folder}: mlx-lm cannot load this model ({first_line(error)})") from error
     cast(model, dtype)
     return model, config
+
+
+def positions_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says in `rope_parameters`, by the older names that mlx-lm reads.
+
+    From its release 5 on transformers writes nothing else, and most of mlx-lm's architectures
+    would take a base of their own for the one that the model was trained with.
+    """
+    found: dict[str, Any] = {}
+    kinds, text = config.get("rope_parameters"), config.get("text_config")
+    if isinstance(kinds, dict):
+        whole = kinds.get("full_attention", kinds)  # some have them by the kind of attention
+        found = {key: whole.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+        found["rope_local_base_freq"] = kinds.get("sliding_attention", {}).get("rope_theta")
+        if whole.get("rope_type", "default") != "default":
+            found["rope_scaling"] = whole
+        found = {k: v for k, v in found.items() if v is not None and config.get(k) is None}
+    if isinstance(text, dict) and (inner := positions_of(text)):
+        found["text_config"] = text | inner
+    return found
 
 
 def first_line(error: Exception) -> str:

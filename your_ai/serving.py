@@ -38,8 +38,9 @@ from mlx_lm.server import (
 )
 
 from your_ai import __version__
+from your_ai.admission import check_body, prompt_of
 from your_ai.errors import RunError, UserError
-from your_ai.generate import Sampling, for_terminal, load_run
+from your_ai.generate import Sampling, context_tokens, for_terminal, load_run
 from your_ai.memory.estimate import PREFILL_TOKENS
 from your_ai.trained import Trained
 
@@ -48,6 +49,7 @@ CACHE_ENTRIES = 10  # conversations whose keys and values are kept,
 CACHE_BYTES = 1 << 30  # and most of it all together
 POLL_S = 0.2
 GRACE_S = 2.0  # for answers in flight, when the server stops
+BODY_BYTES = 1 << 24  # most of a request: text alone
 LOCAL_NAMES = ("localhost",)
 LOCAL_ENDINGS = (".localhost", ".local", ".internal")  # which nobody can register
 
@@ -135,6 +137,8 @@ class RunProvider(ModelProvider):
         self.model, self.tokenizer = load_run(trained)
         mx.eval(self.model.parameters())  # here: a lazy array belongs to the thread that made it
         self.is_batchable = all(hasattr(c, "merge") for c in make_prompt_cache(self.model))
+        self.vocabulary = self.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        self.context = context_tokens(trained.base)
 
     def load_default(self) -> None:
         pass
@@ -161,10 +165,25 @@ class Answers(ResponseGenerator):
         progress_callback: Callable[[int, int], None] | None = None,
     ) -> tuple[GenerationContext, Iterator[Any]]:
         one = ModelDescription(model=DEFAULT, draft=DEFAULT, adapter=None)
+        most = self.room(request, generation_args)
         context, responses = super().generate(
-            request, dataclasses.replace(generation_args, model=one), progress_callback
+            request,
+            dataclasses.replace(generation_args, model=one, max_tokens=most),
+            progress_callback,
         )
         return context, self.until_stopped(context, responses)
+
+    def room(self, request: CompletionRequest, arguments: GenerationArguments) -> int:
+        """The most tokens of an answer. Raises ValueError for a prompt that leaves none."""
+        tokens = len(prompt_of(self.model_provider.tokenizer, request, arguments))
+        most = self.model_provider.context
+        if not tokens:
+            raise ValueError("the prompt has no tokens")
+        if most is None:
+            return arguments.max_tokens
+        if tokens >= most:
+            raise ValueError(f"the prompt has {tokens} tokens; the model takes {most}")
+        return min(arguments.max_tokens, most - tokens)
 
     def until_stopped(self, context: GenerationContext, responses: Iterator[Any]) -> Iterator[Any]:
         for response in responses:
@@ -193,6 +212,22 @@ class Handler(APIHandler):
             self.refuse(403, f"{host} is not a name of this machine")
             return False
         return True
+
+    def do_POST(self) -> None:
+        size = self.headers.get("Content-Length", "")
+        if size.isdecimal() and int(size) > BODY_BYTES:
+            self.refuse(413, f"a request may have {BODY_BYTES} bytes")
+            return
+        try:
+            super().do_POST()
+        except (UnicodeDecodeError, RecursionError):  # of its body, which is read first
+            self.refuse(400, "the request is no JSON that can be read")
+
+    def validate_model_parameters(self) -> None:
+        check_body(self.body, self.response_generator.model_provider.vocabulary)
+        super().validate_model_parameters()
+        if not (self.stream_options or {}).get("include_usage"):
+            self.stream_options = None  # mlx-lm needs that key, where there are any
 
     def handle_chat_completions(self) -> CompletionRequest:
         """mlx-lm would fetch the images that a request names."""

@@ -180,7 +180,7 @@ def read_adapter(folder: Path) -> Adapter:
         sizes = int(config["num_layers"]), int(parameters["rank"]), float(parameters["scale"])
     except OSError as error:
         raise UserError(f"{folder}: is no adapter ({error.filename}: {error.strerror})") from error
-    except (RuntimeError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError) as error:
         reason = model.first_line(error)
         raise UserError(f"{folder}: its adapter cannot be read ({reason})") from error
     kind = config.get("fine_tune_type", "lora")

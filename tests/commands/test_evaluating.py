@@ -60,7 +60,7 @@ def test_a_checkpoint_is_evaluated_where_one_is_asked_for(run, capsys):
 
 
 def test_a_metric_of_the_current_folder_is_asked(run, capsys):
-    write_rows(Path("rows.jsonl"), [chat("Question", "Answer"), {"text": "asks nothing"}])
+    write_rows(Path("rows.jsonl"), [chat("Question", "Answer")] * 2 + [{"text": "no question"}])
     Path("metric_ok.py").write_text("def f(answer, expected, row): return expected == 'Answer'\n")
     options = ("--data", "rows.jsonl", "--metric", "metric_ok:f", "--max-tokens", "3", "--json")
     status, out, _ = call(capsys, "eval", "r", *options)

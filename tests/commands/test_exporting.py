@@ -9,8 +9,10 @@ import pytest
 from tests.conftest import call
 from tests.export.runs import make_run
 from your_ai.commands import exporting
+from your_ai.errors import UserError
 from your_ai.export import gguf, huggingface
 from your_ai.run import checkpoint
+from your_ai.trained import open_trained
 
 
 @pytest.fixture
@@ -41,7 +43,8 @@ def test_a_run_by_its_path_gives_its_name(run, capsys):
 
 def test_what_is_there_is_replaced_only_when_asked(run, capsys):
     Path("out").mkdir()
-    Path("out", "adapter_config.json").write_text("{}")
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        Path("out", name).write_text("{}")
     assert call("export", "r", "--to", "peft", "--out", "out") == 2
     assert "out: exists; choose another name, or replace it with --force" in told(capsys)
     assert call("export", "r", "--to", "peft", "--out", "out", "--force") == 0
@@ -131,7 +134,7 @@ def test_an_interrupted_model_goes_on_with_the_same_command(run, monkeypatch, ca
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(exporting, "show", interrupted)
+    monkeypatch.setattr(exporting, "show_bytes", interrupted)
     assert call("export", "r", "--to", "hf") == 130
     assert capsys.readouterr().err == "r-hf: stopped; the same command begins again\n"
 
@@ -142,6 +145,17 @@ def test_a_whole_model_is_written(run, capsys):
     assert arrays["model.layers.0.mlp.up_proj.weight"].dtype == mx.float16
     assert not any(name.endswith("scales") for name in arrays)
     assert not Path(huggingface.work_of(Path("r-hf")).folder).exists()
+
+
+def test_a_model_that_came_meanwhile_is_replaced_only_when_asked(run, tiny_model):
+    out, trained = Path(shutil.copytree(tiny_model, "out")), open_trained("r")
+    with pytest.raises(UserError, match="out: exists"):
+        list(huggingface.write(trained, out))
+    assert (out / "model.safetensors").read_bytes() == (
+        tiny_model / "model.safetensors"
+    ).read_bytes()
+    list(huggingface.write(trained, out, force=True))
+    assert (out / "exported.json").is_file()
 
 
 def test_an_adapter_is_imported_and_asked(run, tiny_model, capsys):

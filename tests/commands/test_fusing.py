@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 from tests.conftest import call, make_model
 from tests.fuse.runs import drawn_run
+from your_ai.commands.fusing import warning_of
 from your_ai.fuse import difference as measuring
+from your_ai.fuse.difference import Difference
 from your_ai.hub.check import check_model
 from your_ai.trained import Trained
 from your_ai.writing import shards
@@ -32,11 +35,32 @@ def test_a_run_is_fused_and_measured(trained, capsys):
     assert check_model(Path("out"))["quantization"]["model.layers.2.mlp.up_proj"]["bits"] == 8
 
 
-def test_an_adapter_that_is_erased_is_warned_of(trained, capsys):
+def test_a_result_that_is_as_far_off_as_the_adapter_goes_is_warned_of(trained, capsys):
     assert call("fuse", "drawn", "out", "--to", "same") == 0
-    told = capsys.readouterr().err
-    assert "warning: fusing has erased the adapter: " in told
-    assert "% of its effect is left; give --to 8 or --to dequantized" in told
+    told = capsys.readouterr().err.strip()
+    assert told.startswith("warning: fusing changes the logits by 0.")
+    assert told.endswith("; give --to 8 or --to dequantized")
+
+
+ERASED = "fusing has erased the adapter: 14% of its effect is left; give "
+AS_FAR = "fusing changes the logits by 0.3, the adapter by 0.2; give "
+
+
+@pytest.mark.parametrize(
+    ("kept", "to", "bits", "warning"),
+    [
+        (0.14, "same", 4, ERASED + "--to 8 or --to dequantized"),
+        (0.14, "auto", 4, ERASED + "--to dequantized"),
+        (-0.2, "auto", 4, ERASED.replace("14%", "0%") + "--to dequantized"),
+        (0.9, "6", 4, AS_FAR + "--to 8 or --to dequantized"),
+        (0.9, "dequantized", None, AS_FAR + "--dtype float32"),
+    ],
+)
+def test_a_warning_says_what_to_do(tmp_path, kept, to, bits, warning):
+    fields = {field.name: 0 for field in dataclasses.fields(Difference)}
+    found = Difference(**fields | {"mean": 0.3, "effect": 0.2, "kept": kept})
+    assert found.erased
+    assert warning_of(found, make_model(tmp_path / "out", bits=bits), to) == warning
 
 
 def test_json_is_one_object(trained, capsys):
@@ -67,6 +91,7 @@ def test_data_that_is_gone_is_a_note(trained, data_folder, capsys):
     [
         (("drawn", "model", "--force"), "model: is of the run itself"),
         (("drawn", "data", "--force"), "data: holds other things than a model"),
+        (("drawn", "a[b]"), "mlx-lm finds no model below a name with"),
         (("drawn", "nowhere/out"), "is no folder; make it first"),
         (("drawn", "out", "--to", "3"), "--to 3: give auto, same, dequantized"),
         (("drawn", "out", "--to", "same", "--dtype", "float32"), "give --to dequantized with it"),

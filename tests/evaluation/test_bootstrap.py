@@ -37,7 +37,13 @@ def test_an_interval_holds_what_was_measured(case, seed, confidence):
     assert found["difference"].value == pytest.approx(values[1] - values[0])
 
 
-@given(st.integers(1, 40), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.integers(1, 500))
+def test_one_row_alone_has_no_interval():
+    found = paired(np.array([2.0]), np.array([1.0]), np.array([4.0]), RESAMPLES, 0).intervals(0.95)
+    assert [interval.value for interval in found.values()] == [0.5, 0.25, -0.25]
+    assert all(np.isnan([interval.low, interval.high]).all() for interval in found.values())
+
+
+@given(st.integers(2, 40), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.integers(1, 500))
 def test_rows_that_are_equal_leave_nothing_to_chance(rows, base, adapter, size):
     given_rows = (np.full(rows, value) for value in (base, adapter, size))
     found = paired(*given_rows, RESAMPLES, 0).intervals(0.95)

@@ -15,6 +15,7 @@ from your_ai.budget import budget_of, budget_of_evaluation
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.errors import UserError
+from your_ai.evaluation import compare as evaluation
 from your_ai.evaluation.compare import Request, compare, training_of
 from your_ai.evaluation.measures import scored
 from your_ai.evaluation.metric import Metric
@@ -32,6 +33,19 @@ def expected(tmp_path_factory, run):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("YOUR_AI_HOME", str(run.parent.parent / "home"))
         return compared(run, batch_size=1, engine="fused")
+
+
+def test_a_batch_beyond_all_rows_is_planned_as_all_of_them(run, monkeypatch):
+    """The search for a plan takes a time, and memory, that grow with it."""
+    asked, budget_of = [], evaluation.budget_of_evaluation
+
+    def noted(*arguments, **more):
+        asked.append(arguments[4])
+        return budget_of(*arguments, **more)
+
+    monkeypatch.setattr(evaluation, "budget_of_evaluation", noted)
+    compared(run, batch_size=10**6)
+    assert asked == [len(ROWS)]
 
 
 @pytest.mark.parametrize("engine", ["fused", "staged", "streamed"])

@@ -96,6 +96,22 @@ def test_what_is_raised_is_told_on_one_line_with_the_row():
         Metric("m:f", fail).score("", "", {}, "t.jsonl:7")
 
 
+def test_a_metric_that_leaves_is_told_with_the_row():
+    """Else the evaluation would end without a word, and as if all went well."""
+
+    def leave(answer, expected, row):
+        sys.exit(0)
+
+    with pytest.raises(UserError, match=r"^t.jsonl:7: --metric m:f raised SystemExit: 0$"):
+        Metric("m:f", leave).score("", "", {}, "t.jsonl:7")
+
+
+def test_what_it_prints_is_not_among_the_results(module, capsys):
+    name = module("print('once')\ndef f(a, b, c):\n print('each')\n return 1", "here_4")
+    assert load_metric(f"{name}:f").score("", "", {}, "f:1") == 1
+    assert capsys.readouterr() == ("", "once\neach\n")
+
+
 def test_ctrl_c_is_not_taken_for_a_fault_of_the_metric():
     def stop(answer, expected, row):
         raise KeyboardInterrupt

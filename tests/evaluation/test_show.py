@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from your_ai.evaluation.compare import Progress
-from your_ai.evaluation.show import follow, report
+from your_ai.evaluation.show import SYSTEMS, follow, report
 
 INTERVAL = {"value": 1.5, "low": 1.25, "high": 1.75}
 SHARE = {"value": 0.5, "low": 0.25, "high": 1.0}
@@ -65,6 +65,23 @@ def test_base_and_adapter_stand_side_by_side(shown):
 
 def test_it_fits_a_terminal(shown):
     assert max(map(len, shown)) <= 80
+
+
+def test_large_numbers_cut_no_label():
+    large = {"value": 35944.865, "low": -30123.456, "high": 41999.123}
+    whole = {"value": 1.0, "low": 1.0, "high": 1.0}
+    small = {"value": 1.8011, "low": 1.5891, "high": 2.2211}
+    columns = {"loss": small, "perplexity": large, "exact_match": whole}
+    found = {**FOUND, "measures": {n: dict.fromkeys(SYSTEMS, c) for n, c in columns.items()}}
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    console.print(report({**found, "confidence": 0.999}, "first"))
+    text = console.file.getvalue()
+    cells = [" ".join(line.split()) for line in text.splitlines()[3:6]]
+    assert cells[0].startswith("loss 1.801 [1.589, 2.221] 1.801 [")
+    assert cells[1].startswith("perplexity 35945 [-30123, 41999] 35945 [")
+    assert cells[2].endswith("+100.0% [100.0, 100.0]")
+    assert "\u2026" not in text.split("Highest")[0]
+    assert "99.9% intervals" in text
 
 
 def test_whether_anything_got_worse_is_said(shown):

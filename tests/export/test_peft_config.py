@@ -74,6 +74,7 @@ def test_the_scale_of_a_stabilized_rank():
         ("r", None),
         ("lora_alpha", 0),
         ("lora_alpha", float("nan")),
+        ("r", 10**400),
         ("lora_dropout", 1),
         ("target_modules", None),
         ("target_modules", []),

@@ -109,7 +109,7 @@ def test_a_dequantized_model_differs_by_rounding_alone(trained):
 
 
 def test_an_adapter_that_4_bits_erase_is_told(tmp_path, data_folder):
-    trained = drawn_run(make_model(tmp_path / "model"), data_folder, strength=0.001)
+    trained = drawn_run(make_model(tmp_path / "model"), data_folder, strength=0.002)
     assert difference(trained, written(trained, "same")).erased
     assert not difference(trained, written(trained, "8")).erased
 

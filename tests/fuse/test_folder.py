@@ -94,6 +94,13 @@ def test_what_is_there_is_replaced_only_when_asked(tmp_path, trained):
     assert not list(tmp_path.glob(".out*"))
 
 
+def test_a_file_is_never_replaced(tmp_path, trained):
+    (tmp_path / "notes.txt").write_text("years of work")
+    with pytest.raises(UserError, match=r"notes.txt: is a file, and would be a folder"):
+        written(trained, tmp_path / "notes.txt", force=True)
+    assert (tmp_path / "notes.txt").read_text() == "years of work"
+
+
 def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path, trained, small_shards):
     out = make_model(tmp_path / "out", bits=None)
     before = sums_of(out)
@@ -107,13 +114,13 @@ def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path, trained, small
     assert "fused.json" in sums_of(out)
 
 
-@pytest.mark.parametrize("needed", ["base", "adapter", "adapter file", "checkpoint"])
+@pytest.mark.parametrize("needed", ["base", "adapter", "inside the adapter", "checkpoint"])
 def test_the_run_is_not_overwritten(tmp_path, trained, needed):
     shutil.copytree(trained.adapter.folder, trained.folder.checkpoints / "step-000003")
     targets = {
         "base": trained.base,
         "adapter": trained.folder.adapter,
-        "adapter file": trained.folder.adapter / "adapters.safetensors",
+        "inside the adapter": trained.folder.adapter / "new",
         "checkpoint": trained.folder.checkpoints / "step-000003",
     }
     with pytest.raises(UserError, match="is of the run itself"):
@@ -207,9 +214,10 @@ def test_a_disk_that_is_too_small(tmp_path, trained, monkeypatch):
 
 def test_a_result_larger_than_the_budget_is_written_and_measured_inside_it(tmp_path, data_folder):
     write_rows(data_folder / "valid.jsonl", [chat("How much?", "42")])
-    model = make_large(tmp_path / "large", bits=4)
-    drawn_run(model, data_folder, strength=0.01, lora_layers=12, max_seq_length=256)
+    model = make_large(tmp_path / "large", bits=4, blocks=6)
+    drawn_run(model, data_folder, strength=0.01, lora_layers=6, max_seq_length=256)
     line = [sys.executable, "-m", "your_ai", "fuse", "drawn", "out", "--to", "dequantized"]
+    line += ["--dtype", "float32"]
     low = subprocess.run(
         [*line, "--max-memory", "0.05"], capture_output=True, text=True, check=False
     )
@@ -221,7 +229,7 @@ def test_a_result_larger_than_the_budget_is_written_and_measured_inside_it(tmp_p
     assert process.returncode == 0
     size = sum(path.stat().st_size for path in Path("out").glob("*.safetensors"))
     assert 50 * MB < most < budget * 1e9 < size / 1.2
-    assert found["kept"] > 0.9
+    assert found["kept"] == pytest.approx(1, abs=1e-3)
 
 
 def test_the_least_budget_that_is_named_is_enough(tmp_path, trained):

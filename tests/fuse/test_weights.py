@@ -28,11 +28,18 @@ KINDS = [
     *[(architecture, False) for architecture in ("llama", "qwen2", "gemma2", "qwen3_moe")],
     *[(architecture, True) for architecture in ("llama-untied", "qwen2-tied", "gemma2")],
 ]
+FEW = [("llama", False), ("qwen3_moe", False), ("gemma2", True)]
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}{'-dora' if kind[1] else ''}")
-def kind(request: pytest.FixtureRequest) -> tuple[str, bool]:
-    return request.param
+def over(kinds: list[tuple[str, bool]]) -> pytest.MarkDecorator:
+    names = [f"{architecture}{'-dora' if dora else ''}" for architecture, dora in kinds]
+    return pytest.mark.parametrize("kind", kinds, ids=names)
+
+
+@pytest.fixture
+def to_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is quantized is rounded as mlx-lm does it."""
+    monkeypatch.setattr(weights, "dithered", lambda weight, *_: weight)
 
 
 def run_of(tmp_path: Path, data_folder: Path, kind: tuple[str, bool], bits: int | None) -> Trained:
@@ -63,6 +70,7 @@ def assert_near(found: mx.array, wanted: mx.array) -> None:
 # As mlx-lm does it
 
 
+@over(KINDS)
 @pytest.mark.parametrize("bits", [None, 4])
 def test_the_fused_model_computes_what_base_and_adapter_do(tmp_path, data_folder, kind, bits):
     trained = run_of(tmp_path, data_folder, kind, bits)
@@ -73,14 +81,18 @@ def test_the_fused_model_computes_what_base_and_adapter_do(tmp_path, data_folder
     assert not any(name.endswith("scales") for name in weights_of(out))
 
 
-def test_requantized_it_is_what_mlx_lm_fuses(tmp_path, data_folder, kind):
+@over(FEW)
+def test_requantized_it_is_what_mlx_lm_fuses(tmp_path, data_folder, kind, to_the_nearest):
     trained = run_of(tmp_path, data_folder, kind, 4)
     out = written(trained, tmp_path / "out", "same")
     assert_same_bytes(weights_of(out), fused_by_mlx_lm(trained))
     assert check_model(out)["quantization"] == check_model(trained.base)["quantization"]
 
 
-def test_with_higher_bits_what_is_not_adapted_stays_as_it_was(tmp_path, data_folder, kind):
+@over(FEW)
+def test_with_higher_bits_what_is_not_adapted_stays_as_it_was(
+    tmp_path, data_folder, kind, to_the_nearest
+):
     trained = run_of(tmp_path, data_folder, kind, 4)
     out = written(trained, tmp_path / "out")
     found, base = weights_of(out), weights_of(trained.base)
@@ -132,6 +144,59 @@ def test_greedy_answers_are_those_of_the_run(tmp_path, data_folder, to):
     assert answers[0] == answers[1]
 
 
+# Rounding
+
+
+@pytest.mark.parametrize("to", ["same", "6"])
+def test_rounding_is_at_random_and_within_a_step_or_so(tmp_path, data_folder, to):
+    trained = run_of(tmp_path, data_folder, ("llama", False), 4)
+    wanted = fused_by_mlx_lm(trained, dequantize=True)
+    layers = dict(mlx_lm.load(str(written(trained, tmp_path / "out", to)))[0].named_modules())
+    found = []
+    for path in trained.adapter.layers:
+        off = weights.dense_rows(layers[path], slice(None), []) - wanted[f"{path}.weight"]
+        step = mx.repeat(mx.abs(layers[path].scales), layers[path].group_size, axis=-1)
+        found.append((off / step).reshape(-1))
+    steps = mx.concatenate(found)
+    assert mx.abs(steps).max().item() < 1.6  # mlx lets the nearest be a step away at the ends
+    assert abs(steps.mean().item()) < 0.005
+    assert 0.35 < mx.sqrt((steps * steps).mean()).item() < 0.45  # 1/sqrt(6); to the nearest 0.29
+
+
+def test_the_same_run_gives_the_same_bytes(tmp_path, data_folder):
+    trained = run_of(tmp_path, data_folder, ("llama", False), 4)
+    mx.random.seed(1)
+    first = weights_of(written(trained, tmp_path / "first"))
+    mx.random.seed(2)
+    assert_same_bytes(weights_of(written(trained, tmp_path / "second")), first)
+
+
+def test_a_slight_change_survives_8_bits_which_rounding_to_the_nearest_undoes(
+    tmp_path, data_folder, monkeypatch
+):
+    trained = drawn_run(make_model(tmp_path / "model"), data_folder, strength=0.0003)
+    base = weights_of(trained.base)
+    dense = fused_by_mlx_lm(trained, dequantize=True)
+
+    def kept() -> float:
+        """How much of the change of the weights is there, along the change itself."""
+        arrays = fused_lazily(trained, "8").arrays
+        shown = whole = 0.0
+        for path in trained.adapter.layers:
+            before, after = (
+                mx.dequantize(*(a[f"{path}.{n}"] for n in weights.PACKED), 32, bits)
+                for a, bits in ((base, 4), (arrays, 8))
+            )
+            change = dense[f"{path}.weight"] - before
+            shown += ((after - before) * change).sum().item()
+            whole += (change * change).sum().item()
+        return shown / whole
+
+    assert kept() == pytest.approx(1, abs=0.1)
+    monkeypatch.setattr(weights, "dithered", lambda weight, *_: weight)
+    assert kept() < 0.5
+
+
 # Types, slices and other quantizations
 
 
@@ -162,7 +227,9 @@ def test_the_type_can_be_chosen(tmp_path, data_folder, dtype):
 
 @pytest.mark.parametrize(("architecture", "dora"), [("llama", True), ("qwen3_moe", False)])
 @pytest.mark.parametrize("to", ["same", "8", "dequantized"])
-def test_slices_do_not_show(tmp_path, data_folder, monkeypatch, architecture, dora, to):
+def test_slices_do_not_show(
+    tmp_path, data_folder, monkeypatch, to_the_nearest, architecture, dora, to
+):
     trained = run_of(tmp_path, data_folder, (architecture, dora), 4)
     whole = fused_lazily(trained, to)
     monkeypatch.setattr(weights, "SLICE_BYTES", 3000)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import mlx_lm
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.export.runs import logits, make_trained
+from tests.export.runs import TOKENS, logits, make_trained
 from tests.interop.bases import TOLERANCE, largest, load, make_base, torch_logits
 from your_ai.export import huggingface
 from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS
@@ -29,6 +30,19 @@ def test_the_logits_are_those_of_mlx(architecture, tmp_path):
     trained = make_trained(make_base(tmp_path / "base", architecture), **EVERYTHING)
     out = exported(trained, tmp_path / "out")
     assert largest(logits(trained), torch_logits(load(out))) < TOLERANCE
+
+
+def test_a_base_that_transformers_wrote(tmp_path):
+    base = make_base(tmp_path / "base", "llama")
+    path = base / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 5e5}))
+    load(base).save_pretrained(base)
+    assert "rope_theta" not in json.loads(path.read_text())  # but in rope_parameters
+    trained = make_trained(base, **EVERYTHING)
+    theirs = torch_logits(load(exported(trained, tmp_path / "out")))
+    assert largest(logits(trained), theirs) < TOLERANCE
+    mlx_lms, _ = mlx_lm.load(str(tmp_path / "out"))
+    assert largest(mlx_lms(TOKENS), theirs) < TOLERANCE
 
 
 def test_a_quantized_base_is_dequantized(tiny_model, tmp_path):

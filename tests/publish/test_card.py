@@ -45,7 +45,8 @@ SUBJECT = Subject(
 )
 SIDE = {"value": 0.5, "low": 0.25, "high": 0.75}
 MEASURED = {
-    "rows": 1200, "confidence": 0.95, "better": 700, "worse": 400, "equal": 100,
+    "rows": 1200, "in_training_data": 0, "confidence": 0.95,
+    "better": 700, "worse": 400, "equal": 100,
     "metric_name": "scoring:bleu",
     "measures": {
         "loss": {"base": SIDE, "adapter": SIDE, "difference": {**SIDE, "low": None}},
@@ -124,9 +125,27 @@ def test_an_evaluation_is_told_side_by_side():
     assert "On 1,200 held-out rows, with intervals of 95% confidence." in text
     assert "Better than the base on 700 of them, worse on 400, equal on 100." in text
     value = "0.5000 [0.2500, 0.7500]"
-    assert f"| Loss | {value} | {value} |  |" in text
+    assert f"| Loss | {value} | {value} | 0.5000 |" in text
     assert f"| bleu | {value} | {value} | {value} |" in text
     assert "your_ai eval" not in text
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "told"),
+    [
+        (0, "On 1,200 held-out rows, with"),
+        (7, "On 1,200 rows, 7 of which it was trained on, with"),
+        (None, "On 1,200 rows, with"),
+    ],
+)
+def test_rows_are_held_out_where_that_is_known(trained_on, told):
+    assert told in card_of(evaluation=MEASURED | {"in_training_data": trained_on})
+
+
+def test_one_row_alone_has_a_value():
+    side = {"value": 0.5, "low": None, "high": None}
+    measured = MEASURED | {"measures": {"loss": dict.fromkeys(("base", "adapter"), side)}}
+    assert "| Loss | 0.5000 | 0.5000 |  |" in card_of(evaluation=measured)
 
 
 def test_the_rows_of_an_evaluation_are_not_quoted():

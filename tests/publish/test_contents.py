@@ -23,6 +23,7 @@ FILES = {CARD, "adapter_config.json", "adapters.safetensors", "config.yaml"}
 SIDE = {"value": 0.5, "low": 0.25, "high": 0.75}
 MEASURED = {
     "version": 1, "data": "patients.jsonl", "rows": 2, "confidence": 0.95, "step": 3,
+    "in_training_data": 0,
     "measures": {"loss": {"base": SIDE, "adapter": SIDE, "difference": SIDE}},
     "worst": [{"prompt": "When does the vault open?", "answer": "At noon"}],
 }  # fmt: skip

@@ -165,6 +165,11 @@ def test_a_run_is_found_by_a_path_from_anywhere(own_folder, monkeypatch):
     assert find(str(own_folder / "runs" / "r")).read_config() == CONFIG
 
 
+def test_a_run_in_this_folder_has_its_name(monkeypatch):
+    monkeypatch.chdir(create(CONFIG).path)
+    assert find(".").name == CONFIG.run
+
+
 def test_a_run_that_is_not_there_is_refused_with_the_nearest():
     create(named("first-run"))
     with pytest.raises(UserError, match=r"no run named frist-run .*did you mean first-run"):

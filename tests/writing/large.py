@@ -22,13 +22,12 @@ LARGE = {
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 64,
-    "num_hidden_layers": 12,
     "vocab_size": 768,
     "torch_dtype": "float16",
 }
 
 
-def make_large(folder: Path, bits: int | None = None) -> Path:
+def make_large(folder: Path, bits: int | None = None, blocks: int = 12) -> Path:
     """A model of float16 weights, written block by block, since no test may hold it either.
 
     bits: of a weight, where it is to be quantized.
@@ -48,7 +47,7 @@ def make_large(folder: Path, bits: int | None = None) -> Path:
     rest = {"model.embed_tokens": wide[: LARGE["vocab_size"]], "model.norm": norm}
     parts = [rest] + [
         {f"model.layers.{index}.{name}": array for name, array in block.items()}
-        for index in range(LARGE["num_hidden_layers"])
+        for index in range(blocks)
     ]
     for index, part in enumerate(parts):
         arrays = {f"{name}.weight": array for name, array in part.items()}
@@ -56,6 +55,7 @@ def make_large(folder: Path, bits: int | None = None) -> Path:
             arrays = quantized(arrays, bits)
         mx.save_safetensors(str(folder / f"model-{index}.safetensors"), arrays)
     config = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": True, **LARGE}
+    config["num_hidden_layers"] = blocks
     if bits is not None:
         config["quantization"] = {"group_size": 64, "bits": bits}
     (folder / "config.json").write_text(json.dumps(config))

@@ -40,7 +40,8 @@ def work(tmp_path: Path) -> Work:
     work = Work(tmp_path / "out", "fusing", "fused.json")
     for folder, content in ((work.folder, "new"), (work.target, "old")):
         folder.mkdir()
-        (folder / "config.json").write_text(content)
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).write_text(content)
     return work
 
 

@@ -31,8 +31,16 @@ def test_what_is_there_is_replaced_only_when_asked(model):
 def test_a_file_is_replaced_when_asked(tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"")
     with pytest.raises(UserError, match="exists"):
-        check_target(tmp_path / "a.gguf", force=False)
-    check_target(tmp_path / "a.gguf", force=True)
+        check_target(tmp_path / "a.gguf", force=False, is_file=True)
+    check_target(tmp_path / "a.gguf", force=True, is_file=True)
+
+
+def test_a_folder_does_not_replace_a_file_nor_a_file_a_folder(model, tmp_path):
+    (tmp_path / "notes.txt").write_text("years of work")
+    with pytest.raises(UserError, match="is a file, and would be a folder"):
+        check_target(tmp_path / "notes.txt", force=True)
+    with pytest.raises(UserError, match="is a folder, and would be a file"):
+        check_target(model, force=True, is_file=True)
 
 
 @pytest.mark.parametrize("name", ["thesis.docx", "notes", "data"])
@@ -45,9 +53,11 @@ def test_a_folder_with_other_things_is_never_replaced(model, name):
         check_target(model, force=True)
 
 
-def test_a_folder_without_a_model_is_never_replaced(tmp_path):
+@pytest.mark.parametrize("names", [["notes.txt"], ["config.json", "main.py", "README.md"]])
+def test_a_folder_without_a_model_is_never_replaced(tmp_path, names):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("years of work")
+    for name in names:
+        (tmp_path / "out" / name).write_text("years of work")
     with pytest.raises(UserError, match="holds other things"):
         check_target(tmp_path / "out", force=True)
 
@@ -59,7 +69,7 @@ def test_an_empty_folder_is_replaced_when_asked(tmp_path):
 
 def test_a_link_is_never_replaced(model, tmp_path):
     (tmp_path / "link").symlink_to(model)
-    with pytest.raises(UserError, match="holds other things"):
+    with pytest.raises(UserError, match="is a link, which is never replaced"):
         check_target(tmp_path / "link", force=True)
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_console
+from your_ai.commands.progress import show_bytes
 from your_ai.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from your_ai.trained import Trained
-    from your_ai.writing.shards import Progress
 
 Format = Literal["mlx", "peft", "gguf", "hf"]
 DTYPES = {
@@ -65,13 +62,12 @@ def export(
     from your_ai.writing.targets import check_target
 
     target = default_target(find(run).name, to, fused, dtype) if out is None else out
-    check_target(target, force)
-    check_replaced(target, is_file=to == "gguf")
+    check_target(target, force, is_file=to == "gguf")
     trained = open_trained(run, checkpoint, model)
     if trained.note:
         typer.echo(f"note: {trained.note}", err=True)
     spare_the_run(trained, trained.base, target)
-    write(trained, target, to, fused, dtype, max_memory)
+    write(trained, target, to, fused, dtype, max_memory, force)
     typer.echo(target)
 
 
@@ -93,13 +89,6 @@ def default_target(name: str, to: str, fused: bool, dtype: str | None) -> Path:
     return Path(f"{name}-{dtype or DEFAULT_KIND}.gguf" if fused else f"{name}-lora.gguf")
 
 
-def check_replaced(target: Path, is_file: bool) -> None:
-    """Raise UserError for a file that would become a folder, or a folder that would a file."""
-    if target.exists() and target.is_dir() == is_file:
-        kind, other = ("folder", "file") if is_file else ("file", "folder")
-        raise UserError(f"{target}: is a {kind}, and would be a {other}; choose another name")
-
-
 def write(
     trained: Trained,
     target: Path,
@@ -107,6 +96,7 @@ def write(
     fused: bool,
     dtype: str | None,
     max_memory: float | None,
+    force: bool,
 ) -> None:
     if to == "mlx":
         from your_ai.export import mlxlm
@@ -119,9 +109,9 @@ def write(
     elif to == "hf":
         from your_ai.export import huggingface
 
-        steps = huggingface.write(trained, target, dtype or "auto", max_memory)
+        steps = huggingface.write(trained, target, dtype or "auto", max_memory, force)
         try:
-            show(steps, open_console())
+            show_bytes("exporting", steps, open_console())
         except KeyboardInterrupt:
             typer.echo(huggingface.left_behind(target), err=True)
             raise
@@ -129,24 +119,12 @@ def write(
         from your_ai.export import gguf
 
         kind = dtype or DEFAULT_KIND
-        show(gguf.write_model(trained, target, kind, max_memory), open_console())
+        steps = gguf.write_model(trained, target, kind, max_memory)
+        show_bytes("exporting", steps, open_console())
     else:
         from your_ai.export import gguf
 
         gguf.write_adapter(trained, target)
-
-
-def show(steps: Iterator[Progress], console: Console) -> None:
-    """A bar of the bytes written, on a terminal."""
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("exporting"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    hidden = not console.is_terminal  # a file or program reads: the target's name alone is told
-    with Bar(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("", total=None)
-        for step in steps:
-            bar.update(task, completed=step.done_bytes, total=step.total_bytes)
 
 
 def import_adapter(

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from your_ai.commands.options import CHECKPOINT, MODEL, RUN
+from your_ai.commands.progress import show_bytes
 from your_ai.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.console import Console
 
     from your_ai.fuse.difference import Difference
     from your_ai.trained import Trained
-    from your_ai.writing.shards import Progress as Written
 
 
 def fuse(
@@ -63,11 +61,11 @@ def fuse(
     console = Console(stderr=True, highlight=False)
     steps = folder.fuse(trained, out, to, dtype, max_memory, force)
     try:
-        show_progress(steps, console)
+        show_bytes("fusing", steps, console)
     except KeyboardInterrupt:
         typer.echo(folder.left_behind(out), err=True)
         raise
-    found = measured(trained, out, max_memory, console) if measure else None
+    found = measured(trained, out, to, max_memory, console) if measure else None
     if as_json:
         values = None if found is None else dataclasses.asdict(found) | {"erased": found.erased}
         typer.echo(json.dumps({"target": str(out), "difference": values}))
@@ -78,19 +76,8 @@ def fuse(
             typer.echo(line)
 
 
-def show_progress(steps: Iterable[Written], console: Console) -> None:
-    """A bar of the bytes written, on a terminal."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("fusing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        for step in steps:
-            bar.update(task, completed=step.done_bytes, total=step.total_bytes)
-
-
 def measured(
-    trained: Trained, out: Path, max_memory: float | None, console: Console
+    trained: Trained, out: Path, to: str, max_memory: float | None, console: Console
 ) -> Difference | None:
     """The difference; None, and why on stderr, where it cannot be had. OUT is whole by now."""
     from your_ai.fuse.difference import difference
@@ -105,20 +92,21 @@ def measured(
         typer.echo(f"note: the difference was not measured ({error})", err=True)
         return None
     if found.erased:
-        typer.echo(f"warning: {warning_of(found, out)}", err=True)
+        typer.echo(f"warning: {warning_of(found, out, to)}", err=True)
     return found
 
 
-def warning_of(found: Difference, out: Path) -> str:
-    """For a difference that has `erased`."""
+def warning_of(found: Difference, out: Path, to: str) -> str:
+    """For a difference that has `erased`, and a model that was written with this `--to`."""
     from your_ai.fuse.difference import LEAST_KEPT
     from your_ai.hub.check import check_model
 
     what = f"fusing changes the logits by {found.mean:.2g}, the adapter by {found.effect:.2g}"
     if found.kept < LEAST_KEPT:
         what = f"fusing has erased the adapter: {max(0, found.kept):.0%} of its effect is left"
-    quantized = check_model(out).get("quantization") is not None
-    return f"{what}; give {'--to 8 or --to dequantized' if quantized else '--dtype float32'}"
+    if check_model(out).get("quantization") is None:
+        return f"{what}; give --dtype float32"
+    return f"{what}; give {'' if to in ('auto', '8') else '--to 8 or '}--to dequantized"
 
 
 def lines_of(found: Difference) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from your_ai.commands.options import open_console
+from your_ai.commands.progress import show_bytes
 from your_ai.errors import UserError
 
 if TYPE_CHECKING:
@@ -129,22 +130,11 @@ def quantize(
 
     steps = convert.quantize(find_model(source), target, bits, group_size, max_memory, force)
     try:
-        show_quantizing(steps, open_console())
+        show_bytes("quantizing", steps, open_console())
     except KeyboardInterrupt:
         typer.echo(convert.left_behind(target), err=True)
         raise
     typer.echo(target)
-
-
-def show_quantizing(steps, console: Console) -> None:
-    """A bar of the bytes written, on a terminal."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("quantizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        for step in steps:
-            bar.update(task, completed=step.done_bytes, total=step.total_bytes)
 
 
 def recommend(

@@ -9,7 +9,7 @@ mean is a ratio of sums, both of which are drawn anew: rows are not alike in len
 
 What rows there are is all that is taken as left to chance: not the seed of the training, nor
 that others would ask other things. With few rows, thirty say, intervals are somewhat too
-narrow.
+narrow; one alone says nothing of others, and has none.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ def paired(
         counted = drawn_counts(len(sizes), resamples, seed)
         sums = np.concatenate([counts @ columns.T for counts in counted])
         bases, differences = means[:, None] + (sums[:, :2] / sums[:, 2:]).T
+        if len(sizes) == 1:
+            bases, differences = np.full((2, resamples), np.nan)
         return Paired(float(of_base), float(of_adapter), np.stack([bases, bases + differences]))
 
 

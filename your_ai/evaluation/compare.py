@@ -112,6 +112,8 @@ def compare(run: Trained, path: Path, request: Request) -> Generator[Progress, N
     rows = load_rows(path, config, tokenizer, tokenized_by)
     if request.metric is not None and not rows.asks.any():
         raise UserError(f"{path}: no row asks for an answer, which --metric is of")
+    most = max(len(rows.trained.examples), len(rows.answers.examples))
+    request = replace(request, batch_size=min(request.batch_size, most))
     yield Progress("looking for the rows among those of the training")
     leaked = in_training_data(rows, config, tokenized_by)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
@@ -19,7 +20,10 @@ from your_ai.errors import UserError
 
 @dataclass(frozen=True)
 class Metric:
-    """function(answer, expected, row) -> a number: row as its line of the file has it."""
+    """function(answer, expected, row) -> a number: row as its line of the file has it.
+
+    What it prints goes to stderr: stdout is for what was measured.
+    """
 
     name: str
     function: Callable[[str, str, dict], Any]
@@ -27,8 +31,9 @@ class Metric:
     def score(self, answer: str, expected: str, row: dict, where: str) -> float:
         """Raises UserError, naming the row, where the function raises or gives no number."""
         try:
-            found = self.function(answer, expected, row)
-        except Exception as error:  # the user's code raises what it likes
+            with contextlib.redirect_stdout(sys.stderr):
+                found = self.function(answer, expected, row)
+        except (Exception, SystemExit) as error:  # the user's code raises what it likes
             raise UserError(f"{where}: --metric {self.name} raised {described(error)}") from error
         if not isinstance(found, (Real, np.bool_)):
             text = f"{type(found).__name__} {found!r}" if found is not None else "None"
@@ -56,7 +61,8 @@ def load_metric(name: str) -> Metric:
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
+        with contextlib.redirect_stdout(sys.stderr):
+            module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the user's code raises what it likes
         reason = described(error)
         raise UserError(f"--metric {name}: {module_name} cannot be imported ({reason})") from error

@@ -43,8 +43,8 @@ def follow(steps: Generator[Progress, None, T], console: Console) -> T:
 
 def report(found: dict[str, Any], run: str) -> RenderableType:
     """What `record` keeps, for people; run: its name."""
-    measured = Table(box=None, pad_edge=False)
-    measured.add_column("")
+    measured = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # to fit 80 columns
+    measured.add_column("", min_width=len("exact match"))
     for system in SYSTEMS:
         measured.add_column(system, justify="right", no_wrap=True)
     for name, systems in found["measures"].items():
@@ -63,7 +63,7 @@ def report(found: dict[str, Any], run: str) -> RenderableType:
         measured,
         "",
         Text(
-            f"In brackets: {found['confidence']:.0%} intervals, of {found['resamples']:,} "
+            f"In brackets: {100 * found['confidence']:g}% intervals, of {found['resamples']:,} "
             "resamples of the rows."
         ),
         Text(
@@ -85,9 +85,12 @@ def cell(name: str, system: str, interval: dict[str, float | None]) -> Text:
     return Text(f"{sign}{value}{'%' if share else ''} [{low}, {high}]")
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None, digits: int | None = None) -> str:
+    """With so many decimals, or four digits in all."""
     if value is None:
         return "?"
+    if digits is None:
+        digits = max(0, 4 - len(str(int(abs(value)))))
     return f"{value:.3e}" if abs(value) >= 1e5 else f"{value:.{digits}f}"
 
 

@@ -28,13 +28,18 @@ RECORD = "exported.json"
 
 
 def write(
-    trained: Trained, target: Path, dtype: str = AUTO, max_memory_gb: float | None = None
+    trained: Trained,
+    target: Path,
+    dtype: str = AUTO,
+    max_memory_gb: float | None = None,
+    force: bool = False,
 ) -> Iterator[Progress]:
-    """Write the whole model to `target`, or what is there anew; goes on where it was.
+    """Write the whole model to `target`; goes on where it was.
 
-    dtype: of the weights; auto is the base's own. Raises UserError, before anything is
-    written, for a model whose weights transformers names otherwise, and too little memory or
-    disk; RunError where the base cannot be read to its end.
+    dtype: of the weights; auto is the base's own. force: replace a model that is there, once
+    the new one is whole. Raises UserError, before anything is written, for a model whose
+    weights transformers names otherwise, and too little memory or disk; RunError where the
+    base cannot be read to its end.
     """
     kind = check_names(trained.base)
     if kind in STACKS_EXPERTS:
@@ -48,7 +53,7 @@ def write(
     sums = [sha256(trained.adapter.folder / name) for name in (ADAPTERS, ADAPTER_CONFIG)]
     source, settings = base_of(trained, max_memory_gb), [*sums, dtype]
     yield from write_model(
-        lazy, source, work_of(target), settings, max_memory_gb, False, replaces=True
+        lazy, source, work_of(target), settings, max_memory_gb, False, replaces=force
     )
 
 

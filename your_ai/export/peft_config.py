@@ -27,6 +27,7 @@ HARMLESS = (
 STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 ALL_LINEAR = "all-linear"
 HEAD = "lm_head"
+LARGEST = 1e9  # of what the settings count and measure
 FIRST_INDEX = r".*?\.[^.]*\.(?P<index>\d+)\."  # of a layer's path, as PEFT finds its block
 
 
@@ -97,7 +98,7 @@ def read(path: Path, config: dict[str, Any]) -> Settings:
 
 def number(path: Path, config: dict[str, Any], key: str, default: float) -> float:
     value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
         raise UserError(f"{path}: {key} {value}: must be a number")
     return value
 

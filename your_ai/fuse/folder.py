@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def fuse(
     cannot be, and too little memory or disk; RunError where the base cannot be read to its end.
     """
     check_target(target, force)
+    if glob.escape(target.name) != target.name:
+        raise UserError(f"{target}: mlx-lm finds no model below a name with *, ? or [")
     source, adapter = base_of(trained, max_memory_gb), trained.adapter.folder
     spare_the_run(trained, source, target)
     lazy = fused_lazily(trained, to, dtype, max_memory_gb)

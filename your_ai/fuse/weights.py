@@ -6,6 +6,11 @@
 as mlx-lm's layers have it, but in float32, and rounded once to what is written. A layer is
 computed some rows after the other, and put together from them.
 
+What is quantized again is rounded up or down at random, so that on average it is W'. An adapter
+changes most weights by less than a step, all in its few directions; rounded to the nearest
+they would go back to where they were: the levels of 4 bits are among those of 8, 255 being
+17 x 15. What is random is in no direction, and cancels out.
+
 Shapes: O outputs, I inputs, r rank, E experts; of a slice of its first axis where rows is said.
 """
 
@@ -27,6 +32,7 @@ from your_ai.errors import UserError
 from your_ai.fuse.card import card_of
 from your_ai.model import LINEAR
 from your_ai.quantize.copies import quantized_copy
+from your_ai.rng import derive_seed
 from your_ai.trained import Adapter, Trained, put_adapter, read_adapter
 from your_ai.writing.shards import Lazy, load_as_written, read_bytes
 
@@ -46,11 +52,12 @@ Quantization = dict[str, Any]  # group_size, bits and mode, or nothing
 class Change:
     """A layer of the base that is written otherwise than it is.
 
-    parts: lora_a, lora_b and m, or nothing where it is dequantized alone; becomes: how it is
-    quantized then; dtype: of its floats.
+    seed: of its rounding; parts: lora_a, lora_b and m, or nothing where it is dequantized
+    alone; becomes: how it is quantized then; dtype: of its floats.
     """
 
     layer: nn.Module
+    seed: int
     parts: Mapping[str, mx.array]
     scale: float
     becomes: Quantization
@@ -69,7 +76,7 @@ def fused_lazily(
     """The base with the adapter in it, by the names that mlx-lm gives its weights.
 
     to: what becomes of a quantized base. `same`: the adapted layers are quantized again as they
-    were; `4` to `8`: to so many bits, where they have fewer; either way all else stays as it
+    were; `4` to `8`: with so many bits, where they have fewer; either way all else stays as it
     is. `dequantized`: nothing is quantized any more. `auto`: 8. dtype: of the floats, where
     nothing is quantized; `auto` is the base's own. max_memory_gb: of the process, while it makes
     the quantized copy of a base that has none yet. Raises UserError where that cannot be.
@@ -163,7 +170,8 @@ def changes_of(
             kind = layer.scales.dtype if own else layer.weight.dtype
             kind = kind if mx.issubdtype(kind, mx.floating) else first
             becomes = {} if to == DEQUANTIZED else raised(own, to)
-            changes[path] = Change(layer, parts, adapter.scale, becomes, floats or kind)
+            seed = derive_seed("fuse", path)
+            changes[path] = Change(layer, seed, parts, adapter.scale, becomes, floats or kind)
     return changes
 
 
@@ -215,6 +223,8 @@ def changed_arrays(change: Change) -> dict[str, mx.array]:
         weight = dense_rows(layer, rows, after)
         if change.parts:
             weight = adapted_rows(weight, change.parts, change.scale, rows)
+        if change.becomes.get("mode") == "affine":
+            weight = dithered(weight, change.becomes, derive_seed(change.seed, rows.start))
         pieces.append(packed(weight, change.becomes, change.dtype))
     return {name: mx.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
@@ -246,6 +256,13 @@ def adapted_rows(
         magnitudes = parts["m"][rows].astype(mx.float32)
         weight = (magnitudes / mx.linalg.norm(weight, axis=1))[:, None] * weight
     return weight
+
+
+def dithered(weight: mx.array, becomes: Quantization, seed: int) -> mx.array:
+    """The rows with noise of a step, so that to round them to the nearest is to do it at random."""
+    _, steps, _ = mx.quantize(weight, **becomes)
+    noise = mx.random.uniform(-0.5, 0.5, weight.shape, key=mx.random.key(seed))
+    return weight + mx.repeat(steps, becomes["group_size"], axis=-1) * noise
 
 
 def packed(weight: mx.array, becomes: Quantization, dtype: mx.Dtype) -> dict[str, mx.array]:

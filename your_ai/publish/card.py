@@ -273,9 +273,12 @@ def evaluation(subject: Subject) -> list[str]:
     for name, sides in found["measures"].items():
         title = TITLES.get(name, str(found.get("metric_name") or name).rpartition(":")[2])
         rows.append((cell(title), *(interval(sides.get(side)) for side in SIDES)))
-    text = f"On {found['rows']:,} held-out rows"
+    trained_on = found.get("in_training_data")  # None where that is not known
+    text = f"On {found['rows']:,} {'held-out rows' if trained_on == 0 else 'rows'}"
+    if trained_on:
+        text += f", {trained_on:,} of which it was trained on"
     if isinstance(found.get("confidence"), float):
-        text += f", with intervals of {found['confidence']:.0%} confidence"
+        text += f", with intervals of {100 * found['confidence']:g}% confidence"
     counts = [found.get(name) for name in ("better", "worse", "equal")]
     if all(isinstance(count, int) for count in counts):
         better, worse, equal = counts
@@ -286,14 +289,12 @@ def evaluation(subject: Subject) -> list[str]:
 
 
 def interval(side: Any) -> str:
-    """`0.5 [0.4, 0.6]`; "" where it was not measured."""
-    numbers = (
-        [side.get(name) for name in ("value", "low", "high")] if isinstance(side, dict) else []
-    )
-    if not numbers or not all(isinstance(number, int | float) for number in numbers):
+    """`0.5 [0.4, 0.6]`, or `0.5` alone of one row; "" where it was not measured."""
+    if not isinstance(side, dict):
         return ""
-    value, low, high = map(decimal, numbers)
-    return f"{value} [{low}, {high}]"
+    found = [side.get(name) for name in ("value", "low", "high")]
+    value, low, high = (decimal(n) if isinstance(n, int | float) else "" for n in found)
+    return f"{value} [{low}, {high}]" if value and low and high else value
 
 
 def own_part(subject: Subject) -> str:

@@ -33,7 +33,7 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return Path(os.path.abspath(self.path)).name  # of `.` as well, where it is that folder
 
     @property
     def reference(self) -> str:

@@ -39,7 +39,7 @@ from your_ai.memory import allocator
 from your_ai.memory.facts import SIZES, entries_of
 from your_ai.memory.plan import rounded_up
 from your_ai.memory.sample import in_gb
-from your_ai.model import first_line, load_tokenizer_of
+from your_ai.model import first_line, load_tokenizer_of, positions_of
 from your_ai.writing.targets import check_target, unwritable
 from your_ai.writing.unfinished import Work, check_disk, finished_shards, locked, write_record
 
@@ -81,11 +81,11 @@ def load_as_written(source: Path) -> tuple[nn.Module, dict[str, Any]]:
 
     Raises UserError for a folder that is not whole, or that mlx-lm cannot load.
     """
-    check_model(source)
+    told = check_model(source)
     if glob.escape(str(source)) != str(source):
         raise UserError(f"{source}: mlx-lm finds no weights below a name with *, ? or [")
     try:
-        return mlx_lm_utils.load_model(source, lazy=True)
+        return mlx_lm_utils.load_model(source, lazy=True, model_config=positions_of(told))
     except Exception as error:  # an architecture's code raises what it likes
         raise UserError(f"{source}: mlx-lm cannot load this model ({first_line(error)})") from error
 

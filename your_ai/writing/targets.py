@@ -8,17 +8,18 @@ from pathlib import Path
 
 from your_ai.errors import UserError
 
-# What a folder of a model or an adapter has, and no other folder has these alone.
+# What a folder of a model or an adapter has: one of these, weights, and files of these kinds.
 MARKS = ("config.json", "adapter_config.json")
-KINDS = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".py", ".png",
+WEIGHTS = ".safetensors"
+KINDS = (WEIGHTS, ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".py", ".png",
          ".gitattributes")  # fmt: skip
 
 
-def check_target(target: Path, force: bool) -> None:
+def check_target(target: Path, force: bool, is_file: bool = False) -> None:
     """Raise UserError where a result cannot become `target`.
 
-    force: it may replace a file, or a folder with nothing but a model or an adapter. Any
-    other folder is never replaced.
+    force: a file may replace a file, and a folder one with nothing but a model or an adapter.
+    Nothing else is ever replaced. is_file: the result is a file, and not a folder.
     """
     if not target.name or target.name in (".", ".."):
         raise UserError(f"{target}: give the name of a new file or folder")
@@ -30,16 +31,22 @@ def check_target(target: Path, force: bool) -> None:
         return
     if not force:
         raise UserError(f"{target}: exists; choose another name, or replace it with --force")
-    if target.is_symlink() or (target.is_dir() and not is_replaceable(target)):
+    if target.is_symlink():
+        raise UserError(f"{target}: is a link, which is never replaced; choose another name")
+    if target.is_dir() == is_file:
+        kind, other = ("folder", "file") if is_file else ("file", "folder")
+        raise UserError(f"{target}: is a {kind}, and would be a {other}; choose another name")
+    if target.is_dir() and not is_replaceable(target):
         raise UserError(f"{target}: holds other things than a model; choose another name")
 
 
 def is_replaceable(folder: Path) -> bool:
     """Whether a folder is empty, or holds a model or an adapter and nothing else."""
     found = list(folder.iterdir())
-    whole = any((folder / name).is_file() for name in MARKS)
+    marked = any((folder / name).is_file() for name in MARKS)
+    weighty = any(path.suffix == WEIGHTS for path in found)
     known = all(path.is_file() and (path.suffix or path.name) in KINDS for path in found)
-    return not found or (whole and known)
+    return not found or (marked and weighty and known)
 
 
 def unwritable(target: Path, error: OSError, goes_on: bool = False) -> UserError:

@@ -1,0 +1,23 @@
+"""A bar of the bytes of a large result, as they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from your_ai.writing.shards import Progress
+
+
+def show_bytes(doing: str, steps: Iterable[Progress], console: Console) -> None:
+    """Carry `steps` out, with a bar on a terminal that goes when they are done."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        for step in steps:
+            bar.update(task, completed=step.done_bytes, total=step.total_bytes)
