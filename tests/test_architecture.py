@@ -28,7 +28,7 @@ LAYERS = [
     ["writing"],
     ["quantize"],
     ["generate", "fuse"],
-    ["evaluation", "admission"],
+    ["evaluation"],
     ["chat", "export", "serving"],
     ["prepare"],
     ["govern", "saving", "measure", "preview", "pausing"],

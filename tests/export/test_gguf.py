@@ -263,7 +263,7 @@ def test_the_sizes_are_those_of_the_model(trained, tmp_path):
     }  # fmt: skip
     assert {key: found[f"llama.{key}"] for key in wanted} == wanted
     assert found["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
-    assert found["general.name"] == "r"
+    assert found["general.name"] == f"{trained.base.name} fine-tuned"  # and not the run's name
 
 
 def test_gemma_has_its_windows_and_caps(tmp_path):

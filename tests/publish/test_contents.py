@@ -190,6 +190,15 @@ def test_what_a_folder_says_of_its_base_is_told(folder):
     assert b"base_model: a/b" in of_folder(folder, REPO).files[CARD]
 
 
+def test_what_mlx_lm_s_trainer_keeps_of_its_data_is_not_sent(folder):
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"lora_parameters": {"rank": 4}, "num_layers": 2, "data": "customers/x"})
+    )
+    (folder / "adapters.safetensors").write_bytes(b"")
+    sent = json.loads(read(of_folder(folder, REPO).files["adapter_config.json"]))
+    assert sent == {"lora_parameters": {"rank": 4}, "num_layers": 2}
+
+
 def test_a_checkpoint_is_no_folder_to_push(finished):
     with pytest.raises(UserError, match="push its run, with --checkpoint step-000003"):
         of_folder(finished.checkpoints / "step-000003", REPO)

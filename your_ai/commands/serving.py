@@ -40,9 +40,9 @@ def serve(
     ] = "warning",
 ) -> None:
     """Serve a run to programs that speak OpenAI's protocol, through mlx-lm's server."""
-    from your_ai import serving
     from your_ai.generate import Sampling
     from your_ai.run.stopping import noted_signals
+    from your_ai.serving import server as serving
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     origins = serving.Origins(tuple(o.strip() for o in allowed_origins.split(",") if o.strip()))
@@ -62,7 +62,7 @@ def serve(
 
 
 def log_to_stderr(level: str) -> None:
-    from your_ai.serving import LogLines
+    from your_ai.serving.server import LogLines
 
     handler = logging.StreamHandler()
     handler.setFormatter(LogLines("%(asctime)s %(levelname)s %(message)s"))

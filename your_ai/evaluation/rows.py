@@ -119,6 +119,8 @@ def choose_file(given: str | None, config: TrainConfig) -> Path:
         raise UserError(
             f"the run's data is one file of training rows, {data}; give others with --data"
         )
+    if not path.is_dir():
+        raise UserError(f"--data {data}: is no file that can be read again; give a .jsonl file")
     for name in PREFERRED:
         if (path / f"{name}.jsonl").is_file():
             return path / f"{name}.jsonl"

@@ -177,9 +177,10 @@ def add_source(writer: GGUFWriter, trained: Trained, kind: str) -> None:
     from gguf import GGML_QUANT_VERSION
 
     writer.add_type(kind)
-    writer.add_name(trained.folder.name)
-    writer.add_quantization_version(GGML_QUANT_VERSION)
     base = trained.hub_name
+    named = trained.base.absolute().name if base is None else base.repo.rpartition("/")[2]
+    writer.add_name(f"{named} fine-tuned")  # a run's own name may tell of its data
+    writer.add_quantization_version(GGML_QUANT_VERSION)
     if base is not None:
         organization, _, name = base.repo.rpartition("/")
         writer.add_base_model_count(1)

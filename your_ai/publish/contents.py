@@ -36,6 +36,9 @@ CURVES = "curves"
 PEFT_ADAPTERS = "adapter_model.safetensors"
 LIBRARIES = ("mlx", "peft", "transformers")
 CONFIGS = ("config.json", ADAPTER_CONFIG)
+# What mlx-lm reads of an adapter's settings, and we do. mlx-lm's trainer puts all of its own
+# there, the places of the data among them.
+ADAPTER_KEYS = ("fine_tune_type", "model", "num_layers", "lora_parameters", "step", "base_files")
 # Of a folder: by what it is, the files that make it so, and those beside them that are sent.
 MARKS: dict[Kind, str] = {
     "peft": PEFT_ADAPTERS,
@@ -82,7 +85,8 @@ def of_run(trained: Trained, repo: str) -> Contents:
         curves=tuple(pictures),
         evaluation=found,
     )
-    named = without_paths({**adapter.config, "model": base.repo or base.name})
+    known = {key: adapter.config[key] for key in ADAPTER_KEYS if key in adapter.config}
+    named = without_paths({**known, "model": base.repo or base.name})
     files: dict[str, bytes | Path] = {
         CARD: card(subject).encode("utf-8", "replace"),
         ADAPTER_CONFIG: as_json(named),
@@ -178,8 +182,11 @@ def of_folder(folder: Path, repo: str) -> Contents:
         if name in files:
             config = read_config(folder / name)
             base = base_in(config) or base
-            if without_paths(config) != config:
-                files[name] = as_json(without_paths(config))
+            told = without_paths(config)
+            if name == ADAPTER_CONFIG and "lora_parameters" in config:
+                told = {key: told[key] for key in ADAPTER_KEYS if key in told}
+            if told != config:
+                files[name] = as_json(told)
     subject = Subject(
         repo=repo,
         kind=kind,

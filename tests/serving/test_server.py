@@ -21,10 +21,11 @@ import openai
 import pytest
 
 from tests.test_generate import train_in
-from your_ai import generate, serving
+from your_ai import generate
 from your_ai.errors import RunError
 from your_ai.run.folder import RunFolder
-from your_ai.serving import Origins
+from your_ai.serving import server as serving
+from your_ai.serving.server import Origins
 from your_ai.trained import open_trained
 
 LONG = {"max_tokens": 100_000, "temperature": 2.0, "logit_bias": {"1": -100}}  # never the end token

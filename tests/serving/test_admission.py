@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from your_ai.admission import check_body
+from your_ai.serving.admission import check_body
 
 GOOD = {
     "model": "r", "messages": [], "max_tokens": 5, "temperature": 0.5, "top_p": 1, "top_k": 9,

@@ -38,10 +38,10 @@ from mlx_lm.server import (
 )
 
 from your_ai import __version__
-from your_ai.admission import check_body, prompt_of
 from your_ai.errors import RunError, UserError
 from your_ai.generate import Sampling, context_tokens, for_terminal, load_run
 from your_ai.memory.estimate import PREFILL_TOKENS
+from your_ai.serving.admission import check_body, prompt_of
 from your_ai.trained import Trained
 
 DEFAULT = "default_model"  # what mlx-lm calls the one of a request that names none

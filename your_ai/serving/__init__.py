@@ -1,0 +1,1 @@
+"""A run behind mlx-lm's server, for programs that speak OpenAI's protocol."""
