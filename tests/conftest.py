@@ -62,6 +62,9 @@ EXTRA = {
     },
 }
 
+# MLX's own limits: under those that a test has set, it waits, and holds less, in all after it.
+MEMORY_LIMIT, CACHE_LIMIT = mx.set_memory_limit(1 << 40), mx.set_cache_limit(1 << 40)
+
 # How long an example takes is the machine's affair: others may work on it.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
@@ -89,6 +92,8 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("YOUR_AI_HOME", str(tmp_path / "home"))
     python_bytes.cache_clear()  # measured once a process, and each test is one of its own
+    mx.set_memory_limit(MEMORY_LIMIT)
+    mx.set_cache_limit(CACHE_LIMIT)
     return tmp_path
 
 
