@@ -7,6 +7,8 @@ from your_ai.doctor.machine import Machine
 GIB, GB = 1 << 30, 10**9
 VERSIONS = {"python": "3.12.8", "mlx": "0.32.4", "mlx_lm": "0.32.2", "your_ai": "0.1.0"}
 
+STORE = "/a-place-of-mine/your_ai"  # which is nobody's business
+
 
 def mac(ram: float, recommended: float, chip: str, **changes: object) -> Machine:
     """One that is idle; sizes in GiB."""
@@ -28,7 +30,7 @@ def mac(ram: float, recommended: float, chip: str, **changes: object) -> Machine
             "swap_bytes": 0,
             "pressure": 1,
             "disk_free_bytes": 200 * GB,
-            "store": "/Users/me/.cache/your_ai",
+            "store": STORE,
             "store_writable": True,
             **VERSIONS,
             **changes,
@@ -48,13 +50,13 @@ CUDA = Machine(
     system="Linux", release="6.8.0", architecture="x86_64", chip="AMD Ryzen 9 7950X", cores=16,
     device="cuda", nvidia=True, ram_bytes=64 * GIB, available_bytes=60 * GIB, held_bytes=GB // 4,
     gpu_bytes=24 * GIB, gpu_free_bytes=23 * GIB, swap_bytes=0, pressure=1,
-    disk_free_bytes=500 * GB, store="/home/me/.cache/your_ai", store_writable=True, **VERSIONS,
+    disk_free_bytes=500 * GB, store=STORE, store_writable=True, **VERSIONS,
 )  # fmt: skip
 CPU = Machine(
     system="Linux", release="6.18.44", architecture="x86_64", chip="AMD EPYC", cores=2,
     device="cpu", ram_bytes=25_276_502_016, available_bytes=23_809_253_376,
     held_bytes=30_003_200, swap_bytes=0, pressure=1, disk_free_bytes=69_700_079_616,
     openblas="/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3",
-    store="/home/me/.cache/your_ai", store_writable=True, **VERSIONS,
+    store=STORE, store_writable=True, **VERSIONS,
 )  # fmt: skip
 RECORDED = {**{f"Mac {gb} GB": found for gb, found in MACS.items()}, "CUDA": CUDA, "CPU": CPU}

@@ -152,7 +152,7 @@ def folder(own_folder: Path) -> Path:
     """What an export might look like, with things of the user's beside it."""
     made = own_folder / "cellar"
     made.mkdir()
-    named = {"base_model_name_or_path": "/home/cellar/llama", "peft_type": "LORA", "r": 4}
+    named = {"base_model_name_or_path": "/cellar/llama", "peft_type": "LORA", "r": 4}
     (made / "adapter_config.json").write_text(json.dumps(named))
     (made / "adapter_model.safetensors").write_bytes(b"weights")
     (made / "README.md").write_text("---\nbase_model: a/b\n---\n# the vault")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_console
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_console, open_noted
 from your_ai.errors import RunError, UserError, explain
 
 
@@ -58,11 +58,8 @@ def evaluate(
     from your_ai.evaluation import record, rows, show, summary
     from your_ai.evaluation.compare import Request, compare
     from your_ai.evaluation.metric import load_metric
-    from your_ai.trained import open_trained
 
-    trained = open_trained(run, checkpoint, model)
-    if trained.note:
-        typer.echo(f"note: {trained.note}", err=True)
+    trained = open_noted(run, checkpoint, model)
     path = rows.choose_file(data, trained.config)
     request = Request(
         batch_size=batch_size or trained.config.batch_size,

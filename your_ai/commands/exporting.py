@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_console
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_console, open_noted
 from your_ai.commands.progress import show_bytes
 from your_ai.errors import UserError
 
@@ -58,14 +58,11 @@ def export(
     check_options(to, fused, dtype, max_memory)
     from your_ai.fuse.folder import spare_the_run
     from your_ai.run.folder import find
-    from your_ai.trained import open_trained
     from your_ai.writing.targets import check_target
 
     target = default_target(find(run).name, to, fused, dtype) if out is None else out
     check_target(target, force, is_file=to == "gguf")
-    trained = open_trained(run, checkpoint, model)
-    if trained.note:
-        typer.echo(f"note: {trained.note}", err=True)
+    trained = open_noted(run, checkpoint, model)
     spare_the_run(trained, trained.base, target)
     write(trained, target, to, fused, dtype, max_memory, force)
     typer.echo(target)

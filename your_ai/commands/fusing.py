@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
 from your_ai.commands.progress import show_bytes
 from your_ai.errors import UserError
 
@@ -53,11 +53,8 @@ def fuse(
     from rich.console import Console
 
     from your_ai.fuse import folder
-    from your_ai.trained import open_trained
 
-    trained = open_trained(run, checkpoint, model)
-    if trained.note:
-        typer.echo(f"note: {trained.note}", err=True)
+    trained = open_noted(run, checkpoint, model)
     console = Console(stderr=True, highlight=False)
     steps = folder.fuse(trained, out, to, dtype, max_memory, force)
     try:

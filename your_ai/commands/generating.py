@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
 from your_ai.errors import UserError
 
 if TYPE_CHECKING:
@@ -99,16 +99,6 @@ def which_run(run: str | None, named: str | None) -> str:
     if found is None:
         raise UserError("give a run: your_ai generate RUN; your_ai runs lists them")
     return found
-
-
-def open_noted(run: str, checkpoint: str | None, model: str | None) -> Any:
-    """`open_trained`, with what the user should know of it on stderr."""
-    from your_ai.trained import open_trained
-
-    trained = open_trained(run, checkpoint, model)
-    if trained.note:
-        typer.echo(f"note: {trained.note}", err=True)
-    return trained
 
 
 def gather(prompt: str | None, prompts: str | None) -> list[Prompt]:

@@ -12,6 +12,8 @@ from your_ai.config import FIELDS, TYPES, default_text, describe, flag
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from your_ai.trained import Trained
+
 METAVARS = {
     "a whole number": "N",
     "a number": "X",
@@ -63,3 +65,13 @@ def open_console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False)
+
+
+def open_noted(run: str, checkpoint: str | None, model: str | None) -> Trained:
+    """`open_trained`, with what the user should know of it on stderr."""
+    from your_ai.trained import open_trained
+
+    trained = open_trained(run, checkpoint, model)
+    if trained.note:
+        typer.echo(f"note: {trained.note}", err=True)
+    return trained

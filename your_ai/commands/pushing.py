@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL
+from your_ai.commands.options import CHECKPOINT, MODEL, open_noted
 from your_ai.errors import UserError
 
 if TYPE_CHECKING:
@@ -72,9 +72,6 @@ def gather(run: str, repo: str, checkpoint: str | None, model: str | None) -> Co
             if value is not None:
                 raise UserError(f"{name} {value}: is of a run, and {run} is a folder")
         return of_folder(Path(run), repo)
-    from your_ai.trained import open_trained
 
-    trained = open_trained(run, checkpoint, model)
-    if trained.note:
-        typer.echo(f"note: {trained.note}", err=True)
+    trained = open_noted(run, checkpoint, model)
     return of_run(trained, repo)

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from your_ai.commands.generating import TEMPERATURE, TOP_P, open_noted
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN
+from your_ai.commands.generating import TEMPERATURE, TOP_P
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
 
 
 def serve(
