@@ -16,8 +16,11 @@ from your_ai.budget import (
     demand_of,
     hold_generation,
     limit_of,
+    python_bytes,
+    row_limit,
 )
 from your_ai.config import TrainConfig
+from your_ai.data.rows import RowLimit
 from your_ai.errors import UserError
 from your_ai.memory import allocator, probe
 from your_ai.memory.estimate import Training, generation_bytes, weights_bytes
@@ -44,6 +47,16 @@ def facts(tiny_model) -> ModelFacts:
 
 def found(tiny_model, level: int = 0, **settings) -> Budget:
     return budget_of(TrainConfig(**settings), tiny_model, mx.float32, [64, 256], level)
+
+
+# Rows
+
+
+def test_what_reading_the_rows_has_left_is_not_pythons(monkeypatch):
+    python_bytes.cache_clear()
+    assert row_limit(1000, 1.0) == RowLimit(row_bytes=1000, room_bytes=GB - HELD)
+    monkeypatch.setattr(probe, "process_bytes", lambda: 9 * HELD)
+    assert python_bytes() == HELD + LATER_BYTES
 
 
 # The limit

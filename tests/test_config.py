@@ -3,11 +3,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from your_ai import config as config_module
 from your_ai.config import (
+    BOUNDS,
     FIELDS,
     TrainConfig,
     build,
+    flag,
     packaged,
     read_yaml,
     resolve,
@@ -76,6 +81,56 @@ def test_wrong_values_are_named(flags, message):
         resolve({"data": "d", **flags}, None)
 
 
+WHOLE = st.integers() | st.integers(-(10**60), 10**60)
+ANY = (
+    st.none() | st.booleans() | WHOLE | st.floats() | st.text(max_size=20)
+    | st.sampled_from(["9" * 5000, "a" * 5000, 10**5000, "1e999", "\0", "\x1b[31m", "٣", [], {}])
+    | st.lists(st.text(max_size=5) | st.integers(), max_size=3)
+)  # fmt: skip
+
+
+@given(name=st.sampled_from(sorted(FIELDS)), value=ANY)
+def test_any_value_of_a_setting_is_within_its_bounds_or_refused(name, value):
+    try:
+        config = build({name: value}, "c.yaml")
+    except UserError as error:
+        told = str(error)
+        assert len(told) < 500 and "\n" not in told  # noqa: PT018
+        assert name in told or flag(name) in told
+        return
+    kept = getattr(config, name)
+    if isinstance(kept, float) or (isinstance(kept, int) and name != "seed"):
+        assert 0 <= kept < 1 << 33
+    assert build(read_text(to_yaml(config)), "x") == config
+
+
+def test_a_number_of_thousands_of_digits_is_no_text():
+    with pytest.raises(UserError, match=r"^c\.yaml: push_to: expected a text"):
+        build({"push_to": 10**5000}, "c.yaml")
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_number_beyond_sense_is_refused(name):
+    least, most = BOUNDS[name]
+    assert getattr(build({name: str(most)}, "x"), name) == most
+    assert getattr(build({name: least}, "x"), name) == least
+    for value in (most + 1, 10**12 * (most + 1), 10**5000):
+        with pytest.raises(UserError, match=rf"^{flag(name)} .*: must be at most {most:,}"):
+            build({name: value}, "x")
+    with pytest.raises(UserError, match=rf"^{flag(name)} .*: must be at least {least}"):
+        build({name: least - 1}, "x")
+
+
+def test_a_whole_number_is_kept_to_the_last_digit():
+    assert build({"seed": 2**63 + 1}, "x").seed == 2**63 + 1
+    assert build({"seed": str(2**63 + 1)}, "x").seed == 2**63 + 1
+
+
+def test_how_long_a_row_may_be_decides_nothing_that_is_computed():
+    assert resumed(TrainConfig(data="d"), {"max_row_bytes": "9"}).max_row_bytes == 9
+    assert "max_row_bytes" not in TrainConfig().decisive()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -122,3 +177,11 @@ def test_presets_are_valid_and_commented(preset):
     path = packaged("configs") / f"{preset}.yaml"
     build(read_yaml(path), str(path))
     assert path.read_text().startswith("#")
+
+
+@pytest.mark.parametrize("name", sorted(config_module.BOUNDS))
+@pytest.mark.parametrize("value", ["9" * 30, "1e300", 10**400])
+def test_a_number_far_above_any_is_refused_in_a_line(name, value):
+    with pytest.raises(UserError, match=f"^--{name.replace('_', '-')}") as caught:
+        resolve({name: value}, None)
+    assert len(str(caught.value)) < 600

@@ -258,15 +258,3 @@ def test_the_context_is_the_models(tmp_path, tiny_model):
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert generate.context_tokens(tmp_path) == most
-
-
-@given(st.text())
-def test_what_a_terminal_is_given_does_not_steer_it(text):
-    shown = generate.for_terminal(text)
-    assert not any(ord(c) < 32 or 127 <= ord(c) < 160 for c in shown if c not in "\n\t")
-
-
-def test_what_a_terminal_is_given_says_what_was_there():
-    assert (
-        generate.for_terminal("a\x1b[2J\x9b1m\rb\n\té世\u200d😀") == "a␛[2J\ufffd1mb\n\té世\u200d😀"
-    )

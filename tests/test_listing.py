@@ -414,8 +414,8 @@ def test_a_table_tells_states_apart_without_colour(monkeypatch):
 
 def test_names_and_models_cannot_steer_the_terminal():
     line = drawn([dataclasses.replace(FULL, name="[b]\x1b[2J\n", model="\ud800m\x07")], 160)[1]
-    assert line.startswith("[b]?[2J?")
-    assert line.endswith("?m?")
+    assert line.startswith("[b]␛[2J␊")
+    assert line.endswith("\ufffdm␇")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import mlx.core as mx
@@ -11,11 +12,12 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm import load as mlx_lm_load
 
-from tests.conftest import make_model
+from tests.conftest import call, make_model
 from your_ai import model
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.run import checkpoint
+from your_ai.run.folder import RUNS
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]
 TOKENS = mx.array([[5, 300, 17, 42, 99, 260, 700]])
@@ -259,3 +261,101 @@ def test_a_model_that_cannot_run_is_refused_before_the_run_begins(tiny_model):
     del network.model["norm"]
     with pytest.raises(UserError, match="the model fails on a short row"):
         model.try_out(network, adapters, config)
+
+
+# What a folder would have run
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A model with code beside it, which leaves a file where it runs."""
+    folder = make_model(tmp_path / "foreign")
+    code = f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass T: pass\n"
+    for name in ("code.py", "tokenization_code.py"):
+        (folder / name).write_text(code)
+    return folder
+
+
+def change_json(folder, name, **settings):
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+@pytest.fixture
+def never_asked(monkeypatch):
+    """Whoever asks is told yes."""
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    return asked
+
+
+CODE = {"AutoTokenizer": ["code.T", None], "AutoConfig": "code.T", "AutoProcessor": "code.T"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"auto_map": CODE, "tokenizer_class": "CodeTokenizer"}, "Python code of its own"),
+        ({"auto_map": ["code.T", None], "tokenizer_class": "CodeTokenizer"}, "Python code"),
+        ({"auto_map": "code.T"}, "cannot be loaded"),
+        ({"tokenizer_class": "AutoTokenizer"}, "AutoTokenizer: is not a tokenizer"),
+        ({"tokenizer_class": "AutoConfig"}, "AutoConfig: is not a tokenizer"),
+        ({"tokenizer_class": "AutoModelForCausalLM"}, "is not a tokenizer"),
+        ({"tokenizer_class": "RagTokenizer"}, "RagTokenizer: is not a tokenizer"),
+        ({"tokenizer_class": "pipeline"}, "pipeline: is not a tokenizer"),
+        ({"tokenizer_class": ["x"]}, "a list: is not a tokenizer"),
+        ({"tool_parser_type": "..utils"}, "is no name that mlx-lm knows"),
+        ({"tool_parser_type": 7}, "is no name that mlx-lm knows"),
+        ({"chat_template_type": "a/b"}, "is no name that mlx-lm knows"),
+        ({"fast_tokenizer_files": ["/etc/tokenizer.4.0.json"]}, "would leave its folder"),
+        ({"gguf_file": "/etc/x.gguf"}, "gguf_file"),
+        ({"chat_template": [{"name": "../x", "template": "x"}]}, "would leave its folder"),
+    ],
+)
+def test_a_tokenizer_runs_no_code_and_asks_nothing(foreign, never_asked, changes, reason):
+    change_json(foreign, "tokenizer_config.json", **changes)
+    change_json(foreign, "config.json", auto_map=CODE)
+    with pytest.raises(UserError, match=reason) as caught:
+        model.load_base(foreign, mx.float32)
+    assert "\n" not in str(caught.value)
+    assert never_asked == []
+    assert not (foreign.parent / "ran").exists()
+
+
+def test_code_beside_a_model_that_is_known_is_left_alone(foreign, never_asked):
+    """As beside many published models, which transformers has code for by now."""
+    change_json(foreign, "tokenizer_config.json", auto_map=CODE)
+    change_json(foreign, "config.json", auto_map=CODE)
+    model.load_base(foreign, mx.float32)
+    assert never_asked == []
+    assert not (foreign.parent / "ran").exists()
+
+
+def test_a_model_of_its_own_code_is_refused(foreign, never_asked):
+    change_json(foreign, "config.json", model_file="code.py")
+    with pytest.raises(UserError, match=r"model_file code\.py: the model is Python code"):
+        model.load_base(foreign, mx.float32)
+    assert not (foreign.parent / "ran").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_no_run_is_left_of_a_model_with_code(foreign, never_asked, data_folder, capsys, command):
+    change_json(foreign, "tokenizer_config.json", auto_map=CODE, tokenizer_class="CodeTokenizer")
+    options = ("--model", str(foreign), "--data", str(data_folder), "--max-steps", 1)
+    assert call(command, *options) == 2
+    assert "Python code of its own" in capsys.readouterr().err
+    assert not RUNS.exists()
+    assert never_asked == []
+
+
+# The rank
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_rank_above_every_dimension_is_refused_before_anything_is_made(tmp_path, bits):
+    network, _ = model.load_base(make_model(tmp_path / "m", bits=bits), mx.float32)
+    config = TrainConfig(lora_rank=129, lora_targets=("all-linear",))
+    with pytest.raises(UserError, match=r"--lora-rank 129: .* at most 128 inputs or outputs"):
+        model.add_adapters(network, config)
+    assert not any("lora_a" in module for _, module in network.named_modules())
+    model.add_adapters(network, dataclasses.replace(config, lora_rank=128))

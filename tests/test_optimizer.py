@@ -6,9 +6,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_map
 
 from your_ai import optimizer
 from your_ai.config import TrainConfig
+from your_ai.memory.estimate import OPTIMIZER_WORK, Training, update_bytes
+from your_ai.memory.facts import ModelFacts
 from your_ai.run.checkpoint import TrainState
 
 OPTIMIZERS = ["adamw", "adam", "sgd", "adafactor", "muon", "lion"]
@@ -144,3 +147,30 @@ def test_the_scale_grows_again_and_other_types_have_none():
     assert optimizer.after_finite_step(state, mx.float16).loss_scale == 16.0
     assert optimizer.after_finite_step(state, mx.bfloat16).loss_scale == 8.0
     assert optimizer.first_state(mx.bfloat16).loss_scale == 1.0
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZER_WORK))
+@pytest.mark.parametrize("rank", [16, 512])
+def test_the_memory_of_an_update_is_what_is_estimated(name, rank):
+    layers = {"q_proj": (512, 512), "up_proj": (512, 1536), "down_proj": (1536, 512)}
+    model = nn.Module()
+    model.layers = [nn.Module() for _ in range(3)]
+    for block in model.layers:
+        for layer, (inputs, outputs) in layers.items():
+            block[layer] = nn.Module()
+            block[layer].lora_a = mx.random.normal((inputs, rank))
+            block[layer].lora_b = mx.random.normal((rank, outputs))
+    parameters = model.trainable_parameters()
+    grads = tree_map(lambda p: mx.random.normal(p.shape), parameters)
+    built = optimizer.build_optimizer(TrainConfig(optimizer=name), parameters)
+    mx.eval(parameters, grads)
+    update = optimizer.make_update(model, built)
+    del parameters, block
+    held, peaks = mx.get_active_memory(), []
+    for _ in range(2):
+        mx.reset_peak_memory()
+        update(grads, 1.0, 1e-4)
+        peaks.append(mx.get_peak_memory() - held)
+    facts = ModelFacts(3, layers, 512, 768, 8, 4, 1, 3, 1, 1, 1, False)
+    training = Training(blocks=3, rank=rank, targets=("all-linear",), optimizer=name)
+    assert max(peaks) <= 1.1 * update_bytes(facts, training) + 200_000

@@ -15,6 +15,7 @@ import pytest
 
 from tests.conftest import events_of, make_model, train
 from tests.fault.processes import call
+from your_ai import budget
 from your_ai.memory import probe
 from your_ai.memory.limit import Machine
 from your_ai.run import events
@@ -34,16 +35,28 @@ PLAN = {
     "read_bytes_a_micro_batch",
 }
 COMPONENTS = {
-    *("weights", "adapters", "gradients", "optimizer", "block inputs", "block work", "head chunk"),
+    *(
+        "weights",
+        "adapters",
+        "gradients",
+        "optimizer",
+        "optimizer work",
+        "norms",
+        "block inputs",
+        "activations",
+        "block work",
+        "head chunk",
+    ),
     *("prefix cache", "cache", "python"),
 }
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch) -> None:
-    """One with 16 GB, half of them free."""
+    """One with 16 GB, half of them free, and a process in which nothing ran before."""
     told = Machine(ram_bytes=16 * GB, available_bytes=8 * GB)
     monkeypatch.setattr(probe, "machine", lambda: told)
+    monkeypatch.setattr(budget, "python_bytes", lambda: 140_000_000)
 
 
 def files() -> set[str]:

@@ -170,9 +170,9 @@ def test_what_macs_get(gb, first, llama):
 
 
 def test_an_8_gb_mac_streams_what_it_cannot_hold():
-    (slow,) = [each for each in recommend(room_of(8)) if each.tier == "slow"]
-    assert slow.known.alias == "phi4"
-    assert slow.plan.startswith("streamed")
+    slow = [each for each in recommend(room_of(8)) if each.tier == "slow"]
+    assert {each.known.alias for each in slow} == {"phi4", "gemma2-9b"}
+    assert all(each.plan.startswith("streamed") for each in slow)
 
 
 def test_every_known_model_trains_somewhere():

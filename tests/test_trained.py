@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 
 import mlx.core as mx
@@ -154,3 +155,61 @@ def test_layers_are_those_of_the_model(run):
     layers = open_trained("r").adapter.layers
     assert all(set(parts) == {"lora_a", "lora_b"} for parts in layers.values())
     assert "model.layers.2.self_attn.q_proj" in layers
+
+
+# What others wrote
+
+
+def change(folder, where, **settings):
+    """Change the adapter's own settings, or its lora_parameters."""
+    path = folder / checkpoint.ADAPTER_CONFIG
+    config = json.loads(path.read_text())
+    (config if where == "config" else config["lora_parameters"]).update(settings)
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("where", "key", "value"),
+    [
+        ("lora_parameters", "rank", 10**12),
+        ("lora_parameters", "rank", 0),
+        ("lora_parameters", "rank", 4.0),
+        ("lora_parameters", "rank", "4"),
+        ("lora_parameters", "rank", True),
+        ("lora_parameters", "rank", None),
+        ("lora_parameters", "scale", math.nan),
+        ("lora_parameters", "scale", math.inf),
+        ("lora_parameters", "scale", "2"),
+        ("lora_parameters", "dropout", -math.inf),
+        ("lora_parameters", "keys", "q_proj"),
+        ("lora_parameters", "keys", [1]),
+        ("config", "lora_parameters", [1]),
+        ("config", "num_layers", 1.5),
+        ("config", "num_layers", 10**30),
+        ("config", "fine_tune_type", "x\x1b" * 5000),
+        ("config", "step", "3"),
+        ("config", "step", -1),
+    ],
+)
+def test_a_figure_that_no_adapter_has_is_refused(run, where, key, value):
+    change(run.adapter, where, **{key: value})
+    with pytest.raises(UserError, match=key) as caught:
+        trained.read_adapter(run.adapter)
+    assert len(str(caught.value)) < 500
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[]", "null", "{", '{"a": ' * 100 + "1" + "}" * 100]
+)
+def test_settings_of_another_shape_are_refused(run, text):
+    (run.adapter / checkpoint.ADAPTER_CONFIG).write_text(text)
+    with pytest.raises(UserError, match="its adapter cannot be read"):
+        trained.read_adapter(run.adapter)
+
+
+def test_arrays_that_their_header_does_not_describe_are_refused(run):
+    with (run.adapter / checkpoint.ADAPTERS).open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(UserError, match="1 bytes that are of no tensor"):
+        trained.read_adapter(run.adapter)

@@ -30,6 +30,7 @@ from rich.table import Table
 from your_ai import model, optimizer
 from your_ai.budget import budget_of
 from your_ai.config import TrainConfig, coerce, flag, nearest
+from your_ai.console import echo_json
 from your_ai.data.batches import Batch, RowsAt, micro_batches, plan_steps
 from your_ai.data.examples import Examples, Tally
 from your_ai.engine.build import build_engine
@@ -44,6 +45,7 @@ from your_ai.memory import allocator, probe
 from your_ai.optimizer import Update
 from your_ai.rng import derive_seed
 from your_ai.shapes import SHAPES, make_shape
+from your_ai.vocabulary import vocabulary_of
 
 PLANS = ("auto", "fused", "staged", "streamed", "spilled", "prefix", "unpacked", "packed")
 SHORT_ROWS, SHORTEST, LONGEST = 16, 40, 120  # what unpacked and packed train, each once a step
@@ -286,7 +288,8 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
     engine = built.engine
     adamw = optimizer.build_optimizer(config, network.trainable_parameters())
     update = optimizer.make_update(network, adamw)
-    updates = updates_of(contest, contender, settings["vocab_size"], rows_at)
+    vocabulary = vocabulary_of(network) or settings["vocab_size"]
+    updates = updates_of(contest, contender, vocabulary, rows_at)
     tokens = sum(batch.real_tokens for batches in updates for batch in batches)
     mx.reset_peak_memory()
     for _ in range(contest.steps):
@@ -319,7 +322,8 @@ def run_mlx_lm(contest: Contest, checkpointing: bool) -> Iterator[tuple[float, f
     config = contest.train_config()
     model.add_adapters(network, config)
     mx.eval(network.parameters())
-    tokens = mx.array(contest_tokens(contest, settings["vocab_size"]).astype(np.int32))
+    vocabulary = vocabulary_of(network) or settings["vocab_size"]
+    tokens = mx.array(contest_tokens(contest, vocabulary).astype(np.int32))
     first = contest.seq_len - contest.targets + 1
     lengths = mx.array([[first, contest.seq_len]] * contest.batch_size)
     measured: list[tuple[float, float, int]] = []
@@ -371,4 +375,4 @@ def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     task = json.loads(sys.stdin.read())
-    print(json.dumps(run_contender(Contest(**task["contest"]), task["contender"])))
+    echo_json(run_contender(Contest(**task["contest"]), task["contender"]))

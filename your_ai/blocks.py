@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 from your_ai.errors import forgiving
 
 Arrays = dict[str, mx.array]  # by their path in a block, e.g. `self_attn.q_proj.weight`
+PASSING = ("_training", "_kept")  # attributes of layers that say nothing of what they compute
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,7 @@ def structure(module: nn.Module) -> Hashable:
         kind = (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, mx.array) else repr(leaf)
         found.append((path, kind))
     for path, child in module.named_modules():
-        plain = [(n, _same(v)) for n, v in vars(child).items() if n not in ("_training",)]
+        plain = [(n, _same(v)) for n, v in vars(child).items() if n not in PASSING]
         found.append((path, type(child), tuple(sorted(plain, key=lambda pair: pair[0]))))
     return tuple(found)
 

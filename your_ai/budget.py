@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import mlx.core as mx
 
 from your_ai.config import TrainConfig
+from your_ai.data.rows import RowLimit
 from your_ai.errors import UserError
-from your_ai.memory import allocator, probe
-from your_ai.memory.estimate import Plan, Training, generation_bytes, weights_bytes
+from your_ai.hub.find import store
+from your_ai.memory import allocator, measurements, probe
+from your_ai.memory.calibration import Calibration, Measurement
+from your_ai.memory.estimate import COEFFICIENTS, Plan, Training, generation_bytes, weights_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import Limit, find_limit
 from your_ai.memory.plan import Choice, Demand, choose, rounded_up
@@ -24,9 +28,30 @@ LATER_BYTES = 30_000_000  # threads, a BLAS and its buffers, started with the fi
 
 @dataclass(frozen=True)
 class Budget:
+    """The limit of a process, what it asks for, and the plan under which that fits.
+
+    measurements: the file that keeps what was measured of this model on this machine;
+    kept: the run goes on under the plan that it had.
+    """
+
     limit: Limit
     demand: Demand
     choice: Choice
+    measurements: Path | None = None
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a run has planned and measured before.
+
+    plan: the one that it had at this level, by the same settings; begun: training has begun,
+    so that what other runs measured meanwhile must not change how it goes on.
+    """
+
+    plan: Plan | None = None
+    measurements: tuple[Measurement, ...] = ()
+    begun: bool = False
 
 
 def limit_of(max_memory_gb: float | None, force: bool = False) -> Limit:
@@ -41,6 +66,16 @@ def python_bytes() -> int:
     As it was at first: what a plan before this one has left is not needed besides it.
     """
     return (probe.process_bytes() or 0) + LATER_BYTES
+
+
+def row_limit(max_row_bytes: int, max_memory_gb: float | None, force: bool = False) -> RowLimit:
+    """How long a row of data may be, so that the process stays under its limit while it reads.
+
+    To be asked before data is read: `python_bytes` is measured here, without what that leaves.
+    """
+    python_bytes()
+    limit = limit_of(max_memory_gb, force).limit_bytes
+    return RowLimit(max_row_bytes, limit - (probe.process_bytes() or 0))
 
 
 def demand_of(
@@ -89,13 +124,17 @@ def budget_of(
     dtype: mx.Dtype,
     lengths: Sequence[int],
     level: int = 0,
-    kept: Plan | None = None,
+    past: Past | None = None,
     *,
     can_stream: bool = True,
     prefix_tokens: int = 0,
     answer_tokens: int = 0,
 ) -> Budget:
-    """The budget of a run of the model in `folder`. Raises UserError where nothing fits."""
+    """The budget of a run of the model in `folder`. Raises UserError where nothing fits.
+
+    past: what the run itself has planned and measured before, where it goes on.
+    """
+    past = past or Past()
     limit = limit_of(config.max_memory, config.force)
     facts = facts_of(folder, dtype.size, config.quantize)
     demand = demand_of(
@@ -106,7 +145,22 @@ def budget_of(
         prefix_tokens=prefix_tokens,
         answer_tokens=answer_tokens,
     )
-    return Budget(limit, demand, choose(demand, limit.limit_bytes, level, kept))
+    path = measurements.file_of(store() / "measured", measured_key(config, demand, dtype))
+    known = () if past.begun else measurements.read(path).measurements
+    every = tuple(dict.fromkeys((*known, *past.measurements)))
+    demand = replace(demand, calibration=Calibration(every))
+    choice = choose(demand, limit.limit_bytes, level, past.plan)
+    return Budget(limit, demand, choice, path, past.begun and choice.option.plan == past.plan)
+
+
+def measured_key(config: TrainConfig, demand: Demand, dtype: mx.Dtype) -> list[str]:
+    """What the activations of a micro-batch depend on, beside its shape and the engine."""
+    facts = replace(demand.facts, disk_bytes=0)
+    training = replace(demand.training, optimizer="adamw")  # has no part in them
+    versions = (mx.__version__, version("mlx-lm"), COEFFICIENTS)
+    machine = (mx.default_device().type, mx.device_info().get("device_name"))
+    settings = (config.packing, config.prefix_cache, config.lora_dropout > 0)
+    return [str(part) for part in (*machine, *versions, dtype, facts, training, *settings)]
 
 
 def budget_of_evaluation(

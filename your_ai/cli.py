@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import sys
-import traceback
 from typing import Annotated
 
 import typer
@@ -24,7 +23,9 @@ from your_ai.commands import (
     serving,
     training,
 )
+from your_ai.console import echo, echo_error, echo_traceback, guard_libraries
 from your_ai.errors import RunError, UserError
+from your_ai.hub.remote import check_environment
 
 UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EPIPE)
 
@@ -44,9 +45,9 @@ def root(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     if version:
-        typer.echo(f"your_ai {__version__}")
+        echo(f"your_ai {__version__}")
     elif context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        echo(context.get_help())
 
 
 app.command()(training.train)
@@ -79,12 +80,14 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a question mark beats an end in mid-run
+    guard_libraries()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes are about torch
     try:
+        check_environment()
         status = app(args=arguments, standalone_mode=False, prog_name="your_ai")
     except BaseException as error:
         if debug and not isinstance(error, SystemExit):
-            traceback.print_exc()
+            echo_traceback()
         status = report(error)
     try:
         sys.stdout.flush()
@@ -111,10 +114,10 @@ def report(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         raise error
     if type(error).__name__ == "Interrupted":  # run.stopping's, not imported for --help's sake
-        print("stopped before the first step; nothing was changed", file=sys.stderr)
+        echo_error("stopped before the first step; nothing was changed")
         return 128 + error.number  # type: ignore[attr-defined]
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        print("interrupted", file=sys.stderr)
+        echo_error("interrupted")
         return 130
     if isinstance(error, UserError):
         status, text = 2, str(error)
@@ -127,5 +130,5 @@ def report(error: BaseException) -> int:
     else:
         status = 1
         text = f"{type(error).__name__}: {error}; this is a fault of your_ai: --debug shows where"
-    print("error: " + " ".join(text.split()), file=sys.stderr)
+    echo_error(f"error: {text}")
     return status

@@ -6,9 +6,11 @@ flag, and its help is the text of both. Nothing here imports mlx.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
+import os
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from your_ai.errors import UserError
+from your_ai.text import quoted, shortened
+from your_ai.yaml_files import read_yaml
 
 DEMO = "demo"
 
@@ -48,6 +52,9 @@ class TrainConfig:
     max_seq_length: int = setting(2048, "Most tokens in a row.")
     too_long: Literal["error", "truncate", "split"] = setting(
         "error", "What to do with a row of more tokens than --max-seq-length."
+    )
+    max_row_bytes: int = setting(
+        16_000_000, "Longest row of a data file, in bytes; a longer one is refused."
     )
     packing: bool = setting(
         False, "Join short rows of a micro-batch, each attending only to itself."
@@ -157,7 +164,7 @@ RESUMABLE = (
     *("max_steps", "epochs", "eval_every", "save_every", "keep", "samples", "exact_match"),
     *("model", "data", "spill", "plan", "max_memory", "force", "reload_interval", "reload_at"),
     *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise", "report_to"),
-    "push_to",
+    *("push_to", "max_row_bytes"),
 )
 
 
@@ -171,43 +178,53 @@ def nearest(name: str, known: typing.Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+LARGEST = 1_000_000_000  # beyond which no setting means anything
+BOUNDS = {
+    "max_steps": (1, LARGEST),
+    "epochs": (1, 1_000_000),
+    "batch_size": (1, 65_536),
+    "grad_accumulation": (1, 65_536),
+    "max_seq_length": (2, 1 << 24),
+    "max_row_bytes": (1, 1 << 32),
+    "lora_rank": (1, 65_536),
+    "warmup_steps": (0, LARGEST),
+    "weight_decay": (0, LARGEST),
+    "max_grad_norm": (0, LARGEST),
+    "seed": (0, (1 << 64) - 1),
+    "eval_every": (0, LARGEST),
+    "save_every": (0, LARGEST),
+    "keep": (1, 1_000_000),
+    "samples": (0, 1_000_000),
+    "reload_interval": (0, LARGEST),
+    "clear_cache_every": (0, LARGEST),
+    "leak_warmup": (0, LARGEST),
+}
+TEXT_CHARACTERS, NAMES = 4096, 1000  # of a setting that is a text, or a list of names
+NUMBER_CHARACTERS = 100
+
+
 def check(config: TrainConfig) -> None:
     """Raise UserError for a value out of range or a contradiction."""
-    at_least = {
-        "max_steps": 1,
-        "epochs": 1,
-        "batch_size": 1,
-        "grad_accumulation": 1,
-        "max_seq_length": 2,
-        "lora_rank": 1,
-        "warmup_steps": 0,
-        "weight_decay": 0,
-        "max_grad_norm": 0,
-        "seed": 0,
-        "eval_every": 0,
-        "save_every": 0,
-        "keep": 1,
-        "samples": 0,
-        "reload_interval": 0,
-        "clear_cache_every": 0,
-        "leak_warmup": 0,
-    }
-    for name, least in at_least.items():
+    for name, (least, most) in BOUNDS.items():
         value = getattr(config, name)
-        if value is not None and not (math.isfinite(value) and value >= least):
-            raise UserError(f"{flag(name)} {value}: must be at least {least}")
+        if isinstance(value, int | float) and not least <= value <= most:  # nor is a NaN
+            bound = f"at most {most:,}" if value > most else f"at least {least}"
+            raise UserError(f"{flag(name)} {quoted(value)}: must be {bound}")
     for name in ("learning_rate", "lora_alpha", "max_memory", "leak_threshold_mb"):
         value = getattr(config, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise UserError(f"{flag(name)} {value}: must be a number above 0")
+        if value is not None and not 0 < value <= LARGEST:
+            raise UserError(f"{flag(name)} {value}: must be a number above 0, up to {LARGEST:,}")
+    for name, kind in TYPES.items():
+        value = getattr(config, name)
+        if kind in (str, tuple[str, ...]):
+            check_texts(name, (value,) if kind is str else value)
     if not 0 < config.reload_at <= 1:
         raise UserError(f"--reload-at {config.reload_at}: must be above 0 and at most 1")
     if not 0 <= config.lora_dropout < 1:
         raise UserError(f"--lora-dropout {config.lora_dropout}: must be at least 0 and under 1")
-    if isinstance(config.lora_layers, int) and config.lora_layers < 1:
-        raise UserError(
-            f"--lora-layers {config.lora_layers}: must be at least 1, or all for every block"
-        )
+    if isinstance(config.lora_layers, int) and not 1 <= config.lora_layers <= LARGEST:
+        number = quoted(config.lora_layers)
+        raise UserError(f"--lora-layers {number}: must be at least 1, or all for every block")
     if not config.lora_targets:
         raise UserError("--lora-targets: names no layer; try q_proj or all-linear")
     if "all-linear" in config.lora_targets and len(config.lora_targets) > 1:
@@ -218,35 +235,25 @@ def check(config: TrainConfig) -> None:
         raise UserError("--spill: --plan fused saves no block inputs; use --plan staged")
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises UserError for anything else."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise UserError(f"{where}: is not valid YAML") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: must hold `key: value` lines, found a {type(content).__name__}")
-    return content
+def check_texts(name: str, texts: tuple[str, ...]) -> None:
+    if len(texts) > NAMES:
+        raise UserError(f"{flag(name)}: {len(texts):,} names; {NAMES:,} are the most")
+    for text in texts:
+        if len(text) > TEXT_CHARACTERS:
+            raise UserError(f"{flag(name)} {shortened(text)}: is too long")
+        if not text.isprintable():
+            raise UserError(f"{flag(name)} {quoted(text)}: holds control characters")
 
 
 def find_preset(name: str) -> Path:
     """A YAML file by its path, or a preset that ships with your_ai by its name."""
-    path = Path(name)
-    if path.is_file():
-        return path
-    preset = packaged("configs") / (name if name.endswith(".yaml") else f"{name}.yaml")
-    if preset.is_file():
-        return preset
-    presets = sorted(p.stem for p in packaged("configs").glob("*.yaml"))
-    raise UserError(f"--config {name}: no such file, and no preset; presets: {', '.join(presets)}")
+    presets = {preset.stem: preset for preset in packaged("configs").glob("*.yaml")}
+    if os.path.isfile(name):  # not a path's own: that raises an error for a name that is too long
+        return Path(name)
+    if (preset := name.removesuffix(".yaml")) in presets:
+        return presets[preset]
+    listed = ", ".join(sorted(presets))
+    raise UserError(f"--config {shortened(name)}: no such file, and no preset; presets: {listed}")
 
 
 def build(settings: Mapping[str, Any], source: str) -> TrainConfig:
@@ -257,7 +264,8 @@ def build(settings: Mapping[str, Any], source: str) -> TrainConfig:
     values = {}
     for name, value in settings.items():
         if name not in FIELDS:
-            raise UserError(f"{source}: unknown key {name}{nearest(str(name), FIELDS)}")
+            key = shortened(str(name))
+            raise UserError(f"{source}: unknown key {key}{nearest(key, FIELDS)}")
         values[name] = coerce(name, value, f"{source}: {name}")
     return TrainConfig(**values)
 
@@ -277,7 +285,8 @@ def coerce(name: str, value: Any, label: str) -> Any:
             return value
     elif kind is str:
         if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            return str(value)
+            with contextlib.suppress(ValueError):  # an int of more digits than Python writes
+                return str(value)
     elif typing.get_origin(kind) is Literal:
         if value in options:
             return value
@@ -297,17 +306,24 @@ def coerce(name: str, value: Any, label: str) -> Any:
         number = as_number(value, int)
         if number is not None and (int in (kind, *options) or number in literals):
             return number
-    raise UserError(f"{label}: expected {describe(kind)}, found {value!r}")
+    raise UserError(f"{label}: expected {describe(kind)}, found {quoted(value)}")
 
 
 def as_number(value: Any, kind: type) -> Any:
     """`value` as an int or a float where it is one exactly, else None; `1e-4` is a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
+    if isinstance(value, str) and len(value) > NUMBER_CHARACTERS:
+        return None
     try:
+        if kind is int and isinstance(value, (int, str)):  # a float has no more than 53 bits
+            with contextlib.suppress(ValueError):
+                return int(value)
         number = float(value)
     except ValueError:
         return None
+    except OverflowError:
+        number = math.inf
     if kind is float:
         return number
     return int(number) if math.isfinite(number) and number == int(number) else None

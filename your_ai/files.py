@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 TEMPORARY = ".tmp-"
 
@@ -17,7 +20,7 @@ TEMPORARY = ".tmp-"
 def sha256(path: Path) -> str:
     """The checksum of a file's bytes, as hex. Raises OSError where it cannot be read."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
@@ -59,6 +62,37 @@ def whole_folder(target: Path) -> Iterator[Path]:
         sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file to read. Raises OSError also for what is no file of bytes: a pipe would wait."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    return open(descriptor, "rb")
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """A file to read and append to, unbuffered, made where there is none. Raises OSError."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    return open(descriptor, "a+b", buffering=0)
+
+
+def read_text(path: Path, most_bytes: int, errors: str = "strict") -> str:
+    """A small text file in UTF-8.
+
+    Raises OSError also for what is no file or is larger, UnicodeDecodeError for other bytes.
+    """
+    with open_regular(path) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"has more than {most_bytes:,} bytes", str(path))
+    return data.decode("utf-8", errors)
 
 
 def read_at(file: int, size: int, offset: int) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,32 +17,30 @@ from mlx_lm.sample_utils import make_sampler
 
 from your_ai.budget import hold_generation
 from your_ai.config import TrainConfig
+from your_ai.data.encode import token_ids
 from your_ai.data.rows import decode_line, parse_turns, text_field
+from your_ai.data.template import Refused, render
+from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.weights import can_stream, tensors_of
 from your_ai.engine.weights import stream as stream_weights
 from your_ai.errors import RunError, UserError, lacked_memory
+from your_ai.foreign import read_json
 from your_ai.hub.find import find_model
 from your_ai.memory.estimate import PREFILL_TOKENS
 from your_ai.memory.facts import facts_of
 from your_ai.model import compute_dtype, first_line, load_base
 from your_ai.quantize.copies import quantized_copy
 from your_ai.run.folder import find
+from your_ai.text import shortened
 from your_ai.trained import Adapter, Trained, put_adapter
+from your_ai.vocabulary import EMBEDDINGS, HEADS, check_ids, rows_of, vocabulary_of
 
 STDIN = "-"
+TEMPLATE_BYTES = 1 << 30  # most memory of a chat template
+PROMPT_CHARACTERS = 4_000_000  # most of one prompt
 TEMPLATE_TOKENS = 200  # of a chat template, generously
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
 SEEDS = 1 << 64  # what mlx takes
-
-# What would move a terminal's cursor or change its colours, as something that can be seen.
-SEEN: dict[int, str | None] = {
-    **{code: chr(0x2400 + code) for code in range(0x20)},  # Unicode's pictures of them
-    0x7F: "\u2421",
-    **dict.fromkeys(range(0x80, 0xA0), "\ufffd"),
-    ord("\r"): None,
-    ord("\n"): "\n",
-    ord("\t"): "\t",
-}
 
 Message = dict[str, Any]  # role, content: as chat templates take it
 
@@ -111,7 +109,7 @@ def parse_prompt(row: dict, where: str) -> Prompt:
         return text_prompt(row["prompt"], where)
     key = next((key for key in ("messages", "prompt") if key in row), None)
     if key is None:
-        keys = ", ".join(map(str, row)) or "none"
+        keys = shortened(", ".join(row)) or "none"
         raise UserError(f'{where}: needs "prompt" or "messages"; keys found: {keys}')
     messages = parse_turns(row[key], key, where)
     while messages and messages[-1]["role"] == "assistant":
@@ -137,7 +135,12 @@ def decoded(data: bytes, where: str) -> str:
 
 
 def whole_text(text: str, where: str) -> str:
-    """The text. Raises UserError for half a character, which no tokenizer takes."""
+    """The text. Raises UserError for half a character, which no tokenizer takes.
+
+    And for more than any model reads: tokenizing holds 200 times as much.
+    """
+    if len(text) > PROMPT_CHARACTERS:
+        raise UserError(f"{where}: has more than {PROMPT_CHARACTERS:,} characters")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -191,6 +194,7 @@ def load(
     if config.quantize is not None:
         base = quantized_copy(base, config.quantize, max_memory_gb)
     model, tokenizer = load_base(base, dtype)
+    check_answers(model, tokenizer, base)
     tensors = tensors_of(model, base)
     streams = False
     if max_memory_gb is not None:
@@ -198,15 +202,29 @@ def load(
         streams = hold_generation(facts, tokens, max_memory_gb, can_stream(model, tensors))
     if adapter is not None:
         put_adapter(model, adapter)
+    dequantize_on_the_cpu(model)
     model.eval()
     if streams:
         stream_weights(model, tensors)
     return model, tokenizer
 
 
+def check_answers(model: nn.Module, tokenizer: Any, base: Path) -> None:
+    """Raise UserError where a model can answer with tokens that it cannot read.
+
+    And where its template does not end: the threads of a server cannot be interrupted.
+    """
+    most, answers = rows_of(model, EMBEDDINGS), rows_of(model, HEADS)
+    if most is not None and answers is not None and answers > most:
+        raise UserError(f"{base}: its head has {answers} tokens, but its embedding {most}")
+    if tokenizer.has_chat_template:
+        with contextlib.suppress(Refused):  # some want other messages
+            prompt_tokens(tokenizer, [{"role": "user", "content": "Hello"}], str(base))
+
+
 def context_tokens(base: Path) -> int | None:
     """The most tokens of prompt and answer that a model was made for; None where not known."""
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config = read_json(base / "config.json", "a model folder has one")
     text = {**config, **(config.get("text_config") or {})}
     found = next((text[key] for key in CONTEXT if isinstance(text.get(key), int)), 0)
     return found if found > 0 else None
@@ -225,21 +243,15 @@ def prompt_tokens(
     Without a template it is one text: each turn of the user begins a line.
     """
     if tokenizer.has_chat_template:
-        try:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # templates raise what they like
-            reason = first_line(error)
-            raise UserError(f"{where}: the model's chat template refuses it ({reason})") from error
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        text = render(tokenizer, messages, where, TEMPLATE_BYTES, add_generation_prompt=True)
+        tokens = token_ids(tokenizer, text, where, special=False)
     else:
         text = ""
         for message in messages:
             begins = text and not text.endswith("\n") and message["role"] != "assistant"
             text += ("\n" if begins else "") + message["content"]
         bos = tokenizer.bos_token
-        tokens = tokenizer.encode(text, add_special_tokens=not (bos and text.startswith(bos)))
+        tokens = token_ids(tokenizer, text, where, not (bos and text.startswith(bos)))
     if not tokens:
         raise UserError(f"{where}: has no tokens")
     return tokens
@@ -255,8 +267,12 @@ def respond(
     """The answer token by token, as mlx-lm gives it; the last has a finish_reason.
 
     cache: mlx-lm's, of the tokens before `prompt`. Whenever a token is given, it holds the
-    prompt and every token up to that one. Raises RunError where memory runs out.
+    prompt and every token up to that one. Raises UserError for a token that the model does not
+    have, RunError where memory runs out.
     """
+    if isinstance(prompt, str):
+        prompt = tokenizer.encode(prompt)
+    check_ids(prompt, vocabulary_of(model), tokenizer, "the prompt")
     mx.random.seed(sampling.seed)
     try:
         yield from stream_generate(
@@ -296,10 +312,5 @@ def stream(
 
 def answer(model: nn.Module, tokenizer: Any, prompt: str, max_tokens: int) -> str:
     """The whole answer to a rendered prompt."""
-    tokens = tokenizer.encode(prompt, add_special_tokens=False)
+    tokens = token_ids(tokenizer, prompt, "the prompt", special=False)
     return "".join(stream(model, tokenizer, tokens, max_tokens)).strip()
-
-
-def for_terminal(text: str) -> str:
-    """What a model wrote, without what would steer a terminal."""
-    return text.translate(SEEN)

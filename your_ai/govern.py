@@ -7,13 +7,15 @@ caller's: they begin from a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import mlx.core as mx
 
+from your_ai.config import TrainConfig
 from your_ai.data.batches import Batch
 from your_ai.engine.reload import reload_adapted
 from your_ai.errors import RunError
@@ -28,10 +30,11 @@ from your_ai.memory.governor import (
     decide,
     policy_of,
 )
+from your_ai.memory.guard import guarded
 from your_ai.memory.plan import Corrections
-from your_ai.memory.sample import MemorySample
+from your_ai.memory.sample import MemorySample, in_gb
 from your_ai.prepare import Prepared
-from your_ai.run import events, requests
+from your_ai.run import events, exits, requests
 from your_ai.run.folder import RunFolder
 
 TELL_S, TELL_PAUSED_S = 2.0, 60.0  # between two readings that are written
@@ -164,3 +167,25 @@ def telling_gauges(folder: RunFolder, log: events.EventLog) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+
+
+def within_limit(
+    folder: RunFolder, config: TrainConfig
+) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """End this process before it passes --max-memory: its supervisor goes on, smaller.
+
+    Gives what is to be called once the limit is known to be enough for what comes before.
+    """
+    if config.max_memory is None:
+        return contextlib.nullcontext(lambda: None)
+    limit_bytes = int(1e9 * config.max_memory)
+
+    def end(held_bytes: int) -> None:
+        held, limit = in_gb(held_bytes), in_gb(limit_bytes)
+        with contextlib.suppress(BaseException):  # whatever state the process is in
+            text = f"the process held {held} of {limit} within a step: ending it before the limit"
+            with contextlib.closing(events.EventLog(folder.events)) as log:
+                log.write(events.Notice(text=text))
+        os._exit(exits.OUT_OF_MEMORY)
+
+    return guarded(limit_bytes, end)

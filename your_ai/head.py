@@ -85,6 +85,14 @@ def dense(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> mx.array
     return mx.dequantize(*_packed(arrays), **quantization) if quantization else arrays["weight"]
 
 
+def rows_at_once(slice_bytes: int, inputs: int, bits: int = 32) -> int:
+    """How many rows of a weight take `slice_bytes` in float32, or while they are dequantized.
+
+    Bits that do not divide 32 MLX unpacks one by one on the CPU: an array for each.
+    """
+    return max(1, slice_bytes // (4 * inputs * (1 if 32 % bits == 0 else bits)))
+
+
 def _packed(arrays: dict[str, mx.array]) -> tuple[mx.array, mx.array, mx.array | None]:
     return arrays["weight"], arrays["scales"], arrays.get("biases")
 
@@ -106,14 +114,21 @@ class LayerRows:
         return self.layer.weight.shape
 
     def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> Part:
-        arrays = {name: array[start:stop] for name, array in self._arrays().items()}
-        if after:
-            arrays = dict(zip(arrays, mx.depends(list(arrays.values()), list(after)), strict=True))
-        return part_of(arrays, self._quantization())
+        return part_of(self._slice(start, stop, after), self._quantization())
+
+    def weight(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
+        """(n, D) the rows themselves, not before the arrays `after` are computed."""
+        return dense(self._slice(start, stop, after), self._quantization())
 
     def gather(self, tokens: mx.array) -> mx.array:
         arrays = {name: array[tokens] for name, array in self._arrays().items()}
         return dense(arrays, self._quantization())
+
+    def _slice(self, start: int, stop: int, after: Sequence[mx.array]) -> dict[str, mx.array]:
+        arrays = {name: array[start:stop] for name, array in self._arrays().items()}
+        if not after:
+            return arrays
+        return dict(zip(arrays, mx.depends(list(arrays.values()), list(after)), strict=True))
 
     def _arrays(self) -> dict[str, mx.array]:
         names = ("weight", "scales", "biases", "bias")

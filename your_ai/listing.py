@@ -27,6 +27,7 @@ from your_ai.files import TEMPORARY, clean
 from your_ai.run import events
 from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked, owner
+from your_ai.text import printable
 
 ENDED = ("finished", "stopped", "died", "imported")
 STATES = ("running", "paused", *ENDED)
@@ -118,7 +119,7 @@ def row_of(folder: RunFolder) -> Row | None:
     running = is_running(folder)  # first: a run that ends meanwhile has told so in its events
     try:
         records, _ = events.tail(folder.events)
-    except OSError:
+    except UserError:
         records = []
     happened = [record.event for record in records]
     state = fold_all(ViewState(), records)
@@ -163,6 +164,7 @@ def model_of(folder: RunFolder, state: ViewState) -> str | None:
         model = state.started.model
     else:
         try:
+            folder.config_text()  # of a sane size
             model = read_yaml(folder.config).get("model")
         except (UserError, OSError, ValueError, RecursionError):  # YAML has no end of surprises
             model = None
@@ -200,7 +202,7 @@ def time_of(records: Sequence[Record]) -> float | None:
 
 def touched_at(folder: RunFolder) -> float | None:
     """The time of a run's last event, from the end of its file, or else of its files."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UserError):
         size = os.stat(folder.events).st_size
         records, _ = events.tail(folder.events, max(0, size - LAST_BYTES))
         if (at := time_of(records)) is not None:
@@ -229,7 +231,7 @@ def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 # Of the most important columns as many are shown as there is room for, in this order.
 COLUMNS: dict[str, Callable[[Row, float], str]] = {
-    "run": lambda row, now: printable(row.name),
+    "run": lambda row, now: printable(row.name, one_line=True),
     "state": lambda row, now: row.state,
     "step": lambda row, now: UNKNOWN if row.step is None else f"{row.step}/{row.steps or '?'}",
     "loss": lambda row, now: known(row.last_loss, "{:.4f}".format),
@@ -294,12 +296,7 @@ def ago(seconds: float) -> str:
 
 def short_model(model: str) -> str:
     """The last part of a path or id."""
-    return crop(printable(Path(model).name or model), LONGEST_MODEL)
-
-
-def printable(text: str) -> str:
-    """A text from a file or folder that nobody checked, without what steers a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return crop(printable(Path(model).name or model, one_line=True), LONGEST_MODEL)
 
 
 def crop(text: str, most: int) -> str:

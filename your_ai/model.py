@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import glob
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +15,32 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import transformers
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, load_tokenizer
+from transformers import dynamic_module_utils
 
 from your_ai.config import TrainConfig, nearest
+from your_ai.data.batches import MULTIPLE
+from your_ai.dora import put_dora
 from your_ai.errors import UserError, forgiving, lacked_memory
-from your_ai.hub.check import check_model
+from your_ai.foreign import read_json
+from your_ai.hub.check import check_beside, check_model
 from your_ai.rng import derive_seed
+from your_ai.text import shortened, shown
+from your_ai.vocabulary import rows_of, vocabulary_of
 
 ALL_LINEAR = "all-linear"
 DEFAULT_LAYERS = 4
+TOKENIZER_CLASS = re.compile(r"(?!Auto|Rag)\w*(?:Tokenizer|TokenizerFast|Backend)")
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+POSITIONS = ("wpe", "position_embeddings", "embed_positions")
+TRIED_TOKENS = 8  # of the short row that a model is tried with
 LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
+
+dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # refuse a model's own code, and never ask about it
 
 
 def compute_dtype(name: str) -> mx.Dtype:
@@ -47,12 +60,52 @@ def load_base(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, Any]:
 
 
 def load_tokenizer_of(folder: Path, eos_token_ids: Any = None) -> Any:
-    """The tokenizer of a model folder. Raises UserError where it cannot be loaded."""
+    """The tokenizer of a model folder. Runs no code of the folder's own, and asks nothing.
+
+    Raises UserError where it cannot be loaded.
+    """
+    check_beside(folder)
     try:
-        return load_tokenizer(folder, eos_token_ids=eos_token_ids)
+        check_class(folder)
+        options = {"trust_remote_code": False}
+        tokenizer = load_tokenizer(folder, options, eos_token_ids=eos_token_ids)
+        ends = list(tokenizer.eos_token_ids)
+    except UserError:
+        raise
     except Exception as error:  # transformers raises what it likes for a broken tokenizer
-        reason = first_line(error)
+        if "custom code" in str(error) or "trust_remote_code" in str(error):
+            raise needs_code(folder) from error
+        reason = shortened(first_line(error))
         raise UserError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
+    wrong = [end for end in ends if type(end) is not int or not 0 <= end < 1 << 32]
+    if wrong:
+        raise UserError(f"{folder}: eos_token_id {shortened(repr(wrong[0]))}: is no token")
+    return tokenizer
+
+
+def check_class(folder: Path) -> None:
+    """Raise UserError where a tokenizer's class is something else of transformers.
+
+    transformers looks the name up among all that it has, and calls what it finds, without
+    having been told there that it may run no code.
+    """
+    for name in ("tokenizer_config.json", "config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        kind = read_json(path, "").get("tokenizer_class")
+        known = isinstance(kind, str) and (
+            TOKENIZER_CLASS.fullmatch(kind) or not hasattr(transformers, kind)
+        )
+        if kind is not None and not known:
+            raise UserError(f"{path}: tokenizer_class {shown(kind)}: is not a tokenizer")
+
+
+def needs_code(folder: Path) -> UserError:
+    return UserError(
+        f"{folder}: its tokenizer is Python code of its own (auto_map in tokenizer_config.json), "
+        "which your_ai never runs; use a model with a tokenizer that transformers has"
+    )
 
 
 def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, Any]]:
@@ -66,6 +119,9 @@ def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, An
         model.eval()
     except Exception as error:  # an architecture's code raises what it likes
         raise UserError(f"{folder}: mlx-lm cannot load this model ({first_line(error)})") from error
+    vocabulary = vocabulary_of(model)
+    if vocabulary is not None and vocabulary < TRIED_TOKENS:
+        raise UserError(f"{folder}: a model of {vocabulary} tokens cannot be used")
     cast(model, dtype)
     return model, config
 
@@ -106,6 +162,17 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
         return array
 
     model.update(tree_map_with_path(convert, model.parameters()))
+
+
+def check_positions(model: nn.Module, tokens: int, label: str) -> None:
+    """Raise UserError where a row of so many tokens has more places than the model has learned."""
+    places = rows_of(model, POSITIONS)
+    padded = -(-(tokens - 1) // MULTIPLE) * MULTIPLE
+    if places is not None and padded > places:
+        raise UserError(
+            f"{label}: a row has {tokens} tokens, but the model has learned {places} places; "
+            f"use --max-seq-length {places // MULTIPLE * MULTIPLE} and --too-long truncate or split"
+        )
 
 
 class TokenKeys(NamedTuple):
@@ -222,6 +289,7 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
             f"--lora-layers {count}: the model has {len(blocks)} blocks; use {len(blocks)} or all"
         )
     keys = find_targets(blocks[len(blocks) - count :], config)
+    check_rank(blocks[len(blocks) - count :], keys, config.lora_rank)
     parameters = {
         "rank": config.lora_rank,
         "scale": config.lora_alpha / config.lora_rank,
@@ -229,7 +297,7 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
         "keys": list(keys),
     }
     mx.random.seed(derive_seed(config.seed, "adapters"))  # from_base draws from it
-    linear_to_lora_layers(model, count, parameters, use_dora=config.use_dora)
+    put_adapter_layers(model, count, parameters, config.use_dora)
     dropout_keys = DropoutKeys([None])
     if config.lora_dropout > 0:
         for name, module in model.named_modules():
@@ -245,6 +313,38 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
             "lora_parameters": parameters,
         },
     )
+
+
+def put_adapter_layers(
+    model: nn.Module, count: int, parameters: dict[str, Any], use_dora: bool
+) -> None:
+    """Put mlx-lm's LoRA layers, or our DoRA layers, on the last `count` blocks.
+
+    parameters: as mlx-lm has them in adapter_config.json, `lora_parameters`.
+    """
+    linear_to_lora_layers(model, count, parameters, use_dora=use_dora)
+    if use_dora:
+        put_dora(model)
+
+
+def check_rank(blocks: list[nn.Module], keys: tuple[str, ...], rank: int) -> None:
+    """Raise UserError for a rank above every dimension of the layers that get adapters."""
+    named = (block.named_modules() for block in blocks)
+    layers = (module for modules in named for name, module in modules if name in keys)
+    largest = max((max(dimensions_of(layer)) for layer in layers), default=rank)
+    if rank > largest:
+        raise UserError(
+            f"--lora-rank {rank}: the adapted layers have at most {largest} inputs or outputs; "
+            "a rank above that adds nothing"
+        )
+
+
+def dimensions_of(layer: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of a linear layer, quantized or not, or of each expert of one."""
+    *_, outputs, inputs = layer.weight.shape
+    if isinstance(layer, nn.QuantizedLinear | QuantizedSwitchLinear):
+        inputs = inputs * 32 // layer.bits
+    return inputs, outputs
 
 
 def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...]:
@@ -301,7 +401,7 @@ def text_of_shape(shape: tuple[int, ...] | None) -> str:
 def try_out(model: nn.Module, adapters: Adapters, config: TrainConfig) -> None:
     """Run the model on a short row as training will. Raises UserError where it cannot."""
     model.train()
-    tokens = mx.arange(8)[None]
+    tokens = mx.arange(TRIED_TOKENS)[None]
     adapters.dropout_keys.set(TokenKeys(mx.zeros((1, 1), mx.uint32), tokens.astype(mx.uint32)))
     try:
         mx.eval(model(tokens))

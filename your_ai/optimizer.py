@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from your_ai.config import TrainConfig
+from your_ai.memory.estimate import UPDATE_BYTES
 from your_ai.run.checkpoint import TrainState
 
 FIRST_LOSS_SCALE = 2.0**15
@@ -79,9 +80,9 @@ def clip_factor(norm: float, max_norm: float) -> float:
 def make_update(model: nn.Module, optimizer: optim.Optimizer) -> Update:
     """update(grads, factor, rate): one step of the optimizer on factor x grads, evaluated.
 
-    Block by block, so that old and new state of the whole never exist together, and
-    blocks that are alike share a compiled update. The optimizers of mlx treat each
-    parameter by itself.
+    A few parameters of one block at a time, so that old and new state of the whole never
+    exist together, and blocks that are alike share compiled updates. The optimizers of mlx
+    treat each parameter by itself.
     """
     states = leaves(optimizer.state)
 
@@ -104,7 +105,7 @@ def make_update(model: nn.Module, optimizer: optim.Optimizer) -> Update:
         optimizer.state["step"] = step
         found = dict(tree_flatten(grads))
         parameters = dict(tree_flatten(model.trainable_parameters()))
-        for names in groups(found).values():
+        for names in groups({name: grad.nbytes for name, grad in found.items()}):
             short = {name: name[len(block) :] for block, name in names}
             changed, state = compiled(
                 {short[name]: found[name] for name in short},
@@ -123,12 +124,21 @@ def make_update(model: nn.Module, optimizer: optim.Optimizer) -> Update:
     return update
 
 
-def groups(names: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
-    """Parameters by block: (what their names have in common, name)."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for name in names:
+def groups(sizes: Mapping[str, int]) -> list[list[tuple[str, str]]]:
+    """Parameters that are updated together: of one block, and of at most UPDATE_BYTES.
+
+    sizes: bytes of each parameter by its name; a larger one is alone. Each is given as (the
+    part of its name that is the block's, name).
+    """
+    found: list[list[tuple[str, str]]] = []
+    last, room = None, 0
+    for name, size in sizes.items():
         block = re.match(r"(.*?\blayers\.\d+\.)?", name).group()
-        found.setdefault(block, []).append((block, name))
+        if block != last or size > room:
+            found.append([])
+            last, room = block, UPDATE_BYTES
+        found[-1].append((block, name))
+        room -= size
     return found
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from your_ai import model, optimizer
-from your_ai.budget import Budget, budget_of
+from your_ai.budget import Budget, Past, budget_of, row_limit
 from your_ai.config import TrainConfig, flag
 from your_ai.data.batches import StepPlan, bucket_edges, plan_steps
-from your_ai.data.encode import Encoder, Prompt
+from your_ai.data.encode import Encoder, Prompt, token_ids
 from your_ai.data.examples import Examples, load_examples
 from your_ai.data.rows import Row, find_splits, read_rows
 from your_ai.engine.build import build_engine
@@ -32,11 +32,13 @@ from your_ai.hub.find import find_model, store
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.estimate import Plan
+from your_ai.memory.measurements import believed
 from your_ai.memory.plan import Option, choose, words
 from your_ai.memory.sample import in_gb
 from your_ai.quantize.copies import make_copy, place_of_copy
 from your_ai.run import events
 from your_ai.trained import base_files
+from your_ai.vocabulary import vocabulary_of
 
 TELL_EVERY_S = 5.0
 SAMPLE_TOKENS = 128  # of an answer beyond twice the expected one
@@ -89,10 +91,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     folder: the run's, for what is kept on disk while it runs. level: how many plans that
     fit are passed over.
     """
-    splits = find_splits(config.data)
-    for wanted in ("samples", "exact_match"):
-        if getattr(config, wanted) and "test" not in splits:
-            raise UserError(f"{flag(wanted)}: --data {config.data} has no test.jsonl")
+    check_splits(config)
     base = find_model(config.model)
     check_model(base)
     dtype = model.compute_dtype(config.dtype)
@@ -108,16 +107,9 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
 
     files = fingerprint(base)
     adapters = replace(adapters, config={**adapters.config, "base_files": base_files(files)})
-    samples = sample_prompts(splits.get("test"), tokenizer, config.samples)
-    examples = {
-        name: load_split(name, path, config, tokenizer, files, log)
-        for name, path in splits.items()
-        if name != "test" or config.exact_match
-    }
-    if not examples["train"].weights.any():
-        raise UserError(f"{splits['train']}: every row has weight 0: there is nothing to train")
+    data = read_data(config, network, tokenizer, files, log.write)
     plan = plan_steps(
-        examples["train"],
+        data.examples["train"],
         config.batch_size,
         config.rows_per_step,
         config.seed,
@@ -128,18 +120,11 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         text = f"--warmup-steps {config.warmup_steps}: the run ends first, after {steps} steps"
         log.write(events.Notice(text=text))
 
-    tokens = sum(int((found.lengths - 1).sum()) for found in examples.values())
-    budget = budget_of(
-        config,
-        weights,
-        dtype,
-        lengths_of(examples.values()),
-        level,
-        kept_plan(log, config, level),
-        can_stream=streamable,
-        prefix_tokens=tokens,
-        answer_tokens=max((answer_room(tokenizer, s)[1] for s in samples), default=0),
-    )
+    past = past_of(log, config, level)
+    budget = budget_of_run(config, weights, dtype, data, streamable, level, past)
+    for found in budget.demand.calibration.measurements:
+        if not past.begun and found not in past.measurements:  # what the run depends on
+            log.write(events.Measured(**asdict(found)))
     chosen = tell(budget, config, log)
     python_bytes = chosen.estimate.components["python"]
     allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, python_bytes)
@@ -151,7 +136,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
 
         def make_store(hidden_size: int) -> Store:
             kind = config.prefix_cache
-            return prefix_store(kind, folder / PREFIX, key, tokens, hidden_size, dtype)
+            return prefix_store(kind, folder / PREFIX, key, data.tokens, hidden_size, dtype)
 
     built = build_engine(
         network,
@@ -184,15 +169,100 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         budget=budget,
         optimizer=optimizer.build_optimizer(config, network.trainable_parameters()),
         plan=plan,
-        valid=examples.get("valid"),
-        test=examples.get("test"),
-        samples=samples,
+        valid=data.examples.get("valid"),
+        test=data.examples.get("test"),
+        samples=data.samples,
         steps=steps,
         depends_on={
             "model": files,
-            "data": {p.name: sha256(p) for n, p in splits.items() if n != "test"},
+            "data": {p.name: sha256(p) for n, p in find_splits(config.data).items() if n != "test"},
             "settings": config.decisive(),
         },
+    )
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads, and what its memory depends on of that.
+
+    examples: of each split, as tokens; samples: the prompts that are answered; lengths: T of
+    every bucket; tokens: of all texts; answer_tokens: of the longest sample prompt with its
+    answer, 0 where there are none.
+    """
+
+    examples: dict[str, Examples]
+    samples: list[Prompt]
+    lengths: list[int]
+    tokens: int
+    answer_tokens: int
+
+
+def check_splits(config: TrainConfig) -> dict[str, Path]:
+    """The files of --data by split. Raises UserError where one that is needed is missing."""
+    splits = find_splits(config.data)
+    for wanted in ("samples", "exact_match"):
+        if getattr(config, wanted) and "test" not in splits:
+            raise UserError(f"{flag(wanted)}: --data {config.data} has no test.jsonl")
+    return splits
+
+
+def read_data(
+    config: TrainConfig,
+    network: nn.Module,
+    tokenizer: Any,
+    files: dict[str, str],
+    write: Callable[[events.Event], None],
+) -> RunData:
+    """The rows of --data as tokens, as `train` and `plan` see them.
+
+    files: the model's, by their checksums; write: is told of what was read and cut.
+    Raises UserError for rows that cannot be trained.
+    """
+    splits = check_splits(config)
+    limit = row_limit(config.max_row_bytes, config.max_memory, config.force)
+    encoder = Encoder(tokenizer, config.mask_prompt, vocabulary_of(network), limit)
+    samples = sample_prompts(splits.get("test"), encoder, config.samples)
+    examples = {
+        name: load_split(name, path, config, encoder, files, write)
+        for name, path in splits.items()
+        if name != "test" or config.exact_match
+    }
+    longest = max(int(found.lengths.max()) for found in examples.values())
+    if config.packing:
+        longest = max(longest, config.max_seq_length)
+    model.check_positions(network, longest, f"--max-seq-length {config.max_seq_length}")
+    allocator.free()  # what tokenizing left
+    if not examples["train"].weights.any():
+        raise UserError(f"{splits['train']}: every row has weight 0: there is nothing to train")
+    return RunData(
+        examples=examples,
+        samples=samples,
+        lengths=lengths_of(examples.values()),
+        tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
+        answer_tokens=max((answer_room(tokenizer, s)[1] for s in samples), default=0),
+    )
+
+
+def budget_of_run(
+    config: TrainConfig,
+    folder: Path,
+    dtype: mx.Dtype,
+    data: RunData,
+    can_stream: bool,
+    level: int = 0,
+    past: Past | None = None,
+) -> Budget:
+    """What a run on `data` may hold, and its plan. Raises UserError where nothing fits."""
+    return budget_of(
+        config,
+        folder,
+        dtype,
+        data.lengths,
+        level,
+        past,
+        can_stream=can_stream,
+        prefix_tokens=data.tokens,
+        answer_tokens=data.answer_tokens,
     )
 
 
@@ -217,13 +287,19 @@ def asked_of_memory(config: TrainConfig) -> str:
     return f"--max-memory {config.max_memory} --plan {config.plan} --spill {config.spill}"
 
 
-def kept_plan(log: events.EventLog, config: TrainConfig, level: int) -> Plan | None:
-    """The plan that the run had when it was last at this level, by the same settings."""
+def past_of(log: events.EventLog, config: TrainConfig, level: int) -> Past:
+    """What the run has planned and measured before, in this process or an earlier one.
+
+    Its plan is the one that it had when it last trained at this level, by the same settings.
+    """
     told = [record.event for record in events.tail(log.path)[0]]
-    plans = [event for event in told if isinstance(event, events.Planned)]
-    if not plans or plans[-1].level != level or plans[-1].asked != asked_of_memory(config):
-        return None
-    return Plan(plans[-1].plan, plans[-1].micro_tokens, plans[-1].spill)
+    starts = [at for at, event in enumerate(told) if isinstance(event, events.Started)]
+    measured = [asdict(event) for event in told if isinstance(event, events.Measured)]
+    plans = [e for e in told[: starts[-1] if starts else 0] if isinstance(e, events.Planned)]
+    plan = None
+    if plans and plans[-1].level == level and plans[-1].asked == asked_of_memory(config):
+        plan = Plan(plans[-1].plan, plans[-1].micro_tokens, plans[-1].spill)
+    return Past(plan, tuple(believed(measured)), bool(starts))
 
 
 def tell(budget: Budget, config: TrainConfig, log: events.EventLog) -> Option:
@@ -270,9 +346,9 @@ def load_split(
     name: str,
     path: Path,
     config: TrainConfig,
-    tokenizer: Any,
+    encoder: Encoder,
     files: dict[str, str],
-    log: events.EventLog,
+    write: Callable[[events.Event], None],
 ) -> Examples:
     """The examples of one file; what was cut from its rows is told once.
 
@@ -281,17 +357,17 @@ def load_split(
 
     def told(rows: Iterator[Row]) -> Iterator[Row]:
         text = f"reading {path.name}"
-        log.write(events.Stage(text=text))
+        write(events.Stage(text=text))
         told_at = time.monotonic()
         for count, row in enumerate(rows):
             if time.monotonic() - told_at > TELL_EVERY_S:
-                log.write(events.Stage(text=f"{text}: {count:,} rows"))
+                write(events.Stage(text=f"{text}: {count:,} rows"))
                 told_at = time.monotonic()
             yield row
 
     examples = load_examples(
         path,
-        Encoder(tokenizer, config.mask_prompt or name == "test"),
+        replace(encoder, mask_prompt=config.mask_prompt or name == "test"),
         tokenizer_fingerprint(files),
         config.max_seq_length,
         config.too_long,
@@ -307,19 +383,19 @@ def load_split(
         )
         if tally.dropped:
             text += f"; {tally.dropped} pieces with nothing left to train were dropped"
-        log.write(events.Notice(text=text))
+        write(events.Notice(text=text))
     return examples
 
 
 def answer_room(tokenizer: Any, sample: Prompt) -> tuple[int, int]:
     """Most tokens of the answer to a prompt, and of both together."""
-    answer = 2 * len(tokenizer.encode(sample.expected)) + SAMPLE_TOKENS
-    return answer, answer + len(tokenizer.encode(sample.rendered, add_special_tokens=False))
+    answer = 2 * len(token_ids(tokenizer, sample.expected, "a test row")) + SAMPLE_TOKENS
+    return answer, answer + len(token_ids(tokenizer, sample.rendered, "a test row", False))
 
 
-def sample_prompts(path: Path | None, tokenizer: Any, count: int) -> list[Prompt]:
+def sample_prompts(path: Path | None, encoder: Encoder, count: int) -> list[Prompt]:
     """The first `count` test rows that ask something."""
     if path is None or count == 0:
         return []
-    prompts = map(Encoder(tokenizer).prompt_of, read_rows(path))
+    prompts = map(encoder.prompt_of, read_rows(path, encoder.limit))
     return list(islice((p for p in prompts if p is not None), count))

@@ -9,21 +9,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from your_ai import model
-from your_ai.budget import Budget, budget_of
+from your_ai.budget import Budget
 from your_ai.config import TrainConfig
-from your_ai.data.batches import bucket_edges
-from your_ai.data.encode import Encoder
-from your_ai.data.examples import load_examples
-from your_ai.data.rows import find_splits
 from your_ai.engine.weights import can_stream, tensors_of
 from your_ai.errors import UserError
-from your_ai.hub.find import store
-from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
+from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory.estimate import read_bytes
 from your_ai.memory.limit import text
 from your_ai.memory.plan import Option, words
 from your_ai.memory.sample import in_gb
-from your_ai.prepare import SAMPLE_TOKENS
+from your_ai.prepare import SAMPLE_TOKENS, RunData, budget_of_run, read_data
 from your_ai.quantize.convert import quantized_lazily
 
 
@@ -46,45 +41,14 @@ def preview(config: TrainConfig, folder: Path, seq_len: int | None) -> Budget:
     if any(folder.glob("tokenizer*")):  # what it takes counts; shapes of `bench` have none
         tokenizer = model.load_tokenizer_of(folder)
     model.add_adapters(network, config)  # whose faults are the user's
-    tokens = 0  # of all texts, where they are known
-    if seq_len is not None:
-        lengths = [seq_len]
-    elif config.data:
-        lengths, tokens = lengths_in(config, folder, tokenizer)
+    if seq_len is None and config.data:
+        files = fingerprint(folder)
+        data = read_data(config, network, tokenizer, files, lambda _: None)
     else:
-        lengths = [config.max_seq_length]
-    return budget_of(
-        config,
-        folder,
-        dtype,
-        lengths,
-        can_stream=streamable,
-        prefix_tokens=tokens,
-        answer_tokens=max(lengths) + SAMPLE_TOKENS if config.samples else 0,
-    )
-
-
-def lengths_in(config: TrainConfig, folder: Path, tokenizer: Any) -> tuple[list[int], int]:
-    """T of every bucket of the rows that `train` reads, and how many tokens they have in all.
-
-    They are tokenized once, as `train` does.
-    """
-    key = tokenizer_fingerprint(fingerprint(folder))
-    found: set[int] = set()
-    tokens = 0
-    for name, path in find_splits(config.data).items():
-        if name != "test" or config.exact_match:
-            examples = load_examples(
-                path,
-                Encoder(tokenizer, config.mask_prompt or name == "test"),
-                key,
-                config.max_seq_length,
-                config.too_long,
-                store() / "cache",
-            )
-            found |= set(bucket_edges(examples.lengths - 1).tolist())
-            tokens += int((examples.lengths - 1).sum())
-    return sorted(found), tokens
+        longest = config.max_seq_length if seq_len is None else seq_len
+        answers = longest + SAMPLE_TOKENS if config.samples else 0
+        data = RunData({}, [], [longest], 0, answers)
+    return budget_of_run(config, folder, dtype, data, streamable)
 
 
 def described(budget: Budget, option: Option) -> dict[str, Any]:

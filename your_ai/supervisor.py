@@ -13,12 +13,12 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from your_ai.config import TrainConfig, build
+from your_ai.console import echo_error, echo_traceback
 from your_ai.errors import RunError, UserError
 from your_ai.publish.after import push_finished
 from your_ai.run import events, requests
@@ -251,12 +251,12 @@ def carry_out(run: str, settings: str, parent_fd: int | None, received: Sequence
                 push_finished(folder, config.push_to, received)
             return status
     except (UserError, RunError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        echo_error(f"error: {error}")
         return {UserError: USER, Lost: LOST}.get(type(error), FAILED)
     except Interrupted as interrupted:
         return 128 + interrupted.number
     except Exception:
-        traceback.print_exc()
+        echo_traceback()
         return CRASHED
 
 

@@ -29,6 +29,7 @@ import psutil
 
 from your_ai.config import nearest
 from your_ai.errors import RunError, UserError
+from your_ai.files import read_text
 from your_ai.run import events
 from your_ai.run.events import EventLog
 from your_ai.run.folder import RunFolder, is_running, locked
@@ -40,6 +41,7 @@ NAMES = ("wandb", "swanlab", "tensorboard")
 LOG = "trackers.log"
 LOCK = "trackers.lock"
 STATE = "trackers.json"
+STATE_BYTES = 1 << 20
 LOOK_S = 0.25  # between two looks at whether the run goes on
 LAST_S = 600.0  # to send what there is, once the run has ended,
 VANISHED_S = 5.0  # or once its folder is gone
@@ -205,7 +207,7 @@ def report(
     for thread in threads.values():
         thread.start()
     while any(t.is_alive() for t in threads.values()) and time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(UserError):
             records, end = events.tail(folder.events, end)
             turns = [r.event for r in records if isinstance(r.event, TURNS)]
             finished = isinstance(turns[-1], events.Finished) if turns else finished
@@ -243,7 +245,7 @@ def is_alive(process: psutil.Process) -> bool:
 def load(folder: RunFolder) -> dict[str, Any]:
     """What trackers.json holds; nothing where it is missing or damaged."""
     try:
-        kept = json.loads((folder.path / STATE).read_text(encoding="utf-8"))
+        kept = json.loads(read_text(folder.path / STATE, STATE_BYTES))
     except (OSError, ValueError):
         return {}
     return kept if isinstance(kept, dict) and isinstance(kept.get("id"), str) else {}

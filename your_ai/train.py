@@ -14,7 +14,7 @@ import json
 import math
 import sys
 import time
-import traceback
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import chain, takewhile
 from typing import Any
@@ -23,13 +23,15 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from your_ai import model, optimizer
+from your_ai.calibrate import calibrated
 from your_ai.config import TrainConfig, build, is_due
+from your_ai.console import echo_error, echo_traceback
 from your_ai.data.batches import Batch
 from your_ai.engine import prefix
 from your_ai.engine.fused import Engine
 from your_ai.errors import RunError, UserError, explain, lacked_memory
 from your_ai.files import clean
-from your_ai.govern import Governor, Replan, govern, telling_gauges, told
+from your_ai.govern import Governor, Replan, govern, telling_gauges, told, within_limit
 from your_ai.measure import show_test_rows, validate
 from your_ai.memory import allocator, probe
 from your_ai.memory.governor import Action, Watch
@@ -56,6 +58,7 @@ def run(
     level: int,
     watch: Watch,
     sampler: probe.Sampler,
+    begin_guard: Callable[[], None],
 ) -> events.Finished:
     """Train, or go on training, the run in `folder`, and return how it ended.
 
@@ -67,6 +70,8 @@ def run(
     clean(folder.path)
     clean(folder.checkpoints)
     prepared = prepare(config, log, folder.path, level)
+    begin_guard()
+    prepared = calibrated(prepared, log, level, watch)
     governor = govern(prepared, sampler, log, watch)
     state = restore(folder, prepared, log)
     update = optimizer.make_update(prepared.model, prepared.optimizer)
@@ -206,10 +211,17 @@ def skipped_event(state: TrainState, reason: str) -> events.Skipped:
     )
 
 
-def carry_out(folder: RunFolder, config: TrainConfig, stop: Stop, level: int = 0) -> int:
+def carry_out(
+    folder: RunFolder,
+    config: TrainConfig,
+    stop: Stop,
+    level: int = 0,
+    begin_guard: Callable[[], None] = lambda: None,
+) -> int:
     """Train `folder` with `config`, under one plan after the other; the exit status.
 
-    level: how many plans that fit are passed over. After an out-of-memory error the run goes
+    level: how many plans that fit are passed over; begin_guard: is called once the run is
+    known to fit. After an out-of-memory error the run goes
     on from its last checkpoint, under the next smaller plan.
     """
     with locked(folder), contextlib.closing(events.EventLog(folder.events)) as log:
@@ -218,7 +230,7 @@ def carry_out(folder: RunFolder, config: TrainConfig, stop: Stop, level: int = 0
         failed_at, watch = [], Watch()
         try:
             while True:
-                wanted = carry_on(folder, config, log, stop, level, watch)
+                wanted = carry_on(folder, config, log, stop, level, watch, begin_guard)
                 if isinstance(wanted, events.Finished):
                     return 0 if wanted.adapter else 128 + (stop.received or 0)
                 if wanted.action.kind == "restart":
@@ -233,7 +245,7 @@ def carry_out(folder: RunFolder, config: TrainConfig, stop: Stop, level: int = 0
                 level += {"smaller_plan": 1, "larger_plan": -1}.get(wanted.action.kind, 0)
                 failed_at = [*failed_at, wanted.step] if wanted.failed else []
                 if failed_at.count(wanted.step) > MAX_OUT_OF_MEMORY:
-                    print(f"error: {folder.path}: {wanted.action.cause}", file=sys.stderr)
+                    echo_error(f"error: {folder.path}: {wanted.action.cause}")
                     return exits.OUT_OF_MEMORY
         finally:
             stop.on_first = lambda: None  # a late signal must not write to a closed file
@@ -246,11 +258,12 @@ def carry_on(
     stop: Stop,
     level: int,
     watch: Watch,
+    begin_guard: Callable[[], None],
 ) -> events.Finished | Replan:
     """`run` under one plan: how it ended, or what it is to go on as. Holds nothing after."""
     try:
         with probe.Sampler() as sampler, telling_gauges(folder, log):
-            return run(folder, config, log, stop, level, watch, sampler)
+            return run(folder, config, log, stop, level, watch, sampler, begin_guard)
     except Replan as replan:
         before, wanted = probe.read(), Replan(replan.action, replan.step, replan.watch)
     except (RuntimeError, MemoryError) as error:
@@ -283,14 +296,16 @@ def main() -> None:
                 watch_parent(given.parent_fd)
             folder = find(given.run)
             settings = given.settings and build(json.loads(given.settings), "--settings")
-            status = carry_out(folder, settings or folder.read_config(), stop, given.level)
+            config = settings or folder.read_config()
+            with within_limit(folder, config) as begin_guard:
+                status = carry_out(folder, config, stop, given.level, begin_guard)
     except (UserError, RunError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        echo_error(f"error: {error}")
         status = exits.USER if isinstance(error, UserError) else exits.FAILED
     except Interrupted as interrupted:
         status = 128 + interrupted.number
     except Exception:
-        traceback.print_exc()
+        echo_traceback()
         status = exits.CRASHED
     sys.exit(status)
 

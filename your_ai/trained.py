@@ -7,7 +7,6 @@ An adapter is in mlx-lm's layout (`run.checkpoint` writes it): `adapters.safeten
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +14,22 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from your_ai import model
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
+from your_ai.foreign import JSON_BYTES, parse_json, read_bytes, read_header
 from your_ai.hub.find import find_model
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.hub.names import HubName, hub_name
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder, find, is_running
+from your_ai.text import shown
 
 # Files of a base that may change: how it is asked and how it answers, not what it computes.
 FREE = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 PARTS = ("lora_a", "lora_b", "m")
+MOST_LAYERS, MOST_SCALE = 100_000, 1e9  # of an adapter's settings
 LISTED = 6  # checkpoints in a message
 
 
@@ -172,25 +173,59 @@ def read_adapter(folder: Path) -> Adapter:
 
     Raises UserError where a file is missing, damaged or of another kind than LoRA or DoRA.
     """
-    path = folder / checkpoint.ADAPTER_CONFIG
+    path, file = folder / checkpoint.ADAPTER_CONFIG, folder / checkpoint.ADAPTERS
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        arrays = mx.load(str(folder / checkpoint.ADAPTERS))
-        parameters = config["lora_parameters"]
-        sizes = int(config["num_layers"]), int(parameters["rank"]), float(parameters["scale"])
+        config = parse_json(read_bytes(path, JSON_BYTES))
+        entries = read_header(file) if file.exists() else []
+        arrays = mx.load(str(file))
     except OSError as error:
         raise UserError(f"{folder}: is no adapter ({error.filename}: {error.strerror})") from error
-    except (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError) as error:
-        reason = model.first_line(error)
+    except (RuntimeError, ValueError) as error:
+        reason = shown(model.first_line(error))
         raise UserError(f"{folder}: its adapter cannot be read ({reason})") from error
+    check_settings(path, config, largest=max((max(e.shape, default=0) for e in entries), default=0))
+    foreign = [name for name in arrays if name.rpartition(".")[2] not in PARTS]
+    if foreign or not arrays:
+        what = shown(foreign[0]) if foreign else "nothing"
+        raise UserError(f"{file}: holds {what}, not LoRA layers")
+    return Adapter(folder, arrays, config)
+
+
+def check_settings(path: Path, config: Any, largest: int) -> None:
+    """Raise UserError for an adapter_config.json whose figures no adapter of mlx-lm has.
+
+    largest: of the dimensions of its arrays, one of which is the rank.
+    """
+
+    def refuse(key: str, value: Any, wanted: str) -> None:
+        raise UserError(f"{path}: {key} {shown(value)}: must be {wanted}")
+
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: its adapter cannot be read (expected a JSON object)")
     kind = config.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
-        raise UserError(f"{path}: fine_tune_type {kind}: only lora and dora adapters can be used")
-    foreign = [name for name in arrays if name.rpartition(".")[2] not in PARTS]
-    if foreign or not arrays or sizes[1] < 1:
-        what = foreign[0] if foreign else "nothing"
-        raise UserError(f"{folder / checkpoint.ADAPTERS}: holds {what}, not LoRA layers")
-    return Adapter(folder, arrays, config)
+        text = shown(kind)
+        raise UserError(f"{path}: fine_tune_type {text}: only lora and dora adapters can be used")
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, dict):
+        refuse("lora_parameters", parameters, "an object")
+    count, rank = config.get("num_layers"), parameters.get("rank")
+    if type(count) is not int or abs(count) > MOST_LAYERS:
+        refuse("num_layers", count, "a whole number of blocks")
+    if type(rank) is not int or rank < 1 or rank > max(largest, 1):
+        refuse("rank", rank, f"a whole number that its arrays have; they have at most {largest}")
+    scale, dropout = parameters.get("scale"), parameters.get("dropout", 0.0)
+    for key, value, most in (("scale", scale, MOST_SCALE), ("dropout", dropout, 1.0)):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not abs(value) <= most:
+            refuse(key, value, f"a number of at most {most:g}")
+    keys, step = parameters.get("keys"), config.get("step")
+    if keys is not None and not (
+        isinstance(keys, list) and all(isinstance(key, str) for key in keys)
+    ):
+        refuse("keys", keys, "a list of names of layers")
+    if step is not None and (type(step) is not int or step < 0):
+        refuse("step", step, "a number of steps")
 
 
 def base_files(files: dict[str, str]) -> dict[str, str]:
@@ -209,8 +244,9 @@ def check_base(adapter: Adapter, base: Path) -> None:
     now = base_files(fingerprint(base))
     other = sorted(n for n in recorded.keys() | now.keys() if recorded.get(n) != now.get(n))
     if other:
+        names = shown(", ".join(other))
         raise UserError(
-            f"{adapter.folder}: was trained on another model than {base} ({', '.join(other)} "
+            f"{adapter.folder}: was trained on another model than {base} ({names} "
             "differ); give the one it was trained on with --model"
         )
 
@@ -223,7 +259,7 @@ def put_layers(network: nn.Module, adapter: Adapter) -> None:
     parameters = {"dropout": 0.0, **adapter.config["lora_parameters"]}
     try:
         count = int(adapter.config["num_layers"])
-        linear_to_lora_layers(network, count, parameters, use_dora=adapter.is_dora)
+        model.put_adapter_layers(network, count, parameters, adapter.is_dora)
     except Exception as error:  # an architecture's code raises what it likes
         reason = model.first_line(error)
         raise UserError(f"{adapter.folder}: does not fit the model ({reason})") from error

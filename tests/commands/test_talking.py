@@ -12,6 +12,7 @@ from your_ai import chat as chatting
 from your_ai.chat import Conversation
 from your_ai.generate import Sampling
 from your_ai.run.folder import RunFolder
+from your_ai.text import printable
 from your_ai.trained import open_trained
 
 
@@ -38,7 +39,7 @@ def answers_of(run: RunFolder, *questions: str, adapted: bool = True) -> list[st
     for question in questions:
         said = "".join(r.text for r in talker.answer(conversation, question))
         base = "".join(r.text for r in talker.answer(conversation, question, adapted=False))
-        answers.append(said if adapted else base)
+        answers.append(printable(said if adapted else base))
         conversation = conversation.followed_by(question, said)
     return answers
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from tests.conftest import DEMO_FOLDER
+from your_ai.data import encode
 from your_ai.data.encode import Encoded, Encoder
 from your_ai.data.rows import Chat, Pair, Row, Text
 from your_ai.errors import UserError
@@ -736,7 +737,7 @@ def test_what_a_strict_template_takes_is_trained(tokenizers):
     ids=["system", "not-alternating"],
 )
 def test_what_a_template_refuses_is_named_with_its_reason(tokenizers, row, reason):
-    with pytest.raises(UserError, match=rf"^data\.jsonl:7: the chat template .*\({reason}\)"):
+    with pytest.raises(UserError, match=rf"^data\.jsonl:7: the .*chat template .*\({reason}\)"):
         Encoder(tokenizers["strict"]).encode(row)
 
 
@@ -773,3 +774,20 @@ def test_the_prompt_of_a_pair_without_a_template_is_its_own():
 )
 def test_a_row_that_asks_nothing_has_no_prompt(demo_tokenizer, content):
     assert Encoder(demo_tokenizer).prompt_of(row_of(content)) is None
+
+
+def test_a_chat_of_too_many_turns_is_ended(tokenizers, monkeypatch):
+    """Each of its turns is rendered with all before it."""
+    monkeypatch.setattr(encode, "SPANS_SECONDS", 0.1)
+    chat = Chat([{"role": role, "content": "a"} for role in ("user", "assistant")] * 5000)
+    row = Row("data.jsonl:7", chat, 1.0)
+    with pytest.raises(UserError, match=r"^data\.jsonl:7: finding the answers in 10,000 messages"):
+        Encoder(tokenizers["chatml"]).encode(row)
+    assert len(Encoder(tokenizers["chatml"], mask_prompt=False).encode(row).tokens) > 10_000
+
+
+def test_a_long_text_has_the_ids_that_its_tokenizer_gives_it(demo_tokenizer):
+    for text in ("Two words", "Two words " * 5000):
+        for special in (True, False):
+            expected = demo_tokenizer.encode(text, add_special_tokens=special)
+            assert encode.token_ids(demo_tokenizer, text, "a row", special) == expected

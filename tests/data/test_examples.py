@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from tests.conftest import chat, write_rows
 from your_ai.data import examples
 from your_ai.data.encode import Encoded, Encoder
 from your_ai.data.examples import Examples, Tally, fit, load_examples
-from your_ai.data.rows import Row
+from your_ai.data.rows import ROW_LIMIT, Row, RowLimit
 from your_ai.errors import UserError
+from your_ai.files import sha256
 
 CACHE = Path("cache")
 WHERE = "train.jsonl:1"
@@ -31,6 +34,8 @@ class Plain:
     """An encoder of text rows made of numbers: `5 6 +7 +8` is four tokens, two of them trained."""
 
     mask_prompt: bool = True
+    vocabulary: int | None = None
+    limit: RowLimit = ROW_LIMIT
     encoded: list[str] = field(default_factory=list)
 
     def encode(self, row: Row) -> Encoded:
@@ -47,6 +52,8 @@ class Refusing:
     """An encoder that is not to be asked."""
 
     mask_prompt: bool = True
+    vocabulary: int | None = None
+    limit: RowLimit = ROW_LIMIT
 
     def encode(self, row: Row) -> Encoded:
         raise AssertionError(f"{row.where} was encoded again")
@@ -268,6 +275,54 @@ def test_a_folder_that_was_made_again_stays():
     assert len(load(Refusing())) == 3
 
 
+def save(name: str, array: np.ndarray) -> Callable[[Path], object]:
+    return lambda folder: np.save(folder / name, array)
+
+
+FORGED = {
+    "no first row": save("starts.npy", np.array([1, 3, 6, 8])),
+    "rows of less than nothing": save("starts.npy", np.array([0, 7, 3, 8])),
+    "an empty row": save("starts.npy", np.array([0, 3, 3, 8])),
+    "starts of another type": save("starts.npy", np.array([0.0, 3.0, 6.0, 8.0])),
+    "starts of two dimensions": save("starts.npy", np.array([[0, 3], [6, 8]])),
+    "objects": lambda folder: np.save(folder / "starts.npy", np.array([None]), allow_pickle=True),
+    "weights that are not numbers": save("weights.npy", np.full(3, np.nan, np.float32)),
+    "weights below 0": save("weights.npy", np.full(3, -1, np.float32)),
+    "a first token that is trained": lambda folder: (folder / "trained.bin").write_bytes(b"\1" * 8),
+    "neither true nor false": lambda folder: (folder / "trained.bin").write_bytes(b"\0\2" * 4),
+    "counts of no number": lambda folder: change_tally(folder, rows="3"),
+    "counts below 0": lambda folder: change_tally(folder, dropped=-1),
+}
+
+
+def change_tally(folder: Path, **counts: Any) -> None:
+    content = json.loads((folder / "tally.json").read_text())
+    content["tally"] |= counts
+    (folder / "tally.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_folder_that_was_forged_is_made_again(name):
+    """With checksums that are right, by whoever can write to the cache."""
+    first = lists_of(load(Plain(), "1 2 +3", "4 5 +6", "7 +8"))
+    (folder,) = folders()
+    FORGED[name](folder)
+    content = json.loads((folder / "tally.json").read_text())
+    content["sha256"] = {name: sha256(folder / name) for name in examples.ARRAYS}
+    (folder / "tally.json").write_text(json.dumps(content))
+    assert examples.open_examples(folder) is None
+    assert lists_of(load(Plain())) == first
+
+
+def test_cached_tokens_that_the_model_lacks_are_encoded_again():
+    """So that the row is named."""
+    load(Plain(), "1 2 +9")
+    assert len(load(Refusing(vocabulary=10))) == 1
+    encoder = Plain(vocabulary=9)
+    load(encoder)
+    assert encoder.encoded
+
+
 def test_a_cache_that_cannot_be_written_is_named():
     CACHE.write_text("a file, not a folder")
     with pytest.raises(UserError, match=r"^cache/examples: cannot keep tokenized rows .*YOUR_AI_"):
@@ -449,7 +504,7 @@ def test_encoding_many_rows_holds_few_objects():
     blocks: list[int] = []
 
     class Copying:
-        mask_prompt = True
+        mask_prompt, vocabulary, limit = True, None, ROW_LIMIT
         asked = 0
 
         def encode(self, row: Row) -> Encoded:

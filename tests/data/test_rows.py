@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.conftest import chat, write_rows
 from your_ai.config import DEMO
-from your_ai.data.rows import Chat, Pair, Row, Text, find_splits, read_rows
+from your_ai.data import rows
+from your_ai.data.rows import (
+    ROW_LIMIT,
+    Chat,
+    Pair,
+    Row,
+    RowLimit,
+    Text,
+    checked_sha256,
+    find_splits,
+    read_rows,
+)
 from your_ai.errors import UserError
 
 USER = {"role": "user", "content": "q"}
@@ -248,7 +265,7 @@ BAD = {
     ),
     "tool arguments": (
         {"messages": [{**ASSISTANT, "tool_calls": [call("{a: 1}")]}]},
-        "tool_calls: the arguments are not valid JSON",
+        "tool_calls: arguments: is not valid JSON",
     ),
     "tools": ({"messages": [USER], "tools": {"name": "add"}}, "tools: expected a list, found dict"),
     "tools as text": ({"messages": [USER], "tools": "add"}, "tools: is not valid JSON"),
@@ -311,6 +328,130 @@ def test_a_folder_in_place_of_a_file():
         list(read_rows(Path("train.jsonl")))
 
 
+# Rows that are not to be trusted
+
+
+def nested(depth: int, opening: str = "[", closing: str = "]") -> str:
+    return opening * depth + "1" + closing * depth
+
+
+def test_nesting_is_bounded_wherever_it_is():
+    """Beyond it templates, and what writes JSON, end at Python's own limit."""
+    for depth in (65, 900, 20_000, 100_000):
+        call = {"function": {"name": "f", "arguments": nested(depth, '{"a":', "}")}}
+        for line in (
+            nested(depth),
+            f'{{"text": "a", "more": {nested(depth)}}}',
+            json.dumps({"messages": [USER, ASSISTANT], "tools": nested(depth)}),
+            json.dumps({"messages": [USER, {**ASSISTANT, "tool_calls": [call]}]}),
+        ):
+            with pytest.raises(UserError, match=r"train\.jsonl:1: .*nested too deeply"):
+                rows_of(line)
+    assert rows_of(f'{{"text": "a", "more": {nested(60)}}}')
+    assert rows_of(f'{{"text": "{"[" * 200}"}}')  # brackets in a text are no nesting
+
+
+@pytest.mark.parametrize(
+    "line", ['{"text": "a", "text": "b"}', '{"text": "a", "x": {"y": 1, "y": 1}}']
+)
+def test_a_key_is_there_once(line):
+    with pytest.raises(UserError, match=r"^train\.jsonl:1: the key [ty]\w* is there twice"):
+        rows_of(line)
+
+
+def test_what_is_shown_of_a_row_is_short():
+    long = "k" * 3_000_000
+    for row in (
+        {long: 1},
+        {"text": "a", "weight": long},
+        {"messages": [{"role": "user", "content": [{"type": long}]}]},
+        {"messages": [{**USER, "weight": long}]},
+    ):
+        with pytest.raises(UserError) as caught:
+            rows_of(row)
+        assert len(str(caught.value)) < 500
+
+
+LIMIT = RowLimit(row_bytes=100)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
+def test_a_long_line_is_named_before_it_is_read(end):
+    good = json.dumps({"text": "a"})
+    Path("train.jsonl").write_text(f"{good}\n\n" + "x" * 101 + end)
+    for read in (lambda: list(read_rows(Path("train.jsonl"), LIMIT)),
+                 lambda: checked_sha256(Path("train.jsonl"), LIMIT)):  # fmt: skip
+        with pytest.raises(UserError, match=r"^train\.jsonl:3: the row has more than 100 bytes"):
+            read()
+
+
+def test_a_line_of_the_most_bytes_is_read(monkeypatch):
+    monkeypatch.setattr(rows, "BLOCK_BYTES", 7)
+    line = json.dumps({"text": "a" * 88})
+    assert len(line) == 100
+    path = Path("train.jsonl")
+    for data in (line, f"{line}\n", f"\n{line}\n{line}\n"):
+        path.write_text(data)
+        assert list(read_rows(path, LIMIT))
+        assert checked_sha256(path, LIMIT) == hashlib.sha256(data.encode()).hexdigest()
+
+
+def test_a_file_without_a_line_is_refused_at_once(own_folder):
+    with (own_folder / "sparse.jsonl").open("wb") as file:
+        file.truncate(1 << 40)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"sparse\.jsonl:1: the row has more than"):
+        checked_sha256(own_folder / "sparse.jsonl", ROW_LIMIT)
+    with pytest.raises(UserError, match=r"sparse\.jsonl:1: the row has more than"):
+        list(read_rows(own_folder / "sparse.jsonl"))
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        json.dumps({"text": "a" * 200_000}),
+        json.dumps({"text": "a", "more": [{}] * 60_000}),
+        json.dumps(chat("a" * 100_000, "b")),
+    ],
+)
+def test_a_row_that_there_is_no_memory_for_is_refused(line):
+    path = write_rows(Path("train.jsonl"), [line])
+    with pytest.raises(UserError, match=r"^train\.jsonl:1: a row of .* MB to read, and 2 MB are"):
+        list(read_rows(path, RowLimit(room_bytes=2_000_000)))
+    assert list(read_rows(path, RowLimit(room_bytes=40_000_000)))
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["role", "content", "text", "type", "value", "from", "x"]),
+                      inner, max_size=3),
+    max_leaves=12,
+)  # fmt: skip
+KEYS = ("messages", "conversations", "prompt", "completion", "instruction", "output", "text",
+        "tools", "weight", "system", "input")  # fmt: skip
+
+
+@given(row=st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=4))
+def test_any_object_is_a_row_or_refused_in_one_line(row):
+    line = json.dumps(row).encode()
+    try:
+        found = ROW_LIMIT.parse(line, "rows:1")
+    except UserError as error:
+        told = str(error)
+        assert told.startswith("rows:1: ") and len(told) < 1000  # noqa: PT018
+    else:
+        assert 0 <= found.weight <= rows.FLOAT32_MAX
+
+
+@given(line=st.binary(max_size=60) | st.text(st.sampled_from('{}[]":,\\u0d8 1e-"text'), max_size=60)
+       .map(str.encode))  # fmt: skip
+def test_any_line_is_a_row_or_refused_in_one_line(line):
+    with contextlib.suppress(UserError):
+        ROW_LIMIT.parse(line, "rows:1")
+
+
 # Splits
 
 
@@ -352,3 +493,24 @@ def test_a_folder_without_rows_to_train():
     write_rows(Path("data/valid.jsonl"), [chat("q", "a")])
     with pytest.raises(UserError, match=r"--data data: the folder has no train\.jsonl"):
         find_splits("data")
+
+
+def test_what_is_no_file_of_rows_is_named(own_folder):
+    os.mkfifo("fifo")
+    Path("loop").symlink_to("loop")
+    Path("d/train.jsonl").mkdir(parents=True)
+    long, home = "a" * 5000, "~nobody-is-here/x"
+    for data in (
+        "fifo",
+        "loop",
+        "d",
+        "/dev/zero",
+        "/dev/null",
+        long,
+        "a\0b",
+        home,
+        "/proc/1/mem/x",
+    ):
+        with pytest.raises(UserError, match=r"^--data ") as caught:
+            find_splits(data)
+        assert len(str(caught.value)) < 500

@@ -26,9 +26,11 @@ def relative_error(ours: mx.array, theirs: mx.array) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-def quantized_linear(bits: int = 4, bias: bool = True, outputs: int = 96) -> nn.QuantizedLinear:
+def quantized_linear(
+    bits: int = 4, bias: bool = True, mode: str = "affine", group_size: int = 32
+) -> nn.QuantizedLinear:
     mx.random.seed(bits)
-    return nn.QuantizedLinear.from_linear(nn.Linear(128, outputs, bias), 32, bits)
+    return nn.QuantizedLinear.from_linear(nn.Linear(128, 96, bias), group_size, bits, mode=mode)
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 128 * 4 * 40, 1 << 30], ids=["one row", "some", "all"])
@@ -48,6 +50,24 @@ def test_output_and_gradient_are_mlxs_own(monkeypatch, bits, shape, slice_bytes)
     assert relative_error(mx.compile(lambda: gradient(ours))(), gradient(base)) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "kind", [(3,), (5,), (6,), (4, True, "mxfp4"), (4, True, "nvfp4", 16), (8, False, "mxfp8")]
+)
+def test_every_kind_of_quantization_is_mlxs_own(kind):
+    network = nn.Sequential(quantized_linear(*kind))
+    base = network.layers[0]
+    dequantize_on_the_cpu(network)
+    ours = network.layers[0]
+    assert type(ours) is DequantizedLinear
+    for tokens in (2, 9):
+        x = mx.random.normal((tokens, 128))
+        assert relative_error(ours(x), base(x)) < 1e-5
+        grads = [
+            mx.grad(lambda x, layer=layer: mx.square(layer(x)).sum())(x) for layer in (ours, base)
+        ]
+        assert relative_error(*grads) < 1e-5
+
+
 def test_an_embedding_and_its_head_are_mlxs_own():
     base = nn.QuantizedEmbedding.from_embedding(nn.Embedding(96, 128), 64, 4)
     ours = DequantizedEmbedding.from_base(base)
@@ -56,9 +76,10 @@ def test_an_embedding_and_its_head_are_mlxs_own():
     assert relative_error(ours.as_linear(x), base.as_linear(x)) < 1e-5
 
 
-def test_slices_bound_what_is_held():
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_slices_bound_what_is_held(bits):
     """Forward and backward of a layer whose weight takes 64 MB dequantized."""
-    base = nn.QuantizedLinear.from_linear(nn.Linear(1024, 16384, bias=False), 64, 4)
+    base = nn.QuantizedLinear.from_linear(nn.Linear(1024, 16384, bias=False), 64, bits)
     ours = DequantizedLinear.from_base(base)
     x = mx.random.normal((8, 1024))
     mx.eval(base.parameters(), x)

@@ -15,6 +15,8 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from tests.engine.test_attention import relative_error
 from your_ai.blocks import put
+from your_ai.dora import DoRA, dora_layers, norms_of
+from your_ai.dora import given as given_norms
 from your_ai.engine import mlp
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.mlp import SlicedMLP, can_be_sliced
@@ -50,7 +52,14 @@ class Curious(MLP):
         return super().__call__(x) * self.gate_proj.weight.size
 
 
-def adapted(bits: int | None, bias: bool, dropout: float, layer: type = LoRALinear, **kind: Any):
+def adapted(
+    bits: int | None,
+    bias: bool,
+    dropout: float,
+    layer: type = LoRALinear,
+    dora: bool = False,
+    **kind: Any,
+):
     """(an MLP with adapters that are not 0, the keys of its dropout)"""
     mx.random.seed(2)
     keys = DropoutKeys([None])
@@ -60,6 +69,8 @@ def adapted(bits: int | None, bias: bool, dropout: float, layer: type = LoRALine
     network.freeze()
     for number, name in enumerate(("gate_proj", "up_proj", "down_proj")):
         network[name] = layer.from_base(network[name], r=4)
+        if dora:
+            network[name] = DoRA.from_base(network[name])
         network[name].lora_b = 0.1 * mx.random.normal(network[name].lora_b.shape)
         network[name].dropout = KeyedDropout(dropout, number, keys)
     dequantize_on_the_cpu(network)
@@ -111,6 +122,39 @@ def test_slices_give_what_the_whole_gives(bits, bias, dropout, fewest, batch):
     assert relative_error(y, network(x)) < 1e-5
 
 
+@pytest.mark.parametrize("are_given", [True, False])
+@pytest.mark.parametrize(("bits", "bias", "dropout"), [(4, False, 0.3), (None, True, 0.0)])
+def test_slices_of_dora_give_what_the_whole_gives(monkeypatch, bits, bias, dropout, are_given):
+    """Its norms are of whole rows: a slice of down_proj does not tell them."""
+    network, keys = adapted(bits, bias, dropout, DoRALinear, dora=True)
+    x = mx.random.normal((2, 9, HIDDEN))
+    drawn = TokenKeys(mx.arange(2, dtype=mx.uint32)[:, None], mx.arange(9, dtype=mx.uint32)[None])
+    expected = gradients(network, keys, x, drawn)
+    monkeypatch.setattr(mlp, "FEWEST_FEATURES", 128)
+    sliced = SlicedMLP.from_base(network, keys)
+    layers = dora_layers(network) if are_given else []
+    with given_norms(layers, norms_of(layers)):
+        found = gradients(sliced, keys, x, drawn)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+
+
+def test_a_slice_of_dora_holds_its_own_features_alone():
+    x = mx.random.normal((1, 512, HIDDEN))
+
+    def peak(network: nn.Module, keys: DropoutKeys) -> int:
+        layers = dora_layers(network)
+        with given_norms(layers, norms_of(layers)):
+            mx.eval(network.parameters(), x)
+            mx.reset_peak_memory()
+            before = mx.get_active_memory()
+            mx.eval(gradients(network, keys, x))
+            return mx.get_peak_memory() - before
+
+    network, keys = adapted(4, False, 0.0, DoRALinear, dora=True, inner=8192)
+    assert peak(SlicedMLP.from_base(network, keys), keys) < peak(network, keys) / 3
+
+
 def test_a_slice_holds_its_own_features_alone(monkeypatch):
     network, keys = adapted(4, False, 0.0, inner=8192)
     x = mx.random.normal((1, 512, HIDDEN))
@@ -128,7 +172,7 @@ def test_a_slice_holds_its_own_features_alone(monkeypatch):
 @pytest.mark.parametrize(
     "spoilt",
     [
-        lambda network: adapted(None, False, 0.0, DoRALinear)[0],  # whose norms are of whole rows
+        lambda network: adapted(None, False, 0.0, DoRALinear)[0],  # mlx-lm's
         lambda network: network.gate_proj,
         lambda network: Sparse(),
         lambda network: Curious(),

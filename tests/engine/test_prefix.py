@@ -537,3 +537,19 @@ def test_the_key_can_be_read_by_people(folder):
         "cache_hidden_size": str(D),
         "cache_dtype": "float32",
     }
+
+
+@pytest.mark.parametrize("name", [prefix.KEY, prefix.HIDDEN, prefix.INDEX])
+def test_a_cache_whose_files_are_links_is_begun_anew(own_folder, name):
+    """What a link leads to is neither written nor cut."""
+    texts = [text(1, 2, 3)]
+    with contextlib.closing(disk(own_folder / "cache")) as store:
+        fill(store, texts)
+    kept = own_folder / "kept"
+    shutil.move(own_folder / "cache" / name, kept)
+    before = kept.read_bytes()
+    (own_folder / "cache" / name).symlink_to(kept)
+    with contextlib.closing(disk(own_folder / "cache")) as store:
+        assert held(store, texts) == [False]
+        fill(store, [text(4, 5), *texts])
+    assert kept.read_bytes() == before

@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import DEMO_FOLDER, chat, write_rows
 from your_ai.config import DEMO, TrainConfig
+from your_ai.data.encode import Encoder
 from your_ai.data.rows import read_rows
 from your_ai.errors import UserError
 from your_ai.evaluation.rows import (
@@ -29,7 +30,8 @@ def config_of(path, **settings) -> TrainConfig:
 
 
 def load(path, tokenizer, **settings):
-    return load_rows(path, config_of(path, **settings), tokenizer, "t")
+    config = config_of(path, **settings)
+    return load_rows(path, config, Encoder(tokenizer, config.mask_prompt), "t")
 
 
 # Which file
@@ -123,8 +125,6 @@ def test_where_prompts_are_trained_too_answers_alone_have_to_match(own_folder, d
 
 
 def test_where_no_answer_can_be_found_none_has_to_match(own_folder, demo_tokenizer, monkeypatch):
-    from your_ai.data.encode import Encoder
-
     def hidden(*_):
         raise UserError("the template does not show it")
 
@@ -177,7 +177,7 @@ def test_rows_that_were_trained_on_are_counted(own_folder, demo_tokenizer):
     rows = [training[2], chat("new", "row"), training[2], chat("q3", "another answer"), training[7]]
     path = write_rows(own_folder / "d" / "test.jsonl", rows)
     config = config_of(own_folder / "d")
-    found = load_rows(path, config, demo_tokenizer, "t")
+    found = load_rows(path, config, Encoder(demo_tokenizer), "t")
     assert in_training_data(found, config, "t") == 3
 
 

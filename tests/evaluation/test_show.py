@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from your_ai.console import open_console
 from your_ai.evaluation.compare import Progress
 from your_ai.evaluation.show import SYSTEMS, follow, report
 
@@ -44,7 +45,8 @@ FOUND = {
 
 @pytest.fixture
 def shown() -> list[str]:
-    console = Console(file=io.StringIO(), width=80, highlight=False)
+    console = open_console(file=io.StringIO())
+    console.width = 80
     console.print(report(FOUND, "first"))
     return console.file.getvalue().splitlines()
 

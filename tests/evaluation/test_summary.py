@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import chat, write_rows
 from your_ai.config import TrainConfig
+from your_ai.data.encode import Encoder
 from your_ai.evaluation import record
 from your_ai.evaluation.compare import Comparison, Measured
 from your_ai.evaluation.rows import load_rows
@@ -34,7 +35,7 @@ ADAPTER = np.array([1.0, 1.5, 3.0, 1.0 + 1e-7, 4.0])
 @pytest.fixture
 def rows(own_folder, demo_tokenizer):
     path = write_rows(own_folder / "rows.jsonl", ROWS)
-    return load_rows(path, TrainConfig(), demo_tokenizer, "t")
+    return load_rows(path, TrainConfig(), Encoder(demo_tokenizer), "t")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.rope_utils import initialize_rope
+from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import dequantize_model
 
 from tests.conftest import EXTRA, make_model
@@ -23,7 +24,6 @@ from your_ai.errors import RunError, UserError
 from your_ai.export import gguf
 from your_ai.export.gguf_model import in_pairs
 from your_ai.model import load_network
-from your_ai.trained import put_adapter
 
 DENSE = [name for name in EXTRA if name != "qwen3_moe"]
 NORMS = {"llama": 0, "mistral": 0, "qwen2": 0, "qwen3": 0, "gemma2": 1, "gemma3_text": 1}
@@ -50,7 +50,7 @@ def written(trained, target, kind="f32", **options):
 def fused_by_mlx(trained):
     """The weights of the model with the adapter in them, as mlx-lm's own layers fuse it."""
     network, _ = load_network(trained.base, mx.float32)
-    put_adapter(network, trained.adapter)
+    load_adapters(network, str(trained.adapter.folder))
     layers = [(n, m.fuse(dequantize=True)) for n, m in network.named_modules() if "lora_a" in m]
     network.update_modules(tree_unflatten(layers))
     network = dequantize_model(network)

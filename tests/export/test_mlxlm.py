@@ -12,25 +12,37 @@ from tests.conftest import make_model
 from tests.export.runs import TOKENS, logits, make_trained
 from your_ai.errors import UserError
 from your_ai.export import mlxlm
-from your_ai.model import load_network
+from your_ai.model import adapter_arrays, load_network
+
+EVERYTHING = {"use_dora": True, "lora_targets": ("all-linear",), "lora_layers": "all"}
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"use_dora": True, "lora_targets": ("all-linear",), "lora_layers": "all"},
-    ],
+    ("settings", "bits"),
+    [({}, 4), (EVERYTHING, None)],  # over quantized weights mlx-lm's DoRA has another kernel
     ids=["lora", "dora"],
 )
-def test_mlx_lm_loads_it_to_the_same_logits(tiny_model, tmp_path, settings):
-    trained = make_trained(tiny_model, **settings)
+def test_mlx_lm_loads_it_to_the_same_logits(tmp_path, settings, bits):
+    base = make_model(tmp_path / "base", bits=bits)
+    trained = make_trained(base, **settings)
     mlxlm.write(trained, tmp_path / "out")
-    network, _ = load_network(tiny_model, mx.float32)
+    network, _ = load_network(base, mx.float32)
     network = load_adapters(network, str(tmp_path / "out"))
     network.eval()
     assert mx.allclose(network(TOKENS), logits(trained), rtol=0, atol=1e-6)
     assert not mx.allclose(network(TOKENS), logits(trained, adapted=False), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_mlx_lm_loads_dora_over_quantized_weights_to_the_bit(tmp_path, bits):
+    base = make_model(tmp_path / "base", bits=bits)
+    trained = make_trained(base, **EVERYTHING)
+    mlxlm.write(trained, tmp_path / "out")
+    network, _ = load_network(base, mx.float32)
+    network.freeze()
+    theirs = adapter_arrays(load_adapters(network, str(tmp_path / "out")))
+    assert theirs.keys() == trained.adapter.arrays.keys()
+    assert all(mx.array_equal(theirs[n], array) for n, array in trained.adapter.arrays.items())
 
 
 def test_experts_go_with_it(tmp_path):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -146,3 +148,102 @@ def test_what_is_excluded_is_not_adapted():
     found = targeted(target_modules="all-linear", exclude_modules=["q_proj", "o_proj"])
     assert found == [LINEARS[2], LINEARS[5], LINEARS[8]]
     assert targeted(target_modules=["q_proj"], exclude_modules=r".*\.[01]\..*") == [LINEARS[6]]
+
+
+# --- What others may have meant to do
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(.|..|...)*(?<!j)",
+        r"(?:(?:.|..)*(?:.|..)*)*[^a-z]",
+        r"(\w+\.?)+!",
+    ],
+)
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "layers_pattern"])
+def test_a_pattern_that_takes_forever_is_refused_in_time(monkeypatch, key, pattern):
+    monkeypatch.setattr(peft_config, "MATCH_S", 0.3)
+    others = {"target_modules": ["up_proj"], "layers_to_transform": [1]}
+    began = time.monotonic()
+    with contextlib.suppress(UserError):  # some of them regex does match quickly
+        targeted(**others | {key: pattern})
+    assert time.monotonic() - began < 5
+
+
+def test_a_pattern_that_takes_forever_is_named(monkeypatch):
+    monkeypatch.setattr(peft_config, "MATCH_S", 0.3)
+    with pytest.raises(UserError, match=r"^adapter_config\.json: a pattern takes more than 0\.3 s"):
+        targeted(target_modules=r"(.|..|...)*(?<!j)")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(" * 50_000, "(?:" * 2000 + "a" + ")*" * 2000, "[a" * 5000, "a" * 200_000, "(?1)"]
+)
+def test_a_pattern_that_is_none_is_refused(pattern):
+    with pytest.raises(UserError, match="target_modules: ") as caught:
+        read(target_modules=pattern)
+    assert len(str(caught.value)) < 200
+
+
+def test_many_names_are_looked_up_quickly():
+    names = [f"layer_{index}" for index in range(99_000)] + ["up_proj"]
+    linears = [f"model.layers.{block}.mlp.up_proj" for block in range(500)]
+    began = time.monotonic()
+    found = peft_config.targeted(read(target_modules=names), linears)
+    assert time.monotonic() - began < 2
+    assert found == set(linears)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("target_modules", ["a"] * 200_000),
+        ("target_modules", ["a" * 10_000]),
+        ("target_modules", 7),
+        ("target_modules", {"a": 1}),
+        ("layers_pattern", ["a"] * 1000),
+        ("layers_to_transform", [0] * 200_000),
+        ("layers_to_transform", [1.5]),
+        ("layers_to_transform", "0"),
+        ("r", 10**12),
+        ("r", -1),
+        ("r", 1.5),
+        ("r", True),
+        ("r", "8"),
+        ("r", math.nan),
+        ("lora_alpha", math.nan),
+        ("lora_alpha", math.inf),
+        ("lora_alpha", [1]),
+        ("lora_dropout", 1),
+        ("lora_dropout", math.nan),
+        ("peft_type", "x" * 10_000),
+        ("peft_type", "\x1b[2J"),
+        ("bias", {"a": "b" * 10_000}),
+        ("init_lora_weights", "y" * 10_000),
+        ("k" * 10_000, True),
+    ],
+    ids=range(24),
+)
+def test_a_figure_that_no_adapter_has_is_refused_in_a_line(key, value):
+    with pytest.raises(UserError, match=r"^adapter_config\.json: ") as caught:
+        read(**{key: value})
+    assert len(str(caught.value)) < 400
+    assert str(caught.value).isprintable()
+
+
+SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+JSON = SCALAR | st.lists(SCALAR, max_size=3) | st.dictionaries(st.text(max_size=5), SCALAR)
+
+
+@given(st.dictionaries(st.sampled_from(peft_config.READ[1:]), JSON, max_size=4))
+def test_whatever_a_config_says_it_is_read_or_refused(changes):
+    try:
+        settings = read(**changes)
+        found = peft_config.targeted(settings, LINEARS)
+    except UserError:
+        return
+    assert found <= set(LINEARS)
+    assert 1 <= settings.rank <= 1e9
+    assert math.isfinite(settings.scale)
+    assert 0 <= settings.dropout < 1

@@ -20,9 +20,9 @@ NAME = REPO.split("/")[1]
 LARGE_BYTES = 300_000
 
 
-def safetensors(data: bytes = bytes(range(24)), header: object = None) -> bytes:
-    """A safetensors file with one tensor; header: another header than its own."""
-    own = {"a": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
+def safetensors(data: bytes = bytes(range(24)), header: object = None, name: str = "a") -> bytes:
+    """A safetensors file with one tensor of this name; header: another header than its own."""
+    own = {name: {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
     text = json.dumps(own if header is None else header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
@@ -33,8 +33,8 @@ def model(own_folder) -> Path:
     folder = own_folder / "model"
     folder.mkdir()
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    for name in shards:
-        (folder / name).write_bytes(safetensors())
+    for tensor, name in zip("ab", shards, strict=True):
+        (folder / name).write_bytes(safetensors(name=tensor))
     index = {"weight_map": {"a": shards[0], "b": shards[1]}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text('{"model_type": "llama"}')
@@ -66,7 +66,7 @@ def model_files(size_bytes: int = LARGE_BYTES) -> dict[str, bytes]:
         "onnx/config.json": b"{}",
         "tokenizer.json": b'{"version": "1.0"}',
         shards[0]: safetensors(data),
-        shards[1]: safetensors(data[::-1]),
+        shards[1]: safetensors(data[::-1], name="b"),
     }
 
 

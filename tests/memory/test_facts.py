@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +18,7 @@ from mlx.utils import tree_flatten
 from tests.conftest import EXTRA, make_model
 from your_ai import model
 from your_ai.config import TrainConfig
+from your_ai.foreign import DTYPE_BITS
 from your_ai.memory.facts import (
     ModelFacts,
     adapters_named,
@@ -33,15 +36,17 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]  # type and shape of each
 
 
 def write_headers(folder: Path, tensors: Tensors, config: Mapping[str, Any], shard: str = ""):
-    """A model folder as it would be, without a byte of its weights."""
+    """A model folder as it would be, whose weights are a hole in the file."""
     folder.mkdir(parents=True, exist_ok=True)
-    header = {
-        name: {"dtype": kind, "shape": shape, "data_offsets": [0, 0]}
-        for name, (kind, shape) in tensors.items()
-    }
+    header, at = {}, 0
+    for name, (kind, shape) in tensors.items():
+        end = at + math.prod(shape) * DTYPE_BITS[kind] // 8
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}
+        at = end
     text = json.dumps({"__metadata__": {"format": "mlx"}, **header}).encode()
     path = folder / f"model{shard}.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, path.stat().st_size + at)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -158,13 +163,15 @@ def test_a_token_meets_the_experts_it_is_sent_to(tmp_path):
 
 
 def test_no_weight_is_read(tmp_path):
-    """The file of the second folder ends with its header."""
+    """The weights of the second folder are a hole; of the third, one that would take minutes."""
     whole = make_model(tmp_path / "whole")
     network, config = model.load_network(whole, mx.float32)
     bare = write_headers(tmp_path / "bare", tensors_in(network), config)
     facts = facts_of(bare, 4)
     assert facts.disk_bytes == (bare / "model.safetensors").stat().st_size
     assert replace(facts, disk_bytes=0) == replace(facts_of(whole, 4), disk_bytes=0)
+    huge = {"model.norm.weight": ("F32", (1 << 38,))}
+    assert facts_of(write_headers(tmp_path / "huge", huge, config), 4).rest_bytes == 4 << 38
 
 
 def test_shards_are_one_model(tmp_path):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -233,3 +234,30 @@ def test_a_full_disk_leaves_no_folder(contents, monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"No space left.*free some disk"):
         write(contents)
     assert list(tmp_path.glob("your_ai-push-*")) == []
+
+
+# --- Links
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_link_to_a_private_file_is_not_sent(folder, tmp_path, name):
+    private = tmp_path / "key"
+    private.write_text("vault")
+    (folder / name).unlink()
+    (folder / name).symlink_to(private)
+    with pytest.raises(UserError, match=f"{name}: is a link to .*key, which is not sent"):
+        of_folder(folder, REPO)
+
+
+def test_a_link_within_the_folder_is_sent(folder):
+    (folder / "adapter_model.safetensors").rename(folder / "weights")
+    (folder / "adapter_model.safetensors").symlink_to(folder / "weights")
+    assert "adapter_model.safetensors" in of_folder(folder, REPO).files
+
+
+def test_an_adapter_that_is_a_link_is_not_sent(trained, tmp_path):
+    path = trained.adapter.folder / "adapters.safetensors"
+    shutil.move(path, tmp_path / "elsewhere.safetensors")
+    path.symlink_to(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(UserError, match="is a link to"):
+        of_run(trained, REPO)

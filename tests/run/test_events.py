@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai.errors import RunError
+from your_ai.errors import RunError, UserError
 from your_ai.run import events
 from your_ai.run.events import EventLog, Notice, Record, Stage, from_line, tail, to_line
 
@@ -194,3 +194,31 @@ def test_an_event_after_half_a_one_begins_a_line(own_folder, monkeypatch):
     log.close()
     records, _ = tail(own_folder / "events.jsonl")
     assert [record.event.text for record in records] == ["whole"]
+
+
+def test_a_line_of_any_length_holds_up_nobody(own_folder):
+    """10 GB of one line: it is no file of events, which a small part of it shows."""
+    path = own_folder / "events.jsonl"
+    with path.open("wb") as file:
+        file.truncate(10_000_000_000)
+    with pytest.raises(UserError, match="is not a file of events"):
+        tail(path)
+
+
+def test_an_event_after_a_long_line_is_read(own_folder, monkeypatch):
+    monkeypatch.setattr(events, "LINE_BYTES", 100)
+    path = own_folder / "events.jsonl"
+    record = Record(1.0, events.Notice(text="a"))
+    path.write_text(events.to_line(record) + "x" * 1000 + "\n" + events.to_line(record) + "half")
+    found, offset = tail(path)
+    assert found == [record, record]
+    assert offset == path.stat().st_size - 4
+
+
+def test_what_is_no_file_holds_no_events(own_folder):
+    os.mkfifo("fifo")
+    for path in (own_folder, own_folder / "fifo", Path("/dev/zero")):
+        with pytest.raises(UserError, match="cannot be read"):
+            tail(path)
+        with pytest.raises(RunError, match="cannot be written"):
+            EventLog(path)

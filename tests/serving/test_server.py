@@ -25,7 +25,6 @@ from your_ai import generate
 from your_ai.errors import RunError
 from your_ai.run.folder import RunFolder
 from your_ai.serving import server as serving
-from your_ai.serving.server import Origins
 from your_ai.trained import open_trained
 
 LONG = {"max_tokens": 100_000, "temperature": 2.0, "logit_bias": {"1": -100}}  # never the end token
@@ -174,7 +173,7 @@ def test_an_image_is_not_fetched(server):
     said = [{"role": "user", "content": [part]}]
     with pytest.raises(openai.BadRequestError) as refused:
         server.client.chat.completions.create(model="r", messages=said)
-    assert "text alone" in refused.value.body
+    assert "text alone" in refused.value.body["message"]
 
 
 @pytest.mark.parametrize(
@@ -196,26 +195,26 @@ def test_a_request_that_cannot_be_answered_ends_nobody_s(server, wrong):
     body = {"messages": ASKED, "max_tokens": 2}
     status, answer = server.ask("POST", "/v1/chat/completions", body | wrong)
     assert status == 400
-    assert next(iter(wrong)).partition("_")[0] in answer["error"]
+    assert next(iter(wrong)).partition("_")[0] in answer["error"]["message"]
     assert server.ask("POST", "/v1/chat/completions", body)[0] == 200
 
 
 @pytest.mark.parametrize("prompt", ["", ["a", "b"], 3])
 def test_a_completion_of_no_text_ends_nobody_s(server, prompt):
     status, answer = server.ask("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 2})
-    assert status in (400, 404)
-    assert "prompt" in answer["error"]
+    assert status == 400
+    assert "prompt" in answer["error"]["message"]
     assert server.ask("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
 
 
-@pytest.mark.parametrize("data", [b"\xff\xfe", b"[" * 100_000])
+@pytest.mark.parametrize("data", [b"\xff\xfe", b"[" * 10_000])
 def test_what_is_no_json_is_told(server, data):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     with contextlib.closing(connection):
         connection.request("POST", "/v1/completions", data)
         response = connection.getresponse()
         assert response.status == 400
-        assert "no JSON" in json.loads(response.read())["error"]["message"]
+        assert re.search("no JSON|too deeply", json.loads(response.read())["error"]["message"])
 
 
 def test_a_body_beyond_all_bounds_is_not_read(server):
@@ -230,8 +229,8 @@ def test_a_body_beyond_all_bounds_is_not_read(server):
 def test_a_prompt_beyond_the_context_is_told(server):
     body = {"prompt": "a " * 5000, "max_tokens": 2}
     status, answer = server.ask("POST", "/v1/completions", body)
-    assert status == 404
-    assert re.search(r"the prompt has \d+ tokens; the model takes 2048", answer["error"])
+    assert status == 400
+    assert re.search(r"the prompt has \d+ tokens; the model takes 2048", answer["error"]["message"])
 
 
 def test_an_answer_ends_where_the_context_does(server):
@@ -319,42 +318,3 @@ def test_a_model_that_failed_ends_it(monkeypatch):
     monkeypatch.setattr(serving, "GRACE_S", 0.1)
     with serving.listen("127.0.0.1", 0) as server, pytest.raises(RunError, match="model failed"):
         serving.serve(server, Dead(), [])
-
-
-@pytest.mark.parametrize(
-    ("origin", "allowed"),
-    [
-        ("http://localhost", True),
-        ("https://127.0.0.1:443", True),
-        ("http://[::1]:8080", True),
-        ("http://chat.example", True),
-        ("http://chat.example:8080", False),
-        ("http://localhost.evil.example", False),
-        ("http://127.0.0.1.evil.example", False),
-        ("http://localhost@evil.example", False),
-        ("http://[::1", False),
-        ("null", False),
-        ("*", False),
-        (None, False),
-    ],
-)
-def test_origins(origin, allowed):
-    assert (origin in Origins(("http://chat.example",))) == allowed
-    assert origin in Origins(("*",))
-
-
-@pytest.mark.parametrize(
-    ("host", "own"),
-    [
-        ("localhost:8080", True),
-        ("127.0.0.1", True),
-        ("[::1]:8080", True),
-        ("192.168.1.5:8080", True),
-        ("host.docker.internal:8080", True),
-        ("", True),
-        ("evil.example:8080", False),
-        ("localhost.evil.example", False),
-    ],
-)
-def test_hosts(host, own):
-    assert serving.is_own(serving.host_of(host)) == own

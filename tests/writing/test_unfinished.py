@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import threading
 import pytest
 
 from your_ai.errors import UserError
+from your_ai.files import sha256
 from your_ai.writing import unfinished
 from your_ai.writing.unfinished import check_disk, finished_shards, locked, read_record
 
@@ -102,3 +104,25 @@ def test_the_disk_is_looked_at_where_the_folder_will_be(own_folder):
     check_disk(own_folder / "not" / "there" / "yet", 1000)
     with pytest.raises(UserError, match=r"yet: needs 1000000000\.0\d GB on the disk"):
         check_disk(own_folder / "not" / "there" / "yet", 10**18)
+
+
+@pytest.mark.parametrize(
+    "shards", [{"../kept": "a" * 64}, {"/etc/passwd": "a" * 64}, {"a": 7}, {"a": "x"}, {"a/b": ""}]
+)
+def test_a_record_that_names_files_elsewhere_is_none(own_folder, shards):
+    (own_folder / "record.json").write_text(json.dumps({"key": "key", "shards": shards}))
+    assert read_record(own_folder / "record.json") == {"shards": {}}
+
+
+def test_links_in_the_work_are_deleted_and_not_what_they_lead_to(own_folder):
+    work, kept = own_folder / "work", own_folder / "kept"
+    work.mkdir()
+    kept.mkdir()
+    (kept / "file").write_text("kept")
+    (work / "folder").symlink_to(kept)
+    (work / "model.safetensors").symlink_to(kept / "file")
+    shards = {"model.safetensors": sha256(kept / "file")}
+    (work / "record.json").write_text(json.dumps({"key": "key", "shards": shards}))
+    assert finished_shards(work / "record.json", "key") == {}
+    assert list(work.iterdir()) == []
+    assert (kept / "file").read_text() == "kept"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Annotated
 
 import typer
 
-from your_ai.commands.options import open_console
+from your_ai.console import echo_json, open_console
 
 
 def bench(
@@ -57,6 +56,6 @@ def bench(
     contest.train_config()  # whose faults are the user's
     rows = measuring.compare(contest, contenders)
     if as_json:
-        typer.echo(json.dumps({"rows": [dataclasses.asdict(row) for row in rows]}))
+        echo_json({"rows": [dataclasses.asdict(row) for row in rows]})
     else:
         open_console().print(measuring.table(rows), *measuring.over_limit(contest, rows), sep="\n")

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_console, open_noted
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
+from your_ai.console import echo_error, echo_json, open_console
 from your_ai.errors import RunError, UserError, explain
 
 
@@ -53,7 +54,6 @@ def evaluate(
     """Measure what a run has learned, with its adapter and without, on rows it has not seen."""
     if not 0 < confidence < 1:
         raise UserError(f"--confidence {confidence:g}: must be above 0 and below 1")
-    from rich.console import Console
 
     from your_ai.evaluation import record, rows, show, summary
     from your_ai.evaluation.compare import Request, compare
@@ -67,25 +67,25 @@ def evaluate(
         metric=None if metric is None else load_metric(metric),
         max_tokens=max_tokens,
     )
-    typer.echo(f"evaluating on {path}", err=True)
+    echo_error(f"evaluating on {path}")
     steps = compare(trained, path, request)
     try:
-        found = show.follow(steps, Console(stderr=True, highlight=False))
+        found = show.follow(steps, open_console(stderr=True))
     except KeyboardInterrupt:
-        typer.echo("interrupted: nothing of this evaluation is kept", err=True)
+        echo_error("interrupted: nothing of this evaluation is kept")
         raise
     except (RuntimeError, MemoryError) as error:
         if type(error) not in (RuntimeError, MemoryError):  # others are Python's, and our fault
             raise
         raise RunError(f"{trained.folder.path}: {explain(str(error) or 'MemoryError')}") from error
     for text in summary.notes(found):
-        typer.echo(f"note: {text}", err=True)
+        echo_error(f"note: {text}")
     settings = summary.Settings(resamples=resamples, confidence=confidence, seed=seed, worst=worst)
     measured = summary.summarize(trained, found, settings)
     try:
         record.write(trained.folder, measured)
     finally:  # what was found is shown also where it cannot be kept
         if as_json:
-            typer.echo(record.as_text(measured), nl=False)
+            echo_json(measured, indent=2)
         else:
             open_console().print(show.report(measured, trained.folder.name))

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_console, open_noted
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
 from your_ai.commands.progress import show_bytes
+from your_ai.console import echo, echo_error, open_console
 from your_ai.errors import UserError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def export(
     trained = open_noted(run, checkpoint, model)
     spare_the_run(trained, trained.base, target)
     write(trained, target, to, fused, dtype, max_memory, force)
-    typer.echo(target)
+    echo(target)
 
 
 def check_options(to: str, fused: bool, dtype: str | None, max_memory: float | None) -> None:
@@ -110,7 +111,7 @@ def write(
         try:
             show_bytes("exporting", steps, open_console())
         except KeyboardInterrupt:
-            typer.echo(huggingface.left_behind(target), err=True)
+            echo_error(huggingface.left_behind(target))
             raise
     elif fused:
         from your_ai.export import gguf
@@ -143,4 +144,4 @@ def import_adapter(
     from your_ai.export import importing
 
     folder = importing.import_adapter(source, model, run)
-    typer.echo(f"{folder.path}; try it: your_ai generate {folder.reference} --prompt ...")
+    echo(f"{folder.path}; try it: your_ai generate {folder.reference} --prompt ...")

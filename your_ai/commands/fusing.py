@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
 from your_ai.commands.progress import show_bytes
+from your_ai.console import echo, echo_error, echo_json, open_console
 from your_ai.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,27 +50,26 @@ def fuse(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
 ) -> None:
     """Write a model with a run's adapter in its weights, shard by shard, and say how near it is."""
-    from rich.console import Console
 
     from your_ai.fuse import folder
 
     trained = open_noted(run, checkpoint, model)
-    console = Console(stderr=True, highlight=False)
+    console = open_console(stderr=True)
     steps = folder.fuse(trained, out, to, dtype, max_memory, force)
     try:
         show_bytes("fusing", steps, console)
     except KeyboardInterrupt:
-        typer.echo(folder.left_behind(out), err=True)
+        echo_error(folder.left_behind(out))
         raise
     found = measured(trained, out, to, max_memory, console) if measure else None
     if as_json:
         values = None if found is None else dataclasses.asdict(found) | {"erased": found.erased}
-        typer.echo(json.dumps({"target": str(out), "difference": values}))
+        echo_json({"target": str(out), "difference": values})
         return
-    typer.echo(out)
+    echo(out)
     if found is not None:
         for line in lines_of(found):
-            typer.echo(line)
+            echo(line)
 
 
 def measured(
@@ -83,13 +82,13 @@ def measured(
         with console.status("measuring the difference"):
             found = difference(trained, out, max_memory)
     except KeyboardInterrupt:
-        typer.echo(f"{out}: is whole; only the measuring was stopped", err=True)
+        echo_error(f"{out}: is whole; only the measuring was stopped")
         raise
     except UserError as error:
-        typer.echo(f"note: the difference was not measured ({error})", err=True)
+        echo_error(f"note: the difference was not measured ({error})")
         return None
     if found.erased:
-        typer.echo(f"warning: {warning_of(found, out, to)}", err=True)
+        echo_error(f"warning: {warning_of(found, out, to)}")
     return found
 
 

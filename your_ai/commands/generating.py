@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
 from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
+from your_ai.console import echo, echo_json
 from your_ai.errors import UserError
+from your_ai.text import quoted, shortened
 
 if TYPE_CHECKING:
     from your_ai.generate import Prompt, Sampling
 
+PROMPTS_BYTES = 1 << 26
 MAX_TOKENS = typer.Option(help="Most tokens of an answer.")
 TEMPERATURE = typer.Option(help="0 takes the likeliest token each time.")
 TOP_P = typer.Option(
@@ -83,9 +84,9 @@ def generate(
     try:
         for number, (p, (tokens, bounded)) in enumerate(zip(asked, fitted, strict=True)):
             if as_json:
-                typer.echo(json.dumps(answered(network, tokenizer, p, tokens, bounded)))
+                echo_json(answered(network, tokenizer, p, tokens, bounded))
             else:
-                typer.echo("\n" if number else "", nl=False)
+                echo("\n" if number else "", nl=False)
                 show(generation.respond(network, tokenizer, tokens, bounded))
             sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough
@@ -112,18 +113,29 @@ def gather(prompt: str | None, prompts: str | None) -> list[Prompt]:
     if prompts is None and sys.stdin.isatty():
         raise UserError("nothing to answer: give --prompt TEXT, --prompts FILE, or text on stdin")
     if prompts is not None and prompts != generation.STDIN:
-        return generation.read_prompts(prompts, read_file(Path(prompts)))
-    data = sys.stdin.buffer.read()
+        return generation.read_prompts(prompts, read_file(prompts))
+    data = read_most(sys.stdin.buffer, "stdin")
     if prompts is not None:
         return generation.read_prompts("stdin", data)
     return [generation.text_prompt(generation.decoded(data, "stdin").rstrip("\n"), "stdin")]
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: str) -> bytes:
     try:
-        return path.read_bytes()
+        with open(path, "rb") as file:
+            return read_most(file, path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{shortened(path)}: cannot be read ({error.strerror})") from error
+    except ValueError as error:  # a null character
+        raise UserError(f"--prompts {quoted(path)}: is no path") from error
+
+
+def read_most(file: BinaryIO, where: str) -> bytes:
+    """All of a file. Raises UserError where that is more than any number of prompts."""
+    data = file.read(PROMPTS_BYTES + 1)
+    if len(data) > PROMPTS_BYTES:
+        raise UserError(f"{where}: has more than {PROMPTS_BYTES:,} bytes; give fewer prompts")
+    return data
 
 
 def fit(
@@ -162,14 +174,11 @@ def answered(
 
 
 def show(responses: Any) -> None:
-    """An answer as it comes; on a terminal without what would steer it."""
-    from your_ai import generate as generation
-
-    steers = sys.stdout.isatty()
+    """An answer as it comes, without what would steer a terminal; --json has it as it is."""
     for response in responses:
-        typer.echo(generation.for_terminal(response.text) if steers else response.text, nl=False)
+        echo(response.text, nl=False)
         sys.stdout.flush()
-    typer.echo()
+    echo()
 
 
 def chat(

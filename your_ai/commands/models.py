@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.commands.options import open_console
 from your_ai.commands.progress import show_bytes
+from your_ai.console import confirm, echo, echo_error, echo_json, open_console
 from your_ai.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,9 +52,7 @@ def find_or_fetch(name: str, console: Console, yes: bool) -> Path:
             if not (sys.stdin.isatty() and sys.stdout.isatty()):
                 raise
             size = f", {missing.size_text}" if missing.size_text else ""
-            if not typer.confirm(
-                f"{name} is not on this machine ({missing.repo}{size}); fetch it?"
-            ):
+            if not confirm(f"{name} is not on this machine ({missing.repo}{size}); fetch it?"):
                 raise
         return fetch(name, console)
 
@@ -72,7 +69,7 @@ def models(
 
     rows = shelf.rows()
     if as_json:
-        typer.echo(json.dumps(shelf.as_json(rows)))
+        echo_json(shelf.as_json(rows))
     else:
         console = open_console()
         console.print(shelf.table(rows, console.width))
@@ -90,10 +87,10 @@ def verify(
     folder = put or find_model(name)  # what is put may lack something: all of it is told
     verdict = verify_folder(folder)
     for fault in verdict.faults:
-        typer.echo(fault)
+        echo(fault)
     if verdict.faults:
         raise UserError(f"{folder}: is not whole; fetch it again: your_ai download {name}")
-    typer.echo(f"{folder}: {verdict.checked}")
+    echo(f"{folder}: {verdict.checked}")
 
 
 @app.command()
@@ -105,11 +102,11 @@ def rm(
     from your_ai.dashboard.view import memory
     from your_ai.hub.local import remove_model
 
-    if not yes and not typer.confirm(f"remove {', '.join(names)}?"):
-        typer.echo("nothing was removed")
+    if not yes and not confirm(f"remove {', '.join(names)}?"):
+        echo("nothing was removed")
         raise typer.Exit(1)
     for name in names:
-        typer.echo(f"removed {name}, {memory(remove_model(name))}")
+        echo(f"removed {name}, {memory(remove_model(name))}")
 
 
 def quantize(
@@ -132,9 +129,9 @@ def quantize(
     try:
         show_bytes("quantizing", steps, open_console())
     except KeyboardInterrupt:
-        typer.echo(convert.left_behind(target), err=True)
+        echo_error(convert.left_behind(target))
         raise
-    typer.echo(target)
+    echo(target)
 
 
 def recommend(
@@ -154,7 +151,7 @@ def recommend(
         room = recommending.room_of(memory)
     found = recommending.recommend(room)
     if as_json:
-        typer.echo(json.dumps(recommending.as_json(room, found)))
+        echo_json(recommending.as_json(room, found))
     elif every:
         open_console().print(recommending.table(room, found, None))
     else:
@@ -177,7 +174,7 @@ def doctor(
         return
     found = examining.findings(machine)
     if as_json:
-        typer.echo(json.dumps(examining.as_json(machine, found)))
+        echo_json(examining.as_json(machine, found))
     else:
         open_console().print(examining.table(machine, found))
 
@@ -190,14 +187,14 @@ def test_device(machine: Machine, as_json: bool) -> None:
     for line in selftest.run():
         lines.append(line)
         if not as_json:
-            typer.echo(selftest.text(line))
+            echo(selftest.text(line))
     if as_json:
         rows = [dataclasses.asdict(line) for line in lines]
         for row in rows:
             row["figures"].pop("folder", None)  # nobody else's business, as the store is
         told = dataclasses.asdict(dataclasses.replace(machine, store=None))
-        typer.echo(json.dumps({"machine": told, "checks": rows}))
+        echo_json({"machine": told, "checks": rows})
     else:
-        typer.echo(f"\n{selftest.report(lines, machine)}")
+        echo(f"\n{selftest.report(lines, machine)}")
     if selftest.failed(lines):
         raise typer.Exit(1)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from your_ai.config import FIELDS, TYPES, default_text, describe, flag
+from your_ai.console import echo_error
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from your_ai.trained import Trained
 
 METAVARS = {
@@ -61,17 +60,11 @@ def with_settings(*first: inspect.Parameter) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def open_console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
-
-
 def open_noted(run: str, checkpoint: str | None, model: str | None) -> Trained:
     """`open_trained`, with what the user should know of it on stderr."""
     from your_ai.trained import open_trained
 
     trained = open_trained(run, checkpoint, model)
     if trained.note:
-        typer.echo(f"note: {trained.note}", err=True)
+        echo_error(f"note: {trained.note}")
     return trained

@@ -16,8 +16,9 @@ def show_bytes(doing: str, steps: Iterable[Progress], console: Console) -> None:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    doing_column = TextColumn("{task.description}", markup=False)
+    columns = (doing_column, BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task(doing, total=None)
         for step in steps:
             bar.update(task, completed=step.done_bytes, total=step.total_bytes)

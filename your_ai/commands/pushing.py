@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from your_ai.commands.options import CHECKPOINT, MODEL, open_noted
+from your_ai.console import echo, echo_error
 from your_ai.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def push(
         from your_ai.publish.contents import write
 
         for note in contents.notes:
-            typer.echo(f"note: {note}", err=True)
-        typer.echo(write(contents))
+            echo_error(f"note: {note}")
+        echo(write(contents))
         return
     given = {
         "--checkpoint": checkpoint,
@@ -57,10 +58,10 @@ def push(
     again = shlex.join(["your_ai", "push", run, repo, *options, *["--public"] * public])
     done = pushing.push(contents, repo, again, public=public, revision=revision, message=message)
     for note in done.notes:
-        typer.echo(f"note: {note}", err=True)
+        echo_error(f"note: {note}")
     seen = "private" if done.private else "public: everybody can see it"
     new = "" if done.changed else "; it had all of it already"
-    typer.echo(f"pushed to {done.url} ({seen}){new}")
+    echo(f"pushed to {done.url} ({seen}){new}")
 
 
 def gather(run: str, repo: str, checkpoint: str | None, model: str | None) -> Contents:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.commands.options import open_console
+from your_ai.console import confirm, echo, echo_json, open_console
 from your_ai.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,13 +49,13 @@ def report(
 
     folder = listing.newest() if run is None else folders.find(run)
     records, _ = events.tail(folder.events)
-    config = folder.config.read_text(encoding="utf-8", errors="replace")
+    config = folder.config_text("replace")
     page = folder.path / "report.html" if out is None else out
     reporting.write_report(records, folder.name, config, page)
-    typer.echo(page)
+    echo(page)
     if png:
         for path in reporting.write_plots(records, page.parent, folder.name):
-            typer.echo(path)
+            echo(path)
 
 
 @app.callback()
@@ -71,12 +70,12 @@ def runs(
         return
     found = listing.rows()
     if as_json:
-        typer.echo(json.dumps(listing.as_json(found)))
+        echo_json(listing.as_json(found))
     elif found:
         console = open_console()
         console.print(listing.table(found, time.time(), console.width))
     else:
-        typer.echo("no runs here; start one: your_ai train")
+        echo("no runs here; start one: your_ai train")
 
 
 @app.command()
@@ -105,7 +104,7 @@ def prune(
     wanted = [state.strip() for state in states.split(",") if state.strip()]
     found = listing.prunable(listing.rows(), wanted, older_than * listing.DAY_S)
     if not found:
-        typer.echo("nothing to remove")
+        echo("nothing to remove")
     else:
         remove([RunFolder(RUNS / row.name) for row in found], yes)
 
@@ -118,7 +117,7 @@ def stop(run: Annotated[str, typer.Argument(help="The run to stop.")]) -> None:
 
     folder = folders.find(run)
     listing.stop(folder)
-    typer.echo(f"{folder.name}: stopping after this step; your_ai watch {folder.reference}")
+    echo(f"{folder.name}: stopping after this step; your_ai watch {folder.reference}")
 
 
 def remove(folders: list[RunFolder], yes: bool) -> None:
@@ -127,9 +126,9 @@ def remove(folders: list[RunFolder], yes: bool) -> None:
     from your_ai.dashboard.view import memory
 
     for folder in folders:
-        typer.echo(f"  {folder.path}")
-    if not yes and not typer.confirm(f"remove {count(folders)}, with checkpoints and adapters?"):
-        typer.echo("nothing was removed")
+        echo(f"  {folder.path}")
+    if not yes and not confirm(f"remove {count(folders)}, with checkpoints and adapters?"):
+        echo("nothing was removed")
         raise typer.Exit(1)
     removed, freed, faults = [], 0, []
     for folder in folders:
@@ -138,7 +137,7 @@ def remove(folders: list[RunFolder], yes: bool) -> None:
             removed.append(folder)
         except UserError as error:
             faults.append(error)
-    typer.echo(f"removed {count(removed)}, {memory(freed)}")
+    echo(f"removed {count(removed)}, {memory(freed)}")
     if faults:
         raise UserError("; ".join(map(str, faults)))
 

@@ -11,6 +11,7 @@ import typer
 
 from your_ai.commands.generating import TEMPERATURE, TOP_P
 from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
+from your_ai.console import echo, echo_error
 
 
 def serve(
@@ -51,9 +52,9 @@ def serve(
     with noted_signals() as received, serving.listen(host, port) as server:
         provider = serving.RunProvider(trained, serving.options(sampling, origins))
         if not server.is_local:
-            typer.echo("warning: other machines can reach the model; anyone may use it", err=True)
-        typer.echo(f"serving {provider.name} at {server.url}/v1; Ctrl-C stops it")
-        typer.echo(f"try it: {serving.example(server.url, provider.name)}")
+            echo_error("warning: other machines can reach the model; anyone may use it")
+        echo(f"serving {provider.name} at {server.url}/v1; Ctrl-C stops it")
+        echo(f"try it: {serving.example(server.url, provider.name)}")
         sys.stdout.flush()
         ended = serving.serve(server, serving.Answers(provider), received)
     if not ended:  # one that generates holds up the end, one inside MLX makes it a crash

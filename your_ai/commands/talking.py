@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from your_ai.chat import COMMANDS, Conversation, Responses, Talker, parse
-from your_ai.commands.options import open_console
+from your_ai.console import echo, echo_error, open_console
 from your_ai.errors import RunError, UserError
-from your_ai.generate import for_terminal
+from your_ai.text import printable
 from your_ai.trained import Trained
 
 WIDE = 72  # columns, from which on two answers stand side by side
@@ -70,15 +70,10 @@ class Interrupts:
 
 @dataclass(frozen=True)
 class Screen:
-    """Where answers are shown.
-
-    interactive: a user types and reads; steered: the output is a terminal, which what a model
-    writes must not steer.
-    """
+    """Where answers are shown. interactive: a user types and reads."""
 
     console: Console
     interactive: bool
-    steered: bool
     interrupts: Interrupts = field(default_factory=Interrupts)
 
     @property
@@ -89,12 +84,12 @@ class Screen:
     def note(self, text: str) -> None:
         """Something that no model said."""
         if self.interactive:
-            self.console.print(for_terminal(text), style="dim", markup=False)
+            self.console.print(text, style="dim")
         else:
-            typer.echo(text, err=True)
+            echo_error(text)
 
     def write(self, text: str) -> None:
-        typer.echo(for_terminal(text) if self.steered else text, nl=False)
+        echo(text, nl=False)
         sys.stdout.flush()
 
 
@@ -105,7 +100,7 @@ def banner(trained: Trained) -> str:
 def talk(talker: Talker, conversation: Conversation, greeting: str) -> None:
     """Answer the lines of standard input until they end, or /exit."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    screen = Screen(open_console(), interactive, sys.stdout.isatty())
+    screen = Screen(open_console(), interactive)
     if interactive:
         screen.note(greeting)
     with signals(screen):
@@ -140,10 +135,10 @@ def typed(interrupts: Interrupts) -> Iterator[str]:
                 while line.endswith("\\"):
                     line = f"{line[:-1]}\n{input('. ')}"
         except EOFError:
-            typer.echo()
+            echo()
             return
         except KeyboardInterrupt:
-            typer.echo(f"\n{HINT}")
+            echo(f"\n{HINT}")
             continue
         yield line
 
@@ -252,7 +247,7 @@ def show(answer: Answer, screen: Screen) -> None:
         for piece in collect(answer, screen.interrupts):
             screen.write(piece)
     finally:
-        typer.echo()
+        echo()
 
 
 def show_beside(ours: Answer, base: Answer, screen: Screen) -> None:
@@ -276,7 +271,7 @@ def beside(ours: Answer, base: Answer, console: Console, height: int | None = No
     cells = []
     for answer in (ours, base):
         table.add_column(answer.name, width=width, header_style="dim")
-        lines = Text(for_terminal(answer.text).expandtabs(4)).wrap(console, width)
+        lines = Text(printable(answer.text).expandtabs(4)).wrap(console, width)
         cells.append(Text("\n").join(lines[-max(1, height) :] if height is not None else lines))
     table.add_row(*cells)
     return table

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from your_ai.commands.models import find_or_fetch
-from your_ai.commands.options import open_console, option, with_settings
+from your_ai.commands.options import option, with_settings
 from your_ai.config import DEMO, TrainConfig, resolve, resumed
+from your_ai.console import echo_error, echo_json, open_console
 from your_ai.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def check(settings: TrainConfig, detach: bool) -> None:
         from your_ai.publish.push import check_account
 
         if note := check_account(settings.push_to):
-            typer.echo(f"note: {note}", err=True)
+            echo_error(f"note: {note}")
 
 
 def train_and_show(
@@ -174,7 +174,7 @@ def plan(
         folder = weights_of(shape, None, 4 if bits is None else bits, dtype)
     budget = preview.preview(settings, folder, seq_len)
     if as_json:
-        typer.echo(json.dumps(preview.as_json(budget)))
+        echo_json(preview.as_json(budget))
     else:
         open_console().print(preview.table(budget))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import IO, Literal
 from rich.console import Console
 from rich.live import Live
 
+from your_ai.console import echo_error, write_json_lines
 from your_ai.dashboard import view
 from your_ai.dashboard.screen import screen
 from your_ai.dashboard.state import ViewState, fold, fold_all
@@ -135,8 +135,7 @@ class Follower:
         else:
             self.state = fold_all(self.state, records)
         if self.style == "json" and records:
-            self.console.file.writelines(map(events.to_line, records))
-            self.console.file.flush()
+            write_json_lines(map(events.to_line, records), self.console.file)
         if self.live.is_started and in_foreground(self.console.file):
             self._draw(now, bool(records))
 
@@ -169,7 +168,7 @@ class Follower:
     def report_failure(self) -> None:
         if self.failure is not None:
             reason = f"{type(self.failure).__name__}: {self.failure}"
-            print(f"note: its display failed, and not the run ({reason})", file=sys.stderr)
+            echo_error(f"note: its display failed, and not the run ({reason})")
 
     def print_summary(self, run: str) -> None:
         if self.style == "json" or isinstance(self.failure, BrokenPipeError):

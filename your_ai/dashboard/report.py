@@ -24,6 +24,7 @@ from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, sync
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Step
+from your_ai.text import printable
 
 
 def write_report(records: Sequence[events.Record], name: str, config_text: str, out: Path) -> None:
@@ -55,7 +56,7 @@ def write_report(records: Sequence[events.Record], name: str, config_text: str, 
         light=LIGHT,
         dark=DARK,
     )
-    write_whole(out, page.encode("utf-8", "replace"))
+    write_whole(out, printable(page).encode())
 
 
 def write_plots(records: Sequence[events.Record], folder: Path, name: str) -> list[Path]:

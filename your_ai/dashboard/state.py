@@ -16,7 +16,7 @@ SMOOTH_OVER = 10  # steps
 SERIES_POINTS = 512
 KEPT = 8  # actions, and notices, of the last ones
 GETTING_ON = (events.Started, events.Step, events.Skipped, events.Continued)
-REPLANS = ("smaller_plan", "larger_plan", "restart")
+REPLANS = ("smaller_plan", "larger_plan", "restart", "measured")
 SWAP_GROWTH_BYTES = 500_000_000  # since the run began: it is no longer in memory alone
 WARNING_PRESSURE = 2
 

@@ -7,23 +7,30 @@ tokenized once and whole, as it will be when the model is used.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from your_ai.data.rows import Chat, Pair, Row, Text
+from your_ai.data.rows import ROW_LIMIT, Chat, Pair, Row, RowLimit, Text
+from your_ai.data.template import TEMPLATE_CHARACTERS, Refused, render
+from your_ai.data.windows import SIZES, Tokens, Unjoinable, tokenize, tokenize_ids
 from your_ai.errors import UserError
+from your_ai.vocabulary import check_ids
 
 # Templates that print today's date would give other tokens tomorrow, and a resumed run
 # other data. This is the date that Llama's templates fall back to.
 TEMPLATE_DATE = datetime.date(2024, 7, 26)
 STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+SPANS_SECONDS = 8.0  # for all turns of a chat; one of 4,000 messages takes that long
+TEMPLATE_GROWTH = 2  # how many characters a template may make of a byte of a row
 SENTINEL = "\ue000\ue001"  # private use: neither in data nor in templates
 
 
@@ -47,10 +54,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes rows with the tokenizer of a model (an mlx-lm TokenizerWrapper)."""
+    """Encodes rows with the tokenizer of a model (an mlx-lm TokenizerWrapper).
+
+    vocabulary: how many tokens the model has, None where it is not known; limit: of the rows.
+    """
 
     tokenizer: Any
     mask_prompt: bool = True
+    vocabulary: int | None = None
+    limit: RowLimit = ROW_LIMIT
 
     def __post_init__(self) -> None:
         if getattr(self.tokenizer, "backend_tokenizer", None) is None:
@@ -81,11 +93,11 @@ class Encoder:
             tokens, trained = self._encode_pair(content, row.where)
         else:
             tokens, trained = self._encode_text(content, row.where)
-        trained = np.array(trained, bool)
         trained[:1] = False  # nothing predicts the first token
         if not trained.any() or not has_answer(content):
             raise UserError(f"{row.where}: no token to train: the row has no answer, or no text")
-        return Encoded(np.array(tokens, np.uint32), trained)
+        check_ids(tokens, self.vocabulary, self.tokenizer, row.where)
+        return Encoded(tokens, trained)
 
     def prompt_of(self, row: Row) -> Prompt | None:
         """What a row asks and what should be answered; None for a row that asks nothing."""
@@ -100,51 +112,62 @@ class Encoder:
         rendered = self._render(asked, content.tools, row.where, answer_next=True)
         return Prompt(asked[-1]["content"] if asked else "", rendered, answer["content"])
 
-    def _tokenize(self, text: str, where: str, special: bool) -> Any:
-        """The `tokenizers` encoding of a text; `special` adds what the tokenizer always adds."""
-        try:
-            return self.backend.encode(text, add_special_tokens=special)
-        except TypeError as error:  # JSON can hold half of a surrogate pair, as an escape
-            raise UserError(f"{where}: holds half of a character (a lone \\ud8..)") from error
+    def _tokenize(self, text: str, where: str, special: bool) -> Tokens:
+        """The tokens of a text and their places; `special` adds what the tokenizer always adds."""
+        with naming(where):
+            return tokenize(self.backend, text, special)
 
-    def _encode_text(self, content: Text, where: str) -> tuple[list[int], list[bool]]:
+    def _ids(self, text: str, where: str, special: bool, ends: bool) -> np.ndarray:
+        """The tokens of a text alone; `ends` adds the end token where it is not there."""
+        with naming(where):
+            ids = tokenize_ids(self.backend, text, special)
+        if ends or not len(ids) or ids[-1] not in self.tokenizer.eos_token_ids:
+            return np.append(ids, self._end(where))
+        return ids
+
+    def _end(self, where: str) -> np.ndarray:
+        end = self.tokenizer.eos_token_id
+        if end is None:
+            raise UserError(f"{where}: the model's tokenizer has no token that ends a text")
+        return np.array([end], np.uint32)
+
+    def _encode_text(self, content: Text, where: str) -> tuple[np.ndarray, np.ndarray]:
         bos = self.tokenizer.bos_token
         special = not (bos and content.text.startswith(bos))  # one is enough
-        tokens = self._tokenize(content.text, where, special).ids
-        if not tokens or tokens[-1] not in self.tokenizer.eos_token_ids:
-            tokens = [*tokens, self.tokenizer.eos_token_id]
-        return tokens, [True] * len(tokens)
+        tokens = self._ids(content.text, where, special, ends=False)
+        return tokens, np.ones(len(tokens), bool)
 
-    def _encode_pair(self, pair: Pair, where: str) -> tuple[list[int], list[bool]]:
+    def _encode_pair(self, pair: Pair, where: str) -> tuple[np.ndarray, np.ndarray]:
         # Apart, as they are when the model is used: the prompt ends at a token.
-        prompt = self._tokenize(pair.prompt, where, special=True).ids
-        completion = self._tokenize(pair.completion, where, special=False).ids
-        completion = [*completion, self.tokenizer.eos_token_id]
-        trained = [not self.mask_prompt] * len(prompt) + [True] * len(completion)
-        return prompt + completion, trained
+        with naming(where):
+            prompt = tokenize_ids(self.backend, pair.prompt, special=True)
+        completion = self._ids(pair.completion, where, special=False, ends=True)
+        trained = np.ones(len(prompt) + len(completion), bool)
+        trained[: len(prompt)] = not self.mask_prompt
+        return np.concatenate([prompt, completion]), trained
 
-    def _encode_chat(self, chat: Chat, where: str) -> tuple[list[int], Sequence[bool]]:
+    def _encode_chat(self, chat: Chat, where: str) -> tuple[np.ndarray, np.ndarray]:
         if not self.tokenizer.has_chat_template:
             raise UserError(
                 f"{where}: a chat, but the model's tokenizer has no chat template; "
                 "use an instruct model, or rows of prompt + completion or text"
             )
         text = self._render(chat.messages, chat.tools, where)
-        encoding = self._tokenize(text, where, special=False)
+        tokens = self._tokenize(text, where, special=False)
         if not self.mask_prompt:
-            return encoding.ids, [True] * len(encoding.ids)
-        spans = [self._turn_span(text, chat, index, where) for index in trained_turns(chat)]
-        start, end = token_spans(encoding.offsets, len(text))
-        trained = np.zeros(len(encoding.ids), bool)
+            return tokens.ids, np.ones(len(tokens), bool)
+        spans = self._spans(text, chat, where)
+        start, end = token_spans(tokens.starts, tokens.ends, len(text))
+        trained = np.zeros(len(tokens), bool)
         for first, past in spans:
             trained |= (end > first) & (start < past)
-        return encoding.ids, trained
+        return tokens.ids, trained
 
     def _render(
         self, messages: list[dict], tools: list | None, where: str, answer_next: bool = False
     ) -> str:
         """The template's text; `answer_next` adds the header of an assistant turn."""
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"add_generation_prompt": answer_next}
         if tools:
             options["tools"] = tools
         # Only what a template asks for: mlx-lm's templates that are functions take no more.
@@ -154,12 +177,21 @@ class Encoder:
         if "strftime_now" in template:
             template = self.tokenizer.get_chat_template(tools=tools)
             options["chat_template"] = STRFTIME_NOW.sub(fixed_date, template)
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=answer_next, **options
-            )
-        except Exception as error:  # templates raise what they like
-            raise UserError(f"{where}: the chat template refuses the row ({error})") from error
+        limit = self.limit
+        most = TEMPLATE_GROWTH * limit.row_bytes + TEMPLATE_CHARACTERS
+        return render(self.tokenizer, messages, where, limit.room_bytes, most, **options)
+
+    def _spans(self, text: str, chat: Chat, where: str) -> list[tuple[int, int]]:
+        """Where each turn that is trained stands. Two renderings a turn: many turns take long."""
+        began, found = time.thread_time(), []
+        for index in trained_turns(chat):
+            found.append(self._turn_span(text, chat, index, where))
+            if time.thread_time() - began > SPANS_SECONDS:
+                raise UserError(
+                    f"{where}: finding the answers in {len(chat.messages):,} messages takes more "
+                    f"than {SPANS_SECONDS:g} s; split the chat, or use --no-mask-prompt"
+                )
+        return found
 
     def _turn_span(self, text: str, chat: Chat, index: int, where: str) -> tuple[int, int]:
         """Where assistant turn `index` stands in the rendered chat: [start, end) in characters.
@@ -190,7 +222,7 @@ class Encoder:
             through = text
             if index + 1 < len(chat.messages):
                 through = self._render(chat.messages[: index + 1], chat.tools, where)
-        except UserError:  # some templates refuse a chat that is cut there
+        except Refused:  # some templates do a chat that is cut there
             return None
         if text.startswith(before) and text.startswith(through) and len(through) > len(before):
             return len(before), len(through)
@@ -220,17 +252,46 @@ class Encoder:
         return start, end
 
 
-def token_spans(offsets: list[tuple[int, int]], length: int) -> tuple[np.ndarray, np.ndarray]:
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Raise UserError, which begins with `where`, for a text that cannot be tokenized."""
+    try:
+        yield
+    except TypeError as error:  # JSON can hold half of a surrogate pair, as an escape
+        raise UserError(f"{where}: holds half of a character (a lone \\ud8..)") from error
+    except Unjoinable as error:
+        raise UserError(
+            f"{where}: this tokenizer would need the long text in one piece; split the row"
+        ) from error
+
+
+def token_ids(tokenizer: Any, text: str, where: str, special: bool = True) -> list[int]:
+    """The tokens of a text of any length, as `tokenizer.encode` has them.
+
+    Raises UserError, which begins with `where`, for a long text that cannot be tokenized in parts.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or len(text) <= SIZES.window:
+        return tokenizer.encode(text, add_special_tokens=special)
+    backend.no_truncation()
+    backend.no_padding()
+    with naming(where):
+        return tokenize_ids(backend, text, special).tolist()
+
+
+def token_spans(start: np.ndarray, end: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Where each token starts and ends in a text of `length` characters, as (T,) arrays.
 
-    Some tokenizers leave spaces out of their offsets, so that a token of spaces alone
-    has no width: it is given the gap between its neighbours.
+    Some tokenizers leave spaces out of their places, `start` and `end`, so that a token of
+    spaces alone has no width: it is given the gap between its neighbours.
     """
-    start, end = np.array(offsets, np.int64).reshape(-1, 2).T
     empty = start == end
-    before = np.maximum.accumulate(np.append(0, end[:-1]))
-    following = np.where(empty, length, start)[::-1]
-    after = np.append(np.minimum.accumulate(following)[::-1][1:], length)
+    if not empty.any():
+        return start, end
+    before = np.maximum.accumulate(np.append(start[:1] * 0, end[:-1]))
+    following = np.where(empty, start.dtype.type(length), start)[::-1]
+    after = np.minimum.accumulate(following)[::-1][1:]
+    after = np.append(after, start.dtype.type(length))
     return np.where(empty, before, start), np.where(empty, after, end)
 
 

@@ -8,16 +8,17 @@ import json
 import os
 import shutil
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from your_ai.data.encode import Encoded, Encoder
-from your_ai.data.rows import Row, read_rows
+from your_ai.data.rows import FLOAT32_MAX, Row, checked_sha256, read_rows
 from your_ai.errors import UserError
 from your_ai.files import sha256, whole_folder
 
@@ -25,6 +26,8 @@ FORMAT = 2  # raise it when the encoding of rows changes: old caches are then no
 KEEP_CACHE_DAYS = 30
 ARRAYS = ("tokens.bin", "trained.bin", "starts.npy", "weights.npy")
 TALLY = "tally.json"
+TALLY_BYTES = 1 << 16
+BLOCK_BYTES = 1 << 20
 REPLACING_TRIES = 5
 
 
@@ -80,22 +83,20 @@ def load_examples(
 ) -> Examples:
     """The examples of a JSONL file, from `cache` if it was encoded so before.
 
+    encoder: knows as well how long a row may be, and how many tokens the model has.
     tokenizer_sha256: of the files that decide what the tokenizer and template do; watch
     is given the rows, and passes them on, where they have to be read.
     Raises UserError for a bad row; nothing is then left in the cache.
     """
-    try:
-        content = sha256(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    content = checked_sha256(path, encoder.limit)
     decisive = [FORMAT, content, tokenizer_sha256, encoder.mask_prompt, max_seq_length, too_long]
     key = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
     folder = cache / "examples" / key
     examples = open_examples(folder)
-    if examples is None:
+    if examples is None or not has_tokens(examples, encoder.vocabulary):
         pieces = (
             (piece, row.weight, outcome)
-            for row in watch(read_rows(path))
+            for row in watch(read_rows(path, encoder.limit))
             for piece, outcome in fit(encoder.encode(row), max_seq_length, too_long, row.where)
         )
         forget_old(folder.parent)
@@ -137,7 +138,7 @@ def fit(
 def write_examples(folder: Path, pieces: Iterator[tuple[Encoded | None, float, str]]) -> Examples:
     """Write the pieces to `folder` as they come and open it. Renamed into place when whole."""
     counts = dict.fromkeys(asdict(Tally()), 0)
-    lengths, weights = [], []
+    lengths, weights = array("q", [0]), array("f")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -152,14 +153,14 @@ def write_examples(folder: Path, pieces: Iterator[tuple[Encoded | None, float, s
                 if piece is None:
                     counts["dropped"] += 1
                     continue
-                tokens_file.write(piece.tokens.tobytes())
-                trained_file.write(piece.trained.tobytes())
+                tokens_file.write(piece.tokens.data)
+                trained_file.write(piece.trained.data)
                 lengths.append(len(piece.tokens))
                 weights.append(weight)
                 counts["tokens"] += len(piece.tokens)
                 counts["trained_tokens"] += int(piece.trained.sum())
-            counts["examples"] = len(lengths)
-            np.save(temporary / "starts.npy", np.cumsum([0, *lengths], dtype=np.int64))
+            counts["examples"] = len(weights)
+            np.save(temporary / "starts.npy", np.cumsum(np.frombuffer(lengths, np.int64)))
             np.save(temporary / "weights.npy", np.array(weights, np.float32))
             tokens_file.flush()
             trained_file.flush()
@@ -189,24 +190,75 @@ def wait_for_examples(folder: Path) -> Examples | None:
 
 
 def open_examples(folder: Path) -> Examples | None:
-    """The examples in a cache folder, or None where it is missing or damaged."""
+    """The examples in a cache folder, or None where it is missing or damaged.
+
+    The folder may be anybody's: what is in it is checked as if it were.
+    """
     try:
-        content = json.loads((folder / TALLY).read_text())
+        with (folder / TALLY).open("rb") as file:
+            content = json.loads(file.read(TALLY_BYTES))
         tally = Tally(**content["tally"])
+        if not all(type(count) is int and count >= 0 for count in asdict(tally).values()):
+            return None
         if content["sha256"] != {name: sha256(folder / name) for name in ARRAYS}:
             return None
-        starts = np.load(folder / "starts.npy")
-        weights = np.load(folder / "weights.npy")
+        starts = read_array(folder / "starts.npy", np.int64)
+        weights = read_array(folder / "weights.npy", np.float32)
         total = int(starts[-1])
         tokens = map_array(folder / "tokens.bin", np.uint32, total)
         trained = map_array(folder / "trained.bin", np.bool_, total)
-    except (OSError, EOFError, ValueError, TypeError, LookupError):
+    except (OSError, EOFError, ValueError, TypeError, LookupError, RecursionError):
         return None
-    if len(starts) != len(weights) + 1 or tally.tokens != total:
+    if len(starts) != len(weights) + 1 or tally.tokens != total or starts[0] != 0:
+        return None
+    if (np.diff(starts) < 2).any():  # a token, and one that predicts it
+        return None
+    if not ((weights >= 0) & (weights <= FLOAT32_MAX)).all():
+        return None
+    if not can_be_trained(folder / "trained.bin", starts):
         return None
     with contextlib.suppress(OSError):
         os.utime(folder)  # in use: not to be forgotten
     return Examples(tokens, trained, starts, weights, tally)
+
+
+def has_tokens(examples: Examples, vocabulary: int | None) -> bool:
+    """Whether a model of so many tokens has all that are in the examples."""
+    if vocabulary is None or not len(examples):
+        return True
+    return largest(Path(examples.tokens.filename), np.uint32) < vocabulary
+
+
+def can_be_trained(path: Path, starts: np.ndarray) -> bool:
+    """Whether a file says True or False of each token, and False of each example's first."""
+    with path.open("rb") as file:
+        for block in blocks_of(file):
+            values = np.frombuffer(block, np.uint8)
+            begin = file.tell() - len(block)
+            first = starts[slice(*np.searchsorted(starts, [begin, file.tell()]))]
+            if values.max() > 1 or values[first - begin].any():
+                return False
+    return True
+
+
+def largest(path: Path, dtype: Any) -> int:
+    """The largest item of a file, which is read block by block: mapped pages would stay."""
+    with path.open("rb") as file:
+        found = (int(np.frombuffer(block, dtype).max()) for block in blocks_of(file))
+        return max(found, default=0)
+
+
+def blocks_of(file: BinaryIO) -> Iterator[bytes]:
+    while block := file.read(BLOCK_BYTES):
+        yield block
+
+
+def read_array(path: Path, dtype: Any) -> np.ndarray:
+    """A small array of one dimension. Raises ValueError where the file holds anything else."""
+    mapped = np.load(path, mmap_mode="r", allow_pickle=False)  # its size is held against the file's
+    if mapped.dtype != dtype or mapped.ndim != 1:
+        raise ValueError(f"{path}: holds {mapped.dtype} of {mapped.ndim} dimensions")
+    return np.array(mapped)
 
 
 def map_array(path: Path, dtype: Any, size: int) -> np.ndarray:

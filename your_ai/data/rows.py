@@ -1,7 +1,12 @@
-"""JSONL files -> rows: which files a data folder has, and each line checked as it is read."""
+"""JSONL files -> rows: which files a data folder has, and each line checked as it is read.
+
+Data is not trusted. The length of a line is bounded before it is read, its nesting and its
+keys before anything walks them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -9,11 +14,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from your_ai.config import DEMO, packaged
+from your_ai.config import DEMO, FIELDS, packaged
 from your_ai.errors import UserError
+from your_ai.text import quoted, shortened
 
 SPLITS = ("train", "valid", "test")
 FLOAT32_MAX = 3.4028234663852886e38
+MAX_DEPTH = 64  # of objects and lists within each other; JSON schemas of tools have some 20
+BLOCK_BYTES = 1 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+# What reading a row holds, in bytes, measured on the worst rows: for each byte of its line
+# while it is parsed, as tokens of a text, as tokens of a chat that a template renders.
+LINE_MEMORY, TEXT_MEMORY, CHAT_MEMORY = 10, 16, 36
+STRUCTURE_MEMORY = {b"{": 240, b"[": 64, b",": 40}  # for each of these in a line
+SHORT_BYTES = 1 << 16  # of rows that are always read
+
+
+@dataclass(frozen=True)
+class RowLimit:
+    """How long a row may be.
+
+    row_bytes: of its line; room_bytes: how much memory reading it may take beside what the
+    process holds.
+    """
+
+    row_bytes: int = FIELDS["max_row_bytes"].default
+    room_bytes: int = 1 << 33
+
+    def too_long(self, where: str) -> UserError:
+        most = f"{self.row_bytes:,} bytes"
+        return UserError(
+            f"{where}: the row has more than {most}; raise --max-row-bytes or split it"
+        )
+
+    def check_room(self, size: int, needed_bytes: int, where: str) -> None:
+        """Raise UserError where a row of `size` bytes is more than can be read in memory."""
+        if size > SHORT_BYTES and needed_bytes > self.room_bytes:
+            raise UserError(
+                f"{where}: a row of {size:,} bytes takes {needed_bytes / 1e6:,.0f} MB to read, and "
+                f"{max(0, self.room_bytes) / 1e6:,.0f} MB are left; raise --max-memory or split it"
+            )
+
+    def parse(self, line: bytes, where: str) -> Row:
+        """The row in a line. Raises UserError where it is none, or is too large."""
+        size, is_long = len(line), len(line) > SHORT_BYTES
+        marks = STRUCTURE_MEMORY.items() if is_long else ()
+        structure = sum(held * line.count(mark) for mark, held in marks)
+        self.check_room(size, LINE_MEMORY * size + structure, where)
+        row = parse_row(decode_line(line, where), where)
+        memory = TEXT_MEMORY if isinstance(row.content, Text) else CHAT_MEMORY
+        self.check_room(size, memory * size, where)
+        return row
+
+
+ROW_LIMIT = RowLimit()
 
 
 def find_splits(data: str) -> dict[str, Path]:
@@ -22,15 +78,32 @@ def find_splits(data: str) -> dict[str, Path]:
     data: a folder with train.jsonl and perhaps valid.jsonl and test.jsonl, or one file
     of training rows. Raises UserError where there is nothing to train on.
     """
-    path = packaged("models", "demo", "data") if data == DEMO else Path(data).expanduser()
+    path = find_data(data)
     if path.is_file():
         return {"train": path}
-    if not path.exists():
-        raise UserError(f"--data {data}: no such file or folder")
     splits = {s: path / f"{s}.jsonl" for s in SPLITS if (path / f"{s}.jsonl").is_file()}
     if "train" not in splits:
-        raise UserError(f"--data {data}: the folder has no train.jsonl")
+        raise UserError(f"--data {shortened(data)}: the folder has no train.jsonl")
     return splits
+
+
+def find_data(data: str) -> Path:
+    """The file or folder that --data names. Raises UserError for anything else."""
+    label = f"--data {shortened(data)}"
+    if data == DEMO:
+        return packaged("models", "demo", "data")
+    try:
+        path = Path(data).expanduser()
+        path.stat()
+    except FileNotFoundError as error:
+        raise UserError(f"{label}: no such file or folder") from error
+    except OSError as error:
+        raise UserError(f"{label}: cannot be read ({error.strerror})") from error
+    except (RuntimeError, ValueError) as error:  # no such user's home; a null character
+        raise UserError(f"{label}: is no path ({error})") from error
+    if not path.is_file() and not path.is_dir():
+        raise UserError(f"{label}: is no file that can be read again; give a .jsonl file")
+    return path
 
 
 @dataclass(frozen=True)
@@ -64,37 +137,114 @@ class Row:
     weight: float
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path, limit: RowLimit = ROW_LIMIT) -> Iterator[Row]:
     """The rows of a JSONL file, in order; blank lines are passed over.
 
-    Raises UserError that names file and line for a row that is no JSON object, is in
-    no known format, or has a field of the wrong type.
+    Raises UserError that names file and line for a row that is too long, is no JSON object,
+    is in no known format, or has a field of the wrong type.
     """
     found = False
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                where = f"{path}:{number}"
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
-                if not line.strip():
-                    continue
-                found = True
-                yield parse_row(decode_line(line, where), where)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    for where, line in read_lines(path, limit):
+        found = True
+        row = limit.parse(line, where)
+        del line  # a long row is held once
+        yield row
     if not found:
         raise UserError(f"{path}: the file is empty; give at least one row")
 
 
-def decode_line(line: bytes, where: str) -> dict:
+def read_lines(path: Path, limit: RowLimit) -> Iterator[tuple[str, bytes]]:
+    """The lines of a file that are not blank, each after its `file:line`. Raises UserError."""
+    number = 0
     try:
-        row = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: is not UTF-8 text") from error
+        with path.open("rb") as file:
+            while line := file.readline(limit.row_bytes + 1):
+                number += 1
+                where = f"{path}:{number}"
+                if len(line) > limit.row_bytes and line.rstrip(b"\r\n") == line:
+                    raise limit.too_long(where)
+                if number == 1:
+                    line = line.removeprefix(BYTE_ORDER_MARK)
+                if line.strip():
+                    yield where, line
+                del line
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def checked_sha256(path: Path, limit: RowLimit) -> str:
+    """The checksum of a file of rows, as hex, found while no row is held.
+
+    Raises UserError that names the first line that is too long, as soon as it is.
+    """
+    digest = hashlib.sha256()
+    lines = length = 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+                start = 0
+                while (end := block.find(b"\n", start)) >= 0:
+                    length += end - start
+                    if length > limit.row_bytes:
+                        raise limit.too_long(f"{path}:{lines + 1}")
+                    start, length, lines = end + 1, 0, lines + 1
+                length += len(block) - start
+                if length > limit.row_bytes:
+                    raise limit.too_long(f"{path}:{lines + 1}")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()
+
+
+class Repeated(ValueError):
+    """An object has a key twice: readers differ in which one they take."""
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise Repeated(f"the key {shortened(twice)} is there twice")
+    return found
+
+
+def read_json(text: str, label: str, hint: str = "") -> Any:
+    """JSON text that is not trusted, as its value. Raises UserError, which begins with `label`.
+
+    Nesting is bounded, and a key may be in an object once.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except Repeated as error:
+        raise UserError(f"{label}: {error}") from error
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", "a number too long, or nested too deeply")
-        raise UserError(f"{where}: is not valid JSON ({reason}); one object a line") from error
+        raise UserError(f"{label}: is not valid JSON ({reason}){hint}") from error
+    if text.count("[") + text.count("{") > MAX_DEPTH and depth_of(value) > MAX_DEPTH:
+        raise UserError(f"{label}: is nested too deeply; {MAX_DEPTH} levels are the most")
+    return value
+
+
+def depth_of(value: Any) -> int:
+    """How many objects and lists are within each other, up to one more than is allowed."""
+    level, depth = [value], 0
+    while depth <= MAX_DEPTH:
+        level = [v for v in level if isinstance(v, dict | list)]
+        if not level:
+            break
+        level = [i for v in level for i in (v.values() if isinstance(v, dict) else v)]
+        depth += 1
+    return depth
+
+
+def decode_line(line: bytes, where: str) -> dict:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: is not UTF-8 text") from error
+    row = read_json(text, where, "; one object a line")
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object, found {type(row).__name__}")
     return row
@@ -106,14 +256,14 @@ def parse_row(row: dict, where: str) -> Row:
         if all(key in row for key in keys):
             return Row(where, parse(row, where), parse_weight(row, where))
     known = "; ".join(" + ".join(keys) for keys in FORMATS)
-    keys = ", ".join(map(str, row)) or "none"
+    keys = shortened(", ".join(row)) or "none"
     raise UserError(f"{where}: no known format; keys found: {keys}; keys of a format: {known}")
 
 
 def parse_weight(row: dict, where: str) -> float:
     weight = row.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        raise UserError(f"{where}: weight: expected a number, found {weight!r}")
+        raise UserError(f"{where}: weight: expected a number, found {quoted(weight)}")
     try:
         number = float(weight)
     except OverflowError:
@@ -137,10 +287,7 @@ def parse_messages(row: dict, where: str) -> Chat:
 def parse_tools(row: dict, where: str) -> list | None:
     tools = row.get("tools")
     if isinstance(tools, str):  # some data sets keep the list as JSON text
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise UserError(f"{where}: tools: is not valid JSON") from error
+        tools = read_json(tools, f"{where}: tools")
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{where}: tools: expected a list, found {type(tools).__name__}")
     return tools or None
@@ -161,7 +308,8 @@ def parse_message(message: Any, where: str) -> dict:
     if isinstance(content, list):  # the parts of the OpenAI format
         kinds = [p.get("type") if isinstance(p, dict) else type(p).__name__ for p in content]
         if any(kind != "text" for kind in kinds):
-            raise UserError(f"{where}: content: only text parts can be trained, found {kinds}")
+            found = quoted(kinds)
+            raise UserError(f"{where}: content: only text parts can be trained, found {found}")
         texts = [text_field(part, "text", f"{where}: content") for part in content]
         content = "".join(texts)
     if content is None and calls:
@@ -169,7 +317,8 @@ def parse_message(message: Any, where: str) -> dict:
     if not isinstance(content, str):
         raise UserError(f"{where}: content: expected text, found {type(content).__name__}")
     if message.get("weight", 1) not in (0, 1):  # OpenAI's: 0 leaves an assistant turn untrained
-        raise UserError(f"{where}: weight {message['weight']!r}: a message's is 0 or 1")
+        found = quoted(message["weight"])
+        raise UserError(f"{where}: weight {found}: a message's is 0 or 1")
     parsed = {**message, "content": content}
     if calls is not None:
         if not isinstance(calls, list):
@@ -183,10 +332,7 @@ def parse_call(call: Any, where: str) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError as error:
-        raise UserError(f"{where}: tool_calls: the arguments are not valid JSON") from error
+    arguments = read_json(function["arguments"], f"{where}: tool_calls: arguments")
     return {**call, "function": {**function, "arguments": arguments}}
 
 

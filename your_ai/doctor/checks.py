@@ -7,7 +7,6 @@ prints an Outcome as JSON.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shutil
 import sys
@@ -23,6 +22,7 @@ from mlx.utils import tree_flatten, tree_map
 from your_ai import bench, model, optimizer
 from your_ai.bench import Contest
 from your_ai.config import packaged
+from your_ai.console import echo_json
 from your_ai.data.batches import Batch
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
@@ -32,6 +32,7 @@ from your_ai.engine.weights import Tensor, tensors_of
 from your_ai.memory import probe
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.shapes import make_shape
+from your_ai.vocabulary import vocabulary_of
 
 SHAPE, SHAPE_OF_A_GPU = "tiny", "small"  # the second is measured alone
 BITS = 4
@@ -243,7 +244,7 @@ def made(folder: Path, plan: str, contest: Contest) -> Made:
     spill = folder / "spill" if plan == "spilled" else None
     engine = "streamed" if plan == "spilled" else plan
     built = build_engine(network, adapters.dropout_keys, engine, tensors=tensors, spill=spill)
-    tokens = bench.contest_tokens(contest, settings["vocab_size"])
+    tokens = bench.contest_tokens(contest, vocabulary_of(network) or settings["vocab_size"])
     batches = bench.contest_batches(contest, tokens, lambda _: ROWS)
     return Made(network, built.engine, tensors, batches)
 
@@ -298,4 +299,4 @@ def relative(ours: mx.array, theirs: mx.array) -> float:
 if __name__ == "__main__":
     name, place = sys.argv[1:]
     tempfile.tempdir = place  # not through TMPDIR, where MLX keeps what it has compiled
-    print(json.dumps(dataclasses.asdict(CHECKS[name](Path(place)))))
+    echo_json(dataclasses.asdict(CHECKS[name](Path(place))))

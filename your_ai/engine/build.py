@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.blocks import Parts, parts_of
+from your_ai.dora import draw
 from your_ai.engine.attention import put_blockwise
 from your_ai.engine.fused import Engine, fused_engine
 from your_ai.engine.prefix import Store
@@ -95,6 +96,7 @@ def build_engine(
 def load(model: nn.Module) -> None:
     """Read a model's weights, block by block, so that little more than they is held."""
     for block in model.layers:
+        draw(block)
         mx.eval(block.parameters())
         mx.clear_cache()
     mx.eval(model.parameters())

@@ -16,33 +16,35 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.tuner.dora import DoRALinear
+
+from your_ai.head import rows_at_once
 
 SLICE_BYTES = 2 << 20  # MLX runs some ten operations ahead, and so holds a few of them
 FEW_TOKENS = 4  # so few, as in generation, that dequantizing costs more than it saves
 
 
 @lru_cache
-def sliced_matmul(group_size: int, bits: int) -> Any:
+def sliced_matmul(group_size: int, bits: int, mode: str = "affine") -> Any:
     """f(x, weight, scales, biases) = x @ dequantized weight transposed; x: (N, D) -> (N, O).
 
-    Differentiable in x alone: what is quantized is frozen.
+    Without biases where the mode has none. Differentiable in x alone: what is quantized is
+    frozen.
     """
 
     def slices(weight: mx.array, inputs: int) -> list[slice]:
-        rows = max(1, SLICE_BYTES // (4 * inputs))
+        rows = rows_at_once(SLICE_BYTES, inputs, bits)
         return [slice(i, i + rows) for i in range(0, weight.shape[0], rows)]
 
     def dequantize(part: slice, weights: tuple[mx.array, ...], after: list[mx.array]) -> mx.array:
         """The rows `part`, not before they are wanted and the slice before them is done with."""
         packed = mx.depends([array[part] for array in weights], after)
-        return mx.dequantize(*packed, group_size=group_size, bits=bits)
+        return mx.dequantize(*packed, group_size=group_size, bits=bits, mode=mode)
 
     @mx.custom_function
-    def matmul(x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+    def matmul(x: mx.array, *weights: mx.array) -> mx.array:
         outputs: list[mx.array] = []
-        for part in slices(weight, x.shape[-1]):
-            w = dequantize(part, (weight, scales, biases), outputs[-1:] or [x])
+        for part in slices(weights[0], x.shape[-1]):
+            w = dequantize(part, weights, outputs[-1:] or [x])
             outputs.append(x @ w.T)
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=-1)
 
@@ -61,12 +63,13 @@ def sliced_matmul(group_size: int, bits: int) -> Any:
 
 def multiply(x: mx.array, layer: nn.Module) -> mx.array:
     """x @ W transposed for a quantized layer; x: (..., D) -> (..., O)."""
-    weights = (layer.weight, layer.scales, layer.biases)
+    weights = [layer[name] for name in ("weight", "scales", "biases") if name in layer]
     tokens = x.size // x.shape[-1]
     if tokens <= FEW_TOKENS:
-        options = {"group_size": layer.group_size, "bits": layer.bits}
+        options = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
         return mx.quantized_matmul(x, *weights, transpose=True, **options)
-    y = sliced_matmul(layer.group_size, layer.bits)(x.reshape(tokens, -1), *weights)
+    product = sliced_matmul(layer.group_size, layer.bits, layer.mode)
+    y = product(x.reshape(tokens, -1), *weights)
     return y.reshape(*x.shape[:-1], -1)
 
 
@@ -100,7 +103,7 @@ class DequantizedEmbedding(nn.Module):
 def _with_parameters_of(base: nn.Module, layer: nn.Module) -> nn.Module:
     for name, array in base.items():
         layer[name] = array
-    layer.group_size, layer.bits = base.group_size, base.bits
+    layer.group_size, layer.bits, layer.mode = base.group_size, base.bits, base.mode
     layer.freeze()
     return layer
 
@@ -114,16 +117,15 @@ REPLACEMENTS = {
 def dequantize_on_the_cpu(model: nn.Module) -> None:
     """Put these layers in place of a model's own where it runs on the CPU.
 
-    After adapters are on it: mlx-lm puts them on its own layers alone. Layers of another
-    kind of quantization than affine stay, and those inside DoRA, which dequantizes itself.
+    After adapters are on it: mlx-lm puts them on its own layers alone. Embeddings of another
+    kind of quantization than affine stay.
     """
     if mx.default_device().type != mx.cpu:
         return
-    layers = dict(model.named_modules())
     replaced = [
         (name, REPLACEMENTS[type(layer)].from_base(layer))
-        for name, layer in layers.items()
-        if type(layer) in REPLACEMENTS and layer.mode == "affine"
-        if not isinstance(layers[name.rpartition(".")[0]], DoRALinear)
+        for name, layer in model.named_modules()
+        if type(layer) in REPLACEMENTS and "global_scale" not in layer
+        if layer.mode == "affine" or type(layer) is nn.QuantizedLinear
     ]
     model.update_modules(tree_unflatten(replaced))

@@ -10,8 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from your_ai.blocks import Parts
+from your_ai.blocks import Arrays, Parts
 from your_ai.data.batches import Batch
+from your_ai.dora import dora_layers, given, norms_of
 from your_ai.engine.compiled import Compiled
 from your_ai.losses import Head
 from your_ai.model import DropoutKeys, Split, TokenKeys
@@ -53,6 +54,16 @@ def fused_engine(
     head: the split's as `head.linear_head` knows it, where it does.
     """
     head = head or split.head
+    dora = dora_layers(model)
+
+    def with_norms(function: Callable) -> Callable:
+        """f(norms, *args): `function(*args)` of a model whose DoRA layers are given their norms."""
+
+        def run(norms: Arrays, *args: Any) -> Any:
+            with given(dora, norms):
+                return function(*args)
+
+        return run
 
     def trunk(tokens: mx.array, segments: mx.array | None, reach: int | None) -> mx.array:
         if segments is None:
@@ -80,29 +91,29 @@ def fused_engine(
         return sft.score(trunk(tokens, segments, reach), positions, targets, head)
 
     state = [model.state]
-    compiled_gradients = Compiled(nn.value_and_grad(model, trainable_loss), state)
-    compiled_loss = Compiled(loss_only, state)
-    compiled_likeliest = Compiled(likeliest, state)
-    compiled_score = Compiled(losses_and_likeliest, state)
+    compiled_gradients = Compiled(nn.value_and_grad(model, with_norms(trainable_loss)), state)
+    compiled_loss = Compiled(with_norms(loss_only), state)
+    compiled_likeliest = Compiled(with_norms(likeliest), state)
+    compiled_score = Compiled(with_norms(losses_and_likeliest), state)
 
     def gradients(batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
         keys = mx.array(row_keys(step_seed, batch.rows)), mx.array(batch.places)
         parameters = model.trainable_parameters()
         result = compiled_gradients(
-            *_inputs(batch), *_targets(batch), *keys, mx.array(scale, mx.float32)
+            norms_of(dora), *_inputs(batch), *_targets(batch), *keys, mx.array(scale, mx.float32)
         )
         model.update(parameters)  # tracing leaves its placeholders in their place
         return result
 
     def loss(batch: Batch) -> mx.array:
-        return compiled_loss(*_inputs(batch), *_targets(batch))
+        return compiled_loss(norms_of(dora), *_inputs(batch), *_targets(batch))
 
     def predictions(batch: Batch) -> mx.array:
-        return compiled_likeliest(*_inputs(batch), mx.array(batch.positions))
+        return compiled_likeliest(norms_of(dora), *_inputs(batch), mx.array(batch.positions))
 
     def score(batch: Batch) -> tuple[mx.array, mx.array]:
         positions, targets, _ = _targets(batch)
-        return compiled_score(*_inputs(batch), positions, targets)
+        return compiled_score(norms_of(dora), *_inputs(batch), positions, targets)
 
     def drop() -> None:
         for function in (compiled_gradients, compiled_loss, compiled_likeliest, compiled_score):

@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from your_ai.blocks import Arrays, arrays_of, put, skeleton
+from your_ai.dora import NORMS, DoRA
 from your_ai.engine.dequantized import DequantizedLinear
 from your_ai.model import DropoutKeys, KeyedDropout
 
@@ -27,6 +28,8 @@ FEWEST_FEATURES = 512  # at once, so that matrix products stay efficient
 STEP = 128  # features, of which quantized weights have whole groups
 INWARD = ("gate_proj", "up_proj")
 OUTWARD = "down_proj"
+ADAPTED = (LoRALinear, DoRA)
+ROWWISE = ("weight", "scales", "biases", "bias")
 LINEAR = (nn.Linear, nn.QuantizedLinear, DequantizedLinear)
 
 
@@ -47,7 +50,7 @@ class SlicedMLP(nn.Module):
         """x: (B, T, D) -> (B, T, D)"""
         inner = inner_features(self)
         slices = slices_of(inner, max(FEWEST_FEATURES, x.shape[-1] // 2))
-        if len(slices) == 1:
+        if len(slices) == 1 or not knows_its_norms(self):
             return self._base.__call__(self, x)
         arrays = arrays_of(self)
         names = [name for name, _ in tree_flatten(self.trainable_parameters())]
@@ -98,18 +101,23 @@ def slices_of(inner: int, about: int) -> list[slice]:
 
 
 def can_be_sliced(module: Any) -> bool:
-    """Whether this is a gated MLP of plain linear layers, with LoRA or without, between which
-    no feature meets another."""
+    """Whether this is a gated MLP of plain linear layers, with LoRA, DoRA or neither, between
+    which no feature meets another."""
     if not isinstance(module, nn.Module) or set(module.children()) != {*INWARD, OUTWARD}:
         return False
     layers = [
-        layer.linear if type(layer) is LoRALinear else layer for layer in module.children().values()
+        layer.linear if type(layer) in ADAPTED else layer for layer in module.children().values()
     ]
     plain = all(
         isinstance(layer, LINEAR) and getattr(layer, "mode", "affine") == "affine"
         for layer in layers
     )
     return plain and is_separable(module)
+
+
+def knows_its_norms(mlp: nn.Module) -> bool:
+    """Whether DoRA layers are given their norms, which a slice of a weight does not tell."""
+    return all(NORMS in layer for layer in mlp.children().values() if isinstance(layer, DoRA))
 
 
 def is_separable(mlp: nn.Module) -> bool:
@@ -142,7 +150,7 @@ def axis_of(path: str) -> int | None:
     """The axis of an MLP's array that runs over inner features; None where there is none."""
     layer, leaf = path.split(".")[0], path.split(".")[-1]
     if layer in INWARD:
-        return {"weight": 0, "scales": 0, "biases": 0, "bias": 0, "lora_b": 1}.get(leaf)
+        return {**dict.fromkeys((*ROWWISE, "m", NORMS), 0), "lora_b": 1}.get(leaf)
     return {"weight": 1, "scales": 1, "biases": 1, "lora_a": 0}.get(leaf)
 
 

@@ -59,6 +59,9 @@ class Store(Protocol):
     def put(self, tokens: np.ndarray, hidden: mx.array) -> None:
         """Keep a text's hidden states; what is held already stays as it is."""
 
+    def clear(self) -> None:
+        """Forget every text."""
+
     def close(self) -> None: ...
 
 
@@ -88,9 +91,12 @@ class MemoryStore:
         self._held[digest_of(tokens)] = own
         self.bytes_held += own.nbytes
 
-    def close(self) -> None:
+    def clear(self) -> None:
         self._held.clear()
         self.bytes_held = 0
+
+    def close(self) -> None:
+        self.clear()
 
 
 class DiskStore:
@@ -108,7 +114,7 @@ class DiskStore:
         self.emptied, self.faults = "", 0
         self._places: dict[bytes, tuple[int, int, int]] = {}  # offset, tokens, crc32
         self._data_bytes = self._index_bytes = 0  # up to the end of the last whole record
-        full_key = {
+        self._key = full_key = {
             **key,
             "cache_format": FORMAT,
             "cache_hidden_size": str(hidden_size),
@@ -116,7 +122,7 @@ class DiskStore:
         }
         try:
             there = any(p.exists() and p.stat().st_size for p in (folder / HIDDEN, folder / INDEX))
-            reason = _difference(folder / KEY, full_key) or self._open()
+            reason = self._links() or _difference(folder / KEY, full_key) or self._open()
             if reason:
                 self.emptied = reason if there else ""
                 self._begin(full_key)
@@ -171,6 +177,14 @@ class DiskStore:
         self._data_bytes += len(data)
         self._index_bytes += RECORD.size
 
+    def clear(self) -> None:
+        """Raises RunError where the folder cannot be written."""
+        self.close()
+        try:
+            self._begin(self._key)
+        except OSError as error:
+            raise self._failure(error) from error
+
     def close(self) -> None:
         self._data.close()
         self._index.close()
@@ -212,6 +226,11 @@ class DiskStore:
             return None
         self.close()
         return "its files are damaged"
+
+    def _links(self) -> str | None:
+        """Why its files are not written to: one that is a link leads to a file elsewhere."""
+        linked = any((self.folder / name).is_symlink() for name in (KEY, HIDDEN, INDEX))
+        return "its files are links" if linked else None
 
     def _open_files(self, mode: str) -> None:
         self._data = (self.folder / HIDDEN).open(mode, buffering=0)

@@ -18,6 +18,7 @@ from mlx.utils import tree_unflatten
 
 from your_ai.blocks import Arrays, Parts
 from your_ai.data.batches import Batch
+from your_ai.dora import dora_layers, norms_of
 from your_ai.engine.compiled import Compiled
 from your_ai.engine.fused import Engine, row_keys
 from your_ai.engine.prefix import Span, Store, assemble, keep, spans_of
@@ -95,6 +96,7 @@ class Staged:
         self.programs = Programs(parts, dropout_keys, lean)
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [names[id(block)] for block in model.layers]
+        self.dora = [dora_layers(block) for block in self.blocks]
         self.first = next(i for i, block in enumerate(self.blocks) if trained_arrays(block))
         self.frozen, self.trained = range(self.first), range(self.first, len(self.blocks))
         self.reads_files = reads_its_vocabulary(model)
@@ -129,7 +131,7 @@ class Staged:
         mx.eval(loss, cotangent)
         found: dict[int, Arrays] = {}
         for index in reversed(self.trained):
-            arrays = self.weights.read(index)
+            arrays = self._arrays(index)
             if index > self.first:
                 self.weights.ahead(index - 1)
             program = self.programs.of(index, batch.tokens.shape[1], batch.reach)
@@ -208,7 +210,7 @@ class Staged:
         if which:
             self.weights.ahead(which[0])
         for index in which:
-            arrays = self.weights.read(index)
+            arrays = self._arrays(index)
             if index + 1 in which:
                 self.weights.ahead(index + 1)
             trained = trained_arrays(self.blocks[index])
@@ -219,6 +221,11 @@ class Staged:
                 hidden[place] = program.forward(arrays, trained, hidden[place], extras)
                 mx.eval(hidden[place])
             del arrays
+
+    def _arrays(self, index: int) -> Arrays:
+        """What block `index` is given beside its adapters: its weights, and DoRA's norms."""
+        arrays = self.weights.read(index)
+        return arrays | norms_of(self.dora[index], arrays)
 
     def _extras(self, batch: Batch, step_seed: int | None = None) -> Extras:
         """step_seed: draws dropout; None outside training."""
@@ -262,7 +269,7 @@ class Joined(Staged):
         extras = self._extras(batch, step_seed)
         hidden = self._below(batch, extras)
         trained = [trained_arrays(self.blocks[index]) for index in self.trained]
-        frozen = [self.weights.read(index) for index in self.trained]
+        frozen = [self._arrays(index) for index in self.trained]
         scale = mx.array(scale, mx.float32)
         given = (hidden, extras, batch.reach, *targets_of(batch), scale)
         loss, grads = self._joined(trained, frozen, *given)

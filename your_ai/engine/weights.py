@@ -11,7 +11,6 @@ Shapes: T tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,8 +24,10 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from your_ai.blocks import Arrays, StandIn, arrays_of, put
-from your_ai.errors import RunError
+from your_ai.dora import draw
+from your_ai.errors import RunError, UserError
 from your_ai.files import read_at
+from your_ai.foreign import read_header
 from your_ai.head import LinearHead, Part, dense, part_of
 
 DTYPES = {
@@ -53,11 +54,11 @@ class Tensor:
     @cached_property
     def place(self) -> tuple[int, mx.Dtype, tuple[int, ...]]:
         """(offset, type, shape), from the header that safetensors files begin with."""
-        with self.file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            entry = json.loads(opened.read(size))[self.name]
-        kind = DTYPES[entry["dtype"]]
-        return 8 + size + entry["data_offsets"][0], kind, tuple(entry["shape"])
+        try:
+            entry = next(entry for entry in read_header(self.file) if entry.name == self.name)
+        except (UserError, StopIteration) as error:
+            raise gone(self.file, "it is not what it was") from error
+        return entry.start, DTYPES[entry.kind], entry.shape
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -240,7 +241,8 @@ def stream(model: nn.Module, tensors: dict[str, Tensor]) -> tuple[list[nn.Module
     weights = Streamed(files, rest)
     for index, block in enumerate(blocks):
         put(block, weights.load(index))
-        mx.eval(block.trainable_parameters(), rest[index])  # what DoRA draws from the weights
+        draw(block)
+        mx.eval(block.trainable_parameters(), rest[index])
         unread.append(weights.load(index))
         put(block, unread[index])
 

@@ -16,10 +16,10 @@ import mlx.nn as nn
 import numpy as np
 
 from your_ai import generate, model, trained
-from your_ai.budget import Budget, budget_of_evaluation
+from your_ai.budget import Budget, budget_of_evaluation, row_limit
 from your_ai.config import TrainConfig
 from your_ai.data.batches import RowsAt
-from your_ai.data.encode import Prompt
+from your_ai.data.encode import Encoder, Prompt, token_ids
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.fused import Engine
@@ -34,6 +34,7 @@ from your_ai.memory.estimate import Training
 from your_ai.memory.plan import choose, words
 from your_ai.quantize.copies import make_copy, place_of_copy
 from your_ai.trained import Adapter, Trained
+from your_ai.vocabulary import vocabulary_of
 
 ANSWER_TOKENS = 128  # of an answer beyond twice the expected one
 T = TypeVar("T")
@@ -109,13 +110,18 @@ def compare(run: Trained, path: Path, request: Request) -> Generator[Progress, N
     network, tokenizer = model.load_base(folder, dtype)  # lazily
     tensors = tensors_of(network, folder)
     tokenized_by = tokenizer_fingerprint(fingerprint(run.base))
-    rows = load_rows(path, config, tokenizer, tokenized_by)
+    limit = row_limit(config.max_row_bytes, request.max_memory_gb)
+    encoder = Encoder(tokenizer, config.mask_prompt, vocabulary_of(network), limit)
+    rows = load_rows(path, config, encoder, tokenized_by)
     if request.metric is not None and not rows.asks.any():
         raise UserError(f"{path}: no row asks for an answer, which --metric is of")
     most = max(len(rows.trained.examples), len(rows.answers.examples))
     request = replace(request, batch_size=min(request.batch_size, most))
     yield Progress("looking for the rows among those of the training")
     leaked = in_training_data(rows, config, tokenized_by)
+    most = max(int(found.examples.lengths.max()) for found in (rows.trained, rows.answers))
+    model.check_positions(network, most, f"{path}: --max-seq-length {config.max_seq_length}")
+    allocator.free()  # what tokenizing left
 
     budget = budget_of_evaluation(
         training_of(run.adapter, config, len(network.layers)),
@@ -240,7 +246,7 @@ def answer_limit(tokenizer: Any, prompt: Prompt, request: Request) -> int:
     """Most tokens of the answer to a prompt."""
     if request.max_tokens is not None:
         return request.max_tokens
-    return 2 * len(tokenizer.encode(prompt.expected)) + ANSWER_TOKENS
+    return 2 * len(token_ids(tokenizer, prompt.expected, "a row")) + ANSWER_TOKENS
 
 
 def most_tokens(rows: Rows, tokenizer: Any, request: Request) -> int:
@@ -248,6 +254,6 @@ def most_tokens(rows: Rows, tokenizer: Any, request: Request) -> int:
     found = 0
     for _, row, _ in rows.read(np.flatnonzero(rows.asks)):
         prompt = rows.encoder.prompt_of(row)
-        tokens = len(tokenizer.encode(prompt.rendered, add_special_tokens=False))
+        tokens = len(token_ids(tokenizer, prompt.rendered, row.where, False))
         found = max(found, tokens + answer_limit(tokenizer, prompt, request))
     return found

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.errors import RunError
-from your_ai.files import sync
+from your_ai.files import read_text, sync
 from your_ai.run.folder import RunFolder
 
 VERSION = 1
+MOST_BYTES = 1 << 26
 
 
 def place(folder: RunFolder) -> Path:
@@ -55,7 +56,7 @@ def write(folder: RunFolder, found: dict[str, Any]) -> None:
 def read(folder: RunFolder) -> dict[str, Any] | None:
     """What was last measured of a run; None where nothing was, or not by this version."""
     try:
-        found = json.loads(place(folder).read_text(encoding="utf-8"))
+        found = json.loads(read_text(place(folder), MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and found.get("version") == VERSION else None

@@ -5,20 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from your_ai.config import DEMO, TrainConfig, packaged
+from your_ai.config import TrainConfig
 from your_ai.data.batches import bucket_edges
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, fit, load_examples
-from your_ai.data.rows import Chat, Row, Text, decode_line, find_splits, parse_row, read_rows
+from your_ai.data.rows import (
+    Chat,
+    Row,
+    Text,
+    checked_sha256,
+    decode_line,
+    find_data,
+    find_splits,
+    parse_row,
+    read_lines,
+    read_rows,
+)
 from your_ai.errors import UserError
-from your_ai.files import sha256
 from your_ai.hub.find import store
 
 PREFERRED = ("test", "valid")  # of a folder's files
@@ -87,16 +96,12 @@ class Rows:
         Raises UserError where the file has them no more.
         """
         wanted = {int(self.lines[place]): int(place) for place in chosen}
-        try:
-            file = self.path.open("rb")
-        except OSError as error:
-            raise changed(self.path) from error
-        with file:
-            for number, line in enumerate(file, start=1):
-                if number in wanted:
-                    where = f"{self.path}:{number}"
-                    content = decode_line(line.removeprefix(b"\xef\xbb\xbf"), where)
-                    yield wanted.pop(number), parse_row(content, where), content
+        if not self.path.exists():
+            raise changed(self.path)
+        for where, line in read_lines(self.path, self.encoder.limit):
+            if (number := line_of(where)) in wanted:
+                content = decode_line(line, where)
+                yield wanted.pop(number), parse_row(content, where), content
         if wanted:
             raise changed(self.path)
 
@@ -110,30 +115,25 @@ def choose_file(given: str | None, config: TrainConfig) -> Path:
     data = config.data if given is None else given
     if not data:
         raise UserError("the run has no data of its own; give a .jsonl file with --data")
-    path = packaged("models", "demo", "data") if data == DEMO else Path(data).expanduser()
+    path = find_data(data)
     if given is not None and path.is_file():
         return path
-    if not path.exists():
-        raise UserError(f"--data {data}: no such file or folder")
     if path.is_file():
         raise UserError(
             f"the run's data is one file of training rows, {data}; give others with --data"
         )
-    if not path.is_dir():
-        raise UserError(f"--data {data}: is no file that can be read again; give a .jsonl file")
     for name in PREFERRED:
         if (path / f"{name}.jsonl").is_file():
             return path / f"{name}.jsonl"
     raise UserError(f"--data {data}: the folder has no test.jsonl and no valid.jsonl; give a file")
 
 
-def load_rows(path: Path, config: TrainConfig, tokenizer: Any, tokenizer_sha256: str) -> Rows:
-    """The rows of a file, encoded as the run's were. Raises UserError for a bad row."""
-    encoder = Encoder(tokenizer, config.mask_prompt)
-    try:
-        content = sha256(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+def load_rows(path: Path, config: TrainConfig, encoder: Encoder, tokenizer_sha256: str) -> Rows:
+    """The rows of a file, encoded as the run's were. Raises UserError for a bad row.
+
+    encoder: the run's.
+    """
+    content = checked_sha256(path, encoder.limit)
     trained = load(path, encoder, config, tokenizer_sha256)
     if not trained.weights.any():
         raise UserError(f"{path}: every row has weight 0: there is nothing to measure")
@@ -143,8 +143,9 @@ def load_rows(path: Path, config: TrainConfig, tokenizer: Any, tokenizer_sha256:
     answered = kept
     if not config.mask_prompt:
         try:
-            examples = load(path, Encoder(tokenizer), config, tokenizer_sha256)
-            *_, answered = origins(path, Encoder(tokenizer), config, examples)
+            masking = replace(encoder, mask_prompt=True)
+            examples = load(path, masking, config, tokenizer_sha256)
+            *_, answered = origins(path, masking, config, examples)
             answers = Encoded(examples, np.searchsorted(kept, answered))
         except UserError:  # the template does not show where the answers are
             answered = kept[:0]
@@ -168,8 +169,8 @@ def origins(
     """
     whole = examples.tally.split == examples.tally.dropped == 0
     lines, asking, row_of = [], [], []
-    for place, row in enumerate(read_rows(path)):
-        lines.append(int(row.where.rpartition(":")[2]))
+    for place, row in enumerate(read_rows(path, encoder.limit)):
+        lines.append(line_of(row.where))
         asking.append(asks(row))
         pieces = 1
         if not whole:
@@ -179,6 +180,11 @@ def origins(
     if len(row_of) != len(examples):
         raise changed(path)
     return np.array(lines), np.array(asking), np.array(row_of)
+
+
+def line_of(where: str) -> int:
+    """The number in `file:line`."""
+    return int(where.rpartition(":")[2])
 
 
 def changed(path: Path) -> UserError:

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from your_ai.evaluation.compare import Progress
-from your_ai.generate import for_terminal
 
 SYSTEMS = ("base", "adapter", "difference")
 SHARES = ("exact_match",)  # told in percent
@@ -112,6 +111,6 @@ def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:
             texts = (("prompt", "prompt"), ("expected", "expected"), ("answer", "answered"))
             for key, label in texts:
                 if row[key]:
-                    text = f"    {label + ':':<10}{for_terminal(row[key])}"
+                    text = f"    {label + ':':<10}{row[key]}"
                     found.append(Text(text, overflow="ellipsis", no_wrap=True))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from your_ai import __version__
-from your_ai.hub.check import read_json
+from your_ai.foreign import read_json
 from your_ai.hub.names import HubName
 from your_ai.trained import Adapter, Trained
 

@@ -23,7 +23,8 @@ from your_ai.export import peft_config
 from your_ai.export.names import block_of, check_names, name_in_block
 from your_ai.export.peft import ADAPTER_MODEL, PREFIX, SUFFIXES
 from your_ai.files import sha256, sync
-from your_ai.hub.check import AGAIN, check_safetensors, read_json
+from your_ai.foreign import read_json
+from your_ai.hub.check import AGAIN, check_safetensors
 from your_ai.hub.find import Missing, find_model
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.run import checkpoint, events, folder

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import re
-from collections.abc import Iterable
+import time
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import regex
+
 from your_ai.config import nearest
 from your_ai.errors import UserError
+from your_ai.text import shown
 
 READ = (
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora"),
@@ -28,6 +33,9 @@ STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 ALL_LINEAR = "all-linear"
 HEAD = "lm_head"
 LARGEST = 1e9  # of what the settings count and measure
+MOST_NAMES, NAME_CHARACTERS = 100_000, 1000
+PATTERN_CHARACTERS, MOST_PATTERNS = 100_000, 100
+MATCH_S = 1.0  # for all matches of an adapter's patterns
 FIRST_INDEX = r".*?\.[^.]*\.(?P<index>\d+)\."  # of a layer's path, as PEFT finds its block
 
 
@@ -58,18 +66,20 @@ def read(path: Path, config: dict[str, Any]) -> Settings:
     Raises UserError, which names it, for those that an adapter of mlx-lm cannot have.
     """
     if config["peft_type"] != "LORA":
-        raise UserError(f"{path}: peft_type {config['peft_type']}: only LORA can be imported")
+        raise UserError(
+            f"{path}: peft_type {shown(config['peft_type'])}: only LORA can be imported"
+        )
     if config.get("bias", "none") != "none":
-        raise UserError(f"{path}: bias {config['bias']}: mlx-lm's adapters have none")
+        raise UserError(f"{path}: bias {shown(config['bias'])}: mlx-lm's adapters have none")
     start = config.get("init_lora_weights", True)
     if not isinstance(start, str | bool | None) or start not in STARTS:
         raise UserError(
-            f"{path}: init_lora_weights {start}: changed the base as well; save it with PEFT's "
-            "path_initial_model_for_weight_conversion"
+            f"{path}: init_lora_weights {shown(start)}: changed the base as well; save it with "
+            "PEFT's path_initial_model_for_weight_conversion"
         )
     for key, value in config.items():
         if value and key not in (*READ, *HARMLESS):
-            raise UserError(f"{path}: {key}: mlx-lm's adapters cannot do this")
+            raise UserError(f"{path}: {shown(key)}: mlx-lm's adapters cannot do this")
     rank = number(path, config, "r", 8)
     alpha = number(path, config, "lora_alpha", 8)
     dropout = number(path, config, "lora_dropout", 0.0)
@@ -99,7 +109,7 @@ def read(path: Path, config: dict[str, Any]) -> Settings:
 def number(path: Path, config: dict[str, Any], key: str, default: float) -> float:
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
-        raise UserError(f"{path}: {key} {value}: must be a number")
+        raise UserError(f"{path}: {key} {shown(value)}: must be a number")
     return value
 
 
@@ -109,18 +119,35 @@ def texts(path: Path, config: dict[str, Any], key: str) -> tuple[str, ...] | str
     if not value:
         return ()
     if isinstance(value, list) and all(isinstance(name, str) for name in value):
+        if len(value) > MOST_NAMES or any(len(name) > NAME_CHARACTERS for name in value):
+            raise UserError(f"{path}: {key}: has more names, or longer ones, than any model")
         return tuple(value)
-    try:
-        re.compile(value)
-    except (TypeError, re.error) as error:
-        raise UserError(f"{path}: {key}: is neither a list of names nor a pattern") from error
+    fault = f"{path}: {key}: is neither a list of names nor a pattern"
+    if not isinstance(value, str):
+        raise UserError(fault)
+    if len(value) > PATTERN_CHARACTERS:
+        raise UserError(f"{path}: {key}: is a pattern of {len(value)} characters; list the layers")
+    compiled(value, fault)
     return value
+
+
+@functools.cache
+def compiled(pattern: str, fault: str) -> regex.Pattern:
+    """A foreign pattern, as `re` reads it. Raises UserError with the text `fault`."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return regex.compile(pattern, regex.VERSION0)
+    except (regex.error, RecursionError, OverflowError, ValueError) as error:
+        raise UserError(fault) from error
 
 
 def list_names(path: Path, config: dict[str, Any]) -> tuple[str, ...]:
     """As patterns, which PEFT takes them for."""
     found = texts(path, config, "layers_pattern")
     names = (found,) if isinstance(found, str) else found
+    if len(names) > MOST_PATTERNS:
+        raise UserError(f"{path}: layers_pattern: has more than {MOST_PATTERNS} patterns")
     for name in names:
         texts(path, {"layers_pattern": name}, "layers_pattern")
     return names
@@ -131,7 +158,9 @@ def indices(path: Path, config: dict[str, Any]) -> tuple[int, ...] | None:
     found = [value] if isinstance(value, int) else value or None
     if found is None:
         return None
-    if not isinstance(found, list) or any(type(index) is not int for index in found):
+    if not isinstance(found, list) or len(found) > MOST_NAMES:
+        raise UserError(f"{path}: layers_to_transform: must be a list of whole numbers")
+    if any(type(index) is not int for index in found):
         raise UserError(f"{path}: layers_to_transform: must be a list of whole numbers")
     return tuple(found)
 
@@ -141,45 +170,88 @@ def check_targets(settings: Settings, linears: Iterable[str]) -> None:
     linears = list(linears)
     if isinstance(settings.targets, str):
         return
+    ends = {end for path in linears for end in ends_of(path)}
     for target in settings.targets:
-        if not any(ends_with(path, target) for path in linears):
+        if target not in ends:
             names = sorted({path.rpartition(".")[2] for path in linears})
             raise UserError(
-                f"{settings.path}: target_modules: the model has no layer {target}"
-                f"{nearest(target, names)}"
+                f"{settings.path}: target_modules: the model has no layer {shown(target)}"
+                f"{nearest(shown(target), names)}"
             )
 
 
 def targeted(settings: Settings, linears: Iterable[str]) -> set[str]:
-    """Those of a model's linear layers that PEFT adapts by these settings."""
-    return {path for path in linears if is_target(settings, path)}
+    """Those of a model's linear layers that PEFT adapts by these settings.
+
+    Raises UserError for a pattern that takes longer than MATCH_S in all.
+    """
+    chosen = chooser(settings)
+    try:
+        return {path for path in linears if chosen(path)}
+    except TimeoutError as error:
+        raise UserError(
+            f"{settings.path}: a pattern takes more than {MATCH_S:g} s to match the model's "
+            "layers; list the layers by name"
+        ) from error
 
 
-def is_target(settings: Settings, path: str) -> bool:
-    targets, excluded = settings.targets, settings.excluded
-    if excluded and is_named(path, excluded):
-        return False
-    if targets == ALL_LINEAR:
-        return path != HEAD
-    if isinstance(targets, str):
-        return is_named(path, targets)
-    if path in targets:  # in full: it is meant whatever its block
-        return True
-    return is_named(path, targets) and (settings.blocks is None or is_in_blocks(settings, path))
+def chooser(settings: Settings) -> Callable[[str], bool]:
+    """Whether PEFT adapts a layer by its path. Raises TimeoutError once MATCH_S have passed."""
+    until = time.monotonic() + MATCH_S
+    excluded, named = matcher(settings.excluded, until), matcher(settings.targets, until)
+    in_full = frozenset(settings.targets) if isinstance(settings.targets, tuple) else frozenset()
+    in_blocks = block_matcher(settings, until)
+
+    def chosen(path: str) -> bool:
+        if settings.excluded and excluded(path):
+            return False
+        if settings.targets == ALL_LINEAR:
+            return path != HEAD
+        if isinstance(settings.targets, str):
+            return named(path)
+        if path in in_full:  # it is meant whatever its block
+            return True
+        return named(path) and in_blocks(path)
+
+    return chosen
 
 
-def is_named(path: str, names: tuple[str, ...] | str) -> bool:
+def matcher(names: tuple[str, ...] | str, until: float) -> Callable[[str], bool]:
+    """Whether a path ends with one of the names, or is all matched by the pattern."""
     if isinstance(names, str):
-        return re.fullmatch(names, path) is not None
-    return any(ends_with(path, name) for name in names)
+        pattern = compiled(names, "no pattern")
+        return lambda path: pattern.fullmatch(path, timeout=left(until)) is not None
+    known = frozenset(names)
+    return lambda path: any(end in known for end in ends_of(path))
 
 
-def ends_with(path: str, name: str) -> bool:
-    return path == name or path.endswith(f".{name}")
+def block_matcher(settings: Settings, until: float) -> Callable[[str], bool]:
+    """Whether a path is in one of the blocks that the settings name; any, where they name none."""
+    if settings.blocks is None:
+        return lambda path: True
+    blocks = frozenset(settings.blocks)
+    texts = [rf"(?:^|.*?\.){name}\.(?P<index>\d+)\." for name in settings.list_names]
+    patterns = [compiled(text, f"{settings.path}: layers_pattern: is no pattern") for text in texts]
+
+    def is_in(path: str) -> bool:
+        for pattern in patterns or [compiled(FIRST_INDEX, "")]:
+            if match := pattern.match(path, timeout=left(until)):
+                index = match["index"] or ""
+                return index.isdecimal() and int(index) in blocks
+        return False
+
+    return is_in
 
 
-def is_in_blocks(settings: Settings, path: str) -> bool:
-    patterns = [rf"(?:^|.*?\.){name}\.(?P<index>\d+)\." for name in settings.list_names]
-    matches = (re.match(pattern, path) for pattern in patterns or [FIRST_INDEX])
-    match = next(filter(None, matches), None)
-    return match is not None and int(match["index"]) in (settings.blocks or ())
+def left(until: float) -> float:
+    """The seconds up to a time. Raises TimeoutError where it has passed."""
+    seconds = until - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError
+    return seconds
+
+
+def ends_of(path: str) -> list[str]:
+    """A layer's path, and what follows each of its dots."""
+    parts = path.split(".")
+    return [".".join(parts[index:]) for index in range(len(parts))]

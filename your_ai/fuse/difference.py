@@ -16,7 +16,7 @@ import numpy as np
 from mlx.nn.losses import cross_entropy
 from mlx_lm.models.cache import make_prompt_cache
 
-from your_ai.budget import limit_of, python_bytes
+from your_ai.budget import limit_of, python_bytes, row_limit
 from your_ai.data.batches import Batch, bucket_edges, micro_batches
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, load_examples
@@ -34,6 +34,7 @@ from your_ai.memory.plan import rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.model import Split, compute_dtype, load_base, load_network, split
 from your_ai.trained import Adapter, Trained, put_adapter
+from your_ai.vocabulary import vocabulary_of
 
 SPLITS = ("valid", "test", "train")  # the first that there is
 ROWS, TOKENS = 64, 4096  # at most
@@ -126,7 +127,7 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
     base, tokenizer = load_base(source, dtype)
     networks = [base, load_network(source, dtype)[0], load_network(fused, dtype)[0]]
     files = [tensors_of(base, source)] * 2 + [tensors_of(networks[2], fused)]
-    path, examples = examples_of(trained, tokenizer)
+    path, examples = examples_of(trained, base, tokenizer, max_memory_gb)
     chosen = choose(examples)
     streamable = all(map(can_stream, networks, files))
     facts = [facts_of(folder, dtype.size) for folder in (source, fused)]
@@ -164,16 +165,20 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
     )
 
 
-def examples_of(trained: Trained, tokenizer: Any) -> tuple[Path, Examples]:
+def examples_of(
+    trained: Trained, network: nn.Module, tokenizer: Any, max_memory_gb: float | None
+) -> tuple[Path, Examples]:
     """The file that the run validated with, or else another of its files, and its rows."""
     config = trained.config
     if not config.data:
         raise UserError(f"{trained.folder.path}: has no data")
     splits = find_splits(config.data)
     name = next(name for name in SPLITS if name in splits)
+    limit = row_limit(config.max_row_bytes, max_memory_gb)
+    masked = config.mask_prompt or name == "test"
     return splits[name], load_examples(
         splits[name],
-        Encoder(tokenizer, config.mask_prompt or name == "test"),
+        Encoder(tokenizer, masked, vocabulary_of(network), limit),
         tokenizer_fingerprint(fingerprint(trained.base)),
         config.max_seq_length,
         config.too_long,

@@ -2,52 +2,148 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import json
-import os
-import struct
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from your_ai.errors import UserError
+from your_ai.foreign import (
+    INDEX_BYTES,
+    JSON_BYTES,
+    MB,
+    Entry,
+    Excessive,
+    is_large,
+    name_fault,
+    parse_json,
+    read_bytes,
+    read_header,
+    read_json,
+)
+from your_ai.hub.figures import check_figures
+from your_ai.text import shown
 
 AGAIN = "; fetch the model again"
 WEIGHTS = "model*.safetensors"
+INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 OTHERS = (".gguf", ".npz", ".onnx", ".msgpack", ".h5", ".safetensors")  # weights in other ways
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "tiktoken.model", "*.tiktoken"),
     *("vocab.json", "vocab.txt"),
 )
+LARGE, LARGE_BYTES = (*TOKENIZERS, "merges.txt"), 512 * MB
+# JSON files that transformers or mlx-lm read, beside config.json and tokenizer.json.
+READ = (
+    *("tokenizer_config.json", "generation_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.json", "processor_config.json"),
+    *("preprocessor_config.json", "hf_quant_config.json"),
+)
+CODE = ("tokenizer_object", "gguf_file")  # what else a tokenizer may be made of
+MODULES = ("chat_template_type", "tool_parser_type")  # which mlx-lm imports
+MODULE = re.compile(r"[A-Za-z0-9_]{1,100}")
+FILE_LISTS = ("fast_tokenizer_files", "configuration_files")
 
 
 def check_model(folder: Path) -> dict[str, Any]:
-    """The model's config.json, once the folder looks whole. Loads no weight.
+    """The model's config.json, once the folder looks whole and harmless. Loads no weight.
 
-    Raises UserError for a missing or broken config, missing shards, weights that are not
-    safetensors, and files cut short.
+    Raises UserError for a missing or broken config, figures that no model has, code of the
+    model's own, missing shards, weights that are not safetensors, and damaged files.
     """
-    config = read_json(folder / "config.json", "a model folder has one")
-    if not isinstance(config.get("model_type"), str):
-        raise UserError(f"{folder / 'config.json'}: has no model_type; is it a language model?")
+    config_path = folder / "config.json"
+    config = read_json(config_path, "a model folder has one")
+    check_figures(config_path, config)
+    check_named(config_path, config)
+    check_beside(folder)
     shards = sorted(folder.glob(WEIGHTS))
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
-        weight_map = read_json(index, "it lists the shards").get("weight_map", {})
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(name, str) for name in weight_map.values()
-        ):
-            raise UserError(f"{index}: its weight_map is damaged{AGAIN}")
-        for name in sorted(set(weight_map.values()) - {p.name for p in shards}):
+        for name in sorted(indexed(index) - {p.name for p in shards}):
             raise UserError(f"{folder / name}: is missing{AGAIN}")
     if not shards:
         found = found_instead(p.name for p in folder.iterdir())
         raise UserError(f"{folder}: has no {WEIGHTS}, {found}; convert it to safetensors")
+    entries: dict[str, Entry] = {}
     for shard in shards:
-        check_safetensors(shard)
+        for entry in check_safetensors(shard):
+            if entry.name in entries:
+                raise UserError(
+                    f"{shard}: has tensor {shown(entry.name)}, which another of the model's files "
+                    "has, too; keep one of them"
+                )
+            entries[entry.name] = entry
+    check_figures(config_path, config, entries.values())
     return config
+
+
+def indexed(index: Path) -> set[str]:
+    """The files that a model's index names. Raises UserError for names of no files there."""
+    weight_map = read_json(index, "it lists the shards", INDEX_BYTES, unique=True).get(
+        "weight_map", {}
+    )
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: its weight_map is damaged{AGAIN}")
+    names = set()
+    for name in weight_map.values():
+        if isinstance(name, str) and name in names:
+            continue
+        fault = name_fault(name)
+        if fault is not None:
+            raise UserError(f"{index}: its weight_map names {shown(name)}, which {fault}{AGAIN}")
+        names.add(name)
+    return names
+
+
+def check_beside(folder: Path) -> None:
+    """Raise UserError for files beside the weights that are too large, or name code or places.
+
+    They are read by transformers and mlx-lm, which open what they name and import modules that
+    they name. What is no JSON is left to those.
+    """
+    for path in folder.iterdir():
+        small = path.name in READ or path.suffix == ".jinja"
+        if not small and not any(fnmatch(path.name, pattern) for pattern in LARGE):
+            continue
+        most = JSON_BYTES if small else LARGE_BYTES
+        if path.exists() and is_large(path, most):
+            raise UserError(f"{path}: is not a file of at most {most // MB} MB; is it damaged?")
+    for name in READ:
+        path = folder / name
+        if path.is_file():
+            with contextlib.suppress(OSError, ValueError):
+                try:
+                    content = parse_json(read_bytes(path, JSON_BYTES))
+                except Excessive as error:
+                    raise UserError(f"{path}: cannot be read as JSON ({error})") from error
+                check_named(path, content)
+
+
+def check_named(path: Path, content: Any) -> None:
+    """Raise UserError for what a file of a model would have transformers or mlx-lm open or run."""
+    if not isinstance(content, dict):
+        return
+    for key in CODE:
+        if content.get(key):
+            raise UserError(f"{path}: {key}: is not followed; is it a tokenizer's own file?")
+    for key in MODULES:
+        value = content.get(key)
+        if value is not None and not (isinstance(value, str) and MODULE.fullmatch(value)):
+            raise UserError(f"{path}: {key} {shown(value)}: is no name that mlx-lm knows")
+    for key in FILE_LISTS:
+        names = content.get(key)
+        for name in names if isinstance(names, list) else [] if names is None else [names]:
+            if (fault := name_fault(name)) is not None:
+                raise UserError(f"{path}: {key} names {shown(name)}, which {fault}")
+    templates = content.get("chat_template")
+    for template in templates if isinstance(templates, list) else []:
+        name = template.get("name") if isinstance(template, dict) else None
+        if (fault := name_fault(name)) is not None:
+            raise UserError(f"{path}: chat_template has a name {shown(name)}, which {fault}")
 
 
 def found_instead(names: Iterable[str]) -> str:
@@ -77,42 +173,9 @@ def can_run(model_type: str) -> bool:
     return model_type in MODEL_REMAPPING
 
 
-def read_json(path: Path, why: str) -> dict[str, Any]:
+def check_safetensors(path: Path) -> list[Entry]:
+    """The tensors of a file of weights. Raises UserError where its header does not fit it."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: is missing; {why}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object")
-    return content
-
-
-def check_safetensors(path: Path) -> None:
-    """Raise UserError unless the file's size is what its header promises.
-
-    Format: 8 bytes of header length (little-endian), the header as JSON, the tensors.
-    """
-    broken = UserError(f"{path}: is cut short or damaged{AGAIN}")
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    with file:
-        size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            raise broken
-        (length,) = struct.unpack("<Q", prefix)
-        if length > size - 8:
-            raise broken
-        try:
-            header = json.loads(file.read(length))
-            tensors = [t for name, t in header.items() if name != "__metadata__"]
-            end = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
-            whole = size == 8 + length + end
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise broken from None
-    if not whole:
-        raise broken
+        return read_header(path)
+    except UserError as error:
+        raise UserError(f"{error}{AGAIN}") from error

@@ -19,8 +19,10 @@ from typing import BinaryIO, Literal
 from your_ai.config import DEMO
 from your_ai.errors import UserError
 from your_ai.files import sha256, sync
+from your_ai.foreign import name_fault, read_json
 from your_ai.hub import remote
-from your_ai.hub.check import AGAIN, can_run, check_model, read_json
+from your_ai.hub.check import AGAIN, can_run, check_model
+from your_ai.hub.figures import check_figures
 from your_ai.hub.find import cached_file, cached_model, models_root, repo_of
 from your_ai.hub.record import (
     RECORD,
@@ -33,7 +35,16 @@ from your_ai.hub.record import (
     write_record,
 )
 from your_ai.hub.registry import size_text
-from your_ai.hub.remote import Listing, RemoteFile, explain, is_passing, is_unreachable, reason_of
+from your_ai.hub.remote import (
+    Excess,
+    Listing,
+    RemoteFile,
+    explain,
+    is_passing,
+    is_unreachable,
+    reason_of,
+)
+from your_ai.text import shown
 
 INCOMPLETE = ".incomplete-"
 PARTS = "parts"
@@ -41,6 +52,7 @@ LOCK = ".lock-"
 WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # between tries that bring nothing, before giving up
 POLL_S = 0.2
 MARGIN_PERCENT = 5  # of the disk that a download takes, left free
+FEW = 2  # tries, where another is not likely to go better
 TRIES = 2  # of a file whose bytes are not the hub's
 
 
@@ -83,6 +95,7 @@ def downloading(
     if name == DEMO:
         raise UserError(f"{name}: comes with your_ai; there is nothing to fetch")
     repo = repo_of(name, name)
+    remote.check_endpoint()
     target = models_root() / repo.split("/")[1] if to is None else Path(to).expanduser()
     asked = revision or remote.DEFAULT_REVISION
     at = Progress(name=name)
@@ -110,15 +123,19 @@ def downloading(
             yield replace(at, note=f"{'; '.join(found)}; fetched again")
         folder = target.with_name(f"{INCOMPLETE}{target.name}")
         with writing(folder):
+            unlink_links(folder, folder / PARTS)
             if found:
+                if target.is_symlink():
+                    raise UserError(f"{target}: is a link to a damaged model; remove the link")
                 shutil.rmtree(folder, ignore_errors=True)
                 os.rename(target, folder)
+                unlink_links(folder / PARTS)
             (folder / PARTS).mkdir(parents=True, exist_ok=True)
         at = replace(at, files=len(listing.files), total_bytes=listing.size_bytes)
         at = yield from keep(at, listing, folder)
         check_room(at, listing, folder)
         for file in listing.files:
-            if not (folder / file.name).exists():
+            if not place_in(folder, file.name).exists():
                 at = yield from fetch(at, listing, file, folder, asked)
             if file.name == "config.json":
                 check_type(listing, folder)
@@ -176,8 +193,8 @@ def lock_of(target: Path) -> Iterator[BinaryIO]:
     path = target.with_name(f"{LOCK}{target.name}")
     with writing(target):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab")
-    with file:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    with open(descriptor, "ab") as file:
         yield file
 
 
@@ -222,11 +239,13 @@ def keep(at: Progress, listing: Listing, folder: Path) -> Generator[Progress, No
     hashes = {file.hash for file in listing.files}
     names = {file.name for file in listing.files}
     with writing(folder):
-        drop(path for path in (folder / PARTS).iterdir() if path.name not in hashes)
-        drop(path for path in folder.iterdir() if path.name not in {PARTS, *names})
+        parts = (folder / PARTS).iterdir()
+        drop(path for path in parts if path.name not in hashes or not is_file(path))
+        here = (path for path in folder.iterdir() if path.name != PARTS)
+        drop(path for path in here if path.name not in names or not is_file(path))
     kept = begun = 0
     for file in listing.files:
-        path, part = folder / file.name, folder / PARTS / file.hash
+        path, part = place_in(folder, file.name), place_in(folder / PARTS, file.hash)
         if path.exists():
             yield replace(at, doing="checking", file=file.name)
             with writing(path):
@@ -244,6 +263,25 @@ def keep(at: Progress, listing: Listing, folder: Path) -> Generator[Progress, No
         size = f"{size_text(kept + begun)} of {size_text(at.total_bytes)}"
         yield replace(at, done_bytes=kept + begun, note=f"kept from before: {files}, {size}")
     return replace(at, done_bytes=kept)
+
+
+def place_in(folder: Path, name: str) -> Path:
+    """Where a file of the hub is put. Raises UserError for a name that is not one file there."""
+    if (fault := name_fault(name)) is not None:
+        raise UserError(f"{folder}: '{shown(name)}' {fault}; refused")
+    return folder / name
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is a file itself, and not a link to one: links are not written through."""
+    return path.is_file() and not path.is_symlink()
+
+
+def unlink_links(*paths: Path) -> None:
+    """Remove what is a link where a folder of downloads belongs; what it leads to stays."""
+    for path in paths:
+        if path.is_symlink():
+            path.unlink()
 
 
 def drop(paths: Iterable[Path]) -> None:
@@ -282,13 +320,16 @@ def check_room(at: Progress, listing: Listing, folder: Path) -> None:
 
 
 def check_type(listing: Listing, folder: Path) -> None:
-    """Raise UserError, and leave nothing, for a model that is not one of language."""
+    """Raise UserError, and leave nothing, for a model that could not be used."""
     try:
-        kind = read_json(folder / "config.json", "a model has one").get("model_type")
+        config = read_json(folder / "config.json", "a model has one")
+        kind = config.get("model_type")
         if not isinstance(kind, str):
             raise UserError(f"{listing.repo}: has no model_type; is it a language model?")
         if not can_run(kind):
-            raise UserError(f"{listing.repo}: is of type {kind}, which mlx-lm has no code for")
+            text = shown(kind)
+            raise UserError(f"{listing.repo}: is of type {text}, which mlx-lm has no code for")
+        check_figures(folder / "config.json", config)
     except UserError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -301,9 +342,9 @@ def fetch(
     at: Progress, listing: Listing, file: RemoteFile, folder: Path, asked: str
 ) -> Generator[Progress, None, Progress]:
     """One file, through cuts; put under its name once its bytes are the hub's."""
-    part = folder / PARTS / file.hash
+    part = place_in(folder / PARTS, file.hash)
     cached = cached_file(listing.repo, listing.revision, file.name)
-    if cached is not None and not part.exists():
+    if cached is not None and not os.path.lexists(part):
         with writing(part):
             shutil.copyfile(cached, part)
     for tries in range(1, TRIES + 1):
@@ -347,7 +388,8 @@ def fetch_part(
                 raise explain(error, at.name, listing.repo, asked) from error
             now = part_size(part, file)
             failures = 0 if now > here else failures + 1
-            if failures >= len(WAITS_S):
+            never = isinstance(error, Excess) or (is_unreachable(error) and not now)
+            if failures >= (FEW if never else len(WAITS_S)):
                 raise UserError(
                     f"{at.name}: {reason_of(error)}, {failures} times in a row; "
                     f"{going_on(at.name, before + now)}"

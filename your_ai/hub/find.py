@@ -77,10 +77,10 @@ def find_model(name: str) -> Path:
     """
     if name == DEMO:
         return packaged("models", "demo")
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))  # os.path raises nothing for what cannot be a path
+    if os.path.isdir(path):
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         raise UserError(f"--model {name}: is a file; give the folder with config.json")
     if FOLDER.fullmatch(name) and name not in known():
         for root in model_roots():

@@ -50,7 +50,7 @@ def show(steps: Generator[Progress, None, Path], console: Console) -> Path:
 def bar(console: Console) -> Iterator[Show]:
     """A bar of all bytes, which goes when it is done; notes stay above it."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         DownloadColumn(),
         TransferSpeedColumn(),

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from your_ai.errors import UserError
 from your_ai.files import sha256
-from your_ai.hub.check import AGAIN, check_model, has_tokenizer, read_json
+from your_ai.foreign import INDEX_BYTES, is_hash, name_fault, read_json
+from your_ai.hub.check import AGAIN, check_model, has_tokenizer
 
 RECORD = ".your_ai.json"
-HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,16 @@ def read_record(folder: Path) -> Record | None:
     path = folder / RECORD
     if not path.is_file():
         return None
-    content = read_json(path, "it lists the files")
+    content = read_json(path, "it lists the files", INDEX_BYTES)
     try:
         files = {name: RecordedFile(**entry) for name, entry in content.pop("files").items()}
         record = Record(files=files, **content)
         texts = (record.repo, record.asked, record.revision, *(f.sha256 for f in files.values()))
         sizes = [file.size_bytes for file in files.values()]
-        sound = all(isinstance(text, str) for text in texts)
-        sound = sound and all(type(size) is int for size in sizes) and bool(files)
-        sound = sound and not any("/" in name or name.startswith(".") for name in files)
+        sound = all(isinstance(text, str) and text.isprintable() for text in texts)
+        sound = sound and all(type(size) is int and size >= 0 for size in sizes) and bool(files)
+        sound = sound and all(name_fault(name) is None and name[0] != "." for name in files)
+        sound = sound and all(is_hash(file.sha256) for file in files.values())
     except (KeyError, TypeError, AttributeError):
         sound = False
     if not sound:
@@ -131,7 +131,7 @@ def verify(folder: Path) -> Verdict:
 def blob_of(path: Path) -> str | None:
     """The hash that a file of the hub's cache is named by."""
     blob = path.resolve()
-    return blob.name if blob.parent.name == "blobs" and HASH.fullmatch(blob.name) else None
+    return blob.name if blob.parent.name == "blobs" and is_hash(blob.name) else None
 
 
 def hash_like(path: Path, expected: str) -> str:

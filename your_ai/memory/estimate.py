@@ -16,8 +16,11 @@ from dataclasses import dataclass
 
 from your_ai.memory.facts import ModelFacts, adapters_named, layers_named
 
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adafactor": 0.1, "muon": 1, "lion": 1}
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adafactor": 0, "muon": 1, "lion": 1}
+# Of the parameters that are updated together: their new values and those in between.
+OPTIMIZER_WORK = {"adamw": 3, "adam": 3, "sgd": 1, "adafactor": 4.1, "muon": 12.1, "lion": 2}
 ADAPTER_BYTES = 4  # adapters, gradients and optimizer are float32
+UPDATE_BYTES = 4 << 20  # of parameters that are updated together, optimizer's
 SLICE_BYTES = 2 << 20  # of a weight that is dequantized, engine.dequantized's
 HEAD_SLICE_BYTES = 4 << 20  # of the vocabulary, head's
 WALK_ROWS = 1024  # hidden states that meet the head together, losses'
@@ -29,13 +32,21 @@ FORWARD = {"wide": 7.37, "hidden": 10.5, "slice": 5.97}
 FORWARD_LORA = {"wide": 4.57, "hidden": 9.34, "slice": 5.97}  # where wide layers are adapted
 BACKWARD = {"part": 7.59, "lora": 2.51, "hidden": 4.68, "slice": 1.40, "gradients": 0.91}
 HEAD = {"logits": 4.68, "hidden": 1.82, "slice": 1.28}
+# Of what Gemma's blocks have beside others': norms beyond two, and tanh of attention scores.
+EXTRA = {"fused": {"norms": 4.0, "scores": 2.0}, "staged": {"norms": 3.0, "scores": 2.0}}
+SOFTCAPPED = 1.7  # times the logits that others have
+DORA_NORMS_BYTES = 15_000_000  # of slices whose norms are computed, whatever the layer
+DORA = {"fused": 1.05, "staged": 2.5}  # of the adapted layers' outputs, up to D features of each
 GRAPH_BYTES = 85_000  # of a slice that waits to be computed: its operations
 # Of rows that are evaluated: nothing waits for a backward pass.
 EVALUATION = {"wide": 4.0, "hidden": 2.2, "slice": 5.0, "lora": 2.01, "fused": 2.8}
 UNSLICED = {"fused": (9.2, 2.6), "staged": (5.9, 0.0)}  # wide, logits: of matrices of one slice
 SCORES = {"logits": 2.7, "hidden": 1.82, "fused": 6.3, "staged": 4.4}
+WORK = ("activations", "block work", "head chunk")  # components that coefficients decide
 BLOCKS_STREAMED = 1.60  # of weights: the one that runs and what is there of the next
 BLOCKS_EVALUATED = 2.0  # the same, where each runs but for a moment
+# What a ratio that was measured is a ratio to.
+COEFFICIENTS = (FUSED, FORWARD, FORWARD_LORA, BACKWARD, HEAD, EXTRA, DORA, SOFTCAPPED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +94,8 @@ class Estimate:
 
     @property
     def work_bytes(self) -> int:
-        """What comes and goes within a step, where an estimate can be wrong."""
-        return sum(v for n, v in self.components.items() if n in ("block work", "head chunk"))
+        """Transient activations: shapes times coefficients, where an estimate can be wrong."""
+        return sum(v for n, v in self.components.items() if n in WORK)
 
 
 def estimate(
@@ -101,6 +112,8 @@ def estimate(
     answer_tokens: int = 0,
     forward: bool = False,
     sliced: bool = False,
+    work_ratio: float = 1.0,
+    gradients_only: bool = False,
 ) -> Estimate:
     """The most that a process holds in a step over `rows` x `tokens`, with every target trained.
 
@@ -109,12 +122,14 @@ def estimate(
     answer_tokens: of the longest prompt that is answered besides, and its answer; forward: the
     step is evaluated, and there are neither gradients nor an optimizer; sliced: quantized
     weights are dequantized in slices, as they are on the CPU, which counts where forward.
+    work_ratio: what transient activations take on this machine over what the coefficients
+    say; gradients_only: there is no update, and nothing is answered.
     """
     adapters = adapter_bytes(facts, training)
     held = {
         "weights": weights_bytes(facts, plan.engine, forward),
-        "adapters": adapters,
-        "optimizer": 0 if forward else int(OPTIMIZER_STATES[training.optimizer] * adapters),
+        "adapters": adapters + norms_bytes(facts, training),
+        "optimizer": 0 if forward else optimizer_bytes(facts, training),
         "prefix cache": prefix_bytes,
     }
     gradients = adapters * (1 if micro_batches == 1 else 2)
@@ -124,16 +139,24 @@ def estimate(
         phases = [fused_phase(facts, training, rows, tokens) | {"gradients": gradients}]
     else:
         phases = staged_phases(facts, training, plan, rows, tokens, gradients)
-    if answer_tokens:
+    if not (forward or gradients_only):
+        phases.append({"gradients": adapters, "optimizer work": update_bytes(facts, training)})
+    if training.dora:
+        phases.append({"norms": DORA_NORMS_BYTES})
+    if answer_tokens and not gradients_only:
         phases.append({"block work": generation_bytes(facts, answer_tokens)})
+    phases = [
+        {name: size * (work_ratio if name in WORK else 1) for name, size in found.items()}
+        for found in phases
+    ]
     phase = max(phases, key=lambda found: sum(found.values()))
     if forward:
         programs = graphs_bytes(facts, plan, sliced, int(sum(phase.values())))
     else:
         programs = programs_bytes(facts, training, plan)
     python = python_bytes + programs
-    order = ("weights", "adapters", "gradients", "optimizer", "block inputs", "block work",
-             "head chunk", "prefix cache")  # fmt: skip
+    order = ("weights", "adapters", "gradients", "optimizer", "optimizer work", "block inputs",
+             "activations", "block work", "head chunk", "norms", "prefix cache")  # fmt: skip
     components = {name: int((held | phase).get(name, 0)) for name in order}
     return Estimate({**components, "cache": cache_bytes, "python": python})
 
@@ -142,6 +165,31 @@ def adapter_bytes(facts: ModelFacts, training: Training) -> int:
     layers = adapters_named(facts, training.targets)
     numbers = sum(training.rank * (i + o) + (o if training.dora else 0) for i, o in layers)
     return ADAPTER_BYTES * training.blocks * numbers
+
+
+def norms_bytes(facts: ModelFacts, training: Training) -> int:
+    """Of DoRA's norms, kept from one update to the next."""
+    outputs = sum(o for _, o in adapters_named(facts, training.targets))
+    return ADAPTER_BYTES * training.blocks * outputs if training.dora else 0
+
+
+def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
+    """Of the optimizer's states. Adafactor's are the rows and columns of each matrix."""
+    adapters = adapter_bytes(facts, training)
+    if training.optimizer != "adafactor":
+        return OPTIMIZER_STATES[training.optimizer] * adapters
+    layers = adapters_named(facts, training.targets)
+    numbers = sum(i + o + 2 * training.rank + o * training.dora for i, o in layers)
+    return ADAPTER_BYTES * training.blocks * numbers
+
+
+def update_bytes(facts: ModelFacts, training: Training) -> int:
+    """Of the work of an update: new values, and what is between them and the old ones."""
+    layers = adapters_named(facts, training.targets)
+    largest = max((training.rank * max(i, o) for i, o in layers), default=0)
+    together = min(UPDATE_BYTES, adapter_bytes(facts, training) // training.blocks)
+    together = max(together, ADAPTER_BYTES * largest)
+    return int(OPTIMIZER_WORK[training.optimizer] * together)
 
 
 def weights_bytes(facts: ModelFacts, engine: str, forward: bool = False) -> int:
@@ -183,8 +231,10 @@ def fused_phase(facts: ModelFacts, training: Training, rows: int, tokens: int) -
     ahead = FUSED["ahead"] * n * outs * number
     ahead += FUSED["adapters"] * adapter_bytes(facts, training)
     head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
+    saved += training.blocks * dora_bytes(facts, training, n, DORA["fused"])
+    saved += training.blocks * extra_bytes(facts, rows, tokens, "fused")
     return {
-        "block inputs": saved,
+        "activations": saved,
         "block work": ahead,
         "head chunk": FUSED["slice"] * head_slice + FUSED["logits"] * logits_bytes(facts, n),
     }
@@ -208,12 +258,15 @@ def staged_phases(
         share["wide"] * n * wide * number
         + share["hidden"] * (hidden if matrix > SLICE_BYTES else 0)
         + share["slice"] * min(SLICE_BYTES, matrix)
+        + extra_bytes(facts, rows, tokens, "staged")
     )
     backward = (
         BACKWARD["part"] * n * part * number
         + BACKWARD["lora"] * n * lora * number
         + BACKWARD["hidden"] * hidden
         + BACKWARD["slice"] * min(3 * part * facts.hidden * number, 3 * matrix)
+        + dora_bytes(facts, training, n, DORA["staged"])
+        + extra_bytes(facts, rows, tokens, "staged")
     )
     head = (
         HEAD["logits"] * logits_bytes(facts, n)
@@ -229,6 +282,22 @@ def staged_phases(
         {"gradients": earlier, "block inputs": training.blocks * inputs, "head chunk": head},
         {"gradients": BACKWARD["gradients"] * gradients, "block work": backward},
     ]
+
+
+def dora_bytes(facts: ModelFacts, training: Training, tokens: int, share: float) -> float:
+    """Of a block's outputs that the gradients of DoRA's magnitudes need."""
+    if not training.dora:
+        return 0.0
+    outputs = sum(min(o, facts.hidden) for _, o in layers_named(facts, training.targets))
+    return share * tokens * outputs * facts.float_bytes
+
+
+def extra_bytes(facts: ModelFacts, rows: int, tokens: int, engine: str) -> float:
+    """Of a block's norms beyond two, and of attention scores that pass through a tanh."""
+    hidden = rows * tokens * facts.hidden * facts.float_bytes
+    scores = rows * tokens**2 * facts.heads * facts.float_bytes * facts.softcaps
+    share = EXTRA[engine]
+    return share["norms"] * (facts.norms - 2) * hidden + share["scores"] * scores
 
 
 def forward_phases(
@@ -274,7 +343,8 @@ def logits_bytes(facts: ModelFacts, targets: int) -> int:
     """Of one slice of the vocabulary, for the hidden states that meet it together."""
     count = min(targets, WALK_ROWS)
     step = max(1, HEAD_SLICE_BYTES // (4 * max(count, facts.hidden)))
-    return 4 * count * min(facts.vocabulary, step)
+    of_slice = 4 * count * min(facts.vocabulary, step)
+    return int(SOFTCAPPED * of_slice) if facts.softcaps else of_slice
 
 
 def step_cost(facts: ModelFacts, training: Training, plan: Plan) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -10,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-BLOCK = re.compile(r"\b(?:layers|blocks|h)\.(\d+)\.(.*)")
-EXPERT = re.compile(r"\bexperts\.(\d+)\.")  # one of them, which mlx-lm stacks when it loads
+from your_ai.foreign import BLOCK, EXPERT, Entry, read_header, read_json
+
 # Beside the text model, in files from other libraries: mlx-lm leaves it out.
 LEFT_OUT = re.compile(r"(?:^|\.)(?:vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim")  # as config.json has it
@@ -34,7 +33,8 @@ class ModelFacts:
     together; hidden: D; vocabulary: V; heads: of the queries; float_bytes: of a number that
     is computed with; block_bytes: of the largest block, blocks_bytes of all;
     vocabulary_bytes: of the embedding and, untied, the head; rest_bytes: what is left;
-    disk_bytes: of the files.
+    disk_bytes: of the files; norms: of a block, over all features of a hidden state; softcaps:
+    attention scores and logits pass through a tanh, as in Gemma 2.
     """
 
     blocks: int
@@ -50,29 +50,18 @@ class ModelFacts:
     disk_bytes: int
     quantized: bool
     experts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    norms: int = 2
+    softcaps: bool = False
 
     @property
     def weights_bytes(self) -> int:
         return self.blocks_bytes + self.vocabulary_bytes + self.rest_bytes
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor in a file: its name, type as safetensors has it, and shape."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-
-
 def entries_of(folder: Path) -> Iterator[Entry]:
-    """The tensors of a model's files, from the headers that safetensors files begin with."""
+    """The tensors of a model's files, from their headers. Raises UserError for damaged ones."""
     for file in sorted(folder.glob("model*.safetensors")):
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                yield Entry(name, entry["dtype"], tuple(entry["shape"]))
+        yield from read_header(file)
 
 
 def facts_of(folder: Path, float_bytes: int, quantize: int | None = None) -> ModelFacts:
@@ -80,7 +69,7 @@ def facts_of(folder: Path, float_bytes: int, quantize: int | None = None) -> Mod
 
     float_bytes: of the type computed in; quantize: bits, for a model quantized on load.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json", "a model folder has one")
     disk_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
     entries = list(entries_of(folder))
     if any(entry.name.endswith(".scales") for entry in entries):
@@ -125,11 +114,12 @@ def facts_from(
         else:
             rest_bytes += size
     linears, experts = linears_of(entries, text)
+    hidden = int(first_of(text, HIDDEN, 0))
     return ModelFacts(
         blocks=max(by_block, default=-1) + 1,
         linears=linears,
-        hidden=int(first_of(text, HIDDEN, 0)),
-        vocabulary=int(text.get("vocab_size", 0)),
+        hidden=hidden,
+        vocabulary=int(text.get("vocab_size") or 0),
         heads=int(first_of(text, HEADS, 1)),
         float_bytes=float_bytes,
         block_bytes=max(by_block.values(), default=0),
@@ -139,7 +129,21 @@ def facts_from(
         disk_bytes=disk_bytes,
         quantized=quantize is not None or any(e.name.endswith(".scales") for e in entries),
         experts=experts,
+        norms=norms_of(entries, hidden),
+        softcaps=bool(text.get("attn_logit_softcapping", text.get("model_type") == "gemma2")),
     )
+
+
+def norms_of(entries: list[Entry], hidden: int) -> int:
+    """How many norms over all features the block with the most has; at least 2."""
+    counts: dict[str, int] = {}
+    for entry in entries:
+        match = BLOCK.search(entry.name)
+        if match is None or entry.shape != (hidden,):
+            continue
+        if "norm" in match[2] and match[2].endswith(".weight"):
+            counts[match[1]] = counts.get(match[1], 0) + 1
+    return max(2, *counts.values()) if counts else 2
 
 
 def entries_of_config(config: dict[str, Any]) -> Iterator[Entry]:
@@ -193,7 +197,8 @@ def block_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def first_of(config: dict[str, Any], names: tuple[str, ...], default: int) -> Any:
-    return next((config[name] for name in names if name in config), default)
+    found = (config[name] for name in names if config.get(name) is not None)
+    return next(found, default)
 
 
 def layer_of(name: str) -> str:
@@ -204,7 +209,7 @@ def layer_of(name: str) -> str:
 def is_held(name: str, config: dict[str, Any]) -> bool:
     """Whether mlx-lm keeps a tensor when it loads a model."""
     match = BLOCK.search(name)
-    if match is not None and int(match[1]) >= config.get("num_hidden_layers", math.inf):
+    if match is not None and int(match[1]) >= (config.get("num_hidden_layers") or math.inf):
         return False  # for guessing several tokens at once
     tied = layer_of(name) == "lm_head" and config.get("tie_word_embeddings") is True
     return not tied and LEFT_OUT.search(name) is None

@@ -7,16 +7,19 @@ streamed and spilled; each with whole micro-batches first, then with fewer and f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from your_ai.errors import UserError
+from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
 from your_ai.memory.estimate import Estimate, Plan, Training, estimate, step_cost
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.sample import in_gb
 
 ENGINES = (("fused", False), ("staged", False), ("staged", True), ("streamed", False),
            ("streamed", True))  # fmt: skip
-WORK_MARGIN = 0.12  # of what comes and goes: an estimate may be a tenth too low
+WORK_MARGIN = 0.12  # of transient activations: an estimate may be a tenth too low
+MEASURED_MARGIN = 0.04  # the same, once something was measured on this machine
+SPARE_BYTES = 15_000_000  # of Python's estimate, which is of the most graphs that are compiled
 NOTICEABLY = 0.97  # a smaller plan needs at most this share of the one before
 VARIES_BYTES = 2_000_000  # of one and the same process, from one start to the next
 
@@ -30,7 +33,8 @@ class Demand:
     inputs must be spilled; can_stream: the files hold the weights as the model has them;
     python_bytes: what the process holds without a model; prefix_bytes: of a cache in memory;
     answer_tokens: of the longest sample prompt with its answer, 0 where there are none;
-    forward: rows are evaluated, and nothing is trained; sliced: as `estimate` has it.
+    forward: rows are evaluated, and nothing is trained; sliced: as `estimate` has it;
+    calibration: what was measured on this machine, which estimates are corrected by.
     """
 
     facts: ModelFacts
@@ -46,25 +50,24 @@ class Demand:
     answer_tokens: int = 0
     forward: bool = False
     sliced: bool = False
+    calibration: Calibration = field(default=Calibration())
 
 
 @dataclass(frozen=True)
 class Option:
-    """A plan with the estimate of its largest micro-batch. cost: arithmetic over fused's."""
+    """A plan with the estimate of its largest micro-batch. cost: arithmetic over fused's.
+
+    needed_bytes: the least limit under which it is chosen.
+    """
 
     plan: Plan
     estimate: Estimate
     cost: float
-
-    @property
-    def needed_bytes(self) -> int:
-        """The least limit under which it is chosen."""
-        return with_margin(self.estimate)
+    needed_bytes: int
 
 
-def with_margin(found: Estimate) -> int:
-    work = found.work_bytes + found.components["block inputs"]
-    return int(found.process_bytes + WORK_MARGIN * work)
+def with_margin(found: Estimate, margin: float = WORK_MARGIN) -> int:
+    return int(found.process_bytes + margin * found.work_bytes)
 
 
 def options(demand: Demand) -> list[Option]:
@@ -85,7 +88,9 @@ def options(demand: Demand) -> list[Option]:
         for count in rows:
             plan = Plan(engine, count * longest, spill)
             cost = 1.0 if demand.forward else step_cost(demand.facts, demand.training, plan)
-            found.append(Option(plan, largest(demand, plan), cost))
+            most = largest(demand, plan)
+            margin = MEASURED_MARGIN if demand.calibration.measurements else WORK_MARGIN
+            found.append(Option(plan, most, cost, with_margin(most, margin)))
     return found
 
 
@@ -98,19 +103,62 @@ def largest(demand: Demand, plan: Plan) -> Estimate:
     return max(found, key=with_margin)
 
 
+def largest_shape(demand: Demand, plan: Plan) -> Shape:
+    """The micro-batch of the most tokens under `plan`."""
+    shapes = [Shape(plan.rows(t, demand.batch_size), t) for t in demand.lengths]
+    return max(shapes, key=lambda shape: (shape.size, shape.tokens))
+
+
 def of_rows(demand: Demand, plan: Plan, rows: int, tokens: int) -> Estimate:
+    """The estimate of a micro-batch, corrected by what was measured on this machine."""
+    ratio = ratio_of(demand, plan, Shape(rows, tokens))
+    return estimate_of(demand, plan, rows, tokens, work_ratio=ratio)
+
+
+def ratio_of(demand: Demand, plan: Plan, shape: Shape) -> float:
+    """What the activations of a micro-batch take on this machine over what coefficients say."""
+    if not demand.calibration.measurements:
+        return 1.0
+    expected = expected_bytes(demand, plan, shape)
+    return demand.calibration.ratio(plan.engine, shape.size, expected)
+
+
+def expected_bytes(demand: Demand, plan: Plan, shape: Shape) -> int:
+    """The work of a micro-batch's gradients, with the ratio of the largest measurement."""
+    found = demand.calibration.of(plan.engine)
+    ratio = found[-1].ratio if found else 1.0
+    with_ratio = estimate_of(demand, plan, *shape, work_ratio=ratio, gradients_only=True)
+    return with_ratio.mlx_bytes - held_bytes(with_ratio)
+
+
+def held_bytes(found: Estimate) -> int:
+    """What is held from one step to the next, whatever the micro-batch."""
+    return sum(found.components[n] for n in ("weights", "adapters", "optimizer", "prefix cache"))
+
+
+def estimate_of(
+    demand: Demand,
+    plan: Plan,
+    rows: int,
+    tokens: int,
+    *,
+    work_ratio: float = 1.0,
+    gradients_only: bool = False,
+) -> Estimate:
     return estimate(
         demand.facts if demand.can_stream else vocabulary_held(demand.facts),
         demand.training,
         plan,
         rows,
         tokens,
-        micro_batches=-(-demand.rows_per_step // rows),
+        micro_batches=1 if gradients_only else -(-demand.rows_per_step // rows),
         python_bytes=demand.python_bytes,
-        prefix_bytes=demand.prefix_bytes,
+        prefix_bytes=0 if gradients_only else demand.prefix_bytes,
         answer_tokens=demand.answer_tokens,
         forward=demand.forward,
         sliced=demand.sliced,
+        work_ratio=work_ratio,
+        gradients_only=gradients_only,
     )
 
 
@@ -142,13 +190,16 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
             f"--plan {demand.engine}: this model's weights are changed when it is loaded, so that "
             "its files do not have them; write it with `mlx_lm.convert` first, or use --plan staged"
         )
+    spare = SPARE_BYTES + VARIES_BYTES if demand.calibration.measurements else 0
     for index, option in enumerate(every):
-        if option.plan == kept and option.estimate.process_bytes <= limit_bytes:
+        if option.plan == kept and option.estimate.process_bytes - spare <= limit_bytes:
             above = [o for o in every[:index] if o.needed_bytes > option.needed_bytes]
             ladder = descending(every[index:])
             smaller = ladder[1] if len(ladder) > 1 else None
             return Choice(option, level, smaller, above[-1] if above else None)
     fitting = [option for option in every if option.needed_bytes <= limit_bytes]
+    fitting = [option for option in fitting if can_begin(demand, option, limit_bytes)] or fitting
+    fitting = fitting or untried(demand, every, limit_bytes) or exactly(demand, every, limit_bytes)
     if not fitting:
         raise UserError(refusal(demand, every, limit_bytes))
     ladder = descending(every[every.index(fitting[0]) :])
@@ -157,6 +208,45 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
     larger = ladder[level - 1] if level else (above[-1] if above else None)
     smaller = ladder[level + 1] if level + 1 < len(ladder) else None
     return Choice(ladder[level], level, smaller, larger)
+
+
+def can_begin(demand: Demand, option: Option, limit_bytes: int) -> bool:
+    """Whether the first micro-batch to be measured fits, were coefficients much too low.
+
+    FAR too low where nothing was measured, else twice as low as those of the other engines.
+    """
+    engine = option.plan.engine
+    if demand.forward or engine != "fused" or demand.calibration.of(engine):
+        return True
+    first = Shape(1, FIRST)
+    known = bool(demand.calibration.measurements)
+    times = 2 * ratio_of(demand, option.plan, first) if known else FAR
+    found = estimate_of(demand, option.plan, *first, gradients_only=True)
+    grows = found.components["activations"] + found.components["block work"]
+    return found.process_bytes + (times - 1) * grows <= limit_bytes
+
+
+def untried(demand: Demand, every: list[Option], limit_bytes: int) -> list[Option]:
+    """The smallest option of an engine of which nothing was measured, where it may still fit.
+
+    What was measured of other engines is no reason to refuse it.
+    """
+    if not demand.calibration.measurements:
+        return []
+    believed = options(replace(demand, calibration=Calibration()))
+    found = [
+        option
+        for option, prior in zip(every, believed, strict=True)
+        if not demand.calibration.of(option.plan.engine) and prior.needed_bytes <= limit_bytes
+    ]
+    return sorted(found, key=lambda option: option.needed_bytes)[:1]
+
+
+def exactly(demand: Demand, every: list[Option], limit_bytes: int) -> list[Option]:
+    """The smallest option, where it was measured and fits without what is there to be safe."""
+    least = min(every, key=lambda option: option.needed_bytes)
+    known = bool(demand.calibration.of(least.plan.engine))
+    return [least] if known and least.estimate.process_bytes - SPARE_BYTES <= limit_bytes else []
 
 
 def descending(every: Sequence[Option]) -> list[Option]:

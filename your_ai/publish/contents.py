@@ -22,6 +22,7 @@ from your_ai.config import DEMO, TrainConfig, to_yaml
 from your_ai.dashboard.report import write_plots
 from your_ai.errors import UserError
 from your_ai.evaluation import record
+from your_ai.foreign import JSON_BYTES, leaves, read_bytes, read_json
 from your_ai.hub.find import REPO
 from your_ai.publish.card import CARD, Base, Kind, Subject, card, figures_of, up_to
 from your_ai.publish.yours import split
@@ -85,6 +86,7 @@ def of_run(trained: Trained, repo: str) -> Contents:
         curves=tuple(pictures),
         evaluation=found,
     )
+    check_own(adapter.folder / ADAPTERS, adapter.folder)
     known = {key: adapter.config[key] for key in ADAPTER_KEYS if key in adapter.config}
     named = without_paths({**known, "model": base.repo or base.name})
     files: dict[str, bytes | Path] = {
@@ -175,12 +177,14 @@ def of_folder(folder: Path, repo: str) -> Contents:
     patterns = (MARKS[kind], *BESIDE)
     there = sorted(path for path in folder.iterdir() if path.is_file())
     sent = [path for path in there if any(fnmatch(path.name, pattern) for pattern in patterns)]
+    for path in sent:
+        check_own(path, folder)
     files: dict[str, bytes | Path] = {path.name: path for path in sent}
     known = front_of(folder / CARD)
     base = base_in(known)
     for name in CONFIGS:
         if name in files:
-            config = read_config(folder / name)
+            config = read_json(folder / name, "it is sent")
             base = base_in(config) or base
             told = without_paths(config)
             if name == ADAPTER_CONFIG and "lora_parameters" in config:
@@ -208,19 +212,9 @@ def what_of(kind: Kind) -> str:
 def front_of(path: Path) -> dict[str, Any]:
     """What the card of a folder tells the hub; nothing where there is none that can be read."""
     try:
-        return split(path.read_text(encoding="utf-8"))[0] or {}
-    except (OSError, ValueError):
+        return split(read_bytes(path, JSON_BYTES).decode("utf-8"))[0] or {}
+    except (OSError, ValueError, UserError):
         return {}
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read ({type(error).__name__})") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: is no JSON object")
-    return config
 
 
 def base_in(config: dict[str, Any]) -> Base | None:
@@ -233,6 +227,14 @@ def base_in(config: dict[str, Any]) -> Base | None:
 
 
 # Files
+
+
+def check_own(path: Path, folder: Path) -> None:
+    """Raise UserError for a file that is a link to one elsewhere, which may be private."""
+    if leaves(path, folder):
+        raise UserError(
+            f"{path}: is a link to {path.resolve()}, which is not sent; put the file itself there"
+        )
 
 
 def without_paths(value: Any) -> Any:

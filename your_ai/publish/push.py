@@ -15,8 +15,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from your_ai.errors import RunError, UserError
+from your_ai.foreign import MB, parse_json
 from your_ai.hub.find import REPO
-from your_ai.hub.remote import is_passing, is_unreachable, reason_of, status_of
+from your_ai.hub.remote import (
+    check_endpoint,
+    described,
+    is_passing,
+    is_unreachable,
+    read_answer,
+    reason_of,
+    status_of,
+)
 from your_ai.publish.card import CARD
 from your_ai.publish.yours import merged
 
@@ -27,6 +36,7 @@ MAIN = "main"
 ASK_S = 5.0  # for an answer to who we are, before training
 WAIT_S = 120.0  # for any other answer: a commit of many files takes the hub a while
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+ACCOUNT_BYTES, CARD_BYTES = MB, 16 * MB  # of the hub's answers
 READERS = ("read", "no_access")  # roles
 
 
@@ -59,6 +69,7 @@ def check_repo(repo: str, label: str) -> None:
 
 def check_token(repo: str) -> None:
     """Raise UserError where nothing can be pushed from here: offline, or not logged in."""
+    check_endpoint()
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
@@ -79,14 +90,12 @@ def check_account(repo: str) -> str:
     """
     check_repo(repo, f"--push-to {repo}")
     check_token(repo)
-    from huggingface_hub import constants, get_session, hf_raise_for_status
+    from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers
 
     url = f"{constants.ENDPOINT}/api/whoami-v2"
     try:
-        answer = get_session().get(url, headers=build_hf_headers(), timeout=ASK_S)
-        hf_raise_for_status(answer)
-        account = answer.json()
+        account = parse_json(read_answer(url, build_hf_headers(), ACCOUNT_BYTES, timeout=ASK_S))
     except Exception as error:  # of any kind: its transport's come through
         if status_of(error) in (401, 403):
             raise told(error, repo, "") from error
@@ -143,25 +152,25 @@ def push(
     with quiet() as warned:
         try:
             is_new = make(api, repo, branch, public)
-            info = api.model_info(repo, revision=branch, timeout=WAIT_S)
+            info = described(repo, branch, timeout=WAIT_S)
             files, notes = dict(contents.files), list(contents.notes)
-            if any(sibling.rfilename == CARD for sibling in info.siblings or []):
+            if any(sibling.get("rfilename") == CARD for sibling in info["siblings"]):
                 ours = files[CARD].decode() if isinstance(files[CARD], bytes) else ""
-                theirs = read_card(repo, str(info.sha))
+                theirs = read_card(repo, info["sha"])
                 text, note = merged(theirs, ours)
                 notes += [f"{repo}: {note}"] if note else []
                 if text == theirs:
                     del files[CARD]  # nor is it checked again by the hub
                 else:
                     files[CARD] = text.encode("utf-8", "replace")
-            if public and info.private and not is_new:
+            if public and info.get("private") and not is_new:
                 notes.append(f"{repo}: is private and stays so; --public is for a new repo")
             done = api.create_commit(
                 repo,
                 [CommitOperationAdd(name, content) for name, content in files.items()],
                 commit_message=message or f"{contents.what}, by your_ai",
                 revision=branch,
-                parent_commit=info.sha,
+                parent_commit=info["sha"],
             )
         except (UserError, RunError):
             raise
@@ -170,8 +179,8 @@ def push(
     at = f"/tree/{branch}" if branch != MAIN else ""
     return Pushed(
         url=f"{api.endpoint}/{repo}{at}",
-        private=bool(info.private),
-        changed=done.oid != info.sha,
+        private=bool(info.get("private")),
+        changed=done.oid != info["sha"],
         notes=(*notes, *warned),
     )
 
@@ -182,7 +191,7 @@ def make(api: Any, repo: str, branch: str, public: bool) -> bool:
 
     is_new = False
     try:
-        api.model_info(repo, revision=branch, timeout=WAIT_S)
+        described(repo, branch, timeout=WAIT_S)
     except RepositoryNotFoundError:
         is_new = True
         api.create_repo(repo, private=not public, exist_ok=True)
@@ -197,13 +206,12 @@ def make(api: Any, repo: str, branch: str, public: bool) -> bool:
 
 def read_card(repo: str, commit: str) -> str:
     """The README.md of a repo."""
-    from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
+    from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
     url = hf_hub_url(repo, CARD, revision=commit)
-    answer = get_session().get(url, headers=build_hf_headers())
-    hf_raise_for_status(answer)
-    return answer.content.decode("utf-8-sig", "replace")
+    answer = read_answer(url, build_hf_headers(), CARD_BYTES, timeout=WAIT_S)
+    return answer.decode("utf-8-sig", "replace")
 
 
 @contextlib.contextmanager

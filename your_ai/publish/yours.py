@@ -30,7 +30,10 @@ def merged(old: str, new: str) -> tuple[str, str]:
     if own is None or front is None:
         return old, "README.md is not one of your_ai's, and stays; delete it there to have one"
     fresh, rest = split(new)
-    tags = [*fresh.get("tags", []), *map(str, listed(front.get("tags")))]
+    tags = [
+        *fresh.get("tags", []),
+        *(tag for tag in listed(front.get("tags")) if isinstance(tag, str)),
+    ]
     data = {**front, **fresh, "tags": list(dict.fromkeys(tags))}
     begin, end = YOURS.search(rest).span(1)
     text = front_matter(data) + rest[:begin] + own[1] + rest[end:]
@@ -47,7 +50,7 @@ def split(text: str) -> tuple[dict[str, Any] | None, str]:
         return {}, text
     try:
         data = yaml.safe_load(found[1])
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError, ValueError):
         return None, text
     return (data or {}) if isinstance(data, dict | None) else None, text[found.end() :].lstrip("\n")
 

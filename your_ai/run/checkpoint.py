@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 
 from your_ai.errors import RunError, UserError, lacked_memory
-from your_ai.files import sha256, whole_folder
+from your_ai.files import read_text, sha256, whole_folder
 
 ADAPTERS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -32,6 +32,7 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 CHECKSUMS = "checksums.json"
 CONTENT = (ADAPTERS, OPTIMIZER, ADAPTER_CONFIG, STATE)
+JSON_BYTES = 1 << 24  # of a file beside the arrays; one that is larger is not ours
 STEP_NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -96,8 +97,8 @@ def adapter_step(folder: Path) -> int | None:
     try:
         if fault(folder, (ADAPTERS, ADAPTER_CONFIG)) is not None:
             return None
-        return int(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, LookupError, TypeError):
+        return int(json.loads(read_text(folder / ADAPTER_CONFIG, JSON_BYTES))["step"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 
@@ -137,7 +138,7 @@ def step_of(path: Path) -> int:
 def fault(path: Path, names: tuple[str, ...] = CONTENT) -> str | None:
     """What is wrong with a folder written here, naming the file, or None if it is whole."""
     try:
-        sums = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))
+        sums = json.loads(read_text(path / CHECKSUMS, JSON_BYTES))
         expected = {name: sums[name] for name in names}
     except FileNotFoundError:
         return f"{path / CHECKSUMS}: is missing"
@@ -173,15 +174,15 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint that `newest` found whole."""
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = json.loads(read_text(path / STATE, JSON_BYTES))
         checkpoint = Checkpoint(
             state=TrainState(**state["state"]),
             adapters=mx.load(str(path / ADAPTERS)),
             optimizer=mx.load(str(path / OPTIMIZER)),
-            adapter_config=json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")),
+            adapter_config=json.loads(read_text(path / ADAPTER_CONFIG, JSON_BYTES)),
             depends_on=state["depends_on"],
         )
-    except (TypeError, LookupError) as error:
+    except (TypeError, LookupError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: was written by another version of your_ai ({error})") from error
     mx.eval(checkpoint.adapters, checkpoint.optimizer)  # now, not when the folder is gone
     return checkpoint

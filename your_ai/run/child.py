@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from your_ai.errors import RunError, UserError
+from your_ai.files import open_to_append
 from your_ai.run.exits import LOST, USER
 from your_ai.run.folder import RunFolder
 from your_ai.run.parent import RELEASE
@@ -92,7 +93,7 @@ def told_error(folder: RunFolder, status: int, output: str) -> Exception:
 def open_log(folder: RunFolder) -> BinaryIO:
     """The log, to append to and read. Raises UserError where it cannot be."""
     try:
-        return open(folder.path / LOG, "a+b", buffering=0)
+        return open_to_append(folder.path / LOG)
     except OSError as error:
         raise UserError(f"{folder.path / LOG}: cannot be written ({error.strerror})") from error
 

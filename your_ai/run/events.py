@@ -7,14 +7,17 @@ The training process writes them and everything that shows a run reads them. A l
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import stat
 import time
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 
-from your_ai.errors import RunError
+from your_ai.errors import RunError, UserError
+from your_ai.files import open_regular
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,21 @@ class Planned:
     estimate_bytes: int
     text: str
     asked: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A micro-batch of `rows` x `tokens` was tried before training, by this run or an earlier one.
+
+    engine: fused, or staged for all others; work_bytes: of its activations; ratio: these over
+    what was estimated.
+    """
+
+    engine: str
+    rows: int
+    tokens: int
+    work_bytes: int
+    ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +235,7 @@ Event = (
     | Notice
     | Limit
     | Planned
+    | Measured
     | Action
     | Died
     | Started
@@ -277,6 +296,10 @@ def from_line(line: str | bytes) -> Record | None:
         return None
 
 
+LINE_BYTES = 1 << 24  # of an event; samples are the longest
+STRANGE_BYTES = 1 << 26  # of lines that are no events, before the file is none of events
+
+
 class EventLog:
     """Appends events to a file, each in one write, so that a reader sees whole lines."""
 
@@ -285,7 +308,11 @@ class EventLog:
         self.written_at = time.monotonic()
         self.is_torn = False
         try:
-            self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+            self.file = os.open(path, flags, 0o644)
+            if not stat.S_ISREG(os.fstat(self.file).st_mode):
+                os.close(self.file)
+                raise OSError(errno.EINVAL, "is not a file")
             size = os.fstat(self.file).st_size
             if size and os.pread(self.file, 1, size - 1) != b"\n":
                 os.write(self.file, b"\n")  # a killed run left half a line: end it
@@ -316,15 +343,28 @@ class EventLog:
 def tail(path: Path, offset: int = 0) -> tuple[list[Record], int]:
     """The records from byte `offset` on, and the offset to go on from.
 
-    A half-written last line is left for the next call; lines that cannot be understood
-    are passed over. A missing file holds no events.
+    A half-written last line is left for the next call; lines that cannot be understood, or
+    are longer than LINE_BYTES, are passed over. A missing file holds no events. Raises
+    UserError for what is no file of events.
     """
+    records: list[Record] = []
+    strange_bytes = 0
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(offset)
-            data = file.read()
+            while line := file.readline(LINE_BYTES):
+                if not line.endswith(b"\n") and len(line) < LINE_BYTES:
+                    break
+                offset += len(line)
+                record = from_line(line)
+                if record is not None:
+                    records.append(record)
+                    continue
+                strange_bytes += 0 if line.startswith(b"{") else len(line)
+                if strange_bytes > STRANGE_BYTES:
+                    raise UserError(f"{path}: is not a file of events; move it away")
     except FileNotFoundError:
         return [], offset
-    end = data.rfind(b"\n") + 1
-    records = map(from_line, data[:end].splitlines())
-    return [record for record in records if record is not None], offset + end
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    return records, offset

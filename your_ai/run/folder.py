@@ -18,12 +18,15 @@ from pathlib import Path
 
 from your_ai.config import DEMO, TrainConfig, build, nearest, read_yaml, to_yaml
 from your_ai.errors import UserError
-from your_ai.files import TEMPORARY, clean, sync
+from your_ai.files import TEMPORARY, clean, open_regular, open_to_append, read_text, sync
+from your_ai.text import shortened
 
 RUNS = Path("runs")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 LOCK = "lock"  # held by the process that trains,
 SUPERVISOR_LOCK = "supervisor.lock"  # and by the one that would start it again
+CONFIG_BYTES = 1 << 20
+PID_BYTES = 32  # of a lock file
 LOCK_WAIT_S = 5.0  # a killed process takes a moment to let go
 
 
@@ -63,10 +66,18 @@ class RunFolder:
 
     def read_config(self) -> TrainConfig:
         """The settings of the run. Raises UserError where the file is damaged."""
-        values = read_yaml(self.config)
-        if not self.config.read_text(encoding="utf-8").endswith("...\n"):
+        if not self.config_text().endswith("...\n"):
             raise UserError(f"{self.config}: is cut short")  # its defaults would be another run
-        return build(values, str(self.config))
+        return build(read_yaml(self.config), str(self.config))
+
+    def config_text(self, errors: str = "strict") -> str:
+        """What config.yaml says. Raises UserError for what is no text of a sane size."""
+        try:
+            return read_text(self.config, CONFIG_BYTES, errors)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.config}: cannot be read (it is not UTF-8)") from error
+        except OSError as error:
+            raise UserError(f"{self.config}: cannot be read ({error.strerror})") from error
 
     def write_config(self, config: TrainConfig) -> None:
         """Raises OSError, and leaves the old one, where it cannot be written."""
@@ -109,7 +120,8 @@ def place_of(name: str) -> RunFolder:
     """Where a run of that name is. Raises UserError for what cannot be a name."""
     if not NAME.fullmatch(name):
         raise UserError(
-            f"--run {name}: use at most 100 letters, digits, dots, dashes and underscores"
+            f"--run {shortened(name)}: use at most 100 letters, digits, dots, dashes and "
+            "underscores"
         )
     return RunFolder(RUNS / name)
 
@@ -149,9 +161,9 @@ def creating(name: str, config: TrainConfig) -> Iterator[RunFolder]:
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """The config with model and data found from any folder, where they are paths."""
     paths = {
-        name: str(Path(value).expanduser().resolve())
+        name: os.path.realpath(os.path.expanduser(value))
         for name, value in (("model", config.model), ("data", config.data))
-        if value not in ("", DEMO) and Path(value).expanduser().exists()
+        if value not in ("", DEMO) and os.path.exists(os.path.expanduser(value))
     }
     return dataclasses.replace(config, **paths)
 
@@ -171,6 +183,7 @@ def find(run: str) -> RunFolder:
         if os.path.isfile(folder.config):
             return folder
     names = [p.parent.name for p in RUNS.glob("*/config.yaml")]
+    run = shortened(run)
     raise UserError(f"no run named {run} in {RUNS}{nearest(run, names)}")
 
 
@@ -185,7 +198,7 @@ def discard(folder: RunFolder) -> None:
 def locked(folder: RunFolder, name: str = LOCK) -> Iterator[None]:
     """Hold the run for this process. Raises UserError where another one has it."""
     try:
-        file = open(folder.path / name, "a+")  # noqa: SIM115 (closed below; the lock is its)
+        file = open_to_append(folder.path / name)
     except OSError as error:
         raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from error
     with file:
@@ -197,7 +210,7 @@ def locked(folder: RunFolder, name: str = LOCK) -> Iterator[None]:
             except OSError:
                 if time.monotonic() > deadline:
                     file.seek(0)
-                    pid = file.read().strip() or "unknown"
+                    pid = file.read(PID_BYTES).decode(errors="replace").strip() or "unknown"
                     raise UserError(
                         f"{folder.path}: process {pid} is working on this run; wait for it, "
                         "or stop it"
@@ -220,15 +233,15 @@ def owner(folder: RunFolder) -> int | None:
     """
     for name in (SUPERVISOR_LOCK, LOCK):
         try:
-            file = open(folder.path / name)  # noqa: SIM115 (closed below)
+            file = open_regular(folder.path / name)
         except OSError:
             continue
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:
-                text = file.read().strip()
-                return int(text) if text.isdecimal() else 0
+                text = file.read(PID_BYTES).strip()
+                return int(text) if text.isdigit() else 0
     return None
 
 

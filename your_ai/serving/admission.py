@@ -1,78 +1,280 @@
 """Which requests mlx-lm's server may be given: it generates for everybody in one thread.
 
-What fails in there ends the server, so it is refused before.
+What fails in there ends the server, so it is refused before. `parse` reads a body, `check`
+judges it; both are pure, and raise ValueError with a reason for the client.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import math
+from collections.abc import Callable
 from typing import Any
 
-from mlx_lm.server import (
-    CompletionRequest,
-    GenerationArguments,
-    convert_chat,
-    process_message_content,
-)
+from mlx_lm.server import CompletionRequest, convert_chat, process_message_content
 
 from your_ai.generate import SEEDS
+from your_ai.text import shortened
 
 LARGEST = 1 << 31  # of a request's numbers, but for seeds
+DEPTH = 64  # of lists and objects within each other
+VALUES = 50_000  # in a request: a list of nothing takes 24 times the memory of its text
+STOP_WORDS, STOP_CHARACTERS = 64, 1000
+NAME_CHARACTERS = 1000
+LOGIT_BIASES = 10_000
 XTC_THRESHOLD = 0.5  # the highest that mlx-lm takes
+MOST_TOKENS = 1 << 20  # of a prompt, where the model does not say
+PIECE_CHARACTERS = 1 << 15  # of a long prompt that may be too long, tokenized at once
+WHOLE = ("max_tokens", "max_completion_tokens", "top_k", "num_draft_tokens", "n", "seed")
+WHOLE = (*WHOLE, "repetition_context_size", "presence_context_size", "frequency_context_size")
+WHOLE = (*WHOLE, "top_logprobs")
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
+NUMBERS = (*NUMBERS, "frequency_penalty", "xtc_probability", "xtc_threshold")
+BOOLEANS = ("stream", "logprobs")
+NAMES = ("model", "adapters", "draft_model")
+OBJECTS = ("stream_options", "response_format", "logit_bias", "chat_template_kwargs")
 STEERING = (  # how a tokenizer is called, beside what a template is given
     *("chat_template", "continue_final_message", "tokenize", "padding", "truncation"),
     *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    *("add_generation_prompt", "tokenizer_kwargs"),
+    *("add_generation_prompt", "tokenizer_kwargs", "conversation", "tools", "documents"),
 )
 
 
-def check_body(body: dict[str, Any], vocabulary: int) -> None:
+def parse(data: bytes) -> dict[str, Any]:
+    """The JSON object in a request's body, without the fields that are null."""
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that each " begins or ends a text
+    if plain.count(b'"') > 4 * VALUES:
+        raise ValueError(f"the request has more than {VALUES} values")
+    outside = b"".join(plain.split(b'"')[::2])
+    if sum(map(outside.count, (b",", b"[", b"{"))) > VALUES:
+        raise ValueError(f"the request has more than {VALUES} values")
+    try:
+        body = json.loads(
+            data.decode(), parse_constant=no_number, object_pairs_hook=without_duplicates
+        )
+    except RecursionError:
+        raise ValueError("the request is nested too deeply") from None
+    except ValueError as error:  # of no UTF-8, no JSON, or a number of thousands of digits
+        raise ValueError(f"the request is no JSON that can be read ({error})") from None
+    if not isinstance(body, dict):
+        raise ValueError("the request must be a JSON object")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
+def check(body: dict[str, Any], vocabulary: int, is_chat: bool | None = None) -> None:
     """Raise ValueError for what mlx-lm lets through, and then ends its one thread at.
 
-    vocabulary: how many logits the model gives.
+    vocabulary: how many logits the model gives; is_chat: whether there must be `messages`,
+    False: `prompt`; None: neither. A field that is null is as one that is not there.
     """
-    if not isinstance(body.get("prompt", ""), str):
+    body = {name: value for name, value in body.items() if value is not None}
+    check_values(body)
+    if is_chat or "messages" in body:
+        check_messages(body.get("messages"))
+    if (is_chat is False or "prompt" in body) and not isinstance(body.get("prompt"), str):
         raise ValueError("prompt must be a text")
-    for name, value in body.items():
-        too_large = isinstance(value, int | float) and not abs(value) < LARGEST  # nor is NaN
-        if too_large and name != "seed":
+    for names, is_good, kind in (
+        (WHOLE, is_whole, "a whole number"),
+        (NUMBERS, is_number, "a number"),
+        (BOOLEANS, lambda value: isinstance(value, bool), "true or false"),
+        (NAMES, is_name, f"a text of at most {NAME_CHARACTERS} characters"),
+        (OBJECTS, lambda value: isinstance(value, dict), "an object"),
+    ):
+        check_fields(body, names, is_good, kind)
+    for name in (*WHOLE, *NUMBERS):
+        if name != "seed" and abs(body.get(name, 0)) >= LARGEST:
             raise ValueError(f"{name} must be a number below {LARGEST}")
-    stop = body.get("stop") or []
-    if not isinstance(stop, str | list) or not all(isinstance(word, str) for word in stop):
+    for name, most in (
+        ("top_k", vocabulary - 1),
+        ("xtc_threshold", XTC_THRESHOLD),
+        ("n", 1),
+        ("top_logprobs", min(11, vocabulary)),
+    ):
+        if body.get(name, 0) > most:
+            raise ValueError(f"{name} must be at most {most}")
+    if not 0 <= body.get("seed", 0) < SEEDS:
+        raise ValueError("seed must be at least 0 and below 2^64")
+    check_stop(body.get("stop", []))
+    check_bias(body.get("logit_bias", {}), vocabulary)
+    check_tools(body)
+    if any(key in STEERING for key in body.get("chat_template_kwargs", {})):
+        raise ValueError(f"chat_template_kwargs must be an object without {', '.join(STEERING)}")
+    if not isinstance(body.get("stream_options", {}).get("include_usage", False), bool | None):
+        raise ValueError("stream_options: include_usage must be true or false")
+    if not isinstance(body.get("response_format", {"type": ""}).get("type"), str):
+        raise ValueError("response_format must have a type")
+
+
+def check_values(body: dict[str, Any]) -> None:
+    """Raise ValueError for numbers and texts that no tokenizer, template or answer can hold."""
+    waiting: list[tuple[str, Any, int]] = [("a name", name, 0) for name in body]
+    waiting += [(name, value, 1) for name, value in body.items()]
+    while waiting:
+        name, value, depth = waiting.pop()
+        if isinstance(value, str) and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{shortened(name)} holds half of a character") from None
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{shortened(name)} holds a number that is not finite")
+        elif isinstance(value, dict | list):
+            if depth == DEPTH:
+                raise ValueError(f"{shortened(name)} is nested {DEPTH} deep")
+            inner = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+            waiting += ((name, each, depth + 1) for each in inner)
+
+
+def check_fields(
+    body: dict[str, Any], names: tuple[str, ...], is_good: Callable[[Any], bool], kind: str
+) -> None:
+    for name in names:
+        if name in body and not is_good(body[name]):
+            raise ValueError(f"{name} must be {kind}")
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= NAME_CHARACTERS
+
+
+def check_stop(stop: Any) -> None:
+    words = [stop] if isinstance(stop, str) else stop
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ValueError("stop must be a text, or a list of texts")
-    bias = body.get("logit_bias") or {}
-    if not isinstance(bias, dict) or not all(key.isdecimal() for key in bias):
+    if len(words) > STOP_WORDS or any(len(word) > STOP_CHARACTERS for word in words):
+        raise ValueError(
+            f"stop must be at most {STOP_WORDS} texts of at most {STOP_CHARACTERS} characters"
+        )
+
+
+def check_bias(bias: dict[str, Any], vocabulary: int) -> None:
+    if len(bias) > LOGIT_BIASES:
+        raise ValueError(f"logit_bias must be of at most {LOGIT_BIASES} tokens")
+    if not all(key.isascii() and key.isdecimal() and len(key) < 10 for key in bias):
         raise ValueError("logit_bias must be of tokens, by their numbers")
     if any(int(key) >= vocabulary for key in bias):
         raise ValueError(f"logit_bias must be of tokens below {vocabulary}")
-    if not all(isinstance(value, int | float) and abs(value) < LARGEST for value in bias.values()):
+    if not all(is_number(value) and abs(value) < LARGEST for value in bias.values()):
         raise ValueError(f"logit_bias must give numbers below {LARGEST}")
-    for name, most in (("top_k", vocabulary - 1), ("xtc_threshold", XTC_THRESHOLD), ("n", 1)):
-        if isinstance(value := body.get(name), int | float) and value > most:
-            raise ValueError(f"{name} must be at most {most}")
-    if isinstance(seed := body.get("seed"), int) and not 0 <= seed < SEEDS:
-        raise ValueError("seed must be at least 0 and below 2^64")
-    given = body.get("chat_template_kwargs")
-    if given is not None and (not isinstance(given, dict) or any(key in STEERING for key in given)):
-        raise ValueError(f"chat_template_kwargs must be an object without {', '.join(STEERING)}")
-    if not isinstance(body.get("stream_options"), dict | None):
-        raise ValueError("stream_options must be an object")
 
 
-def prompt_of(
-    tokenizer: Any, request: CompletionRequest, arguments: GenerationArguments
-) -> list[int]:
-    """The tokens of a request as mlx-lm reads it. Raises what tokenizers and templates raise."""
+def check_messages(messages: Any) -> None:
+    """Raise ValueError for a conversation without messages, or a message that says nothing."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a list of at least one message")
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        if not isinstance(message, dict):
+            raise ValueError(f"{where} must be an object")
+        if not is_name(message.get("role")) or not message["role"]:
+            raise ValueError(f"{where}: role must be a text")
+        calls = message.get("tool_calls")
+        if calls is not None:
+            check_calls(calls, where)
+        check_content(message.get("content"), bool(calls) and message["role"] == "assistant", where)
+
+
+def check_content(content: Any, may_lack: bool, where: str) -> None:
+    if isinstance(content, str) or (content is None and may_lack):
+        return
+    if not isinstance(content, list) or not content:
+        raise ValueError(f"{where}: content must be a text, or a list of text parts")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise ValueError(f"{where}: content: this model takes text alone")
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"{where}: content: a text part must have a text")
+
+
+def check_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list):
+        raise ValueError(f"{where}: tool_calls must be a list")
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not is_name(function.get("name")):
+            raise ValueError(f"{where}: tool_calls must be of functions with names")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str) and arguments:
+            try:
+                check_values(parse(arguments.encode()))  # as mlx-lm will read it
+            except ValueError as error:
+                raise ValueError(f"{where}: tool_calls: arguments: {error}") from None
+        elif not isinstance(arguments, dict | str):
+            raise ValueError(f"{where}: tool_calls: arguments must be a JSON object")
+
+
+def check_tools(body: dict[str, Any]) -> None:
+    tools = body.get("tools", [])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError("tools must be a list of objects")
+    for tool in tools:
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or not is_name(function.get("name")):
+            raise ValueError("tools must be functions with names")
+    if not isinstance(body.get("tool_choice", ""), str | dict):
+        raise ValueError("tool_choice must be a text or an object")
+    roles = body.get("role_mapping", {})
+    if not isinstance(roles, dict) or not all(isinstance(text, str) for text in roles.values()):
+        raise ValueError("role_mapping must give texts")
+
+
+def prompt_text(tokenizer: Any, request: CompletionRequest, given: dict[str, Any]) -> str:
+    """What a request asks, as one text. Raises what templates raise; given: more for those."""
     if request.request_type != "chat":
-        return tokenizer.encode(request.prompt)
+        return request.prompt
     messages = copy.deepcopy(request.messages)  # they are changed on the way
     if not tokenizer.has_chat_template:
-        return tokenizer.encode(convert_chat(messages, request.role_mapping))
+        return convert_chat(messages, request.role_mapping)
     process_message_content(messages)
     return tokenizer.apply_chat_template(
-        messages,
-        add_generation_prompt=True,
-        tools=request.tools,
-        tokenize=True,
-        **(arguments.chat_template_kwargs or {}),
+        messages, add_generation_prompt=True, tools=request.tools, tokenize=False, **given
     )
+
+
+def prompt_ids(
+    tokenizer: Any, request: CompletionRequest, given: dict[str, Any], most: int | None
+) -> list[int]:
+    """The token ids of a request's prompt as mlx-lm reads it.
+
+    Raises ValueError where there are none, or more than `most`. A text that is much too long
+    is tokenized as far as that shows: all its tokens would take memory and time.
+    """
+    text = prompt_text(tokenizer, request, given)
+    is_rendered = request.request_type == "chat" and tokenizer.has_chat_template
+    bound = MOST_TOKENS if most is None else most
+    counted = 0
+    if len(text) > PIECE_CHARACTERS:
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            piece = text[start : start + PIECE_CHARACTERS]
+            # A token may lie across two pieces: cut, it counts as at least one more.
+            counted += max(0, len(tokenizer.encode(piece, add_special_tokens=False)) - 2)
+            if counted > 1.01 * bound + 16:
+                raise ValueError(
+                    f"the prompt has more than {bound} tokens; the model takes {bound}"
+                )
+    ids = tokenizer.encode(text, add_special_tokens=not is_rendered)
+    if not ids:
+        raise ValueError("the prompt has no tokens")
+    if len(ids) >= bound:
+        raise ValueError(f"the prompt has {len(ids)} tokens; the model takes {bound}")
+    return ids

@@ -7,10 +7,10 @@ that one; and web pages of other hosts cannot use it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
-import ipaddress
 import json
 import logging
 import shlex
@@ -20,15 +20,12 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from typing import Any
-from urllib.parse import urlsplit
 
 import mlx.core as mx
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import (
-    APIHandler,
     CompletionRequest,
     GenerationArguments,
     GenerationContext,
@@ -39,63 +36,27 @@ from mlx_lm.server import (
 
 from your_ai import __version__
 from your_ai.errors import RunError, UserError
-from your_ai.generate import Sampling, context_tokens, for_terminal, load_run
+from your_ai.generate import Sampling, context_tokens, load_run
 from your_ai.memory.estimate import PREFILL_TOKENS
-from your_ai.serving.admission import check_body, prompt_of
+from your_ai.model import first_line
+from your_ai.serving import admission, wire
+from your_ai.serving.handler import DEFAULT, Asked, Handler
+from your_ai.serving.wire import Origins, Refused
+from your_ai.text import printable, shortened
 from your_ai.trained import Trained
+from your_ai.vocabulary import check_ids, vocabulary_of
 
-DEFAULT = "default_model"  # what mlx-lm calls the one of a request that names none
+LOG_CHARACTERS = 4000  # of an entry in the log
 CACHE_ENTRIES = 10  # conversations whose keys and values are kept,
 CACHE_BYTES = 1 << 30  # and most of it all together
 POLL_S = 0.2
 GRACE_S = 2.0  # for answers in flight, when the server stops
-BODY_BYTES = 1 << 24  # most of a request: text alone
-LOCAL_NAMES = ("localhost",)
-LOCAL_ENDINGS = (".localhost", ".local", ".internal")  # which nobody can register
-
-
-@dataclass(frozen=True)
-class Origins:
-    """The web pages that may use the server: those of this machine, and those named.
-
-    A container, as mlx-lm's handler asks it. `*` names every page.
-    """
-
-    named: tuple[str, ...] = ()
-
-    def __contains__(self, origin: object) -> bool:
-        named = "*" in self.named or origin in self.named
-        return named or (isinstance(origin, str) and is_loopback(host_of(origin)))
-
-
-def host_of(url: str) -> str:
-    """The host in `http://host:port`, or in `host:port`; "" where there is none."""
-    try:
-        return urlsplit(url if "//" in url else f"//{url}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or address means this machine alone."""
-    address = address_of(host)
-    return host in LOCAL_NAMES if address is None else address.is_loopback
-
-
-def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
-
-
-def is_own(host: str) -> bool:
-    """Whether a request to `host` meant this machine: no name that others can give it.
-
-    Else a page could have its own name resolve to 127.0.0.1, and read what it is answered.
-    """
-    named = not host or is_loopback(host) or host.endswith(LOCAL_ENDINGS)
-    return named or address_of(host) is not None
+BUSY = (
+    b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: application/json\r\n\r\n"
+    + json.dumps(
+        {"error": {"message": "too many connections; try again", "type": "server_error"}}
+    ).encode()
+)
 
 
 def options(sampling: Sampling, origins: Origins) -> Namespace:
@@ -138,6 +99,7 @@ class RunProvider(ModelProvider):
         mx.eval(self.model.parameters())  # here: a lazy array belongs to the thread that made it
         self.is_batchable = all(hasattr(c, "merge") for c in make_prompt_cache(self.model))
         self.vocabulary = self.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        self.tokens = vocabulary_of(self.model)
         self.context = context_tokens(trained.base)
 
     def load_default(self) -> None:
@@ -160,133 +122,62 @@ class Answers(ResponseGenerator):
 
     def generate(
         self,
-        request: CompletionRequest,
+        request: Asked,
         generation_args: GenerationArguments,
         progress_callback: Callable[[int, int], None] | None = None,
     ) -> tuple[GenerationContext, Iterator[Any]]:
+        """Raises Refused for a request that mlx-lm cannot read, or where its thread has died."""
         one = ModelDescription(model=DEFAULT, draft=DEFAULT, adapter=None)
-        most = self.room(request, generation_args)
-        context, responses = super().generate(
-            request,
-            dataclasses.replace(generation_args, model=one, max_tokens=most),
-            progress_callback,
-        )
-        return context, self.until_stopped(context, responses)
+        try:
+            context, responses = super().generate(
+                request, dataclasses.replace(generation_args, model=one), progress_callback
+            )
+        except Exception as error:
+            status = 400 if self.is_healthy else 503
+            reason = shortened(first_line(error))
+            raise Refused(status, f"the request cannot be answered ({reason})") from error
+        return context, self.until_stopped(request, context, responses)
 
-    def room(self, request: CompletionRequest, arguments: GenerationArguments) -> int:
-        """The most tokens of an answer. Raises ValueError for a prompt that leaves none."""
-        tokens = len(prompt_of(self.model_provider.tokenizer, request, arguments))
+    def room(self, request: CompletionRequest, given: dict[str, Any], wanted: int) -> int:
+        """The most tokens of an answer, of those `wanted`. Raises Refused where there is none.
+
+        given: what the template is given beside the messages.
+        """
         most = self.model_provider.context
-        if not tokens:
-            raise ValueError("the prompt has no tokens")
-        if most is None:
-            return arguments.max_tokens
-        if tokens >= most:
-            raise ValueError(f"the prompt has {tokens} tokens; the model takes {most}")
-        return min(arguments.max_tokens, most - tokens)
+        try:
+            provider = self.model_provider
+            ids = admission.prompt_ids(provider.tokenizer, request, given, most)
+            check_ids(ids, provider.tokens, provider.tokenizer, "the prompt")
+        except (ValueError, UserError) as error:
+            raise Refused(400, shortened(first_line(error))) from error
+        except Exception as error:  # templates and tokenizers raise what they like
+            reason = shortened(first_line(error))
+            raise Refused(400, f"the prompt cannot be read ({reason})") from error
+        return wanted if most is None else min(wanted, most - len(ids))
 
-    def until_stopped(self, context: GenerationContext, responses: Iterator[Any]) -> Iterator[Any]:
+    def until_stopped(
+        self, request: Asked, context: GenerationContext, responses: Iterator[Any]
+    ) -> Iterator[Any]:
+        """The responses, while the server goes on and the client is there."""
         for response in responses:
             if self.is_stopping:
                 context.stop()
+            elif wire.has_left(request.connection):
+                context.stop()  # nothing more will come
+                raise ConnectionAbortedError
             yield response
-
-
-class Handler(APIHandler):
-    """mlx-lm's, for the requests that may be answered."""
-
-    response_generator: Answers
-    server: Server
-    server_version = f"your_ai/{__version__}"
-
-    def parse_request(self) -> bool:
-        if not super().parse_request():
-            return False
-        origin = self.headers.get("Origin")
-        allowed = self.response_generator.cli_args.allowed_origins
-        if origin is not None and origin not in allowed:
-            self.refuse(403, f"pages of {origin} may not use this server")
-            return False
-        host = self.headers.get("Host", "")
-        if self.server.is_local and not is_own(host_of(host)):
-            self.refuse(403, f"{host} is not a name of this machine")
-            return False
-        return True
-
-    def do_POST(self) -> None:
-        size = self.headers.get("Content-Length", "")
-        if size.isdecimal() and int(size) > BODY_BYTES:
-            self.refuse(413, f"a request may have {BODY_BYTES} bytes")
-            return
-        try:
-            super().do_POST()
-        except (UnicodeDecodeError, RecursionError):  # of its body, which is read first
-            self.refuse(400, "the request is no JSON that can be read")
-
-    def validate_model_parameters(self) -> None:
-        check_body(self.body, self.response_generator.model_provider.vocabulary)
-        super().validate_model_parameters()
-        if not (self.stream_options or {}).get("include_usage"):
-            self.stream_options = None  # mlx-lm needs that key, where there are any
-
-    def handle_chat_completions(self) -> CompletionRequest:
-        """mlx-lm would fetch the images that a request names."""
-        messages = self.body.get("messages")
-        for message in messages if isinstance(messages, list) else ():
-            content = message.get("content") if isinstance(message, dict) else None
-            for part in content if isinstance(content, list) else ():
-                if not isinstance(part, dict) or part.get("type") != "text":
-                    raise ValueError("content: this model takes text alone")
-        return super().handle_chat_completions()
-
-    def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
-        name = self.response_generator.model_provider.name
-        if self.requested_model not in (name, DEFAULT):
-            self.refuse(404, f"no model {self.requested_model} here; this server has {name}")
-        elif self.adapter is not None or self.requested_draft_model != DEFAULT:
-            self.refuse(404, f"this server has {name} alone, no other adapters or draft models")
-        else:
-            super().handle_completion(request, stop_words)
-
-    def handle_models_request(self) -> None:
-        name = self.response_generator.model_provider.name
-        model = {"id": name, "object": "model", "created": self.created, "owned_by": "your_ai"}
-        asked = self.path.split("?")[0].removeprefix("/v1/models").strip("/")
-        if not asked:
-            self.send_json(200, {"object": "list", "data": [model]})
-        elif asked == name:
-            self.send_json(200, model)
-        else:
-            self.refuse(404, f"no model {asked} here; this server has {name}")
-
-    def refuse(self, status: int, message: str) -> None:
-        """In OpenAI's form, so that its clients show the message."""
-        kind = {"message": message, "type": "invalid_request_error"}
-        self.send_json(status, {"error": kind})
-
-    def send_json(self, status: int, value: dict[str, Any]) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        origin = self.headers.get("Origin")
-        if origin is not None and origin in self.response_generator.cli_args.allowed_origins:
-            self.send_header("Access-Control-Allow-Origin", origin)
-            self.send_header("Vary", "Origin")
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        logging.info(format, *args)
 
 
 class Server(ThreadingHTTPServer):
     """Listens from the start; answers once it is given `answers`."""
 
     answers: Answers
+    request_queue_size = wire.CONNECTIONS
 
     def __init__(self, host: str, port: int) -> None:
-        self.is_local = is_loopback(host)
+        self.is_local = wire.is_loopback(host)
+        self.bodies = wire.Allowance(wire.BODIES_BYTES)
+        self.connections = threading.BoundedSemaphore(wire.CONNECTIONS)
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, address = found[0]
         super().__init__(address, Handler)
@@ -295,6 +186,26 @@ class Server(ThreadingHTTPServer):
         """As HTTPServer has it, without a look-up of the host's name, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self.connections.acquire(blocking=False):
+            try:
+                super().process_request(request, client_address)
+            except BaseException:
+                self.connections.release()
+                raise
+            return
+        with contextlib.suppress(OSError):
+            request.setblocking(False)
+            request.send(BUSY)
+            request.recv(1 << 16)  # what is left unread would take the answer with it
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.connections.release()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         handler = functools.partial(Handler, system_fingerprint=f"your_ai-{__version__}")
@@ -362,4 +273,4 @@ class LogLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if not logging.getLogger().isEnabledFor(logging.DEBUG):
             record.exc_info = record.exc_text = None
-        return for_terminal(super().format(record))
+        return shortened(printable(super().format(record)), LOG_CHARACTERS)

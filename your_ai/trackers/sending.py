@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shlex
-import sys
 import threading
 import time
 from collections import deque
 
+from your_ai.console import echo
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 from your_ai.trackers.rows import Figures, Progress, Row, after
@@ -107,5 +107,4 @@ def line(text: str) -> str:
 def say(text: str) -> None:
     """One line into trackers.log, which this process' output is."""
     with contextlib.suppress(OSError, ValueError):
-        sys.stdout.write(line(text))
-        sys.stdout.flush()
+        echo(line(text), nl=False)

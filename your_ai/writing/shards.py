@@ -17,7 +17,6 @@ import errno
 import glob
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -33,10 +32,11 @@ from mlx_lm import utils as mlx_lm_utils
 from your_ai.budget import limit_of, python_bytes
 from your_ai.errors import RunError, UserError, lacked_memory
 from your_ai.files import sha256, sync
+from your_ai.foreign import leaves
 from your_ai.hub.check import check_model
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.facts import SIZES, entries_of
+from your_ai.memory.facts import entries_of
 from your_ai.memory.plan import rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.model import first_line, load_tokenizer_of, positions_of
@@ -153,7 +153,7 @@ def cut(sizes: dict[str, int]) -> dict[str, list[str]]:
 
 def read_bytes(source: Path, arrays: dict[str, mx.array]) -> dict[str, int]:
     """What is held to read each array of a model's files: itself, and what it is made of."""
-    entries = {e.shape: math.prod(e.shape) * SIZES.get(e.kind, 1) for e in entries_of(source)}
+    entries = {e.shape: e.end - e.start for e in entries_of(source)}
     found = {}
     for name, array in arrays.items():
         found[name] = array.nbytes
@@ -237,7 +237,8 @@ def finish(
     save_tokenizer(tokenizer, folder)
     for pattern in ("*.py", "generation_config.json"):
         for path in source.glob(pattern):
-            shutil.copy(path, folder)
+            if path.is_file() and not leaves(path, source):
+                shutil.copy(path, folder)
     if lazy.card is None:
         mlx_lm_utils.create_model_card(folder, None)
     else:

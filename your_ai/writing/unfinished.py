@@ -19,6 +19,7 @@ from typing import Any
 
 from your_ai.errors import UserError
 from your_ai.files import sha256, sync
+from your_ai.foreign import JSON_BYTES, is_hash, name_fault, parse_json, read_bytes
 from your_ai.memory.plan import rounded_up
 from your_ai.memory.sample import in_gb
 
@@ -103,10 +104,11 @@ def try_to_lock(folder: Path) -> int | None:
 def read_record(path: Path) -> dict[str, Any]:
     """The record of a folder that is, or becomes, a model; empty where there is none."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(record, dict) and isinstance(record["shards"], dict):
+        record = parse_json(read_bytes(path, JSON_BYTES))
+        shards = record["shards"]
+        if all(name_fault(name) is None and is_hash(sha) for name, sha in shards.items()):
             return record
-    except (OSError, ValueError, LookupError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, UserError):
         pass
     return {"shards": {}}
 
@@ -125,14 +127,18 @@ def finished_shards(path: Path, key: str) -> dict[str, str]:
     """
     work, record = path.parent, read_record(path)
     found = record["shards"] if record.get("key") == key else {}
-    whole = {n: s for n, s in found.items() if (work / n).is_file() and sha256(work / n) == s}
+    whole = {n: s for n, s in found.items() if is_own(work / n) and sha256(work / n) == s}
     kept = {*whole, path.name} if whole else set()
     for other in work.iterdir():
-        if other.is_dir():
+        if other.is_dir() and not other.is_symlink():
             shutil.rmtree(other)
         elif other.name not in kept:
             other.unlink()
     return whole
+
+
+def is_own(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def check_disk(target: Path, needed_bytes: int) -> None:

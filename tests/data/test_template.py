@@ -1,0 +1,106 @@
+"""Templates that come with a model and are not to be trusted."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+import time
+
+import pytest
+
+from tests.conftest import DEMO_FOLDER
+from your_ai.data import template
+from your_ai.data.template import Refused, render
+from your_ai.errors import UserError
+from your_ai.model import load_tokenizer_of
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+ROOM = 200_000_000
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The error of rendering with a template."""
+    tokenizer = load_tokenizer_of(DEMO_FOLDER)
+
+    def tell(text: str, seconds: float = 20.0, **options) -> str:
+        monkeypatch.setattr(template, "SECONDS", seconds)
+        with pytest.raises(UserError, match=r"^rows:3: ") as caught:
+            render(tokenizer, MESSAGES, "rows:3", ROOM, chat_template=text, **options)
+        assert len(str(caught.value)) < 500
+        return str(caught.value)
+
+    return tell
+
+
+LOOPS = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}"
+    "{% endfor %}{% endfor %}",
+    "a power, when it is compiled": "{{ 9**(9**9) }}",
+    "a power, when it runs": "{% set n = 9 %}{{ n**(n**n) }}",
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_template_without_end_is_ended(told, name):
+    began = time.monotonic()
+    assert "takes more than 0.3 s" in told(LOOPS[name], 0.3)
+    assert time.monotonic() - began < 5
+
+
+BOMBS = {
+    "a product": "{{ 'a' * 10**10 }}",
+    "a width": "{{ '%9999999999d' % 1 }}",
+    "doubling": "{% set n = namespace(s='ab') %}{% for i in range(60) %}"
+    "{% set n.s = n.s + n.s %}{% endfor %}",
+}
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="macOS does not limit address space")
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_that_grows_without_end_is_ended(told, name):
+    assert "takes more than 200 MB" in told(BOMBS[name])
+
+
+def test_what_a_template_raises_is_one_short_line(told):
+    text = told("{{ raise_exception('no\n' ~ 'x' * 9999) }}")
+    assert "refuses it (no xxx" in text
+    assert "\n" not in text
+    for other in ("{% if %}", "{{ messages[9].content.x.y }}", "{{ ''.__class__.__mro__ }}",
+                  "{% for i in range(10**9) %}{% endfor %}", "{{ " + "(" * 5000 + " }}",
+                  "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"):  # fmt: skip
+        assert "refuses it" in told(other)
+
+
+def test_a_template_of_a_megabyte_is_not_compiled(told):
+    assert "1,000,002 characters" in told("{##}" + "x" * 999_998)
+
+
+def test_a_text_that_is_too_long_is_refused(told):
+    assert "makes 5,000 characters" in told("{{ 'a' * 5000 }}", most_characters=4999)
+
+
+def test_limits_are_as_before_when_it_is_done(monkeypatch):
+    tokenizer = load_tokenizer_of(DEMO_FOLDER)
+    before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
+    others, _ = signal.setitimer(signal.ITIMER_REAL, 100)  # as a test runner's own
+    try:
+        assert "Hi" in render(tokenizer, MESSAGES, "rows:3", ROOM)
+        with pytest.raises(Refused):
+            render(tokenizer, MESSAGES, "rows:3", ROOM, chat_template="{{ raise_exception('x') }}")
+        assert 90 < signal.getitimer(signal.ITIMER_REAL)[0] <= 100
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, others)
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)) == before
+
+
+def test_another_thread_renders_too():
+    tokenizer = load_tokenizer_of(DEMO_FOLDER)
+    found: list[str] = []
+    thread = threading.Thread(
+        target=lambda: found.append(render(tokenizer, MESSAGES, "rows:3", ROOM))
+    )
+    thread.start()
+    thread.join()
+    assert "Hi" in found[0]

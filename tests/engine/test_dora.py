@@ -1,0 +1,226 @@
+"""DoRA under each plan: the gradients of mlx-lm's layers in the memory of LoRA."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from tests.conftest import make_model
+from tests.engine.test_compiled import Made, short_batches
+from tests.engine.test_fused import encode, engine_loss, load, relative_error
+from your_ai import dora, model
+from your_ai.data.batches import plan_steps
+from your_ai.dora import row_norms
+from your_ai.engine.build import build_engine
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.prefix import MemoryStore
+from your_ai.engine.weights import tensors_of
+from your_ai.optimizer import build_optimizer, make_update
+
+PLANS = ("fused", "staged", "streamed")
+WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+MORE_BYTES = 8 << 20  # than LoRA; a weight of the wide model takes 11.5 MB dequantized
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], Path]:
+    """A model of wide layers, by bits."""
+    place, made = tmp_path_factory.mktemp("wide"), {}
+
+    def make(bits: int | None) -> Path:
+        if bits not in made:
+            made[bits] = make_model(place / f"{bits}", "llama", bits, **WIDE)
+        return made[bits]
+
+    return make
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., Any]:
+    """(the model, its engine and batches) as a run has them."""
+
+    def make(path: Path, plan: str, cached: bool = False, **settings: Any):
+        settings = {"use_dora": True, "lora_layers": "all", **settings}
+        tensors = tensors_of(model.load_network(path, mx.float32)[0], path)
+        network, tokenizer, adapters = load(path, **settings)
+        dequantize_on_the_cpu(network)
+        make_store = (lambda _: MemoryStore()) if cached else None
+        keys = adapters.dropout_keys
+        built = build_engine(network, keys, plan, tensors=tensors, make_store=make_store)
+        assert built.plan == plan
+        return network, Made(built.engine, short_batches(tokenizer, tmp_path))
+
+    return make
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The layers whose norms are computed from here on."""
+    found: list[Any] = []
+
+    def counted(linear: Any, *args: Any, **options: Any) -> mx.array:
+        found.append(linear)
+        return row_norms(linear, *args, **options)
+
+    monkeypatch.setattr(dora, "row_norms", counted)
+    return found
+
+
+def step(made: Made) -> tuple[float, Any]:
+    loss, total = 0.0, None
+    for batch in made.batches:
+        part, grads = made.engine.gradients(batch, 1.0, 3)
+        total = grads if total is None else tree_map(mx.add, total, grads)
+        mx.eval(part, total)
+        loss += part.item()
+    return loss, total
+
+
+# -- exactness
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("architecture", "bits", "dropout"),
+    [("qwen2", 4, 0.0), ("qwen2", None, 0.2), ("mistral", 8, 0.2)],
+)
+def test_gradients_are_those_of_mlx_lms_layers(
+    tmp_path, monkeypatch, architecture, bits, dropout, plan
+):
+    folder = make_model(tmp_path / "m", architecture, bits)
+    settings = {"use_dora": True, "lora_dropout": dropout}
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "put_dora", lambda network: None)
+        theirs, tokenizer, adapters = load(folder, **settings)
+    examples = encode(tokenizer, tmp_path)
+    ours, _, our_adapters = load(folder, **settings)
+    model.set_adapters(ours, model.adapter_arrays(theirs))
+    expected, expected_grads = engine_loss(theirs, adapters, examples, seed=3)
+
+    dequantize_on_the_cpu(ours)
+    tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
+    engine = build_engine(ours, our_adapters.dropout_keys, plan, tensors=tensors).engine
+    batches = plan_steps(examples, 2, 5, seed=0).batches_of(0)
+    weight = sum(batch.weight for batch in batches)
+    loss, total = 0.0, None
+    for batch in batches:
+        part, grads = engine.gradients(batch, 1 / weight, 3)
+        loss += part.item() / weight
+        total = grads if total is None else tree_map(mx.add, total, grads)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    grads = dict(tree_flatten(total))
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6])
+@pytest.mark.parametrize("plan", PLANS)
+def test_bits_that_do_not_divide_32_are_trained(tmp_path, made, plan, bits):
+    folder = make_model(tmp_path / "m", "llama", bits)
+    expected, expected_grads = step(made(folder, "fused")[1])
+    _, engine = made(folder, plan)
+    loss, grads = step(engine)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    grads, expected_grads = dict(tree_flatten(grads)), dict(tree_flatten(expected_grads))
+    for name, grad in grads.items():
+        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+
+
+# -- norms
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_norms_are_computed_once_between_two_updates(tiny_model, made, computed, plan, cached):
+    """However many micro-batches there are, and evaluations; once all is compiled."""
+    settings = {"lora_layers": 2} if cached else {}
+    network, engine = made(tiny_model, plan, cached, **settings)
+    layers = len([name for name in model.adapter_arrays(network) if name.endswith(".m")])
+    update = make_update(
+        network, build_optimizer(model.TrainConfig(), network.trainable_parameters())
+    )
+    assert len(engine.batches) > 1
+    for count in range(3):
+        computed.clear()
+        _, grads = step(engine)
+        for batch in engine.batches:
+            mx.eval(engine.engine.loss(batch), engine.engine.predictions(batch))
+        mx.eval(network(mx.array([[3, 1, 2, 0]])))
+        assert len(computed) == layers or count == 0  # when they are traced
+        update(grads, 1.0, 1e-2)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_norms_are_of_the_adapter_after_each_update(tiny_model, made, monkeypatch, plan):
+    """As if they were computed whenever they are used."""
+
+    def run() -> list[float]:
+        network, engine = made(tiny_model, plan)
+        parameters = network.trainable_parameters()
+        update = make_update(network, build_optimizer(model.TrainConfig(), parameters))
+        losses = []
+        for _ in range(4):
+            loss, grads = step(engine)
+            update(grads, 1.0, 3e-2)
+            alone = sum(engine.engine.loss(batch).item() for batch in engine.batches)
+            losses += [loss, alone, network(mx.array([[3, 1, 2, 0]])).sum().item()]
+        return losses
+
+    kept = run()
+    monkeypatch.setattr(dora.Kept, "of", lambda self, *adapter: None)
+    assert run() == kept
+    assert len(set(kept)) > 8
+
+
+# -- memory
+
+
+def held(made: Made) -> int:
+    """What two steps and an evaluation hold at most."""
+    gc.collect()
+    mx.reset_peak_memory()
+    for _ in range(2):
+        grads = step(made)
+        del grads
+    mx.eval(made.engine.loss(made.batches[0]), made.engine.predictions(made.batches[0]))
+    return mx.get_peak_memory()
+
+
+@pytest.mark.parametrize("bits", [4, None])
+@pytest.mark.parametrize("plan", PLANS)
+def test_little_more_is_held_than_for_lora(wide, made, plan, bits):
+    """From loading the model on."""
+    peaks = []
+    for use_dora in (False, True):
+        gc.collect()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        network, engine = made(wide(bits), plan, use_dora=use_dora)
+        peaks.append(held(engine) - before)
+        del network, engine
+    assert peaks[1] < peaks[0] + MORE_BYTES
+
+
+def test_a_streamed_model_holds_no_frozen_weight(tmp_path, made, tiny_model):
+    folder = make_model(tmp_path / "m", "llama", None, num_hidden_layers=6)
+    before = mx.get_active_memory()
+    network, engine = made(folder, "streamed", lora_rank=1)
+    step(engine)
+    mx.eval(network(mx.array([[3, 1, 2, 0]])))
+    gc.collect()
+    whole = (folder / "model.safetensors").stat().st_size
+    assert mx.get_active_memory() - before < whole / 4

@@ -1,0 +1,106 @@
+"""A few of the random runs of tests/budget.py, which has many more: none above its limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.budget import ROOT, Case, case_of, run_case, told
+
+# Coefficients of the estimates multiplied before the training process uses them.
+FALSIFIED = """
+import importlib.util, sys
+
+class Falsify:
+    def find_spec(self, name, path, target=None):
+        if name != "your_ai.memory.estimate":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            names = ("FUSED", "FORWARD", "FORWARD_LORA", "BACKWARD", "HEAD")
+            for table in (getattr(module, name) for name in names):
+                table.update({key: FACTOR * value for key, value in table.items()})
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Falsify())
+"""
+SMALL = Case(
+    seed=5,
+    architecture="qwen2",
+    bits=4,
+    model={
+        "hidden_size": 128,
+        "num_hidden_layers": 8,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 4000,
+    },
+    words=(100, 90, 60, 20, 8, 2, 95, 100),
+    pairs=False,
+    flags=(
+        *("--max-steps", "3", "--batch-size", "4", "--lora-targets", "all-linear"),
+        *("--lora-layers", "all", "--eval-every", "0"),
+    ),
+    room=1.0,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [304, 316, 322])
+def test_a_random_run_stays_under_its_limit(seed, tmp_path):
+    found = run_case(case_of(seed), tmp_path)
+    assert not found.fault, told(found)
+    assert found.samples > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [0.2, 3.0])
+def test_with_false_coefficients_the_plan_is_that_of_the_true_ones(factor, tmp_path):
+    false, true = (
+        run_case(SMALL, tmp_path / str(each), f"FACTOR = {each}\n{FALSIFIED}", limit_gb=0.3)
+        for each in (factor, 1.0)
+    )
+    assert not false.fault, told(false)
+    assert false.plans[-1] == true.plans[-1]
+
+
+def test_a_seed_is_one_case():
+    assert case_of(7) == case_of(7)
+    assert dataclasses.asdict(case_of(7)) != dataclasses.asdict(case_of(8))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_under_a_near_limit_measures_once(tmp_path):
+    before = f"FACTOR = 0.2\n{FALSIFIED}"
+    assert not run_case(SMALL, tmp_path, before, limit_gb=2).fault
+    command = [sys.executable, "-m", "your_ai", "train", "--resume", "r"]
+    environment = os.environ | {
+        "YOUR_AI_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "site")]),
+    }
+    done = subprocess.run(
+        [*command, "--max-steps", "4", "--max-memory", "0.3"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "runs" / "r" / "events.jsonl").read_text().splitlines()
+    shapes = [
+        (event["engine"], event["rows"], event["tokens"])
+        for event in map(json.loads, lines)
+        if event["event"] == "measured"
+    ]
+    assert shapes
+    assert len(set(shapes)) == len(shapes)

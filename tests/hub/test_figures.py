@@ -1,0 +1,189 @@
+"""Figures of a config.json: every honest one passes, and no other is used."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import EXTRA, SMALL
+from your_ai.errors import UserError
+from your_ai.foreign import Entry
+from your_ai.hub.figures import MOST_BLOCKS, REAL, WHOLE, check_figures
+from your_ai.hub.registry import config_of, known
+
+PATH = Path("config.json")
+LLAMA = {"model_type": "llama", **SMALL}
+# The odd parts of published configurations.
+HONEST = {
+    "null": {"head_dim": None, "num_key_value_heads": None, "rope_scaling": None, "n_inner": None},
+    "openelm": {"num_query_heads": [12, 16], "num_kv_heads": [3, 4], "ffn_multipliers": [0.5, 4]},
+    "hunyuan": {"moe_intermediate_size": [3072, 3072], "moe_topk": [8, 8], "num_experts": [64]},
+    "gemma3n": {"intermediate_size": [8192] * 30, "hidden_size_per_layer_input": 256},
+    "llama3.1": {"rope_scaling": {"factor": 8.0, "rope_type": "llama3", "low_freq_factor": 1.0}},
+    "phi3 long": {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2]}},
+    "deepseek": {
+        "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0},
+        "kv_lora_rank": 512,
+    },
+    "mamba": {"time_step_limit": [0.0, math.inf], "time_step_rank": "auto", "state_size": 16},
+    "large base": {"rope_theta": 1e11, "rope_local_base_freq": 10000},
+    "base of each block": {"rope_theta": [10000.0, 5e6]},
+    "by attention": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    },
+    "mixed bits": {
+        "quantization": {
+            "group_size": 64,
+            "bits": 4,
+            "mode": "affine",
+            "lm_head": False,
+            "model.layers.0.mlp.down_proj": {"group_size": 32, "bits": 8},
+        }
+    },
+    "gptq": {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": -1}},
+    "fp8": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    "mxfp4": {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["a"]}},
+    "bitsandbytes": {"quantization_config": {"load_in_4bit": True, "llm_int8_threshold": 6.0}},
+    "vision": {"text_config": dict(LLAMA), "vision_config": {"hidden_size": 1152, "depths": [2]}},
+    "code beside": {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}},
+    "text wrapper": {"llm_config": {"hidden_size": 64}, "text_config": {}},
+    "no experts": {"num_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 0},
+    "no window": {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28},
+    "minus one": {"pad_token_id": -1, "num_logits_to_keep": -1, "attn_window_size": -1},
+    "long": {"max_position_embeddings": 10_485_760, "model_max_length": 10**30},
+}
+
+
+@pytest.mark.parametrize("alias", list(known()))
+def test_the_models_of_the_registry_pass(alias):
+    check_figures(PATH, config_of(known()[alias]))
+
+
+@pytest.mark.parametrize("architecture", EXTRA)
+def test_the_architectures_of_the_tests_pass(architecture):
+    kind = architecture.removesuffix("-untied").removesuffix("-tied")
+    check_figures(PATH, {"model_type": kind, **SMALL, **EXTRA[architecture]})
+
+
+@pytest.mark.parametrize("what", HONEST)
+def test_odd_parts_of_published_models_pass(what):
+    check_figures(PATH, LLAMA | HONEST[what])
+
+
+WRONG = [
+    ("num_hidden_layers", 100_000_000),
+    ("num_hidden_layers", 0),
+    ("num_hidden_layers", [3]),
+    ("num_hidden_layers", "3"),
+    ("num_hidden_layers", True),
+    ("hidden_size", -64),
+    ("hidden_size", 64.0),
+    ("hidden_size", math.nan),
+    ("hidden_size", 1 << 40),
+    ("hidden_size", {"a": 64}),
+    ("vocab_size", 0),
+    ("vocab_size", 10**100),
+    ("num_attention_heads", 0),
+    ("num_attention_heads", 3),
+    ("num_key_value_heads", 3),
+    ("num_key_value_heads", -1),
+    ("intermediate_size", [64, -1]),
+    ("num_experts", 1 << 30),
+    ("rope_theta", 0),
+    ("rope_theta", -1.0),
+    ("rope_theta", math.inf),
+    ("rope_theta", "10000"),
+    ("rms_norm_eps", math.nan),
+    ("rms_norm_eps", -1),
+    ("rope_scaling", []),
+    ("rope_scaling", {"factor": 0}),
+    ("rope_scaling", {"factor": -math.inf}),
+    ("rope_scaling", {"long_factor": [1.0, math.nan]}),
+    ("rope_parameters", {"full_attention": {"rope_theta": -1}}),
+    ("quantization", []),
+    ("quantization", {"bits": 0, "group_size": 64}),
+    ("quantization", {"bits": 4.5, "group_size": 64}),
+    ("quantization", {"bits": 4, "group_size": 1 << 40}),
+    ("quantization", {"bits": 4, "group_size": 64, "lm_head": {"bits": 10**9}}),
+    ("quantization_config", "4bit"),
+    ("text_config", []),
+    ("text_config", {"num_hidden_layers": 10**9}),
+    ("ssm_state_size", 1 << 60),
+    ("num_anything", math.inf),
+    ("model_type", "../../x"),
+    ("model_type", ""),
+    ("model_type", None),
+    ("model_file", "code.py"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG, ids=range(len(WRONG)))
+def test_a_figure_that_no_model_has_is_refused_by_its_key(key, value):
+    with pytest.raises(UserError) as caught:
+        check_figures(PATH, LLAMA | {"head_dim": None} | {key: value})
+    text = str(caught.value)
+    assert text.startswith("config.json: ")
+    assert key in text or "num_" in key
+    assert len(text) < 300
+
+
+def entries(*names: str) -> list[Entry]:
+    return [Entry(name, "F32", (4,)) for name in names]
+
+
+def test_far_more_blocks_than_the_files_have_are_refused():
+    with pytest.raises(UserError, match="num_hidden_layers 1000: the model's files have 3 blocks"):
+        check_figures(PATH, LLAMA | {"num_hidden_layers": 1000}, entries("model.layers.2.a.weight"))
+
+
+def test_blocks_without_weights_of_their_own_pass():
+    check_figures(PATH, LLAMA | {"num_hidden_layers": 8}, entries("model.layers.3.a.weight"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"model.layers.{MOST_BLOCKS + 1}.a.weight",
+        f"model.layers.{'9' * 5000}.a.weight",
+        f"model.layers.0.experts.{10**9}.weight",
+    ],
+    ids=range(3),
+)
+def test_a_tensor_of_a_block_that_no_model_has_is_refused(name):
+    with pytest.raises(UserError, match=r"has a tensor model\.layers"):
+        check_figures(PATH, LLAMA, entries(name))
+
+
+SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+JSON = st.recursive(
+    SCALAR,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=9,
+)
+KEYS = [*WHOLE, *REAL, "quantization", "quantization_config", "rope_scaling", "rope_parameters"]
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(st.sampled_from([*KEYS, "text_config", "n_odd_size", "model_type"]), JSON))
+def test_whatever_a_config_says_its_figures_are_within_their_bounds(config):
+    config = json.loads(json.dumps({"model_type": "llama", **config}))
+    try:
+        check_figures(PATH, config)
+    except UserError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+        return
+    for key, (least, most) in WHOLE.items():
+        if isinstance(config.get(key), int | float | str):
+            assert type(config[key]) is int
+            assert least <= config[key] <= most
+    for key in REAL:
+        if isinstance(config.get(key), int | float | str):
+            assert math.isfinite(config[key])

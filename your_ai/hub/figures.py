@@ -1,0 +1,197 @@
+"""The figures of a config.json, checked before anything is built or estimated from them.
+
+The bounds are far above any published model. They exist so that a figure that is wrong, or
+meant to do harm, ends in one line and not in a machine without memory.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from your_ai.errors import UserError
+from your_ai.foreign import BLOCK, EXPERT, Entry
+from your_ai.text import shown
+
+MOST_BLOCKS = 1024
+MOST_EXPERTS = 100_000
+MOST_WIDTH = 1 << 20
+MOST_VOCABULARY = 1 << 26
+MOST_SIZE = 1 << 31  # of any other size
+
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim")
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+SINGLE = (*LAYERS, *HIDDEN, *HEADS, "vocab_size")  # of which no architecture has a list
+# (least, most) of the whole numbers that decide how much is built, by their keys.
+WHOLE: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(LAYERS, (1, MOST_BLOCKS)),
+    **dict.fromkeys((*HIDDEN, *HEADS), (1, MOST_WIDTH)),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), (0, MOST_WIDTH)),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner"), (0, MOST_WIDTH)),
+    **dict.fromkeys(("head_dim", "kv_lora_rank", "q_lora_rank"), (0, MOST_WIDTH)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0, MOST_EXPERTS)),
+    "num_experts_per_tok": (0, MOST_EXPERTS),
+    "vocab_size": (1, MOST_VOCABULARY),
+}
+# (above, most) of the other numbers that what is computed depends on.
+REAL: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), (0.0, 1e18)),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), (-1e-12, 1e3)),
+    **dict.fromkeys(("norm_eps", "norm_epsilon"), (-1e-12, 1e3)),
+    "partial_rotary_factor": (-1e-12, 1e3),
+    "max_position_embeddings": (-1e-12, 1e12),
+}
+SIZE = re.compile(r"(?:num|n)_.*|.*_(?:size|dim|rank|layers|heads|experts|width|depth|window)")
+ROPE = ("rope_scaling", "rope_parameters")
+ROPE_ABOVE_ZERO = ("factor", "rope_theta", "original_max_position_embeddings")
+PARTS = ("text_config", "language_config", "llm_config")  # with the text model's own figures
+MOST_BITS, MOST_GROUP = 32, 1 << 16
+# mlx-lm divides the width by the heads where these do not say `head_dim`.
+DIVIDED = ("llama", "mistral", "qwen2", "smollm3", "phi3")
+MODEL_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+PARTS_DEEP = 2
+
+
+def check_figures(
+    path: Path, config: dict[str, Any], entries: Iterable[Entry] | None = None
+) -> None:
+    """Raise UserError, which names the file and the key, for figures that no model has.
+
+    entries: the model's tensors, where they are known, with which its figures are compared.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise UserError(f"{path}: has no model_type; is it a language model?")
+    if not MODEL_TYPE.fullmatch(kind):
+        raise UserError(f"{path}: model_type {shown(kind)}: is no name of an architecture")
+    code = config.get("model_file")
+    if code is not None:
+        raise UserError(
+            f"{path}: model_file {shown(code)}: the model is Python code of its own, which "
+            "your_ai never runs; use a model that mlx-lm has code for"
+        )
+    check_part(path, config, "")
+    for name in PARTS:
+        part = config.get(name)
+        if part is not None and not isinstance(part, dict):
+            raise wrong(path, name, part, "an object")
+        if part is not None:
+            check_part(path, part, f"{name}.")
+    if entries is not None:
+        check_tensors(path, config, entries)
+
+
+def check_part(path: Path, config: dict[str, Any], at: str) -> None:
+    """The figures of one object of a config.json; at: `text_config.`, for messages."""
+    for key, value in config.items():
+        if key in WHOLE:
+            least, most = WHOLE[key]
+            for number in [value] if key in SINGLE and value is not None else flat(value):
+                if type(number) is not int or not least <= number <= most:
+                    raise wrong(path, at + key, number, f"a whole number from {least} to {most}")
+        elif key in REAL:
+            above, most = REAL[key]
+            for number in flat(value):
+                if not is_number(number) or not above < number <= most:
+                    raise wrong(path, at + key, number, f"a number above 0, at most {most:g}")
+        elif SIZE.fullmatch(key):
+            for number in flat(value):
+                if isinstance(number, int | float) and not abs(number) <= MOST_SIZE:
+                    raise wrong(path, at + key, number, f"at most {MOST_SIZE}")
+        elif key in ROPE and value is not None:
+            check_rope(path, at + key, value)
+        elif key in ("quantization", "quantization_config") and value is not None:
+            check_quantization(path, at + key, value)
+    check_heads(path, config, at)
+
+
+def flat(value: Any) -> list[Any]:
+    """The figures of a key: its value, or those of a list or an object; null is none.
+
+    Some architectures give a figure for each block, or for each kind of block.
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
+    values = value if isinstance(value, list) else [value]
+    return [number for number in values if number is not None]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a foreign value is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) or math.isfinite(value)
+
+
+def check_rope(path: Path, key: str, value: Any, deep: int = 0) -> None:
+    if not isinstance(value, dict):
+        raise wrong(path, key, value, "an object")
+    for name, number in value.items():
+        at = f"{key}.{shown(name)}"
+        if isinstance(number, dict) and deep < PARTS_DEEP:
+            check_rope(path, at, number, deep + 1)
+            continue
+        for found in flat(number):
+            if isinstance(found, bool) or not isinstance(found, int | float):
+                continue
+            if not is_number(found) or not abs(found) <= 1e18:
+                raise wrong(path, at, found, "a finite number")
+            if name in ROPE_ABOVE_ZERO and found <= 0:
+                raise wrong(path, at, found, "a number above 0")
+
+
+def check_quantization(path: Path, key: str, value: Any) -> None:
+    """Of a whole model, and of each layer that has its own."""
+    if not isinstance(value, dict):
+        raise wrong(path, key, value, "an object")
+    for part in (value, *(inner for inner in value.values() if isinstance(inner, dict))):
+        bits, group = part.get("bits"), part.get("group_size")
+        if bits is not None and (type(bits) is not int or not 1 <= bits <= MOST_BITS):
+            raise wrong(path, f"{key}.bits", bits, f"a whole number from 1 to {MOST_BITS}")
+        least = 1 if key.endswith("quantization") else -1  # others write -1 for a whole row
+        if group is not None and (type(group) is not int or not least <= group <= MOST_GROUP):
+            raise wrong(path, f"{key}.group_size", group, f"a whole number up to {MOST_GROUP}")
+
+
+def check_heads(path: Path, config: dict[str, Any], at: str) -> None:
+    """Raise UserError where an architecture would divide its figures and cannot."""
+    if config.get("model_type") not in DIVIDED:
+        return
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    keys = config.get("num_key_value_heads")
+    both = isinstance(hidden, int) and isinstance(heads, int)
+    if both and not config.get("head_dim") and hidden % heads:
+        raise wrong(path, f"{at}num_attention_heads", heads, f"a divisor of {hidden}")
+    if isinstance(heads, int) and isinstance(keys, int) and (keys == 0 or heads % keys):
+        raise wrong(path, f"{at}num_key_value_heads", keys, f"a divisor of {heads}")
+
+
+def check_tensors(path: Path, config: dict[str, Any], entries: Iterable[Entry]) -> None:
+    """Raise UserError where the files have far fewer blocks than the configuration says.
+
+    Some architectures use a block more than once, or have blocks without weights: their files
+    may have fewer, and mlx-lm finds out which tensor is missing.
+    """
+    blocks = 0
+    for entry in entries:
+        for pattern, most in ((BLOCK, MOST_BLOCKS), (EXPERT, MOST_EXPERTS)):
+            match = pattern.search(entry.name)
+            if match is None:
+                continue
+            if len(match[1]) > len(str(most)) or int(match[1]) > most:
+                raise UserError(f"{path.parent}: has a tensor {shown(entry.name)}; is it damaged?")
+            if pattern is BLOCK:
+                blocks = max(blocks, int(match[1]) + 1)
+    text = next((config[name] for name in PARTS if isinstance(config.get(name), dict)), {})
+    for key in LAYERS:
+        told = text.get(key, config.get(key))
+        if isinstance(told, int) and blocks and told > 2 * blocks + 16:
+            raise UserError(f"{path}: {key} {told}: the model's files have {blocks} blocks")
+
+
+def wrong(path: Path, key: str, value: Any, wanted: str) -> UserError:
+    return UserError(f"{path}: {key} {shown(value)}: must be {wanted}")

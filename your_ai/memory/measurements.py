@@ -1,0 +1,64 @@
+"""The measurements of a model on this machine, kept in a file for its next run. No mlx here."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from your_ai.files import read_text
+from your_ai.memory.calibration import LEAST_RATIO, MOST_RATIO, Calibration, Measurement
+
+MOST_BYTES = 1 << 20  # of a file: one that is larger is not of ours
+
+
+def file_of(folder: Path, key: Iterable[str]) -> Path:
+    """Where the measurements are kept that depend on `key`."""
+    digest = hashlib.sha256("\n".join(key).encode()).hexdigest()
+    return folder / f"{digest[:32]}.json"
+
+
+def read(path: Path) -> Calibration:
+    """What was kept; an empty one where there is nothing, or nothing that can be believed."""
+    try:
+        content = json.loads(read_text(path, MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return Calibration()
+    return Calibration(tuple(believed(content if isinstance(content, list) else [])))
+
+
+def believed(entries: Iterable[Any]) -> Iterator[Measurement]:
+    """The entries that can be measurements."""
+    for entry in entries:
+        with contextlib.suppress(ValueError, TypeError):
+            yield measurement_of(entry)
+
+
+def measurement_of(entry: Any) -> Measurement:
+    """A measurement from a file. Raises ValueError for one that cannot be."""
+    found = Measurement(**entry)
+    counts = (found.rows, found.tokens, found.work_bytes)
+    whole = all(type(count) is int and 0 < count < 1 << 50 for count in counts)
+    if not (whole and type(found.ratio) is float and math.isfinite(found.ratio)):
+        raise ValueError("not a measurement")
+    if found.engine not in ("fused", "staged") or not LEAST_RATIO <= found.ratio <= MOST_RATIO:
+        raise ValueError("not a measurement")
+    return found
+
+
+def keep(path: Path, calibration: Calibration) -> None:
+    """Replace the file; where it cannot be written, the next run measures again."""
+    text = json.dumps([asdict(measured) for measured in calibration.measurements], indent=1)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.replace(temporary, path)

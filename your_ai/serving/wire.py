@@ -1,0 +1,238 @@
+"""HTTP requests as the server takes them: bounded in size and in time, and read in one way only.
+
+A request has one head, checked line by line before anything reads it, and one body of a length
+that it says in digits. A connection carries one request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import ipaddress
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email.message import Message
+from typing import IO
+from urllib.parse import urlsplit
+
+REQUEST_S = 8.0  # for a whole request, head and body
+ANSWER_S = 8.0  # for a client to take a piece of its answer
+LINGER_S = 1.0  # for the rest of a request that was refused before its end
+LINE_BYTES = 1 << 13
+HEAD_BYTES = 1 << 16
+HEADERS = 100
+BODY_BYTES = 1 << 24  # of a request: text alone
+BODIES_BYTES = 1 << 26  # of all the requests that are answered at once
+CONNECTIONS = 64  # at once
+
+REQUEST_LINE = re.compile(rb"[A-Z]{1,16} /[\x21-\x7e]* HTTP/1\.[01]")
+HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[\t\x20-\x7e\x80-\xff]*")
+ONCE = (b"host", b"origin", b"content-length", b"transfer-encoding", b"content-type", b"expect")
+DIGITS = re.compile(r"[0-9]{1,20}")
+HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
+LOCAL_NAMES = ("localhost",)
+LOCAL_ENDINGS = (".localhost", ".internal")  # which nobody can register
+
+
+class Refused(BaseException):
+    """A request that is not answered: the HTTP status, and why.
+
+    No Exception, since mlx-lm answers those in a form of its own.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+@dataclass(frozen=True)
+class Origins:
+    """The web pages that may use the server: those of this machine, and those named.
+
+    A container, as mlx-lm's handler asks it. `*` names every page.
+    """
+
+    named: tuple[str, ...] = ()
+
+    def __contains__(self, origin: object) -> bool:
+        named = "*" in self.named or origin in self.named
+        return named or (isinstance(origin, str) and is_loopback(host_of_origin(origin)))
+
+
+def host_of_origin(origin: str) -> str:
+    """The host of `http://host[:port]` as browsers write it; "" for anything else."""
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return ""
+    if parts.scheme not in ("http", "https") or origin != f"{parts.scheme}://{parts.netloc}":
+        return ""  # it has a path, a query or a spelling that no browser sends
+    return host_of(parts.netloc)
+
+
+def host_of(text: str) -> str:
+    """The host of `host[:port]` in lower case, without brackets; "" for anything else."""
+    found = HOST.fullmatch(text)
+    if found is None or int(found[3] or 0) > 65535:
+        return ""
+    return (found[1] or found[2]).lower()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means this machine alone."""
+    address = address_of(host)
+    return host in LOCAL_NAMES if address is None else address.is_loopback
+
+
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def is_own(host: str) -> bool:
+    """Whether a request to `host` meant this machine: no name that others can give it.
+
+    Else a page could have its own name resolve to 127.0.0.1, and read the answers.
+    """
+    named = is_loopback(host) or host.endswith(LOCAL_ENDINGS)
+    return named or address_of(host) is not None or host == socket.gethostname().lower()
+
+
+class TimedReader(io.RawIOBase):
+    """What a client sends, until a deadline for all of it: then TimeoutError."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self.connection = connection
+        self.deadline = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
+        left_s = self.deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self.connection.settimeout(left_s)
+        return self.connection.recv_into(buffer)
+
+
+def read_head(file: IO[bytes]) -> tuple[bytes, bytes]:
+    """The request line and the header lines, checked. Empty where the client left before the end.
+
+    Raises Refused for what no ordinary client sends.
+    """
+    lines: list[bytes] = []
+    size = 0
+    while True:
+        line = file.readline(LINE_BYTES + 1)
+        size += len(line)
+        if len(line) > LINE_BYTES or size > HEAD_BYTES or len(lines) > HEADERS + 1:
+            long_path = not lines
+            raise Refused(414 if long_path else 431, "the request's headers are too long")
+        if not line.endswith(b"\n"):
+            return b"", b""
+        if line in (b"\r\n", b"\n"):
+            break
+        lines.append(line)
+    if not lines:
+        raise Refused(400, "the request has no request line")
+    check_head([line.removesuffix(b"\n").removesuffix(b"\r") for line in lines])
+    return lines[0], b"".join(lines[1:]) + b"\r\n"
+
+
+def check_head(lines: list[bytes]) -> None:
+    """Raise Refused for a request line or a header that could be read in two ways."""
+    version = lines[0].rpartition(b" ")[2]
+    if re.fullmatch(rb"HTTP/[2-9]\.[0-9]", version):
+        raise Refused(505, "the server speaks HTTP/1.1")
+    if not REQUEST_LINE.fullmatch(lines[0]):
+        raise Refused(400, "the request line is not METHOD /path HTTP/1.1")
+    seen = set()
+    for line in lines[1:]:
+        found = HEADER.fullmatch(line)
+        if found is None:
+            raise Refused(400, "a header is not `name: value`")
+        name = found[1].lower()
+        if name in seen and name in ONCE:
+            raise Refused(400, f"{name.decode()} is given twice")
+        seen.add(name)
+    if b"host" not in seen and version == b"HTTP/1.1":
+        raise Refused(400, "the Host header is missing")
+
+
+def body_length(headers: Message) -> int:
+    """The bytes of a request's body. Raises Refused where they are not known, or too many."""
+    length, encoding = headers.get("Content-Length"), headers.get("Transfer-Encoding")
+    if encoding is not None and length is not None:
+        raise Refused(400, "give Content-Length or Transfer-Encoding, not both")
+    if length is None:
+        raise Refused(411, "the Content-Length header is required")
+    length = length.strip(" \t")
+    if not DIGITS.fullmatch(length):
+        raise Refused(400, "Content-Length must be a number in digits")
+    if int(length) > BODY_BYTES:
+        raise Refused(413, f"a request may have {BODY_BYTES} bytes")
+    return int(length)
+
+
+def read_body(file: IO[bytes], length: int) -> bytes:
+    data = file.read(length)
+    if len(data) < length:
+        raise Refused(400, f"the body ends after {len(data)} of {length} bytes")
+    return data
+
+
+class Allowance:
+    """Bytes that may be held at once by all threads together."""
+
+    def __init__(self, total: int) -> None:
+        self.left = total
+        self.lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def taken(self, count: int) -> Iterator[None]:
+        """Hold `count` bytes for the block. Raises Refused where there are too few left."""
+        with self.lock:
+            if count > self.left:
+                raise Refused(503, "the server is busy with large requests; try again")
+            self.left -= count
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.left += count
+
+
+def has_left(connection: socket.socket) -> bool:
+    """Whether the client has closed its connection."""
+    before = connection.gettimeout()
+    try:
+        connection.settimeout(0)
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        with contextlib.suppress(OSError):
+            connection.settimeout(before)
+
+
+def linger(connection: socket.socket) -> None:
+    """Read on for a moment after an answer that came before the request's end.
+
+    Else the system would throw the answer away with what was not read.
+    """
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_WR)
+        file = TimedReader(connection, LINGER_S)
+        buffer, read = bytearray(1 << 16), 0
+        while read < BODY_BYTES and (count := file.readinto(buffer)):
+            read += count
