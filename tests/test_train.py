@@ -47,6 +47,17 @@ def test_resuming_is_bit_identical(configure, optimizer):
     assert final_files(cut) == final_files(whole)
 
 
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_resuming_fills_a_prefix_cache_with_the_same_numbers(configure, where):
+    """After the first epoch, whose batches are others than those of the next."""
+    settings = {"prefix_cache": where, "lora_layers": 1, "batch_size": 2, "grad_accumulation": 2}
+    whole = train(configure(run="whole", max_steps=8, **settings))
+    cut = train(configure(run="cut", max_steps=5, **settings))
+    assert resume(cut, max_steps=8) == 0
+    assert losses_of(cut) == losses_of(whole)
+    assert final_files(cut) == final_files(whole)
+
+
 def test_validating_and_saving_more_often_changes_nothing(configure):
     settings = {"max_steps": 6, "lora_dropout": 0.2}
     seldom = train(configure(run="seldom", eval_every=0, save_every=0, **settings))

@@ -12,6 +12,7 @@ import numpy as np
 
 from your_ai.data.batches import Batch, plan_steps
 from your_ai.data.examples import Examples, Tally
+from your_ai.engine.prefix import unchanged
 from your_ai.govern import Replan
 from your_ai.memory import allocator, measurements
 from your_ai.memory.calibration import Calibration, Measurement, Shape
@@ -71,12 +72,11 @@ def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> int:
     allocator.give_back_at_once()
     mx.clear_cache()
     mx.reset_peak_memory()
-    mx.eval(prepared.engine.gradients(batch, 1.0, 0))
+    with unchanged(prepared.store):
+        mx.eval(prepared.engine.gradients(batch, 1.0, 0))
     mx.synchronize()
     peak_bytes = max(mx.get_peak_memory(), mx.get_active_memory())
     prepared.engine.drop()
-    if prepared.store is not None:
-        prepared.store.clear()
     return peak_bytes
 
 

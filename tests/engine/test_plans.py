@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
@@ -180,6 +181,31 @@ def test_a_cached_prefix_changes_nothing(tmp_path, tiny_model, plan, packed):
         for name, grad in tree_flatten(total):
             assert relative_error(grad, expected_grads[name]) < 1e-5, name
         assert store.bytes_held > 0
+
+
+@pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
+def test_what_is_cached_of_a_text_depends_on_nothing_beside_it(tmp_path, tiny_model, plan):
+    """So that a run that goes on fills its cache again with the same numbers."""
+    found = []
+    for batch_size, packed in ((5, None), (2, None), (5, 256)):
+        network, tokenizer, adapters = load(tiny_model, lora_layers=2)
+        tensors = tensors_of(model.load_network(tiny_model, mx.float32)[0], tiny_model)
+        store = MemoryStore()
+        engine = build_engine(
+            network,
+            adapters.dropout_keys,
+            plan,
+            packed is not None,
+            tensors,
+            lambda _, store=store: store,
+        ).engine
+        examples = encode(tokenizer, tmp_path)
+        for batch in plan_steps(examples, batch_size, 5, 0, packed).batches_of(0):
+            engine.loss(batch)
+        texts = [example.tokens[:-1].astype(np.int32) for example in examples]
+        found.append([store.get(text).tolist() for text in texts])
+    assert len(found[0]) == 5
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("plan", ["staged", "streamed"])

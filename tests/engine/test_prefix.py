@@ -170,7 +170,7 @@ def test_a_text_in_memory_does_not_hold_its_batch():
     store = MemoryStore()
     for i in range(4):
         batch = mx.random.normal((8, 64, 256))  # 512 KB, and a text of 60 KB
-        prefix.keep(store, [Span(3, 2, np.full(60, i, np.int32))], batch)
+        store.put(np.full(60, i, np.int32), batch[3, 2:62])
     del batch
     gc.collect()
     assert store.bytes_held == 4 * 60 * 256 * 4
@@ -501,32 +501,44 @@ def test_a_batch_is_assembled_from_its_texts_bit_for_bit(batch, dtype, on_disk, 
     hidden = mx.array(whole).view(dtype)
     with tempfile.TemporaryDirectory() as name:
         store = disk(Path(name), dtype) if on_disk else MemoryStore()
-        if spans:
-            assert prefix.assemble(store, spans, shape, dtype) is None
-            prefix.keep(store, spans[1:], hidden)
-            distinct = {tuple(content) for _, _, content in texts}
-            if len(distinct) == len(texts):
-                assert prefix.assemble(store, spans, shape, dtype) is None
-        prefix.keep(store, spans, hidden)
-        assert same(prefix.assemble(store, spans, shape, dtype), hidden)
+        fill(store, [span.tokens for span in spans], dtype)
+        assert same(prefix.assemble(store.get, spans, shape, dtype), hidden)
         store.close()
 
 
-def test_a_batch_with_a_damaged_text_is_computed_again(folder):
+def test_a_damaged_text_is_not_got(folder):
     content = bytearray((folder / prefix.HIDDEN).read_bytes())
     content[-1] ^= 1
     (folder / prefix.HIDDEN).write_bytes(content)
     store = disk(folder)
-    spans = [Span(0, 0, TEXTS[1]), Span(1, 2, TEXTS[3])]
-    shape = (2, 5, D)
-    assert prefix.assemble(store, spans, shape, mx.float32) is None
+    assert store.get(TEXTS[3]) is None
     assert store.faults == 1
-    hidden = np.zeros(shape, np.uint32)
-    for span in spans:
-        hidden[span.row, span.start : span.end] = bits(hidden_of(span.tokens))
-    whole = mx.array(hidden).view(mx.float32)
-    prefix.keep(store, spans, whole)
-    assert same(prefix.assemble(store, spans, shape, mx.float32), whole)
+    fill(store, TEXTS)
+    assert held(store, TEXTS) == [True] * 4
+
+
+def test_texts_that_are_missing_are_told_once(store):
+    fill(store, TEXTS[:2])
+    found = prefix.missing(store, [TEXTS[2], TEXTS[0], TEXTS[2], TEXTS[3]])
+    assert [tokens.tolist() for tokens in found] == [TEXTS[2].tolist(), TEXTS[3].tolist()]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=70))
+def test_a_row_of_its_own_is_as_long_as_its_text_says(tokens):
+    row = prefix.padded(np.array(tokens, np.int32))
+    assert row.shape == (1, -(-len(tokens) // 32) * 32)
+    assert row[0].tolist() == tokens + [0] * (row.size - len(tokens))
+
+
+def test_what_is_put_meanwhile_is_not_kept(store):
+    fill(store, TEXTS[:2])
+    before = store.bytes_held
+    with prefix.unchanged(store):
+        fill(store, TEXTS)
+    assert held(store, TEXTS) == [True, True, False, False]
+    assert store.bytes_held == before
+    fill(store, TEXTS)
+    assert held(store, TEXTS) == [True] * 4
 
 
 def test_the_key_can_be_read_by_people(folder):

@@ -276,6 +276,35 @@ def test_an_answer_that_means_harm_is_refused(hub, canary, capsys, what):
     assert_mended(hub)
 
 
+def silent(answerer: Answerer) -> None:
+    answerer.hub.go_on.wait(30)
+
+
+def drop_by_drop(answerer: Answerer) -> None:
+    answerer.wfile.write(b"HTTP/1.1 200 OK\r\nA: ")
+    while not answerer.hub.go_on.wait(0.1):
+        answerer.wfile.write(b"b")
+
+
+@pytest.mark.parametrize(
+    ("answer", "asking_s"),
+    [
+        (silent, download.ASKING_S),
+        (drop_by_drop, 2.5),
+        (lambda answerer: send(answerer, 503), 2.5),
+    ],
+)
+def test_a_hub_that_gives_no_answer_is_not_waited_for(
+    hub, canary, capsys, monkeypatch, answer, asking_s
+):
+    monkeypatch.setattr(download, "ASKING_S", asking_s)
+    hub.odd["api"] = answer
+    told = assert_refused(hub, canary, capsys)
+    assert "try again later" in told
+    hub.go_on.set()
+    assert_mended(hub)
+
+
 @pytest.mark.parametrize("what", CONTENTS)
 def test_files_that_mean_harm_make_no_model(hub, canary, capsys, what):
     hub.repos[REPO].files |= CONTENTS[what]

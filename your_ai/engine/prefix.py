@@ -23,7 +23,7 @@ import os
 import shutil
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -32,11 +32,11 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from your_ai.data.batches import PADDING
+from your_ai.data.batches import MULTIPLE, PADDING, round_up
 from your_ai.errors import RunError, UserError
 from your_ai.files import read_at, write_at
 
-FORMAT = "1"  # of the files
+FORMAT = "2"  # of the files, and of how hidden states are computed
 KEY, HIDDEN, INDEX = "prefix.json", "hidden.bin", "index.bin"
 RECORD = struct.Struct("<16sQII")  # digest, offset, tokens, crc32 of the hidden states
 ROOM_BYTES = 1_000_000_000  # left on the disk for checkpoints
@@ -46,8 +46,10 @@ INSTEAD = "or train with --prefix-cache off"
 class Store(Protocol):
     """Hidden states of texts. tokens: (n,) int32 with n > 0; hidden: (n, D).
 
-    bytes_held: of hidden states, in memory or on the disk.
+    bytes_held: of hidden states, in memory or on the disk; keeps: what is put is kept.
     """
+
+    keeps: bool
 
     @property
     def bytes_held(self) -> int: ...
@@ -58,9 +60,6 @@ class Store(Protocol):
 
     def put(self, tokens: np.ndarray, hidden: mx.array) -> None:
         """Keep a text's hidden states; what is held already stays as it is."""
-
-    def clear(self) -> None:
-        """Forget every text."""
 
     def close(self) -> None: ...
 
@@ -73,7 +72,7 @@ class MemoryStore:
     """Hidden states in memory."""
 
     def __init__(self) -> None:
-        self.bytes_held = 0
+        self.bytes_held, self.keeps = 0, True
         self._held: dict[bytes, mx.array] = {}
 
     def has(self, tokens: np.ndarray) -> bool:
@@ -83,7 +82,7 @@ class MemoryStore:
         return self._held.get(digest_of(tokens))
 
     def put(self, tokens: np.ndarray, hidden: mx.array) -> None:
-        if self.has(tokens):
+        if self.has(tokens) or not self.keeps:
             return
         # A slice made contiguous gets a buffer of its own, if its batch's is any larger.
         own = mx.contiguous(hidden)
@@ -91,12 +90,9 @@ class MemoryStore:
         self._held[digest_of(tokens)] = own
         self.bytes_held += own.nbytes
 
-    def clear(self) -> None:
+    def close(self) -> None:
         self._held.clear()
         self.bytes_held = 0
-
-    def close(self) -> None:
-        self.clear()
 
 
 class DiskStore:
@@ -111,10 +107,10 @@ class DiskStore:
         self, folder: Path, key: dict[str, str], hidden_size: int, dtype: mx.Dtype
     ) -> None:
         self.folder, self.hidden_size, self.dtype = folder, hidden_size, dtype
-        self.emptied, self.faults = "", 0
+        self.emptied, self.faults, self.keeps = "", 0, True
         self._places: dict[bytes, tuple[int, int, int]] = {}  # offset, tokens, crc32
         self._data_bytes = self._index_bytes = 0  # up to the end of the last whole record
-        self._key = full_key = {
+        full_key = {
             **key,
             "cache_format": FORMAT,
             "cache_hidden_size": str(hidden_size),
@@ -160,7 +156,7 @@ class DiskStore:
         if hidden.dtype != self.dtype:
             raise ValueError(f"hidden states of {hidden.dtype} in a cache of {self.dtype}")
         digest = digest_of(tokens)
-        if digest in self._places:
+        if digest in self._places or not self.keeps:
             return
         data = memoryview(mx.contiguous(hidden).view(mx.uint8).reshape(-1))
         place = (self._data_bytes, len(tokens), zlib.crc32(data))
@@ -176,14 +172,6 @@ class DiskStore:
         self._places[digest] = place
         self._data_bytes += len(data)
         self._index_bytes += RECORD.size
-
-    def clear(self) -> None:
-        """Raises RunError where the folder cannot be written."""
-        self.close()
-        try:
-            self._begin(self._key)
-        except OSError as error:
-            raise self._failure(error) from error
 
     def close(self) -> None:
         self._data.close()
@@ -327,24 +315,22 @@ def spans_of(tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray | None = 
 
 
 def assemble(
-    store: Store, spans: Sequence[Span], shape: tuple[int, int, int], dtype: mx.Dtype
-) -> mx.array | None:
+    of_text: Callable[[np.ndarray], mx.array],
+    spans: Sequence[Span],
+    shape: tuple[int, int, int],
+    dtype: mx.Dtype,
+) -> mx.array:
     """(B, T, D): each text's hidden states in its place, zeros elsewhere.
 
-    None where a text is not held, or found damaged. Spans do not overlap.
+    of_text: gives those of a text, (n, D). Spans do not overlap.
     """
-    if not all(store.has(span.tokens) for span in spans):
-        return None
     rows, length, hidden_size = shape
     pieces: list[list[mx.array]] = [[] for _ in range(rows)]
     ends = [0] * rows
     for span in sorted(spans, key=lambda span: (span.row, span.start)):
-        hidden = store.get(span.tokens)
-        if hidden is None:
-            return None
         if span.start > ends[span.row]:
             pieces[span.row].append(mx.zeros((span.start - ends[span.row], hidden_size), dtype))
-        pieces[span.row].append(hidden)
+        pieces[span.row].append(of_text(span.tokens))
         ends[span.row] = span.end
     for row, end in enumerate(ends):
         if end < length:
@@ -352,8 +338,28 @@ def assemble(
     return mx.concatenate([p for row in pieces for p in row]).reshape(shape)
 
 
-def keep(store: Store, spans: Sequence[Span], hidden: mx.array) -> None:
-    """Put the texts that are not held yet; hidden: (B, T, D)."""
-    for span in spans:
-        if not store.has(span.tokens):
-            store.put(span.tokens, hidden[span.row, span.start : span.end])
+@contextlib.contextmanager
+def unchanged(store: Store | None) -> Iterator[None]:
+    """What is put meanwhile is not kept."""
+    if store is not None:
+        store.keeps = False
+    try:
+        yield
+    finally:
+        if store is not None:
+            store.keeps = True
+
+
+def missing(store: Store, texts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The texts that are not held, each once."""
+    seen: set[bytes] = set()
+    for tokens in texts:
+        digest = digest_of(tokens)
+        if digest not in seen and not store.has(tokens):
+            yield tokens
+        seen.add(digest)
+
+
+def padded(tokens: np.ndarray) -> np.ndarray:
+    """A text as a row of its own, (1, T), T of its length alone."""
+    return np.pad(tokens, (0, round_up(len(tokens), MULTIPLE) - len(tokens)))[None]

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_unflatten
 
 from your_ai.blocks import Arrays, Parts
@@ -21,7 +22,7 @@ from your_ai.data.batches import Batch
 from your_ai.dora import dora_layers, norms_of
 from your_ai.engine.compiled import Compiled
 from your_ai.engine.fused import Engine, row_keys
-from your_ai.engine.prefix import Span, Store, assemble, keep, spans_of
+from your_ai.engine.prefix import Span, Store, assemble, missing, padded, spans_of
 from your_ai.engine.programs import Extras, Programs, frozen_arrays, trained_arrays
 from your_ai.engine.weights import reads_its_vocabulary
 from your_ai.head import LinearHead
@@ -55,6 +56,21 @@ class Weights(Protocol):
 
     def ahead(self, index: int) -> None:
         """Block `index` is wanted next."""
+
+
+class Rows(NamedTuple):
+    """Rows that go through blocks together, and what the blocks are given beside them.
+
+    tokens: (B, T) int32; reach: as in `Batch`.
+    """
+
+    tokens: np.ndarray
+    reach: int | None
+    extras: Extras
+
+    @property
+    def length(self) -> int:
+        return self.tokens.shape[1]
 
 
 @dataclass(frozen=True)
@@ -122,10 +138,10 @@ class Staged:
             function.drop()
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
-        extras = self._extras(batch, step_seed)
-        hidden = [self._below(batch, extras)]
+        rows = self._rows(batch, step_seed)
+        hidden = [self._below(batch, rows)]
         self.inputs.clear()
-        self._run(hidden, [(batch, extras)], self.trained, self.inputs)
+        self._run(hidden, [rows], self.trained, self.inputs)
         scale = mx.array(scale, mx.float32)
         loss, cotangent = self._head_gradient(hidden.pop(), *targets_of(batch), scale)
         mx.eval(loss, cotangent)
@@ -134,8 +150,8 @@ class Staged:
             arrays = self._arrays(index)
             if index > self.first:
                 self.weights.ahead(index - 1)
-            program = self.programs.of(index, batch.tokens.shape[1], batch.reach)
-            given = (trained_arrays(self.blocks[index]), self.inputs.pop(), extras, cotangent)
+            program = self.programs.of(index, rows.length, rows.reach)
+            given = (trained_arrays(self.blocks[index]), self.inputs.pop(), rows.extras, cotangent)
             if index > self.first:
                 found[index], cotangent = program.backward(arrays, *given)
             else:
@@ -162,48 +178,59 @@ class Staged:
         """
         block = sum(array.nbytes for array in self.weights.read(0).values())
         tokens = max(block, FEWEST_BYTES) // (self.hidden_size * self.dtype.size)
-        has = self.store.has
-        missing = (b for b in batches if not all(has(span.tokens) for span in texts_of(b)))
-        for group in groups(missing, tokens):
-            hidden = self._from_tokens([(batch, self._extras(batch)) for batch in group])
-            for batch in group:
-                keep(self.store, texts_of(batch), hidden.pop(0))
+        texts = missing(self.store, (span.tokens for b in batches for span in texts_of(b)))
+        for group in groups(texts, tokens):
+            for text, hidden in zip(group, self._of_texts(group), strict=True):
+                self.store.put(text, hidden)
 
     def _forward(self, batch: Batch) -> mx.array:
         """(B, T, D) after the last block."""
-        extras = self._extras(batch)
-        hidden = [self._below(batch, extras)]
-        self._run(hidden, [(batch, extras)], self.trained)
+        rows = self._rows(batch)
+        hidden = [self._below(batch, rows)]
+        self._run(hidden, [rows], self.trained)
         return hidden[0]
 
-    def _below(self, batch: Batch, extras: Extras) -> mx.array:
+    def _below(self, batch: Batch, rows: Rows) -> mx.array:
         """(B, T, D) what the first trained block is given, from the store where it is held."""
         if self.store is None:
-            return self._from_tokens([(batch, extras)])[0]
-        spans = texts_of(batch)
+            return self._from_tokens([rows])[0]
         shape = (*batch.tokens.shape, self.hidden_size)
-        hidden = assemble(self.store, spans, shape, self.dtype)
-        if hidden is None:
-            (hidden,) = self._from_tokens([(batch, extras)])
-            keep(self.store, spans, hidden)
+        hidden = assemble(self._of_text, texts_of(batch), shape, self.dtype)
         mx.eval(hidden)
         return hidden
 
-    def _from_tokens(self, batches: list[tuple[Batch, Extras]]) -> list[mx.array]:
-        """What the first trained block is given for each batch."""
-        hidden = [self._embed(mx.array(batch.tokens)) for batch, _ in batches]
+    def _of_text(self, tokens: np.ndarray) -> mx.array:
+        """(n, D) what the first trained block is given for a text of n tokens."""
+        held = self.store.get(tokens)
+        if held is None:
+            (held,) = self._of_texts([tokens])
+            self.store.put(tokens, held)
+        return held
+
+    def _of_texts(self, texts: list[np.ndarray]) -> list[mx.array]:
+        """The same for several, each in a row of its own, so that no other has a part in it.
+
+        Numbers that depended on the batch would be others when a run that went on fills its
+        cache again.
+        """
+        found = self._from_tokens([Rows(padded(text), None, {}) for text in texts])
+        return [hidden[0, : len(text)] for text, hidden in zip(texts, found, strict=True)]
+
+    def _from_tokens(self, every: list[Rows]) -> list[mx.array]:
+        """What the first trained block is given for each."""
+        hidden = [self._embed(mx.array(rows.tokens)) for rows in every]
         mx.eval(hidden)
-        self._run(hidden, batches, self.frozen)
+        self._run(hidden, every, self.frozen)
         return hidden
 
     def _run(
         self,
         hidden: list[mx.array],
-        batches: list[tuple[Batch, Extras]],
+        every: list[Rows],
         which: range,
         saved: Inputs | None = None,
     ) -> None:
-        """Replace the (B, T, D) of each batch by what the blocks `which` give of them.
+        """Replace the (B, T, D) of each rows by what the blocks `which` give of them.
 
         A block's weights are read once for all. The input of each is added to `saved`.
         """
@@ -214,11 +241,11 @@ class Staged:
             if index + 1 in which:
                 self.weights.ahead(index + 1)
             trained = trained_arrays(self.blocks[index])
-            for place, (batch, extras) in enumerate(batches):
+            for place, rows in enumerate(every):
                 if saved is not None:
                     saved.append(hidden[place])
-                program = self.programs.of(index, batch.tokens.shape[1], batch.reach)
-                hidden[place] = program.forward(arrays, trained, hidden[place], extras)
+                program = self.programs.of(index, rows.length, rows.reach)
+                hidden[place] = program.forward(arrays, trained, hidden[place], rows.extras)
                 mx.eval(hidden[place])
             del arrays
 
@@ -227,7 +254,7 @@ class Staged:
         arrays = self.weights.read(index)
         return arrays | norms_of(self.dora[index], arrays)
 
-    def _extras(self, batch: Batch, step_seed: int | None = None) -> Extras:
+    def _rows(self, batch: Batch, step_seed: int | None = None) -> Rows:
         """step_seed: draws dropout; None outside training."""
         found: Extras = {}
         if batch.segments is not None:
@@ -235,7 +262,7 @@ class Staged:
         if step_seed is not None and self.has_dropout:
             found["keys"] = mx.array(row_keys(step_seed, batch.rows))
             found["places"] = mx.array(batch.places)
-        return found
+        return Rows(batch.tokens, batch.reach, found)
 
     def _tree(self, found: dict[int, Arrays]) -> Any:
         """The gradients of blocks, as a tree of the model's parameters."""
@@ -266,12 +293,12 @@ class Joined(Staged):
         self._joined = self._compiled(self._trained_gradients)
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
-        extras = self._extras(batch, step_seed)
-        hidden = self._below(batch, extras)
+        rows = self._rows(batch, step_seed)
+        hidden = self._below(batch, rows)
         trained = [trained_arrays(self.blocks[index]) for index in self.trained]
         frozen = [self._arrays(index) for index in self.trained]
         scale = mx.array(scale, mx.float32)
-        given = (hidden, extras, batch.reach, *targets_of(batch), scale)
+        given = (hidden, rows.extras, rows.reach, *targets_of(batch), scale)
         loss, grads = self._joined(trained, frozen, *given)
         return loss, self._tree(dict(zip(self.trained, grads, strict=True)))
 
@@ -307,12 +334,12 @@ def texts_of(batch: Batch) -> list[Span]:
     return spans_of(batch.tokens, batch.rows, batch.lengths)
 
 
-def groups(batches: Iterable[Batch], tokens: int) -> Iterator[list[Batch]]:
-    """Runs of batches that have at least so many tokens together, but the last."""
-    group: list[Batch] = []
-    for batch in batches:
-        group.append(batch)
-        if sum(b.tokens.size for b in group) >= tokens:
+def groups(texts: Iterable[np.ndarray], tokens: int) -> Iterator[list[np.ndarray]]:
+    """Runs of texts that have at least so many tokens together, padding included, but the last."""
+    group: list[np.ndarray] = []
+    for text in texts:
+        group.append(text)
+        if sum(padded(t).size for t in group) >= tokens:
             yield group
             group = []
     if group:

@@ -10,10 +10,12 @@ import contextlib
 import fcntl
 import os
 import shutil
+import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import Empty, Queue
 from typing import BinaryIO, Literal
 
 from your_ai.config import DEMO
@@ -49,6 +51,8 @@ from your_ai.text import shown
 INCOMPLETE = ".incomplete-"
 PARTS = "parts"
 LOCK = ".lock-"
+ASKING_S = 9.0  # for what the hub has of a model, however often it is asked
+LEAST_S = 1.0  # of that for one try
 WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # between tries that bring nothing, before giving up
 POLL_S = 0.2
 MARGIN_PERCENT = 5  # of the disk that a download takes, left free
@@ -219,19 +223,46 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def ask(at: Progress, repo: str, asked: str) -> Generator[Progress, None, Listing]:
-    """What the hub has of a repo. One that cannot be reached is not asked again."""
+    """What the hub has of a repo, within ASKING_S. One that cannot be reached is asked once."""
+    until = time.monotonic() + ASKING_S
     for wait_s in (*WAITS_S, None):
         try:
             yield at
-            return remote.ask(repo, asked)
+            return in_time(lambda: remote.ask(repo, asked), until - time.monotonic())
         except UserError as error:
             raise UserError(f"{at.name}: {error}") from error
         except Exception as error:  # of any kind: its transport's come through
             if wait_s is None or is_unreachable(error) or not is_passing(error):
                 raise explain(error, at.name, repo, asked) from error
+            if time.monotonic() + wait_s > until - LEAST_S:
+                raise explain(error, at.name, repo, asked) from error
             yield replace(at, note=f"{reason_of(error)}; asking again in {wait_s:g} s")
             time.sleep(wait_s)
     raise AssertionError("the last wait is none")
+
+
+def in_time(function: Callable[[], Listing], seconds: float) -> Listing:
+    """What a function gives, in a thread that is left behind if it takes longer.
+
+    A timeout of the transport is for each of its reads: a server that sends a byte now and then
+    keeps to it for ever. Raises UserError.
+    """
+    found: Queue[Listing | Exception] = Queue()
+
+    def run() -> None:
+        try:
+            found.put(function())
+        except Exception as error:  # told to who waits
+            found.put(error)
+
+    threading.Thread(target=run, name="asking", daemon=True).start()
+    try:
+        outcome = found.get(timeout=max(0.0, seconds))
+    except Empty:
+        raise UserError(f"the hub gave no answer within {ASKING_S:g} s; try again later") from None
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def keep(at: Progress, listing: Listing, folder: Path) -> Generator[Progress, None, Progress]:
