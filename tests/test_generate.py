@@ -14,9 +14,11 @@ from mlx_lm import load as mlx_lm_load
 from tests.conftest import chat, make_model, train, write_rows
 from your_ai import generate
 from your_ai.config import build
+from your_ai.engine.weights import stream as stream_weights
+from your_ai.engine.weights import tensors_of
 from your_ai.errors import RunError, UserError
 from your_ai.generate import Sampling
-from your_ai.memory.estimate import generation_bytes
+from your_ai.memory.estimate import generation_bytes, weights_bytes
 from your_ai.memory.facts import facts_of
 from your_ai.model import load_base
 from your_ai.run.folder import RunFolder
@@ -116,6 +118,24 @@ def test_a_long_prompt_takes_no_more_than_estimated(tiny_model):
     taken = mx.get_peak_memory() - before
     scores_of_all_at_once = 4 * 1500**2 * 4
     assert taken < generation_bytes(facts_of(tiny_model, 4), 1504) < scores_of_all_at_once
+
+
+def test_a_head_in_a_file_computes_no_logits_of_a_prompt(tmp_path):
+    """V numbers for each of its tokens, which nobody looks at."""
+    folder = make_model(tmp_path / "m", "qwen2-tied", vocab_size=32_000)
+    network, tokenizer = load_base(folder, mx.float32)
+    tensors = tensors_of(network, folder)
+    whole = "".join(generate.stream(network, tokenizer, [5] * 300, 4))
+    network, tokenizer = load_base(folder, mx.float32)
+    stream_weights(network, tensors)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    assert "".join(generate.stream(network, tokenizer, [5] * 300, 4)) == whole
+    taken = mx.get_peak_memory() - before
+    facts = facts_of(folder, 4)
+    estimate = generation_bytes(facts, 304) + weights_bytes(facts, "streamed")
+    assert taken < estimate < 256 * 32_000 * 4
+    assert network(mx.array([[1, 2, 3]])).shape[1] == 3  # as before
 
 
 def test_no_piece_ends_inside_a_character(demo_tokenizer):

@@ -21,7 +21,7 @@ from your_ai.data.encode import token_ids
 from your_ai.data.rows import decode_line, parse_turns, text_field
 from your_ai.data.template import Refused, render
 from your_ai.engine.dequantized import dequantize_on_the_cpu
-from your_ai.engine.weights import can_stream, tensors_of
+from your_ai.engine.weights import answering, can_stream, tensors_of
 from your_ai.engine.weights import stream as stream_weights
 from your_ai.errors import RunError, UserError, lacked_memory
 from your_ai.foreign import read_json
@@ -275,15 +275,16 @@ def respond(
     check_ids(prompt, vocabulary_of(model), tokenizer, "the prompt")
     mx.random.seed(sampling.seed)
     try:
-        yield from stream_generate(
-            model,
-            tokenizer,
-            prompt,
-            max_tokens=sampling.max_tokens,
-            sampler=make_sampler(temp=sampling.temperature, top_p=sampling.top_p),
-            prefill_step_size=PREFILL_TOKENS,
-            prompt_cache=cache,
-        )
+        with answering(model):
+            yield from stream_generate(
+                model,
+                tokenizer,
+                prompt,
+                max_tokens=sampling.max_tokens,
+                sampler=make_sampler(temp=sampling.temperature, top_p=sampling.top_p),
+                prefill_step_size=PREFILL_TOKENS,
+                prompt_cache=cache,
+            )
     except (RuntimeError, MemoryError) as error:
         if not lacked_memory(error):
             raise

@@ -11,8 +11,9 @@ Shapes: T tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -194,11 +195,14 @@ class FileRows:
 
 
 class StreamedLayer(nn.Module):
-    """An embedding, or a linear head, whose weight stays in its file."""
+    """An embedding, or a linear head, whose weight stays in its file.
+
+    last_only: logits are given of the last position alone.
+    """
 
     def __init__(self, rows: FileRows) -> None:
         super().__init__()
-        self.rows = rows
+        self.rows, self.last_only = rows, False
 
     def __call__(self, x: mx.array) -> mx.array:
         if mx.issubdtype(x.dtype, mx.floating):
@@ -206,7 +210,8 @@ class StreamedLayer(nn.Module):
         return self.rows.gather(x).reshape(*x.shape, -1)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """(..., D) -> (..., V), slice by slice."""
+        """(..., T, D) -> (..., T or 1, V), slice by slice."""
+        x = x[..., -1:, :] if self.last_only else x
         flat = x.reshape(-1, x.shape[-1])
         found: list[mx.array] = []
         for start, stop in LinearHead(self.rows).slices(len(flat)):
@@ -290,6 +295,23 @@ def put_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
     for name, layer in layers.items():
         parent, _, leaf = name.rpartition(".")
         modules[parent][leaf] = layer
+
+
+@contextlib.contextmanager
+def answering(model: nn.Module) -> Iterator[None]:
+    """Logits are of the last position alone meanwhile: who generates looks at no other.
+
+    A head in memory is lazy, so that those of a prompt are never computed. One in a file
+    computes what it is asked for: V numbers for each token of the prompt.
+    """
+    layers = [module for module in model.modules() if isinstance(module, StreamedLayer)]
+    try:
+        for layer in layers:
+            layer.last_only = True
+        yield
+    finally:
+        for layer in layers:
+            layer.last_only = False
 
 
 def reads_its_vocabulary(model: nn.Module) -> bool:

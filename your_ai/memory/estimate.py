@@ -26,6 +26,7 @@ HEAD_SLICE_BYTES = 4 << 20  # of the vocabulary, head's
 WALK_ROWS = 1024  # hidden states that meet the head together, losses'
 FEWEST_FEATURES = 512  # of an MLP's slice, engine.mlp's
 PREFILL_TOKENS = 256  # of a prompt at once, generate's
+CACHE_STEP = 256  # tokens by which keys and values grow, mlx-lm's
 PROGRAM_BYTES = 4 << 20  # of a compiled graph, a block of it
 FUSED = {"outs": 1.68, "lora": 0.73, "ahead": 1.66, "slice": 2.97, "logits": 2.94, "adapters": 0.25}
 FORWARD = {"wide": 7.37, "hidden": 10.5, "slice": 5.97}
@@ -42,6 +43,9 @@ GRAPH_BYTES = 85_000  # of a slice that waits to be computed: its operations
 EVALUATION = {"wide": 4.0, "hidden": 2.2, "slice": 5.0, "lora": 2.01, "fused": 2.8}
 UNSLICED = {"fused": (9.2, 2.6), "staged": (5.9, 0.0)}  # wide, logits: of matrices of one slice
 SCORES = {"logits": 2.7, "hidden": 1.82, "fused": 6.3, "staged": 4.4}
+# Of answers: keys and values of a block while they grow, and the rest as above.
+GENERATION = {"grown": 1.7, "scores": 1.05, "slice": 5.4, "wide": 1.5, "head": 2.0}
+GENERATION_BYTES = 500_000  # of small arrays
 WORK = ("activations", "block work", "head chunk")  # components that coefficients decide
 BLOCKS_STREAMED = 1.60  # of weights: the one that runs and what is there of the next
 BLOCKS_EVALUATED = 2.0  # the same, where each runs but for a moment
@@ -328,15 +332,24 @@ def forward_phases(
 
 
 def generation_bytes(facts: ModelFacts, tokens: int) -> int:
-    """Keys and values of `tokens`, and the work of a prompt that goes through at once."""
+    """Keys and values of `tokens`, and the work of a prompt, PREFILL_TOKENS of it at once.
+
+    Either attention over all of them holds the most, while a block's keys and values grow, or
+    the layers of a block, or a slice of the head.
+    """
+    number, share = facts.float_bytes, GENERATION
     kept = sum(o for name, (_, o) in facts.linears.items() if name.endswith(("k_proj", "v_proj")))
-    per_token = facts.blocks * (kept or 2 * facts.hidden)
-    wide = max((o for _, o in facts.linears.values()), default=0)
+    of_block = -(-tokens // CACHE_STEP) * CACHE_STEP * (kept or 2 * facts.hidden) * number
     prompt = min(tokens, PREFILL_TOKENS)
-    scores = facts.heads * prompt * tokens * 2
-    work = prompt * FORWARD["wide"] * wide + scores + 2 * facts.vocabulary
-    slices = FORWARD["slice"] * SLICE_BYTES
-    return int(facts.float_bytes * (tokens * per_token + work) + slices)
+    hidden = prompt * facts.hidden * number
+    wide = prompt * max((o for _, o in facts.linears.values()), default=0) * number
+    matrix = max((i * o for i, o in facts.linears.values()), default=0) * number * facts.quantized
+    scores = facts.heads * prompt * tokens * number * (2 if facts.softcaps else 1)
+    attention = share["grown"] * of_block + share["scores"] * scores + hidden
+    layers = share["slice"] * min(SLICE_BYTES, matrix) + share["wide"] * wide + 2 * hidden
+    head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
+    head = share["head"] * head + 2 * facts.vocabulary * number
+    return int(facts.blocks * of_block + max(attention, layers, head) + GENERATION_BYTES)
 
 
 def logits_bytes(facts: ModelFacts, targets: int) -> int:
