@@ -44,7 +44,7 @@ EVALUATION = {"wide": 4.0, "hidden": 2.2, "slice": 5.0, "lora": 2.01, "fused": 2
 UNSLICED = {"fused": (9.2, 2.6), "staged": (5.9, 0.0)}  # wide, logits: of matrices of one slice
 SCORES = {"logits": 2.7, "hidden": 1.82, "fused": 6.3, "staged": 4.4}
 # Of answers: keys and values of a block while they grow, and the rest as above.
-GENERATION = {"grown": 1.7, "scores": 1.05, "slice": 5.4, "wide": 1.5, "head": 2.0}
+GENERATION = {"grown": 1.7, "scores": 1.05, "slice": 5.4, "wide": 1.5, "head": 2.2}
 GENERATION_BYTES = 500_000  # of small arrays
 WORK = ("activations", "block work", "head chunk")  # components that coefficients decide
 BLOCKS_STREAMED = 1.60  # of weights: the one that runs and what is there of the next
