@@ -10,8 +10,11 @@ Shapes: B rows, T tokens of a row, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable
+import sys
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
+from types import CodeType, FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -270,15 +273,64 @@ def put(module: nn.Module, arrays: Arrays) -> None:
 
 
 def structure(module: nn.Module) -> Hashable:
-    """Equal for modules that compute the same function of their arrays."""
+    """Equal for modules that compute the same function of their arrays.
+
+    A number that no code reads once a module is made says nothing of that: where a block
+    stands among the others, most often.
+    """
     found: list[Hashable] = []
     for path, leaf in tree_flatten(module):
         kind = (tuple(leaf.shape), str(leaf.dtype)) if isinstance(leaf, mx.array) else repr(leaf)
         found.append((path, kind))
-    for path, child in module.named_modules():
-        plain = [(n, _same(v)) for n, v in vars(child).items() if n not in PASSING]
-        found.append((path, type(child), tuple(sorted(plain, key=lambda pair: pair[0]))))
+    layers = list(module.named_modules())
+    read = frozenset().union(*(names_read(type(layer)) for _, layer in layers))
+    for path, layer in layers:
+        plain = [
+            (name, _same(value))
+            for name, value in vars(layer).items()
+            if name not in PASSING and (name in read or type(value) is not int)
+        ]
+        found.append((path, type(layer), tuple(sorted(plain, key=lambda pair: pair[0]))))
     return tuple(found)
+
+
+@cache
+def names_read(kind: type) -> frozenset[str]:
+    """All names and texts in the code that a class and its bases are defined beside.
+
+    But for what is read while an object is made.
+    """
+    found: set[str] = set()
+    for base in kind.__mro__:
+        for value in vars(sys.modules[base.__module__]).values():
+            own = vars(value).items() if isinstance(value, type) else [("", value)]
+            for name, member in own:
+                for function in _functions_of(member) if name != "__init__" else ():
+                    found |= _names_in(function.__code__)
+    return frozenset(found)
+
+
+def _functions_of(member: Any) -> Iterator[FunctionType]:
+    """A function, and those that it wraps."""
+    while member is not None:
+        if isinstance(member, FunctionType):
+            yield member
+        if isinstance(member, property):
+            member = member.fget
+        elif isinstance(member, staticmethod | classmethod):
+            member = member.__func__
+        else:
+            member = getattr(member, "__dict__", {}).get("__wrapped__")
+
+
+def _names_in(code: CodeType) -> set[str]:
+    found = {*code.co_names}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _names_in(constant)
+        elif isinstance(constant, str):
+            found.add(constant)
+    return found
 
 
 def _same(value: Any) -> Hashable:
