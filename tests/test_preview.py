@@ -47,7 +47,7 @@ COMPONENTS = {
         "block work",
         "head chunk",
     ),
-    *("prefix cache", "cache", "python"),
+    *("prefix cache", "graphs", "cache", "python"),
 }
 
 
@@ -118,7 +118,7 @@ def test_figures_add_up(capsys):
         components = option["components"]
         assert components.keys() == COMPONENTS
         assert sum(components.values()) == option["process_peak_bytes"]
-        beside = components["python"] + components["cache"]
+        beside = components["python"] + components["graphs"] + components["cache"]
         assert option["mlx_peak_bytes"] == option["process_peak_bytes"] - beside
         assert option["process_peak_bytes"] <= option["needed_bytes"] <= found["limit_bytes"]
         assert option["plan"] == "staged"

@@ -271,8 +271,8 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
         chosen = budget.choice.option
         plan, spill = chosen.plan.engine, chosen.plan.spill
         rows_at = partial(chosen.plan.rows, batch_size=contest.batch_size)
-        python_bytes = chosen.estimate.components["python"]
-        allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, python_bytes)
+        beside_bytes = chosen.estimate.beside_bytes
+        allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, beside_bytes)
     built = build_engine(
         network,
         adapters.dropout_keys,

@@ -40,6 +40,13 @@ class Budget:
     measurements: Path | None = None
     kept: bool = False
 
+    @property
+    def graphs_room_bytes(self) -> int:
+        """For compiled graphs: what those of one shape take, and some of what is left."""
+        option = self.choice.option
+        left = max(0, self.limit.limit_bytes - option.needed_bytes)
+        return option.estimate.components["graphs"] + left // 4
+
 
 @dataclass(frozen=True)
 class Past:
@@ -115,6 +122,7 @@ def demand_of(
         python_bytes=python_bytes(),
         prefix_bytes=kept * facts.hidden * facts.float_bytes,
         answer_tokens=answer_tokens,
+        sliced=mx.default_device().type == mx.cpu,
     )
 
 

@@ -57,9 +57,10 @@ def calibrated(prepared: Prepared, log: events.EventLog, level: int, watch: Watc
     if (option.plan.engine, option.plan.spill) != (plan.engine, plan.spill):
         cause = f"measured: {option.plan.engine} needs {in_gb(option.needed_bytes)}"
         raise Replan(Action(kind=MEASURED, cause=cause), 0, watch)
-    allocator.hold(limit_bytes, option.needed_bytes, option.estimate.components["python"])
+    allocator.hold(limit_bytes, option.needed_bytes, option.estimate.beside_bytes)
     allocator.free()
     budget = replace(budget, demand=demand, choice=choice)
+    prepared.graphs.room_bytes = budget.graphs_room_bytes
     if option.plan != plan:
         tell(budget, prepared.config, log)
     return replace(prepared, budget=budget)

@@ -21,6 +21,7 @@ from your_ai.data.encode import Encoder, Prompt, token_ids
 from your_ai.data.examples import Examples, load_examples
 from your_ai.data.rows import Row, find_splits, read_rows
 from your_ai.engine.build import build_engine
+from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.fused import Engine
 from your_ai.engine.prefix import DiskStore, MemoryStore, Store, check_room, needed_bytes
@@ -31,7 +32,7 @@ from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.estimate import Plan
+from your_ai.memory.estimate import Plan, graphs_bytes
 from your_ai.memory.measurements import believed
 from your_ai.memory.plan import Option, choose, words
 from your_ai.memory.sample import in_gb
@@ -57,6 +58,7 @@ class Prepared:
     engine: Engine
     planned: str
     tensors: dict[str, Tensor]
+    graphs: Graphs
     store: Store | None
     budget: Budget
     optimizer: Optimizer
@@ -126,8 +128,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         if not past.begun and found not in past.measurements:  # what the run depends on
             log.write(events.Measured(**asdict(found)))
     chosen = tell(budget, config, log)
-    python_bytes = chosen.estimate.components["python"]
-    allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, python_bytes)
+    allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, chosen.estimate.beside_bytes)
     dequantize_on_the_cpu(network)
     make_store = None
     if config.prefix_cache != "off":
@@ -138,6 +139,21 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
             kind = config.prefix_cache
             return prefix_store(kind, folder / PREFIX, key, data.tokens, hidden_size, dtype)
 
+    demand = budget.demand
+
+    def size_of(shape: GraphShape) -> int:
+        engine, (rows, tokens, *_) = chosen.plan.engine, shape
+        return graphs_bytes(
+            demand.facts,
+            demand.training,
+            engine,
+            rows,
+            tokens,
+            trained=shape.trained,
+            sliced=demand.sliced,
+        )
+
+    graphs = Graphs(size_of, budget.graphs_room_bytes)
     built = build_engine(
         network,
         adapters.dropout_keys,
@@ -146,11 +162,12 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         tensors,
         make_store,
         spill=folder if chosen.plan.spill else None,
+        graphs=graphs,
     )
     model.try_out(network, adapters, config)
     allocator.free()
     if built.plan != chosen.plan.engine:  # the model cannot be taken apart: is there room?
-        demand = replace(budget.demand, engine=built.plan, spill=False)
+        demand = replace(demand, engine=built.plan, spill=False)
         choice = choose(demand, budget.limit.limit_bytes)
         budget = replace(budget, demand=demand, choice=choice)
         tell(budget, config, log)
@@ -165,6 +182,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         engine=built.engine,
         planned=built.plan,
         tensors=tensors,
+        graphs=graphs,
         store=built.store,
         budget=budget,
         optimizer=optimizer.build_optimizer(config, network.trainable_parameters()),

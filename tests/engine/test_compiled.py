@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from tests.conftest import chat, write_rows
@@ -20,7 +22,7 @@ from your_ai.data.encode import Encoder
 from your_ai.data.examples import load_examples
 from your_ai.engine import programs
 from your_ai.engine.build import build_engine
-from your_ai.engine.compiled import Compiled
+from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.fused import Engine
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import tensors_of
@@ -35,52 +37,57 @@ def awake() -> None:
     mx.eval(mx.zeros(1))
 
 
-class Traced:
-    """x + 1, and how often Python ran it."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, x: mx.array) -> mx.array:
-        self.count += 1
-        return x + 1
+SHAPES = [GraphShape(1, tokens) for tokens in (32, 64, 96)]
 
 
-def test_it_is_compiled_once_for_a_shape():
-    function = Traced()
-    compiled = Compiled(function)
-    for _ in range(3):
-        assert compiled(mx.array([1.0, 2.0])).tolist() == [2.0, 3.0]
-    assert function.count == 1
-    compiled(mx.array([1.0]))
-    assert function.count == 2
+def made_in(graphs: Graphs, shape: GraphShape, key: str = "a") -> bool:
+    """Whether a thing is made when it is asked for, and not held."""
+    made: list[str] = []
+    assert graphs.get(shape, key, lambda: made.append(key) or key) == key
+    return bool(made)
 
 
-def test_nothing_is_compiled_before_the_first_call():
-    function = Traced()
-    Compiled(function).drop()
-    assert function.count == 0
+def test_each_is_made_once_for_a_shape():
+    graphs = Graphs()
+    assert [made_in(graphs, shape) for shape in SHAPES * 2] == [True] * 3 + [False] * 3
+    assert made_in(graphs, SHAPES[0], "b")
+    assert not made_in(graphs, SHAPES[0], "b")
 
 
-def test_it_is_compiled_again_after_a_drop_and_once_only():
-    function = Traced()
-    compiled = Compiled(function)
-    compiled(mx.array(1.0))
-    compiled.drop()
-    compiled.drop()
-    assert [compiled(mx.array(1.0)).item() for _ in range(3)] == [2.0, 2.0, 2.0]
-    assert function.count == 2
+def test_what_is_dropped_is_made_again():
+    graphs = Graphs()
+    graphs.drop()
+    assert made_in(graphs, SHAPES[0])
+    graphs.drop()
+    graphs.drop()
+    assert made_in(graphs, SHAPES[0])
 
 
-def test_inputs_are_read_at_each_call_also_after_a_drop():
-    state = {"weight": mx.array(2.0)}
-    compiled = Compiled(lambda x: x * state["weight"], inputs=[state])
-    assert compiled(mx.array(3.0)).item() == 6.0
-    state["weight"] = mx.array(5.0)
-    assert compiled(mx.array(3.0)).item() == 15.0
-    compiled.drop()
-    state["weight"] = mx.array(7.0)
-    assert compiled(mx.array(3.0)).item() == 21.0
+def test_the_shape_that_was_used_least_recently_goes_first():
+    graphs = Graphs(lambda shape: 10, room_bytes=20)
+    for shape in (*SHAPES[:2], SHAPES[0], SHAPES[2]):
+        made_in(graphs, shape)
+    assert [made_in(graphs, shape) for shape in (SHAPES[0], SHAPES[2], SHAPES[1])] == [
+        False,
+        False,
+        True,
+    ]
+
+
+@given(
+    st.lists(st.integers(1, 9), max_size=40),
+    st.integers(0, 30),
+)
+def test_no_more_is_held_than_there_is_room_for(tokens, room):
+    graphs = Graphs(lambda shape: shape.tokens, room)
+    held: list[int] = []
+    for count in tokens:
+        fresh = made_in(graphs, GraphShape(1, count))
+        assert fresh == (count not in held)
+        held = [other for other in held if other != count] + [count]
+        while sum(held) > room and fresh and len(held) > 1:
+            held.pop(0)
+        assert len(graphs) == len(held)
 
 
 def test_a_drop_frees_what_was_compiled_in():
@@ -88,30 +95,16 @@ def test_a_drop_frees_what_was_compiled_in():
     held = {"constant": mx.ones(NUMBERS)}
     mx.eval(held)
     before = mx.get_active_memory()
-    compiled = Compiled(lambda x: (x + held["constant"]).sum())
+    graphs = Graphs()
+    compiled = graphs.get(
+        SHAPES[0], "f", lambda: mx.compile(lambda x: (x + held["constant"]).sum())
+    )
     compiled(mx.array(1.0)).item()
     held.clear()
     assert mx.get_active_memory() >= before
-    compiled.drop()
+    del compiled
+    graphs.drop()
     assert mx.get_active_memory() <= before - 4 * NUMBERS
-
-
-def test_a_drop_frees_every_shape():
-    held: dict[str, mx.array] = {}
-
-    def function(x: mx.array) -> mx.array:
-        held["last"] = mx.ones(NUMBERS)
-        mx.eval(held)
-        return x + held["last"].sum()
-
-    compiled = Compiled(function)
-    before = mx.get_active_memory()
-    for size in range(1, 6):
-        mx.eval(compiled(mx.zeros(size)))
-    held.clear()
-    assert mx.get_active_memory() > before + 4 * 4 * NUMBERS
-    compiled.drop()
-    assert mx.get_active_memory() < before + 4 * NUMBERS
 
 
 # -- engines

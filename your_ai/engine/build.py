@@ -13,6 +13,7 @@ import mlx.nn as nn
 from your_ai.blocks import Parts, parts_of
 from your_ai.dora import draw
 from your_ai.engine.attention import put_blockwise
+from your_ai.engine.compiled import Graphs
 from your_ai.engine.fused import Engine, fused_engine
 from your_ai.engine.prefix import Store
 from your_ai.engine.spill import Spilled
@@ -44,6 +45,7 @@ def build_engine(
     tensors: dict[str, Tensor] | None = None,
     make_store: Callable[[int], Store] | None = None,
     spill: Path | None = None,
+    graphs: Graphs | None = None,
 ) -> Built:
     """The engine of `plan` for a model with adapters, whose weights are read now, but not by a
     streamed one; a staged one falls back to fused.
@@ -51,7 +53,8 @@ def build_engine(
     tensors: where its weights are. A streamed plan needs them, after which the model holds
     none; of a staged one they let the embedding and the head stay in their files.
     make_store: the frozen-prefix cache, where there is one, for a hidden size.
-    spill: a folder for block inputs, of a staged or streamed plan.
+    spill: a folder for block inputs, of a staged or streamed plan. graphs: keeps what is
+    compiled, all of it by default.
     Raises UserError where the plan or packing cannot be.
     """
     notices: list[str] = []
@@ -83,13 +86,14 @@ def build_engine(
     elif make_store is not None:
         store = make_store(found.hidden_size)
     if store is not None and plan == "fused":
-        joined = Joined(model, parts, dropout_keys, head, store=store)
+        joined = Joined(model, parts, dropout_keys, head, store=store, graphs=graphs)
         return Built(joined.engine(), plan, tuple(notices), store)
     if plan == "fused":
         put_blockwise(model)
-        return Built(fused_engine(model, halves, dropout_keys, parts, head), plan, tuple(notices))
+        engine = fused_engine(model, halves, dropout_keys, parts, head, graphs)
+        return Built(engine, plan, tuple(notices))
     inputs = [] if spill is None else Spilled(spill)
-    staged = Staged(model, parts, dropout_keys, head, weights, store, inputs)
+    staged = Staged(model, parts, dropout_keys, head, weights, store, inputs, graphs)
     return Built(staged.engine(), plan, tuple(notices), store)
 
 

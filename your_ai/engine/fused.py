@@ -13,7 +13,7 @@ import numpy as np
 from your_ai.blocks import Arrays, Parts
 from your_ai.data.batches import Batch
 from your_ai.dora import dora_layers, given, norms_of
-from your_ai.engine.compiled import Compiled
+from your_ai.engine.compiled import Graphs, shape_of
 from your_ai.losses import Head
 from your_ai.model import DropoutKeys, Split, TokenKeys
 from your_ai.objectives import sft
@@ -47,13 +47,16 @@ def fused_engine(
     dropout_keys: DropoutKeys,
     parts: Parts | None = None,
     head: Head | None = None,
+    graphs: Graphs | None = None,
 ) -> Engine:
     """An engine that compiles one graph for forward and backward, per batch shape.
 
     parts: the model's, which packed batches need so that their texts are kept apart.
-    head: the split's as `head.linear_head` knows it, where it does.
+    head: the split's as `head.linear_head` knows it, where it does. graphs: keeps what is
+    compiled.
     """
     head = head or split.head
+    graphs = Graphs() if graphs is None else graphs
     dora = dora_layers(model)
 
     def with_norms(function: Callable) -> Callable:
@@ -91,35 +94,39 @@ def fused_engine(
         return sft.score(trunk(tokens, segments, reach), positions, targets, head)
 
     state = [model.state]
-    compiled_gradients = Compiled(nn.value_and_grad(model, with_norms(trainable_loss)), state)
-    compiled_loss = Compiled(with_norms(loss_only), state)
-    compiled_likeliest = Compiled(with_norms(likeliest), state)
-    compiled_score = Compiled(with_norms(losses_and_likeliest), state)
+
+    def compiled(function: Callable, batch: Batch, trained: bool = False) -> Callable:
+        shape = shape_of(batch, trained)
+        return graphs.get(shape, function, lambda: mx.compile(function, inputs=state))
+
+    loss_and_gradients = nn.value_and_grad(model, with_norms(trainable_loss))
+    loss_only, likeliest, losses_and_likeliest = map(
+        with_norms, (loss_only, likeliest, losses_and_likeliest)
+    )
 
     def gradients(batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
         keys = mx.array(row_keys(step_seed, batch.rows)), mx.array(batch.places)
         parameters = model.trainable_parameters()
-        result = compiled_gradients(
+        result = compiled(loss_and_gradients, batch, trained=True)(
             norms_of(dora), *_inputs(batch), *_targets(batch), *keys, mx.array(scale, mx.float32)
         )
         model.update(parameters)  # tracing leaves its placeholders in their place
         return result
 
     def loss(batch: Batch) -> mx.array:
-        return compiled_loss(norms_of(dora), *_inputs(batch), *_targets(batch))
+        return compiled(loss_only, batch)(norms_of(dora), *_inputs(batch), *_targets(batch))
 
     def predictions(batch: Batch) -> mx.array:
-        return compiled_likeliest(norms_of(dora), *_inputs(batch), mx.array(batch.positions))
+        positions = mx.array(batch.positions)
+        return compiled(likeliest, batch)(norms_of(dora), *_inputs(batch), positions)
 
     def score(batch: Batch) -> tuple[mx.array, mx.array]:
         positions, targets, _ = _targets(batch)
-        return compiled_score(norms_of(dora), *_inputs(batch), positions, targets)
+        return compiled(losses_and_likeliest, batch)(
+            norms_of(dora), *_inputs(batch), positions, targets
+        )
 
-    def drop() -> None:
-        for function in (compiled_gradients, compiled_loss, compiled_likeliest, compiled_score):
-            function.drop()
-
-    return Engine(gradients, loss, predictions, score, drop)
+    return Engine(gradients, loss, predictions, score, graphs.drop)
 
 
 def _inputs(batch: Batch) -> tuple[mx.array, mx.array | None, int | None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +17,7 @@ from mlx.utils import tree_flatten
 
 from your_ai.blocks import Arrays, Call, Parts, arrays_of, put, skeleton, structure
 from your_ai.engine.attention import put_blockwise
+from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.mlp import put_sliced
 from your_ai.model import DropoutKeys, TokenKeys
 
@@ -88,17 +88,18 @@ def program(
 
 
 class Programs:
-    """The program of each block for rows of a length: one for all blocks that are alike."""
+    """The program of each block for rows of a shape: one for all blocks that are alike."""
 
-    def __init__(self, parts: Parts, dropout_keys: DropoutKeys, lean: bool) -> None:
+    def __init__(self, parts: Parts, dropout_keys: DropoutKeys, lean: bool, graphs: Graphs) -> None:
         self.parts, self.dropout_keys, self.lean = parts, dropout_keys, lean
+        self.graphs = graphs
         self.kinds = [structure(block) for block in parts.blocks]
-        self.made: dict[Any, Program] = {}
 
-    def of(self, index: int, tokens: int, reach: int | None) -> Program:
-        call = self.parts.calls(tokens)[index]
-        kind = (self.kinds[index], call, reach)
-        if kind not in self.made:
-            block = self.parts.blocks[index]
-            self.made[kind] = program(block, call, reach, self.dropout_keys, self.lean)
-        return self.made[kind]
+    def of(self, index: int, shape: GraphShape) -> Program:
+        call = self.parts.calls(shape.tokens)[index]
+        block = self.parts.blocks[index]
+
+        def make() -> Program:
+            return program(block, call, shape.reach, self.dropout_keys, self.lean)
+
+        return self.graphs.get(shape, (self.kinds[index], call), make)

@@ -20,7 +20,7 @@ from mlx.utils import tree_unflatten
 from your_ai.blocks import Arrays, Parts
 from your_ai.data.batches import Batch
 from your_ai.dora import dora_layers, norms_of
-from your_ai.engine.compiled import Compiled
+from your_ai.engine.compiled import Graphs, GraphShape, shape_of
 from your_ai.engine.fused import Engine, row_keys
 from your_ai.engine.prefix import Span, Store, assemble, missing, padded, spans_of
 from your_ai.engine.programs import Extras, Programs, frozen_arrays, trained_arrays
@@ -61,16 +61,12 @@ class Weights(Protocol):
 class Rows(NamedTuple):
     """Rows that go through blocks together, and what the blocks are given beside them.
 
-    tokens: (B, T) int32; reach: as in `Batch`.
+    tokens: (B, T) int32; shape: what is compiled for them is found by.
     """
 
     tokens: np.ndarray
-    reach: int | None
+    shape: GraphShape
     extras: Extras
-
-    @property
-    def length(self) -> int:
-        return self.tokens.shape[1]
 
 
 @dataclass(frozen=True)
@@ -91,8 +87,8 @@ class Staged:
     """Holds one block's working set at a time.
 
     store: keeps what the blocks below the first trained one give of each text, so that
-    they run once for it. inputs: where those of the trained blocks are kept. lean: memory
-    is dearer than time.
+    they run once for it. inputs: where those of the trained blocks are kept. graphs: keeps
+    what is compiled. lean: memory is dearer than time.
     """
 
     def __init__(
@@ -104,12 +100,14 @@ class Staged:
         weights: Weights | None = None,
         store: Store | None = None,
         inputs: Inputs | None = None,
+        graphs: Graphs | None = None,
         lean: bool = True,
     ) -> None:
         self.blocks, self.store = parts.blocks, store
         self.weights = weights or Resident(self.blocks)
         self.inputs = [] if inputs is None else inputs
-        self.programs = Programs(parts, dropout_keys, lean)
+        self.graphs = Graphs() if graphs is None else graphs
+        self.programs = Programs(parts, dropout_keys, lean, self.graphs)
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [names[id(block)] for block in model.layers]
         self.dora = [dora_layers(block) for block in self.blocks]
@@ -120,7 +118,6 @@ class Staged:
         sample = parts.embed(mx.zeros((1, 1), mx.int32))  # for its shape
         self.hidden_size, self.dtype = sample.shape[-1], sample.dtype
         self.head, self.state = finished(parts, head), [parts.outside]
-        self._functions: list[Compiled] = []
         self._embed = self._compiled(parts.embed)
         self._head_gradient = self._compiled(partial(sft.loss_and_gradient, head=self.head))
         self._head_loss = self._compiled(partial(sft.loss_sum, head=self.head))
@@ -130,12 +127,9 @@ class Staged:
     def engine(self) -> Engine:
         ahead = self.weights.streamed and self.store is not None and self.first > 0
         fill = self.fill if ahead else None
-        return Engine(self.gradients, self.loss, self.predictions, self.score, self.drop, fill)
-
-    def drop(self) -> None:
-        self.programs.made.clear()
-        for function in self._functions:
-            function.drop()
+        return Engine(
+            self.gradients, self.loss, self.predictions, self.score, self.graphs.drop, fill
+        )
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
         rows = self._rows(batch, step_seed)
@@ -143,14 +137,14 @@ class Staged:
         self.inputs.clear()
         self._run(hidden, [rows], self.trained, self.inputs)
         scale = mx.array(scale, mx.float32)
-        loss, cotangent = self._head_gradient(hidden.pop(), *targets_of(batch), scale)
+        loss, cotangent = self._head_gradient(rows.shape, hidden.pop(), *targets_of(batch), scale)
         mx.eval(loss, cotangent)
         found: dict[int, Arrays] = {}
         for index in reversed(self.trained):
             arrays = self._arrays(index)
             if index > self.first:
                 self.weights.ahead(index - 1)
-            program = self.programs.of(index, rows.length, rows.reach)
+            program = self.programs.of(index, rows.shape)
             given = (trained_arrays(self.blocks[index]), self.inputs.pop(), rows.extras, cotangent)
             if index > self.first:
                 found[index], cotangent = program.backward(arrays, *given)
@@ -161,14 +155,17 @@ class Staged:
         return loss, self._tree(found)
 
     def loss(self, batch: Batch) -> mx.array:
-        return self._head_loss(self._forward(batch), *targets_of(batch))
+        rows = self._rows(batch)
+        return self._head_loss(rows.shape, self._forward(batch, rows), *targets_of(batch))
 
     def predictions(self, batch: Batch) -> mx.array:
-        return self._likeliest(self._forward(batch), mx.array(batch.positions))
+        rows, positions = self._rows(batch), mx.array(batch.positions)
+        return self._likeliest(rows.shape, self._forward(batch, rows), positions)
 
     def score(self, batch: Batch) -> tuple[mx.array, mx.array]:
-        positions, targets, _ = targets_of(batch)
-        return self._losses_and_likeliest(self._forward(batch), positions, targets)
+        rows, (positions, targets, _) = self._rows(batch), targets_of(batch)
+        hidden = self._forward(batch, rows)
+        return self._losses_and_likeliest(rows.shape, hidden, positions, targets)
 
     def fill(self, batches: Iterable[Batch]) -> None:
         """Keep what the first trained block is given for each text, group by group.
@@ -183,9 +180,8 @@ class Staged:
             for text, hidden in zip(group, self._of_texts(group), strict=True):
                 self.store.put(text, hidden)
 
-    def _forward(self, batch: Batch) -> mx.array:
+    def _forward(self, batch: Batch, rows: Rows) -> mx.array:
         """(B, T, D) after the last block."""
-        rows = self._rows(batch)
         hidden = [self._below(batch, rows)]
         self._run(hidden, [rows], self.trained)
         return hidden[0]
@@ -213,12 +209,13 @@ class Staged:
         Numbers that depended on the batch would be others when a run that went on fills its
         cache again.
         """
-        found = self._from_tokens([Rows(padded(text), None, {}) for text in texts])
+        every = [Rows(row, GraphShape(*row.shape), {}) for row in map(padded, texts)]
+        found = self._from_tokens(every)
         return [hidden[0, : len(text)] for text, hidden in zip(texts, found, strict=True)]
 
     def _from_tokens(self, every: list[Rows]) -> list[mx.array]:
         """What the first trained block is given for each."""
-        hidden = [self._embed(mx.array(rows.tokens)) for rows in every]
+        hidden = [self._embed(rows.shape, mx.array(rows.tokens)) for rows in every]
         mx.eval(hidden)
         self._run(hidden, every, self.frozen)
         return hidden
@@ -244,7 +241,7 @@ class Staged:
             for place, rows in enumerate(every):
                 if saved is not None:
                     saved.append(hidden[place])
-                program = self.programs.of(index, rows.length, rows.reach)
+                program = self.programs.of(index, rows.shape)
                 hidden[place] = program.forward(arrays, trained, hidden[place], rows.extras)
                 mx.eval(hidden[place])
             del arrays
@@ -262,7 +259,8 @@ class Staged:
         if step_seed is not None and self.has_dropout:
             found["keys"] = mx.array(row_keys(step_seed, batch.rows))
             found["places"] = mx.array(batch.places)
-        return Rows(batch.tokens, batch.reach, found)
+        shape = shape_of(batch, trained=True)._replace(targets=0)  # blocks have none
+        return Rows(batch.tokens, shape, found)
 
     def _tree(self, found: dict[int, Arrays]) -> Any:
         """The gradients of blocks, as a tree of the model's parameters."""
@@ -275,11 +273,18 @@ class Staged:
         )
 
     def _compiled(self, function: Callable) -> Callable:
-        """What reads a file must run every time, not be traced once."""
-        if self.reads_files:
-            return function
-        self._functions.append(Compiled(function, self.state))
-        return self._functions[-1]
+        """f(shape, *args): the function, compiled for rows of a shape.
+
+        What reads a file must run every time, not be traced once.
+        """
+
+        def run(shape: GraphShape, *args: Any) -> Any:
+            if self.reads_files:
+                return function(*args)
+            make = partial(mx.compile, function, inputs=self.state)
+            return self.graphs.get(shape, function, make)(*args)
+
+        return run
 
 
 class Joined(Staged):
@@ -290,7 +295,6 @@ class Joined(Staged):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, lean=False, **kwargs)
-        self._joined = self._compiled(self._trained_gradients)
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
         rows = self._rows(batch, step_seed)
@@ -298,12 +302,15 @@ class Joined(Staged):
         trained = [trained_arrays(self.blocks[index]) for index in self.trained]
         frozen = [self._arrays(index) for index in self.trained]
         scale = mx.array(scale, mx.float32)
-        given = (hidden, rows.extras, rows.reach, *targets_of(batch), scale)
-        loss, grads = self._joined(trained, frozen, *given)
+        function = partial(self._trained_gradients, rows.shape)
+        joined = self.graphs.get(
+            rows.shape, "joined", lambda: mx.compile(function, inputs=self.state)
+        )
+        loss, grads = joined(trained, frozen, hidden, rows.extras, *targets_of(batch), scale)
         return loss, self._tree(dict(zip(self.trained, grads, strict=True)))
 
     def _trained_gradients(
-        self, trained, frozen, hidden, extras, reach, positions, targets, weights, scale
+        self, shape, trained, frozen, hidden, extras, positions, targets, weights, scale
     ):
         """The loss sum, and the gradients of the trained blocks, from their input."""
 
@@ -312,7 +319,7 @@ class Joined(Staged):
             for index, block_frozen, block_trained in zip(
                 self.trained, frozen, trained, strict=True
             ):
-                program = self.programs.of(index, hidden.shape[1], reach)
+                program = self.programs.of(index, shape)
                 h = program.run(block_frozen, block_trained, h, extras)
             return sft.trainable_loss_sum(h, positions, targets, weights, scale, self.head)
 

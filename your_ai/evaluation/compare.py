@@ -180,8 +180,8 @@ def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
 
 def hold(budget: Budget) -> None:
     chosen = budget.choice.option
-    python_bytes = chosen.estimate.components["python"]
-    allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, python_bytes)
+    beside_bytes = chosen.estimate.beside_bytes
+    allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, beside_bytes)
 
 
 def put_new_layers(network: nn.Module, adapter: Adapter) -> None:

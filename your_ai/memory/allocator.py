@@ -42,8 +42,8 @@ def free(collect: bool = True) -> None:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def hold(limit_bytes: int, needed_bytes: int, python_bytes: int) -> None:
-    """Tell MLX of the limit of the process, which holds `python_bytes` beside MLX's buffers.
+def hold(limit_bytes: int, needed_bytes: int, beside_bytes: int) -> None:
+    """Tell MLX of the limit of the process, which holds `beside_bytes` beside MLX's buffers.
 
     Above what is left MLX waits for work in flight before it allocates; what it may keep of
     freed buffers is a share of what the plan, which needs `needed_bytes`, leaves. Where that
@@ -51,5 +51,5 @@ def hold(limit_bytes: int, needed_bytes: int, python_bytes: int) -> None:
     """
     if needed_bytes > TIGHT * limit_bytes:
         give_back_at_once()
-    mx.set_memory_limit(max(1, limit_bytes - python_bytes))
+    mx.set_memory_limit(max(1, limit_bytes - beside_bytes))
     mx.set_cache_limit(int(max(0, limit_bytes - needed_bytes) * CACHE_SHARE))

@@ -27,7 +27,6 @@ WALK_ROWS = 1024  # hidden states that meet the head together, losses'
 FEWEST_FEATURES = 512  # of an MLP's slice, engine.mlp's
 PREFILL_TOKENS = 256  # of a prompt at once, generate's
 CACHE_STEP = 256  # tokens by which keys and values grow, mlx-lm's
-PROGRAM_BYTES = 4 << 20  # of a compiled graph, a block of it
 FUSED = {"outs": 1.68, "lora": 0.73, "ahead": 1.66, "slice": 2.97, "logits": 2.94, "adapters": 0.25}
 FORWARD = {"wide": 7.37, "hidden": 10.5, "slice": 5.97}
 FORWARD_LORA = {"wide": 4.57, "hidden": 9.34, "slice": 5.97}  # where wide layers are adapted
@@ -39,6 +38,19 @@ SOFTCAPPED = 1.7  # times the logits that others have
 DORA_NORMS_BYTES = 15_000_000  # of slices whose norms are computed, whatever the layer
 DORA = {"fused": 1.05, "staged": 2.5}  # of the adapted layers' outputs, up to D features of each
 GRAPH_BYTES = 85_000  # of a slice that waits to be computed: its operations
+# Bytes of compiled graphs, which hold every operation of the blocks in them. Fused, by block:
+# itself, a slice of a weight, a block of queries, an adapted layer, and with DoRA more.
+FUSED_GRAPH = {"block": 100_000, "slice": 115_000, "queries": 200_000, "adapted": 50_000,
+               "dora": 150_000, "head": 150_000}  # fmt: skip
+FORWARD_GRAPH = 0.4  # the same where there is no backward pass
+# By kind of block; first: the graph of the first trained one, which has no input's gradient.
+STAGED_GRAPH = {"block": 300_000, "slice": 100_000, "queries": 200_000, "adapted": 100_000,
+                "dora": 100_000}  # fmt: skip
+FIRST_GRAPH = {"block": 100_000, "slice": 60_000, "queries": 170_000}
+GRAPHS_MARGIN = 1.25
+QUERIES, LEAN_QUERIES, FEWEST_QUERIES = 64, 32, 16  # at once, engine.attention's
+SCORE_BYTES = 16 << 20  # of a block of queries, engine.attention's
+SHORT_TOKENS = 96  # of rows whose queries go through at once
 # Of rows that are evaluated: nothing waits for a backward pass.
 EVALUATION = {"wide": 4.0, "hidden": 2.2, "slice": 5.0, "lora": 2.01, "fused": 2.8}
 UNSLICED = {"fused": (9.2, 2.6), "staged": (5.9, 0.0)}  # wide, logits: of matrices of one slice
@@ -47,6 +59,7 @@ SCORES = {"logits": 2.7, "hidden": 1.82, "fused": 6.3, "staged": 4.4}
 GENERATION = {"grown": 1.7, "scores": 1.05, "slice": 5.4, "wide": 1.5, "head": 2.2}
 GENERATION_BYTES = 500_000  # of small arrays
 WORK = ("activations", "block work", "head chunk")  # components that coefficients decide
+BESIDE = ("graphs", "cache", "python")  # those that are no live buffers of MLX's
 BLOCKS_STREAMED = 1.60  # of weights: the one that runs and what is there of the next
 BLOCKS_EVALUATED = 2.0  # the same, where each runs but for a moment
 # What a ratio that was measured is a ratio to.
@@ -94,7 +107,12 @@ class Estimate:
     @property
     def mlx_bytes(self) -> int:
         """Live MLX buffers: what mx.get_peak_memory() counts."""
-        return sum(v for n, v in self.components.items() if n not in ("python", "cache"))
+        return sum(v for n, v in self.components.items() if n not in BESIDE)
+
+    @property
+    def beside_bytes(self) -> int:
+        """What the process holds that is no buffer of MLX's: Python, and compiled graphs."""
+        return self.components["python"] + self.components["graphs"]
 
     @property
     def work_bytes(self) -> int:
@@ -125,7 +143,7 @@ def estimate(
     the process holds without a model; prefix_bytes: of a frozen-prefix cache in memory;
     answer_tokens: of the longest prompt that is answered besides, and its answer; forward: the
     step is evaluated, and there are neither gradients nor an optimizer; sliced: quantized
-    weights are dequantized in slices, as they are on the CPU, which counts where forward.
+    weights are dequantized in slices, as they are on the CPU, which graphs grow with.
     work_ratio: what transient activations take on this machine over what the coefficients
     say; gradients_only: there is no update, and nothing is answered.
     """
@@ -155,14 +173,17 @@ def estimate(
     ]
     phase = max(phases, key=lambda found: sum(found.values()))
     if forward:
-        programs = graphs_bytes(facts, plan, sliced, int(sum(phase.values())))
+        work = int(sum(phase.values()))
+        graphs = evaluation_graphs_bytes(
+            facts, training, plan, rows, tokens, sliced=sliced, work_bytes=work
+        )
     else:
-        programs = programs_bytes(facts, training, plan)
-    python = python_bytes + programs
+        graphs = graphs_bytes(facts, training, plan.engine, rows, tokens, sliced=sliced)
     order = ("weights", "adapters", "gradients", "optimizer", "optimizer work", "block inputs",
              "activations", "block work", "head chunk", "norms", "prefix cache")  # fmt: skip
     components = {name: int((held | phase).get(name, 0)) for name in order}
-    return Estimate({**components, "cache": cache_bytes, "python": python})
+    beside = {"graphs": int(graphs), "cache": cache_bytes, "python": python_bytes}
+    return Estimate(components | beside)
 
 
 def adapter_bytes(facts: ModelFacts, training: Training) -> int:
@@ -205,13 +226,63 @@ def weights_bytes(facts: ModelFacts, engine: str, forward: bool = False) -> int:
     return min(int(count * facts.block_bytes), facts.blocks_bytes) + facts.rest_bytes
 
 
-def programs_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
-    """Of compiled graphs: a fused one has every block, the others share one of a block."""
-    blocks = facts.blocks + training.blocks if plan.engine == "fused" else 4
-    return PROGRAM_BYTES * blocks // 2
+def graphs_bytes(
+    facts: ModelFacts,
+    training: Training,
+    engine: str,
+    rows: int,
+    tokens: int,
+    *,
+    trained: bool = True,
+    sliced: bool = False,
+) -> int:
+    """Of what is compiled for micro-batches of one shape. trained: with gradients.
+
+    A fused graph has every block; the others share one of each kind of block.
+    """
+    matrices = [i * o * facts.float_bytes for i, o in facts.linears.values()]
+    slices = sum(-(-matrix // SLICE_BYTES) for matrix in matrices) if sliced else 0
+    sizes = {
+        "block": 1,
+        "slice": slices * facts.quantized,
+        "queries": query_blocks(facts, engine, rows, tokens),
+        "adapted": len(layers_named(facts, training.targets)),
+        "dora": len(layers_named(facts, training.targets)) * training.dora,
+    }
+
+    def of(shares: dict[str, int]) -> float:
+        return sum(shares.get(name, 0) * count for name, count in sizes.items())
+
+    if engine == "fused":
+        frozen = facts.blocks - training.blocks
+        blocks = (training.blocks + FORWARD_GRAPH * frozen) * of(FUSED_GRAPH)
+        walked = min(WALK_ROWS, rows * tokens)
+        step = max(1, HEAD_SLICE_BYTES // (4 * max(walked, facts.hidden)))
+        found = blocks + FUSED_GRAPH["head"] * -(-facts.vocabulary // step)
+    else:
+        found = facts.kinds * of(STAGED_GRAPH) + of(FIRST_GRAPH)
+    return int(GRAPHS_MARGIN * found * (1 if trained else FORWARD_GRAPH))
 
 
-def graphs_bytes(facts: ModelFacts, plan: Plan, sliced: bool, work_bytes: int) -> int:
+def query_blocks(facts: ModelFacts, engine: str, rows: int, tokens: int) -> int:
+    """In how many blocks the queries of a row go through attention."""
+    if tokens < SHORT_TOKENS:
+        return 0
+    most = QUERIES if engine == "fused" else LEAN_QUERIES
+    most = min(most, SCORE_BYTES // (4 * rows * max(1, facts.heads) * tokens))
+    return -(-tokens // max(most, FEWEST_QUERIES))
+
+
+def evaluation_graphs_bytes(
+    facts: ModelFacts,
+    training: Training,
+    plan: Plan,
+    rows: int,
+    tokens: int,
+    *,
+    sliced: bool,
+    work_bytes: int,
+) -> int:
     """Of graphs where nothing is trained, beside the `work_bytes` of computing.
 
     A fused one has every block, and all slices at once; so has the one that a staged model is
@@ -220,11 +291,12 @@ def graphs_bytes(facts: ModelFacts, plan: Plan, sliced: bool, work_bytes: int) -
     matrices = [i * o * facts.float_bytes for i, o in facts.linears.values()]
     counted = sum(-(-matrix // SLICE_BYTES) for matrix in matrices) if sliced else 0
     blocks = GRAPH_BYTES * facts.blocks * counted * facts.quantized
-    one = PROGRAM_BYTES * 4 // 2
+    kind = {"trained": False, "sliced": sliced}
+    compiled = graphs_bytes(facts, training, plan.engine, rows, tokens, **kind)
     if plan.engine == "fused":
         head = -(-facts.vocabulary * facts.hidden * facts.float_bytes // HEAD_SLICE_BYTES)
-        return max(PROGRAM_BYTES * facts.blocks // 2, one + blocks) + 2 * GRAPH_BYTES * head
-    return one + max(0, blocks - work_bytes if plan.engine == "staged" else 0)
+        return max(compiled, blocks) + 2 * GRAPH_BYTES * head
+    return compiled + max(0, blocks - work_bytes if plan.engine == "staged" else 0)
 
 
 def fused_phase(facts: ModelFacts, training: Training, rows: int, tokens: int) -> dict[str, float]:

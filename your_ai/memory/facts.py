@@ -34,7 +34,8 @@ class ModelFacts:
     is computed with; block_bytes: of the largest block, blocks_bytes of all;
     vocabulary_bytes: of the embedding and, untied, the head; rest_bytes: what is left;
     disk_bytes: of the files; norms: of a block, over all features of a hidden state; softcaps:
-    attention scores and logits pass through a tanh, as in Gemma 2.
+    attention scores and logits pass through a tanh, as in Gemma 2; kinds: of blocks, which
+    are compiled apart.
     """
 
     blocks: int
@@ -52,6 +53,7 @@ class ModelFacts:
     experts: dict[str, tuple[int, int]] = field(default_factory=dict)
     norms: int = 2
     softcaps: bool = False
+    kinds: int = 1
 
     @property
     def weights_bytes(self) -> int:
@@ -131,7 +133,22 @@ def facts_from(
         experts=experts,
         norms=norms_of(entries, hidden),
         softcaps=bool(text.get("attn_logit_softcapping", text.get("model_type") == "gemma2")),
+        kinds=kinds_of(entries, text),
     )
+
+
+def kinds_of(entries: list[Entry], config: dict[str, Any]) -> int:
+    """How many kinds of blocks there are: by their tensors, and by the reach of attention."""
+    blocks: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+    for entry in entries:
+        match = BLOCK.search(entry.name)
+        if match is not None:
+            blocks.setdefault(match[1], set()).add((match[2], entry.shape))
+    types = config.get("layer_types")
+    reaches = len({str(kind) for kind in types}) if isinstance(types, list) else 1
+    if config.get("sliding_window_pattern") or config.get("model_type") == "gemma3_text":
+        reaches = max(2, reaches)
+    return max(1, len({frozenset(found) for found in blocks.values()})) * max(1, reaches)
 
 
 def norms_of(entries: list[Entry], hidden: int) -> int:

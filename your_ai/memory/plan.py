@@ -218,7 +218,7 @@ def can_begin(demand: Demand, option: Option, limit_bytes: int) -> bool:
     engine = option.plan.engine
     if demand.forward or engine != "fused" or demand.calibration.of(engine):
         return True
-    first = Shape(1, FIRST)
+    first = Shape(1, min(FIRST, max(demand.lengths)))
     known = bool(demand.calibration.measurements)
     times = 2 * ratio_of(demand, option.plan, first) if known else FAR
     found = estimate_of(demand, option.plan, *first, gradients_only=True)
