@@ -243,6 +243,30 @@ def test_a_peak_that_cannot_be_read_teaches_nothing(governed, decided):
     assert made.governor.corrections.ratios == {}
 
 
+def test_a_run_that_goes_on_remembers_what_it_learned_until_then(governed, decided):
+    decided()
+    made = governed(batch_size=4)
+    batches, governor = batches_of(made.governor), made.governor
+    for step, peak_bytes in ((1, 60 * MB), (2, 50 * MB), (3, 70 * MB)):
+        governor.seen = dataclasses.replace(SAMPLE, peak_bytes=peak_bytes), None
+        governor.after_step(step, batches)
+    seen = events_of(made.run, events.Corrected)
+    assert [event.step for event in seen] == [1, 3]  # the second was no more than the first
+
+    def ratios(step: int) -> dict[int, float]:
+        again = govern.govern(governor.prepared, Sampler(), governor.log, Watch(), step)
+        return again.corrections.ratios
+
+    assert ratios(3) == governor.corrections.ratios
+    assert ratios(2) == {seen[0].tokens: seen[0].ratio}
+    assert ratios(0) == {}
+    plan = governor.prepared.budget.choice.option.plan
+    other = dataclasses.replace(plan, micro_tokens=plan.micro_tokens + 1)
+    planned = events_of(made.run, events.Planned)[-1]
+    governor.log.write(dataclasses.replace(planned, micro_tokens=other.micro_tokens))
+    assert ratios(3) == {}  # they were of another plan
+
+
 def test_the_peak_is_that_of_one_step(governed):
     made = governed()
     mx.eval(mx.ones(40 * MB // 4))

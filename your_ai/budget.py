@@ -23,7 +23,8 @@ from your_ai.memory.plan import Choice, Demand, choose, rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.model import DEFAULT_LAYERS
 
-LATER_BYTES = 30_000_000  # threads, a BLAS and its buffers, started with the first step
+# Threads, a BLAS or a driver and its buffers, started with the first step. On a Mac a guess.
+LATER_BYTES = 30_000_000 if probe.is_macos() else 20_000_000
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ caller's: they begin from a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from your_ai.data.batches import Batch
 from your_ai.engine.reload import reload_adapted
 from your_ai.errors import RunError
 from your_ai.memory import allocator, probe
+from your_ai.memory.estimate import Plan
 from your_ai.memory.governor import (
     LARGE,
     Action,
@@ -82,7 +84,9 @@ class Governor:
         sample, highest_bytes = self.seen
         if sample.peak_bytes:
             rows, tokens = max((batch.tokens.shape for batch in batches), key=lambda s: s[0] * s[1])
-            self.corrections.learn(rows, tokens, sample.peak_bytes)
+            if self.corrections.learn(rows, tokens, sample.peak_bytes):
+                ratio = self.corrections.ratios[tokens]
+                self.log.write(events.Corrected(step=step, tokens=tokens, ratio=ratio))
         choice, store = self.prepared.budget.choice, self.prepared.store
         observation = Observation(
             step=step,
@@ -115,18 +119,35 @@ class Governor:
 
 
 def govern(
-    prepared: Prepared, sampler: probe.Sampler, log: events.EventLog, watch: Watch
+    prepared: Prepared, sampler: probe.Sampler, log: events.EventLog, watch: Watch, step: int = 0
 ) -> Governor:
+    """step: from which the run goes on, with what it had learned until then."""
     budget = prepared.budget
-    limit_bytes = budget.limit.limit_bytes
+    limit_bytes, plan = budget.limit.limit_bytes, budget.choice.option.plan
+    corrections = Corrections(budget.demand, plan, limit_bytes, learned(log, plan, step))
     return Governor(
         prepared=prepared,
         policy=policy_of(prepared.config, limit_bytes),
         sampler=sampler,
         log=log,
-        corrections=Corrections(budget.demand, budget.choice.option.plan, limit_bytes),
+        corrections=corrections,
         watch=watch,
     )
+
+
+def learned(log: events.EventLog, plan: Plan, step: int) -> dict[int, float]:
+    """The corrections of a run up to a step, since it has trained under this plan.
+
+    So that it splits the batches after a kill as it would have without.
+    """
+    ratios: dict[int, float] = {}
+    for event in (record.event for record in events.tail(log.path)[0]):
+        if isinstance(event, events.Planned):
+            if Plan(event.plan, event.micro_tokens, event.spill) != plan:
+                ratios.clear()
+        elif isinstance(event, events.Corrected) and event.step <= step:
+            ratios[event.tokens] = max(event.ratio, ratios.get(event.tokens, -math.inf))
+    return ratios
 
 
 def told(

@@ -192,7 +192,12 @@ def test_a_budget_is_held_as_seen_from_outside(made, monkeypatch):
     assert figures["empty_bytes"] < figures["limit_bytes"] < figures["fused_bytes"]
     assert 50_000_000 < figures["peak_bytes"] <= figures["limit_bytes"]
     assert figures["looks"] > 50
-    assert len(figures["plans"]) == 1
+    assert figures["plans"]
+    assert all(0.1 <= ratio <= 10 for ratio in figures["measured_over_estimated"])
+    assert (
+        f"{figures['measured_over_estimated'][-1]:.2f} times what is estimated"
+        in (outcome["measured"])
+    )
 
 
 def test_a_budget_that_is_exceeded_is_seen(made, monkeypatch):

@@ -256,12 +256,16 @@ def hold_budget(folder: Path, model: dict[str, Any], deadline: float) -> dict[st
         raise Failed(how_it_ended(folder, "held", process.returncode))
     told = [record.event for record in events.tail(RunFolder(folder / "runs" / "held").events)[0]]
     plans = [event.text for event in told if isinstance(event, events.Planned)]
+    ratios = [event.ratio for event in told if isinstance(event, events.Measured)]
     figures = {"limit_bytes": int(1e9 * budget_gb), "peak_bytes": most, "looks": looks,
-               "fused_bytes": fused, "empty_bytes": empty, "plans": plans}  # fmt: skip
+               "fused_bytes": fused, "empty_bytes": empty, "plans": plans,
+               "measured_over_estimated": ratios}  # fmt: skip
     text = (
         f"--max-memory {budget_gb:g} held {in_gb(most)} at most, in {looks} looks; the fastest "
         f"plan takes {in_gb(fused)}, an empty process {in_gb(empty)}; planned {'; '.join(plans)}"
     )
+    if ratios:  # the last is of the largest micro-batch
+        text += f"; activations are {ratios[-1]:.2f} times what is estimated"
     return {"ok": 0 < most <= 1e9 * budget_gb, "measured": text, "figures": figures}
 
 

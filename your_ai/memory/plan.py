@@ -6,6 +6,7 @@ streamed and spilled; each with whole micro-batches first, then with fewer and f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +20,7 @@ ENGINES = (("fused", False), ("staged", False), ("staged", True), ("streamed", F
            ("streamed", True))  # fmt: skip
 WORK_MARGIN = 0.12  # of transient activations: an estimate may be a tenth too low
 MEASURED_MARGIN = 0.04  # the same, once something was measured on this machine
-SPARE_BYTES = 15_000_000  # of Python's estimate, which is of the most graphs that are compiled
+SPARE_BYTES = 10_000_000  # of what is estimated beside MLX's buffers
 NOTICEABLY = 0.97  # a smaller plan needs at most this share of the one before
 VARIES_BYTES = 2_000_000  # of one and the same process, from one start to the next
 
@@ -306,11 +307,15 @@ class Corrections:
     limit_bytes: int
     ratios: dict[int, float] = field(default_factory=dict)
 
-    def learn(self, rows: int, tokens: int, measured_mlx_bytes: int) -> None:
+    def learn(self, rows: int, tokens: int, measured_mlx_bytes: int) -> bool:
+        """Whether it is more than was known of rows of so many tokens."""
         found = of_rows(self.demand, self.plan, rows, tokens)
         held = found.mlx_bytes - found.work_bytes
         ratio = (measured_mlx_bytes - held) / max(1, found.work_bytes)
-        self.ratios[tokens] = max(ratio, self.ratios.get(tokens, 0.0))
+        more = ratio > self.ratios.get(tokens, -math.inf)
+        if more:
+            self.ratios[tokens] = ratio
+        return more
 
     def ratio(self, tokens: int) -> float:
         return self.ratios.get(tokens, max([1.0, *self.ratios.values()]))

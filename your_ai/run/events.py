@@ -61,6 +61,18 @@ class Planned:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Corrected:
+    """A step with rows of `tokens` tokens held `ratio` times the activations expected of it.
+
+    More than any step with such rows before, under the same plan.
+    """
+
+    step: int
+    tokens: int
+    ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """A micro-batch of `rows` x `tokens` was tried before training, by this run or an earlier one.
 
@@ -236,6 +248,7 @@ Event = (
     | Limit
     | Planned
     | Measured
+    | Corrected
     | Action
     | Died
     | Started
