@@ -27,11 +27,14 @@ from your_ai.run import events
 MEASURED = "measured"  # the kind of Action that asks for another plan
 
 
-def calibrated(prepared: Prepared, log: events.EventLog, level: int, watch: Watch) -> Prepared:
+def calibrated(
+    prepared: Prepared, log: events.EventLog, level: int, watch: Watch, step: int
+) -> Prepared:
     """`prepared`, with the most rows at once that fit by what was measured.
 
     Nothing is measured where the limit is far away, where it was before, or where a run goes on
-    under the plan that it had. Raises Replan where another engine is the fastest that fits.
+    under the plan that it had. step: from which it goes on. Raises Replan where another engine
+    is the fastest that fits.
     """
     budget = prepared.budget
     if budget.kept:
@@ -56,7 +59,7 @@ def calibrated(prepared: Prepared, log: events.EventLog, level: int, watch: Watc
     option = choice.option
     if (option.plan.engine, option.plan.spill) != (plan.engine, plan.spill):
         cause = f"measured: {option.plan.engine} needs {in_gb(option.needed_bytes)}"
-        raise Replan(Action(kind=MEASURED, cause=cause), 0, watch)
+        raise Replan(Action(kind=MEASURED, cause=cause), step, watch)
     allocator.hold(limit_bytes, option.needed_bytes, option.estimate.beside_bytes)
     allocator.free()
     budget = replace(budget, demand=demand, choice=choice)

@@ -168,7 +168,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     allocator.free()
     if built.plan != chosen.plan.engine:  # the model cannot be taken apart: is there room?
         demand = replace(demand, engine=built.plan, spill=False)
-        choice = choose(demand, budget.limit.limit_bytes)
+        choice = choose(demand, budget.limit.limit_bytes, level, past.plan)
         budget = replace(budget, demand=demand, choice=choice)
         tell(budget, config, log)
     for text in built.notices:

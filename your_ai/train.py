@@ -71,7 +71,7 @@ def run(
     clean(folder.checkpoints)
     prepared = prepare(config, log, folder.path, level)
     begin_guard()
-    prepared = calibrated(prepared, log, level, watch)
+    prepared = calibrated(prepared, log, level, watch, saved_step(folder))
     state = restore(folder, prepared, log)
     governor = govern(prepared, sampler, log, watch, state.step)
     update = optimizer.make_update(prepared.model, prepared.optimizer)
