@@ -32,7 +32,6 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 BLAS = Path("/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3")  # quicker, if it is there
 EVERY_S = 0.01
-FORKED_S = 0.5  # a process that is just forked seems to hold what its parent does
 PATIENCE_S = 900.0
 MB = 10**6
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "mistral", "gemma3_text", "qwen3_moe")
@@ -231,7 +230,7 @@ def watch(process: subprocess.Popen, found: Outcome) -> None:
             children = []
             if time.monotonic() - looked_at > 0.1:  # walking the processes is slow
                 with contextlib.suppress(psutil.Error):
-                    children = [child for child in trained.children() if is_ours(child)]
+                    children = [c for c in trained.children() if is_ours(c, trained)]
                 looked_at = time.monotonic()
             own = resident_mb(trained.pid, found)
             if own:
@@ -242,10 +241,13 @@ def watch(process: subprocess.Popen, found: Outcome) -> None:
     process.wait()
 
 
-def is_ours(child: psutil.Process) -> bool:
-    """Whether a child is Python's, and not one just forked to become a compiler of MLX's."""
+def is_ours(child: psutil.Process, trained: psutil.Process) -> bool:
+    """Whether a child is a process of Python's, and not one that is to become MLX's compiler.
+
+    That one has its parent's memory, and its command line, until it begins.
+    """
     same = child.exe() == os.path.realpath(sys.executable)
-    return same and time.time() - child.create_time() > FORKED_S
+    return same and child.cmdline() != trained.cmdline()
 
 
 def training_process(root: psutil.Process) -> psutil.Process | None:
