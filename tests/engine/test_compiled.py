@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
-from tests.conftest import chat, write_rows
+from tests.conftest import chat, make_model, write_rows
 from tests.engine.test_fused import load
 from your_ai import model
 from your_ai.data.batches import Batch, plan_steps
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import load_examples
-from your_ai.engine import programs
+from your_ai.engine import mlp, programs
 from your_ai.engine.build import build_engine
 from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.fused import Engine
@@ -117,9 +117,10 @@ class Made(NamedTuple):
 
 @pytest.fixture
 def made(tiny_model: Path, tmp_path: Path) -> Callable[..., Made]:
-    def make(plan: str, cached: bool, **settings: Any) -> Made:
-        network, tokenizer, adapters = load(tiny_model, **settings)
-        tensors = tensors_of(model.load_network(tiny_model, mx.float32)[0], tiny_model)
+    def make(plan: str, cached: bool, architecture: str = "", **settings: Any) -> Made:
+        folder = make_model(tmp_path / architecture, architecture) if architecture else tiny_model
+        network, tokenizer, adapters = load(folder, **settings)
+        tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
         make_store = (lambda _: MemoryStore()) if cached else None
         keys = adapters.dropout_keys
         built = build_engine(network, keys, plan, tensors=tensors, make_store=make_store)
@@ -191,19 +192,22 @@ def test_an_engine_lets_go_of_all_that_it_compiled(made, compilations, plan, cac
     assert [reference for reference in alive if reference() is not None] == []
 
 
+@pytest.mark.parametrize("where", [programs, mlp])
 @pytest.mark.parametrize("plan", ["staged", "streamed"])
-def test_blocks_leave_nothing_in_the_programs_that_are_dropped(made, monkeypatch, plan):
-    """Neither a template nor what it was traced with."""
+def test_blocks_leave_nothing_in_the_programs_that_are_dropped(made, monkeypatch, plan, where):
+    """Neither a template nor what it was traced with: a graph that holds itself is never freed."""
+    monkeypatch.setattr(mlp, "FEWEST_FEATURES", 64)
+    monkeypatch.setattr(mlp, "STEP", 64)
     templates: list[weakref.ref] = []
-    skeleton = programs.skeleton
+    skeleton = where.skeleton
 
     def watched(block: Any) -> Any:
         twin = skeleton(block)
         templates.append(weakref.ref(twin))
         return twin
 
-    monkeypatch.setattr(programs, "skeleton", watched)
-    engine = made(plan, False)
+    monkeypatch.setattr(where, "skeleton", watched)
+    engine = made(plan, False, "gemma3_text", lora_targets=("all-linear",))
     everything(engine)
     assert templates
     engine.engine.drop()

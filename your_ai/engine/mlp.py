@@ -60,9 +60,11 @@ class SlicedMLP(nn.Module):
             """f(x, *trained): (B, T, D), what the features `part` add; trained: of them alone."""
 
             def run(x: mx.array, *trained: mx.array) -> mx.array:
-                put(inside, cut(arrays, part, inner) | dict(zip(names, trained, strict=True)))
-                put(inside, features_of_dropout(inside, part))
-                return self._base.__call__(inside, x)
+                # One of its own: what is left in it would hold the graph that holds it.
+                own = skeleton(inside)
+                put(own, cut(arrays, part, inner) | dict(zip(names, trained, strict=True)))
+                put(own, features_of_dropout(own, part))
+                return self._base.__call__(own, x)
 
             return kept(run)
 
