@@ -131,7 +131,7 @@ def test_the_planner_accepts_what_is_recommended_from_its_command_alone(name):
         assert config.model == each.known.alias
         assert layers_named(facts, config.lora_targets)
         demand = demand_of(config, facts, [config.max_seq_length])
-        demand = dataclasses.replace(demand, python_bytes=PYTHON_BYTES)
+        demand = dataclasses.replace(demand, python_bytes=PYTHON_BYTES, sliced=room.sliced)
         option = choose(demand, room.limit.limit_bytes).option
         assert words(option.plan, each.seq_len) == each.plan
         assert option.needed_bytes == each.needed_bytes <= room.limit.limit_bytes

@@ -69,10 +69,14 @@ RANKS = {tier: rank for rank, tier in enumerate(TIERS)}
 
 @dataclass(frozen=True)
 class Room:
-    """What a run may hold, and the bytes of a number that is computed with."""
+    """What a run may hold, and the bytes of a number that is computed with.
+
+    sliced: weights are dequantized in slices, as on the CPU.
+    """
 
     limit: Limit
     float_bytes: int = 2
+    sliced: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +122,7 @@ def room_here(machine: Machine) -> Room:
     if machine.device in ("metal", "cuda"):
         return Room(limit)
     notice = "no GPU: what fits may take days; the smallest models are the ones to begin with"
-    return Room(replace(limit, notices=(*limit.notices, notice)), float_bytes=4)
+    return Room(replace(limit, notices=(*limit.notices, notice)), float_bytes=4, sliced=True)
 
 
 def recommend(room: Room, models: Iterable[Known] | None = None) -> list[Recommendation]:
@@ -145,7 +149,7 @@ def of_model(model: Known, room: Room) -> Iterator[Recommendation]:
             yield long
 
 
-def demand_of(model: Known, facts: ModelFacts, profile: Profile) -> Demand:
+def demand_of(model: Known, facts: ModelFacts, profile: Profile, room: Room) -> Demand:
     """What a run asks for that trains a model in this way."""
     return Demand(
         facts=facts,
@@ -158,6 +162,7 @@ def demand_of(model: Known, facts: ModelFacts, profile: Profile) -> Demand:
         batch_size=profile.batch,
         rows_per_step=profile.batch,
         python_bytes=PYTHON_BYTES,
+        sliced=room.sliced,
     )
 
 
@@ -168,7 +173,7 @@ def targets_of(facts: ModelFacts, profile: Profile) -> tuple[str, ...]:
 
 def planned(model: Known, facts: ModelFacts, profile: Profile, room: Room) -> Recommendation | None:
     """None where it does not fit."""
-    demand = demand_of(model, facts, profile)
+    demand = demand_of(model, facts, profile, room)
     try:
         choice = choose(demand, room.limit.limit_bytes)
     except UserError:
