@@ -20,10 +20,12 @@ from mlx.utils import tree_flatten, tree_map
 from tests.conftest import make_model
 from tests.memory.test_facts import tensors_in, write_headers
 from your_ai import bench, model, optimizer
+from your_ai.calibrate import batch_of
 from your_ai.config import TrainConfig
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.weights import tensors_of
+from your_ai.memory.calibration import Shape
 from your_ai.memory.estimate import (
     OPTIMIZER_STATES,
     Estimate,
@@ -404,3 +406,31 @@ def test_peaks_of_an_evaluation_measured_here_are_estimated(
     training = training_of(facts, layers, targets)
     found = estimate(facts, training, Plan(engine, rows * tokens), rows, tokens, forward=True)
     assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE)
+
+
+# The head is most of a small fused model: of 1 or 2 slices of the vocabulary, then of many.
+@pytest.mark.parametrize("bits", [4, None])
+@pytest.mark.parametrize(("hidden", "tokens"), [(64, 32), (64, 64), (64, 256), (256, 64)])
+def test_peaks_of_a_large_vocabulary_over_few_features_are_estimated(
+    tmp_path, bits, hidden, tokens
+):
+    model_args = {"hidden_size": hidden, "head_dim": 32, "num_attention_heads": hidden // 32}
+    folder = make_model(tmp_path / "m", "qwen3", bits, **model_args, vocab_size=32_000)
+    gc.collect()
+    before = mx.get_active_memory()  # of other tests
+    network, _ = model.load_network(folder, mx.float32)
+    config = TrainConfig(lora_rank=8, lora_layers="all", lora_targets=("q_proj",))
+    adapters = model.add_adapters(network, config)
+    mx.eval(network.parameters())
+    dequantize_on_the_cpu(network)
+    built = build_engine(network, adapters.dropout_keys, "fused")
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    mx.eval(built.engine.gradients(batch_of(Shape(1, tokens), packing=False), 1.0, 0))
+    peak = mx.get_peak_memory() - before
+    facts = facts_of(folder, 4)
+    training = Training(blocks=facts.blocks, rank=8, targets=("q_proj",))
+    plan = Plan("fused", tokens)
+    found = estimate(facts, training, plan, 1, tokens, gradients_only=True)
+    optimizer_states = found.components["optimizer"]
+    assert found.mlx_bytes - optimizer_states == pytest.approx(peak, rel=CLOSE)

@@ -85,8 +85,8 @@ class Calibration:
 
         expected_bytes: its work, with the ratio of the largest measurement. Between two
         measurements the larger ratio of the two. Beyond all of them the last ratio, and more
-        where the straight line through the last two is above what is expected. Of a family of
-        which nothing was measured the last ratio of the other one.
+        where the last two grew by more than their estimates. Of a family of which nothing was
+        measured the last ratio of the other one.
         """
         found = self.of(engine)
         if not found:
@@ -98,20 +98,29 @@ class Calibration:
             return max(LEAST_RATIO, above[0].ratio)
         if above:
             return max(LEAST_RATIO, *(m.ratio for m in (*below[-1:], above[0])))
-        straight = extrapolated(found, size) / max(1.0, expected_bytes) if found[1:] else 0.0
-        return max(LEAST_RATIO, found[-1].ratio * max(1.0, straight))
+        if not found[1:]:
+            return max(LEAST_RATIO, found[-1].ratio)
+        carried = extrapolated(found, size, expected_bytes) / max(1.0, expected_bytes)
+        return max(LEAST_RATIO, found[-1].ratio * max(1.0, carried))
 
 
-def extrapolated(found: Sequence[Measurement], size: int, slack: float = 1.0) -> float:
-    """Bytes of work at N `size`, on the line through the last two measurements.
+def extrapolated(
+    found: Sequence[Measurement], size: int, expected_bytes: float, slack: float = 1.0
+) -> float:
+    """Bytes of work at N `size`, beyond all measurements.
 
-    slack: how many times steeper it may become. With one measurement in proportion to N.
+    It grows as the estimate does, and by what the last two grew beyond their estimates, a
+    token. So what levels off is not carried on in a straight line. expected_bytes: as in
+    `Calibration.ratio`; slack: how many times more it may grow. With one measurement in
+    proportion to N.
     """
     *before, last = found
     if not before:
         return last.work_bytes * max(1.0, size / last.size)
-    slope = max(0.0, (last.work_bytes - before[-1].work_bytes) / (last.size - before[-1].size))
-    return last.work_bytes + slack * slope * (size - last.size)
+    expected_before = before[-1].work_bytes * last.ratio / before[-1].ratio  # with the last ratio
+    missed = max(0.0, expected_before - before[-1].work_bytes) / (last.size - before[-1].size)
+    growth = expected_bytes - last.work_bytes + missed * (size - last.size)
+    return last.work_bytes + slack * max(0.0, growth)
 
 
 def next_shape(
@@ -145,10 +154,11 @@ def next_shape(
     shapes = [Shape(1, s) if one_row else Shape(s // goal.tokens, goal.tokens) for s in sizes]
 
     def fits(shape: Shape, slack: float) -> bool:
-        straight = extrapolated(found, shape.size, slack)
-        return max(straight, expected_bytes(shape)) <= room_bytes(shape)
+        expected = expected_bytes(shape)
+        return max(extrapolated(found, shape.size, expected, slack), expected) <= room_bytes(shape)
 
-    if len(found) >= ENOUGH and extrapolated(found, goal.size, SURELY) > room_bytes(goal):
+    enough = len(found) >= ENOUGH
+    if enough and extrapolated(found, goal.size, expected_bytes(goal), SURELY) > room_bytes(goal):
         return None
     larger = [shape for shape in shapes if shape.size > last.size]
     by_slack = (shape for shape in larger if fits(shape, SLACK))

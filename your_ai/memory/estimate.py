@@ -27,13 +27,16 @@ WALK_ROWS = 1024  # hidden states that meet the head together, losses'
 FEWEST_FEATURES = 512  # of an MLP's slice, engine.mlp's
 PREFILL_TOKENS = 256  # of a prompt at once, generate's
 CACHE_STEP = 256  # tokens by which keys and values grow, mlx-lm's
-FUSED = {"outs": 1.68, "lora": 0.73, "ahead": 1.66, "slice": 2.97, "logits": 2.94, "adapters": 0.25}
+FUSED = {"outs": 1.74, "lora": 0.71, "ahead": 1.57, "slice": 5.46, "adapters": 0.25}
+# Of the head there: of each slice of the vocabulary that is there at once, and of the rest.
+FUSED_HEAD = {"rows": 1.9, "logits": 4.1, "hidden": 3.5, "ahead": 0.52}
+HEAD_SLICES, DENSE_HEAD_SLICES = 2, 3  # at once, where rows are dequantized and where not
 FORWARD = {"wide": 7.37, "hidden": 10.5, "slice": 5.97}
 FORWARD_LORA = {"wide": 4.57, "hidden": 9.34, "slice": 5.97}  # where wide layers are adapted
 BACKWARD = {"part": 7.59, "lora": 2.51, "hidden": 4.68, "slice": 1.40, "gradients": 0.91}
 HEAD = {"logits": 4.68, "hidden": 1.82, "slice": 1.28}
 # Of what Gemma's blocks have beside others': norms beyond two, and tanh of attention scores.
-EXTRA = {"fused": {"norms": 4.0, "scores": 2.0}, "staged": {"norms": 3.0, "scores": 2.0}}
+EXTRA = {"fused": {"norms": 5.7, "scores": 1.5}, "staged": {"norms": 3.0, "scores": 2.0}}
 SOFTCAPPED = 1.7  # times the logits that others have
 DORA_NORMS_BYTES = 15_000_000  # of slices whose norms are computed, whatever the layer
 DORA = {"fused": 1.05, "staged": 2.5}  # of the adapted layers' outputs, up to D features of each
@@ -63,7 +66,7 @@ BESIDE = ("graphs", "cache", "python")  # those that are no live buffers of MLX'
 BLOCKS_STREAMED = 1.60  # of weights: the one that runs and what is there of the next
 BLOCKS_EVALUATED = 2.0  # the same, where each runs but for a moment
 # What a ratio that was measured is a ratio to.
-COEFFICIENTS = (FUSED, FORWARD, FORWARD_LORA, BACKWARD, HEAD, EXTRA, DORA, SOFTCAPPED)
+COEFFICIENTS = (FUSED, FUSED_HEAD, FORWARD, FORWARD_LORA, BACKWARD, HEAD, EXTRA, DORA, SOFTCAPPED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +161,7 @@ def estimate(
     if forward:
         phases = forward_phases(facts, training, plan, rows, tokens)
     elif plan.engine == "fused":
-        phases = [fused_phase(facts, training, rows, tokens) | {"gradients": gradients}]
+        phases = fused_phases(facts, training, rows, tokens, gradients)
     else:
         phases = staged_phases(facts, training, plan, rows, tokens, gradients)
     if not (forward or gradients_only):
@@ -256,9 +259,8 @@ def graphs_bytes(
     if engine == "fused":
         frozen = facts.blocks - training.blocks
         blocks = (training.blocks + FORWARD_GRAPH * frozen) * of(FUSED_GRAPH)
-        walked = min(WALK_ROWS, rows * tokens)
-        step = max(1, HEAD_SLICE_BYTES // (4 * max(walked, facts.hidden)))
-        found = blocks + FUSED_GRAPH["head"] * -(-facts.vocabulary // step)
+        slices = -(-facts.vocabulary // head_step(facts, min(WALK_ROWS, rows * tokens)))
+        found = blocks + FUSED_GRAPH["head"] * slices
     else:
         found = facts.kinds * of(STAGED_GRAPH) + of(FIRST_GRAPH)
     return int(GRAPHS_MARGIN * found * (1 if trained else FORWARD_GRAPH))
@@ -299,21 +301,40 @@ def evaluation_graphs_bytes(
     return compiled + max(0, blocks - work_bytes if plan.engine == "staged" else 0)
 
 
-def fused_phase(facts: ModelFacts, training: Training, rows: int, tokens: int) -> dict[str, float]:
+def fused_phases(
+    facts: ModelFacts, training: Training, rows: int, tokens: int, gradients: int
+) -> list[dict[str, float]]:
+    """The head, while MLX still ends the last block, and the backward pass at the last block."""
     number = facts.float_bytes
     n, outs = rows * tokens, sum(o for _, o in facts.linears.values())
     lora = sum(i for i, _ in layers_named(facts, training.targets))
+    matrix = max((i * o for i, o in facts.linears.values()), default=0) * number * facts.quantized
+    adapters = adapter_bytes(facts, training)
     saved = training.blocks * n * number * (FUSED["outs"] * outs + FUSED["lora"] * lora)
-    ahead = FUSED["ahead"] * n * outs * number
-    ahead += FUSED["adapters"] * adapter_bytes(facts, training)
-    head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
     saved += training.blocks * dora_bytes(facts, training, n, DORA["fused"])
     saved += training.blocks * extra_bytes(facts, rows, tokens, "fused")
-    return {
-        "activations": saved,
-        "block work": ahead,
-        "head chunk": FUSED["slice"] * head_slice + FUSED["logits"] * logits_bytes(facts, n),
-    }
+    backward = FUSED["ahead"] * n * outs * number + FUSED["adapters"] * adapters
+    backward += FUSED["slice"] * min(SLICE_BYTES, matrix)
+    return [
+        {
+            "gradients": gradients - adapters,
+            "activations": saved,
+            "block work": FUSED_HEAD["ahead"] * n * outs * number,
+            "head chunk": fused_head_bytes(facts, n),
+        },
+        {"gradients": gradients, "activations": saved, "block work": backward},
+    ]
+
+
+def fused_head_bytes(facts: ModelFacts, targets: int) -> float:
+    """Of the slices of the vocabulary that are there at once, and of the hidden states."""
+    count = min(targets, WALK_ROWS)
+    step = head_step(facts, count)
+    most = HEAD_SLICES if facts.quantized else DENSE_HEAD_SLICES
+    slices = min(most, -(-facts.vocabulary // step))
+    rows = min(facts.vocabulary, step) * facts.hidden * facts.float_bytes * facts.quantized
+    of_slice = FUSED_HEAD["rows"] * rows + FUSED_HEAD["logits"] * logits_bytes(facts, targets)
+    return slices * of_slice + FUSED_HEAD["hidden"] * targets * facts.hidden * facts.float_bytes
 
 
 def staged_phases(
@@ -427,9 +448,13 @@ def generation_bytes(facts: ModelFacts, tokens: int) -> int:
 def logits_bytes(facts: ModelFacts, targets: int) -> int:
     """Of one slice of the vocabulary, for the hidden states that meet it together."""
     count = min(targets, WALK_ROWS)
-    step = max(1, HEAD_SLICE_BYTES // (4 * max(count, facts.hidden)))
-    of_slice = 4 * count * min(facts.vocabulary, step)
+    of_slice = 4 * count * min(facts.vocabulary, head_step(facts, count))
     return int(SOFTCAPPED * of_slice) if facts.softcaps else of_slice
+
+
+def head_step(facts: ModelFacts, count: int) -> int:
+    """Tokens of a slice of the vocabulary that suits `count` hidden states."""
+    return max(1, HEAD_SLICE_BYTES // (4 * max(count, facts.hidden)))
 
 
 def step_cost(facts: ModelFacts, training: Training, plan: Plan) -> float:

@@ -100,7 +100,8 @@ def is_certain(demand: Demand, option: Option, limit_bytes: int) -> bool:
     if largest >= wanted.size:
         return True
     if largest >= wanted.tokens:
-        carried = extrapolated(demand.calibration.of(engine), wanted.size, SLACK)
+        expected = expected_bytes(demand, option.plan, wanted)
+        carried = extrapolated(demand.calibration.of(engine), wanted.size, expected, SLACK)
         room = room_bytes(demand, option.plan, wanted, limit_bytes) - demand.prefix_bytes
         return carried <= room
     far = estimate_of(demand, option.plan, *wanted, work_ratio=FAR)
