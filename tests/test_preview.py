@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from tests.budget import LEAST
 from tests.conftest import events_of, make_model, train
 from tests.fault.processes import call
 from your_ai import budget
@@ -258,3 +259,26 @@ def test_what_a_refusal_asks_for_is_enough_the_next_time():
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert found["process_peak_bytes"] <= found["needed_bytes"] <= found["limit_bytes"]
+
+
+def test_the_least_that_is_named_is_enough_to_quantize_the_model_first(tmp_path, data_folder):
+    """A shard of this one takes more than its training does."""
+    folder = make_model(tmp_path / "wide", "mistral", None, hidden_size=512, vocab_size=16_000)
+    options = ["--model", folder, "--data", data_folder, "--quantize", 8, "--max-steps", 1]
+    options += ["--lora-layers", 1, "--lora-targets", "q_proj", "--batch-size", 1]
+
+    def tried(command: str, limit_gb: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "your_ai", command, *map(str, options)]
+        line += ["--max-memory", limit_gb]
+        return subprocess.run(line, capture_output=True, text=True, check=False)
+
+    named = [LEAST.search(tried(command, "0.02").stderr) for command in ("plan", "train")]
+    assert None not in named
+    (least,) = {found[1] for found in named}
+    assert tried("plan", least).returncode == 0
+    assert tried("train", least).returncode == 0
+    (copy,) = (Path("home") / "quantized").iterdir()
+    assert copy.name.endswith("8bit")
+    again = LEAST.search(tried("plan", "0.02").stderr)
+    assert again is not None
+    assert float(again[1]) < float(least)

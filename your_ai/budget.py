@@ -94,10 +94,11 @@ def demand_of(
     can_stream: bool = True,
     prefix_tokens: int = 0,
     answer_tokens: int = 0,
+    before_bytes: int = 0,
 ) -> Demand:
     """lengths: T of every bucket; prefix_tokens: of all texts of a prefix cache.
 
-    answer_tokens: of the longest sample prompt with its answer.
+    answer_tokens: of the longest sample prompt with its answer; before_bytes: as in Demand.
     """
     blocks = facts.blocks if config.lora_layers == "all" else config.lora_layers
     lengths, batch_size = tuple(sorted(set(lengths))), config.batch_size
@@ -124,6 +125,7 @@ def demand_of(
         prefix_bytes=kept * facts.hidden * facts.float_bytes,
         answer_tokens=answer_tokens,
         sliced=mx.default_device().type == mx.cpu,
+        before_bytes=before_bytes,
     )
 
 
@@ -138,6 +140,7 @@ def budget_of(
     can_stream: bool = True,
     prefix_tokens: int = 0,
     answer_tokens: int = 0,
+    before_bytes: int = 0,
 ) -> Budget:
     """The budget of a run of the model in `folder`. Raises UserError where nothing fits.
 
@@ -153,6 +156,7 @@ def budget_of(
         can_stream=can_stream,
         prefix_tokens=prefix_tokens,
         answer_tokens=answer_tokens,
+        before_bytes=before_bytes,
     )
     path = measurements.file_of(store() / "measured", measured_key(config, demand, dtype))
     known = () if past.begun else measurements.read(path).measurements

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten
 
 from your_ai import model, optimizer
 from your_ai.budget import Budget, Past, budget_of, row_limit
@@ -36,10 +37,12 @@ from your_ai.memory.estimate import Plan, graphs_bytes
 from your_ai.memory.measurements import believed
 from your_ai.memory.plan import Option, choose, words
 from your_ai.memory.sample import in_gb
+from your_ai.quantize.convert import quantized_lazily
 from your_ai.quantize.copies import make_copy, place_of_copy
 from your_ai.run import events
 from your_ai.trained import base_files
 from your_ai.vocabulary import vocabulary_of
+from your_ai.writing.shards import largest_shard, process_bytes_of
 
 TELL_EVERY_S = 5.0
 SAMPLE_TOKENS = 128  # of an answer beyond twice the expected one
@@ -269,8 +272,12 @@ def budget_of_run(
     can_stream: bool,
     level: int = 0,
     past: Past | None = None,
+    before_bytes: int = 0,
 ) -> Budget:
-    """What a run on `data` may hold, and its plan. Raises UserError where nothing fits."""
+    """What a run on `data` may hold, and its plan. Raises UserError where nothing fits.
+
+    before_bytes: what the process holds before it trains.
+    """
     return budget_of(
         config,
         folder,
@@ -281,17 +288,54 @@ def budget_of_run(
         can_stream=can_stream,
         prefix_tokens=data.tokens,
         answer_tokens=data.answer_tokens,
+        before_bytes=before_bytes,
     )
+
+
+def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None) -> Budget:
+    """The budget of a run of the model in `folder`; no weight is read.
+
+    seq_len: T of all rows. Without it they are those of --data, and without data as long as
+    --max-seq-length allows. Raises UserError where nothing fits.
+    """
+    if seq_len is not None and seq_len < 1:
+        raise UserError(f"--seq-len {seq_len}: must be at least 1")
+    dtype, before_bytes = model.compute_dtype(config.dtype), 0
+    if config.quantize is None:
+        network, _ = model.load_network(folder, dtype)  # lazily
+        streamable = can_stream(network, tensors_of(network, folder))
+    else:
+        network, _, input_bytes = quantized_lazily(folder, config.quantize)
+        streamable = True  # the copy that is trained has the weights as they are held
+        if not place_of_copy(folder, config.quantize).is_dir():
+            arrays = dict(tree_flatten(network.parameters()))
+            before_bytes = process_bytes_of(input_bytes + largest_shard(arrays))
+    tokenizer = None
+    if any(folder.glob("tokenizer*")):  # what it takes counts; shapes of `bench` have none
+        tokenizer = model.load_tokenizer_of(folder)
+    model.add_adapters(network, config)  # whose faults are the user's
+    if seq_len is None and config.data:
+        files = fingerprint(folder)
+        data = read_data(config, network, tokenizer, files, lambda _: None)
+    else:
+        longest = config.max_seq_length if seq_len is None else seq_len
+        answers = longest + SAMPLE_TOKENS if config.samples else 0
+        data = RunData({}, [], [longest], 0, answers)
+    return budget_of_run(config, folder, dtype, data, streamable, before_bytes=before_bytes)
 
 
 def quantized(bits: int, base: Path, config: TrainConfig, log: events.EventLog) -> Path:
     """The folder of the model's quantized copy; how much of it there is is told."""
     told_at = time.monotonic()
-    for progress in make_copy(base, bits, config.max_memory, config.force):
-        if time.monotonic() - told_at > TELL_EVERY_S:
-            done = f"{in_gb(progress.done_bytes)} of {in_gb(progress.total_bytes)}"
-            log.write(events.Stage(text=f"quantizing {config.model}: {done}"))
-            told_at = time.monotonic()
+    try:
+        for progress in make_copy(base, bits, config.max_memory, config.force):
+            if time.monotonic() - told_at > TELL_EVERY_S:
+                done = f"{in_gb(progress.done_bytes)} of {in_gb(progress.total_bytes)}"
+                log.write(events.Stage(text=f"quantizing {config.model}: {done}"))
+                told_at = time.monotonic()
+    except UserError:
+        planned_budget(config, base)  # where memory is too little: names the least for all of it
+        raise
     return place_of_copy(base, bits)
 
 

@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from your_ai import model
 from your_ai.budget import Budget
-from your_ai.config import TrainConfig
-from your_ai.engine.weights import can_stream, tensors_of
-from your_ai.errors import UserError
-from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory.estimate import read_bytes
 from your_ai.memory.limit import text
 from your_ai.memory.plan import Option, words
 from your_ai.memory.sample import in_gb
-from your_ai.prepare import SAMPLE_TOKENS, RunData, budget_of_run, read_data
-from your_ai.quantize.convert import quantized_lazily
-
-
-def preview(config: TrainConfig, folder: Path, seq_len: int | None) -> Budget:
-    """The budget of a run of the model in `folder`; no weight is read.
-
-    seq_len: T of all rows. Without it they are those of --data, and without data as long as
-    --max-seq-length allows. Raises UserError where nothing fits.
-    """
-    if seq_len is not None and seq_len < 1:
-        raise UserError(f"--seq-len {seq_len}: must be at least 1")
-    dtype = model.compute_dtype(config.dtype)
-    if config.quantize is None:
-        network, _ = model.load_network(folder, dtype)  # lazily
-        streamable = can_stream(network, tensors_of(network, folder))
-    else:
-        network, *_ = quantized_lazily(folder, config.quantize)
-        streamable = True  # the copy that is trained has the weights as they are held
-    tokenizer = None
-    if any(folder.glob("tokenizer*")):  # what it takes counts; shapes of `bench` have none
-        tokenizer = model.load_tokenizer_of(folder)
-    model.add_adapters(network, config)  # whose faults are the user's
-    if seq_len is None and config.data:
-        files = fingerprint(folder)
-        data = read_data(config, network, tokenizer, files, lambda _: None)
-    else:
-        longest = config.max_seq_length if seq_len is None else seq_len
-        answers = longest + SAMPLE_TOKENS if config.samples else 0
-        data = RunData({}, [], [longest], 0, answers)
-    return budget_of_run(config, folder, dtype, data, streamable)
 
 
 def described(budget: Budget, option: Option) -> dict[str, Any]:

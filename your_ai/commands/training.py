@@ -160,6 +160,7 @@ def plan(
     settings = resolve(flags | named, config, needs_data=False)
     from your_ai import preview
     from your_ai.hub.find import find_model
+    from your_ai.prepare import planned_budget
 
     if shape is None:
         if bits is not None:
@@ -172,7 +173,7 @@ def plan(
 
         dtype = "float32" if settings.dtype == "auto" else settings.dtype
         folder = weights_of(shape, None, 4 if bits is None else bits, dtype)
-    budget = preview.preview(settings, folder, seq_len)
+    budget = planned_budget(settings, folder, seq_len)
     if as_json:
         echo_json(preview.as_json(budget))
     else:

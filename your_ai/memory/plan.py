@@ -35,6 +35,7 @@ class Demand:
     python_bytes: what the process holds without a model; prefix_bytes: of a cache in memory;
     answer_tokens: of the longest sample prompt with its answer, 0 where there are none;
     forward: rows are evaluated, and nothing is trained; sliced: as `estimate` has it;
+    before_bytes: what the process holds before it trains, where it quantizes the model first;
     calibration: what was measured on this machine, which estimates are corrected by.
     """
 
@@ -51,6 +52,7 @@ class Demand:
     answer_tokens: int = 0
     forward: bool = False
     sliced: bool = False
+    before_bytes: int = 0
     calibration: Calibration = field(default=Calibration())
 
 
@@ -91,7 +93,8 @@ def options(demand: Demand) -> list[Option]:
             cost = 1.0 if demand.forward else step_cost(demand.facts, demand.training, plan)
             most = largest(demand, plan)
             margin = MEASURED_MARGIN if demand.calibration.measurements else WORK_MARGIN
-            found.append(Option(plan, most, cost, with_margin(most, margin)))
+            needed_bytes = max(demand.before_bytes, with_margin(most, margin))
+            found.append(Option(plan, most, cost, needed_bytes))
     return found
 
 
@@ -246,7 +249,7 @@ def untried(demand: Demand, every: list[Option], limit_bytes: int) -> list[Optio
 def exactly(demand: Demand, every: list[Option], limit_bytes: int) -> list[Option]:
     """The smallest option, where it was measured and fits without what is there to be safe."""
     least = min(every, key=lambda option: option.needed_bytes)
-    known = bool(demand.calibration.of(least.plan.engine))
+    known = bool(demand.calibration.of(least.plan.engine)) and demand.before_bytes <= limit_bytes
     return [least] if known and least.estimate.process_bytes - SPARE_BYTES <= limit_bytes else []
 
 
@@ -268,6 +271,12 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
             f"--max-memory: evaluating does not fit into {in_gb(limit_bytes)}; the least that "
             f"would do is {in_gb(rounded_up(least.needed_bytes))} ({largest}); give that, or "
             f"shorter rows than those of up to {max(demand.lengths)} tokens"
+        )
+    if demand.before_bytes == least.needed_bytes:
+        return (
+            f"--max-memory: quantizing the model does not fit into {in_gb(limit_bytes)}; the least "
+            f"that would do is {in_gb(rounded_up(least.needed_bytes))}; give that, or close other "
+            "programs"
         )
     advice = [f"shorten the rows (--max-seq-length, now up to {max(demand.lengths)} tokens)"]
     if demand.engine != "auto":

@@ -113,8 +113,8 @@ def write_model(
     allocator.free()
     sizes = {name: array.nbytes for name, array in lazy.arrays.items()}
     shards = cut(sizes)
-    largest = max(sum(sizes[name] for name in names) for names in shards.values())
-    hold_memory(work.doing, lazy.input_bytes + largest, max_memory_gb, force)
+    needed_bytes = lazy.input_bytes + largest_shard(lazy.arrays)
+    hold_memory(work.doing, needed_bytes, max_memory_gb, force)
     try:
         check_disk(target, sum(sizes.values()) - work.written_bytes)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -162,10 +162,21 @@ def read_bytes(source: Path, arrays: dict[str, mx.array]) -> dict[str, int]:
     return found
 
 
+def largest_shard(arrays: dict[str, mx.array]) -> int:
+    """Bytes of the largest of the shards that these would be written as."""
+    sizes = {name: array.nbytes for name, array in arrays.items()}
+    return max(sum(sizes[name] for name in names) for names in cut(sizes).values())
+
+
+def process_bytes_of(needed_bytes: int) -> int:
+    """What the process holds that needs so much to write a model."""
+    return python_bytes() + int((1 + WORK_MARGIN) * needed_bytes)
+
+
 def hold_memory(doing: str, needed_bytes: int, max_memory_gb: float | None, force: bool) -> None:
     """Hold MLX to the limit. Raises UserError where what is needed beside Python is more."""
     limit = limit_of(max_memory_gb, force).limit_bytes
-    needed_bytes = python_bytes() + int((1 + WORK_MARGIN) * needed_bytes)
+    needed_bytes = process_bytes_of(needed_bytes)
     if needed_bytes > limit:
         least = in_gb(rounded_up(needed_bytes))
         raise UserError(
