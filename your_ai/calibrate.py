@@ -74,6 +74,7 @@ def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> int:
     log.write(events.Stage(text=f"measuring {shape.rows} x {shape.tokens} tokens"))
     batch = batch_of(shape, prepared.config.packing)
     allocator.give_back_at_once()
+    mx.set_cache_limit(0)  # what it keeps is held on top; `allocator.hold` sets it again
     mx.clear_cache()
     mx.reset_peak_memory()
     with unchanged(prepared.store):

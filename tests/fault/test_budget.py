@@ -26,7 +26,7 @@ class Falsify:
 
         def exec_module(module):
             run(module)
-            names = ("FUSED", "FORWARD", "FORWARD_LORA", "BACKWARD", "HEAD")
+            names = ("FUSED", "FUSED_HEAD", "FORWARD", "FORWARD_LORA", "BACKWARD", "HEAD")
             for table in (getattr(module, name) for name in names):
                 table.update({key: FACTOR * value for key, value in table.items()})
 
