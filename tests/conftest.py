@@ -18,13 +18,13 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
 from your_ai import cli
-from your_ai.budget import python_bytes
 from your_ai.config import TrainConfig, build, packaged
+from your_ai.memory.budget import python_bytes
 from your_ai.run import events, folder
 from your_ai.run.events import Event
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
-from your_ai.train import carry_out
+from your_ai.training.train import carry_out
 
 DEMO_FOLDER = packaged("models", "demo")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -174,7 +174,7 @@ def test_a_fault_of_ours_is_one_line_and_debug_shows_where(capsys, options, monk
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("no such luck")
 
-    monkeypatch.setattr("your_ai.train.prepare", broken)
+    monkeypatch.setattr("your_ai.training.train.prepare", broken)
     assert call(*options, "--run", "a") == 1
     error = capsys.readouterr().err
     assert "ZeroDivisionError: no such luck" in error
@@ -302,6 +302,6 @@ def test_a_run_that_fails_behind_a_broken_display_is_kept(capsys, options, monke
         raise ZeroDivisionError("in the first step")
 
     monkeypatch.setattr("your_ai.dashboard.view.event_line", broken)
-    monkeypatch.setattr("your_ai.train.train_step", failing)
+    monkeypatch.setattr("your_ai.training.train.train_step", failing)
     assert call(*options, "--run", "first") == 1
     assert os.path.isdir("runs/first/checkpoints/step-000000")

@@ -22,9 +22,9 @@ import your_ai
 from tests.conftest import call, chat, write_rows
 from your_ai import cli, console
 from your_ai.errors import RunError, UserError
+from your_ai.gates.text import LINE_CHARACTERS, printable, shortened
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
-from your_ai.text import LINE_CHARACTERS, printable, shortened
 
 HOSTILE = "evil\x1b[2J\x1b]52;c;aGk=\x07\x9b31m\x85\u202eb\u2066\x7f\x08\r\x00\ud800"
 TEXTS = st.text(st.characters() | st.sampled_from(HOSTILE)) | st.just(HOSTILE)

@@ -15,8 +15,8 @@ def test_cli_md_is_what_the_commands_say():
 def test_the_tests_that_the_docs_name_exist():
     for name in (
         "tests/engine/test_fused.py",
-        "tests/test_train.py",
-        "tests/evaluation/test_measures.py",
+        "tests/training/test_train.py",
+        "tests/evaluation/test_dataset_scores.py",
     ):
         assert name in (DOCS / "exactness.md").read_text(encoding="utf-8")
         assert (DOCS.parent / name).exists()

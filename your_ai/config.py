@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from your_ai.errors import UserError
-from your_ai.text import quoted, shortened
-from your_ai.yaml_files import read_yaml
+from your_ai.gates.text import quoted, shortened
+from your_ai.gates.yaml_files import read_yaml
 
 DEMO = "demo"
 

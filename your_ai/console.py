@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import typer
 
-from your_ai.text import message_line, printable
+from your_ai.gates.text import message_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

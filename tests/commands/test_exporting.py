@@ -11,8 +11,8 @@ from tests.export.runs import make_run
 from your_ai.commands import exporting
 from your_ai.errors import UserError
 from your_ai.export import gguf, huggingface
+from your_ai.nets.saved_adapter import open_trained
 from your_ai.run import checkpoint
-from your_ai.trained import open_trained
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import call, make_model
-from tests.fuse.runs import drawn_run
+from tests.export.fused_runs import drawn_run
 from your_ai.commands.fusing import warning_of
-from your_ai.fuse import difference as measuring
-from your_ai.fuse.difference import Difference
+from your_ai.export import fuse_difference as measuring
+from your_ai.export.fuse_difference import Difference
 from your_ai.hub.check import check_model
-from your_ai.trained import Trained
-from your_ai.writing import shards
+from your_ai.modelfiles import shards
+from your_ai.nets.saved_adapter import Trained
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import call, write_rows
-from tests.test_generate import Parrot, train_in
-from your_ai import generate as generation
+from tests.generation.test_generate import Parrot, train_in
 from your_ai.commands import generating
 from your_ai.errors import UserError
-from your_ai.generate import Prompt, Sampling, respond
+from your_ai.generation import generate as generation
+from your_ai.generation.generate import Prompt, Sampling, respond
+from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.folder import RunFolder
-from your_ai.trained import open_trained
 
 SHORT = ("--max-tokens", 6)
 

@@ -16,7 +16,6 @@ from tests.fault.processes import call
 from tests.hub.conftest import account, hub, no_hub  # noqa: F401
 from tests.hub.repos import Fault
 from tests.publish.conftest import PRIVATE, finished  # noqa: F401
-from your_ai import front, supervisor
 from your_ai.config import to_yaml
 from your_ai.errors import RunError
 from your_ai.publish import contents
@@ -24,6 +23,7 @@ from your_ai.run import child, events
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.exits import DONE, FAILED
 from your_ai.run.folder import RUNS, RunFolder, is_running
+from your_ai.session import attach, supervisor
 
 REPO = "someone/mine"
 
@@ -155,7 +155,7 @@ def test_a_push_that_failed_is_told_below_the_result(done_run, configure, monkey
 
     monkeypatch.setattr(child, "started", start)
     with pytest.raises(RunError, match="not pushed; push it with: your_ai push r someone/mine"):
-        front.train(done_run, configure(push_to=REPO), Console())
+        attach.train(done_run, configure(push_to=REPO), Console())
     assert "done: 2 steps" in capsys.readouterr().out
 
 
@@ -217,7 +217,7 @@ def test_without_a_supervisor_the_same_is_pushed(
         asked.append((folder.name, repo, (folder.adapter / ADAPTERS).exists()))
         raise RunError("not pushed")
 
-    monkeypatch.setattr("your_ai.publish.after.push_finished", push_finished)
+    monkeypatch.setattr("your_ai.publish.after_training.push_finished", push_finished)
     status, out, error = call(capsys, *preset, "--push-to", REPO, "--no-supervise")
     assert asked == [("r", REPO, True)]
     assert (status, error) == (1, "error: not pushed\n")

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from tests.conftest import call
-from tests.test_generate import train_in
+from tests.generation.test_generate import train_in
 from your_ai.run.folder import RunFolder
 
 

@@ -6,14 +6,14 @@ import sys
 import pytest
 
 from tests.conftest import call
+from tests.generation.test_generate import train_in
 from tests.terminal import on_terminal
-from tests.test_generate import train_in
-from your_ai import chat as chatting
-from your_ai.chat import Conversation
-from your_ai.generate import Sampling
+from your_ai.gates.text import printable
+from your_ai.generation import chat as chatting
+from your_ai.generation.chat import Conversation
+from your_ai.generation.generate import Sampling
+from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.folder import RunFolder
-from your_ai.text import printable
-from your_ai.trained import open_trained
 
 
 @pytest.fixture(scope="module")

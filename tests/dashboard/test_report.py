@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from tests.dashboard.frames import step
 from your_ai.dashboard import charts, history, report
 from your_ai.errors import UserError
+from your_ai.gates.text import printable
 from your_ai.run import events
 from your_ai.run.events import Event, Record
-from your_ai.text import printable
 
 matplotlib = pytest.importorskip("matplotlib", reason="draws the report")
 pytest.importorskip("jinja2", reason="draws the report")

@@ -13,7 +13,7 @@ from tests.conftest import DEMO_FOLDER
 from your_ai.data import template
 from your_ai.data.template import Refused, render
 from your_ai.errors import UserError
-from your_ai.model import load_tokenizer_of
+from your_ai.nets.model import load_tokenizer_of
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 ROOM = 200_000_000

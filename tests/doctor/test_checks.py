@@ -12,10 +12,10 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_map
 
-from your_ai import model
 from your_ai.doctor import checks as selfchecks
 from your_ai.doctor.checks import CHECKS, Made
 from your_ai.hub.check import check_model
+from your_ai.nets import model
 
 CPU = mx.default_device().type == mx.cpu
 

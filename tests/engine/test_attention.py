@@ -17,11 +17,11 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 
 from tests.conftest import SMALL, make_model
-from your_ai import model
-from your_ai.blocks import Mask, arrays_of, parts_of, put, skeleton
 from your_ai.config import TrainConfig
 from your_ai.engine import attention as blockwise
 from your_ai.engine.attention import BlockwiseAttention, attention, put_blockwise, wanted
+from your_ai.nets import model
+from your_ai.nets.parts import Mask, arrays_of, parts_of, put, skeleton
 
 CONFIG = {
     **SMALL,

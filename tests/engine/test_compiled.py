@@ -16,16 +16,16 @@ from mlx.utils import tree_flatten
 
 from tests.conftest import chat, make_model, write_rows
 from tests.engine.test_fused import load
-from your_ai import model
 from your_ai.data.batches import Batch, plan_steps
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import load_examples
 from your_ai.engine import mlp, programs
 from your_ai.engine.build import build_engine
 from your_ai.engine.compiled import Graphs, GraphShape
-from your_ai.engine.fused import Engine
 from your_ai.engine.prefix import MemoryStore
+from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import tensors_of
+from your_ai.nets import model
 
 PLANS = [(plan, cached) for plan in ("fused", "staged", "streamed") for cached in (False, True)]
 NUMBERS = 1_000_000
@@ -165,9 +165,9 @@ def everything(made: Made) -> list[mx.array]:
     """All that an engine computes of its batches."""
     found: list[mx.array] = []
     for batch in made.batches:
-        loss, grads = made.engine.gradients(batch, 0.5, 3)
-        found += [loss, *(grad for _, grad in sorted(tree_flatten(grads)))]
-        found += [made.engine.loss(batch), made.engine.predictions(batch)]
+        sums, grads = made.engine.gradients(batch, 0.5, 3)
+        found += [sums.loss, *(grad for _, grad in sorted(tree_flatten(grads)))]
+        found += [made.engine.loss(batch).loss, made.engine.predictions(batch)]
         mx.eval(found)
     return found
 

@@ -9,7 +9,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from tests.conftest import make_model
-from your_ai import model
 from your_ai.config import TrainConfig
 from your_ai.engine import dequantized
 from your_ai.engine.dequantized import (
@@ -17,6 +16,7 @@ from your_ai.engine.dequantized import (
     DequantizedLinear,
     dequantize_on_the_cpu,
 )
+from your_ai.nets import model
 
 TOKENS = mx.array([[5, 300, 17, 42, 99, 260, 700]])
 

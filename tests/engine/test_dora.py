@@ -14,14 +14,14 @@ from mlx.utils import tree_flatten, tree_map
 from tests.conftest import make_model
 from tests.engine.test_compiled import Made, short_batches
 from tests.engine.test_fused import encode, engine_loss, load, relative_error
-from your_ai import dora, model
 from your_ai.data.batches import plan_steps
-from your_ai.dora import row_norms
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import tensors_of
-from your_ai.optimizer import build_optimizer, make_update
+from your_ai.nets import dora, model
+from your_ai.nets.dora import row_norms
+from your_ai.training.optimizer import build_optimizer, make_update
 
 PLANS = ("fused", "staged", "streamed")
 WIDE = {
@@ -85,7 +85,7 @@ def step(made: Made) -> tuple[float, Any]:
         part, grads = made.engine.gradients(batch, 1.0, 3)
         total = grads if total is None else tree_map(mx.add, total, grads)
         mx.eval(part, total)
-        loss += part.item()
+        loss += part.loss.item()
     return loss, total
 
 
@@ -118,7 +118,7 @@ def test_gradients_are_those_of_mlx_lms_layers(
     loss, total = 0.0, None
     for batch in batches:
         part, grads = engine.gradients(batch, 1 / weight, 3)
-        loss += part.item() / weight
+        loss += part.loss.item() / weight
         total = grads if total is None else tree_map(mx.add, total, grads)
     assert loss == pytest.approx(expected, rel=1e-5)
     grads = dict(tree_flatten(total))
@@ -176,7 +176,7 @@ def test_norms_are_of_the_adapter_after_each_update(tiny_model, made, monkeypatc
         for _ in range(4):
             loss, grads = step(engine)
             update(grads, 1.0, 3e-2)
-            alone = sum(engine.engine.loss(batch).item() for batch in engine.batches)
+            alone = sum(engine.engine.loss(batch).loss.item() for batch in engine.batches)
             losses += [loss, alone, network(mx.array([[3, 1, 2, 0]])).sum().item()]
         return losses
 

@@ -14,13 +14,13 @@ from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
 from tests.engine.test_attention import relative_error
-from your_ai.blocks import put
-from your_ai.dora import DoRA, dora_layers, norms_of
-from your_ai.dora import given as given_norms
 from your_ai.engine import mlp
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.mlp import SlicedMLP, can_be_sliced
-from your_ai.model import DropoutKeys, KeyedDropout, TokenKeys
+from your_ai.nets.dora import DoRA, dora_layers, norms_of
+from your_ai.nets.dora import given as given_norms
+from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
+from your_ai.nets.parts import put
 
 HIDDEN, INNER = 64, 384
 

@@ -11,13 +11,13 @@ from mlx.utils import tree_flatten, tree_map
 
 from tests.conftest import make_model
 from tests.engine.test_fused import encode, engine_loss, load, relative_error
-from your_ai import model
 from your_ai.config import TrainConfig
 from your_ai.data.batches import plan_steps
 from your_ai.engine import attention, mlp
 from your_ai.engine.build import build_engine
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import Streamed, can_stream, tensors_of
+from your_ai.nets import model
 
 CASES = [  # architecture, bits, DoRA, dropout
     ("llama", 4, False, 0.1),
@@ -65,9 +65,9 @@ def by_plan(
     loss, total = 0.0, None
     for batch in batches:
         part, grads = built.engine.gradients(batch, 1 / weight, 3)
-        loss += part.item() / weight
+        loss += part.loss.item() / weight
         total = grads if total is None else tree_map(mx.add, total, grads)
-    alone = sum(built.engine.loss(batch).item() for batch in batches) / weight
+    alone = sum(built.engine.loss(batch).loss.item() for batch in batches) / weight
     return loss, dict(tree_flatten(total)), alone
 
 
@@ -148,7 +148,7 @@ def test_a_streamed_cache_is_filled_block_by_block(tmp_path, tiny_model, monkeyp
     loss, total = 0.0, None
     for batch in batches:
         part, grads = engine.gradients(batch, 1 / weight, 3)
-        loss += part.item() / weight
+        loss += part.loss.item() / weight
         total = grads if total is None else tree_map(mx.add, total, grads)
     assert set(reads[2 + frozen :]) == {frozen}  # the frozen blocks are not read again
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -175,7 +175,7 @@ def test_a_cached_prefix_changes_nothing(tmp_path, tiny_model, plan, packed):
         loss, total = 0.0, None
         for batch in batches:
             part, grads = engine.gradients(batch, 1 / weight, 3)
-            loss += part.item() / weight
+            loss += part.loss.item() / weight
             total = grads if total is None else tree_map(mx.add, total, grads)
         assert loss == pytest.approx(expected, rel=1e-5)
         for name, grad in tree_flatten(total):

@@ -18,18 +18,18 @@ from tests.conftest import chat, events_of, losses_of, make_model, resume, train
 from tests.engine.test_compiled import short_batches
 from tests.engine.test_fused import load
 from tests.fault.processes import final_files
-from your_ai import model
-from your_ai import train as recipe
 from your_ai.data.batches import Batch
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
-from your_ai.engine.fused import Engine
 from your_ai.engine.prefix import MemoryStore
+from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
 from your_ai.engine.weights import Tensor, tensors_of
 from your_ai.errors import RunError
+from your_ai.nets import model
 from your_ai.run import events, folder
 from your_ai.run.folder import RunFolder
+from your_ai.training import train as recipe
 
 PLANS = ("fused", "staged", "streamed")
 
@@ -63,7 +63,7 @@ def step(loaded: Loaded) -> tuple[float, dict[str, mx.array]]:
     loss, total = 0.0, None
     for batch in loaded.batches:
         part, grads = loaded.engine.gradients(batch, 1.0, 3)
-        loss += part.item()
+        loss += part.loss.item()
         total = grads if total is None else tree_map(mx.add, total, grads)
     return loss, dict(tree_flatten(total))
 

@@ -11,7 +11,7 @@ from tests.conftest import chat, train, write_rows
 from your_ai.config import build
 from your_ai.evaluation.compare import Comparison, Request, compare
 from your_ai.evaluation.rows import choose_file
-from your_ai.trained import Trained, open_trained
+from your_ai.nets.saved_adapter import Trained, open_trained
 
 TRAINING = [
     chat(f"Question {i}" + " please" * (4 * i), f"Answer {i}" * (1 + i % 4)) for i in range(4)

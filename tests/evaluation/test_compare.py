@@ -10,21 +10,22 @@ import pytest
 
 from tests.conftest import chat, events_of, make_model, write_rows
 from tests.evaluation.conftest import ROWS, carry_out, compared, trained_run
-from your_ai import generate, model
-from your_ai.budget import budget_of, budget_of_evaluation
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.errors import UserError
 from your_ai.evaluation import compare as evaluation
 from your_ai.evaluation.compare import Request, compare, training_of
-from your_ai.evaluation.measures import scored
-from your_ai.evaluation.metric import Metric
+from your_ai.evaluation.custom_metric import Metric
+from your_ai.evaluation.dataset_scores import scored
 from your_ai.evaluation.rows import choose_file
+from your_ai.generation import generate
+from your_ai.memory.budget import budget_of, budget_of_evaluation
 from your_ai.memory.plan import options
-from your_ai.quantize.copies import place_of_copy
+from your_ai.modelfiles.quantized_copies import place_of_copy
+from your_ai.nets import model
+from your_ai.nets.saved_adapter import open_trained, put_adapter
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
-from your_ai.trained import open_trained, put_adapter
 
 
 @pytest.fixture(scope="module")

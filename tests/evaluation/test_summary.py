@@ -17,8 +17,8 @@ from your_ai.evaluation.compare import Comparison, Measured
 from your_ai.evaluation.rows import load_rows
 from your_ai.evaluation.summary import Settings, excerpt, notes, summarize
 from your_ai.files import sha256
+from your_ai.nets.saved_adapter import Adapter, Trained
 from your_ai.run.folder import RunFolder
-from your_ai.trained import Adapter, Trained
 
 SETTINGS = Settings(resamples=200, confidence=0.9, seed=3, worst=2)
 ROWS = [

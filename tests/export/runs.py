@@ -9,10 +9,10 @@ import mlx.core as mx
 
 from your_ai.config import build
 from your_ai.hub.fingerprint import fingerprint
-from your_ai.model import adapter_arrays, add_adapters, load_network, set_adapters
+from your_ai.nets.model import adapter_arrays, add_adapters, load_network, set_adapters
+from your_ai.nets.saved_adapter import Trained, base_files, open_trained, put_adapter
 from your_ai.run import checkpoint, folder
 from your_ai.run.folder import RunFolder
-from your_ai.trained import Trained, base_files, open_trained, put_adapter
 
 TOKENS = mx.random.randint(2, 700, (2, 24), key=mx.random.key(3))
 RANK, ALPHA = 4, 10.0  # not the same, and no ratio that a float has exactly with every rank

@@ -23,7 +23,7 @@ from tests.export.runs import ALPHA, RANK, make_trained
 from your_ai.errors import RunError, UserError
 from your_ai.export import gguf
 from your_ai.export.gguf_model import in_pairs
-from your_ai.model import load_network
+from your_ai.nets.model import load_network
 
 DENSE = [name for name in EXTRA if name != "qwen3_moe"]
 NORMS = {"llama": 0, "mistral": 0, "qwen2": 0, "qwen3": 0, "gemma2": 1, "gemma3_text": 1}

@@ -20,10 +20,10 @@ from tests.export.runs import TOKENS, make_trained
 from tests.export.test_gguf import LLAMA3
 from your_ai.export import gguf
 from your_ai.export.gguf_tokenizer import PROBE, splitters
-from your_ai.generate import load_run, stream
-from your_ai.model import load_network, load_tokenizer_of
+from your_ai.generation.generate import load_run, stream
+from your_ai.nets.model import load_network, load_tokenizer_of
+from your_ai.nets.saved_adapter import put_adapter, read_adapter
 from your_ai.run import checkpoint
-from your_ai.trained import put_adapter, read_adapter
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 

@@ -20,7 +20,7 @@ from tests.export.gguf_files import (
 )
 from your_ai.errors import UserError
 from your_ai.export.gguf_tokenizer import PROBE, add_tokenizer, pre_of, splitters, vocabulary_of
-from your_ai.model import load_tokenizer_of
+from your_ai.nets.model import load_tokenizer_of
 
 SPLITTERS = {name: (ignores, splitter) for name, ignores, splitter in splitters()}
 GPT2 = ByteLevel(add_prefix_space=False)

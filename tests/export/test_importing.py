@@ -10,13 +10,13 @@ import pytest
 
 from tests.conftest import call, make_model, resume
 from tests.export.runs import logits, make_trained
-from your_ai import listing
 from your_ai.errors import UserError
 from your_ai.export import mlxlm, peft
 from your_ai.export.importing import import_adapter
+from your_ai.nets.saved_adapter import open_trained
 from your_ai.run import checkpoint
 from your_ai.run.folder import RUNS, RunFolder
-from your_ai.trained import open_trained
+from your_ai.session import run_list
 
 Q_PROJ = "base_model.model.model.layers.2.self_attn.q_proj"
 
@@ -171,9 +171,9 @@ def test_an_mlx_folder_without_effect_is_refused(tiny_model, tmp_path):
 
 def test_the_list_of_runs_says_that_it_was_imported(source, tiny_model):
     import_adapter(source, str(tiny_model), "back")
-    (row,) = listing.rows()
+    (row,) = run_list.rows()
     assert (row.name, row.state, row.model) == ("back", "imported", str(tiny_model))
-    assert listing.prunable([row], ["imported"]) == [row]
+    assert run_list.prunable([row], ["imported"]) == [row]
 
 
 def test_who_watches_it_is_told_at_once(source, tiny_model, capsys):

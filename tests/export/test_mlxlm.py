@@ -12,7 +12,7 @@ from tests.conftest import make_model
 from tests.export.runs import TOKENS, logits, make_trained
 from your_ai.errors import UserError
 from your_ai.export import mlxlm
-from your_ai.model import adapter_arrays, load_network
+from your_ai.nets.model import adapter_arrays, load_network
 
 EVERYTHING = {"use_dora": True, "lora_targets": ("all-linear",), "lora_layers": "all"}
 

@@ -23,15 +23,15 @@ import pytest
 import your_ai
 from tests.conftest import chat, events_of, losses_of, resume, train, write_rows
 from tests.fault.processes import PATIENCE_S, call, final_files, leftovers, started, wait_until
-from your_ai import optimizer
-from your_ai import prepare as preparing
-from your_ai import train as recipe
-from your_ai.budget import LATER_BYTES, Budget
 from your_ai.errors import RunError
 from your_ai.memory import plan, probe
+from your_ai.memory.budget import LATER_BYTES, Budget
 from your_ai.run import checkpoint, events, exits, folder
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.run.stopping import Stop
+from your_ai.training import optimizer
+from your_ai.training import prepare as preparing
+from your_ai.training import train as recipe
 
 MB = 10**6
 OUT_OF_MEMORY = (
@@ -427,7 +427,7 @@ def test_the_command_line_ends_cleanly_too(planned, monkeypatch, capsys):
 GROWING = """
 import dataclasses
 
-from your_ai import train as recipe
+from your_ai.training import train as recipe
 from your_ai.memory import probe
 
 prepare, calls = recipe.prepare, []
@@ -534,7 +534,7 @@ import sys
 if {where!r} in sys.orig_argv:
     import mlx.core as mx
 
-    from your_ai import optimizer
+    from your_ai.training import optimizer
 
     kept, global_norm = [], optimizer.global_norm
 
@@ -677,7 +677,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) ->
 def test_a_leaking_process_is_replaced_and_never_over_the_limit(quick, tmp_path, monkeypatch):
     config = quick(max_steps=14, max_memory=0.9, save_every=100)
     whole = train(dataclasses.replace(config, run="whole", max_memory=None))
-    environment(tmp_path, monkeypatch, LEAKY.format(where="your_ai.train", size=60 * MB))
+    environment(tmp_path, monkeypatch, LEAKY.format(where="your_ai.training.train", size=60 * MB))
     run = RunFolder(RUNS / "leaking")
     with started(config, "leaking", supervise=True) as process, Watcher(run) as watcher:
         _, error = process.communicate(timeout=PATIENCE_S)
@@ -693,8 +693,8 @@ def test_a_leaking_process_is_replaced_and_never_over_the_limit(quick, tmp_path,
 EXHAUSTED = """
 import sys
 
-if "your_ai.train" in sys.orig_argv:
-    from your_ai import optimizer
+if "your_ai.training.train" in sys.orig_argv:
+    from your_ai.training import optimizer
 
     def fail(grads):
         raise RuntimeError("[metal::malloc] Resource limit (499000) exceeded.")

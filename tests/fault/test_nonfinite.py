@@ -15,21 +15,22 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from tests.conftest import chat, events_of, losses_of, make_model, resume, train, write_rows
 from tests.fault.processes import call, final_files
-from your_ai import optimizer
-from your_ai import train as recipe
 from your_ai.errors import RunError
+from your_ai.objectives.objective import Sums
 from your_ai.rng import derive_seed
 from your_ai.run import checkpoint, events, folder
 from your_ai.run.checkpoint import TrainState
 from your_ai.run.folder import RunFolder
+from your_ai.training import optimizer
+from your_ai.training import train as recipe
 
 NAN, INFINITY = float("nan"), float("inf")
-Result = tuple[mx.array, Any]  # a loss sum and its gradients
+Result = tuple[Sums, Any]  # what is summed, and the gradients
 Spoil = Callable[[Result], Result]
 
 
 def loss_of(value: float) -> Spoil:
-    return lambda result: (mx.array(value), result[1])
+    return lambda result: (Sums(mx.array(value), {}), result[1])
 
 
 def gradients_of(value: float) -> Spoil:

@@ -21,16 +21,16 @@ from tests.fault.processes import (
     steps_done,
     wait_for,
 )
-from your_ai import train as recipe
 from your_ai.config import TrainConfig
 from your_ai.run import checkpoint, events, folder, stopping
 from your_ai.run.folder import RUNS, RunFolder
+from your_ai.training import train as recipe
 
 # Sends itself SIGINT after the first batch of a validation, and goes on once that is noted.
 INTERRUPT_A_VALIDATION = """
 import os, signal, time
 from pathlib import Path
-from your_ai.evaluation import measures
+from your_ai.evaluation import dataset_scores as measures
 
 batches = measures.in_order_of_length
 

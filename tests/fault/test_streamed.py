@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import make_model, resume, train
-from your_ai import train as recipe
 from your_ai.errors import RunError
 from your_ai.files import sha256
 from your_ai.run import folder
 from your_ai.run.stopping import Stop
+from your_ai.training import train as recipe
 
 
 @pytest.fixture

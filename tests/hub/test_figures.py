@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import EXTRA, SMALL
 from your_ai.errors import UserError
-from your_ai.foreign import Entry
+from your_ai.gates.foreign import Entry
 from your_ai.hub.figures import MOST_BLOCKS, REAL, WHOLE, check_figures
 from your_ai.hub.registry import config_of, known
 

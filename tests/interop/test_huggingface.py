@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.export.runs import TOKENS, logits, make_trained
 from tests.interop.bases import TOLERANCE, largest, load, make_base, torch_logits
 from your_ai.export import huggingface
+from your_ai.export.fused_weights import base_of
 from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS
-from your_ai.fuse.weights import base_of
-from your_ai.model import load_tokenizer_of
+from your_ai.nets.model import load_tokenizer_of
 
 pytestmark = pytest.mark.interop
 EVERYTHING = {"lora_targets": ("all-linear",), "lora_layers": "all", "use_dora": True}

@@ -11,8 +11,8 @@ from tests.export.runs import logits
 from tests.interop.bases import TOLERANCE, as_torch, largest, load, make_base, torch_logits
 from your_ai.errors import UserError
 from your_ai.export.importing import import_adapter
+from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.folder import RUNS
-from your_ai.trained import open_trained
 
 pytestmark = pytest.mark.interop
 

@@ -21,7 +21,7 @@ from tests.export.test_peft_config import LINEARS, PATH, PLAIN
 from tests.interop.bases import TOLERANCE, largest, load, make_base, torch_logits
 from your_ai.export import peft, peft_config
 from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS
-from your_ai.model import load_network
+from your_ai.nets.model import load_network
 
 pytestmark = pytest.mark.interop
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.memory.test_estimate import any_facts, any_training
 from tests.memory.test_plan import DEMAND
 from your_ai.errors import UserError
-from your_ai.memory import measurements
+from your_ai.memory import calibration_file as measurements
 from your_ai.memory.calibration import (
     FAR,
     FIRST,
@@ -25,8 +25,8 @@ from your_ai.memory.calibration import (
     extrapolated,
     next_shape,
 )
+from your_ai.memory.calibration_steps import is_certain, measured, settle
 from your_ai.memory.estimate import Plan
-from your_ai.memory.measuring import is_certain, measured, settle
 from your_ai.memory.plan import (
     ENGINES,
     Demand,

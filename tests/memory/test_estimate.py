@@ -19,9 +19,9 @@ from mlx.utils import tree_flatten, tree_map
 
 from tests.conftest import make_model
 from tests.memory.test_facts import tensors_in, write_headers
-from your_ai import bench, model, optimizer
-from your_ai.calibrate import batch_of
 from your_ai.config import TrainConfig
+from your_ai.doctor import bench
+from your_ai.doctor.shapes import GROUP_SIZE, SHAPES, make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.weights import tensors_of
@@ -39,7 +39,9 @@ from your_ai.memory.estimate import (
     weights_bytes,
 )
 from your_ai.memory.facts import ModelFacts, facts_of
-from your_ai.shapes import GROUP_SIZE, SHAPES, make_shape
+from your_ai.nets import model
+from your_ai.training import optimizer
+from your_ai.training.measure_peaks import batch_of
 
 ENGINES = ("fused", "staged", "streamed")
 TARGETS = (("q_proj",), ("q_proj", "v_proj"), ("all-linear",))

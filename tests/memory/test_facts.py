@@ -16,9 +16,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from tests.conftest import EXTRA, make_model
-from your_ai import model
 from your_ai.config import TrainConfig
-from your_ai.foreign import DTYPE_BITS
+from your_ai.doctor.shapes import SHAPES, make_shape
+from your_ai.gates.foreign import DTYPE_BITS
 from your_ai.memory.facts import (
     ModelFacts,
     adapters_named,
@@ -27,8 +27,8 @@ from your_ai.memory.facts import (
     layers_named,
     vocabulary_held,
 )
-from your_ai.quantize.convert import quantized_lazily
-from your_ai.shapes import SHAPES, make_shape
+from your_ai.modelfiles.quantize import quantized_lazily
+from your_ai.nets import model
 
 KINDS = {mx.float32: "F32", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
 WITHOUT_EXPERTS = [name for name in EXTRA if name != "qwen3_moe"]

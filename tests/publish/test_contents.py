@@ -14,10 +14,10 @@ from your_ai.config import DEMO, build, read_yaml
 from your_ai.errors import UserError
 from your_ai.evaluation import record as evaluation
 from your_ai.hub.registry import known
+from your_ai.nets.saved_adapter import Trained, open_trained, read_adapter
 from your_ai.publish import contents
 from your_ai.publish.card import CARD
 from your_ai.publish.contents import base_of, is_folder, of_folder, of_run, without_paths, write
-from your_ai.trained import Trained, open_trained, read_adapter
 
 REPO = "someone/mine"
 FILES = {CARD, "adapter_config.json", "adapters.safetensors", "config.yaml"}

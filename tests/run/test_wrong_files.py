@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import call
-from tests.test_generate import train_in
+from tests.generation.test_generate import train_in
 from your_ai.run.folder import RunFolder
 
 LIMIT_S = 10

@@ -361,7 +361,7 @@ def is_well(port: int) -> bool:
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from tests.conftest import make_model
-    from tests.test_generate import train_in
+    from tests.generation.test_generate import train_in
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from tests.generation.test_generate import train_in
 from tests.serving import hostile
 from tests.serving.hostile import ASKED, KINDS, Hostile, fault, is_well, post, send, slow
 from tests.serving.test_server import Served, served
-from tests.test_generate import train_in
 from your_ai.serving import wire
 
 GROWTH_BYTES = 400e6  # of the server: what a few large requests leave with the allocator

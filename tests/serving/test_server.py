@@ -20,12 +20,12 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.test_generate import train_in
-from your_ai import generate
+from tests.generation.test_generate import train_in
 from your_ai.errors import RunError
+from your_ai.generation import generate
+from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.folder import RunFolder
 from your_ai.serving import server as serving
-from your_ai.trained import open_trained
 
 LONG = {"max_tokens": 100_000, "temperature": 2.0, "logit_bias": {"1": -100}}  # never the end token
 ASKED = [{"role": "user", "content": "Question 1"}]

@@ -196,7 +196,7 @@ def test_a_failure_is_one_line_that_says_what_follows(run, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == sending.MAX_FAILURES
     assert all("wandb: OSError: away, for now; next try in 0 s" in line for line in lines[:-1])
-    assert lines[-1].endswith("given up; later: python -m your_ai.tracking runs/r wandb")
+    assert lines[-1].endswith("given up; later: python -m your_ai.trackers.upload runs/r wandb")
 
 
 def test_a_folder_that_is_gone_ends_it(run):

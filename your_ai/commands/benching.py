@@ -38,7 +38,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
 ) -> None:
     """Measure memory and speed beside mlx-lm on this machine, with the same weights and tokens."""
-    from your_ai import bench as measuring
+    from your_ai.doctor import bench as measuring
 
     contenders = measuring.contenders_of(plan, against)
     contest = measuring.Contest(

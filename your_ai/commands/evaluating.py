@@ -57,7 +57,7 @@ def evaluate(
 
     from your_ai.evaluation import record, rows, show, summary
     from your_ai.evaluation.compare import Request, compare
-    from your_ai.evaluation.metric import load_metric
+    from your_ai.evaluation.custom_metric import load_metric
 
     trained = open_noted(run, checkpoint, model)
     path = rows.choose_file(data, trained.config)

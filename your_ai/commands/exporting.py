@@ -13,7 +13,7 @@ from your_ai.console import echo, echo_error, open_console
 from your_ai.errors import UserError
 
 if TYPE_CHECKING:
-    from your_ai.trained import Trained
+    from your_ai.nets.saved_adapter import Trained
 
 Format = Literal["mlx", "peft", "gguf", "hf"]
 DTYPES = {
@@ -57,9 +57,9 @@ def export(
 ) -> None:
     """Write what a run has learned for another tool."""
     check_options(to, fused, dtype, max_memory)
-    from your_ai.fuse.folder import spare_the_run
+    from your_ai.export.fused_folder import spare_the_run
+    from your_ai.modelfiles.targets import check_target
     from your_ai.run.folder import find
-    from your_ai.writing.targets import check_target
 
     target = default_target(find(run).name, to, fused, dtype) if out is None else out
     check_target(target, force, is_file=to == "gguf")

@@ -16,8 +16,8 @@ from your_ai.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from your_ai.fuse.difference import Difference
-    from your_ai.trained import Trained
+    from your_ai.export.fuse_difference import Difference
+    from your_ai.nets.saved_adapter import Trained
 
 
 def fuse(
@@ -51,7 +51,7 @@ def fuse(
 ) -> None:
     """Write a model with a run's adapter in its weights, shard by shard, and say how near it is."""
 
-    from your_ai.fuse import folder
+    from your_ai.export import fused_folder as folder
 
     trained = open_noted(run, checkpoint, model)
     console = open_console(stderr=True)
@@ -76,7 +76,7 @@ def measured(
     trained: Trained, out: Path, to: str, max_memory: float | None, console: Console
 ) -> Difference | None:
     """The difference; None, and why on stderr, where it cannot be had. OUT is whole by now."""
-    from your_ai.fuse.difference import difference
+    from your_ai.export.fuse_difference import difference
 
     try:
         with console.status("measuring the difference"):
@@ -94,7 +94,7 @@ def measured(
 
 def warning_of(found: Difference, out: Path, to: str) -> str:
     """For a difference that has `erased`, and a model that was written with this `--to`."""
-    from your_ai.fuse.difference import LEAST_KEPT
+    from your_ai.export.fuse_difference import LEAST_KEPT
     from your_ai.hub.check import check_model
 
     what = f"fusing changes the logits by {found.mean:.2g}, the adapter by {found.effect:.2g}"

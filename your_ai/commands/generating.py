@@ -11,10 +11,10 @@ import typer
 from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
 from your_ai.console import echo, echo_json
 from your_ai.errors import UserError
-from your_ai.text import quoted, shortened
+from your_ai.gates.text import quoted, shortened
 
 if TYPE_CHECKING:
-    from your_ai.generate import Prompt, Sampling
+    from your_ai.generation.generate import Prompt, Sampling
 
 PROMPTS_BYTES = 1 << 26
 MAX_TOKENS = typer.Option(help="Most tokens of an answer.")
@@ -57,7 +57,7 @@ def generate(
     model: Annotated[str | None, MODEL] = None,
 ) -> None:
     """Answer prompts with what a run has learned."""
-    from your_ai import generate as generation
+    from your_ai.generation import generate as generation
     from your_ai.run import folder as folders
 
     sampling = generation.Sampling(
@@ -104,7 +104,7 @@ def which_run(run: str | None, named: str | None) -> str:
 
 def gather(prompt: str | None, prompts: str | None) -> list[Prompt]:
     """What to answer, from the one place that was given, or else standard input."""
-    from your_ai import generate as generation
+    from your_ai.generation import generate as generation
 
     if prompt is not None and prompts is not None:
         raise UserError("--prompt and --prompts: give one of them")
@@ -144,7 +144,7 @@ def fit(
     """The prompt's tokens, and a sampling that ends where the model's context does."""
     from dataclasses import replace
 
-    from your_ai import generate as generation
+    from your_ai.generation import generate as generation
 
     tokens = generation.prompt_tokens(tokenizer, prompt.messages, prompt.where)
     if context is None:
@@ -159,7 +159,7 @@ def answered(
     network: Any, tokenizer: Any, prompt: Prompt, tokens: list[int], sampling: Sampling
 ) -> dict[str, Any]:
     """An answer for programs."""
-    from your_ai import generate as generation
+    from your_ai.generation import generate as generation
 
     began = time.perf_counter()
     responses = list(generation.respond(network, tokenizer, tokens, sampling))
@@ -193,9 +193,9 @@ def chat(
     model: Annotated[str | None, MODEL] = None,
 ) -> None:
     """Talk to a run, and compare it with its base model; /help says how."""
-    from your_ai import chat as chatting
     from your_ai.commands import talking
-    from your_ai.generate import Sampling
+    from your_ai.generation import chat as chatting
+    from your_ai.generation.generate import Sampling
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     trained = open_noted(run, checkpoint, model)

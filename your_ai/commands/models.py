@@ -65,14 +65,14 @@ def models(
     """List the models here and those that are known, with what this machine can do with them."""
     if context.invoked_subcommand is not None:
         return
-    from your_ai import shelf
+    from your_ai.doctor import model_list
 
-    rows = shelf.rows()
+    rows = model_list.rows()
     if as_json:
-        echo_json(shelf.as_json(rows))
+        echo_json(model_list.as_json(rows))
     else:
         console = open_console()
-        console.print(shelf.table(rows, console.width))
+        console.print(model_list.table(rows, console.width))
 
 
 @app.command()
@@ -123,13 +123,13 @@ def quantize(
 ) -> None:
     """Quantize a model, shard by shard: as mlx_lm.convert does, in little memory."""
     from your_ai.hub.find import find_model
-    from your_ai.quantize import convert
+    from your_ai.modelfiles import quantize
 
-    steps = convert.quantize(find_model(source), target, bits, group_size, max_memory, force)
+    steps = quantize.quantize(find_model(source), target, bits, group_size, max_memory, force)
     try:
         show_bytes("quantizing", steps, open_console())
     except KeyboardInterrupt:
-        echo_error(convert.left_behind(target))
+        echo_error(quantize.left_behind(target))
         raise
     echo(target)
 
@@ -142,7 +142,7 @@ def recommend(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
 ) -> None:
     """Which models train on this machine, how, and the command to start each; best first."""
-    from your_ai import recommend as recommending
+    from your_ai.doctor import recommend as recommending
     from your_ai.doctor.machine import read_machine
 
     if memory is None:

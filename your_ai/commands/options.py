@@ -11,7 +11,7 @@ from your_ai.config import FIELDS, TYPES, default_text, describe, flag
 from your_ai.console import echo_error
 
 if TYPE_CHECKING:
-    from your_ai.trained import Trained
+    from your_ai.nets.saved_adapter import Trained
 
 METAVARS = {
     "a whole number": "N",
@@ -62,7 +62,7 @@ def with_settings(*first: inspect.Parameter) -> inspect.Signature:
 
 def open_noted(run: str, checkpoint: str | None, model: str | None) -> Trained:
     """`open_trained`, with what the user should know of it on stderr."""
-    from your_ai.trained import open_trained
+    from your_ai.nets.saved_adapter import open_trained
 
     trained = open_trained(run, checkpoint, model)
     if trained.note:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from your_ai.writing.shards import Progress
+    from your_ai.modelfiles.shards import Progress
 
 
 def show_bytes(doing: str, steps: Iterable[Progress], console: Console) -> None:

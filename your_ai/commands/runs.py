@@ -25,13 +25,13 @@ def watch(
     as_json: Annotated[bool, typer.Option("--json", help="New events, as JSON lines.")] = False,
 ) -> None:
     """Watch a run that goes on in another process, or has ended. Leaving it changes nothing."""
-    from your_ai import front, listing
     from your_ai.run import folder as folders
+    from your_ai.session import attach, run_list
 
-    folder = listing.newest() if run is None else folders.find(run)
+    folder = run_list.newest() if run is None else folders.find(run)
     if replay:
-        raise typer.Exit(front.replay(folder, open_console(), speed, as_json=as_json))
-    raise typer.Exit(front.watch(folder, open_console(), as_json=as_json))
+        raise typer.Exit(attach.replay(folder, open_console(), speed, as_json=as_json))
+    raise typer.Exit(attach.watch(folder, open_console(), as_json=as_json))
 
 
 def report(
@@ -42,12 +42,12 @@ def report(
     png: Annotated[bool, typer.Option("--png", help="Write the plots as PNG files too.")] = False,
 ) -> None:
     """Write one HTML page about a run: curves, memory, plans, samples. Needs no network."""
-    from your_ai import listing
     from your_ai.dashboard import report as reporting
     from your_ai.run import events
     from your_ai.run import folder as folders
+    from your_ai.session import run_list
 
-    folder = listing.newest() if run is None else folders.find(run)
+    folder = run_list.newest() if run is None else folders.find(run)
     records, _ = events.tail(folder.events)
     config = folder.config_text("replace")
     page = folder.path / "report.html" if out is None else out
@@ -64,16 +64,16 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list for programs.")] = False,
 ) -> None:
     """List the runs in ./runs, the newest first."""
-    from your_ai import listing
+    from your_ai.session import run_list
 
     if context.invoked_subcommand is not None:
         return
-    found = listing.rows()
+    found = run_list.rows()
     if as_json:
-        echo_json(listing.as_json(found))
+        echo_json(run_list.as_json(found))
     elif found:
         console = open_console()
-        console.print(listing.table(found, time.time(), console.width))
+        console.print(run_list.table(found, time.time(), console.width))
     else:
         echo("no runs here; start one: your_ai train")
 
@@ -98,11 +98,11 @@ def prune(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Remove the runs that died or were stopped, after a question."""
-    from your_ai import listing
     from your_ai.run.folder import RUNS, RunFolder
+    from your_ai.session import run_list
 
     wanted = [state.strip() for state in states.split(",") if state.strip()]
-    found = listing.prunable(listing.rows(), wanted, older_than * listing.DAY_S)
+    found = run_list.prunable(run_list.rows(), wanted, older_than * run_list.DAY_S)
     if not found:
         echo("nothing to remove")
     else:
@@ -112,18 +112,18 @@ def prune(
 @app.command()
 def stop(run: Annotated[str, typer.Argument(help="The run to stop.")]) -> None:
     """Let a run finish its step, save and end, as Ctrl-C does."""
-    from your_ai import listing
     from your_ai.run import folder as folders
+    from your_ai.session import run_list
 
     folder = folders.find(run)
-    listing.stop(folder)
+    run_list.stop(folder)
     echo(f"{folder.name}: stopping after this step; your_ai watch {folder.reference}")
 
 
 def remove(folders: list[RunFolder], yes: bool) -> None:
     """Remove runs once the user has said so; what cannot be removed is told at the end."""
-    from your_ai import listing
     from your_ai.dashboard.view import memory
+    from your_ai.session import run_list
 
     for folder in folders:
         echo(f"  {folder.path}")
@@ -133,7 +133,7 @@ def remove(folders: list[RunFolder], yes: bool) -> None:
     removed, freed, faults = [], 0, []
     for folder in folders:
         try:
-            freed += listing.remove(folder)
+            freed += run_list.remove(folder)
             removed.append(folder)
         except UserError as error:
             faults.append(error)

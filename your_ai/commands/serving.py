@@ -41,7 +41,7 @@ def serve(
     ] = "warning",
 ) -> None:
     """Serve a run to programs that speak OpenAI's protocol, through mlx-lm's server."""
-    from your_ai.generate import Sampling
+    from your_ai.generation.generate import Sampling
     from your_ai.run.stopping import noted_signals
     from your_ai.serving import server as serving
 

@@ -15,11 +15,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.chat import COMMANDS, Conversation, Responses, Talker, parse
 from your_ai.console import echo, echo_error, open_console
 from your_ai.errors import RunError, UserError
-from your_ai.text import printable
-from your_ai.trained import Trained
+from your_ai.gates.text import printable
+from your_ai.generation.chat import COMMANDS, Conversation, Responses, Talker, parse
+from your_ai.nets.saved_adapter import Trained
 
 WIDE = 72  # columns, from which on two answers stand side by side
 FRAMES_S = 0.1

@@ -61,9 +61,9 @@ def check(settings: TrainConfig, detach: bool) -> None:
     if detach and not settings.supervise:
         raise UserError("--detach: goes without --no-supervise, which trains in this process")
     if settings.report_to:
-        from your_ai import tracking
+        from your_ai.trackers import upload
 
-        tracking.check(settings.report_to)
+        upload.check(settings.report_to)
     if settings.push_to:
         from your_ai.publish.push import check_account
 
@@ -80,13 +80,13 @@ def train_and_show(
     as_json: bool = False,
 ) -> int:
     """Train and show the run's events; the exit status. A run that never began leaves nothing."""
-    from your_ai import front
     from your_ai.run.child import Lost
     from your_ai.run.folder import discard
+    from your_ai.session import attach
 
     try:
         if settings.supervise:
-            return front.train(folder, settings, console, detach=detach, as_json=as_json)
+            return attach.train(folder, settings, console, detach=detach, as_json=as_json)
         return train_here(folder, settings, console, as_json)
     except Lost:
         raise  # its folder says why
@@ -101,12 +101,12 @@ def train_here(
 ) -> int:
     """Train in this process, as a debugger wants it; the exit status."""
     from your_ai.dashboard.live import Follower, following, style_for
-    from your_ai.publish.after import push_finished
+    from your_ai.publish.after_training import push_finished
     from your_ai.run import requests
     from your_ai.run.exits import DONE
     from your_ai.run.folder import is_running
     from your_ai.run.stopping import noted_signals, stop_signals
-    from your_ai.tracking import tracked
+    from your_ai.trackers.upload import tracked
 
     follower = Follower(folder.events, console, style_for(console, as_json))
     names = () if is_running(folder) else settings.report_to
@@ -115,7 +115,7 @@ def train_here(
     fault = None
     with following(follower):
         with tracked(folder, names), stop_signals() as stop:
-            from your_ai.train import carry_out  # mlx takes a second: shown as starting
+            from your_ai.training.train import carry_out  # mlx takes a second: shown as starting
 
             stop.on_second = lambda: follower.leave(folder.reference)
             status = carry_out(folder, settings, stop)
@@ -158,9 +158,9 @@ def plan(
     flags = {name: value for name, value in flags.items() if value is not None}
     named = {"model": shape} if shape is not None else {}  # else the demo's preset is meant
     settings = resolve(flags | named, config, needs_data=False)
-    from your_ai import preview
     from your_ai.hub.find import find_model
-    from your_ai.prepare import planned_budget
+    from your_ai.training import preview
+    from your_ai.training.prepare import planned_budget
 
     if shape is None:
         if bits is not None:
@@ -169,7 +169,7 @@ def plan(
     else:
         if "model" in flags:
             raise UserError(f"--shape {shape}: goes without --model")
-        from your_ai.bench import weights_of
+        from your_ai.doctor.bench import weights_of
 
         dtype = "float32" if settings.dtype == "auto" else settings.dtype
         folder = weights_of(shape, None, 4 if bits is None else bits, dtype)

@@ -133,6 +133,21 @@ def draw_rate(canvas: Figure, past: Past) -> str:
     return "Learning rate of each step." if past.steps else ""
 
 
+def draw_metrics(canvas: Figure, past: Past) -> str:
+    names = list(dict.fromkeys(name for step in past.steps for name in step.metrics))
+    if not names:
+        return ""
+    canvas.set_size_inches(9, 0.6 + 1.5 * len(names))
+    rows = canvas.subplots(len(names), sharex=True, squeeze=False)[:, 0]
+    for name, axes in zip(names, rows, strict=True):
+        told = ((step.step, step.metrics.get(name, math.nan)) for step in past.steps)
+        draw_means(axes, [(x, y) for x, y in told if abs(y) < LARGEST], "blue")
+        axes.set_ylabel(name)
+        axes.locator_params("x", integer=True)
+    rows[-1].set_xlabel("step")
+    return "What the objective reports of each step, faint, and the running means, bold."
+
+
 def draw(axes: Axes, points: Points, color: str, width: float, **options: Any) -> None:
     if points:
         options = {"marker": "." if len(points) == 1 else "", "color": LIGHT[color], **options}
@@ -199,4 +214,5 @@ CHARTS: dict[str, tuple[str, tuple[float, float], Callable[[Figure, Past], str]]
     "memory": ("Memory", (9, 3.3), draw_memory),
     "speed": ("Speed", (4.6, 2.6), draw_speed),
     "learning-rate": ("Learning rate", (4.6, 2.6), draw_rate),
+    "metrics": ("Metrics", (9, 3.3), draw_metrics),
 }

@@ -22,9 +22,9 @@ from your_ai.dashboard.history import (
 from your_ai.dashboard.view import duration, memory, percent
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, sync
+from your_ai.gates.text import printable
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Step
-from your_ai.text import printable
 
 
 def write_report(records: Sequence[events.Record], name: str, config_text: str, out: Path) -> None:

@@ -142,6 +142,12 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[Row]:
         best = f", best {loss_text(state.best_validation)}"
         fields.insert(3, Field(2, loss_text(state.validation.loss), "validation ", best, ""))
     rows.append(Row("loss", line(page, "loss", in_fields(page, fields, beside(page, "loss")))))
+    if step.metrics:
+        fields = [
+            Field(rank, f"{value:.4g}", f"{clean(page, name)} ", style="")
+            for rank, (name, value) in enumerate(step.metrics.items())
+        ]
+        rows.append(Row("metrics", line(page, "metrics", in_fields(page, fields, []))))
     losses = resampled(state.losses.values, curve_width(page), highest=False)
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:

@@ -41,6 +41,7 @@ def step_text(step: events.Step, tokens_per_s: float, seconds_left: float) -> st
         [
             f"step {step.step}/{step.steps}",
             f"loss {step.loss:.4f}",
+            *(f"{name} {value:.4g}" for name, value in step.metrics.items()),
             f"{tokens_per_s:.0f} tokens/s",
             f"{duration(seconds_left)} left",
             *([", ".join(known)] if known else []),

@@ -26,23 +26,26 @@ PADDING = 0xFFFFFFFF  # stands in `Batch.rows` where a packed row has no text
 class Batch:
     """A micro-batch: B rows padded to T tokens, and the S targets in them.
 
-    tokens: (B, T) int32, padded on the right; positions: (S,) int32, where in the
-    flattened (B * T) tokens each target is predicted; targets: (S,) int32;
-    weights: (S,) float32, 0 where the slot is padding; lengths: (B,) int64, the tokens of
-    each row that are not padding.
-
-    Dropout is drawn from which text of the step a token is of, and where in it. These two
-    broadcast to (B, T): rows, (B, 1) uint32, or (B, T) where several texts are packed into
-    a row, PADDING where there is none; places, (1, T) uint32.
+    Dropout is drawn from which text of the step a token belongs to, and where in it: `rows`
+    and `places`, which broadcast to (B, T).
     """
 
     tokens: np.ndarray
+    """(B, T) int32, padded on the right."""
     positions: np.ndarray
+    """(S,) int32, where in the flattened (B * T) tokens each target is predicted."""
     targets: np.ndarray
+    """(S,) int32, the tokens that are predicted."""
     weights: np.ndarray
+    """(S,) float32, of the row; 0 where the slot is padding."""
+    texts: np.ndarray
+    """(S,) int32, which text of the batch, from 0, a target belongs to; 0 in padding."""
     rows: np.ndarray
+    """(B, 1) uint32, or (B, T) where several texts are packed into a row, PADDING in between."""
     places: np.ndarray
+    """(1, T) uint32, the place of each token in its text."""
     lengths: np.ndarray
+    """(B,) int64, the tokens of each row that are not padding."""
     trained_tokens: int
 
     @property
@@ -264,9 +267,9 @@ def lay_out(
     """A batch of `shape` (B, T) with each row from its start in the flattened tokens."""
     tokens = np.zeros(shape, np.int32)
     flat = tokens.reshape(-1)
-    positions, targets, weights = [], [], []
+    positions, targets, weights, texts = [], [], [], []
     lengths = np.zeros(shape[0], np.int64)
-    for row, start in zip(rows, starts, strict=True):
+    for text, (row, start) in enumerate(zip(rows, starts, strict=True)):
         example = examples[row]
         inputs = len(example.tokens) - 1
         flat[start : start + inputs] = example.tokens[:-1]
@@ -274,6 +277,7 @@ def lay_out(
         positions.append(start + at)
         targets.append(example.tokens[1:][at])
         weights.append(np.full(len(at), examples.weights[row], np.float32))
+        texts.append(np.full(len(at), text))
         lengths[start // shape[1]] += inputs
     trained = sum(map(len, targets))
     slots = padded_targets(trained, tokens.size)
@@ -282,6 +286,7 @@ def lay_out(
         positions=pad(np.concatenate(positions), slots, np.int32),
         targets=pad(np.concatenate(targets), slots, np.int32),
         weights=pad(np.concatenate(weights), slots, np.float32),
+        texts=pad(np.concatenate(texts), slots, np.int32),
         rows=ids,
         places=places,
         lengths=lengths,

@@ -23,7 +23,7 @@ from your_ai.data.rows import ROW_LIMIT, Chat, Pair, Row, RowLimit, Text
 from your_ai.data.template import TEMPLATE_CHARACTERS, Refused, render
 from your_ai.data.windows import SIZES, Tokens, Unjoinable, tokenize, tokenize_ids
 from your_ai.errors import UserError
-from your_ai.vocabulary import check_ids
+from your_ai.gates.token_ids import check_ids
 
 # Templates that print today's date would give other tokens tomorrow, and a resumed run
 # other data. This is the date that Llama's templates fall back to.

@@ -16,7 +16,7 @@ from typing import Any
 
 from your_ai.config import DEMO, FIELDS, packaged
 from your_ai.errors import UserError
-from your_ai.text import quoted, shortened
+from your_ai.gates.text import quoted, shortened
 
 SPLITS = ("train", "valid", "test")
 FLOAT32_MAX = 3.4028234663852886e38

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from your_ai.errors import UserError
-from your_ai.text import shortened
+from your_ai.gates.text import shortened
 
 SECONDS = 3.0  # most time of one rendering
 TEMPLATE_CHARACTERS = 1_000_000  # of a template itself; long ones have 20,000

@@ -19,20 +19,22 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from your_ai import bench, model, optimizer
-from your_ai.bench import Contest
 from your_ai.config import packaged
 from your_ai.console import echo_json
 from your_ai.data.batches import Batch
+from your_ai.doctor import bench
+from your_ai.doctor.bench import Contest
+from your_ai.doctor.shapes import make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
-from your_ai.engine.fused import Engine
+from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
 from your_ai.engine.weights import Tensor, tensors_of
+from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import probe
+from your_ai.nets import model
 from your_ai.run.checkpoint import ADAPTERS
-from your_ai.shapes import make_shape
-from your_ai.vocabulary import vocabulary_of
+from your_ai.training import optimizer
 
 SHAPE, SHAPE_OF_A_GPU = "tiny", "small"  # the second is measured alone
 BITS = 4
@@ -252,9 +254,9 @@ def made(folder: Path, plan: str, contest: Contest) -> Made:
 def step_of(found: Made) -> tuple[float, dict[str, mx.array]]:
     """The mean loss and its gradients by name."""
     (batch,) = found.batches
-    loss, grads = found.engine.gradients(batch, 1 / batch.weight, 3)
-    mx.eval(loss, grads)
-    return loss.item() / batch.weight, dict(tree_flatten(grads))
+    sums, grads = found.engine.gradients(batch, 1 / batch.weight, 3)
+    mx.eval(sums, grads)
+    return sums.loss.item() / batch.weight, dict(tree_flatten(grads))
 
 
 class Updated(NamedTuple):

@@ -20,8 +20,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.blocks import Mask
-from your_ai.numerics import exp
+from your_ai.nets.numerics import exp
+from your_ai.nets.parts import Mask
 
 QUERY_BLOCK = 64  # queries at once; more waste work above the diagonal, fewer slow the matmuls
 LEAN_QUERY_BLOCK = 32  # where memory is dearer than time: 30% less of it, in 15% more time

@@ -10,19 +10,22 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.blocks import Parts, parts_of
-from your_ai.dora import draw
 from your_ai.engine.attention import put_blockwise
 from your_ai.engine.compiled import Graphs
-from your_ai.engine.fused import Engine, fused_engine
+from your_ai.engine.fused import fused_engine
 from your_ai.engine.prefix import Store
+from your_ai.engine.protocol import Engine
 from your_ai.engine.spill import Spilled
 from your_ai.engine.staged import Joined, Staged
 from your_ai.engine.weights import Tensor, put_layers, stream, stream_vocabulary
 from your_ai.errors import UserError
-from your_ai.head import LinearHead, linear_head
-from your_ai.losses import Head
-from your_ai.model import DropoutKeys, Split, split
+from your_ai.nets.dora import draw
+from your_ai.nets.head import LinearHead, linear_head
+from your_ai.nets.losses import Head
+from your_ai.nets.model import DropoutKeys, Split, split
+from your_ai.nets.parts import Parts, parts_of
+from your_ai.objectives.objective import Objective
+from your_ai.objectives.sft import SUPERVISED
 
 NO_PARTS = "this model's blocks cannot be told apart"
 
@@ -46,6 +49,7 @@ def build_engine(
     make_store: Callable[[int], Store] | None = None,
     spill: Path | None = None,
     graphs: Graphs | None = None,
+    objective: Objective = SUPERVISED,
 ) -> Built:
     """The engine of `plan` for a model with adapters, whose weights are read now, but not by a
     streamed one; a staged one falls back to fused.
@@ -86,14 +90,14 @@ def build_engine(
     elif make_store is not None:
         store = make_store(found.hidden_size)
     if store is not None and plan == "fused":
-        joined = Joined(model, parts, dropout_keys, head, store=store, graphs=graphs)
+        joined = Joined(model, parts, dropout_keys, objective, head, store=store, graphs=graphs)
         return Built(joined.engine(), plan, tuple(notices), store)
     if plan == "fused":
         put_blockwise(model)
-        engine = fused_engine(model, halves, dropout_keys, parts, head, graphs)
+        engine = fused_engine(model, halves, dropout_keys, objective, parts, head, graphs)
         return Built(engine, plan, tuple(notices))
     inputs = [] if spill is None else Spilled(spill)
-    staged = Staged(model, parts, dropout_keys, head, weights, store, inputs, graphs)
+    staged = Staged(model, parts, dropout_keys, objective, head, weights, store, inputs, graphs)
     return Built(staged.engine(), plan, tuple(notices), store)
 
 

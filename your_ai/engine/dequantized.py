@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from your_ai.head import rows_at_once
+from your_ai.nets.head import rows_at_once
 
 SLICE_BYTES = 2 << 20  # MLX runs some ten operations ahead, and so holds a few of them
 FEW_TOKENS = 4  # so few, as in generation, that dequantizing costs more than it saves

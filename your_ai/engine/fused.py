@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from your_ai.blocks import Arrays, Parts
 from your_ai.data.batches import Batch
-from your_ai.dora import dora_layers, given, norms_of
+from your_ai.engine import target_pass
 from your_ai.engine.compiled import Graphs, shape_of
-from your_ai.losses import Head
-from your_ai.model import DropoutKeys, Split, TokenKeys
-from your_ai.objectives import sft
+from your_ai.engine.protocol import Engine
+from your_ai.nets.dora import dora_layers, given, norms_of
+from your_ai.nets.losses import Head
+from your_ai.nets.model import DropoutKeys, Split, TokenKeys
+from your_ai.nets.parts import Arrays, Parts
+from your_ai.objectives.objective import Objective, Sums, Targets
 from your_ai.rng import derive_seed
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What a training loop needs of a model.
-
-    gradients(batch, scale, step_seed): the loss sum of a micro-batch, and the gradients
-    of `scale` times it, as a tree of the trainable parameters; step_seed draws dropout.
-    loss(batch): the loss sum alone, without dropout.
-    predictions(batch): (S,) the likeliest token at each target.
-    score(batch): (S,) the loss of each target, whatever its weight, and its prediction.
-    drop(): forget what was compiled; it is compiled again when it is needed.
-    fill(batches): fill the prefix cache, where that is cheaper before the first step.
-    """
-
-    gradients: Callable[[Batch, float, int], tuple[mx.array, Any]]
-    loss: Callable[[Batch], mx.array]
-    predictions: Callable[[Batch], mx.array]
-    score: Callable[[Batch], tuple[mx.array, mx.array]]
-    drop: Callable[[], None]
-    fill: Callable[[Iterable[Batch]], None] | None = None
 
 
 def fused_engine(
     model: nn.Module,
     split: Split,
     dropout_keys: DropoutKeys,
+    objective: Objective,
     parts: Parts | None = None,
     head: Head | None = None,
     graphs: Graphs | None = None,
@@ -75,23 +56,22 @@ def fused_engine(
             raise ValueError("a packed batch needs the parts of the model, and there are none")
         return parts.finish(parts.run_blocks(tokens, segments, reach))
 
-    def trainable_loss(tokens, segments, reach, positions, targets, weights, rows, places, scale):
+    def trainable_loss(inputs, targets, rows, places, scale):
         model.train()
         dropout_keys.set(TokenKeys(rows, places))
-        hidden = trunk(tokens, segments, reach)
-        loss = sft.trainable_loss_sum(hidden, positions, targets, weights, scale, head)
+        sums = target_pass.trainable_loss(trunk(*inputs), Targets(*targets), objective, scale, head)
         dropout_keys.set(None)
         model.eval()
-        return loss
+        return sums
 
-    def loss_only(tokens, segments, reach, positions, targets, weights):
-        return sft.loss_sum(trunk(tokens, segments, reach), positions, targets, weights, head)
+    def loss_only(inputs, targets):
+        return target_pass.loss(trunk(*inputs), Targets(*targets), objective, head)
 
-    def likeliest(tokens, segments, reach, positions):
-        return sft.predictions(trunk(tokens, segments, reach), positions, head)
+    def likeliest(inputs, targets):
+        return target_pass.predictions(trunk(*inputs), Targets(*targets), head)
 
-    def losses_and_likeliest(tokens, segments, reach, positions, targets):
-        return sft.score(trunk(tokens, segments, reach), positions, targets, head)
+    def losses_and_likeliest(inputs, targets):
+        return target_pass.score(trunk(*inputs), Targets(*targets), head)
 
     state = [model.state]
 
@@ -104,39 +84,34 @@ def fused_engine(
         with_norms, (loss_only, likeliest, losses_and_likeliest)
     )
 
-    def gradients(batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
+    def gradients(batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
         keys = mx.array(row_keys(step_seed, batch.rows)), mx.array(batch.places)
         parameters = model.trainable_parameters()
-        result = compiled(loss_and_gradients, batch, trained=True)(
-            norms_of(dora), *_inputs(batch), *_targets(batch), *keys, mx.array(scale, mx.float32)
+        sums, grads = compiled(loss_and_gradients, batch, trained=True)(
+            norms_of(dora), _inputs(batch), Targets.of(batch), *keys, mx.array(scale, mx.float32)
         )
         model.update(parameters)  # tracing leaves its placeholders in their place
-        return result
+        return Sums(*sums), grads
 
-    def loss(batch: Batch) -> mx.array:
-        return compiled(loss_only, batch)(norms_of(dora), *_inputs(batch), *_targets(batch))
+    def run(function: Callable, batch: Batch) -> Any:
+        return compiled(function, batch)(norms_of(dora), _inputs(batch), Targets.of(batch))
+
+    def loss(batch: Batch) -> Sums:
+        return Sums(*run(loss_only, batch))
 
     def predictions(batch: Batch) -> mx.array:
-        positions = mx.array(batch.positions)
-        return compiled(likeliest, batch)(norms_of(dora), *_inputs(batch), positions)
+        return run(likeliest, batch)
 
     def score(batch: Batch) -> tuple[mx.array, mx.array]:
-        positions, targets, _ = _targets(batch)
-        return compiled(losses_and_likeliest, batch)(
-            norms_of(dora), *_inputs(batch), positions, targets
-        )
+        return run(losses_and_likeliest, batch)
 
-    return Engine(gradients, loss, predictions, score, graphs.drop)
+    return Engine(objective, gradients, loss, predictions, score, graphs.drop)
 
 
 def _inputs(batch: Batch) -> tuple[mx.array, mx.array | None, int | None]:
     segments = batch.segments
     segments = None if segments is None else mx.array(segments)
     return mx.array(batch.tokens), segments, batch.reach
-
-
-def _targets(batch: Batch) -> tuple[mx.array, ...]:
-    return tuple(map(mx.array, (batch.positions, batch.targets, batch.weights)))
 
 
 def row_keys(step_seed: int, rows: np.ndarray) -> np.ndarray:

@@ -19,10 +19,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
-from your_ai.blocks import Arrays, arrays_of, put, skeleton
-from your_ai.dora import NORMS, DoRA
 from your_ai.engine.dequantized import DequantizedLinear
-from your_ai.model import DropoutKeys, KeyedDropout
+from your_ai.nets.dora import NORMS, DoRA
+from your_ai.nets.model import DropoutKeys, KeyedDropout
+from your_ai.nets.parts import Arrays, arrays_of, put, skeleton
 
 FEWEST_FEATURES = 512  # at once, so that matrix products stay efficient
 STEP = 128  # features, of which quantized weights have whole groups

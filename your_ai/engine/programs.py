@@ -15,11 +15,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from your_ai.blocks import Arrays, Call, Parts, arrays_of, put, skeleton, structure
 from your_ai.engine.attention import put_blockwise
 from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.mlp import put_sliced
-from your_ai.model import DropoutKeys, TokenKeys
+from your_ai.nets.model import DropoutKeys, TokenKeys
+from your_ai.nets.parts import Arrays, Call, Parts, arrays_of, put, skeleton, structure
 
 Extras = dict[str, mx.array]  # what blocks are given beside hidden states, by name
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.blocks import StandIn
 from your_ai.engine.weights import Tensor, gone
+from your_ai.nets.parts import StandIn
 
 
 def reload_adapted(model: nn.Module, tensors: dict[str, Tensor] | None) -> int:

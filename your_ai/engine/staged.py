@@ -17,18 +17,20 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
 
-from your_ai.blocks import Arrays, Parts
 from your_ai.data.batches import Batch
-from your_ai.dora import dora_layers, norms_of
+from your_ai.engine import target_pass
 from your_ai.engine.compiled import Graphs, GraphShape, shape_of
-from your_ai.engine.fused import Engine, row_keys
+from your_ai.engine.fused import row_keys
 from your_ai.engine.prefix import Span, Store, assemble, missing, padded, spans_of
 from your_ai.engine.programs import Extras, Programs, frozen_arrays, trained_arrays
+from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import reads_its_vocabulary
-from your_ai.head import LinearHead
-from your_ai.losses import Head
-from your_ai.model import DropoutKeys, KeyedDropout
-from your_ai.objectives import sft
+from your_ai.nets.dora import dora_layers, norms_of
+from your_ai.nets.head import LinearHead
+from your_ai.nets.losses import Head
+from your_ai.nets.model import DropoutKeys, KeyedDropout
+from your_ai.nets.parts import Arrays, Parts
+from your_ai.objectives.objective import Objective, Sums, Targets
 
 FEWEST_BYTES = 16 << 20  # of hidden states for which the frozen blocks are read once
 
@@ -96,6 +98,7 @@ class Staged:
         model: nn.Module,
         parts: Parts,
         dropout_keys: DropoutKeys,
+        objective: Objective,
         head: Head,
         weights: Weights | None = None,
         store: Store | None = None,
@@ -103,6 +106,7 @@ class Staged:
         graphs: Graphs | None = None,
         lean: bool = True,
     ) -> None:
+        self.objective = objective
         self.blocks, self.store = parts.blocks, store
         self.weights = weights or Resident(self.blocks)
         self.inputs = [] if inputs is None else inputs
@@ -119,26 +123,27 @@ class Staged:
         self.hidden_size, self.dtype = sample.shape[-1], sample.dtype
         self.head, self.state = finished(parts, head), [parts.outside]
         self._embed = self._compiled(parts.embed)
-        self._head_gradient = self._compiled(partial(sft.loss_and_gradient, head=self.head))
-        self._head_loss = self._compiled(partial(sft.loss_sum, head=self.head))
-        self._likeliest = self._compiled(partial(sft.predictions, head=self.head))
-        self._losses_and_likeliest = self._compiled(partial(sft.score, head=self.head))
+        self._head_gradient = self._compiled(self._loss_and_gradient)
+        self._head_loss = self._compiled(self._loss)
+        self._likeliest = self._compiled(self._predictions)
+        self._losses_and_likeliest = self._compiled(self._score)
 
     def engine(self) -> Engine:
         ahead = self.weights.streamed and self.store is not None and self.first > 0
         fill = self.fill if ahead else None
         return Engine(
-            self.gradients, self.loss, self.predictions, self.score, self.graphs.drop, fill
-        )
+            self.objective, self.gradients, self.loss, self.predictions, self.score,
+            self.graphs.drop, fill,
+        )  # fmt: skip
 
-    def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
+    def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
         rows = self._rows(batch, step_seed)
         hidden = [self._below(batch, rows)]
         self.inputs.clear()
         self._run(hidden, [rows], self.trained, self.inputs)
         scale = mx.array(scale, mx.float32)
-        loss, cotangent = self._head_gradient(rows.shape, hidden.pop(), *targets_of(batch), scale)
-        mx.eval(loss, cotangent)
+        sums, cotangent = self._head_gradient(rows.shape, hidden.pop(), Targets.of(batch), scale)
+        mx.eval(sums, cotangent)
         found: dict[int, Arrays] = {}
         for index in reversed(self.trained):
             arrays = self._arrays(index)
@@ -152,20 +157,34 @@ class Staged:
                 found[index] = program.lowest(arrays, *given)
             del arrays, given
             mx.eval(found[index], cotangent)
-        return loss, self._tree(found)
+        return Sums(*sums), self._tree(found)
 
-    def loss(self, batch: Batch) -> mx.array:
-        rows = self._rows(batch)
-        return self._head_loss(rows.shape, self._forward(batch, rows), *targets_of(batch))
+    def loss(self, batch: Batch) -> Sums:
+        return Sums(*self._above(self._head_loss, batch))
 
     def predictions(self, batch: Batch) -> mx.array:
-        rows, positions = self._rows(batch), mx.array(batch.positions)
-        return self._likeliest(rows.shape, self._forward(batch, rows), positions)
+        return self._above(self._likeliest, batch)
 
     def score(self, batch: Batch) -> tuple[mx.array, mx.array]:
-        rows, (positions, targets, _) = self._rows(batch), targets_of(batch)
-        hidden = self._forward(batch, rows)
-        return self._losses_and_likeliest(rows.shape, hidden, positions, targets)
+        return self._above(self._losses_and_likeliest, batch)
+
+    def _above(self, function: Callable, batch: Batch) -> Any:
+        """What a function of the last hidden states and the targets gives."""
+        rows = self._rows(batch)
+        return function(rows.shape, self._forward(batch, rows), Targets.of(batch))
+
+    def _loss_and_gradient(self, hidden, targets, scale):
+        targets = Targets(*targets)
+        return target_pass.loss_and_gradient(hidden, targets, self.objective, scale, self.head)
+
+    def _loss(self, hidden, targets):
+        return target_pass.loss(hidden, Targets(*targets), self.objective, self.head)
+
+    def _predictions(self, hidden, targets):
+        return target_pass.predictions(hidden, Targets(*targets), self.head)
+
+    def _score(self, hidden, targets):
+        return target_pass.score(hidden, Targets(*targets), self.head)
 
     def fill(self, batches: Iterable[Batch]) -> None:
         """Keep what the first trained block is given for each text, group by group.
@@ -296,7 +315,7 @@ class Joined(Staged):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, lean=False, **kwargs)
 
-    def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[mx.array, Any]:
+    def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
         rows = self._rows(batch, step_seed)
         hidden = self._below(batch, rows)
         trained = [trained_arrays(self.blocks[index]) for index in self.trained]
@@ -306,22 +325,21 @@ class Joined(Staged):
         joined = self.graphs.get(
             rows.shape, "joined", lambda: mx.compile(function, inputs=self.state)
         )
-        loss, grads = joined(trained, frozen, hidden, rows.extras, *targets_of(batch), scale)
-        return loss, self._tree(dict(zip(self.trained, grads, strict=True)))
+        sums, grads = joined(trained, frozen, hidden, rows.extras, Targets.of(batch), scale)
+        return Sums(*sums), self._tree(dict(zip(self.trained, grads, strict=True)))
 
-    def _trained_gradients(
-        self, shape, trained, frozen, hidden, extras, positions, targets, weights, scale
-    ):
-        """The loss sum, and the gradients of the trained blocks, from their input."""
+    def _trained_gradients(self, shape, trained, frozen, hidden, extras, targets, scale):
+        """The objective's sums, and the gradients of the trained blocks, from their input."""
+        targets = Targets(*targets)
 
-        def scaled(trained: list[Arrays]) -> mx.array:
+        def scaled(trained: list[Arrays]) -> Sums:
             h = hidden
             for index, block_frozen, block_trained in zip(
                 self.trained, frozen, trained, strict=True
             ):
                 program = self.programs.of(index, shape)
                 h = program.run(block_frozen, block_trained, h, extras)
-            return sft.trainable_loss_sum(h, positions, targets, weights, scale, self.head)
+            return target_pass.trainable_loss(h, targets, self.objective, scale, self.head)
 
         return mx.value_and_grad(scaled)(trained)
 
@@ -331,10 +349,6 @@ def finished(parts: Parts, head: Head) -> Head:
     if not isinstance(head, LinearHead):
         return parts.finished_head
     return replace(head, before=lambda rows: head.inputs(parts.finish(rows[None])[0]))
-
-
-def targets_of(batch: Batch) -> tuple[mx.array, mx.array, mx.array]:
-    return mx.array(batch.positions), mx.array(batch.targets), mx.array(batch.weights)
 
 
 def texts_of(batch: Batch) -> list[Span]:

@@ -24,12 +24,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from your_ai.blocks import Arrays, StandIn, arrays_of, put
-from your_ai.dora import draw
 from your_ai.errors import RunError, UserError
 from your_ai.files import read_at
-from your_ai.foreign import read_header
-from your_ai.head import LinearHead, Part, dense, part_of
+from your_ai.gates.foreign import read_header
+from your_ai.nets.dora import draw
+from your_ai.nets.head import LinearHead, Part, dense, part_of
+from your_ai.nets.parts import Arrays, StandIn, arrays_of, put
 
 DTYPES = {
     "F32": mx.float32,

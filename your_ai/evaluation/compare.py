@@ -15,26 +15,27 @@ from typing import Any, NamedTuple, TypeVar
 import mlx.nn as nn
 import numpy as np
 
-from your_ai import generate, model, trained
-from your_ai.budget import Budget, budget_of_evaluation, row_limit
 from your_ai.config import TrainConfig
 from your_ai.data.batches import RowsAt
 from your_ai.data.encode import Encoder, Prompt, token_ids
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
-from your_ai.engine.fused import Engine
+from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import can_stream, tensors_of
 from your_ai.errors import UserError
-from your_ai.evaluation.measures import Scores, scored
-from your_ai.evaluation.metric import Metric
+from your_ai.evaluation.custom_metric import Metric
+from your_ai.evaluation.dataset_scores import Scores, scored
 from your_ai.evaluation.rows import Encoded, Rows, cut_text, in_training_data, load_rows
+from your_ai.gates.token_ids import vocabulary_of
+from your_ai.generation import generate
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
+from your_ai.memory.budget import Budget, budget_of_evaluation, row_limit
 from your_ai.memory.estimate import Training
 from your_ai.memory.plan import choose, words
-from your_ai.quantize.copies import make_copy, place_of_copy
-from your_ai.trained import Adapter, Trained
-from your_ai.vocabulary import vocabulary_of
+from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
+from your_ai.nets import model, saved_adapter
+from your_ai.nets.saved_adapter import Adapter, Trained
 
 ANSWER_TOKENS = 128  # of an answer beyond twice the expected one
 T = TypeVar("T")
@@ -149,7 +150,7 @@ def compare(run: Trained, path: Path, request: Request) -> Generator[Progress, N
         network, tokenizer, built.engine, partial(plan.rows, batch_size=request.batch_size)
     )
     base = yield from measured("base", ready, rows, request)
-    trained.set_arrays(network, run.adapter)
+    saved_adapter.set_arrays(network, run.adapter)
     adapter = yield from measured("adapter", ready, rows, request)
     notes = (*budget.limit.notices, cut_text(rows, config))
     text = words(plan, max(budget.demand.lengths))
@@ -189,9 +190,9 @@ def put_new_layers(network: nn.Module, adapter: Adapter) -> None:
 
     Raises UserError where it does not fit: before all is measured without it.
     """
-    trained.put_layers(network, adapter)
+    saved_adapter.put_layers(network, adapter)
     new = model.adapter_arrays(network)
-    trained.set_arrays(network, adapter)
+    saved_adapter.set_arrays(network, adapter)
     model.set_adapters(network, new)
 
 

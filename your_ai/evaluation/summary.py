@@ -14,7 +14,7 @@ from your_ai.evaluation import record
 from your_ai.evaluation.bootstrap import Interval, Paired, paired
 from your_ai.evaluation.compare import Comparison, Measured
 from your_ai.evaluation.rows import Rows, asked_and_expected
-from your_ai.trained import Trained
+from your_ai.nets.saved_adapter import Trained
 
 ALIKE = 1e-5  # of a token's loss, absolute and relative: what a plan or batch may round
 EXCERPT_CHARACTERS = 200

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from your_ai import __version__
-from your_ai.foreign import read_json
+from your_ai.gates.foreign import read_json
 from your_ai.hub.names import HubName
-from your_ai.trained import Adapter, Trained
+from your_ai.nets.saved_adapter import Adapter, Trained
 
 README = "README.md"
 PEFT_USE = """\

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from your_ai.errors import UserError
+from your_ai.export.fused_weights import DEQUANTIZED, fused_lazily
 from your_ai.export.gguf_model import (
     Description,
     add_parameters,
@@ -28,13 +29,12 @@ from your_ai.export.gguf_model import (
 from your_ai.export.gguf_tokenizer import add_tokenizer
 from your_ai.export.names import check_dense
 from your_ai.files import TEMPORARY, sync
-from your_ai.fuse.weights import DEQUANTIZED, fused_lazily
 from your_ai.memory import allocator
-from your_ai.model import load_network, load_tokenizer_of
-from your_ai.trained import Trained, put_adapter
-from your_ai.writing.shards import Progress, compute, hold_memory
-from your_ai.writing.targets import unwritable
-from your_ai.writing.unfinished import check_disk
+from your_ai.modelfiles.shards import Progress, compute, hold_memory
+from your_ai.modelfiles.targets import unwritable
+from your_ai.modelfiles.unfinished import check_disk
+from your_ai.nets.model import load_network, load_tokenizer_of
+from your_ai.nets.saved_adapter import Trained, put_adapter
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter

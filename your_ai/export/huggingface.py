@@ -1,4 +1,4 @@
-"""A run's base with its adapter in it, as transformers loads it, written by `writing.shards`.
+"""A run's base with its adapter in it, as transformers loads it, written by `modelfiles.shards`.
 
 The weights are those of `your_ai fuse --to dequantized`, and so are their names: mlx-lm's,
 which are transformers' for the architectures that are taken here.
@@ -15,14 +15,14 @@ import mlx.core as mx
 
 from your_ai.errors import UserError
 from your_ai.export import card
+from your_ai.export.fused_weights import AUTO, DEQUANTIZED, base_of, fused_lazily
 from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS, check_names
 from your_ai.files import sha256
-from your_ai.fuse.weights import AUTO, DEQUANTIZED, base_of, fused_lazily
+from your_ai.modelfiles import unfinished
+from your_ai.modelfiles.shards import Progress, write_model
+from your_ai.modelfiles.unfinished import Work
+from your_ai.nets.saved_adapter import Trained
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
-from your_ai.trained import Trained
-from your_ai.writing import unfinished
-from your_ai.writing.shards import Progress, write_model
-from your_ai.writing.unfinished import Work
 
 RECORD = "exported.json"
 

@@ -16,21 +16,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai import __version__, model
+from your_ai import __version__
 from your_ai.config import TrainConfig
 from your_ai.errors import RunError, UserError
 from your_ai.export import peft_config
 from your_ai.export.names import block_of, check_names, name_in_block
 from your_ai.export.peft import ADAPTER_MODEL, PREFIX, SUFFIXES
 from your_ai.files import sha256, sync
-from your_ai.foreign import read_json
+from your_ai.gates.foreign import read_json
 from your_ai.hub.check import AGAIN, check_safetensors
 from your_ai.hub.find import Missing, find_model
 from your_ai.hub.fingerprint import fingerprint
+from your_ai.modelfiles.targets import unwritable
+from your_ai.nets import model
+from your_ai.nets.saved_adapter import Adapter, base_files, check_base, put_layers, read_adapter
 from your_ai.run import checkpoint, events, folder
 from your_ai.run.folder import RunFolder
-from your_ai.trained import Adapter, base_files, check_base, put_layers, read_adapter
-from your_ai.writing.targets import unwritable
 
 PICKLED = "adapter_model.bin"
 # As versions of PEFT have written them.

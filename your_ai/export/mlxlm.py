@@ -7,9 +7,9 @@ from pathlib import Path
 
 from your_ai.export import card
 from your_ai.files import whole_folder
+from your_ai.modelfiles.targets import unwritable
+from your_ai.nets.saved_adapter import Trained
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, write_json
-from your_ai.trained import Trained
-from your_ai.writing.targets import unwritable
 
 
 def write(trained: Trained, target: Path) -> None:

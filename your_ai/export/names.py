@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from your_ai.errors import UserError
-from your_ai.foreign import read_json
+from your_ai.gates.foreign import read_json
 from your_ai.memory.facts import BLOCK, entries_of
-from your_ai.trained import Trained
+from your_ai.nets.saved_adapter import Trained
 
 # The model_type of a config.json, and transformers' class for it. gemma is not among them: the
 # two compute its activation differently, and logits differ by 1e-2.

@@ -23,10 +23,10 @@ from your_ai.export.names import (
 )
 from your_ai.files import whole_folder
 from your_ai.hub.names import HubName
-from your_ai.model import first_line
+from your_ai.modelfiles.targets import unwritable
+from your_ai.nets.model import first_line
+from your_ai.nets.saved_adapter import Trained
 from your_ai.run.checkpoint import ADAPTER_CONFIG, write_json
-from your_ai.trained import Trained
-from your_ai.writing.targets import unwritable
 
 ADAPTER_MODEL = "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -15,7 +15,7 @@ import regex
 
 from your_ai.config import nearest
 from your_ai.errors import UserError
-from your_ai.text import shown
+from your_ai.gates.text import shown
 
 READ = (
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora"),

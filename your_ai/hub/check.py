@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.errors import UserError
-from your_ai.foreign import (
+from your_ai.gates.foreign import (
     INDEX_BYTES,
     JSON_BYTES,
     MB,
@@ -24,8 +24,8 @@ from your_ai.foreign import (
     read_header,
     read_json,
 )
+from your_ai.gates.text import shown
 from your_ai.hub.figures import check_figures
-from your_ai.text import shown
 
 AGAIN = "; fetch the model again"
 WEIGHTS = "model*.safetensors"

@@ -21,7 +21,8 @@ from typing import BinaryIO, Literal
 from your_ai.config import DEMO
 from your_ai.errors import UserError
 from your_ai.files import sha256, sync
-from your_ai.foreign import name_fault, read_json
+from your_ai.gates.foreign import name_fault, read_json
+from your_ai.gates.text import shown
 from your_ai.hub import remote
 from your_ai.hub.check import AGAIN, can_run, check_model
 from your_ai.hub.figures import check_figures
@@ -46,7 +47,6 @@ from your_ai.hub.remote import (
     is_unreachable,
     reason_of,
 )
-from your_ai.text import shown
 
 INCOMPLETE = ".incomplete-"
 PARTS = "parts"

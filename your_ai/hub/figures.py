@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.errors import UserError
-from your_ai.foreign import BLOCK, EXPERT, Entry
-from your_ai.text import shown
+from your_ai.gates.foreign import BLOCK, EXPERT, Entry
+from your_ai.gates.text import shown
 
 MOST_BLOCKS = 1024
 MOST_EXPERTS = 100_000

@@ -13,7 +13,7 @@ from typing import Literal
 from your_ai.config import DEMO
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
-from your_ai.foreign import read_json
+from your_ai.gates.foreign import read_json
 from your_ai.hub.check import can_run
 from your_ai.hub.download import INCOMPLETE, lock_of, taken
 from your_ai.hub.find import FOLDER, REPO, cached_model, model_roots, put_model

@@ -18,10 +18,10 @@ from typing import Any
 
 from your_ai.errors import UserError
 from your_ai.files import write_at
-from your_ai.foreign import MB, clash, is_hash, name_fault, parse_json, path_fault
+from your_ai.gates.foreign import MB, clash, is_hash, name_fault, parse_json, path_fault
+from your_ai.gates.text import shown
 from your_ai.hub.check import WEIGHTS, found_instead, has_tokenizer
 from your_ai.hub.find import WANTED
-from your_ai.text import shown
 
 DEFAULT_REVISION = "main"
 LISTING_BYTES = 64 * MB  # of the hub's answer to what a repo holds

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from your_ai.foreign import BLOCK, EXPERT, Entry, read_header, read_json
+from your_ai.gates.foreign import BLOCK, EXPERT, Entry, read_header, read_json
 
 # Beside the text model, in files from other libraries: mlx-lm leaves it out.
 LEFT_OUT = re.compile(r"(?:^|\.)(?:vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")

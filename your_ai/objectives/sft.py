@@ -1,65 +1,28 @@
-"""Supervised fine-tuning: next-token cross-entropy on the trained tokens.
-
-Shapes: B rows, T tokens of a row, D hidden size, S targets.
-"""
+"""Supervised fine-tuning: next-token cross-entropy on the trained tokens."""
 
 from __future__ import annotations
 
-import mlx.core as mx
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from your_ai import losses
-from your_ai.losses import Head
-
-
-def at_targets(hidden: mx.array, positions: mx.array) -> mx.array:
-    """(S, D) the hidden states at `positions` of the flattened (B, T, D), and no others."""
-    return hidden.reshape(-1, hidden.shape[-1])[positions]
+from your_ai.data.batches import Batch
+from your_ai.nets.numerics import sum_in_blocks
+from your_ai.objectives.objective import Scores, Targets, Weighed
 
 
-def trainable_loss_sum(
-    hidden: mx.array,
-    positions: mx.array,
-    targets: mx.array,
-    weights: mx.array,
-    scale: mx.array,
-    head: Head,
-) -> mx.array:
-    """The weighted sum of the targets' cross-entropy; its gradients come out times `scale`."""
-    return losses.trainable_loss(at_targets(hidden, positions), targets, weights, scale, head)
+@dataclass(frozen=True)
+class SFT:
+    """The mean cross-entropy of the trained tokens, each weighted as its row is."""
+
+    rows_together: int = 1
+    token_local: bool = True
+
+    def weigh(self, scores: Scores, targets: Targets) -> Weighed:
+        return Weighed(sum_in_blocks(-scores.current * targets.weights), targets.weights)
+
+    def denominator(self, batches: Sequence[Batch]) -> float:
+        """The sum of the trained tokens' weights."""
+        return sum(batch.weight for batch in batches)
 
 
-def loss_and_gradient(
-    hidden: mx.array,
-    positions: mx.array,
-    targets: mx.array,
-    weights: mx.array,
-    scale: mx.array,
-    head: Head,
-) -> tuple[mx.array, mx.array]:
-    """`trainable_loss_sum` and its gradient in `hidden`, (B, T, D)."""
-    rows = at_targets(hidden, positions)
-    loss, grad = losses.loss_and_gradient(rows, targets, weights, scale, head)
-    flat = mx.zeros((hidden.size // hidden.shape[-1], hidden.shape[-1]), grad.dtype)
-    return loss, flat.at[positions].add(grad).reshape(hidden.shape)
-
-
-def loss_sum(
-    hidden: mx.array, positions: mx.array, targets: mx.array, weights: mx.array, head: Head
-) -> mx.array:
-    """The same sum, to be evaluated alone."""
-    return losses.chunked_loss(at_targets(hidden, positions), targets, weights, head)
-
-
-def predictions(hidden: mx.array, positions: mx.array, head: Head) -> mx.array:
-    """(S,) the likeliest token at each target."""
-    return losses.chunked_predictions(at_targets(hidden, positions), head)
-
-
-def score(
-    hidden: mx.array, positions: mx.array, targets: mx.array, head: Head
-) -> tuple[mx.array, mx.array]:
-    """(S,) the loss of each target, and (S,) the likeliest token in its place."""
-    rows = at_targets(hidden, positions)
-    found = losses.chunked_losses(rows, targets, head)
-    (rows,) = mx.depends([rows], [found])  # one walk through the vocabulary after the other
-    return found, losses.chunked_predictions(rows, head)
+SUPERVISED = SFT()

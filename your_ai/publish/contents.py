@@ -22,16 +22,16 @@ from your_ai.config import DEMO, TrainConfig, to_yaml
 from your_ai.dashboard.report import write_plots
 from your_ai.errors import UserError
 from your_ai.evaluation import record
-from your_ai.foreign import JSON_BYTES, leaves, read_bytes, read_json
+from your_ai.gates.foreign import JSON_BYTES, leaves, read_bytes, read_json
 from your_ai.hub.find import REPO
+from your_ai.modelfiles.targets import unwritable
+from your_ai.nets.saved_adapter import Trained
 from your_ai.publish.card import CARD, Base, Kind, Subject, card, figures_of, up_to
-from your_ai.publish.yours import split
+from your_ai.publish.user_section import split
 from your_ai.run import events
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, CHECKSUMS, STATE, STEP_NAME
 from your_ai.run.checkpoint import step_of as checkpoint_step
 from your_ai.run.folder import RUNS, RunFolder
-from your_ai.trained import Trained
-from your_ai.writing.targets import unwritable
 
 CURVES = "curves"
 PEFT_ADAPTERS = "adapter_model.safetensors"

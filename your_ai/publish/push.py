@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from your_ai.errors import RunError, UserError
-from your_ai.foreign import MB, parse_json
+from your_ai.gates.foreign import MB, parse_json
 from your_ai.hub.find import REPO
 from your_ai.hub.remote import (
     check_endpoint,
@@ -27,7 +27,7 @@ from your_ai.hub.remote import (
     status_of,
 )
 from your_ai.publish.card import CARD
-from your_ai.publish.yours import merged
+from your_ai.publish.user_section import merged
 
 if TYPE_CHECKING:
     from your_ai.publish.contents import Contents

@@ -13,7 +13,7 @@ import os
 import stat
 import time
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from your_ai.errors import RunError, UserError
@@ -134,9 +134,10 @@ class Started:
 class Step:
     """An optimizer update: step `step` (from 1) of `steps`.
 
-    loss: the weighted mean over the step's targets; grad_norm: before clipping;
-    tokens: without padding; trained_tokens: the targets among them; highest_bytes: the most
-    that the process held since the step before; peak_bytes: MLX's, of this step.
+    loss: the mean that is minimized; metrics: further figures of the objective, by name;
+    grad_norm: before clipping; tokens: without padding; trained_tokens: the targets among
+    them; highest_bytes: the most that the process held since the step before; peak_bytes:
+    MLX's, of this step.
     """
 
     step: int
@@ -157,6 +158,7 @@ class Step:
     available_bytes: int | None = None
     swap_bytes: int | None = None
     pressure: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +267,7 @@ Event = (
 )
 KINDS = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 KNOWN = {"str": str, "bool": bool, "int": int, "float": (int, float), "None": type(None)}
-KNOWN["list[str]"] = list
+KNOWN |= {"list[str]": list, "dict[str, float]": dict}
 
 
 def allowed(annotation: str) -> tuple[type, ...]:
@@ -303,6 +305,8 @@ def from_line(line: str | bytes) -> Record | None:
         known = FIELDS[kind]
         told = {name: value for name, value in fields.items() if name in known}
         if not all(isinstance(value, known[name]) for name, value in told.items()):
+            return None
+        if not all(isinstance(value, int | float) for value in told.get("metrics", {}).values()):
             return None
         return Record(float(fields["time"]), kind(**told))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):

@@ -19,7 +19,7 @@ from pathlib import Path
 from your_ai.config import DEMO, TrainConfig, build, nearest, read_yaml, to_yaml
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean, open_regular, open_to_append, read_text, sync
-from your_ai.text import shortened
+from your_ai.gates.text import shortened
 
 RUNS = Path("runs")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

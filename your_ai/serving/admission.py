@@ -14,8 +14,8 @@ from typing import Any
 
 from mlx_lm.server import CompletionRequest, convert_chat, process_message_content
 
-from your_ai.generate import SEEDS
-from your_ai.text import shortened
+from your_ai.gates.text import shortened
+from your_ai.generation.generate import SEEDS
 
 LARGEST = 1 << 31  # of a request's numbers, but for seeds
 DEPTH = 64  # of lists and objects within each other

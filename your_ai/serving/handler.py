@@ -7,20 +7,18 @@ import io
 import json
 import logging
 import socket
+from argparse import Namespace
 from dataclasses import dataclass
 from email.message import Message
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from mlx_lm.server import APIHandler, CompletionRequest
 
 from your_ai import __version__
-from your_ai.model import first_line
+from your_ai.gates.text import shortened
+from your_ai.nets.model import first_line
 from your_ai.serving import admission, wire
 from your_ai.serving.wire import Refused
-from your_ai.text import shortened
-
-if TYPE_CHECKING:
-    from your_ai.serving.server import Answers, Server
 
 DEFAULT = "default_model"  # what mlx-lm calls the one of a request that names none
 COMPLETIONS = ("/v1/completions",)
@@ -34,11 +32,28 @@ class Asked(CompletionRequest):
     connection: socket.socket
 
 
+class Listening(Protocol):
+    """The server, as its connections use it."""
+
+    is_local: bool
+    bodies: wire.Allowance
+
+
+class Answering(Protocol):
+    """What generates the answers, as connections use it."""
+
+    cli_args: Namespace
+    model_provider: Any
+
+    def room(self, request: CompletionRequest, given: dict[str, Any], wanted: int) -> int:
+        """The most tokens of an answer, of those `wanted`. Raises Refused where there is none."""
+
+
 class Handler(APIHandler):
     """mlx-lm's, for the requests that may be answered; one a connection."""
 
-    response_generator: Answers
-    server: Server
+    response_generator: Answering
+    server: Listening
     server_version = f"your_ai/{__version__}"
     sys_version = ""
 

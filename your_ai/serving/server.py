@@ -36,15 +36,15 @@ from mlx_lm.server import (
 
 from your_ai import __version__
 from your_ai.errors import RunError, UserError
-from your_ai.generate import Sampling, context_tokens, load_run
+from your_ai.gates.text import printable, shortened
+from your_ai.gates.token_ids import check_ids, vocabulary_of
+from your_ai.generation.generate import Sampling, context_tokens, load_run
 from your_ai.memory.estimate import PREFILL_TOKENS
-from your_ai.model import first_line
+from your_ai.nets.model import first_line
+from your_ai.nets.saved_adapter import Trained
 from your_ai.serving import admission, wire
 from your_ai.serving.handler import DEFAULT, Asked, Handler
 from your_ai.serving.wire import Origins, Refused
-from your_ai.text import printable, shortened
-from your_ai.trained import Trained
-from your_ai.vocabulary import check_ids, vocabulary_of
 
 LOG_CHARACTERS = 4000  # of an entry in the log
 CACHE_ENTRIES = 10  # conversations whose keys and values are kept,

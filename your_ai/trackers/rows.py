@@ -101,6 +101,7 @@ def of_step(progress: Progress, step: events.Step) -> dict[str, float]:
         "train/tokens_per_s": step.tokens / max(step.seconds, 1e-9),
         "train/step_s": step.seconds,
         "train/epoch": step.epoch,
+        **{f"train/{name}": value for name, value in step.metrics.items()},
         **{f"memory/{name}_gb": size / GB for name, size in sizes.items() if size is not None},
         "governor/actions": progress.actions,
         "governor/freed_gb": progress.freed_bytes / GB,

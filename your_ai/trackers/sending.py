@@ -92,7 +92,7 @@ def give(tracker: Tracker, row: Row) -> None:
 
 def again(folder: RunFolder, name: str) -> str:
     """How to send what was not."""
-    return f"later: python -m your_ai.tracking {shlex.quote(str(folder.path))} {name}"
+    return f"later: python -m your_ai.trackers.upload {shlex.quote(str(folder.path))} {name}"
 
 
 def described(error: BaseException) -> str:

@@ -1,0 +1,103 @@
+"""The side by side: that it is the same contest for all, and what it prints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.conftest import call
+from your_ai.doctor import bench
+from your_ai.doctor.shapes import make_shape
+from your_ai.errors import UserError
+from your_ai.files import sha256
+
+SHORT = ("bench", "--shape", "tiny", "--seq-len", 32, "--steps", 3, "--lora-layers", "all")
+
+
+LONG = ("--seq-len", 512, "--against", "none", "--json")
+
+
+@pytest.mark.parametrize("supervised", [1.0, 0.3])
+def test_all_contenders_follow_the_same_losses(capsys, supervised):
+    """Which holds our recipe against mlx-lm's own trainer, checkpointing or not."""
+    options = ("--lora-targets", "all-linear", "--supervised", supervised, "--json")
+    assert call(*SHORT, "--bits", 0, *options) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["contender"] for row in rows] == ["fused", "mlx-lm", "mlx-lm-checkpoint"]
+    for row in rows:
+        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
+        assert row["losses"][-1] < row["losses"][0]
+        assert 0 < row["seconds_min"] <= row["seconds_median"]
+        assert row["process_mb"] > row["peak_mb"] > 0
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+def test_twenty_steps_of_each_plan_follow_mlx_lm(tmp_path, bits):
+    contest = bench.Contest(
+        folder=str(make_shape("tiny", bits, "float32", tmp_path)),
+        dtype="float32",
+        seq_len=48,
+        batch_size=2,
+        lora_rank=8,
+        lora_layers="all",
+        lora_targets="all-linear",
+        supervised=1.0,
+        steps=20,
+        learning_rate=1e-3,
+    )
+    peers = [loss for loss, *_ in bench.run_mlx_lm(contest, checkpointing=False)]
+    assert peers[-1] < 0.9 * peers[0]
+    for plan in ("fused", "staged", "streamed", "spilled"):
+        ours = [loss for loss, *_ in bench.run_ours(contest, plan)]
+        assert ours == pytest.approx(peers, rel=1e-4), plan
+
+
+def test_packed_rows_are_those_of_batch_1(capsys):
+    assert call(*SHORT, "--plan", "unpacked,packed", *LONG) == 0
+    unpacked, packed = json.loads(capsys.readouterr().out)["rows"]
+    assert packed["losses"][0] == pytest.approx(unpacked["losses"][0], rel=0.05)  # by row, token
+    tokens = [row["tokens_per_s"] * row["seconds_median"] for row in (unpacked, packed)]
+    assert tokens[0] == pytest.approx(tokens[1])
+
+
+def test_the_table_gives_ratios_to_each_peer(capsys):
+    assert call(*SHORT, "--against", "mlx-lm") == 0
+    text = capsys.readouterr().out
+    assert "fused" in text
+    assert "vs" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--shape", "tiny", "--plan", "packed", "--seq-len", 64), "rows of up to 120 tokens"),
+        ((), "give --shape or --model; shapes: tiny, small"),
+        (("--shape", "smal"), "did you mean small"),
+        (("--shape", "tiny", "--bits", 3), "--bits 3: must be 4 or 8"),
+        (("--shape", "tiny", "--plan", "fusd"), "did you mean fused"),
+        (("--shape", "tiny", "--against", "x"), "--against x: unknown"),
+        (("--shape", "tiny", "--plan", "none", "--against", "none"), "nothing to measure"),
+        (("--shape", "tiny", "--dtype", "int8"), "--dtype: expected auto or float32"),
+        (("--shape", "tiny", "--model", "demo"), "give --shape or --model"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(capsys, options, message):
+    assert call("bench", *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_shape_is_made_once_and_always_the_same(tmp_path):
+    first = make_shape("tiny", 4, "float32", tmp_path / "a")
+    again = make_shape("tiny", 4, "float32", tmp_path / "b")
+    for path in first.glob("*.safetensors"):
+        assert sha256(path) == sha256(again / path.name)
+    before = (first / "config.json").stat().st_mtime_ns
+    assert make_shape("tiny", 4, "float32", tmp_path / "a") == first
+    assert (first / "config.json").stat().st_mtime_ns == before
+
+
+def test_names_may_be_spaced():
+    assert bench.named(" mlx-lm , mlx-lm-checkpoint", "against", bench.PEERS) == list(bench.PEERS)
+    with pytest.raises(UserError):
+        bench.named("mlx", "against", bench.PEERS)

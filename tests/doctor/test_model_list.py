@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from tests.conftest import make_model
+from your_ai.doctor import model_list
+from your_ai.doctor.recommend import Room, room_of
+from your_ai.hub.find import models_root
+from your_ai.hub.registry import known
+
+SMALL, LARGE = room_of(8), room_of(128)
+
+
+def row(name: str, room: Room) -> model_list.Row:
+    return next(row for row in model_list.rows(room) if row.name == name)
+
+
+def test_what_is_known_and_not_here_is_listed_with_its_size():
+    found = row("llama-8b", LARGE)
+    assert (found.where, found.bits, found.fault) == ("", 4, None)
+    assert found.size_bytes == known()["llama-8b"].bytes_on_disk
+
+
+def test_more_memory_trains_more():
+    order = list(model_list.WORDS.values())[::-1]
+    for name in known():
+        assert order.index(row(name, LARGE).fits) >= order.index(row(name, SMALL).fits)
+    assert row("phi4", LARGE).fits == "yes"
+    assert row("phi4", SMALL).fits != "yes"
+
+
+def test_a_model_that_is_here_is_planned_from_its_files():
+    make_model(models_root() / "mine")
+    found = row("mine", LARGE)
+    assert (found.where, found.bits, found.fits) == ("models", 4, "yes")
+
+
+def test_a_model_that_lacks_something_says_what_and_not_that_it_fits():
+    folder = make_model(models_root() / "mine")
+    (folder / "model.safetensors").write_bytes(b"cut")
+    found = row("mine", LARGE)
+    assert found.fits is None
+    assert "model.safetensors" in found.fault
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_table_fits(width):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(model_list.table(model_list.rows(LARGE), width))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 1 + len(known())
+    assert max(map(len, lines)) <= width

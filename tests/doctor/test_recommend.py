@@ -1,0 +1,293 @@
+"""What is recommended for recorded machines: that it fits, is ranked well, and never gets less."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import random
+import shlex
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tests.machines import CPU, CUDA, GIB, MACS, RECORDED
+from your_ai.config import TrainConfig, resolve
+from your_ai.doctor import recommend as recommending
+from your_ai.doctor.machine import limit_of
+from your_ai.doctor.recommend import (
+    PYTHON_BYTES,
+    RANKS,
+    TIERS,
+    Recommendation,
+    Room,
+    recommend,
+    room_here,
+    room_of,
+)
+from your_ai.errors import UserError
+from your_ai.hub.registry import config_of, known
+from your_ai.memory.budget import demand_of
+from your_ai.memory.facts import ModelFacts, facts_of_config, layers_named
+from your_ai.memory.limit import Limit
+from your_ai.memory.plan import choose, words
+
+LIGHT_LOADED = """
+import sys, time
+from your_ai.doctor import recommend
+room = recommend.room_of(16)
+found = recommend.recommend(room)
+assert found
+recommend.table(room, found), recommend.as_json(room, found)
+assert time.process_time() < 2, time.process_time()
+sys.exit(",".join(m for m in ("mlx", "mlx_lm", "numpy", "transformers") if m in sys.modules) or 0)
+"""
+
+
+def names(found: list[Recommendation], tier: str) -> list[str]:
+    return [each.known.alias for each in found if each.tier == tier]
+
+
+def tiers(found: list[Recommendation]) -> dict[str, int]:
+    """The best rank of each model."""
+    best: dict[str, int] = {}
+    for each in found:
+        best.setdefault(each.known.alias, RANKS[each.tier])
+    return best
+
+
+def facts_for(each: Recommendation, room: Room) -> ModelFacts:
+    model = each.known
+    return facts_of_config(config_of(model), model.bits, model.group_size or 64, room.float_bytes)
+
+
+def asked(each: Recommendation) -> TrainConfig:
+    """The settings of its command."""
+    program, verb, *flags = shlex.split(each.command)
+    assert (program, verb) == ("your_ai", "train")
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return resolve({name[2:].replace("-", "_"): value for name, value in pairs}, None)
+
+
+def shown(room: Room, found: list[Recommendation], **options: int | None) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(recommending.table(room, found, **options))
+    return console.file.getvalue()
+
+
+# Room
+
+
+@pytest.mark.parametrize("gb", MACS)
+def test_a_mac_by_its_size_gets_no_more_than_an_idle_one_has(gb):
+    ours = room_of(gb).limit.limit_bytes
+    real = limit_of(MACS[gb]).limit_bytes
+    assert 0.85 * real < ours <= real * 1.001  # 5.33 is a rounded 16 / 3
+    assert room_of(gb).limit.notices == ()
+
+
+@pytest.mark.parametrize("memory", [0, -1, float("nan"), float("inf")])
+def test_a_size_that_is_none_is_refused(memory):
+    with pytest.raises(UserError, match="must be a number above 0"):
+        room_of(memory)
+
+
+def test_this_machine_has_what_a_run_would_take():
+    assert room_here(MACS[16]).limit == limit_of(MACS[16])
+    assert room_here(MACS[16]).float_bytes == 2
+
+
+def test_a_card_has_less_than_its_machine():
+    room = room_here(CUDA)
+    assert room.limit.limit_bytes == int(0.95 * 23 * GIB)
+    assert room.limit.reason == "24.7 GB free on the card, less 5% margin"
+
+
+def test_the_cpu_computes_in_numbers_of_four_bytes_and_says_that_it_is_slow():
+    room = room_here(CPU)
+    assert room.float_bytes == 4
+    assert "no GPU" in room.limit.notices[-1]
+
+
+def test_a_machine_that_does_not_tell_its_memory_is_asked_for_it():
+    with pytest.raises(UserError, match="give --memory"):
+        room_here(dataclasses.replace(CPU, ram_bytes=None))
+
+
+# What is recommended
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_planner_accepts_what_is_recommended_from_its_command_alone(name):
+    room = room_here(RECORDED[name])
+    found = recommend(room)
+    assert found
+    for each in found:
+        config, facts = asked(each), facts_for(each, room)
+        assert config.model == each.known.alias
+        assert layers_named(facts, config.lora_targets)
+        demand = demand_of(config, facts, [config.max_seq_length])
+        demand = dataclasses.replace(demand, python_bytes=PYTHON_BYTES, sliced=room.sliced)
+        option = choose(demand, room.limit.limit_bytes).option
+        assert words(option.plan, each.seq_len) == each.plan
+        assert option.needed_bytes == each.needed_bytes <= room.limit.limit_bytes
+        assert each.peak_bytes == option.estimate.process_bytes <= each.needed_bytes
+        assert each.seq_len == config.max_seq_length <= each.known.context
+        assert (demand.training.blocks, each.batch) == (each.layers, config.batch_size)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_largest_that_is_held_whole_comes_first(name):
+    found = recommend(room_here(RECORDED[name]))
+    assert found[0].tier == "full"
+    assert (found[0].seq_len, found[0].targets) == (2048, ("all-linear",))
+    ranks = [(RANKS[each.tier], -each.known.parameters) for each in found]
+    assert ranks == sorted(ranks)
+    for each in found:
+        from_disk = "streamed" in each.plan or "disk" in each.plan
+        assert from_disk == (each.tier == "slow")
+
+
+@pytest.mark.parametrize(
+    ("gb", "first", "llama"),
+    [
+        (8, "qwen3-4b", "light"),
+        (16, "gemma2-9b", "full"),
+        (24, "phi4", "full"),
+        (36, "phi4", "full"),
+        (64, "phi4", "full"),
+        (128, "phi4", "full"),
+    ],
+)
+def test_what_macs_get(gb, first, llama):
+    found = recommend(room_of(gb))
+    assert found[0].known.alias == first
+    assert "llama-8b" in names(found, llama)
+
+
+def test_an_8_gb_mac_streams_what_it_cannot_hold():
+    slow = [each for each in recommend(room_of(8)) if each.tier == "slow"]
+    assert {each.known.alias for each in slow} == {"phi4", "gemma2-9b"}
+    assert all(each.plan.startswith("streamed") for each in slow)
+
+
+def test_every_known_model_trains_somewhere():
+    found = tiers(recommend(room_of(128)))
+    assert found == dict.fromkeys(known(), RANKS["full"])
+
+
+def test_nothing_is_recommended_where_nothing_fits():
+    room = room_of(0.3)
+    assert recommend(room) == []
+    assert "none of the models known here fits" in shown(room, [])
+    assert recommending.as_json(room, [])["recommendations"] == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(0.3, 150), st.floats(0.3, 150), st.sampled_from([2, 4]))
+def test_more_memory_never_gets_less(a, b, float_bytes):
+    less, more = (
+        recommend(Room(Limit(int(gb * 1e9), "asked"), float_bytes)) for gb in sorted((a, b))
+    )
+    worst, best = tiers(less), tiers(more)
+    assert worst.keys() <= best.keys()
+    assert all(best[model] <= rank for model, rank in worst.items())
+    assert set(names(less, "long")) <= set(names(more, "long"))
+    if less:
+        assert RANKS[more[0].tier] <= RANKS[less[0].tier]
+
+
+def test_the_ranking_does_not_depend_on_the_order_of_the_models():
+    models = list(known().values())
+    expected = recommend(room_of(16), models)
+    random.Random(0).shuffle(models)
+    assert recommend(room_of(16), models) == expected == recommend(room_of(16))
+
+
+def test_a_model_with_little_to_spare_comes_after_those_that_have_more():
+    """Just enough for Llama 3.1 8B with few layers adapted, and a tenth more."""
+    model = [known()["llama-8b"]]
+    slow = recommend(Room(Limit(int(4.4e9), "")), model)
+    tight = recommend(Room(Limit(int(5.2e9), "")), model)
+    light = recommend(Room(Limit(int(5.8e9), "")), model)
+    assert [r[0].tier for r in (slow, tight, light)] == ["slow", "tight", "light"]
+
+
+def test_a_short_context_is_not_exceeded():
+    model = dataclasses.replace(known()["llama-1b"], context=512)
+    (only,) = recommend(room_of(16), [model])
+    assert only.seq_len == 512
+
+
+def test_queries_and_values_in_one_layer_are_adapted_as_that():
+    """In Phi, where a command with q_proj would be refused."""
+    found = {each.known.alias: each for each in recommend(room_of(16))}
+    assert found["phi4"].tier == "light"
+    assert found["phi4"].targets == ("qkv_proj",)
+
+
+@pytest.mark.parametrize("alias", list(known()))
+def test_sizes_are_those_of_the_registry(alias):
+    model = known()[alias]
+    facts = facts_of_config(config_of(model), model.bits, model.group_size or 64, 2)
+    assert facts.weights_bytes == model.bytes_on_disk
+    assert facts.linears == dict(model.linears)
+    assert (facts.blocks, facts.vocabulary) == (model.layers, model.vocabulary)
+
+
+def test_it_loads_no_mlx_and_answers_at_once():
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT_LOADED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# Showing it
+
+
+@pytest.mark.parametrize("gb", MACS)
+def test_all_that_is_shown_has_its_command(gb):
+    room = room_of(gb)
+    found = recommend(room)
+    text = shown(room, found, most=None)
+    whole = " ".join(text.replace("\\\n", "").split())
+    for each in found:
+        assert f"{each.known.alias} {each.seq_len} {each.rank} {each.layers}" in whole
+        assert each.command in whole
+    assert max(map(len, text.splitlines())) <= 80
+    for tier, title in TIERS.items():
+        assert (title in text) == bool(names(found, tier))
+
+
+def test_a_few_of_each_kind_are_shown():
+    room = room_of(16)
+    found = recommend(room)
+    text = shown(room, found, most=2)
+    assert f"{TIERS['full']} ({len(names(found, 'full')) - 2} more)" in text
+    assert f"{TIERS['light']}\n" in text
+    assert text.count("your_ai train") == 2 + 1 + 2
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 200])
+def test_a_long_command_can_still_be_copied(width):
+    command = recommend(room_of(8))[-1].command
+    lines = recommending.continued(command, width).split("\n")
+    assert all(line.endswith("\\") for line in lines[:-1])
+    assert shlex.split(" ".join(line.removesuffix("\\") for line in lines)) == shlex.split(command)
+
+
+def test_programs_get_every_figure():
+    room = room_of(16)
+    found = recommend(room)
+    told = json.loads(json.dumps(recommending.as_json(room, found)))
+    assert told["limit_bytes"] == room.limit.limit_bytes
+    assert len(told["recommendations"]) == len(found)
+    first = told["recommendations"][0]
+    assert first["alias"] == found[0].known.alias
+    assert first["repo"] == found[0].known.repo
+    assert first["needed_bytes"] == found[0].needed_bytes
+    assert first["command"] == found[0].command

@@ -1,0 +1,240 @@
+"""Folders of fused models: whole or not there, whatever happens, in little memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+
+from tests.conftest import chat, make_model, write_rows
+from tests.export.fused_runs import drawn_run
+from tests.modelfiles.large import MB, make_large, watched
+from your_ai.errors import UserError
+from your_ai.export.fused_folder import fuse, left_behind, work_of
+from your_ai.files import sha256
+from your_ai.hub.check import check_model
+from your_ai.modelfiles import shards
+from your_ai.nets.model import load_tokenizer_of
+from your_ai.nets.saved_adapter import Trained, open_trained
+
+
+@pytest.fixture
+def trained(tmp_path: Path, data_folder: Path) -> Trained:
+    return drawn_run(make_model(tmp_path / "base" / "model"), data_folder)
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small model then has several."""
+    monkeypatch.setattr(shards, "SHARD_LEAST_BYTES", 30_000)
+    monkeypatch.setattr(shards, "SHARDS", 4)
+
+
+def written(trained: Trained, target: Path, to: str = "auto", force: bool = False) -> Path:
+    told = list(fuse(trained, target, to, force=force))
+    assert told[-1].done_bytes == told[-1].total_bytes
+    return target
+
+
+def sums_of(folder: Path) -> dict[str, str]:
+    return {path.name: sha256(path) for path in folder.iterdir()}
+
+
+# What is in it
+
+
+def test_the_card_names_base_and_run_and_no_place(tmp_path, trained):
+    out = written(trained, tmp_path / "out")
+    card = (out / "README.md").read_text()
+    assert "`model` with the LoRA adapter (rank 4) of the run `drawn` after step 3" in card
+    assert "The adapted layers have 8 bits; the others are as they were." in card
+    for path in out.iterdir():
+        if path.suffix != ".safetensors":
+            assert str(tmp_path) not in path.read_text(), path.name
+
+
+def test_the_card_names_a_base_of_the_hub(tmp_path, data_folder, monkeypatch):
+    make_model(tmp_path / "models" / "Small-1B", bits=None)
+    trained = drawn_run(tmp_path / "models" / "Small-1B", data_folder)
+    named = trained.config.__class__(**{**vars(trained.config), "model": "someone/Small-1B"})
+    trained.folder.write_config(named)
+    card = (written(open_trained("drawn"), tmp_path / "out") / "README.md").read_text()
+    assert card.startswith("---\nbase_model: someone/Small-1B\n")
+    assert "[someone/Small-1B](https://huggingface.co/someone/Small-1B) with" in card
+    assert card.count("quantized") == 0
+
+
+def test_the_tokenizer_is_that_of_the_base(tmp_path, trained):
+    out = written(trained, tmp_path / "out")
+    ours, base = load_tokenizer_of(out), load_tokenizer_of(trained.base)
+    text = "Wie viel? 12 + 30"
+    assert ours.encode(text) == base.encode(text)
+    assert ours.chat_template == base.chat_template
+    assert mlx_lm.load(str(out))[1].eos_token_ids == {1}
+
+
+# Where it is put
+
+
+def test_what_is_there_is_replaced_only_when_asked(tmp_path, trained):
+    out = make_model(tmp_path / "out", bits=None)
+    before = sums_of(out)
+    with pytest.raises(UserError, match="out: exists; choose another name, or replace"):
+        written(trained, out)
+    assert sums_of(out) == before
+    written(trained, out, force=True)
+    assert "fused.json" in sums_of(out)
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_file_is_never_replaced(tmp_path, trained):
+    (tmp_path / "notes.txt").write_text("years of work")
+    with pytest.raises(UserError, match=r"notes.txt: is a file, and would be a folder"):
+        written(trained, tmp_path / "notes.txt", force=True)
+    assert (tmp_path / "notes.txt").read_text() == "years of work"
+
+
+def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path, trained, small_shards):
+    out = make_model(tmp_path / "out", bits=None)
+    before = sums_of(out)
+    steps = fuse(trained, out, "dequantized", force=True)
+    for progress in steps:
+        assert sums_of(out) == before
+        if progress.done_bytes == progress.total_bytes:
+            break
+    steps.close()
+    written(trained, out, "dequantized", force=True)
+    assert "fused.json" in sums_of(out)
+
+
+@pytest.mark.parametrize("needed", ["base", "adapter", "inside the adapter", "checkpoint"])
+def test_the_run_is_not_overwritten(tmp_path, trained, needed):
+    shutil.copytree(trained.adapter.folder, trained.folder.checkpoints / "step-000003")
+    targets = {
+        "base": trained.base,
+        "adapter": trained.folder.adapter,
+        "inside the adapter": trained.folder.adapter / "new",
+        "checkpoint": trained.folder.checkpoints / "step-000003",
+    }
+    with pytest.raises(UserError, match="is of the run itself"):
+        written(trained, targets[needed], force=True)
+    check_model(trained.base)
+    assert open_trained("drawn").adapter.arrays
+
+
+# Whatever happens
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from your_ai.export.fused_folder import fuse
+from your_ai.nets.saved_adapter import open_trained
+from your_ai.modelfiles import shards
+
+shards.SHARD_LEAST_BYTES, shards.SHARDS = 30_000, 4
+whole, saved = shards.save_shard, []
+
+
+def save_shard(path, arrays):
+    saved.append(path)
+    if len(saved) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(path, arrays)
+
+
+shards.save_shard = save_shard
+list(fuse(open_trained("drawn"), Path("out"), "dequantized"))
+"""
+
+
+def test_a_killed_process_goes_on_to_the_same_bytes(tmp_path, trained, small_shards):
+    wanted = sums_of(written(trained, tmp_path / "whole", "dequantized"))
+    done = subprocess.run([sys.executable, "-c", KILLED], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    assert "the same command goes on from 0.00 GB" in left_behind(tmp_path / "out")
+    told = list(fuse(trained, tmp_path / "out", "dequantized"))
+    assert 0 < told[0].kept_bytes == told[0].done_bytes < told[0].total_bytes
+    assert sums_of(tmp_path / "out") == wanted
+
+
+@pytest.mark.parametrize("change", ["form", "adapter"])
+def test_work_of_another_form_or_adapter_is_begun_anew(tmp_path, trained, small_shards, change):
+    steps = fuse(trained, tmp_path / "out", "dequantized")
+    while len(list(work_of(tmp_path / "out").folder.glob("model*.safetensors"))) < 2:
+        next(steps)
+    steps.close()
+    if change == "adapter":
+        path = trained.adapter.folder / "adapters.safetensors"
+        arrays = {name: 2 * array for name, array in mx.load(str(path)).items()}
+        mx.save_safetensors(str(path), arrays)
+    to = "dequantized" if change == "adapter" else "same"
+    assert next(fuse(trained, tmp_path / "out", to)).kept_bytes == 0
+    written(trained, tmp_path / "out", to)
+
+
+def test_a_disk_that_fills_up_leaves_nothing_that_looks_whole(tmp_path, trained, small_shards):
+    wanted = sums_of(written(trained, tmp_path / "whole"))
+    save, saved = mx.save_safetensors, []
+
+    def full(path: str, *rest: object) -> None:
+        saved.append(path)
+        if len(saved) == 3:
+            raise RuntimeError("[write] Unable to write 8 bytes to file.")
+        save(path, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx, "save_safetensors", full)
+        with pytest.raises(UserError, match=r"out: cannot be written .*then goes on"):
+            written(trained, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="is missing"):
+        check_model(work_of(tmp_path / "out").folder)
+    assert next(fuse(trained, tmp_path / "out")).kept_bytes > 0
+    assert sums_of(written(trained, tmp_path / "out")) == wanted
+
+
+def test_a_disk_that_is_too_small(tmp_path, trained, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20 * MB))
+    with pytest.raises(UserError, match=r"out: needs 0\.06 GB on the disk"):
+        written(trained, tmp_path / "out")
+    assert not list(tmp_path.glob("*out*"))
+
+
+# In little memory
+
+
+def test_a_result_larger_than_the_budget_is_written_and_measured_inside_it(tmp_path, data_folder):
+    write_rows(data_folder / "valid.jsonl", [chat("How much?", "42")])
+    model = make_large(tmp_path / "large", bits=4, blocks=6)
+    drawn_run(model, data_folder, strength=0.01, lora_layers=6, max_seq_length=256)
+    line = [sys.executable, "-m", "your_ai", "fuse", "drawn", "out", "--to", "dequantized"]
+    line += ["--dtype", "float32"]
+    low = subprocess.run(
+        [*line, "--max-memory", "0.05"], capture_output=True, text=True, check=False
+    )
+    budget = float(low.stderr.split("takes ")[1].split()[0]) + 0.07  # to measure takes that more
+    command = [*line, "--max-memory", str(budget), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        most = watched(process)
+        found = json.loads(process.stdout.read())["difference"]
+    assert process.returncode == 0
+    size = sum(path.stat().st_size for path in Path("out").glob("*.safetensors"))
+    assert 50 * MB < most < budget * 1e9 < size / 1.2
+    assert found["kept"] == pytest.approx(1, abs=1e-3)
+
+
+def test_the_least_budget_that_is_named_is_enough(tmp_path, trained):
+    with pytest.raises(UserError) as caught:
+        list(fuse(trained, tmp_path / "out", max_memory_gb=0.05))
+    least = float(str(caught.value).split("fusing this model takes ")[1].split()[0])
+    list(fuse(trained, tmp_path / "out", max_memory_gb=least))
+    assert (tmp_path / "out").is_dir()

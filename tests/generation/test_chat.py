@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import make_model
+from tests.generation.test_generate import Parrot, train_in
+from your_ai.config import build
+from your_ai.engine.weights import reads_its_vocabulary
+from your_ai.errors import RunError, UserError
+from your_ai.generation import chat, generate
+from your_ai.generation.chat import Conversation, Line, Memory, Talker, Turn
+from your_ai.generation.generate import Sampling
+from your_ai.nets import model
+from your_ai.nets.saved_adapter import open_trained
+
+QUESTIONS = ["Question 1", "And then please " * 4, "x", "Question 1"]
+FORGETFUL = """{% for m in messages %}<|{{ m.role }}|>
+{%- if m.role == 'assistant' %}{{ m.content[-3:] }}{% else %}{{ m.content }}{% endif %}<|end|>
+{%- endfor %}<|assistant|>"""
+
+
+def tokens_of(responses) -> list[int]:
+    return [response.token for response in responses]
+
+
+def talker_of(folder: Path, **more) -> Talker:
+    network, tokenizer = model.load_base(folder, mx.float32)
+    return Talker(network, None, tokenizer, Sampling(max_tokens=9), **more)
+
+
+def talk(talker: Talker, forgets: bool, stop_after: int = 99) -> list[list[int]]:
+    """The tokens of each answer in a conversation; forgets: everything is read each time."""
+    conversation, answers = Conversation("Be brief."), []
+    for question in QUESTIONS:
+        if forgets:
+            talker.memory = Memory()
+        said = list(itertools.islice(talker.answer(conversation, question), stop_after))
+        answers.append(tokens_of(said))
+        conversation = conversation.followed_by(question, "".join(r.text for r in said))
+    return answers
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
+def test_what_was_read_before_changes_no_token(tmp_path, architecture):
+    talker = talker_of(make_model(tmp_path / "m", architecture))
+    assert talk(talker, forgets=False) == talk(talker, forgets=True)
+
+
+def test_nor_does_a_template_that_drops_what_was_said(tmp_path):
+    folder = make_model(tmp_path / "m")
+    (folder / "chat_template.jinja").write_text(FORGETFUL)
+    talker = talker_of(folder)
+    assert talk(talker, forgets=False) == talk(talker, forgets=True)
+
+
+def test_nor_does_an_answer_that_was_stopped(tiny_model):
+    talker = talker_of(tiny_model)
+    assert talk(talker, forgets=False, stop_after=4) == talk(talker, forgets=True, stop_after=4)
+
+
+def test_only_what_is_new_is_read(tiny_model):
+    talker = talker_of(tiny_model)
+    conversation = Conversation()
+    asked = len(talker.prompt(conversation, "Question 1"))
+    said = "".join(r.text for r in talker.answer(conversation, "Question 1"))
+    held = len(talker.memory.tokens)
+    assert talker.memory.layers[0].offset == held  # the cache holds just these tokens
+    prompt = talker.prompt(conversation.followed_by("Question 1", said), "x")
+    rest = talker.memory.recall(talker.model, prompt)
+    assert len(talker.memory.tokens) >= asked > 5
+    assert talker.memory.layers[0].offset == len(talker.memory.tokens)
+    assert talker.memory.tokens + rest == prompt
+
+
+def test_a_model_that_cannot_forget_reads_anew(tmp_path):
+    talker = talker_of(make_model(tmp_path / "m", "gemma3_text"))
+    list(talker.answer(Conversation(), "Question 1 " * 9))  # beyond the sliding window
+    prompt = talker.prompt(Conversation(), "Question 2")
+    assert talker.memory.recall(talker.model, prompt) == prompt
+
+
+def test_nothing_is_kept_of_an_answer_that_failed(demo_tokenizer):
+    class Failing(Parrot):
+        def __call__(self, tokens, cache=None):
+            if self.said == 2:
+                raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+            return super().__call__(tokens, cache)
+
+    parrot = Failing(demo_tokenizer, "one two three four")
+    talker = Talker(parrot, None, demo_tokenizer, Sampling())
+    with pytest.raises(RunError):
+        list(talker.answer(Conversation(), "Say it"))
+    assert talker.memory.layers is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "bits", "settings"),
+    [
+        ("llama", 4, {}),
+        ("llama", 4, {"use_dora": True}),
+        ("llama", None, {"use_dora": True, "lora_targets": "all-linear"}),
+        ("qwen2", 4, {"lora_targets": "all-linear", "lora_dropout": 0.1}),
+        ("qwen3_moe", 4, {"lora_targets": "all-linear"}),
+    ],
+)
+def test_without_its_adapter_a_model_is_its_base_to_the_bit(tmp_path, architecture, bits, settings):
+    folder = make_model(tmp_path / "m", architecture, bits)
+    tokens = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+    base, _ = model.load_base(folder, mx.float32)
+    network, _ = model.load_base(folder, mx.float32)
+    values = {"model": str(folder), "data": "d", "lora_layers": "all", **settings}
+    model.add_adapters(network, build(values, "test"))
+    arrays = {n: mx.random.normal(a.shape) for n, a in model.adapter_arrays(network).items()}
+    model.set_adapters(network, arrays)
+    network.eval()
+    adapted = network(tokens)
+    with chat.without_adapter(network):
+        assert mx.array_equal(network(tokens), base(tokens))
+    assert mx.array_equal(network(tokens), adapted)
+    assert not mx.allclose(adapted, base(tokens), rtol=1e-2, atol=1e-2)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny_model):
+    return train_in(tmp_path_factory.mktemp("runs"), tiny_model)
+
+
+def test_the_base_is_asked_with_the_adapters_conversation(run):
+    talker = chat.open_talker(open_trained(str(run.path)), Sampling(max_tokens=8))
+    conversation = Conversation(turns=(Turn("Question 1", "Answer 1"),))
+    ours = tokens_of(talker.answer(conversation, "Question 2"))
+    base = tokens_of(talker.answer(conversation, "Question 2", adapted=False))
+    again = tokens_of(talker.answer(conversation, "Question 2"))
+    network, tokenizer = generate.load_run(open_trained(str(run.path)), adapted=False)
+    prompt = generate.prompt_tokens(tokenizer, conversation.messages("Question 2"))
+    expected = generate.respond(network, tokenizer, prompt, Sampling(max_tokens=8))
+    assert base == tokens_of(expected)
+    assert ours == again != base
+
+
+def test_streamed_weights_have_a_base_too(run, monkeypatch):
+    held = chat.open_talker(open_trained(str(run.path)), Sampling(max_tokens=8))
+    monkeypatch.setattr(generate, "hold_generation", lambda *_: True)
+    streamed = chat.open_talker(
+        open_trained(str(run.path)), Sampling(max_tokens=8), max_memory_gb=1.0
+    )
+    assert reads_its_vocabulary(streamed.model)
+    for adapted in (True, False):
+        answers = [t.answer(Conversation(), "Question 1", adapted) for t in (held, streamed)]
+        assert tokens_of(answers[0]) == tokens_of(answers[1])
+
+
+def test_under_a_limit_a_conversation_has_less_room(run, monkeypatch):
+    monkeypatch.setattr(chat, "context_tokens", lambda _: 100_000)
+    trained, sampling = open_trained(str(run.path)), Sampling(max_tokens=8)
+    assert chat.open_talker(trained, sampling).most_tokens == 100_000
+    assert chat.open_talker(trained, sampling, 2.0).most_tokens == chat.HELD_TOKENS + 8
+    with pytest.raises(UserError, match="--max-memory"):
+        chat.open_talker(trained, sampling, 1e-6)
+
+
+def test_an_answer_ends_where_the_room_does(tiny_model):
+    talker = talker_of(tiny_model, most_tokens=15)
+    prompt = talker.prompt(Conversation(), "Question 1")
+    said = list(talker.answer(Conversation(), "Question 1"))
+    assert len(prompt) + len(said) == 15
+    assert said[-1].finish_reason == "length"
+    assert talker.is_full(len(said))
+
+
+def test_a_conversation_that_is_too_long_is_told(tiny_model):
+    talker = talker_of(tiny_model, most_tokens=20)
+    with pytest.raises(UserError, match=r"has \d+ tokens and there is room for 20; /reset"):
+        next(talker.answer(Conversation(), "Question 1 " * 9))
+
+
+def test_each_question_is_drawn_anew_and_the_whole_again(tiny_model):
+    talker = talker_of(tiny_model)
+    talker.sampling = Sampling(max_tokens=9, temperature=1.5, seed=(1 << 64) - 1)
+
+    def draw(asked: int) -> list[int]:
+        talker.asked = asked
+        return tokens_of(talker.answer(Conversation(), "Question 1"))
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_a_conversation_as_a_template_takes_it():
+    conversation = Conversation("Be brief.").followed_by("one", "1").followed_by("two", "2")
+    said = [(m["role"], m["content"]) for m in conversation.messages("three")]
+    assert said == [
+        *(("system", "Be brief."), ("user", "one"), ("assistant", "1")),
+        *(("user", "two"), ("assistant", "2"), ("user", "three")),
+    ]
+    assert conversation.before_the_last() == Conversation("Be brief.").followed_by("one", "1")
+
+
+@pytest.mark.parametrize(
+    ("line", "parsed"),
+    [
+        (" hello there ", Line("", "hello there")),
+        ("/base", Line("base", "")),
+        ("/base on ", Line("base", "on")),
+        ("/system  Be brief. ", Line("system", "Be brief.")),
+        ("/quit", Line("exit", "")),
+        (" /etc/hosts is what?", Line("", "/etc/hosts is what?")),
+    ],
+)
+def test_lines(line, parsed):
+    assert chat.parse(line) == parsed
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/rest", "/rest: no such command; did you mean reset"),
+        ("/", "/: no such command"),
+        ("/base maybe", "/base maybe: give on, off"),
+        ("half \ud800", "the question: .*half of a character"),
+    ],
+)
+def test_lines_that_mean_nothing(line, message):
+    with pytest.raises(UserError, match=message):
+        chat.parse(line)
+
+
+@given(st.text(st.characters(codec="utf-8")).filter(lambda text: not text.startswith("/")))
+def test_any_text_is_a_question(text):
+    assert chat.parse(text) == Line("", text.strip())

@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm import generate as mlx_lm_generate
+from mlx_lm import load as mlx_lm_load
+
+from tests.conftest import chat, make_model, train, write_rows
+from your_ai.config import build
+from your_ai.engine.weights import stream as stream_weights
+from your_ai.engine.weights import tensors_of
+from your_ai.errors import RunError, UserError
+from your_ai.generation import generate
+from your_ai.generation.generate import Sampling
+from your_ai.memory.estimate import generation_bytes, weights_bytes
+from your_ai.memory.facts import facts_of
+from your_ai.nets.model import load_base
+from your_ai.nets.saved_adapter import open_trained
+from your_ai.run.folder import RunFolder
+
+WHOLE_TEXT = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)
+
+
+def train_in(folder: Path, base: Path, **settings) -> RunFolder:
+    """A run r below `folder`, found from any other by its path."""
+    rows = [chat(f"Question {i}", f"Answer {i}" * (i + 1)) for i in range(4)]
+    write_rows(folder / "data" / "train.jsonl", rows)
+    values = {
+        "model": str(base),
+        "data": str(folder / "data"),
+        "run": "r",
+        "max_steps": 3,
+        "learning_rate": 0.05,
+        "batch_size": 2,
+        "lora_rank": 4,
+        "supervise": False,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("YOUR_AI_HOME", str(folder / "home"))
+        return RunFolder(train(build({**values, **settings}, "test")).path.absolute())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, tiny_model):
+    return train_in(tmp_path_factory.mktemp("runs"), tiny_model)
+
+
+class Parrot(nn.Module):
+    """Says `text` after every prompt of the demo's chat template."""
+
+    def __init__(self, tokenizer, text: str) -> None:
+        super().__init__()
+        self.layers = []
+        end = tokenizer.eos_token_id
+        self.script = [*tokenizer.encode(text, add_special_tokens=False), end, end]
+        self.header = tokenizer.convert_tokens_to_ids("<|assistant|>")
+        self.said = 0
+        self.size = len(tokenizer)
+
+    def __call__(self, tokens, cache=None):
+        self.said = 0 if tokens[0, -1].item() == self.header else self.said + 1
+        spoken = self.script[min(self.said, len(self.script) - 1)]
+        return mx.broadcast_to(mx.arange(self.size) == spoken, (1, tokens.shape[1], self.size)) * 9
+
+
+def test_the_answer_is_mlx_lms_own(run, tiny_model):
+    network, tokenizer = generate.load_run(open_trained(str(run.path)))
+    prompt = generate.chat_prompt(tokenizer, "Question 3")
+    ours = "".join(generate.stream(network, tokenizer, prompt, max_tokens=12))
+    theirs, their_tokenizer = mlx_lm_load(str(tiny_model), adapter_path=str(run.adapter))
+    assert ours == mlx_lm_generate(theirs, their_tokenizer, prompt, max_tokens=12)
+
+
+def test_the_base_answers_without_the_adapter(run, tiny_model):
+    network, tokenizer = generate.load_run(open_trained(str(run.path)), adapted=False)
+    base, _ = mlx_lm_load(str(tiny_model))
+    tokens = mx.array([generate.chat_prompt(tokenizer, "Question 3")])
+    adapted, _ = generate.load_run(open_trained(str(run.path)))
+    assert mx.allclose(network(tokens), base(tokens), rtol=1e-5, atol=1e-5)
+    assert not mx.allclose(network(tokens), adapted(tokens), rtol=1e-3, atol=1e-3)
+
+
+def test_sampling_depends_on_the_seed(run):
+    network, tokenizer = generate.load_run(open_trained(str(run.path)), adapted=False)
+
+    def sample(seed: int) -> str:
+        return "".join(generate.stream(network, tokenizer, [3, 5], 20, temperature=1.5, seed=seed))
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_a_small_top_p_leaves_the_likeliest_token(tiny_model):
+    network, tokenizer = load_base(tiny_model, mx.float32)
+
+    def sample(**options) -> str:
+        return "".join(generate.stream(network, tokenizer, [3, 5], 20, **options))
+
+    assert sample(temperature=1.5, seed=1, top_p=1e-6) == sample()
+    assert sample(temperature=1.5, seed=1, top_p=1.0) != sample()
+
+
+def test_a_long_prompt_takes_no_more_than_estimated(tiny_model):
+    network, tokenizer = load_base(tiny_model, mx.float32)
+    mx.eval(network.parameters())
+    prompt = [5] * 1500
+    list(generate.stream(network, tokenizer, prompt[:300], 2))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    list(generate.stream(network, tokenizer, prompt, 4))
+    taken = mx.get_peak_memory() - before
+    scores_of_all_at_once = 4 * 1500**2 * 4
+    assert taken < generation_bytes(facts_of(tiny_model, 4), 1504) < scores_of_all_at_once
+
+
+def test_a_head_in_a_file_computes_no_logits_of_a_prompt(tmp_path):
+    """V numbers for each of its tokens, which nobody looks at."""
+    folder = make_model(tmp_path / "m", "qwen2-tied", vocab_size=32_000)
+    network, tokenizer = load_base(folder, mx.float32)
+    tensors = tensors_of(network, folder)
+    whole = "".join(generate.stream(network, tokenizer, [5] * 300, 4))
+    network, tokenizer = load_base(folder, mx.float32)
+    stream_weights(network, tensors)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    assert "".join(generate.stream(network, tokenizer, [5] * 300, 4)) == whole
+    taken = mx.get_peak_memory() - before
+    facts = facts_of(folder, 4)
+    estimate = generation_bytes(facts, 304) + weights_bytes(facts, "streamed")
+    assert taken < estimate < 256 * 32_000 * 4
+    assert network(mx.array([[1, 2, 3]])).shape[1] == 3  # as before
+
+
+def test_no_piece_ends_inside_a_character(demo_tokenizer):
+    said = "naïve 😀 世界 ünï"
+    prompt = generate.chat_prompt(demo_tokenizer, "Say it")
+    pieces = list(generate.stream(Parrot(demo_tokenizer, said), demo_tokenizer, prompt, 99))
+    assert len(demo_tokenizer.encode("😀", add_special_tokens=False)) > 1
+    assert "".join(pieces) == said
+    assert len(pieces) > 5
+
+
+def test_the_last_piece_says_why_it_ended(demo_tokenizer):
+    parrot = Parrot(demo_tokenizer, "one two three")
+    prompt = generate.chat_prompt(demo_tokenizer, "Say it")
+    whole = list(generate.respond(parrot, demo_tokenizer, prompt, Sampling()))
+    cut = list(generate.respond(parrot, demo_tokenizer, prompt, Sampling(max_tokens=2)))
+    assert [r.finish_reason for r in whole] == [None] * (len(whole) - 1) + ["stop"]
+    assert [r.finish_reason for r in cut] == [None, "length"]
+
+
+def test_too_little_memory_is_told(demo_tokenizer):
+    class Large(Parrot):
+        def __call__(self, tokens, cache=None):
+            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+    with pytest.raises(RunError, match=r"out of memory .*fewer --max-tokens"):
+        list(generate.stream(Large(demo_tokenizer, "x"), demo_tokenizer, [3, 5], 4))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 0},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": float("nan")},
+        {"seed": -1},
+        {"seed": 1 << 64},
+    ],
+)
+def test_a_sampling_out_of_range_is_refused(values):
+    (name,) = values
+    with pytest.raises(UserError, match="--" + name.replace("_", "-")):
+        Sampling(**values)
+
+
+def test_a_run_without_an_adapter_has_a_base(run, tiny_model):
+    config, base = generate.find_base(str(run.path))
+    assert (config.run, base) == ("r", tiny_model)
+
+
+@given(st.lists(WHOLE_TEXT, min_size=1))
+def test_json_prompts_are_read_as_they_are(texts):
+    lines = "".join(json.dumps({"prompt": text}) + "\n\n" for text in texts)
+    prompts = generate.read_prompts("p.jsonl", lines.encode())
+    assert [prompt.text for prompt in prompts] == texts
+    assert prompts[-1].where == f"p.jsonl:{2 * len(texts) - 1}"
+
+
+def test_a_line_is_a_prompt():
+    prompts = generate.read_prompts("p.txt", "\ufeffone\r\n\n  two {\n".encode())
+    assert [(p.where, p.text) for p in prompts] == [("p.txt:1", "one"), ("p.txt:3", "two {")]
+
+
+def test_json_on_stdin_is_known_by_its_first_line():
+    assert generate.read_prompts("stdin", b'{"prompt": "one"}')[0].text == "one"
+    assert generate.read_prompts("p.txt", b'{"prompt": "one"}')[0].text == '{"prompt": "one"}'
+
+
+def test_messages_are_asked_without_their_answer():
+    said = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user", "assistant")]
+    (prompt,) = generate.read_prompts("p.jsonl", json.dumps({"messages": said}).encode())
+    assert prompt.messages == said[:-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "p.jsonl:2: is not valid JSON"),
+        ("[]", "p.jsonl:2: expected a JSON object"),
+        ('{"question": 1}', 'p.jsonl:2: needs "prompt" or "messages"; keys found: question'),
+        ('{"prompt": " "}', "p.jsonl:2: is empty"),
+        ('{"prompt": 3}', "p.jsonl:2: prompt: expected a list of messages"),
+        ('{"messages": []}', "p.jsonl:2: messages: expected a list"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "p.jsonl:2: messages: asks not"),
+        ('{"prompt": "\\ud800"}', "p.jsonl:2: .*half of a character"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "p.jsonl:2: .*half of a char"),
+    ],
+)
+def test_a_bad_line_is_named(line, message):
+    with pytest.raises(UserError, match=message):
+        generate.read_prompts("p.jsonl", f'{{"prompt": "good"}}\n{line}\n'.encode())
+
+
+@pytest.mark.parametrize(
+    ("data", "message"), [(b"a\n\xff\n", "p.txt:2: is not UTF-8"), (b" \n\n", "has no prompt")]
+)
+def test_a_bad_text_file_is_told(data, message):
+    with pytest.raises(UserError, match=message):
+        generate.read_prompts("p.txt", data)
+
+
+def test_a_system_prompt_comes_first_unless_there_is_one():
+    asked = [{"role": "user", "content": "q"}]
+    spoken = generate.with_system(asked, "Be brief.")
+    assert [m["content"] for m in spoken] == ["Be brief.", "q"]
+    assert generate.with_system(spoken, "Be long.") == spoken
+    assert generate.with_system(asked, "") == asked
+
+
+def test_without_a_template_the_text_is_as_it_is(tmp_path):
+    folder = make_model(tmp_path / "m")
+    (folder / "chat_template.jinja").unlink()
+    _, tokenizer = load_base(folder, mx.float32)
+    said = [("user", "Once upon"), ("assistant", " a time"), ("user", "Then")]
+    tokens = generate.prompt_tokens(tokenizer, [{"role": r, "content": c} for r, c in said])
+    assert tokenizer.decode(tokens) == "Once upon a time\nThen"
+    assert tokenizer.decode(generate.chat_prompt(tokenizer, "Once upon")) == "Once upon"
+
+
+def test_a_template_that_refuses_is_told(tmp_path):
+    folder = make_model(tmp_path / "m")
+    refusing = "{{ raise_exception('System role not supported') }}"
+    (folder / "chat_template.jinja").write_text(refusing)
+    _, tokenizer = load_base(folder, mx.float32)
+    with pytest.raises(UserError, match=r"p:3: .*template refuses it \(System role not supported"):
+        generate.prompt_tokens(tokenizer, [{"role": "user", "content": "q"}], "p:3")
+
+
+def test_the_context_is_the_models(tmp_path, tiny_model):
+    assert generate.context_tokens(tiny_model) == 2048
+    for config, most in (
+        ({"n_ctx": 64}, 64),
+        ({}, None),
+        ({"max_position_embeddings": None}, None),
+        ({"text_config": {"max_position_embeddings": 32}}, 32),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert generate.context_tokens(tmp_path) == most

@@ -1,0 +1,180 @@
+"""The quantized copies that training keeps."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from tests.conftest import call, events_of, losses_of, make_model, train
+from your_ai.engine.weights import can_stream, tensors_of
+from your_ai.errors import UserError
+from your_ai.files import sha256
+from your_ai.hub.find import store
+from your_ai.modelfiles import quantize, quantized_copies
+from your_ai.modelfiles.quantized_copies import KEEP_DAYS, make_copy, place_of_copy, quantized_copy
+from your_ai.modelfiles.unfinished import locked
+from your_ai.nets.model import load_base
+from your_ai.run import events
+
+DAY_S = 86_400
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "source", bits=None)
+
+
+def make_older(folder: Path, days: float) -> None:
+    then = time.time() - days * DAY_S
+    os.utime(folder, (then, then))
+
+
+def all_copies() -> set[Path]:
+    return set((store() / "quantized").iterdir())
+
+
+def test_a_copy_is_made_once(source):
+    assert len(list(make_copy(source, 4))) > 2
+    assert list(make_copy(source, 4)) == []
+    assert quantized_copy(source, 4) == place_of_copy(source, 4)
+
+
+def test_a_copy_is_of_the_files_wherever_they_are(tmp_path, source):
+    found = quantized_copy(source, 4)
+    assert quantized_copy(shutil.copytree(source, tmp_path / "other"), 4) == found
+    assert quantized_copy(source, 8) != found
+    config = source / "config.json"
+    config.write_text(config.read_text().replace("10000.0", "20000.0"))
+    assert quantized_copy(source, 4) != found
+    assert len(all_copies()) == 3
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "qwen3_moe"])
+def test_a_copy_can_be_streamed(tmp_path, architecture):
+    folder = quantized_copy(make_model(tmp_path / "m", architecture, bits=None), 4)
+    network, _ = load_base(folder, mx.float32)
+    assert can_stream(network, tensors_of(network, folder))
+
+
+def test_a_copy_computes_what_quantizing_on_load_does(source):
+    tokens = mx.arange(8)[None]
+    copied, _ = load_base(quantized_copy(source, 4), mx.float32)
+    loaded, _ = quantize.quantized_lazily(source, 4)[:2]
+    assert mx.array_equal(copied(tokens), loaded(tokens))
+    assert {n for n, _ in tree_flatten(copied.parameters())} == {
+        n for n, _ in tree_flatten(loaded.parameters())
+    }
+
+
+@pytest.mark.parametrize("spoil", ["a byte is changed", "cut", "no config", "no record"])
+def test_a_damaged_copy_is_made_anew(source, spoil):
+    folder = quantized_copy(source, 4)
+    weights = folder / "model.safetensors"
+    before = sha256(weights)
+    if spoil == "a byte is changed":
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+    elif spoil == "cut":
+        os.truncate(weights, 1000)
+    else:
+        (folder / ("config.json" if spoil == "no config" else "quantized.json")).unlink()
+    assert list(make_copy(source, 4)) != []
+    assert sha256(weights) == before
+
+
+def test_copies_that_nobody_uses_are_forgotten_after_a_month(tmp_path, source):
+    old, used = quantized_copy(source, 2), quantized_copy(source, 3)
+    broken = quantize.work_of(place_of_copy(source, 5)).folder
+    busy = quantize.work_of(place_of_copy(source, 6)).folder
+    for folder in (broken, busy):
+        folder.mkdir()
+    for folder in (old, used, broken, busy):
+        make_older(folder, KEEP_DAYS + 1)
+    with locked(busy, waits=False):
+        quantized_copy(source, 3)  # so it is used
+        quantized_copy(source, 8)
+    assert all_copies() == {used, place_of_copy(source, 8), busy}
+
+
+def test_a_copy_is_deleted_so_that_none_takes_the_rest_for_a_model(source, monkeypatch):
+    folder = quantized_copy(source, 4)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # cut off before it
+    quantized_copies.discard(folder)
+    assert not (folder / "config.json").exists()
+
+
+COPY = """
+import sys
+from pathlib import Path
+from your_ai.modelfiles.quantized_copies import make_copy
+for _ in make_copy(Path(sys.argv[1]), 4):
+    print("made", flush=True)
+"""
+
+
+def test_two_runs_at_once_make_one_copy(source):
+    started = [
+        subprocess.Popen([sys.executable, "-c", COPY, str(source)], stdout=-1, stderr=-1, text=True)
+        for _ in range(2)
+    ]
+    done = [(*process.communicate(), process.returncode) for process in started]
+    assert [(error, status) for _, error, status in done] == [("", 0), ("", 0)]
+    assert all_copies() == {place_of_copy(source, 4)}
+    assert list(make_copy(source, 4)) == []
+
+
+def test_who_waits_for_another_run_takes_what_it_has_made(source, monkeypatch):
+    target = place_of_copy(source, 4)
+    ready = quantized_copy(source, 4).rename(store() / "ready")
+    work = quantize.work_of(target).folder
+    work.mkdir()
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        """The other run ends meanwhile."""
+        slept.append(seconds)
+        ready.rename(target)
+        other.__exit__(None, None, None)
+
+    other = locked(work, waits=False)
+    other.__enter__()
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert list(make_copy(source, 4)) == []
+    assert len(slept) == 1
+    assert all_copies() == {target}
+
+
+def test_a_store_that_cannot_be_written_is_one_line(tmp_path, source, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("YOUR_AI_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="cannot be written"):
+        quantized_copy(source, 4)
+
+
+def test_a_run_quantizes_once_and_can_stream_and_answer(configure, source):
+    written = quantize.quantize(source, source.with_name("written"), 4)
+    for _ in written:
+        pass
+    kept = train(configure(run="kept", model=str(source.with_name("written"))))
+    settings = {"model": str(source), "quantize": 4}
+    assert losses_of(train(configure(run="fused", plan="fused", **settings))) == losses_of(kept)
+    streamed = train(configure(run="streamed", plan="streamed", **settings))
+    assert losses_of(streamed) == pytest.approx(losses_of(kept), rel=1e-4)
+    assert len(all_copies()) == 1
+    assert events_of(streamed, events.Started)[0].plan == "streamed"
+    assert call("generate", "--run", "streamed", "--prompt", "Hi", "--max-tokens", 2) == 0
+
+
+def test_a_quantized_model_has_no_copy(tiny_model):
+    with pytest.raises(UserError, match="is quantized to 4 bits already"):
+        quantized_copy(tiny_model, 4)
+    assert not (store() / "quantized").exists()

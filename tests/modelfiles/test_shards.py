@@ -1,0 +1,91 @@
+"""Models cut into shards, and put in their place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from your_ai.errors import UserError
+from your_ai.modelfiles import shards
+from your_ai.modelfiles.shards import cut, put_in_place
+from your_ai.modelfiles.unfinished import Work
+
+MB = 10**6
+
+
+@given(st.lists(st.integers(1, 200 * MB), min_size=1, max_size=200))
+def test_shards_hold_every_tensor_in_turn_and_are_small(sizes):
+    named = {str(index): size for index, size in enumerate(sizes)}
+    found = cut(named)
+    assert [name for names in found.values() for name in names] == list(named)
+    most = max(shards.SHARD_LEAST_BYTES, sum(sizes) // shards.SHARDS)
+    for names in found.values():
+        assert len(names) == 1 or sum(named[name] for name in names) <= most
+    assert sorted(found) == list(found)
+    assert len(found) <= 2 * max(shards.SHARDS, sum(sizes) // most) + 1
+
+
+def test_no_shard_is_larger_than_a_gigabyte():
+    found = cut({str(index): 400 * MB for index in range(200)})
+    assert {len(names) for names in found.values()} == {2}
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Work:
+    """Work that is whole, beside a model that has its target's name."""
+    work = Work(tmp_path / "out", "fusing", "fused.json")
+    for folder, content in ((work.folder, "new"), (work.target, "old")):
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (folder / name).write_text(content)
+    return work
+
+
+def content_of(folder: Path) -> str:
+    return (folder / "config.json").read_text()
+
+
+def test_a_model_is_replaced_by_the_whole_one(tmp_path, work):
+    put_in_place(work, replaces=True)
+    assert content_of(work.target) == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_model_that_came_meanwhile_is_not_replaced(tmp_path, work):
+    with pytest.raises(OSError, match="not empty"):
+        put_in_place(work, replaces=False)
+    assert content_of(work.target) == "old"
+    assert content_of(work.folder) == "new"
+
+
+def test_what_came_meanwhile_and_is_no_model_is_not_replaced(work):
+    (work.target / "thesis.docx").write_text("years of work")
+    with pytest.raises(UserError, match="holds other things"):
+        put_in_place(work, replaces=True)
+    assert content_of(work.target) == "old"
+
+
+def test_a_model_that_cannot_be_replaced_is_put_back(work, monkeypatch):
+    rename = os.rename
+
+    def fail(source: Path, target: Path) -> None:
+        if source == work.folder:
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="No space"):
+        put_in_place(work, replaces=True)
+    assert content_of(work.target) == "old"
+    assert not work.replaced.exists()
+
+
+def test_a_process_that_ends_while_it_replaces_is_followed_by_one_that_does_it(tmp_path, work):
+    os.rename(work.target, work.replaced)
+    put_in_place(work, replaces=False)
+    assert content_of(work.target) == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,0 +1,128 @@
+"""Folders that one process at a time fills."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from your_ai.errors import UserError
+from your_ai.files import sha256
+from your_ai.modelfiles import unfinished
+from your_ai.modelfiles.unfinished import check_disk, finished_shards, locked, read_record
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from your_ai.modelfiles.unfinished import locked
+with locked(Path(sys.argv[1]), waits=False, creates=True):
+    (Path(sys.argv[1]) / "mine").touch()
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_is_locked_for_other_processes_until_this_one_ends(own_folder):
+    folder = own_folder / "work"
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        with (
+            pytest.raises(UserError, match="work: another process is at work on it"),
+            locked(folder, waits=False),
+        ):
+            pass
+        process.kill()
+    with locked(folder, waits=False):
+        assert (folder / "mine").exists()
+
+
+def test_a_folder_that_is_left_empty_is_removed(own_folder):
+    with pytest.raises(RuntimeError), locked(own_folder / "work", waits=False, creates=True):
+        raise RuntimeError
+    assert not (own_folder / "work").exists()
+
+
+def test_a_folder_that_is_not_there_is_not_made_unless_asked(own_folder):
+    with pytest.raises(FileNotFoundError), locked(own_folder / "work", waits=True):
+        pass
+
+
+@pytest.mark.parametrize("becomes", ["renamed", "replaced"])
+def test_who_waits_gets_the_folder_of_that_name(own_folder, monkeypatch, becomes):
+    """And not the one that had the name when the wait began."""
+    monkeypatch.setattr(unfinished, "WAIT_S", 0.01)
+    folder, inside = own_folder / "work", []
+
+    def wait() -> None:
+        with locked(folder, waits=True, creates=True):
+            inside.append(sorted(path.name for path in folder.iterdir()))
+
+    thread = threading.Thread(target=wait)
+    with locked(folder, waits=False, creates=True):
+        (folder / "old").touch()
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive()
+        folder.rename(own_folder / "done")
+        if becomes == "replaced":
+            folder.mkdir()
+            (folder / "new").touch()
+    thread.join()
+    assert inside == [["new"] if becomes == "replaced" else []]
+
+
+def test_a_file_system_without_locks_is_no_harm(own_folder, monkeypatch):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(own_folder / "work", waits=False, creates=True):
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"shards": []}', "\xff", "[" * 100_000])
+def test_a_damaged_record_is_none(own_folder, text):
+    (own_folder / "record.json").write_text(text, encoding="latin-1")
+    assert read_record(own_folder / "record.json") == {"shards": {}}
+
+
+def test_work_without_a_record_is_deleted(own_folder):
+    work = own_folder / "work"
+    (work / "folder").mkdir(parents=True)
+    (work / "model.safetensors").write_text("")
+    assert finished_shards(work / "record.json", "key") == {}
+    assert list(work.iterdir()) == []
+
+
+def test_the_disk_is_looked_at_where_the_folder_will_be(own_folder):
+    check_disk(own_folder / "not" / "there" / "yet", 1000)
+    with pytest.raises(UserError, match=r"yet: needs 1000000000\.0\d GB on the disk"):
+        check_disk(own_folder / "not" / "there" / "yet", 10**18)
+
+
+@pytest.mark.parametrize(
+    "shards", [{"../kept": "a" * 64}, {"/etc/passwd": "a" * 64}, {"a": 7}, {"a": "x"}, {"a/b": ""}]
+)
+def test_a_record_that_names_files_elsewhere_is_none(own_folder, shards):
+    (own_folder / "record.json").write_text(json.dumps({"key": "key", "shards": shards}))
+    assert read_record(own_folder / "record.json") == {"shards": {}}
+
+
+def test_links_in_the_work_are_deleted_and_not_what_they_lead_to(own_folder):
+    work, kept = own_folder / "work", own_folder / "kept"
+    work.mkdir()
+    kept.mkdir()
+    (kept / "file").write_text("kept")
+    (work / "folder").symlink_to(kept)
+    (work / "model.safetensors").symlink_to(kept / "file")
+    shards = {"model.safetensors": sha256(kept / "file")}
+    (work / "record.json").write_text(json.dumps({"key": "key", "shards": shards}))
+    assert finished_shards(work / "record.json", "key") == {}
+    assert list(work.iterdir()) == []
+    assert (kept / "file").read_text() == "kept"

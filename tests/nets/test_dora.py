@@ -1,0 +1,298 @@
+"""DoRA layers against mlx-lm's own, what they hold, and when they compute their norms."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given as examples
+from hypothesis import settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.dora import DoRALinear
+
+from tests.engine.test_fused import relative_error
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.nets import dora
+from your_ai.nets.dora import DoRA, dora_layers, given, norms_of, put_dora, row_norms
+from your_ai.nets.parts import skeleton, structure
+
+AFFINE = [("affine", size, bits) for size, bits in itertools.product((32, 64), (2, 3, 4, 5, 6, 8))]
+KINDS = [None, *AFFINE, ("mxfp4", 32, 4), ("nvfp4", 16, 4), ("mxfp8", 32, 8)]
+INPUTS, OUTPUTS, RANK = 128, 96, 4
+
+
+class Box(nn.Module):
+    """A model of one layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+def linear_of(kind, bias: bool = True, dtype: mx.Dtype = mx.float32, shape=(INPUTS, OUTPUTS)):
+    mx.random.seed(2)
+    linear = nn.Linear(*shape, bias=bias)
+    if kind is not None:
+        mode, group_size, bits = kind
+        linear = nn.QuantizedLinear.from_linear(linear, group_size, bits, mode=mode)
+    linear.set_dtype(dtype)
+    linear.freeze()
+    return linear
+
+
+def inputs_of(layer: nn.Module) -> int:
+    return dora.LayerRows(layer.linear).shape[1]
+
+
+def drawn_adapter(layer: nn.Module, seed: int = 3) -> dict[str, mx.array]:
+    """An adapter for a layer, as one that has been trained."""
+    mx.random.seed(seed)
+    outputs = len(layer.m)
+    return {
+        "lora_a": 0.1 * mx.random.normal((inputs_of(layer), RANK)),
+        "lora_b": mx.random.normal((RANK, outputs)),
+        "m": layer.m * (1 + 0.1 * mx.random.normal((outputs,))),
+    }
+
+
+def both(kind, on_the_cpu: bool = True, **options) -> tuple[DoRALinear, DoRA]:
+    """mlx-lm's layer and ours, of the same arrays."""
+    theirs = DoRALinear.from_base(linear_of(kind, **options), r=RANK, scale=2.0)
+    ours = Box(DoRA.from_base(theirs))
+    adapter = drawn_adapter(ours.layer)
+    theirs.update(adapter)
+    ours.layer.update(adapter)
+    if on_the_cpu:
+        dequantize_on_the_cpu(ours)
+    return theirs, ours.layer
+
+
+def gradients(layer: nn.Module, x: mx.array, compiled: bool = False) -> list[mx.array]:
+    """A loss, and its gradients in x and in the adapter."""
+    names = ("lora_a", "lora_b", "m")
+    arrays = [layer[name] for name in names]
+
+    def loss(x: mx.array, *arrays: mx.array) -> mx.array:
+        layer.update(dict(zip(names, arrays, strict=True)))
+        return mx.square(layer(x).astype(mx.float32)).sum()
+
+    def run(x: mx.array, *arrays: mx.array) -> list[mx.array]:
+        value, grads = mx.value_and_grad(loss, argnums=(0, 1, 2, 3))(x, *arrays)
+        return [value, *grads]
+
+    found = (mx.compile(run) if compiled else run)(x, *arrays)
+    layer.update(dict(zip(names, arrays, strict=True)))
+    return found
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The layers whose norms are computed from here on."""
+    found: list[nn.Module] = []
+
+    def counted(linear: nn.Module, *args, **options) -> mx.array:
+        found.append(linear)
+        return row_norms(linear, *args, **options)
+
+    monkeypatch.setattr(dora, "row_norms", counted)
+    return found
+
+
+# -- what is computed
+
+
+@settings(max_examples=25)
+@examples(
+    kind=st.sampled_from(KINDS),
+    bias=st.booleans(),
+    on_the_cpu=st.booleans(),
+    slice_bytes=st.sampled_from([1, 4 * INPUTS * 40, 1 << 30]),
+    tokens=st.sampled_from([(9,), (2, 7), (1, 3)]),
+)
+def test_the_output_and_the_gradients_are_those_of_mlx_lm(
+    kind, bias, on_the_cpu, slice_bytes, tokens
+):
+    theirs, ours = both(kind, on_the_cpu, bias=bias)
+    x = mx.random.normal((*tokens, INPUTS))
+    expected = [theirs(x), *gradients(theirs, x)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dora, "SLICE_BYTES", slice_bytes)
+        found = [ours(x), *gradients(ours, x)]
+    for array, other in zip(found, expected, strict=True):
+        assert relative_error(array, other) < 2e-6
+
+
+@pytest.mark.parametrize("kind", [None, ("affine", 64, 4)])
+def test_compiling_changes_nothing(kind):
+    theirs, ours = both(kind)
+    x = mx.random.normal((9, INPUTS))
+    for found, expected in zip(gradients(ours, x, True), gradients(theirs, x), strict=True):
+        assert relative_error(found, expected) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("kind", [None, ("affine", 64, 4)])
+def test_half_precision_is_as_near_to_float32_as_mlx_lm_is(kind, dtype):
+    exact, _ = both(kind)
+    theirs, ours = both(kind, dtype=dtype)
+    x = mx.random.normal((16, INPUTS)).astype(dtype)
+    assert ours(x).dtype == dtype
+    wanted = gradients(exact, x.astype(mx.float32))
+    for found, other, right in zip(gradients(ours, x), gradients(theirs, x), wanted, strict=True):
+        assert found.dtype == other.dtype
+        found, other = found.astype(mx.float32), other.astype(mx.float32)
+        assert relative_error(found, right) < 1.5 * relative_error(other, right) + 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_a_new_layer_computes_what_the_layer_inside_does(kind):
+    linear = linear_of(kind, bias=False)
+    layer = DoRA.from_base(DoRALinear.from_base(linear, r=RANK))
+    x = mx.random.normal((9, INPUTS))
+    assert layer.lora_a.shape == (INPUTS, RANK)
+    assert mx.array_equal(layer(x), linear(x))
+
+
+def test_new_layers_are_drawn_as_mlx_lms_are():
+    linear = linear_of(("affine", 64, 4))
+    mx.random.seed(5)
+    theirs = DoRALinear.from_base(linear, r=RANK)
+    mx.random.seed(5)
+    model = Box(DoRALinear.from_base(linear, r=RANK))
+    put_dora(model)
+    assert type(model.layer) is DoRA
+    ours, theirs = (dict(tree_flatten(a.trainable_parameters())) for a in (model.layer, theirs))
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        assert mx.array_equal(array, theirs[name]), name
+
+
+def test_a_row_or_a_magnitude_of_zeros_stays_finite():
+    linear = linear_of(None)
+    linear.weight = mx.concatenate([mx.zeros((1, INPUTS)), linear.weight[1:]])
+    theirs = DoRALinear.from_base(linear, r=RANK)
+    ours = DoRA.from_base(theirs)
+    x = mx.random.normal((9, INPUTS))
+    assert all(mx.isfinite(array).all().item() for array in [ours(x), *gradients(ours, x)])
+    assert mx.allclose(ours(x), linear(x), rtol=1e-5, atol=1e-6)
+    theirs, ours = both(None)
+    for layer in (theirs, ours):
+        layer.m = mx.concatenate([mx.zeros(1), layer.m[1:]])
+    for found, expected in zip(gradients(ours, x), gradients(theirs, x), strict=True):
+        assert relative_error(found, expected) < 2e-6
+
+
+# -- what is held
+
+
+@pytest.mark.parametrize("kind", [None, ("affine", 64, 4), ("affine", 64, 6), ("mxfp4", 32, 4)])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_no_weight_is_held_dense(kind, compiled):
+    """Of a layer whose weight takes 64 MB so."""
+    _, layer = both(kind, bias=False, shape=(1024, 16384))
+    x = mx.random.normal((8, 1024))
+
+    def held(function: Callable[[], list[mx.array]]) -> int:
+        mx.eval(layer.parameters(), x)
+        gc.collect()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(function())
+        return mx.get_peak_memory() - before
+
+    assert held(lambda: [row_norms(layer.linear)]) < 20 << 20
+    layers = [("layer", layer)]
+    with given(layers, norms_of(layers)):
+        assert held(lambda: gradients(layer, x, compiled)) < 32 << 20
+
+
+# -- when norms are computed
+
+
+@pytest.fixture
+def layer() -> DoRA:
+    return both(("affine", 64, 4))[1]
+
+
+def test_norms_are_computed_once_for_an_adapter(layer, computed):
+    x = mx.random.normal((9, INPUTS))
+    for _ in range(3):
+        mx.eval(layer(x))
+        norms_of([("layer", layer)])
+    assert len(computed) == 1
+
+
+@pytest.mark.parametrize("name", ["lora_a", "lora_b"])
+def test_another_adapter_has_norms_of_its_own(layer, computed, name):
+    x = mx.random.normal((9, INPUTS))
+    mx.eval(layer(x))
+    first = {name: layer[name]}
+    for seed in (7, 8):
+        layer.update({name: drawn_adapter(layer, seed)[name]})
+        expected = row_norms(layer.linear, layer.lora_a, layer.lora_b, layer.scale)
+        (found,) = norms_of([("layer", layer)]).values()
+        assert mx.array_equal(found, expected)
+    layer.update(first)
+    computed.clear()
+    mx.eval(layer(x))
+    assert len(computed) == 1
+
+
+def test_magnitudes_change_no_norm(layer, computed):
+    norms_of([("layer", layer)])
+    layer.m = 2 * layer.m
+    norms_of([("layer", layer)])
+    assert len(computed) == 1
+
+
+def test_an_adapter_that_was_replaced_is_freed(layer):
+    norms_of([("layer", layer)])
+    before = [weakref.ref(layer[name]) for name in ("lora_a", "lora_b")]
+    layer.update(drawn_adapter(layer, 9))
+    gc.collect()
+    assert [array() for array in before] == [None, None]
+
+
+def test_what_was_traced_is_not_kept(layer):
+    x = mx.random.normal((9, INPUTS))
+    expected = layer(x)
+    gradients(layer, x, compiled=True)
+    assert mx.array_equal(layer(x), expected)
+
+
+def test_norms_that_are_given_are_used_until_the_block_ends(layer, computed):
+    x = mx.random.normal((9, INPUTS))
+    expected = layer(x) - layer.linear.bias
+    layers = [("layer", layer)]
+    norms = {name: 2 * array for name, array in norms_of(layers).items()}
+    names = [name for name, _ in tree_flatten(layer.parameters())]
+    computed.clear()
+    with contextlib.suppress(KeyError), given(layers, norms):
+        assert mx.allclose(2 * (layer(x) - layer.linear.bias), expected, atol=1e-5)
+        assert [name for name, _ in tree_flatten(layer.parameters())] == names
+        raise KeyError
+    assert mx.allclose(layer(x) - layer.linear.bias, expected, atol=1e-5)
+    assert computed == []
+
+
+def test_norms_are_of_the_weights_that_are_handed_in(layer):
+    frozen = {f"layer.linear.{name}": array for name, array in layer.linear.items()}
+    (expected,) = norms_of([("layer", layer)]).values()
+    layer.lora_b = mx.array(layer.lora_b)  # so that they are computed again
+    layer.linear.weight = mx.zeros_like(layer.linear.weight)
+    (found,) = norms_of([("layer", layer)], frozen).values()
+    assert mx.array_equal(found, expected)
+
+
+def test_layers_that_are_alike_have_one_structure():
+    first, second = (Box(both(("affine", 64, 4))[1]) for _ in range(2))
+    norms_of(dora_layers(first))
+    assert structure(first) == structure(second) == structure(skeleton(second))
+    assert structure(first) != structure(Box(both(("affine", 32, 4))[1]))

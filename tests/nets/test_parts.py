@@ -1,0 +1,56 @@
+"""Which blocks share what is compiled."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from tests.conftest import make_model
+from your_ai.nets import model
+from your_ai.nets.parts import structure
+
+
+class Placed(nn.Module):
+    """A block that knows where it stands, and does nothing with it."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.weight = mx.ones((3,))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x * self.weight
+
+
+class Named(Placed):
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.place = index
+
+    @staticmethod
+    def place_of(block: Named) -> int:
+        return block.place
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x * self.weight * self.place_of(self)
+
+
+def test_blocks_that_differ_in_their_place_alone_are_alike():
+    assert structure(nn.Sequential(nn.Linear(2, 2))) == structure(nn.Sequential(nn.Linear(2, 2)))
+    assert structure(Placed(1)) == structure(Placed(2))
+
+
+def test_blocks_whose_place_is_read_are_not():
+    assert structure(Named(1)) != structure(Named(2))
+    assert structure(Named(1)) == structure(Named(1))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kinds"),
+    [("llama", 1), ("gemma2", 1), ("gemma3_text", 2), ("qwen3_moe", 1)],
+)
+def test_as_many_kinds_as_an_architecture_has(tmp_path, architecture, kinds):
+    folder = make_model(tmp_path / "m", architecture, num_hidden_layers=7)
+    network, _ = model.load_network(folder, mx.float32)
+    assert len({structure(block) for block in network.layers}) == kinds

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+
+import mlx.core as mx
+import pytest
+
+from tests.conftest import make_model, train
+from your_ai.errors import UserError
+from your_ai.files import sha256
+from your_ai.nets import saved_adapter
+from your_ai.nets.model import load_base
+from your_ai.nets.saved_adapter import open_trained
+from your_ai.run import checkpoint
+
+
+@pytest.fixture
+def run(configure):
+    return train(configure(max_steps=3, learning_rate=0.05, save_every=1))
+
+
+def without_record(folder):
+    """Make the adapter one that does not say which files its base has."""
+    path = folder / checkpoint.ADAPTER_CONFIG
+    config = json.loads(path.read_text())
+    del config["base_files"]
+    path.write_text(json.dumps(config))
+    sums = json.loads((folder / checkpoint.CHECKSUMS).read_text())
+    sums[path.name] = sha256(path)
+    (folder / checkpoint.CHECKSUMS).write_text(json.dumps(sums))
+
+
+def test_the_finished_adapter_is_taken(run, tiny_model):
+    found = open_trained("r")
+    assert found.adapter.folder == run.adapter
+    assert found.base == tiny_model
+    assert found.note == ""
+    assert found.adapter.step == 3
+
+
+def test_a_run_without_an_adapter_names_its_checkpoints(run):
+    shutil.rmtree(run.adapter)
+    with pytest.raises(UserError, match=r"no finished adapter; checkpoints: step-000003, step-00"):
+        open_trained("r")
+
+
+def test_a_run_without_anything_says_how_to_finish(run):
+    shutil.rmtree(run.adapter)
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(
+        UserError, match="no checkpoint either; finish it: your_ai train --resume r"
+    ):
+        open_trained("r")
+
+
+def test_a_damaged_adapter_is_not_used(run):
+    path = run.adapter / checkpoint.ADAPTERS
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"its checksum is wrong.*--checkpoint step-000003"):
+        open_trained("r")
+
+
+@pytest.mark.parametrize("chosen", ["step-000002", "2", "000002"])
+def test_a_checkpoint_is_taken_by_its_name_or_step(run, chosen):
+    adapter = open_trained("r", chosen).adapter
+    assert adapter.folder == run.checkpoints / "step-000002"
+    assert adapter.step == 2
+
+
+def test_the_latest_checkpoint_is_the_newest_whole_one(run):
+    (run.checkpoints / "step-000003" / checkpoint.ADAPTERS).write_bytes(b"")
+    assert open_trained("r", "latest").adapter.folder == run.checkpoints / "step-000002"
+
+
+@pytest.mark.parametrize("chosen", ["9", "step-", "nonsense", ""])
+def test_a_checkpoint_that_is_not_there_is_told(run, chosen):
+    with pytest.raises(UserError, match="no such one; checkpoints: step-000003"):
+        open_trained("r", chosen)
+
+
+def test_a_newer_checkpoint_is_told_of(run):
+    newer = run.checkpoints / "step-000007"
+    shutil.copytree(run.checkpoints / "step-000003", newer)
+    found = open_trained("r")
+    assert found.adapter.folder == run.adapter
+    assert "step-000007 is newer" in found.note
+
+
+def test_another_base_of_the_same_shape_is_refused(run, tmp_path):
+    other = make_model(tmp_path / "other", seed=5)
+    with pytest.raises(UserError, match=r"another model than .*other \(model.safetensors differ"):
+        open_trained("r", base=str(other))
+
+
+def test_the_same_base_elsewhere_is_taken(run, tmp_path, tiny_model):
+    shutil.copytree(tiny_model, tmp_path / "moved")
+    (tmp_path / "moved" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert open_trained("r", base=str(tmp_path / "moved")).base == tmp_path / "moved"
+
+
+def test_shapes_tell_where_nothing_is_recorded(run, tmp_path):
+    other = make_model(tmp_path / "other", hidden_size=128)
+    without_record(run.adapter)
+    found = open_trained("r", base=str(other))
+    network, _ = load_base(found.base, mx.float32)
+    with pytest.raises(UserError, match=r"lora_a is 64 x 4, and would be 128 x 4"):
+        saved_adapter.put_adapter(network, found.adapter)
+
+
+def test_new_layers_change_nothing_until_they_are_given_what_was_learned(run):
+    found = open_trained("r")
+    network, _ = load_base(found.base, mx.float32)
+    tokens = mx.array([[3, 1, 4, 1, 5]])
+    before = network(tokens)
+    saved_adapter.put_layers(network, found.adapter)
+    assert mx.array_equal(network(tokens), before)
+    saved_adapter.set_arrays(network, found.adapter)
+    assert not mx.allclose(network(tokens), before, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fine_tune_type": "full"},
+        {"lora_parameters": {}},
+        {"lora_parameters": None},
+        {"num_layers": "many"},
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(run, change):
+    path = run.adapter / checkpoint.ADAPTER_CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError):
+        saved_adapter.read_adapter(run.adapter)
+
+
+def test_a_folder_that_is_no_adapter_is_told(tmp_path):
+    with pytest.raises(UserError, match="is no adapter"):
+        saved_adapter.read_adapter(tmp_path)
+
+
+def test_a_run_whose_model_is_gone_says_so(run, tmp_path):
+    config = dataclasses.replace(run.read_config(), model=str(tmp_path / "gone"))
+    run.write_config(config)
+    with pytest.raises(UserError, match="gone"):
+        open_trained("r")
+
+
+def test_layers_are_those_of_the_model(run):
+    layers = open_trained("r").adapter.layers
+    assert all(set(parts) == {"lora_a", "lora_b"} for parts in layers.values())
+    assert "model.layers.2.self_attn.q_proj" in layers
+
+
+# What others wrote
+
+
+def change(folder, where, **settings):
+    """Change the adapter's own settings, or its lora_parameters."""
+    path = folder / checkpoint.ADAPTER_CONFIG
+    config = json.loads(path.read_text())
+    (config if where == "config" else config["lora_parameters"]).update(settings)
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("where", "key", "value"),
+    [
+        ("lora_parameters", "rank", 10**12),
+        ("lora_parameters", "rank", 0),
+        ("lora_parameters", "rank", 4.0),
+        ("lora_parameters", "rank", "4"),
+        ("lora_parameters", "rank", True),
+        ("lora_parameters", "rank", None),
+        ("lora_parameters", "scale", math.nan),
+        ("lora_parameters", "scale", math.inf),
+        ("lora_parameters", "scale", "2"),
+        ("lora_parameters", "dropout", -math.inf),
+        ("lora_parameters", "keys", "q_proj"),
+        ("lora_parameters", "keys", [1]),
+        ("config", "lora_parameters", [1]),
+        ("config", "num_layers", 1.5),
+        ("config", "num_layers", 10**30),
+        ("config", "fine_tune_type", "x\x1b" * 5000),
+        ("config", "step", "3"),
+        ("config", "step", -1),
+    ],
+)
+def test_a_figure_that_no_adapter_has_is_refused(run, where, key, value):
+    change(run.adapter, where, **{key: value})
+    with pytest.raises(UserError, match=key) as caught:
+        saved_adapter.read_adapter(run.adapter)
+    assert len(str(caught.value)) < 500
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[]", "null", "{", '{"a": ' * 100 + "1" + "}" * 100]
+)
+def test_settings_of_another_shape_are_refused(run, text):
+    (run.adapter / checkpoint.ADAPTER_CONFIG).write_text(text)
+    with pytest.raises(UserError, match="its adapter cannot be read"):
+        saved_adapter.read_adapter(run.adapter)
+
+
+def test_arrays_that_their_header_does_not_describe_are_refused(run):
+    with (run.adapter / checkpoint.ADAPTERS).open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(UserError, match="1 bytes that are of no tensor"):
+        saved_adapter.read_adapter(run.adapter)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.publish.test_card import SUBJECT
+from your_ai.publish.card import card
+from your_ai.publish.user_section import BEGIN, END, front_matter, merged, split
+
+NEW = card(SUBJECT)
+OWN = "Describe your data here"
+texts = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\r"))
+
+
+def test_a_card_that_nobody_changed_stays_the_same():
+    assert merged(NEW, NEW) == (NEW, "")
+
+
+@given(texts)
+def test_what_the_user_wrote_is_kept(text):
+    begin, end = NEW.index(BEGIN) + len(BEGIN), NEW.index(END)
+    old = NEW[:begin] + text + NEW[end:]
+    assert merged(old, NEW) == (old, "")
+
+
+def test_what_the_user_wrote_is_kept_beside_newer_figures():
+    old = NEW.replace(OWN, "My data").replace("lora_rank", "old_rank")
+    kept, _ = merged(old, NEW)
+    assert kept == NEW.replace(OWN, "My data")
+
+
+def test_line_ends_of_a_web_page_are_no_change():
+    assert merged(NEW.replace("\n", "\r\n"), NEW) == (NEW, "")
+
+
+def test_a_change_elsewhere_is_told():
+    old = NEW.replace("## Settings", "## My settings")
+    assert old != NEW
+    text, note = merged(old, NEW)
+    assert text == NEW
+    assert "outside of its marked part was replaced" in note
+
+
+def test_a_licence_at_the_top_is_kept_and_the_rest_is_ours():
+    front, body = split(NEW)
+    old = front_matter({"license": "mit", **front, "library_name": "x", "tags": ["mine"]}) + body
+    data, _ = split(merged(old, NEW)[0])
+    assert (data["license"], data["library_name"]) == ("mit", "mlx")
+    assert set(data["tags"]) == {"mine", *front["tags"]}
+
+
+@pytest.mark.parametrize(
+    "old",
+    ["", "# My own\r\n", f"---\n[\n---\n{BEGIN}x{END}", f"---\n- a\n---\n{BEGIN}x{END}", BEGIN],
+)
+def test_a_card_of_another_stays_as_it_is(old):
+    text, note = merged(old, NEW)
+    assert text == old
+    assert "and stays" in note

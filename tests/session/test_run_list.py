@@ -1,0 +1,600 @@
+"""The listing of runs, and removing and stopping them, with real folders and processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tests.dashboard.frames import step
+from your_ai.config import TrainConfig
+from your_ai.errors import UserError
+from your_ai.files import TEMPORARY, clean
+from your_ai.run import events
+from your_ai.run.events import Event, Record
+from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, create
+from your_ai.session import run_list
+from your_ai.session.run_list import Row
+
+NOW = 1_800_000_000.0
+STAGE = events.Stage(text="loading m")
+STARTED = events.Started(
+    step=0, steps=10, steps_per_epoch=5, model="org/m", rows=9, trainable_parameters=65536,
+    dtype="float32", plan="fused",
+)  # fmt: skip
+DONE = events.Finished(step=10, reason="done", adapter="runs/r/adapter", seconds=61.0)
+STOPPED = events.Finished(step=4, reason="stopped by Ctrl-C", adapter="", seconds=9.0)
+PAUSED = events.Paused(step=3)
+CONTINUED = events.Continued(step=3, seconds=40.0)
+HOLD = """
+import sys
+from pathlib import Path
+from your_ai.run.folder import RunFolder, locked
+
+with locked(RunFolder(Path(sys.argv[1])), sys.argv[2]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+KILLED = """
+import os, shutil, signal, sys, tempfile
+from pathlib import Path
+from your_ai.session import run_list
+from your_ai.run.folder import RunFolder
+
+def kill(path="", *rest, **options):
+    if sys.argv[2] == "rmtree":
+        os.unlink(Path(path) / "config.yaml")  # half of it is gone
+    os.kill(os.getpid(), signal.SIGKILL)
+
+module = {"mkdtemp": tempfile, "rename": os, "rmtree": shutil}[sys.argv[2]]
+setattr(module, sys.argv[2], kill)
+run_list.remove(RunFolder(Path(sys.argv[1])))
+"""
+
+
+def made(name: str = "r", *happened: Event, at: float | None = None) -> RunFolder:
+    """A run of which `happened` was told, a second apart up to `at`, by default now."""
+    folder = create(TrainConfig(model="models/m", data="data", run=name))
+    end = time.time() if at is None else at
+    times = [end - back for back in reversed(range(len(happened)))]
+    records = map(Record, times, happened)
+    folder.events.write_text("".join(events.to_line(record) for record in records))
+    return folder
+
+
+@contextlib.contextmanager
+def held(folder: RunFolder, name: str = LOCK):
+    """Another process works on the run."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder.path), name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def only() -> Row:
+    (row,) = run_list.rows()
+    return row
+
+
+def drawn(rows: list[Row], width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(run_list.table(rows, NOW, width))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def row(name: str = "r", **changes: object) -> Row:
+    return Row(**{"name": name, "state": "finished", "changed_at": NOW - 125, **changes})
+
+
+FULL = row(
+    "a-run", model="org/model-1b", step=120, steps=1000, last_loss=1.25, best_loss=1.2,
+    best_validation=1.5, peak_bytes=4_730_000_000, limit_bytes=8_000_000_000, seconds=3725.0,
+    size_bytes=412_000_000,
+)  # fmt: skip
+
+
+# --- What is known of a run
+
+
+def test_no_folder_holds_no_runs():
+    assert run_list.rows() == []
+
+
+def test_a_run_in_figures():
+    limit = events.Limit(limit_bytes=8_000_000_000, reason="asked")
+    validation = events.Validation(step=2, loss=1.5, trained_tokens=9, seconds=1.0)
+    steps = step(1, loss=2.0), step(2, loss=1.0, highest_bytes=5_500_000_000)
+    folder = made("r", STAGE, limit, STARTED, *steps, validation, DONE, at=NOW)
+    files = [path for path in folder.path.rglob("*") if path.is_file()]
+    assert only() == Row(
+        name="r",
+        state="finished",
+        model="org/m",
+        step=2,
+        steps=10,
+        last_loss=1.0,
+        best_loss=1.5,
+        best_validation=1.5,
+        peak_bytes=5_500_000_000,
+        limit_bytes=8_000_000_000,
+        seconds=6.0,
+        changed_at=NOW,
+        size_bytes=sum(path.stat().st_size for path in files),
+    )
+
+
+@pytest.mark.parametrize(
+    ("happened", "state"),
+    [
+        ([], "died"),
+        ([STAGE], "died"),
+        ([STAGE, STARTED, step(1)], "died"),
+        ([STAGE, STARTED, step(1), PAUSED], "died"),
+        ([STAGE, STARTED, STOPPED], "stopped"),
+        ([STAGE, STARTED, DONE], "finished"),
+        ([STAGE, STARTED, STOPPED, STAGE, STARTED, DONE], "finished"),
+        ([STAGE, STARTED, DONE, STAGE], "finished"),  # a resumption that failed at once
+        ([STAGE, STARTED, DONE, STAGE, STARTED, step(11)], "died"),
+    ],
+)
+def test_the_state_of_a_run_that_nothing_works_on(happened, state):
+    made("r", *happened)
+    assert only().state == state
+
+
+@pytest.mark.parametrize("lock", [LOCK, SUPERVISOR_LOCK])
+def test_a_run_that_is_worked_on_is_running(lock):
+    with held(made("r", STARTED, DONE), lock):
+        assert only().state == "running"
+    assert only().state == "finished"
+
+
+@pytest.mark.parametrize(
+    ("happened", "state"), [([PAUSED], "paused"), ([PAUSED, CONTINUED], "running")]
+)
+def test_a_run_that_waits_is_paused(happened, state):
+    with held(made("r", STAGE, STARTED, step(3), *happened)):
+        assert only().state == state
+
+
+def test_a_run_that_never_began_is_known_by_its_config():
+    folder = made("r")
+    os.utime(folder.config, (NOW, NOW))
+    folder.events.unlink()
+    found = only()
+    assert (found.model, found.changed_at, found.step, found.seconds) == (
+        "models/m",
+        NOW,
+        *[None] * 2,
+    )
+
+
+def test_a_run_stands_where_it_was_resumed_until_it_steps():
+    resumed = dataclasses.replace(STARTED, step=5, steps=20)
+    made("r", STARTED, step(7), STAGE, resumed)
+    assert (only().step, only().steps) == (5, 20)
+
+
+def test_a_skipped_step_counts():
+    skipped = events.Skipped(step=4, reason="the loss is nan", in_a_row=1, total=1)
+    made("r", STARTED, step(3), skipped)
+    assert (only().step, only().steps) == (4, 10)
+
+
+def test_time_worked_leaves_out_pauses_and_what_is_between_two_processes():
+    told = [
+        (0, STAGE), (10, STARTED), (20, step(1)), (21, PAUSED), (61, CONTINUED), (71, STOPPED),
+        (90, STAGE), (95, step(2)), (5000, STAGE), (5010, step(3)),
+    ]  # fmt: skip
+    records = [Record(NOW + at, event) for at, event in told]
+    assert run_list.seconds_of(records) == 21 + 10 + 5 + 10
+
+
+def test_a_long_step_counts_where_no_gauges_were_told():
+    records = [Record(NOW, STARTED), Record(NOW + 500, step(1, seconds=400.0))]
+    assert run_list.seconds_of(records) == 400
+
+
+# --- What is not as it should be
+
+
+def test_the_last_changed_comes_first():
+    for name, at in (("b", NOW), ("c", NOW + 9), ("a", NOW)):
+        made(name, STARTED, at=at)
+    assert [found.name for found in run_list.rows()] == ["c", "a", "b"]
+
+
+def test_what_is_no_run_is_passed_over():
+    made("r")
+    for name in ("notes", f"{TEMPORARY}r-1", ".hidden"):
+        (RUNS / name).mkdir()
+    (RUNS / f"{TEMPORARY}r-1" / "config.yaml").touch()
+    (RUNS / "readme.txt").touch()
+    (RUNS / "gone").symlink_to("nowhere")
+    (RUNS / "loop").symlink_to("loop")
+    assert [found.name for found in run_list.rows()] == ["r"]
+
+
+def test_runs_that_are_a_file_are_refused_in_one_line():
+    RUNS.touch()
+    with pytest.raises(UserError, match=r"^runs: cannot be read \(Not a directory\)$"):
+        run_list.rows()
+
+
+def test_damaged_lines_are_passed_over():
+    folder = made("r", STARTED, step(1), step(2))
+    with folder.events.open("ab") as file:
+        file.write(b'{"event": "unheard of", "time": 1}\n\xff\xfe\n[]\n{"event": "step"}\n{"eve')
+    assert (only().step, only().state) == (2, "died")
+
+
+@pytest.mark.parametrize("spoil", ["empty", "missing", "a folder", "a loop"])
+def test_a_run_without_events_has_a_row(spoil):
+    folder = made("r")
+    folder.events.unlink()
+    if spoil == "empty":
+        folder.events.touch()
+    elif spoil == "a folder":
+        folder.events.mkdir()
+    elif spoil == "a loop":
+        folder.events.symlink_to(folder.events.name)
+    assert (only().name, only().state, only().step) == ("r", "died", None)
+    assert only().changed_at == pytest.approx(time.time(), abs=60)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"model: [", b"- a", b"\xff", b"model: 2001-99-99", b"[" * 600, b"model: {}"]
+)
+def test_a_broken_config_has_a_row(text):
+    made("r").config.write_bytes(text)
+    assert (only().model, only().state) == (None, "died")
+
+
+def test_a_folder_that_is_deleted_while_it_is_read_is_passed_over(monkeypatch):
+    folder = made("r", STARTED)
+    tail = events.tail
+
+    def deleted(path):
+        run_list.remove(folder)
+        return tail(path)
+
+    monkeypatch.setattr(events, "tail", deleted)
+    assert run_list.rows() == []
+
+
+def test_a_folder_that_may_not_be_read_has_a_row():
+    folder = made("r", STARTED)
+    folder.path.chmod(0)
+    try:
+        if os.access(folder.path, os.R_OK):
+            pytest.skip("root may read everything")
+        assert only() == Row(name="r", state="died")
+        assert run_list.newest() == folder
+        with pytest.raises(UserError, match="cannot be written"):
+            run_list.remove(folder)
+    finally:
+        folder.path.chmod(0o755)
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.just(10**400), st.floats(), st.text(max_size=5),
+    st.lists(st.integers(), max_size=2),
+)  # fmt: skip
+
+
+EVENTS = st.sampled_from(
+    [
+        *(STAGE, STARTED, DONE, STOPPED, PAUSED, CONTINUED),
+        *(step(n, loss=1.0 / n, process_bytes=n, swap_bytes=n) for n in range(1, 5)),
+        events.Gauges(process_bytes=7),
+        events.Validation(step=1, loss=0.5, trained_tokens=1, seconds=1.0),
+        events.Died(step=1, reason="killed", level=None),
+        events.Notice(text="n"),
+        events.Action(step=1, kind="restart", cause="c", before_bytes=1, after_bytes=1, seconds=1),
+    ]
+)
+
+
+@st.composite
+def odd_lines(draw) -> str:
+    """An event of which some fields are of any type."""
+    fields = json.loads(events.to_line(Record(NOW, draw(EVENTS))))
+    names = draw(st.lists(st.sampled_from(sorted(fields)), max_size=3))
+    return json.dumps({**fields, **{name: draw(SCALARS) for name in names}})
+
+
+@given(st.lists(odd_lines(), max_size=12))
+def test_fields_of_any_type_make_a_row_that_can_be_shown(lines):
+    folder = RunFolder(RUNS / "r")
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.events.write_text("".join(line + "\n" for line in lines))
+    json.dumps(run_list.as_json(run_list.rows()), allow_nan=False)
+    assert len(drawn(run_list.rows(), width=200)) == 2
+    assert run_list.newest() == folder
+
+
+def test_fifty_long_runs_are_listed_within_seconds():
+    first = made("r0", STAGE, STARTED, *(step(n + 1, loss=9 / (n + 1)) for n in range(2000)))
+    for index in range(1, 50):
+        create(TrainConfig(model="m", data="d", run=f"r{index}"))
+        os.link(first.events, RUNS / f"r{index}" / "events.jsonl")
+    began = time.process_time()
+    found = run_list.rows()
+    took_s = time.process_time() - began
+    assert [each.step for each in found] == [2000] * 50
+    assert took_s < 6  # for less than 3 where nothing else is measured
+
+
+# --- The newest
+
+
+def test_the_newest_run_is_the_last_changed():
+    for name, at in (("a", NOW), ("b", NOW + 9), ("c", NOW)):
+        made(name, STARTED, *[step(1)] * 99, at=at)  # more than is read of its end
+    assert run_list.newest() == RunFolder(RUNS / "b")
+
+
+def test_the_newest_run_is_one_that_is_running():
+    running = made("a", STARTED, at=NOW)
+    made("b", STARTED, at=NOW + 9)
+    with held(running):
+        assert run_list.newest() == running
+
+
+def test_of_no_runs_none_is_the_newest():
+    with pytest.raises(UserError, match=r"^no runs in runs; start one: your_ai train$"):
+        run_list.newest()
+
+
+# --- The table
+
+
+def test_a_table_of_eighty_columns():
+    assert drawn([FULL, row("another", state="died")]) == [
+        "run      state         step    loss    best       peak of limit   changed",
+        "a-run    finished  120/1000  1.2500  1.2000  4.73 GB of 8.00 GB  2:05 ago",
+        "another  died             -       -       -                   -  2:05 ago",
+    ]
+
+
+def test_a_wide_table_shows_all():
+    assert drawn([FULL], width=160)[1].split() == (
+        "a-run finished 120/1000 1.2500 1.2000 1.5000 4.73 GB of 8.00 GB 1:02:05 2:05 ago 412 MB "
+        "model-1b"
+    ).split()  # fmt: skip
+
+
+@given(width=st.integers(20, 200), length=st.integers(1, 100), count=st.integers(0, 3))
+def test_a_table_fits_into_its_width(width, length, count):
+    lines = drawn([dataclasses.replace(FULL, name="x" * length)] * count, width)
+    assert len(lines) == count + 1
+    assert max(map(len, lines)) <= width
+    assert all("finished" in line for line in lines[1:])
+
+
+def test_a_long_name_loses_its_middle():
+    name = "Llama-3.2-1B-Instruct-4bit-train-20270101-120000"
+    line = drawn([dataclasses.replace(FULL, name=name)], width=80)[1]
+    assert line.startswith("Llama-3.2-")
+    assert "...01-120000  finished" in line
+
+
+@pytest.mark.parametrize("most", range(1, 12))
+def test_a_cropped_name_is_as_long_as_asked(most):
+    assert len(run_list.crop("0123456789ab", most)) == most
+
+
+def test_a_table_tells_states_apart_without_colour(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    console.print(run_list.table([row(state=state) for state in run_list.STATES], NOW))
+    assert all(state in console.file.getvalue() for state in run_list.STATES)
+    assert "\x1b[3" not in console.file.getvalue()
+
+
+def test_names_and_models_cannot_steer_the_terminal():
+    line = drawn([dataclasses.replace(FULL, name="[b]\x1b[2J\n", model="\ud800m\x07")], 160)[1]
+    assert line.startswith("[b]␛[2J␊")
+    assert line.endswith("\ufffdm␇")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((-5, "0 s ago"), (5, "5 s ago"), (125, "2:05 ago"), (7325, "2:02:05 ago")),
+        *((86_400, "1 day ago"), (3 * 86_400 + 9, "3 days ago")),
+    ],
+)
+def test_how_long_ago(seconds, text):
+    assert run_list.ago(seconds) == text
+
+
+# --- Removing
+
+
+def test_a_removed_run_leaves_nothing_and_tells_its_size():
+    folder = made("r", STARTED)
+    (folder.path / "checkpoints" / "step-1").mkdir(parents=True)
+    (folder.path / "checkpoints" / "step-1" / "weights").write_bytes(bytes(1000))
+    size = only().size_bytes
+    assert run_list.remove(folder) == size > 1000
+    assert list(RUNS.iterdir()) == []
+
+
+@pytest.mark.parametrize("lock", [LOCK, SUPERVISOR_LOCK])
+def test_a_running_run_is_not_removed(lock):
+    folder = made("r")
+    with (
+        held(folder, lock),
+        pytest.raises(UserError, match=r"runs/r: is running; .*: your_ai runs stop r$"),
+    ):
+        run_list.remove(folder)
+    assert folder.config.is_file()
+
+
+def test_a_run_that_is_resumed_just_now_is_not_removed(monkeypatch):
+    """Between the look and the removal."""
+    folder = made("r")
+    monkeypatch.setattr(run_list, "is_running", lambda folder: False)
+    monkeypatch.setattr("your_ai.run.folder.LOCK_WAIT_S", 0.2)
+    with held(folder), pytest.raises(UserError, match="is working on this run"):
+        run_list.remove(folder)
+    assert folder.config.is_file()
+
+
+def test_a_link_is_not_removed(own_folder):
+    target = own_folder / "elsewhere"
+    made("r").path.rename(target)
+    (RUNS / "r").symlink_to(target)
+    with pytest.raises(UserError, match="is a link"):
+        run_list.remove(RunFolder(RUNS / "r"))
+    assert (target / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize("path", ["elsewhere/r", "runs/../elsewhere/r", "runs/a/r"])
+def test_a_run_outside_is_not_removed(path):
+    made("a")
+    Path("elsewhere").mkdir()
+    made("r").path.rename(path)
+    with pytest.raises(UserError, match="is not in runs"):
+        run_list.remove(RunFolder(Path(path)))
+    assert Path(path, "config.yaml").is_file()
+
+
+def test_a_run_in_a_linked_folder_of_runs_is_removed(own_folder):
+    made("r")
+    RUNS.rename("large disk")
+    RUNS.symlink_to("large disk")
+    run_list.remove(RunFolder(own_folder / RUNS / "r"))
+    assert run_list.rows() == []
+
+
+@pytest.mark.parametrize("name", ["notes", "nowhere", "."])
+def test_what_is_no_run_is_not_removed(name):
+    RUNS.mkdir()
+    (RUNS / "notes").mkdir()
+    with pytest.raises(UserError, match="is not a run"):
+        run_list.remove(RunFolder(RUNS / name))
+    assert (RUNS / "notes").is_dir()
+
+
+@pytest.mark.parametrize("point", ["mkdtemp", "rename", "rmtree"])
+def test_a_removal_that_is_killed_leaves_all_or_nothing(point):
+    folder = made("r", STARTED)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(folder.path), point], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    if point == "rmtree":
+        assert run_list.rows() == []
+    else:
+        assert only().model == "org/m"
+        assert folder.read_config()
+    clean(RUNS)
+    assert list(RUNS.iterdir()) == ([] if point == "rmtree" else [folder.path])
+
+
+def test_what_cannot_be_removed_is_named(monkeypatch):
+    folder = made("r")
+    monkeypatch.setattr(run_list.shutil, "rmtree", lambda path, ignore_errors: None)
+    with pytest.raises(UserError, match=r"^runs/\.tmp-.*: the rest of r cannot be removed"):
+        run_list.remove(folder)
+    assert run_list.rows() == []
+
+
+# --- Pruning
+
+ROWS = st.builds(
+    row,
+    name=st.text("ab", min_size=1, max_size=3),
+    state=st.sampled_from(run_list.STATES),
+    changed_at=st.none() | st.floats(NOW - 100, NOW + 10),
+)
+
+
+@given(
+    rows=st.lists(ROWS, max_size=8),
+    states=st.sets(st.sampled_from(run_list.ENDED)).map(sorted),
+    older_than_s=st.floats(0, 100),
+)
+def test_what_is_pruned_ended_as_asked_and_long_enough_ago(rows, states, older_than_s):
+    chosen = run_list.prunable(rows, states, older_than_s, NOW)
+    assert chosen == [
+        r for r in rows
+        if r.state in states and r.changed_at is not None
+        and (older_than_s == 0 or NOW - r.changed_at >= older_than_s)
+    ]  # fmt: skip
+
+
+def test_by_default_what_did_not_finish_is_pruned():
+    rows = [row(state, state=state) for state in run_list.STATES]
+    assert [r.state for r in run_list.prunable(rows)] == ["stopped", "died"]
+
+
+@pytest.mark.parametrize("state", ["running", "paused", "dead"])
+def test_other_states_are_not_pruned(state):
+    with pytest.raises(UserError, match=f"^{state}: "):
+        run_list.prunable([row(state="running")], [state])
+
+
+# --- Stopping
+
+
+@pytest.mark.parametrize("lock", [LOCK, SUPERVISOR_LOCK])
+def test_a_run_is_stopped_by_its_process(lock):
+    folder = made("r")
+    with held(folder, lock) as process:
+        assert run_list.stop(folder) == process.pid
+        assert process.wait(10) == -signal.SIGINT
+
+
+def test_what_does_not_run_is_not_stopped():
+    with pytest.raises(UserError, match=r"^runs/r: is not running$"):
+        run_list.stop(made("r"))
+
+
+def test_a_process_of_unknown_number_is_not_stopped():
+    folder = made("r")
+    with held(folder):
+        (folder.path / LOCK).write_text("")
+        with pytest.raises(UserError, match="is not known"):
+            run_list.stop(folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(PermissionError, "belongs to another user"), (ProcessLookupError, "not running any more")],
+)
+def test_a_process_that_cannot_be_asked_is_told_of(monkeypatch, error, text):
+    def kill(pid, number):
+        raise error
+
+    folder = made("r")
+    with held(folder), monkeypatch.context() as patch:
+        patch.setattr(run_list.os, "kill", kill)
+        with pytest.raises(UserError, match=text):
+            run_list.stop(folder)
+
+
+def test_a_listing_loads_nothing_heavy():
+    heavy = ["mlx", "mlx_lm", "transformers", "numpy", "yaml", "huggingface_hub"]
+    code = f"import sys, your_ai.session.run_list; sys.exit(any(m in sys.modules for m in {heavy}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

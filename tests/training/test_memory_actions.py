@@ -1,0 +1,568 @@
+"""The memory governor in a run: what it looks at, what it does, and what it tells."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.conftest import chat, events_of, losses_of, resume, train, write_rows
+from your_ai.memory import budget, plan, probe
+from your_ai.memory.governor import KINDS, LARGE, Action, Observation, Watch
+from your_ai.memory.probe import Highest
+from your_ai.memory.sample import MemorySample
+from your_ai.run import events, folder
+from your_ai.run.events import EventLog
+from your_ai.run.folder import RunFolder
+from your_ai.training import memory_actions, prepare
+from your_ai.training import train as recipe
+from your_ai.training.memory_actions import Governor, Replan, told
+
+MB, GB = 10**6, 10**9
+SAMPLE = MemorySample(
+    active_bytes=100 * MB,
+    peak_bytes=150 * MB,
+    cache_bytes=10 * MB,
+    process_bytes=300 * MB,
+    available_bytes=8 * GB,
+    swap_bytes=0,
+    pressure=1,
+)
+
+
+class Sampler:
+    """In place of the thread: says what it is told to."""
+
+    highest_bytes: int | None = 350 * MB
+
+    def highest(self) -> Highest:
+        return Highest(process_bytes=self.highest_bytes, mlx_bytes=None)
+
+
+class Governed(NamedTuple):
+    governor: Governor
+    calls: list[str]
+    run: RunFolder
+
+
+@pytest.fixture
+def governed(configure, data_folder, monkeypatch) -> Callable[..., Governed]:
+    """A governor of a run that is prepared; what it calls is noted."""
+    write_rows(data_folder / "train.jsonl", [chat("Ask", "Yes" + " please" * i) for i in range(4)])
+    monkeypatch.setattr(plan, "NOTICEABLY", 0.9999)
+    closing: list[EventLog] = []
+
+    def make(level: int = 0, **settings: Any) -> Governed:
+        run = folder.create(configure(**settings))
+        log = EventLog(run.events)
+        closing.append(log)
+        prepared = prepare.prepare(run.read_config(), log, run.path, level)
+        calls: list[str] = []
+        engine = dataclasses.replace(prepared.engine, drop=lambda: calls.append("drop"))
+        prepared = dataclasses.replace(prepared, engine=engine)
+        monkeypatch.setattr(probe, "read", lambda: SAMPLE)
+
+        def free(collect: bool = True) -> None:
+            calls.append("collect" if collect else "clear")
+
+        def reload_adapted(*_: Any) -> int:
+            calls.append("reload")
+            return 7
+
+        monkeypatch.setattr(memory_actions.allocator, "free", free)
+        monkeypatch.setattr(memory_actions, "reload_adapted", reload_adapted)
+        return Governed(memory_actions.govern(prepared, Sampler(), log, Watch()), calls, run)
+
+    yield make
+    for log in closing:
+        log.close()
+
+
+@pytest.fixture
+def decided(monkeypatch) -> Callable[..., list[Observation]]:
+    """Lets the policy decide what a test wants; the observations it was given."""
+    seen: list[Observation] = []
+
+    def let(*kinds: str, notices: tuple[str, ...] = ()) -> list[Observation]:
+        def decide(policy: Any, watch: Watch, observation: Observation) -> Any:
+            seen.append(observation)
+            actions = [Action(kind=kind, cause=f"because of {kind}") for kind in kinds]
+            return dataclasses.replace(watch, decisions=77), actions, list(notices)
+
+        monkeypatch.setattr(memory_actions, "decide", decide)
+        return seen
+
+    return let
+
+
+def batches_of(governor: Governor, step: int = 0) -> list[Any]:
+    return governor.prepared.plan.batches_of(step, governor.rows_at)
+
+
+def actions_of(run: RunFolder) -> list[events.Action]:
+    """Those that a number of steps alone did not call for."""
+    return [a for a in events_of(run, events.Action) if not a.cause.startswith("every ")]
+
+
+def notices_of(run: RunFolder) -> list[str]:
+    return [event.text for event in events_of(run, events.Notice)]
+
+
+# -- one boundary
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls", "read_bytes"),
+    [
+        ("clear_cache", ["clear"], 0),
+        ("drop_compiled", ["drop", "collect"], 0),
+        ("reload_lora", ["drop", "reload", "collect"], 7),
+    ],
+)
+def test_each_cheap_action_frees_what_it_says(governed, decided, kind, calls, read_bytes):
+    decided(kind)
+    made = governed()
+    made.governor.look()
+    assert made.governor.after_step(3, batches_of(made.governor)) is None
+    assert made.calls == calls
+    (action,) = events_of(made.run, events.Action)
+    assert (action.step, action.kind, action.cause) == (3, kind, f"because of {kind}")
+    assert (action.before_bytes, action.after_bytes) == (300 * MB, 300 * MB)
+    assert action.read_bytes == read_bytes
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_large_action_is_the_callers(governed, decided, kind):
+    decided("clear_cache", kind)
+    made = governed()
+    made.governor.look()
+    wanted = made.governor.after_step(3, batches_of(made.governor))
+    assert wanted == Action(kind=kind, cause=f"because of {kind}")
+    assert made.calls == ["clear"]
+    assert [action.kind for action in events_of(made.run, events.Action)] == ["clear_cache"]
+
+
+def test_the_watch_is_what_the_policy_gives_and_what_actions_make_of_it(
+    governed, decided, monkeypatch
+):
+    decided("clear_cache", "reload_lora")
+    made = governed()
+    given: list[tuple[Any, ...]] = []
+
+    def acted(policy: Any, watch: Watch, action: Action, *samples: MemorySample) -> Watch:
+        given.append((watch.decisions, action.kind, samples))
+        return dataclasses.replace(watch, decisions=watch.decisions + 1)
+
+    monkeypatch.setattr(memory_actions, "acted", acted)
+    made.governor.look()
+    made.governor.after_step(1, batches_of(made.governor))
+    assert given == [(77, "clear_cache", (SAMPLE, SAMPLE)), (78, "reload_lora", (SAMPLE, SAMPLE))]
+    assert made.governor.watch.decisions == 79
+
+
+def test_notices_are_written(governed, decided):
+    decided(notices=("first", "second"))
+    made = governed()
+    made.governor.look()
+    made.governor.after_step(1, batches_of(made.governor))
+    assert notices_of(made.run)[-2:] == ["first", "second"]
+
+
+def test_a_boundary_shows_the_policy_what_was_looked_at(governed, decided):
+    seen = decided()
+    made = governed()
+    assert made.governor.look() == (SAMPLE, 350 * MB)
+    made.governor.after_step(5, batches_of(made.governor))
+    (observation,) = seen
+    assert (observation.step, observation.sample) == (5, SAMPLE)
+    assert observation.highest_process_bytes == 350 * MB
+    assert observation.baseline_bytes == made.governor.prepared.budget.demand.python_bytes
+    assert observation.kept_bytes == 0
+
+
+@pytest.mark.parametrize(("level", "shrink", "grow"), [(0, True, False), (1, True, True)])
+def test_the_policy_knows_whether_there_are_other_plans(governed, decided, level, shrink, grow):
+    seen = decided()
+    made = governed(level)
+    made.governor.look()
+    made.governor.after_step(1, batches_of(made.governor))
+    assert (seen[0].can_shrink, seen[0].can_grow) == (shrink, grow)
+
+
+def test_the_smallest_plan_cannot_shrink(governed, decided):
+    seen = decided()
+    made = governed(level=99)
+    made.governor.look()
+    made.governor.after_step(1, batches_of(made.governor))
+    assert (seen[0].can_shrink, seen[0].can_grow) == (False, True)
+
+
+@pytest.mark.parametrize(("where", "counts"), [("off", False), ("memory", True), ("disk", False)])
+def test_a_prefix_cache_in_memory_is_no_leak(governed, decided, where, counts):
+    seen = decided()
+    made = governed(prefix_cache=where, lora_layers=1)
+    batches = batches_of(made.governor)
+    for batch in batches:
+        made.governor.prepared.engine.gradients(batch, 1.0, 0)
+    made.governor.look()
+    made.governor.after_step(1, batches)
+    assert (seen[0].kept_bytes > 0) == counts
+
+
+def test_the_policy_has_the_settings_and_the_limit(governed):
+    settings = {"reload_interval": 3, "reload_at": 0.5, "clear_cache_every": 7, "max_memory": 9}
+    policy = governed(leak_threshold_mb=20, leak_warmup=2, **settings).governor.policy
+    assert policy.limit_bytes == 9 * GB
+    assert (policy.reload_interval, policy.reload_at, policy.clear_cache_every) == (3, 0.5, 7)
+    assert (policy.leak_threshold_bytes, policy.leak_warmup) == (20 * MB, 2)
+
+
+def test_steps_that_need_more_than_estimated_get_fewer_rows(governed, decided):
+    decided()
+    made = governed(batch_size=4, max_memory=1.0)
+    batches = batches_of(made.governor)
+    rows, tokens = batches[0].tokens.shape
+    assert (rows, made.governor.rows_at(tokens)) == (4, 4)
+    made.governor.seen = dataclasses.replace(SAMPLE, peak_bytes=3 * GB), None
+    made.governor.after_step(1, batches)
+    assert 1 <= made.governor.rows_at(tokens) < 4
+    assert len(batches_of(made.governor)) > 1
+
+
+def test_a_peak_that_cannot_be_read_teaches_nothing(governed, decided):
+    decided()
+    made = governed(batch_size=4)
+    batches = batches_of(made.governor)
+    for peak_bytes in (None, 0):
+        made.governor.seen = dataclasses.replace(SAMPLE, peak_bytes=peak_bytes), None
+        made.governor.after_step(1, batches)
+    assert made.governor.corrections.ratios == {}
+
+
+def test_a_run_that_goes_on_remembers_what_it_learned_until_then(governed, decided):
+    decided()
+    made = governed(batch_size=4)
+    batches, governor = batches_of(made.governor), made.governor
+    for step, peak_bytes in ((1, 60 * MB), (2, 50 * MB), (3, 70 * MB)):
+        governor.seen = dataclasses.replace(SAMPLE, peak_bytes=peak_bytes), None
+        governor.after_step(step, batches)
+    seen = events_of(made.run, events.Corrected)
+    assert [event.step for event in seen] == [1, 3]  # the second was no more than the first
+
+    def ratios(step: int) -> dict[int, float]:
+        again = memory_actions.govern(governor.prepared, Sampler(), governor.log, Watch(), step)
+        return again.corrections.ratios
+
+    assert ratios(3) == governor.corrections.ratios
+    assert ratios(2) == {seen[0].tokens: seen[0].ratio}
+    assert ratios(0) == {}
+    plan = governor.prepared.budget.choice.option.plan
+    other = dataclasses.replace(plan, micro_tokens=plan.micro_tokens + 1)
+    planned = events_of(made.run, events.Planned)[-1]
+    governor.log.write(dataclasses.replace(planned, micro_tokens=other.micro_tokens))
+    assert ratios(3) == {}  # they were of another plan
+
+
+def test_the_peak_is_that_of_one_step(governed):
+    made = governed()
+    mx.eval(mx.ones(40 * MB // 4))
+    assert mx.get_peak_memory() >= 40 * MB
+    made.governor.before_step()
+    mx.eval(mx.ones(2))
+    assert mx.get_peak_memory() < 40 * MB
+
+
+def test_what_cannot_be_read_is_told_as_none_held():
+    action = told(Action(kind="clear_cache", cause="c"), 3, MemorySample(), SAMPLE, 0.5)
+    assert (action.before_bytes, action.after_bytes) == (0, 300 * MB)
+    assert (action.step, action.kind, action.seconds, action.read_bytes) == (
+        3,
+        "clear_cache",
+        0.5,
+        0,
+    )
+
+
+def test_a_replan_says_why():
+    replan = Replan(Action(kind="restart", cause="memory grows"), 3, Watch())
+    assert (str(replan), replan.action.kind, replan.step) == ("memory grows", "restart", 3)
+
+
+def test_the_actions_that_are_told_are_the_policys():
+    assert set(KINDS) - set(LARGE) == {"clear_cache", "drop_compiled", "reload_lora"}
+
+
+# -- gauges that fail, or lie, in a run
+
+
+@pytest.fixture
+def quick(configure, data_folder, monkeypatch) -> Callable[..., Any]:
+    """A config of a few short steps, with a smaller plan at hand."""
+    monkeypatch.setattr(plan, "NOTICEABLY", 0.9999)
+    write_rows(data_folder / "train.jsonl", [chat(f"Ask {i}", "Yes") for i in range(8)])
+    (data_folder / "valid.jsonl").unlink()
+
+    def make(**settings: Any) -> Any:
+        return configure(**{"lora_layers": 1, "max_steps": 6, "batch_size": 4, **settings})
+
+    return make
+
+
+PROCESS = "the memory of the process cannot be read"
+ACTIVE = "MLX counts 0 bytes in use"
+BLIND = "no gauge shows what the process holds"
+
+
+def without_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "process_bytes", lambda: None)
+
+
+def process_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise OSError(5, "Input/output error")
+
+    for name in ("resident_bytes", "rusage"):
+        monkeypatch.setattr(probe, name, fail)
+
+
+def without_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "mlx_bytes", lambda name, mlx=None: None)
+
+
+def active_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlx_bytes = probe.mlx_bytes
+
+    def lying(name: str, *mlx: Any) -> int | None:
+        return 0 if name == "get_active_memory" else mlx_bytes(name, *mlx)
+
+    monkeypatch.setattr(probe, "mlx_bytes", lying)
+
+
+@pytest.mark.parametrize(
+    ("failures", "notices"),
+    [
+        ([], []),
+        ([without_process], [PROCESS]),
+        ([process_that_raises], [PROCESS]),
+        ([active_is_0], [ACTIVE]),
+        ([without_process, active_is_0], [PROCESS, ACTIVE]),
+        ([without_mlx], []),
+        ([without_process, without_mlx], [BLIND]),
+    ],
+    ids=lambda value: "-".join(getattr(v, "__name__", "") for v in value) or "none",
+)
+def test_gauges_that_fail_are_told_once_and_end_no_run(quick, monkeypatch, failures, notices):
+    whole = train(quick(run="whole"))
+    run = folder.create(quick())
+    with monkeypatch.context() as patch:
+        for fail in failures:
+            fail(patch)
+        assert resume(run) == 0
+    found = [text for text in notices_of(run) if text.startswith((PROCESS, ACTIVE, BLIND))]
+    assert len(found) == len(notices)
+    for text, beginning in zip(sorted(found), sorted(notices), strict=True):
+        assert text.startswith(beginning)
+    assert losses_of(run) == losses_of(whole)
+
+
+def test_without_any_gauge_the_cache_is_cleared_at_every_step(quick, monkeypatch):
+    run = folder.create(quick(clear_cache_every=0))
+    with monkeypatch.context() as patch:
+        without_process(patch)
+        without_mlx(patch)
+        resume(run)
+    actions = events_of(run, events.Action)
+    assert [(a.step, a.kind) for a in actions] == [(n, "clear_cache") for n in range(1, 7)]
+    assert all(action.cause.startswith(BLIND) for action in actions)
+
+
+def test_gauges_that_cannot_be_read_are_missing_from_the_steps(quick, monkeypatch):
+    run = folder.create(quick())
+    with monkeypatch.context() as patch:
+        without_process(patch)
+        resume(run)
+    for step in events_of(run, events.Step):
+        assert (step.process_bytes, step.highest_bytes) == (None, None)
+        assert step.active_bytes > 0
+
+
+def test_a_gauge_that_fails_in_the_middle_is_told_then(quick, monkeypatch):
+    run = folder.create(quick())
+    process_bytes = probe.process_bytes
+
+    def failing() -> int | None:
+        return None if len(events_of(run, events.Step)) > 2 else process_bytes()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(probe, "process_bytes", failing)
+        resume(run)
+    kinds = [(type(e), getattr(e, "text", "")) for e in events_of(run, events.Step, events.Notice)]
+    place = next(i for i, (_, text) in enumerate(kinds) if text.startswith(PROCESS))
+    assert 0 < place < len(kinds) - 1
+
+
+# -- pressure that rises
+
+
+def ramp(monkeypatch: pytest.MonkeyPatch, run: RunFolder, *pressures: int | None) -> None:
+    """The system's pressure at the end of each step; normal after the last."""
+    read = probe.read
+
+    def pressed() -> MemorySample:
+        done = len(events_of(run, events.Step))
+        return dataclasses.replace(read(), pressure=dict(enumerate(pressures)).get(done, 1))
+
+    monkeypatch.setattr(probe, "read", pressed)
+
+
+def test_pressure_climbs_the_ladder(quick, monkeypatch):
+    run = folder.create(quick(max_steps=9))
+    with monkeypatch.context() as patch:
+        ramp(patch, run, 1, 1, 2, 2, 2, 4)
+        assert resume(run) == 0
+    found = actions_of(run)
+    assert [(a.step, a.kind) for a in found] == [
+        (3, "clear_cache"),
+        (4, "reload_lora"),
+        (6, "smaller_plan"),
+    ]
+    assert [a.cause for a in found] == [
+        "the system's memory pressure is 2, a warning",
+        "the system's memory pressure is 2, a warning",
+        "the system's memory pressure is 4, critical",
+    ]
+    assert [event.level for event in events_of(run, events.Planned)] == [0, 1]
+    assert [event.step for event in events_of(run, events.Step)] == list(range(1, 10))
+
+
+def test_critical_pressure_takes_the_cheap_rungs_at_once(quick, monkeypatch):
+    run = folder.create(quick())
+    with monkeypatch.context() as patch:
+        ramp(patch, run, 1, 4, 4)
+        resume(run)
+    assert [(action.step, action.kind) for action in actions_of(run)] == [
+        (2, "clear_cache"),
+        (2, "reload_lora"),
+        (3, "smaller_plan"),
+    ]
+
+
+def test_pressure_changes_no_loss(quick, monkeypatch):
+    whole = train(quick(run="whole", max_steps=9))
+    run = folder.create(quick(max_steps=9))
+    with monkeypatch.context() as patch:
+        ramp(patch, run, 2, 2, 4, 4, 4, 4)
+        resume(run)
+    assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-5)
+
+
+def test_unknown_pressure_is_none(quick, monkeypatch):
+    run = folder.create(quick())
+    with monkeypatch.context() as patch:
+        ramp(patch, run, *[None] * 6)
+        assert resume(run) == 0
+    assert actions_of(run) == []
+
+
+def test_notices_are_not_repeated_under_the_next_plan(quick, monkeypatch):
+    run = folder.create(quick(max_steps=9))
+    with monkeypatch.context() as patch:
+        active_is_0(patch)
+        ramp(patch, run, 4, 4)
+        resume(run)
+    assert len(events_of(run, events.Planned)) == 2
+    assert len([text for text in notices_of(run) if text.startswith(ACTIVE)]) == 1
+
+
+def test_a_larger_plan_is_taken_again_after_long_plenty(quick, monkeypatch):
+    run = folder.create(quick(max_steps=70))
+    with monkeypatch.context() as patch:
+        ramp(patch, run, 4, 4)
+        resume(run)
+    assert [event.level for event in events_of(run, events.Planned)] == [0, 1, 0]
+    assert [a.kind for a in actions_of(run)][-2:] == ["smaller_plan", "larger_plan"]
+    assert [event.step for event in events_of(run, events.Step)] == list(range(1, 71))
+
+
+# -- rows of very different lengths under a small limit
+
+
+@pytest.fixture
+def uneven(configure, data_folder) -> Callable[..., Any]:
+    """Rows whose lengths differ 20-fold, of which eight are wanted at once."""
+    rows = [chat("Ask", "Yes") for _ in range(8)]
+    rows += [chat("Ask", "Yes" + " please" * (380 + i)) for i in range(8)]
+    write_rows(data_folder / "train.jsonl", rows)
+    (data_folder / "valid.jsonl").unlink()
+    first = {"batch_size": 8, "max_steps": None, "epochs": 1, "lora_layers": 1}
+
+    def make(**settings: Any) -> Any:
+        return configure(**{**first, **settings})
+
+    return make
+
+
+@pytest.fixture
+def shapes(monkeypatch) -> list[tuple[int, int]]:
+    """Of every micro-batch that is trained."""
+    found: list[tuple[int, int]] = []
+    accumulate = recipe.accumulate
+
+    def watched(engine: Any, batches: list[Any], *args: Any) -> Any:
+        found.extend(batch.tokens.shape for batch in batches)
+        return accumulate(engine, batches, *args)
+
+    monkeypatch.setattr(recipe, "accumulate", watched)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["fused", "staged"])
+def test_a_small_limit_splits_long_batches_and_drops_no_row(uneven, shapes, monkeypatch, engine):
+    demands: list[plan.Demand] = []
+    demand_of = budget.demand_of
+
+    def watched(*args: Any, **options: Any) -> plan.Demand:
+        """What Python holds, which goes up and down, is kept as it was."""
+        found = demand_of(*args, **options)
+        held = {} if not demands else {"python_bytes": demands[-1].python_bytes}
+        demands.append(dataclasses.replace(found, **held))
+        return demands[-1]
+
+    monkeypatch.setattr(budget, "demand_of", watched)
+    whole = train(uneven(run="whole", plan=engine))
+    (short, most), (long, longest) = sorted(set(shapes), key=lambda shape: shape[1])
+    assert (short, long) == (8, 8)
+    assert longest >= 10 * most
+    shapes.clear()
+
+    found = [option for option in plan.options(demands[0]) if not option.plan.spill]
+    needed = {option.plan.rows(longest, 8): option.needed_bytes for option in found}
+    limit = (needed[2] + needed[4]) / 2 / 1e9
+    run = train(uneven(plan=engine, max_memory=limit, reload_at=1.0, clear_cache_every=0))
+    rows = {tokens: max(b for b, t in shapes if t == tokens) for _, tokens in shapes}
+    assert rows[most] == 8
+    assert rows[longest] < 8
+    total = {r.name: sum(e.tokens for e in events_of(r, events.Step)) for r in (run, whole)}
+    assert total["r"] == total["whole"]
+    trained = [[e.trained_tokens for e in events_of(r, events.Step)] for r in (run, whole)]
+    assert trained[0] == trained[1]
+    assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-4)
+
+
+def test_rows_that_are_split_are_each_there_once(governed, decided):
+    """Whatever the corrections leave, for every step of an epoch."""
+    decided()
+    made = governed(batch_size=4, grad_accumulation=2, max_memory=1.0)
+    plan_of_steps = made.governor.prepared.plan
+    for peak_bytes in (100 * MB, 2 * GB, 9 * GB):
+        made.governor.seen = dataclasses.replace(SAMPLE, peak_bytes=peak_bytes), None
+        made.governor.after_step(1, batches_of(made.governor))
+        for step in range(plan_of_steps.steps_per_epoch):
+            batches = batches_of(made.governor, step)
+            lengths = np.concatenate([batch.lengths[batch.lengths > 0] for batch in batches])
+            expected = plan_of_steps.examples.lengths[plan_of_steps.rows_of(step)] - 1
+            assert lengths.tolist() == expected.tolist()

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+
+from your_ai.config import TrainConfig
+from your_ai.memory.estimate import OPTIMIZER_WORK, Training, update_bytes
+from your_ai.memory.facts import ModelFacts
+from your_ai.run.checkpoint import TrainState
+from your_ai.training import optimizer
+
+OPTIMIZERS = ["adamw", "adam", "sgd", "adafactor", "muon", "lion"]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = mx.arange(12, dtype=mx.float32).reshape(4, 3) / 10
+        self.b = mx.array([1.0, -2.0])
+
+
+def gradients(step: int) -> dict[str, mx.array]:
+    mx.random.seed(step)
+    return {"a": mx.random.normal((4, 3)), "b": mx.random.normal((2,))}
+
+
+def test_adamw_equals_the_paper():
+    config = TrainConfig(optimizer="adamw", learning_rate=0.1, weight_decay=0.2)
+    network = Two()
+    built = optimizer.build_optimizer(config, network.trainable_parameters())
+    update = optimizer.make_update(network, built)
+    x = np.array(network.a, np.float64)
+    m = v = np.zeros_like(x)
+    for step in range(1, 6):
+        g = np.array(gradients(step)["a"], np.float64) * 0.5
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        x = x * (1 - 0.1 * 0.2)
+        x = x - 0.1 * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.999**step)) + 1e-8)
+        update(gradients(step), 0.5, 0.1)
+    assert np.array(network.a) == pytest.approx(x, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_uses_the_rate_it_is_given(name):
+    def moved(rate: float) -> float:
+        network = Two()
+        config = TrainConfig(optimizer=name)
+        built = optimizer.build_optimizer(config, network.trainable_parameters())
+        before = mx.array(network.a)
+        optimizer.make_update(network, built)(gradients(1), 1.0, rate)
+        return mx.abs(network.a - before).sum().item()
+
+    assert moved(0.0) == pytest.approx(0, abs=1e-6)
+    assert moved(0.02) == pytest.approx(2 * moved(0.01), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [o for o in OPTIMIZERS if o != "adam"])
+def test_every_optimizer_uses_weight_decay(name):
+    def after(decay: float) -> mx.array:
+        network = Two()
+        config = TrainConfig(optimizer=name, weight_decay=decay)
+        built = optimizer.build_optimizer(config, network.trainable_parameters())
+        optimizer.make_update(network, built)(gradients(1), 1.0, 0.1)
+        return network.a
+
+    assert not mx.allclose(after(0.0), after(0.9), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_put_back_goes_on_bit_for_bit(name):
+    def start() -> tuple:
+        network = Two()
+        built = optimizer.build_optimizer(TrainConfig(optimizer=name), network.parameters())
+        return network, built, optimizer.make_update(network, built)
+
+    network, built, update = start()
+    for step in range(6):
+        if step == 3:
+            saved = network.parameters(), optimizer.optimizer_arrays(built)
+        update(gradients(step), 1.0, 0.1)
+    other, other_built, other_update = start()
+    other_update(gradients(9), 1.0, 0.1)  # already compiled when the state is put back
+    other.update(saved[0])
+    optimizer.set_optimizer_arrays(other_built, saved[1])
+    for step in range(3, 6):
+        other_update(gradients(step), 1.0, 0.1)
+    assert mx.array_equal(network.a, other.a)
+    assert mx.array_equal(network.b, other.b)
+
+
+def test_the_norm_is_global_and_in_float32():
+    grads = {"a": mx.full((300,), 300.0, mx.float16), "b": [mx.array([4.0]), {}]}
+    norm = optimizer.global_norm(grads)
+    assert norm.item() == pytest.approx(math.sqrt(300 * 300.0**2 + 16), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("norm", "most", "factor"), [(10, 1, 0.1), (0.5, 1, 1), (0, 1, 1), (1e9, 0, 1)]
+)
+def test_clipping(norm, most, factor):
+    assert optimizer.clip_factor(norm, most) == pytest.approx(factor, rel=1e-5)
+
+
+def rates(**settings) -> list[float]:
+    config = TrainConfig(learning_rate=1.0, **settings)
+    return [optimizer.learning_rate(config, step, 10) for step in range(10)]
+
+
+def test_schedules():
+    assert rates() == [1.0] * 10
+    assert rates(lr_schedule="linear") == pytest.approx([1 - i / 10 for i in range(10)])
+    cosine = rates(lr_schedule="cosine")
+    assert cosine[0] == 1.0
+    assert cosine[5] == pytest.approx(0.5)
+    assert 0 < cosine[9] < 0.05
+
+
+def test_warm_up_rises_to_the_peak_and_is_never_0():
+    warm = rates(lr_schedule="linear", warmup_steps=4)
+    assert warm[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert warm[9] == pytest.approx(1 - 5 / 6)
+    assert min(rates(warmup_steps=50)) > 0
+
+
+def test_float16_searches_for_its_scale_without_giving_up():
+    state = optimizer.first_state(mx.float16)
+    first = state.loss_scale
+    for _ in range(8):
+        state = optimizer.after_skipped_step(state, loss=1.0)
+    assert (state.loss_scale, state.skipped, state.skipped_in_a_row) == (first / 256, 8, 0)
+
+
+def test_a_loss_that_is_not_finite_counts_towards_giving_up():
+    state = optimizer.after_skipped_step(optimizer.first_state(mx.float16), loss=math.nan)
+    assert state.skipped_in_a_row == 1
+    state = optimizer.after_skipped_step(TrainState(), loss=1.0)  # float32: nothing to search
+    assert state.skipped_in_a_row == 1
+
+
+def test_the_scale_grows_again_and_other_types_have_none():
+    state = TrainState(loss_scale=8.0, good_steps=optimizer.LOSS_SCALE_GROWS_AFTER - 1)
+    assert optimizer.after_finite_step(state, mx.float16).loss_scale == 16.0
+    assert optimizer.after_finite_step(state, mx.bfloat16).loss_scale == 8.0
+    assert optimizer.first_state(mx.bfloat16).loss_scale == 1.0
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZER_WORK))
+@pytest.mark.parametrize("rank", [16, 512])
+def test_the_memory_of_an_update_is_what_is_estimated(name, rank):
+    layers = {"q_proj": (512, 512), "up_proj": (512, 1536), "down_proj": (1536, 512)}
+    model = nn.Module()
+    model.layers = [nn.Module() for _ in range(3)]
+    for block in model.layers:
+        for layer, (inputs, outputs) in layers.items():
+            block[layer] = nn.Module()
+            block[layer].lora_a = mx.random.normal((inputs, rank))
+            block[layer].lora_b = mx.random.normal((rank, outputs))
+    parameters = model.trainable_parameters()
+    grads = tree_map(lambda p: mx.random.normal(p.shape), parameters)
+    built = optimizer.build_optimizer(TrainConfig(optimizer=name), parameters)
+    mx.eval(parameters, grads)
+    update = optimizer.make_update(model, built)
+    del parameters, block
+    held, peaks = mx.get_active_memory(), []
+    for _ in range(2):
+        mx.reset_peak_memory()
+        update(grads, 1.0, 1e-4)
+        peaks.append(mx.get_peak_memory() - held)
+    facts = ModelFacts(3, layers, 512, 768, 8, 4, 1, 3, 1, 1, 1, False)
+    training = Training(blocks=3, rank=rank, targets=("all-linear",), optimizer=name)
+    assert max(peaks) <= 1.1 * update_bytes(facts, training) + 200_000

@@ -1,0 +1,283 @@
+"""`your_ai plan`: what it shows, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.budget import LEAST
+from tests.conftest import events_of, make_model, train
+from tests.fault.processes import call
+from your_ai.memory import budget, probe
+from your_ai.memory.limit import Machine
+from your_ai.run import events
+
+GB = 10**9
+ENOUGH = 1_000_000  # GB, more than any machine has
+PLAN = {
+    "plan",
+    "rows_at_once",
+    "spill",
+    "text",
+    "components",
+    "mlx_peak_bytes",
+    "process_peak_bytes",
+    "needed_bytes",
+    "step_cost",
+    "read_bytes_a_micro_batch",
+}
+COMPONENTS = {
+    *(
+        "weights",
+        "adapters",
+        "gradients",
+        "optimizer",
+        "optimizer work",
+        "norms",
+        "block inputs",
+        "activations",
+        "block work",
+        "head chunk",
+    ),
+    *("prefix cache", "graphs", "cache", "python"),
+}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch) -> None:
+    """One with 16 GB, half of them free, and a process in which nothing ran before."""
+    told = Machine(ram_bytes=16 * GB, available_bytes=8 * GB)
+    monkeypatch.setattr(probe, "machine", lambda: told)
+    monkeypatch.setattr(budget, "python_bytes", lambda: 140_000_000)
+
+
+def files() -> set[str]:
+    """In the folder of the test, but not in its store."""
+    return {str(path) for path in Path().rglob("*") if path.parts[0] != "home"}
+
+
+def shown(capsys, *arguments: object) -> str:
+    """What `your_ai plan` prints, in one line of single blanks; it changes nothing."""
+    before = files()
+    status, out, error = call(capsys, "plan", *map(str, arguments))
+    assert (status, error) == (0, "")
+    assert files() == before
+    return " ".join(out.split())
+
+
+def planned(capsys, *arguments: object) -> dict[str, Any]:
+    """The same as one JSON object."""
+    return json.loads(shown(capsys, *arguments, "--json"))
+
+
+def refused(capsys, *arguments: object) -> str:
+    """The one line on stderr with which it fails, and changes nothing."""
+    before = files()
+    status, out, error = call(capsys, "plan", *map(str, arguments))
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"error: [^\n]+\n", error)
+    assert files() == before
+    return error
+
+
+# What it shows
+
+
+def test_without_options_it_is_of_the_demo(capsys):
+    text = shown(capsys)
+    assert text.startswith("limit 7.6 GB: ")
+    assert re.search(r"chosen fused, \d+ rows of \d+ tokens at once \d\.\d\d GB 1\.00", text)
+    assert re.search(r"estimated peak \d+", text)
+    assert "smaller " in text
+    assert "larger " not in text
+    assert "reads " not in text
+
+
+def test_json_is_one_object(capsys):
+    status, out, error = call(capsys, "plan", "--json")
+    assert (status, error, out.count("\n")) == (0, "", 1)
+    found = json.loads(out)
+    assert found.keys() == PLAN | {"limit_bytes", "limit_reason", "notices", "smaller", "larger"}
+    assert found["limit_bytes"] == 8 * GB * 95 // 100
+    assert found["notices"] == []
+    assert found["larger"] is None
+    assert found["smaller"].keys() == PLAN
+
+
+def test_figures_add_up(capsys):
+    found = planned(capsys, "--plan", "staged")
+    for option in (found, found["smaller"]):
+        components = option["components"]
+        assert components.keys() == COMPONENTS
+        assert sum(components.values()) == option["process_peak_bytes"]
+        beside = components["python"] + components["graphs"] + components["cache"]
+        assert option["mlx_peak_bytes"] == option["process_peak_bytes"] - beside
+        assert option["process_peak_bytes"] <= option["needed_bytes"] <= found["limit_bytes"]
+        assert option["plan"] == "staged"
+        assert option["read_bytes_a_micro_batch"] > 0
+        assert 1 < option["step_cost"] <= 1.5
+    assert found["smaller"]["needed_bytes"] < found["needed_bytes"]
+
+
+def test_a_plan_that_reads_files_says_so(capsys):
+    assert re.search(
+        r"reads \d\.\d\d GB of the model's files a micro-batch", shown(capsys, "--plan", "streamed")
+    )
+
+
+def test_lengths_are_those_of_the_data(capsys, tiny_model, data_folder):
+    """And the plan is the one that training takes."""
+    options = ("--model", tiny_model, "--data", data_folder, "--lora-layers", 2)
+    found = planned(capsys, *options, "--batch-size", 2)
+    assert re.fullmatch(r"fused, 2 rows of (64|96|128|160) tokens at once", found["text"])
+
+
+def test_the_plan_is_the_one_that_training_takes(capsys, configure):
+    settings = {"batch_size": 8, "plan": "staged", "max_steps": 1, "lora_layers": 2}
+    run = train(configure(**settings))
+    (told,) = events_of(run, events.Planned)
+    config = run.read_config()
+    options = ("--batch-size", 8, "--plan", "staged", "--lora-layers", 2, "--lora-rank", 4)
+    found = planned(capsys, "--model", config.model, "--data", config.data, *options)
+    assert told.text.startswith(found["text"])
+    held = found["process_peak_bytes"] - found["components"]["python"]
+    assert 0 < held < told.estimate_bytes
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 1000])
+def test_rows_of_a_length_without_looking_at_data(capsys, tiny_model, tokens):
+    options = ("--model", tiny_model, "--data", "nowhere", "--seq-len", tokens)
+    found = planned(capsys, *options, "--batch-size", 3)
+    assert found["text"] == f"fused, 3 rows of {tokens} tokens at once"
+    assert found["rows_at_once"] == 3
+
+
+def test_without_data_rows_are_as_long_as_they_may_be(capsys, tiny_model):
+    found = planned(capsys, "--model", tiny_model, "--max-seq-length", 300)
+    assert found["text"] == "fused, 4 rows of 300 tokens at once"
+
+
+def test_a_shape_needs_no_model(capsys):
+    found = planned(capsys, "--shape", "tiny", "--max-seq-length", 300)
+    assert found["text"] == "fused, 4 rows of 300 tokens at once"
+    assert found["components"]["weights"] < planned(capsys, "--shape", "tiny", "--bits", 0)[
+        "components"
+    ]["weights"] / 3  # fmt: skip
+
+
+def test_less_memory_is_a_smaller_plan(capsys):
+    """Down to what is left, with what the process of these tests holds."""
+    rows = ("--seq-len", 1024)
+    most = planned(capsys, *rows)
+    less = planned(capsys, *rows, "--max-memory", most["needed_bytes"] / GB - 0.02)
+    assert less["limit_reason"].startswith("--max-memory ")
+    assert less["needed_bytes"] <= less["limit_bytes"] < most["needed_bytes"]
+    assert less["larger"]["text"] == most["text"]
+
+
+def test_a_prefix_cache_in_memory_is_counted(capsys, tiny_model, data_folder):
+    options = ("--model", tiny_model, "--data", data_folder, "--lora-layers", 1)
+    kept = planned(capsys, *options, "--prefix-cache", "memory")["components"]["prefix cache"]
+    assert kept > 10 * 20 * 64 * 4  # ten rows of more than 20 tokens
+    assert planned(capsys, *options)["components"]["prefix cache"] == 0
+
+
+def test_no_weight_is_read(capsys, tmp_path, data_folder):
+    folder = make_model(tmp_path / "large", bits=None, hidden_size=512, intermediate_size=1024)
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    found = planned(capsys, "--model", folder, "--data", data_folder)
+    assert found["components"]["weights"] > 20e6
+    assert mx.get_peak_memory() - before < 1e6
+
+
+# What it refuses
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--max-memory", 0), "--max-memory 0.0: must be a number above 0"),
+        (("--max-memory", -1), "--max-memory -1.0: must be a number above 0"),
+        (("--max-memory", "nan"), "--max-memory nan: must be a number above 0"),
+        (("--max-memory", "abc"), "--max-memory: expected a number, found 'abc'"),
+        (("--max-memory", ENOUGH), "this machine has 16 GB of memory; give at most 16, or --force"),
+        (("--max-memory", 0.05), "nothing fits into 0.05 GB; the least that would do is"),
+        (("--max-memory", 0.05, "--json"), "nothing fits into 0.05 GB"),
+        (("--max-memory", 0.05, "--plan", "fused"), "use --plan auto"),
+        (("--seq-len", 0), "--seq-len"),
+        (("--seq-len", -5), "--seq-len"),
+        (("--seq-len", "abc"), "--seq-len"),
+        (("--shape", "smal"), "did you mean small?"),
+        (("--shape", "tiny", "--bits", 3), "--bits 3: must be 4 or 8"),
+        (("--model", "absent", "--data", "x"), "absent: no such folder or alias"),
+        (("--data", "nowhere", "--model", "demo"), "nowhere: no such file or folder"),
+        (("--quantize", 4), "is quantized to 4 bits already"),
+        (("--plan", "fused", "--spill"), "--spill: --plan fused saves no block inputs"),
+        (("--lora-layers", 100), "--lora-layers 100: the model has"),
+        (("--lora-targets", "q_prj"), "did you mean q_proj?"),
+    ],
+)
+def test_wrong_input_is_one_line(capsys, options, message):
+    assert message in refused(capsys, *options)
+
+
+def test_a_shape_that_will_be_quantized_can_be_streamed(capsys):
+    shape = ("--shape", "tiny", "--bits", 0, "--quantize", 4, "--seq-len", 16)
+    assert planned(capsys, *shape, "--plan", "streamed")["plan"] == "streamed"
+
+
+def test_more_memory_than_there_is_can_be_forced(capsys):
+    found = planned(capsys, "--max-memory", ENOUGH, "--force")
+    assert found["limit_bytes"] == ENOUGH * GB
+    assert "this machine has only 16 GB" in found["notices"][0]
+    assert "this machine has only 16 GB" in shown(capsys, "--max-memory", ENOUGH, "--force")
+
+
+def test_what_a_refusal_asks_for_is_enough_the_next_time():
+    """In processes of their own, of which each holds a little more or less."""
+    command = [sys.executable, "-m", "your_ai", "plan", "--shape", "tiny", "--seq-len", "64"]
+
+    def tried(limit_gb: str) -> subprocess.CompletedProcess[str]:
+        limited = [*command, "--max-memory", limit_gb, "--json"]
+        return subprocess.run(limited, capture_output=True, text=True, check=False)
+
+    asked = re.search(r"the least that would do is (\d+\.\d\d) GB", tried("0.01").stderr)
+    assert asked is not None
+    done = tried(asked[1])
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found["process_peak_bytes"] <= found["needed_bytes"] <= found["limit_bytes"]
+
+
+def test_the_least_that_is_named_is_enough_to_quantize_the_model_first(tmp_path, data_folder):
+    """A shard of this one takes more than its training does."""
+    folder = make_model(tmp_path / "wide", "mistral", None, hidden_size=512, vocab_size=16_000)
+    options = ["--model", folder, "--data", data_folder, "--quantize", 8, "--max-steps", 1]
+    options += ["--lora-layers", 1, "--lora-targets", "q_proj", "--batch-size", 1]
+
+    def tried(command: str, limit_gb: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "your_ai", command, *map(str, options)]
+        line += ["--max-memory", limit_gb]
+        return subprocess.run(line, capture_output=True, text=True, check=False)
+
+    named = [LEAST.search(tried(command, "0.02").stderr) for command in ("plan", "train")]
+    assert None not in named
+    (least,) = {found[1] for found in named}
+    assert tried("plan", least).returncode == 0
+    assert tried("train", least).returncode == 0
+    (copy,) = (Path("home") / "quantized").iterdir()
+    assert copy.name.endswith("8bit")
+    again = LEAST.search(tried("plan", "0.02").stderr)
+    assert again is not None
+    assert float(again[1]) < float(least)

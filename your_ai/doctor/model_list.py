@@ -1,0 +1,166 @@
+"""`your_ai models`: what is on this machine, what is known besides, and what trains here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from your_ai.doctor.machine import read_machine
+from your_ai.doctor.recommend import (
+    FULL,
+    LIGHT,
+    PYTHON_BYTES,
+    Profile,
+    Room,
+    recommend,
+    room_here,
+    targets_of,
+    tier_of,
+)
+from your_ai.errors import UserError
+from your_ai.hub.local import Local, local_models
+from your_ai.hub.registry import Known, known, size_text
+from your_ai.memory.estimate import Training
+from your_ai.memory.facts import ModelFacts, facts_of
+from your_ai.memory.plan import Demand, choose
+
+WORDS = {  # of recommend's tiers
+    "full": "yes",
+    "light": "few layers",
+    "tight": "just",
+    "slow": "slowly",
+    "": "no",
+}
+STYLES = {"yes": "green", "no": "red"}
+LEAST_WIDTH = 30  # of a name, before the repo's column goes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A model. where: models, cache, or empty where it is not here; size_bytes: on the disk,
+    here or once it is; fits: how it trains in what this machine can give now, one of WORDS'
+    values, None where that is not known; fault: what it lacks."""
+
+    name: str
+    repo: str | None
+    where: str
+    size_bytes: int
+    parameters: int | None = None
+    bits: int | None = None
+    licence: str | None = None
+    fits: str | None = None
+    fault: str | None = None
+
+
+def rows(room: Room | None = None) -> list[Row]:
+    """What is here, by name, then what is known and is not. Raises UserError."""
+    room = room_here(read_machine()) if room is None else room
+    here = [of_local(local, room) for local in local_models()]
+    there = {row.repo for row in here if row.fault is None}
+    return [*here, *(of_known(k, room) for k in known().values() if k.repo not in there)]
+
+
+def of_known(model: Known, room: Room) -> Row:
+    return Row(
+        name=model.alias,
+        repo=model.repo,
+        where="",
+        size_bytes=model.bytes_on_disk,
+        parameters=model.parameters,
+        bits=model.bits,
+        licence=model.licence,
+        fits=fit_of_known(model, room),
+    )
+
+
+def of_local(local: Local, room: Room) -> Row:
+    model = known().get(local.alias) if local.alias else None
+    if local.fault is not None:
+        fits = None
+    elif model is not None:
+        fits = fit_of_known(model, room)
+    else:
+        fits = fit_of_folder(local.folder, room)
+    return Row(
+        name=local.alias or local.name,
+        repo=local.repo,
+        where=local.where,
+        size_bytes=local.size_bytes,
+        parameters=model.parameters if model else None,
+        bits=local.bits,
+        licence=model.licence if model else None,
+        fits=fits,
+        fault=local.fault,
+    )
+
+
+def fit_of_known(model: Known, room: Room) -> str:
+    best = next(iter(recommend(room, [model])), None)
+    return WORDS[best.tier if best is not None else ""]
+
+
+def fit_of_folder(folder: Path, room: Room) -> str | None:
+    """None where the folder does not hold what a planner knows."""
+    try:
+        facts = facts_of(folder, room.float_bytes)
+    except (UserError, ValueError, LookupError):
+        return None
+    if not facts.blocks or not facts.linears:
+        return None
+    for profile in (FULL, LIGHT):
+        tier = tier_under(facts, profile, room)
+        if tier is not None and tier != "slow":
+            return WORDS[tier]
+    return WORDS[tier or ""]
+
+
+def tier_under(facts: ModelFacts, profile: Profile, room: Room) -> str | None:
+    """That of a model trained in this way, None where it does not fit."""
+    training = Training(
+        blocks=min(profile.layers or facts.blocks, facts.blocks),
+        rank=profile.rank,
+        targets=targets_of(facts, profile),
+    )
+    demand = Demand(
+        facts=facts,
+        training=training,
+        lengths=(profile.seq_len,),
+        batch_size=profile.batch,
+        rows_per_step=profile.batch,
+        python_bytes=PYTHON_BYTES,
+    )
+    try:
+        choose(demand, room.limit.limit_bytes)
+    except UserError:
+        return None
+    return tier_of(demand, room.limit.limit_bytes) or profile.name
+
+
+def as_json(found: Sequence[Row]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in found]
+
+
+def table(found: Sequence[Row], width: int = 80) -> Table:
+    """What is here comes first; `trains`: whether it does in this machine's memory."""
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    drawn.add_column("model", no_wrap=True)
+    for head in ("size", "bits"):
+        drawn.add_column(head, justify="right", no_wrap=True)
+    for head in ("here", "trains"):
+        drawn.add_column(head, no_wrap=True)
+    drawn.add_column("licence", no_wrap=True)
+    if width > 100:
+        drawn.add_column("repo", no_wrap=True, overflow="ellipsis")
+    for row in found:
+        fits = row.fits or "?"
+        trains = Text(row.fault, "red") if row.fault else Text(fits, STYLES.get(fits, ""))
+        bits = "-" if row.bits is None else str(row.bits)
+        cells = [Text(row.name), size_text(row.size_bytes), bits, row.where or "-", trains]
+        cells += [Text(row.licence or "-"), *([Text(row.repo or "-")] if width > 100 else [])]
+        drawn.add_row(*cells)
+    return drawn

@@ -1,0 +1,52 @@
+"""Hidden states -> the targets among them -> the head and the objective.
+
+Shapes: B rows, T tokens of a row, D hidden size, S targets.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from your_ai.nets import losses
+from your_ai.nets.losses import Head
+from your_ai.objectives.objective import Objective, Sums, Targets
+
+
+def at_targets(hidden: mx.array, targets: Targets) -> mx.array:
+    """(S, D) the hidden states that predict the targets, of (B, T, D), and no others."""
+    return hidden.reshape(-1, hidden.shape[-1])[targets.positions]
+
+
+def trainable_loss(
+    hidden: mx.array, targets: Targets, objective: Objective, scale: mx.array, head: Head
+) -> Sums:
+    """The objective's sums; the gradients of the loss come out times `scale`."""
+    return losses.trainable_loss(at_targets(hidden, targets), targets, objective, scale, head)
+
+
+def loss_and_gradient(
+    hidden: mx.array, targets: Targets, objective: Objective, scale: mx.array, head: Head
+) -> tuple[Sums, mx.array]:
+    """`trainable_loss`, and its gradient in `hidden`, (B, T, D)."""
+    rows = at_targets(hidden, targets)
+    sums, grad = losses.loss_and_gradient(rows, targets, objective, scale, head)
+    flat = mx.zeros((hidden.size // hidden.shape[-1], hidden.shape[-1]), grad.dtype)
+    return sums, flat.at[targets.positions].add(grad).reshape(hidden.shape)
+
+
+def loss(hidden: mx.array, targets: Targets, objective: Objective, head: Head) -> Sums:
+    """The same sums, to be evaluated alone."""
+    return losses.chunked_loss(at_targets(hidden, targets), targets, objective, head)
+
+
+def predictions(hidden: mx.array, targets: Targets, head: Head) -> mx.array:
+    """(S,) the likeliest token at each target."""
+    return losses.chunked_predictions(at_targets(hidden, targets), head)
+
+
+def score(hidden: mx.array, targets: Targets, head: Head) -> tuple[mx.array, mx.array]:
+    """(S,) the cross-entropy of each target, and (S,) the likeliest token in its place."""
+    rows = at_targets(hidden, targets)
+    found = losses.chunked_losses(rows, targets.tokens, head)
+    (rows,) = mx.depends([rows], [found])  # one walk through the vocabulary after the other
+    return found, losses.chunked_predictions(rows, head)

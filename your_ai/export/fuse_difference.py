@@ -1,0 +1,288 @@
+"""How near a fused model comes to its base with the adapter, measured on rows of the run.
+
+Shapes: B rows, T tokens of a row, S supervised positions, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.nn.losses import cross_entropy
+from mlx_lm.models.cache import make_prompt_cache
+
+from your_ai.data.batches import Batch, bucket_edges, micro_batches
+from your_ai.data.encode import Encoder
+from your_ai.data.examples import Examples, load_examples
+from your_ai.data.rows import find_splits
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.weights import can_stream, stream, tensors_of
+from your_ai.errors import UserError
+from your_ai.export.fused_weights import base_of
+from your_ai.gates.token_ids import vocabulary_of
+from your_ai.hub.find import store
+from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
+from your_ai.memory import allocator
+from your_ai.memory.budget import limit_of, python_bytes, row_limit
+from your_ai.memory.estimate import PREFILL_TOKENS, generation_bytes, weights_bytes
+from your_ai.memory.facts import ModelFacts, facts_of
+from your_ai.memory.plan import rounded_up
+from your_ai.memory.sample import in_gb
+from your_ai.nets.model import Split, compute_dtype, load_base, load_network, split
+from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter
+
+SPLITS = ("valid", "test", "train")  # the first that there is
+ROWS, TOKENS = 64, 4096  # at most
+ROWS_AT_ONCE = 16  # at most, for so many positions that meet the heads together
+POSITIONS_AT_ONCE, FEWEST_POSITIONS = 512, 16
+LOGITS_HELD = 10  # arrays of them, of three models
+LOSSES = ("base_loss", "adapted_loss", "fused_loss")
+LEAST_KEPT = 0.5  # of the adapter's effect, or it counts as erased
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Of logits at supervised positions, between three models on the same rows.
+
+    file: where the rows are from; rows, positions: how many there were. mean, largest:
+    absolute change from base + adapter to the fused model; effect: mean absolute change from
+    the base to base + adapter, which is to survive; kept: how much of that change the fused
+    model shows, 1 being all of it; agreement: share of the positions where the likeliest token
+    is that of base + adapter; *_loss: the mean cross-entropy of each model.
+    """
+
+    file: str
+    rows: int
+    positions: int
+    mean: float
+    largest: float
+    effect: float
+    kept: float
+    agreement: float
+    base_loss: float
+    adapted_loss: float
+    fused_loss: float
+
+    @property
+    def erased(self) -> bool:
+        """Whether fusing has changed as much as training has, or undone most of that."""
+        return self.effect > 0 and (self.mean >= self.effect or self.kept < LEAST_KEPT)
+
+
+@dataclass(frozen=True)
+class Room:
+    """How the models go into the limit.
+
+    streams: they are read block by block; rows: that go through the blocks together; positions:
+    that meet the heads together.
+    """
+
+    streams: bool
+    rows: int
+    positions: int
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the supervised targets of a batch are, in the order in which they are reached.
+
+    rows, columns: (S,) of the input that predicts each; targets: (S,); weights: (S,).
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+
+
+@dataclass
+class Sums:
+    """What is added up over the positions. losses: of base, base + adapter and fused model."""
+
+    numbers: int = 0  # of logits
+    positions: int = 0
+    agreed: int = 0
+    error: float = 0.0
+    largest: float = 0.0
+    effect: float = 0.0
+    effect_squared: float = 0.0
+    shown: float = 0.0
+    weight: float = 0.0
+    losses: np.ndarray = field(default_factory=lambda: np.zeros(3))
+
+
+def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None) -> Difference:
+    """Measure the model in `fused` against the run.
+
+    max_memory_gb: of the process; models that are larger are read from their files block by
+    block. Raises UserError where that does not fit, and where the run's data is gone.
+    """
+    source = base_of(trained, max_memory_gb)
+    dtype = compute_dtype(trained.config.dtype)
+    base, tokenizer = load_base(source, dtype)
+    networks = [base, load_network(source, dtype)[0], load_network(fused, dtype)[0]]
+    files = [tensors_of(base, source)] * 2 + [tensors_of(networks[2], fused)]
+    path, examples = examples_of(trained, base, tokenizer, max_memory_gb)
+    chosen = choose(examples)
+    streamable = all(map(can_stream, networks, files))
+    facts = [facts_of(folder, dtype.size) for folder in (source, fused)]
+    longest = int(examples.lengths[chosen].max())
+    room = hold(facts, trained.adapter, longest, max_memory_gb, streamable)
+
+    if not room.streams:
+        networks[1].update(base.parameters())  # so that they are held once
+    put_adapter(networks[1], trained.adapter)
+    for network, tensors in zip(networks, files, strict=True):
+        network.eval()
+        dequantize_on_the_cpu(network)
+        if room.streams:
+            stream(network, tensors)
+    halves = [split(network) for network in networks]
+    sums = Sums()
+    edges = bucket_edges(examples.lengths - 1)
+    for batch in micro_batches(examples, chosen, lambda _: room.rows, edges):
+        places = places_of(batch)
+        hidden = [
+            hidden_at(network, half, batch, places)
+            for network, half in zip(networks, halves, strict=True)
+        ]
+        add(sums, [half.head for half in halves], hidden, places, room.positions)
+    return Difference(
+        file=path.name,
+        rows=len(chosen),
+        positions=sums.positions,
+        mean=sums.error / sums.numbers,
+        largest=sums.largest,
+        effect=sums.effect / sums.numbers,
+        kept=sums.shown / sums.effect_squared if sums.effect_squared else 1.0,
+        agreement=sums.agreed / sums.positions,
+        **dict(zip(LOSSES, (sums.losses / sums.weight).tolist(), strict=True)),
+    )
+
+
+def examples_of(
+    trained: Trained, network: nn.Module, tokenizer: Any, max_memory_gb: float | None
+) -> tuple[Path, Examples]:
+    """The file that the run validated with, or else another of its files, and its rows."""
+    config = trained.config
+    if not config.data:
+        raise UserError(f"{trained.folder.path}: has no data")
+    splits = find_splits(config.data)
+    name = next(name for name in SPLITS if name in splits)
+    limit = row_limit(config.max_row_bytes, max_memory_gb)
+    masked = config.mask_prompt or name == "test"
+    return splits[name], load_examples(
+        splits[name],
+        Encoder(tokenizer, masked, vocabulary_of(network), limit),
+        tokenizer_fingerprint(fingerprint(trained.base)),
+        config.max_seq_length,
+        config.too_long,
+        store() / "cache",
+    )
+
+
+def choose(examples: Examples) -> np.ndarray:
+    """A few rows from all over the file, the same each time, the longest first."""
+    rows = np.flatnonzero(examples.weights)
+    if not len(rows):
+        raise UserError("every row has weight 0: there is nothing to measure with")
+    rows = np.random.Generator(np.random.PCG64(0)).permutation(rows)[:ROWS]
+    fits = np.cumsum(examples.lengths[rows]) <= TOKENS
+    rows = rows[: max(1, int(fits.sum()))]
+    return rows[np.argsort(-examples.lengths[rows], kind="stable")]
+
+
+def hold(
+    facts: list[ModelFacts],
+    adapter: Adapter,
+    tokens: int,
+    max_memory_gb: float | None,
+    streamable: bool,
+) -> Room:
+    """Hold MLX to the limit. Raises UserError where a row of so many tokens does not fit.
+
+    facts: of the base and the fused model.
+    """
+    limit = limit_of(max_memory_gb).limit_bytes
+    row = max(generation_bytes(found, tokens) for found in facts)
+    position = LOGITS_HELD * 4 * max(found.vocabulary for found in facts)
+    beside = sum(array.nbytes for array in adapter.arrays.values()) + python_bytes()
+    beside += row + FEWEST_POSITIONS * position
+    resident = beside + sum(found.weights_bytes for found in facts)
+    streamed = beside + sum(weights_bytes(found, "streamed") for found in facts)
+    streams = streamable and resident > limit
+    least = streamed if streams else resident
+    if least > limit:
+        raise UserError(
+            f"--max-memory: measuring the difference takes {in_gb(rounded_up(least))}, "
+            f"more than {in_gb(limit)}"
+        )
+    half = (limit - least) // 2
+    rows = min(ROWS_AT_ONCE, 1 + half // row)
+    positions = min(POSITIONS_AT_ONCE, FEWEST_POSITIONS + half // position)
+    allocator.hold(limit, least + (rows - 1) * row + positions * position, python_bytes())
+    return Room(streams, rows, positions)
+
+
+def places_of(batch: Batch) -> Places:
+    count = batch.trained_tokens
+    rows, columns = np.divmod(batch.positions[:count], batch.tokens.shape[1])
+    order = np.argsort(columns // PREFILL_TOKENS, kind="stable")
+    found = (rows, columns, batch.targets[:count], batch.weights[:count])
+    return Places(*(array[order] for array in found))
+
+
+def hidden_at(network: nn.Module, halves: Split, batch: Batch, places: Places) -> mx.array:
+    """(S, D) what the head is given at the places; PREFILL_TOKENS go through at once."""
+    tokens, cache = mx.array(batch.tokens), make_prompt_cache(network)
+    found: list[mx.array] = []
+    for start in range(0, tokens.shape[1], PREFILL_TOKENS):
+        hidden = halves.trunk(tokens[:, start : start + PREFILL_TOKENS], cache=cache)
+        inside = places.columns // PREFILL_TOKENS == start // PREFILL_TOKENS
+        if inside.any():
+            rows, columns = places.rows[inside], places.columns[inside] - start
+            found.append(hidden[mx.array(rows), mx.array(columns)])
+        mx.eval(found[-1:], [layer.state for layer in cache])
+    return mx.concatenate(found)
+
+
+def add(
+    sums: Sums,
+    heads: Sequence[Callable[[mx.array], mx.array]],
+    hidden: Sequence[mx.array],
+    places: Places,
+    step: int,
+) -> None:
+    """Add the places of a batch, `step` of them at once."""
+    for start in range(0, len(places.targets), step):
+        part = slice(start, start + step)
+        logits = [
+            head(states[None, part])[0].astype(mx.float32)
+            for head, states in zip(heads, hidden, strict=True)
+        ]
+        base, adapted, fused = logits
+        effect, error = adapted - base, mx.abs(fused - adapted)
+        agreed = (mx.argmax(fused, axis=-1) == mx.argmax(adapted, axis=-1)).sum()
+        targets, weights = mx.array(places.targets[part]), mx.array(places.weights[part])
+        losses = mx.stack([(weights * cross_entropy(found, targets)).sum() for found in logits])
+        measured = [
+            error.sum(), error.max(), mx.abs(effect).sum(), (effect * effect).sum(),
+            ((fused - base) * effect).sum(), agreed,
+        ]  # fmt: skip
+        mx.eval(measured, losses)
+        error_sum, largest, effect_sum, squared, shown, agreements = (m.item() for m in measured)
+        sums.numbers += base.size
+        sums.positions += len(base)
+        sums.agreed += agreements
+        sums.error += error_sum
+        sums.largest = max(sums.largest, largest)
+        sums.effect += effect_sum
+        sums.effect_squared += squared
+        sums.shown += shown
+        sums.weight += weights.sum().item()
+        sums.losses += np.array(losses, np.float64)

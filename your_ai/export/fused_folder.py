@@ -1,0 +1,61 @@
+"""The folder of a fused model, written shard by shard by `modelfiles.shards`."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+
+from your_ai.errors import UserError
+from your_ai.export.fused_weights import AUTO, base_of, fused_lazily
+from your_ai.files import sha256
+from your_ai.modelfiles import unfinished
+from your_ai.modelfiles.shards import Progress, write_model
+from your_ai.modelfiles.targets import check_target
+from your_ai.modelfiles.unfinished import Work
+from your_ai.nets.saved_adapter import Trained
+from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
+
+RECORD = "fused.json"
+
+
+def fuse(
+    trained: Trained,
+    target: Path,
+    to: str = AUTO,
+    dtype: str = AUTO,
+    max_memory_gb: float | None = None,
+    force: bool = False,
+) -> Iterator[Progress]:
+    """Write the run's base with its adapter in it to `target`; goes on where it was.
+
+    to, dtype: as `weights.fused_lazily` has them. force: replace a model that is there, once
+    the new one is whole. Raises UserError, before anything is written, for a target that
+    cannot be, and too little memory or disk; RunError where the base cannot be read to its end.
+    """
+    check_target(target, force)
+    if glob.escape(target.name) != target.name:
+        raise UserError(f"{target}: mlx-lm finds no model below a name with *, ? or [")
+    source, adapter = base_of(trained, max_memory_gb), trained.adapter.folder
+    spare_the_run(trained, source, target)
+    lazy = fused_lazily(trained, to, dtype, max_memory_gb)
+    settings = [*(sha256(adapter / name) for name in (ADAPTERS, ADAPTER_CONFIG)), to, dtype]
+    work = work_of(target)
+    yield from write_model(lazy, source, work, settings, max_memory_gb, False, replaces=force)
+
+
+def left_behind(target: Path) -> str:
+    """What to tell who has interrupted `fuse`."""
+    return unfinished.left_behind(work_of(target))
+
+
+def work_of(target: Path) -> Work:
+    return Work(target, "fusing", RECORD)
+
+
+def spare_the_run(trained: Trained, source: Path, target: Path) -> None:
+    """Raise UserError where `target` is what the run needs: its base, adapter or checkpoints."""
+    run, there = trained.folder, target.resolve()
+    for needed in (trained.base, source, run.adapter, run.checkpoints):
+        if there.is_relative_to(needed.resolve()):
+            raise UserError(f"{target}: is of the run itself ({needed}); choose another name")

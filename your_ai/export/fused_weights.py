@@ -1,0 +1,296 @@
+"""The weights of a run's base with its adapter in them, lazily.
+
+    LoRA: W' = W + scale * B A, for each expert where a layer has some
+    DoRA: W' = m * (W + scale * B A) / |W + scale * B A|, row by row
+
+as mlx-lm's layers have it, but in float32, and rounded once to what is written. A layer is
+computed some rows after the other, and put together from them.
+
+What is quantized again is rounded up or down at random, so that on average it is W'. An adapter
+changes most weights by less than a step, all in its few directions; rounded to the nearest
+they would go back to where they were: the levels of 4 bits are among those of 8, 255 being
+17 x 15. What is random is in no direction, and cancels out.
+
+Shapes: O outputs, I inputs, r rank, E experts; of a slice of its first axis where rows is said.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import get_total_parameters
+
+from your_ai.errors import UserError
+from your_ai.export.fused_card import card_of
+from your_ai.modelfiles.quantized_copies import quantized_copy
+from your_ai.modelfiles.shards import Lazy, load_as_written, read_bytes
+from your_ai.nets.model import LINEAR
+from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter, read_adapter
+from your_ai.rng import derive_seed
+
+AUTO, SAME, DEQUANTIZED = "auto", "same", "dequantized"
+HIGHER = ("4", "5", "6", "8")
+FORMS = (AUTO, SAME, DEQUANTIZED, *HIGHER)
+DTYPES = (AUTO, "float32", "bfloat16", "float16")
+PACKED = ("weight", "scales", "biases")  # what a layer's weight is made of
+AFFINE_GROUPS = (32, 64, 128)
+SLICE_BYTES = 4 << 20  # of the rows that are computed together, in float32
+SLICES_HELD = 8  # MLX runs some ten operations ahead, and so holds a few of them
+
+Quantization = dict[str, Any]  # group_size, bits and mode, or nothing
+
+
+@dataclass(frozen=True)
+class Change:
+    """A layer of the base that is written otherwise than it is.
+
+    seed: of its rounding; parts: lora_a, lora_b and m, or nothing where it is dequantized
+    alone; becomes: how it is quantized then; dtype: of its floats.
+    """
+
+    layer: nn.Module
+    seed: int
+    parts: Mapping[str, mx.array]
+    scale: float
+    becomes: Quantization
+    dtype: mx.Dtype
+
+
+def base_of(trained: Trained, max_memory_gb: float | None = None) -> Path:
+    """The folder with the weights that the adapter was trained on: quantized, if they were."""
+    bits = trained.config.quantize
+    return trained.base if bits is None else quantized_copy(trained.base, bits, max_memory_gb)
+
+
+def fused_lazily(
+    trained: Trained, to: str = AUTO, dtype: str = AUTO, max_memory_gb: float | None = None
+) -> Lazy:
+    """The base with the adapter in it, by the names that mlx-lm gives its weights.
+
+    to: what becomes of a quantized base. `same`: the adapted layers are quantized again as they
+    were; `4` to `8`: with so many bits, where they have fewer; either way all else stays as it
+    is. `dequantized`: nothing is quantized any more. `auto`: 8. dtype: of the floats, where
+    nothing is quantized; `auto` is the base's own. max_memory_gb: of the process, while it makes
+    the quantized copy of a base that has none yet. Raises UserError where that cannot be.
+    """
+    source = base_of(trained, max_memory_gb)
+    network, config = load_as_written(source)
+    parameters = get_total_parameters(network)
+    arrays, modules = dict(tree_flatten(network.parameters())), dict(network.named_modules())
+    adapter = read_adapter(trained.adapter.folder)  # anew: what is used of it is not kept
+    network.freeze()  # so that what is trained is the adapter alone
+    put_adapter(network, adapter)  # which finds out whether it fits
+    quantized = any(map(quantization_of, modules.values()))
+    to = form_of(to, dtype, source, adapter, modules)
+    floats = None if dtype == AUTO else getattr(mx, dtype)
+    changes = changes_of(network, modules, adapter, to, floats)
+    keeps = getattr(network, "cast_predicate", lambda _: True)
+
+    sizes, written, beside = read_bytes(source, arrays), {}, []
+    for name, array in arrays.items():
+        path, _, leaf = name.rpartition(".")
+        if path in changes and leaf in PACKED:
+            if leaf == "weight":
+                found = changed_arrays(changes[path])
+                read = sum(sizes.get(f"{path}.{part}", 0) for part in PACKED)
+                beside.append(read + work_bytes(changes[path], found))
+                written |= {f"{path}.{part}": array for part, array in found.items()}
+        elif floats is not None and keeps(name) and mx.issubdtype(array.dtype, mx.floating):
+            written[name] = array.astype(floats)
+            beside.append(sizes[name])
+        else:
+            written[name] = array
+            beside.append(sizes[name] - array.nbytes)
+    return Lazy(
+        arrays=written,
+        input_bytes=max(beside),
+        config=config_of(config, changes, to, floats),
+        keeps_vision="vision_tower" in getattr(network, "model", {}),
+        index={
+            "total_size": sum(array.nbytes for array in written.values()),
+            "total_parameters": parameters,
+        },
+        card=card_of(trained, to if quantized else None),
+    )
+
+
+# What is changed
+
+
+def form_of(
+    to: str, dtype: str, source: Path, adapter: Adapter, modules: Mapping[str, nn.Module]
+) -> str:
+    """What `to` means for this base: one of FORMS, but not `auto`. Raises UserError."""
+    for option, value, known in (("--to", to, FORMS), ("--dtype", dtype, DTYPES)):
+        if value not in known:
+            raise UserError(f"{option} {value}: give {', '.join(known[:-1])} or {known[-1]}")
+    for path in adapter.layers:
+        if not isinstance(modules[path], LINEAR) or modules[path].get("global_scale") is not None:
+            kind = type(modules[path]).__name__
+            raise UserError(f"{adapter.folder}: {path} is a {kind}, which cannot be fused")
+    if not any(map(quantization_of, modules.values())):
+        if to in HIGHER:
+            then = "fuse it as it is, then your_ai quantize the result"
+            raise UserError(f"--to {to}: {source} is not quantized; {then}")
+        return SAME
+    to = HIGHER[-1] if to == AUTO else to
+    if to != DEQUANTIZED and dtype != AUTO:
+        raise UserError(f"--dtype {dtype}: layers stay quantized; give --to {DEQUANTIZED} with it")
+    bits = [quantization_of(modules[path]).get("bits", 0) for path in adapter.layers]
+    if to in HIGHER and int(to) < min(bits):
+        raise UserError(f"--to {to}: the adapted layers have {min(bits)} bits; give no fewer")
+    return to
+
+
+def changes_of(
+    network: nn.Module,
+    modules: Mapping[str, nn.Module],
+    adapter: Adapter,
+    to: str,
+    floats: mx.Dtype | None,
+) -> dict[str, Change]:
+    """By the path of the layer. floats: the type of what is written; the layer's own if None."""
+    first = next(
+        array.dtype
+        for _, array in tree_flatten(network.parameters())
+        if mx.issubdtype(array.dtype, mx.floating)
+    )
+    changes, adapted = {}, adapter.layers
+    for path, layer in modules.items():
+        own, parts = quantization_of(layer), adapted.get(path, {})
+        if parts or (own and to == DEQUANTIZED):
+            kind = layer.scales.dtype if own else layer.weight.dtype
+            kind = kind if mx.issubdtype(kind, mx.floating) else first
+            becomes = {} if to == DEQUANTIZED else raised(own, to)
+            seed = derive_seed("fuse", path)
+            changes[path] = Change(layer, seed, parts, adapter.scale, becomes, floats or kind)
+    return changes
+
+
+def quantization_of(layer: nn.Module) -> Quantization:
+    """How a layer's weight is quantized; empty where it is not."""
+    if layer.get("scales") is None:
+        return {}
+    mode = getattr(layer, "mode", "affine")
+    return {"group_size": layer.group_size, "bits": layer.bits, "mode": mode}
+
+
+def raised(own: Quantization, to: str) -> Quantization:
+    """`own` with the bits that `to` asks for, where those are more."""
+    if not own or to == SAME or own["bits"] >= int(to):
+        return own
+    group_size = own["group_size"] if own["group_size"] in AFFINE_GROUPS else AFFINE_GROUPS[0]
+    return {"group_size": group_size, "bits": int(to), "mode": "affine"}
+
+
+def config_of(
+    config: dict[str, Any], changes: Mapping[str, Change], to: str, floats: mx.Dtype | None
+) -> dict[str, Any]:
+    """The configuration of the result, as mlx-lm and transformers read it."""
+    config = copy.deepcopy(config)
+    if to == DEQUANTIZED:
+        for part in (config, config.get("text_config") or {}):
+            part.pop("quantization", None)
+            part.pop("quantization_config", None)
+        floats = floats or next(iter(changes.values())).dtype
+    for path, change in changes.items():
+        if change.becomes != quantization_of(change.layer) and change.becomes:
+            config["quantization"][path] = change.becomes
+    if floats is not None:
+        name = str(floats).removeprefix("mlx.core.")
+        keys = [key for key in ("dtype", "torch_dtype") if key in config]
+        config |= dict.fromkeys(keys or ["torch_dtype"], name)
+    return config
+
+
+# Its arrays
+
+
+def changed_arrays(change: Change) -> dict[str, mx.array]:
+    """The weight of the layer, as it becomes, by the names that it has in the layer."""
+    layer = change.layer
+    pieces: list[dict[str, mx.array]] = []
+    for rows in slices(layer):
+        after = list(pieces[-1].values()) if pieces else []
+        weight = dense_rows(layer, rows, after)
+        if change.parts:
+            weight = adapted_rows(weight, change.parts, change.scale, rows)
+        if change.becomes.get("mode") == "affine":
+            weight = dithered(weight, change.becomes, derive_seed(change.seed, rows.start))
+        pieces.append(packed(weight, change.becomes, change.dtype))
+    return {name: mx.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def dense_rows(layer: nn.Module, rows: slice, after: list[mx.array]) -> mx.array:
+    """The rows of a layer's weight in float32, not before the arrays `after` are computed."""
+    given = [layer[name][rows] for name in PACKED if layer.get(name) is not None]
+    weight, *others = mx.depends(given, after) if after else given
+    quantization = quantization_of(layer)
+    if not quantization:
+        return weight.astype(mx.float32)
+    if quantization["mode"] == "affine":
+        others = [array.astype(mx.float32) for array in others]
+    return mx.dequantize(weight, *others, **quantization, dtype=mx.float32)
+
+
+def adapted_rows(
+    weight: mx.array, parts: Mapping[str, mx.array], scale: float, rows: slice
+) -> mx.array:
+    """The rows with the adapter in them.
+
+    lora_a, lora_b: (I, r) and (r, O), or with experts (E, r, I) and (E, O, r); m: (O,).
+    """
+    a, b = (parts[name].astype(mx.float32) for name in ("lora_a", "lora_b"))
+    if a.ndim == 3:
+        return weight + (scale * b[rows]) @ a[rows]
+    weight = weight + (scale * b[:, rows].T) @ a.T
+    if "m" in parts:
+        magnitudes = parts["m"][rows].astype(mx.float32)
+        weight = (magnitudes / mx.linalg.norm(weight, axis=1))[:, None] * weight
+    return weight
+
+
+def dithered(weight: mx.array, becomes: Quantization, seed: int) -> mx.array:
+    """The rows with noise of a step, so that to round them to the nearest is to do it at random."""
+    _, steps, _ = mx.quantize(weight, **becomes)
+    noise = mx.random.uniform(-0.5, 0.5, weight.shape, key=mx.random.key(seed))
+    return weight + mx.repeat(steps, becomes["group_size"], axis=-1) * noise
+
+
+def packed(weight: mx.array, becomes: Quantization, dtype: mx.Dtype) -> dict[str, mx.array]:
+    if not becomes:
+        return {"weight": weight.astype(dtype)}
+    weight, *others = mx.quantize(weight, **becomes)
+    if becomes["mode"] == "affine":
+        others = [array.astype(dtype) for array in others]
+    return dict(zip(PACKED, (weight, *others), strict=False))
+
+
+def slices(layer: nn.Module) -> list[slice]:
+    """Of the first axis, so that a slice of the weight in float32 is about SLICE_BYTES."""
+    count = layer.weight.shape[0]
+    step = max(1, SLICE_BYTES // row_bytes(layer))
+    return [slice(start, start + step) for start in range(0, count, step)]
+
+
+def row_bytes(layer: nn.Module) -> int:
+    """In float32."""
+    shape = list(layer.weight.shape[1:])
+    if quantization_of(layer):
+        shape[-1] = layer.scales.shape[-1] * layer.group_size
+    return 4 * math.prod(shape)
+
+
+def work_bytes(change: Change, found: Mapping[str, mx.array]) -> int:
+    """What is held beside a changed layer's arrays and what they are read from."""
+    pieces = sum(array.nbytes for array in (*found.values(), *change.parts.values()))
+    rows = min(change.layer.weight.shape[0], max(1, SLICE_BYTES // row_bytes(change.layer)))
+    return pieces + SLICES_HELD * rows * row_bytes(change.layer)

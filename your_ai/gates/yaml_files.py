@@ -1,0 +1,85 @@
+"""YAML files with settings, which may be anybody's: read in bounded time and memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from your_ai.errors import UserError
+from your_ai.gates.text import shortened
+
+if TYPE_CHECKING:
+    import yaml
+
+YAML_BYTES = 1 << 17  # of a file; one with every setting has 3,000
+YAML_DEPTH = 8  # of lists and mappings within each other
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises UserError for anything else, with its line.
+
+    A key may be there once, and aliases not at all: a few lines of them can stand for
+    gigabytes.
+    """
+    import yaml
+
+    try:
+        with path.open("rb") as file:
+            data = file.read(YAML_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 text") from error
+    if len(data) > YAML_BYTES:
+        raise UserError(f"{path}: has more than {YAML_BYTES:,} bytes, too many for settings")
+    try:
+        content = strict_loader()(text).get_single_data()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        told = error.problem if type(error) is yaml.MarkedYAMLError else "is not valid YAML"
+        raise UserError(f"{where}: {told}") from error
+    except (ValueError, OverflowError, RecursionError) as error:  # a number of 5,000 digits
+        reason = shortened(str(error).partition(":")[0], 100)
+        raise UserError(f"{path}: holds a value that cannot be read ({reason})") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must hold `key: value` lines, found a {type(content).__name__}")
+    return content
+
+
+@cache
+def strict_loader() -> type[yaml.SafeLoader]:
+    """A loader that raises yaml.MarkedYAMLError for what is valid YAML and refused here."""
+    import yaml
+
+    class StrictLoader(yaml.SafeLoader):
+        depth = 0
+
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                self.refuse("an alias; write the value itself", self.peek_event().start_mark)
+            if self.depth == YAML_DEPTH:
+                self.refuse(f"more than {YAML_DEPTH} levels", self.peek_event().start_mark)
+            self.depth += 1
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+            node = super().compose_mapping_node(anchor)
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in seen:
+                        self.refuse(f"the key {shortened(key.value)} twice", key.start_mark)
+                    seen.add(key.value)
+            return node
+
+        def refuse(self, what: str, mark: yaml.Mark) -> None:
+            raise yaml.MarkedYAMLError(problem=f"has {what}", problem_mark=mark)
+
+    return StrictLoader

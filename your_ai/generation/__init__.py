@@ -1,0 +1,1 @@
+"""Text from a model, with or without a run's adapter."""

@@ -1,0 +1,317 @@
+"""Text from a model, with or without a run's adapter, through mlx-lm's generation."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm import stream_generate
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.sample_utils import make_sampler
+
+from your_ai.config import TrainConfig
+from your_ai.data.encode import token_ids
+from your_ai.data.rows import decode_line, parse_turns, text_field
+from your_ai.data.template import Refused, render
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.weights import answering, can_stream, tensors_of
+from your_ai.engine.weights import stream as stream_weights
+from your_ai.errors import RunError, UserError, lacked_memory
+from your_ai.gates.foreign import read_json
+from your_ai.gates.text import shortened
+from your_ai.gates.token_ids import EMBEDDINGS, HEADS, check_ids, rows_of, vocabulary_of
+from your_ai.hub.find import find_model
+from your_ai.memory.budget import hold_generation
+from your_ai.memory.estimate import PREFILL_TOKENS
+from your_ai.memory.facts import facts_of
+from your_ai.modelfiles.quantized_copies import quantized_copy
+from your_ai.nets.model import compute_dtype, first_line, load_base
+from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter
+from your_ai.run.folder import find
+
+STDIN = "-"
+TEMPLATE_BYTES = 1 << 30  # most memory of a chat template
+PROMPT_CHARACTERS = 4_000_000  # most of one prompt
+TEMPLATE_TOKENS = 200  # of a chat template, generously
+CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
+SEEDS = 1 << 64  # what mlx takes
+
+Message = dict[str, Any]  # role, content: as chat templates take it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How an answer is drawn. Raises UserError for a value out of range.
+
+    temperature: 0 takes the likeliest token; top_p: draws from the likeliest tokens that have
+    this probability together, 1 from all.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise UserError(f"--max-tokens {self.max_tokens}: must be at least 1")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"--temperature {self.temperature}: must be a number of at least 0")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p {self.top_p}: must be above 0 and at most 1")
+        if not 0 <= self.seed < SEEDS:
+            raise UserError(f"--seed {self.seed}: must be at least 0 and below 2^64")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What to answer, and where it was read: `--prompt`, `stdin` or file:line."""
+
+    where: str
+    messages: list[Message]
+
+    @property
+    def text(self) -> str:
+        """The last question."""
+        return self.messages[-1]["content"]
+
+    @property
+    def most_tokens(self) -> int:
+        """No tokenizer makes more: no token is shorter than a byte."""
+        texts = [str(message.get("content", "")) for message in self.messages]
+        return sum(len(text.encode()) for text in texts) + TEMPLATE_TOKENS * len(texts)
+
+
+def read_prompts(path: str, data: bytes) -> list[Prompt]:
+    """The prompts in a file's bytes, each line one; blank lines are passed over.
+
+    A line is JSON with `prompt` or `messages` where the file is .jsonl, or is stdin and begins
+    with an object; it is text otherwise. Raises UserError that names file and line.
+    """
+    lines = [line.strip() for line in data.removeprefix(b"\xef\xbb\xbf").splitlines()]
+    numbered = [(f"{path}:{n}", line) for n, line in enumerate(lines, start=1) if line]
+    if not numbered:
+        raise UserError(f"{path}: has no prompt")
+    if path.endswith(".jsonl") or (path == "stdin" and numbered[0][1].startswith(b"{")):
+        return [parse_prompt(decode_line(line, where), where) for where, line in numbered]
+    return [text_prompt(decoded(line, where), where) for where, line in numbered]
+
+
+def parse_prompt(row: dict, where: str) -> Prompt:
+    """A row of prompts, or one of chat data: the answer that ends that is left out."""
+    if isinstance(row.get("prompt"), str):
+        return text_prompt(row["prompt"], where)
+    key = next((key for key in ("messages", "prompt") if key in row), None)
+    if key is None:
+        keys = shortened(", ".join(row)) or "none"
+        raise UserError(f'{where}: needs "prompt" or "messages"; keys found: {keys}')
+    messages = parse_turns(row[key], key, where)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise UserError(f"{where}: {key}: asks nothing: the assistant alone speaks")
+    for message in messages:
+        whole_text(text_field(message, "content", where), where)
+    return Prompt(where, messages)
+
+
+def text_prompt(text: str, where: str) -> Prompt:
+    if not text.strip():
+        raise UserError(f"{where}: is empty; give a text")
+    return Prompt(where, [{"role": "user", "content": whole_text(text, where)}])
+
+
+def decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: is not UTF-8 text") from error
+
+
+def whole_text(text: str, where: str) -> str:
+    """The text. Raises UserError for half a character, which no tokenizer takes.
+
+    And for more than any model reads: tokenizing holds 200 times as much.
+    """
+    if len(text) > PROMPT_CHARACTERS:
+        raise UserError(f"{where}: has more than {PROMPT_CHARACTERS:,} characters")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: is not UTF-8 text, or holds half of a character") from error
+    return text
+
+
+def with_system(messages: list[Message], system: str) -> list[Message]:
+    """The messages after a system prompt, if there is one and they have none of their own."""
+    if not system or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def find_base(run: str, base: str | None = None) -> tuple[TrainConfig, Path]:
+    """The settings of a run and the folder of its model, whether or not it learned anything.
+
+    base: where the model is now, instead of where the run had it.
+    """
+    config = find(run).read_config()
+    return config, find_model(base or config.model)
+
+
+def load_run(
+    trained: Trained, adapted: bool = True, max_memory_gb: float | None = None, tokens: int = 2048
+) -> tuple[nn.Module, Any]:
+    """The model of a run and its tokenizer, with its adapter or, not `adapted`, without.
+
+    As `load` has it.
+    """
+    adapter = trained.adapter if adapted else None
+    return load(trained.config, trained.base, adapter, max_memory_gb, tokens)
+
+
+def load(
+    config: TrainConfig,
+    base: Path,
+    adapter: Adapter | None = None,
+    max_memory_gb: float | None = None,
+    tokens: int = 2048,
+) -> tuple[nn.Module, Any]:
+    """The model in `base`, computing as a run of these settings does, and its tokenizer.
+
+    max_memory_gb: of the process, with `tokens` of prompt and answer; a model that is larger
+    is read from its files block by block, for every token. Raises UserError where that does
+    not fit either.
+    """
+    if max_memory_gb is not None and not (math.isfinite(max_memory_gb) and max_memory_gb > 0):
+        raise UserError(f"--max-memory {max_memory_gb}: must be a number above 0")
+    dtype = compute_dtype(config.dtype)
+    if config.quantize is not None:
+        base = quantized_copy(base, config.quantize, max_memory_gb)
+    model, tokenizer = load_base(base, dtype)
+    check_answers(model, tokenizer, base)
+    tensors = tensors_of(model, base)
+    streams = False
+    if max_memory_gb is not None:
+        facts = facts_of(base, dtype.size)
+        streams = hold_generation(facts, tokens, max_memory_gb, can_stream(model, tensors))
+    if adapter is not None:
+        put_adapter(model, adapter)
+    dequantize_on_the_cpu(model)
+    model.eval()
+    if streams:
+        stream_weights(model, tensors)
+    return model, tokenizer
+
+
+def check_answers(model: nn.Module, tokenizer: Any, base: Path) -> None:
+    """Raise UserError where a model can answer with tokens that it cannot read.
+
+    And where its template does not end: the threads of a server cannot be interrupted.
+    """
+    most, answers = rows_of(model, EMBEDDINGS), rows_of(model, HEADS)
+    if most is not None and answers is not None and answers > most:
+        raise UserError(f"{base}: its head has {answers} tokens, but its embedding {most}")
+    if tokenizer.has_chat_template:
+        with contextlib.suppress(Refused):  # some want other messages
+            prompt_tokens(tokenizer, [{"role": "user", "content": "Hello"}], str(base))
+
+
+def context_tokens(base: Path) -> int | None:
+    """The most tokens of prompt and answer that a model was made for; None where not known."""
+    config = read_json(base / "config.json", "a model folder has one")
+    text = {**config, **(config.get("text_config") or {})}
+    found = next((text[key] for key in CONTEXT if isinstance(text.get(key), int)), 0)
+    return found if found > 0 else None
+
+
+def chat_prompt(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of `text` as the user's turn of a chat; as it is where there is no template."""
+    return prompt_tokens(tokenizer, [{"role": "user", "content": text}])
+
+
+def prompt_tokens(
+    tokenizer: Any, messages: list[Message], where: str = "the conversation"
+) -> list[int]:
+    """The tokens of a chat up to the answer. Raises UserError where the template refuses it.
+
+    Without a template it is one text: each turn of the user begins a line.
+    """
+    if tokenizer.has_chat_template:
+        text = render(tokenizer, messages, where, TEMPLATE_BYTES, add_generation_prompt=True)
+        tokens = token_ids(tokenizer, text, where, special=False)
+    else:
+        text = ""
+        for message in messages:
+            begins = text and not text.endswith("\n") and message["role"] != "assistant"
+            text += ("\n" if begins else "") + message["content"]
+        bos = tokenizer.bos_token
+        tokens = token_ids(tokenizer, text, where, not (bos and text.startswith(bos)))
+    if not tokens:
+        raise UserError(f"{where}: has no tokens")
+    return tokens
+
+
+def respond(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | list[int],
+    sampling: Sampling,
+    cache: list[Any] | None = None,
+) -> Iterator[GenerationResponse]:
+    """The answer token by token, as mlx-lm gives it; the last has a finish_reason.
+
+    cache: mlx-lm's, of the tokens before `prompt`. Whenever a token is given, it holds the
+    prompt and every token up to that one. Raises UserError for a token that the model does not
+    have, RunError where memory runs out.
+    """
+    if isinstance(prompt, str):
+        prompt = tokenizer.encode(prompt)
+    check_ids(prompt, vocabulary_of(model), tokenizer, "the prompt")
+    mx.random.seed(sampling.seed)
+    try:
+        with answering(model):
+            yield from stream_generate(
+                model,
+                tokenizer,
+                prompt,
+                max_tokens=sampling.max_tokens,
+                sampler=make_sampler(temp=sampling.temperature, top_p=sampling.top_p),
+                prefill_step_size=PREFILL_TOKENS,
+                prompt_cache=cache,
+            )
+    except (RuntimeError, MemoryError) as error:
+        if not lacked_memory(error):
+            raise
+        raise RunError(
+            f"out of memory ({first_line(error)}); give a shorter prompt, fewer --max-tokens, "
+            "or a --max-memory"
+        ) from error
+
+
+def stream(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | list[int],
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    *,
+    top_p: float = 1.0,
+) -> Iterator[str]:
+    """Pieces of the answer as they come; temperature 0 takes the likeliest token."""
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    for response in respond(model, tokenizer, prompt, sampling):
+        if response.text:
+            yield response.text
+
+
+def answer(model: nn.Module, tokenizer: Any, prompt: str, max_tokens: int) -> str:
+    """The whole answer to a rendered prompt."""
+    tokens = token_ids(tokenizer, prompt, "the prompt", special=False)
+    return "".join(stream(model, tokenizer, tokens, max_tokens)).strip()

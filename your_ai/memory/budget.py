@@ -1,0 +1,231 @@
+"""What a run may hold, and the plan under it: found before a weight is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+from your_ai.config import TrainConfig
+from your_ai.data.rows import RowLimit
+from your_ai.errors import UserError
+from your_ai.hub.find import store
+from your_ai.memory import allocator, probe
+from your_ai.memory import calibration_file as measurements
+from your_ai.memory.calibration import Calibration, Measurement
+from your_ai.memory.estimate import COEFFICIENTS, Plan, Training, generation_bytes, weights_bytes
+from your_ai.memory.facts import ModelFacts, facts_of
+from your_ai.memory.limit import Limit, find_limit
+from your_ai.memory.plan import Choice, Demand, choose, rounded_up
+from your_ai.memory.sample import in_gb
+from your_ai.nets.model import DEFAULT_LAYERS
+
+# Threads, a BLAS or a driver and its buffers, started with the first step. On a Mac a guess.
+LATER_BYTES = 30_000_000 if probe.is_macos() else 20_000_000
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The limit of a process, what it asks for, and the plan under which that fits.
+
+    measurements: the file that keeps what was measured of this model on this machine;
+    kept: the run goes on under the plan that it had.
+    """
+
+    limit: Limit
+    demand: Demand
+    choice: Choice
+    measurements: Path | None = None
+    kept: bool = False
+
+    @property
+    def graphs_room_bytes(self) -> int:
+        """For compiled graphs: what those of one shape take, and some of what is left."""
+        option = self.choice.option
+        left = max(0, self.limit.limit_bytes - option.needed_bytes)
+        return option.estimate.components["graphs"] + left // 4
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a run has planned and measured before.
+
+    plan: the one that it had at this level, by the same settings; begun: training has begun,
+    so that what other runs measured meanwhile must not change how it goes on.
+    """
+
+    plan: Plan | None = None
+    measurements: tuple[Measurement, ...] = ()
+    begun: bool = False
+
+
+def limit_of(max_memory_gb: float | None, force: bool = False) -> Limit:
+    """Raises UserError for more than the machine has."""
+    return find_limit(probe.machine(), max_memory_gb, force)
+
+
+@cache
+def python_bytes() -> int:
+    """What this process holds without a model.
+
+    As it was at first: what a plan before this one has left is not needed besides it.
+    """
+    return (probe.process_bytes() or 0) + LATER_BYTES
+
+
+def row_limit(max_row_bytes: int, max_memory_gb: float | None, force: bool = False) -> RowLimit:
+    """How long a row of data may be, so that the process stays under its limit while it reads.
+
+    To be asked before data is read: `python_bytes` is measured here, without what that leaves.
+    """
+    python_bytes()
+    limit = limit_of(max_memory_gb, force).limit_bytes
+    return RowLimit(max_row_bytes, limit - (probe.process_bytes() or 0))
+
+
+def demand_of(
+    config: TrainConfig,
+    facts: ModelFacts,
+    lengths: Sequence[int],
+    *,
+    can_stream: bool = True,
+    prefix_tokens: int = 0,
+    answer_tokens: int = 0,
+    before_bytes: int = 0,
+) -> Demand:
+    """lengths: T of every bucket; prefix_tokens: of all texts of a prefix cache.
+
+    answer_tokens: of the longest sample prompt with its answer; before_bytes: as in Demand.
+    """
+    blocks = facts.blocks if config.lora_layers == "all" else config.lora_layers
+    lengths, batch_size = tuple(sorted(set(lengths))), config.batch_size
+    if config.packing:  # a row of --max-seq-length counts as so many of the longest text
+        lengths = lengths[-1:]
+        batch_size = max(1, -(-config.max_seq_length // lengths[0]))
+    kept = prefix_tokens if config.prefix_cache == "memory" else 0
+    return Demand(
+        facts=facts,
+        training=Training(
+            blocks=min(DEFAULT_LAYERS, facts.blocks) if blocks is None else blocks,
+            rank=config.lora_rank,
+            targets=config.lora_targets,
+            optimizer=config.optimizer,
+            dora=config.use_dora,
+        ),
+        lengths=lengths,
+        batch_size=batch_size,
+        rows_per_step=config.rows_per_step,
+        engine=config.plan,
+        spill=config.spill,
+        can_stream=can_stream,
+        python_bytes=python_bytes(),
+        prefix_bytes=kept * facts.hidden * facts.float_bytes,
+        answer_tokens=answer_tokens,
+        sliced=mx.default_device().type == mx.cpu,
+        before_bytes=before_bytes,
+    )
+
+
+def budget_of(
+    config: TrainConfig,
+    folder: Path,
+    dtype: mx.Dtype,
+    lengths: Sequence[int],
+    level: int = 0,
+    past: Past | None = None,
+    *,
+    can_stream: bool = True,
+    prefix_tokens: int = 0,
+    answer_tokens: int = 0,
+    before_bytes: int = 0,
+) -> Budget:
+    """The budget of a run of the model in `folder`. Raises UserError where nothing fits.
+
+    past: what the run itself has planned and measured before, where it goes on.
+    """
+    past = past or Past()
+    limit = limit_of(config.max_memory, config.force)
+    facts = facts_of(folder, dtype.size, config.quantize)
+    demand = demand_of(
+        config,
+        facts,
+        lengths,
+        can_stream=can_stream,
+        prefix_tokens=prefix_tokens,
+        answer_tokens=answer_tokens,
+        before_bytes=before_bytes,
+    )
+    path = measurements.file_of(store() / "measured", measured_key(config, demand, dtype))
+    known = () if past.begun else measurements.read(path).measurements
+    every = tuple(dict.fromkeys((*known, *past.measurements)))
+    demand = replace(demand, calibration=Calibration(every))
+    choice = choose(demand, limit.limit_bytes, level, past.plan)
+    return Budget(limit, demand, choice, path, past.begun and choice.option.plan == past.plan)
+
+
+def measured_key(config: TrainConfig, demand: Demand, dtype: mx.Dtype) -> list[str]:
+    """What the activations of a micro-batch depend on, beside its shape and the engine."""
+    facts = replace(demand.facts, disk_bytes=0)
+    training = replace(demand.training, optimizer="adamw")  # has no part in them
+    versions = (mx.__version__, version("mlx-lm"), COEFFICIENTS)
+    machine = (mx.default_device().type, mx.device_info().get("device_name"))
+    settings = (config.packing, config.prefix_cache, config.lora_dropout > 0)
+    return [str(part) for part in (*machine, *versions, dtype, facts, training, *settings)]
+
+
+def budget_of_evaluation(
+    training: Training,
+    folder: Path,
+    dtype: mx.Dtype,
+    lengths: Sequence[int],
+    batch_size: int,
+    max_memory_gb: float | None,
+    *,
+    engine: str = "auto",
+    can_stream: bool = True,
+    answer_tokens: int = 0,
+) -> Budget:
+    """The budget of evaluating rows with the model in `folder`, which trains nothing.
+
+    training: of the adapter that is on it; the rest as in `demand_of`. Raises UserError where
+    nothing fits.
+    """
+    limit = limit_of(max_memory_gb)
+    demand = Demand(
+        facts=facts_of(folder, dtype.size),
+        training=training,
+        lengths=tuple(sorted(set(lengths))),
+        batch_size=batch_size,
+        rows_per_step=batch_size,
+        engine=engine,
+        can_stream=can_stream,
+        python_bytes=python_bytes(),
+        answer_tokens=answer_tokens,
+        forward=True,
+        sliced=mx.default_device().type == mx.cpu,
+    )
+    return Budget(limit, demand, choose(demand, limit.limit_bytes))
+
+
+def hold_generation(facts: ModelFacts, tokens: int, max_memory_gb: float, can_stream: bool) -> bool:
+    """Hold MLX to a limit while it generates; whether the weights have to be streamed for it.
+
+    tokens: of prompt and answer. Raises UserError where neither way fits.
+    """
+    limit = limit_of(max_memory_gb).limit_bytes
+    beside = python_bytes() + generation_bytes(facts, tokens)
+    resident = beside + facts.weights_bytes
+    streamed = beside + weights_bytes(facts, "streamed")
+    least = min(resident, streamed) if can_stream else resident
+    if least > limit:
+        raise UserError(
+            f"--max-memory {max_memory_gb:g}: answering with this model takes "
+            f"{in_gb(rounded_up(least))}; give that, or fewer --max-tokens"
+        )
+    streams = resident > limit
+    allocator.hold(limit, streamed if streams else resident, python_bytes())
+    return streams

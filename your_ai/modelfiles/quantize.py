@@ -1,0 +1,166 @@
+"""Models written quantized, shard by shard, by `modelfiles.shards`.
+
+The tensors are those of `mlx_lm.convert`, bit for bit: mlx-lm loads and quantizes the model
+lazily, and they are computed and written one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.convert import MODEL_CONVERSION_DTYPES
+
+from your_ai.errors import UserError
+from your_ai.hub.check import check_model
+from your_ai.modelfiles import unfinished
+from your_ai.modelfiles.shards import Lazy, Progress, load_as_written, read_bytes, write_model
+from your_ai.modelfiles.unfinished import Work
+from your_ai.nets.model import first_line
+
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZE, GROUP_SIZES = 64, (32, 64, 128)
+RECORD = "quantized.json"
+
+
+def quantize(
+    source: Path,
+    target: Path,
+    bits: int,
+    group_size: int = GROUP_SIZE,
+    max_memory_gb: float | None = None,
+    force: bool = False,
+) -> Iterator[Progress]:
+    """Write the model in `source` to a new folder `target`, quantized; goes on where it was.
+
+    Raises UserError, before anything is written, for a model that cannot be quantized, a
+    target that is there or cannot be written, and too little memory or disk; RunError where
+    the source cannot be read to its end.
+    """
+    if os.path.lexists(target):
+        raise UserError(f"{target}: exists; choose another name, or remove it first")
+    yield from carried_out(source, target, bits, group_size, max_memory_gb, force, waits=False)
+
+
+def left_behind(target: Path) -> str:
+    """What to tell who has interrupted `quantize`."""
+    return unfinished.left_behind(work_of(target))
+
+
+def work_of(target: Path) -> Work:
+    return Work(target, "quantizing", RECORD)
+
+
+# A model, lazily
+
+
+def check_source(source: Path, bits: int, group_size: int) -> None:
+    """Raise UserError for what can be seen to be wrong before the model is loaded."""
+    if bits not in BITS:
+        raise UserError(f"{bits} bits: MLX quantizes to {listed(BITS)}")
+    if group_size not in GROUP_SIZES:
+        raise UserError(f"groups of {group_size}: MLX quantizes groups of {listed(GROUP_SIZES)}")
+    refuse_quantized(source, check_model(source))
+
+
+def refuse_quantized(source: Path, config: dict[str, Any]) -> None:
+    found = config.get("quantization")
+    if found is not None:
+        bits = found.get("bits") if isinstance(found, dict) else found
+        raise UserError(f"{source}: is quantized to {bits} bits already")
+
+
+def listed(numbers: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
+
+
+def quantized_lazily(
+    source: Path, bits: int, group_size: int = GROUP_SIZE
+) -> tuple[nn.Module, dict[str, Any], int]:
+    """A model quantized as `mlx_lm.convert` does it, its configuration, and `Lazy.input_bytes`.
+
+    Raises UserError where that is not possible.
+    """
+    check_source(source, bits, group_size)
+    model, config = load_as_written(source)
+    refuse_quantized(source, config)  # other formats than mlx-lm's are seen only now
+    try:
+        read = dict(tree_flatten(model.parameters()))
+        cast_as_told(model, config)
+        cast = dict(tree_flatten(model.parameters()))
+        with contextlib.redirect_stdout(io.StringIO()):  # mlx-lm prints the bits per weight
+            model, config = mlx_lm_utils.quantize_model(model, config, group_size, bits)
+    except Exception as error:  # an architecture's code raises what it likes
+        reason = first_line(error)
+        raise UserError(f"{source}: mlx-lm cannot quantize this model ({reason})") from error
+    if not any("scales" in module for module in model.modules()):
+        raise UserError(
+            f"{source}: no layer can be quantized: none has a multiple of {group_size} inputs"
+        )
+    return model, config, input_bytes(source, read, cast)
+
+
+def cast_as_told(model: nn.Module, config: dict[str, Any]) -> None:
+    """Make the floats what the configuration says they are, as `mlx_lm.convert` does."""
+    name = config.get("torch_dtype")
+    if name is None:
+        name = (config.get("text_config") or {}).get("dtype")
+    if name not in MODEL_CONVERSION_DTYPES:
+        return
+    dtype, wanted = getattr(mx, name), getattr(model, "cast_predicate", lambda _: True)
+
+    def convert(path: str, array: mx.array) -> mx.array:
+        fits = wanted(path) and mx.issubdtype(array.dtype, mx.floating)
+        return array.astype(dtype) if fits else array
+
+    model.update(tree_map_with_path(convert, model.parameters()))
+
+
+def input_bytes(source: Path, read: dict[str, mx.array], cast: dict[str, mx.array]) -> int:
+    """Most that is held beside a quantized tensor while it is computed.
+
+    read, cast: each parameter before and after its type is changed.
+    """
+    sizes = read_bytes(source, read)
+    changed = [name for name, array in read.items() if cast[name].dtype != array.dtype]
+    for name in changed:
+        sizes[name] += cast[name].nbytes
+    return max(sizes.values())
+
+
+def lazy_model(source: Path, bits: int, group_size: int) -> Lazy:
+    model, config, most = quantized_lazily(source, bits, group_size)
+    arrays = dict(tree_flatten(model.parameters()))
+    return Lazy(
+        arrays=arrays,
+        input_bytes=most,
+        config=config,
+        keeps_vision="vision_tower" in getattr(model, "model", {}),
+        index={
+            "total_size": sum(array.nbytes for array in arrays.values()),
+            "total_parameters": mlx_lm_utils.get_total_parameters(model),
+        },
+    )
+
+
+def carried_out(
+    source: Path,
+    target: Path,
+    bits: int,
+    group_size: int,
+    max_memory_gb: float | None,
+    force: bool,
+    waits: bool,
+) -> Iterator[Progress]:
+    """waits: for another process that does the same, and has then done it."""
+    lazy = lazy_model(source, bits, group_size)
+    work, settings = work_of(target), [bits, group_size]
+    yield from write_model(lazy, source, work, settings, max_memory_gb, force, waits=waits)

@@ -1,0 +1,100 @@
+"""Quantized copies of models, for `train --quantize`: made once, and kept in the store.
+
+    $YOUR_AI_HOME/quantized/KEY-4bit/      KEY: of the model's fingerprint
+
+So a model is held quantized from the start, and streamed from files that have it as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from your_ai.errors import UserError
+from your_ai.hub.check import check_model
+from your_ai.hub.find import store
+from your_ai.hub.fingerprint import fingerprint
+from your_ai.modelfiles.quantize import GROUP_SIZE, RECORD, carried_out, check_source, work_of
+from your_ai.modelfiles.shards import Progress
+from your_ai.modelfiles.targets import unwritable
+from your_ai.modelfiles.unfinished import locked, read_record
+
+KEEP_DAYS = 30
+
+
+def place_of_copy(source: Path, bits: int) -> Path:
+    """Where the quantized copy of a model lies, once it is made.
+
+    The same for the same files, wherever they are; to read them takes a while the first time.
+    """
+    key = json.dumps([fingerprint(source), bits, GROUP_SIZE], sort_keys=True)
+    return store() / "quantized" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}-{bits}bit"
+
+
+def make_copy(
+    source: Path, bits: int, max_memory_gb: float | None = None, force: bool = False
+) -> Iterator[Progress]:
+    """Make the quantized copy of a model where there is none that is whole.
+
+    Waits where another process makes it just now. Copies that no run has used for a month are
+    deleted. Raises as `quantize` does.
+    """
+    check_source(source, bits, GROUP_SIZE)
+    target = place_of_copy(source, bits)
+    forget_old(target.parent, but=target)
+    if not use(target):
+        yield from carried_out(source, target, bits, GROUP_SIZE, max_memory_gb, force, waits=True)
+
+
+def quantized_copy(
+    source: Path, bits: int, max_memory_gb: float | None = None, force: bool = False
+) -> Path:
+    """The folder of a model's quantized copy, made if need be."""
+    for _ in make_copy(source, bits, max_memory_gb, force):
+        pass
+    return place_of_copy(source, bits)
+
+
+def use(folder: Path) -> bool:
+    """Whether a copy is there and whole; a month from now on it is not forgotten.
+
+    One that is damaged is deleted.
+    """
+    try:
+        with locked(folder, waits=True):
+            with contextlib.suppress(OSError):  # of a store that can only be read
+                os.utime(folder)
+            with contextlib.suppress(UserError):
+                check_model(folder)
+                shards = read_record(folder / RECORD)["shards"]
+                if shards and shards.items() <= fingerprint(folder).items():
+                    return True
+            discard(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise unwritable(folder, error, goes_on=True) from error
+    return False
+
+
+def forget_old(folder: Path, but: Path) -> None:
+    """Delete the copies, whole or not, that were not used for a month."""
+    oldest = time.time() - KEEP_DAYS * 86400
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with contextlib.suppress(OSError, UserError):  # gone meanwhile, or in work
+            if path not in (but, work_of(but).folder) and path.stat().st_mtime < oldest:
+                with locked(path, waits=False):
+                    if path.stat().st_mtime < oldest:
+                        discard(path)
+
+
+def discard(folder: Path) -> None:
+    """Delete a folder; if that is cut off, it is no model any more."""
+    (folder / "config.json").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

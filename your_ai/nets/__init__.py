@@ -1,0 +1,1 @@
+"""Models: loaded, given LoRA layers, taken apart into blocks and a head."""

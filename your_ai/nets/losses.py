@@ -1,0 +1,343 @@
+"""Log-probabilities of targets through a model's head, and the gradient of an objective of them.
+
+The logits never exist as a whole. A head that is known to be linear (head.LinearHead) is
+walked in slices of the vocabulary, any other in chunks of the hidden states.
+
+Shapes: S targets, D hidden size, V vocabulary, n tokens of a slice of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from your_ai.nets.head import LinearHead, Part
+from your_ai.nets.numerics import exp, sum_in_blocks
+from your_ai.objectives.objective import Metrics, Objective, Scores, Sums, Targets, Weighed
+
+# A LinearHead, or any function of (1, S, D) hidden states that gives (1, S, V) logits.
+Head = LinearHead | Callable[[mx.array], mx.array]
+Weigh = Callable[[mx.array], Weighed]  # (S,) log-probabilities -> the loss and weights
+
+WALK_ROWS = 1024  # hidden states that walk the vocabulary together: enough to keep it cheap
+CHUNK_BYTES = 8 << 20  # of float32 logits; MLX holds a few chunks at a time
+CHUNK_ROWS = 128  # at least: every chunk reads the whole head
+
+
+def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
+    """(S,) -log softmax(logits)[target] of each target, in float32.
+
+    logits: (S, V); targets: (S,) int.
+    """
+    logits = logits.astype(mx.float32)
+    scores = mx.take_along_axis(logits, targets[:, None], axis=-1).squeeze(-1)
+    return mx.logsumexp(logits, axis=-1) - scores
+
+
+def cross_entropy_sum(logits: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
+    """The sum of weight x cross_entropy; weights: (S,), 0 for padding."""
+    return sum_in_blocks(cross_entropy(logits, targets) * weights)
+
+
+def chunked_losses(hidden: mx.array, targets: mx.array, head: Head) -> mx.array:
+    """cross_entropy of head(hidden), piece by piece, to be evaluated and not trained."""
+    losses: list[mx.array] = []
+    for part in chunks(hidden, head):
+        rows = _in_turn(hidden[part], losses)
+        if isinstance(head, LinearHead):
+            walk = _walk(begin(head.inputs(rows), targets[part], gradient=False), head)
+            losses.append(walked_losses(walk, head.logits(walk.at_target)))
+        else:
+            losses.append(cross_entropy(head(rows[None])[0], targets[part]))
+    return mx.concatenate(losses)
+
+
+def chunked_loss(hidden: mx.array, targets: Targets, objective: Objective, head: Head) -> Sums:
+    """The objective's loss and metrics, of hidden states at the targets, (S, D)."""
+    found = chunked_losses(hidden, targets.tokens, head)
+    return objective.weigh(Scores(-found), targets).sums
+
+
+def chunked_predictions(hidden: mx.array, head: Head) -> mx.array:
+    """(S,) the likeliest token of each row of `hidden`, (S, D), piece by piece."""
+    found: list[mx.array] = []
+    for part in chunks(hidden, head):
+        rows = _in_turn(hidden[part], found)
+        if isinstance(head, LinearHead):
+            found.append(_likeliest(head.inputs(rows), head))
+        else:
+            found.append(head(rows[None])[0].argmax(-1))
+    return mx.concatenate(found)
+
+
+def trainable_loss(
+    hidden: mx.array, targets: Targets, objective: Objective, scale: mx.array, head: Head
+) -> Sums:
+    """The objective's loss and metrics; the loss's gradient in `hidden` comes out times `scale`.
+
+    hidden: (S, D) at the targets. The gradient is computed in the forward pass, with the loss,
+    and only its (S, D) are kept. (A chunked loss that is differentiated as a whole computes
+    all logits again, or keeps them.)
+    """
+    names: list[str] = []
+
+    @mx.custom_function
+    def forward(hidden: mx.array) -> tuple[mx.array, ...]:
+        sums, grad = loss_and_gradient(hidden, targets, objective, scale, head)
+        return sums.loss, grad, *flat(sums.metrics, names)
+
+    @forward.vjp
+    def backward(primals, cotangents, outputs):
+        return cotangents[0].astype(outputs[1].dtype) * outputs[1]
+
+    loss, _, *figures = forward(hidden)
+    return Sums(loss, unflat(figures, names))
+
+
+def loss_and_gradient(
+    hidden: mx.array, targets: Targets, objective: Objective, scale: mx.array, head: Head
+) -> tuple[Sums, mx.array]:
+    """The objective's loss and metrics, and its gradient in `hidden` times `scale`, (S, D).
+
+    Without a transformation of the caller's, which would keep every slice of a head that
+    is read from a file. The scale is inside, so that float16 gradients are scaled before
+    they are rounded. The head is frozen: it gets no gradient.
+    """
+
+    def weigh_part(part: slice) -> Weigh:
+        of_part = Targets(*(array[part] for array in targets))
+        return lambda logp: objective.weigh(Scores(logp), of_part)
+
+    if objective.token_local:
+        return _in_pieces(hidden, targets.tokens, weigh_part, scale, head, chunks(hidden, head))
+    if isinstance(head, LinearHead):  # all rows walk the vocabulary together
+        return _in_pieces(hidden, targets.tokens, weigh_part, scale, head, [slice(0, len(hidden))])
+    scores = Scores(-chunked_losses(hidden, targets.tokens, head))
+    weighed = objective.weigh(scores, targets)
+
+    def known(part: slice) -> Weigh:
+        return lambda _: Weighed(mx.array(0.0), weighed.weights[part])
+
+    pieces = chunks(hidden, head)
+    _, grad = _in_pieces(hidden, targets.tokens, known, scale, head, pieces)
+    return weighed.sums, grad
+
+
+def _in_pieces(
+    hidden: mx.array,
+    tokens: mx.array,
+    weigh_part: Callable[[slice], Weigh],
+    scale: mx.array,
+    head: Head,
+    pieces: Iterable[slice],
+) -> tuple[Sums, mx.array]:
+    """The sums over all pieces, and the gradient in `hidden` times `scale`; one after another."""
+    of_piece = _walked if isinstance(head, LinearHead) else _differentiated
+    found: list[Sums] = []
+    grads: list[mx.array] = []
+    for part in pieces:
+        rows = _in_turn(hidden[part], [sums.loss for sums in found], grads)
+        sums, grad = of_piece(rows, tokens[part], weigh_part(part), scale, head)
+        found.append(sums)
+        grads.append(grad)
+    return Sums.over(found), mx.concatenate(grads)
+
+
+def chunks(hidden: mx.array, head: Head) -> Iterator[slice]:
+    """Runs of rows of `hidden`, (S, D), of about equal size.
+
+    With a LinearHead up to WALK_ROWS, otherwise as many as give CHUNK_BYTES of logits.
+    """
+    count, most = len(hidden), WALK_ROWS
+    if not isinstance(head, LinearHead):
+        vocabulary = head(hidden[None, :1]).shape[-1]  # its shape alone: nothing is computed
+        most = max(CHUNK_ROWS, CHUNK_BYTES // (4 * vocabulary))
+    rows = -(-count // -(-count // most))
+    for start in range(0, count, rows):
+        yield slice(start, start + rows)
+
+
+def _in_turn(rows: mx.array, *before: list[mx.array]) -> mx.array:
+    """`rows`, to be used only after the last of each list."""
+    last = [arrays[-1] for arrays in before if arrays]
+    return mx.depends([rows], last)[0] if last else rows
+
+
+# -- in chunks of the hidden states -------------------------------------------------------
+
+
+def _differentiated(
+    rows: mx.array, tokens: mx.array, weigh: Weigh, scale: mx.array, head: Head
+) -> tuple[Sums, mx.array]:
+    """The sums of a chunk and its gradient times `scale`.
+
+    Differentiated down to its logits; from there on by hand, with one exp a logit.
+    """
+    names: list[str] = []
+
+    @mx.custom_function
+    def loss(logits: mx.array) -> tuple[mx.array, ...]:
+        z = logits.astype(mx.float32)
+        top, index = z.max(-1, keepdims=True), tokens[:, None]
+        shares = mx.exp(z - top)
+        total = shares.sum(-1, keepdims=True)
+        score = mx.take_along_axis(z, index, axis=-1)
+        weighed = weigh((score - top - mx.log(total)).squeeze(-1))
+        factor = (weighed.weights * scale)[:, None]
+        at_target = (mx.take_along_axis(shares, index, axis=-1) / total - 1) * factor
+        grad = mx.put_along_axis(shares * (factor / total), index, at_target, axis=-1)
+        return weighed.loss, grad.astype(logits.dtype), *flat(weighed.metrics, names)
+
+    @loss.vjp
+    def backward(primals, cotangents, outputs):
+        return outputs[1]
+
+    (value, _, *figures), grad = mx.value_and_grad(lambda rows: loss(head(rows[None])[0]))(rows)
+    return Sums(value, unflat(figures, names)), grad
+
+
+def flat(metrics: Metrics, names: list[str]) -> list[mx.array]:
+    """The sums and counts of metrics, whose names go to `names`: outputs must be arrays."""
+    names[:] = metrics
+    return [array for pair in metrics.values() for array in pair]
+
+
+def unflat(figures: Sequence[mx.array], names: list[str]) -> Metrics:
+    return dict(zip(names, zip(figures[::2], figures[1::2], strict=True), strict=True))
+
+
+# -- in slices of the vocabulary ----------------------------------------------------------
+
+
+class Walk(NamedTuple):
+    """A softmax over the slices of the vocabulary that were seen so far, and its gradient.
+
+    The largest logit so far is subtracted from all, and what was summed is rescaled when
+    it rises: the online softmax of Milakov & Gimelshein (2018), arXiv:1805.02867.
+    """
+
+    inputs: mx.array  # (S, D) of the linear layer
+    targets: mx.array  # (S, 1)
+    seen: mx.array  # () how many tokens; an array, since a number would be compiled in
+    at_target: mx.array  # (S, 1) what the linear layer gives there
+    top: mx.array  # (S, 1) float32, the largest logit
+    total: mx.array  # (S, 1) float32, the sum of exp(logit - top)
+    pull: mx.array  # (S, D) float32, of exp(logit - top) x slope of `after` x row; or ()
+
+
+def begin(inputs: mx.array, targets: mx.array, *, gradient: bool = True) -> Walk:
+    """Before the first slice; inputs: (S, D) from head.inputs; gradient: it will be wanted."""
+    column = (len(inputs), 1)
+    return Walk(
+        inputs,
+        targets[:, None],
+        seen=mx.array(0, targets.dtype),
+        at_target=mx.zeros(column, inputs.dtype),
+        top=mx.full(column, -mx.inf),
+        total=mx.zeros(column),
+        pull=mx.zeros(inputs.shape if gradient else ()),
+    )
+
+
+def add(walk: Walk, part: Part, head: LinearHead) -> Walk:
+    """After the next slice: its rows are used twice, each logit is exponentiated once."""
+    products, slopes = part.forward(walk.inputs), None
+    if walk.pull.ndim:
+        logits, slopes = head.logits_and_slopes(products)
+    else:
+        logits = head.logits(products)
+    logits = logits.astype(mx.float32)
+    top = mx.maximum(walk.top, logits.max(-1, keepdims=True))
+    shares, shrink = exp(logits - top), mx.exp(walk.top - top)
+    total = shares.sum(-1, keepdims=True)
+    index = walk.targets - walk.seen
+    inside = (index >= 0) & (index < part.count)
+    found = mx.take_along_axis(products, mx.where(inside, index, 0), axis=-1)
+    pull = walk.pull
+    if pull.ndim:
+        pull = pull * shrink + _pull(part, shares, total, slopes, walk.inputs.dtype)
+    return Walk(
+        walk.inputs,
+        walk.targets,
+        seen=walk.seen + part.count,
+        at_target=mx.where(inside, found, walk.at_target),
+        top=top,
+        total=walk.total * shrink + total,
+        pull=pull,
+    )
+
+
+def _pull(
+    part: Part, shares: mx.array, total: mx.array, slopes: mx.array | None, dtype: mx.Dtype
+) -> mx.array:
+    """(S, D) float32, the sum of share x slope x row."""
+    if slopes is not None:
+        shares = shares * slopes
+    if dtype != mx.float16:
+        return part.backward(shares.astype(dtype)).astype(mx.float32)
+    total = mx.maximum(total, 1e-30)  # the sum of many shares may be over float16's largest number
+    return total * part.backward((shares / total).astype(dtype)).astype(mx.float32)
+
+
+def walked_losses(walk: Walk, logits: mx.array) -> mx.array:
+    """(S,) the losses after the last slice; logits: (S, 1), those of the targets."""
+    return (walk.top + mx.log(walk.total) - logits.astype(mx.float32)).squeeze(-1)
+
+
+def finish(
+    walk: Walk, head: LinearHead, weigh: Weigh, scale: mx.array | float = 1.0
+) -> tuple[Sums, mx.array]:
+    """After the last slice: what the objective sums, and its gradient times `scale`.
+
+    The gradient is in the inputs of the linear layer, (S, D).
+    """
+    logits, slopes = head.logits_and_slopes(walk.at_target)
+    weighed = weigh(-walked_losses(walk, logits))
+    rows = head.rows.gather(walk.targets.squeeze(-1)).astype(mx.float32)
+    rows = rows if slopes is None else rows * slopes
+    grad = (walk.pull / walk.total - rows) * (weighed.weights * scale)[:, None]
+    return weighed.sums, grad.astype(walk.inputs.dtype)
+
+
+def _walked(
+    rows: mx.array, tokens: mx.array, weigh: Weigh, scale: mx.array, head: LinearHead
+) -> tuple[Sums, mx.array]:
+    """The sums of a chunk and its gradient times `scale`."""
+    sums, grad = finish(_walk(begin(head.inputs(rows), tokens), head), head, weigh, scale)
+    if head.before is not None:
+        _, (grad,) = mx.vjp(head.before, [rows], [grad])
+    return sums, grad
+
+
+def _walk(walk: Walk, head: LinearHead) -> Walk:
+    """After every slice of the vocabulary, one after the other."""
+    for start, stop in head.slices(len(walk.inputs)):
+        walk = Walk(*_settled(walk))
+        walk = add(walk, head.rows.part(start, stop, walk), head)
+    return walk
+
+
+def _likeliest(inputs: mx.array, head: LinearHead) -> mx.array:
+    """(S,) the first of the tokens with the largest logit."""
+    best, seen = mx.zeros(len(inputs), mx.uint32), mx.array(0, mx.uint32)
+    top = mx.full(len(inputs), -mx.inf)
+    for start, stop in head.slices(len(inputs)):
+        inputs, best, top, seen = _settled((inputs, best, top, seen))
+        part = head.rows.part(start, stop, [top])
+        logits = head.logits(part.forward(inputs))
+        here = logits.argmax(-1, keepdims=True)
+        largest = mx.take_along_axis(logits, here, axis=-1).squeeze(-1).astype(mx.float32)
+        best = mx.where(largest > top, here.squeeze(-1) + seen, best)
+        top, seen = mx.maximum(largest, top), seen + part.count
+    return best
+
+
+def _settled(state: Sequence[mx.array]) -> list[mx.array]:
+    """The same arrays, all to be computed before one is used.
+
+    So what is summed of a slice is summed before the next slice is begun, and compiled
+    kernels end where a slice ends: they are the same for all.
+    """
+    return mx.depends(list(state), list(state))

@@ -1,0 +1,465 @@
+"""Models: loaded through mlx-lm, given LoRA layers, split in two.
+
+Shapes: B rows, T tokens of a row, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import glob
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import transformers
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_model, load_tokenizer
+from transformers import dynamic_module_utils
+
+from your_ai.config import TrainConfig, nearest
+from your_ai.data.batches import MULTIPLE
+from your_ai.errors import UserError, forgiving, lacked_memory
+from your_ai.gates.foreign import read_json
+from your_ai.gates.text import shortened, shown
+from your_ai.gates.token_ids import rows_of, vocabulary_of
+from your_ai.hub.check import check_beside, check_model
+from your_ai.nets.dora import put_dora
+from your_ai.rng import derive_seed
+
+ALL_LINEAR = "all-linear"
+DEFAULT_LAYERS = 4
+TOKENIZER_CLASS = re.compile(r"(?!Auto|Rag)\w*(?:Tokenizer|TokenizerFast|Backend)")
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+POSITIONS = ("wpe", "position_embeddings", "embed_positions")
+TRIED_TOKENS = 8  # of the short row that a model is tried with
+LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
+
+dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # refuse a model's own code, and never ask about it
+
+
+def compute_dtype(name: str) -> mx.Dtype:
+    """The type that `--dtype` stands for on this device."""
+    if name == "auto":
+        return mx.bfloat16 if mx.default_device().type == mx.gpu else mx.float32
+    return getattr(mx, name)
+
+
+def load_base(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, Any]:
+    """The model and tokenizer of a folder. The weights are lazy: read when first used.
+
+    Raises UserError for a folder that is not whole, or that mlx-lm cannot load.
+    """
+    network, config = load_network(folder, dtype)
+    return network, load_tokenizer_of(folder, config.get("eos_token_id"))
+
+
+def load_tokenizer_of(folder: Path, eos_token_ids: Any = None) -> Any:
+    """The tokenizer of a model folder. Runs no code of the folder's own, and asks nothing.
+
+    Raises UserError where it cannot be loaded.
+    """
+    check_beside(folder)
+    try:
+        check_class(folder)
+        options = {"trust_remote_code": False}
+        tokenizer = load_tokenizer(folder, options, eos_token_ids=eos_token_ids)
+        ends = list(tokenizer.eos_token_ids)
+    except UserError:
+        raise
+    except Exception as error:  # transformers raises what it likes for a broken tokenizer
+        if "custom code" in str(error) or "trust_remote_code" in str(error):
+            raise needs_code(folder) from error
+        reason = shortened(first_line(error))
+        raise UserError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
+    wrong = [end for end in ends if type(end) is not int or not 0 <= end < 1 << 32]
+    if wrong:
+        raise UserError(f"{folder}: eos_token_id {shortened(repr(wrong[0]))}: is no token")
+    return tokenizer
+
+
+def check_class(folder: Path) -> None:
+    """Raise UserError where a tokenizer's class is something else of transformers.
+
+    transformers looks the name up among all that it has, and calls what it finds, without
+    having been told there that it may run no code.
+    """
+    for name in ("tokenizer_config.json", "config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        kind = read_json(path, "").get("tokenizer_class")
+        known = isinstance(kind, str) and (
+            TOKENIZER_CLASS.fullmatch(kind) or not hasattr(transformers, kind)
+        )
+        if kind is not None and not known:
+            raise UserError(f"{path}: tokenizer_class {shown(kind)}: is not a tokenizer")
+
+
+def needs_code(folder: Path) -> UserError:
+    return UserError(
+        f"{folder}: its tokenizer is Python code of its own (auto_map in tokenizer_config.json), "
+        "which your_ai never runs; use a model with a tokenizer that transformers has"
+    )
+
+
+def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a folder and its configuration, as `load_base` has them."""
+    told = check_model(folder)
+    if glob.escape(str(folder)) != str(folder):
+        raise UserError(f"{folder}: mlx-lm finds no weights below a name with *, ? or [")
+    try:
+        model, config = load_model(folder, lazy=True, model_config=positions_of(told))
+        model.freeze()
+        model.eval()
+    except Exception as error:  # an architecture's code raises what it likes
+        raise UserError(f"{folder}: mlx-lm cannot load this model ({first_line(error)})") from error
+    vocabulary = vocabulary_of(model)
+    if vocabulary is not None and vocabulary < TRIED_TOKENS:
+        raise UserError(f"{folder}: a model of {vocabulary} tokens cannot be used")
+    cast(model, dtype)
+    return model, config
+
+
+def positions_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says in `rope_parameters`, by the older names that mlx-lm reads.
+
+    From its release 5 on transformers writes nothing else, and most of mlx-lm's architectures
+    would take a base of their own for the one that the model was trained with.
+    """
+    found: dict[str, Any] = {}
+    kinds, text = config.get("rope_parameters"), config.get("text_config")
+    if isinstance(kinds, dict):
+        whole = kinds.get("full_attention", kinds)  # some have them by the kind of attention
+        found = {key: whole.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+        found["rope_local_base_freq"] = kinds.get("sliding_attention", {}).get("rope_theta")
+        if whole.get("rope_type", "default") != "default":
+            found["rope_scaling"] = whole
+        found = {k: v for k, v in found.items() if v is not None and config.get(k) is None}
+    if isinstance(text, dict) and (inner := positions_of(text)):
+        found["text_config"] = text | inner
+    return found
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Make every floating parameter `dtype`, but those the model wants kept."""
+    wanted = getattr(model, "cast_predicate", lambda _: True)
+
+    def convert(path: str, array: mx.array) -> mx.array:
+        if wanted(path) and mx.issubdtype(array.dtype, mx.floating):
+            return array.astype(dtype)
+        return array
+
+    model.update(tree_map_with_path(convert, model.parameters()))
+
+
+def check_positions(model: nn.Module, tokens: int, label: str) -> None:
+    """Raise UserError where a row of so many tokens has more places than the model has learned."""
+    places = rows_of(model, POSITIONS)
+    padded = -(-(tokens - 1) // MULTIPLE) * MULTIPLE
+    if places is not None and padded > places:
+        raise UserError(
+            f"{label}: a row has {tokens} tokens, but the model has learned {places} places; "
+            f"use --max-seq-length {places // MULTIPLE * MULTIPLE} and --too-long truncate or split"
+        )
+
+
+class TokenKeys(NamedTuple):
+    """What the dropout of tokens is drawn from: two arrays that broadcast to (B, T).
+
+    rows: (B, 1) or (B, T) uint32, the key of each token's text; places: (1, T) or (B, T)
+    uint32, where in it the token is.
+    """
+
+    rows: mx.array
+    places: mx.array
+
+
+@dataclass(frozen=True)
+class DropoutKeys:
+    """Where the LoRA layers of a model find the keys of the pass under way.
+
+    current: those of exactly the tokens that the layers are given, or None outside
+    training. The objective's caller sets it before each pass, also before one that
+    recomputes a block.
+    """
+
+    holder: list[TokenKeys | None]
+
+    @property
+    def current(self) -> TokenKeys | None:
+        return self.holder[0]
+
+    def set(self, keys: TokenKeys | None) -> None:
+        self.holder[0] = keys
+
+    def kept(self, function: Callable) -> Callable:
+        """`function`, that will find the keys of now whenever it runs."""
+        keys = self.current
+
+        def run(*args: Any) -> Any:
+            others = self.current
+            self.set(keys)
+            try:
+                return function(*args)
+            finally:
+                self.set(others)
+
+        return run
+
+
+class KeyedDropout(nn.Module):
+    """Dropout whose mask is a pure function of (row key, layer, position, feature).
+
+    So it is the same however a step is split into micro-batches, padded, packed or
+    recomputed, and needs no random state. `_features` says which an input has that is not
+    of all features. The bits are murmur3's 32-bit finalizer over a counter
+    (Appleby, 2011), applied once for the position and once for the feature.
+    """
+
+    def __init__(self, p: float, layer: int, keys: DropoutKeys) -> None:
+        super().__init__()
+        self.p = p
+        # An array, so that all layers share one compiled kernel; private, so no parameter.
+        self._layer = uint32(layer)
+        self._keys = keys
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: (B, T, D)"""
+        keys = self._keys.current
+        if keys is None or self.p == 0:
+            return x
+        tokens = (keys.rows.shape[0], keys.places.shape[1])
+        if x.ndim != 3 or x.shape[:2] != tokens:
+            raise ValueError(f"dropout needs rows of tokens, found an input of shape {x.shape}")
+        features = self.get("_features", mx.arange(x.shape[2], dtype=mx.uint32))
+        keep = dropout_bits(keys, self._layer, features) >= uint32(int(self.p * 2**32))
+        return mx.where(keep, x * (1 / (1 - self.p)), 0).astype(x.dtype)
+
+
+def dropout_bits(keys: TokenKeys, layer: mx.array, features: mx.array) -> mx.array:
+    """Uniform bits, (B, T, D) uint32, for a layer's key () and `features`, (D,) uint32."""
+    mixed = _mix(_mix(keys.rows ^ layer) + keys.places * uint32(0x9E3779B9))
+    return _mix(mixed[..., None] + features * uint32(0x85EBCA77))
+
+
+def _mix(h: mx.array) -> mx.array:
+    h = (h ^ (h >> 16)) * uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def uint32(value: int) -> mx.array:
+    return mx.array(value, mx.uint32)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The LoRA layers put on a model.
+
+    config: what mlx-lm needs to put them on again, as adapter_config.json holds it.
+    """
+
+    dropout_keys: DropoutKeys
+    config: dict[str, Any]
+
+
+def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
+    """Put LoRA (or DoRA) layers, drawn from the seed, on a frozen model.
+
+    Raises UserError for a target that no layer has or more blocks than there are.
+    """
+    blocks = model.layers
+    count = len(blocks) if config.lora_layers == "all" else config.lora_layers
+    if count is None:
+        count = min(DEFAULT_LAYERS, len(blocks))
+    if count > len(blocks):
+        raise UserError(
+            f"--lora-layers {count}: the model has {len(blocks)} blocks; use {len(blocks)} or all"
+        )
+    keys = find_targets(blocks[len(blocks) - count :], config)
+    check_rank(blocks[len(blocks) - count :], keys, config.lora_rank)
+    parameters = {
+        "rank": config.lora_rank,
+        "scale": config.lora_alpha / config.lora_rank,
+        "dropout": config.lora_dropout,
+        "keys": list(keys),
+    }
+    mx.random.seed(derive_seed(config.seed, "adapters"))  # from_base draws from it
+    put_adapter_layers(model, count, parameters, config.use_dora)
+    dropout_keys = DropoutKeys([None])
+    if config.lora_dropout > 0:
+        for name, module in model.named_modules():
+            if "lora_a" in module:
+                layer = derive_seed("dropout", name) % 2**32
+                module.dropout = KeyedDropout(config.lora_dropout, layer, dropout_keys)
+    return Adapters(
+        dropout_keys=dropout_keys,
+        config={
+            "fine_tune_type": "dora" if config.use_dora else "lora",
+            "model": config.model,
+            "num_layers": count,
+            "lora_parameters": parameters,
+        },
+    )
+
+
+def put_adapter_layers(
+    model: nn.Module, count: int, parameters: dict[str, Any], use_dora: bool
+) -> None:
+    """Put mlx-lm's LoRA layers, or our DoRA layers, on the last `count` blocks.
+
+    parameters: as mlx-lm has them in adapter_config.json, `lora_parameters`.
+    """
+    linear_to_lora_layers(model, count, parameters, use_dora=use_dora)
+    if use_dora:
+        put_dora(model)
+
+
+def check_rank(blocks: list[nn.Module], keys: tuple[str, ...], rank: int) -> None:
+    """Raise UserError for a rank above every dimension of the layers that get adapters."""
+    named = (block.named_modules() for block in blocks)
+    layers = (module for modules in named for name, module in modules if name in keys)
+    largest = max((max(dimensions_of(layer)) for layer in layers), default=rank)
+    if rank > largest:
+        raise UserError(
+            f"--lora-rank {rank}: the adapted layers have at most {largest} inputs or outputs; "
+            "a rank above that adds nothing"
+        )
+
+
+def dimensions_of(layer: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of a linear layer, quantized or not, or of each expert of one."""
+    *_, outputs, inputs = layer.weight.shape
+    if isinstance(layer, nn.QuantizedLinear | QuantizedSwitchLinear):
+        inputs = inputs * 32 // layer.bits
+    return inputs, outputs
+
+
+def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...]:
+    """The linear layers in `blocks` that --lora-targets names, relative to a block."""
+    linear = {
+        name: module
+        for block in blocks
+        for name, module in block.named_modules()
+        if isinstance(module, LINEAR)
+    }
+    found: set[str] = set()
+    for target in config.lora_targets:
+        matches = {
+            name
+            for name in linear
+            if target == ALL_LINEAR or name == target or name.endswith("." + target)
+        }
+        if not matches:
+            names = sorted({name.rsplit(".", 1)[-1] for name in linear})
+            raise UserError(
+                f"--lora-targets {target}: no adapted block has it{nearest(target, names)}; "
+                f"they have {', '.join(names)}"
+            )
+        found |= matches
+    experts = sorted(name for name in found if isinstance(linear[name], EXPERTS))
+    if experts and (config.use_dora or config.lora_dropout > 0):
+        option = "--use-dora" if config.use_dora else "--lora-dropout"
+        raise UserError(f"{option}: not possible on the experts {', '.join(experts)}")
+    return tuple(sorted(found))
+
+
+def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
+    """The adapters by their names in the model, e.g. `model.layers.2.self_attn.q_proj.lora_a`."""
+    return dict(tree_flatten(model.trainable_parameters()))
+
+
+def set_adapters(model: nn.Module, arrays: dict[str, mx.array]) -> None:
+    """Put arrays that `adapter_arrays` gave back. Raises UserError where names or shapes differ."""
+    ours = {name: array.shape for name, array in adapter_arrays(model).items()}
+    theirs = {name: array.shape for name, array in arrays.items()}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            found, wanted = (text_of_shape(shapes.get(name)) for shapes in (theirs, ours))
+            raise UserError(
+                f"the adapter does not fit the model: {name} is {found}, and would be {wanted}"
+            )
+    model.update(tree_unflatten(list(arrays.items())))
+
+
+def text_of_shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else " x ".join(map(str, shape))
+
+
+def try_out(model: nn.Module, adapters: Adapters, config: TrainConfig) -> None:
+    """Run the model on a short row as training will. Raises UserError where it cannot."""
+    model.train()
+    tokens = mx.arange(TRIED_TOKENS)[None]
+    adapters.dropout_keys.set(TokenKeys(mx.zeros((1, 1), mx.uint32), tokens.astype(mx.uint32)))
+    try:
+        mx.eval(model(tokens))
+    except Exception as error:  # an architecture's code raises what it likes
+        if lacked_memory(error):
+            raise
+        if config.lora_dropout > 0 and "dropout" in str(error):
+            what = f"--lora-dropout: not possible on these --lora-targets ({first_line(error)})"
+        else:
+            what = f"{config.model}: the model fails on a short row ({first_line(error)})"
+        raise UserError(f"{what}; try other settings, or --dtype float32") from error
+    finally:
+        adapters.dropout_keys.set(None)
+        model.eval()
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model in two: `head(trunk(tokens))` are its logits.
+
+    trunk: (B, T) tokens -> (B, T, D) hidden states; head: (..., D) -> (..., V) logits.
+    """
+
+    trunk: Callable[[mx.array], mx.array]
+    head: Callable[[mx.array], mx.array]
+    hidden: bool = True  # False: trunk gives logits, and the head passes them through
+
+
+class _Passthrough(nn.Module):
+    """Stands where a model has its trunk, and gives back what it is given."""
+
+    def __call__(self, hidden: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        return hidden
+
+
+def split(model: nn.Module) -> Split:
+    """Split a model before its head, checked against the whole on a short input.
+
+    The head is the model's own code run on a trunk that is already done, so that tied
+    embeddings, logit scales and soft caps are as the architecture has them. Where that
+    does not give the model's logits, the whole model is the trunk.
+    """
+    tokens = mx.arange(4)[None]
+    with forgiving():  # an architecture laid out in another way
+        candidate = _split(model)
+        ours, whole = candidate.head(candidate.trunk(tokens)), model(tokens)
+        if ours.shape == whole.shape and mx.allclose(ours, whole, rtol=1e-3, atol=1e-3).item():
+            return candidate
+    return Split(trunk=model, head=lambda logits: logits, hidden=False)
+
+
+def _split(model: nn.Module) -> Split:
+    if "language_model" in model:  # text models inside multimodal wrappers
+        return _split(model.language_model)
+    trunk = model.model
+    passthrough = _Passthrough()
+    vars(passthrough).update(vars(trunk))
+    dict.update(passthrough, trunk)  # nn.Module.update takes parameters alone
+    shell = copy.copy(model)
+    shell["model"] = passthrough
+    return Split(trunk=trunk, head=shell)

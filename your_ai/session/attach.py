@@ -1,0 +1,230 @@
+"""What a user sees of a run and does to it: its events, keys and signals. No mlx here.
+
+`your_ai train` starts a supervisor in a session of its own and attends the run; `your_ai
+watch` attends one that goes on without it, and changes nothing of it but what keys ask for.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from your_ai.config import TrainConfig
+from your_ai.dashboard.keys import Keyboard, keyboard
+from your_ai.dashboard.live import GO_ON_KEY, PAUSE_KEY, Follower, style_for
+from your_ai.errors import RunError, UserError
+from your_ai.run import child, events, requests
+from your_ai.run.child import POLL_S, Child
+from your_ai.run.exits import DONE, FAILED
+from your_ai.run.folder import RunFolder, is_running
+from your_ai.run.stopping import SIGNALS, Interrupted, noted_signals
+
+KEYS = f"q detach   c checkpoint   {PAUSE_KEY}"
+GRACE_S = 3.0  # between two processes of a run that goes on
+FRAME_S = 0.1  # of a replay
+LONGEST_GAP_S = 2.0  # a replay passes over longer ones
+PATIENCE = 3  # signals that the supervisor is given before it is killed
+
+
+@dataclass
+class Terminal:
+    """The screen and the keyboard, taken while this process is in the foreground."""
+
+    follower: Follower
+    keys: Keyboard
+    to_suspend: bool = False
+
+    def read(self, wait_s: float = POLL_S) -> str:
+        """The keys that are pressed within a moment."""
+        if self.to_suspend:
+            self.to_suspend = False
+            self.suspend()
+        if self.keys.were_taken:
+            self.follower.close()
+            self.keys.before = []
+        if self.follower.style == "screen" and (self.keys.fd is None or self.keys.in_foreground):
+            self.follower.open()
+            self.keys.take()
+        return self.keys.read(wait_s)
+
+    def suspend(self) -> None:
+        """Stop until the shell lets this job go on; not where there is none to do so."""
+        self.put_away()
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, handler)
+
+    def put_away(self) -> None:
+        self.follower.close()
+        self.keys.give_back()
+
+
+@contextlib.contextmanager
+def terminal(follower: Follower) -> Iterator[Terminal]:
+    """Ends with the terminal as it was; Ctrl-Z gives it back too."""
+    with keyboard() as keys:
+        found = Terminal(follower, keys)
+        if keys.fd is None:
+            follower.keys = ""
+
+        def note(*_: object) -> None:
+            found.to_suspend = True
+
+        before = signal.getsignal(signal.SIGTSTP)
+        if before != signal.SIG_IGN:
+            signal.signal(signal.SIGTSTP, note)
+        try:
+            yield found
+        finally:
+            found.put_away()
+            signal.signal(signal.SIGTSTP, before)
+
+
+def train(
+    folder: RunFolder,
+    settings: TrainConfig,
+    console: Console,
+    *,
+    detach: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Train under a supervisor and attend; the exit status of `your_ai train`.
+
+    detach: leave once training has begun. Raises what the run's processes told, Interrupted
+    for a signal before training began.
+    """
+    style = "lines" if detach and not as_json else style_for(console, as_json)
+    follower = Follower(folder.events, console, style, KEYS)
+    _, offset = events.tail(folder.events)
+    command = [sys.executable, "-m", "your_ai.session.supervisor", str(folder.path)]
+    command += ["--settings", json.dumps(dataclasses.asdict(settings))]
+    with child.open_log(folder) as log, noted_signals() as received:
+        start = log.seek(0, os.SEEK_END)
+        with child.started(command, folder, log) as supervisor, terminal(follower) as shown:
+            while supervisor.process.poll() is None:
+                supervisor.pass_on(received, PATIENCE)
+                follower.catch_up()
+                pressed = shown.read()
+                has_begun = follower.begun or follower.failure is not None
+                if not received and ("q" in pressed or (detach and has_begun)):
+                    shown.put_away()
+                    return leave(supervisor, folder, None if as_json else console)
+                heed(pressed, folder)
+            follower.catch_up(at_once=True)
+        status = supervisor.process.returncode
+        told = [record.event for record in events.tail(folder.events, offset)[0]]
+        output = child.read_log(log, start)
+    follower.report_failure()
+    is_done = any(isinstance(event, events.Finished) and event.reason == "done" for event in told)
+    if status == DONE or (status == FAILED and is_done):  # it was not pushed: told at the end
+        follower.print_summary(folder.reference)
+    if status == DONE:
+        return DONE
+    number = status - 128 if status > 0 else -status  # told, or killed by it while it began
+    if status < 0 and number not in SIGNALS:
+        raise child.Lost(
+            f"{folder.path}: its supervisor was killed by {signal.Signals(-status).name}, and the "
+            f"training process saves and ends; go on with: your_ai train --resume "
+            f"{folder.reference}"
+        )
+    if number not in SIGNALS:
+        raise child.told_error(folder, status, output)
+    if not any(isinstance(event, events.Started) for event in told):
+        raise Interrupted(number)
+    if any(isinstance(event, events.Finished) for event in told):
+        follower.print_summary(folder.reference)
+    else:
+        follower.leave(folder.reference)
+    return 128 + number
+
+
+def leave(supervisor: Child, folder: RunFolder, console: Console | None) -> int:
+    """Let the run go on by itself."""
+    supervisor.release()
+    run = folder.reference
+    if console is None:
+        return DONE
+    for line in (
+        "detached: the run goes on by itself",
+        f"  your_ai watch {run}",
+        f"  your_ai runs stop {run}",
+    ):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return DONE
+
+
+def heed(pressed: str, folder: RunFolder) -> None:
+    """Do what the keys ask of the run, where its folder can still be written."""
+    with contextlib.suppress(UserError):
+        if "c" in pressed:
+            requests.ask(folder, requests.SAVE)
+        if pressed.count("p") % 2 and not requests.withdraw(folder, requests.PAUSE):
+            requests.ask(folder, requests.PAUSE)
+
+
+def watch(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
+    """Attend a run until it ends or the user leaves; one that has ended is shown once.
+
+    Raises RunError where its folder goes away meanwhile.
+    """
+    style = style_for(console, as_json)
+    follower = Follower(folder.events, console, style, KEYS.replace("detach", "leave"))
+    seen_at = time.monotonic()
+    with noted_signals() as received, terminal(follower) as shown:
+        while not received and follower.failure is None:
+            if not folder.path.exists():
+                raise RunError(f"{folder.path}: was deleted while it was watched")
+            follower.catch_up()
+            if is_running(folder):
+                seen_at = time.monotonic()
+            elif follower.state.finished or time.monotonic() - seen_at > GRACE_S:
+                break
+            pressed = shown.read()
+            if "q" in pressed:
+                return DONE
+            heed(pressed, folder)
+        follower.catch_up(at_once=True)
+    return ended(folder, follower, received)
+
+
+def replay(folder: RunFolder, console: Console, speed: float, *, as_json: bool = False) -> int:
+    """Show the events of a run again, `speed` times as fast; long gaps are cut short."""
+    records, end = events.tail(folder.events)
+    style = style_for(console, as_json)
+    follower = Follower(folder.events, console, style, from_start=True)
+    follower.offset = end
+    shown_until, clock, last, paused = 0, 0.0, time.monotonic(), False
+    with noted_signals() as received, terminal(follower) as shown:
+        while shown_until < len(records) and not received and follower.failure is None:
+            pressed = shown.read(FRAME_S)
+            if "q" in pressed:
+                return DONE
+            paused ^= pressed.count("p") % 2 == 1
+            follower.keys = f"q leave   {GO_ON_KEY if paused else PAUSE_KEY}"
+            last, passed = time.monotonic(), time.monotonic() - last
+            if not paused:
+                clock += passed * speed
+                clock = max(clock, records[shown_until].time - LONGEST_GAP_S * speed)
+            due = bisect.bisect_right(records, clock, shown_until, key=lambda r: r.time)
+            follower.show(records[shown_until:due], clock)
+            shown_until = due
+    return ended(folder, follower, received)
+
+
+def ended(folder: RunFolder, follower: Follower, received: list[int]) -> int:
+    """The last words of whoever watched; the exit status."""
+    follower.report_failure()
+    if received:
+        return DONE if received[0] == signal.SIGINT else 128 + received[0]
+    follower.print_summary(folder.reference)
+    return DONE if follower.failure is None else FAILED

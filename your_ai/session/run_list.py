@@ -1,0 +1,384 @@
+"""The runs in a folder: how they stand, as a table or for programs; removing and stopping them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import shutil
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from your_ai.config import read_yaml
+from your_ai.dashboard.state import ViewState, fold_all
+from your_ai.dashboard.view import duration, memory
+from your_ai.errors import UserError
+from your_ai.files import TEMPORARY, clean
+from your_ai.gates.text import printable
+from your_ai.run import events
+from your_ai.run.events import Event, Record
+from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked, owner
+
+ENDED = ("finished", "stopped", "died", "imported")
+STATES = ("running", "paused", *ENDED)
+SILENCE_S = 60.0  # between two events; a process that works tells its gauges more often
+LAST_BYTES = 1 << 14  # of events.jsonl, where its last event is looked for
+DAY_S = 86400
+HOUR_S = 3600
+
+UNKNOWN = "-"
+GAP = 2  # between columns
+SHORTEST_NAME = 20  # before a name is cropped further, columns go
+LONGEST_MODEL = 24
+STYLES = {"running": "green", "paused": "yellow", "died": "red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A run; what is not known of it is None.
+
+    state: of STATES; step: where it stands, of `steps`; best_loss: of the smoothed ones;
+    peak_bytes: the most that the process held; seconds: how long it has worked, pauses not
+    counted; changed_at: the time of its last event, or of its files before the first;
+    size_bytes: of all the files in its folder.
+    """
+
+    name: str
+    state: str
+    model: str | None = None
+    step: int | None = None
+    steps: int | None = None
+    last_loss: float | None = None
+    best_loss: float | None = None
+    best_validation: float | None = None
+    peak_bytes: int | None = None
+    limit_bytes: int | None = None
+    seconds: float | None = None
+    changed_at: float | None = None
+    size_bytes: int | None = None
+
+
+def rows(runs: Path = RUNS) -> list[Row]:
+    """The runs in `runs`, the last changed first; none where there is no such folder.
+
+    A run that cannot be read has a row without figures; what is no run is passed over.
+    Raises UserError where `runs` itself cannot be read.
+    """
+    found = [row for folder in folders(runs) if (row := row_of(folder)) is not None]
+    return sorted(found, key=lambda row: (-(row.changed_at or 0.0), row.name))
+
+
+def newest(runs: Path = RUNS) -> RunFolder:
+    """The run that changed last, of those that are running if there are any.
+
+    Raises UserError where there is no run.
+    """
+    found = folders(runs)
+    if not found:
+        raise UserError(f"no runs in {runs}; start one: your_ai train")
+    return max(found, key=lambda folder: (is_running(folder), touched_at(folder) or 0.0))
+
+
+def folders(runs: Path) -> list[RunFolder]:
+    """Those of runs, by name. Raises UserError where `runs` is there and cannot be read."""
+    try:
+        names = sorted(os.listdir(runs))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"{runs}: cannot be read ({error.strerror})") from error
+    found = [RunFolder(runs / name) for name in names if not name.startswith(".")]
+    return [folder for folder in found if is_run(folder)]
+
+
+def is_run(folder: RunFolder) -> bool:
+    """Whether it holds what a run does, or may: it cannot be looked into."""
+    for path in (folder.config, folder.events):
+        try:
+            if stat.S_ISREG(os.stat(path).st_mode):
+                return True
+        except PermissionError:
+            return True
+        except OSError:
+            continue
+    return False
+
+
+def row_of(folder: RunFolder) -> Row | None:
+    """None where the folder is deleted meanwhile."""
+    running = is_running(folder)  # first: a run that ends meanwhile has told so in its events
+    try:
+        records, _ = events.tail(folder.events)
+    except UserError:
+        records = []
+    happened = [record.event for record in records]
+    state = fold_all(ViewState(), records)
+    at = last_of(happened, events.Started, events.Step, events.Skipped)
+    total = last_of(happened, events.Started, events.Step)
+    row = Row(
+        name=folder.name,
+        state=state_of(folder, running, state, happened),
+        model=model_of(folder, state),
+        step=at and whole(at.step),
+        steps=total and whole(total.steps),
+        last_loss=state.step and number(state.step.loss),
+        best_loss=number(state.best_loss),
+        best_validation=number(state.best_validation),
+        peak_bytes=whole(state.highest_bytes),
+        limit_bytes=state.limit and whole(state.limit.limit_bytes),
+        seconds=seconds_of(records),
+        changed_at=time_of(records) or touched_at(folder),
+        size_bytes=size_of(folder.path),
+    )
+    return row if os.path.isdir(folder.path) else None
+
+
+def last_of(happened: Sequence[Event], *kinds: type) -> Any:
+    return next((event for event in reversed(happened) if isinstance(event, kinds)), None)
+
+
+def state_of(folder: RunFolder, running: bool, state: ViewState, happened: Sequence[Event]) -> str:
+    if running:
+        return "paused" if state.paused else "running"
+    if os.path.isfile(folder.imported):
+        return "imported"
+    # A resumption that failed before it trained leaves a run as finished as it was.
+    ended = last_of(happened, events.Started, events.Finished)
+    if not isinstance(ended, events.Finished):
+        return "died"
+    return "finished" if ended.adapter else "stopped"
+
+
+def model_of(folder: RunFolder, state: ViewState) -> str | None:
+    if state.started is not None:
+        model = state.started.model
+    else:
+        try:
+            folder.config_text()  # of a sane size
+            model = read_yaml(folder.config).get("model")
+        except (UserError, OSError, ValueError, RecursionError):  # YAML has no end of surprises
+            model = None
+    return model if isinstance(model, str) else None
+
+
+def seconds_of(records: Sequence[Record]) -> float | None:
+    """The time between events, without pauses and what lies between one process and the next."""
+    worked_s, paused = 0.0, False
+    for before, record in itertools.pairwise(records):
+        if isinstance(before.event, (events.Paused, events.Continued, events.Stage)):
+            paused = isinstance(before.event, events.Paused)
+        gap_s = record.time - before.time
+        if gap_s > SILENCE_S:  # only from a version that told no gauges, or nothing was at work
+            gap_s = min(gap_s, number(getattr(record.event, "seconds", 0.0)) or 0.0)
+        if gap_s > 0 and not (paused or isinstance(before.event, events.Finished)):
+            worked_s += gap_s
+    return worked_s if records else None
+
+
+def number(value: Any) -> float | None:
+    """A value from a file where it is a number that can be shown and reckoned with."""
+    kind = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if kind and -1e18 < value < 1e18 else None
+
+
+def whole(value: Any) -> int | None:
+    return None if number(value) is None else int(value)
+
+
+def time_of(records: Sequence[Record]) -> float | None:
+    """When the last of them was written, in seconds since 1970."""
+    return number(records[-1].time) if records else None
+
+
+def touched_at(folder: RunFolder) -> float | None:
+    """The time of a run's last event, from the end of its file, or else of its files."""
+    with contextlib.suppress(OSError, UserError):
+        size = os.stat(folder.events).st_size
+        records, _ = events.tail(folder.events, max(0, size - LAST_BYTES))
+        if (at := time_of(records)) is not None:
+            return at
+    for path in (folder.events, folder.config):
+        with contextlib.suppress(OSError):
+            return os.stat(path).st_mtime
+    return None
+
+
+def size_of(folder: Path) -> int | None:
+    """Bytes of the files in it; None where it cannot be read."""
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return None
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                total += os.lstat(os.path.join(path, name)).st_size
+    return total
+
+
+def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(row) for row in rows]
+
+
+# Of the most important columns as many are shown as there is room for, in this order.
+COLUMNS: dict[str, Callable[[Row, float], str]] = {
+    "run": lambda row, now: printable(row.name, one_line=True),
+    "state": lambda row, now: row.state,
+    "step": lambda row, now: UNKNOWN if row.step is None else f"{row.step}/{row.steps or '?'}",
+    "loss": lambda row, now: known(row.last_loss, "{:.4f}".format),
+    "best": lambda row, now: known(row.best_loss, "{:.4f}".format),
+    "validation": lambda row, now: known(row.best_validation, "{:.4f}".format),
+    "peak of limit": lambda row, now: peak_of_limit(row),
+    "worked": lambda row, now: known(row.seconds, duration),
+    "changed": lambda row, now: known(row.changed_at, lambda at: ago(now - at)),
+    "size": lambda row, now: known(row.size_bytes, memory),
+    "model": lambda row, now: known(row.model, short_model),
+}
+BY_IMPORTANCE = (
+    *("run", "state", "step", "loss", "peak of limit", "changed"),
+    *("best", "worked", "model", "validation", "size"),
+)
+TO_THE_LEFT = ("run", "state", "model")
+
+
+def table(rows: Sequence[Row], now: float, width: int = 80) -> Table:
+    """As many columns as fit into `width` characters; long names lose their middle."""
+    cells = {head: [text(row, now) for row in rows] for head, text in COLUMNS.items()}
+    widths = {head: max(map(len, [head, *cells[head]])) for head in COLUMNS}
+    kept = [*BY_IMPORTANCE]
+    least = min(widths["run"], SHORTEST_NAME)
+    while len(kept) > 2 and least + room_beside_name(widths, kept) > width:
+        kept.pop()
+    room = max(1, width - room_beside_name(widths, kept))
+    cells["run"] = [crop(name, room) for name in cells["run"]]
+
+    drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    shown = [head for head in COLUMNS if head in kept]
+    for head in shown:
+        justify = "left" if head in TO_THE_LEFT else "right"
+        drawn.add_column(head, justify=justify, no_wrap=True)
+    for index, row in enumerate(rows):
+        style = {"state": STYLES.get(row.state, "")}
+        drawn.add_row(*(Text(cells[head][index], style.get(head, "")) for head in shown))
+    return drawn
+
+
+def room_beside_name(widths: dict[str, int], heads: Sequence[str]) -> int:
+    return sum(GAP + widths[head] for head in heads if head != "run")
+
+
+def known(value: Any, text: Callable[[Any], str]) -> str:
+    return UNKNOWN if value is None else text(value)
+
+
+def peak_of_limit(row: Row) -> str:
+    limit = f" of {memory(row.limit_bytes)}" if row.limit_bytes is not None else ""
+    return f"{known(row.peak_bytes, memory)}{limit}"
+
+
+def ago(seconds: float) -> str:
+    """`2:05 ago`, and from a day on `3 days ago`."""
+    seconds = max(0.0, seconds)  # another machine's clock may be ahead
+    days = int(seconds // DAY_S)
+    if not days:
+        return f"{duration(seconds)} ago"
+    return f"{days} days ago" if days > 1 else "1 day ago"
+
+
+def short_model(model: str) -> str:
+    """The last part of a path or id."""
+    return crop(printable(Path(model).name or model, one_line=True), LONGEST_MODEL)
+
+
+def crop(text: str, most: int) -> str:
+    """At most so many letters of it: its two ends."""
+    if len(text) <= most:
+        return text
+    if most < 5:
+        return text[:most]
+    end = (most - 3) // 2
+    return f"{text[: most - 3 - end]}...{text[-end:]}"
+
+
+def remove(folder: RunFolder) -> int:
+    """Delete a run; the bytes that it held.
+
+    A kill in the middle leaves the whole run, or none and a temporary folder that is deleted
+    later. Raises UserError where the run is running, is not a folder in RUNS, or is not ours.
+    """
+    if folder.path.is_symlink():
+        raise UserError(f"{folder.path}: is a link to a run; remove the link itself")
+    if not is_run(folder):
+        raise UserError(f"{folder.path}: is not a run; see them with: your_ai runs")
+    if folder.path.resolve().parent != RUNS.resolve():
+        raise UserError(f"{folder.path}: is not in {RUNS}; remove it by hand")
+    if is_running(folder):
+        raise UserError(
+            f"{folder.path}: is running; stop it first: your_ai runs stop {folder.reference}"
+        )
+    size_bytes = size_of(folder.path) or 0
+    clean(folder.path.parent, older_than_s=HOUR_S)  # what a killed removal left
+    with locked(folder, SUPERVISOR_LOCK), locked(folder, LOCK):  # nobody resumes it meanwhile
+        try:
+            temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.path.parent))
+            os.rename(folder.path, temporary)
+        except OSError as error:
+            raise UserError(f"{folder.path}: cannot be removed ({error.strerror})") from error
+        shutil.rmtree(temporary, ignore_errors=True)
+    if temporary.exists():
+        raise UserError(f"{temporary}: the rest of {folder.name} cannot be removed; do it by hand")
+    return size_bytes
+
+
+def prunable(
+    rows: Iterable[Row],
+    states: Sequence[str] = ("died", "stopped"),
+    older_than_s: float = 0,
+    now: float | None = None,
+) -> list[Row]:
+    """Those in one of `states` that have not changed for so long; now: by default the present.
+
+    Never one that is running, nor one of which it is not known when it changed. Raises
+    UserError for a state that there is not.
+    """
+    now = time.time() if now is None else now
+    for state in states:
+        if state not in ENDED:
+            raise UserError(f"{state}: no such runs to prune; use {', '.join(ENDED)}")
+    return [
+        row
+        for row in rows
+        if row.state in states
+        and row.changed_at is not None
+        and max(0.0, now - row.changed_at) >= older_than_s
+    ]
+
+
+def stop(folder: RunFolder) -> int:
+    """Ask the process that works on a run to save and end, as Ctrl-C does; its number.
+
+    Raises UserError where there is none, or none that can be asked.
+    """
+    pid = owner(folder)
+    if pid is None:
+        raise UserError(f"{folder.path}: is not running")
+    if pid == 0:
+        raise UserError(f"{folder.path}: which process runs it is not known; stop it yourself")
+    try:
+        os.kill(pid, signal.SIGINT)
+    except ProcessLookupError as error:
+        raise UserError(f"{folder.path}: is not running any more") from error
+    except PermissionError as error:
+        raise UserError(
+            f"{folder.path}: process {pid} belongs to another user, who alone can stop it"
+        ) from error
+    return pid

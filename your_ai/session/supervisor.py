@@ -1,0 +1,278 @@
+"""The parent of the training process: outlives it, and starts it again.
+
+The two share the run folder alone: the child writes events, and what both print goes to
+process.log. No mlx here: the memory that counts is the child's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from your_ai.config import TrainConfig, build
+from your_ai.console import echo_error, echo_traceback
+from your_ai.errors import RunError, UserError
+from your_ai.publish.after_training import push_finished
+from your_ai.run import events, requests
+from your_ai.run.child import LOG, POLL_S, Lost, open_log, read_log, started, told_error
+from your_ai.run.events import Event, EventLog, Step
+from your_ai.run.exits import CRASHED, DONE, FAILED, LOST, OUT_OF_MEMORY, RESTART, USER
+from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, find, locked
+from your_ai.run.parent import watch_parent
+from your_ai.run.stopping import SIGNALS, Interrupted, noted_signals
+from your_ai.trackers.upload import tracked
+
+MAX_IN_A_ROW = 3  # deaths without a new checkpoint, or restarts without a step
+LAST_SAMPLES = 5
+NEAR_LIMIT = 0.85  # of the limit: what dies above it died of memory, as far as one can tell
+CRITICAL_PRESSURE = 4
+SMALLER_PLAN = "smaller_plan"  # the governor's action
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """One training process: what its events told, and how it ended.
+
+    status: as Popen has it, negative for a signal; level: of its last plan; smaller: whether
+    it asked for the next smaller plan after that; moved: whether it did a step; used: the
+    most of its limit that its last samples show (1.0: all), None where unknown; critical:
+    whether one of them shows critical pressure; finished: whether it told of its end.
+    In this life or before: step: the last one done; checkpoint: the newest, None before the
+    first; began: whether training began.
+    """
+
+    status: int = DONE
+    level: int = 0
+    smaller: bool = False
+    moved: bool = False
+    used: float | None = None
+    critical: bool = False
+    finished: bool = False
+    step: int = 0
+    checkpoint: int | None = None
+    began: bool = False
+
+    @property
+    def near_limit(self) -> bool:
+        return self.used is not None and self.used > NEAR_LIMIT
+
+
+@dataclass(frozen=True)
+class Decision:
+    """level: of the plan to go on under, None to give up; reason: what happened, in words."""
+
+    level: int | None
+    reason: str
+
+
+def supervise(
+    folder: RunFolder,
+    received: Sequence[int],
+    settings: str = "",
+    command: list[str] | None = None,
+) -> int:
+    """Train the run in `folder` to its end, through deaths; the exit status of `your_ai train`.
+
+    received: the stop signals that have come, and come meanwhile; settings: those of the run
+    as JSON, where they may not be config.yaml's; command: what to start instead of `python -m
+    your_ai.training.train`. Raises UserError or RunError as the training process told, Lost where
+    it does not get on, and Interrupted for a stop signal before training began.
+    """
+    command = command or [sys.executable, "-m", "your_ai.training.train"]
+    _, offset = events.tail(folder.events)
+    life, lives, level = Life(), [], 0
+    with open_log(folder) as log:
+        while not received:
+            log_start = log.seek(0, os.SEEK_END)
+            arguments = [*command, str(folder.path), "--level", str(level)]
+            arguments += ["--settings", settings] if settings else []
+            status = run_child(arguments, folder, log, received)
+            records, offset = events.tail(folder.events, offset)
+            life = next_life(life, level, status, [record.event for record in records])
+            if status == DONE:
+                return DONE
+            if status in (FAILED, USER):
+                raise told_error(folder, status, read_log(log, log_start))
+            if stop_signal(status) is not None:
+                break
+
+            decision = decide(lives, life, told_to_stop=bool(received))
+            if status != RESTART or decision.level is None:
+                died = events.Died(step=life.step, reason=decision.reason, level=decision.level)
+                with contextlib.closing(EventLog(folder.events)) as event_log:
+                    event_log.write(died)
+            if decision.level is None and not received:
+                raise Lost(
+                    f"{folder.path}: training died: {decision.reason}; its output is in "
+                    f"{folder.path / LOG}; go on with: your_ai train --resume {folder.reference}"
+                )
+            lives.append(life)
+            level = decision.level
+
+    number = stop_signal(life.status) or received[0]
+    if not life.began:
+        raise Interrupted(number)
+    return 128 + number
+
+
+def run_child(
+    arguments: list[str], folder: RunFolder, log: BinaryIO, received: Sequence[int]
+) -> int:
+    """Run a training process to its end, and pass on signals; its status as Popen has it.
+
+    The first signal lets it save, the second leave at once, the third kills it.
+    """
+    with started(arguments, folder, log) as child:
+        while child.process.poll() is None:
+            child.pass_on(received, patience=2)
+            time.sleep(POLL_S)  # in waitpid, a signal that another thread takes is not heard
+    return child.process.returncode
+
+
+def next_life(before: Life, level: int, status: int, told: Sequence[Event]) -> Life:
+    """The life that came after `before`, begun at `level`, from the events of its time."""
+
+    def of(*kinds: type) -> list[Event]:
+        return [event for event in told if isinstance(event, kinds)]
+
+    limits, plans, starts = of(events.Limit), of(events.Planned), of(events.Started)
+    turns = of(events.Planned, events.Action)
+    done = of(events.Step, events.Skipped)
+    samples = of(events.Step)[-LAST_SAMPLES:]
+    gauges = [gauge for s in samples for gauge in (s.process_bytes, s.highest_bytes)]
+    held = [gauge for gauge in gauges if gauge is not None]
+    resumed = [start.step for start in starts if start.step > 0]
+    saved = [before.checkpoint, *resumed, *(e.step for e in of(events.Checkpoint))]
+    return Life(
+        status=status,
+        level=plans[-1].level if plans else level,
+        smaller=bool(turns) and getattr(turns[-1], "kind", None) == SMALLER_PLAN,
+        moved=bool(done),
+        used=max(held) / max(1, limits[-1].limit_bytes) if held and limits else None,
+        critical=any((s.pressure or 0) >= CRITICAL_PRESSURE for s in samples),
+        finished=bool(of(events.Finished)),
+        step=(done or starts or [before])[-1].step,
+        checkpoint=max((step for step in saved if step is not None), default=None),
+        began=before.began or bool(starts),
+    )
+
+
+def decide(lives: Sequence[Life], life: Life, told_to_stop: bool) -> Decision:
+    """What follows on a life that ended in a death, or in the wish to be started again."""
+    if life.status == RESTART:
+        return after_restart(lives, life)
+    if told_to_stop:
+        return Decision(None, f"{describe(life)}; not started again, since it was told to stop")
+    return after_death([earlier for earlier in lives if earlier.status != RESTART], life)
+
+
+def after_restart(lives: Sequence[Life], life: Life) -> Decision:
+    """As the life wished, unless the last three all wished it without having done a step."""
+    last = [*lives, life][-MAX_IN_A_ROW:]
+    if len(last) == MAX_IN_A_ROW and all(x.status == RESTART and not x.moved for x in last):
+        return Decision(None, f"{describe(life)}, {MAX_IN_A_ROW} times in a row")
+    return Decision(life.level + life.smaller, describe(life))
+
+
+def after_death(deaths: Sequence[Life], death: Life) -> Decision:
+    """Go on, under a smaller plan if it died of memory; give up at the third without progress."""
+    what = describe(death)
+    if sum(earlier.checkpoint == death.checkpoint for earlier in deaths) + 1 >= MAX_IN_A_ROW:
+        return Decision(None, f"{what}; {MAX_IN_A_ROW} deaths in a row without a new checkpoint")
+    of_memory = death.status == OUT_OF_MEMORY or death.near_limit or death.critical
+    smaller = death.smaller or of_memory
+    where = "starting again"
+    if death.checkpoint is not None:
+        where = f"going on from step {death.checkpoint}"
+    under = " under the next smaller plan" if smaller else ""
+    return Decision(death.level + smaller, f"{what}; {where}{under}")
+
+
+def describe(life: Life) -> str:
+    """`killed by SIGKILL after step 17, with 95% of its limit in use`."""
+    ends = {
+        CRASHED: "failed by a fault of your_ai",
+        OUT_OF_MEMORY: "ran out of memory",
+        RESTART: "asked to be restarted",
+        **{-n: f"killed by {n.name}" for n in signal.Signals},
+    }
+    how = ends.get(life.status, f"ended with status {life.status}")
+    where = f" after step {life.step}" if life.moved else " before its first step"
+    share = f", with {life.used:.0%} of its limit in use" if life.near_limit else ""
+    pressure = ", under critical memory pressure" if life.critical else ""
+    return how + where + share + pressure
+
+
+def stop_signal(status: int) -> int | None:
+    """The stop signal that a child's status tells of: heeded or, as it came early, deadly."""
+    return next((int(n) for n in SIGNALS if status in (128 + n, -n)), None)
+
+
+def settings_of(folder: RunFolder, settings: str) -> TrainConfig:
+    return build(json.loads(settings), "--settings") if settings else folder.read_config()
+
+
+def main() -> None:
+    """Supervise one run; errors are one line on stderr, and told once more by the status."""
+    parser = argparse.ArgumentParser(prog="python -m your_ai.session.supervisor")
+    parser.add_argument("run")
+    parser.add_argument("--settings", default="", help="all of them as JSON")
+    parser.add_argument("--parent-fd", type=int, help="a pipe that ends with the parent")
+    given = parser.parse_args()
+    with noted_signals() as received:
+        sys.exit(carry_out(given.run, given.settings, given.parent_fd, received))
+
+
+def carry_out(run: str, settings: str, parent_fd: int | None, received: Sequence[int]) -> int:
+    """Supervise a run for the process at the other end of the pipe; the exit status."""
+
+    def stop() -> None:
+        if not received:  # a second signal would mean: at once
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        if parent_fd is not None:
+            watch_parent(parent_fd, stop)
+        folder = find(run)
+        config = settings_of(folder, settings)
+        with locked(folder, SUPERVISOR_LOCK):
+            requests.withdraw_all(folder)
+            with tracked(folder, config.report_to, received), told_deaths(folder):
+                status = supervise(folder, received, settings)
+            if status == DONE and config.push_to:
+                push_finished(folder, config.push_to, received)
+            return status
+    except (UserError, RunError) as error:
+        echo_error(f"error: {error}")
+        return {UserError: USER, Lost: LOST}.get(type(error), FAILED)
+    except Interrupted as interrupted:
+        return 128 + interrupted.number
+    except Exception:
+        echo_traceback()
+        return CRASHED
+
+
+@contextlib.contextmanager
+def told_deaths(folder: RunFolder) -> Iterator[None]:
+    """Leave word among the events of why a run ended: whoever started it may be gone."""
+    try:
+        yield
+    except (UserError, RunError) as error:
+        steps = [r.event.step for r in events.tail(folder.events)[0] if type(r.event) is Step]
+        died = events.Died(step=max(steps, default=0), reason=str(error), level=None)
+        if type(error) is not Lost and folder.events.exists():
+            with contextlib.suppress(RunError), contextlib.closing(EventLog(folder.events)) as log:
+                log.write(died)
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A training run: prepared, trained step by step, measured, saved."""

@@ -1,0 +1,98 @@
+"""Before training: measure micro-batches, the smallest first, until the plan is known to hold.
+
+The gradients of each are computed and forgotten, so that training is what it would be without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import mlx.core as mx
+import numpy as np
+
+from your_ai.data.batches import Batch, plan_steps
+from your_ai.data.examples import Examples, Tally
+from your_ai.engine.prefix import unchanged
+from your_ai.memory import allocator
+from your_ai.memory import calibration_file as measurements
+from your_ai.memory.calibration import Calibration, Measurement, Shape
+from your_ai.memory.calibration_steps import settle
+from your_ai.memory.estimate import Plan
+from your_ai.memory.governor import Action, Watch
+from your_ai.memory.sample import in_gb
+from your_ai.nets.model import TRIED_TOKENS
+from your_ai.run import events
+from your_ai.training.memory_actions import Replan
+from your_ai.training.prepare import Prepared, tell
+
+MEASURED = "measured"  # the kind of Action that asks for another plan
+
+
+def calibrated(
+    prepared: Prepared, log: events.EventLog, level: int, watch: Watch, step: int
+) -> Prepared:
+    """`prepared`, with the most rows at once that fit by what was measured.
+
+    Nothing is measured where the limit is far away, where it was before, or where a run goes on
+    under the plan that it had. step: from which it goes on. Raises Replan where another engine
+    is the fastest that fits.
+    """
+    budget = prepared.budget
+    if budget.kept:
+        return prepared
+    plan = budget.choice.option.plan
+
+    def measure(_: Plan, shape: Shape) -> int:
+        return peak_of(prepared, shape, log)
+
+    found = list(budget.demand.calibration.measurements)
+
+    def note(measured: Measurement) -> None:
+        found.append(measured)
+        log.write(events.Measured(**asdict(measured)))
+        if budget.measurements is not None:
+            measurements.keep(budget.measurements, Calibration(tuple(found)))
+
+    limit_bytes = budget.limit.limit_bytes
+    demand, choice = settle(budget.demand, budget.choice, limit_bytes, level, measure, note)
+    if demand is budget.demand:
+        return prepared
+    option = choice.option
+    if (option.plan.engine, option.plan.spill) != (plan.engine, plan.spill):
+        cause = f"measured: {option.plan.engine} needs {in_gb(option.needed_bytes)}"
+        raise Replan(Action(kind=MEASURED, cause=cause), step, watch)
+    allocator.hold(limit_bytes, option.needed_bytes, option.estimate.beside_bytes)
+    allocator.free()
+    budget = replace(budget, demand=demand, choice=choice)
+    prepared.graphs.room_bytes = budget.graphs_room_bytes
+    if option.plan != plan:
+        tell(budget, prepared.config, log)
+    return replace(prepared, budget=budget)
+
+
+def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> int:
+    """The most that the gradients of a micro-batch hold of MLX's buffers, in bytes."""
+    log.write(events.Stage(text=f"measuring {shape.rows} x {shape.tokens} tokens"))
+    batch = batch_of(shape, prepared.config.packing)
+    allocator.give_back_at_once()
+    mx.set_cache_limit(0)  # what it keeps is held on top; `allocator.hold` sets it again
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    with unchanged(prepared.store):
+        mx.eval(prepared.engine.gradients(batch, 1.0, 0))
+    mx.synchronize()
+    peak_bytes = max(mx.get_peak_memory(), mx.get_active_memory())
+    prepared.engine.drop()
+    return peak_bytes
+
+
+def batch_of(shape: Shape, packing: bool) -> Batch:
+    """A micro-batch of this shape, every token of which is trained."""
+    rows, tokens = shape
+    text = np.arange(rows * (tokens + 1), dtype=np.uint32) % TRIED_TOKENS
+    starts = np.arange(rows + 1) * (tokens + 1)
+    trained = np.ones(len(text), bool)
+    weights = np.ones(rows, np.float32)
+    examples = Examples(text, trained, starts, weights, Tally())
+    packed = rows * tokens if packing else None
+    return plan_steps(examples, rows, rows, 0, packed).batches_of(0)[0]

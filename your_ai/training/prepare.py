@@ -1,0 +1,464 @@
+"""Everything a run needs, checked and loaded: the cheapest checks first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten
+
+from your_ai.config import TrainConfig, flag
+from your_ai.data.batches import StepPlan, bucket_edges, plan_steps
+from your_ai.data.encode import Encoder, Prompt, token_ids
+from your_ai.data.examples import Examples, load_examples
+from your_ai.data.rows import Row, find_splits, read_rows
+from your_ai.engine.build import build_engine
+from your_ai.engine.compiled import Graphs, GraphShape
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.prefix import DiskStore, MemoryStore, Store, check_room, needed_bytes
+from your_ai.engine.protocol import Engine
+from your_ai.engine.weights import Tensor, can_stream, tensors_of
+from your_ai.errors import UserError
+from your_ai.files import sha256
+from your_ai.gates.token_ids import vocabulary_of
+from your_ai.hub.check import check_model
+from your_ai.hub.find import find_model, store
+from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
+from your_ai.memory import allocator
+from your_ai.memory.budget import Budget, Past, budget_of, row_limit
+from your_ai.memory.calibration_file import believed
+from your_ai.memory.estimate import Plan, graphs_bytes
+from your_ai.memory.plan import Option, choose, words
+from your_ai.memory.sample import in_gb
+from your_ai.modelfiles.quantize import quantized_lazily
+from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
+from your_ai.modelfiles.shards import largest_shard, process_bytes_of
+from your_ai.nets import model
+from your_ai.nets.saved_adapter import base_files
+from your_ai.run import events
+from your_ai.training import optimizer
+
+TELL_EVERY_S = 5.0
+SAMPLE_TOKENS = 128  # of an answer beyond twice the expected one
+PREFIX = "prefix"  # the folder of a prefix cache on disk, in that of its run
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that the loop needs, checked and loaded."""
+
+    config: TrainConfig
+    model: nn.Module
+    tokenizer: Any
+    dtype: mx.Dtype
+    adapters: model.Adapters
+    engine: Engine
+    planned: str
+    tensors: dict[str, Tensor]
+    graphs: Graphs
+    store: Store | None
+    budget: Budget
+    optimizer: Optimizer
+    plan: StepPlan
+    valid: Examples | None
+    test: Examples | None
+    samples: list[Prompt]
+    steps: int
+    depends_on: dict[str, dict[str, str]]
+
+    def rows_at(self, tokens: int) -> int:
+        """How many rows of so many tokens go through together under the plan."""
+        return self.budget.choice.option.plan.rows(tokens, self.budget.demand.batch_size)
+
+    def started_event(self, step: int) -> events.Started:
+        arrays = model.adapter_arrays(self.model)
+        return events.Started(
+            step=step,
+            steps=self.steps,
+            steps_per_epoch=self.plan.steps_per_epoch,
+            model=self.config.model,
+            rows=len(self.plan.examples),
+            trainable_parameters=sum(array.size for array in arrays.values()),
+            dtype=str(self.dtype).removeprefix("mlx.core."),
+            plan=self.planned,
+        )
+
+
+def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int = 0) -> Prepared:
+    """Check and load everything, the cheapest first.
+
+    folder: the run's, for what is kept on disk while it runs. level: how many plans that
+    fit are passed over.
+    """
+    check_splits(config)
+    base = find_model(config.model)
+    check_model(base)
+    dtype = model.compute_dtype(config.dtype)
+    log.write(events.Stage(text=f"loading {config.model}"))
+    if dtype != mx.float32 and mx.default_device().type == mx.cpu:
+        text = "the CPU computes many times slower in half precision; --dtype float32 is quick"
+        log.write(events.Notice(text=text))
+    weights = base if config.quantize is None else quantized(config.quantize, base, config, log)
+    network, tokenizer = model.load_base(weights, dtype)
+    tensors = tensors_of(network, weights)
+    streamable = can_stream(network, tensors)
+    adapters = model.add_adapters(network, config)
+
+    files = fingerprint(base)
+    adapters = replace(adapters, config={**adapters.config, "base_files": base_files(files)})
+    data = read_data(config, network, tokenizer, files, log.write)
+    plan = plan_steps(
+        data.examples["train"],
+        config.batch_size,
+        config.rows_per_step,
+        config.seed,
+        config.max_seq_length if config.packing else None,
+    )
+    steps = count_steps(config, plan)
+    if config.warmup_steps >= steps:
+        text = f"--warmup-steps {config.warmup_steps}: the run ends first, after {steps} steps"
+        log.write(events.Notice(text=text))
+
+    past = past_of(log, config, level)
+    budget = budget_of_run(config, weights, dtype, data, streamable, level, past)
+    for found in budget.demand.calibration.measurements:
+        if not past.begun and found not in past.measurements:  # what the run depends on
+            log.write(events.Measured(**asdict(found)))
+    chosen = tell(budget, config, log)
+    allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, chosen.estimate.beside_bytes)
+    dequantize_on_the_cpu(network)
+    make_store = None
+    if config.prefix_cache != "off":
+        frozen = len(network.layers) - adapters.config["num_layers"]
+        key = files | {"frozen blocks": str(frozen), "--quantize": str(config.quantize)}
+
+        def make_store(hidden_size: int) -> Store:
+            kind = config.prefix_cache
+            return prefix_store(kind, folder / PREFIX, key, data.tokens, hidden_size, dtype)
+
+    demand = budget.demand
+
+    def size_of(shape: GraphShape) -> int:
+        engine, (rows, tokens, *_) = chosen.plan.engine, shape
+        return graphs_bytes(
+            demand.facts,
+            demand.training,
+            engine,
+            rows,
+            tokens,
+            trained=shape.trained,
+            sliced=demand.sliced,
+        )
+
+    graphs = Graphs(size_of, budget.graphs_room_bytes)
+    built = build_engine(
+        network,
+        adapters.dropout_keys,
+        chosen.plan.engine,
+        config.packing,
+        tensors,
+        make_store,
+        spill=folder if chosen.plan.spill else None,
+        graphs=graphs,
+    )
+    model.try_out(network, adapters, config)
+    allocator.free()
+    if built.plan != chosen.plan.engine:  # the model cannot be taken apart: is there room?
+        demand = replace(demand, engine=built.plan, spill=False)
+        choice = choose(demand, budget.limit.limit_bytes, level, past.plan)
+        budget = replace(budget, demand=demand, choice=choice)
+        tell(budget, config, log)
+    for text in built.notices:
+        log.write(events.Notice(text=text))
+    return Prepared(
+        config=config,
+        model=network,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        adapters=adapters,
+        engine=built.engine,
+        planned=built.plan,
+        tensors=tensors,
+        graphs=graphs,
+        store=built.store,
+        budget=budget,
+        optimizer=optimizer.build_optimizer(config, network.trainable_parameters()),
+        plan=plan,
+        valid=data.examples.get("valid"),
+        test=data.examples.get("test"),
+        samples=data.samples,
+        steps=steps,
+        depends_on={
+            "model": files,
+            "data": {p.name: sha256(p) for n, p in find_splits(config.data).items() if n != "test"},
+            "settings": config.decisive(),
+        },
+    )
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads, and what its memory depends on of that.
+
+    examples: of each split, as tokens; samples: the prompts that are answered; lengths: T of
+    every bucket; tokens: of all texts; answer_tokens: of the longest sample prompt with its
+    answer, 0 where there are none.
+    """
+
+    examples: dict[str, Examples]
+    samples: list[Prompt]
+    lengths: list[int]
+    tokens: int
+    answer_tokens: int
+
+
+def check_splits(config: TrainConfig) -> dict[str, Path]:
+    """The files of --data by split. Raises UserError where one that is needed is missing."""
+    splits = find_splits(config.data)
+    for wanted in ("samples", "exact_match"):
+        if getattr(config, wanted) and "test" not in splits:
+            raise UserError(f"{flag(wanted)}: --data {config.data} has no test.jsonl")
+    return splits
+
+
+def read_data(
+    config: TrainConfig,
+    network: nn.Module,
+    tokenizer: Any,
+    files: dict[str, str],
+    write: Callable[[events.Event], None],
+) -> RunData:
+    """The rows of --data as tokens, as `train` and `plan` see them.
+
+    files: the model's, by their checksums; write: is told of what was read and cut.
+    Raises UserError for rows that cannot be trained.
+    """
+    splits = check_splits(config)
+    limit = row_limit(config.max_row_bytes, config.max_memory, config.force)
+    encoder = Encoder(tokenizer, config.mask_prompt, vocabulary_of(network), limit)
+    samples = sample_prompts(splits.get("test"), encoder, config.samples)
+    examples = {
+        name: load_split(name, path, config, encoder, files, write)
+        for name, path in splits.items()
+        if name != "test" or config.exact_match
+    }
+    longest = max(int(found.lengths.max()) for found in examples.values())
+    if config.packing:
+        longest = max(longest, config.max_seq_length)
+    model.check_positions(network, longest, f"--max-seq-length {config.max_seq_length}")
+    allocator.free()  # what tokenizing left
+    if not examples["train"].weights.any():
+        raise UserError(f"{splits['train']}: every row has weight 0: there is nothing to train")
+    return RunData(
+        examples=examples,
+        samples=samples,
+        lengths=lengths_of(examples.values()),
+        tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
+        answer_tokens=max((answer_room(tokenizer, s)[1] for s in samples), default=0),
+    )
+
+
+def budget_of_run(
+    config: TrainConfig,
+    folder: Path,
+    dtype: mx.Dtype,
+    data: RunData,
+    can_stream: bool,
+    level: int = 0,
+    past: Past | None = None,
+    before_bytes: int = 0,
+) -> Budget:
+    """What a run on `data` may hold, and its plan. Raises UserError where nothing fits.
+
+    before_bytes: what the process holds before it trains.
+    """
+    return budget_of(
+        config,
+        folder,
+        dtype,
+        data.lengths,
+        level,
+        past,
+        can_stream=can_stream,
+        prefix_tokens=data.tokens,
+        answer_tokens=data.answer_tokens,
+        before_bytes=before_bytes,
+    )
+
+
+def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None) -> Budget:
+    """The budget of a run of the model in `folder`; no weight is read.
+
+    seq_len: T of all rows. Without it they are those of --data, and without data as long as
+    --max-seq-length allows. Raises UserError where nothing fits.
+    """
+    if seq_len is not None and seq_len < 1:
+        raise UserError(f"--seq-len {seq_len}: must be at least 1")
+    dtype, before_bytes = model.compute_dtype(config.dtype), 0
+    if config.quantize is None:
+        network, _ = model.load_network(folder, dtype)  # lazily
+        streamable = can_stream(network, tensors_of(network, folder))
+    else:
+        network, _, input_bytes = quantized_lazily(folder, config.quantize)
+        streamable = True  # the copy that is trained has the weights as they are held
+        if not place_of_copy(folder, config.quantize).is_dir():
+            arrays = dict(tree_flatten(network.parameters()))
+            before_bytes = process_bytes_of(input_bytes + largest_shard(arrays))
+    tokenizer = None
+    if any(folder.glob("tokenizer*")):  # what it takes counts; shapes of `bench` have none
+        tokenizer = model.load_tokenizer_of(folder)
+    model.add_adapters(network, config)  # whose faults are the user's
+    if seq_len is None and config.data:
+        files = fingerprint(folder)
+        data = read_data(config, network, tokenizer, files, lambda _: None)
+    else:
+        longest = config.max_seq_length if seq_len is None else seq_len
+        answers = longest + SAMPLE_TOKENS if config.samples else 0
+        data = RunData({}, [], [longest], 0, answers)
+    return budget_of_run(config, folder, dtype, data, streamable, before_bytes=before_bytes)
+
+
+def quantized(bits: int, base: Path, config: TrainConfig, log: events.EventLog) -> Path:
+    """The folder of the model's quantized copy; how much of it there is is told."""
+    told_at = time.monotonic()
+    try:
+        for progress in make_copy(base, bits, config.max_memory, config.force):
+            if time.monotonic() - told_at > TELL_EVERY_S:
+                done = f"{in_gb(progress.done_bytes)} of {in_gb(progress.total_bytes)}"
+                log.write(events.Stage(text=f"quantizing {config.model}: {done}"))
+                told_at = time.monotonic()
+    except UserError:
+        planned_budget(config, base)  # where memory is too little: names the least for all of it
+        raise
+    return place_of_copy(base, bits)
+
+
+def lengths_of(examples: Iterable[Examples]) -> list[int]:
+    """T of every bucket of any of them."""
+    return sorted({int(t) for found in examples for t in bucket_edges(found.lengths - 1)})
+
+
+def asked_of_memory(config: TrainConfig) -> str:
+    """The settings that decide which plan is chosen, as text."""
+    return f"--max-memory {config.max_memory} --plan {config.plan} --spill {config.spill}"
+
+
+def past_of(log: events.EventLog, config: TrainConfig, level: int) -> Past:
+    """What the run has planned and measured before, in this process or an earlier one.
+
+    Its plan is the one that it had when it last trained at this level, by the same settings.
+    """
+    told = [record.event for record in events.tail(log.path)[0]]
+    starts = [at for at, event in enumerate(told) if isinstance(event, events.Started)]
+    measured = [asdict(event) for event in told if isinstance(event, events.Measured)]
+    plans = [e for e in told[: starts[-1] if starts else 0] if isinstance(e, events.Planned)]
+    plan = None
+    if plans and plans[-1].level == level and plans[-1].asked == asked_of_memory(config):
+        plan = Plan(plans[-1].plan, plans[-1].micro_tokens, plans[-1].spill)
+    return Past(plan, tuple(believed(measured)), bool(starts))
+
+
+def tell(budget: Budget, config: TrainConfig, log: events.EventLog) -> Option:
+    """Write what the limit and the plan are, and why; the plan's option."""
+    limit, choice = budget.limit, budget.choice
+    log.write(events.Limit(limit_bytes=limit.limit_bytes, reason=limit.reason))
+    for text in limit.notices:
+        log.write(events.Notice(text=text))
+    plan, needed = choice.option.plan, choice.option.needed_bytes
+    log.write(
+        events.Planned(
+            plan=plan.engine,
+            micro_tokens=plan.micro_tokens,
+            spill=plan.spill,
+            level=choice.level,
+            estimate_bytes=choice.option.estimate.process_bytes,
+            asked=asked_of_memory(config),
+            text=f"{words(plan, max(budget.demand.lengths))}: needs {in_gb(needed)}",
+        )
+    )
+    return choice.option
+
+
+def prefix_store(
+    kind: str, folder: Path, key: dict[str, str], tokens: int, hidden_size: int, dtype: mx.Dtype
+) -> Store:
+    """A cache for texts of `tokens` in all. Raises UserError where the disk is too small."""
+    if kind == "memory":
+        return MemoryStore()
+    store = DiskStore(folder, key, hidden_size, dtype)
+    held = store.bytes_held // needed_bytes(1, hidden_size, dtype)
+    check_room(folder, max(0, tokens - held), hidden_size, dtype)
+    return store
+
+
+def count_steps(config: TrainConfig, plan: StepPlan) -> int:
+    """Where the run ends: at --max-steps or after --epochs, whichever comes first."""
+    by_epochs = None if config.epochs is None else config.epochs * plan.steps_per_epoch
+    limits = [n for n in (config.max_steps, by_epochs) if n is not None]
+    return min(limits, default=plan.steps_per_epoch)
+
+
+def load_split(
+    name: str,
+    path: Path,
+    config: TrainConfig,
+    encoder: Encoder,
+    files: dict[str, str],
+    write: Callable[[events.Event], None],
+) -> Examples:
+    """The examples of one file; what was cut from its rows is told once.
+
+    Test rows are always masked: an exact match is of the answer.
+    """
+
+    def told(rows: Iterator[Row]) -> Iterator[Row]:
+        text = f"reading {path.name}"
+        write(events.Stage(text=text))
+        told_at = time.monotonic()
+        for count, row in enumerate(rows):
+            if time.monotonic() - told_at > TELL_EVERY_S:
+                write(events.Stage(text=f"{text}: {count:,} rows"))
+                told_at = time.monotonic()
+            yield row
+
+    examples = load_examples(
+        path,
+        replace(encoder, mask_prompt=config.mask_prompt or name == "test"),
+        tokenizer_fingerprint(files),
+        config.max_seq_length,
+        config.too_long,
+        store() / "cache",
+        told,
+    )
+    tally = examples.tally
+    if tally.truncated or tally.split:
+        done = "truncated" if tally.truncated else "split"
+        text = (
+            f"{path.name}: {tally.truncated + tally.split} of {tally.rows} rows were longer than "
+            f"--max-seq-length {config.max_seq_length} and were {done}"
+        )
+        if tally.dropped:
+            text += f"; {tally.dropped} pieces with nothing left to train were dropped"
+        write(events.Notice(text=text))
+    return examples
+
+
+def answer_room(tokenizer: Any, sample: Prompt) -> tuple[int, int]:
+    """Most tokens of the answer to a prompt, and of both together."""
+    answer = 2 * len(token_ids(tokenizer, sample.expected, "a test row")) + SAMPLE_TOKENS
+    return answer, answer + len(token_ids(tokenizer, sample.rendered, "a test row", False))
+
+
+def sample_prompts(path: Path | None, encoder: Encoder, count: int) -> list[Prompt]:
+    """The first `count` test rows that ask something."""
+    if path is None or count == 0:
+        return []
+    prompts = map(encoder.prompt_of, read_rows(path, encoder.limit))
+    return list(islice((p for p in prompts if p is not None), count))

@@ -1,0 +1,69 @@
+"""`your_ai plan`: what a run would hold, and how it would be computed, before it is begun."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from your_ai.memory.budget import Budget
+from your_ai.memory.estimate import read_bytes
+from your_ai.memory.limit import text
+from your_ai.memory.plan import Option, words
+from your_ai.memory.sample import in_gb
+
+
+def described(budget: Budget, option: Option) -> dict[str, Any]:
+    """A plan for programs, in bytes; cost: arithmetic of a step over that of a fused one."""
+    plan, demand = option.plan, budget.demand
+    return {
+        "plan": plan.engine,
+        "rows_at_once": plan.rows(max(demand.lengths), demand.batch_size),
+        "spill": plan.spill,
+        "text": words(plan, max(demand.lengths)),
+        "components": option.estimate.components,
+        "mlx_peak_bytes": option.estimate.mlx_bytes,
+        "process_peak_bytes": option.estimate.process_bytes,
+        "needed_bytes": option.needed_bytes,
+        "step_cost": option.cost,
+        "read_bytes_a_micro_batch": read_bytes(demand.facts, demand.training, plan),
+    }
+
+
+def as_json(budget: Budget) -> dict[str, Any]:
+    choice = budget.choice
+    return {
+        "limit_bytes": budget.limit.limit_bytes,
+        "limit_reason": budget.limit.reason,
+        "notices": list(budget.limit.notices),
+        **described(budget, choice.option),
+        "smaller": choice.smaller and described(budget, choice.smaller),
+        "larger": choice.larger and described(budget, choice.larger),
+    }
+
+
+def table(budget: Budget) -> RenderableType:
+    """The plan in force, its bytes by component, and the plans beside it."""
+    choice = budget.choice
+    longest = max(budget.demand.lengths)
+    parts = Table(box=None, pad_edge=False)
+    parts.add_column("")
+    parts.add_column("MB", justify="right")
+    for name, size in choice.option.estimate.components.items():
+        if size:
+            parts.add_row(name, f"{size / 1e6:,.0f}")
+    parts.add_row("estimated peak", f"{choice.option.estimate.process_bytes / 1e6:,.0f}")
+    beside = Table(box=None, pad_edge=False)
+    for header in ("", "plan", "needs", "step cost"):
+        beside.add_column(header, justify="left" if header in ("", "plan") else "right")
+    named = (("larger", choice.larger), ("chosen", choice.option), ("smaller", choice.smaller))
+    for name, option in named:
+        if option is not None:
+            row = (words(option.plan, longest), in_gb(option.needed_bytes), f"{option.cost:.2f}")
+            beside.add_row(name, *row)
+    reads = read_bytes(budget.demand.facts, budget.demand.training, choice.option.plan)
+    lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices, "", parts, "", beside]
+    if reads:
+        lines.append(f"reads {in_gb(reads)} of the model's files a micro-batch")
+    return Group(*lines)

@@ -1,0 +1,80 @@
+"""The state of a run, out to its folder and back."""
+
+from __future__ import annotations
+
+import time
+
+from your_ai.config import TrainConfig, is_due
+from your_ai.errors import UserError
+from your_ai.nets import model
+from your_ai.run import checkpoint, events, requests
+from your_ai.run.checkpoint import Checkpoint, TrainState
+from your_ai.run.folder import RunFolder, check_resumable
+from your_ai.training import optimizer
+from your_ai.training.prepare import Prepared
+
+
+def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> TrainState:
+    """The state to begin from: the newest whole checkpoint's, put in place, or a new one.
+
+    Raises UserError for a run that cannot be resumed, or not with this model and data.
+    """
+    check_resumable(folder)
+    path, faults = checkpoint.newest(folder.checkpoints)
+    for problem in faults:
+        log.write(events.Notice(text=f"{problem}; going one checkpoint back"))
+    if path is None:
+        return optimizer.first_state(prepared.dtype)
+    saved = checkpoint.load(path)
+    for kind, now in prepared.depends_on.items():
+        before = saved.depends_on[kind]
+        changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
+        if changed:
+            raise UserError(
+                f"--resume {folder.name}: the {kind} changed since the run began "
+                f"({', '.join(changed)}); put it back, or begin a new run"
+            )
+    if saved.state.step > prepared.steps:
+        raise UserError(f"{folder.path}: has done {saved.state.step} steps already; ask for more")
+    model.set_adapters(prepared.model, saved.adapters)
+    optimizer.set_optimizer_arrays(prepared.optimizer, saved.optimizer)
+    return saved.state
+
+
+def saved_step(folder: RunFolder) -> int:
+    """That of the newest checkpoint, 0 where there is none."""
+    found = checkpoint.list_checkpoints(folder.checkpoints)
+    return checkpoint.step_of(found[0]) if found else 0
+
+
+def is_save_due(folder: RunFolder, config: TrainConfig, step: int) -> bool:
+    """After `step`: as the settings say, as the user asked, or before a pause."""
+    asked = requests.withdraw(folder, requests.SAVE)
+    return asked or requests.is_asked(folder, requests.PAUSE) or is_due(config.save_every, step)
+
+
+def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.EventLog) -> None:
+    began = time.perf_counter()
+    path = checkpoint.save(
+        folder.checkpoints,
+        Checkpoint(
+            state=state,
+            adapters=model.adapter_arrays(prepared.model),
+            optimizer=optimizer.optimizer_arrays(prepared.optimizer),
+            adapter_config=prepared.adapters.config,
+            depends_on=prepared.depends_on,
+        ),
+    )
+    checkpoint.prune(folder.checkpoints, state.step, prepared.config.keep)
+    seconds = time.perf_counter() - began
+    log.write(events.Checkpoint(step=state.step, folder=str(path), seconds=seconds))
+
+
+def keep_settings(folder: RunFolder, config: TrainConfig, steps: int, log: events.EventLog) -> None:
+    """Write the settings of a run that is resumed; a schedule that moves its end is told."""
+    before = folder.read_config()
+    folder.change_config(config)
+    moved = (before.max_steps, before.epochs) != (config.max_steps, config.epochs)
+    if config.lr_schedule != "constant" and moved:
+        text = f"the learning rate now falls to 0 at step {steps}, not where it did"
+        log.write(events.Notice(text=text))

@@ -1,0 +1,343 @@
+"""The recipe of a training run, top to bottom.
+
+`python -m your_ai.training.train RUN` carries out the run whose folder holds a config.yaml, as
+`your_ai.session.supervisor` starts it. It writes events and never prints: who shows them reads
+runs/RUN/events.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, takewhile
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from your_ai.config import TrainConfig, build, is_due
+from your_ai.console import echo_error, echo_traceback
+from your_ai.data.batches import Batch
+from your_ai.engine import prefix
+from your_ai.engine.protocol import Engine
+from your_ai.errors import RunError, UserError, explain, lacked_memory
+from your_ai.files import clean
+from your_ai.memory import allocator, probe
+from your_ai.memory.governor import Action, Watch
+from your_ai.nets import model
+from your_ai.objectives.objective import Sums
+from your_ai.rng import derive_seed
+from your_ai.run import checkpoint, events, exits
+from your_ai.run.checkpoint import TrainState
+from your_ai.run.folder import RunFolder, find, locked
+from your_ai.run.parent import watch_parent
+from your_ai.run.stopping import Interrupted, Stop, stop_signals
+from your_ai.training import optimizer
+from your_ai.training.measure_peaks import calibrated
+from your_ai.training.memory_actions import (
+    Governor,
+    Replan,
+    govern,
+    telling_gauges,
+    told,
+    within_limit,
+)
+from your_ai.training.optimizer import Update
+from your_ai.training.pausing import pause
+from your_ai.training.prepare import PREFIX, Prepared, prepare
+from your_ai.training.saving import is_save_due, keep_settings, restore, save, saved_step
+from your_ai.training.validation import show_test_rows, validate
+
+MAX_SKIPPED_IN_A_ROW = 5
+MAX_OUT_OF_MEMORY = 3  # in a row, without a checkpoint between
+
+
+def run(
+    folder: RunFolder,
+    config: TrainConfig,
+    log: events.EventLog,
+    stop: Stop,
+    level: int,
+    watch: Watch,
+    sampler: probe.Sampler,
+    begin_guard: Callable[[], None],
+) -> events.Finished:
+    """Train, or go on training, the run in `folder`, and return how it ended.
+
+    level: how many plans that fit are passed over. Raises UserError for bad input, before
+    anything but the events is written; Replan where the run is to go on from the checkpoint
+    just saved, under another plan; RunError where it cannot go on.
+    """
+    began = time.perf_counter()
+    clean(folder.path)
+    clean(folder.checkpoints)
+    prepared = prepare(config, log, folder.path, level)
+    begin_guard()
+    prepared = calibrated(prepared, log, level, watch, saved_step(folder))
+    state = restore(folder, prepared, log)
+    governor = govern(prepared, sampler, log, watch, state.step)
+    update = optimizer.make_update(prepared.model, prepared.optimizer)
+    keep_settings(folder, config, prepared.steps, log)
+    log.write(prepared.started_event(state.step))
+    stop.graceful = True
+    if state.step == 0:
+        save(folder, prepared, state, log)  # whatever happens next can be resumed
+        show_test_rows("before", prepared, log, stop)
+
+    fill_prefix(prepared, state.step, log, stop)
+    while state.step < prepared.steps and not stop:
+        state, batches = train_step(prepared, governor, update, state, log)
+        if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise RunError(
+                f"{folder.path}: {state.skipped_in_a_row} steps in a row were not finite, the last "
+                f"was step {state.step}; the last good checkpoint is "
+                f"{checkpoint.newest(folder.checkpoints)[0]}; lower --learning-rate or look at "
+                "the data, and begin a new run"
+            )
+        try:
+            wanted = governor.after_step(state.step, batches) if batches else None
+        except RunError:
+            save(folder, prepared, state, log)  # what cannot be read again is not the adapters
+            raise
+        last = state.step == prepared.steps
+        if last or is_due(config.eval_every, state.step):
+            validate(prepared, state.step, log, stop)
+        if last or stop or wanted or is_save_due(folder, config, state.step):
+            save(folder, prepared, state, log)
+        if wanted and not (last or stop):
+            raise Replan(wanted, state.step, Watch(told=governor.watch.told))
+        if not last:
+            pause(folder, state.step, log, stop)
+    if stop and saved_step(folder) != state.step:  # it came after that was looked at
+        save(folder, prepared, state, log)
+
+    if state.skipped == prepared.steps:
+        raise RunError(f"{folder.path}: not one of {prepared.steps} steps changed a weight")
+    if stop:
+        reason, adapter = f"stopped by {stop.name}", ""
+    else:
+        show_test_rows("after", prepared, log, stop)
+        arrays = model.adapter_arrays(prepared.model)
+        checkpoint.save_adapter(folder.adapter, arrays, prepared.adapters.config, state.step)
+        prefix.remove(folder.path / PREFIX)  # a run that is stopped keeps it
+        reason, adapter = "done", str(folder.adapter)
+    seconds = time.perf_counter() - began
+    finished = events.Finished(step=state.step, reason=reason, adapter=adapter, seconds=seconds)
+    log.write(finished)
+    return finished
+
+
+def fill_prefix(prepared: Prepared, step: int, log: events.EventLog, stop: Stop) -> None:
+    """Fill the prefix cache with the texts of the next epoch, where that saves reading."""
+    if prepared.engine.fill is None:
+        return
+
+    log.write(events.Stage(text="filling the prefix cache"))
+    steps = range(step, min(prepared.steps, step + prepared.plan.steps_per_epoch))
+    left = takewhile(lambda _: not stop, steps)
+    batches = (prepared.plan.batches_of(index, prepared.rows_at) for index in left)
+    prepared.engine.fill(chain.from_iterable(batches))
+
+
+def train_step(
+    prepared: Prepared,
+    governor: Governor,
+    update: Update,
+    state: TrainState,
+    log: events.EventLog,
+) -> tuple[TrainState, list[Batch]]:
+    """One optimizer update over the rows of step `state.step`: the state after it, its batches.
+
+    A step whose loss or gradients are not finite, or whose rows all have weight 0,
+    changes neither the adapters nor the optimizer, and has none.
+    """
+    began = time.perf_counter()
+    config, index = prepared.config, state.step
+    governor.before_step()
+    batches = prepared.plan.batches_of(index, governor.rows_at)
+    engine = prepared.engine
+    denominator = engine.objective.denominator(batches)
+    done = replace(state, step=index + 1)
+    if denominator == 0:
+        log.write(skipped_event(replace(done, skipped=state.skipped + 1), "every weight is 0"))
+        return replace(done, skipped=state.skipped + 1), []
+
+    seed = derive_seed(config.seed, "dropout", index)
+    sums, grads = accumulate(engine, batches, state.loss_scale / denominator, seed)
+    loss = sums.loss / denominator
+    norm = optimizer.global_norm(grads).item() / state.loss_scale
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        done = optimizer.after_skipped_step(done, loss)
+        log.write(skipped_event(done, f"the loss is {loss}, the gradient norm {norm}"))
+        return done, []
+
+    rate = optimizer.learning_rate(config, index, prepared.steps)
+    clip = optimizer.clip_factor(norm, config.max_grad_norm)
+    update(grads, clip / state.loss_scale, rate)
+    del grads
+    mx.synchronize()  # errors of the device arrive late: here, before the step is trusted
+    sample, highest_bytes = governor.look()
+    log.write(
+        events.Step(
+            step=done.step,
+            steps=prepared.steps,
+            epoch=prepared.plan.epoch_of(index) + 1,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            tokens=sum(batch.real_tokens for batch in batches),
+            padded_tokens=sum(batch.tokens.size for batch in batches),
+            trained_tokens=sum(batch.trained_tokens for batch in batches),
+            seconds=time.perf_counter() - began,
+            highest_bytes=highest_bytes,
+            metrics=sums.means(),
+            **asdict(sample),
+        )
+    )
+    return optimizer.after_finite_step(done, prepared.dtype), batches
+
+
+@dataclass
+class Totals:
+    """What is summed over the micro-batches of a step: the loss, and (sum, count) of metrics."""
+
+    loss: float = 0.0
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, sums: Sums) -> None:
+        self.loss += sums.loss.item()
+        for name, (value, count) in sums.metrics.items():
+            before = self.metrics.get(name, (0.0, 0.0))
+            self.metrics[name] = (before[0] + value.item(), before[1] + count.item())
+
+    def means(self) -> dict[str, float]:
+        """Each metric; those that nothing of the step counts for are left out."""
+        return {name: value / count for name, (value, count) in self.metrics.items() if count}
+
+
+def accumulate(engine: Engine, batches: list[Batch], scale: float, seed: int) -> tuple[Totals, Any]:
+    """What is summed over all micro-batches, and the gradients of `scale` times the loss."""
+    totals, total = Totals(), None
+    for batch in batches:
+        sums, grads = engine.gradients(batch, scale, seed)
+        total = grads if total is None else tree_map(mx.add, total, grads)
+        del grads
+        mx.eval(sums, total)  # one micro-batch's graph at a time
+        totals.add(sums)
+    return totals, total
+
+
+def skipped_event(state: TrainState, reason: str) -> events.Skipped:
+    return events.Skipped(
+        step=state.step, reason=reason, in_a_row=state.skipped_in_a_row, total=state.skipped
+    )
+
+
+def carry_out(
+    folder: RunFolder,
+    config: TrainConfig,
+    stop: Stop,
+    level: int = 0,
+    begin_guard: Callable[[], None] = lambda: None,
+) -> int:
+    """Train `folder` with `config`, under one plan after the other; the exit status.
+
+    level: how many plans that fit are passed over; begin_guard: is called once the run is
+    known to fit. After an out-of-memory error the run goes
+    on from its last checkpoint, under the next smaller plan.
+    """
+    with locked(folder), contextlib.closing(events.EventLog(folder.events)) as log:
+        text = "stopping after this step; once more to leave at once"
+        stop.on_first = lambda: log.write(events.Notice(text=text))
+        failed_at, watch = [], Watch()
+        try:
+            while True:
+                wanted = carry_on(folder, config, log, stop, level, watch, begin_guard)
+                if isinstance(wanted, events.Finished):
+                    return 0 if wanted.adapter else 128 + (stop.received or 0)
+                if wanted.action.kind == "restart":
+                    if config.supervise:
+                        return exits.RESTART
+                    raise RunError(
+                        f"{folder.path}: {wanted.action.cause}; everything is saved, and only "
+                        "another process has this memory back: your_ai train --resume "
+                        f"{folder.reference}"
+                    )
+                watch = wanted.watch
+                level += {"smaller_plan": 1, "larger_plan": -1}.get(wanted.action.kind, 0)
+                failed_at = [*failed_at, wanted.step] if wanted.failed else []
+                if failed_at.count(wanted.step) > MAX_OUT_OF_MEMORY:
+                    echo_error(f"error: {folder.path}: {wanted.action.cause}")
+                    return exits.OUT_OF_MEMORY
+        finally:
+            stop.on_first = lambda: None  # a late signal must not write to a closed file
+
+
+def carry_on(
+    folder: RunFolder,
+    config: TrainConfig,
+    log: events.EventLog,
+    stop: Stop,
+    level: int,
+    watch: Watch,
+    begin_guard: Callable[[], None],
+) -> events.Finished | Replan:
+    """`run` under one plan: how it ended, or what it is to go on as. Holds nothing after."""
+    try:
+        with probe.Sampler() as sampler, telling_gauges(folder, log):
+            return run(folder, config, log, stop, level, watch, sampler, begin_guard)
+    except Replan as replan:
+        before, wanted = probe.read(), Replan(replan.action, replan.step, replan.watch)
+    except (RuntimeError, MemoryError) as error:
+        reason = explain(model.first_line(error))
+        if not lacked_memory(error):
+            if type(error) is not RuntimeError:  # its subclasses are Python's, and our fault
+                raise
+            raise RunError(f"{folder.path}: {reason}") from error
+        action, before = Action(kind="smaller_plan", cause=reason), probe.read()
+        wanted = Replan(action, saved_step(folder), watch, failed=True)
+    began = time.perf_counter()
+    allocator.free()  # the model went with the exception that is over now
+    after = probe.read()
+    log.write(told(wanted.action, wanted.step, before, after, time.perf_counter() - began))
+    return wanted
+
+
+def main() -> None:
+    """Carry out one run; errors are one line on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m your_ai.training.train")
+    parser.add_argument("run")
+    parser.add_argument("--level", type=int, default=0, help="plans that are passed over")
+    parser.add_argument("--settings", help="all of them as JSON, instead of config.yaml's")
+    parser.add_argument("--parent-fd", type=int, help="a pipe that ends with the supervisor")
+    given = parser.parse_args()
+    faulthandler.enable()
+    try:
+        with stop_signals() as stop:
+            if given.parent_fd is not None:
+                watch_parent(given.parent_fd)
+            folder = find(given.run)
+            settings = given.settings and build(json.loads(given.settings), "--settings")
+            config = settings or folder.read_config()
+            with within_limit(folder, config) as begin_guard:
+                status = carry_out(folder, config, stop, given.level, begin_guard)
+    except (UserError, RunError) as error:
+        echo_error(f"error: {error}")
+        status = exits.USER if isinstance(error, UserError) else exits.FAILED
+    except Interrupted as interrupted:
+        status = 128 + interrupted.number
+    except Exception:
+        echo_traceback()
+        status = exits.CRASHED
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

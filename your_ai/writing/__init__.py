@@ -1,1 +1,0 @@
-"""Results that are whole or not there: where they may be put, and how large ones are written."""
