@@ -325,7 +325,7 @@ def test_the_weight_of_many_targets_is_exact():
     weights = np.array([2**24, 1, 1], np.float32)
     empty = np.zeros(3, np.int32)
     ids = np.zeros((1, 1), np.uint32)
-    batch = Batch(empty[None], empty, empty, weights, ids, ids, np.array([3]), 3)
+    batch = Batch(empty[None], empty, empty, weights, empty, ids, ids, np.array([3]), 3)
     assert batch.weight == 2**24 + 2
 
 

@@ -47,6 +47,8 @@ class Batch:
     lengths: np.ndarray
     """(B,) int64, the tokens of each row that are not padding."""
     trained_tokens: int
+    reference: np.ndarray | None = None
+    """(S,) float32 log-probabilities of the targets under the reference, where there is one."""
 
     @property
     def real_tokens(self) -> int:
@@ -99,15 +101,17 @@ class StepPlan:
     """Which rows each step trains, in micro-batches of `batch_size`.
 
     packed_tokens: with packing, the most tokens of a micro-batch, whatever `batch_size` is.
+    rows_together: consecutive examples that are one group, in one micro-batch, such as a pair.
     """
 
     examples: Examples
     edges: np.ndarray
-    buckets: np.ndarray  # (n,) index into `edges` of each example
+    buckets: np.ndarray  # (n,) index into `edges` of each group
     batch_size: int
     rows_per_step: int
     seed: int
     packed_tokens: int | None = None
+    rows_together: int = 1
     _orders: dict = field(default_factory=dict, repr=False)  # the epoch in use
 
     @property
@@ -119,11 +123,13 @@ class StepPlan:
         return step // self.steps_per_epoch
 
     def rows_of(self, step: int) -> np.ndarray:
-        """The examples that step `step` (from 0) trains, longest first."""
+        """The examples that step `step` (from 0) trains, group by group, the longest first."""
         epoch, index = divmod(step, self.steps_per_epoch)
         order, starts, ends = self._epoch(epoch)
-        rows = order[starts[index] : ends[index]]
-        return rows[np.argsort(-self.examples.lengths[rows], kind="stable")]
+        groups = order[starts[index] : ends[index]]
+        lengths = group_lengths(self.examples.lengths, self.rows_together)[groups]
+        groups = groups[np.argsort(-lengths, kind="stable")]
+        return members(groups, self.rows_together)
 
     def batches_of(self, step: int, rows_at: RowsAt | None = None) -> list[Batch]:
         """The micro-batches of step `step` (from 0).
@@ -133,25 +139,37 @@ class StepPlan:
         rows = self.rows_of(step)
         if self.packed_tokens is None:
             rows_at = rows_at or (lambda _: self.batch_size)
-            return list(micro_batches(self.examples, rows, rows_at, self.edges))
+            together = self.rows_together
+            return list(micro_batches(self.examples, rows, rows_at, self.edges, together))
         room = self.packed_tokens
         if rows_at is not None:
             longest = int(self.examples.lengths.max()) - 1
             room = min(room, rows_at(longest) * longest)
-        return list(packed_batches(self.examples, rows, room))
+        return list(packed_batches(self.examples, rows, room, self.rows_together))
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if epoch not in self._orders:
             self._orders.clear()
             seed = derive_seed(self.seed, "epoch", epoch)
-            self._orders[epoch] = epoch_order(self.buckets, self.rows_per_step, seed)
+            groups = self.rows_per_step // self.rows_together
+            self._orders[epoch] = epoch_order(self.buckets, groups, seed)
         return self._orders[epoch]
+
+
+def group_lengths(lengths: np.ndarray, rows_together: int) -> np.ndarray:
+    """The longest of each group of consecutive rows."""
+    return lengths.reshape(-1, rows_together).max(axis=1)
+
+
+def members(groups: np.ndarray, rows_together: int) -> np.ndarray:
+    """The rows of groups, in order."""
+    return (groups[:, None] * rows_together + np.arange(rows_together)).reshape(-1)
 
 
 def epoch_order(
     buckets: np.ndarray, rows_per_step: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A permutation of the rows, and where in it each step begins and ends.
+    """A permutation of the rows, or groups, and where in it each step begins and ends.
 
     Rows are shuffled, then sorted by bucket, so that a step's rows are alike in length;
     the steps are shuffled across lengths. One step may be short, of any length.
@@ -174,20 +192,38 @@ def plan_steps(
     rows_per_step: int,
     seed: int,
     packed_tokens: int | None = None,
+    rows_together: int = 1,
 ) -> StepPlan:
+    """rows_per_step, batch_size: of examples; the first must be a multiple of rows_together.
+
+    Raises ValueError where examples are no whole groups.
+    """
+    if len(examples) % rows_together or rows_per_step % rows_together:
+        raise ValueError(f"{len(examples)} rows are no whole groups of {rows_together}")
     inputs = examples.lengths - 1
     edges = bucket_edges(inputs)
-    buckets = np.searchsorted(edges, inputs)
-    return StepPlan(examples, edges, buckets, batch_size, rows_per_step, seed, packed_tokens)
+    buckets = np.searchsorted(edges, group_lengths(inputs, rows_together))
+    return StepPlan(
+        examples, edges, buckets, batch_size, rows_per_step, seed, packed_tokens, rows_together
+    )
 
 
 def micro_batches(
-    examples: Examples, rows: np.ndarray, rows_at: RowsAt, edges: np.ndarray
+    examples: Examples,
+    rows: np.ndarray,
+    rows_at: RowsAt,
+    edges: np.ndarray,
+    rows_together: int = 1,
 ) -> Iterator[Batch]:
-    """`rows`, longest first, as batches of as many as `rows_at` gives for the first's length."""
+    """`rows`, the longest groups first, as batches of as many as `rows_at` gives for the first's.
+
+    A batch has whole groups: one at least.
+    """
     start = 0
     while start < len(rows):
-        count = rows_at(padded_length(examples, rows[start : start + 1], edges))
+        first = rows[start : start + rows_together]
+        count = rows_at(padded_length(examples, first, edges))
+        count = max(1, count // rows_together) * rows_together
         yield make_batch(examples, rows[start : start + count], count, edges, start)
         start += count
 
@@ -219,10 +255,18 @@ def make_batch(
     )
 
 
-def packed_batches(examples: Examples, rows: np.ndarray, capacity: int) -> Iterator[Batch]:
-    """All of a step's `rows`, joined into batches of one row of at most `capacity` tokens."""
+def packed_batches(
+    examples: Examples, rows: np.ndarray, capacity: int, rows_together: int = 1
+) -> Iterator[Batch]:
+    """All of a step's `rows`, joined into batches of one row of at most `capacity` tokens.
+
+    A group that takes more than that is a batch of its own.
+    """
     inputs = examples.lengths[rows] - 1
-    for group in first_fit(inputs, capacity):
+    sizes = inputs.reshape(-1, rows_together).sum(axis=1)
+    capacity = max(capacity, int(sizes.max()))
+    for groups in first_fit(sizes, capacity):
+        group = members(np.array(groups), rows_together)
         ends = np.cumsum(inputs[group])
         starts = ends - inputs[group]
         length = packed_length(int(ends[-1]), capacity)

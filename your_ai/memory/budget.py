@@ -23,6 +23,8 @@ from your_ai.memory.limit import Limit, find_limit
 from your_ai.memory.plan import Choice, Demand, choose, rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.nets.model import DEFAULT_LAYERS
+from your_ai.objectives.objective import Objective
+from your_ai.objectives.sft import SUPERVISED
 
 # Threads, a BLAS or a driver and its buffers, started with the first step. On a Mac a guess.
 LATER_BYTES = 30_000_000 if probe.is_macos() else 20_000_000
@@ -91,6 +93,7 @@ def demand_of(
     config: TrainConfig,
     facts: ModelFacts,
     lengths: Sequence[int],
+    objective: Objective = SUPERVISED,
     *,
     can_stream: bool = True,
     prefix_tokens: int = 0,
@@ -126,6 +129,8 @@ def demand_of(
         prefix_bytes=kept * facts.hidden * facts.float_bytes,
         answer_tokens=answer_tokens,
         sliced=mx.default_device().type == mx.cpu,
+        rows_together=objective.rows_together,
+        scores="scores" in objective.phases,
         before_bytes=before_bytes,
     )
 

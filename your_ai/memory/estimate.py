@@ -136,6 +136,7 @@ def estimate(
     prefix_bytes: int = 0,
     answer_tokens: int = 0,
     forward: bool = False,
+    scores: bool = False,
     sliced: bool = False,
     work_ratio: float = 1.0,
     gradients_only: bool = False,
@@ -145,7 +146,8 @@ def estimate(
     micro_batches: of a step; gradients of one are added to those before. python_bytes: what
     the process holds without a model; prefix_bytes: of a frozen-prefix cache in memory;
     answer_tokens: of the longest prompt that is answered besides, and its answer; forward: the
-    step is evaluated, and there are neither gradients nor an optimizer; sliced: quantized
+    step is evaluated, and there are neither gradients nor an optimizer; scores: rows are
+    scored without gradients as well; sliced: quantized
     weights are dequantized in slices, as they are on the CPU, which graphs grow with.
     work_ratio: what transient activations take on this machine over what the coefficients
     say; gradients_only: there is no update, and nothing is answered.
@@ -164,6 +166,8 @@ def estimate(
         phases = fused_phases(facts, training, rows, tokens, gradients)
     else:
         phases = staged_phases(facts, training, plan, rows, tokens, gradients)
+    if scores and not forward:
+        phases += forward_phases(facts, training, plan, rows, tokens)
     if not (forward or gradients_only):
         phases.append({"gradients": adapters, "optimizer work": update_bytes(facts, training)})
     if training.dora:

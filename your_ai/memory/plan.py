@@ -35,7 +35,9 @@ class Demand:
     python_bytes: what the process holds without a model; prefix_bytes: of a cache in memory;
     answer_tokens: of the longest sample prompt with its answer, 0 where there are none;
     forward: rows are evaluated, and nothing is trained; sliced: as `estimate` has it;
-    before_bytes: what the process holds before it trains, where it quantizes the model first;
+    rows_together: of a group, which is never split; scores: rows are scored without gradients
+    as well; before_bytes: what the process holds before it trains, where it quantizes the
+    model first;
     calibration: what was measured on this machine, which estimates are corrected by.
     """
 
@@ -52,6 +54,8 @@ class Demand:
     answer_tokens: int = 0
     forward: bool = False
     sliced: bool = False
+    rows_together: int = 1
+    scores: bool = False
     before_bytes: int = 0
     calibration: Calibration = field(default=Calibration())
 
@@ -75,10 +79,10 @@ def with_margin(found: Estimate, margin: float = WORK_MARGIN) -> int:
 
 def options(demand: Demand) -> list[Option]:
     """Every plan that the run allows, the fastest first."""
-    longest, batch = max(demand.lengths), demand.batch_size
-    rows = [batch]
-    while rows[-1] > 1:
-        rows.append(rows[-1] // 2)
+    longest, together = max(demand.lengths), demand.rows_together
+    rows = [whole_groups(demand.batch_size, together)]
+    while rows[-1] > together:
+        rows.append(whole_groups(rows[-1] // 2, together))
     found = []
     for engine, spill in ENGINES:
         wanted = engine == demand.engine or demand.engine == "auto"
@@ -96,6 +100,11 @@ def options(demand: Demand) -> list[Option]:
             needed_bytes = max(demand.before_bytes, with_margin(most, margin))
             found.append(Option(plan, most, cost, needed_bytes))
     return found
+
+
+def whole_groups(rows: int, rows_together: int) -> int:
+    """The most rows that are whole groups; one group at least."""
+    return max(1, rows // rows_together) * rows_together
 
 
 def largest(demand: Demand, plan: Plan) -> Estimate:
@@ -160,6 +169,7 @@ def estimate_of(
         prefix_bytes=0 if gradients_only else demand.prefix_bytes,
         answer_tokens=demand.answer_tokens,
         forward=demand.forward,
+        scores=demand.scores,
         sliced=demand.sliced,
         work_ratio=work_ratio,
         gradients_only=gradients_only,
@@ -330,10 +340,11 @@ class Corrections:
         return self.ratios.get(tokens, max([1.0, *self.ratios.values()]))
 
     def rows(self, tokens: int) -> int:
-        """The most rows of so many tokens that fit, by what is known now; at least one."""
-        rows = self.plan.rows(tokens, self.demand.batch_size)
-        while rows > 1 and self.expected_bytes(rows, tokens) > self.limit_bytes:
-            rows -= 1
+        """The most rows of so many tokens that fit, by what is known now; at least one group."""
+        together = self.demand.rows_together
+        rows = whole_groups(self.plan.rows(tokens, self.demand.batch_size), together)
+        while rows > together and self.expected_bytes(rows, tokens) > self.limit_bytes:
+            rows -= together
         return rows
 
     def expected_bytes(self, rows: int, tokens: int) -> int:

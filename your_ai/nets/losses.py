@@ -107,8 +107,7 @@ def loss_and_gradient(
     """
 
     def weigh_part(part: slice) -> Weigh:
-        of_part = Targets(*(array[part] for array in targets))
-        return lambda logp: objective.weigh(Scores(logp), of_part)
+        return lambda logp: objective.weigh(Scores(logp), targets.part(part))
 
     if objective.token_local:
         return _in_pieces(hidden, targets.tokens, weigh_part, scale, head, chunks(hidden, head))

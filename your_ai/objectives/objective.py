@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from your_ai.data.batches import Batch
+
+Phase = Literal["gradients", "scores"]  # scores: log-probabilities without gradients
 
 
 class Targets(NamedTuple):
@@ -27,16 +29,23 @@ class Targets(NamedTuple):
     weights: (S,) float32, of the rows that they belong to; 0 where a slot is padding.
     texts: (S,) int32, which text of the micro-batch, from 0, each belongs to. The texts of a
         group, such as a pair, follow one another.
+    reference: (S,) float32 log-probabilities under the reference, for objectives that need them.
     """
 
     positions: mx.array
     tokens: mx.array
     weights: mx.array
     texts: mx.array
+    reference: mx.array | None = None
 
     @staticmethod
     def of(batch: Batch) -> Targets:
-        return Targets(*map(mx.array, (batch.positions, batch.targets, batch.weights, batch.texts)))
+        arrays = map(mx.array, (batch.positions, batch.targets, batch.weights, batch.texts))
+        return Targets(*arrays, None if batch.reference is None else mx.array(batch.reference))
+
+    def part(self, part: slice) -> Targets:
+        """Some of the targets."""
+        return Targets(*(None if array is None else array[part] for array in self))
 
     def sum_by_text(self, values: mx.array) -> mx.array:
         """(S,) the sum of (S,) values over each text; 0 where there are fewer texts than S."""
@@ -106,6 +115,9 @@ class Objective(Protocol):
 
     If so, `weigh` may be given any part of the targets.
     """
+
+    phases: tuple[Phase, ...]
+    """What a step computes of its rows: memory is planned for the largest."""
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         """Pure, of MLX operations alone: it is compiled into the engine's graph."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from your_ai.data.batches import Batch
 from your_ai.nets.numerics import sum_in_blocks
-from your_ai.objectives.objective import Scores, Targets, Weighed
+from your_ai.objectives.objective import Phase, Scores, Targets, Weighed
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class SFT:
 
     rows_together: int = 1
     token_local: bool = True
+    phases: tuple[Phase, ...] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         return Weighed(sum_in_blocks(-scores.current * targets.weights), targets.weights)

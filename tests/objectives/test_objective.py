@@ -1,0 +1,219 @@
+"""The seam between engines and objectives, with DPO: every plan gives a whole graph's gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx.optimizers import SGD
+from mlx.utils import tree_flatten, tree_map
+
+from tests.conftest import make_model, write_rows
+from tests.engine.test_fused import chat, load, relative_error
+from tests.objectives.dpo import DPO
+from your_ai.data.batches import Batch, plan_steps
+from your_ai.data.encode import Encoder
+from your_ai.data.examples import Examples, Tally, load_examples
+from your_ai.engine.build import build_engine
+from your_ai.engine.prefix import MemoryStore
+from your_ai.engine.weights import tensors_of
+from your_ai.nets import losses, model
+from your_ai.objectives.objective import Objective, Scores, Targets
+from your_ai.objectives.sft import SUPERVISED
+
+PAIRS = [
+    chat("Short question", "Short answer"),
+    chat("Short question", "An answer that is rejected"),
+    chat("A much longer question " * 6, "An answer " * 9),
+    chat("A much longer question " * 6, "No"),
+    chat("One more", "Yes"),
+    chat("One more", "Perhaps, " * 12),
+]
+DROPOUT_SEED = 3
+
+
+def encode(tokenizer, folder: Path) -> Examples:
+    path = write_rows(folder / "train.jsonl", PAIRS)
+    return load_examples(path, Encoder(tokenizer), "tokenizer", 256, "error", folder / "cache")
+
+
+def row_sum(network: nn.Module, tokens: np.ndarray, trained: np.ndarray) -> mx.array:
+    """The sum of a row's log-probabilities, from all of its logits."""
+    logits = network(mx.array(tokens[None, :-1].astype(np.int32)))[0]
+    at = np.flatnonzero(trained[1:])
+    scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return sum(scores[int(t), int(tokens[t + 1])] for t in at)
+
+
+def plain_dpo(network: nn.Module, reference: nn.Module, examples: Examples, beta: float):
+    total = mx.array(0.0)
+    for pair in range(len(examples) // 2):
+        rows = [examples[2 * pair + i] for i in (0, 1)]
+        chosen, rejected = (
+            row_sum(network, row.tokens, row.trained)
+            - mx.stop_gradient(row_sum(reference, row.tokens, row.trained))
+            for row in rows
+        )
+        total = total - nn.log_sigmoid(beta * (chosen - rejected))
+    return total / (len(examples) // 2)
+
+
+def with_reference(batch: Batch, engine) -> Batch:
+    found, _ = engine.score(batch)
+    return replace(batch, reference=-np.array(found))
+
+
+def reference_engine(network: nn.Module):
+    return build_engine(network, model.DropoutKeys([None]), "fused").engine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "m", "qwen3", 4)
+
+
+@pytest.mark.parametrize("batch_size", [2, 4, 5, 6])
+@pytest.mark.parametrize(
+    ("plan", "packed", "cached"),
+    [
+        ("fused", None, False),
+        ("fused", None, True),
+        ("fused", 128, False),
+        ("staged", None, False),
+        ("staged", 512, False),
+        ("streamed", None, True),
+        ("streamed", 128, False),
+    ],
+)
+def test_pairs_under_every_plan(folder, tmp_path, plan, packed, cached, batch_size):
+    network, tokenizer, adapters = load(folder)
+    base, _ = model.load_base(folder, mx.float32)
+    examples = encode(tokenizer, tmp_path)
+    whole = nn.value_and_grad(network, lambda: plain_dpo(network, base, examples, 0.3))
+    expected, expected_grads = whole()
+    expected_grads = dict(tree_flatten(expected_grads))
+    mx.eval(expected, expected_grads)
+
+    engine = build_engine(
+        network,
+        adapters.dropout_keys,
+        plan,
+        packing=packed is not None,
+        tensors=tensors_of(model.load_network(folder, mx.float32)[0], folder),
+        make_store=(lambda _: MemoryStore()) if cached else None,
+        objective=DPO(beta=0.3),
+    ).engine
+    schedule = plan_steps(examples, batch_size, 6, 0, packed, rows_together=2)
+    reference = reference_engine(base)
+    batches = [with_reference(batch, reference) for batch in schedule.batches_of(0)]
+    pairs = engine.objective.denominator(batches)
+    assert pairs == 3
+    loss, grads, correct = 0.0, None, 0.0
+    for batch in batches:
+        sums, part = engine.gradients(batch, 1 / pairs, DROPOUT_SEED)
+        loss += sums.loss.item() / pairs
+        correct += sums.metrics["rewards/accuracies"][0].item()
+        grads = part if grads is None else tree_map(mx.add, grads, part)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert 0 <= correct <= pairs
+    for name, grad in tree_flatten(grads):
+        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+    alone = sum(engine.loss(batch).loss.item() for batch in batches) / pairs
+    assert alone == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_an_update_makes_the_chosen_answers_likelier(folder, tmp_path):
+    network, tokenizer, adapters = load(folder)
+    examples = encode(tokenizer, tmp_path)
+    engine = build_engine(network, adapters.dropout_keys, "staged", objective=DPO()).engine
+    base, _ = model.load_base(folder, mx.float32)
+    (batch,) = plan_steps(examples, 6, 6, 0, rows_together=2).batches_of(0)
+    batch = with_reference(batch, reference_engine(base))
+    before, grads = engine.gradients(batch, 1 / 3, DROPOUT_SEED)
+    SGD(learning_rate=0.05).update(network, grads)
+    after = engine.loss(batch)
+    assert after.loss.item() < before.loss.item()
+    margins = [sums.metrics["rewards/margins"][0].item() for sums in (before, after)]
+    assert margins[1] > margins[0]
+
+
+# The head: linear, or any function
+
+
+def case(count: int = 40) -> tuple[mx.array, Targets, mx.array]:
+    """Hidden states, targets of four texts, and a head's weight."""
+    mx.random.seed(2)
+    texts = mx.array(np.repeat(np.arange(4), count // 4).astype(np.int32))
+    tokens, reference = mx.random.randint(0, 300, (count,)), -mx.random.uniform(shape=(count,))
+    targets = Targets(mx.arange(count), tokens, mx.ones(count), texts, reference)
+    return mx.random.normal((count, 32)), targets, mx.random.normal((300, 32))
+
+
+def test_a_head_in_chunks_gives_the_gradient_of_the_whole(monkeypatch):
+    """Where weights depend on targets in other chunks, and logits cannot be kept."""
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 0)
+    hidden, targets, weight = case()
+
+    def whole(hidden: mx.array) -> mx.array:
+        logits = hidden @ weight.T
+        scores = mx.take_along_axis(logits, targets.tokens[:, None], -1).squeeze(-1)
+        return DPO().weigh(Scores(scores - mx.logsumexp(logits, -1)), targets).loss
+
+    def in_chunks(hidden: mx.array) -> mx.array:
+        head = lambda rows: rows @ weight.T  # noqa: E731
+        return losses.trainable_loss(hidden, targets, DPO(), mx.array(0.5), head).loss
+
+    expected, expected_grad = mx.value_and_grad(whole)(hidden)
+    loss, grad = mx.value_and_grad(in_chunks)(hidden)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert relative_error(grad, 0.5 * expected_grad) < 1e-5
+
+
+def test_weights_are_the_derivatives_of_the_loss():
+    _, targets, _ = case()
+    scores = -mx.random.uniform(shape=targets.tokens.shape)
+    for objective in (DPO(), SUPERVISED):
+
+        def loss(scores: mx.array, objective: Objective = objective) -> mx.array:
+            return objective.weigh(Scores(scores), targets).loss
+
+        weights = objective.weigh(Scores(scores), targets).weights
+        assert mx.allclose(weights, -mx.grad(loss)(scores), atol=1e-6)
+
+
+# Batches
+
+
+@given(
+    st.lists(st.tuples(st.integers(2, 60), st.integers(2, 60)), min_size=1, max_size=12),
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.sampled_from([None, 64, 256]),
+    st.integers(0, 5),
+)
+def test_groups_stay_together_in_any_batch(lengths, batch_size, pairs_per_step, packed, seed):
+    sizes = [length for pair in lengths for length in pair]
+    starts = np.cumsum([0, *sizes])
+    text = np.repeat(np.arange(len(sizes), dtype=np.uint32), sizes)  # a token tells its row
+    trained = np.ones(len(text), bool)
+    examples = Examples(text, trained, starts, np.ones(len(sizes), np.float32), Tally())
+    schedule = plan_steps(examples, batch_size, 2 * pairs_per_step, seed, packed, rows_together=2)
+    seen: list[int] = []
+    for step in range(schedule.steps_per_epoch):
+        for batch in schedule.batches_of(step):
+            n = batch.trained_tokens
+            by_text = dict(zip(batch.texts[:n].tolist(), batch.targets[:n].tolist(), strict=True))
+            rows = [by_text[index] for index in sorted(by_text)]
+            assert sorted(by_text) == list(range(len(rows)))
+            assert all(
+                b == a + 1 and a % 2 == 0 for a, b in zip(rows[::2], rows[1::2], strict=True)
+            )
+            seen += rows
+    assert sorted(seen) == list(range(len(sizes)))
