@@ -18,13 +18,13 @@ from your_ai.data.batches import (
     MULTIPLE,
     PADDING,
     Batch,
-    StepPlan,
+    Schedule,
     bucket_edges,
     in_order_of_length,
     make_batch,
+    make_schedule,
     packed_length,
     padded_targets,
-    plan_steps,
 )
 from your_ai.data.examples import Examples, Tally
 
@@ -48,7 +48,7 @@ EXAMPLES = st.builds(make_examples, LENGTHS, st.integers(0, 100))
 SIZES = st.integers(1, 5)
 SEEDS = st.integers(0, 2**32)
 PLANS = st.builds(
-    lambda examples, size, accumulation, seed: plan_steps(
+    lambda examples, size, accumulation, seed: make_schedule(
         examples, size, size * accumulation, seed
     ),
     EXAMPLES,
@@ -60,11 +60,11 @@ PLANS = st.builds(
 few = settings(max_examples=60, deadline=None)
 
 
-def steps_of(plan: StepPlan, epoch: int = 0) -> range:
+def steps_of(plan: Schedule, epoch: int = 0) -> range:
     return range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
 
 
-def batches_with_rows(plan: StepPlan, epoch: int = 0) -> Iterator[tuple[Batch, np.ndarray]]:
+def batches_with_rows(plan: Schedule, epoch: int = 0) -> Iterator[tuple[Batch, np.ndarray]]:
     """The batches of an epoch, each with the examples in it."""
     for step in steps_of(plan, epoch):
         rows, batches = plan.rows_of(step), plan.batches_of(step)
@@ -138,7 +138,7 @@ def test_batches_depend_on_the_step_alone(plan, data):
     examples, size, rows_per_step = plan.examples, plan.batch_size, plan.rows_per_step
     first = plan.batches_of(step)
     plan.batches_of(data.draw(st.sampled_from(range(3 * plan.steps_per_epoch))))
-    again = plan_steps(examples, size, rows_per_step, plan.seed).batches_of(step)
+    again = make_schedule(examples, size, rows_per_step, plan.seed).batches_of(step)
     assert all(same(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -152,31 +152,31 @@ def test_the_epoch_of_a_step(plan):
     ]
 
 
-def order(plan: StepPlan, epoch: int = 0) -> list[list[int]]:
+def order(plan: Schedule, epoch: int = 0) -> list[list[int]]:
     return [sorted(plan.rows_of(step).tolist()) for step in steps_of(plan, epoch)]
 
 
 def test_epochs_differ():
-    plan = plan_steps(make_examples([20] * 40), 2, 4, seed=0)
+    plan = make_schedule(make_examples([20] * 40), 2, 4, seed=0)
     orders = [order(plan, epoch) for epoch in range(4)]
     assert all(orders[i] != orders[j] for i in range(4) for j in range(i))
 
 
 def test_seeds_differ():
     examples = make_examples([20] * 40)
-    orders = [order(plan_steps(examples, 2, 4, seed)) for seed in range(4)]
+    orders = [order(make_schedule(examples, 2, 4, seed)) for seed in range(4)]
     assert all(orders[i] != orders[j] for i in range(4) for j in range(i))
 
 
 def test_epochs_pair_rows_anew():
     """Not the steps alone are shuffled: who shares a step changes."""
-    plan = plan_steps(make_examples([20] * 40), 2, 4, seed=0)
+    plan = make_schedule(make_examples([20] * 40), 2, 4, seed=0)
     assert sorted(order(plan, 0)) != sorted(order(plan, 1))
 
 
 def test_short_and_long_rows_take_turns():
     """Steps are shuffled across lengths: not all short rows come first."""
-    plan = plan_steps(make_examples([10] * 40 + [900] * 40), 4, 4, seed=0)
+    plan = make_schedule(make_examples([10] * 40 + [900] * 40), 4, 4, seed=0)
     longest = [int(plan.examples.lengths[plan.rows_of(step)].max()) for step in steps_of(plan)]
     assert sum(a != b for a, b in pairwise(longest)) > 3
 
@@ -190,13 +190,13 @@ SPLITS = ((4, 1), (2, 2), (1, 4))
 @few
 @given(examples=EXAMPLES, seed=SEEDS)
 def test_accumulation_does_not_change_what_a_step_trains(examples, seed):
-    plans = [plan_steps(examples, size, size * times, seed) for size, times in SPLITS]
+    plans = [make_schedule(examples, size, size * times, seed) for size, times in SPLITS]
     steps = steps_of(plans[0], 1)
     joint, *others = [[plan.rows_of(step).tolist() for step in steps] for plan in plans]
     assert all(other == joint for other in others)
 
 
-def keys_by_example(plan: StepPlan, step: int) -> dict[int, int]:
+def keys_by_example(plan: Schedule, step: int) -> dict[int, int]:
     """First token of each example that `step` trains -> the key its dropout is drawn from."""
     return {
         int(first): int(key)
@@ -209,7 +209,7 @@ def keys_by_example(plan: StepPlan, step: int) -> dict[int, int]:
 @few
 @given(examples=EXAMPLES, seed=SEEDS)
 def test_accumulation_does_not_change_a_rows_dropout(examples, seed):
-    plans = [plan_steps(examples, size, size * times, seed) for size, times in SPLITS]
+    plans = [make_schedule(examples, size, size * times, seed) for size, times in SPLITS]
     for step in steps_of(plans[0], 1):
         joint, *others = [keys_by_example(plan, step) for plan in plans]
         assert all(other == joint for other in others)
@@ -218,7 +218,7 @@ def test_accumulation_does_not_change_a_rows_dropout(examples, seed):
 @few
 @given(examples=EXAMPLES, seed=SEEDS)
 def test_accumulation_does_not_change_the_weight_of_a_step(examples, seed):
-    plans = [plan_steps(examples, size, size * times, seed) for size, times in SPLITS]
+    plans = [make_schedule(examples, size, size * times, seed) for size, times in SPLITS]
     for step in steps_of(plans[0]):
         joint, *others = [sum(batch.weight for batch in plan.batches_of(step)) for plan in plans]
         assert others == [joint, joint]
@@ -234,7 +234,7 @@ def test_the_rows_of_a_step_have_different_keys(plan):
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_fewer_rows_than_a_batch(rows):
-    plan = plan_steps(make_examples([5, 9, 7][:rows]), 4, 8, seed=0)
+    plan = make_schedule(make_examples([5, 9, 7][:rows]), 4, 8, seed=0)
     (batch,) = plan.batches_of(0)
     assert (plan.steps_per_epoch, int((batch.tokens[:, 0] > 0).sum())) == (1, rows)
 
@@ -349,7 +349,7 @@ def test_a_trained_first_token_is_no_target():
     ],
 )
 def test_types(field, dtype):
-    (batch,) = plan_steps(make_examples([5, 9]), 2, 2, seed=0).batches_of(0)
+    (batch,) = make_schedule(make_examples([5, 9]), 2, 2, seed=0).batches_of(0)
     assert getattr(batch, field).dtype == dtype
 
 
@@ -371,14 +371,14 @@ def test_every_batch_has_the_same_number_of_rows(plan):
 @few
 @given(lengths=st.lists(st.integers(2, 3000), min_size=13, max_size=200), size=SIZES, seed=SEEDS)
 def test_lengths_are_few(lengths, size, seed):
-    plan = plan_steps(make_examples(lengths), size, size, seed)
+    plan = make_schedule(make_examples(lengths), size, size, seed)
     found = {batch.tokens.shape[1] for e in range(2) for batch, _ in batches_with_rows(plan, e)}
     assert len(found) <= MAX_BUCKETS
 
 
 def test_a_batch_is_no_longer_than_its_bucket():
     """A row of the shortest bucket alone in its batch is not padded to the longest."""
-    plan = plan_steps(make_examples([10] * 8 + [900] * 8), 4, 4, seed=0)
+    plan = make_schedule(make_examples([10] * 8 + [900] * 8), 4, 4, seed=0)
     shapes = Counter(batch.tokens.shape[1] for batch, _ in batches_with_rows(plan))
     assert shapes == {32: 2, 928: 2}
 
@@ -525,7 +525,7 @@ def texts_of(batch: Batch) -> dict[int, tuple]:
 @given(examples=EXAMPLES, seed=SEEDS, room=st.integers(0, 500))
 def test_packing_lays_out_the_same_texts(examples, seed, room):
     capacity = int(examples.lengths.max()) - 1 + room
-    plain, packed = (plan_steps(examples, 4, 8, seed, n) for n in (None, capacity))
+    plain, packed = (make_schedule(examples, 4, 8, seed, n) for n in (None, capacity))
     for step in steps_of(plain):
         expected = {i: t for b in plain.batches_of(step) for i, t in texts_of(b).items()}
         batches = packed.batches_of(step)
@@ -550,7 +550,7 @@ def test_packed_rows_have_few_lengths_and_little_padding(tokens, capacity):
 
 
 def test_short_rows_share_a_batch():
-    plan = plan_steps(make_examples([41] * 8), 1, 8, seed=0, packed_tokens=256)
+    plan = make_schedule(make_examples([41] * 8), 1, 8, seed=0, packed_tokens=256)
     assert [batch.tokens.shape for batch in plan.batches_of(0)] == [(1, 256), (1, 96)]
 
 
@@ -558,7 +558,7 @@ def test_short_rows_share_a_batch():
 @given(examples=EXAMPLES, seed=SEEDS)
 def test_no_text_of_a_packed_batch_is_longer_than_its_reach(examples, seed):
     longest = int(examples.lengths.max()) - 1
-    for batch in plan_steps(examples, 4, 8, seed, longest + 100).batches_of(0):
+    for batch in make_schedule(examples, 4, 8, seed, longest + 100).batches_of(0):
         texts = [len(places) for _, places, _ in texts_of(batch).values()]
         assert max(texts) <= batch.reach < 2 * max(texts)
-    assert plan_steps(examples, 4, 8, seed).batches_of(0)[0].reach is None
+    assert make_schedule(examples, 4, 8, seed).batches_of(0)[0].reach is None

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from tests.conftest import chat, make_model, write_rows
 from tests.engine.test_fused import load
-from your_ai.data.batches import Batch, plan_steps
+from your_ai.data.batches import Batch, make_schedule
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import load_examples
 from your_ai.engine import mlp, programs
@@ -134,7 +134,7 @@ def short_batches(tokenizer: Any, folder: Path) -> list[Batch]:
     rows = [chat("Ask", "Yes"), chat("Ask" + " and ask" * 12, "No", weight=2.5)]
     path = write_rows(folder / "short.jsonl", rows)
     examples = load_examples(path, Encoder(tokenizer), "tokenizer", 256, "error", folder / "cache")
-    batches = plan_steps(examples, 1, 2, seed=0).batches_of(0)
+    batches = make_schedule(examples, 1, 2, seed=0).batches_of(0)
     assert len({batch.tokens.shape for batch in batches}) == 2
     return batches
 

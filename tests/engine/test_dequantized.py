@@ -37,7 +37,7 @@ def quantized_linear(
 @pytest.mark.parametrize("shape", [(3, 7, 128), (9, 128), (1, 2, 128), (128,)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_output_and_gradient_are_mlxs_own(monkeypatch, bits, shape, slice_bytes):
-    monkeypatch.setattr(dequantized, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(dequantized, "DEQUANTIZED_SLICE_BYTES", slice_bytes)
     base = quantized_linear(bits)
     ours = DequantizedLinear.from_base(base)
     x = mx.random.normal(shape)

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_map
 from tests.conftest import make_model
 from tests.engine.test_compiled import Made, short_batches
 from tests.engine.test_fused import encode, engine_loss, load, relative_error
-from your_ai.data.batches import plan_steps
+from your_ai.data.batches import make_schedule
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.prefix import MemoryStore
@@ -113,7 +113,7 @@ def test_gradients_are_those_of_mlx_lms_layers(
     dequantize_on_the_cpu(ours)
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
     engine = build_engine(ours, our_adapters.dropout_keys, plan, tensors=tensors).engine
-    batches = plan_steps(examples, 2, 5, seed=0).batches_of(0)
+    batches = make_schedule(examples, 2, 5, seed=0).batches_of(0)
     weight = sum(batch.weight for batch in batches)
     loss, total = 0.0, None
     for batch in batches:

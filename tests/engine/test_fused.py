@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from tests.conftest import chat, make_model, write_rows
 from your_ai.config import TrainConfig
-from your_ai.data.batches import plan_steps
+from your_ai.data.batches import make_schedule
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, load_examples
 from your_ai.engine.fused import fused_engine
@@ -73,7 +73,7 @@ def plain_loss(network: nn.Module, examples: Examples) -> mx.array:
 def engine_loss(network, adapters, examples, batch_size=5, accumulation=1, seed=0):
     """The same through the engine: (loss, gradients by name)."""
     engine = fused_engine(network, model.split(network), adapters.dropout_keys, SUPERVISED)
-    plan = plan_steps(examples, batch_size, batch_size * accumulation, seed=0)
+    plan = make_schedule(examples, batch_size, batch_size * accumulation, seed=0)
     batches = plan.batches_of(0)
     weight = sum(batch.weight for batch in batches)
     loss, total = 0.0, None
@@ -134,7 +134,7 @@ def test_validation_draws_no_dropout(tmp_path, tiny_model):
     examples = encode(tokenizer, tmp_path)
     expected = plain_loss(network, examples).item()
     engine = fused_engine(network, model.split(network), adapters.dropout_keys, SUPERVISED)
-    plan = plan_steps(examples, 5, 5, seed=0)
+    plan = make_schedule(examples, 5, 5, seed=0)
     (batch,) = plan.batches_of(0)
     engine.gradients(batch, 1.0, 7)  # which must leave no keys behind
     assert engine.loss(batch).loss.item() / batch.weight == pytest.approx(expected, rel=1e-5)
@@ -153,7 +153,7 @@ def test_the_head_sees_the_trained_positions_alone(tmp_path, tiny_model):
     engine = fused_engine(
         network, model.Split(split.trunk, head), adapters.dropout_keys, SUPERVISED
     )
-    plan = plan_steps(examples, 5, 5, seed=0)
+    plan = make_schedule(examples, 5, 5, seed=0)
     (batch,) = plan.batches_of(0)
     engine.loss(batch)
     positions = sum(int(np.prod(shape[:-1])) for shape in seen) - 1  # one asks for the vocabulary

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten, tree_map
 from tests.conftest import make_model
 from tests.engine.test_fused import encode, engine_loss, load, relative_error
 from your_ai.config import TrainConfig
-from your_ai.data.batches import plan_steps
+from your_ai.data.batches import make_schedule
 from your_ai.engine import attention, mlp
 from your_ai.engine.build import build_engine
 from your_ai.engine.prefix import MemoryStore
@@ -60,7 +60,7 @@ def by_plan(
     )
     assert built.plan == plan
     examples = encode(tokenizer, tmp_path)
-    batches = plan_steps(examples, batch_size, 5, seed=0, packed_tokens=packed).batches_of(0)
+    batches = make_schedule(examples, batch_size, 5, seed=0, packed_tokens=packed).batches_of(0)
     weight = sum(batch.weight for batch in batches)
     loss, total = 0.0, None
     for batch in batches:
@@ -137,7 +137,7 @@ def test_a_streamed_cache_is_filled_block_by_block(tmp_path, tiny_model, monkeyp
         network, adapters.dropout_keys, "streamed", False, tensors, lambda _: store
     ).engine
     reads.clear()
-    batches = plan_steps(encode(tokenizer, tmp_path), 1, 5, seed=0).batches_of(0)
+    batches = make_schedule(encode(tokenizer, tmp_path), 1, 5, seed=0).batches_of(0)
     assert len(batches) == 5
     engine.fill(batches)
     frozen = len(network.layers) - 1
@@ -169,7 +169,7 @@ def test_a_cached_prefix_changes_nothing(tmp_path, tiny_model, plan, packed):
         tensors, lambda _: store,
     ).engine  # fmt: skip
     examples = encode(tokenizer, tmp_path)
-    batches = plan_steps(examples, 5, 5, seed=0, packed_tokens=packed).batches_of(0)
+    batches = make_schedule(examples, 5, 5, seed=0, packed_tokens=packed).batches_of(0)
     weight = sum(batch.weight for batch in batches)
     for _ in range(2):  # filled, and read
         loss, total = 0.0, None
@@ -200,7 +200,7 @@ def test_what_is_cached_of_a_text_depends_on_nothing_beside_it(tmp_path, tiny_mo
             lambda _, store=store: store,
         ).engine
         examples = encode(tokenizer, tmp_path)
-        for batch in plan_steps(examples, batch_size, 5, 0, packed).batches_of(0):
+        for batch in make_schedule(examples, batch_size, 5, 0, packed).batches_of(0):
             engine.loss(batch)
         texts = [example.tokens[:-1].astype(np.int32) for example in examples]
         found.append([store.get(text).tolist() for text in texts])

@@ -217,7 +217,7 @@ def test_slices_give_the_loss_and_gradient_of_the_whole(case, vocabulary, step):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("walk_rows", [64, 299, 1000])
 def test_hidden_states_walk_in_groups(case, walk_rows, compiled, monkeypatch):
-    monkeypatch.setattr(losses, "WALK_ROWS", walk_rows)
+    monkeypatch.setattr(losses, "HEAD_ROWS", walk_rows)
     head = LinearHead(LayerRows(embedding(case["head"])), slice_bytes=4 * walk_rows * 130)
     check(head, lambda hidden: hidden @ case["head"].T, case, compiled)
 
@@ -281,7 +281,7 @@ def test_what_is_not_finite_shows(case):
 @pytest.mark.parametrize("walk_rows", [64, 1000])
 @pytest.mark.parametrize("step", [1, 7, 100, 500])
 def test_predictions_are_the_first_of_the_likeliest(case, step, walk_rows, monkeypatch):
-    monkeypatch.setattr(losses, "WALK_ROWS", walk_rows)
+    monkeypatch.setattr(losses, "HEAD_ROWS", walk_rows)
     weight = mx.round(case["head"][:, :4])  # of few values, so that there are many ties
     hidden = mx.round(case["hidden"][:, :4])
     head = LinearHead(LayerRows(embedding(weight)), slice_bytes=4 * min(S, walk_rows) * step)

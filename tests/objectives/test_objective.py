@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map
 from tests.conftest import make_model, write_rows
 from tests.engine.test_fused import chat, load, relative_error
 from tests.objectives.dpo import DPO
-from your_ai.data.batches import Batch, plan_steps
+from your_ai.data.batches import Batch, make_schedule
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, Tally, load_examples
 from your_ai.engine.build import build_engine
@@ -109,7 +109,7 @@ def test_pairs_under_every_plan(folder, tmp_path, plan, packed, cached, batch_si
         make_store=(lambda _: MemoryStore()) if cached else None,
         objective=DPO(beta=0.3),
     ).engine
-    schedule = plan_steps(examples, batch_size, 6, 0, packed, rows_together=2)
+    schedule = make_schedule(examples, batch_size, 6, 0, packed, rows_together=2)
     reference = reference_engine(base)
     batches = [with_reference(batch, reference) for batch in schedule.batches_of(0)]
     pairs = engine.objective.denominator(batches)
@@ -133,7 +133,7 @@ def test_an_update_makes_the_chosen_answers_likelier(folder, tmp_path):
     examples = encode(tokenizer, tmp_path)
     engine = build_engine(network, adapters.dropout_keys, "staged", objective=DPO()).engine
     base, _ = model.load_base(folder, mx.float32)
-    (batch,) = plan_steps(examples, 6, 6, 0, rows_together=2).batches_of(0)
+    (batch,) = make_schedule(examples, 6, 6, 0, rows_together=2).batches_of(0)
     batch = with_reference(batch, reference_engine(base))
     before, grads = engine.gradients(batch, 1 / 3, DROPOUT_SEED)
     SGD(learning_rate=0.05).update(network, grads)
@@ -204,7 +204,9 @@ def test_groups_stay_together_in_any_batch(lengths, batch_size, pairs_per_step, 
     text = np.repeat(np.arange(len(sizes), dtype=np.uint32), sizes)  # a token tells its row
     trained = np.ones(len(text), bool)
     examples = Examples(text, trained, starts, np.ones(len(sizes), np.float32), Tally())
-    schedule = plan_steps(examples, batch_size, 2 * pairs_per_step, seed, packed, rows_together=2)
+    schedule = make_schedule(
+        examples, batch_size, 2 * pairs_per_step, seed, packed, rows_together=2
+    )
     seen: list[int] = []
     for step in range(schedule.steps_per_epoch):
         for batch in schedule.batches_of(step):

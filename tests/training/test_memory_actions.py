@@ -100,7 +100,7 @@ def decided(monkeypatch) -> Callable[..., list[Observation]]:
 
 
 def batches_of(governor: Governor, step: int = 0) -> list[Any]:
-    return governor.prepared.plan.batches_of(step, governor.rows_at)
+    return governor.prepared.schedule.batches_of(step, governor.rows_at)
 
 
 def actions_of(run: RunFolder) -> list[events.Action]:
@@ -557,7 +557,7 @@ def test_rows_that_are_split_are_each_there_once(governed, decided):
     """Whatever the corrections leave, for every step of an epoch."""
     decided()
     made = governed(batch_size=4, grad_accumulation=2, max_memory=1.0)
-    plan_of_steps = made.governor.prepared.plan
+    plan_of_steps = made.governor.prepared.schedule
     for peak_bytes in (100 * MB, 2 * GB, 9 * GB):
         made.governor.seen = dataclasses.replace(SAMPLE, peak_bytes=peak_bytes), None
         made.governor.after_step(1, batches_of(made.governor))

@@ -97,7 +97,7 @@ def bucket_edges(lengths: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class Schedule:
     """Which rows each step trains, in micro-batches of `batch_size`.
 
     packed_tokens: with packing, the most tokens of a micro-batch, whatever `batch_size` is.
@@ -186,14 +186,14 @@ def epoch_order(
     return order, (ends - sizes)[steps], ends[steps]
 
 
-def plan_steps(
+def make_schedule(
     examples: Examples,
     batch_size: int,
     rows_per_step: int,
     seed: int,
     packed_tokens: int | None = None,
     rows_together: int = 1,
-) -> StepPlan:
+) -> Schedule:
     """rows_per_step, batch_size: of examples; the first must be a multiple of rows_together.
 
     Raises ValueError where examples are no whole groups.
@@ -203,7 +203,7 @@ def plan_steps(
     inputs = examples.lengths - 1
     edges = bucket_edges(inputs)
     buckets = np.searchsorted(edges, group_lengths(inputs, rows_together))
-    return StepPlan(
+    return Schedule(
         examples, edges, buckets, batch_size, rows_per_step, seed, packed_tokens, rows_together
     )
 

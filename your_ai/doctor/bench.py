@@ -29,14 +29,13 @@ from rich.table import Table
 
 from your_ai.config import TrainConfig, coerce, flag, nearest
 from your_ai.console import echo_json
-from your_ai.data.batches import Batch, RowsAt, micro_batches, plan_steps
+from your_ai.data.batches import Batch, RowsAt, make_schedule, micro_batches
 from your_ai.data.examples import Examples, Tally
 from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.engine.build import build_engine
-from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.opened import open_model
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.protocol import Engine
-from your_ai.engine.weights import tensors_of
 from your_ai.errors import RunError, UserError
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.hub.check import check_model
@@ -244,8 +243,8 @@ def updates_of(
     weights = np.ones(SHORT_ROWS, np.float32)
     examples = Examples(tokens, np.ones(len(tokens), bool), starts, weights, Tally())
     if contender == "packed":
-        return [plan_steps(examples, 1, SHORT_ROWS, 0, contest.seq_len).batches_of(0)]
-    one_by_one = plan_steps(examples, 1, 1, 0)
+        return [make_schedule(examples, 1, SHORT_ROWS, 0, contest.seq_len).batches_of(0)]
+    one_by_one = make_schedule(examples, 1, 1, 0)
     return [one_by_one.batches_of(step) for step in range(SHORT_ROWS)]
 
 
@@ -260,15 +259,12 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
     plan = "streamed" if contender == "spilled" else plan
     spill = contender == "spilled"
     rows_at = lambda _: contest.batch_size  # noqa: E731
-    network, settings = model.load_network(Path(contest.folder), getattr(mx, contest.dtype))
-    config = contest.train_config()
-    tensors = tensors_of(network, Path(contest.folder))
+    opened = open_model(Path(contest.folder), getattr(mx, contest.dtype))
+    network, config = opened.network, contest.train_config()
     adapters = model.add_adapters(network, config)
-    dequantize_on_the_cpu(network)
     if plan == "auto" or contest.max_memory is not None:
         asked = dataclasses.replace(contest.train_config(plan), spill=spill)
-        dtype = getattr(mx, contest.dtype)
-        budget = budget_of(asked, Path(contest.folder), dtype, [contest.seq_len])
+        budget = budget_of(asked, opened.folder, opened.dtype, [contest.seq_len])
         chosen = budget.choice.option
         plan, spill = chosen.plan.engine, chosen.plan.spill
         rows_at = partial(chosen.plan.rows, batch_size=contest.batch_size)
@@ -279,7 +275,7 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
         adapters.dropout_keys,
         plan,
         packing=contender == "packed",
-        tensors=tensors,
+        tensors=opened.tensors,
         make_store=(lambda _: MemoryStore()) if contender == "prefix" else None,
         spill=Path(tempfile.gettempdir()) if spill else None,
     )
@@ -289,7 +285,7 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
     engine = built.engine
     adamw = optimizer.build_optimizer(config, network.trainable_parameters())
     update = optimizer.make_update(network, adamw)
-    vocabulary = vocabulary_of(network) or settings["vocab_size"]
+    vocabulary = vocabulary_of(network) or opened.config["vocab_size"]
     updates = updates_of(contest, contender, vocabulary, rows_at)
     tokens = sum(batch.real_tokens for batches in updates for batch in batches)
     mx.reset_peak_memory()

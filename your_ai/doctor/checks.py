@@ -26,10 +26,10 @@ from your_ai.doctor import bench
 from your_ai.doctor.bench import Contest
 from your_ai.doctor.shapes import make_shape
 from your_ai.engine.build import build_engine
-from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
-from your_ai.engine.weights import Tensor, tensors_of
+from your_ai.engine.weights import Tensor
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import probe
 from your_ai.nets import model
@@ -234,19 +234,18 @@ def model_in(folder: Path) -> Path:
 def made(folder: Path, plan: str, contest: Contest) -> Made:
     """The plan is one of `bench`."""
     config = dataclasses.replace(contest.train_config(), lora_dropout=0.1)
-    network, settings = model.load_network(model_in(folder), getattr(mx, contest.dtype))
-    tensors = tensors_of(network, model_in(folder))
+    opened = open_model(model_in(folder), getattr(mx, contest.dtype))
+    network, tensors = opened.network, opened.tensors
     adapters = model.add_adapters(network, config)
     mx.random.seed(1)  # lora_b is zero at first, and with it half the gradients
     shaken = tree_map(
         lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters()
     )
     network.update(shaken)
-    dequantize_on_the_cpu(network)
     spill = folder / "spill" if plan == "spilled" else None
     engine = "streamed" if plan == "spilled" else plan
     built = build_engine(network, adapters.dropout_keys, engine, tensors=tensors, spill=spill)
-    tokens = bench.contest_tokens(contest, vocabulary_of(network) or settings["vocab_size"])
+    tokens = bench.contest_tokens(contest, vocabulary_of(network) or opened.config["vocab_size"])
     batches = bench.contest_batches(contest, tokens, lambda _: ROWS)
     return Made(network, built.engine, tensors, batches)
 

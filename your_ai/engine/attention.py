@@ -20,15 +20,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from your_ai.memory.sizes import (
+    CPU_TOKENS,
+    FEWEST_QUERIES,
+    LEAN_QUERY_BLOCK,
+    METAL_TOKENS,
+    QUERY_BLOCK,
+    SCORE_BYTES,
+)
 from your_ai.nets.numerics import exp
 from your_ai.nets.parts import Mask
 
-QUERY_BLOCK = 64  # queries at once; more waste work above the diagonal, fewer slow the matmuls
-LEAN_QUERY_BLOCK = 32  # where memory is dearer than time: 30% less of it, in 15% more time
-SCORE_BYTES = 16 << 20  # of a block's scores; some five arrays of that size are alive
-FEWEST_QUERIES = 16  # at once, however long the row
-CPU_TOKENS = 96  # from here on blocks are the faster on the CPU
-METAL_TOKENS = 192  # from here on they hold 40% less, in 6% more time (measured on the CPU)
 METAL_VJP = (0, 32, 4)  # the first MLX whose causal attention has a backward of its own
 
 

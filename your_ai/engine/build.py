@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from your_ai.engine.attention import put_blockwise
 from your_ai.engine.compiled import Graphs
+from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.fused import fused_engine
 from your_ai.engine.prefix import Store
 from your_ai.engine.protocol import Engine
@@ -62,6 +63,7 @@ def build_engine(
     Raises UserError where the plan or packing cannot be.
     """
     notices: list[str] = []
+    dequantize_on_the_cpu(model)
     blocks, weights, vocabulary = None, None, {}
     if plan == "streamed":
         blocks, weights = stream(model, tensors or {})

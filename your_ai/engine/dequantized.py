@@ -17,9 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from your_ai.memory.sizes import DEQUANTIZED_SLICE_BYTES
 from your_ai.nets.head import rows_at_once
 
-SLICE_BYTES = 2 << 20  # MLX runs some ten operations ahead, and so holds a few of them
 FEW_TOKENS = 4  # so few, as in generation, that dequantizing costs more than it saves
 
 
@@ -32,7 +32,7 @@ def sliced_matmul(group_size: int, bits: int, mode: str = "affine") -> Any:
     """
 
     def slices(weight: mx.array, inputs: int) -> list[slice]:
-        rows = rows_at_once(SLICE_BYTES, inputs, bits)
+        rows = rows_at_once(DEQUANTIZED_SLICE_BYTES, inputs, bits)
         return [slice(i, i + rows) for i in range(0, weight.shape[0], rows)]
 
     def dequantize(part: slice, weights: tuple[mx.array, ...], after: list[mx.array]) -> mx.array:

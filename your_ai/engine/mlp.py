@@ -20,11 +20,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from your_ai.engine.dequantized import DequantizedLinear
+from your_ai.memory.sizes import FEWEST_FEATURES
 from your_ai.nets.dora import NORMS, DoRA
 from your_ai.nets.model import DropoutKeys, KeyedDropout
 from your_ai.nets.parts import Arrays, arrays_of, put, skeleton
 
-FEWEST_FEATURES = 512  # at once, so that matrix products stay efficient
 STEP = 128  # features, of which quantized weights have whole groups
 INWARD = ("gate_proj", "up_proj")
 OUTWARD = "down_proj"

@@ -19,9 +19,8 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import RowsAt
 from your_ai.data.encode import Encoder, Prompt, token_ids
 from your_ai.engine.build import build_engine
-from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
-from your_ai.engine.weights import can_stream, tensors_of
 from your_ai.errors import UserError
 from your_ai.evaluation.custom_metric import Metric
 from your_ai.evaluation.dataset_scores import Scores, scored
@@ -108,8 +107,8 @@ def compare(run: Trained, path: Path, request: Request) -> Generator[Progress, N
         folder = place_of_copy(folder, config.quantize)
     yield Progress(f"reading {path.name}")
     dtype = model.compute_dtype(config.dtype)
-    network, tokenizer = model.load_base(folder, dtype)  # lazily
-    tensors = tensors_of(network, folder)
+    opened = open_model(folder, dtype)
+    network, tokenizer = opened.network, opened.tokenizer()
     tokenized_by = tokenizer_fingerprint(fingerprint(run.base))
     limit = row_limit(config.max_row_bytes, request.max_memory_gb)
     encoder = Encoder(tokenizer, config.mask_prompt, vocabulary_of(network), limit)
@@ -132,14 +131,13 @@ def compare(run: Trained, path: Path, request: Request) -> Generator[Progress, N
         request.batch_size,
         request.max_memory_gb,
         engine=request.engine,
-        can_stream=can_stream(network, tensors),
+        can_stream=opened.can_stream,
         answer_tokens=0 if request.metric is None else most_tokens(rows, tokenizer, request),
     )
     hold(budget)
     put_new_layers(network, run.adapter)
-    dequantize_on_the_cpu(network)
     engine = budget.choice.option.plan.engine
-    built = build_engine(network, model.DropoutKeys([None]), engine, tensors=tensors)
+    built = build_engine(network, model.DropoutKeys([None]), engine, tensors=opened.tensors)
     allocator.free()
     if built.plan != engine:  # the model cannot be taken apart: is there room?
         demand = replace(budget.demand, engine=built.plan)

@@ -20,8 +20,7 @@ from your_ai.data.batches import Batch, bucket_edges, micro_batches
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, load_examples
 from your_ai.data.rows import find_splits
-from your_ai.engine.dequantized import dequantize_on_the_cpu
-from your_ai.engine.weights import can_stream, stream, tensors_of
+from your_ai.engine.opened import for_answers, open_model
 from your_ai.errors import UserError
 from your_ai.export.fused_weights import base_of
 from your_ai.gates.token_ids import vocabulary_of
@@ -29,11 +28,12 @@ from your_ai.hub.find import store
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import limit_of, python_bytes, row_limit
-from your_ai.memory.estimate import PREFILL_TOKENS, generation_bytes, weights_bytes
+from your_ai.memory.estimate import generation_bytes, weights_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.plan import rounded_up
 from your_ai.memory.sample import in_gb
-from your_ai.nets.model import Split, compute_dtype, load_base, load_network, split
+from your_ai.memory.sizes import PREFILL_TOKENS
+from your_ai.nets.model import Split, compute_dtype, split
 from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter
 
 SPLITS = ("valid", "test", "train")  # the first that there is
@@ -124,12 +124,12 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
     """
     source = base_of(trained, max_memory_gb)
     dtype = compute_dtype(trained.config.dtype)
-    base, tokenizer = load_base(source, dtype)
-    networks = [base, load_network(source, dtype)[0], load_network(fused, dtype)[0]]
-    files = [tensors_of(base, source)] * 2 + [tensors_of(networks[2], fused)]
+    models = [open_model(folder, dtype) for folder in (source, source, fused)]
+    networks = [opened.network for opened in models]
+    base, tokenizer = networks[0], models[0].tokenizer()
     path, examples = examples_of(trained, base, tokenizer, max_memory_gb)
     chosen = choose(examples)
-    streamable = all(map(can_stream, networks, files))
+    streamable = all(opened.can_stream for opened in models)
     facts = [facts_of(folder, dtype.size) for folder in (source, fused)]
     longest = int(examples.lengths[chosen].max())
     room = hold(facts, trained.adapter, longest, max_memory_gb, streamable)
@@ -137,11 +137,8 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
     if not room.streams:
         networks[1].update(base.parameters())  # so that they are held once
     put_adapter(networks[1], trained.adapter)
-    for network, tensors in zip(networks, files, strict=True):
-        network.eval()
-        dequantize_on_the_cpu(network)
-        if room.streams:
-            stream(network, tensors)
+    for opened in models:
+        for_answers(opened, room.streams)
     halves = [split(network) for network in networks]
     sums = Sums()
     edges = bucket_edges(examples.lengths - 1)

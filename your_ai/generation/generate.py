@@ -19,19 +19,18 @@ from your_ai.config import TrainConfig
 from your_ai.data.encode import token_ids
 from your_ai.data.rows import decode_line, parse_turns, text_field
 from your_ai.data.template import Refused, render
-from your_ai.engine.dequantized import dequantize_on_the_cpu
-from your_ai.engine.weights import answering, can_stream, tensors_of
-from your_ai.engine.weights import stream as stream_weights
+from your_ai.engine.opened import for_answers, open_model
+from your_ai.engine.weights import answering
 from your_ai.errors import RunError, UserError, lacked_memory
 from your_ai.gates.foreign import read_json
 from your_ai.gates.text import shortened
 from your_ai.gates.token_ids import EMBEDDINGS, HEADS, check_ids, rows_of, vocabulary_of
 from your_ai.hub.find import find_model
 from your_ai.memory.budget import hold_generation
-from your_ai.memory.estimate import PREFILL_TOKENS
 from your_ai.memory.facts import facts_of
+from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.modelfiles.quantized_copies import quantized_copy
-from your_ai.nets.model import compute_dtype, first_line, load_base
+from your_ai.nets.model import compute_dtype, first_line
 from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter
 from your_ai.run.folder import find
 
@@ -193,20 +192,16 @@ def load(
     dtype = compute_dtype(config.dtype)
     if config.quantize is not None:
         base = quantized_copy(base, config.quantize, max_memory_gb)
-    model, tokenizer = load_base(base, dtype)
+    opened = open_model(base, dtype)
+    model, tokenizer = opened.network, opened.tokenizer()
     check_answers(model, tokenizer, base)
-    tensors = tensors_of(model, base)
     streams = False
     if max_memory_gb is not None:
         facts = facts_of(base, dtype.size)
-        streams = hold_generation(facts, tokens, max_memory_gb, can_stream(model, tensors))
+        streams = hold_generation(facts, tokens, max_memory_gb, opened.can_stream)
     if adapter is not None:
         put_adapter(model, adapter)
-    dequantize_on_the_cpu(model)
-    model.eval()
-    if streams:
-        stream_weights(model, tensors)
-    return model, tokenizer
+    return for_answers(opened, streams), tokenizer
 
 
 def check_answers(model: nn.Module, tokenizer: Any, base: Path) -> None:

@@ -15,18 +15,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from your_ai.memory.facts import ModelFacts, adapters_named, layers_named
+from your_ai.memory.sizes import (
+    CACHE_STEP,
+    CPU_TOKENS,
+    DEQUANTIZED_SLICE_BYTES,
+    FEWEST_FEATURES,
+    FEWEST_QUERIES,
+    HEAD_ROWS,
+    HEAD_SLICE_BYTES,
+    LEAN_QUERY_BLOCK,
+    PREFILL_TOKENS,
+    QUERY_BLOCK,
+    SCORE_BYTES,
+    UPDATE_BYTES,
+)
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adafactor": 0, "muon": 1, "lion": 1}
 # Of the parameters that are updated together: their new values and those in between.
 OPTIMIZER_WORK = {"adamw": 3, "adam": 3, "sgd": 1, "adafactor": 4.1, "muon": 12.1, "lion": 2}
 ADAPTER_BYTES = 4  # adapters, gradients and optimizer are float32
-UPDATE_BYTES = 4 << 20  # of parameters that are updated together, optimizer's
-SLICE_BYTES = 2 << 20  # of a weight that is dequantized, engine.dequantized's
-HEAD_SLICE_BYTES = 4 << 20  # of the vocabulary, head's
-WALK_ROWS = 1024  # hidden states that meet the head together, losses'
-FEWEST_FEATURES = 512  # of an MLP's slice, engine.mlp's
-PREFILL_TOKENS = 256  # of a prompt at once, generate's
-CACHE_STEP = 256  # tokens by which keys and values grow, mlx-lm's
 FUSED = {"outs": 1.74, "lora": 0.71, "ahead": 1.57, "slice": 5.46, "adapters": 0.25}
 # Of the head there: of each slice of the vocabulary that is there at once, and of the rest.
 FUSED_HEAD = {"rows": 1.9, "logits": 4.1, "hidden": 3.5, "ahead": 0.52}
@@ -51,9 +58,6 @@ STAGED_GRAPH = {"block": 300_000, "slice": 100_000, "queries": 200_000, "adapted
                 "dora": 100_000}  # fmt: skip
 FIRST_GRAPH = {"block": 100_000, "slice": 60_000, "queries": 170_000}
 GRAPHS_MARGIN = 1.25
-QUERIES, LEAN_QUERIES, FEWEST_QUERIES = 64, 32, 16  # at once, engine.attention's
-SCORE_BYTES = 16 << 20  # of a block of queries, engine.attention's
-SHORT_TOKENS = 96  # of rows whose queries go through at once
 # Of rows that are evaluated: nothing waits for a backward pass.
 EVALUATION = {"wide": 4.0, "hidden": 2.2, "slice": 5.0, "lora": 2.01, "fused": 2.8}
 UNSLICED = {"fused": (9.2, 2.6), "staged": (5.9, 0.0)}  # wide, logits: of matrices of one slice
@@ -248,7 +252,7 @@ def graphs_bytes(
     A fused graph has every block; the others share one of each kind of block.
     """
     matrices = [i * o * facts.float_bytes for i, o in facts.linears.values()]
-    slices = sum(-(-matrix // SLICE_BYTES) for matrix in matrices) if sliced else 0
+    slices = sum(-(-matrix // DEQUANTIZED_SLICE_BYTES) for matrix in matrices) if sliced else 0
     sizes = {
         "block": 1,
         "slice": slices * facts.quantized,
@@ -263,7 +267,7 @@ def graphs_bytes(
     if engine == "fused":
         frozen = facts.blocks - training.blocks
         blocks = (training.blocks + FORWARD_GRAPH * frozen) * of(FUSED_GRAPH)
-        slices = -(-facts.vocabulary // head_step(facts, min(WALK_ROWS, rows * tokens)))
+        slices = -(-facts.vocabulary // head_step(facts, min(HEAD_ROWS, rows * tokens)))
         found = blocks + FUSED_GRAPH["head"] * slices
     else:
         found = facts.kinds * of(STAGED_GRAPH) + of(FIRST_GRAPH)
@@ -272,9 +276,9 @@ def graphs_bytes(
 
 def query_blocks(facts: ModelFacts, engine: str, rows: int, tokens: int) -> int:
     """In how many blocks the queries of a row go through attention."""
-    if tokens < SHORT_TOKENS:
+    if tokens < CPU_TOKENS:
         return 0
-    most = QUERIES if engine == "fused" else LEAN_QUERIES
+    most = QUERY_BLOCK if engine == "fused" else LEAN_QUERY_BLOCK
     most = min(most, SCORE_BYTES // (4 * rows * max(1, facts.heads) * tokens))
     return -(-tokens // max(most, FEWEST_QUERIES))
 
@@ -295,7 +299,7 @@ def evaluation_graphs_bytes(
     taken apart with, which is gone before the rest.
     """
     matrices = [i * o * facts.float_bytes for i, o in facts.linears.values()]
-    counted = sum(-(-matrix // SLICE_BYTES) for matrix in matrices) if sliced else 0
+    counted = sum(-(-matrix // DEQUANTIZED_SLICE_BYTES) for matrix in matrices) if sliced else 0
     blocks = GRAPH_BYTES * facts.blocks * counted * facts.quantized
     kind = {"trained": False, "sliced": sliced}
     compiled = graphs_bytes(facts, training, plan.engine, rows, tokens, **kind)
@@ -318,7 +322,7 @@ def fused_phases(
     saved += training.blocks * dora_bytes(facts, training, n, DORA["fused"])
     saved += training.blocks * extra_bytes(facts, rows, tokens, "fused")
     backward = FUSED["ahead"] * n * outs * number + FUSED["adapters"] * adapters
-    backward += FUSED["slice"] * min(SLICE_BYTES, matrix)
+    backward += FUSED["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
     return [
         {
             "gradients": gradients - adapters,
@@ -332,7 +336,7 @@ def fused_phases(
 
 def fused_head_bytes(facts: ModelFacts, targets: int) -> float:
     """Of the slices of the vocabulary that are there at once, and of the hidden states."""
-    count = min(targets, WALK_ROWS)
+    count = min(targets, HEAD_ROWS)
     step = head_step(facts, count)
     most = HEAD_SLICES if facts.quantized else DENSE_HEAD_SLICES
     slices = min(most, -(-facts.vocabulary // step))
@@ -357,8 +361,8 @@ def staged_phases(
     share = FORWARD_LORA if adapted else FORWARD
     forward = (
         share["wide"] * n * wide * number
-        + share["hidden"] * (hidden if matrix > SLICE_BYTES else 0)
-        + share["slice"] * min(SLICE_BYTES, matrix)
+        + share["hidden"] * (hidden if matrix > DEQUANTIZED_SLICE_BYTES else 0)
+        + share["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
         + extra_bytes(facts, rows, tokens, "staged")
     )
     backward = (
@@ -410,12 +414,12 @@ def forward_phases(
     wide = max((o for _, o in facts.linears.values()), default=0)
     matrix = max((i * o for i, o in facts.linears.values()), default=0) * number
     engine = "fused" if plan.engine == "fused" else "staged"
-    if matrix > SLICE_BYTES:
+    if matrix > DEQUANTIZED_SLICE_BYTES:
         adapted = any(wide in size for size in layers_named(facts, training.targets))
         blocks = (
             (EVALUATION["wide"] + EVALUATION["lora"] * adapted) * n * wide * number
             + (EVALUATION["hidden"] + EVALUATION["fused"] * (engine == "fused")) * hidden
-            + EVALUATION["slice"] * SLICE_BYTES
+            + EVALUATION["slice"] * DEQUANTIZED_SLICE_BYTES
         )
     else:
         of_wide, of_logits = UNSLICED[engine]
@@ -443,7 +447,9 @@ def generation_bytes(facts: ModelFacts, tokens: int) -> int:
     matrix = max((i * o for i, o in facts.linears.values()), default=0) * number * facts.quantized
     scores = facts.heads * prompt * tokens * number * (2 if facts.softcaps else 1)
     attention = share["grown"] * of_block + share["scores"] * scores + hidden
-    layers = share["slice"] * min(SLICE_BYTES, matrix) + share["wide"] * wide + 2 * hidden
+    layers = (
+        share["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix) + share["wide"] * wide + 2 * hidden
+    )
     head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
     head = share["head"] * head + 2 * facts.vocabulary * number
     return int(facts.blocks * of_block + max(attention, layers, head) + GENERATION_BYTES)
@@ -451,7 +457,7 @@ def generation_bytes(facts: ModelFacts, tokens: int) -> int:
 
 def logits_bytes(facts: ModelFacts, targets: int) -> int:
     """Of one slice of the vocabulary, for the hidden states that meet it together."""
-    count = min(targets, WALK_ROWS)
+    count = min(targets, HEAD_ROWS)
     of_slice = 4 * count * min(facts.vocabulary, head_step(facts, count))
     return int(SOFTCAPPED * of_slice) if facts.softcaps else of_slice
 

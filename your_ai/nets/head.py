@@ -17,8 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.errors import forgiving
+from your_ai.memory.sizes import HEAD_SLICE_BYTES
 
-SLICE_BYTES = 4 << 20
 DENSE = (nn.Linear, nn.Embedding)
 Function = Callable[[mx.array], mx.array]
 
@@ -153,7 +153,7 @@ class LinearHead:
     rows: Rows
     before: Function | None = None
     after: Function | None = None
-    slice_bytes: int = SLICE_BYTES
+    slice_bytes: int = HEAD_SLICE_BYTES
 
     def inputs(self, hidden: mx.array) -> mx.array:
         """(S, D) what the linear layer is given."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from your_ai.memory.sizes import HEAD_ROWS
 from your_ai.nets.head import LinearHead, Part
 from your_ai.nets.numerics import exp, sum_in_blocks
 from your_ai.objectives.objective import Metrics, Objective, Scores, Sums, Targets, Weighed
@@ -21,7 +22,6 @@ from your_ai.objectives.objective import Metrics, Objective, Scores, Sums, Targe
 Head = LinearHead | Callable[[mx.array], mx.array]
 Weigh = Callable[[mx.array], Weighed]  # (S,) log-probabilities -> the loss and weights
 
-WALK_ROWS = 1024  # hidden states that walk the vocabulary together: enough to keep it cheap
 CHUNK_BYTES = 8 << 20  # of float32 logits; MLX holds a few chunks at a time
 CHUNK_ROWS = 128  # at least: every chunk reads the whole head
 
@@ -147,9 +147,9 @@ def _in_pieces(
 def chunks(hidden: mx.array, head: Head) -> Iterator[slice]:
     """Runs of rows of `hidden`, (S, D), of about equal size.
 
-    With a LinearHead up to WALK_ROWS, otherwise as many as give CHUNK_BYTES of logits.
+    With a LinearHead up to HEAD_ROWS, otherwise as many as give CHUNK_BYTES of logits.
     """
-    count, most = len(hidden), WALK_ROWS
+    count, most = len(hidden), HEAD_ROWS
     if not isinstance(head, LinearHead):
         vocabulary = head(hidden[None, :1]).shape[-1]  # its shape alone: nothing is computed
         most = max(CHUNK_ROWS, CHUNK_BYTES // (4 * vocabulary))

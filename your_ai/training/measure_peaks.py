@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import mlx.core as mx
 import numpy as np
 
-from your_ai.data.batches import Batch, plan_steps
+from your_ai.data.batches import Batch, make_schedule
 from your_ai.data.examples import Examples, Tally
 from your_ai.engine.prefix import unchanged
 from your_ai.memory import allocator
@@ -95,4 +95,4 @@ def batch_of(shape: Shape, packing: bool) -> Batch:
     weights = np.ones(rows, np.float32)
     examples = Examples(text, trained, starts, weights, Tally())
     packed = rows * tokens if packing else None
-    return plan_steps(examples, rows, rows, 0, packed).batches_of(0)[0]
+    return make_schedule(examples, rows, rows, 0, packed).batches_of(0)[0]

@@ -18,7 +18,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from your_ai.config import TrainConfig
-from your_ai.memory.estimate import UPDATE_BYTES
+from your_ai.memory.sizes import UPDATE_BYTES
 from your_ai.run.checkpoint import TrainState
 
 FIRST_LOSS_SCALE = 2.0**15

@@ -15,16 +15,16 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from your_ai.config import TrainConfig, flag
-from your_ai.data.batches import StepPlan, bucket_edges, plan_steps
+from your_ai.data.batches import Schedule, bucket_edges, make_schedule
 from your_ai.data.encode import Encoder, Prompt, token_ids
 from your_ai.data.examples import Examples, load_examples
 from your_ai.data.rows import Row, find_splits, read_rows
 from your_ai.engine.build import build_engine
 from your_ai.engine.compiled import Graphs, GraphShape
-from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.opened import Opened, open_model
 from your_ai.engine.prefix import DiskStore, MemoryStore, Store, check_room, needed_bytes
 from your_ai.engine.protocol import Engine
-from your_ai.engine.weights import Tensor, can_stream, tensors_of
+from your_ai.engine.weights import Tensor
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.gates.token_ids import vocabulary_of
@@ -60,13 +60,13 @@ class Prepared:
     dtype: mx.Dtype
     adapters: model.Adapters
     engine: Engine
-    planned: str
+    engine_name: str
     tensors: dict[str, Tensor]
     graphs: Graphs
     store: Store | None
     budget: Budget
     optimizer: Optimizer
-    plan: StepPlan
+    schedule: Schedule
     valid: Examples | None
     test: Examples | None
     samples: list[Prompt]
@@ -82,12 +82,12 @@ class Prepared:
         return events.Started(
             step=step,
             steps=self.steps,
-            steps_per_epoch=self.plan.steps_per_epoch,
+            steps_per_epoch=self.schedule.steps_per_epoch,
             model=self.config.model,
-            rows=len(self.plan.examples),
+            rows=len(self.schedule.examples),
             trainable_parameters=sum(array.size for array in arrays.values()),
             dtype=str(self.dtype).removeprefix("mlx.core."),
-            plan=self.planned,
+            plan=self.engine_name,
         )
 
 
@@ -99,6 +99,73 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     """
     check_splits(config)
     base = find_model(config.model)
+    opened = opened_for(config, base, log)
+    network, tokenizer = opened.network, opened.tokenizer()
+    adapters = model.add_adapters(network, config)
+
+    files = fingerprint(base)
+    adapters = replace(adapters, config={**adapters.config, "base_files": base_files(files)})
+    data = read_data(config, network, tokenizer, files, log.write)
+    schedule = schedule_of(config, data)
+    steps = count_steps(config, schedule)
+    if config.warmup_steps >= steps:
+        text = f"--warmup-steps {config.warmup_steps}: the run ends first, after {steps} steps"
+        log.write(events.Notice(text=text))
+
+    past = past_of(log, config, level)
+    budget = budget_of_run(
+        config, opened.folder, opened.dtype, data, opened.can_stream, level, past
+    )
+    announce(budget, past, config, log)
+    graphs = graphs_within(budget)
+    make_store = store_maker(config, opened, adapters, files, data, folder)
+    plan = budget.choice.option.plan
+    built = build_engine(
+        network,
+        adapters.dropout_keys,
+        plan.engine,
+        config.packing,
+        opened.tensors,
+        make_store,
+        spill=folder if plan.spill else None,
+        graphs=graphs,
+    )
+    model.try_out(network, adapters, config)
+    allocator.free()
+    if built.plan != plan.engine:  # the model cannot be taken apart: is there room?
+        budget = planned_again(budget, built.plan, level, past)
+        tell(budget, config, log)
+    for text in built.notices:
+        log.write(events.Notice(text=text))
+    splits = find_splits(config.data).items()
+    return Prepared(
+        config=config,
+        model=network,
+        tokenizer=tokenizer,
+        dtype=opened.dtype,
+        adapters=adapters,
+        engine=built.engine,
+        engine_name=built.plan,
+        tensors=opened.tensors,
+        graphs=graphs,
+        store=built.store,
+        budget=budget,
+        optimizer=optimizer.build_optimizer(config, network.trainable_parameters()),
+        schedule=schedule,
+        valid=data.examples.get("valid"),
+        test=data.examples.get("test"),
+        samples=data.samples,
+        steps=steps,
+        depends_on={
+            "model": files,
+            "data": {path.name: sha256(path) for name, path in splits if name != "test"},
+            "settings": config.decisive(),
+        },
+    )
+
+
+def opened_for(config: TrainConfig, base: Path, log: events.EventLog) -> Opened:
+    """The model in `base`, quantized first where the settings ask for it."""
     check_model(base)
     dtype = model.compute_dtype(config.dtype)
     log.write(events.Stage(text=f"loading {config.model}"))
@@ -106,101 +173,67 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         text = "the CPU computes many times slower in half precision; --dtype float32 is quick"
         log.write(events.Notice(text=text))
     weights = base if config.quantize is None else quantized(config.quantize, base, config, log)
-    network, tokenizer = model.load_base(weights, dtype)
-    tensors = tensors_of(network, weights)
-    streamable = can_stream(network, tensors)
-    adapters = model.add_adapters(network, config)
+    return open_model(weights, dtype)
 
-    files = fingerprint(base)
-    adapters = replace(adapters, config={**adapters.config, "base_files": base_files(files)})
-    data = read_data(config, network, tokenizer, files, log.write)
-    plan = plan_steps(
-        data.examples["train"],
-        config.batch_size,
-        config.rows_per_step,
-        config.seed,
-        config.max_seq_length if config.packing else None,
+
+def schedule_of(config: TrainConfig, data: RunData) -> Schedule:
+    """Which rows each step trains."""
+    packed_tokens = config.max_seq_length if config.packing else None
+    examples = data.examples["train"]
+    return make_schedule(
+        examples, config.batch_size, config.rows_per_step, config.seed, packed_tokens
     )
-    steps = count_steps(config, plan)
-    if config.warmup_steps >= steps:
-        text = f"--warmup-steps {config.warmup_steps}: the run ends first, after {steps} steps"
-        log.write(events.Notice(text=text))
 
-    past = past_of(log, config, level)
-    budget = budget_of_run(config, weights, dtype, data, streamable, level, past)
+
+def announce(budget: Budget, past: Past, config: TrainConfig, log: events.EventLog) -> None:
+    """Write what was measured, the limit and the plan; hold MLX to them."""
     for found in budget.demand.calibration.measurements:
         if not past.begun and found not in past.measurements:  # what the run depends on
             log.write(events.Measured(**asdict(found)))
     chosen = tell(budget, config, log)
     allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, chosen.estimate.beside_bytes)
-    dequantize_on_the_cpu(network)
-    make_store = None
-    if config.prefix_cache != "off":
-        frozen = len(network.layers) - adapters.config["num_layers"]
-        key = files | {"frozen blocks": str(frozen), "--quantize": str(config.quantize)}
 
-        def make_store(hidden_size: int) -> Store:
-            kind = config.prefix_cache
-            return prefix_store(kind, folder / PREFIX, key, data.tokens, hidden_size, dtype)
 
-    demand = budget.demand
+def graphs_within(budget: Budget) -> Graphs:
+    """Compiled graphs of the plan in force, as many as there is room for."""
+    demand, engine = budget.demand, budget.choice.option.plan.engine
 
     def size_of(shape: GraphShape) -> int:
-        engine, (rows, tokens, *_) = chosen.plan.engine, shape
         return graphs_bytes(
             demand.facts,
             demand.training,
             engine,
-            rows,
-            tokens,
+            shape.rows,
+            shape.tokens,
             trained=shape.trained,
             sliced=demand.sliced,
         )
 
-    graphs = Graphs(size_of, budget.graphs_room_bytes)
-    built = build_engine(
-        network,
-        adapters.dropout_keys,
-        chosen.plan.engine,
-        config.packing,
-        tensors,
-        make_store,
-        spill=folder if chosen.plan.spill else None,
-        graphs=graphs,
-    )
-    model.try_out(network, adapters, config)
-    allocator.free()
-    if built.plan != chosen.plan.engine:  # the model cannot be taken apart: is there room?
-        demand = replace(demand, engine=built.plan, spill=False)
-        choice = choose(demand, budget.limit.limit_bytes, level, past.plan)
-        budget = replace(budget, demand=demand, choice=choice)
-        tell(budget, config, log)
-    for text in built.notices:
-        log.write(events.Notice(text=text))
-    return Prepared(
-        config=config,
-        model=network,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        adapters=adapters,
-        engine=built.engine,
-        planned=built.plan,
-        tensors=tensors,
-        graphs=graphs,
-        store=built.store,
-        budget=budget,
-        optimizer=optimizer.build_optimizer(config, network.trainable_parameters()),
-        plan=plan,
-        valid=data.examples.get("valid"),
-        test=data.examples.get("test"),
-        samples=data.samples,
-        steps=steps,
-        depends_on={
-            "model": files,
-            "data": {p.name: sha256(p) for n, p in find_splits(config.data).items() if n != "test"},
-            "settings": config.decisive(),
-        },
-    )
+    return Graphs(size_of, budget.graphs_room_bytes)
+
+
+def store_maker(
+    config: TrainConfig,
+    opened: Opened,
+    adapters: model.Adapters,
+    files: dict[str, str],
+    data: RunData,
+    folder: Path,
+) -> Callable[[int], Store] | None:
+    """f(hidden_size) -> the prefix cache that the settings ask for; None where they do not."""
+    kind = config.prefix_cache
+    if kind == "off":
+        return None
+    frozen = len(opened.network.layers) - adapters.config["num_layers"]
+    key = files | {"frozen blocks": str(frozen), "--quantize": str(config.quantize)}
+    return lambda size: prefix_store(kind, folder / PREFIX, key, data.tokens, size, opened.dtype)
+
+
+def planned_again(budget: Budget, engine: str, level: int, past: Past) -> Budget:
+    """The budget under another engine than the one chosen. Raises UserError if it does not fit."""
+    demand = replace(budget.demand, engine=engine, spill=False)
+    choice = choose(demand, budget.limit.limit_bytes, level, past.plan)
+    return replace(budget, demand=demand, choice=choice)
 
 
 @dataclass(frozen=True)
@@ -303,8 +336,8 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
         raise UserError(f"--seq-len {seq_len}: must be at least 1")
     dtype, before_bytes = model.compute_dtype(config.dtype), 0
     if config.quantize is None:
-        network, _ = model.load_network(folder, dtype)  # lazily
-        streamable = can_stream(network, tensors_of(network, folder))
+        opened = open_model(folder, dtype)
+        network, streamable = opened.network, opened.can_stream
     else:
         network, _, input_bytes = quantized_lazily(folder, config.quantize)
         streamable = True  # the copy that is trained has the weights as they are held
@@ -398,11 +431,11 @@ def prefix_store(
     return store
 
 
-def count_steps(config: TrainConfig, plan: StepPlan) -> int:
+def count_steps(config: TrainConfig, schedule: Schedule) -> int:
     """Where the run ends: at --max-steps or after --epochs, whichever comes first."""
-    by_epochs = None if config.epochs is None else config.epochs * plan.steps_per_epoch
+    by_epochs = None if config.epochs is None else config.epochs * schedule.steps_per_epoch
     limits = [n for n in (config.max_steps, by_epochs) if n is not None]
-    return min(limits, default=plan.steps_per_epoch)
+    return min(limits, default=schedule.steps_per_epoch)
 
 
 def load_split(

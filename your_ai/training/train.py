@@ -140,9 +140,9 @@ def fill_prefix(prepared: Prepared, step: int, log: events.EventLog, stop: Stop)
         return
 
     log.write(events.Stage(text="filling the prefix cache"))
-    steps = range(step, min(prepared.steps, step + prepared.plan.steps_per_epoch))
+    steps = range(step, min(prepared.steps, step + prepared.schedule.steps_per_epoch))
     left = takewhile(lambda _: not stop, steps)
-    batches = (prepared.plan.batches_of(index, prepared.rows_at) for index in left)
+    batches = (prepared.schedule.batches_of(index, prepared.rows_at) for index in left)
     prepared.engine.fill(chain.from_iterable(batches))
 
 
@@ -161,7 +161,7 @@ def train_step(
     began = time.perf_counter()
     config, index = prepared.config, state.step
     governor.before_step()
-    batches = prepared.plan.batches_of(index, governor.rows_at)
+    batches = prepared.schedule.batches_of(index, governor.rows_at)
     engine = prepared.engine
     denominator = engine.objective.denominator(batches)
     done = replace(state, step=index + 1)
@@ -188,7 +188,7 @@ def train_step(
         events.Step(
             step=done.step,
             steps=prepared.steps,
-            epoch=prepared.plan.epoch_of(index) + 1,
+            epoch=prepared.schedule.epoch_of(index) + 1,
             loss=loss,
             grad_norm=norm,
             learning_rate=rate,
