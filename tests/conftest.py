@@ -24,7 +24,7 @@ from your_ai.run import events, folder
 from your_ai.run.events import Event
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
-from your_ai.training.train import carry_out
+from your_ai.training.train import train_until_done
 
 DEMO_FOLDER = packaged("models", "demo")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -187,13 +187,13 @@ def call(*arguments: object) -> int:
 def train(config: TrainConfig) -> RunFolder:
     """Carry out a new run in this process."""
     run = folder.create(config)
-    carry_out(run, config, Stop())
+    train_until_done(run, config, Stop())
     return run
 
 
 def resume(run: RunFolder, **changes: Any) -> int:
     """Go on with a run in this process; the exit status."""
-    return carry_out(run, dataclasses.replace(run.read_config(), **changes), Stop())
+    return train_until_done(run, dataclasses.replace(run.read_config(), **changes), Stop())
 
 
 def events_of(run: RunFolder, *kinds: type) -> list[Event]:

@@ -49,17 +49,17 @@ class TrainConfig:
     )
     batch_size: int = setting(4, "Rows in a micro-batch.")
     grad_accumulation: int = setting(1, "Micro-batches in a step.")
-    max_seq_length: int = setting(2048, "Most tokens in a row.")
+    max_seq_length: int = setting(2048, "Maximum sequence length, in tokens.")
     too_long: Literal["error", "truncate", "split"] = setting(
         "error", "What to do with a row of more tokens than --max-seq-length."
     )
     max_row_bytes: int = setting(
-        16_000_000, "Longest row of a data file, in bytes; a longer one is refused."
+        16_000_000, "Maximum size of a row of a data file, in bytes; longer rows are refused."
     )
     packing: bool = setting(
-        False, "Join short rows of a micro-batch, each attending only to itself."
+        False, "Pack short rows into one sequence; attention stays within each row."
     )
-    mask_prompt: bool = setting(True, "Train on the answers alone where rows have prompts.")
+    mask_prompt: bool = setting(True, "Train only on completions, in rows that have prompts.")
 
     lora_rank: int = setting(16, "Rank of the adapters.")
     lora_alpha: float = setting(32.0, "The adapters are scaled by alpha / rank.")
@@ -84,23 +84,23 @@ class TrainConfig:
     max_grad_norm: float = setting(1.0, "Clip the gradient to this global norm; 0 = never.")
 
     max_memory: float | None = setting(
-        None, "Most memory of the training process, in GB; by default what this machine can give."
+        None, "Memory limit of training, in GB; by default what this machine can give."
     )
     force: bool = setting(False, "Allow a --max-memory above the machine's memory.")
     reload_interval: int = setting(
-        0, "Read the adapted layers' weights back every so many steps; 0 = only when needed."
+        0, "Reload the adapted layers' weights every N steps; 0 = only when memory is short."
     )
-    reload_at: float = setting(
-        0.70, "Share of the limit from which memory is freed before it is short."
-    )
+    reload_at: float = setting(0.70, "Fraction of the limit above which memory is freed early.")
     clear_cache_every: int | None = setting(
         None,
-        "Clear MLX's cache every so many steps; 10, or 5 under a limit below 10 GB; 0 = never.",
+        "Clear MLX's cache every N steps; 10, or 5 under a limit below 10 GB; 0 = never.",
     )
-    leak_threshold_mb: float = setting(50.0, "Growth in MB a step that counts as a leak.")
-    leak_warmup: int = setting(5, "Steps before growth is looked for.")
+    leak_threshold_mb: float = setting(
+        50.0, "Growth per step, in MB, that counts as a memory leak."
+    )
+    leak_warmup: int = setting(5, "Steps before memory leaks are looked for.")
     supervise: bool = setting(
-        True, "Train in a process of its own, restarted from its checkpoint when it dies."
+        True, "Train in a separate process, restarted from its checkpoint if it dies."
     )
     report_to: tuple[str, ...] = setting(
         (), "Trackers to send events to, separated by commas: wandb, swanlab, tensorboard."
@@ -111,30 +111,30 @@ class TrainConfig:
 
     plan: Literal["auto", "fused", "staged", "streamed"] = setting(
         "auto",
-        "How steps are computed, all to the same gradients: fused is fastest; staged holds one "
-        "block's work at a time, and no vocabulary; streamed one block's weights as well, read "
-        "from the files; auto is the fastest that fits into the memory.",
+        "How gradients are computed; every plan gives the same ones. fused: one graph, fastest. "
+        "staged: one block at a time, recomputed in the backward pass, and the vocabulary on "
+        "disk. streamed: staged, with all weights on disk. auto: the fastest that fits.",
     )
     spill: bool = setting(
-        False, "Keep block inputs on disk between forward and backward, not with --plan fused."
+        False, "Offload block inputs to disk until the backward pass; not with --plan fused."
     )
     prefix_cache: Literal["off", "memory", "disk"] = setting(
         "off",
-        "Keep what the blocks below the adapted ones give of each text, so that they run once "
-        "for it: in memory, or in the run's folder.",
+        "Cache the activations below the first adapted block, so that frozen blocks run once "
+        "per text: in memory, or in the run's folder.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Type to compute in; auto is float32 on the CPU and bfloat16 on a GPU."
+        "auto", "Data type to compute in; auto is float32 on the CPU and bfloat16 on a GPU."
     )
     quantize: Literal[4, 8] | None = setting(
-        None, "Train a copy of the model with weights of so many bits, made once and kept."
+        None, "Quantize the model to this many bits first; the copy is made once and kept."
     )
     seed: int = setting(0, "Seed of everything random.")
 
     eval_every: int = setting(100, "Steps between validations; 0 = only at the end.")
     save_every: int = setting(100, "Steps between checkpoints; 0 = only at the end.")
     keep: int = setting(3, "How many checkpoints to keep.")
-    samples: int = setting(0, "Test prompts to answer before and after the run.")
+    samples: int = setting(0, "Number of test prompts to answer before and after training.")
     exact_match: bool = setting(False, "Measure exact match on the test rows before and after.")
 
     def __post_init__(self) -> None:

@@ -83,7 +83,10 @@ def test_what_the_run_needs_is_never_replaced(run, tiny_model, tmp_path, capsys,
     ("options", "text"),
     [
         (("--to", "onnx"), "'onnx' is not one of"),
-        (("--to", "peft", "--fused"), "--fused: is of --to gguf; --to peft is the adapter"),
+        (
+            ("--to", "peft", "--fused"),
+            "--fused only works with --to gguf; --to peft is the adapter",
+        ),
         (("--to", "hf", "--fused"), "--to hf is fused always"),
         (("--to", "peft", "--dtype", "float16"), "--dtype: is of a whole model"),
         (("--to", "gguf", "--dtype", "f16"), "--dtype: is of a whole model"),

@@ -171,7 +171,7 @@ def test_the_supervisor_pushes_what_is_done(done_run, configure, monkeypatch, ca
     done_run.write_config(configure(push_to=REPO))
     monkeypatch.setattr(supervisor, "supervise", lambda *_: ended)
     monkeypatch.setattr(supervisor, "push_finished", push_finished)
-    status = supervisor.carry_out("r", "", None, [])
+    status = supervisor.supervise_run("r", "", None, [])
     assert pushed == asked
     assert status == (FAILED if asked else ended)
     assert capsys.readouterr().err == ("error: not pushed\n" if asked else "")

@@ -246,7 +246,7 @@ def test_parts_that_are_more_than_the_process_leave_no_rest():
         active_bytes=400 * 10**6, cache_bytes=400 * 10**6, process_bytes=500 * 10**6
     )
     assert gauge_of(state) == "█" * 40 + "▓" * 10 + "┃" + "▓" * 29 + "·" * 20
-    assert "rest 0.00 " in text_of(state)
+    assert "other 0.00 " in text_of(state)
 
 
 def test_without_a_limit_the_most_so_far_is_the_scale():
@@ -262,7 +262,7 @@ def test_what_no_gauge_shows_is_left_out():
     assert "cache 0.10" in text
     assert "active" not in text
     assert "process" not in text
-    assert "most so far" not in text
+    assert "peak" not in text
     assert "not measured yet" in text_of(ViewState())
 
 

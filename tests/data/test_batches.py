@@ -560,5 +560,5 @@ def test_no_text_of_a_packed_batch_is_longer_than_its_reach(examples, seed):
     longest = int(examples.lengths.max()) - 1
     for batch in make_schedule(examples, 4, 8, seed, longest + 100).batches_of(0):
         texts = [len(places) for _, places, _ in texts_of(batch).values()]
-        assert max(texts) <= batch.reach < 2 * max(texts)
-    assert make_schedule(examples, 4, 8, seed).batches_of(0)[0].reach is None
+        assert max(texts) <= batch.max_segment_tokens < 2 * max(texts)
+    assert make_schedule(examples, 4, 8, seed).batches_of(0)[0].max_segment_tokens is None

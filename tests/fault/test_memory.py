@@ -131,8 +131,8 @@ def quick(configure, data_folder) -> Callable[..., Any]:
     return make
 
 
-def carry_out(run: RunFolder, stop: Stop | None = None) -> int:
-    return recipe.carry_out(run, run.read_config(), Stop() if stop is None else stop)
+def train_until_done(run: RunFolder, stop: Stop | None = None) -> int:
+    return recipe.train_until_done(run, run.read_config(), Stop() if stop is None else stop)
 
 
 def steps_of(run: RunFolder) -> list[int]:
@@ -170,7 +170,7 @@ def test_the_run_goes_on_under_the_next_smaller_plan(planned, monkeypatch, place
     run = folder.create(planned())
     with monkeypatch.context() as patch:
         place(patch, Failure(step))
-        assert carry_out(run) == exits.DONE
+        assert train_until_done(run) == exits.DONE
     assert levels_of(run) == [0, 1]
     (action,) = actions_of(run)
     assert action.kind == "smaller_plan"
@@ -187,7 +187,7 @@ def test_it_goes_on_from_the_last_checkpoint(planned, monkeypatch, place):
     run = folder.create(planned(save_every=2))
     with monkeypatch.context() as patch:
         place(patch, Failure(4))
-        assert carry_out(run) == exits.DONE
+        assert train_until_done(run) == exits.DONE
     assert [event.step for event in events_of(run, events.Started)] == [0, 2]
     assert steps_of(run) == [1, 2, 3, 3, 4, 5]
     assert_close(run, whole)
@@ -201,7 +201,7 @@ def test_no_bit_of_a_failed_step_is_left(planned, monkeypatch, place):
     run = folder.create(planned(**settings))
     with monkeypatch.context() as patch:
         place(patch, Failure(11 if place is fail_in_gradients else 2))
-        assert carry_out(run) == exits.DONE
+        assert train_until_done(run) == exits.DONE
     assert len(actions_of(run)) == 1
     assert levels_of(run) == [0, 0]  # there is no smaller one
     assert final_files(run) == final_files(whole)
@@ -213,7 +213,7 @@ def test_it_may_be_anywhere_in_the_run(planned, monkeypatch, name):
     run = folder.create(planned(eval_every=2))
     with monkeypatch.context() as patch:
         fail_in(name)(patch, Failure(1))
-        assert carry_out(run) == exits.DONE
+        assert train_until_done(run) == exits.DONE
     assert levels_of(run)[-1] == 1
     assert [action.kind for action in actions_of(run)] == ["smaller_plan"]
     assert_close(run, whole)
@@ -241,7 +241,7 @@ def test_it_may_be_while_the_model_is_loaded(planned, monkeypatch, operation, in
 
     with monkeypatch.context() as patch:
         patch.setattr(mx, operation, failing)
-        assert carry_out(run) == exits.DONE
+        assert train_until_done(run) == exits.DONE
     assert failure.count > 1
     assert levels_of(run) == [0, 1]
     assert steps_of(run) == [1, 2]
@@ -259,7 +259,7 @@ def test_it_may_be_while_a_checkpoint_is_written(planned, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(mx, "save_safetensors", failing)
-        assert carry_out(run) == exits.DONE
+        assert train_until_done(run) == exits.DONE
     assert [action.kind for action in actions_of(run)] == ["smaller_plan"]
     assert leftovers(run) == []
     assert_close(run, whole)
@@ -282,7 +282,7 @@ def test_whatever_the_run_keeps_beside_is_carried_on(planned, monkeypatch, setti
     run = folder.create(planned(**settings))
     with monkeypatch.context() as patch:
         fail_at_synchronize(patch, Failure(3))
-        assert carry_out(run) == exits.DONE
+        assert train_until_done(run) == exits.DONE
     assert len(actions_of(run)) == 1
     assert steps_of(run) == [1, 2, 3, 4, 5]
     assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-5)
@@ -304,7 +304,7 @@ def test_what_was_freed_is_told(planned, monkeypatch):
         fail_in_gradients(patch, fail)
         free = recipe.allocator.free
         patch.setattr(recipe.allocator, "free", lambda *given: (held.clear(), free(*given)))
-        carry_out(run)
+        train_until_done(run)
     (action,) = actions_of(run)
     assert action.before_bytes - action.after_bytes > 90 * MB
 
@@ -313,7 +313,7 @@ def test_the_action_is_told_of_the_step_it_was_in(planned, monkeypatch):
     run = folder.create(planned())
     with monkeypatch.context() as patch:
         fail_in_gradients(patch, Failure(4))
-        carry_out(run)
+        train_until_done(run)
     (action,) = actions_of(run)
     assert action.step == 3  # the last one done
 
@@ -332,7 +332,7 @@ def test_errors_with_checkpoints_between_are_not_in_a_row(planned, monkeypatch, 
 
     with monkeypatch.context() as patch:
         place(patch, fail)
-        assert carry_out(run) == exits.DONE
+        assert train_until_done(run) == exits.DONE
     assert failure.count == 5
     assert steps_of(run) == [1, 2, 3, 4, 5, 6, 7]
     levels = levels_of(run)
@@ -345,7 +345,7 @@ def test_at_the_smallest_plan_the_process_says_so(planned, monkeypatch, capfd, p
     with monkeypatch.context() as patch:
         failure = Failure()
         place(patch, lambda: failure() if steps_of(run) else None)
-        assert carry_out(run) == exits.OUT_OF_MEMORY
+        assert train_until_done(run) == exits.OUT_OF_MEMORY
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("error: runs/r: out of memory")
@@ -355,7 +355,7 @@ def test_at_the_smallest_plan_the_process_says_so(planned, monkeypatch, capfd, p
     assert not run.adapter.exists()
     path, faults = checkpoint.newest(run.checkpoints)
     assert (path, faults) == (run.checkpoints / "step-000001", [])
-    assert carry_out(run) == exits.DONE  # with more memory
+    assert train_until_done(run) == exits.DONE  # with more memory
     assert_close(run, train(planned(run="whole")))
 
 
@@ -364,7 +364,7 @@ def test_another_error_is_no_reason_for_a_smaller_plan(planned, monkeypatch):
     with monkeypatch.context() as patch:
         fail_in_gradients(patch, Failure(2, text="[matmul] Shapes do not match."))
         with pytest.raises(RunError) as caught:
-            carry_out(run)
+            train_until_done(run)
     assert "\n" not in str(caught.value)
     assert actions_of(run) == []
     assert levels_of(run) == [0]
@@ -389,7 +389,7 @@ def test_every_way_to_run_out_is_known(planned, monkeypatch, kind, text):
     run = folder.create(planned(max_steps=2))
     with monkeypatch.context() as patch:
         fail_in_gradients(patch, Failure(2, kind=kind, text=text))
-        assert carry_out(run) == exits.DONE
+        assert train_until_done(run) == exits.DONE
     assert [action.kind for action in actions_of(run)] == ["smaller_plan"]
 
 
@@ -406,9 +406,9 @@ def test_a_stop_while_the_smaller_plan_loads_is_heeded(planned, monkeypatch):
     with monkeypatch.context() as patch:
         fail_in_gradients(patch, Failure(3))
         fail_in("prepare")(patch, stopped)
-        assert carry_out(run, stop) == 128 + signal.SIGTERM
+        assert train_until_done(run, stop) == 128 + signal.SIGTERM
     assert steps_of(run) == [1, 2]
-    assert carry_out(run) == exits.DONE
+    assert train_until_done(run) == exits.DONE
     assert steps_of(run) == [1, 2, 3, 4, 5]
     assert_close(run, whole)
 
@@ -496,7 +496,7 @@ def test_the_model_before_is_gone_when_the_next_is_loaded(planned, monkeypatch, 
             fail_in_gradients(patch, Failure(3))
         else:
             ask_for_a_smaller_plan(patch, run, after=2)
-        assert carry_out(run) == exits.DONE
+        assert train_until_done(run) == exits.DONE
     assert alive == [[], [False]]
     assert active[1] <= active[0]
     assert levels_of(run) == [0, 1]
@@ -518,7 +518,7 @@ def test_a_smaller_plan_that_the_governor_wants_loses_no_step(planned, monkeypat
     run = folder.create(planned(save_every=0))
     with monkeypatch.context() as patch:
         ask_for_a_smaller_plan(patch, run, after=2)
-        assert carry_out(run) == exits.DONE
+        assert train_until_done(run) == exits.DONE
     kinds = [action.kind for action in actions_of(run)]
     assert kinds[-1] == "smaller_plan"
     assert steps_of(run) == [1, 2, 3, 4, 5]
@@ -582,7 +582,7 @@ def test_a_leak_is_noticed_within_ten_steps(quick, leak, monkeypatch, gauge):
     with monkeypatch.context() as patch:
         if gauge != "right":
             patch.setattr(probe, "process_bytes", lambda: None if gauge == "failing" else 50 * MB)
-        assert carry_out(run) == exits.RESTART
+        assert train_until_done(run) == exits.RESTART
     causes = [event.text for event in events_of(run, events.Notice)]
     causes += [action.cause for action in actions_of(run)]
     assert any("memory grows by 60 MB a step" in cause for cause in causes)
@@ -599,7 +599,7 @@ def test_a_leak_climbs_the_ladder_and_leaves_everything_saved(quick, leak):
     limit = room_gb(800 * MB)
     settings = {"max_memory": limit, "leak_threshold_mb": 20, "clear_cache_every": 0}
     run = folder.create(quick(max_steps=60, save_every=100, supervise=True, **settings))
-    assert carry_out(run) == exits.RESTART
+    assert train_until_done(run) == exits.RESTART
     found = [a for a in events_of(run, events.Action) if "grows" in a.cause]
     assert [a.kind for a in found] == ["clear_cache", "drop_compiled", "reload_lora", "restart"]
     assert [action.step for action in found] == sorted(action.step for action in found)
@@ -616,7 +616,7 @@ def test_a_run_that_cannot_be_restarted_does_not_outgrow_its_limit(quick, leak):
     limit = room_gb(800 * MB)
     run = folder.create(quick(max_steps=40, max_memory=limit, save_every=100, supervise=False))
     with pytest.raises(RunError) as caught:
-        carry_out(run)
+        train_until_done(run)
     assert "\n" not in str(caught.value)
     assert "--resume r" in str(caught.value)
     highest = max(event.highest_bytes for event in events_of(run, events.Step))

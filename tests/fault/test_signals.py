@@ -213,7 +213,7 @@ def test_a_signal_after_the_run_is_noted_in_no_other_file(configure, own_folder)
     """The event log is closed by then, and what is opened next may have its descriptor."""
     stop = stopping.Stop()
     config = configure(run="r", max_steps=1)
-    recipe.carry_out(folder.create(config), config, stop)
+    recipe.train_until_done(folder.create(config), config, stop)
     with contextlib.ExitStack() as files:
         others = [files.enter_context((own_folder / str(i)).open("wb")) for i in range(9)]
         with contextlib.suppress(Exception):

@@ -177,7 +177,7 @@ def test_what_is_due_follows_the_runs_steps_after_a_resume():
 def test_what_is_due_does_not_climb():
     policy = Policy(limit_bytes=10 * GB, clear_cache_every=1)
     watch = play(policy, Process(), 5).watch
-    assert all(climb.taken == 0 for climb in watch.climbs.values())
+    assert all(ladder.taken == 0 for ladder in watch.ladders.values())
 
 
 def test_a_reload_for_memory_clears_the_cache_that_was_due():
@@ -634,9 +634,9 @@ def test_any_figures_bring_ordered_actions_with_causes(policy, seen, after):
 def test_the_rungs_of_a_trigger_are_taken_in_order(seen):
     watch = Watch()
     for observation in seen:
-        before = watch.climbs
+        before = watch.ladders
         watch, actions, _ = decide(QUIET, watch, observation)
         kinds = {action.kind for action in actions}
         for trigger, rungs in governor.RUNGS.items():
-            was, now = before[trigger].taken, watch.climbs[trigger].taken
+            was, now = before[trigger].taken, watch.ladders[trigger].taken
             assert kinds >= set(rungs[was if now >= was else 0 : now])

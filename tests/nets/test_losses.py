@@ -328,13 +328,13 @@ def test_a_float16_gradient_of_slices_is_scaled_before_it_is_rounded(case):
 
 def test_a_walk_can_be_made_by_hand_and_evaluated_at_each_step(case):
     head = by_slices(embedding(case["head"]), 90)
-    walk = losses.begin(head.inputs(case["hidden"]), case["targets"])
+    softmax = losses.begin(head.inputs(case["hidden"]), case["targets"])
     for start, stop in head.slices(S):
-        walk = losses.add(walk, head.rows.part(start, stop), head)
-        mx.eval(walk)
+        softmax = losses.add(softmax, head.rows.part(start, stop), head)
+        mx.eval(softmax)
     targets = targets_of(case["targets"], case["weights"])
     sums, grad = losses.finish(
-        walk, head, lambda logp: SUPERVISED.weigh(Scores(logp), targets), mx.array(0.5)
+        softmax, head, lambda logp: SUPERVISED.weigh(Scores(logp), targets), mx.array(0.5)
     )
     expected = losses.loss_and_gradient(case["hidden"], targets, SUPERVISED, mx.array(0.5), head)
     assert sums.loss.item() == pytest.approx(expected[0].loss.item(), rel=1e-6)

@@ -35,14 +35,14 @@ def run(own_folder):
 def child(monkeypatch):
     """Let the child do what a test wants instead of a push; what it was asked for."""
     asked = []
-    carried_out = after.carried_out
+    push_status = after.push_status
 
     def pretend(code):
-        def carry_out(command, log, received):
+        def fake_push_status(command, log, received):
             asked.append(command)
-            return carried_out([sys.executable, "-c", code], log, received)
+            return push_status([sys.executable, "-c", code], log, received)
 
-        monkeypatch.setattr(after, "carried_out", carry_out)
+        monkeypatch.setattr(after, "push_status", fake_push_status)
         return asked
 
     return pretend
@@ -107,7 +107,7 @@ def test_one_that_heeds_no_signal_is_killed(run, monkeypatch):
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
     with (run.path / "log").open("wb") as log:
         start = time.monotonic()
-        assert after.carried_out([sys.executable, "-c", deaf], log, [15]) is None
+        assert after.push_status([sys.executable, "-c", deaf], log, [15]) is None
     assert time.monotonic() - start < 20
 
 

@@ -191,7 +191,7 @@ def test_an_image_is_not_fetched(server):
     ],
     ids=str,
 )
-def test_a_request_that_cannot_be_answered_ends_nobody_s(server, wrong):
+def test_a_refused_request_leaves_other_requests_running(server, wrong):
     body = {"messages": ASKED, "max_tokens": 2}
     status, answer = server.ask("POST", "/v1/chat/completions", body | wrong)
     assert status == 400
@@ -200,7 +200,7 @@ def test_a_request_that_cannot_be_answered_ends_nobody_s(server, wrong):
 
 
 @pytest.mark.parametrize("prompt", ["", ["a", "b"], 3])
-def test_a_completion_of_no_text_ends_nobody_s(server, prompt):
+def test_an_empty_completion_leaves_other_requests_running(server, prompt):
     status, answer = server.ask("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 2})
     assert status == 400
     assert "prompt" in answer["error"]["message"]

@@ -139,7 +139,7 @@ def test_ctrl_z_gives_the_terminal_back_until_the_job_goes_on(arguments, run):
         terminal.press("fg\n")
         terminal.wait_for(lambda: terminal.written.count(OPENED) == 2)
         terminal.press("q")
-        terminal.wait_for("detached")
+        terminal.wait_for("Detached")
 
 
 def test_ctrl_z_where_no_shell_could_go_on_does_nothing(arguments, run):

@@ -12,32 +12,34 @@ from your_ai.console import echo_json, open_console
 
 def bench(
     shape: Annotated[
-        str | None, typer.Option(help="A shape with random weights, made on the spot.")
+        str | None, typer.Option(help="Model shape with random weights, made on the spot.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="A model to measure instead of a shape.")
-    ] = None,
-    bits: Annotated[int, typer.Option(help="Quantize the shape to 4 or 8 bits; 0 = not.")] = 4,
+    model: Annotated[str | None, typer.Option(help="Model to measure instead of a shape.")] = None,
+    bits: Annotated[
+        int, typer.Option(help="Bits the shape is quantized to: 4 or 8; 0 = not quantized.")
+    ] = 4,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    seq_len: Annotated[int, typer.Option(help="Tokens of a row.", min=2)] = 256,
-    batch_size: Annotated[int, typer.Option(help="Rows of a step.", min=1)] = 1,
+    seq_len: Annotated[int, typer.Option(help="Sequence length, in tokens.", min=2)] = 256,
+    batch_size: Annotated[int, typer.Option(help="Rows per step.", min=1)] = 1,
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.", min=1)] = 16,
-    lora_layers: Annotated[str, typer.Option(help="How many of the last blocks, or all.")] = "4",
-    lora_targets: Annotated[str, typer.Option(help="As for train.")] = "q_proj",
-    plan: Annotated[str, typer.Option(help="Our plans, separated by commas.")] = "fused",
+    lora_layers: Annotated[str, typer.Option(help="Number of last blocks to adapt, or all.")] = "4",
+    lora_targets: Annotated[str, typer.Option(help="As for `train`.")] = "q_proj",
+    plan: Annotated[
+        str, typer.Option(help="Plans of ours to measure, separated by commas.")
+    ] = "fused",
     supervised: Annotated[
-        float, typer.Option(help="Share of the tokens that are trained.", min=0.0, max=1.0)
+        float, typer.Option(help="Fraction of the tokens that are trained.", min=0.0, max=1.0)
     ] = 1.0,
-    steps: Annotated[int, typer.Option(help="Steps of each of two rounds.", min=2)] = 4,
+    steps: Annotated[int, typer.Option(help="Steps in each of two rounds.", min=2)] = 4,
     against: Annotated[
         str, typer.Option(help="Peers, separated by commas: mlx-lm, mlx-lm-checkpoint; or none.")
     ] = "mlx-lm,mlx-lm-checkpoint",
     max_memory: Annotated[
-        float | None, typer.Option(help="Most memory of each process, in GB.", min=0.0)
+        float | None, typer.Option(help="Memory limit of each process, in GB.", min=0.0)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure memory and speed beside mlx-lm on this machine, with the same weights and tokens."""
+    """Compare memory and speed with mlx-lm on this machine, on the same weights and tokens."""
     from your_ai.doctor import bench as measuring
 
     contenders = measuring.contenders_of(plan, against)

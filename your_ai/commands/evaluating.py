@@ -28,17 +28,17 @@ def evaluate(
         ),
     ] = None,
     max_memory: Annotated[
-        float | None, typer.Option(help="Most memory of this process, in GB.", min=0.0)
+        float | None, typer.Option(help="Memory limit of this process, in GB.", min=0.0)
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Rows at once, where they fit; the run's.", min=1)
+        int | None, typer.Option(help="Rows per batch, if they fit; default: the run's.", min=1)
     ] = None,
     resamples: Annotated[
-        int, typer.Option(help="Of the rows, for the intervals.", min=1, max=100_000)
+        int, typer.Option(help="Bootstrap resamples for the intervals.", min=1, max=100_000)
     ] = 2000,
-    confidence: Annotated[float, typer.Option(help="Of the intervals.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="Seed of the resampling.", min=0)] = 0,
-    worst: Annotated[int, typer.Option(help="How many of the worst rows to list.", min=0)] = 5,
+    confidence: Annotated[float, typer.Option(help="Confidence level of the intervals.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.", min=0)] = 0,
+    worst: Annotated[int, typer.Option(help="Number of worst rows to list.", min=0)] = 5,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -47,7 +47,7 @@ def evaluate(
             min=1,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     model: Annotated[str | None, MODEL] = None,
 ) -> None:

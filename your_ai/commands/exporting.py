@@ -34,10 +34,11 @@ def export(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="What is written; by default RUN-peft and the like.")
+        Path | None, typer.Option(help="Output path; default: RUN-peft and so on.")
     ] = None,
     fused: Annotated[
-        bool, typer.Option("--fused", help="With gguf: the whole model, the adapter in it.")
+        bool,
+        typer.Option("--fused", help="With --to gguf: the whole model, with the adapter fused."),
     ] = False,
     dtype: Annotated[
         str | None,
@@ -46,16 +47,16 @@ def export(
         ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a model or an adapter that is there.")
+        bool, typer.Option("--force", help="Replace an existing model or adapter.")
     ] = False,
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     model: Annotated[str | None, MODEL] = None,
     max_memory: Annotated[
         float | None,
-        typer.Option(help="Most memory of this process, in GB, for a whole model.", min=0.0),
+        typer.Option(help="Memory limit in GB, when a whole model is exported.", min=0.0),
     ] = None,
 ) -> None:
-    """Write what a run has learned for another tool."""
+    """Export a run's adapter or fused model to another tool."""
     check_options(to, fused, dtype, max_memory)
     from your_ai.export.fused_folder import spare_the_run
     from your_ai.modelfiles.targets import check_target
@@ -72,7 +73,7 @@ def export(
 def check_options(to: str, fused: bool, dtype: str | None, max_memory: float | None) -> None:
     """Raise UserError for options that mean nothing to the format."""
     if fused and to != "gguf":
-        raise UserError(f"--fused: is of --to gguf; --to {to} is {FIXED[to]}")
+        raise UserError(f"--fused only works with --to gguf; --to {to} is {FIXED[to]}")
     is_model = to == "hf" or fused
     for option, given in (("--dtype", dtype), ("--max-memory", max_memory)):
         if given is not None and not is_model:
@@ -134,13 +135,13 @@ def import_adapter(
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="The model that it is for; by default the one that it names."),
+        typer.Option(help="Base model; default: the one that the adapter names."),
     ] = None,
     run: Annotated[
         str | None, typer.Option(help="Name of the run; by default made of model and time.")
     ] = None,
 ) -> None:
-    """Make a run of an adapter that was trained elsewhere."""
+    """Import an adapter that was trained elsewhere as a run."""
     from your_ai.export import importing
 
     folder = importing.import_adapter(source, model, run)

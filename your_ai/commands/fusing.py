@@ -39,17 +39,18 @@ def fuse(
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     model: Annotated[str | None, MODEL] = None,
     max_memory: Annotated[
-        float | None, typer.Option(help="Most memory of this process, in GB.", min=0.0)
+        float | None, typer.Option(help="Memory limit of this process, in GB.", min=0.0)
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a model that is there, once OUT is whole.")
+        bool,
+        typer.Option("--force", help="Replace an existing model, once the new one is complete."),
     ] = False,
     measure: Annotated[
         bool, typer.Option(help="Compare the result with base and adapter on rows of the run.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write a model with a run's adapter in its weights, shard by shard, and say how near it is."""
+    """Fuse a run's adapter into its base model, and measure what that changed."""
 
     from your_ai.export import fused_folder as folder
 

@@ -17,24 +17,22 @@ if TYPE_CHECKING:
     from your_ai.generation.generate import Prompt, Sampling
 
 PROMPTS_BYTES = 1 << 26
-MAX_TOKENS = typer.Option(help="Most tokens of an answer.")
-TEMPERATURE = typer.Option(help="0 takes the likeliest token each time.")
+MAX_TOKENS = typer.Option(help="Maximum tokens per answer.")
+TEMPERATURE = typer.Option(help="Sampling temperature; 0 = greedy.")
 TOP_P = typer.Option(
-    help="Draw from the likeliest tokens that have this probability together; 1 = from all."
+    help="Nucleus sampling: draw from the most likely tokens with this total probability; 1 = all."
 )
-SEED = typer.Option(help="Seed of the drawing: the same gives the same answer.")
-SYSTEM = typer.Option(help="The system prompt.")
-MAX_MEMORY = typer.Option(help="Most memory of this process, in GB.")
+SEED = typer.Option(help="Sampling seed; the same seed gives the same answer.")
+SYSTEM = typer.Option(help="System prompt.")
+MAX_MEMORY = typer.Option(help="Memory limit of this process, in GB.")
 
 
 def generate(
     run: Annotated[str | None, RUN] = None,
     named: Annotated[
-        str | None, typer.Option("--run", help="The run, as RUN; kept from older versions.")
+        str | None, typer.Option("--run", help="Same as RUN; kept for older scripts.")
     ] = None,
-    prompt: Annotated[
-        str | None, typer.Option(help="What to ask; without it, what standard input holds.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prompt; default: standard input.")] = None,
     prompts: Annotated[
         str | None,
         typer.Option(
@@ -45,7 +43,7 @@ def generate(
     ] = None,
     system: Annotated[str, SYSTEM] = "",
     as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON object a line for each answer.")
+        bool, typer.Option("--json", help="Print one JSON object per line for each answer.")
     ] = False,
     adapter: Annotated[bool, typer.Option(help="Use the adapter, or the base model alone.")] = True,
     max_tokens: Annotated[int, MAX_TOKENS] = 256,

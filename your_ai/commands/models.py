@@ -24,13 +24,11 @@ app = typer.Typer(name="models", help="List models, verify or remove them.")
 def download(
     name: Annotated[str, typer.Argument(help="An alias, or an id of the hub.")],
     revision: Annotated[
-        str | None, typer.Option(help="A branch, a tag or a commit; by default main.")
+        str | None, typer.Option(help="Branch, tag or commit; default: main.")
     ] = None,
-    to: Annotated[
-        Path | None, typer.Option(help="The folder that the model becomes; by default in models/.")
-    ] = None,
+    to: Annotated[Path | None, typer.Option(help="Output folder; default: in models/.")] = None,
 ) -> None:
-    """Fetch a model from the hub, checked against the hub's hashes. Goes on where it was cut."""
+    """Download a model, checked against the hub's hashes. Resumes where it was interrupted."""
     fetch(name, open_console(), revision, to)
 
 
@@ -60,9 +58,9 @@ def find_or_fetch(name: str, console: Console, yes: bool) -> Path:
 @app.callback(invoke_without_command=True)
 def models(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON list for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
-    """List the models here and those that are known, with what this machine can do with them."""
+    """List local and known models, and what this machine can do with them."""
     if context.invoked_subcommand is not None:
         return
     from your_ai.doctor import model_list
@@ -96,9 +94,9 @@ def verify(
 @app.command()
 def rm(
     names: Annotated[list[str], typer.Argument(help="Models in models/.", metavar="NAME...")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove models, or what an interrupted download left."""
+    """Remove models, or what an interrupted download left behind."""
     from your_ai.dashboard.view import memory
     from your_ai.hub.local import remove_model
 
@@ -112,16 +110,16 @@ def rm(
 def quantize(
     source: Annotated[str, typer.Argument(help="A model: an alias, a folder, or an id.")],
     target: Annotated[Path, typer.Argument(help="The folder that is written.")],
-    bits: Annotated[int, typer.Option(help="Of a weight.")] = 4,
-    group_size: Annotated[int, typer.Option(help="Weights that share a scale.")] = 64,
+    bits: Annotated[int, typer.Option(help="Bits per weight.")] = 4,
+    group_size: Annotated[int, typer.Option(help="Quantization group size.")] = 64,
     max_memory: Annotated[
-        float | None, typer.Option(help="Most memory of this process, in GB.", min=0.0)
+        float | None, typer.Option(help="Memory limit of this process, in GB.", min=0.0)
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Allow more than the machine has.")
+        bool, typer.Option("--force", help="Allow a limit above the machine's memory.")
     ] = False,
 ) -> None:
-    """Quantize a model, shard by shard: as mlx_lm.convert does, in little memory."""
+    """Quantize a model shard by shard: the result of mlx_lm.convert, in little memory."""
     from your_ai.hub.find import find_model
     from your_ai.modelfiles import quantize
 
@@ -136,12 +134,15 @@ def quantize(
 
 def recommend(
     memory: Annotated[
-        float | None, typer.Option(help="Of another machine: its RAM in GB.", min=0.0)
+        float | None,
+        typer.Option(help="Plan for another machine with this much RAM, in GB.", min=0.0),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All that fit, not the best alone.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show every model that fits, not only the best.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Which models train on this machine, how, and the command to start each; best first."""
+    """Recommend models that train on this machine, with the command for each; best first."""
     from your_ai.doctor import recommend as recommending
     from your_ai.doctor.machine import read_machine
 
@@ -160,11 +161,11 @@ def recommend(
 
 def doctor(
     selftest: Annotated[
-        bool, typer.Option("--selftest", help="Train on the spot and measure: 2 minutes.")
+        bool, typer.Option("--selftest", help="Train a small model and measure; takes 2 minutes.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Look at this machine: what is missing or risky, and the one command that mends it."""
+    """Check this machine: what is missing or risky, and the command that fixes it."""
     from your_ai.doctor import findings as examining
     from your_ai.doctor.machine import read_machine
 

@@ -27,7 +27,7 @@ RUN = typer.Argument(help="The run: its name in runs/, or its folder.", metavar=
 CHECKPOINT = typer.Option(
     help="Use this checkpoint: step-000120, or latest; by default the finished adapter."
 )
-MODEL = typer.Option(help="Where the run's model is now, if it has moved.")
+MODEL = typer.Option(help="Where the run's model is now, if it was moved.")
 
 
 def option(name: str, declaration: str, kind: Any, help: str, **more: Any) -> inspect.Parameter:

@@ -22,16 +22,16 @@ def push(
     ],
     repo: Annotated[str, typer.Argument(help="The repo of the hub.", metavar="ORG/NAME")],
     public: Annotated[
-        bool, typer.Option("--public", help="Let everybody see a new repo; else it is private.")
+        bool, typer.Option("--public", help="Make a new repo public; default: private.")
     ] = False,
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     model: Annotated[str | None, MODEL] = None,
     revision: Annotated[
-        str | None, typer.Option(help="The branch to push to, made if it is not there.")
+        str | None, typer.Option(help="Branch to push to; created if it does not exist.")
     ] = None,
-    message: Annotated[str, typer.Option(help="Of the commit.")] = "",
+    message: Annotated[str, typer.Option(help="Commit message.")] = "",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write what would be sent into a new folder.")
+        bool, typer.Option("--dry-run", help="Write what would be pushed to a new folder instead.")
     ] = False,
 ) -> None:
     """Push a run's adapter to the Hugging Face Hub, with a model card; never data or samples."""

@@ -20,11 +20,11 @@ app = typer.Typer(name="runs", help="List runs, stop or remove them.", invoke_wi
 
 def watch(
     run: Annotated[str | None, typer.Argument(help="The run; by default the newest.")] = None,
-    replay: Annotated[bool, typer.Option("--replay", help="Show a run from its start.")] = False,
-    speed: Annotated[float, typer.Option(help="Of the replay, as it was = 1.", min=0.01)] = 10.0,
+    replay: Annotated[bool, typer.Option("--replay", help="Replay a run from its start.")] = False,
+    speed: Annotated[float, typer.Option(help="Replay speed; 1 = real time.", min=0.01)] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="New events, as JSON lines.")] = False,
 ) -> None:
-    """Watch a run that goes on in another process, or has ended. Leaving it changes nothing."""
+    """Watch a run that is in progress or has ended. Leaving does not affect the run."""
     from your_ai.run import folder as folders
     from your_ai.session import attach, run_list
 
@@ -37,11 +37,11 @@ def watch(
 def report(
     run: Annotated[str | None, typer.Argument(help="The run; by default the newest.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The file to write; by default report.html of the run.")
+        Path | None, typer.Option(help="File to write; default: report.html in the run's folder.")
     ] = None,
     png: Annotated[bool, typer.Option("--png", help="Write the plots as PNG files too.")] = False,
 ) -> None:
-    """Write one HTML page about a run: curves, memory, plans, samples. Needs no network."""
+    """Write a self-contained HTML report of a run: curves, memory, plans, samples."""
     from your_ai.dashboard import report as reporting
     from your_ai.run import events
     from your_ai.run import folder as folders
@@ -61,7 +61,7 @@ def report(
 @app.callback()
 def runs(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON list for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
     """List the runs in ./runs, the newest first."""
     from your_ai.session import run_list
@@ -81,7 +81,7 @@ def runs(
 @app.command()
 def rm(
     names: Annotated[list[str], typer.Argument(help="The runs to remove.", metavar="RUN...")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Remove runs with their checkpoints and adapters."""
     from your_ai.run import folder as folders
@@ -92,12 +92,14 @@ def rm(
 @app.command()
 def prune(
     states: Annotated[
-        str, typer.Option(help="Of died, stopped, finished and imported.")
+        str, typer.Option(help="Only runs with this status: died, stopped, finished or imported.")
     ] = "died,stopped",
-    older_than: Annotated[float, typer.Option(help="Days without a change.", min=0.0)] = 0.0,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    older_than: Annotated[
+        float, typer.Option(help="Only runs unchanged for this many days.", min=0.0)
+    ] = 0.0,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove the runs that died or were stopped, after a question."""
+    """Remove runs that died or were stopped, after asking."""
     from your_ai.run.folder import RUNS, RunFolder
     from your_ai.session import run_list
 

@@ -17,11 +17,11 @@ from your_ai.console import echo, echo_error
 def serve(
     run: Annotated[str, RUN],
     host: Annotated[
-        str, typer.Option(help="The address to listen at; 0.0.0.0 lets other machines in.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8080,
+    port: Annotated[int, typer.Option(help="Port; 0 = any free one.", min=0, max=65535)] = 8080,
     max_tokens: Annotated[
-        int, typer.Option(help="Most tokens of an answer, where a request does not say.")
+        int, typer.Option(help="Maximum tokens per answer, where a request does not say.")
     ] = 512,
     temperature: Annotated[float, TEMPERATURE] = 0.0,
     top_p: Annotated[float, TOP_P] = 1.0,
@@ -37,10 +37,10 @@ def serve(
     model: Annotated[str | None, MODEL] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        typer.Option(help="info tells of each request, debug what is in it."),
+        typer.Option(help="info logs each request, debug its contents too."),
     ] = "warning",
 ) -> None:
-    """Serve a run to programs that speak OpenAI's protocol, through mlx-lm's server."""
+    """Serve a run over OpenAI's API, through mlx-lm's server."""
     from your_ai.generation.generate import Sampling
     from your_ai.run.stopping import noted_signals
     from your_ai.serving import server as serving

@@ -115,10 +115,12 @@ def train_here(
     fault = None
     with following(follower):
         with tracked(folder, names), stop_signals() as stop:
-            from your_ai.training.train import carry_out  # mlx takes a second: shown as starting
+            from your_ai.training.train import (
+                train_until_done,  # mlx takes a second: shown as starting
+            )
 
             stop.on_second = lambda: follower.leave(folder.reference)
-            status = carry_out(folder, settings, stop)
+            status = train_until_done(folder, settings, stop)
         if status == DONE and settings.push_to:
             with noted_signals() as received:
                 try:
@@ -188,7 +190,7 @@ plan.__signature__ = with_settings(  # type: ignore[attr-defined]
         "A shape of `bench` instead of a model, made on the spot.",
         metavar="NAME",
     ),
-    option("bits", "--bits", int | None, "Of the shape: 4 or 8, or 0 for not quantized."),
+    option("bits", "--bits", int | None, "Bits the shape is quantized to: 4 or 8; 0 = not quantized."),
     option("seq_len", "--seq-len", int | None, "Tokens of every row, without looking at data."),
-    option("as_json", "--json", bool | None, "One JSON object for programs."),
+    option("as_json", "--json", bool | None, "Print one JSON object."),
 )

@@ -36,13 +36,14 @@ def memory_rows(page: Page, state: ViewState) -> list[Row]:
     scale = max(1, max(shown) if limit is None else limit)
     rest = None if process is None else max(0, process - (active or 0) - (cache or 0))
     alone = active is None and cache is None
+    other = "rest" if page.narrow else "Python and other"
     glyphs = page.glyphs
     stack = [
         (size, glyph, style, word)
         for size, glyph, style, word in (
             (active, glyphs.active, "cyan", "active"),
             (cache, glyphs.cache, "blue", "cache"),
-            (rest, glyphs.rest, "magenta", "process" if alone else "rest"),
+            (rest, glyphs.rest, "magenta", "process" if alone else other),
         )
         if size is not None
     ]
@@ -80,10 +81,10 @@ def process_line(
     if highest is None:
         right = []
     elif not page.narrow:
-        most = f"{page.glyphs.highest} most so far "
+        most = f"{page.glyphs.highest} peak "
         right = [(most, DIM), (sized(highest, scale), "")]
     else:
-        right = [("most ", DIM), (figure(highest, scale), "")]
+        right = [("peak ", DIM), (figure(highest, scale), "")]
         right = right if cells_of([*left, *right]) + 2 <= page.room else []
     return line(page, "memory", at_ends(page, left, right, page.room), inline=False)
 
@@ -95,7 +96,7 @@ def level_color(share: float) -> str:
 def bar(
     page: Page, stack: list[tuple[int, str, str]], held: int, highest: int | None, scale: int
 ) -> list[Part]:
-    """The parts of the process one after the other, and a tick where the most so far ends."""
+    """The parts of the process one after the other, and a tick at the peak."""
     width, parts, total, end = page.room, [], 0, 0
     for size, glyph, style in stack:
         total += size

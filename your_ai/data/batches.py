@@ -64,7 +64,7 @@ class Batch:
         return self.rows.view(np.int32) if self.packed else None
 
     @property
-    def reach(self) -> int | None:
+    def max_segment_tokens(self) -> int | None:
         """A power of two that no text of a packed batch is longer than; None if not packed."""
         return (
             1 << int(self.places[self.rows != PADDING].max()).bit_length() if self.packed else None

@@ -58,7 +58,7 @@ FULL = Profile("full", 16, None, ("all-linear",), 2048, 4)
 LIGHT = Profile("light", 8, 16, ("q_proj", "v_proj"), 1024, 4)
 LONG = Profile("long", 16, None, ("all-linear",), 8192, 1)
 TIERS = {  # the best first
-    "full": "held whole, every linear layer adapted",
+    "full": "weights in memory, LoRA on all linear layers",
     "light": "held whole, fewer layers adapted and shorter rows",
     "tight": "held whole, with less than a tenth of the limit to spare",
     "long": "long rows",

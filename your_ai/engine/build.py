@@ -17,7 +17,7 @@ from your_ai.engine.fused import fused_engine
 from your_ai.engine.prefix import Store
 from your_ai.engine.protocol import Engine
 from your_ai.engine.spill import Spilled
-from your_ai.engine.staged import Joined, Staged
+from your_ai.engine.staged import FusedAboveCache, Staged
 from your_ai.engine.weights import Tensor, put_layers, stream, stream_vocabulary
 from your_ai.errors import UserError
 from your_ai.nets.dora import draw
@@ -92,7 +92,9 @@ def build_engine(
     elif make_store is not None:
         store = make_store(found.hidden_size)
     if store is not None and plan == "fused":
-        joined = Joined(model, parts, dropout_keys, objective, head, store=store, graphs=graphs)
+        joined = FusedAboveCache(
+            model, parts, dropout_keys, objective, head, store=store, graphs=graphs
+        )
         return Built(joined.engine(), plan, tuple(notices), store)
     if plan == "fused":
         put_blockwise(model)

@@ -18,7 +18,7 @@ Made = TypeVar("Made")
 
 
 class GraphShape(NamedTuple):
-    """What a graph is compiled for: B rows of T tokens, S targets, and `Batch.reach`.
+    """What a graph is compiled for: B rows of T tokens, S targets, and `Batch.max_segment_tokens`.
 
     trained: gradients are computed.
     """
@@ -26,12 +26,12 @@ class GraphShape(NamedTuple):
     rows: int
     tokens: int
     targets: int = 0
-    reach: int | None = None
+    max_segment_tokens: int | None = None
     trained: bool = False
 
 
 def shape_of(batch: Batch, trained: bool = False) -> GraphShape:
-    return GraphShape(*batch.tokens.shape, len(batch.targets), batch.reach, trained)
+    return GraphShape(*batch.tokens.shape, len(batch.targets), batch.max_segment_tokens, trained)
 
 
 class Graphs:

@@ -49,12 +49,14 @@ def fused_engine(
 
         return run
 
-    def trunk(tokens: mx.array, segments: mx.array | None, reach: int | None) -> mx.array:
+    def trunk(
+        tokens: mx.array, segments: mx.array | None, max_segment_tokens: int | None
+    ) -> mx.array:
         if segments is None:
             return split.trunk(tokens)
         if parts is None:
             raise ValueError("a packed batch needs the parts of the model, and there are none")
-        return parts.finish(parts.run_blocks(tokens, segments, reach))
+        return parts.finish(parts.run_blocks(tokens, segments, max_segment_tokens))
 
     def trainable_loss(inputs, targets, rows, places, scale):
         model.train()
@@ -111,7 +113,7 @@ def fused_engine(
 def _inputs(batch: Batch) -> tuple[mx.array, mx.array | None, int | None]:
     segments = batch.segments
     segments = None if segments is None else mx.array(segments)
-    return mx.array(batch.tokens), segments, batch.reach
+    return mx.array(batch.tokens), segments, batch.max_segment_tokens
 
 
 def row_keys(step_seed: int, rows: np.ndarray) -> np.ndarray:

@@ -49,7 +49,11 @@ class Program:
 
 
 def program(
-    block: nn.Module, call: Call, reach: int | None, dropout_keys: DropoutKeys, lean: bool
+    block: nn.Module,
+    call: Call,
+    max_segment_tokens: int | None,
+    dropout_keys: DropoutKeys,
+    lean: bool,
 ) -> Program:
     """lean: memory is dearer than time."""
     template = skeleton(block)
@@ -62,7 +66,7 @@ def program(
         put(template, trained)
         dropout_keys.set(TokenKeys(extras["keys"], extras["places"]) if "keys" in extras else None)
         try:
-            return call.run(template, hidden, extras.get("segments"), reach)
+            return call.run(template, hidden, extras.get("segments"), max_segment_tokens)
         finally:
             dropout_keys.set(None)
 
@@ -100,6 +104,6 @@ class Programs:
         block = self.parts.blocks[index]
 
         def make() -> Program:
-            return program(block, call, shape.reach, self.dropout_keys, self.lean)
+            return program(block, call, shape.max_segment_tokens, self.dropout_keys, self.lean)
 
         return self.graphs.get(shape, (self.kinds[index], call), make)

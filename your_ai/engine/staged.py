@@ -306,7 +306,7 @@ class Staged:
         return run
 
 
-class Joined(Staged):
+class FusedAboveCache(Staged):
     """Above a prefix cache, the trained blocks and the head as one graph.
 
     No block is computed twice; for where memory is plenty.

@@ -1,7 +1,7 @@
 """Bytes by component of a training process, from shapes alone: no mlx, nothing is loaded.
 
-What is held through a step is counted. What comes and goes is not one sum: MLX runs some ten
-operations ahead, so that a few arrays of each kind exist at once. Their multiples are
+What is held through a step is counted. Transient activations are shape x coefficient: MLX runs
+some ten operations ahead, so that a few arrays of each kind exist at once. Their multiples are
 coefficients, fitted to peaks that `your_ai bench` measured on MLX's CPU backend (2 cores,
 float32; docs/memory.md has the matrix). On a GPU they are a first guess, which the first
 steps correct.

@@ -52,10 +52,10 @@ WINDOW, LEAST = 10, 6  # boundaries over which a leak is looked for, at most and
 REGULAR = 0.85  # share of the steps between them that must grow, so that new shapes are none;
 LONG, OFTEN = 20, 0.5  # the same where noise hides that
 LOOKAHEAD = 5  # steps: a leak that reaches the limit in so many needs a restart now
-MARKS, LEAST_MARKS = 10, 4  # windows over which steady growth is looked for
+WINDOW_MEDIANS, LEAST_MEDIANS = 10, 4  # windows over which steady growth is looked for
 STEADY = 0.01  # share of the limit that steady growth comes to over them
 PLENTY = 0.55  # share of the limit
-PLENTY_STEPS = 50
+HEADROOM_STEPS = 50
 WARNING, CRITICAL = 2, 4  # pressure
 
 
@@ -100,7 +100,7 @@ class Action:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Climb:
+class LadderState:
     """Where a trigger is on the ladder: rungs taken, and decisions since the last of them."""
 
     taken: int = 0
@@ -113,16 +113,19 @@ class Watch:
     """What the policy remembers between steps.
 
     level_bytes: what the plan needs, learned when the cheap rungs did not help; recent: held
-    at the last boundaries; marks: the medians of windows of them; plenty: decisions in a
-    row with plenty of memory; told: what is said or asked for only once.
+    at the last boundaries; window_medians: the medians of windows of them;
+    steps_with_headroom: decisions in a row with plenty of memory; told: what is said or asked
+    for only once.
     """
 
     decisions: int = 0
-    climbs: Mapping[str, Climb] = field(default_factory=lambda: dict.fromkeys(RUNGS, Climb()))
+    ladders: Mapping[str, LadderState] = field(
+        default_factory=lambda: dict.fromkeys(RUNGS, LadderState())
+    )
     level_bytes: int | None = None
     recent: tuple[int, ...] = ()
-    marks: tuple[int, ...] = ()
-    plenty: int = 0
+    window_medians: tuple[int, ...] = ()
+    steps_with_headroom: int = 0
     told: frozenset[str] = frozenset()
 
 
@@ -181,8 +184,8 @@ def acted(
     if None in held:
         return watch
     if process_bytes(before) - process_bytes(after) >= NOTICEABLE * policy.limit_bytes:
-        climbs = {trigger: replace(c, patience=PATIENCE) for trigger, c in watch.climbs.items()}
-        watch = replace(watch, climbs=climbs)
+        ladders = {trigger: replace(c, patience=PATIENCE) for trigger, c in watch.ladders.items()}
+        watch = replace(watch, ladders=ladders)
     freed, grown = held[0] - held[1], watch.recent[-1] - watch.recent[0] if watch.recent else 0
     mended = 0 < grown <= 2 * freed
     return replace(watch, recent=() if mended else tuple(b - freed for b in watch.recent))
@@ -190,22 +193,27 @@ def acted(
 
 def remember(policy: Policy, watch: Watch, observation: Observation) -> Watch:
     """The watch one decision later."""
-    climbs = {}
-    for trigger, now in watch.climbs.items():
+    ladders = {}
+    for trigger, now in watch.ladders.items():
         patience = PRESSURE_PATIENCE if trigger == "pressure" else now.patience
-        climbs[trigger] = replace(now, idle=now.idle + 1)
+        ladders[trigger] = replace(now, idle=now.idle + 1)
         if now.taken and now.idle + 1 >= patience:
-            climbs[trigger] = Climb(patience=2 * patience)
+            ladders[trigger] = LadderState(patience=2 * patience)
 
-    decisions, recent, marks = watch.decisions + 1, watch.recent, watch.marks
+    decisions, recent, window_medians = watch.decisions + 1, watch.recent, watch.window_medians
     held = held_bytes(observation.sample, observation.baseline_bytes)
     if held is not None and decisions >= policy.leak_warmup:
         recent = (*recent, held - observation.kept_bytes)[-LONG:]
         if len(recent) >= WINDOW and decisions % WINDOW == 0:
-            marks = (*marks, int(median(recent[-WINDOW:])))[-MARKS:]
-    plenty = watch.plenty + 1 if is_plenty(policy, observation) else 0
+            window_medians = (*window_medians, int(median(recent[-WINDOW:])))[-WINDOW_MEDIANS:]
+    steps_with_headroom = watch.steps_with_headroom + 1 if has_headroom(policy, observation) else 0
     return replace(
-        watch, decisions=decisions, climbs=climbs, recent=recent, marks=marks, plenty=plenty
+        watch,
+        decisions=decisions,
+        ladders=ladders,
+        recent=recent,
+        window_medians=window_medians,
+        steps_with_headroom=steps_with_headroom,
     )
 
 
@@ -227,13 +235,13 @@ def triggers(
         )
         if not near:
             causes["danger"] = cause
-        elif level is None and watch.climbs["near"].taken == len(CHEAP):
+        elif level is None and watch.ladders["near"].taken == len(CHEAP):
             level = highest
         elif level is None:
             causes["near"] = cause
         elif highest >= level + NOTICEABLE * limit:
             causes["near"], level = cause, None
-            watch = replace(watch, climbs={**watch.climbs, "near": Climb()})
+            watch = replace(watch, ladders={**watch.ladders, "near": LadderState()})
     leak = leak_bytes(policy, watch.recent)
     if leak and held_bytes(sample) is not None:
         threshold = f"{policy.leak_threshold_bytes / MB:g}"
@@ -256,20 +264,20 @@ def climb(
         "danger": (highest_bytes(observation) or 0) >= policy.limit_bytes,
         "pressure": (observation.sample.pressure or 0) >= CRITICAL,
     }
-    climbs = dict(watch.climbs)
+    ladders = dict(watch.ladders)
     for trigger in (t for t in RUNGS if t in causes):
-        now = climbs[trigger]
+        now = ladders[trigger]
         rungs = RUNGS[trigger][now.taken :][: None if urgent.get(trigger) else 1]
         if rungs:
-            climbs[trigger] = replace(now, taken=now.taken + len(rungs), idle=0)
+            ladders[trigger] = replace(now, taken=now.taken + len(rungs), idle=0)
         for kind in rungs:
             actions.setdefault(kind, causes[trigger])
-    return replace(watch, climbs=climbs), actions
+    return replace(watch, ladders=ladders), actions
 
 
 def exhausted(watch: Watch, causes: Mapping[str, str]) -> set[str]:
     """The triggers that are still there after all their cheap rungs."""
-    return {t for t, rungs in RUNGS.items() if t in causes and watch.climbs[t].taken == len(rungs)}
+    return {t for t, rungs in RUNGS.items() if t in causes and watch.ladders[t].taken == len(rungs)}
 
 
 def large_action(
@@ -286,16 +294,16 @@ def large_action(
             return Action(kind="restart", cause=cause)
     if "danger" in stuck and observation.can_shrink:
         return Action(kind="smaller_plan", cause=causes["danger"])
-    grown = steady_growth_bytes(watch.marks)
+    grown = steady_growth_bytes(watch.window_medians)
     if "danger" in stuck and grown >= STEADY * limit and restart_left:
         return Action(kind="restart", cause=f"{causes['danger']}, having grown by {in_gb(grown)}")
     critical = (observation.sample.pressure or 0) >= CRITICAL
     if "pressure" in stuck and critical and observation.can_shrink:
         return Action(kind="smaller_plan", cause=causes["pressure"])
-    calm = not causes and watch.plenty >= PLENTY_STEPS
+    calm = not causes and watch.steps_with_headroom >= HEADROOM_STEPS
     if calm and observation.can_grow and "larger_plan" not in watch.told:
         cause = f"process stayed under {PLENTY:.0%} of the limit of {in_gb(limit)}"
-        return Action(kind="larger_plan", cause=f"{cause} for {watch.plenty} steps")
+        return Action(kind="larger_plan", cause=f"{cause} for {watch.steps_with_headroom} steps")
     return None
 
 
@@ -327,11 +335,11 @@ def leak_bytes(policy: Policy, recent: Sequence[int]) -> float:
     return 0.0
 
 
-def steady_growth_bytes(marks: Sequence[int]) -> float:
-    """Growth over the marks, were each step between them the median one: a jump is none."""
-    if len(marks) < LEAST_MARKS:
+def steady_growth_bytes(window_medians: Sequence[int]) -> float:
+    """Growth over the windows, were each step between them the median one: a jump is none."""
+    if len(window_medians) < LEAST_MEDIANS:
         return 0.0
-    return median(b - a for a, b in pairwise(marks)) * (len(marks) - 1)
+    return median(b - a for a, b in pairwise(window_medians)) * (len(window_medians) - 1)
 
 
 def believed(gauge: int | None) -> int | None:
@@ -362,7 +370,7 @@ def highest_bytes(observation: Observation) -> int | None:
     return max((b for b in (now, seen) if b is not None), default=None)
 
 
-def is_plenty(policy: Policy, observation: Observation) -> bool:
+def has_headroom(policy: Policy, observation: Observation) -> bool:
     """Every gauge can be believed and shows that there is room."""
     sample, seen = observation.sample, believed(observation.highest_process_bytes)
     if None in (believed(sample.process_bytes), seen) or sample.active_bytes == 0:

@@ -47,7 +47,7 @@ def quantize(
     """
     if os.path.lexists(target):
         raise UserError(f"{target}: exists; choose another name, or remove it first")
-    yield from carried_out(source, target, bits, group_size, max_memory_gb, force, waits=False)
+    yield from quantize_into(source, target, bits, group_size, max_memory_gb, force, waits=False)
 
 
 def left_behind(target: Path) -> str:
@@ -151,7 +151,7 @@ def lazy_model(source: Path, bits: int, group_size: int) -> Lazy:
     )
 
 
-def carried_out(
+def quantize_into(
     source: Path,
     target: Path,
     bits: int,

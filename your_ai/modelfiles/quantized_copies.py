@@ -20,7 +20,7 @@ from your_ai.errors import UserError
 from your_ai.hub.check import check_model
 from your_ai.hub.find import store
 from your_ai.hub.fingerprint import fingerprint
-from your_ai.modelfiles.quantize import GROUP_SIZE, RECORD, carried_out, check_source, work_of
+from your_ai.modelfiles.quantize import GROUP_SIZE, RECORD, check_source, quantize_into, work_of
 from your_ai.modelfiles.shards import Progress
 from your_ai.modelfiles.targets import unwritable
 from your_ai.modelfiles.unfinished import locked, read_record
@@ -49,7 +49,7 @@ def make_copy(
     target = place_of_copy(source, bits)
     forget_old(target.parent, but=target)
     if not use(target):
-        yield from carried_out(source, target, bits, GROUP_SIZE, max_memory_gb, force, waits=True)
+        yield from quantize_into(source, target, bits, GROUP_SIZE, max_memory_gb, force, waits=True)
 
 
 def quantized_copy(

@@ -1,7 +1,7 @@
 """Log-probabilities of targets through a model's head, and the gradient of an objective of them.
 
 The logits never exist as a whole. A head that is known to be linear (head.LinearHead) is
-walked in slices of the vocabulary, any other in chunks of the hidden states.
+computed in slices of the vocabulary, any other in chunks of the hidden states.
 
 Shapes: S targets, D hidden size, V vocabulary, n tokens of a slice of it.
 """
@@ -47,8 +47,10 @@ def chunked_losses(hidden: mx.array, targets: mx.array, head: Head) -> mx.array:
     for part in chunks(hidden, head):
         rows = _in_turn(hidden[part], losses)
         if isinstance(head, LinearHead):
-            walk = _walk(begin(head.inputs(rows), targets[part], gradient=False), head)
-            losses.append(walked_losses(walk, head.logits(walk.at_target)))
+            softmax = _over_vocabulary(
+                begin(head.inputs(rows), targets[part], gradient=False), head
+            )
+            losses.append(softmax_losses(softmax, head.logits(softmax.at_target)))
         else:
             losses.append(cross_entropy(head(rows[None])[0], targets[part]))
     return mx.concatenate(losses)
@@ -111,7 +113,7 @@ def loss_and_gradient(
 
     if objective.token_local:
         return _in_pieces(hidden, targets.tokens, weigh_part, scale, head, chunks(hidden, head))
-    if isinstance(head, LinearHead):  # all rows walk the vocabulary together
+    if isinstance(head, LinearHead):  # one pass over the vocabulary for all rows
         return _in_pieces(hidden, targets.tokens, weigh_part, scale, head, [slice(0, len(hidden))])
     scores = Scores(-chunked_losses(hidden, targets.tokens, head))
     weighed = objective.weigh(scores, targets)
@@ -133,7 +135,7 @@ def _in_pieces(
     pieces: Iterable[slice],
 ) -> tuple[Sums, mx.array]:
     """The sums over all pieces, and the gradient in `hidden` times `scale`; one after another."""
-    of_piece = _walked if isinstance(head, LinearHead) else _differentiated
+    of_piece = _sliced if isinstance(head, LinearHead) else _differentiated
     found: list[Sums] = []
     grads: list[mx.array] = []
     for part in pieces:
@@ -210,7 +212,7 @@ def unflat(figures: Sequence[mx.array], names: list[str]) -> Metrics:
 # -- in slices of the vocabulary ----------------------------------------------------------
 
 
-class Walk(NamedTuple):
+class OnlineSoftmax(NamedTuple):
     """A softmax over the slices of the vocabulary that were seen so far, and its gradient.
 
     The largest logit so far is subtracted from all, and what was summed is rescaled when
@@ -221,101 +223,108 @@ class Walk(NamedTuple):
     targets: mx.array  # (S, 1)
     seen: mx.array  # () how many tokens; an array, since a number would be compiled in
     at_target: mx.array  # (S, 1) what the linear layer gives there
-    top: mx.array  # (S, 1) float32, the largest logit
-    total: mx.array  # (S, 1) float32, the sum of exp(logit - top)
-    pull: mx.array  # (S, D) float32, of exp(logit - top) x slope of `after` x row; or ()
+    max_logit: mx.array
+    """(S, 1) float32, the largest logit so far."""
+    exp_sum: mx.array
+    """(S, 1) float32, the sum of exp(logit - max_logit)."""
+    grad_acc: mx.array
+    """(S, D) float32, the sum of exp(logit - max_logit) x slope of `after` x row of the weight;
+    () where no gradient is wanted."""
 
 
-def begin(inputs: mx.array, targets: mx.array, *, gradient: bool = True) -> Walk:
+def begin(inputs: mx.array, targets: mx.array, *, gradient: bool = True) -> OnlineSoftmax:
     """Before the first slice; inputs: (S, D) from head.inputs; gradient: it will be wanted."""
     column = (len(inputs), 1)
-    return Walk(
+    return OnlineSoftmax(
         inputs,
         targets[:, None],
         seen=mx.array(0, targets.dtype),
         at_target=mx.zeros(column, inputs.dtype),
-        top=mx.full(column, -mx.inf),
-        total=mx.zeros(column),
-        pull=mx.zeros(inputs.shape if gradient else ()),
+        max_logit=mx.full(column, -mx.inf),
+        exp_sum=mx.zeros(column),
+        grad_acc=mx.zeros(inputs.shape if gradient else ()),
     )
 
 
-def add(walk: Walk, part: Part, head: LinearHead) -> Walk:
+def add(softmax: OnlineSoftmax, part: Part, head: LinearHead) -> OnlineSoftmax:
     """After the next slice: its rows are used twice, each logit is exponentiated once."""
-    products, slopes = part.forward(walk.inputs), None
-    if walk.pull.ndim:
+    products, slopes = part.forward(softmax.inputs), None
+    if softmax.grad_acc.ndim:
         logits, slopes = head.logits_and_slopes(products)
     else:
         logits = head.logits(products)
     logits = logits.astype(mx.float32)
-    top = mx.maximum(walk.top, logits.max(-1, keepdims=True))
-    shares, shrink = exp(logits - top), mx.exp(walk.top - top)
-    total = shares.sum(-1, keepdims=True)
-    index = walk.targets - walk.seen
+    max_logit = mx.maximum(softmax.max_logit, logits.max(-1, keepdims=True))
+    exps, shrink = exp(logits - max_logit), mx.exp(softmax.max_logit - max_logit)
+    exp_sum = exps.sum(-1, keepdims=True)
+    index = softmax.targets - softmax.seen
     inside = (index >= 0) & (index < part.count)
     found = mx.take_along_axis(products, mx.where(inside, index, 0), axis=-1)
-    pull = walk.pull
-    if pull.ndim:
-        pull = pull * shrink + _pull(part, shares, total, slopes, walk.inputs.dtype)
-    return Walk(
-        walk.inputs,
-        walk.targets,
-        seen=walk.seen + part.count,
-        at_target=mx.where(inside, found, walk.at_target),
-        top=top,
-        total=walk.total * shrink + total,
-        pull=pull,
+    grad_acc = softmax.grad_acc
+    if grad_acc.ndim:
+        of_slice = _weighted_rows(part, exps, exp_sum, slopes, softmax.inputs.dtype)
+        grad_acc = grad_acc * shrink + of_slice
+    return OnlineSoftmax(
+        softmax.inputs,
+        softmax.targets,
+        seen=softmax.seen + part.count,
+        at_target=mx.where(inside, found, softmax.at_target),
+        max_logit=max_logit,
+        exp_sum=softmax.exp_sum * shrink + exp_sum,
+        grad_acc=grad_acc,
     )
 
 
-def _pull(
-    part: Part, shares: mx.array, total: mx.array, slopes: mx.array | None, dtype: mx.Dtype
+def _weighted_rows(
+    part: Part, exps: mx.array, exp_sum: mx.array, slopes: mx.array | None, dtype: mx.Dtype
 ) -> mx.array:
-    """(S, D) float32, the sum of share x slope x row."""
+    """(S, D) float32, the sum of exp x slope x row."""
     if slopes is not None:
-        shares = shares * slopes
+        exps = exps * slopes
     if dtype != mx.float16:
-        return part.backward(shares.astype(dtype)).astype(mx.float32)
-    total = mx.maximum(total, 1e-30)  # the sum of many shares may be over float16's largest number
-    return total * part.backward((shares / total).astype(dtype)).astype(mx.float32)
+        return part.backward(exps.astype(dtype)).astype(mx.float32)
+    exp_sum = mx.maximum(exp_sum, 1e-30)  # the sum of many may be over float16's largest number
+    return exp_sum * part.backward((exps / exp_sum).astype(dtype)).astype(mx.float32)
 
 
-def walked_losses(walk: Walk, logits: mx.array) -> mx.array:
+def softmax_losses(softmax: OnlineSoftmax, logits: mx.array) -> mx.array:
     """(S,) the losses after the last slice; logits: (S, 1), those of the targets."""
-    return (walk.top + mx.log(walk.total) - logits.astype(mx.float32)).squeeze(-1)
+    return (softmax.max_logit + mx.log(softmax.exp_sum) - logits.astype(mx.float32)).squeeze(-1)
 
 
 def finish(
-    walk: Walk, head: LinearHead, weigh: Weigh, scale: mx.array | float = 1.0
+    softmax: OnlineSoftmax, head: LinearHead, weigh: Weigh, scale: mx.array | float = 1.0
 ) -> tuple[Sums, mx.array]:
     """After the last slice: what the objective sums, and its gradient times `scale`.
 
     The gradient is in the inputs of the linear layer, (S, D).
     """
-    logits, slopes = head.logits_and_slopes(walk.at_target)
-    weighed = weigh(-walked_losses(walk, logits))
-    rows = head.rows.gather(walk.targets.squeeze(-1)).astype(mx.float32)
+    logits, slopes = head.logits_and_slopes(softmax.at_target)
+    weighed = weigh(-softmax_losses(softmax, logits))
+    rows = head.rows.gather(softmax.targets.squeeze(-1)).astype(mx.float32)
     rows = rows if slopes is None else rows * slopes
-    grad = (walk.pull / walk.total - rows) * (weighed.weights * scale)[:, None]
-    return weighed.sums, grad.astype(walk.inputs.dtype)
+    grad = (softmax.grad_acc / softmax.exp_sum - rows) * (weighed.weights * scale)[:, None]
+    return weighed.sums, grad.astype(softmax.inputs.dtype)
 
 
-def _walked(
+def _sliced(
     rows: mx.array, tokens: mx.array, weigh: Weigh, scale: mx.array, head: LinearHead
 ) -> tuple[Sums, mx.array]:
     """The sums of a chunk and its gradient times `scale`."""
-    sums, grad = finish(_walk(begin(head.inputs(rows), tokens), head), head, weigh, scale)
+    sums, grad = finish(
+        _over_vocabulary(begin(head.inputs(rows), tokens), head), head, weigh, scale
+    )
     if head.before is not None:
         _, (grad,) = mx.vjp(head.before, [rows], [grad])
     return sums, grad
 
 
-def _walk(walk: Walk, head: LinearHead) -> Walk:
+def _over_vocabulary(softmax: OnlineSoftmax, head: LinearHead) -> OnlineSoftmax:
     """After every slice of the vocabulary, one after the other."""
-    for start, stop in head.slices(len(walk.inputs)):
-        walk = Walk(*_settled(walk))
-        walk = add(walk, head.rows.part(start, stop, walk), head)
-    return walk
+    for start, stop in head.slices(len(softmax.inputs)):
+        softmax = OnlineSoftmax(*_settled(softmax))
+        softmax = add(softmax, head.rows.part(start, stop, softmax), head)
+    return softmax
 
 
 def _likeliest(inputs: mx.array, head: LinearHead) -> mx.array:

@@ -70,17 +70,17 @@ class Call:
         block: nn.Module,
         hidden: mx.array,
         segments: mx.array | None,
-        reach: int | None = None,
+        max_segment_tokens: int | None = None,
     ) -> mx.array:
         """block(hidden) as the trunk would call it; hidden: (B, T, D).
 
-        reach: no text of a packed row has more tokens, so that no key is further away.
+        max_segment_tokens: no text of a packed row has more tokens, so that no key is further away.
         """
 
         def given(value: Any) -> Any:
             if not _is_mask(value):
                 return value
-            reaches = [n for n in (value.window, reach) if n is not None]
+            reaches = [n for n in (value.window, max_segment_tokens) if n is not None]
             mask = Mask(min(reaches, default=None), segments)
             if not (mask.window is None and segments is None) and understands_segments(block):
                 return mask
@@ -155,12 +155,15 @@ class Parts:
         return shell(mx.zeros((1, 1), mx.int32))
 
     def run_blocks(
-        self, tokens: mx.array, segments: mx.array | None = None, reach: int | None = None
+        self,
+        tokens: mx.array,
+        segments: mx.array | None = None,
+        max_segment_tokens: int | None = None,
     ) -> mx.array:
         """(B, T, D) what the last block gives, before `finish`; tokens: (B, T)."""
         hidden = self.embed(tokens)
         for block, call in zip(self.blocks, self.calls(tokens.shape[1]), strict=True):
-            hidden = call.run(block, hidden, segments, reach)
+            hidden = call.run(block, hidden, segments, max_segment_tokens)
         return hidden
 
     def finished_head(self, hidden: mx.array) -> mx.array:

@@ -36,7 +36,7 @@ def push_finished(folder: RunFolder, repo: str, received: Sequence[int]) -> None
     try:
         with open_log(folder) as log:
             start = log.seek(0, os.SEEK_END)
-            status = carried_out(command, log, received)
+            status = push_status(command, log, received)
             output = read_log(log, start)
     except (OSError, UserError) as error:  # of the log, or of starting a process
         status, output, why = None, "", str(error)
@@ -54,7 +54,7 @@ def push_finished(folder: RunFolder, repo: str, received: Sequence[int]) -> None
     raise RunError(fault)
 
 
-def carried_out(command: list[str], log: object, received: Sequence[int]) -> int | None:
+def push_status(command: list[str], log: object, received: Sequence[int]) -> int | None:
     """The exit status of a push; None where a signal that came meanwhile ended it."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -155,7 +155,7 @@ def leave(supervisor: Child, folder: RunFolder, console: Console | None) -> int:
     if console is None:
         return DONE
     for line in (
-        "detached: the run goes on by itself",
+        "Detached. Training continues in the background.",
         f"  your_ai watch {run}",
         f"  your_ai runs stop {run}",
     ):

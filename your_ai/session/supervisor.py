@@ -228,10 +228,10 @@ def main() -> None:
     parser.add_argument("--parent-fd", type=int, help="a pipe that ends with the parent")
     given = parser.parse_args()
     with noted_signals() as received:
-        sys.exit(carry_out(given.run, given.settings, given.parent_fd, received))
+        sys.exit(supervise_run(given.run, given.settings, given.parent_fd, received))
 
 
-def carry_out(run: str, settings: str, parent_fd: int | None, received: Sequence[int]) -> int:
+def supervise_run(run: str, settings: str, parent_fd: int | None, received: Sequence[int]) -> int:
     """Supervise a run for the process at the other end of the pipe; the exit status."""
 
     def stop() -> None:

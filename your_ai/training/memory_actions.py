@@ -103,10 +103,10 @@ class Governor:
         for action in actions:
             if action.kind in LARGE:
                 return action
-            self.carry_out(action, step)
+            self.perform(action, step)
         return None
 
-    def carry_out(self, action: Action, step: int) -> None:
+    def perform(self, action: Action, step: int) -> None:
         began, before, read = time.perf_counter(), probe.read(), 0
         if action.kind != "clear_cache":
             self.prepared.engine.drop()

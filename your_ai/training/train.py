@@ -240,7 +240,7 @@ def skipped_event(state: TrainState, reason: str) -> events.Skipped:
     )
 
 
-def carry_out(
+def train_until_done(
     folder: RunFolder,
     config: TrainConfig,
     stop: Stop,
@@ -259,7 +259,7 @@ def carry_out(
         failed_at, watch = [], Watch()
         try:
             while True:
-                wanted = carry_on(folder, config, log, stop, level, watch, begin_guard)
+                wanted = train_under_plan(folder, config, log, stop, level, watch, begin_guard)
                 if isinstance(wanted, events.Finished):
                     return 0 if wanted.adapter else 128 + (stop.received or 0)
                 if wanted.action.kind == "restart":
@@ -280,7 +280,7 @@ def carry_out(
             stop.on_first = lambda: None  # a late signal must not write to a closed file
 
 
-def carry_on(
+def train_under_plan(
     folder: RunFolder,
     config: TrainConfig,
     log: events.EventLog,
@@ -327,7 +327,7 @@ def main() -> None:
             settings = given.settings and build(json.loads(given.settings), "--settings")
             config = settings or folder.read_config()
             with within_limit(folder, config) as begin_guard:
-                status = carry_out(folder, config, stop, given.level, begin_guard)
+                status = train_until_done(folder, config, stop, given.level, begin_guard)
     except (UserError, RunError) as error:
         echo_error(f"error: {error}")
         status = exits.USER if isinstance(error, UserError) else exits.FAILED
