@@ -18,7 +18,6 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["errors", "rng", "files"],
     ["gates"],
-    ["console"],
     ["config"],
     ["run"],
     ["hub", "data", "doctor.shapes", "nets.numerics"],
@@ -33,7 +32,7 @@ LAYERS = [
     ["training"],
     ["publish"],
     ["session"],
-    ["doctor"],
+    ["doctor", "api"],
     ["commands"],
     ["cli"],
     ["__main__"],
@@ -123,7 +122,7 @@ def is_package(path: Path) -> bool:
 
 
 def test_the_dashboard_imports_only_events_and_foundations():
-    allowed = {"config", "console", "errors", "files", "run.events", "run", "gates.text"}
+    allowed = {"config", "gates.console", "errors", "files", "run.events", "run", "gates.text"}
     for path in (PACKAGE / "dashboard").glob("*.py"):
         others = {o for o in imports(parse(path)) if not o.startswith("dashboard")}
         assert others <= allowed, path.name

@@ -1,3 +1,48 @@
 """LoRA fine-tuning of LLMs on Apple Silicon with MLX, inside a memory budget."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from your_ai.api import (
+        Memory,
+        PlannedRun,
+        Run,
+        evaluate,
+        generate,
+        load_run,
+        plan,
+        train,
+    )
+    from your_ai.config import TrainConfig
+    from your_ai.errors import RunError, UserError
+
 __version__ = "0.1.0"
+__all__ = [
+    "Memory",
+    "PlannedRun",
+    "Run",
+    "RunError",
+    "TrainConfig",
+    "UserError",
+    "evaluate",
+    "generate",
+    "load_run",
+    "plan",
+    "train",
+]
+_MODULES = {"TrainConfig": "config", "RunError": "errors", "UserError": "errors"}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are first used: the command line starts quickly."""
+    if name not in __all__:
+        raise AttributeError(f"module 'your_ai' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"your_ai.{_MODULES.get(name, 'api')}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -23,8 +23,8 @@ from your_ai.commands import (
     serving,
     training,
 )
-from your_ai.console import echo, echo_error, echo_traceback, guard_libraries
 from your_ai.errors import RunError, UserError
+from your_ai.gates.console import echo, echo_error, echo_traceback, guard_libraries
 from your_ai.hub.remote import check_environment
 
 UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EPIPE)

@@ -123,12 +123,12 @@ def test_nothing_to_answer_is_told(run, capsys, stdin):
 def test_a_prompt_that_is_too_long_is_named(demo_tokenizer):
     prompt = Prompt("p.txt:3", [{"role": "user", "content": "one two three"}])
     with pytest.raises(UserError, match=r"p.txt:3: has \d+ tokens; the model takes 4"):
-        generating.fit(demo_tokenizer, prompt, Sampling(), 4)
+        generation.fit(demo_tokenizer, prompt, Sampling(), 4)
 
 
 def test_an_answer_ends_where_the_context_does(demo_tokenizer):
     prompt = Prompt("p.txt:3", [{"role": "user", "content": "one two three"}])
-    tokens, sampling = generating.fit(demo_tokenizer, prompt, Sampling(max_tokens=99), 30)
+    tokens, sampling = generation.fit(demo_tokenizer, prompt, Sampling(max_tokens=99), 30)
     assert len(tokens) + sampling.max_tokens == 30
 
 

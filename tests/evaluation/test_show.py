@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from your_ai.console import open_console
 from your_ai.evaluation.compare import Progress
 from your_ai.evaluation.show import SYSTEMS, follow, report
+from your_ai.gates.console import open_console
 
 INTERVAL = {"value": 1.5, "low": 1.25, "high": 1.75}
 SHARE = {"value": 0.5, "low": 0.25, "high": 1.0}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from your_ai.console import echo_json, open_console
+from your_ai.gates.console import echo_json, open_console
 
 
 def bench(

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
-from your_ai.console import echo_error, echo_json, open_console
 from your_ai.errors import RunError, UserError, explain
+from your_ai.gates.console import echo_error, echo_json, open_console
 
 
 def evaluate(

@@ -9,8 +9,8 @@ import typer
 
 from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
 from your_ai.commands.progress import show_bytes
-from your_ai.console import echo, echo_error, open_console
 from your_ai.errors import UserError
+from your_ai.gates.console import echo, echo_error, open_console
 
 if TYPE_CHECKING:
     from your_ai.nets.saved_adapter import Trained

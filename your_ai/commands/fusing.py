@@ -10,8 +10,8 @@ import typer
 
 from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
 from your_ai.commands.progress import show_bytes
-from your_ai.console import echo, echo_error, echo_json, open_console
 from your_ai.errors import UserError
+from your_ai.gates.console import echo, echo_error, echo_json, open_console
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
-from your_ai.console import echo, echo_json
 from your_ai.errors import UserError
+from your_ai.gates.console import echo, echo_json
 from your_ai.gates.text import quoted, shortened
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ def generate(
     room = max(p.most_tokens for p in asked) + max_tokens
     network, tokenizer = generation.load(config, base, used, max_memory, room)
     context = generation.context_tokens(base)
-    fitted = [fit(tokenizer, p, sampling, context) for p in asked]  # all, before the first answer
+    fitted = [
+        generation.fit(tokenizer, p, sampling, context) for p in asked
+    ]  # all, before the first answer
     try:
         for number, (p, (tokens, bounded)) in enumerate(zip(asked, fitted, strict=True)):
             if as_json:
@@ -134,23 +136,6 @@ def read_most(file: BinaryIO, where: str) -> bytes:
     if len(data) > PROMPTS_BYTES:
         raise UserError(f"{where}: has more than {PROMPTS_BYTES:,} bytes; give fewer prompts")
     return data
-
-
-def fit(
-    tokenizer: Any, prompt: Prompt, sampling: Sampling, context: int | None
-) -> tuple[list[int], Sampling]:
-    """The prompt's tokens, and a sampling that ends where the model's context does."""
-    from dataclasses import replace
-
-    from your_ai.generation import generate as generation
-
-    tokens = generation.prompt_tokens(tokenizer, prompt.messages, prompt.where)
-    if context is None:
-        return tokens, sampling
-    if len(tokens) >= context:
-        raise UserError(f"{prompt.where}: has {len(tokens)} tokens; the model takes {context}")
-    most = min(sampling.max_tokens, context - len(tokens))
-    return tokens, replace(sampling, max_tokens=most)
 
 
 def answered(

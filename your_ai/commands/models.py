@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from your_ai.commands.progress import show_bytes
-from your_ai.console import confirm, echo, echo_error, echo_json, open_console
 from your_ai.errors import UserError
+from your_ai.gates.console import confirm, echo, echo_error, echo_json, open_console
 
 if TYPE_CHECKING:
     from rich.console import Console

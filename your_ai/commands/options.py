@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from your_ai.config import FIELDS, TYPES, default_text, describe, flag
-from your_ai.console import echo_error
+from your_ai.gates.console import echo_error
 
 if TYPE_CHECKING:
     from your_ai.nets.saved_adapter import Trained

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from your_ai.commands.options import CHECKPOINT, MODEL, open_noted
-from your_ai.console import echo, echo_error
 from your_ai.errors import UserError
+from your_ai.gates.console import echo, echo_error
 
 if TYPE_CHECKING:
     from your_ai.publish.contents import Contents

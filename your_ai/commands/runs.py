@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.console import confirm, echo, echo_json, open_console
 from your_ai.errors import UserError
+from your_ai.gates.console import confirm, echo, echo_json, open_console
 
 if TYPE_CHECKING:
     from your_ai.run.folder import RunFolder

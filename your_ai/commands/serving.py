@@ -11,7 +11,7 @@ import typer
 
 from your_ai.commands.generating import TEMPERATURE, TOP_P
 from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
-from your_ai.console import echo, echo_error
+from your_ai.gates.console import echo, echo_error
 
 
 def serve(

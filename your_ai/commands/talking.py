@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.console import echo, echo_error, open_console
 from your_ai.errors import RunError, UserError
+from your_ai.gates.console import echo, echo_error, open_console
 from your_ai.gates.text import printable
 from your_ai.generation.chat import COMMANDS, Conversation, Responses, Talker, parse
 from your_ai.nets.saved_adapter import Trained

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from your_ai.commands.models import find_or_fetch
 from your_ai.commands.options import option, with_settings
 from your_ai.config import DEMO, TrainConfig, resolve, resumed
-from your_ai.console import echo_error, echo_json, open_console
-from your_ai.errors import RunError, UserError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from your_ai.run.folder import RunFolder
+from your_ai.errors import UserError
+from your_ai.gates.console import echo_error, echo_json, open_console
 
 DEMO_NOTE = """\
 The embedded demo: a small model learns to turn orders into JSON records.
@@ -53,7 +48,11 @@ def train(
         if settings.model == settings.data == DEMO and settings.exact_match and not as_json:
             console.print(DEMO_NOTE, markup=False)
     new = resume is None
-    raise typer.Exit(train_and_show(folder, settings, console, new, detach, as_json))
+    from your_ai.session import attach
+
+    raise typer.Exit(
+        attach.train_and_show(folder, settings, console, new=new, detach=detach, as_json=as_json)
+    )
 
 
 def check(settings: TrainConfig, detach: bool) -> None:
@@ -69,69 +68,6 @@ def check(settings: TrainConfig, detach: bool) -> None:
 
         if note := check_account(settings.push_to):
             echo_error(f"note: {note}")
-
-
-def train_and_show(
-    folder: RunFolder,
-    settings: TrainConfig,
-    console: Console,
-    new: bool,
-    detach: bool = False,
-    as_json: bool = False,
-) -> int:
-    """Train and show the run's events; the exit status. A run that never began leaves nothing."""
-    from your_ai.run.child import Lost
-    from your_ai.run.folder import discard
-    from your_ai.session import attach
-
-    try:
-        if settings.supervise:
-            return attach.train(folder, settings, console, detach=detach, as_json=as_json)
-        return train_here(folder, settings, console, as_json)
-    except Lost:
-        raise  # its folder says why
-    except BaseException:
-        if new and not folder.checkpoints.exists():  # the first is written before any step
-            discard(folder)
-        raise
-
-
-def train_here(
-    folder: RunFolder, settings: TrainConfig, console: Console, as_json: bool = False
-) -> int:
-    """Train in this process, as a debugger wants it; the exit status."""
-    from your_ai.dashboard.live import Follower, following, style_for
-    from your_ai.publish.after_training import push_finished
-    from your_ai.run import requests
-    from your_ai.run.exits import DONE
-    from your_ai.run.folder import is_running
-    from your_ai.run.stopping import noted_signals, stop_signals
-    from your_ai.trackers.upload import tracked
-
-    follower = Follower(folder.events, console, style_for(console, as_json))
-    names = () if is_running(folder) else settings.report_to
-    if not is_running(folder):
-        requests.withdraw_all(folder)
-    fault = None
-    with following(follower):
-        with tracked(folder, names), stop_signals() as stop:
-            from your_ai.training.train import (
-                train_until_done,  # mlx takes a second: shown as starting
-            )
-
-            stop.on_second = lambda: follower.leave(folder.reference)
-            status = train_until_done(folder, settings, stop)
-        if status == DONE and settings.push_to:
-            with noted_signals() as received:
-                try:
-                    push_finished(folder, settings.push_to, received)
-                except RunError as error:  # told below the summary
-                    fault = error
-    follower.report_failure()
-    follower.print_summary(folder.reference)
-    if fault is not None:
-        raise fault
-    return status
 
 
 train.__signature__ = with_settings(  # type: ignore[attr-defined]
@@ -190,7 +126,9 @@ plan.__signature__ = with_settings(  # type: ignore[attr-defined]
         "A shape of `bench` instead of a model, made on the spot.",
         metavar="NAME",
     ),
-    option("bits", "--bits", int | None, "Bits the shape is quantized to: 4 or 8; 0 = not quantized."),
+    option(
+        "bits", "--bits", int | None, "Bits the shape is quantized to: 4 or 8; 0 = not quantized."
+    ),
     option("seq_len", "--seq-len", int | None, "Tokens of every row, without looking at data."),
     option("as_json", "--json", bool | None, "Print one JSON object."),
 )

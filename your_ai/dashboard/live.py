@@ -13,10 +13,10 @@ from typing import IO, Literal
 from rich.console import Console
 from rich.live import Live
 
-from your_ai.console import echo_error, write_json_lines
 from your_ai.dashboard import view
 from your_ai.dashboard.screen import screen
 from your_ai.dashboard.state import ViewState, fold, fold_all
+from your_ai.gates.console import echo_error, write_json_lines
 from your_ai.run import events
 from your_ai.run.events import Record
 

@@ -28,7 +28,6 @@ from mlx.utils import tree_map
 from rich.table import Table
 
 from your_ai.config import TrainConfig, coerce, flag, nearest
-from your_ai.console import echo_json
 from your_ai.data.batches import Batch, RowsAt, make_schedule, micro_batches
 from your_ai.data.examples import Examples, Tally
 from your_ai.doctor.shapes import SHAPES, make_shape
@@ -37,6 +36,7 @@ from your_ai.engine.opened import open_model
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.protocol import Engine
 from your_ai.errors import RunError, UserError
+from your_ai.gates.console import echo_json
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store

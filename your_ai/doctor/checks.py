@@ -20,7 +20,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from your_ai.config import packaged
-from your_ai.console import echo_json
 from your_ai.data.batches import Batch
 from your_ai.doctor import bench
 from your_ai.doctor.bench import Contest
@@ -30,6 +29,7 @@ from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
 from your_ai.engine.weights import Tensor
+from your_ai.gates.console import echo_json
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import probe
 from your_ai.nets import model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +250,19 @@ def prompt_tokens(
     if not tokens:
         raise UserError(f"{where}: has no tokens")
     return tokens
+
+
+def fit(
+    tokenizer: Any, prompt: Prompt, sampling: Sampling, context: int | None
+) -> tuple[list[int], Sampling]:
+    """The prompt's tokens, and a sampling that ends where the model's context does."""
+    tokens = prompt_tokens(tokenizer, prompt.messages, prompt.where)
+    if context is None:
+        return tokens, sampling
+    if len(tokens) >= context:
+        raise UserError(f"{prompt.where}: has {len(tokens)} tokens; the model takes {context}")
+    most = min(sampling.max_tokens, context - len(tokens))
+    return tokens, replace(sampling, max_tokens=most)
 
 
 def respond(

@@ -106,8 +106,12 @@ def noted_signals() -> Iterator[list[int]]:
     """The stop signals that come until the block ends; then the handlers are as they were.
 
     A terminal that closes may say so twice, the shell and the system each: that counts once.
+    Outside the main thread none come.
     """
     received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
 
     def note(number: int, frame: object) -> None:
         if number != signal.SIGHUP or number not in received:

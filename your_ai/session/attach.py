@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,13 +22,13 @@ from rich.console import Console
 
 from your_ai.config import TrainConfig
 from your_ai.dashboard.keys import Keyboard, keyboard
-from your_ai.dashboard.live import GO_ON_KEY, PAUSE_KEY, Follower, style_for
+from your_ai.dashboard.live import GO_ON_KEY, PAUSE_KEY, Follower, following, style_for
 from your_ai.errors import RunError, UserError
 from your_ai.run import child, events, requests
 from your_ai.run.child import POLL_S, Child
 from your_ai.run.exits import DONE, FAILED
-from your_ai.run.folder import RunFolder, is_running
-from your_ai.run.stopping import SIGNALS, Interrupted, noted_signals
+from your_ai.run.folder import RunFolder, discard, is_running
+from your_ai.run.stopping import SIGNALS, Interrupted, noted_signals, stop_signals
 
 KEYS = f"q detach   c checkpoint   {PAUSE_KEY}"
 GRACE_S = 3.0  # between two processes of a run that goes on
@@ -81,13 +82,15 @@ def terminal(follower: Follower) -> Iterator[Terminal]:
             found.to_suspend = True
 
         before = signal.getsignal(signal.SIGTSTP)
-        if before != signal.SIG_IGN:
+        is_main = threading.current_thread() is threading.main_thread()  # others hear no signals
+        if is_main and before != signal.SIG_IGN:
             signal.signal(signal.SIGTSTP, note)
         try:
             yield found
         finally:
             found.put_away()
-            signal.signal(signal.SIGTSTP, before)
+            if is_main:
+                signal.signal(signal.SIGTSTP, before)
 
 
 def train(
@@ -146,6 +149,62 @@ def train(
     else:
         follower.leave(folder.reference)
     return 128 + number
+
+
+def train_and_show(
+    folder: RunFolder,
+    settings: TrainConfig,
+    console: Console,
+    *,
+    new: bool,
+    detach: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Train and show the run's events; the exit status. A run that never began leaves nothing.
+
+    new: the folder was made for this.
+    """
+    try:
+        if settings.supervise:
+            return train(folder, settings, console, detach=detach, as_json=as_json)
+        return train_here(folder, settings, console, as_json)
+    except child.Lost:
+        raise  # its folder says why
+    except BaseException:
+        if new and not folder.checkpoints.exists():  # the first is written before any step
+            discard(folder)
+        raise
+
+
+def train_here(
+    folder: RunFolder, settings: TrainConfig, console: Console, as_json: bool = False
+) -> int:
+    """Train in this process, as a debugger wants it; the exit status."""
+    from your_ai.publish.after_training import push_finished
+    from your_ai.trackers.upload import tracked
+
+    follower = Follower(folder.events, console, style_for(console, as_json))
+    names = () if is_running(folder) else settings.report_to
+    if not is_running(folder):
+        requests.withdraw_all(folder)
+    fault = None
+    with following(follower):
+        with tracked(folder, names), stop_signals() as stop:
+            from your_ai.training.train import train_until_done  # MLX takes a second to load
+
+            stop.on_second = lambda: follower.leave(folder.reference)
+            status = train_until_done(folder, settings, stop)
+        if status == DONE and settings.push_to:
+            with noted_signals() as received:
+                try:
+                    push_finished(folder, settings.push_to, received)
+                except RunError as error:  # told below the summary
+                    fault = error
+    follower.report_failure()
+    follower.print_summary(folder.reference)
+    if fault is not None:
+        raise fault
+    return status
 
 
 def leave(supervisor: Child, folder: RunFolder, console: Console | None) -> int:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from your_ai.config import TrainConfig, build
-from your_ai.console import echo_error, echo_traceback
 from your_ai.errors import RunError, UserError
+from your_ai.gates.console import echo_error, echo_traceback
 from your_ai.publish.after_training import push_finished
 from your_ai.run import events, requests
 from your_ai.run.child import LOG, POLL_S, Lost, open_log, read_log, started, told_error

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 
-from your_ai.console import echo
+from your_ai.gates.console import echo
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 from your_ai.trackers.rows import Figures, Progress, Row, after

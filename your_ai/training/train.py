@@ -23,12 +23,12 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from your_ai.config import TrainConfig, build, is_due
-from your_ai.console import echo_error, echo_traceback
 from your_ai.data.batches import Batch
 from your_ai.engine import prefix
 from your_ai.engine.protocol import Engine
 from your_ai.errors import RunError, UserError, explain, lacked_memory
 from your_ai.files import clean
+from your_ai.gates.console import echo_error, echo_traceback
 from your_ai.memory import allocator, probe
 from your_ai.memory.governor import Action, Watch
 from your_ai.nets import model

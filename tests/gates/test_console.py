@@ -20,8 +20,9 @@ from rich.text import Text
 
 import your_ai
 from tests.conftest import call, chat, write_rows
-from your_ai import cli, console
+from your_ai import cli
 from your_ai.errors import RunError, UserError
+from your_ai.gates import console
 from your_ai.gates.text import LINE_CHARACTERS, printable, shortened
 from your_ai.run import events
 from your_ai.run.folder import RunFolder

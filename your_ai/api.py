@@ -1,0 +1,333 @@
+"""The Python interface, `import your_ai`: what the command line does, for notebooks and programs.
+
+Importing it is quick; MLX is loaded by what needs it. Errors that are the caller's are
+`UserError`, everything else that can go wrong with a run is `RunError`; both say what to do.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from your_ai.config import TrainConfig, build, resolve, resumed
+from your_ai.errors import RunError, UserError, explain
+from your_ai.gates.console import open_console
+from your_ai.run import events
+from your_ai.run import folder as folders
+from your_ai.run.folder import RunFolder
+
+if TYPE_CHECKING:
+    from your_ai.dashboard.history import Past
+    from your_ai.nets.saved_adapter import Trained
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """How a run would be computed, and what it would hold."""
+
+    engine: str
+    """fused, staged or streamed."""
+    text: str
+    """The plan in words."""
+    limit_bytes: int
+    needed_bytes: int
+    """The least memory limit under which this plan is chosen."""
+    components: dict[str, int]
+    """The estimated peak of the process, in bytes by component."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a run held, in bytes; None where nothing was recorded."""
+
+    peak_bytes: int | None
+    """The most that the training process held."""
+    limit_bytes: int | None
+
+
+@dataclass
+class Run:
+    """A run in its folder: in progress, finished, stopped, or imported.
+
+    What was recorded is read again at each access.
+    """
+
+    path: Path
+    _loaded: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        return self._folder.name
+
+    @property
+    def config(self) -> TrainConfig:
+        """The settings of the run."""
+        return self._folder.read_config()
+
+    @property
+    def is_running(self) -> bool:
+        return folders.is_running(self._folder)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether training reached its last step."""
+        finished = self._past().state.finished
+        return finished is not None and finished.reason == "done"
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that were done, from 1; one for each of `losses`."""
+        return [step.step for step in self._past().steps]
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of each step."""
+        return [step.loss for step in self._past().steps]
+
+    @property
+    def validation_losses(self) -> dict[int, float]:
+        """By step."""
+        return {event.step: event.loss for event in self._past().validations}
+
+    @property
+    def metrics(self) -> dict[str, dict[int, float]]:
+        """What the objective reported beside the loss: by name, then by step."""
+        found: dict[str, dict[int, float]] = {}
+        for step in self._past().steps:
+            for name, value in step.metrics.items():
+                found.setdefault(name, {})[step.step] = value
+        return found
+
+    @property
+    def memory(self) -> Memory:
+        state = self._past().state
+        limit = state.limit
+        return Memory(state.highest_bytes, None if limit is None else limit.limit_bytes)
+
+    @property
+    def adapter(self) -> Path:
+        """The folder of the finished adapter, which mlx-lm loads. Raises UserError if none is."""
+        return _trained(self.path, None, None).adapter.folder
+
+    def resume(self, *, show: bool = True, **changes: Any) -> Run:
+        """Continue from the last checkpoint; `changes`: settings that may change, as `--resume`."""
+        folders.check_resumable(self._folder)
+        settings = resumed(self._folder.read_config(), changes)
+        return _train(self._folder, settings, new=False, show=show)
+
+    def evaluate(self, data: str | Path | None = None, **options: Any) -> dict[str, Any]:
+        """`your_ai.evaluate` of this run."""
+        return evaluate(self, data, **options)
+
+    def generate(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        max_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        adapter: bool = True,
+        max_memory: float | None = None,
+        checkpoint: str | None = None,
+        model: str | None = None,
+    ) -> str:
+        """The answer to a prompt, or to a conversation of messages with role and content.
+
+        adapter: use it, or the base model alone; max_memory: of this process, in GB. Raises
+        UserError for a prompt that the model cannot take. The model stays in memory for the next
+        call, until `unload`.
+        """
+        from your_ai.generation import generate as generation
+
+        sampling = generation.Sampling(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
+        )
+        asked = (
+            generation.text_prompt(prompt, "prompt")
+            if isinstance(prompt, str)
+            else generation.parse_prompt({"messages": list(prompt)}, "prompt")
+        )
+        room = asked.most_tokens + max_tokens if max_memory is not None else 0
+        key = (adapter, checkpoint, model, max_memory, room)
+        if key not in self._loaded:
+            self.unload()  # one model at a time
+            if adapter:
+                trained = _trained(self.path, checkpoint, model)
+                config, base, used = trained.config, trained.base, trained.adapter
+            else:
+                (config, base), used = generation.find_base(str(self.path), model), None
+            loaded = generation.load(config, base, used, max_memory, room)
+            self._loaded[key] = (*loaded, generation.context_tokens(base))
+        network, tokenizer, context = self._loaded[key]
+        tokens, bounded = generation.fit(tokenizer, asked, sampling, context)
+        return "".join(r.text for r in generation.respond(network, tokenizer, tokens, bounded))
+
+    def unload(self) -> None:
+        """Drop the model that `generate` loaded."""
+        self._loaded.clear()
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write a self-contained HTML page about the run; its path."""
+        from your_ai.dashboard.report import write_report
+
+        records, _ = events.tail(self._folder.events)
+        page = self.path / "report.html" if out is None else Path(out)
+        write_report(records, self.name, self._folder.config_text("replace"), page)
+        return page
+
+    @property
+    def _folder(self) -> RunFolder:
+        return RunFolder(self.path)
+
+    def _past(self) -> Past:
+        from your_ai.dashboard import history
+
+        return history.read(events.tail(self._folder.events)[0])
+
+
+def load_run(name: str | Path) -> Run:
+    """The run with this name in ./runs, or in this folder. Raises UserError if there is none."""
+    return Run(folders.find(str(name)).path)
+
+
+def train(config: TrainConfig | str | None = None, *, show: bool = True, **settings: Any) -> Run:
+    """Train LoRA adapters, and return the run when it has ended.
+
+    config: a TrainConfig, or the name of a preset or YAML file; settings: those of `TrainConfig`
+    by name, which win over it. Without a model and data the embedded demo is trained. show:
+    the dashboard, or its lines where there is no terminal. An interrupt, such as Ctrl-C or
+    stopping a notebook's cell, finishes the step and saves: `Run.resume` continues. Raises
+    UserError for bad input, before anything is written, and RunError where training fails.
+    """
+    resolved = _settings(config, settings)
+    from your_ai.hub.find import find_model
+
+    find_model(resolved.model)
+    return _train(folders.create(resolved), resolved, new=True, show=show)
+
+
+def plan(
+    config: TrainConfig | str | None = None, *, seq_len: int | None = None, **settings: Any
+) -> PlannedRun:
+    """The memory that a run would take, and how it would be computed; no weight is read.
+
+    Arguments as for `train`. seq_len: the length of every row, in tokens, instead of looking at
+    the data. Raises UserError where nothing fits into the limit, with the least that would.
+    """
+    resolved = _settings(config, settings, needs_data=False)
+    from your_ai.hub.find import find_model
+    from your_ai.memory.plan import words
+    from your_ai.training.prepare import planned_budget
+
+    budget = planned_budget(resolved, find_model(resolved.model), seq_len)
+    option = budget.choice.option
+    return PlannedRun(
+        engine=option.plan.engine,
+        text=words(option.plan, max(budget.demand.lengths)),
+        limit_bytes=budget.limit.limit_bytes,
+        needed_bytes=option.needed_bytes,
+        components=dict(option.estimate.components),
+    )
+
+
+def evaluate(
+    run: Run | str | Path,
+    data: str | Path | None = None,
+    *,
+    metric: str | None = None,
+    batch_size: int | None = None,
+    max_memory: float | None = None,
+    max_tokens: int | None = None,
+    resamples: int = 2000,
+    confidence: float = 0.95,
+    seed: int = 0,
+    worst: int = 5,
+    checkpoint: str | None = None,
+    model: str | None = None,
+) -> dict[str, Any]:
+    """Compare a run's adapter with its base model; the content of evaluation.json.
+
+    data: a .jsonl file or a folder, default: the run's own; metric: `module:function`;
+    max_memory: of this process, in GB. `measures` has, for loss, perplexity and exact_match,
+    the value and interval of base, adapter and difference. Raises UserError and RunError.
+    """
+    from your_ai.evaluation import record, rows, summary
+    from your_ai.evaluation.compare import Request, compare
+    from your_ai.evaluation.custom_metric import load_metric
+
+    if not 0 < confidence < 1:
+        raise UserError(f"confidence {confidence:g}: must be above 0 and below 1")
+    trained = _trained(_run(run).path, checkpoint, model)
+    request = Request(
+        batch_size=batch_size or trained.config.batch_size,
+        max_memory_gb=max_memory,
+        metric=None if metric is None else load_metric(metric),
+        max_tokens=max_tokens,
+    )
+    path = rows.choose_file(None if data is None else str(data), trained.config)
+    found = _guarded(trained.folder, lambda: _last(compare(trained, path, request)))
+    settings = summary.Settings(resamples=resamples, confidence=confidence, seed=seed, worst=worst)
+    measured = summary.summarize(trained, found, settings)
+    record.write(trained.folder, measured)
+    return measured
+
+
+def generate(run: Run | str | Path, prompt: str | Sequence[Message], **options: Any) -> str:
+    """`Run.generate` of a run, whose model is loaded for this call."""
+    return _run(run).generate(prompt, **options)
+
+
+def _run(run: Run | str | Path) -> Run:
+    return run if isinstance(run, Run) else load_run(run)
+
+
+def _trained(path: Path, checkpoint: str | None, model: str | None) -> Trained:
+    from your_ai.nets.saved_adapter import open_trained
+
+    return open_trained(str(path), checkpoint, model)
+
+
+def _settings(
+    config: TrainConfig | str | None, settings: dict[str, Any], needs_data: bool = True
+) -> TrainConfig:
+    unknown = [name for name in settings if name not in TrainConfig.__dataclass_fields__]
+    if unknown:
+        build(settings, "settings")  # names the nearest
+    settings = {n: str(v) if isinstance(v, Path) else v for n, v in settings.items()}
+    if isinstance(config, TrainConfig):
+        return resolve(asdict(config) | settings, None, needs_data)
+    return resolve(settings, config, needs_data)
+
+
+def _train(folder: RunFolder, settings: TrainConfig, *, new: bool, show: bool) -> Run:
+    from your_ai.session import attach
+
+    console = open_console() if show else open_console(file=io.StringIO())
+    attach.train_and_show(folder, settings, console, new=new)
+    return Run(folder.path)
+
+
+def _last(steps: Iterable[Any]) -> Any:
+    """What a generator returns."""
+    iterator = iter(steps)
+    while True:
+        try:
+            next(iterator)
+        except StopIteration as end:
+            return end.value
+
+
+def _guarded(folder: RunFolder, function: Callable[[], Any]) -> Any:
+    """What a function gives; what MLX raises is a RunError."""
+    try:
+        return function()
+    except (RuntimeError, MemoryError) as error:
+        if type(error) not in (RuntimeError, MemoryError):
+            raise
+        raise RunError(f"{folder.path}: {explain(str(error) or 'MemoryError')}") from error
