@@ -24,8 +24,8 @@ def commands() -> list[str]:
 
 def test_the_first_two_commands_set_up_everything():
     first, second, *rest = commands()
-    assert first.startswith("python3 -m venv .venv && ")
-    assert first.endswith(".venv/bin/your_ai train")
+    assert first.startswith("python3 -m venv .venv && source .venv/bin/activate && ")
+    assert first.endswith("&& your_ai train")
     assert second.endswith("-m pytest")
     assert all(command.startswith(("your_ai ", "mlx_lm.generate ")) for command in rest)
     screen = README.splitlines()[:30]
@@ -47,12 +47,14 @@ def test_the_other_commands_run(own_folder):
         assert done.returncode == 0, command
 
 
-def test_the_tree_names_files_that_exist():
-    block = README.rsplit("```\n", 2)[1].strip("`\n")
-    for line in block.splitlines():
-        name = line.split()[0]
-        inside = line.startswith("  ")
-        assert (CHECKOUT / ("your_ai" if inside else "") / name).exists(), name
+def test_the_architecture_names_every_package():
+    block = (CHECKOUT / "docs" / "architecture.md").read_text().split("```")[1]
+    named = set(re.findall(r"^  ([a-z]+/)", block, re.M))
+    named |= set(re.findall(r"\b[a-z]+\.py\b", block))
+    package = CHECKOUT / "your_ai"
+    there = {p.name for p in package.glob("*.py") if not p.name.startswith("__")}
+    there |= {f"{p.parent.name}/" for p in package.glob("*/__init__.py")}
+    assert named == there
 
 
 def test_links_lead_somewhere():
