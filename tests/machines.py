@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from your_ai.doctor.machine import Machine
+from your_ai.doctor.machine import MachineInfo
 
 GIB, GB = 1 << 30, 10**9
 VERSIONS = {"python": "3.12.8", "mlx": "0.32.4", "mlx_lm": "0.32.2", "your_ai": "0.1.0"}
@@ -10,10 +10,10 @@ VERSIONS = {"python": "3.12.8", "mlx": "0.32.4", "mlx_lm": "0.32.2", "your_ai": 
 STORE = "/a-place-of-mine/your_ai"  # which is nobody's business
 
 
-def mac(ram: float, recommended: float, chip: str, **changes: object) -> Machine:
+def mac(ram: float, recommended: float, chip: str, **changes: object) -> MachineInfo:
     """One that is idle; sizes in GiB."""
     recommended_bytes = int(recommended * GIB)
-    return Machine(
+    return MachineInfo(
         **{
             "system": "Darwin",
             "release": "15.5",
@@ -46,13 +46,13 @@ MACS = {
     64: mac(64, 48, "Apple M1 Max", release="14.2"),
     128: mac(128, 107.52, "Apple M4 Max", cores=16),
 }
-CUDA = Machine(
+CUDA = MachineInfo(
     system="Linux", release="6.8.0", architecture="x86_64", chip="AMD Ryzen 9 7950X", cores=16,
     device="cuda", nvidia=True, ram_bytes=64 * GIB, available_bytes=60 * GIB, held_bytes=GB // 4,
     gpu_bytes=24 * GIB, gpu_free_bytes=23 * GIB, swap_bytes=0, pressure=1,
     disk_free_bytes=500 * GB, store=STORE, store_writable=True, **VERSIONS,
 )  # fmt: skip
-CPU = Machine(
+CPU = MachineInfo(
     system="Linux", release="6.18.44", architecture="x86_64", chip="AMD EPYC", cores=2,
     device="cpu", ram_bytes=25_276_502_016, available_bytes=23_809_253_376,
     held_bytes=30_003_200, swap_bytes=0, pressure=1, disk_free_bytes=69_700_079_616,

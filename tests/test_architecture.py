@@ -183,3 +183,16 @@ def test_help_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_class_name_is_used_once():
+    """Events are the records of what others do, and share their names."""
+    found: dict[str, str] = {}
+    for path in SOURCES:
+        module = module_name(path)
+        if module == "run.events":
+            continue
+        for node in parse(path).body:
+            if isinstance(node, ast.ClassDef):
+                assert node.name not in found, f"{node.name}: {found[node.name]} and {module}"
+                found[node.name] = module

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from your_ai.api import (
-        Memory,
         PlannedRun,
         Run,
+        RunMemory,
         evaluate,
         generate,
         load_run,
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Memory",
     "PlannedRun",
     "Run",
     "RunError",
+    "RunMemory",
     "TrainConfig",
     "UserError",
     "evaluate",

@@ -20,7 +20,7 @@ from your_ai.run import folder as folders
 from your_ai.run.folder import RunFolder
 
 if TYPE_CHECKING:
-    from your_ai.dashboard.history import Past
+    from your_ai.dashboard.history import RunHistory
     from your_ai.nets.saved_adapter import Trained
 
 Message = dict[str, Any]
@@ -42,7 +42,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class Memory:
+class RunMemory:
     """What a run held, in bytes; None where nothing was recorded."""
 
     peak_bytes: int | None
@@ -104,10 +104,10 @@ class Run:
         return found
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> RunMemory:
         state = self._past().state
         limit = state.limit
-        return Memory(state.highest_bytes, None if limit is None else limit.limit_bytes)
+        return RunMemory(state.highest_bytes, None if limit is None else limit.limit_bytes)
 
     @property
     def adapter(self) -> Path:
@@ -185,7 +185,7 @@ class Run:
     def _folder(self) -> RunFolder:
         return RunFolder(self.path)
 
-    def _past(self) -> Past:
+    def _past(self) -> RunHistory:
         from your_ai.dashboard import history
 
         return history.read(events.tail(self._folder.events)[0])
@@ -272,7 +272,9 @@ def evaluate(
     )
     path = rows.choose_file(None if data is None else str(data), trained.config)
     found = _guarded(trained.folder, lambda: _last(compare(trained, path, request)))
-    settings = summary.Settings(resamples=resamples, confidence=confidence, seed=seed, worst=worst)
+    settings = summary.SummarySettings(
+        resamples=resamples, confidence=confidence, seed=seed, worst=worst
+    )
     measured = summary.summarize(trained, found, settings)
     record.write(trained.folder, measured)
     return measured

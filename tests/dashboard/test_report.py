@@ -116,7 +116,7 @@ def written(folder: Path, happened: Sequence[Event], config_text: str = "model: 
     return out.read_text(encoding="utf-8")
 
 
-def past(*happened: Event) -> history.Past:
+def past(*happened: Event) -> history.RunHistory:
     return history.read(records(*happened))
 
 

@@ -18,7 +18,7 @@ from transformers.utils import chat_template_utils
 
 from tests.conftest import DEMO_FOLDER
 from your_ai.data import encode
-from your_ai.data.encode import Encoded, Encoder
+from your_ai.data.encode import EncodedRow, Encoder
 from your_ai.data.rows import Chat, Pair, Row, Text
 from your_ai.errors import UserError
 
@@ -182,13 +182,13 @@ def row_of(content: Chat | Pair | Text) -> Row:
     return Row("data.jsonl:7", content, 1.0)
 
 
-def spell(tokenizer: Any, encoded: Encoded) -> str:
+def spell(tokenizer: Any, encoded: EncodedRow) -> str:
     """The tokens, one after the other: + before those that are trained, - before others."""
     texts = tokenizer.convert_ids_to_tokens(encoded.tokens.tolist())
     return " ".join("-+"[int(on)] + text for text, on in zip(texts, encoded.trained, strict=True))
 
 
-def trained_texts(tokenizer: Any, encoded: Encoded) -> list[str]:
+def trained_texts(tokenizer: Any, encoded: EncodedRow) -> list[str]:
     """The text of each run of trained tokens."""
     runs = groupby(
         zip(encoded.tokens.tolist(), encoded.trained, strict=True), key=lambda pair: pair[1]
@@ -423,7 +423,7 @@ def test_an_answer_is_trained_after_what_the_model_is_given(tokenizers, name):
     given = tokenizer.encode(encoder.prompt_of(row).rendered, add_special_tokens=False)
     assert encoded.tokens[: len(given)].tolist() == given
     assert trained_texts(
-        tokenizer, Encoded(encoded.tokens[len(given) :], encoded.trained[len(given) :])
+        tokenizer, EncodedRow(encoded.tokens[len(given) :], encoded.trained[len(given) :])
     ) == [trained_of_turn(name, "no")]
 
 

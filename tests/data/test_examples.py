@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import chat, write_rows
 from your_ai.data import examples
-from your_ai.data.encode import Encoded, Encoder
+from your_ai.data.encode import EncodedRow, Encoder
 from your_ai.data.examples import Examples, Tally, fit, load_examples
 from your_ai.data.rows import ROW_LIMIT, Row, RowLimit
 from your_ai.errors import UserError
@@ -38,13 +38,13 @@ class Plain:
     limit: RowLimit = ROW_LIMIT
     encoded: list[str] = field(default_factory=list)
 
-    def encode(self, row: Row) -> Encoded:
+    def encode(self, row: Row) -> EncodedRow:
         self.encoded.append(row.where)
         words = row.content.text.split()
         if "bad" in words:
             raise UserError(f"{row.where}: a bad row")
         tokens = np.array([int(word) for word in words], np.uint32)
-        return Encoded(tokens, np.array([word.startswith("+") for word in words]))
+        return EncodedRow(tokens, np.array([word.startswith("+") for word in words]))
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Refusing:
     vocabulary: int | None = None
     limit: RowLimit = ROW_LIMIT
 
-    def encode(self, row: Row) -> Encoded:
+    def encode(self, row: Row) -> EncodedRow:
         raise AssertionError(f"{row.where} was encoded again")
 
 
@@ -354,10 +354,10 @@ def test_tokenized_rows_that_were_used_stay():
 # Rows that are too long
 
 
-def sequence(length: int, trained: list[bool] | None = None) -> Encoded:
+def sequence(length: int, trained: list[bool] | None = None) -> EncodedRow:
     """Tokens that say where they stand; all but the first trained, if nothing else is said."""
     trained = [False] + [True] * (length - 1) if trained is None else trained
-    return Encoded(np.arange(length, dtype=np.uint32), np.array(trained, bool))
+    return EncodedRow(np.arange(length, dtype=np.uint32), np.array(trained, bool))
 
 
 def test_a_row_that_just_fits_is_whole():
@@ -507,11 +507,11 @@ def test_encoding_many_rows_holds_few_objects():
         mask_prompt, vocabulary, limit = True, None, ROW_LIMIT
         asked = 0
 
-        def encode(self, row: Row) -> Encoded:
+        def encode(self, row: Row) -> EncodedRow:
             if self.asked % 10_000 == 0:
                 blocks.append(sys.getallocatedblocks())
             self.asked += 1
-            return Encoded(tokens.copy(), trained.copy())
+            return EncodedRow(tokens.copy(), trained.copy())
 
     Path("train.jsonl").write_bytes(b'{"text": "1", "weight": 0.5}\n' * MANY)
     assert len(load(Copying())) == MANY
@@ -523,7 +523,7 @@ def test_encoded_rows_are_let_go():
     alive: list[int] = []
 
     class Watched(Plain):
-        def encode(self, row: Row) -> Encoded:
+        def encode(self, row: Row) -> EncodedRow:
             alive.append(sum(ref() is not None for ref in given))
             encoded = super().encode(row)
             given.append(weakref.ref(encoded.tokens))

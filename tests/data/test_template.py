@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import DEMO_FOLDER
 from your_ai.data import template
-from your_ai.data.template import Refused, render
+from your_ai.data.template import TemplateRefused, render
 from your_ai.errors import UserError
 from your_ai.nets.model import load_tokenizer_of
 
@@ -87,7 +87,7 @@ def test_limits_are_as_before_when_it_is_done(monkeypatch):
     others, _ = signal.setitimer(signal.ITIMER_REAL, 100)  # as a test runner's own
     try:
         assert "Hi" in render(tokenizer, MESSAGES, "rows:3", ROOM)
-        with pytest.raises(Refused):
+        with pytest.raises(TemplateRefused):
             render(tokenizer, MESSAGES, "rows:3", ROOM, chat_template="{{ raise_exception('x') }}")
         assert 90 < signal.getitimer(signal.ITIMER_REAL)[0] <= 100
     finally:

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_map
 
 from your_ai.doctor import checks as selfchecks
-from your_ai.doctor.checks import CHECKS, Made
+from your_ai.doctor.checks import CHECKS, MadeModel
 from your_ai.hub.check import check_model
 from your_ai.nets import model
 
@@ -88,7 +88,7 @@ def test_a_cache_that_is_not_cleared_is_seen(folder, monkeypatch):
 def test_gradients_that_are_off_by_a_hundredth_are_seen(folder, monkeypatch):
     made = selfchecks.made
 
-    def off(place: Path, plan: str, contest: Any) -> Made:
+    def off(place: Path, plan: str, contest: Any) -> MadeModel:
         found = made(place, plan, contest)
         if plan != "staged":
             return found

@@ -17,22 +17,22 @@ import your_ai
 from tests.machines import CPU, CUDA, GB, GIB, MACS, RECORDED
 from your_ai.doctor import findings as doctor
 from your_ai.doctor.findings import Finding, findings
-from your_ai.doctor.machine import Machine, limit_of
+from your_ai.doctor.machine import MachineInfo, limit_of
 
 MAC = MACS[16]
 
 
-def bad(machine: Machine) -> list[Finding]:
+def bad(machine: MachineInfo) -> list[Finding]:
     return [finding for finding in findings(machine) if finding.level != "ok"]
 
 
-def found(machine: Machine, word: str) -> Finding:
+def found(machine: MachineInfo, word: str) -> Finding:
     """The one finding that says `word`."""
     (finding,) = [f for f in findings(machine) if word in f.what]
     return finding
 
 
-def shown(machine: Machine, width: int = 80) -> str:
+def shown(machine: MachineInfo, width: int = 80) -> str:
     console = Console(file=io.StringIO(), width=width)
     console.print(doctor.table(machine, findings(machine)))
     return console.file.getvalue()
@@ -237,6 +237,6 @@ def test_programs_get_the_machine_the_limit_and_the_findings():
 
 
 def test_a_machine_that_tells_nothing_is_shown_too():
-    unknown = Machine(system="Linux")
+    unknown = MachineInfo(system="Linux")
     assert doctor.as_json(unknown, [])["limit_bytes"] is None
     assert re.search(r"machine +Linux", shown(unknown))

@@ -7,14 +7,14 @@ from rich.console import Console
 
 from tests.conftest import make_model
 from your_ai.doctor import model_list
-from your_ai.doctor.recommend import Room, room_of
+from your_ai.doctor.recommend import MachineRoom, room_of
 from your_ai.hub.find import models_root
 from your_ai.hub.registry import known
 
 SMALL, LARGE = room_of(8), room_of(128)
 
 
-def row(name: str, room: Room) -> model_list.Row:
+def row(name: str, room: MachineRoom) -> model_list.ModelRow:
     return next(row for row in model_list.rows(room) if row.name == name)
 
 

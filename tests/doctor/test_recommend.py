@@ -23,8 +23,8 @@ from your_ai.doctor.recommend import (
     PYTHON_BYTES,
     RANKS,
     TIERS,
+    MachineRoom,
     Recommendation,
-    Room,
     recommend,
     room_here,
     room_of,
@@ -33,7 +33,7 @@ from your_ai.errors import UserError
 from your_ai.hub.registry import config_of, known
 from your_ai.memory.budget import demand_of
 from your_ai.memory.facts import ModelFacts, facts_of_config, layers_named
-from your_ai.memory.limit import Limit
+from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import choose, words
 
 LIGHT_LOADED = """
@@ -60,7 +60,7 @@ def tiers(found: list[Recommendation]) -> dict[str, int]:
     return best
 
 
-def facts_for(each: Recommendation, room: Room) -> ModelFacts:
+def facts_for(each: Recommendation, room: MachineRoom) -> ModelFacts:
     model = each.known
     return facts_of_config(config_of(model), model.bits, model.group_size or 64, room.float_bytes)
 
@@ -73,7 +73,7 @@ def asked(each: Recommendation) -> TrainConfig:
     return resolve({name[2:].replace("-", "_"): value for name, value in pairs}, None)
 
 
-def shown(room: Room, found: list[Recommendation], **options: int | None) -> str:
+def shown(room: MachineRoom, found: list[Recommendation], **options: int | None) -> str:
     console = Console(file=io.StringIO(), width=80)
     console.print(recommending.table(room, found, **options))
     return console.file.getvalue()
@@ -191,7 +191,8 @@ def test_nothing_is_recommended_where_nothing_fits():
 @given(st.floats(0.3, 150), st.floats(0.3, 150), st.sampled_from([2, 4]))
 def test_more_memory_never_gets_less(a, b, float_bytes):
     less, more = (
-        recommend(Room(Limit(int(gb * 1e9), "asked"), float_bytes)) for gb in sorted((a, b))
+        recommend(MachineRoom(MemoryLimit(int(gb * 1e9), "asked"), float_bytes))
+        for gb in sorted((a, b))
     )
     worst, best = tiers(less), tiers(more)
     assert worst.keys() <= best.keys()
@@ -211,9 +212,9 @@ def test_the_ranking_does_not_depend_on_the_order_of_the_models():
 def test_a_model_with_little_to_spare_comes_after_those_that_have_more():
     """Just enough for Llama 3.1 8B with few layers adapted, and a tenth more."""
     model = [known()["llama-8b"]]
-    slow = recommend(Room(Limit(int(4.4e9), "")), model)
-    tight = recommend(Room(Limit(int(5.2e9), "")), model)
-    light = recommend(Room(Limit(int(5.8e9), "")), model)
+    slow = recommend(MachineRoom(MemoryLimit(int(4.4e9), "")), model)
+    tight = recommend(MachineRoom(MemoryLimit(int(5.2e9), "")), model)
+    light = recommend(MachineRoom(MemoryLimit(int(5.8e9), "")), model)
     assert [r[0].tier for r in (slow, tight, light)] == ["slow", "tight", "light"]
 
 

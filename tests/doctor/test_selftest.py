@@ -22,8 +22,8 @@ from your_ai.doctor import selftest
 from your_ai.doctor.selftest import (
     CHECKS,
     Failed,
-    Line,
     OutOfTime,
+    ReportLine,
     failed,
     held_by,
     report,
@@ -243,9 +243,9 @@ def test_a_mac_tells_the_footprint_of_another_process(monkeypatch, now, most, he
 # Showing it
 
 LINES = [
-    Line("model", True, "tiny, on metal", 1.2),
-    Line("gradients", False, "worst relative difference 3.0e-01", 4.0),
-    Line("speed", None, "not done: the time was up"),
+    ReportLine("model", True, "tiny, on metal", 1.2),
+    ReportLine("gradients", False, "worst relative difference 3.0e-01", 4.0),
+    ReportLine("speed", None, "not done: the time was up"),
 ]
 
 

@@ -24,7 +24,7 @@ from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
-from your_ai.engine.weights import Tensor, tensors_of
+from your_ai.engine.weights import FileTensor, tensors_of
 from your_ai.errors import RunError
 from your_ai.nets import model
 from your_ai.run import events, folder
@@ -37,7 +37,7 @@ PLANS = ("fused", "staged", "streamed")
 class Loaded(NamedTuple):
     network: nn.Module
     engine: Engine
-    tensors: dict[str, Tensor]
+    tensors: dict[str, FileTensor]
     batches: list[Batch]
 
 
@@ -88,9 +88,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     def spied(name: str) -> None:
-        whole = getattr(Tensor, name)
+        whole = getattr(FileTensor, name)
         monkeypatch.setattr(
-            Tensor, name, lambda self, *args: found.append(self.name) or whole(self, *args)
+            FileTensor, name, lambda self, *args: found.append(self.name) or whole(self, *args)
         )
 
     spied("rows")
@@ -192,13 +192,13 @@ def test_the_old_arrays_are_freed_one_by_one(models, loaded, monkeypatch):
     mx.eval(made.network.parameters())
     before = mx.get_active_memory()
     held: list[int] = []
-    rows = Tensor.rows
+    rows = FileTensor.rows
 
-    def spied(self: Tensor, start: int, stop: int) -> mx.array:
+    def spied(self: FileTensor, start: int, stop: int) -> mx.array:
         held.append(mx.get_active_memory())
         return rows(self, start, stop)
 
-    monkeypatch.setattr(Tensor, "rows", spied)
+    monkeypatch.setattr(FileTensor, "rows", spied)
     reload_adapted(made.network, made.tensors)
     assert held
     assert max(held) < before

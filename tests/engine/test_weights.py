@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai.engine.weights import FileRows, StreamedLayer, Tensor
+from your_ai.engine.weights import FileRows, FileTensor, StreamedLayer
 from your_ai.errors import RunError
 
 
-def tensor_of(folder, array: mx.array, dtype: mx.Dtype | None = None) -> Tensor:
+def tensor_of(folder, array: mx.array, dtype: mx.Dtype | None = None) -> FileTensor:
     file = folder / "model.safetensors"
     mx.save_safetensors(str(file), {"other": mx.ones(7), "weight": array})
-    return Tensor(file, "weight", dtype or array.dtype)
+    return FileTensor(file, "weight", dtype or array.dtype)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.uint8])
@@ -51,7 +51,7 @@ def test_a_streamed_head_multiplies_as_the_layer_does(tmp_path, bits):
         arrays = dict(zip(("weight", "scales", "biases"), packed, strict=True))
         expected = x @ mx.dequantize(*packed, **quantization).T
     mx.save_safetensors(str(tmp_path / "m.safetensors"), arrays)
-    tensors = {n: Tensor(tmp_path / "m.safetensors", n, a.dtype) for n, a in arrays.items()}
+    tensors = {n: FileTensor(tmp_path / "m.safetensors", n, a.dtype) for n, a in arrays.items()}
     layer = StreamedLayer(FileRows(tensors, quantization))
     assert layer.rows.shape == (70, 64)
     assert mx.allclose(layer(x), expected, rtol=1e-4, atol=1e-4)

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from your_ai.evaluation.compare import Progress
+from your_ai.evaluation.compare import EvaluationProgress
 from your_ai.evaluation.show import SYSTEMS, follow, report
 from your_ai.gates.console import open_console
 
@@ -102,8 +102,8 @@ def test_the_worst_rows_are_quoted_as_they_are(shown):
 
 def test_what_is_followed_is_returned():
     def steps():
-        yield Progress("reading [x]")
-        yield Progress("base: losses", 3, 8)
+        yield EvaluationProgress("reading [x]")
+        yield EvaluationProgress("base: losses", 3, 8)
         return "done"
 
     console = Console(file=io.StringIO(), force_terminal=True, width=80)

@@ -13,14 +13,14 @@ from tests.conftest import chat, write_rows
 from your_ai.config import TrainConfig
 from your_ai.data.encode import Encoder
 from your_ai.evaluation import record
-from your_ai.evaluation.compare import Comparison, Measured
+from your_ai.evaluation.compare import Comparison, RowMeasures
 from your_ai.evaluation.rows import load_rows
-from your_ai.evaluation.summary import Settings, excerpt, notes, summarize
+from your_ai.evaluation.summary import SummarySettings, excerpt, notes, summarize
 from your_ai.files import sha256
 from your_ai.nets.saved_adapter import Adapter, Trained
 from your_ai.run.folder import RunFolder
 
-SETTINGS = Settings(resamples=200, confidence=0.9, seed=3, worst=2)
+SETTINGS = SummarySettings(resamples=200, confidence=0.9, seed=3, worst=2)
 ROWS = [
     chat("one", "a b c"),
     chat("two", "a", weight=3),
@@ -40,8 +40,8 @@ def rows(own_folder, demo_tokenizer):
 
 @pytest.fixture
 def found(rows) -> Comparison:
-    def measured(losses: np.ndarray, exact: list[bool]) -> Measured:
-        return Measured(losses * rows.trained_tokens, np.array(exact))
+    def measured(losses: np.ndarray, exact: list[bool]) -> RowMeasures:
+        return RowMeasures(losses * rows.trained_tokens, np.array(exact))
 
     base = measured(BASE, [False, True, True, False, False])
     adapter = measured(ADAPTER, [True, True, True, False, True])

@@ -16,7 +16,7 @@ from your_ai.data.encode import Encoder
 from your_ai.data.rows import read_rows
 from your_ai.errors import UserError
 from your_ai.export import fuse_difference as measuring
-from your_ai.export.fuse_difference import Difference, Room, difference
+from your_ai.export.fuse_difference import Difference, DifferenceRoom, difference
 from your_ai.export.fused_folder import fuse
 from your_ai.generation import generate
 from your_ai.nets.saved_adapter import Trained
@@ -94,7 +94,7 @@ def test_they_do_not_depend_on_how_the_models_are_held(trained, monkeypatch):
     numbers = dataclasses.asdict(difference(trained, out))
     del numbers["file"]
     for streams, rows, positions, tokens in ((True, 2, 7, 256), (False, 1, 512, 20)):
-        room = Room(streams, rows, positions)
+        room = DifferenceRoom(streams, rows, positions)
         monkeypatch.setattr(measuring, "hold", lambda *_, room=room: room)
         monkeypatch.setattr(measuring, "PREFILL_TOKENS", tokens)
         assert_close(difference(trained, out), numbers)

@@ -22,7 +22,7 @@ from your_ai.config import TrainConfig, to_yaml
 from your_ai.errors import RunError, UserError
 from your_ai.files import TEMPORARY
 from your_ai.run import checkpoint
-from your_ai.run.checkpoint import Checkpoint, TrainState
+from your_ai.run.checkpoint import SavedCheckpoint, TrainState
 from your_ai.run.folder import RunFolder, locked
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -32,8 +32,8 @@ LARGE_RANK = 32
 Room = Callable[[int], AbstractContextManager[None]]  # at most so many bytes can be written
 
 
-def make(step: int) -> Checkpoint:
-    return Checkpoint(
+def make(step: int) -> SavedCheckpoint:
+    return SavedCheckpoint(
         state=TrainState(step=step),
         adapters={"a": mx.full((64, 64), float(step))},
         optimizer={"m": mx.full((128, 64), float(step))},

@@ -25,7 +25,7 @@ from tests.fault.processes import (
 )
 from your_ai.files import TEMPORARY, clean
 from your_ai.run import checkpoint, events, folder
-from your_ai.run.checkpoint import Checkpoint, TrainState
+from your_ai.run.checkpoint import SavedCheckpoint, TrainState
 from your_ai.run.folder import RUNS, RunFolder
 
 # Saves a checkpoint, and kills itself at the n-th call that changes what is on the disk.
@@ -64,7 +64,7 @@ deadly(mx, "save_safetensors", lambda args: args[0])
 deadly(Path, "write_text", lambda args: args[0])
 checkpoint.save(
     Path(sys.argv[1]),
-    checkpoint.Checkpoint(
+    checkpoint.SavedCheckpoint(
         state=checkpoint.TrainState(step=4),
         adapters={"a": mx.full((64, 64), 4.0)},
         optimizer={"m": mx.full((64, 64), 4.0)},
@@ -85,7 +85,7 @@ def settings() -> dict[str, object]:
 def test_a_kill_at_any_stage_of_saving_leaves_a_whole_checkpoint(own_folder, there):
     """there: what is in the place of the new checkpoint."""
     first = own_folder / "first"
-    old = Checkpoint(TrainState(step=2), {"a": mx.full((64, 64), 2.0)}, {}, {}, {})
+    old = SavedCheckpoint(TrainState(step=2), {"a": mx.full((64, 64), 2.0)}, {}, {}, {})
     checkpoint.save(first, old)
     if there != "nothing":
         checkpoint.save(first, dataclasses.replace(old, state=TrainState(step=4)))

@@ -14,7 +14,7 @@ from your_ai.config import build
 from your_ai.engine.weights import reads_its_vocabulary
 from your_ai.errors import RunError, UserError
 from your_ai.generation import chat, generate
-from your_ai.generation.chat import Conversation, Line, Memory, Talker, Turn
+from your_ai.generation.chat import CacheMemory, ChatLine, Conversation, Talker, Turn
 from your_ai.generation.generate import Sampling
 from your_ai.nets import model
 from your_ai.nets.saved_adapter import open_trained
@@ -39,7 +39,7 @@ def talk(talker: Talker, forgets: bool, stop_after: int = 99) -> list[list[int]]
     conversation, answers = Conversation("Be brief."), []
     for question in QUESTIONS:
         if forgets:
-            talker.memory = Memory()
+            talker.memory = CacheMemory()
         said = list(itertools.islice(talker.answer(conversation, question), stop_after))
         answers.append(tokens_of(said))
         conversation = conversation.followed_by(question, "".join(r.text for r in said))
@@ -205,12 +205,12 @@ def test_a_conversation_as_a_template_takes_it():
 @pytest.mark.parametrize(
     ("line", "parsed"),
     [
-        (" hello there ", Line("", "hello there")),
-        ("/base", Line("base", "")),
-        ("/base on ", Line("base", "on")),
-        ("/system  Be brief. ", Line("system", "Be brief.")),
-        ("/quit", Line("exit", "")),
-        (" /etc/hosts is what?", Line("", "/etc/hosts is what?")),
+        (" hello there ", ChatLine("", "hello there")),
+        ("/base", ChatLine("base", "")),
+        ("/base on ", ChatLine("base", "on")),
+        ("/system  Be brief. ", ChatLine("system", "Be brief.")),
+        ("/quit", ChatLine("exit", "")),
+        (" /etc/hosts is what?", ChatLine("", "/etc/hosts is what?")),
     ],
 )
 def test_lines(line, parsed):
@@ -233,4 +233,4 @@ def test_lines_that_mean_nothing(line, message):
 
 @given(st.text(st.characters(codec="utf-8")).filter(lambda text: not text.startswith("/")))
 def test_any_text_is_a_question(text):
-    assert chat.parse(text) == Line("", text.strip())
+    assert chat.parse(text) == ChatLine("", text.strip())

@@ -12,7 +12,7 @@ from tests.hub.conftest import NAME, REPO
 from your_ai.errors import UserError
 from your_ai.hub.check import check_model
 from your_ai.hub.find import Missing, find_model, models_root
-from your_ai.hub.record import RECORD, Record, RecordedFile, write_record
+from your_ai.hub.record import RECORD, FilesRecord, RecordedFile, write_record
 
 LLAMA = "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit"
 
@@ -43,7 +43,7 @@ def record(folder: Path, repo: str = REPO) -> None:
         for path in folder.iterdir()
         if path.name != RECORD
     }
-    write_record(folder, Record(repo=repo, asked="main", revision="a" * 40, files=files))
+    write_record(folder, FilesRecord(repo=repo, asked="main", revision="a" * 40, files=files))
 
 
 def test_the_demo_is_found():

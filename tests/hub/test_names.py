@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from your_ai.hub.names import HubName, hub_name
-from your_ai.hub.record import RECORD, Record, RecordedFile, write_record
+from your_ai.hub.record import RECORD, FilesRecord, RecordedFile, write_record
 
 
 @pytest.fixture
@@ -18,7 +18,9 @@ def test_a_model_in_a_folder_has_no_name(folder):
 
 def test_the_record_of_a_download_names_it(folder):
     files = {"config.json": RecordedFile(1, "0" * 64)}
-    write_record(folder, Record(repo="org/model", asked="main", revision="c0ffee", files=files))
+    write_record(
+        folder, FilesRecord(repo="org/model", asked="main", revision="c0ffee", files=files)
+    )
     assert hub_name(folder, str(folder)) == HubName("org/model", "c0ffee")
 
 

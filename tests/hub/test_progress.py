@@ -12,11 +12,11 @@ from rich.console import Console
 from tests.hub.conftest import NAME, REPO
 from tests.hub.server import Fault
 from your_ai.errors import UserError
-from your_ai.hub.download import Progress, downloading
+from your_ai.hub.download import DownloadProgress, downloading
 from your_ai.hub.find import models_root
 from your_ai.hub.progress import doing, line, show
 
-AT = Progress(
+AT = DownloadProgress(
     name="llama-8b",
     doing="fetching",
     file="model.safetensors",
@@ -39,9 +39,9 @@ def test_a_line_says_how_far_it_is():
     ("at", "text"),
     [
         (AT, "fetching 2/5 model.safetensors"),
-        (Progress(name="x"), "asking"),
-        (Progress(name="x", doing="waiting"), "waiting for another download of it"),
-        (Progress(name="x", doing="checking", done_files=5, files=5), "checking 5/5"),
+        (DownloadProgress(name="x"), "asking"),
+        (DownloadProgress(name="x", doing="waiting"), "waiting for another download of it"),
+        (DownloadProgress(name="x", doing="checking", done_files=5, files=5), "checking 5/5"),
     ],
 )
 def test_a_bar_says_what_is_done(at, text):
@@ -69,8 +69,8 @@ def test_on_a_terminal_there_is_a_bar_and_the_notes_stay(hub):
 
 
 def test_a_bracket_in_a_note_is_no_style():
-    def steps() -> Generator[Progress, None, Path]:
-        yield Progress(name="x", note="[red]a[/] [b")
+    def steps() -> Generator[DownloadProgress, None, Path]:
+        yield DownloadProgress(name="x", note="[red]a[/] [b")
         return Path("x")
 
     out = console()
@@ -82,7 +82,7 @@ def test_a_bracket_in_a_note_is_no_style():
 def test_ctrl_c_says_what_is_kept_and_how_to_go_on(terminal):
     closed = []
 
-    def steps() -> Generator[Progress, None, Path]:
+    def steps() -> Generator[DownloadProgress, None, Path]:
         try:
             yield AT
             raise KeyboardInterrupt

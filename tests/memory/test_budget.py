@@ -25,7 +25,7 @@ from your_ai.memory.budget import (
 )
 from your_ai.memory.estimate import Training, generation_bytes, weights_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
-from your_ai.memory.limit import Machine
+from your_ai.memory.limit import MachineMemory
 from your_ai.memory.plan import options
 
 MB, GB = 10**6, 10**9
@@ -35,7 +35,7 @@ HELD = 100 * MB
 @pytest.fixture(autouse=True)
 def machine(monkeypatch) -> None:
     """One with 16 GB, half of them free, where this process holds 100 MB."""
-    told = Machine(ram_bytes=16 * GB, available_bytes=8 * GB, held_bytes=HELD)
+    told = MachineMemory(ram_bytes=16 * GB, available_bytes=8 * GB, held_bytes=HELD)
     monkeypatch.setattr(probe, "machine", lambda: told)
     monkeypatch.setattr(probe, "process_bytes", lambda: HELD)
 

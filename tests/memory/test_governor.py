@@ -14,7 +14,7 @@ from your_ai.memory.governor import (
     CHEAP,
     KINDS,
     LARGE,
-    Action,
+    MemoryAction,
     Observation,
     Policy,
     Watch,
@@ -84,7 +84,7 @@ class Process:
 class Story:
     """What was done, as (step, action), and told, as (step, text); over: steps at the limit."""
 
-    done: list[tuple[int, Action]] = field(default_factory=list)
+    done: list[tuple[int, MemoryAction]] = field(default_factory=list)
     told: list[tuple[int, str]] = field(default_factory=list)
     over: list[int] = field(default_factory=list)
     watch: Watch = field(default_factory=Watch)
@@ -349,7 +349,7 @@ def test_the_boundaries_before_an_action_move_along_with_what_it_freed():
     recent = tuple(3 * GB + 100 * MB * i for i in range(10))
     before = MemorySample(process_bytes=recent[-1])
     after = MemorySample(process_bytes=recent[-1] - 400 * MB)
-    action = Action(kind="drop_compiled", cause="x")
+    action = MemoryAction(kind="drop_compiled", cause="x")
     moved = acted(QUIET, Watch(recent=recent), action, before, after).recent
     assert moved == tuple(b - 400 * MB for b in recent)
 
@@ -567,7 +567,7 @@ def test_no_larger_plan_where_plenty_is_in_doubt(process):
 
 def test_a_large_action_leaves_a_new_watch_that_repeats_no_notice():
     watch = play(QUIET, Process(leak=100 * MB), 12).watch
-    action = Action(kind="smaller_plan", cause="x")
+    action = MemoryAction(kind="smaller_plan", cause="x")
     assert acted(QUIET, watch, action, MemorySample(), MemorySample()) == Watch(told=watch.told)
     assert "leak" in watch.told
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from your_ai.errors import UserError
-from your_ai.memory.limit import Machine, bounds, detect, find_limit, requested, text
+from your_ai.memory.limit import MachineMemory, bounds, detect, find_limit, requested, text
 
 GIB = 2**30
 GB = 10**9
@@ -25,14 +25,14 @@ MACS = [
 ]
 
 
-def machine(ram: float, **others: float) -> Machine:
+def machine(ram: float, **others: float) -> MachineMemory:
     """A machine from its RAM and others of its fields without `_bytes`, all in GiB."""
-    return Machine(
+    return MachineMemory(
         ram_bytes=int(ram * GIB), **{f"{k}_bytes": int(v * GIB) for k, v in others.items()}
     )
 
 
-def limit_gib(machine: Machine) -> float:
+def limit_gib(machine: MachineMemory) -> float:
     return detect(machine).limit_bytes / GIB
 
 
@@ -110,7 +110,9 @@ def test_what_the_process_holds_already_is_not_lost_to_it():
 
 
 def test_the_reason_names_the_least_bound_the_next_and_the_margin():
-    mac = Machine(ram_bytes=34 * GB, working_set_bytes=24 * GB, available_bytes=22_400_000_000)
+    mac = MachineMemory(
+        ram_bytes=34 * GB, working_set_bytes=24 * GB, available_bytes=22_400_000_000
+    )
     expected = "limit 21.3 GB: 24.0 GB recommended working set, 22.4 GB free now, less 5% margin"
     assert text(detect(mac)) == expected
 
@@ -132,7 +134,7 @@ def test_the_reason_names_the_least_bound_the_next_and_the_margin():
     ],
 )
 def test_the_reason_has_figures(change, expected):
-    mac = Machine(ram_bytes=24 * GB, working_set_bytes=16 * GB, available_bytes=6 * GB)
+    mac = MachineMemory(ram_bytes=24 * GB, working_set_bytes=16 * GB, available_bytes=6 * GB)
     assert detect(replace(mac, **change)).reason == f"{expected}, less 5% margin"
 
 
@@ -147,7 +149,7 @@ def test_an_unreadable_gauge_is_said_to_be_unreadable():
 # What the user asks for
 
 
-MAC = Machine(ram_bytes=24 * GB, working_set_bytes=16 * GB, available_bytes=12 * GB)
+MAC = MachineMemory(ram_bytes=24 * GB, working_set_bytes=16 * GB, available_bytes=12 * GB)
 CONTAINED = replace(MAC, container_bytes=4 * GB)
 
 
@@ -205,9 +207,9 @@ def test_a_container_larger_than_the_machine_is_no_limit():
 @given(ram=st.integers(GB // 10, 600 * GB))
 def test_the_most_that_a_refusal_names_is_not_refused(ram):
     with pytest.raises(UserError) as caught:
-        requested(Machine(ram_bytes=ram), 1000, force=False)
+        requested(MachineMemory(ram_bytes=ram), 1000, force=False)
     most_gb = float(str(caught.value).split("at most ")[1].split(",")[0])
-    assert requested(Machine(ram_bytes=ram), most_gb, force=False).limit_bytes <= ram
+    assert requested(MachineMemory(ram_bytes=ram), most_gb, force=False).limit_bytes <= ram
 
 
 @pytest.mark.parametrize(("asked", "where"), [(MAC, "machine"), (CONTAINED, "container")])
@@ -231,7 +233,7 @@ def maybe(sizes: st.SearchStrategy[int]) -> st.SearchStrategy[int | None]:
 
 
 MACHINES = st.builds(
-    Machine,
+    MachineMemory,
     ram_bytes=st.integers(1 << 20, 600 * GIB),
     working_set_bytes=maybe(SIZES),
     available_bytes=maybe(st.integers(0, 700 * GIB)),

@@ -14,7 +14,7 @@ from tests.memory.test_estimate import any_facts, any_training
 from your_ai.errors import UserError
 from your_ai.memory.estimate import Plan, Training
 from your_ai.memory.facts import ModelFacts
-from your_ai.memory.limit import Machine, find_limit
+from your_ai.memory.limit import MachineMemory, find_limit
 from your_ai.memory.plan import (
     ENGINES,
     NOTICEABLY,
@@ -321,7 +321,7 @@ def test_what_a_refusal_asks_for_is_enough(data):
     demand = data.draw(demands())
     text = refused(demand, data.draw(st.integers(1, least_of(demand) - 1)))
     asked = float(gb_in(text))
-    limit = find_limit(Machine(ram_bytes=10**15), asked, force=False)
+    limit = find_limit(MachineMemory(ram_bytes=10**15), asked, force=False)
     next_time = replace(demand, python_bytes=demand.python_bytes + MB)
     assert choose(next_time, limit.limit_bytes).option.needed_bytes <= limit.limit_bytes
     assert asked * GB < least_of(demand) + 13 * MB  # and hardly more than enough

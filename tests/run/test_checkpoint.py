@@ -13,7 +13,7 @@ import pytest
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY
 from your_ai.run import checkpoint
-from your_ai.run.checkpoint import Checkpoint, TrainState
+from your_ai.run.checkpoint import SavedCheckpoint, TrainState
 
 CONTENT = (
     checkpoint.ADAPTERS,
@@ -23,9 +23,9 @@ CONTENT = (
 )
 
 
-def make(step: int) -> Checkpoint:
+def make(step: int) -> SavedCheckpoint:
     mx.random.seed(step)
-    return Checkpoint(
+    return SavedCheckpoint(
         state=TrainState(step=step, skipped=2, skipped_in_a_row=1, loss_scale=0.1, good_steps=7),
         adapters={
             "a.lora_a": mx.random.normal((4, 8)),
@@ -44,7 +44,7 @@ def save(folder: Path, *steps: int) -> list[Path]:
     return [checkpoint.save(folder, make(step)) for step in steps]
 
 
-def assert_equal(first: Checkpoint, second: Checkpoint) -> None:
+def assert_equal(first: SavedCheckpoint, second: SavedCheckpoint) -> None:
     for name in ("adapters", "optimizer"):
         ours, theirs = getattr(first, name), getattr(second, name)
         assert {n: (a.dtype, a.tolist()) for n, a in ours.items()} == {

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from your_ai.serving import wire
-from your_ai.serving.wire import Origins, Refused
+from your_ai.serving.wire import Origins, RequestRefused
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def headers(**texts: str) -> Message:
 
 @given(st.text(max_size=30))
 def test_a_length_is_plain_digits_or_refused(text):
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(RequestRefused):
         length = wire.body_length(headers(Content_Length=text))
         assert 0 <= length <= wire.BODY_BYTES
         assert set(text.strip(" \t")) <= set("0123456789")
@@ -106,14 +106,14 @@ def test_lengths():
         ({}, 411),
         ({"Content_Length": str(wire.BODY_BYTES + 1)}, 413),
     ):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestRefused) as refused:
             wire.body_length(headers(**given_headers))
         assert refused.value.status == status
 
 
 @given(st.binary(max_size=300) | st.binary(max_size=100).map(lambda b: b"GET / HTTP/1.0\r\n" + b))
 def test_any_bytes_are_a_head_or_refused(data):
-    with contextlib.suppress(Refused):
+    with contextlib.suppress(RequestRefused):
         line, rest = wire.read_head(io.BytesIO(data))
         assert (line, rest) == (b"", b"") or wire.REQUEST_LINE.fullmatch(line.strip())
         assert not set(line + rest) & (set(range(32)) - set(b"\r\n\t"))
@@ -146,7 +146,7 @@ def test_whether_a_client_has_left():
 def test_large_bodies_share_an_allowance():
     allowance = wire.Allowance(10)
     with allowance.taken(6):
-        with pytest.raises(Refused) as refused, allowance.taken(6):
+        with pytest.raises(RequestRefused) as refused, allowance.taken(6):
             pass
         assert refused.value.status == 503
         with allowance.taken(4):

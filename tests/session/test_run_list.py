@@ -26,7 +26,7 @@ from your_ai.run import events
 from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, create
 from your_ai.session import run_list
-from your_ai.session.run_list import Row
+from your_ai.session.run_list import RunRow
 
 NOW = 1_800_000_000.0
 STAGE = events.Stage(text="loading m")
@@ -91,19 +91,19 @@ def held(folder: RunFolder, name: str = LOCK):
         process.communicate()
 
 
-def only() -> Row:
+def only() -> RunRow:
     (row,) = run_list.rows()
     return row
 
 
-def drawn(rows: list[Row], width: int = 80) -> list[str]:
+def drawn(rows: list[RunRow], width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     console.print(run_list.table(rows, NOW, width))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
-def row(name: str = "r", **changes: object) -> Row:
-    return Row(**{"name": name, "state": "finished", "changed_at": NOW - 125, **changes})
+def row(name: str = "r", **changes: object) -> RunRow:
+    return RunRow(**{"name": name, "state": "finished", "changed_at": NOW - 125, **changes})
 
 
 FULL = row(
@@ -126,7 +126,7 @@ def test_a_run_in_figures():
     steps = step(1, loss=2.0), step(2, loss=1.0, highest_bytes=5_500_000_000)
     folder = made("r", STAGE, limit, STARTED, *steps, validation, DONE, at=NOW)
     files = [path for path in folder.path.rglob("*") if path.is_file()]
-    assert only() == Row(
+    assert only() == RunRow(
         name="r",
         state="finished",
         model="org/m",
@@ -288,7 +288,7 @@ def test_a_folder_that_may_not_be_read_has_a_row():
     try:
         if os.access(folder.path, os.R_OK):
             pytest.skip("root may read everything")
-        assert only() == Row(name="r", state="died")
+        assert only() == RunRow(name="r", state="died")
         assert run_list.newest() == folder
         with pytest.raises(UserError, match="cannot be written"):
             run_list.remove(folder)

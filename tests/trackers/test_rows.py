@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from tests.dashboard.frames import step
 from your_ai.run import events
 from your_ai.run.events import Event
-from your_ai.trackers.rows import Figures, Progress, Row, Texts, after
+from your_ai.trackers.rows import StepFigures, Texts, TrackerRow, UploadProgress, after
 
 
-def rows_of(*told: Event) -> list[Row]:
-    progress, rows = Progress(), []
+def rows_of(*told: Event) -> list[TrackerRow]:
+    progress, rows = UploadProgress(), []
     for event in told:
         progress, row = after(progress, event)
         rows += [] if row is None else [row]
     return rows
 
 
-def progress_after(*told: Event) -> Progress:
-    return reduce(lambda progress, event: after(progress, event)[0], told, Progress())
+def progress_after(*told: Event) -> UploadProgress:
+    return reduce(lambda progress, event: after(progress, event)[0], told, UploadProgress())
 
 
 def action(before_bytes: int, after_bytes: int) -> events.Action:
@@ -47,7 +47,7 @@ def test_a_step_is_sent_with_its_figures():
     limit = events.Limit(limit_bytes=8_000_000_000, reason="")
     told = step(3, epoch=2, highest_bytes=6_000_000_000)
     assert rows_of(limit, told) == [
-        Figures(
+        StepFigures(
             3,
             {
                 "train/loss": 1.25,
@@ -95,15 +95,15 @@ def test_steps_grow_whatever_is_done_again(make, numbers):
 
 def test_a_validation_is_sent_after_its_step():
     rows = rows_of(step(5), validation(5, 0.5))
-    assert rows[1] == Figures(5, {"validation/loss": 0.5})
+    assert rows[1] == StepFigures(5, {"validation/loss": 0.5})
 
 
 def test_exact_match_stands_at_the_ends_of_the_run():
     before = events.ExactMatch(when="before", correct=0, rows=4)
     end = events.ExactMatch(when="after", correct=3, rows=4)
     rows = rows_of(before, step(7), end)
-    assert rows[0] == Figures(0, {"test/exact_match": 0.0})
-    assert rows[2] == Figures(7, {"test/exact_match": 0.75})
+    assert rows[0] == StepFigures(0, {"test/exact_match": 0.0})
+    assert rows[2] == StepFigures(7, {"test/exact_match": 0.75})
 
 
 def test_exact_match_of_no_rows_is_none_right():

@@ -14,7 +14,7 @@ from your_ai.run import events
 from your_ai.run.events import Event
 from your_ai.run.folder import RunFolder, create
 from your_ai.trackers import sending
-from your_ai.trackers.rows import Progress, Row
+from your_ai.trackers.rows import TrackerRow, UploadProgress
 from your_ai.trackers.services import OPEN, About, Tracker
 
 FINISHED = events.Finished(step=9, reason="done", adapter="", seconds=1.0)
@@ -26,7 +26,7 @@ class Service:
     def __init__(self, fault: Callable[[str], Any] = lambda asked: None) -> None:
         self.fault = fault
         self.opened: list[About] = []
-        self.rows: list[Row] = []
+        self.rows: list[TrackerRow] = []
         self.closed: list[str] = []
 
     def open(self, about: About) -> Tracker:
@@ -34,7 +34,7 @@ class Service:
         self.fault("open")
         return Tracker(figures=self.take, texts=self.take, close=self.close)
 
-    def take(self, row: Row) -> None:
+    def take(self, row: TrackerRow) -> None:
         self.fault("row")
         self.rows.append(row)
 
@@ -74,13 +74,13 @@ def tell(run: RunFolder, *told: Event) -> None:
 
 
 def send(
-    run: RunFolder, service: Service, progress: Progress | None = None, rows: int = 0
-) -> tuple[Progress, bool]:
+    run: RunFolder, service: Service, progress: UploadProgress | None = None, rows: int = 0
+) -> tuple[UploadProgress, bool]:
     """Send to a service that goes by wandb's name; how far that got, and whether to the end.
 
     rows: the run is over when the service has so many.
     """
-    reached, done, over = {"wandb": progress or Progress()}, set[str](), Over(service, rows)
+    reached, done, over = {"wandb": progress or UploadProgress()}, set[str](), Over(service, rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(OPEN, "wandb", service.open)
         sending.send(run, "wandb", "cafe", reached, over, done)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.trackers import fakes
-from your_ai.trackers.rows import Figures, Texts
+from your_ai.trackers.rows import StepFigures, Texts
 from your_ai.trackers.services import OPEN, About, Tracker, markdown
 
 VARIABLES = ("WANDB_", "SWANLAB_")
@@ -52,7 +52,7 @@ def test_wandb_is_told_of_the_run(called):
 
 
 def test_wandbs_steps_are_a_metric(called):
-    opened("wandb").figures(Figures(7, {"train/loss": 0.5}))
+    opened("wandb").figures(StepFigures(7, {"train/loss": 0.5}))
     assert {"name": "*", "step_metric": "step"} in fakes.calls(called, "wandb", "define_metric")
     assert fakes.calls(called, "wandb", "log") == [{"step": 7, "train/loss": 0.5}]
 
@@ -87,7 +87,7 @@ def test_swanlab_is_told_of_the_run(called):
 
 def test_swanlab_logs_at_steps(called):
     tracker = opened("swanlab")
-    tracker.figures(Figures(7, {"train/loss": 0.5}))
+    tracker.figures(StepFigures(7, {"train/loss": 0.5}))
     tracker.texts(TABLE)
     assert fakes.calls(called, "swanlab", "log") == [
         {"step": 7, "train/loss": 0.5},
@@ -131,7 +131,7 @@ def test_how_the_run_ended_is_told(called, ended, wandb, swanlab):
 
 def test_tensorboard_lies_in_the_runs_folder(called):
     tracker = opened("tensorboard")
-    tracker.figures(Figures(7, {"train/loss": 0.5}))
+    tracker.figures(StepFigures(7, {"train/loss": 0.5}))
     assert fakes.calls(called, "tensorboardX", "init") == [{"logdir": "/runs/r/tensorboard"}]
     logged = fakes.calls(called, "tensorboardX", "log")
     assert logged == [{"name": "train/loss", "value": 0.5, "step": 7}]
@@ -151,7 +151,7 @@ def test_tensorboards_files_hold_the_figures(own_folder):
 
     tracker = OPEN["tensorboard"](About(own_folder, "r", "cafe", {"seed": 3}))
     for number in (1, 2):
-        tracker.figures(Figures(number, {"train/loss": number / 2}))
+        tracker.figures(StepFigures(number, {"train/loss": number / 2}))
     tracker.texts(TABLE)
     tracker.close("done")
 

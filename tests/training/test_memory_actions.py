@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import chat, events_of, losses_of, resume, train, write_rows
 from your_ai.memory import budget, plan, probe
-from your_ai.memory.governor import KINDS, LARGE, Action, Observation, Watch
+from your_ai.memory.governor import KINDS, LARGE, MemoryAction, Observation, Watch
 from your_ai.memory.probe import Highest
 from your_ai.memory.sample import MemorySample
 from your_ai.run import events, folder
@@ -90,7 +90,7 @@ def decided(monkeypatch) -> Callable[..., list[Observation]]:
     def let(*kinds: str, notices: tuple[str, ...] = ()) -> list[Observation]:
         def decide(policy: Any, watch: Watch, observation: Observation) -> Any:
             seen.append(observation)
-            actions = [Action(kind=kind, cause=f"because of {kind}") for kind in kinds]
+            actions = [MemoryAction(kind=kind, cause=f"because of {kind}") for kind in kinds]
             return dataclasses.replace(watch, decisions=77), actions, list(notices)
 
         monkeypatch.setattr(memory_actions, "decide", decide)
@@ -141,7 +141,7 @@ def test_a_large_action_is_the_callers(governed, decided, kind):
     made = governed()
     made.governor.look()
     wanted = made.governor.after_step(3, batches_of(made.governor))
-    assert wanted == Action(kind=kind, cause=f"because of {kind}")
+    assert wanted == MemoryAction(kind=kind, cause=f"because of {kind}")
     assert made.calls == ["clear"]
     assert [action.kind for action in events_of(made.run, events.Action)] == ["clear_cache"]
 
@@ -153,7 +153,7 @@ def test_the_watch_is_what_the_policy_gives_and_what_actions_make_of_it(
     made = governed()
     given: list[tuple[Any, ...]] = []
 
-    def acted(policy: Any, watch: Watch, action: Action, *samples: MemorySample) -> Watch:
+    def acted(policy: Any, watch: Watch, action: MemoryAction, *samples: MemorySample) -> Watch:
         given.append((watch.decisions, action.kind, samples))
         return dataclasses.replace(watch, decisions=watch.decisions + 1)
 
@@ -277,7 +277,7 @@ def test_the_peak_is_that_of_one_step(governed):
 
 
 def test_what_cannot_be_read_is_told_as_none_held():
-    action = told(Action(kind="clear_cache", cause="c"), 3, MemorySample(), SAMPLE, 0.5)
+    action = told(MemoryAction(kind="clear_cache", cause="c"), 3, MemorySample(), SAMPLE, 0.5)
     assert (action.before_bytes, action.after_bytes) == (0, 300 * MB)
     assert (action.step, action.kind, action.seconds, action.read_bytes) == (
         3,
@@ -288,7 +288,7 @@ def test_what_cannot_be_read_is_told_as_none_held():
 
 
 def test_a_replan_says_why():
-    replan = Replan(Action(kind="restart", cause="memory grows"), 3, Watch())
+    replan = Replan(MemoryAction(kind="restart", cause="memory grows"), 3, Watch())
     assert (str(replan), replan.action.kind, replan.step) == ("memory grows", "restart", 3)
 
 

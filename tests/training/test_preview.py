@@ -17,7 +17,7 @@ from tests.budget import LEAST
 from tests.conftest import events_of, make_model, train
 from tests.fault.processes import call
 from your_ai.memory import budget, probe
-from your_ai.memory.limit import Machine
+from your_ai.memory.limit import MachineMemory
 from your_ai.run import events
 
 GB = 10**9
@@ -54,7 +54,7 @@ COMPONENTS = {
 @pytest.fixture(autouse=True)
 def machine(monkeypatch) -> None:
     """One with 16 GB, half of them free, and a process in which nothing ran before."""
-    told = Machine(ram_bytes=16 * GB, available_bytes=8 * GB)
+    told = MachineMemory(ram_bytes=16 * GB, available_bytes=8 * GB)
     monkeypatch.setattr(probe, "machine", lambda: told)
     monkeypatch.setattr(budget, "python_bytes", lambda: 140_000_000)
 

@@ -80,7 +80,9 @@ def evaluate(
         raise RunError(f"{trained.folder.path}: {explain(str(error) or 'MemoryError')}") from error
     for text in summary.notes(found):
         echo_error(f"note: {text}")
-    settings = summary.Settings(resamples=resamples, confidence=confidence, seed=seed, worst=worst)
+    settings = summary.SummarySettings(
+        resamples=resamples, confidence=confidence, seed=seed, worst=worst
+    )
     measured = summary.summarize(trained, found, settings)
     try:
         record.write(trained.folder, measured)

@@ -16,7 +16,7 @@ from your_ai.gates.console import confirm, echo, echo_error, echo_json, open_con
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from your_ai.doctor.machine import Machine
+    from your_ai.doctor.machine import MachineInfo
 
 app = typer.Typer(name="models", help="List models, verify or remove them.")
 
@@ -180,7 +180,7 @@ def doctor(
         open_console().print(examining.table(machine, found))
 
 
-def test_device(machine: Machine, as_json: bool) -> None:
+def test_device(machine: MachineInfo, as_json: bool) -> None:
     """Show each check as it is done, then a report; exit status 1 if one failed."""
     from your_ai.doctor import selftest
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from your_ai.modelfiles.shards import Progress
+    from your_ai.modelfiles.shards import WriteProgress
 
 
-def show_bytes(doing: str, steps: Iterable[Progress], console: Console) -> None:
+def show_bytes(doing: str, steps: Iterable[WriteProgress], console: Console) -> None:
     """Carry `steps` out, with a bar on a terminal that goes when they are done."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar

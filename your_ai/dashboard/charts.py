@@ -15,8 +15,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from your_ai.dashboard.history import (
     LARGEST,
-    Past,
     Points,
+    RunHistory,
     finite,
     held,
     highest,
@@ -60,7 +60,7 @@ TICKS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400,
 FAR = 4  # times what was held: a limit that would leave no more than a line of the chart
 
 
-def draw_loss(canvas: Figure, past: Past) -> str:
+def draw_loss(canvas: Figure, past: RunHistory) -> str:
     axes, points = canvas.add_subplot(xlabel="step", ylabel="loss"), losses(past)
     axes.locator_params("x", integer=True)
     draw_means(axes, points, "blue")
@@ -79,7 +79,7 @@ def draw_loss(canvas: Figure, past: Past) -> str:
     return text if past.steps else ""
 
 
-def draw_memory(canvas: Figure, past: Past) -> str:
+def draw_memory(canvas: Figure, past: RunHistory) -> str:
     points, actions = thinned(over_time(past, held)), past.of(Action)
     kinds = list(dict.fromkeys(action.kind for _, action in actions))
     canvas.set_size_inches(9, 3.3 + 0.23 * len(kinds))
@@ -115,7 +115,7 @@ def draw_memory(canvas: Figure, past: Past) -> str:
     return text + some if top else ""
 
 
-def draw_speed(canvas: Figure, past: Past) -> str:
+def draw_speed(canvas: Figure, past: RunHistory) -> str:
     axes, points = canvas.add_subplot(ylabel="tokens/s"), over_time(past, speed)
     draw_means(axes, points, "green")
     mark_lives(axes, past)
@@ -124,7 +124,7 @@ def draw_speed(canvas: Figure, past: Past) -> str:
     return "Tokens a second of each step, faint, and their running mean." if past.steps else ""
 
 
-def draw_rate(canvas: Figure, past: Past) -> str:
+def draw_rate(canvas: Figure, past: RunHistory) -> str:
     axes = canvas.add_subplot(xlabel="step", ylabel="learning rate")
     draw(axes, thinned([(s.step, s.learning_rate) for s in past.steps]), "orange", 1.6)
     axes.ticklabel_format(axis="y", scilimits=(-2, 3))
@@ -133,7 +133,7 @@ def draw_rate(canvas: Figure, past: Past) -> str:
     return "Learning rate of each step." if past.steps else ""
 
 
-def draw_metrics(canvas: Figure, past: Past) -> str:
+def draw_metrics(canvas: Figure, past: RunHistory) -> str:
     names = list(dict.fromkeys(name for step in past.steps for name in step.metrics))
     if not names:
         return ""
@@ -159,7 +159,7 @@ def draw_means(axes: Axes, points: Points, color: str) -> None:
     draw(axes, thinned(smoothed(points)), color, 1.8, label="running mean")
 
 
-def mark_lives(axes: Axes, past: Past) -> None:
+def mark_lives(axes: Axes, past: RunHistory) -> None:
     whole, looks = axes.get_xaxis_transform(), (("red", "-", "died"), ("muted", ":", "began again"))
     for told, look in zip((past.of(Died), past.of(Started)[1:]), looks, strict=True):
         if told:
@@ -172,7 +172,7 @@ def add_legend(axes: Axes) -> None:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=9, columnspacing=1.4)
 
 
-def set_time_axis(axes: Axes, past: Past) -> None:
+def set_time_axis(axes: Axes, past: RunHistory) -> None:
     end_s = past.timeline[-1][0] if past.timeline else 0.0
     days = 86400 * math.ceil(end_s / 86400 / 9)
     every = next((tick for tick in TICKS_S if end_s <= 9 * tick), days)
@@ -181,7 +181,7 @@ def set_time_axis(axes: Axes, past: Past) -> None:
     axes.set(xlim=(0, 1.01 * max(end_s, 1)), xlabel="running time")
 
 
-def render(key: str, past: Past, file: IO, **options: Any) -> str:
+def render(key: str, past: RunHistory, file: IO, **options: Any) -> str:
     """Draw a chart into a file, and return its caption; neither where there are no data."""
     from matplotlib import style
     from matplotlib.figure import Figure
@@ -195,7 +195,7 @@ def render(key: str, past: Past, file: IO, **options: Any) -> str:
     return caption
 
 
-def svg(key: str, past: Past) -> tuple[str, str]:
+def svg(key: str, past: RunHistory) -> tuple[str, str]:
     """A chart as an element of the page, and its caption; "" where there are no data."""
     file = io.StringIO()
     caption = render(key, past, file, format="svg", transparent=True, metadata={"Date": None})
@@ -209,7 +209,7 @@ def svg(key: str, past: Past) -> tuple[str, str]:
     return text, caption
 
 
-CHARTS: dict[str, tuple[str, tuple[float, float], Callable[[Figure, Past], str]]] = {
+CHARTS: dict[str, tuple[str, tuple[float, float], Callable[[Figure, RunHistory], str]]] = {
     "loss": ("Loss", (9, 3.3), draw_loss),
     "memory": ("Memory", (9, 3.3), draw_memory),
     "speed": ("Speed", (4.6, 2.6), draw_speed),

@@ -8,8 +8,8 @@ from your_ai.dashboard.page import (
     WARN,
     Field,
     Page,
-    Part,
-    Row,
+    ScreenRow,
+    TextPart,
     at_ends,
     cells_of,
     curve_rows,
@@ -25,14 +25,14 @@ NEAR, DANGER = 0.7, 0.9  # shares of the limit
 MOST = 10**18  # bytes; what is more is shown as this
 
 
-def memory_rows(page: Page, state: ViewState) -> list[Row]:
+def memory_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     gauges = state.gauges or events.Gauges()
     limit = known(state.limit.limit_bytes) if state.limit else None
     process, highest = known(gauges.process_bytes), known(state.highest_bytes)
     active, cache = known(gauges.active_bytes), known(gauges.cache_bytes)
     shown = [size for size in (process, highest, active, cache) if size is not None]
     if limit is None and not shown:
-        return [Row("process", line(page, "memory", [("not measured yet", DIM)]))]
+        return [ScreenRow("process", line(page, "memory", [("not measured yet", DIM)]))]
     scale = max(1, max(shown) if limit is None else limit)
     rest = None if process is None else max(0, process - (active or 0) - (cache or 0))
     alone = active is None and cache is None
@@ -52,9 +52,9 @@ def memory_rows(page: Page, state: ViewState) -> list[Row]:
     if limit is not None:
         stack.append((max(0, limit - held), glyphs.free, DIM, "free"))
     figures = process_line(page, process, highest, limit, scale)
-    rows = [Row("process", figures)]
-    rows += [Row("gauge", gauge)] * (2 if page.height >= HIGH_SCREEN else 1)
-    rows.append(Row("legend", legend(page, stack, scale)))
+    rows = [ScreenRow("process", figures)]
+    rows += [ScreenRow("gauge", gauge)] * (2 if page.height >= HIGH_SCREEN else 1)
+    rows.append(ScreenRow("legend", legend(page, stack, scale)))
     if not state.memory.values:
         return rows
     curve = resampled(state.memory.values, curve_width(page), highest=True)
@@ -64,8 +64,8 @@ def memory_rows(page: Page, state: ViewState) -> list[Row]:
 
 def process_line(
     page: Page, process: int | None, highest: int | None, limit: int | None, scale: int
-) -> list[Part]:
-    left: list[Part] = []
+) -> list[TextPart]:
+    left: list[TextPart] = []
     if process is not None:
         share = process / scale
         color = "" if limit is None else level_color(share)
@@ -95,7 +95,7 @@ def level_color(share: float) -> str:
 
 def bar(
     page: Page, stack: list[tuple[int, str, str]], held: int, highest: int | None, scale: int
-) -> list[Part]:
+) -> list[TextPart]:
     """The parts of the process one after the other, and a tick at the peak."""
     width, parts, total, end = page.room, [], 0, 0
     for size, glyph, style in stack:
@@ -111,7 +111,7 @@ def bar(
     return line(page, "", parts, inline=False)
 
 
-def marked(parts: list[Part], at: int, mark: Part) -> list[Part]:
+def marked(parts: list[TextPart], at: int, mark: TextPart) -> list[TextPart]:
     """Glyphs of one cell with another one in cell `at`."""
     found, begin = [], 0
     for text, style in parts:
@@ -122,7 +122,7 @@ def marked(parts: list[Part], at: int, mark: Part) -> list[Part]:
     return found
 
 
-def legend(page: Page, stack: list[tuple[int, str, str, str]], scale: int) -> list[Part]:
+def legend(page: Page, stack: list[tuple[int, str, str, str]], scale: int) -> list[TextPart]:
     """What the glyphs stand for; the first figure has the unit of all."""
     fields = []
     for rank, (size, glyph, style, word) in enumerate(stack):

@@ -21,7 +21,7 @@ Points = list[tuple[float, ...]]  # x, then one y or more, the last of them the 
 
 
 @dataclass(frozen=True)
-class Past:
+class RunHistory:
     """timeline: seconds of running time, and events; steps, validations: those that counted."""
 
     state: ViewState
@@ -33,7 +33,7 @@ class Past:
         return [(seconds, event) for seconds, event in self.timeline if isinstance(event, kinds)]
 
 
-def read(records: Sequence[events.Record]) -> Past:
+def read(records: Sequence[events.Record]) -> RunHistory:
     timeline, steps, validations = [], {}, {}
     seconds, before = 0.0, records[0].time if records else 0.0
     for record in records:
@@ -49,10 +49,10 @@ def read(records: Sequence[events.Record]) -> Past:
             steps = {n: step for n, step in steps.items() if n <= event.step}
             validations = {n: value for n, value in validations.items() if n <= event.step}
     in_order = ([found[n] for n in sorted(found)] for found in (steps, validations))
-    return Past(fold_all(ViewState(), records), timeline, *in_order)
+    return RunHistory(fold_all(ViewState(), records), timeline, *in_order)
 
 
-def ending(past: Past) -> tuple[str, str]:
+def ending(past: RunHistory) -> tuple[str, str]:
     """How the run ended, as a word and as a sentence."""
     match past.of(events.Stage, Started, Step, Died, Finished)[-1:]:
         case [(_, Finished(reason="done"))]:
@@ -64,7 +64,7 @@ def ending(past: Past) -> tuple[str, str]:
     return "open", "no end on record when this page was made: still running, or cut off"
 
 
-def plan_changes(past: Past) -> Iterator[tuple[float, int, Planned, str]]:
+def plan_changes(past: RunHistory) -> Iterator[tuple[float, int, Planned, str]]:
     """When, after which step, the plan from there on, and why."""
     step, last, cause = 0, None, "chosen at the start"
     for seconds, event in past.timeline:
@@ -92,11 +92,11 @@ def finite(told: Sequence[Any]) -> list[Any]:
     return [event for event in told if abs(event.loss) < LARGEST]
 
 
-def losses(past: Past) -> Points:
+def losses(past: RunHistory) -> Points:
     return [(step.step, step.loss) for step in finite(past.steps)]
 
 
-def over_time(past: Past, ys: Callable[[Step | Gauges], tuple[float, ...] | None]) -> Points:
+def over_time(past: RunHistory, ys: Callable[[Step | Gauges], tuple[float, ...] | None]) -> Points:
     """Running time, and what `ys` gives where it gives any; a gap where a process ended."""
     told = past.of(Step, Gauges, Died, Finished)
     points = ((t, (GAP,) * 3 if isinstance(e, Died | Finished) else ys(e)) for t, e in told)

@@ -22,7 +22,7 @@ RANGE = 15  # cells, for the bounds of a curve
 HIGH_SCREEN, HIGHER_SCREEN = 30, 38  # lines from which on the bar, and the curves, are higher
 ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.?)", re.DOTALL)
 DIM, WARN = "dim", "bold red"
-Part = tuple[str, str]
+TextPart = tuple[str, str]
 
 
 class Glyphs(NamedTuple):
@@ -49,9 +49,9 @@ UNICODE = Glyphs(*"█▓▒·┃▶━─×●○■–", "▁▂▃▄▅▆�
 ASCII = Glyphs(*"#=-.|>=-x*o#-", ".:-=+*#@", "...")
 
 
-class Row(NamedTuple):
+class ScreenRow(NamedTuple):
     kind: str  # one of KEPT
-    parts: list[Part]
+    parts: list[TextPart]
 
 
 class Field(NamedTuple):
@@ -62,7 +62,7 @@ class Field(NamedTuple):
     before: str = ""
     after: str = ""
     style: str = "bold"
-    mark: Part = ("", "")
+    mark: TextPart = ("", "")
 
     @property
     def cells(self) -> int:
@@ -88,7 +88,7 @@ class Page:
         return 1 + (self.height >= HIGH_SCREEN) + (self.height >= HIGHER_SCREEN)
 
 
-def joined(lines: list[list[Part]], margin: str) -> Text:
+def joined(lines: list[list[TextPart]], margin: str) -> Text:
     """One Text, which rich draws much sooner than many."""
     pieces, spans, at = [], [], 0
     for number, parts in enumerate(lines):
@@ -115,11 +115,11 @@ def clean(page: Page, text: object) -> str:
     return " ".join(printable(page, text).split())
 
 
-def cells_of(parts: Iterable[Part]) -> int:
+def cells_of(parts: Iterable[TextPart]) -> int:
     return sum(cell_len(text) for text, _ in parts)
 
 
-def cut(page: Page, parts: Sequence[Part], width: int) -> list[Part]:
+def cut(page: Page, parts: Sequence[TextPart], width: int) -> list[TextPart]:
     """The parts in at most `width` cells."""
     if cells_of(parts) <= width:
         return list(parts)
@@ -134,8 +134,8 @@ def cut(page: Page, parts: Sequence[Part], width: int) -> list[Part]:
 
 
 def line(
-    page: Page, label: str, parts: Sequence[Part], *, style: str = DIM, inline: bool = True
-) -> list[Part]:
+    page: Page, label: str, parts: Sequence[TextPart], *, style: str = DIM, inline: bool = True
+) -> list[TextPart]:
     """The parts behind a label; it is left out of a narrow page where it is not `inline`."""
     if page.narrow:
         return cut(page, [(f"{label} ", style), *parts] if inline else parts, page.width)
@@ -147,7 +147,7 @@ def beside(page: Page, label: str) -> int:
     return page.room - len(label) - 1 if page.narrow else page.room
 
 
-def in_fields(page: Page, fields: Iterable[Field], width: int) -> list[Part]:
+def in_fields(page: Page, fields: Iterable[Field], width: int) -> list[TextPart]:
     """As many of the fields as there is room for."""
     kept, gap = list(fields), 2 if page.narrow else 3
     while len(kept) > 1 and sum(f.cells + gap for f in kept) - gap > width:
@@ -155,14 +155,16 @@ def in_fields(page: Page, fields: Iterable[Field], width: int) -> list[Part]:
             gap -= 1
         else:
             kept.remove(max(kept, key=lambda f: f.rank))
-    parts: list[Part] = []
+    parts: list[TextPart] = []
     for field in kept:
         parts += [(" " * gap, "")] if parts else []
         parts += [field.mark, (field.before, DIM), (field.value, field.style), (field.after, DIM)]
     return parts
 
 
-def at_ends(page: Page, left: Sequence[Part], right: Sequence[Part], width: int) -> list[Part]:
+def at_ends(
+    page: Page, left: Sequence[TextPart], right: Sequence[TextPart], width: int
+) -> list[TextPart]:
     """Parts at both ends of `width` cells; the left ones give way."""
     right = cut(page, right, width)
     left = cut(page, left, width - cells_of(right) - 2)
@@ -175,7 +177,7 @@ def curve_rows(
     values: Sequence[float],
     bounds: tuple[float, float],
     texts: tuple[str, str],
-) -> list[Row]:
+) -> list[ScreenRow]:
     """A curve as high as there is room for, with its bounds at the right."""
     (low, high), rows, glyphs = texts, page.curve_rows, page.glyphs
     steps = [step_of(value, bounds, 8 * rows) for value in values]
@@ -186,7 +188,7 @@ def curve_rows(
         text = low if base == 0 else high if row == 0 else ""
         text = text if rows > 1 else f"{low} {glyphs.to} {high}"
         parts = [(drawn.ljust(curve_width(page)), "cyan"), (f"  {text}", DIM)]
-        found.append(Row(kind, line(page, "", parts, inline=False)))
+        found.append(ScreenRow(kind, line(page, "", parts, inline=False)))
     return found
 
 

@@ -17,8 +17,8 @@ from your_ai.dashboard.page import (
     WARN,
     Field,
     Page,
-    Part,
-    Row,
+    ScreenRow,
+    TextPart,
     at_ends,
     beside,
     cells_of,
@@ -64,7 +64,7 @@ def screen(
     glyphs = UNICODE if unicode else ASCII
     page = Page(max(1, width if narrow else width - 2), max(1, height), narrow, glyphs)
     groups = [
-        [Row("header", header(page, state, name, now))],
+        [ScreenRow("header", header(page, state, name, now))],
         memory_rows(page, state),
         training_rows(page, state, now),
         plan_rows(page, state),
@@ -75,11 +75,13 @@ def screen(
     return joined(arranged(groups, bottom, page.height), "" if narrow else " ")
 
 
-def arranged(groups: list[list[Row]], bottom: list[list[Row]], height: int) -> list[list[Part]]:
+def arranged(
+    groups: list[list[ScreenRow]], bottom: list[list[ScreenRow]], height: int
+) -> list[list[TextPart]]:
     """The lines that matter most, a gap between groups; the bottom ones end the screen."""
     top, low = spaced(groups), spaced(bottom)
     if low:
-        low.insert(0, Row("gap", []))
+        low.insert(0, ScreenRow("gap", []))
     rows = top + low
     ranked = sorted(range(len(rows)), key=lambda i: (RANKS[rows[i].kind], not rows[i].parts))
     kept = sorted(ranked[:height])
@@ -89,23 +91,23 @@ def arranged(groups: list[list[Row]], bottom: list[list[Row]], height: int) -> l
     return [*lines[:split], *padding, *lines[split:]]
 
 
-def spaced(groups: list[list[Row]]) -> list[Row]:
-    rows: list[Row] = []
+def spaced(groups: list[list[ScreenRow]]) -> list[ScreenRow]:
+    rows: list[ScreenRow] = []
     for group in filter(None, groups):
         best = min((row.kind for row in group), key=RANKS.__getitem__)
-        gap = Row(max("gap", best, key=RANKS.__getitem__), [])  # gone where its group is
+        gap = ScreenRow(max("gap", best, key=RANKS.__getitem__), [])  # gone where its group is
         rows += [gap, *group] if rows else group
     return rows
 
 
-def header(page: Page, state: ViewState, name: str, now: float) -> list[Part]:
+def header(page: Page, state: ViewState, name: str, now: float) -> list[TextPart]:
     left = [(clean(page, name), "bold")]
     if state.started is not None:
         left.append((f"  {clean(page, state.started.model)}", DIM))
     return at_ends(page, left, condition(page, state, now), page.width)
 
 
-def condition(page: Page, state: ViewState, now: float) -> list[Part]:
+def condition(page: Page, state: ViewState, now: float) -> list[TextPart]:
     """What the run is at, in a word or a few."""
     glyphs = page.glyphs
     if state.finished is not None:
@@ -123,14 +125,14 @@ def condition(page: Page, state: ViewState, now: float) -> list[Part]:
     return [(f"{glyphs.waiting} {stage} ...{passed}", "bold cyan")]
 
 
-def training_rows(page: Page, state: ViewState, now: float) -> list[Row]:
+def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
     if state.started is None and state.step is None:
         return []
-    rows = [Row("step", progress(page, state))]
+    rows = [ScreenRow("step", progress(page, state))]
     step = state.step
     if step is None:
         return rows
-    rows.append(Row("time", line(page, "time", times(page, state, now), inline=False)))
+    rows.append(ScreenRow("time", line(page, "time", times(page, state, now), inline=False)))
     fields = [
         Field(0, loss_text(step.loss)),
         Field(1, loss_text(state.smooth_loss), "smoothed ", style=""),
@@ -141,13 +143,15 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[Row]:
     if state.validation is not None:
         best = f", best {loss_text(state.best_validation)}"
         fields.insert(3, Field(2, loss_text(state.validation.loss), "validation ", best, ""))
-    rows.append(Row("loss", line(page, "loss", in_fields(page, fields, beside(page, "loss")))))
+    rows.append(
+        ScreenRow("loss", line(page, "loss", in_fields(page, fields, beside(page, "loss"))))
+    )
     if step.metrics:
         fields = [
             Field(rank, f"{value:.4g}", f"{clean(page, name)} ", style="")
             for rank, (name, value) in enumerate(step.metrics.items())
         ]
-        rows.append(Row("metrics", line(page, "metrics", in_fields(page, fields, []))))
+        rows.append(ScreenRow("metrics", line(page, "metrics", in_fields(page, fields, []))))
     losses = resampled(state.losses.values, curve_width(page), highest=False)
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
@@ -160,7 +164,7 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[Row]:
     return rows + curve_rows(page, "loss curve", losses, (low, high), texts)
 
 
-def progress(page: Page, state: ViewState) -> list[Part]:
+def progress(page: Page, state: ViewState) -> list[TextPart]:
     step, steps = 0, state.started.steps if state.started else 0
     if state.step is not None:
         step, steps = state.step.step, state.step.steps
@@ -176,7 +180,7 @@ def progress(page: Page, state: ViewState) -> list[Part]:
     return line(page, "step", [*left, (gap, ""), *cells, (gap, ""), *right])
 
 
-def times(page: Page, state: ViewState, now: float) -> list[Part]:
+def times(page: Page, state: ViewState, now: float) -> list[TextPart]:
     """How fast it goes, how long it has gone on and how long it will."""
     end = state.last_at if state.finished is not None else now
     fields = []
@@ -191,24 +195,26 @@ def times(page: Page, state: ViewState, now: float) -> list[Part]:
     return in_fields(page, fields, page.room)
 
 
-def plan_rows(page: Page, state: ViewState) -> list[Row]:
+def plan_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     rows = []
     if state.planned is not None:
-        rows.append(Row("plan", line(page, "plan", [(clean(page, state.planned.text), "")])))
+        rows.append(ScreenRow("plan", line(page, "plan", [(clean(page, state.planned.text), "")])))
         why = reason_of_plan(state)
         if why:
-            rows.append(Row("why", line(page, "why", [(clean(page, why), DIM)])))
+            rows.append(ScreenRow("why", line(page, "why", [(clean(page, why), DIM)])))
     if state.limit is not None:
         text = f"{view.memory(known(state.limit.limit_bytes) or 0)}: {state.limit.reason}"
-        rows.append(Row("limit", line(page, "limit", [(clean(page, text), DIM)])))
+        rows.append(ScreenRow("limit", line(page, "limit", [(clean(page, text), DIM)])))
     machine = machine_fields(state)
     if machine:
         parts = in_fields(page, machine, beside(page, "machine"))
-        rows.append(Row("machine", line(page, "machine", parts)))
+        rows.append(ScreenRow("machine", line(page, "machine", parts)))
     if state.checkpoint is not None and state.checkpoint.step > 0:
-        rows.append(Row("saved", line(page, "saved", [(f"step {state.checkpoint.step}", "")])))
+        rows.append(
+            ScreenRow("saved", line(page, "saved", [(f"step {state.checkpoint.step}", "")]))
+        )
     if state.finished is not None:
-        rows.append(Row("result", line(page, "end", [(result(page, state), "bold")])))
+        rows.append(ScreenRow("result", line(page, "end", [(result(page, state), "bold")])))
     return rows
 
 
@@ -240,7 +246,7 @@ def result(page: Page, state: ViewState) -> str:
     return f"{state.finished.step} steps in {span(state.finished.seconds)}"
 
 
-def action_rows(page: Page, state: ViewState) -> list[Row]:
+def action_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     """What the governor did, the newest first, in columns."""
     found = [
         (
@@ -254,7 +260,7 @@ def action_rows(page: Page, state: ViewState) -> list[Row]:
     ]
     if not found:
         idle = line(page, "governor", [("nothing to do so far", DIM)])
-        return [Row("more actions", idle)] if state.limit and state.step else []
+        return [ScreenRow("more actions", idle)] if state.limit and state.step else []
     step, kind, size, time = (max(cell_len(row[i]) for row in found) for i in range(4))
     rows = []
     for number, row in enumerate(found):
@@ -267,24 +273,26 @@ def action_rows(page: Page, state: ViewState) -> list[Row]:
         ]
         label = "governor" if number == 0 else ""
         rank = "action" if number == 0 else "actions" if number < 3 else "more actions"
-        rows.append(Row(rank, line(page, label, parts, inline=False)))
+        rows.append(ScreenRow(rank, line(page, label, parts, inline=False)))
     return rows
 
 
-def note_rows(page: Page, state: ViewState) -> list[Row]:
+def note_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     rows = []
     for number, text in enumerate(reversed(state.notices)):
         label, kind = ("", "notes") if number else ("note", "note")
-        rows.append(Row(kind, line(page, label, [(clean(page, text), "")], inline=number == 0)))
+        rows.append(
+            ScreenRow(kind, line(page, label, [(clean(page, text), "")], inline=number == 0))
+        )
     return rows
 
 
-def warning_rows(page: Page, state: ViewState, now: float) -> list[Row]:
+def warning_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
     rows = []
     for text in (*late(state, now), *state.warnings):
         label = "!" if page.narrow else "warning"
         parts = line(page, label, [(clean(page, text), WARN)], style=WARN)
-        rows.append(Row("warnings" if rows else "warning", parts))
+        rows.append(ScreenRow("warnings" if rows else "warning", parts))
     return rows
 
 
@@ -301,9 +309,9 @@ def late(state: ViewState, now: float) -> list[str]:
     return [f"no step for {span(waited_s)}, {short_span(usual_s)} is usual"]
 
 
-def key_rows(page: Page, keys: str) -> list[Row]:
+def key_rows(page: Page, keys: str) -> list[ScreenRow]:
     text = printable(page, keys).strip()
-    return [Row("keys", cut(page, [(text, DIM)], page.width))] if text else []
+    return [ScreenRow("keys", cut(page, [(text, DIM)], page.width))] if text else []
 
 
 def change(before_bytes: int, after_bytes: int) -> str:

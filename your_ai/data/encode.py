@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from your_ai.data.rows import ROW_LIMIT, Chat, Pair, Row, RowLimit, Text
-from your_ai.data.template import TEMPLATE_CHARACTERS, Refused, render
+from your_ai.data.template import TEMPLATE_CHARACTERS, TemplateRefused, render
 from your_ai.data.windows import SIZES, Tokens, Unjoinable, tokenize, tokenize_ids
 from your_ai.errors import UserError
 from your_ai.gates.token_ids import check_ids
@@ -35,7 +35,7 @@ SENTINEL = "\ue000\ue001"  # private use: neither in data nor in templates
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedRow:
     """tokens: (T,) uint32; trained: (T,) bool, true where the token is a target."""
 
     tokens: np.ndarray
@@ -43,7 +43,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class SamplePrompt:
     """asked: what a person would type; rendered: what the model is given, as text that
     holds its special tokens; expected: the answer in the data."""
 
@@ -82,7 +82,7 @@ class Encoder:
         ids = sorted(self.tokenizer.eos_token_ids)
         return tuple(t for t in self.tokenizer.convert_ids_to_tokens(ids) if t)
 
-    def encode(self, row: Row) -> Encoded:
+    def encode(self, row: Row) -> EncodedRow:
         """Raises UserError, naming the row, where nothing in it can be trained."""
         content = row.content
         if isinstance(content, Pair) and self.tokenizer.has_chat_template:
@@ -97,20 +97,20 @@ class Encoder:
         if not trained.any() or not has_answer(content):
             raise UserError(f"{row.where}: no token to train: the row has no answer, or no text")
         check_ids(tokens, self.vocabulary, self.tokenizer, row.where)
-        return Encoded(tokens, trained)
+        return EncodedRow(tokens, trained)
 
-    def prompt_of(self, row: Row) -> Prompt | None:
+    def prompt_of(self, row: Row) -> SamplePrompt | None:
         """What a row asks and what should be answered; None for a row that asks nothing."""
         content = row.content
         if isinstance(content, Pair) and self.tokenizer.has_chat_template:
             content = pair_to_chat(content)
         if isinstance(content, Pair):
-            return Prompt(content.prompt, content.prompt, content.completion)
+            return SamplePrompt(content.prompt, content.prompt, content.completion)
         if isinstance(content, Text) or content.messages[-1]["role"] != "assistant":
             return None
         *asked, answer = content.messages
         rendered = self._render(asked, content.tools, row.where, answer_next=True)
-        return Prompt(asked[-1]["content"] if asked else "", rendered, answer["content"])
+        return SamplePrompt(asked[-1]["content"] if asked else "", rendered, answer["content"])
 
     def _tokenize(self, text: str, where: str, special: bool) -> Tokens:
         """The tokens of a text and their places; `special` adds what the tokenizer always adds."""
@@ -222,7 +222,7 @@ class Encoder:
             through = text
             if index + 1 < len(chat.messages):
                 through = self._render(chat.messages[: index + 1], chat.tools, where)
-        except Refused:  # some templates do a chat that is cut there
+        except TemplateRefused:  # some templates do a chat that is cut there
             return None
         if text.startswith(before) and text.startswith(through) and len(through) > len(before):
             return len(before), len(through)

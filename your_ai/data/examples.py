@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from your_ai.data.encode import Encoded, Encoder
+from your_ai.data.encode import EncodedRow, Encoder
 from your_ai.data.rows import FLOAT32_MAX, Row, checked_sha256, read_rows
 from your_ai.errors import UserError
 from your_ai.files import sha256, whole_folder
@@ -62,9 +62,9 @@ class Examples:
     def __len__(self) -> int:
         return len(self.weights)
 
-    def __getitem__(self, index: int) -> Encoded:
+    def __getitem__(self, index: int) -> EncodedRow:
         part = slice(self.starts[index], self.starts[index + 1])
-        return Encoded(self.tokens[part], self.trained[part])
+        return EncodedRow(self.tokens[part], self.trained[part])
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -109,8 +109,8 @@ def load_examples(
 
 
 def fit(
-    example: Encoded, max_seq_length: int, too_long: str, where: str
-) -> Iterator[tuple[Encoded | None, str]]:
+    example: EncodedRow, max_seq_length: int, too_long: str, where: str
+) -> Iterator[tuple[EncodedRow | None, str]]:
     """The example as pieces of at most `max_seq_length` tokens, each with what was done.
 
     Pieces of a split overlap by the one token that predicts the next piece's first, so
@@ -131,11 +131,13 @@ def fit(
     for start in starts:
         piece = trained[start : start + max_seq_length].copy()
         piece[:1] = False
-        kept = Encoded(tokens[start : start + max_seq_length], piece) if piece.any() else None
+        kept = EncodedRow(tokens[start : start + max_seq_length], piece) if piece.any() else None
         yield kept, outcome if start == 0 else "more"
 
 
-def write_examples(folder: Path, pieces: Iterator[tuple[Encoded | None, float, str]]) -> Examples:
+def write_examples(
+    folder: Path, pieces: Iterator[tuple[EncodedRow | None, float, str]]
+) -> Examples:
     """Write the pieces to `folder` as they come and open it. Renamed into place when whole."""
     counts = dict.fromkeys(asdict(Tally()), 0)
     lengths, weights = array("q", [0]), array("f")

@@ -30,7 +30,7 @@ class TooSlow(BaseException):
     """A rendering takes too long. No Exception, which Jinja's compiler would swallow."""
 
 
-class Refused(UserError):
+class TemplateRefused(UserError):
     """The template itself raises an error."""
 
 
@@ -69,7 +69,9 @@ def render(
         ) from error
     except Exception as error:  # templates raise what they like
         reason = shortened(" ".join(str(error).split()) or type(error).__name__)
-        raise Refused(f"{where}: the model's chat template refuses it ({reason})") from error
+        raise TemplateRefused(
+            f"{where}: the model's chat template refuses it ({reason})"
+        ) from error
     if not isinstance(text, str):
         raise UserError(f"{where}: the model's chat template gives {type(text).__name__}, no text")
     if most_characters is not None and len(text) > most_characters:

@@ -94,7 +94,7 @@ class Contest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class BenchRow:
     """What one contender measured. peak_mb: of MLX, from the first step on; process_mb: the
     most the process ever held; seconds: of each step but the first, which compiles."""
 
@@ -145,7 +145,7 @@ def named(text: str, option: str, known: tuple[str, ...]) -> list[str]:
     return names
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[BenchRow]) -> Table:
     """The rows side by side; total: of the process; vs: tokens a second over the peer's."""
     peers = [row for row in rows if row.contender in PEERS]
     drawn = Table(box=None, pad_edge=False, collapse_padding=True)
@@ -164,7 +164,7 @@ def table(rows: list[Row]) -> Table:
     return drawn
 
 
-def over_limit(contest: Contest, rows: list[Row]) -> list[str]:
+def over_limit(contest: Contest, rows: list[BenchRow]) -> list[str]:
     """What to say of those that held more than --max-memory."""
     return [
         f"{row.contender}: held {row.process_mb:.0f} MB, over --max-memory {contest.max_memory:g}"
@@ -173,7 +173,7 @@ def over_limit(contest: Contest, rows: list[Row]) -> list[str]:
     ]
 
 
-def compare(contest: Contest, contenders: list[str]) -> list[Row]:
+def compare(contest: Contest, contenders: list[str]) -> list[BenchRow]:
     """Every contender ROUNDS times, in turn. Raises UserError, or RunError where one fails."""
     if "packed" in contenders and contest.seq_len < LONGEST:
         raise UserError(f"--seq-len {contest.seq_len}: packed joins rows of up to {LONGEST} tokens")
@@ -201,10 +201,10 @@ def run_alone(contest: Contest, contender: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def combine(name: str, rounds: list[dict[str, Any]]) -> Row:
+def combine(name: str, rounds: list[dict[str, Any]]) -> BenchRow:
     seconds = [s for measured in rounds for s in measured["seconds"][1:]]
     median = statistics.median(seconds)
-    return Row(
+    return BenchRow(
         contender=name,
         peak_mb=max(measured["peak_bytes"] for measured in rounds) / 1e6,
         process_mb=max(measured["process_bytes"] for measured in rounds) / 1e6,

@@ -28,7 +28,7 @@ from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
-from your_ai.engine.weights import Tensor
+from your_ai.engine.weights import FileTensor
 from your_ai.gates.console import echo_json
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import probe
@@ -57,12 +57,12 @@ class Outcome:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-class Made(NamedTuple):
+class MadeModel(NamedTuple):
     """A model with adapters that are not zero, and the engine of a plan for it."""
 
     network: nn.Module
     engine: Engine
-    tensors: dict[str, Tensor]
+    tensors: dict[str, FileTensor]
     batches: list[Batch]
 
 
@@ -231,7 +231,7 @@ def model_in(folder: Path) -> Path:
     return folder / f"{SHAPE}-{BITS}bit-float32"
 
 
-def made(folder: Path, plan: str, contest: Contest) -> Made:
+def made(folder: Path, plan: str, contest: Contest) -> MadeModel:
     """The plan is one of `bench`."""
     config = dataclasses.replace(contest.train_config(), lora_dropout=0.1)
     opened = open_model(model_in(folder), getattr(mx, contest.dtype))
@@ -247,10 +247,10 @@ def made(folder: Path, plan: str, contest: Contest) -> Made:
     built = build_engine(network, adapters.dropout_keys, engine, tensors=tensors, spill=spill)
     tokens = bench.contest_tokens(contest, vocabulary_of(network) or opened.config["vocab_size"])
     batches = bench.contest_batches(contest, tokens, lambda _: ROWS)
-    return Made(network, built.engine, tensors, batches)
+    return MadeModel(network, built.engine, tensors, batches)
 
 
-def step_of(found: Made) -> tuple[float, dict[str, mx.array]]:
+def step_of(found: MadeModel) -> tuple[float, dict[str, mx.array]]:
     """The mean loss and its gradients by name."""
     (batch,) = found.batches
     sums, grads = found.engine.gradients(batch, 1 / batch.weight, 3)

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.doctor.machine import MIB, Machine, limit_of
+from your_ai.doctor.machine import MIB, MachineInfo, limit_of
 from your_ai.memory import limit as limits
 from your_ai.memory.limit import GB, roughly, system_bytes
 
@@ -46,7 +46,7 @@ class Finding:
 # What is found
 
 
-def findings(machine: Machine) -> list[Finding]:
+def findings(machine: MachineInfo) -> list[Finding]:
     """What is missing or risky first, then what could be better, then what is well."""
     found = [
         *of_versions(machine),
@@ -58,7 +58,7 @@ def findings(machine: Machine) -> list[Finding]:
     return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
-def of_versions(machine: Machine) -> Iterator[Finding]:
+def of_versions(machine: MachineInfo) -> Iterator[Finding]:
     mac = machine.system == MAC
     if machine.python and older(machine.python, PYTHON_NEEDED):
         command = "brew install python" if mac else "sudo apt install python3 python3-venv"
@@ -96,7 +96,7 @@ def of_versions(machine: Machine) -> Iterator[Finding]:
         yield Finding("note", what, f"pip install 'your_ai[{','.join(machine.missing)}]'")
 
 
-def of_device(machine: Machine) -> Iterator[Finding]:
+def of_device(machine: MachineInfo) -> Iterator[Finding]:
     if machine.translated:
         what = "this Python is an Intel one's, translated by Rosetta: MLX cannot use the GPU"
         yield Finding("risk", what, "arch -arm64 /bin/zsh -c 'brew install python'")
@@ -126,7 +126,7 @@ def of_device(machine: Machine) -> Iterator[Finding]:
         yield Finding("note", what, command)
 
 
-def of_memory(machine: Machine) -> Iterator[Finding]:
+def of_memory(machine: MachineInfo) -> Iterator[Finding]:
     ram = machine.ram_bytes
     who = "ps -eo rss,pid,comm --sort=-rss | head"
     if machine.system == MAC:
@@ -160,7 +160,7 @@ def of_memory(machine: Machine) -> Iterator[Finding]:
         yield Finding("note", f"this container may use {sizes}", command)
 
 
-def of_wired_limit(machine: Machine, ram: int) -> Iterator[Finding]:
+def of_wired_limit(machine: MachineInfo, ram: int) -> Iterator[Finding]:
     """What a Mac lets the GPU hold: whether it could be more, or is too much."""
     have, wired = machine.recommended_bytes, machine.wired_limit_bytes or 0
     if machine.system != MAC or have is None:
@@ -176,7 +176,7 @@ def of_wired_limit(machine: Machine, ram: int) -> Iterator[Finding]:
         yield Finding("note", f"{what}safe to allow, until the next restart", command)
 
 
-def of_disk(machine: Machine) -> Iterator[Finding]:
+def of_disk(machine: MachineInfo) -> Iterator[Finding]:
     if machine.store_writable is False:
         what = f"{machine.store}: cannot be written; models and caches lie there"
         yield Finding("risk", what, "export YOUR_AI_HOME=$HOME/your_ai")
@@ -192,7 +192,7 @@ def of_disk(machine: Machine) -> Iterator[Finding]:
         yield Finding("ok", what)
 
 
-def of_surroundings(machine: Machine) -> Iterator[Finding]:
+def of_surroundings(machine: MachineInfo) -> Iterator[Finding]:
     if machine.offline:
         what = "HF_HUB_OFFLINE is set: no model is downloaded"
         yield Finding("note", what, "unset HF_HUB_OFFLINE")
@@ -211,7 +211,7 @@ def older(version: str, than: str) -> bool:
 # Showing it
 
 
-def as_json(machine: Machine, found: list[Finding]) -> dict[str, Any]:
+def as_json(machine: MachineInfo, found: list[Finding]) -> dict[str, Any]:
     limit = limit_of(machine)
     return {
         "machine": dataclasses.asdict(machine),
@@ -221,7 +221,7 @@ def as_json(machine: Machine, found: list[Finding]) -> dict[str, Any]:
     }
 
 
-def facts(machine: Machine) -> dict[str, str]:
+def facts(machine: MachineInfo) -> dict[str, str]:
     """The machine in a few lines, by what each is about."""
     system = "macOS" if machine.system == MAC else machine.system
     cores = f"{machine.cores} cores" if machine.cores else None
@@ -248,7 +248,7 @@ def facts(machine: Machine) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def table(machine: Machine, found: list[Finding]) -> RenderableType:
+def table(machine: MachineInfo, found: list[Finding]) -> RenderableType:
     """The machine, then the findings; a command is a line of its own, to be copied."""
     about = Table(box=None, pad_edge=False, show_header=False)
     about.add_column(style="dim", no_wrap=True)

@@ -26,7 +26,7 @@ import psutil
 from your_ai import __version__
 from your_ai.hub.find import store
 from your_ai.memory import limit as limits
-from your_ai.memory.limit import Limit
+from your_ai.memory.limit import MemoryLimit
 
 PACKAGES = {  # of extras
     "report": ("matplotlib", "jinja2"),
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineInfo:
     """What a machine tells of itself; sizes in bytes, None what is not known.
 
     system: Darwin or Linux; release: of macOS, or of the kernel; translated: an Apple chip
@@ -91,12 +91,12 @@ class Machine:
     offline: bool = False
 
 
-def limit_of(machine: Machine) -> Limit | None:
+def limit_of(machine: MachineInfo) -> MemoryLimit | None:
     """What a run would take, and why; None where it cannot be found."""
     if machine.ram_bytes is None:
         return None
     return limits.detect(
-        limits.Machine(
+        limits.MachineMemory(
             ram_bytes=machine.ram_bytes,
             working_set_bytes=machine.recommended_bytes,
             available_bytes=machine.available_bytes,
@@ -107,12 +107,12 @@ def limit_of(machine: Machine) -> Limit | None:
     )
 
 
-def read_machine() -> Machine:
+def read_machine() -> MachineInfo:
     """This machine, now. Never raises."""
     place = attempt(store)
     parent = place and attempt(lambda: next(p for p in (place, *place.parents) if p.exists()))
     fault = attempt(load_mlx)
-    return Machine(
+    return MachineInfo(
         system=platform.system(),
         release=(platform.mac_ver()[0] or None) if is_mac() else platform.release(),
         architecture=platform.machine(),

@@ -15,8 +15,8 @@ from your_ai.doctor.recommend import (
     FULL,
     LIGHT,
     PYTHON_BYTES,
+    MachineRoom,
     Profile,
-    Room,
     recommend,
     room_here,
     targets_of,
@@ -41,7 +41,7 @@ LEAST_WIDTH = 30  # of a name, before the repo's column goes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ModelRow:
     """A model. where: models, cache, or empty where it is not here; size_bytes: on the disk,
     here or once it is; fits: how it trains in what this machine can give now, one of WORDS'
     values, None where that is not known; fault: what it lacks."""
@@ -57,7 +57,7 @@ class Row:
     fault: str | None = None
 
 
-def rows(room: Room | None = None) -> list[Row]:
+def rows(room: MachineRoom | None = None) -> list[ModelRow]:
     """What is here, by name, then what is known and is not. Raises UserError."""
     room = room_here(read_machine()) if room is None else room
     here = [of_local(local, room) for local in local_models()]
@@ -65,8 +65,8 @@ def rows(room: Room | None = None) -> list[Row]:
     return [*here, *(of_known(k, room) for k in known().values() if k.repo not in there)]
 
 
-def of_known(model: Known, room: Room) -> Row:
-    return Row(
+def of_known(model: Known, room: MachineRoom) -> ModelRow:
+    return ModelRow(
         name=model.alias,
         repo=model.repo,
         where="",
@@ -78,7 +78,7 @@ def of_known(model: Known, room: Room) -> Row:
     )
 
 
-def of_local(local: Local, room: Room) -> Row:
+def of_local(local: Local, room: MachineRoom) -> ModelRow:
     model = known().get(local.alias) if local.alias else None
     if local.fault is not None:
         fits = None
@@ -86,7 +86,7 @@ def of_local(local: Local, room: Room) -> Row:
         fits = fit_of_known(model, room)
     else:
         fits = fit_of_folder(local.folder, room)
-    return Row(
+    return ModelRow(
         name=local.alias or local.name,
         repo=local.repo,
         where=local.where,
@@ -99,12 +99,12 @@ def of_local(local: Local, room: Room) -> Row:
     )
 
 
-def fit_of_known(model: Known, room: Room) -> str:
+def fit_of_known(model: Known, room: MachineRoom) -> str:
     best = next(iter(recommend(room, [model])), None)
     return WORDS[best.tier if best is not None else ""]
 
 
-def fit_of_folder(folder: Path, room: Room) -> str | None:
+def fit_of_folder(folder: Path, room: MachineRoom) -> str | None:
     """None where the folder does not hold what a planner knows."""
     try:
         facts = facts_of(folder, room.float_bytes)
@@ -119,7 +119,7 @@ def fit_of_folder(folder: Path, room: Room) -> str | None:
     return WORDS[tier or ""]
 
 
-def tier_under(facts: ModelFacts, profile: Profile, room: Room) -> str | None:
+def tier_under(facts: ModelFacts, profile: Profile, room: MachineRoom) -> str | None:
     """That of a model trained in this way, None where it does not fit."""
     training = Training(
         blocks=min(profile.layers or facts.blocks, facts.blocks),
@@ -141,11 +141,11 @@ def tier_under(facts: ModelFacts, profile: Profile, room: Room) -> str | None:
     return tier_of(demand, room.limit.limit_bytes) or profile.name
 
 
-def as_json(found: Sequence[Row]) -> list[dict[str, Any]]:
+def as_json(found: Sequence[ModelRow]) -> list[dict[str, Any]]:
     return [asdict(row) for row in found]
 
 
-def table(found: Sequence[Row], width: int = 80) -> Table:
+def table(found: Sequence[ModelRow], width: int = 80) -> Table:
     """What is here comes first; `trains`: whether it does in this machine's memory."""
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     drawn.add_column("model", no_wrap=True)

@@ -18,13 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from your_ai.config import FIELDS, flag
-from your_ai.doctor.machine import Machine, limit_of
+from your_ai.doctor.machine import MachineInfo, limit_of
 from your_ai.errors import UserError
 from your_ai.hub.registry import Known, config_of, known
 from your_ai.memory import limit as limits
 from your_ai.memory.estimate import Training
 from your_ai.memory.facts import ModelFacts, facts_of_config, names_of
-from your_ai.memory.limit import Limit
+from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Demand, choose, options, words
 from your_ai.memory.sample import in_gb
 
@@ -68,13 +68,13 @@ RANKS = {tier: rank for rank, tier in enumerate(TIERS)}
 
 
 @dataclass(frozen=True)
-class Room:
+class MachineRoom:
     """What a run may hold, and the bytes of a number that is computed with.
 
     sliced: weights are dequantized in slices, as on the CPU.
     """
 
-    limit: Limit
+    limit: MemoryLimit
     float_bytes: int = 2
     sliced: bool = False
 
@@ -100,17 +100,19 @@ class Recommendation:
     command: str
 
 
-def room_of(memory_gb: float) -> Room:
+def room_of(memory_gb: float) -> MachineRoom:
     """That of an idle Mac sold with so many GB, which are 2**30 bytes. Raises UserError."""
     if not (math.isfinite(memory_gb) and memory_gb > 0):
         raise UserError(f"--memory {memory_gb:g}: must be a number above 0, as 16 for a 16 GB Mac")
     ram = int(memory_gb * GIB)
     share = LARGE_WORKING_SET_SHARE if ram >= LARGE_BYTES else WORKING_SET_SHARE
-    mac = limits.Machine(ram_bytes=ram, working_set_bytes=int(share * ram), available_bytes=ram)
-    return Room(limits.detect(mac))
+    mac = limits.MachineMemory(
+        ram_bytes=ram, working_set_bytes=int(share * ram), available_bytes=ram
+    )
+    return MachineRoom(limits.detect(mac))
 
 
-def room_here(machine: Machine) -> Room:
+def room_here(machine: MachineInfo) -> MachineRoom:
     """That of this machine, now. Raises UserError where its memory cannot be read."""
     limit = limit_of(machine)
     if limit is None:
@@ -118,14 +120,14 @@ def room_here(machine: Machine) -> Room:
     card = machine.gpu_free_bytes or machine.gpu_bytes
     if card is not None and CARD_SHARE * card < limit.limit_bytes:
         reason = f"{limits.roughly(card)} free on the card, less {1 - CARD_SHARE:.0%} margin"
-        limit = Limit(int(CARD_SHARE * card), reason)
+        limit = MemoryLimit(int(CARD_SHARE * card), reason)
     if machine.device in ("metal", "cuda"):
-        return Room(limit)
+        return MachineRoom(limit)
     notice = "no GPU: what fits may take days; the smallest models are the ones to begin with"
-    return Room(replace(limit, notices=(*limit.notices, notice)), float_bytes=4, sliced=True)
+    return MachineRoom(replace(limit, notices=(*limit.notices, notice)), float_bytes=4, sliced=True)
 
 
-def recommend(room: Room, models: Iterable[Known] | None = None) -> list[Recommendation]:
+def recommend(room: MachineRoom, models: Iterable[Known] | None = None) -> list[Recommendation]:
     """What trains in `room`, the best first; a model comes once, and once more with long rows.
 
     The largest model that is held whole, with every linear layer adapted, is the best.
@@ -135,7 +137,7 @@ def recommend(room: Room, models: Iterable[Known] | None = None) -> list[Recomme
     return sorted(found, key=lambda r: (RANKS[r.tier], -r.known.parameters, r.known.alias))
 
 
-def of_model(model: Known, room: Room) -> Iterator[Recommendation]:
+def of_model(model: Known, room: MachineRoom) -> Iterator[Recommendation]:
     config = config_of(model)
     facts = facts_of_config(config, model.bits, model.group_size or GROUP_SIZE, room.float_bytes)
     found = [planned(model, facts, profile, room) for profile in (FULL, LIGHT)]
@@ -149,7 +151,7 @@ def of_model(model: Known, room: Room) -> Iterator[Recommendation]:
             yield long
 
 
-def demand_of(model: Known, facts: ModelFacts, profile: Profile, room: Room) -> Demand:
+def demand_of(model: Known, facts: ModelFacts, profile: Profile, room: MachineRoom) -> Demand:
     """What a run asks for that trains a model in this way."""
     return Demand(
         facts=facts,
@@ -171,7 +173,9 @@ def targets_of(facts: ModelFacts, profile: Profile) -> tuple[str, ...]:
     return profile.targets if names_of(facts, profile.targets) else ("qkv_proj",)
 
 
-def planned(model: Known, facts: ModelFacts, profile: Profile, room: Room) -> Recommendation | None:
+def planned(
+    model: Known, facts: ModelFacts, profile: Profile, room: MachineRoom
+) -> Recommendation | None:
     """None where it does not fit."""
     demand = demand_of(model, facts, profile, room)
     try:
@@ -225,7 +229,7 @@ def command_of(model: Known, demand: Demand) -> str:
 # Showing it
 
 
-def as_json(room: Room, found: list[Recommendation]) -> dict[str, Any]:
+def as_json(room: MachineRoom, found: list[Recommendation]) -> dict[str, Any]:
     def row(each: Recommendation) -> dict[str, Any]:
         model = {name: getattr(each.known, name) for name in ("alias", "repo", "parameters")}
         fields = {f.name: getattr(each, f.name) for f in dataclasses.fields(each)}
@@ -240,7 +244,9 @@ def as_json(room: Room, found: list[Recommendation]) -> dict[str, Any]:
     }
 
 
-def table(room: Room, found: list[Recommendation], most: int | None = SHOWN) -> RenderableType:
+def table(
+    room: MachineRoom, found: list[Recommendation], most: int | None = SHOWN
+) -> RenderableType:
     """At most so many of each tier, None for all, and the command that starts each."""
     lines: list[RenderableType] = [limits.text(room.limit), *room.limit.notices]
     if not found:

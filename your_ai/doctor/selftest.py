@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from your_ai.doctor.findings import facts
-from your_ai.doctor.machine import Machine
+from your_ai.doctor.machine import MachineInfo
 from your_ai.memory.sample import in_gb
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
@@ -45,7 +45,7 @@ MARKS = {True: "ok", False: "FAIL", None: "-"}
 
 
 @dataclass(frozen=True)
-class Line:
+class ReportLine:
     """A check: whether it passed, None where there was no time for it, and what it measured."""
 
     check: str
@@ -67,7 +67,7 @@ class OutOfTime(Exception):
         self.cpu_s = times.user + times.system
 
 
-def run(max_seconds: float = MAX_S) -> Iterator[Line]:
+def run(max_seconds: float = MAX_S) -> Iterator[ReportLine]:
     """The checks, one after the other; each is told when it is done.
 
     Everything is in a temporary folder, which is removed, also where the caller stops early.
@@ -83,12 +83,12 @@ def run(max_seconds: float = MAX_S) -> Iterator[Line]:
             yield line_of(check, folder, until, made.figures)
 
 
-def line_of(check: str, folder: Path, until: float, model: dict[str, Any]) -> Line:
+def line_of(check: str, folder: Path, until: float, model: dict[str, Any]) -> ReportLine:
     """One check, with what is left of the time."""
     began = time.monotonic()
     left_s = until - began
     if left_s < LEAST_S:
-        return Line(check, None, "not done: the time was up")
+        return ReportLine(check, None, "not done: the time was up")
     deadline = began + min(left_s, CHECK_S)
     try:
         if check in RUNS:
@@ -104,10 +104,10 @@ def line_of(check: str, folder: Path, until: float, model: dict[str, Any]) -> Li
         measured += f", of which its last process computed {late.cpu_s:.0f} s"
     except Failed as failure:
         ok, measured, figures = False, str(failure), {}
-    return Line(check, ok, measured, time.monotonic() - began, figures)
+    return ReportLine(check, ok, measured, time.monotonic() - began, figures)
 
 
-def failed(lines: Sequence[Line]) -> bool:
+def failed(lines: Sequence[ReportLine]) -> bool:
     """Whether the self-test ends with exit status 1."""
     return any(line.ok is False for line in lines)
 
@@ -296,12 +296,12 @@ def held_by(pid: int) -> int:
 # Showing it
 
 
-def text(line: Line) -> str:
+def text(line: ReportLine) -> str:
     """`ok    gradients   worst relative difference ...  (4.2 s)`"""
     return f"{MARKS[line.ok]:<5} {line.check:<11} {line.measured}  ({line.seconds:.1f} s)"
 
 
-def report(lines: Sequence[Line], machine: Machine) -> str:
+def report(lines: Sequence[ReportLine], machine: MachineInfo) -> str:
     """What can be pasted into an issue: the machine, and what was measured.
 
     It names no path and no user.

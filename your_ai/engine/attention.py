@@ -216,7 +216,7 @@ def _joined(attn: nn.Module, x: mx.array) -> tuple[mx.array, ...]:
 
 
 @dataclass(frozen=True)
-class Layout:
+class AttentionLayout:
     """How a class of mlx-lm gets its queries, keys and values.
 
     project: (B, T, D) -> q (B, T, H d), k and v (B, T, K d); heads: its attributes for H and
@@ -231,26 +231,26 @@ class Layout:
 
 # By name, so that nothing is imported, and a version of mlx-lm may lack any of them.
 LAYOUTS = {
-    "llama.Attention": Layout(),  # of Mistral, SmolLM3 and others as well
-    "qwen2.Attention": Layout(),
-    "qwen2_moe.Attention": Layout(),
-    "gemma.Attention": Layout(),
-    "glm4.Glm4Attention": Layout(),
-    "granite.Attention": Layout(),
-    "granitemoe.GraniteMoeAttention": Layout(),
-    "seed_oss.Attention": Layout(),
-    "starcoder2.Attention": Layout(),
-    "mixtral.MixtralAttention": Layout(heads=("num_heads", "num_key_value_heads")),
-    "qwen3.Attention": Layout(head_norms=True),
-    "qwen3_moe.Attention": Layout(head_norms=True),
-    "gemma3_text.Attention": Layout(head_norms=True),
-    "olmo2.Attention": Layout(_separate_normed),
-    "olmoe.Attention": Layout(_separate_normed),
-    "phi3.Attention": Layout(_joined),
+    "llama.Attention": AttentionLayout(),  # of Mistral, SmolLM3 and others as well
+    "qwen2.Attention": AttentionLayout(),
+    "qwen2_moe.Attention": AttentionLayout(),
+    "gemma.Attention": AttentionLayout(),
+    "glm4.Glm4Attention": AttentionLayout(),
+    "granite.Attention": AttentionLayout(),
+    "granitemoe.GraniteMoeAttention": AttentionLayout(),
+    "seed_oss.Attention": AttentionLayout(),
+    "starcoder2.Attention": AttentionLayout(),
+    "mixtral.MixtralAttention": AttentionLayout(heads=("num_heads", "num_key_value_heads")),
+    "qwen3.Attention": AttentionLayout(head_norms=True),
+    "qwen3_moe.Attention": AttentionLayout(head_norms=True),
+    "gemma3_text.Attention": AttentionLayout(head_norms=True),
+    "olmo2.Attention": AttentionLayout(_separate_normed),
+    "olmoe.Attention": AttentionLayout(_separate_normed),
+    "phi3.Attention": AttentionLayout(_joined),
 }
 
 
-def _layout(module: Any) -> Layout | None:
+def _layout(module: Any) -> AttentionLayout | None:
     package, _, name = type(module).__module__.rpartition(".")
     if package != "mlx_lm.models":
         return None

@@ -18,7 +18,7 @@ from your_ai.engine.prefix import Store
 from your_ai.engine.protocol import Engine
 from your_ai.engine.spill import Spilled
 from your_ai.engine.staged import FusedAboveCache, Staged
-from your_ai.engine.weights import Tensor, put_layers, stream, stream_vocabulary
+from your_ai.engine.weights import FileTensor, put_layers, stream, stream_vocabulary
 from your_ai.errors import UserError
 from your_ai.nets.dora import draw
 from your_ai.nets.head import LinearHead, linear_head
@@ -46,7 +46,7 @@ def build_engine(
     dropout_keys: DropoutKeys,
     plan: str,
     packing: bool = False,
-    tensors: dict[str, Tensor] | None = None,
+    tensors: dict[str, FileTensor] | None = None,
     make_store: Callable[[int], Store] | None = None,
     spill: Path | None = None,
     graphs: Graphs | None = None,

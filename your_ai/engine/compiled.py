@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from your_ai.data.batches import Batch
 
-Made = TypeVar("Made")
+T = TypeVar("Made")
 
 
 class GraphShape(NamedTuple):
@@ -49,7 +49,7 @@ class Graphs:
         self.size_of, self.room_bytes = size_of, room_bytes
         self._held: OrderedDict[GraphShape, dict[Hashable, Any]] = OrderedDict()
 
-    def get(self, shape: GraphShape, key: Hashable, make: Callable[[], Made]) -> Made:
+    def get(self, shape: GraphShape, key: Hashable, make: Callable[[], T]) -> T:
         """What was made for a shape under `key`; made now where it was not, or was forgotten."""
         if shape not in self._held:
             room = self.room_bytes - self.size_of(shape)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.engine.dequantized import dequantize_on_the_cpu
-from your_ai.engine.weights import Tensor, can_stream, stream, tensors_of
+from your_ai.engine.weights import FileTensor, can_stream, stream, tensors_of
 from your_ai.nets.model import load_network, load_tokenizer_of
 
 
@@ -28,7 +28,7 @@ class Opened:
     """The model's config.json, as mlx-lm has it."""
     dtype: mx.Dtype
     """Of what is computed."""
-    tensors: dict[str, Tensor]
+    tensors: dict[str, FileTensor]
     """Where in the folder's files each of the network's arrays is."""
     can_stream: bool
     """Whether the files have the weights as the network has them."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.engine.weights import Tensor, gone
+from your_ai.engine.weights import FileTensor, gone
 from your_ai.nets.parts import StandIn
 
 
-def reload_adapted(model: nn.Module, tensors: dict[str, Tensor] | None) -> int:
+def reload_adapted(model: nn.Module, tensors: dict[str, FileTensor] | None) -> int:
     """Read back the frozen arrays of the adapted layers; the bytes that were read.
 
     tensors: where they are, by path; 0 where they are in no file as the model has them, or

@@ -60,7 +60,7 @@ class Weights(Protocol):
         """Block `index` is wanted next."""
 
 
-class Rows(NamedTuple):
+class BatchRows(NamedTuple):
     """Rows that go through blocks together, and what the blocks are given beside them.
 
     tokens: (B, T) int32; shape: what is compiled for them is found by.
@@ -199,13 +199,13 @@ class Staged:
             for text, hidden in zip(group, self._of_texts(group), strict=True):
                 self.store.put(text, hidden)
 
-    def _forward(self, batch: Batch, rows: Rows) -> mx.array:
+    def _forward(self, batch: Batch, rows: BatchRows) -> mx.array:
         """(B, T, D) after the last block."""
         hidden = [self._below(batch, rows)]
         self._run(hidden, [rows], self.trained)
         return hidden[0]
 
-    def _below(self, batch: Batch, rows: Rows) -> mx.array:
+    def _below(self, batch: Batch, rows: BatchRows) -> mx.array:
         """(B, T, D) what the first trained block is given, from the store where it is held."""
         if self.store is None:
             return self._from_tokens([rows])[0]
@@ -228,11 +228,11 @@ class Staged:
         Numbers that depended on the batch would be others when a run that went on fills its
         cache again.
         """
-        every = [Rows(row, GraphShape(*row.shape), {}) for row in map(padded, texts)]
+        every = [BatchRows(row, GraphShape(*row.shape), {}) for row in map(padded, texts)]
         found = self._from_tokens(every)
         return [hidden[0, : len(text)] for text, hidden in zip(texts, found, strict=True)]
 
-    def _from_tokens(self, every: list[Rows]) -> list[mx.array]:
+    def _from_tokens(self, every: list[BatchRows]) -> list[mx.array]:
         """What the first trained block is given for each."""
         hidden = [self._embed(rows.shape, mx.array(rows.tokens)) for rows in every]
         mx.eval(hidden)
@@ -242,7 +242,7 @@ class Staged:
     def _run(
         self,
         hidden: list[mx.array],
-        every: list[Rows],
+        every: list[BatchRows],
         which: range,
         saved: Inputs | None = None,
     ) -> None:
@@ -270,7 +270,7 @@ class Staged:
         arrays = self.weights.read(index)
         return arrays | norms_of(self.dora[index], arrays)
 
-    def _rows(self, batch: Batch, step_seed: int | None = None) -> Rows:
+    def _rows(self, batch: Batch, step_seed: int | None = None) -> BatchRows:
         """step_seed: draws dropout; None outside training."""
         found: Extras = {}
         if batch.segments is not None:
@@ -279,7 +279,7 @@ class Staged:
             found["keys"] = mx.array(row_keys(step_seed, batch.rows))
             found["places"] = mx.array(batch.places)
         shape = shape_of(batch, trained=True)._replace(targets=0)  # blocks have none
-        return Rows(batch.tokens, shape, found)
+        return BatchRows(batch.tokens, shape, found)
 
     def _tree(self, found: dict[int, Arrays]) -> Any:
         """The gradients of blocks, as a tree of the model's parameters."""

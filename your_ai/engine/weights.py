@@ -28,7 +28,7 @@ from your_ai.errors import RunError, UserError
 from your_ai.files import read_at
 from your_ai.gates.foreign import read_header
 from your_ai.nets.dora import draw
-from your_ai.nets.head import LinearHead, Part, dense, part_of
+from your_ai.nets.head import HeadSlice, LinearHead, dense, part_of
 from your_ai.nets.parts import Arrays, StandIn, arrays_of, put
 
 DTYPES = {
@@ -42,7 +42,7 @@ VOCABULARY_LAYERS = ("embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True)
-class Tensor:
+class FileTensor:
     """One tensor of a safetensors file, read by rows of its first axis.
 
     dtype: what the model computes in, to which the file's floats are cast.
@@ -103,7 +103,7 @@ def gone(file: Path, reason: str) -> RunError:
     )
 
 
-def tensors_of(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+def tensors_of(model: nn.Module, folder: Path) -> dict[str, FileTensor]:
     """The tensor behind each parameter of a model that has no adapters yet, by path.
 
     What is in the files in another form is left out: `can_stream` tells.
@@ -116,16 +116,16 @@ def tensors_of(model: nn.Module, folder: Path) -> dict[str, Tensor]:
             found[id(array)] = (file, name)
     kept = list(raw.values())  # so that no id is given twice
     weights = model.sanitize(raw) if hasattr(model, "sanitize") else raw
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, FileTensor] = {}
     for path, parameter in tree_flatten(model.parameters()):
         array = weights.get(path)
         if array is not None and id(array) in found and array.shape == parameter.shape:
-            tensors[path] = Tensor(*found[id(array)], parameter.dtype)
+            tensors[path] = FileTensor(*found[id(array)], parameter.dtype)
     del kept
     return tensors
 
 
-def can_stream(model: nn.Module, tensors: dict[str, Tensor]) -> bool:
+def can_stream(model: nn.Module, tensors: dict[str, FileTensor]) -> bool:
     """Whether every parameter of a model without adapters is in its files as it is."""
     return all(path in tensors for path, _ in tree_flatten(model.parameters()))
 
@@ -137,7 +137,7 @@ class Streamed:
     files: for each block, the tensor of each path. rest: its arrays that are in no file.
     """
 
-    files: list[dict[str, Tensor]]
+    files: list[dict[str, FileTensor]]
     rest: list[Arrays]
     streamed: bool = True
     stream: mx.Stream = field(default_factory=lambda: mx.new_stream(mx.cpu))
@@ -172,7 +172,7 @@ class FileRows:
     tensors: weight, and scales, biases and bias where the layer has them.
     """
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, FileTensor]
     quantization: dict[str, Any]
 
     @property
@@ -183,7 +183,7 @@ class FileRows:
             return rows, groups * self.quantization["group_size"]
         return self.tensors["weight"].shape
 
-    def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> Part:
+    def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> HeadSlice:
         mx.eval(*after)  # before more is read
         arrays = {name: tensor.rows(start, stop) for name, tensor in self.tensors.items()}
         return part_of(arrays, self.quantization)
@@ -220,7 +220,7 @@ class StreamedLayer(nn.Module):
         return mx.concatenate(found, axis=-1).reshape(*x.shape[:-1], -1)
 
 
-def stream(model: nn.Module, tensors: dict[str, Tensor]) -> tuple[list[nn.Module], Streamed]:
+def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Module], Streamed]:
     """Let a model with adapters read its frozen weights from their files, in place.
 
     Returns its blocks as they were, which hold weights that were never read, and where
@@ -228,12 +228,12 @@ def stream(model: nn.Module, tensors: dict[str, Tensor]) -> tuple[list[nn.Module
     """
     names = {id(module): name for name, module in model.named_modules()}
     blocks = list(model.layers)
-    files: list[dict[str, Tensor]] = []
+    files: list[dict[str, FileTensor]] = []
     rest: list[Arrays] = []
     unread: list[Arrays] = []
     for block in blocks:
         trained = dict(tree_flatten(block.trainable_parameters()))
-        mine: dict[str, Tensor] = {}
+        mine: dict[str, FileTensor] = {}
         other: Arrays = {}
         for path, array in arrays_of(block).items():
             tensor = tensors.get(f"{names[id(block)]}.{path}".replace(".linear.", "."))
@@ -272,7 +272,7 @@ def stream(model: nn.Module, tensors: dict[str, Tensor]) -> tuple[list[nn.Module
     return blocks, weights
 
 
-def stream_vocabulary(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, nn.Module]:
+def stream_vocabulary(model: nn.Module, tensors: dict[str, FileTensor]) -> dict[str, nn.Module]:
     """Let the embedding and the head read their rows from their files, in place.
 
     Returns the layers as they were, by path; `put_layers` puts them back.

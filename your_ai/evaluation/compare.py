@@ -17,14 +17,20 @@ import numpy as np
 
 from your_ai.config import TrainConfig
 from your_ai.data.batches import RowsAt
-from your_ai.data.encode import Encoder, Prompt, token_ids
+from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
 from your_ai.errors import UserError
 from your_ai.evaluation.custom_metric import Metric
-from your_ai.evaluation.dataset_scores import Scores, scored
-from your_ai.evaluation.rows import Encoded, Rows, cut_text, in_training_data, load_rows
+from your_ai.evaluation.dataset_scores import ExampleScores, scored
+from your_ai.evaluation.rows import (
+    EncodedRows,
+    EvaluationRows,
+    cut_text,
+    in_training_data,
+    load_rows,
+)
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation import generate
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
@@ -40,7 +46,7 @@ ANSWER_TOKENS = 128  # of an answer beyond twice the expected one
 T = TypeVar("T")
 
 
-class Progress(NamedTuple):
+class EvaluationProgress(NamedTuple):
     """What is being done, and how much of it is; total 0 where that is not known."""
 
     doing: str
@@ -65,7 +71,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RowMeasures:
     """What a model, base or adapter, made of m rows.
 
     losses: (m,) float64, the sum over a row's trained tokens; exact: (m,) bool, whether each
@@ -85,16 +91,18 @@ class Comparison:
     of the rows the run was trained on, None where that is not known; plan: in words; notes:
     what the user should know."""
 
-    rows: Rows
-    base: Measured
-    adapter: Measured
+    rows: EvaluationRows
+    base: RowMeasures
+    adapter: RowMeasures
     metric_name: str | None
     leaked: int | None
     plan: str
     notes: tuple[str, ...]
 
 
-def compare(run: Trained, path: Path, request: Request) -> Generator[Progress, None, Comparison]:
+def compare(
+    run: Trained, path: Path, request: Request
+) -> Generator[EvaluationProgress, None, Comparison]:
     """Measure the rows of a file with the run's base and with its adapter.
 
     Raises UserError for a bad row, an adapter that does not fit the model, a limit that nothing
@@ -103,9 +111,9 @@ def compare(run: Trained, path: Path, request: Request) -> Generator[Progress, N
     config, folder = run.config, run.base
     if config.quantize is not None:
         for step in make_copy(folder, config.quantize, request.max_memory_gb):
-            yield Progress("quantizing the model", step.done_bytes, step.total_bytes)
+            yield EvaluationProgress("quantizing the model", step.done_bytes, step.total_bytes)
         folder = place_of_copy(folder, config.quantize)
-    yield Progress(f"reading {path.name}")
+    yield EvaluationProgress(f"reading {path.name}")
     dtype = model.compute_dtype(config.dtype)
     opened = open_model(folder, dtype)
     network, tokenizer = opened.network, opened.tokenizer()
@@ -117,7 +125,7 @@ def compare(run: Trained, path: Path, request: Request) -> Generator[Progress, N
         raise UserError(f"{path}: no row asks for an answer, which --metric is of")
     most = max(len(rows.trained.examples), len(rows.answers.examples))
     request = replace(request, batch_size=min(request.batch_size, most))
-    yield Progress("looking for the rows among those of the training")
+    yield EvaluationProgress("looking for the rows among those of the training")
     leaked = in_training_data(rows, config, tokenized_by)
     most = max(int(found.examples.lengths.max()) for found in (rows.trained, rows.answers))
     model.check_positions(network, most, f"{path}: --max-seq-length {config.max_seq_length}")
@@ -195,14 +203,14 @@ def put_new_layers(network: nn.Module, adapter: Adapter) -> None:
 
 
 def measured(
-    name: str, ready: Ready, rows: Rows, request: Request
-) -> Generator[Progress, None, Measured]:
+    name: str, ready: Ready, rows: EvaluationRows, request: Request
+) -> Generator[EvaluationProgress, None, RowMeasures]:
     """What the model makes of the rows as it is now."""
     scores = answers = None
     if request.metric is not None:
         scores, answers = yield from answered(name, ready, rows, request)
 
-    def told(what: str, part: Encoded) -> Generator[Progress, None, Scores]:
+    def told(what: str, part: EncodedRows) -> Generator[EvaluationProgress, None, ExampleScores]:
         steps = scored(ready.engine, part.examples, ready.rows_at)
         return telling(f"{name}: {what}", steps, len(part.examples))
 
@@ -212,27 +220,29 @@ def measured(
         found = yield from told("exact match", rows.answers)
     exact = np.ones(len(rows), bool)
     exact[rows.answers.row_of[~found.exact]] = False
-    return Measured(losses, exact, scores, answers)
+    return RowMeasures(losses, exact, scores, answers)
 
 
-def telling(doing: str, steps: Generator[int, None, T], total: int) -> Generator[Progress, None, T]:
+def telling(
+    doing: str, steps: Generator[int, None, T], total: int
+) -> Generator[EvaluationProgress, None, T]:
     """What `steps` returns; how many it has done is passed on."""
     while True:
         try:
             done = next(steps)
         except StopIteration as end:
             return end.value
-        yield Progress(doing, done, total)
+        yield EvaluationProgress(doing, done, total)
 
 
 def answered(
-    name: str, ready: Ready, rows: Rows, request: Request
-) -> Generator[Progress, None, tuple[np.ndarray, dict[int, str]]]:
+    name: str, ready: Ready, rows: EvaluationRows, request: Request
+) -> Generator[EvaluationProgress, None, tuple[np.ndarray, dict[int, str]]]:
     """The metric's score of each row that asks for an answer, NaN of the others; the answers."""
     scores, answers = np.full(len(rows), np.nan), {}
     chosen = np.flatnonzero(rows.asks)
     for done, (place, row, content) in enumerate(rows.read(chosen)):
-        yield Progress(f"{name}: answers", done, len(chosen))
+        yield EvaluationProgress(f"{name}: answers", done, len(chosen))
         prompt = rows.encoder.prompt_of(row)
         limit = answer_limit(ready.tokenizer, prompt, request)
         answer = generate.answer(ready.network, ready.tokenizer, prompt.rendered, limit)
@@ -241,14 +251,14 @@ def answered(
     return scores, answers
 
 
-def answer_limit(tokenizer: Any, prompt: Prompt, request: Request) -> int:
+def answer_limit(tokenizer: Any, prompt: SamplePrompt, request: Request) -> int:
     """Most tokens of the answer to a prompt."""
     if request.max_tokens is not None:
         return request.max_tokens
     return 2 * len(token_ids(tokenizer, prompt.expected, "a row")) + ANSWER_TOKENS
 
 
-def most_tokens(rows: Rows, tokenizer: Any, request: Request) -> int:
+def most_tokens(rows: EvaluationRows, tokenizer: Any, request: Request) -> int:
     """Of a prompt and its answer together."""
     found = 0
     for _, row, _ in rows.read(np.flatnonzero(rows.asks)):

@@ -57,7 +57,7 @@ def exact_matches(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Sto
 
 
 @dataclass(frozen=True)
-class Scores:
+class ExampleScores:
     """Of each example, (n,): losses, float64, the sum over its trained tokens, whatever its
     weight; exact, bool, whether each of them is the likeliest."""
 
@@ -65,7 +65,9 @@ class Scores:
     exact: np.ndarray
 
 
-def scored(engine: Engine, examples: Examples, rows_at: RowsAt) -> Generator[int, None, Scores]:
+def scored(
+    engine: Engine, examples: Examples, rows_at: RowsAt
+) -> Generator[int, None, ExampleScores]:
     """What `mean_loss` and `exact_matches` are made of, example by example; one forward pass.
 
     Yields how many are done. What was compiled for one shape is dropped before the next: it is
@@ -86,4 +88,4 @@ def scored(engine: Engine, examples: Examples, rows_at: RowsAt) -> Generator[int
         exact[rows[likeliest != batch.targets[:n]]] = False
         done += int((batch.lengths > 0).sum())
         yield done
-    return Scores(losses, exact)
+    return ExampleScores(losses, exact)

@@ -35,7 +35,7 @@ DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedRows:
     """Examples, and of which row each is: (n,) places in `Rows.lines`."""
 
     examples: Examples
@@ -52,7 +52,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Rows:
+class EvaluationRows:
     """The rows of a file that have something to measure, m of them.
 
     sha256: of the file; lines: (m,) of each in it; asks: (m,) bool, whether it asks for an
@@ -65,8 +65,8 @@ class Rows:
     sha256: str
     lines: np.ndarray
     asks: np.ndarray
-    trained: Encoded
-    answers: Encoded
+    trained: EncodedRows
+    answers: EncodedRows
     has_answer: np.ndarray
     encoder: Encoder
 
@@ -128,7 +128,9 @@ def choose_file(given: str | None, config: TrainConfig) -> Path:
     raise UserError(f"--data {data}: the folder has no test.jsonl and no valid.jsonl; give a file")
 
 
-def load_rows(path: Path, config: TrainConfig, encoder: Encoder, tokenizer_sha256: str) -> Rows:
+def load_rows(
+    path: Path, config: TrainConfig, encoder: Encoder, tokenizer_sha256: str
+) -> EvaluationRows:
     """The rows of a file, encoded as the run's were. Raises UserError for a bad row.
 
     encoder: the run's.
@@ -139,19 +141,19 @@ def load_rows(path: Path, config: TrainConfig, encoder: Encoder, tokenizer_sha25
         raise UserError(f"{path}: every row has weight 0: there is nothing to measure")
     lines, asking, row_of = origins(path, encoder, config, trained)
     kept, row_of = np.unique(row_of, return_inverse=True)  # others have nothing to train
-    found = answers = Encoded(trained, row_of)
+    found = answers = EncodedRows(trained, row_of)
     answered = kept
     if not config.mask_prompt:
         try:
             masking = replace(encoder, mask_prompt=True)
             examples = load(path, masking, config, tokenizer_sha256)
             *_, answered = origins(path, masking, config, examples)
-            answers = Encoded(examples, np.searchsorted(kept, answered))
+            answers = EncodedRows(examples, np.searchsorted(kept, answered))
         except UserError:  # the template does not show where the answers are
             answered = kept[:0]
     asking = asking[kept]
     has_answer = asking & np.isin(kept, answered)
-    return Rows(path, content, lines[kept], asking, found, answers, has_answer, encoder)
+    return EvaluationRows(path, content, lines[kept], asking, found, answers, has_answer, encoder)
 
 
 def load(path: Path, encoder: Encoder, config: TrainConfig, tokenizer_sha256: str) -> Examples:
@@ -211,7 +213,7 @@ def asked_and_expected(row: Row) -> tuple[str, str]:
     return before[-1]["content"] if before else "", expected
 
 
-def cut_text(rows: Rows, config: TrainConfig) -> str:
+def cut_text(rows: EvaluationRows, config: TrainConfig) -> str:
     """What to say of rows that were longer than the run takes, or nothing."""
     tally = rows.trained.examples.tally
     if not tally.truncated and not tally.split:
@@ -225,7 +227,9 @@ def cut_text(rows: Rows, config: TrainConfig) -> str:
     return f"{text}; {left_out} have nothing left to measure" if left_out else text
 
 
-def in_training_data(rows: Rows, config: TrainConfig, tokenizer_sha256: str) -> int | None:
+def in_training_data(
+    rows: EvaluationRows, config: TrainConfig, tokenizer_sha256: str
+) -> int | None:
     """How many of the rows the run was trained on; None where its rows cannot be read.
 
     Compared as they are encoded, by their hashes; of the training's rows one is held at a time.

@@ -11,14 +11,14 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.evaluation.compare import Progress
+from your_ai.evaluation.compare import EvaluationProgress
 
 SYSTEMS = ("base", "adapter", "difference")
 SHARES = ("exact_match",)  # told in percent
 T = TypeVar("T")
 
 
-def follow(steps: Generator[Progress, None, T], console: Console) -> T:
+def follow(steps: Generator[EvaluationProgress, None, T], console: Console) -> T:
     """Carry out an evaluation, with a bar that goes when it is done; what it returns."""
     columns = (
         TextColumn("{task.description}", markup=False),

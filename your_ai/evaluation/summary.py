@@ -12,8 +12,8 @@ import numpy as np
 from your_ai.errors import UserError
 from your_ai.evaluation import record
 from your_ai.evaluation.bootstrap import Interval, Paired, paired
-from your_ai.evaluation.compare import Comparison, Measured
-from your_ai.evaluation.rows import Rows, asked_and_expected
+from your_ai.evaluation.compare import Comparison, RowMeasures
+from your_ai.evaluation.rows import EvaluationRows, asked_and_expected
 from your_ai.nets.saved_adapter import Trained
 
 ALIKE = 1e-5  # of a token's loss, absolute and relative: what a plan or batch may round
@@ -21,7 +21,7 @@ EXCERPT_CHARACTERS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SummarySettings:
     """Of the intervals, and of how many worst rows of each kind are listed."""
 
     resamples: int
@@ -30,7 +30,7 @@ class Settings:
     worst: int
 
 
-def summarize(run: Trained, found: Comparison, settings: Settings) -> dict[str, Any]:
+def summarize(run: Trained, found: Comparison, settings: SummarySettings) -> dict[str, Any]:
     """The object that is kept as evaluation.json."""
     rows, folder = found.rows, run.adapter.folder
     base, adapter = token_losses(rows, found.base), token_losses(rows, found.adapter)
@@ -60,12 +60,12 @@ def summarize(run: Trained, found: Comparison, settings: Settings) -> dict[str, 
     }
 
 
-def token_losses(rows: Rows, measured: Measured) -> np.ndarray:
+def token_losses(rows: EvaluationRows, measured: RowMeasures) -> np.ndarray:
     """(m,) the mean loss of each row's tokens; infinite where it is no number."""
     return np.nan_to_num(measured.losses / rows.trained_tokens, nan=np.inf, posinf=np.inf)
 
 
-def measures(found: Comparison, settings: Settings) -> dict[str, dict[str, Interval]]:
+def measures(found: Comparison, settings: SummarySettings) -> dict[str, dict[str, Interval]]:
     """The means over all rows of base and adapter, and of their difference, by measure.
 
     The loss is that of validation: the mean over trained tokens, each with its row's weight.
@@ -97,7 +97,11 @@ def finite(value: float) -> float | None:
 
 
 def worst_rows(
-    found: Comparison, base: np.ndarray, adapter: np.ndarray, lost: np.ndarray, settings: Settings
+    found: Comparison,
+    base: np.ndarray,
+    adapter: np.ndarray,
+    lost: np.ndarray,
+    settings: SummarySettings,
 ) -> list[dict[str, Any]]:
     """The rows of the highest loss with the adapter, then those that lost the most by it.
 

@@ -75,7 +75,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Room:
+class DifferenceRoom:
     """How the models go into the limit.
 
     streams: they are read block by block; rows: that go through the blocks together; positions:
@@ -101,7 +101,7 @@ class Places:
 
 
 @dataclass
-class Sums:
+class DifferenceSums:
     """What is added up over the positions. losses: of base, base + adapter and fused model."""
 
     numbers: int = 0  # of logits
@@ -140,7 +140,7 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
     for opened in models:
         for_answers(opened, room.streams)
     halves = [split(network) for network in networks]
-    sums = Sums()
+    sums = DifferenceSums()
     edges = bucket_edges(examples.lengths - 1)
     for batch in micro_batches(examples, chosen, lambda _: room.rows, edges):
         places = places_of(batch)
@@ -200,7 +200,7 @@ def hold(
     tokens: int,
     max_memory_gb: float | None,
     streamable: bool,
-) -> Room:
+) -> DifferenceRoom:
     """Hold MLX to the limit. Raises UserError where a row of so many tokens does not fit.
 
     facts: of the base and the fused model.
@@ -223,7 +223,7 @@ def hold(
     rows = min(ROWS_AT_ONCE, 1 + half // row)
     positions = min(POSITIONS_AT_ONCE, FEWEST_POSITIONS + half // position)
     allocator.hold(limit, least + (rows - 1) * row + positions * position, python_bytes())
-    return Room(streams, rows, positions)
+    return DifferenceRoom(streams, rows, positions)
 
 
 def places_of(batch: Batch) -> Places:
@@ -249,7 +249,7 @@ def hidden_at(network: nn.Module, halves: Split, batch: Batch, places: Places) -
 
 
 def add(
-    sums: Sums,
+    sums: DifferenceSums,
     heads: Sequence[Callable[[mx.array], mx.array]],
     hidden: Sequence[mx.array],
     places: Places,

@@ -10,7 +10,7 @@ from your_ai.errors import UserError
 from your_ai.export.fused_weights import AUTO, base_of, fused_lazily
 from your_ai.files import sha256
 from your_ai.modelfiles import unfinished
-from your_ai.modelfiles.shards import Progress, write_model
+from your_ai.modelfiles.shards import WriteProgress, write_model
 from your_ai.modelfiles.targets import check_target
 from your_ai.modelfiles.unfinished import Work
 from your_ai.nets.saved_adapter import Trained
@@ -26,7 +26,7 @@ def fuse(
     dtype: str = AUTO,
     max_memory_gb: float | None = None,
     force: bool = False,
-) -> Iterator[Progress]:
+) -> Iterator[WriteProgress]:
     """Write the run's base with its adapter in it to `target`; goes on where it was.
 
     to, dtype: as `weights.fused_lazily` has them. force: replace a model that is there, once

@@ -30,7 +30,7 @@ from your_ai.export.gguf_tokenizer import add_tokenizer
 from your_ai.export.names import check_dense
 from your_ai.files import TEMPORARY, sync
 from your_ai.memory import allocator
-from your_ai.modelfiles.shards import Progress, compute, hold_memory
+from your_ai.modelfiles.shards import WriteProgress, compute, hold_memory
 from your_ai.modelfiles.targets import unwritable
 from your_ai.modelfiles.unfinished import check_disk
 from your_ai.nets.model import load_network, load_tokenizer_of
@@ -52,7 +52,7 @@ PARTS_HELD = 6  # and what is made of it on the way
 
 
 @dataclass(frozen=True)
-class Tensor:
+class GgufTensor:
     """A tensor of the file, lazy.
 
     parameter: of the network, as errors name it; kind: what it is written in; work_bytes: held
@@ -99,7 +99,7 @@ def write_adapter(trained: Trained, target: Path) -> None:
 
 def write_model(
     trained: Trained, target: Path, kind: str, max_memory_gb: float | None = None
-) -> Iterator[Progress]:
+) -> Iterator[WriteProgress]:
     """Write the run's model with the adapter in it to the file `target`, a tensor at a time.
 
     kind: one of KINDS, of the matrices. A file that is there is replaced. Raises UserError for
@@ -133,7 +133,7 @@ def require_library() -> None:
         raise UserError("GGUF needs the package gguf; run: pip install 'your_ai[gguf]'")
 
 
-def adapter_tensors(described: Description, trained: Trained) -> list[Tensor]:
+def adapter_tensors(described: Description, trained: Trained) -> list[GgufTensor]:
     """lora_a (r, in) and lora_b (out, r) of each adapted layer, in float32."""
     found = []
     for layer, parts in trained.adapter.layers.items():
@@ -142,11 +142,13 @@ def adapter_tensors(described: Description, trained: Trained) -> list[Tensor]:
         lora_a, lora_b = (parts[part].T.astype(mx.float32) for part in ("lora_a", "lora_b"))
         lora_b = arranged(described, weight, lora_b)
         for part, array in (("lora_a", lora_a), ("lora_b", lora_b)):
-            found.append(Tensor(f"{name}.{part}", layer, array, kind_of("f32", array)))
+            found.append(GgufTensor(f"{name}.{part}", layer, array, kind_of("f32", array)))
     return found
 
 
-def model_tensors(described: Description, arrays: dict[str, mx.array], kind: str) -> list[Tensor]:
+def model_tensors(
+    described: Description, arrays: dict[str, mx.array], kind: str
+) -> list[GgufTensor]:
     """arrays: the parameters by name, taken out."""
     found = []
     for parameter in list(arrays):
@@ -154,10 +156,10 @@ def model_tensors(described: Description, arrays: dict[str, mx.array], kind: str
         ordered = arranged(described, parameter, array)
         work_bytes = 0 if ordered is array else array.nbytes
         name = name_of(described, parameter)
-        found.append(Tensor(name, parameter, ordered, kind_of(kind, array), work_bytes))
+        found.append(GgufTensor(name, parameter, ordered, kind_of(kind, array), work_bytes))
     factors = rope_factors(described)
     if factors is not None:
-        found.append(Tensor(ROPE_FACTORS, ROPE_FACTORS, factors, kind_of(kind, factors)))
+        found.append(GgufTensor(ROPE_FACTORS, ROPE_FACTORS, factors, kind_of(kind, factors)))
     return found
 
 
@@ -230,7 +232,9 @@ def temporary_file(target: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def write_tensors(source: Path, writer: GGUFWriter, tensors: list[Tensor]) -> Iterator[Progress]:
+def write_tensors(
+    source: Path, writer: GGUFWriter, tensors: list[GgufTensor]
+) -> Iterator[WriteProgress]:
     """Write the head of the file, then the tensors, each taken out as it is computed.
 
     source: what to blame where they cannot be.
@@ -247,7 +251,7 @@ def write_tensors(source: Path, writer: GGUFWriter, tensors: list[Tensor]) -> It
     file = writer.fout[0]
     writer.write_padding(file, file.tell())
     done = 0
-    yield Progress(done, total, 0)
+    yield WriteProgress(done, total, 0)
     while tensors:
         tensor = tensors.pop(0)
         compute(source, tensor.array)
@@ -257,10 +261,10 @@ def write_tensors(source: Path, writer: GGUFWriter, tensors: list[Tensor]) -> It
         done += tensor.written_bytes
         del tensor
         allocator.free(collect=False)
-        yield Progress(done, total, 0)
+        yield WriteProgress(done, total, 0)
 
 
-def converted(source: Path, tensor: Tensor) -> Iterator[memoryview]:
+def converted(source: Path, tensor: GgufTensor) -> Iterator[memoryview]:
     """The bytes of a computed tensor in its type, some rows at a time."""
     import numpy as np
     from gguf import GGMLQuantizationType

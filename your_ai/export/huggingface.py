@@ -19,7 +19,7 @@ from your_ai.export.fused_weights import AUTO, DEQUANTIZED, base_of, fused_lazil
 from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS, check_names
 from your_ai.files import sha256
 from your_ai.modelfiles import unfinished
-from your_ai.modelfiles.shards import Progress, write_model
+from your_ai.modelfiles.shards import WriteProgress, write_model
 from your_ai.modelfiles.unfinished import Work
 from your_ai.nets.saved_adapter import Trained
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
@@ -33,7 +33,7 @@ def write(
     dtype: str = AUTO,
     max_memory_gb: float | None = None,
     force: bool = False,
-) -> Iterator[Progress]:
+) -> Iterator[WriteProgress]:
     """Write the whole model to `target`; goes on where it was.
 
     dtype: of the weights; auto is the base's own. force: replace a model that is there, once

@@ -99,7 +99,7 @@ def find_base(source: Path, given: str | None, named: Any) -> Path:
         ) from error
 
 
-def from_peft(file: Path, settings: peft_config.Settings, network: nn.Module) -> Adapter:
+def from_peft(file: Path, settings: peft_config.PeftSettings, network: nn.Module) -> Adapter:
     """The adapter in PEFT's `file` as mlx-lm has it.
 
     Raises UserError, which names the file, for tensors that are missing, left over, of another
@@ -158,7 +158,7 @@ def parse(file: Path, name: str) -> tuple[str, str]:
 
 
 def check_array(
-    file: Path, name: str, part: str, array: mx.array, settings: peft_config.Settings
+    file: Path, name: str, part: str, array: mx.array, settings: peft_config.PeftSettings
 ) -> mx.array:
     """The array as mlx-lm has it, once it has the rank that it should."""
     if not mx.issubdtype(array.dtype, mx.floating):
@@ -178,7 +178,7 @@ def check_array(
 
 
 def mlx_config(
-    settings: peft_config.Settings, layers: set[str], linears: set[str]
+    settings: peft_config.PeftSettings, layers: set[str], linears: set[str]
 ) -> dict[str, Any]:
     """mlx-lm's adapter_config.json for these layers of a model.
 

@@ -40,7 +40,7 @@ FIRST_INDEX = r".*?\.[^.]*\.(?P<index>\d+)\."  # of a layer's path, as PEFT find
 
 
 @dataclass(frozen=True)
-class Settings:
+class PeftSettings:
     """What an adapter_config.json says.
 
     base: of its model, as it is written there; scale: of the product of A and B; targets:
@@ -60,7 +60,7 @@ class Settings:
     list_names: tuple[str, ...]
 
 
-def read(path: Path, config: dict[str, Any]) -> Settings:
+def read(path: Path, config: dict[str, Any]) -> PeftSettings:
     """The settings in the file at `path`.
 
     Raises UserError, which names it, for those that an adapter of mlx-lm cannot have.
@@ -92,7 +92,7 @@ def read(path: Path, config: dict[str, Any]) -> Settings:
     targets = texts(path, config, "target_modules")
     if not targets:
         raise UserError(f"{path}: target_modules: names no layer")
-    return Settings(
+    return PeftSettings(
         path=path,
         base=config.get("base_model_name_or_path"),
         rank=int(rank),
@@ -165,7 +165,7 @@ def indices(path: Path, config: dict[str, Any]) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def check_targets(settings: Settings, linears: Iterable[str]) -> None:
+def check_targets(settings: PeftSettings, linears: Iterable[str]) -> None:
     """Raise UserError for a target that none of a model's linear layers is."""
     linears = list(linears)
     if isinstance(settings.targets, str):
@@ -180,7 +180,7 @@ def check_targets(settings: Settings, linears: Iterable[str]) -> None:
             )
 
 
-def targeted(settings: Settings, linears: Iterable[str]) -> set[str]:
+def targeted(settings: PeftSettings, linears: Iterable[str]) -> set[str]:
     """Those of a model's linear layers that PEFT adapts by these settings.
 
     Raises UserError for a pattern that takes longer than MATCH_S in all.
@@ -195,7 +195,7 @@ def targeted(settings: Settings, linears: Iterable[str]) -> set[str]:
         ) from error
 
 
-def chooser(settings: Settings) -> Callable[[str], bool]:
+def chooser(settings: PeftSettings) -> Callable[[str], bool]:
     """Whether PEFT adapts a layer by its path. Raises TimeoutError once MATCH_S have passed."""
     until = time.monotonic() + MATCH_S
     excluded, named = matcher(settings.excluded, until), matcher(settings.targets, until)
@@ -225,7 +225,7 @@ def matcher(names: tuple[str, ...] | str, until: float) -> Callable[[str], bool]
     return lambda path: any(end in known for end in ends_of(path))
 
 
-def block_matcher(settings: Settings, until: float) -> Callable[[str], bool]:
+def block_matcher(settings: PeftSettings, until: float) -> Callable[[str], bool]:
     """Whether a path is in one of the blocks that the settings name; any, where they name none."""
     if settings.blocks is None:
         return lambda path: True

@@ -79,18 +79,18 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Line:
+class ChatLine:
     """What a user typed: a command and what follows it, or a question where `command` is ""."""
 
     command: str
     text: str
 
 
-def parse(line: str) -> Line:
+def parse(line: str) -> ChatLine:
     """Raises UserError for a command that there is not."""
     line = line.rstrip()
     if not line.startswith("/"):
-        return Line("", whole_text(line.strip(), "the question"))
+        return ChatLine("", whole_text(line.strip(), "the question"))
     word, _, rest = line[1:].partition(" ")
     name = {"quit": "exit", "bye": "exit", "?": "help"}.get(word, word)
     known = {command.split()[0] for command in COMMANDS}
@@ -100,11 +100,11 @@ def parse(line: str) -> Line:
     rest = whole_text(rest.strip(), f"/{word}")
     if name == "base" and rest not in ("", "on", "off"):
         raise UserError(f"/base {rest}: give on, off, or nothing")
-    return Line(name, rest)
+    return ChatLine(name, rest)
 
 
 @dataclass
-class Memory:
+class CacheMemory:
     """What a model has read: `layers`, mlx-lm's cache, holds `tokens`; None: nothing."""
 
     tokens: list[int] = field(default_factory=list)
@@ -171,8 +171,8 @@ class Talker:
     sampling: Sampling
     most_tokens: int | None = None
     asked: int = 0
-    memory: Memory = field(default_factory=Memory)
-    base_memory: Memory = field(default_factory=Memory)
+    memory: CacheMemory = field(default_factory=CacheMemory)
+    base_memory: CacheMemory = field(default_factory=CacheMemory)
 
     def check(self, conversation: Conversation) -> None:
         """Raises UserError where the template does not take the system prompt, say."""

@@ -18,7 +18,7 @@ from mlx_lm.sample_utils import make_sampler
 from your_ai.config import TrainConfig
 from your_ai.data.encode import token_ids
 from your_ai.data.rows import decode_line, parse_turns, text_field
-from your_ai.data.template import Refused, render
+from your_ai.data.template import TemplateRefused, render
 from your_ai.engine.opened import for_answers, open_model
 from your_ai.engine.weights import answering
 from your_ai.errors import RunError, UserError, lacked_memory
@@ -213,7 +213,7 @@ def check_answers(model: nn.Module, tokenizer: Any, base: Path) -> None:
     if most is not None and answers is not None and answers > most:
         raise UserError(f"{base}: its head has {answers} tokens, but its embedding {most}")
     if tokenizer.has_chat_template:
-        with contextlib.suppress(Refused):  # some want other messages
+        with contextlib.suppress(TemplateRefused):  # some want other messages
             prompt_tokens(tokenizer, [{"role": "user", "content": "Hello"}], str(base))
 
 

@@ -29,7 +29,7 @@ from your_ai.hub.figures import check_figures
 from your_ai.hub.find import cached_file, cached_model, models_root, repo_of
 from your_ai.hub.record import (
     RECORD,
-    Record,
+    FilesRecord,
     RecordedFile,
     fault_of,
     file_fault,
@@ -61,7 +61,7 @@ TRIES = 2  # of a file whose bytes are not the hub's
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class DownloadProgress:
     """How a download stands. note: something to tell once, or nothing.
 
     done_bytes, total_bytes, done_files, files: of the whole model, with what was kept from
@@ -94,7 +94,7 @@ def download(name: str, revision: str | None = None, to: str | Path | None = Non
 
 def downloading(
     name: str, revision: str | None = None, to: str | Path | None = None
-) -> Generator[Progress, None, Path]:
+) -> Generator[DownloadProgress, None, Path]:
     """`download`, step by step; its folder is what the generator returns."""
     if name == DEMO:
         raise UserError(f"{name}: comes with your_ai; there is nothing to fetch")
@@ -102,7 +102,7 @@ def downloading(
     remote.check_endpoint()
     target = models_root() / repo.split("/")[1] if to is None else Path(to).expanduser()
     asked = revision or remote.DEFAULT_REVISION
-    at = Progress(name=name)
+    at = DownloadProgress(name=name)
     found = yield from faults_of(at, target, repo, revision)
     if found == ():
         yield replace(at, note=f"{repo} is whole in {target}; nothing to fetch")
@@ -155,8 +155,8 @@ def downloading(
 
 
 def faults_of(
-    at: Progress, target: Path, repo: str, revision: str | None
-) -> Generator[Progress, None, tuple[str, ...] | None]:
+    at: DownloadProgress, target: Path, repo: str, revision: str | None
+) -> Generator[DownloadProgress, None, tuple[str, ...] | None]:
     """What is wrong with the model in `target`, () where it is whole; None where there is none.
 
     Raises UserError where something else is there.
@@ -222,7 +222,7 @@ def writing(path: Path) -> Iterator[None]:
         raise remote.unwritable(path, error) from error
 
 
-def ask(at: Progress, repo: str, asked: str) -> Generator[Progress, None, Listing]:
+def ask(at: DownloadProgress, repo: str, asked: str) -> Generator[DownloadProgress, None, Listing]:
     """What the hub has of a repo, within ASKING_S. One that cannot be reached is asked once."""
     until = time.monotonic() + ASKING_S
     for wait_s in (*WAITS_S, None):
@@ -265,7 +265,9 @@ def in_time(function: Callable[[], Listing], seconds: float) -> Listing:
     return outcome
 
 
-def keep(at: Progress, listing: Listing, folder: Path) -> Generator[Progress, None, Progress]:
+def keep(
+    at: DownloadProgress, listing: Listing, folder: Path
+) -> Generator[DownloadProgress, None, DownloadProgress]:
     """What is here already of a model; drops what is not of it, or not as the hub has it."""
     hashes = {file.hash for file in listing.files}
     names = {file.name for file in listing.files}
@@ -332,7 +334,7 @@ def part_size(part: Path, file: RemoteFile) -> int:
     return min(size, file.size_bytes)
 
 
-def check_room(at: Progress, listing: Listing, folder: Path) -> None:
+def check_room(at: DownloadProgress, listing: Listing, folder: Path) -> None:
     """Raise UserError where the disk has no room for what is missing."""
     here = at.done_bytes + sum(
         part_size(folder / PARTS / file.hash, file)
@@ -370,8 +372,8 @@ def check_type(listing: Listing, folder: Path) -> None:
 
 
 def fetch(
-    at: Progress, listing: Listing, file: RemoteFile, folder: Path, asked: str
-) -> Generator[Progress, None, Progress]:
+    at: DownloadProgress, listing: Listing, file: RemoteFile, folder: Path, asked: str
+) -> Generator[DownloadProgress, None, DownloadProgress]:
     """One file, through cuts; put under its name once its bytes are the hub's."""
     part = place_in(folder / PARTS, file.hash)
     cached = cached_file(listing.repo, listing.revision, file.name)
@@ -401,8 +403,8 @@ def fetch(
 
 
 def fetch_part(
-    at: Progress, listing: Listing, file: RemoteFile, part: Path, asked: str
-) -> Iterator[Progress]:
+    at: DownloadProgress, listing: Listing, file: RemoteFile, part: Path, asked: str
+) -> Iterator[DownloadProgress]:
     """All the bytes of one file; goes on after cuts for as long as each try brings some."""
     before, failures = at.done_bytes, 0
     while (here := part_size(part, file)) < file.size_bytes or not part.exists():
@@ -452,7 +454,7 @@ def put(listing: Listing, folder: Path, target: Path, asked: str) -> None:
         )
         for file in listing.files
     }
-    record = Record(repo=listing.repo, asked=asked, revision=listing.revision, files=files)
+    record = FilesRecord(repo=listing.repo, asked=asked, revision=listing.revision, files=files)
     write_record(folder, record)
     shutil.rmtree(folder / PARTS)
     for path in (folder / RECORD, folder):

@@ -16,15 +16,15 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
-from your_ai.hub.download import Progress, going_on
+from your_ai.hub.download import DownloadProgress, going_on
 from your_ai.hub.registry import size_text
 
 LINE_PERCENT = 10  # between two lines of where there is no bar
 
-Show = Callable[[Progress], None]
+Show = Callable[[DownloadProgress], None]
 
 
-def show(steps: Generator[Progress, None, Path], console: Console) -> Path:
+def show(steps: Generator[DownloadProgress, None, Path], console: Console) -> Path:
     """Carry out a download and show it: a bar on a terminal, else lines. Its folder.
 
     KeyboardInterrupt comes through, after a line that says what is kept and how to go on.
@@ -59,7 +59,7 @@ def bar(console: Console) -> Iterator[Show]:
     with Bars(*columns, console=console, transient=True) as bars:
         task = bars.add_task("", total=None)
 
-        def shown(at: Progress) -> None:
+        def shown(at: DownloadProgress) -> None:
             if at.note:
                 console.print(at.note, markup=False, highlight=False)
             bars.update(
@@ -77,7 +77,7 @@ def lines(console: Console) -> Iterator[Show]:
     """Notes, and a line at each LINE_PERCENT."""
     told = -1
 
-    def shown(at: Progress) -> None:
+    def shown(at: DownloadProgress) -> None:
         nonlocal told
         if at.note:
             console.print(at.note, markup=False, highlight=False, soft_wrap=True)
@@ -89,7 +89,7 @@ def lines(console: Console) -> Iterator[Show]:
     yield shown
 
 
-def doing(at: Progress) -> str:
+def doing(at: DownloadProgress) -> str:
     """`fetching 2/5 model.safetensors`."""
     if at.doing == "waiting":
         return "waiting for another download of it"
@@ -97,7 +97,7 @@ def doing(at: Progress) -> str:
     return f"{at.doing}{count} {at.file}".rstrip()
 
 
-def line(at: Progress) -> str:
+def line(at: DownloadProgress) -> str:
     """`llama-8b: 1.20 GB of 4.52 GB, 2 of 5 files`."""
     size = f"{size_text(at.done_bytes)} of {size_text(at.total_bytes)}"
     return f"{at.name}: {size}, {at.done_files} of {at.files} files"

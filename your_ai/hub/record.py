@@ -22,7 +22,7 @@ class RecordedFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class FilesRecord:
     """Where a model came from. asked: the revision as the user named it; revision: the commit."""
 
     repo: str
@@ -39,11 +39,11 @@ class Verdict:
     checked: str
 
 
-def write_record(folder: Path, record: Record) -> None:
+def write_record(folder: Path, record: FilesRecord) -> None:
     (folder / RECORD).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8")
 
 
-def read_record(folder: Path) -> Record | None:
+def read_record(folder: Path) -> FilesRecord | None:
     """The record of a model, None where it has none. Raises UserError for a damaged one."""
     path = folder / RECORD
     if not path.is_file():
@@ -51,7 +51,7 @@ def read_record(folder: Path) -> Record | None:
     content = read_json(path, "it lists the files", INDEX_BYTES)
     try:
         files = {name: RecordedFile(**entry) for name, entry in content.pop("files").items()}
-        record = Record(files=files, **content)
+        record = FilesRecord(files=files, **content)
         texts = (record.repo, record.asked, record.revision, *(f.sha256 for f in files.values()))
         sizes = [file.size_bytes for file in files.values()]
         sound = all(isinstance(text, str) and text.isprintable() for text in texts)
@@ -80,7 +80,7 @@ def fault_of(folder: Path) -> str | None:
     return next((fault for fault in faults if fault is not None), None)
 
 
-def size_fault(folder: Path, record: Record, name: str) -> str | None:
+def size_fault(folder: Path, record: FilesRecord, name: str) -> str | None:
     """What is wrong with the size of one of the files."""
     path, expected = folder / name, record.files[name].size_bytes
     try:
@@ -90,7 +90,7 @@ def size_fault(folder: Path, record: Record, name: str) -> str | None:
     return f"{path}: has {found} of {expected} bytes" if found != expected else None
 
 
-def file_fault(folder: Path, record: Record, name: str) -> str | None:
+def file_fault(folder: Path, record: FilesRecord, name: str) -> str | None:
     """What is wrong with one of the files; reads all of it."""
     fault = size_fault(folder, record, name)
     if fault is not None:

@@ -19,7 +19,7 @@ from your_ai.memory import calibration_file as measurements
 from your_ai.memory.calibration import Calibration, Measurement
 from your_ai.memory.estimate import COEFFICIENTS, Plan, Training, generation_bytes, weights_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
-from your_ai.memory.limit import Limit, find_limit
+from your_ai.memory.limit import MemoryLimit, find_limit
 from your_ai.memory.plan import Choice, Demand, choose, rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.nets.model import DEFAULT_LAYERS
@@ -38,7 +38,7 @@ class Budget:
     kept: the run goes on under the plan that it had.
     """
 
-    limit: Limit
+    limit: MemoryLimit
     demand: Demand
     choice: Choice
     measurements: Path | None = None
@@ -53,7 +53,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Past:
+class PriorPlans:
     """What a run has planned and measured before.
 
     plan: the one that it had at this level, by the same settings; begun: training has begun,
@@ -65,7 +65,7 @@ class Past:
     begun: bool = False
 
 
-def limit_of(max_memory_gb: float | None, force: bool = False) -> Limit:
+def limit_of(max_memory_gb: float | None, force: bool = False) -> MemoryLimit:
     """Raises UserError for more than the machine has."""
     return find_limit(probe.machine(), max_memory_gb, force)
 
@@ -141,7 +141,7 @@ def budget_of(
     dtype: mx.Dtype,
     lengths: Sequence[int],
     level: int = 0,
-    past: Past | None = None,
+    past: PriorPlans | None = None,
     *,
     can_stream: bool = True,
     prefix_tokens: int = 0,
@@ -152,7 +152,7 @@ def budget_of(
 
     past: what the run itself has planned and measured before, where it goes on.
     """
-    past = past or Past()
+    past = past or PriorPlans()
     limit = limit_of(config.max_memory, config.force)
     facts = facts_of(folder, dtype.size, config.quantize)
     demand = demand_of(

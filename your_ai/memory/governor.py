@@ -32,12 +32,12 @@ from typing import Literal, get_args
 from your_ai.config import TrainConfig
 from your_ai.memory.sample import MemorySample, in_gb
 
-Kind = Literal[
+ActionKind = Literal[
     "clear_cache", "drop_compiled", "reload_lora", "smaller_plan", "restart", "larger_plan"
 ]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[ActionKind, ...] = get_args(ActionKind)
 CHEAP, LARGE = KINDS[:3], KINDS[3:]  # a decision has one large action at most, its last
-RUNGS: dict[str, tuple[Kind, ...]] = {
+RUNGS: dict[str, tuple[ActionKind, ...]] = {
     "danger": CHEAP,
     "leak": CHEAP,
     "pressure": ("clear_cache", "reload_lora"),
@@ -92,10 +92,10 @@ class Observation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Action:
+class MemoryAction:
     """kind: what to do; cause: why, one line in words with figures."""
 
-    kind: Kind
+    kind: ActionKind
     cause: str
 
 
@@ -143,7 +143,7 @@ def policy_of(config: TrainConfig, limit_bytes: int) -> Policy:
 
 def decide(
     policy: Policy, watch: Watch, observation: Observation
-) -> tuple[Watch, list[Action], list[str]]:
+) -> tuple[Watch, list[MemoryAction], list[str]]:
     """What to remember, the actions in the order to do them, and what to tell the user."""
     watch = remember(policy, watch, observation)
     watch, causes = triggers(policy, watch, observation)
@@ -160,7 +160,7 @@ def decide(
         if "reload_lora" in rungs:
             due.pop("clear_cache", None)
         due |= rungs
-    actions = [Action(kind=kind, cause=due[kind]) for kind in CHEAP if kind in due]
+    actions = [MemoryAction(kind=kind, cause=due[kind]) for kind in CHEAP if kind in due]
     once = set(notes)
     if large is not None:
         actions.append(large)
@@ -170,7 +170,7 @@ def decide(
 
 
 def acted(
-    policy: Policy, watch: Watch, action: Action, before: MemorySample, after: MemorySample
+    policy: Policy, watch: Watch, action: MemoryAction, before: MemorySample, after: MemorySample
 ) -> Watch:
     """The watch after an action was carried out; a new one after a large action.
 
@@ -255,9 +255,9 @@ def triggers(
 
 def climb(
     policy: Policy, watch: Watch, observation: Observation, causes: Mapping[str, str]
-) -> tuple[Watch, dict[Kind, str]]:
+) -> tuple[Watch, dict[ActionKind, str]]:
     """The next rung of each trigger, all of them where it is urgent, with the cause."""
-    actions: dict[Kind, str] = {}
+    actions: dict[ActionKind, str] = {}
     if "blind" in causes:
         actions["clear_cache"] = causes["blind"]  # at every step, to be safe
     urgent = {
@@ -282,7 +282,7 @@ def exhausted(watch: Watch, causes: Mapping[str, str]) -> set[str]:
 
 def large_action(
     policy: Policy, watch: Watch, observation: Observation, causes: Mapping[str, str]
-) -> Action | None:
+) -> MemoryAction | None:
     """A change of plan or a restart, where it is time for one and it helps."""
     limit, stuck = policy.limit_bytes, exhausted(watch, causes)
     restart_left = "restart" not in watch.told
@@ -291,23 +291,27 @@ def large_action(
         if ahead >= limit or "danger" in stuck:
             forecast = f"{in_gb(ahead)} in {LOOKAHEAD} steps"
             cause = f"{causes['leak']}: {forecast}, the limit is {in_gb(limit)}"
-            return Action(kind="restart", cause=cause)
+            return MemoryAction(kind="restart", cause=cause)
     if "danger" in stuck and observation.can_shrink:
-        return Action(kind="smaller_plan", cause=causes["danger"])
+        return MemoryAction(kind="smaller_plan", cause=causes["danger"])
     grown = steady_growth_bytes(watch.window_medians)
     if "danger" in stuck and grown >= STEADY * limit and restart_left:
-        return Action(kind="restart", cause=f"{causes['danger']}, having grown by {in_gb(grown)}")
+        return MemoryAction(
+            kind="restart", cause=f"{causes['danger']}, having grown by {in_gb(grown)}"
+        )
     critical = (observation.sample.pressure or 0) >= CRITICAL
     if "pressure" in stuck and critical and observation.can_shrink:
-        return Action(kind="smaller_plan", cause=causes["pressure"])
+        return MemoryAction(kind="smaller_plan", cause=causes["pressure"])
     calm = not causes and watch.steps_with_headroom >= HEADROOM_STEPS
     if calm and observation.can_grow and "larger_plan" not in watch.told:
         cause = f"process stayed under {PLENTY:.0%} of the limit of {in_gb(limit)}"
-        return Action(kind="larger_plan", cause=f"{cause} for {watch.steps_with_headroom} steps")
+        return MemoryAction(
+            kind="larger_plan", cause=f"{cause} for {watch.steps_with_headroom} steps"
+        )
     return None
 
 
-def scheduled(policy: Policy, step: int) -> dict[Kind, str]:
+def scheduled(policy: Policy, step: int) -> dict[ActionKind, str]:
     """What is due at this step whatever the memory; a reload clears the cache as well."""
     for kind, every in (
         ("reload_lora", policy.reload_interval),

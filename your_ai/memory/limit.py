@@ -22,7 +22,7 @@ SYSTEM_MOST = 4  # but no more than a quarter of the RAM
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineMemory:
     """What a limit is found from, in bytes; None where it does not apply or cannot be read.
 
     working_set: what Metal recommends that a process uses at most, which the user can
@@ -40,7 +40,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Limit:
+class MemoryLimit:
     """The most that the process may hold, why so much, and what the user should know."""
 
     limit_bytes: int
@@ -55,25 +55,25 @@ class Bound(NamedTuple):
     text: str
 
 
-def find_limit(machine: Machine, max_memory_gb: float | None, force: bool) -> Limit:
+def find_limit(machine: MachineMemory, max_memory_gb: float | None, force: bool) -> MemoryLimit:
     """What the user asked for, or else what the machine can give."""
     if max_memory_gb is None:
         return detect(machine)
     return requested(machine, max_memory_gb, force)
 
 
-def detect(machine: Machine) -> Limit:
+def detect(machine: MachineMemory) -> MemoryLimit:
     """The least of all bounds, less the margin; at least 1 byte."""
     *_, least = found = sorted(bounds(machine), reverse=True)
     limit_bytes = max(1, least.size_bytes * (100 - MARGIN_PERCENT) // 100)
     named = [bound.text for bound in found[-2:]]  # the least, and what it would be without it
     reason = ", ".join([*named, f"less {MARGIN_PERCENT}% margin"])
     if machine.available_bytes is not None:
-        return Limit(limit_bytes, reason)
-    return Limit(limit_bytes, reason, ("how much memory is free now cannot be read",))
+        return MemoryLimit(limit_bytes, reason)
+    return MemoryLimit(limit_bytes, reason, ("how much memory is free now cannot be read",))
 
 
-def requested(machine: Machine, max_memory_gb: float, force: bool) -> Limit:
+def requested(machine: MachineMemory, max_memory_gb: float, force: bool) -> MemoryLimit:
     """What the user asked for, as it is.
 
     Raises UserError for more than the machine, or the container, has, unless `force`.
@@ -91,20 +91,20 @@ def requested(machine: Machine, max_memory_gb: float, force: bool) -> Limit:
                 f"give at most {most_gb}, or --force"
             )
         notice = f"{asked}: this {where} has only {most_gb} GB of memory; it may be ended for it"
-        return Limit(limit_bytes, f"{asked} --force", (notice,))
+        return MemoryLimit(limit_bytes, f"{asked} --force", (notice,))
     passed = [bound.text for bound in bounds(machine) if limit_bytes > bound.size_bytes]
     if not passed:
-        return Limit(limit_bytes, asked)
+        return MemoryLimit(limit_bytes, asked)
     notice = f"{asked} is more than {' and '.join(passed)}; the machine may swap, or end the run"
-    return Limit(limit_bytes, asked, (notice,))
+    return MemoryLimit(limit_bytes, asked, (notice,))
 
 
-def text(limit: Limit) -> str:
+def text(limit: MemoryLimit) -> str:
     """`limit 21.3 GB: 24.0 GB recommended working set, 22.4 GB free now, less 5% margin`."""
     return f"limit {roughly(limit.limit_bytes)}: {limit.reason}"
 
 
-def bounds(machine: Machine) -> list[Bound]:
+def bounds(machine: MachineMemory) -> list[Bound]:
     """Every bound that is known; that of the RAM always is."""
     system = system_bytes(machine.ram_bytes)
     room = machine.ram_bytes - system

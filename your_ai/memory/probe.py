@@ -24,7 +24,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import psutil
 
-from your_ai.memory.limit import Machine
+from your_ai.memory.limit import MachineMemory
 from your_ai.memory.sample import MemorySample
 
 PROC = Path("/proc")
@@ -58,12 +58,12 @@ def read() -> MemorySample:
     )
 
 
-def machine(proc: Path = PROC, cgroups: Path = CGROUPS) -> Machine:
+def machine(proc: Path = PROC, cgroups: Path = CGROUPS) -> MachineMemory:
     """What a limit is found from."""
     system = linux_system(proc, cgroups) if is_linux() else other_system()
     groups = limited_groups(proc, cgroups) if is_linux() else []
     container = min(groups, key=lambda group: group.limit_bytes, default=None)
-    return Machine(
+    return MachineMemory(
         ram_bytes=psutil.virtual_memory().total,
         working_set_bytes=working_set_bytes(),
         available_bytes=system.available_bytes,
@@ -237,7 +237,7 @@ class Group(NamedTuple):
         return None if self.used_bytes is None else max(0, self.limit_bytes - self.used_bytes)
 
 
-class Layout(NamedTuple):
+class StructLayout(NamedTuple):
     """The names of what is read of a group."""
 
     limits: tuple[str, ...]
@@ -246,10 +246,10 @@ class Layout(NamedTuple):
 
 
 # Above memory.high the kernel slows a process to a crawl: as good as a limit.
-VERSION_2 = Layout(
+VERSION_2 = StructLayout(
     ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")
 )
-VERSION_1 = Layout(
+VERSION_1 = StructLayout(
     ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
@@ -282,7 +282,7 @@ def limited_groups(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[Group]:
     return found
 
 
-def read_group(folder: Path, layout: Layout) -> list[Group]:
+def read_group(folder: Path, layout: StructLayout) -> list[Group]:
     """The group of a folder, or nothing where it has no limit."""
     limits = [gauge(lambda name=name: int((folder / name).read_text())) for name in layout.limits]
     known = [limit for limit in limits if limit is not None and limit < UNLIMITED_BYTES]

@@ -22,7 +22,7 @@ from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 from your_ai.errors import UserError
 from your_ai.hub.check import check_model
 from your_ai.modelfiles import unfinished
-from your_ai.modelfiles.shards import Lazy, Progress, load_as_written, read_bytes, write_model
+from your_ai.modelfiles.shards import Lazy, WriteProgress, load_as_written, read_bytes, write_model
 from your_ai.modelfiles.unfinished import Work
 from your_ai.nets.model import first_line
 
@@ -38,7 +38,7 @@ def quantize(
     group_size: int = GROUP_SIZE,
     max_memory_gb: float | None = None,
     force: bool = False,
-) -> Iterator[Progress]:
+) -> Iterator[WriteProgress]:
     """Write the model in `source` to a new folder `target`, quantized; goes on where it was.
 
     Raises UserError, before anything is written, for a model that cannot be quantized, a
@@ -159,7 +159,7 @@ def quantize_into(
     max_memory_gb: float | None,
     force: bool,
     waits: bool,
-) -> Iterator[Progress]:
+) -> Iterator[WriteProgress]:
     """waits: for another process that does the same, and has then done it."""
     lazy = lazy_model(source, bits, group_size)
     work, settings = work_of(target), [bits, group_size]

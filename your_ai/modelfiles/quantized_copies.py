@@ -21,7 +21,7 @@ from your_ai.hub.check import check_model
 from your_ai.hub.find import store
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.modelfiles.quantize import GROUP_SIZE, RECORD, check_source, quantize_into, work_of
-from your_ai.modelfiles.shards import Progress
+from your_ai.modelfiles.shards import WriteProgress
 from your_ai.modelfiles.targets import unwritable
 from your_ai.modelfiles.unfinished import locked, read_record
 
@@ -39,7 +39,7 @@ def place_of_copy(source: Path, bits: int) -> Path:
 
 def make_copy(
     source: Path, bits: int, max_memory_gb: float | None = None, force: bool = False
-) -> Iterator[Progress]:
+) -> Iterator[WriteProgress]:
     """Make the quantized copy of a model where there is none that is whole.
 
     Waits where another process makes it just now. Copies that no run has used for a month are

@@ -51,7 +51,7 @@ WORK_MARGIN = 0.05  # of what is held beside Python
 
 
 @dataclass(frozen=True)
-class Progress:
+class WriteProgress:
     """How much of the model there is. kept_bytes: from a run that was cut off."""
 
     done_bytes: int
@@ -100,7 +100,7 @@ def write_model(
     *,
     waits: bool = False,
     replaces: bool = False,
-) -> Iterator[Progress]:
+) -> Iterator[WriteProgress]:
     """Write a model made of the one in `source` to the work's target; goes on where it was.
 
     settings: what the result depends on beside `source`. force: the limit may be more than the
@@ -188,14 +188,14 @@ def hold_memory(doing: str, needed_bytes: int, max_memory_gb: float | None, forc
 
 def write_shards(
     source: Path, work: Work, lazy: Lazy, shards: dict[str, list[str]], key: str
-) -> Iterator[Progress]:
+) -> Iterator[WriteProgress]:
     """Compute and write what is not there yet; the record is kept up with it."""
     total = lazy.index["total_size"]
     finished = finished_shards(work.record, key)
     kept = done = sum(lazy.arrays[n].nbytes for s in finished for n in shards[s])
     for name in (n for s in finished for n in shards[s]):
         del lazy.arrays[name]
-    yield Progress(done, total, kept)
+    yield WriteProgress(done, total, kept)
     for shard, names in shards.items():
         if shard in finished:
             continue
@@ -204,7 +204,7 @@ def write_shards(
             part[name] = lazy.arrays.pop(name)
             compute(source, part[name])
             done += part[name].nbytes
-            yield Progress(done, total, kept)
+            yield WriteProgress(done, total, kept)
         finished[shard] = save_shard(work.folder / shard, part)
         write_record(work.record, {"key": key, "shards": finished})
         part.clear()

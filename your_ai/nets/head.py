@@ -24,7 +24,7 @@ Function = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
-class Part:
+class HeadSlice:
     """Consecutive rows of a head's weight, at hand.
 
     forward: (S, D) -> (S, n) their products with hidden states, and the bias;
@@ -36,21 +36,21 @@ class Part:
     backward: Function
 
 
-class Rows(Protocol):
+class HeadRows(Protocol):
     """Where the rows of a head's weight come from: a layer, or a file."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """(V, D)"""
 
-    def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> Part:
+    def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> HeadSlice:
         """The rows from `start` to `stop`, not before the arrays `after` are computed."""
 
     def gather(self, tokens: mx.array) -> mx.array:
         """(S, D) the rows of `tokens`, (S,)."""
 
 
-def part_of(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> Part:
+def part_of(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> HeadSlice:
     """The part with these arrays, some rows of each that a layer has, by their names there.
 
     quantization: the arguments of mx.dequantize, or {} where there are no scales. On the
@@ -76,8 +76,8 @@ def part_of(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> Part:
             return shares @ weight
 
     if bias is None:
-        return Part(count, forward, backward)
-    return Part(count, lambda hidden: forward(hidden) + bias, backward)
+        return HeadSlice(count, forward, backward)
+    return HeadSlice(count, lambda hidden: forward(hidden) + bias, backward)
 
 
 def dense(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> mx.array:
@@ -113,7 +113,7 @@ class LayerRows:
             return count, groups * self.layer.group_size
         return self.layer.weight.shape
 
-    def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> Part:
+    def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> HeadSlice:
         return part_of(self._slice(start, stop, after), self._quantization())
 
     def weight(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
@@ -150,7 +150,7 @@ class LinearHead:
     that, and slices much smaller than the default take longer.
     """
 
-    rows: Rows
+    rows: HeadRows
     before: Function | None = None
     after: Function | None = None
     slice_bytes: int = HEAD_SLICE_BYTES

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from your_ai.memory.sizes import HEAD_ROWS
-from your_ai.nets.head import LinearHead, Part
+from your_ai.nets.head import HeadSlice, LinearHead
 from your_ai.nets.numerics import exp, sum_in_blocks
 from your_ai.objectives.objective import Metrics, Objective, Scores, Sums, Targets, Weighed
 
@@ -246,7 +246,7 @@ def begin(inputs: mx.array, targets: mx.array, *, gradient: bool = True) -> Onli
     )
 
 
-def add(softmax: OnlineSoftmax, part: Part, head: LinearHead) -> OnlineSoftmax:
+def add(softmax: OnlineSoftmax, part: HeadSlice, head: LinearHead) -> OnlineSoftmax:
     """After the next slice: its rows are used twice, each logit is exponentiated once."""
     products, slopes = part.forward(softmax.inputs), None
     if softmax.grad_acc.ndim:
@@ -276,7 +276,7 @@ def add(softmax: OnlineSoftmax, part: Part, head: LinearHead) -> OnlineSoftmax:
 
 
 def _weighted_rows(
-    part: Part, exps: mx.array, exp_sum: mx.array, slopes: mx.array | None, dtype: mx.Dtype
+    part: HeadSlice, exps: mx.array, exp_sum: mx.array, slopes: mx.array | None, dtype: mx.Dtype
 ) -> mx.array:
     """(S, D) float32, the sum of exp x slope x row."""
     if slopes is not None:

@@ -21,7 +21,7 @@ from your_ai.publish.user_section import BEGIN, END, front_matter, sealed
 from your_ai.run import events
 
 CARD = "README.md"
-Kind = Literal["adapter", "model", "peft", "gguf"]
+CardKind = Literal["adapter", "model", "peft", "gguf"]
 
 CURVE_POINTS = 10  # in a table, where no picture can be drawn
 SETTINGS = (
@@ -44,7 +44,7 @@ class Base:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class CardFigures:
     """What is told of a training: its steps up to the adapter's, as they counted.
 
     steps, validations: in order; rows: of the training data; matches: exact match before and
@@ -73,23 +73,23 @@ class Subject:
     """
 
     repo: str
-    kind: Kind
+    kind: CardKind
     base: Base | None = None
     step: int | None = None
     config: TrainConfig | None = None
-    figures: Figures | None = None
+    figures: CardFigures | None = None
     library: str | None = None
     curves: Sequence[str] = ()
     evaluation: Mapping[str, Any] | None = None
     files: Sequence[str] = ()
 
 
-def figures_of(records: Sequence[events.Record]) -> Figures:
+def figures_of(records: Sequence[events.Record]) -> CardFigures:
     """The figures of a training, from its events."""
     past = read(records)
     state = past.state
     matches = tuple(m for m in (state.match_before, state.match_after) if m is not None)
-    return Figures(
+    return CardFigures(
         steps=past.steps,
         validations=past.validations,
         rows=state.started.rows if state.started else None,
@@ -223,7 +223,7 @@ def training(subject: Subject) -> list[str]:
     return parts
 
 
-def figure_rows(figures: Figures) -> list[tuple[str, str]]:
+def figure_rows(figures: CardFigures) -> list[tuple[str, str]]:
     steps = figures.steps
     tokens, trained = (sum(getattr(s, n) for s in steps) for n in ("tokens", "trained_tokens"))
     rows = [
@@ -244,7 +244,7 @@ def figure_rows(figures: Figures) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value]
 
 
-def curve_table(figures: Figures) -> str:
+def curve_table(figures: CardFigures) -> str:
     """A few steps of the curve, the last among them, with the last validation before each."""
     steps = figures.steps
     every = -(-len(steps) // CURVE_POINTS)

@@ -26,7 +26,7 @@ from your_ai.gates.foreign import JSON_BYTES, leaves, read_bytes, read_json
 from your_ai.hub.find import REPO
 from your_ai.modelfiles.targets import unwritable
 from your_ai.nets.saved_adapter import Trained
-from your_ai.publish.card import CARD, Base, Kind, Subject, card, figures_of, up_to
+from your_ai.publish.card import CARD, Base, CardKind, Subject, card, figures_of, up_to
 from your_ai.publish.user_section import split
 from your_ai.run import events
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, CHECKSUMS, STATE, STEP_NAME
@@ -41,7 +41,7 @@ CONFIGS = ("config.json", ADAPTER_CONFIG)
 # there, the places of the data among them.
 ADAPTER_KEYS = ("fine_tune_type", "model", "num_layers", "lora_parameters", "step", "base_files")
 # Of a folder: by what it is, the files that make it so, and those beside them that are sent.
-MARKS: dict[Kind, str] = {
+MARKS: dict[CardKind, str] = {
     "peft": PEFT_ADAPTERS,
     "adapter": ADAPTERS,
     "model": "model*.safetensors",
@@ -155,7 +155,7 @@ def is_folder(name: str) -> bool:
     return path.is_dir() and not is_run and kind_of(path) is not None
 
 
-def kind_of(folder: Path) -> Kind | None:
+def kind_of(folder: Path) -> CardKind | None:
     try:
         names = [path.name for path in folder.iterdir()]
     except OSError:  # not ours to read
@@ -205,7 +205,7 @@ def of_folder(folder: Path, repo: str) -> Contents:
     return Contents(files, what_of(kind), (note,) if note else ())
 
 
-def what_of(kind: Kind) -> str:
+def what_of(kind: CardKind) -> str:
     return {"gguf": "GGUF file", "peft": "PEFT adapter"}.get(kind, kind)
 
 

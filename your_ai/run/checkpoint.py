@@ -53,7 +53,7 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedCheckpoint:
     """A checkpoint in memory.
 
     adapters, optimizer: arrays by name; depends_on: names and sha256 of the files of the
@@ -67,7 +67,7 @@ class Checkpoint:
     depends_on: dict[str, dict[str, str]]
 
 
-def save(folder: Path, checkpoint: Checkpoint) -> Path:
+def save(folder: Path, checkpoint: SavedCheckpoint) -> Path:
     """Write a checkpoint below `folder` and return its place.
 
     Raises RunError, and leaves nothing new behind, where it cannot be written.
@@ -171,11 +171,11 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, faults
 
 
-def load(path: Path) -> Checkpoint:
+def load(path: Path) -> SavedCheckpoint:
     """Read a checkpoint that `newest` found whole."""
     try:
         state = json.loads(read_text(path / STATE, JSON_BYTES))
-        checkpoint = Checkpoint(
+        checkpoint = SavedCheckpoint(
             state=TrainState(**state["state"]),
             adapters=mx.load(str(path / ADAPTERS)),
             optimizer=mx.load(str(path / OPTIMIZER)),

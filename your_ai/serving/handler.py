@@ -18,7 +18,7 @@ from your_ai import __version__
 from your_ai.gates.text import shortened
 from your_ai.nets.model import first_line
 from your_ai.serving import admission, wire
-from your_ai.serving.wire import Refused
+from your_ai.serving.wire import RequestRefused
 
 DEFAULT = "default_model"  # what mlx-lm calls the one of a request that names none
 COMPLETIONS = ("/v1/completions",)
@@ -67,7 +67,7 @@ class Handler(APIHandler):
     def handle(self) -> None:
         try:
             self.handle_one_request()
-        except Refused as refused:
+        except RequestRefused as refused:
             self.refuse(refused.status, refused.message)
         except TimeoutError:
             self.refuse(408, f"the request took more than {wire.REQUEST_S:.0f} s")
@@ -84,7 +84,7 @@ class Handler(APIHandler):
         self.check_sender()
         answer = {"GET": self.do_GET, "POST": self.do_POST, "OPTIONS": self.do_OPTIONS}
         if self.command not in answer:
-            raise Refused(405, f"{self.command} is not allowed; use GET or POST")
+            raise RequestRefused(405, f"{self.command} is not allowed; use GET or POST")
         answer[self.command]()
         self.wfile.flush()
 
@@ -92,12 +92,12 @@ class Handler(APIHandler):
         """Raise Refused for a page that may not use the server, or a name that is not ours."""
         origin = self.headers.get("Origin")
         if origin is not None and origin not in self.response_generator.cli_args.allowed_origins:
-            raise Refused(403, f"pages of {shortened(origin)} may not use this server")
+            raise RequestRefused(403, f"pages of {shortened(origin)} may not use this server")
         host = self.headers.get("Host")
         if host is not None and self.server.is_local and not wire.is_own(wire.host_of(host)):
-            raise Refused(403, f"{shortened(host)} is not a name of this machine")
+            raise RequestRefused(403, f"{shortened(host)} is not a name of this machine")
         if self.headers.get("Expect", "100-continue").lower() != "100-continue":
-            raise Refused(417, "the server expects nothing but the request")
+            raise RequestRefused(417, "the server expects nothing but the request")
 
     def do_GET(self) -> None:
         if self.path != "/health" and self.path.split("?")[0].split("/")[1:3] != ["v1", "models"]:
@@ -117,20 +117,20 @@ class Handler(APIHandler):
                 vocabulary = self.response_generator.model_provider.vocabulary
                 admission.check(body, vocabulary, self.path in CHATS)
             except ValueError as error:
-                raise Refused(400, shortened(first_line(error))) from error
+                raise RequestRefused(400, shortened(first_line(error))) from error
             checked = json.dumps(body).encode()  # mlx-lm reads what was checked, and nothing else
             self.headers.replace_header("Content-Length", str(len(checked)))
             self.rfile = io.BytesIO(checked)
             super().do_POST()
 
     def refuse_path(self) -> None:
-        raise Refused(404, f"there is nothing at {shortened(self.path)}")
+        raise RequestRefused(404, f"there is nothing at {shortened(self.path)}")
 
     def validate_model_parameters(self) -> None:
         try:
             super().validate_model_parameters()
         except ValueError as error:
-            raise Refused(400, shortened(first_line(error))) from error
+            raise RequestRefused(400, shortened(first_line(error))) from error
         if not (self.stream_options or {}).get("include_usage"):
             self.stream_options = None  # mlx-lm needs that key, where there are any
 
@@ -138,9 +138,11 @@ class Handler(APIHandler):
         name = self.response_generator.model_provider.name
         if self.requested_model not in (name, DEFAULT):
             asked = shortened(self.requested_model)
-            raise Refused(404, f"no model {asked} here; this server has {name}")
+            raise RequestRefused(404, f"no model {asked} here; this server has {name}")
         if self.adapter is not None or self.requested_draft_model != DEFAULT:
-            raise Refused(404, f"this server has {name} alone, no other adapters or draft models")
+            raise RequestRefused(
+                404, f"this server has {name} alone, no other adapters or draft models"
+            )
         given = self.chat_template_kwargs or {}
         self.max_tokens = self.response_generator.room(request, given, self.max_tokens)
         super().handle_completion(Asked(**vars(request), connection=self.connection), stop_words)
@@ -154,7 +156,7 @@ class Handler(APIHandler):
         elif asked == name:
             self.send_json(200, model)
         else:
-            raise Refused(404, f"no model {shortened(asked)} here; this server has {name}")
+            raise RequestRefused(404, f"no model {shortened(asked)} here; this server has {name}")
 
     def refuse(self, status: int, message: str) -> None:
         """In OpenAI's form, so that its clients show the message; nothing after an answer."""

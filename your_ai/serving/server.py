@@ -44,7 +44,7 @@ from your_ai.nets.model import first_line
 from your_ai.nets.saved_adapter import Trained
 from your_ai.serving import admission, wire
 from your_ai.serving.handler import DEFAULT, Asked, Handler
-from your_ai.serving.wire import Origins, Refused
+from your_ai.serving.wire import Origins, RequestRefused
 
 LOG_CHARACTERS = 4000  # of an entry in the log
 CACHE_ENTRIES = 10  # conversations whose keys and values are kept,
@@ -135,7 +135,7 @@ class Answers(ResponseGenerator):
         except Exception as error:
             status = 400 if self.is_healthy else 503
             reason = shortened(first_line(error))
-            raise Refused(status, f"the request cannot be answered ({reason})") from error
+            raise RequestRefused(status, f"the request cannot be answered ({reason})") from error
         return context, self.until_stopped(request, context, responses)
 
     def room(self, request: CompletionRequest, given: dict[str, Any], wanted: int) -> int:
@@ -149,10 +149,10 @@ class Answers(ResponseGenerator):
             ids = admission.prompt_ids(provider.tokenizer, request, given, most)
             check_ids(ids, provider.tokens, provider.tokenizer, "the prompt")
         except (ValueError, UserError) as error:
-            raise Refused(400, shortened(first_line(error))) from error
+            raise RequestRefused(400, shortened(first_line(error))) from error
         except Exception as error:  # templates and tokenizers raise what they like
             reason = shortened(first_line(error))
-            raise Refused(400, f"the prompt cannot be read ({reason})") from error
+            raise RequestRefused(400, f"the prompt cannot be read ({reason})") from error
         return wanted if most is None else min(wanted, most - len(ids))
 
     def until_stopped(

@@ -38,7 +38,7 @@ LOCAL_NAMES = ("localhost",)
 LOCAL_ENDINGS = (".localhost", ".internal")  # which nobody can register
 
 
-class Refused(BaseException):
+class RequestRefused(BaseException):
     """A request that is not answered: the HTTP status, and why.
 
     No Exception, since mlx-lm answers those in a form of its own.
@@ -135,14 +135,14 @@ def read_head(file: IO[bytes]) -> tuple[bytes, bytes]:
         size += len(line)
         if len(line) > LINE_BYTES or size > HEAD_BYTES or len(lines) > HEADERS + 1:
             long_path = not lines
-            raise Refused(414 if long_path else 431, "the request's headers are too long")
+            raise RequestRefused(414 if long_path else 431, "the request's headers are too long")
         if not line.endswith(b"\n"):
             return b"", b""
         if line in (b"\r\n", b"\n"):
             break
         lines.append(line)
     if not lines:
-        raise Refused(400, "the request has no request line")
+        raise RequestRefused(400, "the request has no request line")
     check_head([line.removesuffix(b"\n").removesuffix(b"\r") for line in lines])
     return lines[0], b"".join(lines[1:]) + b"\r\n"
 
@@ -151,41 +151,41 @@ def check_head(lines: list[bytes]) -> None:
     """Raise Refused for a request line or a header that could be read in two ways."""
     version = lines[0].rpartition(b" ")[2]
     if re.fullmatch(rb"HTTP/[2-9]\.[0-9]", version):
-        raise Refused(505, "the server speaks HTTP/1.1")
+        raise RequestRefused(505, "the server speaks HTTP/1.1")
     if not REQUEST_LINE.fullmatch(lines[0]):
-        raise Refused(400, "the request line is not METHOD /path HTTP/1.1")
+        raise RequestRefused(400, "the request line is not METHOD /path HTTP/1.1")
     seen = set()
     for line in lines[1:]:
         found = HEADER.fullmatch(line)
         if found is None:
-            raise Refused(400, "a header is not `name: value`")
+            raise RequestRefused(400, "a header is not `name: value`")
         name = found[1].lower()
         if name in seen and name in ONCE:
-            raise Refused(400, f"{name.decode()} is given twice")
+            raise RequestRefused(400, f"{name.decode()} is given twice")
         seen.add(name)
     if b"host" not in seen and version == b"HTTP/1.1":
-        raise Refused(400, "the Host header is missing")
+        raise RequestRefused(400, "the Host header is missing")
 
 
 def body_length(headers: Message) -> int:
     """The bytes of a request's body. Raises Refused where they are not known, or too many."""
     length, encoding = headers.get("Content-Length"), headers.get("Transfer-Encoding")
     if encoding is not None and length is not None:
-        raise Refused(400, "give Content-Length or Transfer-Encoding, not both")
+        raise RequestRefused(400, "give Content-Length or Transfer-Encoding, not both")
     if length is None:
-        raise Refused(411, "the Content-Length header is required")
+        raise RequestRefused(411, "the Content-Length header is required")
     length = length.strip(" \t")
     if not DIGITS.fullmatch(length):
-        raise Refused(400, "Content-Length must be a number in digits")
+        raise RequestRefused(400, "Content-Length must be a number in digits")
     if int(length) > BODY_BYTES:
-        raise Refused(413, f"a request may have {BODY_BYTES} bytes")
+        raise RequestRefused(413, f"a request may have {BODY_BYTES} bytes")
     return int(length)
 
 
 def read_body(file: IO[bytes], length: int) -> bytes:
     data = file.read(length)
     if len(data) < length:
-        raise Refused(400, f"the body ends after {len(data)} of {length} bytes")
+        raise RequestRefused(400, f"the body ends after {len(data)} of {length} bytes")
     return data
 
 
@@ -201,7 +201,7 @@ class Allowance:
         """Hold `count` bytes for the block. Raises Refused where there are too few left."""
         with self.lock:
             if count > self.left:
-                raise Refused(503, "the server is busy with large requests; try again")
+                raise RequestRefused(503, "the server is busy with large requests; try again")
             self.left -= count
         try:
             yield

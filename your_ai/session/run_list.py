@@ -44,7 +44,7 @@ STYLES = {"running": "green", "paused": "yellow", "died": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RunRow:
     """A run; what is not known of it is None.
 
     state: of STATES; step: where it stands, of `steps`; best_loss: of the smoothed ones;
@@ -68,7 +68,7 @@ class Row:
     size_bytes: int | None = None
 
 
-def rows(runs: Path = RUNS) -> list[Row]:
+def rows(runs: Path = RUNS) -> list[RunRow]:
     """The runs in `runs`, the last changed first; none where there is no such folder.
 
     A run that cannot be read has a row without figures; what is no run is passed over.
@@ -114,7 +114,7 @@ def is_run(folder: RunFolder) -> bool:
     return False
 
 
-def row_of(folder: RunFolder) -> Row | None:
+def row_of(folder: RunFolder) -> RunRow | None:
     """None where the folder is deleted meanwhile."""
     running = is_running(folder)  # first: a run that ends meanwhile has told so in its events
     try:
@@ -125,7 +125,7 @@ def row_of(folder: RunFolder) -> Row | None:
     state = fold_all(ViewState(), records)
     at = last_of(happened, events.Started, events.Step, events.Skipped)
     total = last_of(happened, events.Started, events.Step)
-    row = Row(
+    row = RunRow(
         name=folder.name,
         state=state_of(folder, running, state, happened),
         model=model_of(folder, state),
@@ -225,12 +225,12 @@ def size_of(folder: Path) -> int | None:
     return total
 
 
-def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
+def as_json(rows: Iterable[RunRow]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(row) for row in rows]
 
 
 # Of the most important columns as many are shown as there is room for, in this order.
-COLUMNS: dict[str, Callable[[Row, float], str]] = {
+COLUMNS: dict[str, Callable[[RunRow, float], str]] = {
     "run": lambda row, now: printable(row.name, one_line=True),
     "state": lambda row, now: row.state,
     "step": lambda row, now: UNKNOWN if row.step is None else f"{row.step}/{row.steps or '?'}",
@@ -250,7 +250,7 @@ BY_IMPORTANCE = (
 TO_THE_LEFT = ("run", "state", "model")
 
 
-def table(rows: Sequence[Row], now: float, width: int = 80) -> Table:
+def table(rows: Sequence[RunRow], now: float, width: int = 80) -> Table:
     """As many columns as fit into `width` characters; long names lose their middle."""
     cells = {head: [text(row, now) for row in rows] for head, text in COLUMNS.items()}
     widths = {head: max(map(len, [head, *cells[head]])) for head in COLUMNS}
@@ -280,7 +280,7 @@ def known(value: Any, text: Callable[[Any], str]) -> str:
     return UNKNOWN if value is None else text(value)
 
 
-def peak_of_limit(row: Row) -> str:
+def peak_of_limit(row: RunRow) -> str:
     limit = f" of {memory(row.limit_bytes)}" if row.limit_bytes is not None else ""
     return f"{known(row.peak_bytes, memory)}{limit}"
 
@@ -340,11 +340,11 @@ def remove(folder: RunFolder) -> int:
 
 
 def prunable(
-    rows: Iterable[Row],
+    rows: Iterable[RunRow],
     states: Sequence[str] = ("died", "stopped"),
     older_than_s: float = 0,
     now: float | None = None,
-) -> list[Row]:
+) -> list[RunRow]:
     """Those in one of `states` that have not changed for so long; now: by default the present.
 
     Never one that is running, nor one of which it is not known when it changed. Raises

@@ -12,7 +12,7 @@ SAMPLES = ("prompt", "answer", "expected")
 
 
 @dataclass(frozen=True)
-class Figures:
+class StepFigures:
     """Numbers of a step; memory in GB (1e9 bytes)."""
 
     step: int
@@ -29,11 +29,11 @@ class Texts:
     rows: tuple[tuple[str, ...], ...]
 
 
-Row = Figures | Texts
+TrackerRow = StepFigures | Texts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class UploadProgress:
     """How far a tracker has got: all that going on from there needs.
 
     offset: in events.jsonl, in bytes; step and validated: the highest steps whose figures
@@ -51,7 +51,7 @@ class Progress:
     ended: str = ""
 
 
-def after(progress: Progress, event: Event) -> tuple[Progress, Row | None]:
+def after(progress: UploadProgress, event: Event) -> tuple[UploadProgress, TrackerRow | None]:
     """The progress after one more event, and what is sent for it.
 
     A step that is done again, since the run went on from a checkpoint, is not sent again:
@@ -59,13 +59,15 @@ def after(progress: Progress, event: Event) -> tuple[Progress, Row | None]:
     """
     match event:
         case events.Step() if event.step > progress.step:
-            return replace(progress, step=event.step), Figures(event.step, of_step(progress, event))
+            return replace(progress, step=event.step), StepFigures(
+                event.step, of_step(progress, event)
+            )
         case events.Validation() if event.step > progress.validated:
             values = {"validation/loss": event.loss}
-            return replace(progress, validated=event.step), Figures(event.step, values)
+            return replace(progress, validated=event.step), StepFigures(event.step, values)
         case events.ExactMatch():
             share = event.correct / max(1, event.rows)
-            return progress, Figures(at(event.when, progress), {"test/exact_match": share})
+            return progress, StepFigures(at(event.when, progress), {"test/exact_match": share})
         case events.Samples():
             rows = zip(event.prompts, event.answers, event.expected, strict=False)
             texts = tuple(tuple(map(str, row)) for row in rows)
@@ -86,7 +88,7 @@ def after(progress: Progress, event: Event) -> tuple[Progress, Row | None]:
     return progress, None
 
 
-def of_step(progress: Progress, step: events.Step) -> dict[str, float]:
+def of_step(progress: UploadProgress, step: events.Step) -> dict[str, float]:
     sizes = {
         "active": step.active_bytes,
         "cache": step.cache_bytes,
@@ -108,6 +110,6 @@ def of_step(progress: Progress, step: events.Step) -> dict[str, float]:
     }
 
 
-def at(when: str, progress: Progress) -> int:
+def at(when: str, progress: UploadProgress) -> int:
     """The step that what was measured before or after the training belongs to."""
     return 0 if when == "before" else progress.step

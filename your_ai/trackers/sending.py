@@ -12,7 +12,7 @@ from collections import deque
 from your_ai.gates.console import echo
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
-from your_ai.trackers.rows import Figures, Progress, Row, after
+from your_ai.trackers.rows import StepFigures, TrackerRow, UploadProgress, after
 from your_ai.trackers.services import OPEN, About, Tracker
 
 POLL_S = 1.0
@@ -25,7 +25,7 @@ def send(
     folder: RunFolder,
     name: str,
     identity: str,
-    progress: dict[str, Progress],
+    progress: dict[str, UploadProgress],
     over: threading.Event,
     done: set[str],
 ) -> None:
@@ -83,8 +83,8 @@ def about(folder: RunFolder, identity: str) -> About:
     return About(folder.path.resolve(), folder.name, identity, config)
 
 
-def give(tracker: Tracker, row: Row) -> None:
-    if isinstance(row, Figures):
+def give(tracker: Tracker, row: TrackerRow) -> None:
+    if isinstance(row, StepFigures):
         tracker.figures(row)
     else:
         tracker.texts(row)

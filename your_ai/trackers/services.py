@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from your_ai.trackers.rows import Figures, Texts
+from your_ai.trackers.rows import StepFigures, Texts
 
 PROJECT = "your_ai"
 PACKAGES = {"wandb": "wandb", "swanlab": "swanlab", "tensorboard": "tensorboardX"}
@@ -41,7 +41,7 @@ class Tracker:
     close: with how the run ended, empty where that is not known.
     """
 
-    figures: Callable[[Figures], None]
+    figures: Callable[[StepFigures], None]
     texts: Callable[[Texts], None]
     close: Callable[[str], None]
 
@@ -123,7 +123,7 @@ def open_tensorboard(about: About) -> Tracker:
     settings = tuple((name, str(value)) for name, value in about.config.items())
     writer.add_text("config", markdown(Texts(0, "config", ("setting", "value"), settings)), 0)
 
-    def figures(row: Figures) -> None:
+    def figures(row: StepFigures) -> None:
         for name, value in row.values.items():
             writer.add_scalar(name, value, row.step)
 

@@ -33,7 +33,7 @@ from your_ai.files import read_text
 from your_ai.run import events
 from your_ai.run.events import EventLog
 from your_ai.run.folder import RunFolder, is_running, locked
-from your_ai.trackers.rows import Progress
+from your_ai.trackers.rows import UploadProgress
 from your_ai.trackers.sending import again, line, say, send
 from your_ai.trackers.services import PACKAGES
 
@@ -251,14 +251,16 @@ def load(folder: RunFolder) -> dict[str, Any]:
     return kept if isinstance(kept, dict) and isinstance(kept.get("id"), str) else {}
 
 
-def restored(fields: object) -> Progress:
+def restored(fields: object) -> UploadProgress:
     try:
-        return Progress(**fields)  # type: ignore[arg-type]
+        return UploadProgress(**fields)  # type: ignore[arg-type]
     except TypeError:  # of another version: the tracker is sent everything
-        return Progress()
+        return UploadProgress()
 
 
-def save(folder: RunFolder, kept: dict[str, Any], progress: dict[str, Progress]) -> dict[str, Any]:
+def save(
+    folder: RunFolder, kept: dict[str, Any], progress: dict[str, UploadProgress]
+) -> dict[str, Any]:
     """Write trackers.json where it is not as it should be; what it holds."""
     now = {**kept, **{name: dataclasses.asdict(reached) for name, reached in progress.items()}}
     if now == kept:

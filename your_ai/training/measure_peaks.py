@@ -18,7 +18,7 @@ from your_ai.memory import calibration_file as measurements
 from your_ai.memory.calibration import Calibration, Measurement, Shape
 from your_ai.memory.calibration_steps import settle
 from your_ai.memory.estimate import Plan
-from your_ai.memory.governor import Action, Watch
+from your_ai.memory.governor import MemoryAction, Watch
 from your_ai.memory.sample import in_gb
 from your_ai.nets.model import TRIED_TOKENS
 from your_ai.run import events
@@ -60,7 +60,7 @@ def calibrated(
     option = choice.option
     if (option.plan.engine, option.plan.spill) != (plan.engine, plan.spill):
         cause = f"measured: {option.plan.engine} needs {in_gb(option.needed_bytes)}"
-        raise Replan(Action(kind=MEASURED, cause=cause), step, watch)
+        raise Replan(MemoryAction(kind=MEASURED, cause=cause), step, watch)
     allocator.hold(limit_bytes, option.needed_bytes, option.estimate.beside_bytes)
     allocator.free()
     budget = replace(budget, demand=demand, choice=choice)

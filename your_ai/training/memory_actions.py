@@ -24,7 +24,7 @@ from your_ai.memory import allocator, probe
 from your_ai.memory.estimate import Plan
 from your_ai.memory.governor import (
     LARGE,
-    Action,
+    MemoryAction,
     Observation,
     Policy,
     Watch,
@@ -50,7 +50,7 @@ class Replan(Exception):
     before; failed: it is so after an error, and not by the policy.
     """
 
-    def __init__(self, action: Action, step: int, watch: Watch, failed: bool = False) -> None:
+    def __init__(self, action: MemoryAction, step: int, watch: Watch, failed: bool = False) -> None:
         super().__init__(action.cause)
         self.action, self.step, self.watch, self.failed = action, step, watch, failed
 
@@ -79,7 +79,7 @@ class Governor:
         self.seen = probe.read(), self.sampler.highest().process_bytes
         return self.seen
 
-    def after_step(self, step: int, batches: list[Batch]) -> Action | None:
+    def after_step(self, step: int, batches: list[Batch]) -> MemoryAction | None:
         """Free what the policy asks for; what the caller is to do."""
         sample, highest_bytes = self.seen
         if sample.peak_bytes:
@@ -106,7 +106,7 @@ class Governor:
             self.perform(action, step)
         return None
 
-    def perform(self, action: Action, step: int) -> None:
+    def perform(self, action: MemoryAction, step: int) -> None:
         began, before, read = time.perf_counter(), probe.read(), 0
         if action.kind != "clear_cache":
             self.prepared.engine.drop()
@@ -151,7 +151,7 @@ def learned(log: events.EventLog, plan: Plan, step: int) -> dict[int, float]:
 
 
 def told(
-    action: Action,
+    action: MemoryAction,
     step: int,
     before: MemorySample,
     after: MemorySample,

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from your_ai.config import TrainConfig, flag
 from your_ai.data.batches import Schedule, bucket_edges, make_schedule
-from your_ai.data.encode import Encoder, Prompt, token_ids
+from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.examples import Examples, load_examples
 from your_ai.data.rows import Row, find_splits, read_rows
 from your_ai.engine.build import build_engine
@@ -24,7 +24,7 @@ from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.opened import Opened, open_model
 from your_ai.engine.prefix import DiskStore, MemoryStore, Store, check_room, needed_bytes
 from your_ai.engine.protocol import Engine
-from your_ai.engine.weights import Tensor
+from your_ai.engine.weights import FileTensor
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.gates.token_ids import vocabulary_of
@@ -32,7 +32,7 @@ from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import Budget, Past, budget_of, row_limit
+from your_ai.memory.budget import Budget, PriorPlans, budget_of, row_limit
 from your_ai.memory.calibration_file import believed
 from your_ai.memory.estimate import Plan, graphs_bytes
 from your_ai.memory.plan import Option, choose, words
@@ -61,7 +61,7 @@ class Prepared:
     adapters: model.Adapters
     engine: Engine
     engine_name: str
-    tensors: dict[str, Tensor]
+    tensors: dict[str, FileTensor]
     graphs: Graphs
     store: Store | None
     budget: Budget
@@ -69,7 +69,7 @@ class Prepared:
     schedule: Schedule
     valid: Examples | None
     test: Examples | None
-    samples: list[Prompt]
+    samples: list[SamplePrompt]
     steps: int
     depends_on: dict[str, dict[str, str]]
 
@@ -185,7 +185,7 @@ def schedule_of(config: TrainConfig, data: RunData) -> Schedule:
     )
 
 
-def announce(budget: Budget, past: Past, config: TrainConfig, log: events.EventLog) -> None:
+def announce(budget: Budget, past: PriorPlans, config: TrainConfig, log: events.EventLog) -> None:
     """Write what was measured, the limit and the plan; hold MLX to them."""
     for found in budget.demand.calibration.measurements:
         if not past.begun and found not in past.measurements:  # what the run depends on
@@ -229,7 +229,7 @@ def store_maker(
     return lambda size: prefix_store(kind, folder / PREFIX, key, data.tokens, size, opened.dtype)
 
 
-def planned_again(budget: Budget, engine: str, level: int, past: Past) -> Budget:
+def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> Budget:
     """The budget under another engine than the one chosen. Raises UserError if it does not fit."""
     demand = replace(budget.demand, engine=engine, spill=False)
     choice = choose(demand, budget.limit.limit_bytes, level, past.plan)
@@ -246,7 +246,7 @@ class RunData:
     """
 
     examples: dict[str, Examples]
-    samples: list[Prompt]
+    samples: list[SamplePrompt]
     lengths: list[int]
     tokens: int
     answer_tokens: int
@@ -305,7 +305,7 @@ def budget_of_run(
     data: RunData,
     can_stream: bool,
     level: int = 0,
-    past: Past | None = None,
+    past: PriorPlans | None = None,
     before_bytes: int = 0,
 ) -> Budget:
     """What a run on `data` may hold, and its plan. Raises UserError where nothing fits.
@@ -383,7 +383,7 @@ def asked_of_memory(config: TrainConfig) -> str:
     return f"--max-memory {config.max_memory} --plan {config.plan} --spill {config.spill}"
 
 
-def past_of(log: events.EventLog, config: TrainConfig, level: int) -> Past:
+def past_of(log: events.EventLog, config: TrainConfig, level: int) -> PriorPlans:
     """What the run has planned and measured before, in this process or an earlier one.
 
     Its plan is the one that it had when it last trained at this level, by the same settings.
@@ -395,7 +395,7 @@ def past_of(log: events.EventLog, config: TrainConfig, level: int) -> Past:
     plan = None
     if plans and plans[-1].level == level and plans[-1].asked == asked_of_memory(config):
         plan = Plan(plans[-1].plan, plans[-1].micro_tokens, plans[-1].spill)
-    return Past(plan, tuple(believed(measured)), bool(starts))
+    return PriorPlans(plan, tuple(believed(measured)), bool(starts))
 
 
 def tell(budget: Budget, config: TrainConfig, log: events.EventLog) -> Option:
@@ -483,13 +483,13 @@ def load_split(
     return examples
 
 
-def answer_room(tokenizer: Any, sample: Prompt) -> tuple[int, int]:
+def answer_room(tokenizer: Any, sample: SamplePrompt) -> tuple[int, int]:
     """Most tokens of the answer to a prompt, and of both together."""
     answer = 2 * len(token_ids(tokenizer, sample.expected, "a test row")) + SAMPLE_TOKENS
     return answer, answer + len(token_ids(tokenizer, sample.rendered, "a test row", False))
 
 
-def sample_prompts(path: Path | None, encoder: Encoder, count: int) -> list[Prompt]:
+def sample_prompts(path: Path | None, encoder: Encoder, count: int) -> list[SamplePrompt]:
     """The first `count` test rows that ask something."""
     if path is None or count == 0:
         return []

@@ -8,7 +8,7 @@ from your_ai.config import TrainConfig, is_due
 from your_ai.errors import UserError
 from your_ai.nets import model
 from your_ai.run import checkpoint, events, requests
-from your_ai.run.checkpoint import Checkpoint, TrainState
+from your_ai.run.checkpoint import SavedCheckpoint, TrainState
 from your_ai.run.folder import RunFolder, check_resumable
 from your_ai.training import optimizer
 from your_ai.training.prepare import Prepared
@@ -57,7 +57,7 @@ def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.E
     began = time.perf_counter()
     path = checkpoint.save(
         folder.checkpoints,
-        Checkpoint(
+        SavedCheckpoint(
             state=state,
             adapters=model.adapter_arrays(prepared.model),
             optimizer=optimizer.optimizer_arrays(prepared.optimizer),

@@ -30,7 +30,7 @@ from your_ai.errors import RunError, UserError, explain, lacked_memory
 from your_ai.files import clean
 from your_ai.gates.console import echo_error, echo_traceback
 from your_ai.memory import allocator, probe
-from your_ai.memory.governor import Action, Watch
+from your_ai.memory.governor import MemoryAction, Watch
 from your_ai.nets import model
 from your_ai.objectives.objective import Sums
 from your_ai.rng import derive_seed
@@ -301,7 +301,7 @@ def train_under_plan(
             if type(error) is not RuntimeError:  # its subclasses are Python's, and our fault
                 raise
             raise RunError(f"{folder.path}: {reason}") from error
-        action, before = Action(kind="smaller_plan", cause=reason), probe.read()
+        action, before = MemoryAction(kind="smaller_plan", cause=reason), probe.read()
         wanted = Replan(action, saved_step(folder), watch, failed=True)
     began = time.perf_counter()
     allocator.free()  # the model went with the exception that is over now
