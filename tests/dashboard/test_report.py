@@ -145,6 +145,13 @@ def test_each_chart_tells_what_it_is(page):
     assert all(chart["role"] == "img" and len(chart["aria-label"]) > 20 for chart in charts)
 
 
+def test_metrics_of_an_objective_have_a_chart(own_folder):
+    told = [step(n, metrics={"rewards/margins": n / 10, "kl": 0.1}) for n in range(1, 6)]
+    found = written(own_folder, [started(), *told])
+    assert len([tag for tag, _ in Parsed(found).elements if tag == "svg"]) == 5
+    assert "rewards/margins" in found
+
+
 def test_tables_have_headers(page):
     assert page.count("<table") == page.count("<thead>") > 4
     assert page.count("<th ") == page.count("<th scope=")

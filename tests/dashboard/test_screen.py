@@ -249,6 +249,14 @@ def test_parts_that_are_more_than_the_process_leave_no_rest():
     assert "other 0.00 " in text_of(state)
 
 
+def test_metrics_of_an_objective_have_a_line_and_narrow_screens_show_fewer():
+    metrics = {"rewards/margins": 0.25, "rewards/accuracies": 0.75}
+    state = folded(*BEGINNING, step(1, metrics=metrics))
+    assert "rewards/margins 0.25" in text_of(state)
+    assert "rewards/accuracies 0.75" in text_of(state)
+    assert all(cell_len(line) <= 40 for line in drawn(state, 40, 30))
+
+
 def test_without_a_limit_the_most_so_far_is_the_scale():
     state = with_gauges(None, active_bytes=10**6, process_bytes=2 * 10**6)
     assert gauge_of(state) == "█" * 50 + "▒" * 49 + "┃"

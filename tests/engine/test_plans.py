@@ -15,6 +15,7 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
 from your_ai.engine import attention, mlp
 from your_ai.engine.build import build_engine
+from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import Streamed, can_stream, tensors_of
 from your_ai.nets import model
@@ -77,6 +78,7 @@ def test_every_plan_computes_the_same(tmp_path, architecture, bits, dora, dropou
     folder = make_model(tmp_path / "m", architecture, bits)
     settings = {"use_dora": dora, "lora_dropout": dropout}
     network, tokenizer, adapters = load(folder, **settings)
+    dequantize_on_the_cpu(network)  # as `build_engine` does
     expected, expected_grads = engine_loss(network, adapters, encode(tokenizer, tmp_path), seed=3)
     loss, grads, alone = by_plan(folder, tmp_path, plan, **settings)
     assert loss == pytest.approx(expected, rel=1e-5)

@@ -24,6 +24,7 @@ VALUES = {
     bool: st.booleans(),
     int | None: st.none() | st.integers(),
     list[str]: st.lists(st.text()),
+    dict[str, float]: st.dictionaries(st.text(), finite),
 }
 
 
@@ -53,6 +54,7 @@ def example(kind: type) -> Record:
         float: 0.5,
         str: "text\nin ünïcode \u2028",
         list[str]: ["a", "b\r\n"],
+        dict[str, float]: {"rewards/margins": 0.5},
     }
     fields = {name: values[hint] for name, hint in typing.get_type_hints(kind).items()}
     return Record(1.5, kind(**fields))
@@ -122,6 +124,13 @@ def test_unknown_fields_are_passed_over():
 )
 def test_a_line_that_cannot_be_understood_is_none(line):
     assert from_line(line) is None
+
+
+@pytest.mark.parametrize("metrics", ["[]", "3", '{"a": "b"}', '{"a": null}', '{"a": {}}'])
+def test_metrics_are_numbers(metrics):
+    line = to_line(example(events.Step))
+    assert from_line(line) is not None
+    assert from_line(line.replace('{"rewards/margins": 0.5}', metrics)) is None
 
 
 def test_lines_that_cannot_be_understood_are_passed_over(own_folder):

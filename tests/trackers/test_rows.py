@@ -68,6 +68,11 @@ def test_a_step_is_sent_with_its_figures():
     ]
 
 
+def test_metrics_of_an_objective_are_sent_by_their_names():
+    (row,) = rows_of(step(1, metrics={"rewards/margins": 0.25}))
+    assert row.values["train/rewards/margins"] == 0.25
+
+
 def test_a_gauge_that_was_not_read_is_not_sent():
     [row] = rows_of(step(1, process_bytes=None, cache_bytes=None))
     assert [name for name in row.values if name.startswith("memory/")] == ["memory/active_gb"]

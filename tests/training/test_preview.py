@@ -273,7 +273,8 @@ def test_the_least_that_is_named_is_enough_to_quantize_the_model_first(tmp_path,
 
     named = [LEAST.search(tried(command, "0.02").stderr) for command in ("plan", "train")]
     assert None not in named
-    (least,) = {found[1] for found in named}
+    least, other = (found[1] for found in named)
+    assert float(least) == pytest.approx(float(other), abs=0.011)  # one process holds 1 MB more
     assert tried("plan", least).returncode == 0
     assert tried("train", least).returncode == 0
     (copy,) = (Path("home") / "quantized").iterdir()

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Literal
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.live import Live
 
-from your_ai.dashboard import view
+from your_ai.dashboard import notebook, view
+from your_ai.dashboard.notebook import NotebookScreen
 from your_ai.dashboard.screen import screen
 from your_ai.dashboard.state import ViewState, fold, fold_all
 from your_ai.gates.console import echo_error, write_json_lines
@@ -24,12 +25,14 @@ POLL_S = 0.25
 CLOCK_S = 1.0  # between two drawings where nothing happens
 REPORT_EVERY_S = 5.0  # between step lines where there is no terminal
 PAUSE_KEY, GO_ON_KEY = "p pause", "p go on"
-Style = Literal["screen", "lines", "json"]
+Style = Literal["screen", "notebook", "lines", "json"]
 
 
 def style_for(console: Console, as_json: bool = False) -> Style:
     if as_json:
         return "json"
+    if console.is_jupyter:
+        return "notebook"
     can_draw = console.is_terminal and not console.is_dumb_terminal
     return "screen" if can_draw and in_foreground(console.file) else "lines"
 
@@ -44,6 +47,8 @@ def in_foreground(file: IO[str]) -> bool:
 
 class Follower:
     """Reads a run's new events and shows them: a screen of them all, lines, or JSON.
+
+    A notebook's screen is in the output of its cell.
 
     begun: whether training began while it watched; failure: what ended the display. A screen
     that fails ends no run.
@@ -70,14 +75,16 @@ class Follower:
         self.drawn_at = 0.0
         self.drawn_size: object = None
         self.unicode = (console.encoding or "").lower().startswith("utf")
-        self.live = Live(
-            console=console,
-            screen=True,
-            auto_refresh=False,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            vertical_overflow="crop",
-        )
+        self.live: Live | NotebookScreen = NotebookScreen()
+        if style != "notebook":
+            self.live = Live(
+                console=console,
+                screen=True,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+                vertical_overflow="crop",
+            )
         if not from_start:
             records, self.offset = events.tail(path)  # what a resumed run did before
             self.state = fold_all(self.state, records)
@@ -88,7 +95,8 @@ class Follower:
 
     def open(self) -> None:
         """Take the terminal, where a screen is wanted."""
-        if self.style == "screen" and self.failure is None and not self.live.is_started:
+        drawn = self.style in ("screen", "notebook")
+        if drawn and self.failure is None and not self.live.is_started:
             self.drawn_size = None
             with self._watched():
                 self.live.start()
@@ -141,6 +149,8 @@ class Follower:
 
     def _draw(self, now: float, is_new: bool) -> None:
         size = self.console.size
+        if self.style == "notebook":
+            size = ConsoleDimensions(notebook.WIDTH, notebook.HEIGHT)
         if not is_new and size == self.drawn_size and abs(now - self.drawn_at) < CLOCK_S:
             return
         self.drawn_at, self.drawn_size = now, size

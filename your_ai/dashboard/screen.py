@@ -40,6 +40,7 @@ WIDE = 30.0  # times the least: a curve of losses beyond that is logarithmic
 # What a low screen keeps: as many of these as it has lines, the first ones first.
 KEPT = (
     *("header", "process", "gauge", "step", "loss", "time", "warning", "keys", "legend"),
+    "metrics",
     *("memory curve", "loss curve", "warnings", "plan", "result", "action", "saved", "why"),
     *("actions", "gap", "note", "limit", "machine", "more actions", "notes"),
 )
@@ -151,7 +152,11 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
             Field(rank, f"{value:.4g}", f"{clean(page, name)} ", style="")
             for rank, (name, value) in enumerate(step.metrics.items())
         ]
-        rows.append(ScreenRow("metrics", line(page, "metrics", in_fields(page, fields, []))))
+        rows.append(
+            ScreenRow(
+                "metrics", line(page, "metrics", in_fields(page, fields, beside(page, "metrics")))
+            )
+        )
     losses = resampled(state.losses.values, curve_width(page), highest=False)
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:

@@ -16,7 +16,7 @@ from your_ai.doctor.machine import MIB, MachineInfo, limit_of
 from your_ai.memory import limit as limits
 from your_ai.memory.limit import GB, roughly, system_bytes
 
-PYTHON_NEEDED, MLX_NEEDED, MLX_LM_NEEDED = "3.10", "0.32.1", "0.32"  # as pyproject.toml has them
+PYTHON_NEEDED, MLX_NEEDED, MLX_LM_NEEDED = "3.10", "0.32.1", "0.32.2"  # as pyproject.toml has them
 MLX_VJP = "0.32.4"  # the first whose causal attention on Metal has a backward of its own
 MACOS_NEEDED = "14"  # of MLX's packages
 MAC, LINUX = "Darwin", "Linux"

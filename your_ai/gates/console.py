@@ -49,8 +49,11 @@ def confirm(question: str) -> bool:
     return typer.confirm(message_line(question))
 
 
-def open_console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
-    """A rich console that shows texts as they are, and nothing that steers a terminal."""
+def open_console(*, stderr: bool = False, file: IO[str] | None = None, **options: Any) -> Console:
+    """A rich console that shows texts as they are, and nothing that steers a terminal.
+
+    options: as rich.console.Console has them.
+    """
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
@@ -66,7 +69,8 @@ def open_console(*, stderr: bool = False, file: IO[str] | None = None) -> Consol
                 else:
                     yield Segment(printable(segment.text), segment.style)
 
-    return Printing(stderr=stderr, file=file, highlight=False, markup=False, emoji=False)
+    plain = {"highlight": False, "markup": False, "emoji": False}
+    return Printing(stderr=stderr, file=file, **plain, **options)
 
 
 class PrintableRecord(logging.LogRecord):

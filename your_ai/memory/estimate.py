@@ -340,9 +340,11 @@ def fused_head_bytes(facts: ModelFacts, targets: int) -> float:
     step = head_step(facts, count)
     most = HEAD_SLICES if facts.quantized else DENSE_HEAD_SLICES
     slices = min(most, -(-facts.vocabulary // step))
-    rows = min(facts.vocabulary, step) * facts.hidden * facts.float_bytes * facts.quantized
-    of_slice = FUSED_HEAD["rows"] * rows + FUSED_HEAD["logits"] * logits_bytes(facts, targets)
-    return slices * of_slice + FUSED_HEAD["hidden"] * targets * facts.hidden * facts.float_bytes
+    columns = min(facts.vocabulary, slices * step)
+    rows = columns * facts.hidden * facts.float_bytes * facts.quantized
+    logits = 4 * count * columns * (SOFTCAPPED if facts.softcaps else 1)
+    hidden = targets * facts.hidden * facts.float_bytes
+    return FUSED_HEAD["rows"] * rows + FUSED_HEAD["logits"] * logits + FUSED_HEAD["hidden"] * hidden
 
 
 def staged_phases(

@@ -105,7 +105,7 @@ class Weighed:
 
 
 class Objective(Protocol):
-    """A loss of log-probabilities. Hashable: compiled graphs are kept for each."""
+    """A loss of log-probabilities. An engine is built for one."""
 
     rows_together: int
     """How many rows are one group, which is never split: 1, or 2 for pairs."""

@@ -53,7 +53,8 @@ class Terminal:
         if self.keys.were_taken:
             self.follower.close()
             self.keys.before = []
-        if self.follower.style == "screen" and (self.keys.fd is None or self.keys.in_foreground):
+        drawn = self.follower.style in ("screen", "notebook")
+        if drawn and (self.keys.fd is None or self.keys.in_foreground):
             self.follower.open()
             self.keys.take()
         return self.keys.read(wait_s)
