@@ -22,6 +22,7 @@ from your_ai.gates.text import quoted, shortened
 from your_ai.gates.yaml_files import read_yaml
 
 DEMO = "demo"
+DEFAULT_LAYERS = 4  # of --lora-layers
 
 
 def packaged(*parts: str) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from your_ai.config import TrainConfig
+from your_ai.config import DEFAULT_LAYERS, TrainConfig
 from your_ai.data.rows import RowLimit
 from your_ai.errors import UserError
 from your_ai.hub.find import store
@@ -22,7 +22,6 @@ from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit
 from your_ai.memory.plan import Choice, Demand, choose, rounded_up
 from your_ai.memory.sample import in_gb
-from your_ai.nets.model import DEFAULT_LAYERS
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.sft import SUPERVISED
 

@@ -22,7 +22,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, load_tokenizer
 from transformers import dynamic_module_utils
 
-from your_ai.config import TrainConfig, nearest
+from your_ai.config import DEFAULT_LAYERS, TrainConfig, nearest
 from your_ai.data.batches import MULTIPLE
 from your_ai.errors import UserError, forgiving, lacked_memory
 from your_ai.gates.foreign import read_json
@@ -33,7 +33,6 @@ from your_ai.nets.dora import put_dora
 from your_ai.rng import derive_seed
 
 ALL_LINEAR = "all-linear"
-DEFAULT_LAYERS = 4
 TOKENIZER_CLASS = re.compile(r"(?!Auto|Rag)\w*(?:Tokenizer|TokenizerFast|Backend)")
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 POSITIONS = ("wpe", "position_embeddings", "embed_positions")
