@@ -9,9 +9,11 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,16 +23,19 @@ from tests.conftest import make_model
 from tests.memory.test_facts import tensors_in, write_headers
 from your_ai.config import TrainConfig
 from your_ai.doctor import bench
+from your_ai.doctor.fit_memory import errors, read_peaks
 from your_ai.doctor.shapes import GROUP_SIZE, SHAPES, make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.weights import tensors_of
 from your_ai.memory.calibration import Shape
+from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.estimate import (
     OPTIMIZER_STATES,
     Estimate,
     Plan,
     Training,
+    Workload,
     adapter_bytes,
     estimate,
     generation_bytes,
@@ -92,12 +97,18 @@ def any_training(draw, facts: ModelFacts) -> Training:
 
 
 @st.composite
-def cases(draw) -> tuple[ModelFacts, Training, Plan, int, int]:
-    """facts, training, plan, rows and tokens."""
+def cases(draw) -> tuple[Workload, Plan, int, int]:
+    """workload, plan, rows and tokens."""
     facts = draw(any_facts())
     plan = Plan(draw(st.sampled_from(ENGINES)), 10**9, draw(st.booleans()))
     rows, tokens = draw(st.integers(1, 32)), draw(st.integers(1, 8192))
-    return facts, draw(any_training(facts)), plan, rows, tokens
+    return Workload(facts=facts, training=draw(any_training(facts))), plan, rows, tokens
+
+
+def changed(case: tuple[Workload, Plan, int, int], **options: Any) -> Estimate:
+    """The estimate of a case whose workload has other fields."""
+    workload, *rest = case
+    return estimate(replace(workload, **options), *rest)
 
 
 # Of any
@@ -106,12 +117,12 @@ def cases(draw) -> tuple[ModelFacts, Training, Plan, int, int]:
 def test_it_needs_no_mlx():
     code = (
         "import sys\n"
-        "from your_ai.memory.estimate import Plan, Training, estimate\n"
+        "from your_ai.memory.estimate import Plan, Training, Workload, estimate\n"
         "from your_ai.memory.facts import ModelFacts\n"
         "from your_ai.memory.plan import Demand, choose\n"
         "facts = ModelFacts(2, {'q': (64, 64)}, 64, 256, 4, 4, 9, 18, 9, 9, 9, False)\n"
         "training = Training(blocks=1, rank=4, targets=('q',))\n"
-        "estimate(facts, training, Plan('fused', 64), 1, 64)\n"
+        "estimate(Workload(facts=facts, training=training), Plan('fused', 64), 1, 64)\n"
         "demand = Demand(facts=facts, training=training, lengths=(64,), batch_size=1,\n"
         "                rows_per_step=1)\n"
         "choose(demand, 10**9)\n"
@@ -123,13 +134,11 @@ def test_it_needs_no_mlx():
 
 @given(cases(), st.integers(1, 4), st.integers(0, 10**9), st.integers(0, 10**9))
 def test_components_are_bytes_that_add_up(case, micro_batches, python_bytes, prefix_bytes):
-    found = estimate(
-        *case,
-        micro_batches=micro_batches,
-        python_bytes=python_bytes,
-        cache_bytes=7,
-        prefix_bytes=prefix_bytes,
+    workload, *rest = case
+    workload = replace(
+        workload, python_bytes=python_bytes, cache_bytes=7, prefix_bytes=prefix_bytes
     )
+    found = estimate(workload, *rest, micro_batches=micro_batches)
     assert all(type(size) is int and size >= 0 for size in found.components.values())
     assert found.process_bytes == sum(found.components.values())
     assert found.mlx_bytes == found.process_bytes - found.beside_bytes - 7
@@ -146,19 +155,19 @@ def not_less(larger: Estimate, smaller: Estimate) -> None:
 
 @given(cases())
 def test_more_work_is_never_less_memory(case):
-    facts, training, plan, rows, tokens = case
-    base = estimate(*case)
-    not_less(estimate(facts, training, plan, rows + 1, tokens), base)
-    not_less(estimate(facts, training, plan, rows, tokens + 1), base)
-    not_less(estimate(facts, replace(training, rank=training.rank + 1), *case[2:]), base)
+    workload, plan, rows, tokens = case
+    training, base = workload.training, estimate(*case)
+    not_less(estimate(workload, plan, rows + 1, tokens), base)
+    not_less(estimate(workload, plan, rows, tokens + 1), base)
+    not_less(changed(case, training=replace(training, rank=training.rank + 1)), base)
     not_less(estimate(*case, micro_batches=2), base)
-    if training.blocks < facts.blocks:
-        not_less(estimate(facts, replace(training, blocks=training.blocks + 1), *case[2:]), base)
+    if training.blocks < workload.facts.blocks:
+        not_less(changed(case, training=replace(training, blocks=training.blocks + 1)), base)
 
 
 @given(cases(), st.booleans())
 def test_to_evaluate_holds_nothing_of_a_training(case, sliced):
-    found = estimate(*case, forward=True, sliced=sliced).components
+    found = changed(case, forward=True, sliced=sliced).components
     for name in ("gradients", "optimizer", "block inputs"):
         assert found[name] == 0
     assert found["adapters"] == estimate(*case).components["adapters"]
@@ -166,20 +175,20 @@ def test_to_evaluate_holds_nothing_of_a_training(case, sliced):
 
 @given(cases(), st.booleans())
 def test_to_evaluate_more_is_never_less_memory(case, sliced):
-    facts, training, plan, rows, tokens = case
+    workload, plan, rows, tokens = case
     options = {"forward": True, "sliced": sliced}
-    base = estimate(*case, **options)
-    not_less(estimate(facts, training, plan, rows + 1, tokens, **options), base)
-    not_less(estimate(facts, training, plan, rows, tokens + 1, **options), base)
-    not_less(estimate(*case, **options, answer_tokens=2048), base)
-    not_less(estimate(*case, forward=True, sliced=True), base)
+    base = changed(case, **options)
+    not_less(changed((workload, plan, rows + 1, tokens), **options), base)
+    not_less(changed((workload, plan, rows, tokens + 1), **options), base)
+    not_less(changed(case, **options, answer_tokens=2048), base)
+    not_less(changed(case, forward=True, sliced=True), base)
 
 
 @given(cases())
 def test_inputs_on_disk_are_never_more_memory(case):
-    facts, training, plan, rows, tokens = case
-    kept = estimate(facts, training, replace(plan, spill=False), rows, tokens)
-    spilled = estimate(facts, training, replace(plan, spill=True), rows, tokens)
+    workload, plan, rows, tokens = case
+    kept = estimate(workload, replace(plan, spill=False), rows, tokens)
+    spilled = estimate(workload, replace(plan, spill=True), rows, tokens)
     assert spilled.process_bytes <= kept.process_bytes
     if plan.engine != "fused":
         assert spilled.components["block inputs"] == 0
@@ -187,7 +196,8 @@ def test_inputs_on_disk_are_never_more_memory(case):
 
 @given(cases())
 def test_each_engine_holds_no_more_weights_than_the_one_before(case):
-    facts = replace(case[0], blocks=max(2, case[0].blocks))
+    facts = case[0].facts
+    facts = replace(facts, blocks=max(2, facts.blocks))
     facts = replace(facts, blocks_bytes=facts.blocks * facts.block_bytes)
     sizes = [weights_bytes(facts, engine) for engine in ENGINES]
     assert sizes == sorted(sizes, reverse=True)
@@ -195,8 +205,8 @@ def test_each_engine_holds_no_more_weights_than_the_one_before(case):
 
 @given(cases())
 def test_computing_blocks_twice_costs_at_most_half_as_much_again(case):
-    facts, training, plan, *_ = case
-    cost = step_cost(facts, training, plan)
+    workload, plan, *_ = case
+    cost = step_cost(workload.facts, workload.training, plan)
     assert cost == 1 if plan.engine == "fused" else 1 < cost <= 1.5
 
 
@@ -253,63 +263,31 @@ def test_optimizers_hold_what_is_estimated(tiny_model, name):
     held = sum(a.nbytes for _, a in tree_flatten(built.state) if isinstance(a, mx.array))
     training = Training(blocks=3, rank=16, targets=("all-linear",), optimizer=name)
     facts = facts_of(tiny_model, 4)
-    found = estimate(facts, training, Plan("fused", 64), 1, 64).components
+    workload = Workload(facts=facts, training=training)
+    found = estimate(workload, Plan("fused", 64), 1, 64).components
     assert found["optimizer"] == pytest.approx(held, abs=0.1 * found["adapters"])
 
 
 # Measured peaks
 
-# MB that MLX held at most in the steps of `your_ai bench`: on the CPU, 4-bit weights, float32,
-# rank 16, every token trained. By shape, tokens and rows; fused, staged and streamed with
-# q_proj of 4 blocks, then the same with all linear layers of all blocks.
-RECORDED = {
-    ("small", 128, 1): (199.2, 148.7, 45.7, 403.9, 216.4, 112.0),
-    ("small", 128, 4): (325.3, 200.8, 96.0, 973.2, 264.5, 155.1),
-    ("small", 512, 1): (326.0, 202.0, 96.2, 976.3, 262.0, 154.1),
-    ("small", 512, 4): (822.6, 409.4, 304.6, 3272.9, 507.0, 397.4),
-    ("small", 2048, 1): (825.0, 420.6, 315.5, 3285.6, 501.3, 391.9),
-    ("small", 2048, 4): (2836.8, 1292.1, 1153.5, 12478.0, 1473.4, None),
-    ("qwen2.5-0.5b", 128, 1): (383.7, 260.5, 52.6, 820.6, 383.4, 177.3),
-    ("qwen2.5-0.5b", 128, 4): (562.6, 334.6, 127.2, 1999.1, 445.9, 238.6),
-    ("qwen2.5-0.5b", 512, 1): (563.0, 334.8, 127.4, 2003.8, 446.0, 238.6),
-    ("qwen2.5-0.5b", 512, 4): (1280.2, 630.9, 423.5, 6728.3, 768.9, 556.4),
-    ("qwen2.5-0.5b", 2048, 1): (1282.6, 631.7, 424.3, 6707.5, 768.9, 556.4),
-}
-# The same of rows that are evaluated, with losses and predictions of every token.
-EVALUATED = {
-    ("small", 128, 1): (165.8, 138.6, 35.2, 184.5, 157.5, 54.2),
-    ("small", 128, 4): (177.2, None, None, 207.4, None, None),
-    ("small", 512, 1): (177.2, 156.8, 53.4, 207.4, 187.0, 83.6),
-    ("small", 512, 4): (276.8, 239.7, 136.4, 325.2, 304.7, 201.4),
-    ("small", 2048, 1): (283.8, None, None, None, None, None),
-    ("qwen2.5-0.5b", 128, 1): (336.3, 246.3, 41.0, 371.0, 283.4, 78.1),
-    ("qwen2.5-0.5b", 512, 1): (362.9, 277.8, 72.5, 416.3, 331.2, 125.9),
-}
-MEASURED = [
-    (*where, forward, layers, targets, engine, peak_mb)
-    for forward, recorded in ((False, RECORDED), (True, EVALUATED))
-    for where, peaks in recorded.items()
-    for (layers, targets, engine), peak_mb in zip(
-        [(*adapted, engine) for adapted in (FEW, ALL) for engine in ENGINES],
-        peaks,
-        strict=True,
-    )
-    if peak_mb is not None
-]
+# On the CPU, every token trained: whole steps and evaluations of two shapes with 4-bit weights,
+# the gradients of small models of seven architectures, and what `doctor --fit-memory` measures.
+RECORDED = read_peaks(Path(__file__).parents[2] / "tools" / "memory_measurements.json")
+# Per kind of peak: the lowest error of an estimate, and the highest of 90% of them. Plans add 12%
+# of the activations as a margin, and a run measures its own micro-batches near its limit.
+CLOSE_BY_KIND = {"step": (-0.05, 0.07), "evaluation": (-0.18, 0.10), "gradients": (-0.16, 0.16)}
 
 
-SHAPES_USED = sorted({shape for shape, *_ in RECORDED})
-
-
-@pytest.fixture(scope="module")
-def shapes(tmp_path_factory) -> dict[str, ModelFacts]:
-    """The facts of the recorded shapes, as `shapes.make_shape` would make them."""
-    return {
-        name: facts_of_shape(name, tmp_path_factory.mktemp(name)) for name in ("tiny", *SHAPES_USED)
-    }
+@pytest.mark.parametrize("kind", CLOSE_BY_KIND)
+def test_recorded_peaks_are_estimated(kind):
+    found = errors([peak for peak in RECORDED if peak.kind == kind], PACKAGED)
+    lowest, highest = CLOSE_BY_KIND[kind]
+    assert found.min() > lowest
+    assert np.percentile(found, 90) < highest
 
 
 def facts_of_shape(name: str, folder: Path) -> ModelFacts:
+    """The facts of a shape from the headers of its files alone."""
     config = SHAPES[name] | {"quantization": {"group_size": GROUP_SIZE, "bits": 4}}
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     network = module.Model(module.ModelArgs.from_dict(config))
@@ -317,27 +295,21 @@ def facts_of_shape(name: str, folder: Path) -> ModelFacts:
     return facts_of(write_headers(folder, tensors_in(network), config), 4)
 
 
+def test_recorded_shapes_have_the_facts_that_were_recorded(tmp_path):
+    for name in ("small", "qwen2.5-0.5b"):
+        facts = facts_of_shape(name, tmp_path / name)
+        assert facts in [peak.facts for peak in RECORDED], name
+
+
 def training_of(facts: ModelFacts, layers: str, targets: str) -> Training:
     blocks = facts.blocks if layers == "all" else int(layers)
     return Training(blocks=blocks, rank=16, targets=(targets,))
 
 
-def test_shapes_have_these_facts(shapes, tmp_path):
+def test_facts_from_headers_are_those_of_a_written_model(tmp_path):
     made = facts_of(make_shape("tiny", 4, "float32", tmp_path), 4)
-    assert replace(made, disk_bytes=0) == replace(shapes["tiny"], disk_bytes=0)
-
-
-@pytest.mark.parametrize(
-    ("shape", "tokens", "rows", "forward", "layers", "targets", "engine", "mb"), MEASURED
-)
-def test_recorded_peaks_are_estimated(
-    shapes, shape, tokens, rows, forward, layers, targets, engine, mb
-):
-    facts = shapes[shape]
-    plan = Plan(engine, rows * tokens)
-    training = training_of(facts, layers, targets)
-    found = estimate(facts, training, plan, rows, tokens, forward=forward)
-    assert found.mlx_bytes / 1e6 == pytest.approx(mb, rel=CLOSE)
+    from_headers = facts_of_shape("tiny", tmp_path / "headers")
+    assert replace(made, disk_bytes=0) == replace(from_headers, disk_bytes=0)
 
 
 CHEAP = [
@@ -377,7 +349,8 @@ def test_peaks_measured_here_are_estimated(
     spilled = contender == "spilled"
     plan = Plan("streamed" if spilled else contender, rows * tokens, spilled)
     facts = facts_of(tiny_shape, 4)
-    found = estimate(facts, training_of(facts, layers, targets), plan, rows, tokens)
+    workload = Workload(facts=facts, training=training_of(facts, layers, targets))
+    found = estimate(workload, plan, rows, tokens)
     assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE)
 
 
@@ -406,7 +379,8 @@ def test_peaks_of_an_evaluation_measured_here_are_estimated(
     peak = mx.get_peak_memory() - before
     facts = facts_of(tiny_shape, 4)
     training = training_of(facts, layers, targets)
-    found = estimate(facts, training, Plan(engine, rows * tokens), rows, tokens, forward=True)
+    workload = Workload(facts=facts, training=training, forward=True)
+    found = estimate(workload, Plan(engine, rows * tokens), rows, tokens)
     assert found.mlx_bytes == pytest.approx(peak, rel=CLOSE)
 
 
@@ -433,7 +407,7 @@ def test_peaks_of_a_large_vocabulary_over_few_features_are_estimated(
     peak = mx.get_peak_memory() - before
     facts = facts_of(folder, 4)
     training = Training(blocks=facts.blocks, rank=8, targets=("q_proj",))
-    plan = Plan("fused", tokens)
-    found = estimate(facts, training, plan, 1, tokens, gradients_only=True)
+    workload = Workload(facts=facts, training=training)
+    found = estimate(workload, Plan("fused", tokens), 1, tokens, gradients_only=True)
     optimizer_states = found.components["optimizer"]
     assert found.mlx_bytes - optimizer_states == pytest.approx(peak, rel=2 * CLOSE)

@@ -163,12 +163,25 @@ def doctor(
     selftest: Annotated[
         bool, typer.Option("--selftest", help="Train a small model and measure; takes 2 minutes.")
     ] = False,
+    fit_memory: Annotated[
+        bool,
+        typer.Option(
+            "--fit-memory",
+            help="Measure memory on this machine, in some minutes, and fit the estimates of plans "
+            "to it.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check this machine: what is missing or risky, and the command that fixes it."""
     from your_ai.doctor import findings as examining
     from your_ai.doctor.machine import read_machine
 
+    if fit_memory:
+        if selftest:
+            raise UserError("--fit-memory: cannot be combined with --selftest")
+        fit_to_machine(as_json)
+        return
     machine = read_machine()
     if selftest:
         test_device(machine, as_json)
@@ -199,3 +212,39 @@ def test_device(machine: MachineInfo, as_json: bool) -> None:
         echo(f"\n{selftest.report(lines, machine)}")
     if selftest.failed(lines):
         raise typer.Exit(1)
+
+
+def fit_to_machine(as_json: bool) -> None:
+    """Measure peaks, fit the coefficients of estimates to them, and keep both."""
+    from your_ai.doctor import fit_memory as fitting
+    from your_ai.doctor import measure_memory as measuring
+    from your_ai.memory.coefficients import PACKAGED
+
+    peaks = []
+    for peak in measuring.measured_peaks():
+        peaks.append(peak)
+        if not as_json:
+            echo(measuring.describe(peak))
+    fitted = measuring.fitted_to(peaks)
+    off = fitting.errors(peaks, PACKAGED)
+    try:
+        path = measuring.keep(fitted, peaks)
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be written ({error.strerror})") from error
+    if as_json:
+        echo_json(
+            {
+                "peaks": fitted.peaks,
+                "lowest_before": float(off.min()),
+                "highest_before": float(off.max()),
+                "lowest": fitted.lowest,
+                "highest": fitted.highest,
+                "file": str(path),
+            }
+        )
+        return
+    echo(
+        f"\nestimates of these {fitted.peaks} peaks: {off.min():+.0%} to {off.max():+.0%} before, "
+        f"{fitted.lowest:+.0%} to {fitted.highest:+.0%} now\n"
+        f"plans on this machine use them from now on; to go back, delete {path}"
+    )

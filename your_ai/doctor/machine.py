@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -87,6 +87,10 @@ class MachineInfo:
     mlx_lm: str | None = None
     your_ai: str | None = None
     missing: tuple[str, ...] = ()
+    memory_fit: str | None = None
+    """The date on which memory estimates were fitted to a machine, with --fit-memory."""
+    memory_fit_used: bool = False
+    """Whether it was this machine with these versions, so that plans use that fit."""
     endpoint: str | None = None
     offline: bool = False
 
@@ -134,6 +138,7 @@ def read_machine() -> MachineInfo:
         mlx_lm=attempt(lambda: metadata.version("mlx-lm")),
         your_ai=__version__,
         missing=missing_extras(),
+        **(attempt(memory_fit) or {}),
         endpoint=os.environ.get("HF_ENDPOINT") or None,
         offline=os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"),
     )
@@ -181,6 +186,17 @@ def memory() -> dict[str, int | None]:
         "container_bytes": machine.container_bytes,
         "container_used_bytes": machine.container_used_bytes,
     }
+
+
+def memory_fit() -> dict[str, Any]:
+    """The fields of MachineInfo about fitted memory estimates."""
+    from your_ai.memory import budget, coefficients
+
+    found = coefficients.read_fitted(store() / coefficients.FILE)
+    if found is None:
+        return {}
+    used = found.machine == tuple(budget.machine_key())
+    return {"memory_fit": found.date, "memory_fit_used": used}
 
 
 def device() -> str:

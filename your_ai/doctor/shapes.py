@@ -41,10 +41,12 @@ def llama(hidden: int, blocks: int, heads: int, kv: int, mlp: int, vocabulary: i
     }
 
 
-# From the public configurations of these models; tiny and small are of no model.
+# From the public configurations of these models. The first four are not of any model.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": llama(128, 4, 4, 2, 384, 1024),
     "small": llama(1024, 16, 16, 8, 2816, 32000),
+    "narrow": llama(256, 6, 4, 2, 768, 16000),
+    "wide": llama(1024, 4, 16, 4, 2816, 32000),
     "qwen2.5-0.5b": {
         **llama(896, 24, 14, 2, 4864, 151936),
         "model_type": "qwen2",

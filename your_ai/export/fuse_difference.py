@@ -27,7 +27,7 @@ from your_ai.gates.token_ids import vocabulary_of
 from your_ai.hub.find import store
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import limit_of, python_bytes, row_limit
+from your_ai.memory.budget import coefficients_here, limit_of, python_bytes, row_limit
 from your_ai.memory.estimate import generation_bytes, weights_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.plan import rounded_up
@@ -206,12 +206,14 @@ def hold(
     facts: of the base and the fused model.
     """
     limit = limit_of(max_memory_gb).limit_bytes
-    row = max(generation_bytes(found, tokens) for found in facts)
+    coefficients = coefficients_here()
+    row = max(generation_bytes(found, tokens, coefficients) for found in facts)
     position = LOGITS_HELD * 4 * max(found.vocabulary for found in facts)
     beside = sum(array.nbytes for array in adapter.arrays.values()) + python_bytes()
     beside += row + FEWEST_POSITIONS * position
     resident = beside + sum(found.weights_bytes for found in facts)
-    streamed = beside + sum(weights_bytes(found, "streamed") for found in facts)
+    streamed = beside
+    streamed += sum(weights_bytes(f, "streamed", coefficients=coefficients) for f in facts)
     streams = streamable and resident > limit
     least = streamed if streams else resident
     if least > limit:

@@ -17,7 +17,8 @@ from your_ai.hub.find import store
 from your_ai.memory import allocator, probe
 from your_ai.memory import calibration_file as measurements
 from your_ai.memory.calibration import Calibration, Measurement
-from your_ai.memory.estimate import COEFFICIENTS, Plan, Training, generation_bytes, weights_bytes
+from your_ai.memory.coefficients import FILE, Coefficients, for_machine
+from your_ai.memory.estimate import Plan, Training, generation_bytes, weights_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit
 from your_ai.memory.plan import Choice, Demand, choose, rounded_up
@@ -131,6 +132,7 @@ def demand_of(
         rows_together=objective.rows_together,
         scores="scores" in objective.phases,
         before_bytes=before_bytes,
+        coefficients=coefficients_here(),
     )
 
 
@@ -175,10 +177,20 @@ def measured_key(config: TrainConfig, demand: Demand, dtype: mx.Dtype) -> list[s
     """What the activations of a micro-batch depend on, beside its shape and the engine."""
     facts = replace(demand.facts, disk_bytes=0)
     training = replace(demand.training, optimizer="adamw")  # has no part in them
-    versions = (mx.__version__, version("mlx-lm"), COEFFICIENTS)
-    machine = (mx.default_device().type, mx.device_info().get("device_name"))
     settings = (config.packing, config.prefix_cache, config.lora_dropout > 0)
-    return [str(part) for part in (*machine, *versions, dtype, facts, training, *settings)]
+    parts = (demand.coefficients, dtype, facts, training, *settings)
+    return [*machine_key(), *map(str, parts)]
+
+
+def machine_key() -> list[str]:
+    """The device, its name, and the versions of mlx and mlx-lm: what memory depends on."""
+    device, name = mx.default_device().type, mx.device_info().get("device_name")
+    return [str(part) for part in (device, name, mx.__version__, version("mlx-lm"))]
+
+
+def coefficients_here() -> Coefficients:
+    """The coefficients that `doctor --fit-memory` fitted on this machine, or the packaged ones."""
+    return for_machine(store() / FILE, machine_key())
 
 
 def budget_of_evaluation(
@@ -211,6 +223,7 @@ def budget_of_evaluation(
         answer_tokens=answer_tokens,
         forward=True,
         sliced=mx.default_device().type == mx.cpu,
+        coefficients=coefficients_here(),
     )
     return Budget(limit, demand, choose(demand, limit.limit_bytes))
 
@@ -221,9 +234,10 @@ def hold_generation(facts: ModelFacts, tokens: int, max_memory_gb: float, can_st
     tokens: of prompt and answer. Raises UserError where neither way fits.
     """
     limit = limit_of(max_memory_gb).limit_bytes
-    beside = python_bytes() + generation_bytes(facts, tokens)
+    coefficients = coefficients_here()
+    beside = python_bytes() + generation_bytes(facts, tokens, coefficients)
     resident = beside + facts.weights_bytes
-    streamed = beside + weights_bytes(facts, "streamed")
+    streamed = beside + weights_bytes(facts, "streamed", coefficients=coefficients)
     least = min(resident, streamed) if can_stream else resident
     if least > limit:
         raise UserError(

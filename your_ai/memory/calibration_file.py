@@ -6,14 +6,12 @@ import contextlib
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from your_ai.files import read_text
+from your_ai.files import read_text, replace_text
 from your_ai.memory.calibration import LEAST_RATIO, MOST_RATIO, Calibration, Measurement
 
 MOST_BYTES = 1 << 20  # of a file: one that is larger is not of ours
@@ -58,7 +56,4 @@ def keep(path: Path, calibration: Calibration) -> None:
     text = json.dumps([asdict(measured) for measured in calibration.measurements], indent=1)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=path.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(temporary, path)
+        replace_text(path, text + "\n")

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from your_ai.errors import UserError
 from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
-from your_ai.memory.estimate import Estimate, Plan, Training, estimate, step_cost
+from your_ai.memory.coefficients import PACKAGED, Coefficients
+from your_ai.memory.estimate import Estimate, Plan, Training, Workload, estimate, step_cost
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.sample import in_gb
 
@@ -58,6 +59,7 @@ class Demand:
     scores: bool = False
     before_bytes: int = 0
     calibration: Calibration = field(default=Calibration())
+    coefficients: Coefficients = PACKAGED
 
 
 @dataclass(frozen=True)
@@ -158,21 +160,32 @@ def estimate_of(
     work_ratio: float = 1.0,
     gradients_only: bool = False,
 ) -> Estimate:
+    workload = workload_of(demand)
+    if gradients_only:
+        workload = replace(workload, prefix_bytes=0)
     return estimate(
-        demand.facts if demand.can_stream else vocabulary_held(demand.facts),
-        demand.training,
+        workload,
         plan,
         rows,
         tokens,
         micro_batches=1 if gradients_only else -(-demand.rows_per_step // rows),
+        work_ratio=work_ratio,
+        gradients_only=gradients_only,
+    )
+
+
+def workload_of(demand: Demand) -> Workload:
+    """The part of a demand that does not depend on the plan."""
+    return Workload(
+        facts=demand.facts if demand.can_stream else vocabulary_held(demand.facts),
+        training=demand.training,
         python_bytes=demand.python_bytes,
-        prefix_bytes=0 if gradients_only else demand.prefix_bytes,
+        prefix_bytes=demand.prefix_bytes,
         answer_tokens=demand.answer_tokens,
         forward=demand.forward,
         scores=demand.scores,
         sliced=demand.sliced,
-        work_ratio=work_ratio,
-        gradients_only=gradients_only,
+        coefficients=demand.coefficients,
     )
 
 

@@ -35,7 +35,7 @@ from your_ai.memory import allocator
 from your_ai.memory.budget import Budget, PriorPlans, budget_of, row_limit
 from your_ai.memory.calibration_file import believed
 from your_ai.memory.estimate import Plan, graphs_bytes
-from your_ai.memory.plan import Option, choose, words
+from your_ai.memory.plan import Option, choose, words, workload_of
 from your_ai.memory.sample import in_gb
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
@@ -196,18 +196,10 @@ def announce(budget: Budget, past: PriorPlans, config: TrainConfig, log: events.
 
 def graphs_within(budget: Budget) -> Graphs:
     """Compiled graphs of the plan in force, as many as there is room for."""
-    demand, engine = budget.demand, budget.choice.option.plan.engine
+    workload, engine = workload_of(budget.demand), budget.choice.option.plan.engine
 
     def size_of(shape: GraphShape) -> int:
-        return graphs_bytes(
-            demand.facts,
-            demand.training,
-            engine,
-            shape.rows,
-            shape.tokens,
-            trained=shape.trained,
-            sliced=demand.sliced,
-        )
+        return graphs_bytes(workload, engine, shape.rows, shape.tokens, trained=shape.trained)
 
     return Graphs(size_of, budget.graphs_room_bytes)
 
