@@ -1,4 +1,4 @@
-"""Attention in blocks against the same with a T x T mask, alone and inside mlx-lm's models."""
+"""Compare attention in blocks with attention under a T x T mask, alone and in mlx-lm's models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = {
     "attention_bias": True,
     "attention_out_bias": False,
     "mlp_bias": False,
-    "query_pre_attn_scalar": 25,  # so that its scale is none of the others'
+    "query_pre_attn_scalar": 25,  # gives a scale that differs from all others
     "sliding_window": 4,
     "sliding_window_pattern": 2,
     "partial_rotary_factor": 0.5,
@@ -49,20 +49,20 @@ CONFIG = {
     "shared_expert_intermediate_size": 64,
     "norm_topk_prob": True,
 }
-OTHERS = {"smollm3": {"no_rope_layer_interval": 2}}  # models made of another's attention
+OTHERS = {"smollm3": {"no_rope_layer_interval": 2}}  # models that use another model's attention
 SEGMENTS = mx.array([[0] * 5 + [1] * 9 + [2] * 6])
 TEXTS = [slice(0, 5), slice(5, 14), slice(14, 20)]
 
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks, of few queries, for rows of any length."""
+    """Use small query blocks for rows of any length."""
     monkeypatch.setattr(blockwise, "wanted", lambda *_: True)
     monkeypatch.setattr(blockwise, "QUERY_BLOCK", 7)
 
 
 def relative_error(ours: mx.array, theirs: mx.array) -> float:
-    """Of the norms; what is 0 but for rounding is measured against a tenth an element."""
+    """Relative error of the norms; values near 0 are compared with 0.1 per element."""
     a, b = (np.array(x.astype(mx.float32), np.float64) for x in (ours, theirs))
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 0.1 * a.size**0.5))
 
@@ -77,7 +77,7 @@ def arrays(batch: int, heads: int, key_heads: int, tokens: int, size: int = 16) 
 
 
 def segments_of(batch: int, tokens: int, seed: int = 0) -> mx.array:
-    """(B, T): texts of any length, and padding, whose segment is -1."""
+    """(B, T): texts of random length, and padding, whose segment is -1."""
     random = np.random.default_rng(seed)
     numbers = np.cumsum(random.random((batch, tokens)) < 0.1, axis=1)
     numbers[0, tokens - tokens // 5 :] = -1
@@ -85,7 +85,7 @@ def segments_of(batch: int, tokens: int, seed: int = 0) -> mx.array:
 
 
 def plain(q, k, v, scale, window=None, segments=None) -> mx.array:
-    """The softmax over all keys, with a mask."""
+    """Attention with one softmax over all keys and a mask."""
     repeats = q.shape[1] // k.shape[1]
     k, v = mx.repeat(k, repeats, axis=1), mx.repeat(v, repeats, axis=1)
     scores = scale * (q @ k.swapaxes(-1, -2))
@@ -115,7 +115,7 @@ def assert_equal(given: list[mx.array], tolerance: float = 1e-5, **mask: Any) ->
 @pytest.mark.parametrize("tokens", [1, 64, 150, 256])
 @pytest.mark.parametrize("window", [None, 1, 33, 1000])
 @pytest.mark.parametrize("packed", [False, True])
-def test_output_and_gradients_are_those_of_a_plain_softmax(tokens, window, packed):
+def test_output_and_gradients_equal_a_plain_softmax(tokens, window, packed):
     segments = segments_of(2, tokens) if packed else None
     assert_equal(arrays(2, 4, 2, tokens), window=window, segments=segments)
 
@@ -130,7 +130,9 @@ def test_output_and_gradients_are_those_of_a_plain_softmax(tokens, window, packe
     seed=st.none() | st.integers(0, 99),
     block=st.integers(1, 20),
 )
-def test_any_shape_and_any_block(batch, key_heads, repeats, tokens, window, seed, block):
+def test_equals_plain_softmax_for_any_shape_and_block_size(
+    batch, key_heads, repeats, tokens, window, seed, block
+):
     segments = None if seed is None else segments_of(batch, tokens, seed)
     given = arrays(batch, key_heads * repeats, key_heads, tokens, size=8)
     with (
@@ -140,7 +142,7 @@ def test_any_shape_and_any_block(batch, key_heads, repeats, tokens, window, seed
         assert_equal(given, window=window, segments=segments)
 
 
-def test_long_rows_take_fewer_queries_at_once(monkeypatch):
+def test_long_rows_use_smaller_query_blocks(monkeypatch):
     given = arrays(1, 4, 2, 150)
     monkeypatch.setattr(blockwise, "SCORE_BYTES", 4 * 4 * 150 * 20)
     rows = [rows.stop - rows.start for rows, _ in blockwise._blocks(given[0].shape, None, 64)]
@@ -148,7 +150,7 @@ def test_long_rows_take_fewer_queries_at_once(monkeypatch):
     assert_equal(given)
 
 
-def test_blocks_meet_the_keys_they_can_see_and_no_more():
+def test_blocks_cover_exactly_the_visible_keys():
     blocks = list(blockwise._blocks((1, 2, 200, 8), 50, 64))
     assert blocks == [
         (slice(0, 64), slice(0, 64)),
@@ -159,7 +161,7 @@ def test_blocks_meet_the_keys_they_can_see_and_no_more():
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_half_precision_loses_no_more_than_its_inputs(dtype):
+def test_half_precision_error_is_below_the_input_precision(dtype):
     given = [x.astype(dtype) for x in arrays(2, 4, 2, 100)]
     exact = with_gradients(plain, [x.astype(mx.float32) for x in given])
     ours = with_gradients(attention, given)
@@ -176,7 +178,7 @@ def test_large_scores_stay_finite():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
-def test_memory_grows_with_the_tokens_and_not_their_square(compiled, packed):
+def test_memory_grows_linearly_with_sequence_length(compiled, packed):
     def peak(tokens: int) -> int:
         q, k, v = arrays(1, 1, 1, tokens, size=16)
         segments = segments_of(1, tokens) if packed else None
@@ -194,12 +196,12 @@ def test_memory_grows_with_the_tokens_and_not_their_square(compiled, packed):
         return mx.get_peak_memory() - held
 
     short, middle, long = map(peak, (1024, 2048, 4096))
-    # Twice, and what MLX runs further ahead; their square would be four times.
+    # Twice the memory, plus operations that MLX runs ahead; quadratic growth would be four times.
     assert middle < 2.5 * short
     assert long < 2.5 * middle
 
 
-# -- inside the models of mlx-lm ----------------------------------------------------------
+# -- in the models of mlx-lm --------------------------------------------------------------
 
 
 def network_of(architecture: str) -> nn.Module:
@@ -220,7 +222,7 @@ def attention_of(architecture: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("architecture", [*(n.split(".")[0] for n in blockwise.LAYOUTS), *OTHERS])
-def test_every_known_attention_is_its_base(everywhere, architecture):
+def test_every_known_attention_layer_equals_its_base(everywhere, architecture):
     base = attention_of(architecture)
     ours = BlockwiseAttention.from_base(base)
     x = normal(2, 20, CONFIG["hidden_size"])
@@ -231,13 +233,13 @@ def test_every_known_attention_is_its_base(everywhere, architecture):
     for mask, y in masked.items():
         assert relative_error(y, base(x, mask.array(20))) < 1e-5, mask
 
-    for text in TEXTS:  # packed as alone, for rotary positions are relative
+    for text in TEXTS:  # packed equals alone, because rotary positions are relative
         alone = base(x[:, text], "causal")
         assert relative_error(masked[Mask(None, SEGMENTS)][:, text], alone) < 1e-5
 
 
 @pytest.mark.parametrize("architecture", [*(n.split(".")[0] for n in blockwise.LAYOUTS), *OTHERS])
-def test_a_whole_model_computes_the_same(everywhere, architecture):
+def test_model_output_is_unchanged_by_put_blockwise(everywhere, architecture):
     pytest.importorskip(f"mlx_lm.models.{architecture}")
     network = network_of(architecture)
     tokens = mx.random.randint(0, 700, (2, 20))
@@ -247,7 +249,7 @@ def test_a_whole_model_computes_the_same(everywhere, architecture):
     assert relative_error(network(tokens), expected) < 1e-5
 
 
-def test_packed_texts_are_those_of_rows_of_their_own(everywhere):
+def test_packed_texts_equal_the_same_texts_in_separate_rows(everywhere):
     network = network_of("qwen3")
     put_blockwise(network)
     parts = parts_of(network, network.model.embed_tokens.as_linear)
@@ -257,13 +259,13 @@ def test_packed_texts_are_those_of_rows_of_their_own(everywhere):
         assert relative_error(packed[:, text], parts.run_blocks(tokens[:, text])) < 1e-5
 
 
-def test_unknown_attentions_stay():
+def test_unknown_attention_layers_are_not_replaced():
     network = network_of("gemma2")
     assert put_blockwise(network) == 0
     assert not any(isinstance(m, BlockwiseAttention) for m in network.modules())
 
 
-def test_a_second_time_changes_nothing():
+def test_put_blockwise_twice_changes_nothing():
     network = network_of("llama")
     assert put_blockwise(network) == 2
     assert put_blockwise(network) == 0
@@ -281,7 +283,7 @@ def test_generation_with_a_cache_is_unchanged(everywhere):
     assert generate() == expected
 
 
-def test_masks_that_are_not_understood_go_to_mlx(everywhere):
+def test_unsupported_masks_use_mlx_attention(everywhere):
     base = attention_of("llama")
     ours = BlockwiseAttention.from_base(base)
     x = normal(2, 9, CONFIG["hidden_size"])
@@ -290,7 +292,7 @@ def test_masks_that_are_not_understood_go_to_mlx(everywhere):
     assert mx.array_equal(ours(x), base(x))  # every key
 
 
-def test_short_rows_go_to_mlx():
+def test_short_rows_use_mlx_attention():
     base = attention_of("llama")
     ours = BlockwiseAttention.from_base(base)
     x = normal(2, 9, CONFIG["hidden_size"])
@@ -300,7 +302,7 @@ def test_short_rows_go_to_mlx():
     assert mx.array_equal(ours(x[:, :1]), base(x[:, :1]))
 
 
-def test_adapters_inside_are_trained_alike(everywhere, tmp_path):
+def test_adapters_inside_attention_get_equal_gradients(everywhere, tmp_path):
     def gradients(put: bool) -> dict[str, mx.array]:
         network, _ = model.load_base(tmp_path / "m", mx.float32)
         model.add_adapters(network, TrainConfig(lora_layers=2, lora_targets=("all-linear",)))
@@ -322,7 +324,7 @@ def test_adapters_inside_are_trained_alike(everywhere, tmp_path):
 
 
 @pytest.mark.parametrize("mask", ["causal", None], ids=["blocks", "base"])
-def test_a_skeleton_computes_with_the_arrays_put_into_it(monkeypatch, mask):
+def test_skeleton_uses_the_arrays_put_into_it(monkeypatch, mask):
     monkeypatch.setattr(blockwise, "wanted", lambda *_: mask == "causal")
     one, other = network_of("llama").layers
     x = normal(1, 9, CONFIG["hidden_size"])
@@ -340,25 +342,27 @@ OLD, NEW = (0, 32, 1), (0, 32, 4)
 @pytest.mark.parametrize(
     ("expected", "device", "version", "tokens", "segments", "window"),
     [
-        (True, "metal", NEW, 100, True, None),  # packed or windowed: everywhere
+        (True, "metal", NEW, 100, True, None),  # packed or windowed: on every device
         (True, "cuda", NEW, 100, True, None),
         (True, "cpu", NEW, 80, False, 50),
         (True, "metal", NEW, 4096, False, 512),
-        (False, "metal", NEW, 4096, False, 4096),  # a window that hides nothing
-        (False, "cpu", NEW, 64, False, None),  # the CPU: where they are the faster
+        (False, "metal", NEW, 4096, False, 4096),  # a window that masks nothing
+        (False, "cpu", NEW, 64, False, None),  # CPU: blocks are faster for longer rows
         (True, "cpu", NEW, 128, False, None),
-        (True, "metal", OLD, 2048, False, None),  # MLX without a backward of its own
+        (True, "metal", OLD, 2048, False, None),  # MLX without a fused backward pass
         (False, "metal", OLD, 128, False, None),
         (False, "metal", NEW, 8192, False, None),
         (False, "metal", (0, 33, 0), 8192, False, None),
         (False, "cuda", OLD, 8192, False, None),
     ],
 )
-def test_the_rule(expected, device, version, tokens, segments, window):
+def test_wanted_depends_on_device_version_length_and_mask(
+    expected, device, version, tokens, segments, window
+):
     assert wanted(device, version, tokens, segments, window) is expected
 
 
-def test_this_mlx_has_a_version_and_a_device():
+def test_detects_mlx_version_and_device():
     assert blockwise.mlx_version() >= (0, 32, 0)
     assert len(blockwise.mlx_version()) == 3
     assert blockwise.device() in ("cpu", "metal", "cuda")

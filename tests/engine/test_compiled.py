@@ -1,4 +1,4 @@
-"""Compiled functions that can be forgotten, and engines that forget theirs."""
+"""The cache of compiled graphs, and engines that drop their graphs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NUMBERS = 1_000_000
 
 @pytest.fixture(autouse=True)
 def awake() -> None:
-    """What a process compiles before it evaluated anything, MLX compiles twice."""
+    """Evaluate something first: before the first evaluation, MLX compiles functions twice."""
     mx.eval(mx.zeros(1))
 
 
@@ -41,20 +41,20 @@ SHAPES = [GraphShape(1, tokens) for tokens in (32, 64, 96)]
 
 
 def made_in(graphs: Graphs, shape: GraphShape, key: str = "a") -> bool:
-    """Whether a thing is made when it is asked for, and not held."""
+    """Whether the cache makes a new graph instead of returning a cached one."""
     made: list[str] = []
     assert graphs.get(shape, key, lambda: made.append(key) or key) == key
     return bool(made)
 
 
-def test_each_is_made_once_for_a_shape():
+def test_each_graph_is_made_once_per_shape():
     graphs = Graphs()
     assert [made_in(graphs, shape) for shape in SHAPES * 2] == [True] * 3 + [False] * 3
     assert made_in(graphs, SHAPES[0], "b")
     assert not made_in(graphs, SHAPES[0], "b")
 
 
-def test_what_is_dropped_is_made_again():
+def test_dropped_graphs_are_made_again():
     graphs = Graphs()
     graphs.drop()
     assert made_in(graphs, SHAPES[0])
@@ -63,7 +63,7 @@ def test_what_is_dropped_is_made_again():
     assert made_in(graphs, SHAPES[0])
 
 
-def test_the_shape_that_was_used_least_recently_goes_first():
+def test_evicts_the_least_recently_used_shape_first():
     graphs = Graphs(lambda shape: 10, room_bytes=20)
     for shape in (*SHAPES[:2], SHAPES[0], SHAPES[2]):
         made_in(graphs, shape)
@@ -78,7 +78,7 @@ def test_the_shape_that_was_used_least_recently_goes_first():
     st.lists(st.integers(1, 9), max_size=40),
     st.integers(0, 30),
 )
-def test_no_more_is_held_than_there_is_room_for(tokens, room):
+def test_total_size_stays_within_the_limit(tokens, room):
     graphs = Graphs(lambda shape: shape.tokens, room)
     held: list[int] = []
     for count in tokens:
@@ -90,8 +90,8 @@ def test_no_more_is_held_than_there_is_room_for(tokens, room):
         assert len(graphs) == len(held)
 
 
-def test_a_drop_frees_what_was_compiled_in():
-    """An array that is no input becomes a constant of the graph, which lives as long."""
+def test_drop_frees_arrays_captured_by_a_graph():
+    """An array that is not an input becomes a constant of the graph and lives as long."""
     held = {"constant": mx.ones(NUMBERS)}
     mx.eval(held)
     before = mx.get_active_memory()
@@ -130,7 +130,7 @@ def made(tiny_model: Path, tmp_path: Path) -> Callable[..., Made]:
 
 
 def short_batches(tokenizer: Any, folder: Path) -> list[Batch]:
-    """Two of different lengths."""
+    """Two batches of different lengths."""
     rows = [chat("Ask", "Yes"), chat("Ask" + " and ask" * 12, "No", weight=2.5)]
     path = write_rows(folder / "short.jsonl", rows)
     examples = load_examples(path, Encoder(tokenizer), "tokenizer", 256, "error", folder / "cache")
@@ -141,7 +141,7 @@ def short_batches(tokenizer: Any, folder: Path) -> list[Batch]:
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """A weak reference to each function that is compiled from here on."""
+    """Weak references to all functions compiled from now on."""
     found: list[weakref.ref] = []
     compile = mx.compile
 
@@ -162,7 +162,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def everything(made: Made) -> list[mx.array]:
-    """All that an engine computes of its batches."""
+    """All results of an engine for its batches."""
     found: list[mx.array] = []
     for batch in made.batches:
         sums, grads = made.engine.gradients(batch, 0.5, 3)
@@ -173,7 +173,7 @@ def everything(made: Made) -> list[mx.array]:
 
 
 @pytest.mark.parametrize(("plan", "cached"), PLANS)
-def test_no_bit_changes_when_an_engine_compiles_again(made, plan, cached):
+def test_results_are_bit_identical_after_compiling_again(made, plan, cached):
     engine = made(plan, cached, lora_dropout=0.2)
     first = everything(engine)
     engine.engine.drop()
@@ -182,7 +182,7 @@ def test_no_bit_changes_when_an_engine_compiles_again(made, plan, cached):
 
 
 @pytest.mark.parametrize(("plan", "cached"), PLANS)
-def test_an_engine_lets_go_of_all_that_it_compiled(made, compilations, plan, cached):
+def test_drop_frees_every_compiled_function_of_an_engine(made, compilations, plan, cached):
     engine = made(plan, cached)
     everything(engine)
     alive = [reference for reference in compilations if reference() is not None]
@@ -194,8 +194,8 @@ def test_an_engine_lets_go_of_all_that_it_compiled(made, compilations, plan, cac
 
 @pytest.mark.parametrize("where", [programs, mlp])
 @pytest.mark.parametrize("plan", ["staged", "streamed"])
-def test_blocks_leave_nothing_in_the_programs_that_are_dropped(made, monkeypatch, plan, where):
-    """Neither a template nor what it was traced with: a graph that holds itself is never freed."""
+def test_drop_frees_the_block_templates_of_programs(made, monkeypatch, plan, where):
+    """A template that keeps traced arrays would form a cycle with its graph, never freed."""
     monkeypatch.setattr(mlp, "FEWEST_FEATURES", 64)
     monkeypatch.setattr(mlp, "STEP", 64)
     templates: list[weakref.ref] = []
@@ -216,7 +216,7 @@ def test_blocks_leave_nothing_in_the_programs_that_are_dropped(made, monkeypatch
 
 
 @pytest.mark.parametrize(("plan", "cached"), PLANS)
-def test_a_drop_before_the_first_step_is_none(made, plan, cached):
+def test_drop_before_the_first_step_changes_nothing(made, plan, cached):
     engine = made(plan, cached)
     engine.engine.drop()
     fresh = made(plan, cached)
@@ -225,7 +225,7 @@ def test_a_drop_before_the_first_step_is_none(made, plan, cached):
 
 
 @pytest.mark.parametrize(("plan", "cached"), PLANS)
-def test_dropping_after_each_step_holds_no_more(made, plan, cached):
+def test_memory_does_not_grow_when_dropping_after_each_step(made, plan, cached):
     engine = made(plan, cached)
 
     def held() -> int:

@@ -1,4 +1,4 @@
-"""Quantized layers for the CPU against MLX's own."""
+"""Compare the quantized layers for the CPU with MLX's own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def quantized_linear(
 @pytest.mark.parametrize("slice_bytes", [1, 128 * 4 * 40, 1 << 30], ids=["one row", "some", "all"])
 @pytest.mark.parametrize("shape", [(3, 7, 128), (9, 128), (1, 2, 128), (128,)])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_output_and_gradient_are_mlxs_own(monkeypatch, bits, shape, slice_bytes):
+def test_output_and_gradient_equal_mlx(monkeypatch, bits, shape, slice_bytes):
     monkeypatch.setattr(dequantized, "DEQUANTIZED_SLICE_BYTES", slice_bytes)
     base = quantized_linear(bits)
     ours = DequantizedLinear.from_base(base)
@@ -53,7 +53,7 @@ def test_output_and_gradient_are_mlxs_own(monkeypatch, bits, shape, slice_bytes)
 @pytest.mark.parametrize(
     "kind", [(3,), (5,), (6,), (4, True, "mxfp4"), (4, True, "nvfp4", 16), (8, False, "mxfp8")]
 )
-def test_every_kind_of_quantization_is_mlxs_own(kind):
+def test_every_quantization_mode_equals_mlx(kind):
     network = nn.Sequential(quantized_linear(*kind))
     base = network.layers[0]
     dequantize_on_the_cpu(network)
@@ -68,7 +68,7 @@ def test_every_kind_of_quantization_is_mlxs_own(kind):
         assert relative_error(*grads) < 1e-5
 
 
-def test_an_embedding_and_its_head_are_mlxs_own():
+def test_embedding_and_tied_head_equal_mlx():
     base = nn.QuantizedEmbedding.from_embedding(nn.Embedding(96, 128), 64, 4)
     ours = DequantizedEmbedding.from_base(base)
     assert mx.array_equal(ours(TOKENS % 96), base(TOKENS % 96))
@@ -77,8 +77,8 @@ def test_an_embedding_and_its_head_are_mlxs_own():
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6])
-def test_slices_bound_what_is_held(bits):
-    """Forward and backward of a layer whose weight takes 64 MB dequantized."""
+def test_slices_bound_peak_memory(bits):
+    """Forward and backward pass of a layer whose dequantized weight takes 64 MB."""
     base = nn.QuantizedLinear.from_linear(nn.Linear(1024, 16384, bias=False), 64, bits)
     ours = DequantizedLinear.from_base(base)
     x = mx.random.normal((8, 1024))
@@ -90,7 +90,7 @@ def test_slices_bound_what_is_held(bits):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "qwen3_moe"])
-def test_a_whole_model_computes_the_same(tmp_path, architecture):
+def test_model_output_is_unchanged(tmp_path, architecture):
     network, _ = model.load_base(make_model(tmp_path / "m", architecture), mx.float32)
     expected = network(TOKENS)
     names = [name for name, _ in tree_flatten(network.parameters())]
@@ -101,7 +101,7 @@ def test_a_whole_model_computes_the_same(tmp_path, architecture):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_adapters_stay_what_they_are(tiny_model, dora):
+def test_adapters_are_unchanged(tiny_model, dora):
     network, _ = model.load_base(tiny_model, mx.float32)
     config = TrainConfig(lora_layers=2, lora_targets=("all-linear",), use_dora=dora)
     model.add_adapters(network, config)
@@ -111,7 +111,7 @@ def test_adapters_stay_what_they_are(tiny_model, dora):
     assert relative_error(network(TOKENS), expected) < 1e-5
 
 
-def test_a_gpu_keeps_mlxs_layers(tiny_model, monkeypatch):
+def test_layers_are_not_replaced_on_a_gpu(tiny_model, monkeypatch):
     network, _ = model.load_base(tiny_model, mx.float32)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     dequantize_on_the_cpu(network)

@@ -1,4 +1,4 @@
-"""DoRA under each plan: the gradients of mlx-lm's layers in the memory of LoRA."""
+"""DoRA under each plan: gradients equal mlx-lm's layers, memory close to that of LoRA."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ WIDE = {
     "num_key_value_heads": 8,
     "head_dim": 64,
 }
-MORE_BYTES = 8 << 20  # than LoRA; a weight of the wide model takes 11.5 MB dequantized
+MORE_BYTES = 8 << 20  # allowed above LoRA; a dequantized weight of the wide model is 11.5 MB
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], Path]:
-    """A model of wide layers, by bits."""
+    """Makes a model with wide layers; the argument is its number of bits."""
     place, made = tmp_path_factory.mktemp("wide"), {}
 
     def make(bits: int | None) -> Path:
@@ -50,7 +50,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], Pat
 
 @pytest.fixture
 def made(tmp_path: Path) -> Callable[..., Any]:
-    """(the model, its engine and batches) as a run has them."""
+    """Makes (the model, its engine and batches) as in a run."""
 
     def make(path: Path, plan: str, cached: bool = False, **settings: Any):
         settings = {"use_dora": True, "lora_layers": "all", **settings}
@@ -68,7 +68,7 @@ def made(tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The layers whose norms are computed from here on."""
+    """The layers whose norms are computed from now on."""
     found: list[Any] = []
 
     def counted(linear: Any, *args: Any, **options: Any) -> mx.array:
@@ -97,7 +97,7 @@ def step(made: Made) -> tuple[float, Any]:
     ("architecture", "bits", "dropout"),
     [("qwen2", 4, 0.0), ("qwen2", None, 0.2), ("mistral", 8, 0.2)],
 )
-def test_gradients_are_those_of_mlx_lms_layers(
+def test_gradients_equal_those_of_mlx_lm_layers(
     tmp_path, monkeypatch, architecture, bits, dropout, plan
 ):
     folder = make_model(tmp_path / "m", architecture, bits)
@@ -129,7 +129,7 @@ def test_gradients_are_those_of_mlx_lms_layers(
 
 @pytest.mark.parametrize("bits", [3, 5, 6])
 @pytest.mark.parametrize("plan", PLANS)
-def test_bits_that_do_not_divide_32_are_trained(tmp_path, made, plan, bits):
+def test_trains_models_with_bits_that_do_not_divide_32(tmp_path, made, plan, bits):
     folder = make_model(tmp_path / "m", "llama", bits)
     expected, expected_grads = step(made(folder, "fused")[1])
     _, engine = made(folder, plan)
@@ -145,8 +145,8 @@ def test_bits_that_do_not_divide_32_are_trained(tmp_path, made, plan, bits):
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
-def test_norms_are_computed_once_between_two_updates(tiny_model, made, computed, plan, cached):
-    """However many micro-batches there are, and evaluations; once all is compiled."""
+def test_norms_are_computed_once_per_update(tiny_model, made, computed, plan, cached):
+    """For any number of micro-batches and evaluations, after the first compilation."""
     settings = {"lora_layers": 2} if cached else {}
     network, engine = made(tiny_model, plan, cached, **settings)
     layers = len([name for name in model.adapter_arrays(network) if name.endswith(".m")])
@@ -160,13 +160,13 @@ def test_norms_are_computed_once_between_two_updates(tiny_model, made, computed,
         for batch in engine.batches:
             mx.eval(engine.engine.loss(batch), engine.engine.predictions(batch))
         mx.eval(network(mx.array([[3, 1, 2, 0]])))
-        assert len(computed) == layers or count == 0  # when they are traced
+        assert len(computed) == layers or count == 0  # tracing in the first step adds calls
         update(grads, 1.0, 1e-2)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_norms_are_of_the_adapter_after_each_update(tiny_model, made, monkeypatch, plan):
-    """As if they were computed whenever they are used."""
+def test_norms_follow_the_adapter_after_each_update(tiny_model, made, monkeypatch, plan):
+    """The results equal those without the cache of norms."""
 
     def run() -> list[float]:
         network, engine = made(tiny_model, plan)
@@ -190,7 +190,7 @@ def test_norms_are_of_the_adapter_after_each_update(tiny_model, made, monkeypatc
 
 
 def held(made: Made) -> int:
-    """What two steps and an evaluation hold at most."""
+    """Peak memory of two steps and an evaluation."""
     gc.collect()
     mx.reset_peak_memory()
     for _ in range(2):
@@ -202,8 +202,8 @@ def held(made: Made) -> int:
 
 @pytest.mark.parametrize("bits", [4, None])
 @pytest.mark.parametrize("plan", PLANS)
-def test_little_more_is_held_than_for_lora(wide, made, plan, bits):
-    """From loading the model on."""
+def test_peak_memory_is_close_to_that_of_lora(wide, made, plan, bits):
+    """Measured from loading the model."""
     peaks = []
     for use_dora in (False, True):
         gc.collect()
@@ -215,7 +215,7 @@ def test_little_more_is_held_than_for_lora(wide, made, plan, bits):
     assert peaks[1] < peaks[0] + MORE_BYTES
 
 
-def test_a_streamed_model_holds_no_frozen_weight(tmp_path, made, tiny_model):
+def test_streamed_model_keeps_no_frozen_weights_in_memory(tmp_path, made, tiny_model):
     folder = make_model(tmp_path / "m", "llama", None, num_hidden_layers=6)
     before = mx.get_active_memory()
     network, engine = made(folder, "streamed", lora_rank=1)

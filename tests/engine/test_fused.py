@@ -1,4 +1,4 @@
-"""The compiled engine against a plain reading of the same loss."""
+"""Compare the fused engine with a plain implementation of the same loss."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load(folder: Path, **settings: Any) -> tuple[nn.Module, Any, model.Adapters]
     )
     network, tokenizer = model.load_base(folder, mx.float32)
     adapters = model.add_adapters(network, config)
-    mx.random.seed(1)  # lora_b is zero at first, and with it half the gradients
+    mx.random.seed(1)  # lora_b is initially zero, which would make half the gradients zero
     network.update(
         tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters())
     )
@@ -57,7 +57,7 @@ def encode(tokenizer: Any, folder: Path) -> Examples:
 
 
 def plain_loss(network: nn.Module, examples: Examples) -> mx.array:
-    """The weighted mean over the trained tokens: one row at a time, all logits, no padding."""
+    """The weighted mean loss of the trained tokens: one row at a time, full logits, no padding."""
     total, weight = mx.array(0.0), 0.0
     for i in range(len(examples)):
         tokens = [int(t) for t in examples[i].tokens]
@@ -71,7 +71,7 @@ def plain_loss(network: nn.Module, examples: Examples) -> mx.array:
 
 
 def engine_loss(network, adapters, examples, batch_size=5, accumulation=1, seed=0):
-    """The same through the engine: (loss, gradients by name)."""
+    """The same loss from the engine: (loss, gradients by name)."""
     engine = fused_engine(network, model.split(network), adapters.dropout_keys, SUPERVISED)
     plan = make_schedule(examples, batch_size, batch_size * accumulation, seed=0)
     batches = plan.batches_of(0)
@@ -90,7 +90,7 @@ def relative_error(ours: mx.array, theirs: mx.array) -> float:
 
 
 @pytest.mark.parametrize(("architecture", "bits", "dora"), CASES)
-def test_loss_and_gradients_equal_a_plain_reading(tmp_path, architecture, bits, dora):
+def test_loss_and_gradients_equal_a_plain_implementation(tmp_path, architecture, bits, dora):
     network, tokenizer, adapters = load(
         make_model(tmp_path / "m", architecture, bits), use_dora=dora
     )
@@ -106,7 +106,7 @@ def test_loss_and_gradients_equal_a_plain_reading(tmp_path, architecture, bits, 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(2, 3), (1, 5)])
-def test_any_split_into_micro_batches_gives_the_same(
+def test_splitting_into_micro_batches_changes_nothing(
     tmp_path, tiny_model, batch_size, accumulation, dropout
 ):
     network, tokenizer, adapters = load(tiny_model, lora_dropout=dropout)
@@ -118,7 +118,7 @@ def test_any_split_into_micro_batches_gives_the_same(
         assert relative_error(grad, grads[name]) < 1e-5, name
 
 
-def test_dropout_depends_on_the_seed_of_the_step_alone(tmp_path, tiny_model):
+def test_dropout_depends_only_on_the_step_seed(tmp_path, tiny_model):
     network, tokenizer, adapters = load(tiny_model, lora_dropout=0.3)
     examples = encode(tokenizer, tmp_path)
     first, _ = engine_loss(network, adapters, examples, seed=1)
@@ -129,18 +129,18 @@ def test_dropout_depends_on_the_seed_of_the_step_alone(tmp_path, tiny_model):
     assert first != other
 
 
-def test_validation_draws_no_dropout(tmp_path, tiny_model):
+def test_validation_uses_no_dropout(tmp_path, tiny_model):
     network, tokenizer, adapters = load(tiny_model, lora_dropout=0.5)
     examples = encode(tokenizer, tmp_path)
     expected = plain_loss(network, examples).item()
     engine = fused_engine(network, model.split(network), adapters.dropout_keys, SUPERVISED)
     plan = make_schedule(examples, 5, 5, seed=0)
     (batch,) = plan.batches_of(0)
-    engine.gradients(batch, 1.0, 7)  # which must leave no keys behind
+    engine.gradients(batch, 1.0, 7)  # must not leave dropout keys behind
     assert engine.loss(batch).loss.item() / batch.weight == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_head_sees_the_trained_positions_alone(tmp_path, tiny_model):
+def test_head_receives_only_trained_positions(tmp_path, tiny_model):
     network, tokenizer, adapters = load(tiny_model)
     examples = encode(tokenizer, tmp_path)
     split = model.split(network)
@@ -156,5 +156,5 @@ def test_the_head_sees_the_trained_positions_alone(tmp_path, tiny_model):
     plan = make_schedule(examples, 5, 5, seed=0)
     (batch,) = plan.batches_of(0)
     engine.loss(batch)
-    positions = sum(int(np.prod(shape[:-1])) for shape in seen) - 1  # one asks for the vocabulary
+    positions = sum(int(np.prod(shape[:-1])) for shape in seen) - 1  # one for the vocabulary size
     assert batch.trained_tokens <= positions < 0.6 * batch.tokens.size

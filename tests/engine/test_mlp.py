@@ -1,4 +1,4 @@
-"""A sliced MLP computes what the MLP does, and holds less."""
+"""A sliced MLP computes the same as the whole MLP, with less memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MLP(nn.Module):
 
 
 class Sparse(MLP):
-    """As gemma3n has: what is small beside the other features is left out."""
+    """As in gemma3n: drops features that are small compared with the others."""
 
     def __call__(self, x: mx.array) -> mx.array:
         gate = self.gate_proj(x)
@@ -46,7 +46,7 @@ class Sparse(MLP):
 
 
 class Curious(MLP):
-    """Looks at its layers' weights."""
+    """Reads the weights of its layers directly."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return super().__call__(x) * self.gate_proj.weight.size
@@ -60,7 +60,7 @@ def adapted(
     dora: bool = False,
     **kind: Any,
 ):
-    """(an MLP with adapters that are not 0, the keys of its dropout)"""
+    """(an MLP with nonzero adapters, its dropout keys)"""
     mx.random.seed(2)
     keys = DropoutKeys([None])
     network = MLP(bias=bias, **kind)
@@ -80,7 +80,7 @@ def adapted(
 def gradients(
     network: nn.Module, keys: DropoutKeys, x: mx.array, drawn: TokenKeys | None = None
 ) -> list[mx.array]:
-    """Gradients in x and in what is trained, compiled as the staged engine does."""
+    """Gradients of x and of the trained arrays, compiled as in the staged engine."""
     names, arrays = zip(*tree_flatten(network.trainable_parameters()), strict=True)
 
     def both(x: mx.array, *arrays: mx.array):
@@ -106,7 +106,7 @@ def gradients(
     fewest=st.sampled_from([128, 256, 300]),
     batch=st.integers(1, 3),
 )
-def test_slices_give_what_the_whole_gives(bits, bias, dropout, fewest, batch):
+def test_slices_equal_the_whole_mlp(bits, bias, dropout, fewest, batch):
     network, keys = adapted(bits, bias, dropout)
     x = mx.random.normal((batch, 9, HIDDEN))
     rows = mx.arange(batch, dtype=mx.uint32)[:, None]
@@ -124,8 +124,8 @@ def test_slices_give_what_the_whole_gives(bits, bias, dropout, fewest, batch):
 
 @pytest.mark.parametrize("are_given", [True, False])
 @pytest.mark.parametrize(("bits", "bias", "dropout"), [(4, False, 0.3), (None, True, 0.0)])
-def test_slices_of_dora_give_what_the_whole_gives(monkeypatch, bits, bias, dropout, are_given):
-    """Its norms are of whole rows: a slice of down_proj does not tell them."""
+def test_slices_with_dora_equal_the_whole_mlp(monkeypatch, bits, bias, dropout, are_given):
+    """The norms are of whole rows; a slice of down_proj is not enough to compute them."""
     network, keys = adapted(bits, bias, dropout, DoRALinear, dora=True)
     x = mx.random.normal((2, 9, HIDDEN))
     drawn = TokenKeys(mx.arange(2, dtype=mx.uint32)[:, None], mx.arange(9, dtype=mx.uint32)[None])
@@ -139,7 +139,7 @@ def test_slices_of_dora_give_what_the_whole_gives(monkeypatch, bits, bias, dropo
         assert relative_error(ours, theirs) < 1e-5
 
 
-def test_a_slice_of_dora_holds_its_own_features_alone():
+def test_slicing_with_dora_lowers_peak_memory():
     x = mx.random.normal((1, 512, HIDDEN))
 
     def peak(network: nn.Module, keys: DropoutKeys) -> int:
@@ -155,7 +155,7 @@ def test_a_slice_of_dora_holds_its_own_features_alone():
     assert peak(SlicedMLP.from_base(network, keys), keys) < peak(network, keys) / 3
 
 
-def test_a_slice_holds_its_own_features_alone(monkeypatch):
+def test_slicing_lowers_peak_memory(monkeypatch):
     network, keys = adapted(4, False, 0.0, inner=8192)
     x = mx.random.normal((1, 512, HIDDEN))
 
@@ -172,7 +172,7 @@ def test_a_slice_holds_its_own_features_alone(monkeypatch):
 @pytest.mark.parametrize(
     "spoilt",
     [
-        lambda network: adapted(None, False, 0.0, DoRALinear)[0],  # mlx-lm's
+        lambda network: adapted(None, False, 0.0, DoRALinear)[0],  # DoRA layers of mlx-lm
         lambda network: network.gate_proj,
         lambda network: Sparse(),
         lambda network: Curious(),
@@ -180,7 +180,7 @@ def test_a_slice_holds_its_own_features_alone(monkeypatch):
         lambda network: network.update_modules({"up_proj": nn.RMSNorm(8)}),
     ],
 )
-def test_another_mlp_is_left_alone(spoilt):
+def test_other_mlps_cannot_be_sliced(spoilt):
     network, _ = adapted(4, False, 0.0)
     assert can_be_sliced(network)
     assert not can_be_sliced(spoilt(network))

@@ -1,4 +1,4 @@
-"""Every plan computes the loss and gradients of the fused one."""
+"""Every plan computes the same loss and gradients as the fused plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES = [  # architecture, bits, DoRA, dropout
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """So that rows of a few tokens are cut as long ones are."""
+    """Use small slices, so that short rows are cut like long ones."""
     monkeypatch.setattr(attention, "CPU_TOKENS", 32)
     monkeypatch.setattr(attention, "QUERY_BLOCK", 24)
     monkeypatch.setattr(attention, "LEAN_QUERY_BLOCK", 16)
@@ -48,7 +48,7 @@ def small_pieces(monkeypatch):
 def by_plan(
     folder: Path, tmp_path: Path, plan: str, packed=None, batch_size=5, spill=None, **settings
 ):
-    """(loss, gradients) of the same step, through `build_engine`."""
+    """(loss, gradients, loss without gradients) of the same step, through `build_engine`."""
     network, tokenizer, adapters = load(folder, **settings)
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
     built = build_engine(
@@ -74,7 +74,9 @@ def by_plan(
 
 @pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
 @pytest.mark.parametrize(("architecture", "bits", "dora", "dropout"), CASES)
-def test_every_plan_computes_the_same(tmp_path, architecture, bits, dora, dropout, plan):
+def test_every_plan_gives_the_loss_and_gradients_of_the_fused_engine(
+    tmp_path, architecture, bits, dora, dropout, plan
+):
     folder = make_model(tmp_path / "m", architecture, bits)
     settings = {"use_dora": dora, "lora_dropout": dropout}
     network, tokenizer, adapters = load(folder, **settings)
@@ -93,7 +95,9 @@ def test_every_plan_computes_the_same(tmp_path, architecture, bits, dora, dropou
 @pytest.mark.parametrize(
     ("architecture", "bits", "dora", "dropout"), [*CASES[:5], ("gemma3_text", 4, False, 0.1)]
 )
-def test_packed_texts_give_what_each_gives_alone(tmp_path, architecture, bits, dora, dropout, plan):
+def test_packed_texts_give_the_same_gradients_as_separate_rows(
+    tmp_path, architecture, bits, dora, dropout, plan
+):
     folder = make_model(tmp_path / "m", architecture, bits)
     settings = {"use_dora": dora, "lora_dropout": dropout}
     expected, expected_grads, _ = by_plan(folder, tmp_path, "fused", **settings)
@@ -104,7 +108,7 @@ def test_packed_texts_give_what_each_gives_alone(tmp_path, architecture, bits, d
 
 
 @pytest.mark.parametrize("plan", ["staged", "streamed"])
-def test_micro_batches_give_the_same_in_each_plan(tmp_path, tiny_model, plan):
+def test_micro_batches_give_the_same_gradients_in_each_plan(tmp_path, tiny_model, plan):
     expected, expected_grads, _ = by_plan(tiny_model, tmp_path, plan, lora_dropout=0.2)
     loss, grads, _ = by_plan(tiny_model, tmp_path, plan, batch_size=2, lora_dropout=0.2)
     assert loss == pytest.approx(expected, rel=1e-5)
@@ -113,7 +117,7 @@ def test_micro_batches_give_the_same_in_each_plan(tmp_path, tiny_model, plan):
 
 
 @pytest.mark.parametrize("plan", ["staged", "streamed"])
-def test_spilled_inputs_change_no_bit(tmp_path, tiny_model, plan):
+def test_spilled_inputs_give_bit_identical_gradients(tmp_path, tiny_model, plan):
     settings = {"lora_layers": "all", "lora_dropout": 0.2}
     expected, expected_grads, _ = by_plan(tiny_model, tmp_path, plan, **settings)
     spill = tmp_path / "spill"
@@ -124,7 +128,7 @@ def test_spilled_inputs_change_no_bit(tmp_path, tiny_model, plan):
     assert spill.is_dir()
 
 
-def test_a_streamed_cache_is_filled_block_by_block(tmp_path, tiny_model, monkeypatch):
+def test_streamed_prefix_cache_is_filled_block_by_block(tmp_path, tiny_model, monkeypatch):
     settings = {"lora_layers": 1, "lora_dropout": 0.2}
     expected, expected_grads, _ = by_plan(tiny_model, tmp_path, "fused", batch_size=1, **settings)
     network, tokenizer, adapters = load(tiny_model, **settings)
@@ -143,7 +147,7 @@ def test_a_streamed_cache_is_filled_block_by_block(tmp_path, tiny_model, monkeyp
     assert len(batches) == 5
     engine.fill(batches)
     frozen = len(network.layers) - 1
-    assert len(reads) == 1 + frozen  # one to learn a block's size
+    assert len(reads) == 1 + frozen  # one read for the size of a block
     engine.fill(batches)
     assert len(reads) == 2 + frozen  # nothing is missing
     weight = sum(batch.weight for batch in batches)
@@ -160,7 +164,7 @@ def test_a_streamed_cache_is_filled_block_by_block(tmp_path, tiny_model, monkeyp
 
 @pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
 @pytest.mark.parametrize("packed", [None, 256])
-def test_a_cached_prefix_changes_nothing(tmp_path, tiny_model, plan, packed):
+def test_prefix_cache_does_not_change_gradients(tmp_path, tiny_model, plan, packed):
     settings = {"lora_layers": 2, "lora_dropout": 0.2}
     expected, expected_grads, _ = by_plan(tiny_model, tmp_path, "fused", **settings)
     network, tokenizer, adapters = load(tiny_model, **settings)
@@ -173,7 +177,7 @@ def test_a_cached_prefix_changes_nothing(tmp_path, tiny_model, plan, packed):
     examples = encode(tokenizer, tmp_path)
     batches = make_schedule(examples, 5, 5, seed=0, packed_tokens=packed).batches_of(0)
     weight = sum(batch.weight for batch in batches)
-    for _ in range(2):  # filled, and read
+    for _ in range(2):  # the first pass fills the cache, the second reads it
         loss, total = 0.0, None
         for batch in batches:
             part, grads = engine.gradients(batch, 1 / weight, 3)
@@ -186,8 +190,8 @@ def test_a_cached_prefix_changes_nothing(tmp_path, tiny_model, plan, packed):
 
 
 @pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
-def test_what_is_cached_of_a_text_depends_on_nothing_beside_it(tmp_path, tiny_model, plan):
-    """So that a run that goes on fills its cache again with the same numbers."""
+def test_cached_hidden_states_depend_only_on_their_text(tmp_path, tiny_model, plan):
+    """So a resumed run fills its cache again with the same numbers."""
     found = []
     for batch_size, packed in ((5, None), (2, None), (5, 256)):
         network, tokenizer, adapters = load(tiny_model, lora_layers=2)
@@ -211,7 +215,7 @@ def test_what_is_cached_of_a_text_depends_on_nothing_beside_it(tmp_path, tiny_mo
 
 
 @pytest.mark.parametrize("plan", ["staged", "streamed"])
-def test_only_the_last_blocks_with_adapters_are_differentiated(tmp_path, tiny_model, plan):
+def test_one_adapted_block_gives_the_gradients_of_the_fused_engine(tmp_path, tiny_model, plan):
     settings = {"lora_layers": 1, "lora_targets": ("q_proj",)}
     expected, expected_grads, _ = by_plan(tiny_model, tmp_path, "fused", **settings)
     loss, grads, _ = by_plan(tiny_model, tmp_path, plan, **settings)
@@ -221,7 +225,7 @@ def test_only_the_last_blocks_with_adapters_are_differentiated(tmp_path, tiny_mo
         assert relative_error(grad, expected_grads[name]) < 1e-5, name
 
 
-def test_streamed_predictions_and_the_model_itself_agree(tmp_path, tiny_model):
+def test_streamed_model_gives_the_same_logits(tmp_path, tiny_model):
     network, _, adapters = load(tiny_model)
     tokens = mx.array([[3, 1, 2, 0, 5, 9, 2]])
     expected = network(tokens)
@@ -232,7 +236,7 @@ def test_streamed_predictions_and_the_model_itself_agree(tmp_path, tiny_model):
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize(("architecture", "bits"), [("llama", None), ("qwen2", 4)])
-def test_a_streamed_model_holds_no_frozen_weight(tmp_path, architecture, bits, packing):
+def test_streamed_model_keeps_no_frozen_weights_in_memory(tmp_path, architecture, bits, packing):
     folder = make_model(tmp_path / "m", architecture, bits, num_hidden_layers=6)
     network, _ = model.load_network(folder, mx.float32)
     tensors = tensors_of(network, folder)
@@ -243,7 +247,7 @@ def test_a_streamed_model_holds_no_frozen_weight(tmp_path, architecture, bits, p
     mx.eval(network(mx.array([[3, 1, 2, 0]])))
     whole = (folder / "model.safetensors").stat().st_size
     assert mx.get_active_memory() - before < whole / 4
-    if bits is None:  # else slices of the vocabulary are more than the whole
+    if bits is None:  # otherwise slices of the vocabulary are larger than the whole file
         assert mx.get_peak_memory() - before < whole / 2
 
 
@@ -257,7 +261,7 @@ def test_weights_changed_on_load_cannot_be_streamed(tmp_path, tiny_model):
 
 
 @pytest.mark.parametrize(("architecture", "bits"), [("llama", None), ("qwen2", 4)])
-def test_a_staged_model_leaves_its_vocabulary_in_its_files(tmp_path, architecture, bits):
+def test_staged_model_leaves_embedding_and_head_in_their_files(tmp_path, architecture, bits):
     folder = make_model(tmp_path / "m", architecture, bits)
     network, _ = model.load_network(folder, mx.float32)
     tensors = tensors_of(network, folder)

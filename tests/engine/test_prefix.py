@@ -1,4 +1,4 @@
-"""The frozen-prefix cache: what is kept is got bit for bit, or not at all."""
+"""The frozen-prefix cache returns what was stored, bit for bit, or nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bits(array: mx.array) -> list:
 
 
 def hidden_of(tokens: np.ndarray, dtype: mx.Dtype = mx.float32, size: int = D) -> mx.array:
-    """Random bits that a text determines, (n, D): infinities, NaNs and -0 among them."""
+    """Random bits derived from a text, (n, D), including infinities, NaNs and -0."""
     rng = np.random.default_rng([len(tokens), *tokens.tolist()])
     whole = np.uint32 if dtype.size == 4 else np.uint16
     values = rng.integers(0, np.iinfo(whole).max, (len(tokens), size), whole, endpoint=True)
@@ -64,7 +64,7 @@ def fill(store: Store, texts: list[np.ndarray], dtype: mx.Dtype = mx.float32) ->
 
 
 def held(store: Store, texts: list[np.ndarray]) -> list[bool]:
-    """Which texts are got; each must be as it was put."""
+    """Which texts the store returns; each must be as it was put."""
     found = [store.get(tokens) for tokens in texts]
     assert all(f is None or same(f, hidden_of(t)) for f, t in zip(found, texts, strict=True))
     return [f is not None for f in found]
@@ -89,7 +89,7 @@ def store(request, own_folder) -> Iterator[Store]:
 # -- stores -------------------------------------------------------------------------------
 
 
-def test_what_is_put_is_got(store):
+def test_get_returns_what_was_put(store):
     assert not store.has(TEXTS[1])
     assert store.get(TEXTS[1]) is None
     fill(store, TEXTS)
@@ -99,14 +99,14 @@ def test_what_is_put_is_got(store):
     assert store.get(text(1, 2, 3, 0)) is None
 
 
-def test_a_text_is_found_by_its_content(store):
+def test_texts_are_found_by_content(store):
     fill(store, TEXTS)
     row = np.zeros((3, 8), np.int64)
     row[1, ::2] = 1, 2, 3, 0
     assert same(store.get(row[1, :6:2]), hidden_of(text(1, 2, 3)))
 
 
-def test_what_is_held_stays_as_it_is(store):
+def test_putting_a_stored_text_again_changes_nothing(store):
     fill(store, TEXTS)
     before = store.bytes_held
     store.put(TEXTS[1], mx.zeros((3, D)))
@@ -114,14 +114,14 @@ def test_what_is_held_stays_as_it_is(store):
     assert store.bytes_held == before
 
 
-def test_a_store_can_be_closed_twice(store):
+def test_store_can_be_closed_twice(store):
     fill(store, TEXTS)
     store.close()
     store.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_cache_on_disk_is_taken_up_bit_for_bit(own_folder, dtype):
+def test_reopened_cache_is_bit_identical(own_folder, dtype):
     fill(disk(own_folder, dtype), TEXTS[:2], dtype)
     store = disk(own_folder, dtype)
     fill(store, TEXTS, dtype)
@@ -140,7 +140,7 @@ token_lists = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
     reopen_at=st.sets(st.integers(0, 11)),
     dtype=st.sampled_from(DTYPES),
 )
-def test_any_texts_come_back(texts, reopen_at, dtype):
+def test_any_texts_survive_reopening(texts, reopen_at, dtype):
     with tempfile.TemporaryDirectory() as name:
         store = disk(Path(name), dtype)
         for i, tokens in enumerate(map(np.array, texts)):
@@ -164,7 +164,7 @@ def test_hidden_states_of_another_shape_or_dtype_are_refused(own_folder):
     assert store.bytes_held == 0
 
 
-def test_a_text_in_memory_does_not_hold_its_batch():
+def test_text_in_memory_does_not_keep_its_batch_alive():
     gc.collect()
     before = mx.get_active_memory()
     store = MemoryStore()
@@ -177,7 +177,7 @@ def test_a_text_in_memory_does_not_hold_its_batch():
     assert mx.get_active_memory() - before < 1.3 * store.bytes_held
 
 
-# -- what is found on the disk ------------------------------------------------------------
+# -- existing files -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -189,9 +189,9 @@ def test_a_text_in_memory_does_not_hold_its_batch():
         ({}, mx.bfloat16, "cache_dtype"),
     ],
 )
-def test_a_cache_of_another_key_is_emptied(folder, changes, dtype, names):
+def test_cache_with_a_different_key_is_emptied(folder, changes, dtype, names):
     store = disk(folder, dtype, **changes)
-    assert store.emptied == f"it was made with another {names}"
+    assert store.emptied == f"it was made with a different {names}"
     assert store.bytes_held == 0
     assert not any(map(store.has, TEXTS))
     fill(store, TEXTS, dtype)
@@ -200,14 +200,14 @@ def test_a_cache_of_another_key_is_emptied(folder, changes, dtype, names):
     assert store.emptied == ""
 
 
-def test_a_cache_of_another_width_is_emptied(folder):
+def test_cache_with_a_different_hidden_size_is_emptied(folder):
     store = DiskStore(folder, MODEL, D // 2, mx.float32)
-    assert store.emptied == "it was made with another cache_hidden_size"
+    assert store.emptied == "it was made with a different cache_hidden_size"
     assert not any(map(store.has, TEXTS))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff", b"[" * 100_000])
-def test_a_cache_without_a_key_is_emptied(folder, content):
+def test_cache_without_a_valid_key_is_emptied(folder, content):
     (folder / prefix.KEY).unlink()
     if content is not None:
         (folder / prefix.KEY).write_bytes(content)
@@ -223,23 +223,23 @@ def empty(path: Path) -> None:
 
 @pytest.mark.parametrize("name", [prefix.HIDDEN, prefix.INDEX])
 @pytest.mark.parametrize("damage", [Path.unlink, empty])
-def test_a_cache_that_lost_a_file_is_emptied(folder, name, damage):
+def test_cache_with_a_missing_file_is_emptied(folder, name, damage):
     damage(folder / name)
     store = disk(folder)
     assert not any(map(store.has, TEXTS))
     assert store.bytes_held == 0
-    if (damage, name) != (empty, prefix.INDEX):  # then there is nothing that could be lost
+    if (damage, name) != (empty, prefix.INDEX):  # an empty index lists no texts to lose
         assert store.emptied.startswith("its files ")
     fill(store, TEXTS)
     assert held(disk(folder), TEXTS) == [True] * 4
 
 
-def test_an_empty_cache_was_not_emptied(own_folder):
+def test_new_cache_does_not_count_as_emptied(own_folder):
     assert [disk(own_folder / "prefix").emptied for _ in range(2)] == ["", ""]
     assert disk(own_folder / "prefix", model="def").emptied == ""
 
 
-def test_a_cache_is_begun_anew_wherever_emptying_it_was_cut_off(folder, monkeypatch):
+def test_cache_starts_over_after_interrupted_emptying(folder, monkeypatch):
     whole = shutil.copytree(folder, folder.with_name("whole"))
     for stage in range(6):
         shutil.rmtree(folder)
@@ -265,7 +265,7 @@ def test_a_cache_is_begun_anew_wherever_emptying_it_was_cut_off(folder, monkeypa
 
 
 @pytest.mark.parametrize("name", [prefix.HIDDEN, prefix.INDEX])
-def test_a_torn_tail_is_cut_off(folder, name):
+def test_truncated_files_lose_only_the_last_texts(folder, name):
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
     row = D * 4
     ends = np.cumsum([len(t) * row if name == prefix.HIDDEN else 32 for t in TEXTS])
@@ -287,7 +287,7 @@ def test_a_torn_tail_is_cut_off(folder, name):
 
 
 @pytest.mark.parametrize("name", [prefix.HIDDEN, prefix.INDEX])
-def test_a_flipped_bit_costs_texts_and_changes_none(folder, name):
+def test_flipped_bit_drops_texts_but_never_changes_them(folder, name):
     whole = (folder / name).read_bytes()
     for at in range(len(whole)):
         content = bytearray(whole)
@@ -303,14 +303,14 @@ def test_a_flipped_bit_costs_texts_and_changes_none(folder, name):
         fill(store, TEXTS)
         assert held(store, TEXTS) == [True] * 4
         store.close()
-        again = disk(folder)  # the text that was written again counts
+        again = disk(folder)  # the text that was written last counts
         assert held(again, TEXTS) == [True] * 4
         again.close()
         shutil.rmtree(folder)
         fill(disk(folder), TEXTS)
 
 
-def test_zeros_where_the_index_should_end_are_cut_off(folder):
+def test_zeros_at_the_end_of_the_index_are_cut_off(folder):
     with (folder / prefix.INDEX).open("ab") as file:
         file.write(bytes(3 * 32))
     store = disk(folder)
@@ -318,7 +318,7 @@ def test_zeros_where_the_index_should_end_are_cut_off(folder):
     assert (folder / prefix.INDEX).stat().st_size == 4 * 32
 
 
-def test_a_file_that_cannot_be_read_is_computed_again(folder, monkeypatch):
+def test_read_error_counts_as_a_missing_text(folder, monkeypatch):
     store = disk(folder)
 
     def broken(*_):
@@ -331,13 +331,13 @@ def test_a_file_that_cannot_be_read_is_computed_again(folder, monkeypatch):
     assert not store.has(TEXTS[0])
 
 
-def test_a_read_in_parts_is_whole(folder, monkeypatch):
+def test_partial_reads_are_completed(folder, monkeypatch):
     whole = os.pread
     monkeypatch.setattr(os, "pread", lambda file, size, at: whole(file, min(size, 7), at))
     assert held(disk(folder), TEXTS) == [True] * 4
 
 
-def test_a_cache_is_removed(folder):
+def test_remove_deletes_the_cache(folder):
     prefix.remove(folder)
     assert not folder.exists()
     prefix.remove(folder)
@@ -348,7 +348,7 @@ def test_a_cache_is_removed(folder):
 
 @contextlib.contextmanager
 def room_for(room_bytes: int) -> Iterator[None]:
-    """The disk takes so many more bytes, then it is full."""
+    """Make the disk full after `room_bytes` more bytes."""
     write = os.pwrite
 
     def limited(file, data, offset):
@@ -365,8 +365,8 @@ def room_for(room_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_full_disk_leaves_what_was_held(own_folder, killed, monkeypatch):
-    if killed:  # before the rest is cut off
+def test_full_disk_keeps_the_texts_stored_before(own_folder, killed, monkeypatch):
+    if killed:  # before the incomplete rest is cut off
         monkeypatch.setattr(DiskStore, "_cut", lambda self: None)
     sizes = np.cumsum([len(t) * D * 4 + 32 for t in TEXTS])
     for room_bytes in range(int(sizes[-1])):
@@ -376,7 +376,7 @@ def test_a_full_disk_leaves_what_was_held(own_folder, killed, monkeypatch):
             fill(store, TEXTS)
         assert str(caught.value) == (
             f"{folder}: the prefix cache cannot be written (No space left on device); "
-            "make room, then resume the run, or train with --prefix-cache off"
+            "free some disk space, then resume the run, or train with --prefix-cache off"
         )
         left = (sizes <= room_bytes).tolist()
         assert held(store, TEXTS) == left
@@ -385,7 +385,7 @@ def test_a_full_disk_leaves_what_was_held(own_folder, killed, monkeypatch):
             store = disk(folder)
             assert held(store, TEXTS) == left
             assert store.emptied == ""
-        fill(store, TEXTS)  # there is room again
+        fill(store, TEXTS)  # the disk has space again
         assert held(store, TEXTS) == [True] * 4
         store.close()
         again = disk(folder)
@@ -393,18 +393,18 @@ def test_a_full_disk_leaves_what_was_held(own_folder, killed, monkeypatch):
         again.close()
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_line(own_folder):
+def test_folder_that_cannot_be_created_is_reported(own_folder):
     (own_folder / "file").write_text("")
     with pytest.raises(RunError, match=r"file/prefix: the prefix cache cannot be written"):
         disk(own_folder / "file" / "prefix")
 
 
-def test_the_bytes_of_tokens():
+def test_needed_bytes_counts_tokens_hidden_size_and_dtype():
     assert prefix.needed_bytes(1000, 896, mx.float32) == 1000 * 896 * 4
     assert prefix.needed_bytes(1000, 896, mx.bfloat16) == 1000 * 896 * 2
 
 
-def test_room_on_the_disk_is_checked_before(own_folder, monkeypatch):
+def test_check_room_refuses_if_the_disk_is_too_small(own_folder, monkeypatch):
     usage = namedtuple("usage", "total used free")
     asked = []
 
@@ -413,7 +413,7 @@ def test_room_on_the_disk_is_checked_before(own_folder, monkeypatch):
             shutil, "disk_usage", lambda path: (asked.append(path), usage(0, 0, free_bytes))[1]
         )
 
-    folder = own_folder / "run" / "prefix"  # neither is there yet
+    folder = own_folder / "run" / "prefix"  # neither exists yet
     tokens = 2_825_000  # 11.3 GB, and 1 GB for checkpoints
     free(12_300_000_000)
     prefix.check_room(folder, tokens, 1000, mx.float32)
@@ -421,12 +421,12 @@ def test_room_on_the_disk_is_checked_before(own_folder, monkeypatch):
     with pytest.raises(UserError) as caught:
         prefix.check_room(folder, tokens, 1000, mx.float32)
     assert str(caught.value) == (
-        f"--prefix-cache disk: needs 12.3 GB in {folder}, 4.0 GB are free; "
-        "free some, or train with --prefix-cache off"
+        f"--prefix-cache disk: needs 12.3 GB in {folder}, only 4.0 GB free; "
+        "free some disk space, or train with --prefix-cache off"
     )
     assert set(asked) == {own_folder}
     free(12_299_999_999)
-    with pytest.raises(UserError, match=r"needs 12.3 GB in .*, 12.2 GB are free"):
+    with pytest.raises(UserError, match=r"needs 12.3 GB in .*, only 12.2 GB free"):
         prefix.check_room(folder, tokens, 1000, mx.float32)
     free(0)
     prefix.check_room(folder, 0, 1000, mx.float32)
@@ -462,14 +462,14 @@ def plain(spans: list[Span]) -> list[tuple[int, int, list[int]]]:
 
 @settings(max_examples=60, deadline=None)
 @given(batch=batches())
-def test_texts_of_packed_rows(batch):
+def test_spans_of_packed_rows(batch):
     tokens, ids, texts = batch
     assert plain(prefix.spans_of(tokens, ids)) == texts
 
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5), padding=st.integers(0, 3))
-def test_texts_of_rows_that_are_not_packed(lengths, padding):
+def test_spans_of_unpacked_rows(lengths, padding):
     width = max(max(lengths) + padding, 1)
     tokens = np.arange(len(lengths) * width, dtype=np.int32).reshape(len(lengths), width)
     rows = np.arange(len(lengths), dtype=np.uint32)[:, None]
@@ -477,21 +477,21 @@ def test_texts_of_rows_that_are_not_packed(lengths, padding):
     assert plain(prefix.spans_of(tokens, rows, np.array(lengths))) == expected
 
 
-def test_a_text_is_the_same_whatever_it_is_padded_to():
+def test_padding_does_not_change_the_digest_of_a_text():
     rows = np.zeros((1, 1), np.uint32)
     for tokens in ([[1, 2, 0]], [[1, 2, 0, 0, 0]]):
         (span,) = prefix.spans_of(np.array(tokens, np.int32), rows, np.array([2]))
         assert prefix.digest_of(span.tokens) == prefix.digest_of(text(1, 2))
 
 
-def test_rows_that_are_not_packed_need_their_lengths():
+def test_spans_of_unpacked_rows_require_lengths():
     with pytest.raises(ValueError, match="lengths"):
         prefix.spans_of(np.zeros((2, 3), np.int32), np.zeros((2, 1), np.uint32))
 
 
 @settings(max_examples=40, deadline=None)
 @given(batch=batches(), dtype=st.sampled_from(DTYPES), on_disk=st.booleans(), data=st.data())
-def test_a_batch_is_assembled_from_its_texts_bit_for_bit(batch, dtype, on_disk, data):
+def test_assembled_batch_is_bit_identical(batch, dtype, on_disk, data):
     tokens, ids, texts = batch
     spans = data.draw(st.permutations(prefix.spans_of(tokens, ids)))
     shape = (*tokens.shape, D)
@@ -506,7 +506,7 @@ def test_a_batch_is_assembled_from_its_texts_bit_for_bit(batch, dtype, on_disk, 
         store.close()
 
 
-def test_a_damaged_text_is_not_got(folder):
+def test_damaged_text_counts_as_missing(folder):
     content = bytearray((folder / prefix.HIDDEN).read_bytes())
     content[-1] ^= 1
     (folder / prefix.HIDDEN).write_bytes(content)
@@ -517,20 +517,20 @@ def test_a_damaged_text_is_not_got(folder):
     assert held(store, TEXTS) == [True] * 4
 
 
-def test_texts_that_are_missing_are_told_once(store):
+def test_missing_yields_each_missing_text_once(store):
     fill(store, TEXTS[:2])
     found = prefix.missing(store, [TEXTS[2], TEXTS[0], TEXTS[2], TEXTS[3]])
     assert [tokens.tolist() for tokens in found] == [TEXTS[2].tolist(), TEXTS[3].tolist()]
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=70))
-def test_a_row_of_its_own_is_as_long_as_its_text_says(tokens):
+def test_padded_length_depends_only_on_the_text(tokens):
     row = prefix.padded(np.array(tokens, np.int32))
     assert row.shape == (1, -(-len(tokens) // 32) * 32)
     assert row[0].tolist() == tokens + [0] * (row.size - len(tokens))
 
 
-def test_what_is_put_meanwhile_is_not_kept(store):
+def test_unchanged_makes_put_store_nothing(store):
     fill(store, TEXTS[:2])
     before = store.bytes_held
     with prefix.unchanged(store):
@@ -541,7 +541,7 @@ def test_what_is_put_meanwhile_is_not_kept(store):
     assert held(store, TEXTS) == [True] * 4
 
 
-def test_the_key_can_be_read_by_people(folder):
+def test_key_file_is_readable_json(folder):
     found = json.loads((folder / prefix.KEY).read_text())
     assert found == {
         **MODEL,
@@ -552,8 +552,8 @@ def test_the_key_can_be_read_by_people(folder):
 
 
 @pytest.mark.parametrize("name", [prefix.KEY, prefix.HIDDEN, prefix.INDEX])
-def test_a_cache_whose_files_are_links_is_begun_anew(own_folder, name):
-    """What a link leads to is neither written nor cut."""
+def test_cache_with_symbolic_links_starts_over(own_folder, name):
+    """The target of a link is neither written nor truncated."""
     texts = [text(1, 2, 3)]
     with contextlib.closing(disk(own_folder / "cache")) as store:
         fill(store, texts)

@@ -1,4 +1,4 @@
-"""The LoRA-only reload: what it reads, what it holds meanwhile, and that nothing else changes."""
+"""The LoRA-only reload: what it reads, its peak memory, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Loaded(NamedTuple):
 
 @pytest.fixture
 def loaded(tmp_path: Path) -> Callable[..., Loaded]:
-    """A model with adapters and the engine of a plan, as a run has them."""
+    """Makes a model with adapters and the engine of a plan, as in a run."""
 
     def make(path: Path, plan: str, cached: bool = False, **settings: Any) -> Loaded:
         network, tokenizer, adapters = load(path, **settings)
@@ -69,7 +69,7 @@ def step(loaded: Loaded) -> tuple[float, dict[str, mx.array]]:
 
 
 def frozen_below(network: nn.Module) -> dict[str, mx.array]:
-    """The arrays that a reload is about, by their path."""
+    """The arrays that a reload reads, by path."""
     return {
         f"{name}.linear.{path}": array
         for name, layer in network.named_modules()
@@ -84,7 +84,7 @@ def bytes_of(arrays: dict[str, mx.array]) -> int:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the tensors of which rows are read."""
+    """The names of the tensors that are read from now on."""
     found: list[str] = []
 
     def spied(name: str) -> None:
@@ -100,7 +100,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int | None, Path]:
-    """By bits."""
+    """Models by number of bits."""
     place = tmp_path_factory.mktemp("models")
     return {bits: make_model(place / f"bits-{bits}", bits=bits) for bits in (4, None)}
 
@@ -111,10 +111,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int | None, Path]:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("bits", [4, None])
-def test_no_bit_of_a_step_changes(models, loaded, bits, dora, plan):
+def test_step_after_reload_is_bit_identical(models, loaded, bits, dora, plan):
     made = loaded(models[bits], plan, use_dora=dora, lora_dropout=0.1)
     loss, grads = step(made)
-    for drop in (False, True):  # a reload is exact also where compiled functions stay
+    for drop in (False, True):  # a reload is also exact if compiled functions are kept
         if drop:
             made.engine.drop()
         reload_adapted(made.network, made.tensors)
@@ -128,7 +128,7 @@ def test_no_bit_of_a_step_changes(models, loaded, bits, dora, plan):
 @pytest.mark.parametrize("plan", ["fused", "staged"])
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("bits", [4, None])
-def test_what_is_read_is_what_the_adapted_layers_hold_frozen(models, loaded, bits, dora, plan):
+def test_reload_reads_exactly_the_frozen_arrays_of_adapted_layers(models, loaded, bits, dora, plan):
     made = loaded(models[bits], plan, use_dora=dora)
     before = frozen_below(made.network)
     assert reload_adapted(made.network, made.tensors) == bytes_of(before)
@@ -141,7 +141,7 @@ def test_what_is_read_is_what_the_adapted_layers_hold_frozen(models, loaded, bit
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("targets", [("q_proj",), ("v_proj", "down_proj"), ("all-linear",)])
-def test_only_the_targets_of_the_adapted_blocks_are_read(models, loaded, reads, targets, plan):
+def test_reload_reads_only_target_layers_of_adapted_blocks(models, loaded, reads, targets, plan):
     made = loaded(models[4], plan, lora_layers=2, lora_targets=targets)
     wanted = {name.replace(".linear.", ".") for name in frozen_below(made.network)}
     reads.clear()
@@ -151,7 +151,7 @@ def test_only_the_targets_of_the_adapted_blocks_are_read(models, loaded, reads, 
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
-def test_adapters_are_the_very_same_arrays(models, loaded, dora):
+def test_reload_does_not_touch_adapter_arrays(models, loaded, dora):
     made = loaded(models[4], "fused", use_dora=dora)
     before = model.adapter_arrays(made.network)
     reload_adapted(made.network, made.tensors)
@@ -160,7 +160,7 @@ def test_adapters_are_the_very_same_arrays(models, loaded, dora):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_no_plan_holds_more_than_before(models, loaded, plan):
+def test_memory_does_not_grow_after_reload(models, loaded, plan):
     made = loaded(models[None], plan, lora_layers="all")
     step(made)
     gc.collect()
@@ -170,7 +170,7 @@ def test_no_plan_holds_more_than_before(models, loaded, plan):
     assert mx.get_active_memory() <= before
 
 
-def test_one_tensor_at_a_time_is_held_twice_at_most(tmp_path, loaded):
+def test_peak_memory_grows_by_at_most_one_tensor(tmp_path, loaded):
     made = loaded(
         make_model(tmp_path / "wide", bits=None, hidden_size=512, intermediate_size=1024),
         "fused",
@@ -186,8 +186,8 @@ def test_one_tensor_at_a_time_is_held_twice_at_most(tmp_path, loaded):
     assert mx.get_peak_memory() <= before + largest
 
 
-def test_the_old_arrays_are_freed_one_by_one(models, loaded, monkeypatch):
-    """At each read there is no more than there was, less what is about to be read."""
+def test_old_arrays_are_freed_before_new_ones_are_read(models, loaded, monkeypatch):
+    """At each read, memory is below the start, because the old array is already freed."""
     made = loaded(models[4], "fused")
     mx.eval(made.network.parameters())
     before = mx.get_active_memory()
@@ -205,7 +205,7 @@ def test_the_old_arrays_are_freed_one_by_one(models, loaded, monkeypatch):
 
 
 @pytest.mark.parametrize("tensors", [None, {}])
-def test_without_files_nothing_is_read_or_dropped(models, loaded, tensors):
+def test_without_files_nothing_is_read_or_freed(models, loaded, tensors):
     made = loaded(models[4], "fused")
     before = frozen_below(made.network)
     assert reload_adapted(made.network, tensors) == 0
@@ -213,7 +213,7 @@ def test_without_files_nothing_is_read_or_dropped(models, loaded, tensors):
     assert all(after[name] is array for name, array in before.items())
 
 
-def test_floats_are_cast_as_the_model_has_them(models, tmp_path):
+def test_reloaded_floats_are_cast_to_the_model_dtype(models, tmp_path):
     network, _ = model.load_network(models[4], mx.bfloat16)
     tensors = tensors_of(network, models[4])
     model.add_adapters(network, model.TrainConfig(lora_layers=1))
@@ -229,7 +229,7 @@ def test_floats_are_cast_as_the_model_has_them(models, tmp_path):
 
 @pytest.fixture
 def quick(configure, data_folder) -> Callable[..., Any]:
-    """A config of a few short steps, without validation."""
+    """Makes a config for a few short steps without validation."""
     (data_folder / "valid.jsonl").unlink()
     write_rows(data_folder / "train.jsonl", [chat(f"Ask {i}", "Yes") for i in range(8)])
     first = {"max_steps": 5, "lora_targets": ("q_proj", "up_proj"), "lora_dropout": 0.1}
@@ -245,7 +245,7 @@ def reloads_of(run: RunFolder) -> list[events.Action]:
 
 
 def adapted_bytes(path: Path, targets: tuple[str, ...], first_block: int = 1) -> int:
-    """What the model's file holds of these layers, from a block on."""
+    """Bytes of these layers in the model's file, from block `first_block`."""
     arrays = mx.load(str(path / "model.safetensors"))
     parts = {name: name.split(".") for name in arrays}
     return sum(
@@ -258,7 +258,7 @@ def adapted_bytes(path: Path, targets: tuple[str, ...], first_block: int = 1) ->
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("bits", [4, None])
-def test_a_run_that_reloads_is_the_run_that_does_not(quick, models, bits, dora, plan):
+def test_run_with_reloads_equals_run_without(quick, models, bits, dora, plan):
     settings = {"model": str(models[bits]), "plan": plan, "use_dora": dora}
     plain = train(quick(run="plain", reload_interval=0, **settings))
     run = train(quick(run="reloading", reload_interval=2, **settings))
@@ -271,7 +271,7 @@ def test_a_run_that_reloads_is_the_run_that_does_not(quick, models, bits, dora, 
 
 
 @pytest.mark.parametrize("plan", ["fused", "staged"])
-def test_weights_that_were_quantized_for_the_run_are_read_from_their_copy(quick, models, plan):
+def test_reload_reads_the_quantized_copy_of_the_model(quick, models, plan):
     settings = {"model": str(models[None]), "plan": plan, "quantize": 4}
     plain = train(quick(run="plain", **settings))
     run = train(quick(run="reloading", reload_interval=2, **settings))
@@ -283,7 +283,7 @@ def test_weights_that_were_quantized_for_the_run_are_read_from_their_copy(quick,
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_a_cached_prefix_stays_as_it_is(quick, models, where):
+def test_reload_does_not_change_a_run_with_prefix_cache(quick, models, where):
     settings = {"model": str(models[4]), "prefix_cache": where, "lora_layers": 1, "max_steps": 8}
     plain = train(quick(run="plain", **settings))
     run = train(quick(run="reloading", reload_interval=3, **settings))
@@ -291,8 +291,8 @@ def test_a_cached_prefix_stays_as_it_is(quick, models, where):
     assert final_files(run) == final_files(plain)
 
 
-def test_the_optimizer_goes_on_as_if_nothing_had_been(quick, models):
-    """Its moments would show it only after steps, so there are some after the reload."""
+def test_reload_does_not_change_the_optimizer(quick, models):
+    """A change of the moments would only show in later steps, so steps follow the reload."""
     settings = {"model": str(models[4]), "optimizer": "adamw", "max_steps": 8}
     plain = train(quick(run="plain", **settings))
     run = train(quick(run="reloading", reload_interval=1, **settings))
@@ -311,7 +311,7 @@ def own_model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def spoilt(own_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    """Lets a function spoil the model's file once the first step is done."""
+    """Makes a function that damages the model's file after the first step."""
     file = own_model / "model.safetensors"
     content = file.read_bytes()
 
@@ -332,12 +332,12 @@ def spoilt(own_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 @pytest.mark.parametrize("spoil", [Path.unlink, cut], ids=["gone", "cut"])
-def test_a_file_that_is_gone_ends_the_run_in_one_line(quick, own_model, spoilt, spoil):
+def test_missing_file_ends_the_run_with_a_one_line_error(quick, own_model, spoilt, spoil):
     settings = {"model": str(own_model), "plan": "fused", "reload_interval": 3, "save_every": 1}
     whole = train(quick(run="whole", **settings))
     put_back = spoilt(spoil)
     run = folder.create(quick(**settings))
-    with pytest.raises(RunError, match="put them back") as caught:
+    with pytest.raises(RunError, match="then resume the run") as caught:
         resume(run)
     assert "\n" not in str(caught.value)
     assert str(own_model / "model.safetensors") in str(caught.value)
@@ -347,8 +347,8 @@ def test_a_file_that_is_gone_ends_the_run_in_one_line(quick, own_model, spoilt, 
     assert final_files(run) == final_files(whole)
 
 
-def test_a_file_that_is_gone_loses_no_step(quick, own_model, spoilt):
-    """What the steps did is in memory still, and is saved before the run ends."""
+def test_missing_file_loses_no_step(quick, own_model, spoilt):
+    """The finished steps are still in memory and are saved before the run ends."""
     put_back = spoilt(Path.unlink)
     settings = {"plan": "fused", "reload_interval": 4, "save_every": 100}
     run = folder.create(quick(model=str(own_model), **settings))

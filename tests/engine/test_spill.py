@@ -1,4 +1,4 @@
-"""A stack of arrays on disk."""
+"""The stack of block inputs on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from your_ai.errors import RunError
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_what_comes_back_is_what_was_put(tmp_path, dtype):
+def test_pop_returns_the_appended_arrays(tmp_path, dtype):
     stack = Spilled(tmp_path / "new" / "spill")
     arrays = [mx.random.normal((2, n, 8)).astype(dtype) for n in (3, 5, 1)]
     for array in arrays:
@@ -25,18 +25,18 @@ def test_what_comes_back_is_what_was_put(tmp_path, dtype):
     assert len(stack) == 0
 
 
-def test_room_is_used_again_and_given_back(tmp_path):
+def test_disk_space_is_reused_and_no_file_is_left(tmp_path):
     stack = Spilled(tmp_path)
     for _ in range(3):
         stack.append(mx.zeros((1, 4, 4)))
         stack.append(mx.ones((1, 4, 4)))
         assert stack.pop().sum().item() == 16
-        stack.clear()  # as after a step that failed
+        stack.clear()  # as after a failed step
     assert len(stack) == 0
     assert list(tmp_path.iterdir()) == []  # the file has no name: a killed process leaves nothing
 
 
-def test_memory_is_not_held(tmp_path):
+def test_appended_arrays_use_no_memory(tmp_path):
     stack = Spilled(tmp_path)
     before = mx.get_active_memory()
     for _ in range(4):
@@ -45,7 +45,7 @@ def test_memory_is_not_held(tmp_path):
 
 
 @pytest.mark.parametrize(("call", "done"), [("pwrite", "written"), ("pread", "read")])
-def test_a_disk_that_fails_is_told(tmp_path, monkeypatch, call, done):
+def test_disk_errors_are_reported(tmp_path, monkeypatch, call, done):
     stack = Spilled(tmp_path)
     if call == "pread":
         stack.append(mx.ones((1, 4, 4)))
@@ -58,7 +58,7 @@ def test_a_disk_that_fails_is_told(tmp_path, monkeypatch, call, done):
         stack.pop() if call == "pread" else stack.append(mx.ones((1, 4, 4)))
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+def test_folder_that_cannot_be_created_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="without --spill"):
         Spilled(tmp_path / "file" / "spill").append(mx.ones((1, 4, 4)))

@@ -1,4 +1,4 @@
-"""Tensors of a file, by rows, and a head that stays in its file."""
+"""Read tensors of a file by rows; use a head that stays in its file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tensor_of(folder, array: mx.array, dtype: mx.Dtype | None = None) -> FileTen
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.uint8])
-def test_rows_are_those_of_the_file(tmp_path, dtype):
+def test_rows_equal_those_of_the_file(tmp_path, dtype):
     array = (10 * mx.random.uniform(shape=(9, 4))).astype(dtype)
     tensor = tensor_of(tmp_path, array)
     assert tensor.shape == (9, 4)
@@ -27,7 +27,7 @@ def test_rows_are_those_of_the_file(tmp_path, dtype):
     assert mx.array_equal(tensor.rows(6, 99), array[6:])
 
 
-def test_floats_become_what_the_model_computes_in(tmp_path):
+def test_floats_are_cast_to_the_model_dtype(tmp_path):
     array = mx.random.normal((5, 3)).astype(mx.bfloat16)
     rows = tensor_of(tmp_path, array, mx.float32).rows(0, 5)
     assert rows.dtype == mx.float32
@@ -35,14 +35,14 @@ def test_floats_become_what_the_model_computes_in(tmp_path):
 
 
 @given(indices=st.lists(st.integers(0, 10), min_size=1, max_size=30))
-def test_gathered_rows_come_in_order(tmp_path_factory, indices):
+def test_gather_keeps_the_order_of_indices(tmp_path_factory, indices):
     array = mx.arange(33, dtype=mx.float32).reshape(11, 3)
     tensor = tensor_of(tmp_path_factory.mktemp("t"), array)
     assert mx.array_equal(tensor.gather(np.array(indices)), array[mx.array(indices)])
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_a_streamed_head_multiplies_as_the_layer_does(tmp_path, bits):
+def test_streamed_head_equals_the_linear_layer(tmp_path, bits):
     weight, x = mx.random.normal((70, 64)), mx.random.normal((2, 3, 64))
     arrays, quantization, expected = {"weight": weight}, {}, x @ weight.T
     if bits:
@@ -57,13 +57,13 @@ def test_a_streamed_head_multiplies_as_the_layer_does(tmp_path, bits):
     assert mx.allclose(layer(x), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_file_that_went_is_told(tmp_path):
+def test_missing_or_truncated_file_is_reported(tmp_path):
     tensor = tensor_of(tmp_path, mx.ones((9, 4)))
     assert tensor.shape == (9, 4)
     with tensor.file.open("r+b") as file:
         file.truncate(tensor.place[0] + 40)
-    with pytest.raises(RunError, match=r"shorter than it was.*put them back"):
+    with pytest.raises(RunError, match=r"it is now shorter.*restore them"):
         tensor.rows(0, 9)
     tensor.file.unlink()
-    with pytest.raises(RunError, match=r"No such file.*put them back"):
+    with pytest.raises(RunError, match=r"No such file.*restore them"):
         tensor.gather(np.array([1]))

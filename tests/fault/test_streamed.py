@@ -46,7 +46,7 @@ def test_the_run_ends_in_one_line_and_resumes(configure, own_model, monkeypatch,
     run = folder.create(configure(**settings))
     with monkeypatch.context() as patch:
         spoil_after_step_2(patch, lambda: spoil(file))
-        with pytest.raises(RunError, match="put them back") as caught:
+        with pytest.raises(RunError, match="then resume the run") as caught:
             recipe.train_until_done(run, run.read_config(), Stop())
     assert "\n" not in str(caught.value)
     shutil.move(own_model / "copy", file)

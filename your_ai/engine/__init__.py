@@ -1,1 +1,1 @@
-"""How a step's gradients are computed: every engine gives the same ones."""
+"""Engines that compute the gradients of a step; every engine computes the same gradients."""

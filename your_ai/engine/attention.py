@@ -1,12 +1,12 @@
-"""Attention in blocks of queries, which never holds a T x T array, forward or backward.
+"""Attention in blocks of queries. It never allocates a T x T array, forward or backward.
 
-FlashAttention-2 (Dao, 2023, arXiv 2307.08691) in MLX's own operations: the backward pass
-computes the scores again, from q, k and the log-sum-exp of each row. A block of queries
-meets all the keys it may see at once, so there is no running softmax. Blocks stop at the
-diagonal: half the work of a masked T x T.
+This is FlashAttention-2 (Dao, 2023, arXiv 2307.08691) written with MLX operations. The backward
+pass recomputes the scores from q, k and the log-sum-exp of each row. A block of queries is
+multiplied with all its visible keys in one step, so no running softmax is needed. Blocks stop
+at the diagonal, which is half the work of a masked T x T attention.
 
-Shapes: B rows, T tokens of a row, H query heads, K key heads, R = H / K, d a head's size,
-D hidden size, N queries of a block, S keys they may see.
+Shapes: B rows, T tokens per row, H query heads, K key heads, R = H / K, d head size,
+D hidden size, N queries per block, S visible keys of a block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from your_ai.memory.sizes import (
 from your_ai.nets.numerics import exp
 from your_ai.nets.parts import Mask
 
-METAL_VJP = (0, 32, 4)  # the first MLX whose causal attention has a backward of its own
+METAL_VJP = (0, 32, 4)  # first MLX version with a fused backward pass for causal attention
 
 
 def attention(
@@ -45,10 +45,12 @@ def attention(
 ) -> mx.array:
     """Causal softmax(scale q kᵀ) v; q: (B, H, T, d), k and v: (B, K, T, d) -> (B, H, T, d).
 
-    window: a query sees the last `window` keys, its own among them. segments: (B, T) int32,
-    a query sees the keys of its own segment. queries: at once, QUERY_BLOCK by default. H is
-    a multiple of K. Scores and softmax are float32, the result has the inputs' type.
-    Differentiable in q, k and v.
+    window: a query sees only the last `window` keys, including its own.
+    segments: (B, T) int32; a query sees only keys of its own segment.
+    queries: queries per block, QUERY_BLOCK by default.
+
+    H must be a multiple of K. Scores and softmax are computed in float32; the result has the
+    dtype of the inputs. Differentiable in q, k and v.
     """
     if window is not None and window >= q.shape[2]:
         window = None
@@ -58,9 +60,9 @@ def attention(
 
 @lru_cache
 def _attention(
-    scale: float, window: int | None, most: int
+    scale: float, window: int | None, max_queries: int
 ) -> Callable[..., tuple[mx.array, mx.array]]:
-    """f(q, k, v[, segments]) -> output (B, H, T, d), log-sum-exp (B, K, R, T, 1)."""
+    """Make f(q, k, v[, segments]) -> output (B, H, T, d), log-sum-exp (B, K, R, T, 1)."""
 
     @mx.custom_function
     def attend(q: mx.array, k: mx.array, v: mx.array, *segments: mx.array) -> Any:
@@ -69,11 +71,11 @@ def _attention(
         outputs: list[mx.array] = []
         sums: list[mx.array] = []
         done = [k]
-        for rows, keys in _blocks(q.shape, window, most):
-            # One block after the other, its mask too, so that few are alive.
-            rows_q, *told = mx.depends([queries[..., rows, :], places, *segments], done)
+        for rows, keys in _blocks(q.shape, window, max_queries):
+            # Compute one block after another, including its mask, so that few are in memory.
+            rows_q, *mask_inputs = mx.depends([queries[..., rows, :], places, *segments], done)
             rows_q = rows_q.astype(mx.float32) * scale
-            scores = _scores(rows_q, k[:, :, keys], rows, keys, window, *told)
+            scores = _scores(rows_q, k[:, :, keys], rows, keys, window, *mask_inputs)
             top = scores.max(axis=-1, keepdims=True)
             p = exp(scores - top)
             total = p.sum(axis=-1, keepdims=True)
@@ -94,11 +96,11 @@ def _attention(
         grad_k, grad_v = mx.zeros(k.shape, mx.float32), mx.zeros(v.shape, mx.float32)
         places = mx.arange(q.shape[2])
         grads_q: list[mx.array] = []
-        done = [delta]  # nor may compiling share masks and scores with the forward pass
-        for rows, keys in _blocks(q.shape, window, most):
-            rows_q, *told = mx.depends([queries[..., rows, :], places, *segments], done)
+        done = [delta]  # prevents mx.compile from sharing masks and scores with the forward pass
+        for rows, keys in _blocks(q.shape, window, max_queries):
+            rows_q, *mask_inputs = mx.depends([queries[..., rows, :], places, *segments], done)
             rows_q = rows_q.astype(mx.float32) * scale
-            scores = _scores(rows_q, keys_k[:, :, keys], rows, keys, window, *told)
+            scores = _scores(rows_q, keys_k[:, :, keys], rows, keys, window, *mask_inputs)
             p = exp(scores - sums[..., rows, :])
             rows_c = _fold(cotangent[..., rows, :])
             grad_p = rows_c.astype(mx.float32) @ keys_v[:, :, keys].swapaxes(-1, -2)
@@ -122,19 +124,21 @@ def _by_key_head(x: mx.array, k: mx.array) -> mx.array:
 
 
 def _fold(x: mx.array) -> mx.array:
-    """(B, K, R, N, d) -> (B, K, R N, d): the rows of one matmul for each key head."""
+    """(B, K, R, N, d) -> (B, K, R N, d): the rows of one matmul per key head."""
     return x.flatten(2, 3)
 
 
 def _float32(x: mx.array) -> mx.array:
-    """Contiguous, because a matmul copies what is not, once for every block."""
+    """Convert to contiguous float32: a matmul would copy a non-contiguous array in every block."""
     return mx.contiguous(x.astype(mx.float32))
 
 
-def _blocks(shape: tuple[int, ...], window: int | None, most: int) -> Iterator[tuple[slice, slice]]:
-    """The queries of each block, and the keys that any of them may see; shape: q's."""
+def _blocks(
+    shape: tuple[int, ...], window: int | None, max_queries: int
+) -> Iterator[tuple[slice, slice]]:
+    """Yield the queries of each block and the keys that any of them sees; shape: of q."""
     B, H, T, _ = shape
-    queries = min(most, SCORE_BYTES // (4 * B * H * min(T, (window or T) + most)))
+    queries = min(max_queries, SCORE_BYTES // (4 * B * H * min(T, (window or T) + max_queries)))
     queries = max(queries, FEWEST_QUERIES)
     for start in range(0, T, queries):
         stop = min(T, start + queries)
@@ -151,13 +155,13 @@ def _scores(
     places: mx.array,
     segments: mx.array | None = None,
 ) -> mx.array:
-    """Those of a block, -inf where unseen: (B, K, R, N, S), no row without a key it sees.
+    """Scores of a block, (B, K, R, N, S), -inf for masked keys. Every query sees some key.
 
-    q: (B, K, R, N, d), k: (B, K, S, d), both float32; places: (T,), 0 to T - 1.
+    q: (B, K, R, N, d), k: (B, K, S, d), both float32; places: (T,) positions, 0 to T - 1.
     """
     scores = mx.unflatten(_fold(q) @ k.swapaxes(-1, -2), 2, q.shape[2:4])
     query, key = places[rows, None], places[keys]
-    if window is None and segments is None:  # only the last N keys can be unseen
+    if window is None and segments is None:  # only the last N keys can be masked
         hidden = mx.where(query >= key[rows.start :], 0.0, -mx.inf)
         return scores.at[..., rows.start :].add(hidden)
     seen = query >= key
@@ -169,7 +173,7 @@ def _scores(
     return mx.where(seen, scores, -mx.inf)
 
 
-# -- where it is used ---------------------------------------------------------------------
+# -- use in models ------------------------------------------------------------------------
 
 
 def wanted(
@@ -179,10 +183,10 @@ def wanted(
     segments: bool,
     window: int | None,
 ) -> bool:
-    """Whether these blocks serve better than MLX's own attention.
+    """Whether attention in blocks is better here than MLX's own attention.
 
-    device: cpu, metal or cuda. MLX takes segments and windows as an array mask, whose
-    backward pass holds T x T scores everywhere.
+    device: cpu, metal or cuda. MLX needs an array mask for segments and windows, and its
+    backward pass then allocates T x T scores on every device.
     """
     if segments or (window is not None and window < tokens):
         return True
@@ -217,21 +221,22 @@ def _joined(attn: nn.Module, x: mx.array) -> tuple[mx.array, ...]:
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """How a class of mlx-lm gets its queries, keys and values.
+    """How an attention class of mlx-lm computes its queries, keys and values.
 
-    project: (B, T, D) -> q (B, T, H d), k and v (B, T, K d); heads: its attributes for H and
-    K; head_norms: q_norm and k_norm work on each head. Then come `rope`, the attention with
-    `scale`, and `o_proj`.
+    After these steps come `rope`, attention with `scale`, and `o_proj`.
     """
 
     project: Callable[[nn.Module, mx.array], tuple[mx.array, ...]] = _separate
+    """(B, T, D) -> q (B, T, H d), k and v (B, T, K d)."""
     heads: tuple[str, str] = ("n_heads", "n_kv_heads")
+    """Names of the attributes for H and K."""
     head_norms: bool = False
+    """Whether q_norm and k_norm are applied to each head."""
 
 
-# By name, so that nothing is imported, and a version of mlx-lm may lack any of them.
+# Keyed by name, so that nothing is imported; a version of mlx-lm may lack some of these classes.
 LAYOUTS = {
-    "llama.Attention": AttentionLayout(),  # of Mistral, SmolLM3 and others as well
+    "llama.Attention": AttentionLayout(),  # also used by Mistral, SmolLM3 and others
     "qwen2.Attention": AttentionLayout(),
     "qwen2_moe.Attention": AttentionLayout(),
     "gemma.Attention": AttentionLayout(),
@@ -258,21 +263,21 @@ def _layout(module: Any) -> AttentionLayout | None:
 
 
 class BlockwiseAttention(nn.Module):
-    """An attention of mlx-lm, by the same children and attributes, that takes a `Mask`.
+    """An attention layer of mlx-lm that also accepts a `Mask`. Same children and attributes.
 
-    What it does not serve its class does: generation with a cache, other masks than a
-    `Mask` or "causal", and what `wanted` leaves to MLX.
+    It calls the original class for generation with a KV cache, for masks other than a `Mask`
+    or "causal", and where `wanted` is false.
     """
 
     takes_segments = True
 
     @staticmethod
     def from_base(base: nn.Module, lean: bool = False) -> BlockwiseAttention:
-        """base: of a class in LAYOUTS."""
+        """base: an instance of a class in LAYOUTS."""
         twin = BlockwiseAttention()
         vars(twin).update({n: v for n, v in vars(base).items() if n != "_no_grad"})
         dict.update(twin, base)
-        # Its class and not `base`, whose children are others than those of a later skeleton.
+        # Keep the class, not `base`: a later skeleton has other children than `base`.
         twin._base, twin._layout, twin._lean = type(base), _layout(base), lean
         return twin
 
@@ -293,7 +298,7 @@ class BlockwiseAttention(nn.Module):
         return self.o_proj(y.swapaxes(1, 2).flatten(2))
 
     def _heads(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-        """(B, H, T, d), (B, K, T, d) twice, before rope"""
+        """Queries (B, H, T, d), keys and values (B, K, T, d), before rope."""
         layout = self._layout
         q, k, v = layout.project(self, x)
         H, K = (getattr(self, name) for name in layout.heads)
@@ -304,7 +309,7 @@ class BlockwiseAttention(nn.Module):
 
 
 def put_blockwise(module: nn.Module, lean: bool = False) -> int:
-    """Put these in place of the attentions inside `module` whose layout is known; how many."""
+    """Replace the attention layers in `module` whose layout is known; return their number."""
     found = [
         (parent, name, child)
         for parent in module.modules()

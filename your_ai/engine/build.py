@@ -1,4 +1,4 @@
-"""The engine of a plan, made for a model: the checks that decide whether it fits."""
+"""Build the engine of a plan for a model, and check that the model supports the plan."""
 
 from __future__ import annotations
 
@@ -28,17 +28,20 @@ from your_ai.nets.parts import Parts, parts_of
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.sft import SUPERVISED
 
-NO_PARTS = "this model's blocks cannot be told apart"
+NO_PARTS = "this model cannot be split into its blocks"
 
 
 @dataclass(frozen=True)
 class Built:
-    """An engine, the plan that it carries out, and what the user should know of it."""
+    """An engine, and how it was built."""
 
     engine: Engine
     plan: str
+    """The plan that the engine carries out; it may differ from the requested plan."""
     notices: tuple[str, ...] = ()
+    """Messages for the user."""
     store: Store | None = None
+    """The prefix cache, if there is one."""
 
 
 def build_engine(
@@ -52,15 +55,17 @@ def build_engine(
     graphs: Graphs | None = None,
     objective: Objective = SUPERVISED,
 ) -> Built:
-    """The engine of `plan` for a model with adapters, whose weights are read now, but not by a
-    streamed one; a staged one falls back to fused.
+    """Build the engine of `plan` for a model with adapters.
 
-    tensors: where its weights are. A streamed plan needs them, after which the model holds
-    none; of a staged one they let the embedding and the head stay in their files.
-    make_store: the frozen-prefix cache, where there is one, for a hidden size.
-    spill: a folder for block inputs, of a staged or streamed plan. graphs: keeps what is
-    compiled, all of it by default.
-    Raises UserError where the plan or packing cannot be.
+    Reads the weights into memory, except for a streamed plan. A staged plan falls back to fused
+    if the model cannot be split into blocks.
+
+    tensors: the files of the weights. A streamed plan needs them, and keeps no weights in
+        memory; a staged plan uses them to leave the embedding and the head in their files.
+    make_store: hidden size -> the frozen-prefix cache; None for no cache.
+    spill: a folder for block inputs, for a staged or streamed plan.
+    graphs: the cache of compiled graphs; by default it keeps all of them.
+    Raises UserError if the model does not support the plan or packing.
     """
     notices: list[str] = []
     dequantize_on_the_cpu(model)
@@ -78,9 +83,9 @@ def build_engine(
         found = taken_apart(model, blocks)
     halves, parts, head = found.halves, found.parts, found.head
     if not halves.hidden:
-        notices.append("the model cannot be split before its head: every position goes through it")
+        notices.append("the model cannot be split before its head: logits need every position")
     if packing and (parts is None or not keeps_texts_apart(parts, model)):
-        raise UserError(f"--packing: {NO_PARTS}, so texts cannot be kept apart; train without it")
+        raise UserError(f"--packing: {NO_PARTS}, so packed texts would mix; train without it")
     if parts is None and plan == "streamed":
         raise UserError(f"--plan streamed: {NO_PARTS}; train with --plan fused")
     if parts is None and plan == "staged":
@@ -106,7 +111,7 @@ def build_engine(
 
 
 def load(model: nn.Module) -> None:
-    """Read a model's weights, block by block, so that little more than they is held."""
+    """Read a model's weights block by block, which uses little memory beyond the weights."""
     for block in model.layers:
         draw(block)
         mx.eval(block.parameters())
@@ -115,12 +120,15 @@ def load(model: nn.Module) -> None:
 
 
 class TakenApart(NamedTuple):
-    """A model in two and in parts, with its head as far as it is understood."""
+    """A model split before its head, and split into blocks."""
 
     halves: Split
     parts: Parts | None
+    """None if the model cannot be split into blocks."""
     head: Head
+    """A LinearHead if the structure of the head is known, otherwise any function."""
     hidden_size: int
+    """0 if the model cannot be split before its head."""
 
 
 def taken_apart(model: nn.Module, blocks: list[nn.Module] | None) -> TakenApart:
@@ -128,15 +136,15 @@ def taken_apart(model: nn.Module, blocks: list[nn.Module] | None) -> TakenApart:
     if not halves.hidden:
         return TakenApart(halves, None, halves.head, 0)
     parts = parts_of(model, halves.head, blocks)
-    hidden = halves.trunk(mx.zeros((1, 2), mx.int32))  # for its shape: not computed
+    hidden = halves.trunk(mx.zeros((1, 2), mx.int32))  # only its shape is used; never evaluated
     head = linear_head(halves.head, hidden.shape[-1], hidden.dtype) or halves.head
     return TakenApart(halves, parts, head, hidden.shape[-1])
 
 
 def keeps_texts_apart(parts: Parts, model: nn.Module) -> bool:
-    """Whether two texts in a row give the logits that each gives alone.
+    """Whether two texts packed into one row give the same logits as each text alone.
 
-    Through the model's own blocks: those of a streamed one read their weights, and drop them.
+    Runs the model's own blocks: the blocks of a streamed model read their weights and free them.
     """
     parts = replace(parts, blocks=list(model.layers))
     tokens = mx.array([[3, 1, 2, 0, 1, 3, 2, 1]])

@@ -1,8 +1,8 @@
-"""What is compiled for each shape of a batch, and what is forgotten of it.
+"""A cache of the compiled graphs of each batch shape, with eviction.
 
-mx.compile keeps what it compiled for every shape and never evicts it; mx.clear_cache does
-not touch it, and no gauge of MLX counts it. A graph of a long row takes some 10 MB of the
-process, and data has a dozen lengths: so only as many are kept as there is room for.
+mx.compile keeps a graph for every shape and never evicts it. mx.clear_cache does not free it,
+and no memory counter of MLX includes it. The graph of a long row takes about 10 MB of process
+memory, and data has about a dozen lengths. So this cache keeps only the graphs that fit.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from typing import Any, NamedTuple, TypeVar
 
 from your_ai.data.batches import Batch
 
-T = TypeVar("Made")
+T = TypeVar("T")
 
 
 class GraphShape(NamedTuple):
-    """What a graph is compiled for: B rows of T tokens, S targets, and `Batch.max_segment_tokens`.
-
-    trained: gradients are computed.
-    """
+    """The shape that a graph is compiled for."""
 
     rows: int
+    """B"""
     tokens: int
+    """T, tokens per row."""
     targets: int = 0
+    """S"""
     max_segment_tokens: int | None = None
+    """As in `Batch`."""
     trained: bool = False
+    """Whether the graph computes gradients."""
 
 
 def shape_of(batch: Batch, trained: bool = False) -> GraphShape:
@@ -35,10 +37,10 @@ def shape_of(batch: Batch, trained: bool = False) -> GraphShape:
 
 
 class Graphs:
-    """What was compiled, by shape; the shapes that were used least recently go first.
+    """Compiled graphs by shape. The least recently used shapes are evicted first.
 
-    size_of: bytes of the process that all of a shape take, as estimated; room_bytes: for all
-    shapes together. That in use is kept, whatever it takes.
+    size_of: estimated process memory of all graphs of a shape, in bytes.
+    room_bytes: memory limit for all shapes together. The shape in use is always kept.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Graphs:
         self._held: OrderedDict[GraphShape, dict[Hashable, Any]] = OrderedDict()
 
     def get(self, shape: GraphShape, key: Hashable, make: Callable[[], T]) -> T:
-        """What was made for a shape under `key`; made now where it was not, or was forgotten."""
+        """Return the graph of a shape under `key`; make it if it is missing or was evicted."""
         if shape not in self._held:
             room = self.room_bytes - self.size_of(shape)
             while self._held and sum(map(self.size_of, self._held)) > room:
@@ -63,7 +65,7 @@ class Graphs:
         return held[key]
 
     def drop(self) -> None:
-        """Forget everything."""
+        """Evict everything."""
         self._held.clear()
 
     def __len__(self) -> int:

@@ -1,9 +1,9 @@
-"""Quantized layers for the CPU: dequantize a slice of the weight, multiply, drop it.
+"""Quantized layers for the CPU: dequantize a slice of the weight, multiply, free it.
 
-MLX's CPU `quantized_matmul` runs at a few GFLOP/s whatever BLAS there is. Dequantizing
-and multiplying is up to 60 times faster for a batch of tokens, where there is a BLAS. In
-slices it holds little more, and the backward pass dequantizes again.
-On a GPU MLX's own kernels are the better ones, and nothing here is used.
+MLX's CPU `quantized_matmul` runs at a few GFLOP/s, whichever BLAS library is installed. With a
+BLAS library, dequantizing and then multiplying is up to 60 times faster for a batch of tokens.
+Working in slices needs little extra memory; the backward pass dequantizes again.
+On a GPU, MLX's own kernels are faster, and nothing here is used.
 
 Shapes: N tokens, D inputs, O outputs.
 """
@@ -20,15 +20,14 @@ from mlx.utils import tree_unflatten
 from your_ai.memory.sizes import DEQUANTIZED_SLICE_BYTES
 from your_ai.nets.head import rows_at_once
 
-FEW_TOKENS = 4  # so few, as in generation, that dequantizing costs more than it saves
+FEW_TOKENS = 4  # up to this many, as in generation, dequantizing costs more than it saves
 
 
 @lru_cache
 def sliced_matmul(group_size: int, bits: int, mode: str = "affine") -> Any:
-    """f(x, weight, scales, biases) = x @ dequantized weight transposed; x: (N, D) -> (N, O).
+    """Make f(x, weight, scales, biases) = x @ dequantize(weight).T; x: (N, D) -> (N, O).
 
-    Without biases where the mode has none. Differentiable in x alone: what is quantized is
-    frozen.
+    Omit `biases` if the mode has none. Differentiable only in x: quantized weights are frozen.
     """
 
     def slices(weight: mx.array, inputs: int) -> list[slice]:
@@ -36,7 +35,7 @@ def sliced_matmul(group_size: int, bits: int, mode: str = "affine") -> Any:
         return [slice(i, i + rows) for i in range(0, weight.shape[0], rows)]
 
     def dequantize(part: slice, weights: tuple[mx.array, ...], after: list[mx.array]) -> mx.array:
-        """The rows `part`, not before they are wanted and the slice before them is done with."""
+        """Dequantize the rows `part`, but only after the arrays `after` are computed."""
         packed = mx.depends([array[part] for array in weights], after)
         return mx.dequantize(*packed, group_size=group_size, bits=bits, mode=mode)
 
@@ -62,7 +61,7 @@ def sliced_matmul(group_size: int, bits: int, mode: str = "affine") -> Any:
 
 
 def multiply(x: mx.array, layer: nn.Module) -> mx.array:
-    """x @ W transposed for a quantized layer; x: (..., D) -> (..., O)."""
+    """x @ W.T for a quantized layer; x: (..., D) -> (..., O)."""
     weights = [layer[name] for name in ("weight", "scales", "biases") if name in layer]
     tokens = x.size // x.shape[-1]
     if tokens <= FEW_TOKENS:
@@ -74,7 +73,7 @@ def multiply(x: mx.array, layer: nn.Module) -> mx.array:
 
 
 class DequantizedLinear(nn.Module):
-    """An nn.QuantizedLinear, by the same parameters."""
+    """An nn.QuantizedLinear with the same parameters."""
 
     @staticmethod
     def from_base(base: nn.QuantizedLinear) -> DequantizedLinear:
@@ -86,7 +85,7 @@ class DequantizedLinear(nn.Module):
 
 
 class DequantizedEmbedding(nn.Module):
-    """An nn.QuantizedEmbedding, by the same parameters."""
+    """An nn.QuantizedEmbedding with the same parameters."""
 
     @staticmethod
     def from_base(base: nn.QuantizedEmbedding) -> DequantizedEmbedding:
@@ -115,10 +114,10 @@ REPLACEMENTS = {
 
 
 def dequantize_on_the_cpu(model: nn.Module) -> None:
-    """Put these layers in place of a model's own where it runs on the CPU.
+    """Replace the quantized layers of a model with the layers of this file, if it runs on the CPU.
 
-    After adapters are on it: mlx-lm puts them on its own layers alone. Embeddings of another
-    kind of quantization than affine stay.
+    Call it after adapters are added: mlx-lm adapts only its own layers. Embeddings whose
+    quantization mode is not affine are left unchanged.
     """
     if mx.default_device().type != mx.cpu:
         return

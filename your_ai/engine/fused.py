@@ -1,4 +1,7 @@
-"""The whole graph at once, compiled: fastest when memory is plenty, and the oracle of the rest."""
+"""The fused engine: one compiled graph for the whole model.
+
+It is the fastest engine if memory allows. Tests compare the other engines with it.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +35,16 @@ def fused_engine(
 ) -> Engine:
     """An engine that compiles one graph for forward and backward, per batch shape.
 
-    parts: the model's, which packed batches need so that their texts are kept apart.
-    head: the split's as `head.linear_head` knows it, where it does. graphs: keeps what is
-    compiled.
+    parts: the model in parts; packed batches need them to keep their texts separate.
+    head: the head as a `LinearHead`, if `head.linear_head` found one; by default split.head.
+    graphs: the cache of compiled graphs.
     """
     head = head or split.head
     graphs = Graphs() if graphs is None else graphs
     dora = dora_layers(model)
 
     def with_norms(function: Callable) -> Callable:
-        """f(norms, *args): `function(*args)` of a model whose DoRA layers are given their norms."""
+        """Make f(norms, *args), which gives the DoRA layers their norms and calls `function`."""
 
         def run(norms: Arrays, *args: Any) -> Any:
             with given(dora, norms):
@@ -55,7 +58,7 @@ def fused_engine(
         if segments is None:
             return split.trunk(tokens)
         if parts is None:
-            raise ValueError("a packed batch needs the parts of the model, and there are none")
+            raise ValueError("a packed batch needs the parts of the model, but they are missing")
         return parts.finish(parts.run_blocks(tokens, segments, max_segment_tokens))
 
     def trainable_loss(inputs, targets, rows, places, scale):
@@ -69,10 +72,10 @@ def fused_engine(
     def loss_only(inputs, targets):
         return target_pass.loss(trunk(*inputs), Targets(*targets), objective, head)
 
-    def likeliest(inputs, targets):
+    def most_likely(inputs, targets):
         return target_pass.predictions(trunk(*inputs), Targets(*targets), head)
 
-    def losses_and_likeliest(inputs, targets):
+    def losses_and_predictions(inputs, targets):
         return target_pass.score(trunk(*inputs), Targets(*targets), head)
 
     state = [model.state]
@@ -82,8 +85,8 @@ def fused_engine(
         return graphs.get(shape, function, lambda: mx.compile(function, inputs=state))
 
     loss_and_gradients = nn.value_and_grad(model, with_norms(trainable_loss))
-    loss_only, likeliest, losses_and_likeliest = map(
-        with_norms, (loss_only, likeliest, losses_and_likeliest)
+    loss_only, most_likely, losses_and_predictions = map(
+        with_norms, (loss_only, most_likely, losses_and_predictions)
     )
 
     def gradients(batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
@@ -92,7 +95,7 @@ def fused_engine(
         sums, grads = compiled(loss_and_gradients, batch, trained=True)(
             norms_of(dora), _inputs(batch), Targets.of(batch), *keys, mx.array(scale, mx.float32)
         )
-        model.update(parameters)  # tracing leaves its placeholders in their place
+        model.update(parameters)  # tracing replaced them with placeholders
         return Sums(*sums), grads
 
     def run(function: Callable, batch: Batch) -> Any:
@@ -102,10 +105,10 @@ def fused_engine(
         return Sums(*run(loss_only, batch))
 
     def predictions(batch: Batch) -> mx.array:
-        return run(likeliest, batch)
+        return run(most_likely, batch)
 
     def score(batch: Batch) -> tuple[mx.array, mx.array]:
-        return run(losses_and_likeliest, batch)
+        return run(losses_and_predictions, batch)
 
     return Engine(objective, gradients, loss, predictions, score, graphs.drop)
 
@@ -117,7 +120,7 @@ def _inputs(batch: Batch) -> tuple[mx.array, mx.array | None, int | None]:
 
 
 def row_keys(step_seed: int, rows: np.ndarray) -> np.ndarray:
-    """uint32 in the shape of `rows`: the dropout key of each, from its place in the step."""
+    """The dropout key of each row, uint32 in the shape of `rows`; rows: positions in the step."""
     unique, inverse = np.unique(rows, return_inverse=True)
     keys = [derive_seed(step_seed, row) % 2**32 for row in unique.tolist()]
     return np.array(keys, np.uint32)[inverse].reshape(rows.shape)

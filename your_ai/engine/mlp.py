@@ -1,12 +1,12 @@
-"""A gated MLP whose backward pass goes through slices of its inner features.
+"""A gated MLP whose backward pass runs in slices of its inner features.
 
-down(act(gate(x)) * up(x)) is a sum over inner features, so that a slice of them needs no
-other: its arrays, some ten of them, exist alone, and its weights are dequantized once
-however many tokens there are. In the backward pass of a block that is computed again the
-MLP's output is most often not needed, and then nothing is computed twice: slices cost no
-arithmetic. The forward pass holds three such arrays, and is not sliced.
+down(act(gate(x)) * up(x)) is a sum over inner features, so each slice of features can be
+computed alone. Only the activations of one slice (about ten arrays) are in memory at a time,
+and its weights are dequantized once for all tokens. When the backward pass recomputes a block,
+the output of the MLP is usually not needed, so nothing is computed twice and slicing costs no
+extra arithmetic. The forward pass needs only three such arrays, so it is not sliced.
 
-Shapes: B rows, T tokens of a row, D hidden size, F inner features, n features of a slice.
+Shapes: B rows, T tokens per row, D hidden size, F inner features, n features per slice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from your_ai.nets.dora import NORMS, DoRA
 from your_ai.nets.model import DropoutKeys, KeyedDropout
 from your_ai.nets.parts import Arrays, arrays_of, put, skeleton
 
-STEP = 128  # features, of which quantized weights have whole groups
+STEP = 128  # slices are multiples of this many features, to keep quantization groups whole
 INWARD = ("gate_proj", "up_proj")
 OUTWARD = "down_proj"
 ADAPTED = (LoRALinear, DoRA)
@@ -34,15 +34,15 @@ LINEAR = (nn.Linear, nn.QuantizedLinear, DequantizedLinear)
 
 
 class SlicedMLP(nn.Module):
-    """An MLP of gate_proj, up_proj and down_proj, by the same children."""
+    """An MLP of gate_proj, up_proj and down_proj, with the same children as the original."""
 
     @staticmethod
     def from_base(base: nn.Module, dropout_keys: DropoutKeys) -> SlicedMLP:
-        """base: one that `can_be_sliced`."""
+        """base: an MLP for which `can_be_sliced` is true."""
         twin = SlicedMLP()
         vars(twin).update({n: v for n, v in vars(base).items() if n != "_no_grad"})
         dict.update(twin, base)
-        # Its class and not `base`, whose children are others than those of a later skeleton.
+        # Keep the class, not `base`: a later skeleton has other children than `base`.
         twin._base, twin._dropout_keys = type(base), dropout_keys
         return twin
 
@@ -57,10 +57,13 @@ class SlicedMLP(nn.Module):
         inside, kept = skeleton(self), self._dropout_keys.kept
 
         def function_of(part: slice) -> Callable[..., mx.array]:
-            """f(x, *trained): (B, T, D), what the features `part` add; trained: of them alone."""
+            """Make f(x, *trained) -> (B, T, D), the share of the features `part` in the output.
+
+            trained: the trained arrays of these features only.
+            """
 
             def run(x: mx.array, *trained: mx.array) -> mx.array:
-                # One of its own: what is left in it would hold the graph that holds it.
+                # A new skeleton per call: arrays left in a shared one would keep the graph alive.
                 own = skeleton(inside)
                 put(own, cut(arrays, part, inner) | dict(zip(names, trained, strict=True)))
                 put(own, features_of_dropout(own, part))
@@ -79,7 +82,7 @@ class SlicedMLP(nn.Module):
         @forward.vjp
         def backward(primals: Any, cotangent: mx.array, output: mx.array) -> tuple[mx.array, ...]:
             x, *trained = primals
-            done = [cotangent]  # nor may compiling share what the forward pass computed
+            done = [cotangent]  # prevents mx.compile from reusing arrays of the forward pass
             grads: list[Any] = [None] * len(primals)
             for part, function in zip(slices, functions, strict=True):
                 given = [x, *of(part, trained), cotangent]
@@ -96,15 +99,15 @@ class SlicedMLP(nn.Module):
 
 
 def slices_of(inner: int, about: int) -> list[slice]:
-    """Slices of F = `inner` features, of about equal size, `about` at once."""
+    """Cut F = `inner` features into slices of about equal size, near `about` features each."""
     count = -(-inner // about)
     step = -(-inner // count // STEP) * STEP
     return [slice(i, min(i + step, inner)) for i in range(0, inner, step)]
 
 
 def can_be_sliced(module: Any) -> bool:
-    """Whether this is a gated MLP of plain linear layers, with LoRA, DoRA or neither, between
-    which no feature meets another."""
+    """Whether `module` is a gated MLP of plain linear layers, with or without LoRA or DoRA, that
+    computes each inner feature independently of the others."""
     if not isinstance(module, nn.Module) or set(module.children()) != {*INWARD, OUTWARD}:
         return False
     layers = [
@@ -118,14 +121,14 @@ def can_be_sliced(module: Any) -> bool:
 
 
 def knows_its_norms(mlp: nn.Module) -> bool:
-    """Whether DoRA layers are given their norms, which a slice of a weight does not tell."""
+    """Whether the DoRA layers were given their norms, which need the whole weight, not a slice."""
     return all(NORMS in layer for layer in mlp.children().values() if isinstance(layer, DoRA))
 
 
 def is_separable(mlp: nn.Module) -> bool:
-    """Whether each inner feature is a function of its own gate and up projection alone.
+    """Whether each inner feature depends only on its own gate and up projection.
 
-    Tried out on random projections; the weights are not needed.
+    Tested on random projections; the weights are not needed.
     """
     inner, twin = inner_features(mlp), skeleton(mlp)
     gate, up = 3 * mx.random.normal((2, 1, 1, inner), key=mx.random.key(0))
@@ -139,7 +142,7 @@ def is_separable(mlp: nn.Module) -> bool:
         halves = [product(slice(inner // 2)), product(slice(inner // 2, inner))]
         whole = product(slice(inner))
         return mx.allclose(mx.concatenate(halves, -1), whole, rtol=1e-5, atol=1e-6).item()
-    except (AttributeError, TypeError, ValueError):  # it wants more of its layers
+    except (AttributeError, TypeError, ValueError):  # the MLP uses its layers in another way
         return False
 
 
@@ -149,7 +152,7 @@ def inner_features(mlp: nn.Module) -> int:
 
 
 def axis_of(path: str) -> int | None:
-    """The axis of an MLP's array that runs over inner features; None where there is none."""
+    """The axis of an MLP's array that runs over inner features; None if it has no such axis."""
     layer, leaf = path.split(".")[0], path.split(".")[-1]
     if layer in INWARD:
         return {**dict.fromkeys((*ROWWISE, "m", NORMS), 0), "lora_b": 1}.get(leaf)
@@ -157,9 +160,10 @@ def axis_of(path: str) -> int | None:
 
 
 def cut(arrays: Arrays, part: slice, inner: int) -> Arrays:
-    """An MLP's arrays with the inner features `part` alone, of F = `inner`; the rest as it is.
+    """Cut the arrays of an MLP to the inner features `part` of F = `inner`.
 
-    The bias of down_proj is added with the first slice.
+    Arrays without inner features stay whole. The bias of down_proj goes to the first slice; it
+    is zero in the others.
     """
     found: Arrays = {}
     for path, array in arrays.items():
@@ -168,21 +172,21 @@ def cut(arrays: Arrays, part: slice, inner: int) -> Arrays:
             later = path.startswith(OUTWARD) and path.endswith(".bias") and part.start > 0
             found[path] = mx.zeros_like(array) if later else array
             continue
-        width = array.shape[axis]  # fewer than F where features are packed, or share scales
+        width = array.shape[axis]  # less than F if features are packed or share scales
         here = slice(part.start * width // inner, part.stop * width // inner)
         found[path] = array[(slice(None),) * axis + (here,)]
     return found
 
 
 def gathered(path: str, before: Any, grad: mx.array) -> Any:
-    """The gradient of an array so far, with another slice's: a sum, or a list of slices."""
+    """Add the gradient of a slice to the gradient so far: a sum, or a list of slices."""
     if axis_of(path) is not None:
         return [*(before or ()), grad]
     return grad if before is None else before + grad
 
 
 def features_of_dropout(mlp: nn.Module, part: slice) -> Arrays:
-    """The features that the dropout before down_proj's adapter is drawn for."""
+    """The feature indices for the dropout before the adapter of down_proj."""
     layer = mlp[OUTWARD].get("dropout")
     if not isinstance(layer, KeyedDropout):
         return {}
@@ -190,7 +194,7 @@ def features_of_dropout(mlp: nn.Module, part: slice) -> Arrays:
 
 
 def put_sliced(block: nn.Module, dropout_keys: DropoutKeys) -> None:
-    """Put these in place of a block's MLPs that are trained, where they can be."""
+    """Replace the trained MLPs of a block with SlicedMLPs, where possible."""
     for name in ("mlp", "feed_forward"):
         child = block.get(name)
         if can_be_sliced(child) and tree_flatten(child.trainable_parameters()):

@@ -1,7 +1,7 @@
-"""Model folder -> model: the one path on which train, evaluate, generate, bench and doctor load.
+"""Load a model folder. Training, evaluation, generation, bench and doctor all load models here.
 
-open_model, then adapters on its network (`nets.model.add_adapters` or a saved adapter's), then
-either `build.build_engine`, or `for_answers`.
+Call `open_model`, then add adapters to its network (`nets.model.add_adapters`, or a saved
+adapter), then call `build.build_engine` to train or `for_answers` to generate.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from your_ai.nets.model import load_network, load_tokenizer_of
 
 @dataclass(frozen=True)
 class Opened:
-    """A model whose weights are lazy: they are read when they are first used."""
+    """A model with lazy weights: they are read from the files on first use."""
 
     folder: Path
     network: nn.Module
     config: dict[str, Any]
-    """The model's config.json, as mlx-lm has it."""
+    """The model's config.json, as mlx-lm loads it."""
     dtype: mx.Dtype
-    """Of what is computed."""
+    """The dtype of the computation."""
     tensors: dict[str, FileTensor]
-    """Where in the folder's files each of the network's arrays is."""
+    """The place in the folder's files of each array of the network."""
     can_stream: bool
-    """Whether the files have the weights as the network has them."""
+    """Whether the files store all weights in the form that the network uses."""
 
     def tokenizer(self) -> Any:
-        """The tokenizer of the folder. Raises UserError where it cannot be loaded."""
+        """Load the tokenizer of the folder. Raises UserError if it cannot be loaded."""
         return load_tokenizer_of(self.folder, self.config.get("eos_token_id"))
 
 
 def open_model(folder: Path, dtype: mx.Dtype) -> Opened:
-    """Raises UserError for a folder that is not whole, or that mlx-lm cannot load."""
+    """Open a model. Raises UserError if its folder is incomplete or mlx-lm cannot load it."""
     network, config = load_network(folder, dtype)
     tensors = tensors_of(network, folder)
     return Opened(folder, network, config, dtype, tensors, can_stream(network, tensors))
 
 
 def for_answers(opened: Opened, streams: bool) -> nn.Module:
-    """The network, ready to generate; streams: weights are read from their files for each token."""
+    """Prepare the network for generation; streams: read weights from their files per token."""
     network = opened.network
     network.eval()
     dequantize_on_the_cpu(network)

@@ -1,16 +1,16 @@
-"""The frozen-prefix cache: what the blocks below LoRA give, kept for each text.
+"""The frozen-prefix cache: the output of the frozen blocks below the adapters, for each text.
 
-Those blocks are a fixed function of a text's tokens. Their hidden states are kept without
-padding and found by the tokens themselves, in memory or in a folder:
+The output of these blocks depends only on the tokens of a text. The hidden states are stored
+without padding, with the tokens as the key, in memory or in a folder:
 
-    prefix.json     what the hidden states depend on; written last when a cache is begun
-    hidden.bin      the hidden states, text after text
-    index.bin       a record for each text, written once its hidden states are
+    prefix.json     everything else that the hidden states depend on; written last
+    hidden.bin      the hidden states, one text after another
+    index.bin       one record per text, written after its hidden states
 
-As a cache it is never waited for (no fsync): each text is checked when it is read, and one
-that is damaged is computed again. A folder has one writer; the run's lock sees to that.
+The cache is written without fsync: each text is checked when it is read, and a damaged one is
+computed again. A folder has only one writer, because the run is locked.
 
-Shapes: B rows, T tokens of a row, n tokens of a text, D hidden size.
+Shapes: B rows, T tokens per row, n tokens per text, D hidden size.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from your_ai.data.batches import MULTIPLE, PADDING, round_up
 from your_ai.errors import RunError, UserError
 from your_ai.files import read_at, write_at
 
-FORMAT = "2"  # of the files, and of how hidden states are computed
+FORMAT = "2"  # version of the files and of the computation of hidden states
 KEY, HIDDEN, INDEX = "prefix.json", "hidden.bin", "index.bin"
 RECORD = struct.Struct("<16sQII")  # digest, offset, tokens, crc32 of the hidden states
-ROOM_BYTES = 1_000_000_000  # left on the disk for checkpoints
+ROOM_BYTES = 1_000_000_000  # disk space reserved for checkpoints
 INSTEAD = "or train with --prefix-cache off"
 
 
 class Store(Protocol):
-    """Hidden states of texts. tokens: (n,) int32 with n > 0; hidden: (n, D).
+    """A store of the hidden states of texts. tokens: (n,) int32 with n > 0; hidden: (n, D).
 
-    bytes_held: of hidden states, in memory or on the disk; keeps: what is put is kept.
+    bytes_held: bytes of the hidden states, in memory or on disk.
     """
 
     keeps: bool
+    """Whether `put` stores anything."""
 
     @property
     def bytes_held(self) -> int: ...
@@ -59,7 +60,7 @@ class Store(Protocol):
     def get(self, tokens: np.ndarray) -> mx.array | None: ...
 
     def put(self, tokens: np.ndarray, hidden: mx.array) -> None:
-        """Keep a text's hidden states; what is held already stays as it is."""
+        """Store the hidden states of a text, unless it is stored already."""
 
     def close(self) -> None: ...
 
@@ -84,7 +85,7 @@ class MemoryStore:
     def put(self, tokens: np.ndarray, hidden: mx.array) -> None:
         if self.has(tokens) or not self.keeps:
             return
-        # A slice made contiguous gets a buffer of its own, if its batch's is any larger.
+        # Copies a slice out of the larger buffer of its batch, which can then be freed.
         own = mx.contiguous(hidden)
         mx.eval(own)
         self._held[digest_of(tokens)] = own
@@ -98,9 +99,10 @@ class MemoryStore:
 class DiskStore:
     """Hidden states in a folder.
 
-    key: what they depend on beside the tokens. A folder of another key, or one that cannot
-    be read, is emptied, and `emptied` says why. faults: texts found damaged when read.
-    Raises RunError where the folder cannot be written.
+    key: everything the hidden states depend on, except the tokens. If the folder has a
+    different key or cannot be read, it is emptied, and `emptied` gives the reason.
+    `faults` counts texts that were damaged when read.
+    Raises RunError if the folder cannot be written.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class DiskStore:
         self.folder, self.hidden_size, self.dtype = folder, hidden_size, dtype
         self.emptied, self.faults, self.keeps = "", 0, True
         self._places: dict[bytes, tuple[int, int, int]] = {}  # offset, tokens, crc32
-        self._data_bytes = self._index_bytes = 0  # up to the end of the last whole record
+        self._data_bytes = self._index_bytes = 0  # up to the end of the last complete record
         full_key = {
             **key,
             "cache_format": FORMAT,
@@ -145,12 +147,12 @@ class DiskStore:
             del self._places[digest]
             self.faults += 1
             return None
-        # As bytes, since numpy has no bfloat16.
+        # Read as bytes, because numpy has no bfloat16.
         hidden = mx.array(np.frombuffer(data, np.uint8)).view(self.dtype)
         return hidden.reshape(count, self.hidden_size)
 
     def put(self, tokens: np.ndarray, hidden: mx.array) -> None:
-        """Raises RunError where the disk is full; what was held before stays readable."""
+        """Raises RunError if the disk is full; texts stored before stay readable."""
         if not len(tokens) or hidden.shape != (len(tokens), self.hidden_size):
             raise ValueError(f"{len(tokens)} tokens with hidden states of {hidden.shape}")
         if hidden.dtype != self.dtype:
@@ -166,7 +168,7 @@ class DiskStore:
                 self._index.fileno(), memoryview(RECORD.pack(digest, *place)), self._index_bytes
             )
         except OSError as error:
-            with contextlib.suppress(OSError):  # what stays is cut off at the next opening
+            with contextlib.suppress(OSError):  # any rest is cut off when the cache is next opened
                 self._cut()
             raise self._failure(error) from error
         self._places[digest] = place
@@ -182,7 +184,7 @@ class DiskStore:
         return self.hidden_size * self.dtype.size
 
     def _begin(self, key: dict[str, str]) -> None:
-        """An empty cache. Killed at any point, it has no key, and is begun anew."""
+        """Create an empty cache. The key is written last: without it, the next run starts over."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (KEY, INDEX, HIDDEN):
             (self.folder / name).unlink(missing_ok=True)
@@ -192,7 +194,7 @@ class DiskStore:
         (self.folder / KEY).write_text(json.dumps(key, indent=2) + "\n", encoding="utf-8")
 
     def _open(self) -> str | None:
-        """Take up the texts that are there; why that cannot be done, or None."""
+        """Load the existing texts. Return the reason if that fails, otherwise None."""
         try:
             self._open_files("r+b")
             size = os.fstat(self._data.fileno()).st_size
@@ -201,10 +203,10 @@ class DiskStore:
             for digest, *place in RECORD.iter_unpack(records[:whole]):
                 offset, tokens, _ = place
                 end = offset + tokens * self._row_bytes
-                # A record begins where the one before it ends. One that does not was torn.
+                # A record must begin where the previous one ends; otherwise it was cut off.
                 if offset != self._data_bytes or not tokens or end > size:
                     break
-                self._places[digest] = tuple(place)  # the last one of a text counts
+                self._places[digest] = tuple(place)  # the last record of a text counts
                 self._data_bytes = end
                 self._index_bytes += RECORD.size
             self._cut()
@@ -216,28 +218,28 @@ class DiskStore:
         return "its files are damaged"
 
     def _links(self) -> str | None:
-        """Why its files are not written to: one that is a link leads to a file elsewhere."""
+        """The reason not to write to the files: a symbolic link points to a file elsewhere."""
         linked = any((self.folder / name).is_symlink() for name in (KEY, HIDDEN, INDEX))
-        return "its files are links" if linked else None
+        return "its files are symbolic links" if linked else None
 
     def _open_files(self, mode: str) -> None:
         self._data = (self.folder / HIDDEN).open(mode, buffering=0)
         self._index = (self.folder / INDEX).open(mode, buffering=0)
 
     def _cut(self) -> None:
-        """Cut off what follows the last whole record."""
+        """Truncate the files after the last complete record."""
         self._index.truncate(self._index_bytes)
         self._data.truncate(self._data_bytes)
 
     def _failure(self, error: OSError) -> RunError:
         return RunError(
             f"{self.folder}: the prefix cache cannot be written ({error.strerror}); "
-            f"make room, then resume the run, {INSTEAD}"
+            f"free some disk space, then resume the run, {INSTEAD}"
         )
 
 
 def _difference(path: Path, key: dict[str, str]) -> str | None:
-    """Why a cache is not of this key, or None where it is."""
+    """The reason why a cache does not match this key, or None if it does."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -245,15 +247,15 @@ def _difference(path: Path, key: dict[str, str]) -> str | None:
     if not isinstance(found, dict):
         return f"its {KEY} cannot be read"
     others = [name for name in {**key, **found} if found.get(name) != key.get(name)]
-    return f"it was made with another {', '.join(others)}" if others else None
+    return f"it was made with a different {', '.join(others)}" if others else None
 
 
 def remove(folder: Path) -> None:
-    """Delete a cache, if it is there."""
+    """Delete a cache, if it exists."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
-# -- room on the disk ---------------------------------------------------------------------
+# -- disk space ---------------------------------------------------------------------------
 
 
 def needed_bytes(tokens: int, hidden_size: int, dtype: mx.Dtype) -> int:
@@ -261,9 +263,9 @@ def needed_bytes(tokens: int, hidden_size: int, dtype: mx.Dtype) -> int:
 
 
 def check_room(folder: Path, tokens: int, hidden_size: int, dtype: mx.Dtype) -> None:
-    """Raises UserError where a cache of so many more tokens does not fit on the disk.
+    """Raise UserError if the cache does not fit on the disk.
 
-    tokens: of the texts that are not held yet; folder: need not be there.
+    tokens: number of tokens of the texts that are not stored yet; folder: need not exist.
     """
     if not tokens:
         return
@@ -271,11 +273,11 @@ def check_room(folder: Path, tokens: int, hidden_size: int, dtype: mx.Dtype) -> 
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     if free < needed:
-        # Rounded apart, so that what is needed is seen to be more than what is free.
+        # One is rounded up and one down, so that the message shows needed > free.
         needs_gb, free_gb = math.ceil(needed / 1e8) / 10, math.floor(free / 1e8) / 10
         raise UserError(
-            f"--prefix-cache disk: needs {needs_gb:.1f} GB in {folder}, {free_gb:.1f} GB are "
-            f"free; free some, {INSTEAD}"
+            f"--prefix-cache disk: needs {needs_gb:.1f} GB in {folder}, only {free_gb:.1f} GB "
+            f"free; free some disk space, {INSTEAD}"
         )
 
 
@@ -284,7 +286,7 @@ def check_room(folder: Path, tokens: int, hidden_size: int, dtype: mx.Dtype) -> 
 
 @dataclass(frozen=True)
 class Span:
-    """A text in a batch: its tokens, (n,) int32, from column `start` of row `row` on."""
+    """A text in a batch: its tokens, (n,) int32, begin at column `start` of row `row`."""
 
     row: int
     start: int
@@ -298,8 +300,9 @@ class Span:
 def spans_of(tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray | None = None) -> list[Span]:
     """The texts of a batch, by row and column; tokens: (B, T).
 
-    rows: (B, T) ids where rows are packed with texts; a run of one id is a text. Otherwise
-    (B, 1), and a row is one text of its length in lengths, (B,), or none where that is 0.
+    rows: (B, T) ids if the batch is packed: a run of equal ids is a text. Otherwise (B, 1): each
+        row is one text.
+    lengths: (B,) tokens per row, required if the batch is not packed; 0 for a row without text.
     """
     if rows.ndim == 1 or rows.shape[1] == 1:
         if lengths is None:
@@ -320,9 +323,9 @@ def assemble(
     shape: tuple[int, int, int],
     dtype: mx.Dtype,
 ) -> mx.array:
-    """(B, T, D): each text's hidden states in its place, zeros elsewhere.
+    """(B, T, D): the hidden states of each text at its place, zeros elsewhere.
 
-    of_text: gives those of a text, (n, D). Spans do not overlap.
+    of_text: returns the hidden states of a text, (n, D). Spans must not overlap.
     """
     rows, length, hidden_size = shape
     pieces: list[list[mx.array]] = [[] for _ in range(rows)]
@@ -340,7 +343,7 @@ def assemble(
 
 @contextlib.contextmanager
 def unchanged(store: Store | None) -> Iterator[None]:
-    """What is put meanwhile is not kept."""
+    """Make `store.put` store nothing until the `with` block ends."""
     if store is not None:
         store.keeps = False
     try:
@@ -351,7 +354,7 @@ def unchanged(store: Store | None) -> Iterator[None]:
 
 
 def missing(store: Store, texts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """The texts that are not held, each once."""
+    """The texts that are not in the store, each once."""
     seen: set[bytes] = set()
     for tokens in texts:
         digest = digest_of(tokens)
@@ -361,5 +364,5 @@ def missing(store: Store, texts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def padded(tokens: np.ndarray) -> np.ndarray:
-    """A text as a row of its own, (1, T), T of its length alone."""
+    """A text as a separate row, (1, T), where T depends only on its own length."""
     return np.pad(tokens, (0, round_up(len(tokens), MULTIPLE) - len(tokens)))[None]

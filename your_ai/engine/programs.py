@@ -1,9 +1,9 @@
-"""What one block computes, compiled: forward, and backward from its input alone.
+"""Compiled forward and backward passes of one block; backward starts from the block's input.
 
-Blocks of one structure share a program, which takes the weights as arguments: so a
-block's weights need only be there while it runs.
+Blocks with the same structure share a program. It takes the weights as arguments, so the
+weights of a block need to be in memory only while the block runs.
 
-Shapes: B rows, T tokens of a row, D hidden size.
+Shapes: B rows, T tokens per row, D hidden size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from your_ai.engine.mlp import put_sliced
 from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.parts import Arrays, Call, Parts, arrays_of, put, skeleton, structure
 
-Extras = dict[str, mx.array]  # what blocks are given beside hidden states, by name
+Extras = dict[str, mx.array]  # inputs of a block in addition to the hidden states, by name
 
 
 def trained_arrays(block: nn.Module) -> Arrays:
@@ -35,17 +35,16 @@ def frozen_arrays(block: nn.Module) -> Arrays:
 
 @dataclass(frozen=True)
 class Program:
-    """What blocks of one structure, called in one way, compute of their arrays.
+    """The functions of blocks that have the same structure and are called in the same way."""
 
-    forward(frozen, trained, hidden, extras) -> hidden
-    backward(frozen, trained, hidden, extras, cotangent) -> (gradients, hidden's cotangent)
-    lowest: the same without the cotangent, for the first trained block.
-    """
-
-    run: Callable[..., mx.array]  # not compiled
+    run: Callable[..., mx.array]
+    """`forward`, not compiled."""
     forward: Callable[..., mx.array]
+    """(frozen, trained, hidden, extras) -> hidden"""
     backward: Callable[..., tuple[Arrays, mx.array]]
+    """(frozen, trained, hidden, extras, cotangent) -> (gradients, cotangent of hidden)"""
     lowest: Callable[..., Arrays]
+    """Same as `backward`, but returns only the gradients; for the first trained block."""
 
 
 def program(
@@ -55,7 +54,7 @@ def program(
     dropout_keys: DropoutKeys,
     lean: bool,
 ) -> Program:
-    """lean: memory is dearer than time."""
+    """Make the program of a block; lean: save memory at the cost of time."""
     template = skeleton(block)
     put_blockwise(template, lean)
     if lean:
@@ -92,7 +91,7 @@ def program(
 
 
 class Programs:
-    """The program of each block for rows of a shape: one for all blocks that are alike."""
+    """The program of each block for rows of a shape; equal blocks share one."""
 
     def __init__(self, parts: Parts, dropout_keys: DropoutKeys, lean: bool, graphs: Graphs) -> None:
         self.parts, self.dropout_keys, self.lean = parts, dropout_keys, lean

@@ -1,4 +1,4 @@
-"""What a training loop needs of a model, whichever way its gradients are computed."""
+"""The interface between the training loop and a model, the same for every engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from your_ai.objectives.objective import Objective, Sums
 
 @dataclass(frozen=True)
 class Engine:
-    """A model under an objective. Shapes: S target slots of a batch.
+    """A model with an objective. Shapes: S target slots of a batch.
 
     All sums are over the targets of one micro-batch.
     """
@@ -22,14 +22,14 @@ class Engine:
     objective: Objective
     gradients: Callable[[Batch, float, int], tuple[Sums, Any]]
     """(batch, scale, step_seed) -> the sums, and the gradients of `scale` times the loss, as a
-    tree of the trainable parameters. step_seed draws dropout."""
+    tree of the trainable parameters. step_seed is the seed of dropout."""
     loss: Callable[[Batch], Sums]
-    """The sums alone, without dropout."""
+    """Only the sums, without dropout."""
     predictions: Callable[[Batch], mx.array]
-    """(S,) the likeliest token at each target."""
+    """(S,) the most likely token at each target."""
     score: Callable[[Batch], tuple[mx.array, mx.array]]
-    """(S,) the cross-entropy of each target, whatever its weight, and its prediction."""
+    """(S,) the unweighted cross-entropy of each target, and (S,) the most likely token there."""
     drop: Callable[[], None]
-    """Forget compiled graphs; they are compiled again when they are needed."""
+    """Free the compiled graphs; they are compiled again when needed."""
     fill: Callable[[Iterable[Batch]], None] | None = None
-    """Fill the prefix cache, where that is cheaper before the first step."""
+    """Fill the prefix cache before the first step; None if that would not be cheaper."""

@@ -1,9 +1,9 @@
-"""The LoRA-only reload: the weights below the adapters, read back from the model's files.
+"""The LoRA-only reload: read the frozen weights of the adapted layers again from the model files.
 
-What the adapted layers hold besides their adapters is dropped and read again, tensor by
-tensor, into new buffers; so nothing that still refers to the old ones, a compiled graph or a
-cache, keeps them twice, and what was scattered lies together again. Adapters and optimizer
-are not touched, and the bytes are the same: so are the losses.
+The frozen arrays of the adapted layers are freed and read again, tensor by tensor, into new
+buffers. So a compiled graph or a cache that still refers to old buffers does not keep a second
+copy, and fragmented memory becomes contiguous again. Adapters and optimizer states are not
+touched, and the new arrays have the same bytes, so the losses are the same.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from your_ai.nets.parts import StandIn
 
 
 def reload_adapted(model: nn.Module, tensors: dict[str, FileTensor] | None) -> int:
-    """Read back the frozen arrays of the adapted layers; the bytes that were read.
+    """Read the frozen arrays of the adapted layers again; return the number of bytes read.
 
-    tensors: where they are, by path; 0 where they are in no file as the model has them, or
-    the model streams them. Raises RunError where a file is gone.
+    tensors: the file of each array, by path.
+
+    Skips arrays that no file stores in the form that the model uses, and arrays that are
+    streamed. Raises RunError if a file is gone.
     """
     modules = dict(model.named_modules())
     streamed = tuple(f"{n}." for n, module in modules.items() if isinstance(module, StandIn))
@@ -34,10 +36,10 @@ def reload_adapted(model: nn.Module, tensors: dict[str, FileTensor] | None) -> i
                 if tensor is None or not isinstance(child[leaf], mx.array):
                     continue
                 try:
-                    rows = tensor.shape[0]  # from the file's header
+                    rows = tensor.shape[0]  # from the header of the file
                 except OSError as error:
                     raise gone(tensor.file, error.strerror) from error
-                child[leaf] = None  # its buffer is free before the next one is taken
+                child[leaf] = None  # free the old buffer before allocating the new one
                 child[leaf] = tensor.rows(0, rows)
                 read += child[leaf].nbytes
     return read

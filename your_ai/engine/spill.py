@@ -1,4 +1,4 @@
-"""Block inputs on disk, between the forward pass that saves them and the backward pass."""
+"""Offload block inputs to disk between the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from your_ai.files import read_at, write_at
 
 
 class Spilled:
-    """A stack of arrays in a file without a name, which goes when the process does.
+    """A stack of arrays in an unnamed temporary file, which is deleted when the process ends.
 
-    folder: where it lies; made when the first array comes. Raises RunError where the file
-    cannot be written or read.
+    folder: the folder of the file; created when the first array is added. Raises RunError if
+    the file cannot be written or read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +55,7 @@ class Spilled:
         return mx.array(np.frombuffer(data, np.uint8)).view(dtype).reshape(shape)
 
     def clear(self) -> None:
-        """Forget what a step that failed has left, and give its room back."""
+        """Remove arrays left over from a failed step, and free their disk space."""
         self._held.clear()
         self._bytes = 0
         if self._file is not None:
@@ -63,6 +63,6 @@ class Spilled:
 
     def _failure(self, done: str, error: OSError) -> RunError:
         return RunError(
-            f"{self.folder}: block inputs cannot be {done} ({error.strerror}); make room, then "
-            "resume the run, or train without --spill"
+            f"{self.folder}: block inputs cannot be {done} ({error.strerror}); free some disk "
+            "space, then resume the run, or train without --spill"
         )

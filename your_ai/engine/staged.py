@@ -1,8 +1,8 @@
-"""Block by block: the gradients of the fused engine, in a fraction of its memory.
+"""The staged engine: the same gradients as the fused engine, block by block, in less memory.
 
-Only the input of each trained block is kept; its backward pass computes the block again.
+It keeps only the input of each trained block; the backward pass recomputes the block.
 
-Shapes: B rows, T tokens of a row, D hidden size.
+Shapes: B rows, T tokens per row, D hidden size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from your_ai.nets.model import DropoutKeys, KeyedDropout
 from your_ai.nets.parts import Arrays, Parts
 from your_ai.objectives.objective import Objective, Sums, Targets
 
-FEWEST_BYTES = 16 << 20  # of hidden states for which the frozen blocks are read once
+FEWEST_BYTES = 16 << 20  # minimum bytes of hidden states per read of the frozen blocks
 
 
 class Inputs(Protocol):
@@ -46,9 +46,9 @@ class Inputs(Protocol):
 
 
 class Weights(Protocol):
-    """Where the frozen arrays of a block come from.
+    """The source of the frozen arrays of the blocks.
 
-    streamed: from files.
+    streamed: whether they are read from files.
     """
 
     @property
@@ -57,17 +57,16 @@ class Weights(Protocol):
     def read(self, index: int) -> Arrays: ...
 
     def ahead(self, index: int) -> None:
-        """Block `index` is wanted next."""
+        """Start to load block `index`, which is needed next."""
 
 
 class BatchRows(NamedTuple):
-    """Rows that go through blocks together, and what the blocks are given beside them.
-
-    tokens: (B, T) int32; shape: what is compiled for them is found by.
-    """
+    """Rows that go through the blocks together, with the other inputs of the blocks."""
 
     tokens: np.ndarray
+    """(B, T) int32"""
     shape: GraphShape
+    """The key of their compiled graphs."""
     extras: Extras
 
 
@@ -86,11 +85,13 @@ class Resident:
 
 
 class Staged:
-    """Holds one block's working set at a time.
+    """Run one block at a time, so that only the working set of one block is in memory.
 
-    store: keeps what the blocks below the first trained one give of each text, so that
-    they run once for it. inputs: where those of the trained blocks are kept. graphs: keeps
-    what is compiled. lean: memory is dearer than time.
+    store: a cache of the hidden states below the first trained block, so that the frozen blocks
+        run only once per text.
+    inputs: the stack that keeps the inputs of the trained blocks.
+    graphs: the cache of compiled graphs.
+    lean: save memory at the cost of time.
     """
 
     def __init__(
@@ -119,14 +120,14 @@ class Staged:
         self.frozen, self.trained = range(self.first), range(self.first, len(self.blocks))
         self.reads_files = reads_its_vocabulary(model)
         self.has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
-        sample = parts.embed(mx.zeros((1, 1), mx.int32))  # for its shape
+        sample = parts.embed(mx.zeros((1, 1), mx.int32))  # only for its shape and dtype
         self.hidden_size, self.dtype = sample.shape[-1], sample.dtype
         self.head, self.state = finished(parts, head), [parts.outside]
         self._embed = self._compiled(parts.embed)
         self._head_gradient = self._compiled(self._loss_and_gradient)
         self._head_loss = self._compiled(self._loss)
-        self._likeliest = self._compiled(self._predictions)
-        self._losses_and_likeliest = self._compiled(self._score)
+        self._most_likely = self._compiled(self._predictions)
+        self._losses_and_predictions = self._compiled(self._score)
 
     def engine(self) -> Engine:
         ahead = self.weights.streamed and self.store is not None and self.first > 0
@@ -163,13 +164,13 @@ class Staged:
         return Sums(*self._above(self._head_loss, batch))
 
     def predictions(self, batch: Batch) -> mx.array:
-        return self._above(self._likeliest, batch)
+        return self._above(self._most_likely, batch)
 
     def score(self, batch: Batch) -> tuple[mx.array, mx.array]:
-        return self._above(self._losses_and_likeliest, batch)
+        return self._above(self._losses_and_predictions, batch)
 
     def _above(self, function: Callable, batch: Batch) -> Any:
-        """What a function of the last hidden states and the targets gives."""
+        """Apply `function` to the last hidden states and the targets."""
         rows = self._rows(batch)
         return function(rows.shape, self._forward(batch, rows), Targets.of(batch))
 
@@ -187,10 +188,10 @@ class Staged:
         return target_pass.score(hidden, Targets(*targets), self.head)
 
     def fill(self, batches: Iterable[Batch]) -> None:
-        """Keep what the first trained block is given for each text, group by group.
+        """Store the input of the first trained block for each text, group by group.
 
-        The frozen blocks' weights are read once for a group, whose hidden states take about
-        as much memory as the weights of a block.
+        The weights of the frozen blocks are read once per group. The hidden states of a group
+        take about as much memory as the weights of a block.
         """
         block = sum(array.nbytes for array in self.weights.read(0).values())
         tokens = max(block, FEWEST_BYTES) // (self.hidden_size * self.dtype.size)
@@ -206,7 +207,7 @@ class Staged:
         return hidden[0]
 
     def _below(self, batch: Batch, rows: BatchRows) -> mx.array:
-        """(B, T, D) what the first trained block is given, from the store where it is held."""
+        """(B, T, D) input of the first trained block, taken from the store if it is there."""
         if self.store is None:
             return self._from_tokens([rows])[0]
         shape = (*batch.tokens.shape, self.hidden_size)
@@ -215,7 +216,7 @@ class Staged:
         return hidden
 
     def _of_text(self, tokens: np.ndarray) -> mx.array:
-        """(n, D) what the first trained block is given for a text of n tokens."""
+        """(n, D) input of the first trained block for a text of n tokens."""
         held = self.store.get(tokens)
         if held is None:
             (held,) = self._of_texts([tokens])
@@ -223,9 +224,9 @@ class Staged:
         return held
 
     def _of_texts(self, texts: list[np.ndarray]) -> list[mx.array]:
-        """The same for several, each in a row of its own, so that no other has a part in it.
+        """Same as `_of_text` for several texts. Each text is computed in a separate row.
 
-        Numbers that depended on the batch would be others when a run that went on fills its
+        If the numbers depended on the batch, they would change when a resumed run fills its
         cache again.
         """
         every = [BatchRows(row, GraphShape(*row.shape), {}) for row in map(padded, texts)]
@@ -233,7 +234,7 @@ class Staged:
         return [hidden[0, : len(text)] for text, hidden in zip(texts, found, strict=True)]
 
     def _from_tokens(self, every: list[BatchRows]) -> list[mx.array]:
-        """What the first trained block is given for each."""
+        """The input of the first trained block for each of `every`."""
         hidden = [self._embed(rows.shape, mx.array(rows.tokens)) for rows in every]
         mx.eval(hidden)
         self._run(hidden, every, self.frozen)
@@ -246,9 +247,10 @@ class Staged:
         which: range,
         saved: Inputs | None = None,
     ) -> None:
-        """Replace the (B, T, D) of each rows by what the blocks `which` give of them.
+        """Run the blocks `which` and replace each of `hidden`, (B, T, D), with the result.
 
-        A block's weights are read once for all. The input of each is added to `saved`.
+        The weights of a block are read once for all batches. The inputs of the blocks are
+        appended to `saved`.
         """
         if which:
             self.weights.ahead(which[0])
@@ -266,23 +268,23 @@ class Staged:
             del arrays
 
     def _arrays(self, index: int) -> Arrays:
-        """What block `index` is given beside its adapters: its weights, and DoRA's norms."""
+        """The frozen weights of block `index`, and the norms of its DoRA layers."""
         arrays = self.weights.read(index)
         return arrays | norms_of(self.dora[index], arrays)
 
     def _rows(self, batch: Batch, step_seed: int | None = None) -> BatchRows:
-        """step_seed: draws dropout; None outside training."""
+        """The rows of a batch; step_seed: the seed of dropout, None outside training."""
         found: Extras = {}
         if batch.segments is not None:
             found["segments"] = mx.array(batch.segments)
         if step_seed is not None and self.has_dropout:
             found["keys"] = mx.array(row_keys(step_seed, batch.rows))
             found["places"] = mx.array(batch.places)
-        shape = shape_of(batch, trained=True)._replace(targets=0)  # blocks have none
+        shape = shape_of(batch, trained=True)._replace(targets=0)  # blocks see no targets
         return BatchRows(batch.tokens, shape, found)
 
     def _tree(self, found: dict[int, Arrays]) -> Any:
-        """The gradients of blocks, as a tree of the model's parameters."""
+        """The gradients of the blocks as a tree like the model's parameters."""
         return tree_unflatten(
             [
                 (f"{self.names[index]}.{path}", grad)
@@ -292,9 +294,9 @@ class Staged:
         )
 
     def _compiled(self, function: Callable) -> Callable:
-        """f(shape, *args): the function, compiled for rows of a shape.
+        """Make f(shape, *args), which runs `function` compiled for rows of that shape.
 
-        What reads a file must run every time, not be traced once.
+        A function that reads a file must run every time, so it is not compiled.
         """
 
         def run(shape: GraphShape, *args: Any) -> Any:
@@ -307,9 +309,9 @@ class Staged:
 
 
 class FusedAboveCache(Staged):
-    """Above a prefix cache, the trained blocks and the head as one graph.
+    """One compiled graph of the trained blocks and the head, above a prefix cache.
 
-    No block is computed twice; for where memory is plenty.
+    No block is computed twice. For runs with enough memory.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -329,7 +331,7 @@ class FusedAboveCache(Staged):
         return Sums(*sums), self._tree(dict(zip(self.trained, grads, strict=True)))
 
     def _trained_gradients(self, shape, trained, frozen, hidden, extras, targets, scale):
-        """The objective's sums, and the gradients of the trained blocks, from their input."""
+        """The sums of the objective, and the gradients of the trained blocks, from their input."""
         targets = Targets(*targets)
 
         def scaled(trained: list[Arrays]) -> Sums:
@@ -345,7 +347,7 @@ class FusedAboveCache(Staged):
 
 
 def finished(parts: Parts, head: Head) -> Head:
-    """`head`, of finished hidden states, as a head of what the last block gives."""
+    """Convert `head`, which takes finished hidden states, to take the output of the last block."""
     if not isinstance(head, LinearHead):
         return parts.finished_head
     return replace(head, before=lambda rows: head.inputs(parts.finish(rows[None])[0]))
@@ -356,7 +358,7 @@ def texts_of(batch: Batch) -> list[Span]:
 
 
 def groups(texts: Iterable[np.ndarray], tokens: int) -> Iterator[list[np.ndarray]]:
-    """Runs of texts that have at least so many tokens together, padding included, but the last."""
+    """Split texts into groups of at least `tokens` tokens with padding; the last may be smaller."""
     group: list[np.ndarray] = []
     for text in texts:
         group.append(text)

@@ -1,6 +1,6 @@
-"""Hidden states -> the targets among them -> the head and the objective.
+"""From hidden states to the targets, the head and the objective.
 
-Shapes: B rows, T tokens of a row, D hidden size, S targets.
+Shapes: B rows, T tokens per row, D hidden size, S targets.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from your_ai.objectives.objective import Objective, Sums, Targets
 
 
 def at_targets(hidden: mx.array, targets: Targets) -> mx.array:
-    """(S, D) the hidden states that predict the targets, of (B, T, D), and no others."""
+    """Select from (B, T, D) the hidden states that predict the targets, (S, D)."""
     return hidden.reshape(-1, hidden.shape[-1])[targets.positions]
 
 
 def trainable_loss(
     hidden: mx.array, targets: Targets, objective: Objective, scale: mx.array, head: Head
 ) -> Sums:
-    """The objective's sums; the gradients of the loss come out times `scale`."""
+    """The sums of the objective; the gradients of the loss are multiplied by `scale`."""
     return losses.trainable_loss(at_targets(hidden, targets), targets, objective, scale, head)
 
 
 def loss_and_gradient(
     hidden: mx.array, targets: Targets, objective: Objective, scale: mx.array, head: Head
 ) -> tuple[Sums, mx.array]:
-    """`trainable_loss`, and its gradient in `hidden`, (B, T, D)."""
+    """Same as `trainable_loss`, and the gradient with respect to `hidden`, (B, T, D)."""
     rows = at_targets(hidden, targets)
     sums, grad = losses.loss_and_gradient(rows, targets, objective, scale, head)
     flat = mx.zeros((hidden.size // hidden.shape[-1], hidden.shape[-1]), grad.dtype)
@@ -35,18 +35,18 @@ def loss_and_gradient(
 
 
 def loss(hidden: mx.array, targets: Targets, objective: Objective, head: Head) -> Sums:
-    """The same sums, to be evaluated alone."""
+    """The sums of the objective, without gradients."""
     return losses.chunked_loss(at_targets(hidden, targets), targets, objective, head)
 
 
 def predictions(hidden: mx.array, targets: Targets, head: Head) -> mx.array:
-    """(S,) the likeliest token at each target."""
+    """(S,) the most likely token at each target."""
     return losses.chunked_predictions(at_targets(hidden, targets), head)
 
 
 def score(hidden: mx.array, targets: Targets, head: Head) -> tuple[mx.array, mx.array]:
-    """(S,) the cross-entropy of each target, and (S,) the likeliest token in its place."""
+    """(S,) the cross-entropy of each target, and (S,) the most likely token there."""
     rows = at_targets(hidden, targets)
     found = losses.chunked_losses(rows, targets.tokens, head)
-    (rows,) = mx.depends([rows], [found])  # one walk through the vocabulary after the other
+    (rows,) = mx.depends([rows], [found])  # one pass over the vocabulary after the other
     return found, losses.chunked_predictions(rows, head)

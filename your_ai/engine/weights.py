@@ -1,10 +1,11 @@
-"""Streamed weights: a block is read from its file when it runs, and dropped after.
+"""Streamed weights: a block is read from its file when it runs, and freed afterwards.
 
-`stream` makes a model that holds no frozen weight: its blocks read theirs when called, its
-embedding gathers rows from the file, its head walks slices of the vocabulary. (The staged
-plan does these last two alone: `stream_vocabulary`.) So whatever calls the model, generation
-too, streams. The staged engine asks `Streamed` for a block's
-arrays itself, and for the next block's while one runs.
+`stream` changes a model so that it keeps no frozen weights in memory: each block reads its
+weights when it is called, the embedding gathers rows from the file, and the head goes through
+slices of the vocabulary. So every caller of the model, including generation, streams.
+(`stream_vocabulary` does this only for the embedding and the head; the staged plan uses it.)
+The staged engine itself asks `Streamed` for the arrays of a block, and for those of the next
+block while one runs.
 
 Shapes: T tokens, D hidden size, V vocabulary.
 """
@@ -43,22 +44,20 @@ VOCABULARY_LAYERS = ("embed_tokens", "lm_head")
 
 @dataclass(frozen=True)
 class FileTensor:
-    """One tensor of a safetensors file, read by rows of its first axis.
-
-    dtype: what the model computes in, to which the file's floats are cast.
-    """
+    """One tensor of a safetensors file, read by rows of its first axis."""
 
     file: Path
     name: str
     dtype: mx.Dtype
+    """The dtype of the parameter in the model; values are cast to it when read."""
 
     @cached_property
     def place(self) -> tuple[int, mx.Dtype, tuple[int, ...]]:
-        """(offset, type, shape), from the header that safetensors files begin with."""
+        """(offset, dtype, shape), from the header of the file."""
         try:
             entry = next(entry for entry in read_header(self.file) if entry.name == self.name)
         except (UserError, StopIteration) as error:
-            raise gone(self.file, "it is not what it was") from error
+            raise gone(self.file, "its contents changed") from error
         return entry.start, DTYPES[entry.kind], entry.shape
 
     @property
@@ -66,18 +65,18 @@ class FileTensor:
         return self.place[2]
 
     def rows(self, start: int, stop: int) -> mx.array:
-        """Rows start to stop, as the model has them."""
+        """Read the rows from `start` to `stop`, cast to `dtype`."""
         stop = min(stop, self.shape[0])
         return self._array([(start, stop - start)], stop - start)
 
     def gather(self, indices: np.ndarray) -> mx.array:
-        """The rows at `indices`, (N,) -> (N, ...); each is read once."""
+        """Read the rows at `indices`, (N,) -> (N, ...); each row is read once."""
         wanted, inverse = np.unique(indices, return_inverse=True)
         rows = self._array([(index, 1) for index in wanted.tolist()], len(wanted))
         return rows[mx.array(inverse.reshape(-1).astype(np.int32))]
 
     def _array(self, runs: list[tuple[int, int]], count: int) -> mx.array:
-        """`count` rows, of runs from a row on."""
+        """Read `count` rows; runs: (first row, number of rows) of each part."""
         offset, kind, shape = self.place
         width = math.prod(shape[1:]) * kind.size
         try:
@@ -90,23 +89,23 @@ class FileTensor:
             raise gone(self.file, error.strerror) from error
         data = np.frombuffer(b"".join(parts), np.uint8)
         if len(data) != count * width:
-            raise gone(self.file, "it is shorter than it was")
+            raise gone(self.file, "it is now shorter")
         array = mx.array(data).view(kind).reshape(count, *shape[1:]).astype(self.dtype)
-        mx.eval(array)  # was read now; and the file's bytes need not be held beside it
+        mx.eval(array)  # so that the bytes of the file can be freed
         return array
 
 
 def gone(file: Path, reason: str) -> RunError:
     return RunError(
-        f"{file}: cannot be read any more ({reason}); this plan reads the model's files until "
-        "the run ends: put them back, then resume it"
+        f"{file}: can no longer be read ({reason}); this plan reads the model files for the "
+        "whole run: restore them, then resume the run"
     )
 
 
 def tensors_of(model: nn.Module, folder: Path) -> dict[str, FileTensor]:
-    """The tensor behind each parameter of a model that has no adapters yet, by path.
+    """The file tensor of each parameter of a model without adapters, by path.
 
-    What is in the files in another form is left out: `can_stream` tells.
+    Parameters that the files store in a different form are left out; see `can_stream`.
     """
     raw: dict[str, mx.array] = {}
     found: dict[int, tuple[Path, str]] = {}
@@ -114,7 +113,7 @@ def tensors_of(model: nn.Module, folder: Path) -> dict[str, FileTensor]:
         for name, array in mx.load(str(file)).items():
             raw[name] = array
             found[id(array)] = (file, name)
-    kept = list(raw.values())  # so that no id is given twice
+    kept = list(raw.values())  # keep them alive, so that no id is used twice
     weights = model.sanitize(raw) if hasattr(model, "sanitize") else raw
     tensors: dict[str, FileTensor] = {}
     for path, parameter in tree_flatten(model.parameters()):
@@ -126,19 +125,18 @@ def tensors_of(model: nn.Module, folder: Path) -> dict[str, FileTensor]:
 
 
 def can_stream(model: nn.Module, tensors: dict[str, FileTensor]) -> bool:
-    """Whether every parameter of a model without adapters is in its files as it is."""
+    """Whether the files store every parameter of a model without adapters in its own form."""
     return all(path in tensors for path, _ in tree_flatten(model.parameters()))
 
 
 @dataclass
 class Streamed:
-    """The frozen arrays of blocks, from their files; a `staged.Weights`.
-
-    files: for each block, the tensor of each path. rest: its arrays that are in no file.
-    """
+    """The frozen arrays of the blocks, read from files; implements `staged.Weights`."""
 
     files: list[dict[str, FileTensor]]
+    """For each block, the file tensor of each path."""
     rest: list[Arrays]
+    """For each block, the arrays that are in no file."""
     streamed: bool = True
     stream: mx.Stream = field(default_factory=lambda: mx.new_stream(mx.cpu))
     _ahead: dict[int, Arrays] = field(default_factory=dict)
@@ -151,7 +149,7 @@ class Streamed:
         mx.async_eval(self._ahead[index])
 
     def load(self, index: int) -> Arrays:
-        """Lazy arrays, new ones, so that they are freed with their last use."""
+        """Make new lazy arrays of a block, which are freed after their last use."""
         opened: dict[Path, Any] = {}
         arrays = dict(self.rest[index])
         for path, tensor in self.files[index].items():
@@ -167,9 +165,9 @@ class Streamed:
 
 @dataclass(frozen=True)
 class FileRows:
-    """The rows of a layer's weight, read when asked for; `head.Rows` of a head in a file.
+    """The rows of a layer's weight, read from its file on request; implements `head.HeadRows`.
 
-    tensors: weight, and scales, biases and bias where the layer has them.
+    tensors: weight, and scales, biases and bias if the layer has them.
     """
 
     tensors: dict[str, FileTensor]
@@ -184,7 +182,7 @@ class FileRows:
         return self.tensors["weight"].shape
 
     def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> HeadSlice:
-        mx.eval(*after)  # before more is read
+        mx.eval(*after)  # before reading more
         arrays = {name: tensor.rows(start, stop) for name, tensor in self.tensors.items()}
         return part_of(arrays, self.quantization)
 
@@ -195,9 +193,9 @@ class FileRows:
 
 
 class StreamedLayer(nn.Module):
-    """An embedding, or a linear head, whose weight stays in its file.
+    """An embedding or a linear head whose weight stays in its file.
 
-    last_only: logits are given of the last position alone.
+    last_only: compute logits only at the last position.
     """
 
     def __init__(self, rows: FileRows) -> None:
@@ -221,10 +219,9 @@ class StreamedLayer(nn.Module):
 
 
 def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Module], Streamed]:
-    """Let a model with adapters read its frozen weights from their files, in place.
+    """Change a model with adapters, in place, to read its frozen weights from their files.
 
-    Returns its blocks as they were, which hold weights that were never read, and where
-    their arrays come from.
+    Returns its original blocks, whose weights were never read, and the source of their arrays.
     """
     names = {id(module): name for name, module in model.named_modules()}
     blocks = list(model.layers)
@@ -265,7 +262,7 @@ def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Mo
 
     stream_vocabulary(model, tensors)
     owner, _, kept = names[id(blocks[0])].rpartition(".")[0].rpartition(".")
-    # `model.layers` itself may be a copy of the trunk's list.
+    # `model.layers` may be a copy of the list in the trunk.
     dict(model.named_modules())[owner][kept] = [
         StandIn(block, run(index)) for index, block in enumerate(blocks)
     ]
@@ -273,9 +270,9 @@ def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Mo
 
 
 def stream_vocabulary(model: nn.Module, tensors: dict[str, FileTensor]) -> dict[str, nn.Module]:
-    """Let the embedding and the head read their rows from their files, in place.
+    """Change the embedding and the head, in place, to read their rows from their files.
 
-    Returns the layers as they were, by path; `put_layers` puts them back.
+    Returns the original layers by path; `put_layers` restores them.
     """
     before: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -290,7 +287,7 @@ def stream_vocabulary(model: nn.Module, tensors: dict[str, FileTensor]) -> dict[
 
 
 def put_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
-    """Put layers at their paths."""
+    """Replace the layers at the given paths."""
     modules = dict(model.named_modules())
     for name, layer in layers.items():
         parent, _, leaf = name.rpartition(".")
@@ -299,10 +296,10 @@ def put_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
 
 @contextlib.contextmanager
 def answering(model: nn.Module) -> Iterator[None]:
-    """Logits are of the last position alone meanwhile: who generates looks at no other.
+    """Compute logits only at the last position until the `with` block ends, for generation.
 
-    A head in memory is lazy, so that those of a prompt are never computed. One in a file
-    computes what it is asked for: V numbers for each token of the prompt.
+    A head in memory is lazy, so the logits of a prompt are never computed. A head in a file
+    would compute V logits for each token of the prompt.
     """
     layers = [module for module in model.modules() if isinstance(module, StreamedLayer)]
     try:
