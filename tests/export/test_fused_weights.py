@@ -328,5 +328,5 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path, data_folder):
     config = json.loads(path.read_text())
     config["lora_parameters"]["rank"] = 8
     path.write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"lora_a is \d+ x 4, and would be \d+ x 8"):
+    with pytest.raises(UserError, match=r"lora_a is \d+ x 4, expected \d+ x 8"):
         fused_lazily(trained)

@@ -132,7 +132,7 @@ def test_an_end_token_that_is_no_token_is_refused(tmp_path, end):
     folder = make_model(tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": end}))
-    with pytest.raises(UserError, match=r"eos_token_id .* is no token|cannot be loaded"):
+    with pytest.raises(UserError, match=r"eos_token_id .* is not a token id|cannot be loaded"):
         model.load_base(folder, mx.float32)
 
 
@@ -144,7 +144,7 @@ def test_a_row_has_no_more_places_than_the_model_has_learned():
     assert dict(tree_flatten(network.parameters()))["model.wpe.weight"].shape == (64, 32)
     assert vocabulary_of(network) == 100
     model.check_positions(network, 65, "--max-seq-length 65")  # the last is a target alone
-    with pytest.raises(UserError, match="has 66 tokens, but the model has learned 64 places"):
+    with pytest.raises(UserError, match="has 66 tokens, but the model has 64 position embeddings"):
         model.check_positions(network, 66, "--max-seq-length 66")
 
 

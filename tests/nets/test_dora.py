@@ -1,4 +1,4 @@
-"""DoRA layers against mlx-lm's own, what they hold, and when they compute their norms."""
+"""DoRA layers: equality with mlx-lm's, peak memory, and when norms are computed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INPUTS, OUTPUTS, RANK = 128, 96, 4
 
 
 class Box(nn.Module):
-    """A model of one layer."""
+    """A model with one layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def inputs_of(layer: nn.Module) -> int:
 
 
 def drawn_adapter(layer: nn.Module, seed: int = 3) -> dict[str, mx.array]:
-    """An adapter for a layer, as one that has been trained."""
+    """A random adapter for a layer, like one that has been trained."""
     mx.random.seed(seed)
     outputs = len(layer.m)
     return {
@@ -63,7 +63,7 @@ def drawn_adapter(layer: nn.Module, seed: int = 3) -> dict[str, mx.array]:
 
 
 def both(kind, on_the_cpu: bool = True, **options) -> tuple[DoRALinear, DoRA]:
-    """mlx-lm's layer and ours, of the same arrays."""
+    """mlx-lm's layer and ours, with the same arrays."""
     theirs = DoRALinear.from_base(linear_of(kind, **options), r=RANK, scale=2.0)
     ours = Box(DoRA.from_base(theirs))
     adapter = drawn_adapter(ours.layer)
@@ -75,7 +75,7 @@ def both(kind, on_the_cpu: bool = True, **options) -> tuple[DoRALinear, DoRA]:
 
 
 def gradients(layer: nn.Module, x: mx.array, compiled: bool = False) -> list[mx.array]:
-    """A loss, and its gradients in x and in the adapter."""
+    """A loss, and its gradients with respect to x and the adapter."""
     names = ("lora_a", "lora_b", "m")
     arrays = [layer[name] for name in names]
 
@@ -94,7 +94,7 @@ def gradients(layer: nn.Module, x: mx.array, compiled: bool = False) -> list[mx.
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The layers whose norms are computed from here on."""
+    """The layers whose norms are computed from now on."""
     found: list[nn.Module] = []
 
     def counted(linear: nn.Module, *args, **options) -> mx.array:
@@ -105,7 +105,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     return found
 
 
-# -- what is computed
+# -- results
 
 
 @settings(max_examples=25)
@@ -116,9 +116,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     slice_bytes=st.sampled_from([1, 4 * INPUTS * 40, 1 << 30]),
     tokens=st.sampled_from([(9,), (2, 7), (1, 3)]),
 )
-def test_the_output_and_the_gradients_are_those_of_mlx_lm(
-    kind, bias, on_the_cpu, slice_bytes, tokens
-):
+def test_output_and_gradients_equal_mlx_lm(kind, bias, on_the_cpu, slice_bytes, tokens):
     theirs, ours = both(kind, on_the_cpu, bias=bias)
     x = mx.random.normal((*tokens, INPUTS))
     expected = [theirs(x), *gradients(theirs, x)]
@@ -130,7 +128,7 @@ def test_the_output_and_the_gradients_are_those_of_mlx_lm(
 
 
 @pytest.mark.parametrize("kind", [None, ("affine", 64, 4)])
-def test_compiling_changes_nothing(kind):
+def test_compiled_gradients_equal_mlx_lm(kind):
     theirs, ours = both(kind)
     x = mx.random.normal((9, INPUTS))
     for found, expected in zip(gradients(ours, x, True), gradients(theirs, x), strict=True):
@@ -139,7 +137,7 @@ def test_compiling_changes_nothing(kind):
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("kind", [None, ("affine", 64, 4)])
-def test_half_precision_is_as_near_to_float32_as_mlx_lm_is(kind, dtype):
+def test_half_precision_is_as_accurate_as_mlx_lm(kind, dtype):
     exact, _ = both(kind)
     theirs, ours = both(kind, dtype=dtype)
     x = mx.random.normal((16, INPUTS)).astype(dtype)
@@ -152,7 +150,7 @@ def test_half_precision_is_as_near_to_float32_as_mlx_lm_is(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_new_layer_computes_what_the_layer_inside_does(kind):
+def test_new_layer_computes_the_same_as_the_wrapped_layer(kind):
     linear = linear_of(kind, bias=False)
     layer = DoRA.from_base(DoRALinear.from_base(linear, r=RANK))
     x = mx.random.normal((9, INPUTS))
@@ -160,7 +158,7 @@ def test_a_new_layer_computes_what_the_layer_inside_does(kind):
     assert mx.array_equal(layer(x), linear(x))
 
 
-def test_new_layers_are_drawn_as_mlx_lms_are():
+def test_new_layers_are_initialized_like_mlx_lm_layers():
     linear = linear_of(("affine", 64, 4))
     mx.random.seed(5)
     theirs = DoRALinear.from_base(linear, r=RANK)
@@ -174,7 +172,7 @@ def test_new_layers_are_drawn_as_mlx_lms_are():
         assert mx.array_equal(array, theirs[name]), name
 
 
-def test_a_row_or_a_magnitude_of_zeros_stays_finite():
+def test_zero_rows_and_zero_magnitudes_stay_finite():
     linear = linear_of(None)
     linear.weight = mx.concatenate([mx.zeros((1, INPUTS)), linear.weight[1:]])
     theirs = DoRALinear.from_base(linear, r=RANK)
@@ -189,13 +187,13 @@ def test_a_row_or_a_magnitude_of_zeros_stays_finite():
         assert relative_error(found, expected) < 2e-6
 
 
-# -- what is held
+# -- memory
 
 
 @pytest.mark.parametrize("kind", [None, ("affine", 64, 4), ("affine", 64, 6), ("mxfp4", 32, 4)])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_no_weight_is_held_dense(kind, compiled):
-    """Of a layer whose weight takes 64 MB so."""
+def test_no_dense_weight_is_allocated(kind, compiled):
+    """The dense weight of the layer would take 64 MB."""
     _, layer = both(kind, bias=False, shape=(1024, 16384))
     x = mx.random.normal((8, 1024))
 
@@ -221,7 +219,7 @@ def layer() -> DoRA:
     return both(("affine", 64, 4))[1]
 
 
-def test_norms_are_computed_once_for_an_adapter(layer, computed):
+def test_norms_are_computed_once_per_adapter(layer, computed):
     x = mx.random.normal((9, INPUTS))
     for _ in range(3):
         mx.eval(layer(x))
@@ -230,7 +228,7 @@ def test_norms_are_computed_once_for_an_adapter(layer, computed):
 
 
 @pytest.mark.parametrize("name", ["lora_a", "lora_b"])
-def test_another_adapter_has_norms_of_its_own(layer, computed, name):
+def test_norms_are_recomputed_for_a_new_adapter(layer, computed, name):
     x = mx.random.normal((9, INPUTS))
     mx.eval(layer(x))
     first = {name: layer[name]}
@@ -245,14 +243,14 @@ def test_another_adapter_has_norms_of_its_own(layer, computed, name):
     assert len(computed) == 1
 
 
-def test_magnitudes_change_no_norm(layer, computed):
+def test_new_magnitudes_do_not_recompute_norms(layer, computed):
     norms_of([("layer", layer)])
     layer.m = 2 * layer.m
     norms_of([("layer", layer)])
     assert len(computed) == 1
 
 
-def test_an_adapter_that_was_replaced_is_freed(layer):
+def test_replaced_adapter_is_freed(layer):
     norms_of([("layer", layer)])
     before = [weakref.ref(layer[name]) for name in ("lora_a", "lora_b")]
     layer.update(drawn_adapter(layer, 9))
@@ -260,14 +258,14 @@ def test_an_adapter_that_was_replaced_is_freed(layer):
     assert [array() for array in before] == [None, None]
 
 
-def test_what_was_traced_is_not_kept(layer):
+def test_traced_norms_are_not_cached(layer):
     x = mx.random.normal((9, INPUTS))
     expected = layer(x)
     gradients(layer, x, compiled=True)
     assert mx.array_equal(layer(x), expected)
 
 
-def test_norms_that_are_given_are_used_until_the_block_ends(layer, computed):
+def test_given_norms_are_used_until_the_with_block_ends(layer, computed):
     x = mx.random.normal((9, INPUTS))
     expected = layer(x) - layer.linear.bias
     layers = [("layer", layer)]
@@ -282,16 +280,16 @@ def test_norms_that_are_given_are_used_until_the_block_ends(layer, computed):
     assert computed == []
 
 
-def test_norms_are_of_the_weights_that_are_handed_in(layer):
+def test_norms_of_uses_the_frozen_weights_passed_in(layer):
     frozen = {f"layer.linear.{name}": array for name, array in layer.linear.items()}
     (expected,) = norms_of([("layer", layer)]).values()
-    layer.lora_b = mx.array(layer.lora_b)  # so that they are computed again
+    layer.lora_b = mx.array(layer.lora_b)  # so that the norms are computed again
     layer.linear.weight = mx.zeros_like(layer.linear.weight)
     (found,) = norms_of([("layer", layer)], frozen).values()
     assert mx.array_equal(found, expected)
 
 
-def test_layers_that_are_alike_have_one_structure():
+def test_equal_layers_have_equal_structure():
     first, second = (Box(both(("affine", 64, 4))[1]) for _ in range(2))
     norms_of(dora_layers(first))
     assert structure(first) == structure(second) == structure(skeleton(second))

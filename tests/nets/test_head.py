@@ -1,4 +1,4 @@
-"""Heads taken apart, against the models' own logits."""
+"""Compare split heads with the logits of the models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GRANITE = {
     "rope_theta": 10000.0,
 }
 MINICPM = {"dim_model_base": 16, "scale_depth": 1.4, "scale_emb": 12.0}
-# (architecture, its settings, does the head do something before, and after)
+# (architecture, its settings, whether its head has a `before`, whether it has an `after`)
 MODELS = {
     "llama tied": ("llama", {"tie_word_embeddings": True}, False, False),
     "llama untied": ("llama", {"tie_word_embeddings": False}, False, False),
@@ -53,7 +53,7 @@ MODELS = {
 
 
 def make(architecture: str, settings: dict[str, Any], kind: str = "float") -> nn.Module:
-    """A model with random weights: float, quantized, or as it is on the CPU."""
+    """A model with random weights; kind: float, quantized, or dequantized (as on the CPU)."""
     module = importlib.import_module(f"mlx_lm.models.{architecture}")
     mx.random.seed(0)
     config = {"model_type": architecture, **COMMON, **settings}
@@ -73,7 +73,7 @@ def relative_error(ours: mx.array, theirs: mx.array) -> float:
 
 
 def logits_of(head: LinearHead, hidden: mx.array, step: int) -> mx.array:
-    """(S, V) slice by slice."""
+    """(S, V) logits, computed slice by slice."""
     inputs, starts = head.inputs(hidden), range(0, head.rows.shape[0], step)
     parts = [head.rows.part(i, min(i + step, head.rows.shape[0])) for i in starts]
     return mx.concatenate([head.logits(part.forward(inputs)) for part in parts], axis=1)
@@ -81,7 +81,7 @@ def logits_of(head: LinearHead, hidden: mx.array, step: int) -> mx.array:
 
 @pytest.mark.parametrize("kind", ["float", "quantized", "dequantized"])
 @pytest.mark.parametrize("name", MODELS)
-def test_slices_give_the_models_own_logits(name, kind):
+def test_slices_give_the_logits_of_the_model(name, kind):
     architecture, settings, has_before, has_after = MODELS[name]
     plain = split(make(architecture, settings, kind)).head
     found = linear_head(plain, D, mx.float32)
@@ -93,7 +93,7 @@ def test_slices_give_the_models_own_logits(name, kind):
         assert relative_error(logits_of(found, hidden, step), whole) < 1e-5
 
 
-def test_half_precision_heads_are_found():
+def test_finds_half_precision_heads():
     for dtype in (mx.float16, mx.bfloat16):
         model = make("gemma2", MODELS["gemma2"][1])
         model.set_dtype(dtype)
@@ -102,7 +102,7 @@ def test_half_precision_heads_are_found():
         assert logits_of(found, hidden, 100).dtype == dtype
 
 
-def test_the_model_is_left_alone():
+def test_linear_head_does_not_change_the_model():
     model = make("llama", {"tie_word_embeddings": False})
     modules = dict(model.named_modules())
     linear_head(split(model).head, D, mx.float32)
@@ -119,7 +119,7 @@ def test_slopes_are_the_derivatives_of_after(start):
 
 
 class Shell(nn.Module):
-    """A head made for a test, as `model.split` would give it."""
+    """A head for tests, in the form that `model.split` returns."""
 
     def __init__(self, layer: nn.Module, after=lambda x: x) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def linear(bias: bool = False) -> nn.Linear:
     return layer
 
 
-def test_a_bias_belongs_to_the_slices():
+def test_slices_include_the_bias():
     layer = linear(bias=True)
     layer.bias = mx.random.normal((V,))
     for shell in (Shell(layer), Shell(nn.QuantizedLinear.from_linear(layer, 32, 4))):
@@ -159,11 +159,11 @@ def test_a_bias_belongs_to_the_slices():
     ],
     ids=["softmax", "by token", "cut", "by all rows", "lora", "deep", "no linear layer"],
 )
-def test_what_is_no_linear_head_is_not_taken_for_one(shell):
+def test_nonlinear_heads_are_rejected(shell):
     assert linear_head(shell, D, mx.float32) is None
 
 
-def test_a_layer_that_is_used_twice_is_none():
+def test_head_that_uses_its_layer_twice_is_rejected():
     class Twice(Shell):
         def __call__(self, hidden: mx.array) -> mx.array:
             return self.lm_head(hidden) + self.lm_head(2 * hidden)
@@ -171,7 +171,7 @@ def test_a_layer_that_is_used_twice_is_none():
     assert linear_head(Twice(linear()), D, mx.float32) is None
 
 
-def test_minicpm_tied_reads_its_weight_past_the_layer():
+def test_tied_minicpm_head_which_bypasses_its_layer_is_rejected():
     model = make("minicpm", {**MINICPM, "tie_word_embeddings": True})
     assert linear_head(split(model).head, D, mx.float32) is None
 
@@ -203,7 +203,7 @@ def dense_weight(layer: nn.Module) -> mx.array:
 
 @pytest.mark.parametrize("device", [mx.cpu, mx.gpu], ids=["cpu", "as on a gpu"])
 @pytest.mark.parametrize("name", layers())
-def test_rows_of_layers(name, device, monkeypatch):
+def test_layer_rows_of_each_kind_of_layer(name, device, monkeypatch):
     layer = layers()[name]
     weight, rows = dense_weight(layer), LayerRows(layer)
     bias = layer.get("bias", mx.zeros((V,)))[50:130]
@@ -217,7 +217,7 @@ def test_rows_of_layers(name, device, monkeypatch):
     assert mx.array_equal(rows.gather(tokens), weight[tokens])
 
 
-def test_a_slice_of_a_plain_weight_is_no_copy():
+def test_slice_of_a_dense_weight_is_not_copied():
     layer = nn.Embedding(20_000, 256)
     hidden = mx.zeros((2, 256))
     mx.eval(layer.state, hidden)

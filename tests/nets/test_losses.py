@@ -24,7 +24,7 @@ def targets_of(tokens: mx.array, weights: mx.array) -> Targets:
 def sft_loss(
     hidden: mx.array, tokens: mx.array, weights: mx.array, scale: mx.array, head: losses.Head
 ) -> mx.array:
-    """SFT's, whose gradient comes out times `scale`."""
+    """The SFT loss; its gradient is multiplied by `scale`."""
     return losses.trainable_loss(hidden, targets_of(tokens, weights), SUPERVISED, scale, head).loss
 
 
@@ -35,7 +35,7 @@ def sft_evaluated(
 
 
 def reference(logits: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> float:
-    """In float64, straight from the definition."""
+    """The cross-entropy sum in float64, directly from the definition."""
     logits = logits.astype(np.float64)
     total = 0.0
     for row, target, weight in zip(logits, targets, weights, strict=True):
@@ -45,7 +45,7 @@ def reference(logits: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> f
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0, 300.0])
-def test_equals_the_definition(scale):
+def test_cross_entropy_equals_the_definition(scale):
     rng = np.random.default_rng(0)
     logits = (scale * rng.standard_normal((37, 101))).astype(np.float32)
     targets = rng.integers(0, 101, 37)
@@ -54,14 +54,14 @@ def test_equals_the_definition(scale):
     assert got == pytest.approx(reference(logits, targets, weights), rel=1e-5)
 
 
-def test_a_weight_of_zero_hides_even_an_infinite_target():
+def test_zero_weight_ignores_a_target():
     logits = mx.array([[0.0, 1.0], [0.0, 1.0]])
     loss = cross_entropy_sum(logits, mx.array([0, 1]), mx.array([0.0, 1.0])).item()
     assert loss == pytest.approx(np.log1p(np.e) - 1, rel=1e-6)
 
 
 def test_half_precision_logits_are_summed_in_float32():
-    logits = mx.zeros((70_000, 4), mx.float16)  # the sum is above float16's largest number
+    logits = mx.zeros((70_000, 4), mx.float16)  # the sum would overflow float16
     targets = mx.zeros((70_000,), mx.int32)
     loss = cross_entropy_sum(logits, targets, mx.ones((70_000,)))
     assert loss.dtype == mx.float32
@@ -73,7 +73,7 @@ S, D, V = 300, 48, 500
 
 @pytest.fixture
 def case() -> dict[str, mx.array]:
-    """Hidden states, a head's weight, targets, and weights with some padding."""
+    """Hidden states, the weight of a head, targets, and target weights with some padding."""
     mx.random.seed(0)
     return {
         "hidden": mx.random.normal((S, D)),
@@ -85,7 +85,7 @@ def case() -> dict[str, mx.array]:
 
 @pytest.fixture(params=[64, 100, S, 10 * S])
 def rows(request, monkeypatch) -> int:
-    """How many rows a chunk has."""
+    """Number of rows per chunk."""
     monkeypatch.setattr(losses, "CHUNK_ROWS", request.param)
     monkeypatch.setattr(losses, "CHUNK_BYTES", 0)
     return request.param
@@ -97,7 +97,7 @@ def norm_error(ours: mx.array, theirs: mx.array) -> float:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_chunks_give_the_loss_and_gradient_of_the_whole(case, rows, compiled):
+def test_chunks_give_the_loss_and_gradient_of_full_logits(case, rows, compiled):
     def whole(hidden: mx.array) -> mx.array:
         return cross_entropy_sum(hidden @ case["head"].T, case["targets"], case["weights"])
 
@@ -113,7 +113,7 @@ def test_chunks_give_the_loss_and_gradient_of_the_whole(case, rows, compiled):
     assert norm_error(grad, 0.25 * expected_grad) < 1e-5
 
 
-def test_chunks_are_evaluated_alike(case, rows):
+def test_chunked_evaluation_equals_full_logits(case, rows):
     def head(rows: mx.array) -> mx.array:
         return rows @ case["head"].T
 
@@ -125,8 +125,8 @@ def test_chunks_are_evaluated_alike(case, rows):
     assert mx.array_equal(found, logits.argmax(-1))
 
 
-def test_a_float16_gradient_is_scaled_before_it_is_rounded(case):
-    """Unscaled, most of these gradients are under float16's smallest number."""
+def test_float16_gradient_is_scaled_before_rounding(case):
+    """Unscaled, most of these gradients would underflow float16."""
     hidden, head = case["hidden"].astype(mx.float16), case["head"].astype(mx.float16)
     weights = mx.full((S,), 1e-7)
     fixed = (case["targets"], weights, mx.array(2.0**20), lambda rows: rows @ head.T)
@@ -138,7 +138,7 @@ def test_a_float16_gradient_is_scaled_before_it_is_rounded(case):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_full_logits_never_exist(compiled):
+def test_full_logits_are_never_allocated(compiled):
     rows, vocabulary = 2048, 16_000
     state = {
         "head": mx.random.normal((vocabulary, 64)),
@@ -159,7 +159,7 @@ def test_the_full_logits_never_exist(compiled):
     mx.reset_peak_memory()
     mx.eval(both(hidden))
     logits = 4 * rows * vocabulary
-    assert mx.get_peak_memory() - held < logits  # and what is made of them takes four times that
+    assert mx.get_peak_memory() - held < logits  # the full computation needs four times as much
 
 
 # -- in slices of the vocabulary ----------------------------------------------------------
@@ -176,12 +176,12 @@ def softcap(logits: mx.array) -> mx.array:
 
 
 def by_slices(layer: nn.Module, step: int, **more) -> LinearHead:
-    """The head of a layer in slices of `step` tokens for up to D hidden states."""
+    """A head with slices of `step` tokens for up to D hidden states."""
     return LinearHead(LayerRows(layer), slice_bytes=4 * D * step, **more)
 
 
 def check(head: LinearHead, plain, case: dict[str, mx.array], compiled: bool = False) -> None:
-    """Loss, gradient and evaluation of a head in slices are those of the plain one."""
+    """Assert that a head in slices gives the loss and gradient of the plain head."""
 
     def in_slices(hidden: mx.array, scale: mx.array) -> mx.array:
         return sft_loss(hidden, case["targets"], case["weights"], scale, head)
@@ -201,14 +201,14 @@ def check(head: LinearHead, plain, case: dict[str, mx.array], compiled: bool = F
 
 
 def shortened(case: dict[str, mx.array], count: int, vocabulary: int) -> dict[str, mx.array]:
-    """The last `count` targets, some of which have no weight, of the first tokens."""
+    """The last `count` targets, some with weight 0, and the first `vocabulary` tokens."""
     case = {name: array[-count:] for name, array in case.items()} | {"head": case["head"]}
     return case | {"head": case["head"][:vocabulary], "targets": case["targets"] % vocabulary}
 
 
 @pytest.mark.parametrize("vocabulary", [2, 31, 64, 500])
 @pytest.mark.parametrize("step", [1, 7, 64, 499, 500, 10_000])
-def test_slices_give_the_loss_and_gradient_of_the_whole(case, vocabulary, step):
+def test_slices_give_the_loss_and_gradient_of_full_logits(case, vocabulary, step):
     case = shortened(case, D, vocabulary)
     head = by_slices(embedding(case["head"]), step)
     check(head, lambda hidden: hidden @ case["head"].T, case)
@@ -216,7 +216,7 @@ def test_slices_give_the_loss_and_gradient_of_the_whole(case, vocabulary, step):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("walk_rows", [64, 299, 1000])
-def test_hidden_states_walk_in_groups(case, walk_rows, compiled, monkeypatch):
+def test_hidden_states_pass_the_head_in_groups(case, walk_rows, compiled, monkeypatch):
     monkeypatch.setattr(losses, "HEAD_ROWS", walk_rows)
     head = LinearHead(LayerRows(embedding(case["head"])), slice_bytes=4 * walk_rows * 130)
     check(head, lambda hidden: hidden @ case["head"].T, case, compiled)
@@ -224,7 +224,7 @@ def test_hidden_states_walk_in_groups(case, walk_rows, compiled, monkeypatch):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("bits", [None, 4])
-def test_what_a_model_does_around_the_linear_layer(case, bits, compiled):
+def test_head_with_operations_before_and_after_the_linear_layer(case, bits, compiled):
     case["head"] = mx.concatenate([case["head"], case["head"][:, :16]], axis=1)  # 64 wide
     linear = nn.Linear(64, V)
     linear.weight, linear.bias = case["head"], mx.random.normal((V,))
@@ -254,8 +254,8 @@ def test_small_and_large_logits(case, size):
 
 
 @pytest.mark.parametrize("rising", [True, False])
-def test_the_largest_logit_may_come_first_or_last(case, rising):
-    """Each slice's logits are some 500 above, or below, those of the slice before."""
+def test_largest_logit_may_be_in_the_first_or_last_slice(case, rising):
+    """The logits of each slice are about 500 above, or below, those of the previous slice."""
     case = shortened(case, D, V)
     order = mx.arange(V) if rising else mx.arange(V)[::-1]
     layer = nn.Linear(D, V)
@@ -263,14 +263,14 @@ def test_the_largest_logit_may_come_first_or_last(case, rising):
     check(by_slices(layer, 50), layer, case)
 
 
-def test_without_weight_nothing_is_lost(case):
+def test_zero_weights_give_zero_loss_and_gradient(case):
     fixed = (case["targets"], mx.zeros((S,)), mx.array(1.0))
     head = by_slices(embedding(case["head"]), 64)
     loss, grad = mx.value_and_grad(sft_loss)(case["hidden"], *fixed, head)
     assert (loss.item(), mx.abs(grad).max().item()) == (0, 0)
 
 
-def test_what_is_not_finite_shows(case):
+def test_nonfinite_hidden_states_give_a_nonfinite_loss(case):
     head = by_slices(embedding(case["head"]), 64)
     for bad in (mx.nan, mx.inf):
         case["hidden"][3, 5] = bad
@@ -280,9 +280,9 @@ def test_what_is_not_finite_shows(case):
 
 @pytest.mark.parametrize("walk_rows", [64, 1000])
 @pytest.mark.parametrize("step", [1, 7, 100, 500])
-def test_predictions_are_the_first_of_the_likeliest(case, step, walk_rows, monkeypatch):
+def test_prediction_is_the_first_of_the_most_likely_tokens(case, step, walk_rows, monkeypatch):
     monkeypatch.setattr(losses, "HEAD_ROWS", walk_rows)
-    weight = mx.round(case["head"][:, :4])  # of few values, so that there are many ties
+    weight = mx.round(case["head"][:, :4])  # few distinct values, so that there are many ties
     hidden = mx.round(case["hidden"][:, :4])
     head = LinearHead(LayerRows(embedding(weight)), slice_bytes=4 * min(S, walk_rows) * step)
     expected = np.array(hidden @ weight.T)
@@ -305,8 +305,8 @@ def test_half_precision_hidden_states(case, dtype):
     assert norm_error(grad.astype(mx.float32), expected_grad) < 1e-2
 
 
-def test_float16_slices_of_large_sums_do_not_overflow():
-    """All of a slice's tokens are alike likely, and the rows of its weight all point one way."""
+def test_float16_slices_with_large_sums_do_not_overflow():
+    """All tokens of a slice are equally likely, and all rows of its weight are equal."""
     vocabulary = 20_000
     layer = embedding(mx.full((vocabulary, 8), 10.0, mx.float16))
     layer.weight[1] = 0
@@ -315,7 +315,7 @@ def test_float16_slices_of_large_sums_do_not_overflow():
     assert np.allclose(np.array(grad), [[10.0] * 8, [0.0] * 8], atol=0.02)
 
 
-def test_a_float16_gradient_of_slices_is_scaled_before_it_is_rounded(case):
+def test_float16_gradient_of_slices_is_scaled_before_rounding(case):
     hidden, weight = case["hidden"].astype(mx.float16), case["head"].astype(mx.float16)
     weights = mx.full((S,), 1e-7)
     fixed = (case["targets"], weights, mx.array(2.0**20), by_slices(embedding(weight), 64))
@@ -326,7 +326,7 @@ def test_a_float16_gradient_of_slices_is_scaled_before_it_is_rounded(case):
     assert norm_error(grad, 2.0**20 * (exact @ weight.astype(mx.float32))) < 0.01
 
 
-def test_a_walk_can_be_made_by_hand_and_evaluated_at_each_step(case):
+def test_online_softmax_can_be_evaluated_after_each_slice(case):
     head = by_slices(embedding(case["head"]), 90)
     softmax = losses.begin(head.inputs(case["hidden"]), case["targets"])
     for start, stop in head.slices(S):
@@ -341,7 +341,7 @@ def test_a_walk_can_be_made_by_hand_and_evaluated_at_each_step(case):
     assert norm_error(grad, expected[1]) < 1e-6
 
 
-def test_a_compiled_loss_uses_the_weights_of_the_call(case):
+def test_compiled_loss_uses_the_current_weights(case):
     layer = embedding(case["head"])
     head = by_slices(layer, 100)
 
@@ -358,8 +358,8 @@ def test_a_compiled_loss_uses_the_weights_of_the_call(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_large_vocabulary_takes_little_memory(compiled):
-    """The head of Qwen2.5-0.5B in 4 bits, which takes 545 MB dequantized."""
+def test_large_vocabulary_needs_little_memory(compiled):
+    """The head of Qwen2.5-0.5B in 4 bits; dequantized it would take 545 MB."""
     vocabulary, width, rows = 151_936, 896, 256
     layer = nn.QuantizedEmbedding(vocabulary, width, 64, 4)
     targets, weights, scale = mx.zeros((rows,), mx.int32), mx.ones((rows,)), mx.array(1.0)
@@ -393,8 +393,8 @@ mx.eval(mx.compile(both, inputs=[layer.state])(mx.ones((8, 8)), mx.array(1.0)))
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only there kernels are compiled to files")
-def test_all_slices_share_their_compiled_kernels(tmp_path):
-    """A number that differs from slice to slice would be compiled into each one's kernels."""
+def test_all_slices_share_compiled_kernels(tmp_path):
+    """A number that differs between slices would be compiled into separate kernels."""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", COUNT_KERNELS], check=True, env=environment)
     kernels = list(tmp_path.rglob("*.so"))

@@ -24,7 +24,7 @@ TOKENS = mx.array([[5, 300, 17, 42, 99, 260, 700]])
 
 
 def adapted(folder, seed=3, **settings):
-    """A model with adapters that are no longer zero."""
+    """A model with nonzero adapters."""
     network, _ = model.load_base(folder, mx.float32)
     adapters = model.add_adapters(network, TrainConfig(**{"lora_layers": 2, **settings}))
     mx.random.seed(seed)
@@ -35,7 +35,7 @@ def adapted(folder, seed=3, **settings):
 
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_mlx_lm_loads_the_adapter_and_computes_our_logits(tmp_path, architecture, dora):
+def test_mlx_lm_with_the_saved_adapter_gives_the_same_logits(tmp_path, architecture, dora):
     folder = make_model(tmp_path / "m", architecture)
     network, adapters = adapted(folder, lora_targets=("all-linear",), use_dora=dora)
     path = tmp_path / "adapter"
@@ -70,7 +70,7 @@ STRETCHED = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq
         ),
     ],
 )
-def test_positions_are_read_as_transformers_5_writes_them(tmp_path, architecture, old, new):
+def test_reads_rope_parameters_of_transformers_5(tmp_path, architecture, old, new):
     folder = make_model(tmp_path / "m", architecture, **old)
     wanted = model.load_base(folder, mx.float32)[0](TOKENS)
     path = folder / "config.json"
@@ -82,14 +82,14 @@ def test_positions_are_read_as_transformers_5_writes_them(tmp_path, architecture
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_split_gives_the_logits_of_the_whole(tmp_path, architecture):
+def test_split_gives_the_logits_of_the_whole_model(tmp_path, architecture):
     network, _ = model.load_base(make_model(tmp_path / "m", architecture), mx.float32)
     split = model.split(network)
     assert split.hidden
     assert mx.array_equal(split.head(split.trunk(TOKENS)), network(TOKENS))
 
 
-def test_a_model_that_cannot_be_split_is_its_own_trunk(tiny_model):
+def test_trunk_is_the_whole_model_if_it_cannot_be_split(tiny_model):
     network, _ = model.load_base(tiny_model, mx.float32)
 
     class Odd(nn.Module):
@@ -105,14 +105,14 @@ def test_a_model_that_cannot_be_split_is_its_own_trunk(tiny_model):
     assert mx.array_equal(split.head(split.trunk(TOKENS)), network(TOKENS) * 2)
 
 
-def test_adapters_change_nothing_at_first(tiny_model):
+def test_new_adapters_do_not_change_the_logits(tiny_model):
     network, _ = model.load_base(tiny_model, mx.float32)
     before = network(TOKENS)
     model.add_adapters(network, TrainConfig(lora_targets=("all-linear",), lora_layers="all"))
     assert mx.array_equal(network(TOKENS), before)
 
 
-def test_adapters_are_drawn_from_the_seed_alone(tiny_model):
+def test_adapter_initialization_depends_only_on_the_seed(tiny_model):
     def draw(seed: int) -> dict[str, mx.array]:
         network, _ = model.load_base(tiny_model, mx.float32)
         model.add_adapters(network, TrainConfig(seed=seed, lora_layers=2))
@@ -125,7 +125,7 @@ def test_adapters_are_drawn_from_the_seed_alone(tiny_model):
     assert not any(mx.array_equal(first[n], other[n]) for n in first if n.endswith("lora_a"))
 
 
-def test_only_the_last_blocks_targets_are_trained(tiny_model):
+def test_only_targets_in_the_last_blocks_are_trained(tiny_model):
     network, _ = model.load_base(tiny_model, mx.float32)
     model.add_adapters(network, TrainConfig(lora_layers=1, lora_targets=("v_proj", "mlp.up_proj")))
     names = {n.rsplit(".", 1)[0] for n, _ in tree_flatten(network.trainable_parameters())}
@@ -145,20 +145,20 @@ def test_impossible_adapters_are_refused(tiny_model, settings, message):
         model.add_adapters(network, TrainConfig(**{"lora_layers": 2, **settings}))
 
 
-def test_an_adapter_of_other_shape_is_refused(tiny_model):
+def test_adapter_of_another_shape_is_refused(tiny_model):
     network, _ = adapted(tiny_model, lora_rank=4)
     other, _ = adapted(tiny_model, lora_rank=8)
     with pytest.raises(UserError, match="does not fit the model"):
         model.set_adapters(network, model.adapter_arrays(other))
 
 
-def test_no_class_is_patched_by_adapters(tiny_model):
+def test_adapters_patch_no_class(tiny_model):
     before = {c: c.__call__ for c in (nn.Linear, nn.QuantizedLinear, nn.Dropout)}
     adapted(tiny_model, lora_dropout=0.5)
     assert {c: c.__call__ for c in before} == before
 
 
-def test_by_default_four_blocks_are_adapted_or_all_there_are(tmp_path, tiny_model):
+def test_adapts_four_blocks_by_default_or_all_if_fewer(tmp_path, tiny_model):
     def adapted_blocks(folder) -> int:
         network, _ = model.load_base(folder, mx.float32)
         return model.add_adapters(network, TrainConfig()).config["num_layers"]
@@ -167,7 +167,7 @@ def test_by_default_four_blocks_are_adapted_or_all_there_are(tmp_path, tiny_mode
     assert adapted_blocks(make_model(tmp_path / "m", num_hidden_layers=6)) == 4
 
 
-def test_an_unknown_architecture_is_named(tmp_path):
+def test_unknown_architecture_is_named_in_the_error(tmp_path):
     folder = make_model(tmp_path / "m")
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"lama9"'))
@@ -176,7 +176,7 @@ def test_an_unknown_architecture_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_the_base_is_cast_and_the_adapters_are_not(tiny_model, dtype):
+def test_base_is_cast_to_dtype_but_adapters_stay_float32(tiny_model, dtype):
     network, _ = model.load_base(tiny_model, dtype)
     model.add_adapters(network, TrainConfig(lora_layers=2))
     assert network.model.norm.weight.dtype == dtype
@@ -196,7 +196,7 @@ def dropped(rows: mx.array, layer: int = 7, tokens: int = 64, features: int = 25
     return np.array(layer(mx.ones((rows.size, tokens, features))))
 
 
-def test_dropout_keeps_the_mean_and_the_share():
+def test_dropout_drops_the_right_share_and_rescales():
     x = dropped(keys(1, 2, 3, 4))
     assert set(np.unique(x)) == {0.0, np.float32(1 / 0.75)}
     assert (x == 0).mean() == pytest.approx(0.25, abs=0.005)
@@ -211,13 +211,13 @@ def test_dropout_is_independent_across_rows_layers_positions_and_features():
         assert (a & other).mean() == pytest.approx(0.25**2, abs=0.01)
 
 
-def test_a_rows_dropout_does_not_depend_on_its_batch():
+def test_dropout_of_a_row_does_not_depend_on_its_batch():
     together = dropped(keys(10, 11, 12), tokens=96)
     alone = dropped(keys(11), tokens=64)
     assert np.array_equal(together[1, :64], alone[0])
 
 
-def test_a_packed_texts_dropout_is_that_of_its_own_row():
+def test_dropout_of_a_packed_text_equals_that_of_a_separate_row():
     apart = dropped(keys(10, 11), tokens=40)
     rows = mx.array([[10] * 40 + [11] * 40], mx.uint32)
     places = mx.concatenate([mx.arange(40, dtype=mx.uint32)] * 2)[None]
@@ -226,15 +226,15 @@ def test_a_packed_texts_dropout_is_that_of_its_own_row():
     assert np.array_equal(together[0], apart.reshape(80, 256))
 
 
-def test_without_keys_dropout_passes_everything():
+def test_dropout_without_keys_is_the_identity():
     x = mx.ones((1, 4, 8))
     assert mx.array_equal(model.KeyedDropout(0.9, 1, model.DropoutKeys([None]))(x), x)
 
 
-def test_experts_can_be_adapted_but_not_with_dropout(tmp_path):
+def test_experts_support_adapters_but_not_dropout(tmp_path):
     folder = make_model(tmp_path / "m", "qwen3_moe")
     network, _ = model.load_base(folder, mx.float32)
-    with pytest.raises(UserError, match="--lora-dropout: not possible on the experts"):
+    with pytest.raises(UserError, match="--lora-dropout: not supported on the expert layers"):
         model.add_adapters(
             network, TrainConfig(lora_layers=1, lora_targets=("all-linear",), lora_dropout=0.1)
         )
@@ -242,7 +242,7 @@ def test_experts_can_be_adapted_but_not_with_dropout(tmp_path):
     assert adapters.config["lora_parameters"]["keys"] == ["mlp.switch_mlp.up_proj"]
 
 
-def test_a_model_that_cannot_run_is_refused_before_the_run_begins(tiny_model):
+def test_model_that_fails_on_a_short_row_is_refused(tiny_model):
     config = TrainConfig(lora_layers=1, lora_dropout=0.5)
     network, _ = model.load_base(tiny_model, mx.float32)
     adapters = model.add_adapters(network, config)
@@ -250,12 +250,12 @@ def test_a_model_that_cannot_run_is_refused_before_the_run_begins(tiny_model):
     assert adapters.dropout_keys.current is None
 
     class Stepwise(nn.Module):
-        """As state-space models run some of their layers: one token after the other."""
+        """Calls a layer with one token, as some state-space models do."""
 
         def __call__(self, tokens: mx.array) -> mx.array:
             return network.layers[-1].self_attn.q_proj(mx.zeros((1, 64)))
 
-    with pytest.raises(UserError, match="--lora-dropout: not possible on these --lora-targets"):
+    with pytest.raises(UserError, match="--lora-dropout: not supported with these --lora-targets"):
         model.try_out(Stepwise(), adapters, config)
     network.model.layers = []
     del network.model["norm"]
@@ -263,12 +263,12 @@ def test_a_model_that_cannot_run_is_refused_before_the_run_begins(tiny_model):
         model.try_out(network, adapters, config)
 
 
-# What a folder would have run
+# -- custom code in a model folder
 
 
 @pytest.fixture
 def foreign(tmp_path):
-    """A model with code beside it, which leaves a file where it runs."""
+    """A model folder with Python code, which creates the file `ran` if it is executed."""
     folder = make_model(tmp_path / "foreign")
     code = f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass T: pass\n"
     for name in ("code.py", "tokenization_code.py"):
@@ -283,7 +283,7 @@ def change_json(folder, name, **settings):
 
 @pytest.fixture
 def never_asked(monkeypatch):
-    """Whoever asks is told yes."""
+    """Records every prompt, and answers it with yes."""
     asked = []
     monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
     return asked
@@ -295,7 +295,7 @@ CODE = {"AutoTokenizer": ["code.T", None], "AutoConfig": "code.T", "AutoProcesso
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"auto_map": CODE, "tokenizer_class": "CodeTokenizer"}, "Python code of its own"),
+        ({"auto_map": CODE, "tokenizer_class": "CodeTokenizer"}, "is custom Python code"),
         ({"auto_map": ["code.T", None], "tokenizer_class": "CodeTokenizer"}, "Python code"),
         ({"auto_map": "code.T"}, "cannot be loaded"),
         ({"tokenizer_class": "AutoTokenizer"}, "AutoTokenizer: is not a tokenizer"),
@@ -312,7 +312,9 @@ CODE = {"AutoTokenizer": ["code.T", None], "AutoConfig": "code.T", "AutoProcesso
         ({"chat_template": [{"name": "../x", "template": "x"}]}, "would leave its folder"),
     ],
 )
-def test_a_tokenizer_runs_no_code_and_asks_nothing(foreign, never_asked, changes, reason):
+def test_loading_a_tokenizer_runs_no_custom_code_and_never_prompts(
+    foreign, never_asked, changes, reason
+):
     change_json(foreign, "tokenizer_config.json", **changes)
     change_json(foreign, "config.json", auto_map=CODE)
     with pytest.raises(UserError, match=reason) as caught:
@@ -322,8 +324,8 @@ def test_a_tokenizer_runs_no_code_and_asks_nothing(foreign, never_asked, changes
     assert not (foreign.parent / "ran").exists()
 
 
-def test_code_beside_a_model_that_is_known_is_left_alone(foreign, never_asked):
-    """As beside many published models, which transformers has code for by now."""
+def test_unused_code_next_to_a_known_model_is_ignored(foreign, never_asked):
+    """As in many published models that transformers now supports itself."""
     change_json(foreign, "tokenizer_config.json", auto_map=CODE)
     change_json(foreign, "config.json", auto_map=CODE)
     model.load_base(foreign, mx.float32)
@@ -331,7 +333,7 @@ def test_code_beside_a_model_that_is_known_is_left_alone(foreign, never_asked):
     assert not (foreign.parent / "ran").exists()
 
 
-def test_a_model_of_its_own_code_is_refused(foreign, never_asked):
+def test_model_with_custom_code_is_refused(foreign, never_asked):
     change_json(foreign, "config.json", model_file="code.py")
     with pytest.raises(UserError, match=r"model_file code\.py: the model is Python code"):
         model.load_base(foreign, mx.float32)
@@ -339,20 +341,22 @@ def test_a_model_of_its_own_code_is_refused(foreign, never_asked):
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
-def test_no_run_is_left_of_a_model_with_code(foreign, never_asked, data_folder, capsys, command):
+def test_no_run_is_created_for_a_model_with_custom_code(
+    foreign, never_asked, data_folder, capsys, command
+):
     change_json(foreign, "tokenizer_config.json", auto_map=CODE, tokenizer_class="CodeTokenizer")
     options = ("--model", str(foreign), "--data", str(data_folder), "--max-steps", 1)
     assert call(command, *options) == 2
-    assert "Python code of its own" in capsys.readouterr().err
+    assert "is custom Python code" in capsys.readouterr().err
     assert not RUNS.exists()
     assert never_asked == []
 
 
-# The rank
+# -- the rank
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_a_rank_above_every_dimension_is_refused_before_anything_is_made(tmp_path, bits):
+def test_rank_above_every_dimension_is_refused_before_adding_adapters(tmp_path, bits):
     network, _ = model.load_base(make_model(tmp_path / "m", bits=bits), mx.float32)
     config = TrainConfig(lora_rank=129, lora_targets=("all-linear",))
     with pytest.raises(UserError, match=r"--lora-rank 129: .* at most 128 inputs or outputs"):

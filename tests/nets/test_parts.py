@@ -1,4 +1,4 @@
-"""Which blocks share what is compiled."""
+"""Which blocks share compiled programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from your_ai.nets.parts import structure
 
 
 class Placed(nn.Module):
-    """A block that knows where it stands, and does nothing with it."""
+    """A block that stores its index but does not use it."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ class Named(Placed):
         return x * self.weight * self.place_of(self)
 
 
-def test_blocks_that_differ_in_their_place_alone_are_alike():
+def test_unused_block_index_does_not_change_the_structure():
     assert structure(nn.Sequential(nn.Linear(2, 2))) == structure(nn.Sequential(nn.Linear(2, 2)))
     assert structure(Placed(1)) == structure(Placed(2))
 
 
-def test_blocks_whose_place_is_read_are_not():
+def test_block_index_that_is_read_changes_the_structure():
     assert structure(Named(1)) != structure(Named(2))
     assert structure(Named(1)) == structure(Named(1))
 
@@ -50,7 +50,7 @@ def test_blocks_whose_place_is_read_are_not():
     ("architecture", "kinds"),
     [("llama", 1), ("gemma2", 1), ("gemma3_text", 2), ("qwen3_moe", 1)],
 )
-def test_as_many_kinds_as_an_architecture_has(tmp_path, architecture, kinds):
+def test_number_of_block_structures_per_architecture(tmp_path, architecture, kinds):
     folder = make_model(tmp_path / "m", architecture, num_hidden_layers=7)
     network, _ = model.load_network(folder, mx.float32)
     assert len({structure(block) for block in network.layers}) == kinds

@@ -23,7 +23,7 @@ def run(configure):
 
 
 def without_record(folder):
-    """Make the adapter one that does not say which files its base has."""
+    """Remove the record of the base model's files from the adapter."""
     path = folder / checkpoint.ADAPTER_CONFIG
     config = json.loads(path.read_text())
     del config["base_files"]
@@ -33,7 +33,7 @@ def without_record(folder):
     (folder / checkpoint.CHECKSUMS).write_text(json.dumps(sums))
 
 
-def test_the_finished_adapter_is_taken(run, tiny_model):
+def test_uses_the_finished_adapter_by_default(run, tiny_model):
     found = open_trained("r")
     assert found.adapter.folder == run.adapter
     assert found.base == tiny_model
@@ -41,13 +41,13 @@ def test_the_finished_adapter_is_taken(run, tiny_model):
     assert found.adapter.step == 3
 
 
-def test_a_run_without_an_adapter_names_its_checkpoints(run):
+def test_run_without_finished_adapter_lists_its_checkpoints(run):
     shutil.rmtree(run.adapter)
     with pytest.raises(UserError, match=r"no finished adapter; checkpoints: step-000003, step-00"):
         open_trained("r")
 
 
-def test_a_run_without_anything_says_how_to_finish(run):
+def test_run_without_adapter_and_checkpoint_says_how_to_finish(run):
     shutil.rmtree(run.adapter)
     shutil.rmtree(run.checkpoints)
     with pytest.raises(
@@ -56,7 +56,7 @@ def test_a_run_without_anything_says_how_to_finish(run):
         open_trained("r")
 
 
-def test_a_damaged_adapter_is_not_used(run):
+def test_damaged_adapter_is_refused(run):
     path = run.adapter / checkpoint.ADAPTERS
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -66,24 +66,24 @@ def test_a_damaged_adapter_is_not_used(run):
 
 
 @pytest.mark.parametrize("chosen", ["step-000002", "2", "000002"])
-def test_a_checkpoint_is_taken_by_its_name_or_step(run, chosen):
+def test_checkpoint_is_chosen_by_name_or_step(run, chosen):
     adapter = open_trained("r", chosen).adapter
     assert adapter.folder == run.checkpoints / "step-000002"
     assert adapter.step == 2
 
 
-def test_the_latest_checkpoint_is_the_newest_whole_one(run):
+def test_latest_is_the_newest_complete_checkpoint(run):
     (run.checkpoints / "step-000003" / checkpoint.ADAPTERS).write_bytes(b"")
     assert open_trained("r", "latest").adapter.folder == run.checkpoints / "step-000002"
 
 
 @pytest.mark.parametrize("chosen", ["9", "step-", "nonsense", ""])
-def test_a_checkpoint_that_is_not_there_is_told(run, chosen):
-    with pytest.raises(UserError, match="no such one; checkpoints: step-000003"):
+def test_missing_checkpoint_is_reported(run, chosen):
+    with pytest.raises(UserError, match="no such checkpoint; checkpoints: step-000003"):
         open_trained("r", chosen)
 
 
-def test_a_newer_checkpoint_is_told_of(run):
+def test_note_mentions_a_newer_checkpoint(run):
     newer = run.checkpoints / "step-000007"
     shutil.copytree(run.checkpoints / "step-000003", newer)
     found = open_trained("r")
@@ -91,28 +91,30 @@ def test_a_newer_checkpoint_is_told_of(run):
     assert "step-000007 is newer" in found.note
 
 
-def test_another_base_of_the_same_shape_is_refused(run, tmp_path):
+def test_different_base_of_the_same_shape_is_refused(run, tmp_path):
     other = make_model(tmp_path / "other", seed=5)
-    with pytest.raises(UserError, match=r"another model than .*other \(model.safetensors differ"):
+    with pytest.raises(
+        UserError, match=r"a different model than .*other \(model.safetensors differ"
+    ):
         open_trained("r", base=str(other))
 
 
-def test_the_same_base_elsewhere_is_taken(run, tmp_path, tiny_model):
+def test_same_base_in_another_folder_is_accepted(run, tmp_path, tiny_model):
     shutil.copytree(tiny_model, tmp_path / "moved")
     (tmp_path / "moved" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert open_trained("r", base=str(tmp_path / "moved")).base == tmp_path / "moved"
 
 
-def test_shapes_tell_where_nothing_is_recorded(run, tmp_path):
+def test_without_recorded_files_a_base_of_another_shape_is_refused(run, tmp_path):
     other = make_model(tmp_path / "other", hidden_size=128)
     without_record(run.adapter)
     found = open_trained("r", base=str(other))
     network, _ = load_base(found.base, mx.float32)
-    with pytest.raises(UserError, match=r"lora_a is 64 x 4, and would be 128 x 4"):
+    with pytest.raises(UserError, match=r"lora_a is 64 x 4, expected 128 x 4"):
         saved_adapter.put_adapter(network, found.adapter)
 
 
-def test_new_layers_change_nothing_until_they_are_given_what_was_learned(run):
+def test_put_layers_changes_nothing_until_set_arrays(run):
     found = open_trained("r")
     network, _ = load_base(found.base, mx.float32)
     tokens = mx.array([[3, 1, 4, 1, 5]])
@@ -132,36 +134,36 @@ def test_new_layers_change_nothing_until_they_are_given_what_was_learned(run):
         {"num_layers": "many"},
     ],
 )
-def test_an_adapter_of_another_kind_is_refused(run, change):
+def test_unsupported_adapter_settings_are_refused(run, change):
     path = run.adapter / checkpoint.ADAPTER_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError):
         saved_adapter.read_adapter(run.adapter)
 
 
-def test_a_folder_that_is_no_adapter_is_told(tmp_path):
-    with pytest.raises(UserError, match="is no adapter"):
+def test_folder_without_an_adapter_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is not an adapter"):
         saved_adapter.read_adapter(tmp_path)
 
 
-def test_a_run_whose_model_is_gone_says_so(run, tmp_path):
+def test_missing_base_model_is_named_in_the_error(run, tmp_path):
     config = dataclasses.replace(run.read_config(), model=str(tmp_path / "gone"))
     run.write_config(config)
     with pytest.raises(UserError, match="gone"):
         open_trained("r")
 
 
-def test_layers_are_those_of_the_model(run):
+def test_layers_are_grouped_by_path_in_the_model(run):
     layers = open_trained("r").adapter.layers
     assert all(set(parts) == {"lora_a", "lora_b"} for parts in layers.values())
     assert "model.layers.2.self_attn.q_proj" in layers
 
 
-# What others wrote
+# -- adapters from other tools
 
 
 def change(folder, where, **settings):
-    """Change the adapter's own settings, or its lora_parameters."""
+    """Change the settings of an adapter, or its lora_parameters."""
     path = folder / checkpoint.ADAPTER_CONFIG
     config = json.loads(path.read_text())
     (config if where == "config" else config["lora_parameters"]).update(settings)
@@ -191,7 +193,7 @@ def change(folder, where, **settings):
         ("config", "step", -1),
     ],
 )
-def test_a_figure_that_no_adapter_has_is_refused(run, where, key, value):
+def test_impossible_adapter_values_are_refused(run, where, key, value):
     change(run.adapter, where, **{key: value})
     with pytest.raises(UserError, match=key) as caught:
         saved_adapter.read_adapter(run.adapter)
@@ -202,7 +204,7 @@ def test_a_figure_that_no_adapter_has_is_refused(run, where, key, value):
 @pytest.mark.parametrize(
     "text", ["[" * 100_000, "[]", "null", "{", '{"a": ' * 100 + "1" + "}" * 100]
 )
-def test_settings_of_another_shape_are_refused(run, text):
+def test_malformed_adapter_config_is_refused(run, text):
     (run.adapter / checkpoint.ADAPTER_CONFIG).write_text(text)
     with pytest.raises(UserError, match="its adapter cannot be read"):
         saved_adapter.read_adapter(run.adapter)

@@ -1,1 +1,1 @@
-"""Models: loaded, given LoRA layers, taken apart into blocks and a head."""
+"""Models: loading, LoRA and DoRA layers, splitting into blocks and a head, saved adapters."""

@@ -2,13 +2,13 @@
 
     y = m / |W + s B A| * (W x + s B A x) + bias
 
-The norm is of each row, and a constant to the gradient, as in mlx-lm's layer, whose parameters
-these are. It changes with the adapter alone: so it is computed once for an adapter, from some
-rows of the weight after the other, and kept. The product with W is that of the layer inside,
-however that is computed, and not one with a weight that is dequantized as a whole.
+The norm is taken per row, and the gradient treats it as a constant, as in mlx-lm's DoRA layer,
+which has the same parameters. The norm changes only when the adapter changes, so it is computed
+once per adapter, slice by slice over the rows of the weight, and cached. The product with W
+calls the wrapped layer, so a quantized weight is never dequantized as a whole.
 
-Who traces a layer gives it the norms (`norms_of`, `given`), so that no graph computes them; a
-layer that is given none looks after its own.
+Code that traces a layer passes the norms in (`norms_of`, `given`), so that no graph computes
+them. A layer without given norms computes its own.
 
 Shapes: N tokens, D inputs, O outputs, r rank.
 """
@@ -30,15 +30,16 @@ from mlx_lm.tuner.dora import DoRALinear
 from your_ai.nets.head import LayerRows, rows_at_once
 from your_ai.nets.parts import Arrays
 
-SLICE_BYTES = 1 << 20  # of rows in float32; MLX runs some ten operations ahead, and holds as many
-TINY = 1e-30  # in place of 0, which nothing can be divided by
-NORMS = "_norms"  # a layer's, by this name, where they are given; no parameter
+SLICE_BYTES = 1 << 20  # of float32 rows; MLX runs about ten operations ahead, one slice each
+TINY = 1e-30  # replaces 0 in a denominator
+NORMS = "_norms"  # the attribute for given norms; not a parameter
 
 
 class Kept:
-    """The norms of the last adapter that a layer had, and which that was.
+    """A cache of the norms for the latest adapter of a layer.
 
-    It is not kept alive: optimizers replace adapters, and never change one in place.
+    It holds only weak references to the adapter. They identify it, because optimizers replace
+    the arrays of an adapter and never change them in place.
     """
 
     def __init__(self) -> None:
@@ -55,9 +56,9 @@ class Kept:
 
 
 class DoRA(nn.Module):
-    """A linear layer, quantized or not, with mlx-lm's DoRA on it.
+    """A linear layer, quantized or not, with DoRA as in mlx-lm.
 
-    linear: the layer; lora_a: (D, r), lora_b: (r, O), m: (O,) float32.
+    linear: the wrapped layer; lora_a: (D, r), lora_b: (r, O), m: (O,) float32.
     """
 
     def __init__(self) -> None:
@@ -66,12 +67,12 @@ class DoRA(nn.Module):
 
     @staticmethod
     def from_base(base: DoRALinear) -> DoRA:
-        """base: as `linear_to_lora_layers` has just put it, its arrays not computed yet."""
+        """base: a new layer from `linear_to_lora_layers`, whose arrays are not evaluated yet."""
         layer = DoRA()
         layer.linear, layer.dropout, layer.scale = base.linear, base.dropout, base.scale
         inputs = LayerRows(base.linear).shape[1]
         layer.lora_a, layer.lora_b = base.lora_a, base.lora_b
-        if base.lora_a.shape[0] != inputs:  # with bits that do not divide 32
+        if base.lora_a.shape[0] != inputs:  # mlx-lm is wrong for bits that do not divide 32
             bound = 1 / math.sqrt(inputs)
             shape = (inputs, base.lora_a.shape[1])
             layer.lora_a = mx.random.uniform(low=-bound, high=bound, shape=shape)
@@ -86,9 +87,10 @@ class DoRA(nn.Module):
         return y + self.linear.bias if "bias" in self.linear else y
 
     def norms(self, linear: nn.Module | None = None, after: Sequence[mx.array] = ()) -> mx.array:
-        """(O,) float32, those that are given, or else of the adapter as it is.
+        """(O,) float32 norms: the given ones, otherwise those of the current adapter.
 
-        linear: the layer inside, where its weight is elsewhere; after: what comes first.
+        linear: the wrapped layer with its weight, if this layer does not have the weight.
+        after: arrays that are computed first.
         """
         if NORMS in self:
             return self[NORMS]
@@ -101,7 +103,7 @@ class DoRA(nn.Module):
 
 
 def without_bias(linear: nn.Module) -> nn.Module:
-    """A layer that computes the product alone, of the same arrays."""
+    """A copy of the layer, with the same arrays, that does not add the bias."""
     twin = copy.copy(linear)
     twin.pop("bias", None)
     return twin
@@ -114,7 +116,7 @@ def row_norms(
     scale: float = 0.0,
     after: Sequence[mx.array] = (),
 ) -> mx.array:
-    """(O,) float32: the norm of each row of W + scale * B A, or of W, one slice after the other.
+    """(O,) float32: the norm of each row of W + scale * B A, or of W, computed slice by slice.
 
     after: arrays that are computed before the first slice.
     """
@@ -135,7 +137,7 @@ def row_norms(
 def magnified(y: mx.array, m: mx.array, norms: mx.array) -> mx.array:
     """m / norms * y; y: (..., O), m and norms: (O,).
 
-    Its backward pass needs the result, which what comes next often holds too, and not y.
+    The backward pass needs the result, which the next operation often keeps anyway, and not y.
     """
     return factors(m, norms).astype(y.dtype) * y
 
@@ -158,7 +160,7 @@ def nonzero(values: mx.array) -> mx.array:
 
 
 def put_dora(model: nn.Module) -> None:
-    """Put these layers in place of mlx-lm's, which were just put on a model."""
+    """Replace the DoRA layers that mlx-lm has just added to a model with ours."""
     replaced = [
         (name, DoRA.from_base(layer))
         for name, layer in model.named_modules()
@@ -171,20 +173,20 @@ Layers = list[tuple[str, DoRA]]
 
 
 def dora_layers(module: nn.Module) -> Layers:
-    """Those of a module, by path."""
+    """The DoRA layers of a module, with their paths."""
     return [(path, child) for path, child in module.named_modules() if isinstance(child, DoRA)]
 
 
 def draw(module: nn.Module) -> None:
-    """Compute the first magnitudes, which are the norms of the weights, layer by layer."""
+    """Compute the initial magnitudes (the norms of the weights), layer by layer."""
     for _, layer in dora_layers(module):
         mx.eval(layer.m)
 
 
 def norms_of(layers: Layers, frozen: Arrays | None = None) -> Arrays:
-    """The norms of each, computed where the adapter is another than it was, by their path.
+    """The norms of each layer by path; computed only if the adapter has changed.
 
-    frozen: the weights by their path, where the layers do not have them.
+    frozen: the weights by path, if the layers themselves do not have them.
     """
     found: Arrays = {}
     for path, layer in layers:
@@ -199,7 +201,7 @@ def norms_of(layers: Layers, frozen: Arrays | None = None) -> Arrays:
 
 @contextlib.contextmanager
 def given(layers: Layers, norms: Arrays) -> Iterator[None]:
-    """The layers use these norms until the block ends; `norms` as `norms_of` has them."""
+    """Make the layers use these norms, from `norms_of`, until the `with` block ends."""
     for path, layer in layers:
         layer[NORMS] = norms[f"{path}.{NORMS}"]
     try:

@@ -1,9 +1,9 @@
-"""A model's head as before -> linear -> after, and its weight in slices of the vocabulary.
+"""The head of a model as before -> linear -> after, and its weight in slices of the vocabulary.
 
-The weight has one row a token. Whoever walks it in slices reads, and dequantizes, each row
-once, however many hidden states there are; `losses` does.
+The weight has one row per token of the vocabulary. A pass over its slices, as in `losses`,
+reads and dequantizes each row once for all hidden states.
 
-Shapes: S hidden states, D hidden size, V vocabulary, n tokens of a slice.
+Shapes: S hidden states, D hidden size, V vocabulary, n tokens per slice.
 """
 
 from __future__ import annotations
@@ -25,36 +25,37 @@ Function = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class HeadSlice:
-    """Consecutive rows of a head's weight, at hand.
-
-    forward: (S, D) -> (S, n) their products with hidden states, and the bias;
-    backward: (S, n) -> (S, D) the weighted sums of the rows.
-    """
+    """Consecutive rows of a head's weight, in memory."""
 
     count: int
+    """n"""
     forward: Function
+    """(S, D) -> (S, n): the products of hidden states with the rows, plus the bias."""
     backward: Function
+    """(S, n) -> (S, D): the weighted sums of the rows."""
 
 
 class HeadRows(Protocol):
-    """Where the rows of a head's weight come from: a layer, or a file."""
+    """The source of the rows of a head's weight: a layer or a file."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """(V, D)"""
 
     def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> HeadSlice:
-        """The rows from `start` to `stop`, not before the arrays `after` are computed."""
+        """The rows from `start` to `stop`, computed only after the arrays `after`."""
 
     def gather(self, tokens: mx.array) -> mx.array:
-        """(S, D) the rows of `tokens`, (S,)."""
+        """(S, D) the rows of the tokens `tokens`, (S,)."""
 
 
 def part_of(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> HeadSlice:
-    """The part with these arrays, some rows of each that a layer has, by their names there.
+    """Make a HeadSlice of some rows of a layer.
 
-    quantization: the arguments of mx.dequantize, or {} where there are no scales. On the
-    CPU the rows are dequantized once, for both directions.
+    arrays: these rows of each array of the layer, by name.
+    quantization: the arguments of mx.dequantize, or {} if the layer is not quantized.
+
+    On the CPU the rows are dequantized once for both directions.
     """
     count, bias = arrays["weight"].shape[0], arrays.get("bias")
     if quantization and mx.default_device().type != mx.cpu:
@@ -81,14 +82,14 @@ def part_of(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> HeadSl
 
 
 def dense(arrays: dict[str, mx.array], quantization: dict[str, Any]) -> mx.array:
-    """The rows themselves."""
+    """The rows as a dense array."""
     return mx.dequantize(*_packed(arrays), **quantization) if quantization else arrays["weight"]
 
 
 def rows_at_once(slice_bytes: int, inputs: int, bits: int = 32) -> int:
-    """How many rows of a weight take `slice_bytes` in float32, or while they are dequantized.
+    """The number of rows of a weight that need `slice_bytes` in float32, or to dequantize.
 
-    Bits that do not divide 32 MLX unpacks one by one on the CPU: an array for each.
+    On the CPU, MLX unpacks bit widths that do not divide 32 bit by bit, one array per bit.
     """
     return max(1, slice_bytes // (4 * inputs * (1 if 32 % bits == 0 else bits)))
 
@@ -101,7 +102,7 @@ def _packed(arrays: dict[str, mx.array]) -> tuple[mx.array, mx.array, mx.array |
 class LayerRows:
     """The rows of a linear or embedding layer, quantized or not.
 
-    Its arrays are looked up when they are used: a compiled function wants its own.
+    The arrays are looked up at each use, because a compiled function replaces them.
     """
 
     layer: nn.Module
@@ -117,7 +118,7 @@ class LayerRows:
         return part_of(self._slice(start, stop, after), self._quantization())
 
     def weight(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> mx.array:
-        """(n, D) the rows themselves, not before the arrays `after` are computed."""
+        """(n, D) the dense rows, computed only after the arrays `after`."""
         return dense(self._slice(start, stop, after), self._quantization())
 
     def gather(self, tokens: mx.array) -> mx.array:
@@ -143,55 +144,54 @@ class LayerRows:
 
 @dataclass(frozen=True)
 class LinearHead:
-    """logits = after(linear(before(hidden))).
-
-    before: (S, D) -> (S, D); after: elementwise on (S, n); None where nothing is done.
-    slice_bytes: of a slice's weights or logits in float32; the pass holds up to ten times
-    that, and slices much smaller than the default take longer.
-    """
+    """logits = after(linear(before(hidden)))."""
 
     rows: HeadRows
     before: Function | None = None
+    """(S, D) -> (S, D); None for the identity."""
     after: Function | None = None
+    """Elementwise on (S, n); None for the identity."""
     slice_bytes: int = HEAD_SLICE_BYTES
+    """Bytes of the weights or logits of a slice in float32. A pass over the vocabulary needs up
+    to ten times as much; slices much smaller than the default are slower."""
 
     def inputs(self, hidden: mx.array) -> mx.array:
-        """(S, D) what the linear layer is given."""
+        """(S, D) input of the linear layer."""
         return hidden if self.before is None else self.before(hidden)
 
     def logits(self, products: mx.array) -> mx.array:
-        """The logits from what the linear layer gives."""
+        """The logits from the output of the linear layer."""
         return products if self.after is None else self.after(products)
 
     def logits_and_slopes(self, products: mx.array) -> tuple[mx.array, mx.array | None]:
-        """The logits and their derivatives in `products`; None where those are 1."""
+        """The logits and their derivatives with respect to `products`; None if those are 1."""
         if self.after is None:
             return products, None
         (logits,), (slopes,) = mx.vjp(self.after, [products], [mx.ones_like(products)])
         return logits, slopes
 
     def slices(self, count: int) -> Iterator[tuple[int, int]]:
-        """(start, stop) of slices that suit `count` hidden states."""
+        """(start, stop) of slices of the vocabulary, sized for `count` hidden states."""
         vocabulary, width = self.rows.shape
         step = max(1, self.slice_bytes // (4 * max(count, width)))
         for start in range(0, vocabulary, step):
             yield start, min(start + step, vocabulary)
 
 
-# -- finding it in a model ----------------------------------------------------------------
+# -- finding the linear head of a model ---------------------------------------------------
 
 
 def linear_head(head: nn.Module, hidden_size: int, dtype: mx.Dtype) -> LinearHead | None:
-    """`head`, from `model.split`, taken apart; None where it is not before -> linear -> after.
+    """Split `head`, from `model.split`, into before -> linear -> after; None if impossible.
 
-    The layers of the head are tried in turn: with a stand-in for the right one, what the
-    head gives the stand-in is `before`, and what it makes of the answer is `after`. So
-    tied embeddings, logit scales and soft caps are as the architecture has them. Checked
-    against the head itself on random hidden states.
+    Each layer of the head is tried in turn: a stand-in replaces it. If it is the linear layer,
+    the input of the stand-in gives `before`, and what the head does with its output gives
+    `after`. So tied embeddings, logit scales and soft caps work as the architecture defines
+    them. The result is checked against the head itself on random hidden states.
     """
     hidden = mx.random.normal((5, hidden_size), key=mx.random.key(0)).astype(dtype)
     for path in _candidates(head):
-        with forgiving():  # an architecture laid out in another way
+        with forgiving():  # an architecture with another layout
             found = _taken_apart(head, path, hidden)
             if _agrees(found, head, hidden):
                 return found
@@ -199,7 +199,7 @@ def linear_head(head: nn.Module, hidden_size: int, dtype: mx.Dtype) -> LinearHea
 
 
 def _candidates(head: nn.Module) -> list[tuple[str, ...]]:
-    """Paths of layers that may be the last one: the head's own, then its trunk's."""
+    """Paths of layers that may be the last one: first those of the head, then of its trunk."""
     children = [((name,), child) for name, child in _modules(head)]
     below = [
         ((*path, name), child)
@@ -215,14 +215,14 @@ def _modules(parent: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_known(layer: nn.Module) -> bool:
-    if hasattr(layer, "rows"):  # in a file
+    if hasattr(layer, "rows"):  # its weight is in a file
         return True
     quantized = "scales" in layer and layer.weight.ndim == 2 and "lora_a" not in layer
     return quantized or type(layer) in DENSE
 
 
 class _StandIn(nn.Module):
-    """Stands where a head has its linear layer, with its attributes; records what it is given."""
+    """Replaces the linear layer of a head, with the same attributes, and records its input."""
 
     def __init__(self, layer: nn.Module, answer: mx.array) -> None:
         vars(self).update(vars(layer))
@@ -240,10 +240,11 @@ class _StandIn(nn.Module):
 def _run(
     head: nn.Module, path: tuple[str, ...], hidden: mx.array, answer: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """What the layer at `path` is given for `hidden`, and what the head makes of `answer`.
+    """The input of the layer at `path` for `hidden`, and the output of the head if that layer
+    returns `answer`.
 
-    On a copy of the modules along the path, made anew each time: arrays of the head itself
-    are then those of the call.
+    Works on a new copy of the modules along the path at each call, so that the arrays of the
+    head are the current ones.
     """
     node = shell = copy.copy(head)
     for name in path[:-1]:
@@ -278,7 +279,7 @@ def _taken_apart(head: nn.Module, path: tuple[str, ...], hidden: mx.array) -> Li
 
 
 def _agrees(found: LinearHead, head: nn.Module, hidden: mx.array) -> bool:
-    """Whether slices give the head's own logits, and `after` is elementwise."""
+    """Whether the slices give the same logits as the head, and `after` is elementwise."""
     whole = head(hidden[None])[0].astype(mx.float32)
     if whole.shape != (len(hidden), found.rows.shape[0]):
         return False

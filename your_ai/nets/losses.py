@@ -1,9 +1,9 @@
-"""Log-probabilities of targets through a model's head, and the gradient of an objective of them.
+"""Log-probabilities of the targets from a model's head, and the gradient of an objective.
 
-The logits never exist as a whole. A head that is known to be linear (head.LinearHead) is
-computed in slices of the vocabulary, any other in chunks of the hidden states.
+The full logits are never allocated. A head in linear form (head.LinearHead) is computed in
+slices of the vocabulary, any other head in chunks of the hidden states.
 
-Shapes: S targets, D hidden size, V vocabulary, n tokens of a slice of it.
+Shapes: S targets, D hidden size, V vocabulary, n tokens per slice of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from your_ai.nets.head import HeadSlice, LinearHead
 from your_ai.nets.numerics import exp, sum_in_blocks
 from your_ai.objectives.objective import Metrics, Objective, Scores, Sums, Targets, Weighed
 
-# A LinearHead, or any function of (1, S, D) hidden states that gives (1, S, V) logits.
+# A LinearHead, or any function from (1, S, D) hidden states to (1, S, V) logits.
 Head = LinearHead | Callable[[mx.array], mx.array]
 Weigh = Callable[[mx.array], Weighed]  # (S,) log-probabilities -> the loss and weights
 
-CHUNK_BYTES = 8 << 20  # of float32 logits; MLX holds a few chunks at a time
-CHUNK_ROWS = 128  # at least: every chunk reads the whole head
+CHUNK_BYTES = 8 << 20  # of float32 logits; a few chunks are in memory at a time
+CHUNK_ROWS = 128  # minimum rows per chunk, because every chunk reads the whole head
 
 
 def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
@@ -42,7 +42,7 @@ def cross_entropy_sum(logits: mx.array, targets: mx.array, weights: mx.array) ->
 
 
 def chunked_losses(hidden: mx.array, targets: mx.array, head: Head) -> mx.array:
-    """cross_entropy of head(hidden), piece by piece, to be evaluated and not trained."""
+    """(S,) cross_entropy of head(hidden), piece by piece, without gradients."""
     losses: list[mx.array] = []
     for part in chunks(hidden, head):
         rows = _in_turn(hidden[part], losses)
@@ -57,18 +57,18 @@ def chunked_losses(hidden: mx.array, targets: mx.array, head: Head) -> mx.array:
 
 
 def chunked_loss(hidden: mx.array, targets: Targets, objective: Objective, head: Head) -> Sums:
-    """The objective's loss and metrics, of hidden states at the targets, (S, D)."""
+    """The loss and metrics of the objective; hidden: (S, D) at the targets."""
     found = chunked_losses(hidden, targets.tokens, head)
     return objective.weigh(Scores(-found), targets).sums
 
 
 def chunked_predictions(hidden: mx.array, head: Head) -> mx.array:
-    """(S,) the likeliest token of each row of `hidden`, (S, D), piece by piece."""
+    """(S,) the most likely token for each row of `hidden`, (S, D), piece by piece."""
     found: list[mx.array] = []
     for part in chunks(hidden, head):
         rows = _in_turn(hidden[part], found)
         if isinstance(head, LinearHead):
-            found.append(_likeliest(head.inputs(rows), head))
+            found.append(_most_likely(head.inputs(rows), head))
         else:
             found.append(head(rows[None])[0].argmax(-1))
     return mx.concatenate(found)
@@ -77,11 +77,11 @@ def chunked_predictions(hidden: mx.array, head: Head) -> mx.array:
 def trainable_loss(
     hidden: mx.array, targets: Targets, objective: Objective, scale: mx.array, head: Head
 ) -> Sums:
-    """The objective's loss and metrics; the loss's gradient in `hidden` comes out times `scale`.
+    """The loss and metrics of the objective; the gradient of the loss is multiplied by `scale`.
 
-    hidden: (S, D) at the targets. The gradient is computed in the forward pass, with the loss,
-    and only its (S, D) are kept. (A chunked loss that is differentiated as a whole computes
-    all logits again, or keeps them.)
+    hidden: (S, D) at the targets. The gradient is computed together with the loss in the
+    forward pass, and only its (S, D) array is kept. (Differentiating a chunked loss as a whole
+    would compute all logits again, or keep them.)
     """
     names: list[str] = []
 
@@ -101,11 +101,11 @@ def trainable_loss(
 def loss_and_gradient(
     hidden: mx.array, targets: Targets, objective: Objective, scale: mx.array, head: Head
 ) -> tuple[Sums, mx.array]:
-    """The objective's loss and metrics, and its gradient in `hidden` times `scale`, (S, D).
+    """The loss and metrics, and the gradient with respect to `hidden` times `scale`, (S, D).
 
-    Without a transformation of the caller's, which would keep every slice of a head that
-    is read from a file. The scale is inside, so that float16 gradients are scaled before
-    they are rounded. The head is frozen: it gets no gradient.
+    The caller does not differentiate this function: that would keep every slice of a head that
+    is read from a file. The scale is applied inside, so that float16 gradients are scaled
+    before they are rounded. The head is frozen and gets no gradient.
     """
 
     def weigh_part(part: slice) -> Weigh:
@@ -134,7 +134,7 @@ def _in_pieces(
     head: Head,
     pieces: Iterable[slice],
 ) -> tuple[Sums, mx.array]:
-    """The sums over all pieces, and the gradient in `hidden` times `scale`; one after another."""
+    """The sums over all pieces, and the gradient of `hidden` times `scale`, piece by piece."""
     of_piece = _sliced if isinstance(head, LinearHead) else _differentiated
     found: list[Sums] = []
     grads: list[mx.array] = []
@@ -147,21 +147,22 @@ def _in_pieces(
 
 
 def chunks(hidden: mx.array, head: Head) -> Iterator[slice]:
-    """Runs of rows of `hidden`, (S, D), of about equal size.
+    """Cut the rows of `hidden`, (S, D), into chunks of about equal size.
 
-    With a LinearHead up to HEAD_ROWS, otherwise as many as give CHUNK_BYTES of logits.
+    A chunk has up to HEAD_ROWS rows for a LinearHead, otherwise as many as have CHUNK_BYTES of
+    logits.
     """
-    count, most = len(hidden), HEAD_ROWS
+    count, max_rows = len(hidden), HEAD_ROWS
     if not isinstance(head, LinearHead):
-        vocabulary = head(hidden[None, :1]).shape[-1]  # its shape alone: nothing is computed
-        most = max(CHUNK_ROWS, CHUNK_BYTES // (4 * vocabulary))
-    rows = -(-count // -(-count // most))
+        vocabulary = head(hidden[None, :1]).shape[-1]  # only the shape is used; never evaluated
+        max_rows = max(CHUNK_ROWS, CHUNK_BYTES // (4 * vocabulary))
+    rows = -(-count // -(-count // max_rows))
     for start in range(0, count, rows):
         yield slice(start, start + rows)
 
 
 def _in_turn(rows: mx.array, *before: list[mx.array]) -> mx.array:
-    """`rows`, to be used only after the last of each list."""
+    """Return `rows`, made to depend on the last array of each list."""
     last = [arrays[-1] for arrays in before if arrays]
     return mx.depends([rows], last)[0] if last else rows
 
@@ -174,7 +175,8 @@ def _differentiated(
 ) -> tuple[Sums, mx.array]:
     """The sums of a chunk and its gradient times `scale`.
 
-    Differentiated down to its logits; from there on by hand, with one exp a logit.
+    MLX differentiates the head; the gradient of the logits is written by hand, with one exp per
+    logit.
     """
     names: list[str] = []
 
@@ -200,7 +202,7 @@ def _differentiated(
 
 
 def flat(metrics: Metrics, names: list[str]) -> list[mx.array]:
-    """The sums and counts of metrics, whose names go to `names`: outputs must be arrays."""
+    """The sums and counts of `metrics` as a list of arrays; stores their names in `names`."""
     names[:] = metrics
     return [array for pair in metrics.values() for array in pair]
 
@@ -213,27 +215,34 @@ def unflat(figures: Sequence[mx.array], names: list[str]) -> Metrics:
 
 
 class OnlineSoftmax(NamedTuple):
-    """A softmax over the slices of the vocabulary that were seen so far, and its gradient.
+    """A softmax over the slices of the vocabulary so far, and its gradient.
 
-    The largest logit so far is subtracted from all, and what was summed is rescaled when
-    it rises: the online softmax of Milakov & Gimelshein (2018), arXiv:1805.02867.
+    The largest logit so far is subtracted from all logits, and the sums are rescaled when it
+    grows: the online softmax of Milakov & Gimelshein (2018), arXiv:1805.02867.
     """
 
-    inputs: mx.array  # (S, D) of the linear layer
-    targets: mx.array  # (S, 1)
-    seen: mx.array  # () how many tokens; an array, since a number would be compiled in
-    at_target: mx.array  # (S, 1) what the linear layer gives there
+    inputs: mx.array
+    """(S, D), inputs of the linear layer."""
+    targets: mx.array
+    """(S, 1)"""
+    seen: mx.array
+    """(), the number of tokens so far. An array: a number would be a constant in the graph."""
+    at_target: mx.array
+    """(S, 1), output of the linear layer at the targets."""
     max_logit: mx.array
     """(S, 1) float32, the largest logit so far."""
     exp_sum: mx.array
     """(S, 1) float32, the sum of exp(logit - max_logit)."""
     grad_acc: mx.array
     """(S, D) float32, the sum of exp(logit - max_logit) x slope of `after` x row of the weight;
-    () where no gradient is wanted."""
+    () if no gradient is computed."""
 
 
 def begin(inputs: mx.array, targets: mx.array, *, gradient: bool = True) -> OnlineSoftmax:
-    """Before the first slice; inputs: (S, D) from head.inputs; gradient: it will be wanted."""
+    """The state before the first slice; inputs: (S, D), from head.inputs.
+
+    gradient: whether to compute the gradient too.
+    """
     column = (len(inputs), 1)
     return OnlineSoftmax(
         inputs,
@@ -247,7 +256,7 @@ def begin(inputs: mx.array, targets: mx.array, *, gradient: bool = True) -> Onli
 
 
 def add(softmax: OnlineSoftmax, part: HeadSlice, head: LinearHead) -> OnlineSoftmax:
-    """After the next slice: its rows are used twice, each logit is exponentiated once."""
+    """The state after the next slice. Its rows are used twice, with one exp per logit."""
     products, slopes = part.forward(softmax.inputs), None
     if softmax.grad_acc.ndim:
         logits, slopes = head.logits_and_slopes(products)
@@ -283,21 +292,21 @@ def _weighted_rows(
         exps = exps * slopes
     if dtype != mx.float16:
         return part.backward(exps.astype(dtype)).astype(mx.float32)
-    exp_sum = mx.maximum(exp_sum, 1e-30)  # the sum of many may be over float16's largest number
+    exp_sum = mx.maximum(exp_sum, 1e-30)  # the plain sum may overflow float16
     return exp_sum * part.backward((exps / exp_sum).astype(dtype)).astype(mx.float32)
 
 
 def softmax_losses(softmax: OnlineSoftmax, logits: mx.array) -> mx.array:
-    """(S,) the losses after the last slice; logits: (S, 1), those of the targets."""
+    """(S,) the losses after the last slice; logits: (S, 1), at the targets."""
     return (softmax.max_logit + mx.log(softmax.exp_sum) - logits.astype(mx.float32)).squeeze(-1)
 
 
 def finish(
     softmax: OnlineSoftmax, head: LinearHead, weigh: Weigh, scale: mx.array | float = 1.0
 ) -> tuple[Sums, mx.array]:
-    """After the last slice: what the objective sums, and its gradient times `scale`.
+    """After the last slice: the sums of the objective, and its gradient times `scale`.
 
-    The gradient is in the inputs of the linear layer, (S, D).
+    The gradient is with respect to the inputs of the linear layer, (S, D).
     """
     logits, slopes = head.logits_and_slopes(softmax.at_target)
     weighed = weigh(-softmax_losses(softmax, logits))
@@ -320,15 +329,15 @@ def _sliced(
 
 
 def _over_vocabulary(softmax: OnlineSoftmax, head: LinearHead) -> OnlineSoftmax:
-    """After every slice of the vocabulary, one after the other."""
+    """Run over all slices of the vocabulary, one after the other."""
     for start, stop in head.slices(len(softmax.inputs)):
         softmax = OnlineSoftmax(*_settled(softmax))
         softmax = add(softmax, head.rows.part(start, stop, softmax), head)
     return softmax
 
 
-def _likeliest(inputs: mx.array, head: LinearHead) -> mx.array:
-    """(S,) the first of the tokens with the largest logit."""
+def _most_likely(inputs: mx.array, head: LinearHead) -> mx.array:
+    """(S,) the token with the largest logit; the first one if several are equal."""
     best, seen = mx.zeros(len(inputs), mx.uint32), mx.array(0, mx.uint32)
     top = mx.full(len(inputs), -mx.inf)
     for start, stop in head.slices(len(inputs)):
@@ -343,9 +352,9 @@ def _likeliest(inputs: mx.array, head: LinearHead) -> mx.array:
 
 
 def _settled(state: Sequence[mx.array]) -> list[mx.array]:
-    """The same arrays, all to be computed before one is used.
+    """Return the same arrays, made to depend on one another.
 
-    So what is summed of a slice is summed before the next slice is begun, and compiled
-    kernels end where a slice ends: they are the same for all.
+    So all sums of a slice are computed before the next slice begins, and compiled kernels end
+    where a slice ends, so that all slices share them.
     """
     return mx.depends(list(state), list(state))

@@ -1,6 +1,6 @@
-"""Models: loaded through mlx-lm, given LoRA layers, split in two.
+"""Load models through mlx-lm, add LoRA layers, and split a model before its head.
 
-Shapes: B rows, T tokens of a row, D hidden size, V vocabulary.
+Shapes: B rows, T tokens per row, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ ALL_LINEAR = "all-linear"
 TOKENIZER_CLASS = re.compile(r"(?!Auto|Rag)\w*(?:Tokenizer|TokenizerFast|Backend)")
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 POSITIONS = ("wpe", "position_embeddings", "embed_positions")
-TRIED_TOKENS = 8  # of the short row that a model is tried with
+TRIED_TOKENS = 8  # length of the short row that tests a model
 LINEAR = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
 
-dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # refuse a model's own code, and never ask about it
+dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # refuse custom code of a model without asking
 
 
 def compute_dtype(name: str) -> mx.Dtype:
-    """The type that `--dtype` stands for on this device."""
+    """The dtype that `--dtype` means on this device."""
     if name == "auto":
         return mx.bfloat16 if mx.default_device().type == mx.gpu else mx.float32
     return getattr(mx, name)
 
 
 def load_base(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, Any]:
-    """The model and tokenizer of a folder. The weights are lazy: read when first used.
+    """Load the model and tokenizer of a folder. The weights are lazy: read on first use.
 
-    Raises UserError for a folder that is not whole, or that mlx-lm cannot load.
+    Raises UserError if the folder is incomplete or mlx-lm cannot load it.
     """
     network, config = load_network(folder, dtype)
     return network, load_tokenizer_of(folder, config.get("eos_token_id"))
 
 
 def load_tokenizer_of(folder: Path, eos_token_ids: Any = None) -> Any:
-    """The tokenizer of a model folder. Runs no code of the folder's own, and asks nothing.
+    """Load the tokenizer of a model folder. Never runs code from the folder, and never prompts.
 
-    Raises UserError where it cannot be loaded.
+    Raises UserError if it cannot be loaded.
     """
     check_beside(folder)
     try:
@@ -71,22 +71,22 @@ def load_tokenizer_of(folder: Path, eos_token_ids: Any = None) -> Any:
         ends = list(tokenizer.eos_token_ids)
     except UserError:
         raise
-    except Exception as error:  # transformers raises what it likes for a broken tokenizer
+    except Exception as error:  # transformers raises any type for a broken tokenizer
         if "custom code" in str(error) or "trust_remote_code" in str(error):
             raise needs_code(folder) from error
         reason = shortened(first_line(error))
         raise UserError(f"{folder}: its tokenizer cannot be loaded ({reason})") from error
     wrong = [end for end in ends if type(end) is not int or not 0 <= end < 1 << 32]
     if wrong:
-        raise UserError(f"{folder}: eos_token_id {shortened(repr(wrong[0]))}: is no token")
+        raise UserError(f"{folder}: eos_token_id {shortened(repr(wrong[0]))}: is not a token id")
     return tokenizer
 
 
 def check_class(folder: Path) -> None:
-    """Raise UserError where a tokenizer's class is something else of transformers.
+    """Raise UserError if a tokenizer's class names an object of transformers of another kind.
 
-    transformers looks the name up among all that it has, and calls what it finds, without
-    having been told there that it may run no code.
+    transformers looks the name up among all its objects and calls the result, and ignores
+    trust_remote_code there.
     """
     for name in ("tokenizer_config.json", "config.json"):
         path = folder / name
@@ -102,39 +102,39 @@ def check_class(folder: Path) -> None:
 
 def needs_code(folder: Path) -> UserError:
     return UserError(
-        f"{folder}: its tokenizer is Python code of its own (auto_map in tokenizer_config.json), "
-        "which your_ai never runs; use a model with a tokenizer that transformers has"
+        f"{folder}: its tokenizer is custom Python code (auto_map in tokenizer_config.json), "
+        "which your_ai never runs; use a model whose tokenizer is built into transformers"
     )
 
 
 def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a folder and its configuration, as `load_base` has them."""
-    told = check_model(folder)
+    """Load the model of a folder and its configuration; see `load_base`."""
+    raw_config = check_model(folder)
     if glob.escape(str(folder)) != str(folder):
-        raise UserError(f"{folder}: mlx-lm finds no weights below a name with *, ? or [")
+        raise UserError(f"{folder}: mlx-lm cannot load from a path with *, ? or [; rename it")
     try:
-        model, config = load_model(folder, lazy=True, model_config=positions_of(told))
+        model, config = load_model(folder, lazy=True, model_config=positions_of(raw_config))
         model.freeze()
         model.eval()
-    except Exception as error:  # an architecture's code raises what it likes
+    except Exception as error:  # the code of an architecture may raise any type
         raise UserError(f"{folder}: mlx-lm cannot load this model ({first_line(error)})") from error
     vocabulary = vocabulary_of(model)
     if vocabulary is not None and vocabulary < TRIED_TOKENS:
-        raise UserError(f"{folder}: a model of {vocabulary} tokens cannot be used")
+        raise UserError(f"{folder}: a model with a vocabulary of {vocabulary} cannot be used")
     cast(model, dtype)
     return model, config
 
 
 def positions_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says in `rope_parameters`, by the older names that mlx-lm reads.
+    """Convert the `rope_parameters` of a config.json to the older keys that mlx-lm reads.
 
-    From its release 5 on transformers writes nothing else, and most of mlx-lm's architectures
-    would take a base of their own for the one that the model was trained with.
+    transformers 5 writes only `rope_parameters`. Without the older keys, most architectures of
+    mlx-lm would use their default RoPE base instead of the one the model was trained with.
     """
     found: dict[str, Any] = {}
     kinds, text = config.get("rope_parameters"), config.get("text_config")
     if isinstance(kinds, dict):
-        whole = kinds.get("full_attention", kinds)  # some have them by the kind of attention
+        whole = kinds.get("full_attention", kinds)  # some configs have one set per attention kind
         found = {key: whole.get(key) for key in ("rope_theta", "partial_rotary_factor")}
         found["rope_local_base_freq"] = kinds.get("sliding_attention", {}).get("rope_theta")
         if whole.get("rope_type", "default") != "default":
@@ -146,13 +146,13 @@ def positions_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where it has none."""
+    """The first line of an error's message, or its type if the message is empty."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Make every floating parameter `dtype`, but those the model wants kept."""
+    """Cast all floating-point parameters to `dtype`, except those the model wants to keep."""
     wanted = getattr(model, "cast_predicate", lambda _: True)
 
     def convert(path: str, array: mx.array) -> mx.array:
@@ -164,34 +164,31 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
 
 
 def check_positions(model: nn.Module, tokens: int, label: str) -> None:
-    """Raise UserError where a row of so many tokens has more places than the model has learned."""
+    """Raise UserError if a row of `tokens` tokens is longer than the learned position table."""
     places = rows_of(model, POSITIONS)
     padded = -(-(tokens - 1) // MULTIPLE) * MULTIPLE
     if places is not None and padded > places:
         raise UserError(
-            f"{label}: a row has {tokens} tokens, but the model has learned {places} places; "
+            f"{label}: a row has {tokens} tokens, but the model has {places} position embeddings; "
             f"use --max-seq-length {places // MULTIPLE * MULTIPLE} and --too-long truncate or split"
         )
 
 
 class TokenKeys(NamedTuple):
-    """What the dropout of tokens is drawn from: two arrays that broadcast to (B, T).
-
-    rows: (B, 1) or (B, T) uint32, the key of each token's text; places: (1, T) or (B, T)
-    uint32, where in it the token is.
-    """
+    """The random keys of dropout for each token: two arrays that broadcast to (B, T)."""
 
     rows: mx.array
+    """(B, 1) or (B, T) uint32, the key of the text of each token."""
     places: mx.array
+    """(1, T) or (B, T) uint32, the position of each token in its text."""
 
 
 @dataclass(frozen=True)
 class DropoutKeys:
-    """Where the LoRA layers of a model find the keys of the pass under way.
+    """The dropout keys of the current pass, shared with the LoRA layers of a model.
 
-    current: those of exactly the tokens that the layers are given, or None outside
-    training. The objective's caller sets it before each pass, also before one that
-    recomputes a block.
+    current: the keys of exactly the tokens that the layers receive, or None outside training.
+    The engine sets it before each pass, also before one that recomputes a block.
     """
 
     holder: list[TokenKeys | None]
@@ -204,7 +201,7 @@ class DropoutKeys:
         self.holder[0] = keys
 
     def kept(self, function: Callable) -> Callable:
-        """`function`, that will find the keys of now whenever it runs."""
+        """Wrap `function` so that it always runs with the keys that are current now."""
         keys = self.current
 
         def run(*args: Any) -> Any:
@@ -221,16 +218,16 @@ class DropoutKeys:
 class KeyedDropout(nn.Module):
     """Dropout whose mask is a pure function of (row key, layer, position, feature).
 
-    So it is the same however a step is split into micro-batches, padded, packed or
-    recomputed, and needs no random state. `_features` says which an input has that is not
-    of all features. The bits are murmur3's 32-bit finalizer over a counter
+    So the mask does not depend on how a step is split into micro-batches, padded, packed or
+    recomputed, and needs no random state. `_features` gives the feature indices of an input
+    that has only some of the features. The bits are murmur3's 32-bit finalizer over a counter
     (Appleby, 2011), applied once for the position and once for the feature.
     """
 
     def __init__(self, p: float, layer: int, keys: DropoutKeys) -> None:
         super().__init__()
         self.p = p
-        # An array, so that all layers share one compiled kernel; private, so no parameter.
+        # An array, so that all layers share one compiled kernel; private, so not a parameter.
         self._layer = uint32(layer)
         self._keys = keys
 
@@ -241,14 +238,14 @@ class KeyedDropout(nn.Module):
             return x
         tokens = (keys.rows.shape[0], keys.places.shape[1])
         if x.ndim != 3 or x.shape[:2] != tokens:
-            raise ValueError(f"dropout needs rows of tokens, found an input of shape {x.shape}")
+            raise ValueError(f"dropout needs a (B, T, D) input, found shape {x.shape}")
         features = self.get("_features", mx.arange(x.shape[2], dtype=mx.uint32))
         keep = dropout_bits(keys, self._layer, features) >= uint32(int(self.p * 2**32))
         return mx.where(keep, x * (1 / (1 - self.p)), 0).astype(x.dtype)
 
 
 def dropout_bits(keys: TokenKeys, layer: mx.array, features: mx.array) -> mx.array:
-    """Uniform bits, (B, T, D) uint32, for a layer's key () and `features`, (D,) uint32."""
+    """Uniform random bits, (B, T, D) uint32; layer: () key of a layer; features: (D,) uint32."""
     mixed = _mix(_mix(keys.rows ^ layer) + keys.places * uint32(0x9E3779B9))
     return _mix(mixed[..., None] + features * uint32(0x85EBCA77))
 
@@ -265,19 +262,17 @@ def uint32(value: int) -> mx.array:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The LoRA layers put on a model.
-
-    config: what mlx-lm needs to put them on again, as adapter_config.json holds it.
-    """
+    """The LoRA layers that were added to a model."""
 
     dropout_keys: DropoutKeys
     config: dict[str, Any]
+    """Contents of adapter_config.json, from which mlx-lm can add the layers again."""
 
 
 def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
-    """Put LoRA (or DoRA) layers, drawn from the seed, on a frozen model.
+    """Add LoRA (or DoRA) layers, initialized from the seed, to a frozen model.
 
-    Raises UserError for a target that no layer has or more blocks than there are.
+    Raises UserError if a target matches no layer, or if the model has fewer blocks.
     """
     blocks = model.layers
     count = len(blocks) if config.lora_layers == "all" else config.lora_layers
@@ -295,7 +290,7 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
         "dropout": config.lora_dropout,
         "keys": list(keys),
     }
-    mx.random.seed(derive_seed(config.seed, "adapters"))  # from_base draws from it
+    mx.random.seed(derive_seed(config.seed, "adapters"))  # used by from_base
     put_adapter_layers(model, count, parameters, config.use_dora)
     dropout_keys = DropoutKeys([None])
     if config.lora_dropout > 0:
@@ -317,9 +312,9 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
 def put_adapter_layers(
     model: nn.Module, count: int, parameters: dict[str, Any], use_dora: bool
 ) -> None:
-    """Put mlx-lm's LoRA layers, or our DoRA layers, on the last `count` blocks.
+    """Add mlx-lm's LoRA layers, or our DoRA layers, to the last `count` blocks.
 
-    parameters: as mlx-lm has them in adapter_config.json, `lora_parameters`.
+    parameters: `lora_parameters` of mlx-lm's adapter_config.json.
     """
     linear_to_lora_layers(model, count, parameters, use_dora=use_dora)
     if use_dora:
@@ -327,7 +322,7 @@ def put_adapter_layers(
 
 
 def check_rank(blocks: list[nn.Module], keys: tuple[str, ...], rank: int) -> None:
-    """Raise UserError for a rank above every dimension of the layers that get adapters."""
+    """Raise UserError if the rank is above every dimension of the layers that get adapters."""
     named = (block.named_modules() for block in blocks)
     layers = (module for modules in named for name, module in modules if name in keys)
     largest = max((max(dimensions_of(layer)) for layer in layers), default=rank)
@@ -339,7 +334,7 @@ def check_rank(blocks: list[nn.Module], keys: tuple[str, ...], rank: int) -> Non
 
 
 def dimensions_of(layer: nn.Module) -> tuple[int, int]:
-    """(inputs, outputs) of a linear layer, quantized or not, or of each expert of one."""
+    """(inputs, outputs) of a linear layer, quantized or not, or of each of its experts."""
     *_, outputs, inputs = layer.weight.shape
     if isinstance(layer, nn.QuantizedLinear | QuantizedSwitchLinear):
         inputs = inputs * 32 // layer.bits
@@ -347,7 +342,7 @@ def dimensions_of(layer: nn.Module) -> tuple[int, int]:
 
 
 def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...]:
-    """The linear layers in `blocks` that --lora-targets names, relative to a block."""
+    """The paths, relative to a block, of the linear layers that --lora-targets selects."""
     linear = {
         name: module
         for block in blocks
@@ -365,30 +360,33 @@ def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...
             names = sorted({name.rsplit(".", 1)[-1] for name in linear})
             raise UserError(
                 f"--lora-targets {target}: no adapted block has it{nearest(target, names)}; "
-                f"they have {', '.join(names)}"
+                f"the layers are {', '.join(names)}"
             )
         found |= matches
     experts = sorted(name for name in found if isinstance(linear[name], EXPERTS))
     if experts and (config.use_dora or config.lora_dropout > 0):
         option = "--use-dora" if config.use_dora else "--lora-dropout"
-        raise UserError(f"{option}: not possible on the experts {', '.join(experts)}")
+        raise UserError(f"{option}: not supported on the expert layers {', '.join(experts)}")
     return tuple(sorted(found))
 
 
 def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
-    """The adapters by their names in the model, e.g. `model.layers.2.self_attn.q_proj.lora_a`."""
+    """The adapters by path in the model, e.g. `model.layers.2.self_attn.q_proj.lora_a`."""
     return dict(tree_flatten(model.trainable_parameters()))
 
 
 def set_adapters(model: nn.Module, arrays: dict[str, mx.array]) -> None:
-    """Put arrays that `adapter_arrays` gave back. Raises UserError where names or shapes differ."""
+    """Set the adapters to `arrays`, as returned by `adapter_arrays`.
+
+    Raises UserError if names or shapes differ.
+    """
     ours = {name: array.shape for name, array in adapter_arrays(model).items()}
     theirs = {name: array.shape for name, array in arrays.items()}
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             found, wanted = (text_of_shape(shapes.get(name)) for shapes in (theirs, ours))
             raise UserError(
-                f"the adapter does not fit the model: {name} is {found}, and would be {wanted}"
+                f"the adapter does not fit the model: {name} is {found}, expected {wanted}"
             )
     model.update(tree_unflatten(list(arrays.items())))
 
@@ -398,17 +396,17 @@ def text_of_shape(shape: tuple[int, ...] | None) -> str:
 
 
 def try_out(model: nn.Module, adapters: Adapters, config: TrainConfig) -> None:
-    """Run the model on a short row as training will. Raises UserError where it cannot."""
+    """Run the model on a short row, as in training. Raises UserError if it fails."""
     model.train()
     tokens = mx.arange(TRIED_TOKENS)[None]
     adapters.dropout_keys.set(TokenKeys(mx.zeros((1, 1), mx.uint32), tokens.astype(mx.uint32)))
     try:
         mx.eval(model(tokens))
-    except Exception as error:  # an architecture's code raises what it likes
+    except Exception as error:  # the code of an architecture may raise any type
         if lacked_memory(error):
             raise
         if config.lora_dropout > 0 and "dropout" in str(error):
-            what = f"--lora-dropout: not possible on these --lora-targets ({first_line(error)})"
+            what = f"--lora-dropout: not supported with these --lora-targets ({first_line(error)})"
         else:
             what = f"{config.model}: the model fails on a short row ({first_line(error)})"
         raise UserError(f"{what}; try other settings, or --dtype float32") from error
@@ -419,32 +417,32 @@ def try_out(model: nn.Module, adapters: Adapters, config: TrainConfig) -> None:
 
 @dataclass(frozen=True)
 class Split:
-    """A model in two: `head(trunk(tokens))` are its logits.
-
-    trunk: (B, T) tokens -> (B, T, D) hidden states; head: (..., D) -> (..., V) logits.
-    """
+    """A model split in two: `head(trunk(tokens))` are its logits."""
 
     trunk: Callable[[mx.array], mx.array]
+    """(B, T) tokens -> (B, T, D) hidden states."""
     head: Callable[[mx.array], mx.array]
-    hidden: bool = True  # False: trunk gives logits, and the head passes them through
+    """(..., D) -> (..., V) logits."""
+    hidden: bool = True
+    """If False, the trunk returns logits, and the head returns them unchanged."""
 
 
 class _Passthrough(nn.Module):
-    """Stands where a model has its trunk, and gives back what it is given."""
+    """Replaces the trunk of a model, and returns its input."""
 
     def __call__(self, hidden: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         return hidden
 
 
 def split(model: nn.Module) -> Split:
-    """Split a model before its head, checked against the whole on a short input.
+    """Split a model before its head, checked against the whole model on a short input.
 
-    The head is the model's own code run on a trunk that is already done, so that tied
-    embeddings, logit scales and soft caps are as the architecture has them. Where that
-    does not give the model's logits, the whole model is the trunk.
+    The head is the model's own code, run with a trunk that returns finished hidden states. So
+    tied embeddings, logit scales and soft caps work as the architecture defines them. If the
+    result differs from the model's logits, the whole model is the trunk.
     """
     tokens = mx.arange(4)[None]
-    with forgiving():  # an architecture laid out in another way
+    with forgiving():  # an architecture with another layout
         candidate = _split(model)
         ours, whole = candidate.head(candidate.trunk(tokens)), model(tokens)
         if ours.shape == whole.shape and mx.allclose(ours, whole, rtol=1e-3, atol=1e-3).item():
@@ -458,7 +456,7 @@ def _split(model: nn.Module) -> Split:
     trunk = model.model
     passthrough = _Passthrough()
     vars(passthrough).update(vars(trunk))
-    dict.update(passthrough, trunk)  # nn.Module.update takes parameters alone
+    dict.update(passthrough, trunk)  # nn.Module.update accepts only parameters
     shell = copy.copy(model)
     shell["model"] = passthrough
     return Split(trunk=trunk, head=shell)

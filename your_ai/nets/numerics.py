@@ -1,4 +1,4 @@
-"""Elementary functions where MLX's own are slow, or lose digits."""
+"""Replacements for MLX functions that are slow or inaccurate on the CPU."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import mlx.core as mx
 
 SUM_BLOCK = 128
 EXP2 = (1.0, 0.69314719, 0.24022107, 0.05550357, 0.00967603, 0.00133909)  # of 2**x, |x| <= 1/2
-ROUNDING = 1.5 * 2.0**23  # a float32 of this size has no digits after the point
+ROUNDING = 1.5 * 2.0**23  # a float32 of this size has no fractional digits
 
 
 def exp(x: mx.array) -> mx.array:
     """exp(x) for float32 x <= 0.
 
-    MLX's own takes 11.5 ns an element on an x86 CPU, which was a fifth of a training step;
-    this takes 1. It is right to 2e-7 of 1, and to 4e-6 of the result (MLX's own to 2e-6).
+    mx.exp takes 11.5 ns per element on an x86 CPU, a fifth of a training step; this function
+    takes 1 ns. Its absolute error is at most 2e-7 and its relative error at most 4e-6 (mx.exp:
+    2e-6).
     """
     return _exp_by_polynomial(x) if mx.default_device().type == mx.cpu else mx.exp(x)
 
 
 @mx.compile
 def _exp_by_polynomial(x: mx.array) -> mx.array:
-    """2**k 2**f: k a whole number, in the exponent's bits, and f in [-1/2, 1/2].
+    """exp(x) = 2**k 2**f: k an integer, stored in the exponent bits, and f in [-1/2, 1/2].
 
-    2**f is a polynomial of degree 5, by Chebyshev interpolation right to 1e-7, in
-    Estrin's order: so short a chain that mx.compile makes few kernels of it.
+    2**f is a polynomial of degree 5 from Chebyshev interpolation, accurate to 1e-7. It is
+    evaluated with Estrin's scheme, a chain so short that mx.compile makes few kernels of it.
     """
-    z = mx.maximum(x * 1.44269504, -127.0)  # log2(e); 2**-127 comes out as 0
+    z = mx.maximum(x * 1.44269504, -127.0)  # log2(e); 2**-127 becomes 0
     rounded = z + ROUNDING
     f = z - (rounded - ROUNDING)
     square = f * f
@@ -35,10 +36,10 @@ def _exp_by_polynomial(x: mx.array) -> mx.array:
 
 
 def sum_in_blocks(values: mx.array) -> mx.array:
-    """The sum of (S,) values, by sums of blocks.
+    """The sum of (S,) values, computed as a sum of block sums.
 
-    One running float32 sum of many like values loses digits: 70,000 times log 4 comes
-    out 6e-4 too small on the CPU backend, and the losses of an untrained model are alike.
+    A single running float32 sum of many similar values loses digits: on the CPU backend,
+    70,000 times log 4 is 6e-4 too small, and the losses of an untrained model are similar.
     """
     padded = mx.pad(values, (0, -len(values) % SUM_BLOCK))
     return padded.reshape(-1, SUM_BLOCK).sum(axis=1).sum()

@@ -1,10 +1,10 @@
-"""A model in parts: embed, blocks, finish, head; and one block as a function of its arrays.
+"""Split a model into embed, blocks, finish and head; use one block as a function of its arrays.
 
-Nothing here knows an architecture. The model's own trunk runs on stand-ins for its blocks,
-which record what each block is given; so scaled embeddings, kinds of masks and final norms
-are as the architecture has them. `parts_of` checks the result against the whole model.
+This works without knowing the architecture. The model's own trunk runs with stand-ins for its
+blocks, which record the inputs of each block. So scaled embeddings, masks and final norms work
+as the architecture defines them. `parts_of` checks the result against the whole model.
 
-Shapes: B rows, T tokens of a row, D hidden size, V vocabulary.
+Shapes: B rows, T tokens per row, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from mlx.utils import tree_flatten
 
 from your_ai.errors import forgiving
 
-Arrays = dict[str, mx.array]  # by their path in a block, e.g. `self_attn.q_proj.weight`
-PASSING = ("_training", "_kept")  # attributes of layers that say nothing of what they compute
+Arrays = dict[str, mx.array]  # by path in a block, e.g. `self_attn.q_proj.weight`
+PASSING = ("_training", "_kept")  # attributes of layers that do not change what they compute
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query may see: causal, the last `window` of them, its own segment's.
+    """A causal attention mask, optionally limited to the last `window` keys and to segments.
 
-    segments: (B, T) int32, or None where each row is one text. It is given to the blocks
-    whose attention understands it (engine.attention); the others get `array`.
+    segments: (B, T) int32, or None if each row is one text; a query sees only keys of its own
+    segment.
+
+    Blocks whose attention accepts a Mask (engine.attention) receive it; the others get `array`.
     """
 
     window: int | None = None
@@ -51,15 +53,14 @@ class Mask:
 
 @dataclass(frozen=True)
 class Call:
-    """What the trunk gives a block beside the hidden states, for rows of one length.
-
-    args: positional, with a Mask in place of the mask; keywords: by name. as_array: the
-    block wants its mask as an array also where it is plainly causal.
-    """
+    """The arguments that the trunk passes to a block after the hidden states, for one length."""
 
     args: tuple[Any, ...]
+    """Positional arguments, with a `Mask` in place of the mask."""
     keywords: tuple[tuple[str, Any], ...]
+    """Keyword arguments: (name, value)."""
     as_array: bool
+    """Whether the block gets its mask as an array even if it is simply causal."""
 
     @property
     def mask(self) -> Mask | None:
@@ -72,9 +73,9 @@ class Call:
         segments: mx.array | None,
         max_segment_tokens: int | None = None,
     ) -> mx.array:
-        """block(hidden) as the trunk would call it; hidden: (B, T, D).
+        """Call `block` on `hidden`, (B, T, D), as the trunk would.
 
-        max_segment_tokens: no text of a packed row has more tokens, so that no key is further away.
+        max_segment_tokens: the maximum length of a text in a packed row; no key is farther away.
         """
 
         def given(value: Any) -> Any:
@@ -101,7 +102,7 @@ def understands_segments(block: nn.Module) -> bool:
 
 
 class StandIn(nn.Module):
-    """Stands where a model has a block, with its attributes, and does what `forward` does."""
+    """Replaces a block of a model, with the same attributes, and calls `forward`."""
 
     def __init__(self, block: nn.Module, forward: Callable) -> None:
         vars(self).update(vars(block))
@@ -113,15 +114,17 @@ class StandIn(nn.Module):
 
 
 class Unsplittable(Exception):
-    """The model's trunk is not: embed, one block after the other, finish."""
+    """The trunk of the model is not a sequence of embed, each block once, finish."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A model in parts. `finish` and `head` work on any number of hidden states.
+    """A model in parts. `finish` and `head` accept any number of hidden states.
 
-    embed: (B, T) tokens -> (B, T, D); blocks: (B, T, D) -> (B, T, D) each; finish: (B, T, D)
-    -> (B, T, D), most often a norm; head: (B, T, D) -> (B, T, V) logits.
+    embed: (B, T) tokens -> (B, T, D)
+    blocks: (B, T, D) -> (B, T, D) each
+    finish: (B, T, D) -> (B, T, D), usually a norm
+    head: (B, T, D) -> (B, T, V) logits
     """
 
     trunk: nn.Module
@@ -131,7 +134,7 @@ class Parts:
 
     @property
     def outside(self) -> list[dict[str, Any]]:
-        """The modules beside the blocks: what `embed`, `finish` and `head` read."""
+        """The modules outside the blocks, used by `embed`, `finish` and `head`."""
         above = {n: child for n, child in self.head.items() if n != "model"}
         return [{n: child for n, child in self.trunk.items() if n != "layers"}, above]
 
@@ -139,10 +142,10 @@ class Parts:
         return _record(self.trunk, self.blocks, tokens)[0]
 
     def calls(self, tokens: int) -> list[Call]:
-        """How each block is called for rows of this many tokens."""
+        """The arguments of each block for rows of `tokens` tokens."""
         if tokens not in self._calls:
             if tokens == 1:
-                raise ValueError("a mask is not known from rows of one token")
+                raise ValueError("rows of one token do not show which mask the blocks get")
             _, calls = _record(self.trunk, self.blocks, mx.zeros((1, tokens), mx.int32))
             self._calls[tokens] = calls
         return self._calls[tokens]
@@ -160,14 +163,14 @@ class Parts:
         segments: mx.array | None = None,
         max_segment_tokens: int | None = None,
     ) -> mx.array:
-        """(B, T, D) what the last block gives, before `finish`; tokens: (B, T)."""
+        """(B, T, D) output of the last block, before `finish`; tokens: (B, T)."""
         hidden = self.embed(tokens)
         for block, call in zip(self.blocks, self.calls(tokens.shape[1]), strict=True):
             hidden = call.run(block, hidden, segments, max_segment_tokens)
         return hidden
 
     def finished_head(self, hidden: mx.array) -> mx.array:
-        """(..., D) of the last block -> (..., V) logits."""
+        """Output of the last block, (..., D) -> logits, (..., V)."""
         return self.head(self.finish(hidden))
 
 
@@ -180,7 +183,7 @@ def _with_blocks(trunk: nn.Module, blocks: list[nn.Module]) -> nn.Module:
 def _record(
     trunk: nn.Module, blocks: list[nn.Module], tokens: mx.array
 ) -> tuple[mx.array, list[Call]]:
-    """What the first block is given, and how each is called."""
+    """The input of the first block, and the arguments of each block."""
     inputs: list[mx.array] = []
     calls: list[Call] = []
 
@@ -207,7 +210,7 @@ def _describe(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> Cal
             return Mask()
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        raise Unsplittable(f"its blocks are given a {type(value).__name__}")
+        raise Unsplittable(f"its blocks receive a {type(value).__name__}")
 
     positional = tuple(map(known, args))
     keywords = tuple((name, known(value)) for name, value in kwargs.items())
@@ -215,24 +218,24 @@ def _describe(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> Cal
 
 
 def _window(mask: mx.array, tokens: int) -> int | None:
-    """The window of a causal mask that came as an array, (T, T)."""
+    """The window of a causal mask given as an array, (T, T); None if it has no window."""
     if mask.shape == (tokens, tokens) and mask.dtype == mx.bool_:
         seen = int(mask[-1].sum().item())
         window = None if seen == tokens else seen
         if mx.array_equal(mask, Mask(window).array(tokens)).item():
             return window
-    raise Unsplittable("its blocks are given an array that is no causal mask")
+    raise Unsplittable("its blocks receive an array that is not a causal mask")
 
 
 def parts_of(
     model: nn.Module, head: nn.Module, blocks: list[nn.Module] | None = None
 ) -> Parts | None:
-    """The parts of a model, or None where they do not give the model's logits.
+    """Split a model into parts; None if they do not compute the model's logits.
 
-    head: (B, T, D) finished hidden states -> logits, from `model.split`. blocks: other
-    modules to take for its blocks, where `model.layers` has stand-ins.
+    head: (B, T, D) finished hidden states -> logits, from `model.split`.
+    blocks: modules to use as the blocks, if `model.layers` contains stand-ins.
     """
-    with forgiving():  # an architecture laid out in another way
+    with forgiving():  # an architecture with another layout
         inner = model.language_model if "language_model" in model else model
         parts = Parts(trunk=inner.model, blocks=list(inner.model.layers), head=head)
         tokens = mx.array([[3, 1, 2, 0, 1, 3]])
@@ -248,7 +251,7 @@ def parts_of(
 
 
 def arrays_of(module: nn.Module) -> Arrays:
-    """Every array of a module, those it hides from its parameters too, by path."""
+    """All arrays of a module by path, including private ones that are not parameters."""
     return {path: leaf for path, leaf in tree_flatten(module) if isinstance(leaf, mx.array)}
 
 
@@ -266,7 +269,7 @@ def skeleton(module: Any) -> Any:
 
 
 def put(module: nn.Module, arrays: Arrays) -> None:
-    """Set arrays by path, as `arrays_of` names them."""
+    """Set arrays by path, as returned by `arrays_of`."""
     for path, array in arrays.items():
         node: Any = module
         *parents, leaf = path.split(".")
@@ -276,10 +279,10 @@ def put(module: nn.Module, arrays: Arrays) -> None:
 
 
 def structure(module: nn.Module) -> Hashable:
-    """Equal for modules that compute the same function of their arrays.
+    """A key that is equal for modules that compute the same function of their arrays.
 
-    A number that no code reads once a module is made says nothing of that: where a block
-    stands among the others, most often.
+    Integers that no code reads after the module is created are ignored; usually that is the
+    index of a block.
     """
     found: list[Hashable] = []
     for path, leaf in tree_flatten(module):
@@ -299,9 +302,9 @@ def structure(module: nn.Module) -> Hashable:
 
 @cache
 def names_read(kind: type) -> frozenset[str]:
-    """All names and texts in the code that a class and its bases are defined beside.
+    """All names and string constants in the code of the modules that define a class and its bases.
 
-    But for what is read while an object is made.
+    `__init__` is left out.
     """
     found: set[str] = set()
     for base in kind.__mro__:
@@ -314,7 +317,7 @@ def names_read(kind: type) -> frozenset[str]:
 
 
 def _functions_of(member: Any) -> Iterator[FunctionType]:
-    """A function, and those that it wraps."""
+    """Yield a function and the functions that it wraps."""
     while member is not None:
         if isinstance(member, FunctionType):
             yield member
@@ -337,7 +340,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _same(value: Any) -> Hashable:
-    """A value that is equal for equal settings; what cannot be told apart is told by identity."""
+    """A value that is equal for equal settings; objects without equality compare by identity."""
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         return value
     if isinstance(value, (frozenset, set)):

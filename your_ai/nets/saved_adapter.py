@@ -1,8 +1,8 @@
-"""What a run has learned: its adapter, found in its folder, read, and held against its base.
+"""Find and read the saved adapter of a run, and check that it fits its base model.
 
-An adapter is in mlx-lm's layout (`run.checkpoint` writes it): `adapters.safetensors` with
-`PATH.lora_a` (in, r) and `PATH.lora_b` (r, out), DoRA's `PATH.m` (out,) beside them, and
-`adapter_config.json`. Ours says there of which step it is and which files its base has.
+An adapter has mlx-lm's layout (`run.checkpoint` writes it): `adapters.safetensors` with
+`PATH.lora_a` (in, r) and `PATH.lora_b` (r, out), and `PATH.m` (out,) for DoRA, and
+`adapter_config.json`. Our adapter_config.json also records the step and the base model's files.
 """
 
 from __future__ import annotations
@@ -26,34 +26,33 @@ from your_ai.nets import model
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder, find, is_running
 
-# Files of a base that may change: how it is asked and how it answers, not what it computes.
+# Files of a base model that may change: they affect prompts and sampling, not the computation.
 FREE = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 PARTS = ("lora_a", "lora_b", "m")
-MOST_LAYERS, MOST_SCALE = 100_000, 1e9  # of an adapter's settings
-LISTED = 6  # checkpoints in a message
+MOST_LAYERS, MOST_SCALE = 100_000, 1e9  # limits for the settings of an adapter
+LISTED = 6  # maximum number of checkpoints in a message
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter folder that was read and found whole.
-
-    arrays: by their names in the model, lazy; config: of adapter_config.json.
-    """
+    """An adapter that was read from a complete folder."""
 
     folder: Path
     arrays: dict[str, mx.array]
+    """Lazy arrays, by path in the model."""
     config: dict[str, Any]
+    """Contents of adapter_config.json."""
 
     @property
     def step(self) -> int | None:
-        """How many steps it was trained for; None where that is not known."""
+        """Number of steps it was trained for; None if not known."""
         if checkpoint.STEP_NAME.fullmatch(self.folder.name):
             return checkpoint.step_of(self.folder)
         return self.config.get("step")
 
     @property
     def scale(self) -> float:
-        """What the product of A and B is multiplied with: alpha / r."""
+        """The factor of the product of A and B: alpha / r."""
         return float(self.config["lora_parameters"]["scale"])
 
     @property
@@ -66,7 +65,7 @@ class Adapter:
 
     @property
     def layers(self) -> dict[str, dict[str, mx.array]]:
-        """The arrays of each adapted layer, by its path in the model: lora_a, lora_b, and m."""
+        """The arrays lora_a, lora_b and m of each adapted layer, by path in the model."""
         found: dict[str, dict[str, mx.array]] = defaultdict(dict)
         for name, array in self.arrays.items():
             path, _, part = name.rpartition(".")
@@ -76,30 +75,30 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that has learned something, ready to be used.
-
-    base: the folder of the model that it was trained on, the one before `--quantize`; note:
-    what the user should know of the adapter that was taken, or "".
-    """
+    """A run with a trained adapter, ready to be used."""
 
     folder: RunFolder
     config: TrainConfig
     adapter: Adapter
     base: Path
+    """The folder of the base model, before `--quantize`."""
     note: str = ""
+    """A message for the user about the choice of the adapter, or ""."""
 
     @property
     def hub_name(self) -> HubName | None:
-        """What the base is called on the hub."""
+        """The name of the base model on the hub, if known."""
         return hub_name(self.base, self.config.model)
 
 
 def open_trained(run: str, chosen: str | None = None, base: str | None = None) -> Trained:
-    """The run named `run` with its finished adapter.
+    """Open the run named `run` with its finished adapter.
 
-    chosen: a checkpoint to take instead, as `choose_adapter` has it; base: where the model is
-    now, instead of where the run had it. Raises UserError where there is no such run, adapter
-    or model, and where the model is another than the adapter was trained on.
+    chosen: a checkpoint to use instead, as in `choose_adapter`.
+    base: the current location of the base model, if it has moved.
+
+    Raises UserError if the run, adapter or model does not exist, or if the adapter was trained
+    on a different model.
     """
     folder = find(run)
     config = folder.read_config()
@@ -111,10 +110,11 @@ def open_trained(run: str, chosen: str | None = None, base: str | None = None) -
 
 
 def choose_adapter(folder: RunFolder, chosen: str | None = None) -> tuple[Path, str]:
-    """The folder of the run's finished adapter, and a note where a newer checkpoint is there.
+    """The folder of the run's finished adapter, and a note if a newer checkpoint exists.
 
-    chosen: `step-000120`, `120`, or `latest` for the newest whole checkpoint. Raises UserError
-    that names the checkpoints where there is no whole adapter.
+    chosen: `step-000120`, `120`, or `latest` for the newest complete checkpoint.
+
+    Raises UserError, which lists the checkpoints, if there is no complete adapter.
     """
     there = checkpoint.list_checkpoints(folder.checkpoints)
     if chosen is not None:
@@ -139,7 +139,9 @@ def choose_checkpoint(folder: RunFolder, there: list[Path], chosen: str) -> Path
     step = int(number) if number.isdecimal() else -1
     wanted = [path for path in there if checkpoint.step_of(path) == step]
     if not wanted:
-        raise UserError(f"--checkpoint {chosen}: {folder.path} has no such one; {listed(there)}")
+        raise UserError(
+            f"--checkpoint {chosen}: {folder.path} has no such checkpoint; {listed(there)}"
+        )
     if (fault := checkpoint.fault(wanted[0])) is not None:
         raise UserError(f"{fault}; {listed(there)}")
     return wanted[0]
@@ -155,11 +157,11 @@ def reason_for_none(folder: RunFolder) -> str:
 
 
 def offer(folder: RunFolder, there: list[Path]) -> str:
-    """What to do about a run without an adapter."""
+    """What the user can do about a run without an adapter."""
     finish = f"finish it: your_ai train --resume {folder.reference}"
     if not there:
-        return f"no checkpoint either; {finish}"
-    return f"{listed(there)}; give one with --checkpoint {there[0].name}, or {finish}"
+        return f"it has no checkpoint either; {finish}"
+    return f"{listed(there)}; choose one with --checkpoint {there[0].name}, or {finish}"
 
 
 def listed(there: list[Path]) -> str:
@@ -169,9 +171,9 @@ def listed(there: list[Path]) -> str:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """An adapter folder in mlx-lm's layout, ours or another's.
+    """Read an adapter folder in mlx-lm's layout, from your_ai or another tool.
 
-    Raises UserError where a file is missing, damaged or of another kind than LoRA or DoRA.
+    Raises UserError if a file is missing or damaged, or is not a LoRA or DoRA adapter.
     """
     path, file = folder / checkpoint.ADAPTER_CONFIG, folder / checkpoint.ADAPTERS
     try:
@@ -179,7 +181,9 @@ def read_adapter(folder: Path) -> Adapter:
         entries = read_header(file) if file.exists() else []
         arrays = mx.load(str(file))
     except OSError as error:
-        raise UserError(f"{folder}: is no adapter ({error.filename}: {error.strerror})") from error
+        raise UserError(
+            f"{folder}: is not an adapter ({error.filename}: {error.strerror})"
+        ) from error
     except (RuntimeError, ValueError) as error:
         reason = shown(model.first_line(error))
         raise UserError(f"{folder}: its adapter cannot be read ({reason})") from error
@@ -187,14 +191,14 @@ def read_adapter(folder: Path) -> Adapter:
     foreign = [name for name in arrays if name.rpartition(".")[2] not in PARTS]
     if foreign or not arrays:
         what = shown(foreign[0]) if foreign else "nothing"
-        raise UserError(f"{file}: holds {what}, not LoRA layers")
+        raise UserError(f"{file}: contains {what}, not LoRA layers")
     return Adapter(folder, arrays, config)
 
 
 def check_settings(path: Path, config: Any, largest: int) -> None:
-    """Raise UserError for an adapter_config.json whose figures no adapter of mlx-lm has.
+    """Raise UserError if adapter_config.json has values that no mlx-lm adapter can have.
 
-    largest: of the dimensions of its arrays, one of which is the rank.
+    largest: the largest dimension of its arrays; the rank cannot be larger.
     """
 
     def refuse(key: str, value: Any, wanted: str) -> None:
@@ -213,7 +217,7 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
     if type(count) is not int or abs(count) > MOST_LAYERS:
         refuse("num_layers", count, "a whole number of blocks")
     if type(rank) is not int or rank < 1 or rank > max(largest, 1):
-        refuse("rank", rank, f"a whole number that its arrays have; they have at most {largest}")
+        refuse("rank", rank, f"a whole number of at most {largest}, the largest array dimension")
     scale, dropout = parameters.get("scale"), parameters.get("dropout", 0.0)
     for key, value, most in (("scale", scale, MOST_SCALE), ("dropout", dropout, 1.0)):
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -223,20 +227,20 @@ def check_settings(path: Path, config: Any, largest: int) -> None:
     if keys is not None and not (
         isinstance(keys, list) and all(isinstance(key, str) for key in keys)
     ):
-        refuse("keys", keys, "a list of names of layers")
+        refuse("keys", keys, "a list of layer names")
     if step is not None and (type(step) is not int or step < 0):
         refuse("step", step, "a number of steps")
 
 
 def base_files(files: dict[str, str]) -> dict[str, str]:
-    """What an adapter records of its base: of a fingerprint, the files that it depends on."""
+    """The part of a base model's fingerprint that an adapter records: the files it depends on."""
     return {n: s for n, s in files.items() if n not in FREE and not n.startswith("chat_template")}
 
 
 def check_base(adapter: Adapter, base: Path) -> None:
-    """Raise UserError where `base` has other files than the adapter was trained on.
+    """Raise UserError if the files of `base` differ from those the adapter was trained on.
 
-    Adapters of others record nothing: then the shapes alone tell, in `put_adapter`.
+    Adapters from other tools do not record the files; for them `put_adapter` compares shapes.
     """
     recorded = adapter.config.get("base_files")
     if not isinstance(recorded, dict):
@@ -246,35 +250,35 @@ def check_base(adapter: Adapter, base: Path) -> None:
     if other:
         names = shown(", ".join(other))
         raise UserError(
-            f"{adapter.folder}: was trained on another model than {base} ({names} "
-            "differ); give the one it was trained on with --model"
+            f"{adapter.folder}: was trained on a different model than {base} ({names} "
+            "differ); pass the original model with --model"
         )
 
 
 def put_layers(network: nn.Module, adapter: Adapter) -> None:
-    """Put the adapter's layers on a model, as new: it computes what it did before.
+    """Add the layers of the adapter, untrained: the model computes the same as before.
 
-    Raises UserError where the model has no such layers.
+    Raises UserError if the model has no such layers.
     """
     parameters = {"dropout": 0.0, **adapter.config["lora_parameters"]}
     try:
         count = int(adapter.config["num_layers"])
         model.put_adapter_layers(network, count, parameters, adapter.is_dora)
-    except Exception as error:  # an architecture's code raises what it likes
+    except Exception as error:  # the code of an architecture may raise any type
         reason = model.first_line(error)
         raise UserError(f"{adapter.folder}: does not fit the model ({reason})") from error
     network.eval()
 
 
 def put_adapter(network: nn.Module, adapter: Adapter) -> None:
-    """Put the adapter on a model. Raises UserError where a name or shape differs."""
+    """Add the adapter to a model. Raises UserError if a name or shape differs."""
     put_layers(network, adapter)
     set_arrays(network, adapter)
 
 
 def set_arrays(network: nn.Module, adapter: Adapter) -> None:
-    """Give the layers of `put_layers` what was learned."""
+    """Set the layers of `put_layers` to the trained arrays."""
     try:
         model.set_adapters(network, adapter.arrays)
     except UserError as error:
-        raise UserError(f"{adapter.folder}: {error}; give another --model") from error
+        raise UserError(f"{adapter.folder}: {error}; use another --model") from error
