@@ -1,7 +1,7 @@
-"""DPO's loss (Rafailov et al. 2023, arXiv:2305.18290), as a second objective for tests.
+"""The DPO loss (Rafailov et al. 2023, arXiv:2305.18290), as a second objective for tests.
 
--log sigmoid(h), h = beta * ((s_w - ref_w) - (s_l - ref_l)), s: the sum of a row's
-log-probabilities; each pair is a chosen row and the rejected one after it.
+-log sigmoid(h) with h = beta * ((s_w - ref_w) - (s_l - ref_l)), where s is the sum of a row's
+log-probabilities. A pair is a chosen row followed by the rejected row.
 """
 
 from __future__ import annotations
@@ -43,6 +43,6 @@ class DPO:
         )
 
     def denominator(self, batches: Sequence[Batch]) -> float:
-        """How many pairs there are."""
+        """The number of pairs."""
         rows = (len(set(batch.texts[: batch.trained_tokens].tolist())) for batch in batches)
         return sum(rows) / self.rows_together

@@ -1,4 +1,4 @@
-"""The seam between engines and objectives, with DPO: every plan gives a whole graph's gradients."""
+"""Objectives in engines, with DPO: every plan gives the gradients of one plain graph."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def encode(tokenizer, folder: Path) -> Examples:
 
 
 def row_sum(network: nn.Module, tokens: np.ndarray, trained: np.ndarray) -> mx.array:
-    """The sum of a row's log-probabilities, from all of its logits."""
+    """The sum of a row's log-probabilities, from its full logits."""
     logits = network(mx.array(tokens[None, :-1].astype(np.int32)))[0]
     at = np.flatnonzero(trained[1:])
     scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -91,7 +91,9 @@ def folder(tmp_path_factory) -> Path:
         ("streamed", 128, False),
     ],
 )
-def test_pairs_under_every_plan(folder, tmp_path, plan, packed, cached, batch_size):
+def test_dpo_under_every_plan_equals_a_plain_implementation(
+    folder, tmp_path, plan, packed, cached, batch_size
+):
     network, tokenizer, adapters = load(folder)
     base, _ = model.load_base(folder, mx.float32)
     examples = encode(tokenizer, tmp_path)
@@ -128,7 +130,7 @@ def test_pairs_under_every_plan(folder, tmp_path, plan, packed, cached, batch_si
     assert alone == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_an_update_makes_the_chosen_answers_likelier(folder, tmp_path):
+def test_update_lowers_the_loss_and_raises_the_margins(folder, tmp_path):
     network, tokenizer, adapters = load(folder)
     examples = encode(tokenizer, tmp_path)
     engine = build_engine(network, adapters.dropout_keys, "staged", objective=DPO()).engine
@@ -143,7 +145,7 @@ def test_an_update_makes_the_chosen_answers_likelier(folder, tmp_path):
     assert margins[1] > margins[0]
 
 
-# The head: linear, or any function
+# -- heads: linear, or any function
 
 
 def case(count: int = 40) -> tuple[mx.array, Targets, mx.array]:
@@ -155,8 +157,8 @@ def case(count: int = 40) -> tuple[mx.array, Targets, mx.array]:
     return mx.random.normal((count, 32)), targets, mx.random.normal((300, 32))
 
 
-def test_a_head_in_chunks_gives_the_gradient_of_the_whole(monkeypatch):
-    """Where weights depend on targets in other chunks, and logits cannot be kept."""
+def test_chunked_head_gives_the_gradient_of_full_logits(monkeypatch):
+    """The weights depend on targets in other chunks, and the logits cannot be kept."""
     monkeypatch.setattr(losses, "CHUNK_ROWS", 7)
     monkeypatch.setattr(losses, "CHUNK_BYTES", 0)
     hidden, targets, weight = case()
@@ -188,7 +190,7 @@ def test_weights_are_the_derivatives_of_the_loss():
         assert mx.allclose(weights, -mx.grad(loss)(scores), atol=1e-6)
 
 
-# Batches
+# -- batches
 
 
 @given(
@@ -201,7 +203,7 @@ def test_weights_are_the_derivatives_of_the_loss():
 def test_groups_stay_together_in_any_batch(lengths, batch_size, pairs_per_step, packed, seed):
     sizes = [length for pair in lengths for length in pair]
     starts = np.cumsum([0, *sizes])
-    text = np.repeat(np.arange(len(sizes), dtype=np.uint32), sizes)  # a token tells its row
+    text = np.repeat(np.arange(len(sizes), dtype=np.uint32), sizes)  # the token id is the row
     trained = np.ones(len(text), bool)
     examples = Examples(text, trained, starts, np.ones(len(sizes), np.float32), Tally())
     schedule = make_schedule(

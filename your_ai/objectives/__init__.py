@@ -1,1 +1,1 @@
-"""What a run learns: each objective turns a model's hidden states into a loss sum."""
+"""Training objectives: each computes a loss sum and weights from log-probabilities."""

@@ -1,11 +1,11 @@
-"""What a run learns, as engines see it: log-probabilities in, weights out.
+"""The interface of training objectives: log-probabilities in, weights out.
 
-If the adapters enter a loss only through the log-probabilities p of target tokens, its gradient
-is that of a cross-entropy whose tokens have the constant weights -dL/dp, of either sign. So an
-objective never sees logits, engines or memory plans, and every plan that is exact for one
-objective is exact for all.
+If a loss L depends on the adapters only through the log-probabilities p of target tokens, its
+gradient equals that of a cross-entropy whose tokens have the constant weights -dL/dp, which may
+be negative. So an objective never sees logits, engines or memory plans, and a plan that is exact
+for one objective is exact for all.
 
-Shapes: S targets of a micro-batch, in slots of which the last ones may be padding.
+Shapes: S target slots of a micro-batch; the last slots may be padding.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ Phase = Literal["gradients", "scores"]  # scores: log-probabilities without grad
 
 
 class Targets(NamedTuple):
-    """The tokens of a micro-batch whose log-probabilities an objective is given.
-
-    positions: (S,) int32, where in the flattened (B x T) hidden states each is predicted.
-    tokens: (S,) int32, the tokens themselves.
-    weights: (S,) float32, of the rows that they belong to; 0 where a slot is padding.
-    texts: (S,) int32, which text of the micro-batch, from 0, each belongs to. The texts of a
-        group, such as a pair, follow one another.
-    reference: (S,) float32 log-probabilities under the reference, for objectives that need them.
-    """
+    """The target tokens of a micro-batch, whose log-probabilities an objective receives."""
 
     positions: mx.array
+    """(S,) int32, the index in the flattened (B x T) hidden states that predicts each target."""
     tokens: mx.array
+    """(S,) int32, the token ids."""
     weights: mx.array
+    """(S,) float32, the weight of the row of each target; 0 for padding."""
     texts: mx.array
+    """(S,) int32, the index, from 0, of the text of each target in the micro-batch. The texts of
+    a group, such as a pair, are consecutive."""
     reference: mx.array | None = None
+    """(S,) float32 log-probabilities under the reference model, for objectives that need them."""
 
     @staticmethod
     def of(batch: Batch) -> Targets:
@@ -48,30 +46,28 @@ class Targets(NamedTuple):
         return Targets(*(None if array is None else array[part] for array in self))
 
     def sum_by_text(self, values: mx.array) -> mx.array:
-        """(S,) the sum of (S,) values over each text; 0 where there are fewer texts than S."""
+        """(S,): at index i, the sum of the (S,) values over text i; 0 past the last text."""
         return mx.zeros(values.shape, values.dtype).at[self.texts].add(values)
 
     @property
     def is_real(self) -> mx.array:
-        """(S,) bool, False where a slot is padding, and where its row has weight 0."""
+        """(S,) bool, False for padding and for targets of rows with weight 0."""
         return self.weights != 0
 
 
 class Scores(NamedTuple):
-    """(S,) float32 log-probabilities of the targets.
-
-    current: under the adapters as they are now.
-    """
+    """(S,) float32 log-probabilities of the targets."""
 
     current: mx.array
+    """Under the current adapters."""
 
 
-# By name, the sum of a figure over some targets, and the count that it is divided by: () each.
+# name -> (the sum of a value over some targets, the count to divide it by), both of shape ().
 Metrics = dict[str, tuple[mx.array, mx.array]]
 
 
 class Sums(NamedTuple):
-    """What adds up over micro-batches: the loss, (), and metrics."""
+    """Sums that add up over the micro-batches of a step: the loss, (), and metrics."""
 
     loss: mx.array
     metrics: Metrics
@@ -88,16 +84,14 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Weighed:
-    """What an objective makes of the scores of a micro-batch.
-
-    loss: (), the sum that is minimized, before it is divided by the denominator.
-    weights: (S,) float32, -d loss / d log-probability of each target.
-    metrics: shown of a step beside its loss.
-    """
+    """The result of an objective for the scores of a micro-batch."""
 
     loss: mx.array
+    """(), the loss sum to minimize, before the division by the denominator."""
     weights: mx.array
+    """(S,) float32, -d loss / d log-probability of each target."""
     metrics: Metrics = field(default_factory=dict)
+    """Shown for a step in addition to its loss."""
 
     @property
     def sums(self) -> Sums:
@@ -105,22 +99,24 @@ class Weighed:
 
 
 class Objective(Protocol):
-    """A loss of log-probabilities. An engine is built for one."""
+    """A loss that is a function of log-probabilities. An engine is built for one objective."""
 
     rows_together: int
-    """How many rows are one group, which is never split: 1, or 2 for pairs."""
+    """Number of rows in a group, which is never split: 1, or 2 for pairs."""
 
     token_local: bool
-    """Whether the loss is a sum over tokens, each of a function of its own log-probability.
+    """Whether the loss is a sum over tokens of a function of each token's log-probability.
 
-    If so, `weigh` may be given any part of the targets.
+    If so, `weigh` may be called on any part of the targets.
     """
 
     phases: tuple[Phase, ...]
-    """What a step computes of its rows: memory is planned for the largest."""
+    """The passes of a step over its rows; the memory plan covers the largest."""
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
-        """Pure, of MLX operations alone: it is compiled into the engine's graph."""
+        """Compute the loss and weights. Must be pure and use only MLX operations, because it is
+        compiled into the engine's graph."""
 
     def denominator(self, batches: Sequence[Batch]) -> float:
-        """What the loss of a step is divided by: known before its gradients, from all of it."""
+        """The number that divides the loss of a step, computed from the whole step before its
+        gradients."""

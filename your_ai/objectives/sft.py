@@ -12,7 +12,7 @@ from your_ai.objectives.objective import Phase, Scores, Targets, Weighed
 
 @dataclass(frozen=True)
 class SFT:
-    """The mean cross-entropy of the trained tokens, each weighted as its row is."""
+    """The mean cross-entropy of the trained tokens, weighted by the weights of their rows."""
 
     rows_together: int = 1
     token_local: bool = True
@@ -22,7 +22,7 @@ class SFT:
         return Weighed(sum_in_blocks(-scores.current * targets.weights), targets.weights)
 
     def denominator(self, batches: Sequence[Batch]) -> float:
-        """The sum of the trained tokens' weights."""
+        """The sum of the weights of the trained tokens."""
         return sum(batch.weight for batch in batches)
 
 
