@@ -103,7 +103,7 @@ def test_bad_lines_are_told_before_the_model_is_looked_for(run, capsys):
         (("--prompt", "a", "--run", "other"), "--run other: RUN says"),
         (("--prompt", "a", "--no-adapter", "--checkpoint", "3"), "--checkpoint: no adapter"),
         (("--prompt", "a", "--checkpoint", "7"), "--checkpoint 7"),
-        (("--prompt", "x " * 3000), "--prompt: has .* tokens; the model takes 2048"),
+        (("--prompt", "x " * 3000), "--prompt: has .* tokens; the model's context is 2048"),
     ],
 )
 def test_bad_input(run, capsys, arguments, message):
@@ -122,7 +122,7 @@ def test_nothing_to_answer_is_told(run, capsys, stdin):
 
 def test_a_prompt_that_is_too_long_is_named(demo_tokenizer):
     prompt = Prompt("p.txt:3", [{"role": "user", "content": "one two three"}])
-    with pytest.raises(UserError, match=r"p.txt:3: has \d+ tokens; the model takes 4"):
+    with pytest.raises(UserError, match=r"p.txt:3: has \d+ tokens; the model's context is 4"):
         generation.fit(demo_tokenizer, prompt, Sampling(), 4)
 
 

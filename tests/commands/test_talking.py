@@ -85,7 +85,7 @@ def test_a_system_prompt_changes_what_is_answered(run, chat, capsys):
     [
         ("/rest\n", "/rest: no such command; did you mean reset?"),
         ("/base\n", "/base: nothing was asked yet"),
-        ("word " * 3000, "and there is room for 2048; /reset"),
+        ("word " * 3000, "and the limit is 2048; /reset"),
     ],
 )
 def test_what_cannot_be_answered_ends_a_pipe(chat, capsys, text, message):

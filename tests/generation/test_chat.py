@@ -35,7 +35,7 @@ def talker_of(folder: Path, **more) -> Talker:
 
 
 def talk(talker: Talker, forgets: bool, stop_after: int = 99) -> list[list[int]]:
-    """The tokens of each answer in a conversation; forgets: everything is read each time."""
+    """The tokens of each answer in a conversation; forgets: start with an empty cache each time."""
     conversation, answers = Conversation("Be brief."), []
     for question in QUESTIONS:
         if forgets:
@@ -47,30 +47,30 @@ def talk(talker: Talker, forgets: bool, stop_after: int = 99) -> list[list[int]]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
-def test_what_was_read_before_changes_no_token(tmp_path, architecture):
+def test_kv_cache_does_not_change_the_answers(tmp_path, architecture):
     talker = talker_of(make_model(tmp_path / "m", architecture))
     assert talk(talker, forgets=False) == talk(talker, forgets=True)
 
 
-def test_nor_does_a_template_that_drops_what_was_said(tmp_path):
+def test_kv_cache_is_exact_if_the_template_drops_earlier_text(tmp_path):
     folder = make_model(tmp_path / "m")
     (folder / "chat_template.jinja").write_text(FORGETFUL)
     talker = talker_of(folder)
     assert talk(talker, forgets=False) == talk(talker, forgets=True)
 
 
-def test_nor_does_an_answer_that_was_stopped(tiny_model):
+def test_kv_cache_is_exact_after_stopped_answers(tiny_model):
     talker = talker_of(tiny_model)
     assert talk(talker, forgets=False, stop_after=4) == talk(talker, forgets=True, stop_after=4)
 
 
-def test_only_what_is_new_is_read(tiny_model):
+def test_only_new_tokens_are_prefilled(tiny_model):
     talker = talker_of(tiny_model)
     conversation = Conversation()
     asked = len(talker.prompt(conversation, "Question 1"))
     said = "".join(r.text for r in talker.answer(conversation, "Question 1"))
     held = len(talker.memory.tokens)
-    assert talker.memory.layers[0].offset == held  # the cache holds just these tokens
+    assert talker.memory.layers[0].offset == held  # the cache contains exactly these tokens
     prompt = talker.prompt(conversation.followed_by("Question 1", said), "x")
     rest = talker.memory.recall(talker.model, prompt)
     assert len(talker.memory.tokens) >= asked > 5
@@ -78,14 +78,14 @@ def test_only_what_is_new_is_read(tiny_model):
     assert talker.memory.tokens + rest == prompt
 
 
-def test_a_model_that_cannot_forget_reads_anew(tmp_path):
+def test_cache_that_cannot_be_trimmed_is_rebuilt(tmp_path):
     talker = talker_of(make_model(tmp_path / "m", "gemma3_text"))
     list(talker.answer(Conversation(), "Question 1 " * 9))  # beyond the sliding window
     prompt = talker.prompt(Conversation(), "Question 2")
     assert talker.memory.recall(talker.model, prompt) == prompt
 
 
-def test_nothing_is_kept_of_an_answer_that_failed(demo_tokenizer):
+def test_failed_answer_discards_the_cache(demo_tokenizer):
     class Failing(Parrot):
         def __call__(self, tokens, cache=None):
             if self.said == 2:
@@ -109,7 +109,7 @@ def test_nothing_is_kept_of_an_answer_that_failed(demo_tokenizer):
         ("qwen3_moe", 4, {"lora_targets": "all-linear"}),
     ],
 )
-def test_without_its_adapter_a_model_is_its_base_to_the_bit(tmp_path, architecture, bits, settings):
+def test_model_without_adapter_equals_its_base_bit_for_bit(tmp_path, architecture, bits, settings):
     folder = make_model(tmp_path / "m", architecture, bits)
     tokens = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
     base, _ = model.load_base(folder, mx.float32)
@@ -131,7 +131,7 @@ def run(tmp_path_factory, tiny_model):
     return train_in(tmp_path_factory.mktemp("runs"), tiny_model)
 
 
-def test_the_base_is_asked_with_the_adapters_conversation(run):
+def test_base_answers_with_the_same_conversation(run):
     talker = chat.open_talker(open_trained(str(run.path)), Sampling(max_tokens=8))
     conversation = Conversation(turns=(Turn("Question 1", "Answer 1"),))
     ours = tokens_of(talker.answer(conversation, "Question 2"))
@@ -144,7 +144,7 @@ def test_the_base_is_asked_with_the_adapters_conversation(run):
     assert ours == again != base
 
 
-def test_streamed_weights_have_a_base_too(run, monkeypatch):
+def test_base_answers_with_streamed_weights(run, monkeypatch):
     held = chat.open_talker(open_trained(str(run.path)), Sampling(max_tokens=8))
     monkeypatch.setattr(generate, "hold_generation", lambda *_: True)
     streamed = chat.open_talker(
@@ -156,7 +156,7 @@ def test_streamed_weights_have_a_base_too(run, monkeypatch):
         assert tokens_of(answers[0]) == tokens_of(answers[1])
 
 
-def test_under_a_limit_a_conversation_has_less_room(run, monkeypatch):
+def test_memory_limit_shortens_the_conversation(run, monkeypatch):
     monkeypatch.setattr(chat, "context_tokens", lambda _: 100_000)
     trained, sampling = open_trained(str(run.path)), Sampling(max_tokens=8)
     assert chat.open_talker(trained, sampling).most_tokens == 100_000
@@ -165,7 +165,7 @@ def test_under_a_limit_a_conversation_has_less_room(run, monkeypatch):
         chat.open_talker(trained, sampling, 1e-6)
 
 
-def test_an_answer_ends_where_the_room_does(tiny_model):
+def test_answer_ends_at_the_token_limit(tiny_model):
     talker = talker_of(tiny_model, most_tokens=15)
     prompt = talker.prompt(Conversation(), "Question 1")
     said = list(talker.answer(Conversation(), "Question 1"))
@@ -174,13 +174,13 @@ def test_an_answer_ends_where_the_room_does(tiny_model):
     assert talker.is_full(len(said))
 
 
-def test_a_conversation_that_is_too_long_is_told(tiny_model):
+def test_too_long_conversation_is_refused(tiny_model):
     talker = talker_of(tiny_model, most_tokens=20)
-    with pytest.raises(UserError, match=r"has \d+ tokens and there is room for 20; /reset"):
+    with pytest.raises(UserError, match=r"has \d+ tokens, and the limit is 20; /reset"):
         next(talker.answer(Conversation(), "Question 1 " * 9))
 
 
-def test_each_question_is_drawn_anew_and_the_whole_again(tiny_model):
+def test_each_question_has_its_own_reproducible_seed(tiny_model):
     talker = talker_of(tiny_model)
     talker.sampling = Sampling(max_tokens=9, temperature=1.5, seed=(1 << 64) - 1)
 
@@ -192,7 +192,7 @@ def test_each_question_is_drawn_anew_and_the_whole_again(tiny_model):
     assert draw(1) != draw(2)
 
 
-def test_a_conversation_as_a_template_takes_it():
+def test_messages_have_roles_and_a_system_prompt():
     conversation = Conversation("Be brief.").followed_by("one", "1").followed_by("two", "2")
     said = [(m["role"], m["content"]) for m in conversation.messages("three")]
     assert said == [
@@ -213,7 +213,7 @@ def test_a_conversation_as_a_template_takes_it():
         (" /etc/hosts is what?", ChatLine("", "/etc/hosts is what?")),
     ],
 )
-def test_lines(line, parsed):
+def test_parses_lines(line, parsed):
     assert chat.parse(line) == parsed
 
 
@@ -222,15 +222,15 @@ def test_lines(line, parsed):
     [
         ("/rest", "/rest: no such command; did you mean reset"),
         ("/", "/: no such command"),
-        ("/base maybe", "/base maybe: give on, off"),
+        ("/base maybe", "/base maybe: use /base, /base on or /base off"),
         ("half \ud800", "the question: .*half of a character"),
     ],
 )
-def test_lines_that_mean_nothing(line, message):
+def test_invalid_lines_are_refused(line, message):
     with pytest.raises(UserError, match=message):
         chat.parse(line)
 
 
 @given(st.text(st.characters(codec="utf-8")).filter(lambda text: not text.startswith("/")))
-def test_any_text_is_a_question(text):
+def test_text_without_a_slash_is_a_question(text):
     assert chat.parse(text) == ChatLine("", text.strip())

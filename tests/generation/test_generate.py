@@ -28,7 +28,7 @@ WHOLE_TEXT = st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip)
 
 
 def train_in(folder: Path, base: Path, **settings) -> RunFolder:
-    """A run r below `folder`, found from any other by its path."""
+    """Train a run r in `folder`, and return it with an absolute path."""
     rows = [chat(f"Question {i}", f"Answer {i}" * (i + 1)) for i in range(4)]
     write_rows(folder / "data" / "train.jsonl", rows)
     values = {
@@ -53,7 +53,7 @@ def run(tmp_path_factory, tiny_model):
 
 
 class Parrot(nn.Module):
-    """Says `text` after every prompt of the demo's chat template."""
+    """A model that answers every prompt of the demo chat template with `text`."""
 
     def __init__(self, tokenizer, text: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Parrot(nn.Module):
         return mx.broadcast_to(mx.arange(self.size) == spoken, (1, tokens.shape[1], self.size)) * 9
 
 
-def test_the_answer_is_mlx_lms_own(run, tiny_model):
+def test_answer_equals_that_of_mlx_lm(run, tiny_model):
     network, tokenizer = generate.load_run(open_trained(str(run.path)))
     prompt = generate.chat_prompt(tokenizer, "Question 3")
     ours = "".join(generate.stream(network, tokenizer, prompt, max_tokens=12))
@@ -78,7 +78,7 @@ def test_the_answer_is_mlx_lms_own(run, tiny_model):
     assert ours == mlx_lm_generate(theirs, their_tokenizer, prompt, max_tokens=12)
 
 
-def test_the_base_answers_without_the_adapter(run, tiny_model):
+def test_base_answers_without_the_adapter(run, tiny_model):
     network, tokenizer = generate.load_run(open_trained(str(run.path)), adapted=False)
     base, _ = mlx_lm_load(str(tiny_model))
     tokens = mx.array([generate.chat_prompt(tokenizer, "Question 3")])
@@ -97,7 +97,7 @@ def test_sampling_depends_on_the_seed(run):
     assert sample(1) != sample(2)
 
 
-def test_a_small_top_p_leaves_the_likeliest_token(tiny_model):
+def test_small_top_p_takes_the_most_likely_token(tiny_model):
     network, tokenizer = load_base(tiny_model, mx.float32)
 
     def sample(**options) -> str:
@@ -107,7 +107,7 @@ def test_a_small_top_p_leaves_the_likeliest_token(tiny_model):
     assert sample(temperature=1.5, seed=1, top_p=1.0) != sample()
 
 
-def test_a_long_prompt_takes_no_more_than_estimated(tiny_model):
+def test_memory_of_a_long_prompt_is_below_the_estimate(tiny_model):
     network, tokenizer = load_base(tiny_model, mx.float32)
     mx.eval(network.parameters())
     prompt = [5] * 1500
@@ -120,8 +120,8 @@ def test_a_long_prompt_takes_no_more_than_estimated(tiny_model):
     assert taken < generation_bytes(facts_of(tiny_model, 4), 1504) < scores_of_all_at_once
 
 
-def test_a_head_in_a_file_computes_no_logits_of_a_prompt(tmp_path):
-    """V numbers for each of its tokens, which nobody looks at."""
+def test_streamed_head_computes_no_logits_of_the_prompt(tmp_path):
+    """They would be V unused numbers per token."""
     folder = make_model(tmp_path / "m", "qwen2-tied", vocab_size=32_000)
     network, tokenizer = load_base(folder, mx.float32)
     tensors = tensors_of(network, folder)
@@ -135,10 +135,10 @@ def test_a_head_in_a_file_computes_no_logits_of_a_prompt(tmp_path):
     facts = facts_of(folder, 4)
     estimate = generation_bytes(facts, 304) + weights_bytes(facts, "streamed")
     assert taken < estimate < 256 * 32_000 * 4
-    assert network(mx.array([[1, 2, 3]])).shape[1] == 3  # as before
+    assert network(mx.array([[1, 2, 3]])).shape[1] == 3  # all positions again
 
 
-def test_no_piece_ends_inside_a_character(demo_tokenizer):
+def test_pieces_never_split_a_character(demo_tokenizer):
     said = "naïve 😀 世界 ünï"
     prompt = generate.chat_prompt(demo_tokenizer, "Say it")
     pieces = list(generate.stream(Parrot(demo_tokenizer, said), demo_tokenizer, prompt, 99))
@@ -147,7 +147,7 @@ def test_no_piece_ends_inside_a_character(demo_tokenizer):
     assert len(pieces) > 5
 
 
-def test_the_last_piece_says_why_it_ended(demo_tokenizer):
+def test_last_piece_has_the_finish_reason(demo_tokenizer):
     parrot = Parrot(demo_tokenizer, "one two three")
     prompt = generate.chat_prompt(demo_tokenizer, "Say it")
     whole = list(generate.respond(parrot, demo_tokenizer, prompt, Sampling()))
@@ -156,12 +156,12 @@ def test_the_last_piece_says_why_it_ended(demo_tokenizer):
     assert [r.finish_reason for r in cut] == [None, "length"]
 
 
-def test_too_little_memory_is_told(demo_tokenizer):
+def test_out_of_memory_is_reported(demo_tokenizer):
     class Large(Parrot):
         def __call__(self, tokens, cache=None):
             raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
 
-    with pytest.raises(RunError, match=r"out of memory .*fewer --max-tokens"):
+    with pytest.raises(RunError, match=r"out of memory .*a smaller --max-tokens"):
         list(generate.stream(Large(demo_tokenizer, "x"), demo_tokenizer, [3, 5], 4))
 
 
@@ -179,36 +179,36 @@ def test_too_little_memory_is_told(demo_tokenizer):
         {"seed": 1 << 64},
     ],
 )
-def test_a_sampling_out_of_range_is_refused(values):
+def test_sampling_values_out_of_range_are_refused(values):
     (name,) = values
     with pytest.raises(UserError, match="--" + name.replace("_", "-")):
         Sampling(**values)
 
 
-def test_a_run_without_an_adapter_has_a_base(run, tiny_model):
+def test_find_base_returns_settings_and_model_folder(run, tiny_model):
     config, base = generate.find_base(str(run.path))
     assert (config.run, base) == ("r", tiny_model)
 
 
 @given(st.lists(WHOLE_TEXT, min_size=1))
-def test_json_prompts_are_read_as_they_are(texts):
+def test_json_prompts_are_read_unchanged(texts):
     lines = "".join(json.dumps({"prompt": text}) + "\n\n" for text in texts)
     prompts = generate.read_prompts("p.jsonl", lines.encode())
     assert [prompt.text for prompt in prompts] == texts
     assert prompts[-1].where == f"p.jsonl:{2 * len(texts) - 1}"
 
 
-def test_a_line_is_a_prompt():
+def test_each_text_line_is_a_prompt():
     prompts = generate.read_prompts("p.txt", "\ufeffone\r\n\n  two {\n".encode())
     assert [(p.where, p.text) for p in prompts] == [("p.txt:1", "one"), ("p.txt:3", "two {")]
 
 
-def test_json_on_stdin_is_known_by_its_first_line():
+def test_json_on_stdin_is_detected_by_its_first_line():
     assert generate.read_prompts("stdin", b'{"prompt": "one"}')[0].text == "one"
     assert generate.read_prompts("p.txt", b'{"prompt": "one"}')[0].text == '{"prompt": "one"}'
 
 
-def test_messages_are_asked_without_their_answer():
+def test_final_answer_is_removed_from_messages():
     said = [{"role": r, "content": r} for r in ("system", "user", "assistant", "user", "assistant")]
     (prompt,) = generate.read_prompts("p.jsonl", json.dumps({"messages": said}).encode())
     assert prompt.messages == said[:-1]
@@ -223,25 +223,25 @@ def test_messages_are_asked_without_their_answer():
         ('{"prompt": " "}', "p.jsonl:2: is empty"),
         ('{"prompt": 3}', "p.jsonl:2: prompt: expected a list of messages"),
         ('{"messages": []}', "p.jsonl:2: messages: expected a list"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "p.jsonl:2: messages: asks not"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "p.jsonl:2: messages: has only"),
         ('{"prompt": "\\ud800"}', "p.jsonl:2: .*half of a character"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "p.jsonl:2: .*half of a char"),
     ],
 )
-def test_a_bad_line_is_named(line, message):
+def test_error_names_the_bad_line(line, message):
     with pytest.raises(UserError, match=message):
         generate.read_prompts("p.jsonl", f'{{"prompt": "good"}}\n{line}\n'.encode())
 
 
 @pytest.mark.parametrize(
-    ("data", "message"), [(b"a\n\xff\n", "p.txt:2: is not UTF-8"), (b" \n\n", "has no prompt")]
+    ("data", "message"), [(b"a\n\xff\n", "p.txt:2: is not UTF-8"), (b" \n\n", "contains no prompt")]
 )
-def test_a_bad_text_file_is_told(data, message):
+def test_bad_text_file_is_refused(data, message):
     with pytest.raises(UserError, match=message):
         generate.read_prompts("p.txt", data)
 
 
-def test_a_system_prompt_comes_first_unless_there_is_one():
+def test_system_prompt_is_added_unless_one_exists():
     asked = [{"role": "user", "content": "q"}]
     spoken = generate.with_system(asked, "Be brief.")
     assert [m["content"] for m in spoken] == ["Be brief.", "q"]
@@ -249,7 +249,7 @@ def test_a_system_prompt_comes_first_unless_there_is_one():
     assert generate.with_system(asked, "") == asked
 
 
-def test_without_a_template_the_text_is_as_it_is(tmp_path):
+def test_without_a_template_messages_are_joined_as_plain_text(tmp_path):
     folder = make_model(tmp_path / "m")
     (folder / "chat_template.jinja").unlink()
     _, tokenizer = load_base(folder, mx.float32)
@@ -259,7 +259,7 @@ def test_without_a_template_the_text_is_as_it_is(tmp_path):
     assert tokenizer.decode(generate.chat_prompt(tokenizer, "Once upon")) == "Once upon"
 
 
-def test_a_template_that_refuses_is_told(tmp_path):
+def test_template_error_is_reported(tmp_path):
     folder = make_model(tmp_path / "m")
     refusing = "{{ raise_exception('System role not supported') }}"
     (folder / "chat_template.jinja").write_text(refusing)
@@ -268,7 +268,7 @@ def test_a_template_that_refuses_is_told(tmp_path):
         generate.prompt_tokens(tokenizer, [{"role": "user", "content": "q"}], "p:3")
 
 
-def test_the_context_is_the_models(tmp_path, tiny_model):
+def test_context_length_is_read_from_config_json(tmp_path, tiny_model):
     assert generate.context_tokens(tiny_model) == 2048
     for config, most in (
         ({"n_ctx": 64}, 64),

@@ -1,1 +1,1 @@
-"""Text from a model, with or without a run's adapter."""
+"""Generate text with a model, with or without the adapter of a run."""

@@ -1,7 +1,7 @@
-"""A conversation with a run, turn by turn, and with its base model beside it.
+"""A conversation with a run, and optionally with its base model for comparison.
 
-What was said is a frozen `Conversation`. A `Talker` holds the model, and what it has read so
-far: only what is new in a conversation is read again.
+The conversation is a frozen `Conversation`. A `Talker` has the model and its KV cache, so only
+the new part of a conversation is prefilled.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from your_ai.generation.generate import (
 )
 from your_ai.nets.saved_adapter import Trained
 
-HELD_TOKENS = 4096  # of a conversation under --max-memory, beside an answer
+HELD_TOKENS = 4096  # conversation length under --max-memory, in addition to an answer
 
 Responses = Generator[GenerationResponse, None, None]
 
 COMMANDS = {
-    "reset": "begin a new conversation",
+    "reset": "start a new conversation",
     "base": "answer the last question with the base model too",
-    "base on": "answer every question with both, until /base off",
-    "system TEXT": "set the system prompt; without TEXT there is none",
-    "help": "show this",
-    "exit": "leave, as Ctrl-D does",
+    "base on": "answer every question with both models, until /base off",
+    "system TEXT": "set the system prompt; without TEXT, remove it",
+    "help": "show this list",
+    "exit": "leave; Ctrl-D does the same",
 }
 
 
@@ -53,14 +53,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What was said; the answers are the adapter's. compares: ask the base every time."""
+    """The system prompt and all turns so far."""
 
     system: str = ""
     turns: tuple[Turn, ...] = ()
+    """The answers are those of the model with the adapter."""
     compares: bool = False
+    """Whether the base model answers every question too."""
 
     def messages(self, question: str) -> list[Message]:
-        """For a chat template, up to the answer to `question`."""
+        """The messages for a chat template, ending with `question`."""
         said = [
             message
             for turn in self.turns
@@ -80,14 +82,15 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ChatLine:
-    """What a user typed: a command and what follows it, or a question where `command` is ""."""
+    """An input line: a command and its argument, or a question."""
 
     command: str
+    """Empty for a question."""
     text: str
 
 
 def parse(line: str) -> ChatLine:
-    """Raises UserError for a command that there is not."""
+    """Parse an input line. Raises UserError for an unknown command."""
     line = line.rstrip()
     if not line.startswith("/"):
         return ChatLine("", whole_text(line.strip(), "the question"))
@@ -96,24 +99,26 @@ def parse(line: str) -> ChatLine:
     known = {command.split()[0] for command in COMMANDS}
     if name not in known:
         hint = nearest(name, known) or "; /help lists them"
-        raise UserError(f"/{word}: no such command{hint} (a space before it makes it a question)")
+        raise UserError(f"/{word}: no such command{hint} (to send it as text, begin with a space)")
     rest = whole_text(rest.strip(), f"/{word}")
     if name == "base" and rest not in ("", "on", "off"):
-        raise UserError(f"/base {rest}: give on, off, or nothing")
+        raise UserError(f"/base {rest}: use /base, /base on or /base off")
     return ChatLine(name, rest)
 
 
 @dataclass
 class CacheMemory:
-    """What a model has read: `layers`, mlx-lm's cache, holds `tokens`; None: nothing."""
+    """The KV cache of a model between answers."""
 
     tokens: list[int] = field(default_factory=list)
+    """The tokens in the cache."""
     layers: list[Any] | None = None
+    """mlx-lm's KV cache; None if it is empty."""
 
     def recall(self, model: nn.Module, prompt: list[int]) -> list[int]:
-        """Keep what `prompt` begins with; the tokens that are left to read, at least one.
+        """Keep the common prefix with `prompt`; return the remaining tokens, at least one.
 
-        A cache that cannot be cut there, as one of a sliding window, is begun anew.
+        If the cache cannot be trimmed there, for example with a sliding window, start a new one.
         """
         shared = 0
         for ours, theirs in zip(self.tokens, prompt[:-1], strict=False):
@@ -129,9 +134,9 @@ class CacheMemory:
     def read_on(
         self, model: nn.Module, tokenizer: Any, prompt: list[int], sampling: Sampling
     ) -> Responses:
-        """The answer to the whole of `prompt`, as `respond` has it.
+        """Generate the answer to `prompt`, as `respond` does, and reuse the cache.
 
-        The caller may stop at any token; where it fails on the way, nothing is kept.
+        The caller may stop at any token. If generation fails, the cache is discarded.
         """
         rest = self.recall(model, prompt)
         layers, self.layers = self.layers, None
@@ -146,7 +151,7 @@ class CacheMemory:
 
 @contextlib.contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """The model computes what its base does until the block ends; nothing is loaded for it."""
+    """Turn the adapter off until the `with` block ends, without loading anything."""
     adapted = {name: module for name, module in model.named_modules() if "lora_a" in module}
     base = {n: m["linear"] if "linear" in m else m["embedding"] for n, m in adapted.items()}
     put_layers(model, base)
@@ -158,39 +163,41 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class Talker:
-    """A run's model, its base, and what each has read.
-
-    base: of its own where weights are streamed, which holds next to nothing; None where it is
-    `model` without its adapter. most_tokens: of prompt and answer, None for no limit; asked:
-    the questions so far, each of which is drawn from a seed of its own.
-    """
+    """The model of a run, its base model, and the KV cache of each."""
 
     model: nn.Module
     base: nn.Module | None
+    """A separate base model if weights are streamed, which needs little memory; None if the base
+    is `model` with the adapter off."""
     tokenizer: Any
     sampling: Sampling
     most_tokens: int | None = None
+    """Maximum tokens of prompt and answer together; None for no limit."""
     asked: int = 0
+    """Number of questions so far; each question has its own sampling seed."""
     memory: CacheMemory = field(default_factory=CacheMemory)
     base_memory: CacheMemory = field(default_factory=CacheMemory)
 
     def check(self, conversation: Conversation) -> None:
-        """Raises UserError where the template does not take the system prompt, say."""
+        """Raise UserError if the conversation cannot be used, e.g. if the template refuses it."""
         whole_text(conversation.system, "--system")
         self.prompt(conversation, "Hello")
 
     def prompt(self, conversation: Conversation, question: str) -> list[int]:
-        """Raises UserError where it leaves no room for an answer."""
+        """The tokens of the prompt. Raises UserError if they leave no room for an answer."""
         tokens = prompt_tokens(self.tokenizer, conversation.messages(question))
         if self.most_tokens is not None and len(tokens) >= self.most_tokens:
             raise UserError(
-                f"the conversation has {len(tokens)} tokens and there is room for "
-                f"{self.most_tokens}; /reset begins a new one"
+                f"the conversation has {len(tokens)} tokens, and the limit is "
+                f"{self.most_tokens}; /reset starts a new one"
             )
         return tokens
 
     def answer(self, conversation: Conversation, question: str, adapted: bool = True) -> Responses:
-        """The answer of the run or, not `adapted`, of its base, to be stopped at any token."""
+        """Generate the answer of the run, or of its base model if not `adapted`.
+
+        The caller may stop at any token.
+        """
         tokens = self.prompt(conversation, question)
         sampling = replace(
             self.sampling,
@@ -206,25 +213,25 @@ class Talker:
                 yield from self.base_memory.read_on(self.model, self.tokenizer, tokens, sampling)
 
     def room(self, tokens: list[int]) -> int:
-        """The most tokens of an answer to a prompt of these."""
+        """Maximum tokens of an answer to the prompt `tokens`."""
         if self.most_tokens is None:
             return self.sampling.max_tokens
         return min(self.sampling.max_tokens, self.most_tokens - len(tokens))
 
     def is_full(self, count: int) -> bool:
-        """Whether an answer cut at so many tokens was cut for want of room."""
+        """Whether an answer cut off after `count` tokens hit the limit of the conversation."""
         return count < self.sampling.max_tokens
 
 
 def open_talker(trained: Trained, sampling: Sampling, max_memory_gb: float | None = None) -> Talker:
-    """The model of a run, ready to talk. Raises UserError as `load_run` does."""
+    """Load the model of a run for a conversation. Raises UserError like `load_run`."""
     most = context_tokens(trained.base)
     held = 0
     if max_memory_gb is not None:
         most = min(most or HELD_TOKENS, HELD_TOKENS + sampling.max_tokens)
-        held = 2 * most  # of the base, too
+        held = 2 * most  # for the model and its base
     model, tokenizer = load_run(trained, True, max_memory_gb, held)
     base = None
-    if reads_its_vocabulary(model):  # streamed: its blocks stand where they cannot be changed
+    if reads_its_vocabulary(model):  # streamed: the adapter cannot be turned off in its blocks
         base, _ = load_run(trained, False, max_memory_gb, held)
     return Talker(model, base, tokenizer, sampling, most)

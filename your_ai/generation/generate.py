@@ -1,4 +1,4 @@
-"""Text from a model, with or without a run's adapter, through mlx-lm's generation."""
+"""Generate text with mlx-lm, from a model with or without the adapter of a run."""
 
 from __future__ import annotations
 
@@ -35,26 +35,24 @@ from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter
 from your_ai.run.folder import find
 
 STDIN = "-"
-TEMPLATE_BYTES = 1 << 30  # most memory of a chat template
-PROMPT_CHARACTERS = 4_000_000  # most of one prompt
-TEMPLATE_TOKENS = 200  # of a chat template, generously
+TEMPLATE_BYTES = 1 << 30  # maximum memory of a chat template
+PROMPT_CHARACTERS = 4_000_000  # maximum length of one prompt
+TEMPLATE_TOKENS = 200  # upper estimate of the tokens a chat template adds per message
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
-SEEDS = 1 << 64  # what mlx takes
+SEEDS = 1 << 64  # MLX accepts seeds below this
 
-Message = dict[str, Any]  # role, content: as chat templates take it
+Message = dict[str, Any]  # role and content, as chat templates expect
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How an answer is drawn. Raises UserError for a value out of range.
-
-    temperature: 0 takes the likeliest token; top_p: draws from the likeliest tokens that have
-    this probability together, 1 from all.
-    """
+    """Settings of sampling. Raises UserError for a value out of range."""
 
     max_tokens: int = 256
     temperature: float = 0.0
+    """0 takes the most likely token."""
     top_p: float = 1.0
+    """Sample from the most likely tokens whose total probability is this; 1 for all tokens."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -70,9 +68,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What to answer, and where it was read: `--prompt`, `stdin` or file:line."""
+    """A prompt to answer."""
 
     where: str
+    """The source: `--prompt`, `stdin` or file:line."""
     messages: list[Message]
 
     @property
@@ -82,28 +81,28 @@ class Prompt:
 
     @property
     def most_tokens(self) -> int:
-        """No tokenizer makes more: no token is shorter than a byte."""
+        """An upper bound of the number of tokens: a token has at least one byte."""
         texts = [str(message.get("content", "")) for message in self.messages]
         return sum(len(text.encode()) for text in texts) + TEMPLATE_TOKENS * len(texts)
 
 
 def read_prompts(path: str, data: bytes) -> list[Prompt]:
-    """The prompts in a file's bytes, each line one; blank lines are passed over.
+    """Read the prompts from the bytes of a file, one per line; blank lines are skipped.
 
-    A line is JSON with `prompt` or `messages` where the file is .jsonl, or is stdin and begins
-    with an object; it is text otherwise. Raises UserError that names file and line.
+    A line is JSON with `prompt` or `messages` if the file is .jsonl, or if it is stdin and begins
+    with an object; otherwise it is text. Raises UserError with the file and line.
     """
     lines = [line.strip() for line in data.removeprefix(b"\xef\xbb\xbf").splitlines()]
     numbered = [(f"{path}:{n}", line) for n, line in enumerate(lines, start=1) if line]
     if not numbered:
-        raise UserError(f"{path}: has no prompt")
+        raise UserError(f"{path}: contains no prompt")
     if path.endswith(".jsonl") or (path == "stdin" and numbered[0][1].startswith(b"{")):
         return [parse_prompt(decode_line(line, where), where) for where, line in numbered]
     return [text_prompt(decoded(line, where), where) for where, line in numbered]
 
 
 def parse_prompt(row: dict, where: str) -> Prompt:
-    """A row of prompts, or one of chat data: the answer that ends that is left out."""
+    """Parse a row with a prompt, or a row of chat data, whose final answer is left out."""
     if isinstance(row.get("prompt"), str):
         return text_prompt(row["prompt"], where)
     key = next((key for key in ("messages", "prompt") if key in row), None)
@@ -114,7 +113,7 @@ def parse_prompt(row: dict, where: str) -> Prompt:
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise UserError(f"{where}: {key}: asks nothing: the assistant alone speaks")
+        raise UserError(f"{where}: {key}: has only assistant messages; add a user message")
     for message in messages:
         whole_text(text_field(message, "content", where), where)
     return Prompt(where, messages)
@@ -122,7 +121,7 @@ def parse_prompt(row: dict, where: str) -> Prompt:
 
 def text_prompt(text: str, where: str) -> Prompt:
     if not text.strip():
-        raise UserError(f"{where}: is empty; give a text")
+        raise UserError(f"{where}: is empty; enter some text")
     return Prompt(where, [{"role": "user", "content": whole_text(text, where)}])
 
 
@@ -134,30 +133,31 @@ def decoded(data: bytes, where: str) -> str:
 
 
 def whole_text(text: str, where: str) -> str:
-    """The text. Raises UserError for half a character, which no tokenizer takes.
+    """Check a text and return it.
 
-    And for more than any model reads: tokenizing holds 200 times as much.
+    Raises UserError for a lone surrogate, which tokenizers refuse, and for a text that is longer
+    than any model can read: tokenizing needs about 200 times its size in memory.
     """
     if len(text) > PROMPT_CHARACTERS:
         raise UserError(f"{where}: has more than {PROMPT_CHARACTERS:,} characters")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: is not UTF-8 text, or holds half of a character") from error
+        raise UserError(f"{where}: is not UTF-8 text, or contains half of a character") from error
     return text
 
 
 def with_system(messages: list[Message], system: str) -> list[Message]:
-    """The messages after a system prompt, if there is one and they have none of their own."""
+    """Put a system prompt before the messages, unless it is empty or they already have one."""
     if not system or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system}, *messages]
 
 
 def find_base(run: str, base: str | None = None) -> tuple[TrainConfig, Path]:
-    """The settings of a run and the folder of its model, whether or not it learned anything.
+    """The settings of a run and the folder of its base model; the run needs no adapter.
 
-    base: where the model is now, instead of where the run had it.
+    base: the current location of the base model, if it has moved.
     """
     config = find(run).read_config()
     return config, find_model(base or config.model)
@@ -166,10 +166,7 @@ def find_base(run: str, base: str | None = None) -> tuple[TrainConfig, Path]:
 def load_run(
     trained: Trained, adapted: bool = True, max_memory_gb: float | None = None, tokens: int = 2048
 ) -> tuple[nn.Module, Any]:
-    """The model of a run and its tokenizer, with its adapter or, not `adapted`, without.
-
-    As `load` has it.
-    """
+    """Load the model of a run and its tokenizer, as `load` does; `adapted`: with its adapter."""
     adapter = trained.adapter if adapted else None
     return load(trained.config, trained.base, adapter, max_memory_gb, tokens)
 
@@ -181,11 +178,11 @@ def load(
     max_memory_gb: float | None = None,
     tokens: int = 2048,
 ) -> tuple[nn.Module, Any]:
-    """The model in `base`, computing as a run of these settings does, and its tokenizer.
+    """Load the model in `base`, with the dtype and quantization of a run, and its tokenizer.
 
-    max_memory_gb: of the process, with `tokens` of prompt and answer; a model that is larger
-    is read from its files block by block, for every token. Raises UserError where that does
-    not fit either.
+    max_memory_gb: memory limit of the process, including the KV cache of `tokens` tokens of
+    prompt and answer. A model that does not fit is read from its files block by block for every
+    token. Raises UserError if that does not fit either.
     """
     if max_memory_gb is not None and not (math.isfinite(max_memory_gb) and max_memory_gb > 0):
         raise UserError(f"--max-memory {max_memory_gb}: must be a number above 0")
@@ -205,20 +202,20 @@ def load(
 
 
 def check_answers(model: nn.Module, tokenizer: Any, base: Path) -> None:
-    """Raise UserError where a model can answer with tokens that it cannot read.
+    """Raise UserError if the model can generate tokens that it cannot read.
 
-    And where its template does not end: the threads of a server cannot be interrupted.
+    Also if its chat template does not terminate: the threads of a server cannot be interrupted.
     """
     most, answers = rows_of(model, EMBEDDINGS), rows_of(model, HEADS)
     if most is not None and answers is not None and answers > most:
         raise UserError(f"{base}: its head has {answers} tokens, but its embedding {most}")
     if tokenizer.has_chat_template:
-        with contextlib.suppress(TemplateRefused):  # some want other messages
+        with contextlib.suppress(TemplateRefused):  # some templates need other messages
             prompt_tokens(tokenizer, [{"role": "user", "content": "Hello"}], str(base))
 
 
 def context_tokens(base: Path) -> int | None:
-    """The most tokens of prompt and answer that a model was made for; None where not known."""
+    """The context length of a model: tokens of prompt and answer; None if not known."""
     config = read_json(base / "config.json", "a model folder has one")
     text = {**config, **(config.get("text_config") or {})}
     found = next((text[key] for key in CONTEXT if isinstance(text.get(key), int)), 0)
@@ -226,16 +223,17 @@ def context_tokens(base: Path) -> int | None:
 
 
 def chat_prompt(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of `text` as the user's turn of a chat; as it is where there is no template."""
+    """The tokens of `text` as a user turn; without a chat template, of the plain text."""
     return prompt_tokens(tokenizer, [{"role": "user", "content": text}])
 
 
 def prompt_tokens(
     tokenizer: Any, messages: list[Message], where: str = "the conversation"
 ) -> list[int]:
-    """The tokens of a chat up to the answer. Raises UserError where the template refuses it.
+    """The tokens of a chat up to the answer. Raises UserError if the template refuses it.
 
-    Without a template it is one text: each turn of the user begins a line.
+    Without a chat template, the messages are joined into one text; each user turn begins on a
+    new line.
     """
     if tokenizer.has_chat_template:
         text = render(tokenizer, messages, where, TEMPLATE_BYTES, add_generation_prompt=True)
@@ -255,12 +253,14 @@ def prompt_tokens(
 def fit(
     tokenizer: Any, prompt: Prompt, sampling: Sampling, context: int | None
 ) -> tuple[list[int], Sampling]:
-    """The prompt's tokens, and a sampling that ends where the model's context does."""
+    """The tokens of the prompt, and the sampling limited to the model's context length."""
     tokens = prompt_tokens(tokenizer, prompt.messages, prompt.where)
     if context is None:
         return tokens, sampling
     if len(tokens) >= context:
-        raise UserError(f"{prompt.where}: has {len(tokens)} tokens; the model takes {context}")
+        raise UserError(
+            f"{prompt.where}: has {len(tokens)} tokens; the model's context is {context}"
+        )
     most = min(sampling.max_tokens, context - len(tokens))
     return tokens, replace(sampling, max_tokens=most)
 
@@ -272,11 +272,12 @@ def respond(
     sampling: Sampling,
     cache: list[Any] | None = None,
 ) -> Iterator[GenerationResponse]:
-    """The answer token by token, as mlx-lm gives it; the last has a finish_reason.
+    """Generate the answer token by token, as mlx-lm's responses; the last has a finish_reason.
 
-    cache: mlx-lm's, of the tokens before `prompt`. Whenever a token is given, it holds the
-    prompt and every token up to that one. Raises UserError for a token that the model does not
-    have, RunError where memory runs out.
+    cache: mlx-lm's KV cache of the tokens before `prompt`. Whenever a token is yielded, the
+    cache contains the prompt and every token up to that one.
+
+    Raises UserError for a token id outside the vocabulary, RunError if memory runs out.
     """
     if isinstance(prompt, str):
         prompt = tokenizer.encode(prompt)
@@ -297,8 +298,8 @@ def respond(
         if not lacked_memory(error):
             raise
         raise RunError(
-            f"out of memory ({first_line(error)}); give a shorter prompt, fewer --max-tokens, "
-            "or a --max-memory"
+            f"out of memory ({first_line(error)}); use a shorter prompt, a smaller --max-tokens, "
+            "or set --max-memory"
         ) from error
 
 
@@ -312,7 +313,7 @@ def stream(
     *,
     top_p: float = 1.0,
 ) -> Iterator[str]:
-    """Pieces of the answer as they come; temperature 0 takes the likeliest token."""
+    """Yield the pieces of the answer; temperature 0 takes the most likely token."""
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     for response in respond(model, tokenizer, prompt, sampling):
         if response.text:
