@@ -92,7 +92,7 @@ def test_bad_options(capsys, tiny_model, data_folder):
         ("--config", "x", "--resume", "y"): "goes without --config",
         ("--resume", "y"): "no run named y",
         ("--run", "a/b"): "use at most 100 letters",
-        ("--lora-layers", "1", "--quantize", "4"): "is quantized to 4 bits already",
+        ("--lora-layers", "1", "--quantize", "4"): "is already quantized to 4 bits",
     }.items():
         assert message in refused(capsys, *base, *options)
     assert "no run named x" in refused(capsys, "generate", "--run", "x", "--prompt", "hi")
@@ -291,7 +291,7 @@ def test_closed_streams_are_empty_ones(own_folder):
     done = subprocess.run(
         f"{command} --no-adapter <&- >&-", shell=True, capture_output=True, check=False
     )
-    assert (done.returncode, done.stderr) == (2, b"error: stdin: is empty; give a text\n")
+    assert (done.returncode, done.stderr) == (2, b"error: stdin: is empty; enter some text\n")
 
 
 def test_a_run_that_fails_behind_a_broken_display_is_kept(capsys, options, monkeypatch):

@@ -55,7 +55,7 @@ def test_other_things_are_never_replaced(run, capsys):
     Path("out").mkdir()
     Path("out", "thesis.docx").write_text("years of work")
     assert call("export", "r", "--to", "peft", "--out", "out", "--force") == 2
-    assert "holds other things" in told(capsys)
+    assert "contains files that do not belong to a model" in told(capsys)
 
 
 @pytest.mark.parametrize(("to", "kind"), [("peft", "file"), ("hf", "file"), ("gguf", "folder")])
@@ -65,7 +65,7 @@ def test_a_file_becomes_no_folder_and_a_folder_no_file(run, capsys, to, kind):
     else:
         Path("out").mkdir()
     assert call("export", "r", "--to", to, "--out", "out", "--force") == 2
-    assert f"out: is a {kind}, and would be a " in told(capsys)
+    assert f"out: is a {kind}, the result is a " in told(capsys)
 
 
 @pytest.mark.parametrize("of", ["adapter", "base", "inside the base"])
@@ -93,8 +93,8 @@ def test_what_the_run_needs_is_never_replaced(run, tiny_model, tmp_path, capsys,
         (("--to", "mlx", "--max-memory", 4), "--max-memory: is of a whole model"),
         (("--to", "hf", "--dtype", "q8_0"), "--to hf takes float32, bfloat16, float16"),
         (("--to", "gguf", "--fused", "--dtype", "float16"), "--to gguf takes f32, f16, bf16"),
-        (("--to", "peft", "--out", "no/such/place"), "is no folder; make it first"),
-        (("--to", "peft", "--checkpoint", "7"), "has no such one"),
+        (("--to", "peft", "--out", "no/such/place"), "is not a folder; create it first"),
+        (("--to", "peft", "--checkpoint", "7"), "has no such checkpoint"),
         (("--to", "peft", "--model", "nowhere"), "nowhere"),
     ],
 )
@@ -139,7 +139,7 @@ def test_an_interrupted_model_goes_on_with_the_same_command(run, monkeypatch, ca
 
     monkeypatch.setattr(exporting, "show_bytes", interrupted)
     assert call("export", "r", "--to", "hf") == 130
-    assert capsys.readouterr().err == "r-hf: stopped; the same command begins again\n"
+    assert capsys.readouterr().err == "r-hf: stopped; run the same command to start again\n"
 
 
 def test_a_whole_model_is_written(run, capsys):

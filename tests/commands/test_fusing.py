@@ -90,13 +90,13 @@ def test_data_that_is_gone_is_a_note(trained, data_folder, capsys):
     ("arguments", "message"),
     [
         (("drawn", "model", "--force"), "model: is of the run itself"),
-        (("drawn", "data", "--force"), "data: holds other things than a model"),
+        (("drawn", "data", "--force"), "data: contains files that do not belong to a model"),
         (("drawn", "a[b]"), "mlx-lm finds no model below a name with"),
-        (("drawn", "nowhere/out"), "is no folder; make it first"),
+        (("drawn", "nowhere/out"), "is not a folder; create it first"),
         (("drawn", "out", "--to", "3"), "--to 3: give auto, same, dequantized"),
         (("drawn", "out", "--to", "same", "--dtype", "float32"), "give --to dequantized with it"),
         (("drawn", "out", "--max-memory", "0.05"), "fusing this model takes"),
-        (("drawn", "out", "--checkpoint", "9"), "has no such one; checkpoints: none"),
+        (("drawn", "out", "--checkpoint", "9"), "has no such checkpoint; checkpoints: none"),
         (("other", "out"), "no run named other"),
     ],
 )
@@ -127,7 +127,7 @@ def test_ctrl_c_says_what_is_there(trained, capsys, monkeypatch, while_):
     assert call("fuse", "drawn", "out") == 130
     told = capsys.readouterr().err
     if while_ == "writing":
-        assert "out: stopped; the same command begins again" in told
+        assert "out: stopped; run the same command to start again" in told
         assert not Path("out").exists()
     else:
         assert "out: is whole; only the measuring was stopped" in told

@@ -81,7 +81,7 @@ def test_a_folder_is_pushed(hub, account, finished, capsys):
     [
         (("nothing", REPO), "no run named nothing"),
         (("RUN", "mine"), "is no repo of the hub"),
-        (("RUN", REPO, "--checkpoint", "9"), "no such one; checkpoints: step-000003"),
+        (("RUN", REPO, "--checkpoint", "9"), "no such checkpoint; checkpoints: step-000003"),
         (("ADAPTER", REPO, "--checkpoint", "9"), "is of a run"),
     ],
 )

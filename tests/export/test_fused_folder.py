@@ -96,7 +96,7 @@ def test_what_is_there_is_replaced_only_when_asked(tmp_path, trained):
 
 def test_a_file_is_never_replaced(tmp_path, trained):
     (tmp_path / "notes.txt").write_text("years of work")
-    with pytest.raises(UserError, match=r"notes.txt: is a file, and would be a folder"):
+    with pytest.raises(UserError, match=r"notes.txt: is a file, the result is a folder"):
         written(trained, tmp_path / "notes.txt", force=True)
     assert (tmp_path / "notes.txt").read_text() == "years of work"
 
@@ -159,7 +159,7 @@ def test_a_killed_process_goes_on_to_the_same_bytes(tmp_path, trained, small_sha
     done = subprocess.run([sys.executable, "-c", KILLED], check=False)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    assert "the same command goes on from 0.00 GB" in left_behind(tmp_path / "out")
+    assert "run the same command to continue from 0.00 GB" in left_behind(tmp_path / "out")
     told = list(fuse(trained, tmp_path / "out", "dequantized"))
     assert 0 < told[0].kept_bytes == told[0].done_bytes < told[0].total_bytes
     assert sums_of(tmp_path / "out") == wanted
@@ -192,7 +192,7 @@ def test_a_disk_that_fills_up_leaves_nothing_that_looks_whole(tmp_path, trained,
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx, "save_safetensors", full)
-        with pytest.raises(UserError, match=r"out: cannot be written .*then goes on"):
+        with pytest.raises(UserError, match=r"out: cannot be written .*to continue"):
             written(trained, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="is missing"):
@@ -204,7 +204,7 @@ def test_a_disk_that_fills_up_leaves_nothing_that_looks_whole(tmp_path, trained,
 def test_a_disk_that_is_too_small(tmp_path, trained, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20 * MB))
-    with pytest.raises(UserError, match=r"out: needs 0\.06 GB on the disk"):
+    with pytest.raises(UserError, match=r"out: needs 0\.06 GB of disk space"):
         written(trained, tmp_path / "out")
     assert not list(tmp_path.glob("*out*"))
 

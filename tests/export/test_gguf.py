@@ -423,7 +423,7 @@ def test_weights_that_cannot_be_read_are_told(tmp_path):
     next(steps)
     with (base / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
-    with pytest.raises(RunError, match="cannot be read any more"):
+    with pytest.raises(RunError, match="can no longer be read"):
         list(steps)
     assert not list(tmp_path.glob("*.gguf*"))
 

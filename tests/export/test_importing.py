@@ -220,7 +220,9 @@ def test_a_full_disk_leaves_no_run(source, tiny_model, monkeypatch):
         raise RuntimeError("[write] Unable to write 4096 bytes to file.")
 
     monkeypatch.setattr(mx, "save_safetensors", full)
-    refused(source, tiny_model, r"runs/back: cannot be written .*free some disk, then try again$")
+    refused(
+        source, tiny_model, r"runs/back: cannot be written .*free some disk space, then try again$"
+    )
 
 
 # --- What cannot be taken
@@ -246,7 +248,7 @@ def test_settings_that_do_not_go_with_the_tensors_are_told(source, tiny_model, s
 @pytest.mark.parametrize(
     ("name", "array", "pattern"),
     [
-        (f"{Q_PROJ}.lora_A.weight", mx.zeros((4, 128)), "lora_a is 128 x 4, and would be 64 x 4"),
+        (f"{Q_PROJ}.lora_A.weight", mx.zeros((4, 128)), "lora_a is 128 x 4, expected 64 x 4"),
         (f"{Q_PROJ}.lora_A.weight", mx.zeros((4,)), "lora_A.weight is 4, not a matrix"),
         (f"{Q_PROJ}.lora_A.weight", mx.full((4, 64), mx.nan), "lora_a holds NaN"),
         (f"{Q_PROJ}.lora_B.weight", mx.full((64, 4), mx.inf), "lora_b holds NaN or infinity"),

@@ -1,4 +1,4 @@
-"""Models that no test may hold, and processes that are watched from outside."""
+"""Models too large for a test's memory, and processes whose memory is measured from outside."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ LARGE = {
 
 
 def make_large(folder: Path, bits: int | None = None, blocks: int = 12) -> Path:
-    """A model of float16 weights, written block by block, since no test may hold it either.
+    """Write a model with float16 weights block by block, so that it is never in memory as a whole.
 
-    bits: of a weight, where it is to be quantized.
+    bits: bits per weight of a quantized model; None for float16.
     """
     folder.mkdir()
     inner, hidden = LARGE["intermediate_size"], LARGE["hidden_size"]
@@ -76,17 +76,17 @@ def quantized(arrays: dict[str, mx.array], bits: int) -> dict[str, mx.array]:
 
 
 def watched(process: subprocess.Popen) -> int:
-    """The most bytes that a process held, from outside, until it ends."""
+    """The peak memory of a process until it ends, in bytes, measured from outside."""
     most = 0
     while process.poll() is None:
         try:
-            if sys.platform == "linux":  # what it ever held, so that no moment is missed
+            if sys.platform == "linux":  # VmHWM is the peak, so no moment is missed
                 lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
                 found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
                 most = max(most, *found)
             else:
                 most = max(most, psutil.Process(process.pid).memory_info().rss)
-        except (OSError, psutil.Error, TypeError):  # it has just ended
+        except (OSError, psutil.Error, TypeError):  # the process has just ended
             pass
         time.sleep(0.005)
     return most

@@ -1,4 +1,4 @@
-"""Models quantized shard by shard: as mlx-lm does it, in little memory, whatever happens."""
+"""Quantize models shard by shard: same result as mlx-lm, little memory, safe to interrupt."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from your_ai.nets.model import load_base
 
 
 def written(source: Path, target: Path, bits: int = 4, **options: Any) -> Path:
-    """A model quantized to its end."""
+    """Quantize a model completely."""
     progress = list(quantize(source, target, bits, **options))
     assert progress[-1].done_bytes == progress[-1].total_bytes
     return target
 
 
 def converted(source: Path, target: Path, bits: int = 4, group_size: int = 64) -> Path:
-    """The same model as mlx-lm quantizes it."""
+    """Quantize a model with mlx-lm."""
     mlx_lm.convert(str(source), str(target), True, q_bits=bits, q_group_size=group_size)
     return target
 
@@ -47,7 +47,7 @@ def weights_of(folder: Path) -> dict[str, mx.array]:
 
 
 def assert_same(ours: Path, theirs: Path) -> None:
-    """The same tensors, bit for bit, and the same files beside them."""
+    """Assert that the tensors are equal bit for bit, and the other files too."""
     found, wanted = weights_of(ours), weights_of(theirs)
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
@@ -61,7 +61,7 @@ def assert_same(ours: Path, theirs: Path) -> None:
 
 
 def sums_of(folder: Path) -> dict[str, str]:
-    """The checksums of all files but the shards and their index."""
+    """The checksums of all files except the shards and their index."""
     others = [p for p in folder.iterdir() if p.suffix != ".safetensors" and p.name != INDEX]
     return {path.name: sha256(path) for path in others}
 
@@ -78,43 +78,47 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The small model then has several."""
+    """Make shards so small that the small model has several."""
     monkeypatch.setattr(shards, "SHARD_LEAST_BYTES", 30_000)
     monkeypatch.setattr(shards, "SHARDS", 4)
 
 
-# As mlx-lm does it
+# -- same result as mlx-lm
 
 
 @pytest.mark.parametrize("architecture", EXTRA)
-def test_the_result_is_that_of_mlx_lm(tmp_path, architecture):
+def test_result_equals_mlx_lm_convert(tmp_path, architecture):
     source = make_model(tmp_path / "source", architecture, bits=None)
     assert_same(written(source, tmp_path / "ours"), converted(source, tmp_path / "theirs"))
 
 
 CHANGES: dict[str, dict[str, Any]] = {
     "a layer that is not divisible": {"intermediate_size": 96},
-    "another type than the files'": {"torch_dtype": "bfloat16"},
-    "a type that is not cast to": {"torch_dtype": "float64"},
-    "no type, but one of the text model": {"text_config": {"dtype": "float16"}},
-    "what is not kept": {"_name_or_path": "x", "vision_config": {}, "quantization_config": None},
+    "a dtype different from the files": {"torch_dtype": "bfloat16"},
+    "a dtype that is ignored": {"torch_dtype": "float64"},
+    "only a dtype of the text model": {"text_config": {"dtype": "float16"}},
+    "keys that are dropped": {
+        "_name_or_path": "x",
+        "vision_config": {},
+        "quantization_config": None,
+    },
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_so_it_is_with(tmp_path, change):
+def test_result_equals_mlx_lm_convert_for_unusual_configs(tmp_path, change):
     source = make_model(tmp_path / "source", bits=None, **CHANGES[change])
     assert_same(written(source, tmp_path / "ours"), converted(source, tmp_path / "theirs"))
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (3, 64), (6, 32), (8, 64), (8, 128)])
-def test_bits_and_groups_are_those_asked_for(tmp_path, bits, group_size):
+def test_quantizes_with_the_given_bits_and_group_size(tmp_path, bits, group_size):
     source = make_model(tmp_path / "source", bits=None, hidden_size=128)
     ours = written(source, tmp_path / "ours", bits, group_size=group_size)
     assert_same(ours, converted(source, tmp_path / "theirs", bits, group_size))
 
 
-def test_experts_in_files_of_their_own_are_stacked(tmp_path):
+def test_separate_expert_tensors_are_stacked(tmp_path):
     source = make_model(tmp_path / "source", "qwen3_moe", bits=None)
     apart: dict[str, mx.array] = {}
     for name, array in weights_of(source).items():
@@ -127,7 +131,7 @@ def test_experts_in_files_of_their_own_are_stacked(tmp_path):
     assert_same(written(source, tmp_path / "ours"), converted(source, tmp_path / "theirs"))
 
 
-def test_several_shards_hold_the_same_and_are_listed(tmp_path, source, small_shards):
+def test_several_shards_have_the_same_tensors_and_an_index(tmp_path, source, small_shards):
     (source / "generation_config.json").write_text("{}")
     (source / "tokenization.py").write_text("")
     (source / "README.md").write_text("---\nlicense: mit\n---\n")
@@ -140,7 +144,7 @@ def test_several_shards_hold_the_same_and_are_listed(tmp_path, source, small_sha
     assert listed == {n: s for s in names for n in mx.load(str(ours / s))}
 
 
-def test_the_result_loads(tmp_path, source, small_shards):
+def test_result_loads_and_gives_the_same_logits(tmp_path, source, small_shards):
     ours, theirs = written(source, tmp_path / "ours"), converted(source, tmp_path / "theirs")
     check_model(ours)
     tokens = mx.arange(8)[None]
@@ -148,7 +152,7 @@ def test_the_result_loads(tmp_path, source, small_shards):
     assert mx.array_equal(*logits)
 
 
-def test_progress_is_told_in_bytes_and_at_once(tmp_path, source, small_shards):
+def test_progress_is_reported_in_bytes_from_the_start(tmp_path, source, small_shards):
     told = list(quantize(source, tmp_path / "ours", 4))
     total = sum(array.nbytes for array in weights_of(tmp_path / "ours").values())
     assert {(p.total_bytes, p.kept_bytes) for p in told} == {(total, 0)}
@@ -157,7 +161,7 @@ def test_progress_is_told_in_bytes_and_at_once(tmp_path, source, small_shards):
     assert (done[0], done[-1]) == (0, total)
 
 
-# In little memory
+# -- memory
 
 QUANTIZE = """
 import sys
@@ -176,7 +180,7 @@ for progress in quantize(source, target, 4, max_memory_gb=least):
 """
 
 
-def test_a_model_larger_than_the_budget_is_quantized_inside_it(tmp_path):
+def test_quantizes_a_model_larger_than_the_memory_limit(tmp_path):
     source, target = make_large(tmp_path / "large"), tmp_path / "out"
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     command = [sys.executable, "-c", QUANTIZE, str(source), str(target)]
@@ -189,11 +193,11 @@ def test_a_model_larger_than_the_budget_is_quantized_inside_it(tmp_path):
     assert sum(array.nbytes for array in weights_of(target).values()) < 0.29 * size
 
 
-# Whatever happens
+# -- interruptions
 
 
 class Killed(BaseException):
-    """Stands for the end of the process."""
+    """Stands for a killed process."""
 
 
 STAGES = ((os, "replace"), (os, "rename"), (mx, "save_safetensors"), (shards, "sync"),
@@ -201,7 +205,7 @@ STAGES = ((os, "replace"), (os, "rename"), (mx, "save_safetensors"), (shards, "s
 
 
 def die_at(patch: pytest.MonkeyPatch, at: int, error: BaseException) -> list[str]:
-    """`error` comes of the call with this number that writes; the names of all calls so far."""
+    """Raise `error` in writing call number `at`; returns the growing list of all calls."""
     called: list[str] = []
 
     def limited(module: Any, name: str) -> None:
@@ -220,7 +224,7 @@ def die_at(patch: pytest.MonkeyPatch, at: int, error: BaseException) -> list[str
     return called
 
 
-def test_what_is_cut_off_goes_on_to_the_same_bytes(tmp_path, source, small_shards, monkeypatch):
+def test_interrupted_work_continues_to_the_same_bytes(tmp_path, source, small_shards, monkeypatch):
     monkeypatch.setattr(shards, "SHARDS", 2)
     wanted = all_sums(written(source, tmp_path / "whole"))
     target = tmp_path / "out"
@@ -247,7 +251,7 @@ def test_what_is_cut_off_goes_on_to_the_same_bytes(tmp_path, source, small_shard
 
 
 def cut_off(source: Path, target: Path, count: int = 2) -> Path:
-    """The folder of work that was cut off after so many shards."""
+    """The folder of work that was interrupted after `count` shards."""
     progress = quantize(source, target, 4)
     while len(list(work_of(target).folder.glob("model*.safetensors"))) < count:
         next(progress)
@@ -279,7 +283,7 @@ list(quantize(Path(sys.argv[1]), Path(sys.argv[2]), 4))
 """
 
 
-def test_a_killed_process_goes_on_to_the_same_bytes(tmp_path, source, small_shards):
+def test_work_of_a_killed_process_continues_to_the_same_bytes(tmp_path, source, small_shards):
     wanted = all_sums(written(source, tmp_path / "whole"))
     target = tmp_path / "out"
     done = subprocess.run([sys.executable, "-c", KILLED, str(source), str(target)])
@@ -314,30 +318,30 @@ SPOILS: dict[str, Callable[[Path, Path], None]] = {
     "a shard is gone": lambda source, work: sorted(work.glob("model*"))[0].unlink(),
     "the record is gone": lambda source, work: (work / RECORD).unlink(),
     "the record is damaged": lambda source, work: (work / RECORD).write_text('{"shards": {'),
-    "the record is of another kind": lambda source, work: (work / RECORD).write_text("[]"),
+    "the record is not an object": lambda source, work: (work / RECORD).write_text("[]"),
     "the source was changed": lambda source, work: flip(source / "model.safetensors"),
-    "something else lies there": lambda source, work: (work / "model-9.safetensors").mkdir(),
+    "a folder has the name of a shard": lambda source, work: (work / "model-9.safetensors").mkdir(),
 }
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
-def test_only_what_is_whole_and_of_the_same_model_is_kept(tmp_path, source, small_shards, spoil):
+def test_damaged_work_does_not_change_the_result(tmp_path, source, small_shards, spoil):
     work = cut_off(source, tmp_path / "out")
     SPOILS[spoil](source, work)
     written(source, tmp_path / "out")
     assert all_sums(tmp_path / "out") == all_sums(written(source, tmp_path / "whole"))
 
 
-def test_work_of_other_bits_is_begun_anew(tmp_path, source, small_shards):
+def test_work_with_other_bits_starts_over(tmp_path, source, small_shards):
     cut_off(source, tmp_path / "out")
     told = list(quantize(source, tmp_path / "out", 8))
     assert told[0].kept_bytes == 0
     assert all_sums(tmp_path / "out") == all_sums(written(source, tmp_path / "whole", 8))
 
 
-def test_who_interrupts_is_told_how_to_go_on(tmp_path, source, small_shards, monkeypatch):
+def test_interrupted_user_is_told_how_to_continue(tmp_path, source, small_shards, monkeypatch):
     target = tmp_path / "out"
-    assert left_behind(target).endswith("the same command begins again")
+    assert left_behind(target).endswith("run the same command to start again")
     evaluate, calls = mx.eval, iter(range(1000))
 
     def interrupted(*arrays: mx.array) -> None:
@@ -348,39 +352,39 @@ def test_who_interrupts_is_told_how_to_go_on(tmp_path, source, small_shards, mon
     monkeypatch.setattr(shards.mx, "eval", interrupted)
     with pytest.raises(KeyboardInterrupt):
         written(source, target)
-    assert "the same command goes on from 0.00 GB, or remove" in left_behind(target)
+    assert "run the same command to continue from 0.00 GB, or remove" in left_behind(target)
     monkeypatch.setattr(shards.mx, "eval", evaluate)
     assert next(quantize(source, target, 4)).kept_bytes > 0
 
 
-def test_a_disk_that_fills_up_keeps_what_is_finished(tmp_path, source, small_shards):
+def test_full_disk_keeps_the_finished_shards(tmp_path, source, small_shards):
     wanted = all_sums(written(source, tmp_path / "whole"))
     full = RuntimeError("[write] Unable to write 8 bytes to file.")
     with pytest.MonkeyPatch.context() as patch:
         called = die_at(patch, 7, full)
-        with pytest.raises(UserError, match=r"out: cannot be written .*then goes on"):
+        with pytest.raises(UserError, match=r"out: cannot be written .*to continue"):
             written(source, tmp_path / "out")
     assert called[-1] == "save_safetensors"
     assert next(quantize(source, tmp_path / "out", 4)).kept_bytes > 0
     assert all_sums(written(source, tmp_path / "out")) == wanted
 
 
-def test_a_source_that_goes_is_one_line(tmp_path, source, small_shards):
+def test_truncated_source_gives_a_one_line_error(tmp_path, source, small_shards):
     progress = quantize(source, tmp_path / "out", 4)
     next(progress)
     os.truncate(source / "model.safetensors", 9000)
-    with pytest.raises(RunError, match="source: cannot be read any more") as caught:
+    with pytest.raises(RunError, match="source: can no longer be read") as caught:
         list(progress)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
-# Refusals
+# -- refusals
 
 
 @pytest.fixture
 def nothing_left(tmp_path: Path, source: Path) -> Iterator[None]:
-    """A refusal leaves the folder as it was."""
+    """Check that a refusal leaves no file."""
     before = {path.name for path in tmp_path.iterdir()}
     yield
     assert {path.name for path in tmp_path.iterdir()} - {"home"} == before
@@ -389,14 +393,14 @@ def nothing_left(tmp_path: Path, source: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"bits": 7}, "7 bits: MLX quantizes to 2, 3, 4, 5, 6 or 8"),
-        ({"group_size": 50}, "groups of 50: MLX quantizes groups of 32, 64 or 128"),
-        ({"group_size": 128}, "no layer can be quantized: none has a multiple of 128 inputs"),
+        ({"bits": 7}, "7 bits: MLX can quantize to 2, 3, 4, 5, 6 or 8 bits"),
+        ({"group_size": 50}, "group size 50: MLX can use 32, 64 or 128"),
+        ({"group_size": 128}, "no layer can be quantized: no input size is a multiple of 128"),
         ({"max_memory_gb": 0.05}, r"quantizing this model takes 0\.\d\d GB, more than 0\.05 GB"),
         ({"max_memory_gb": 1e6}, "this machine has"),
     ],
 )
-def test_settings_that_cannot_be(tmp_path, nothing_left, monkeypatch, options, message):
+def test_impossible_settings_are_refused(tmp_path, nothing_left, monkeypatch, options, message):
     source = tmp_path / "source"
     if options == {"group_size": 128}:
         config = json.loads((source / "config.json").read_text())
@@ -407,7 +411,7 @@ def test_settings_that_cannot_be(tmp_path, nothing_left, monkeypatch, options, m
     assert "\n" not in str(caught.value)
 
 
-def test_the_least_budget_that_is_named_is_enough(tmp_path, source):
+def test_minimum_memory_in_the_error_is_enough(tmp_path, source):
     with pytest.raises(UserError) as caught:
         written(source, tmp_path / "out", max_memory_gb=0.05)
     least = float(str(caught.value).split("takes ")[1].split()[0])
@@ -415,39 +419,39 @@ def test_the_least_budget_that_is_named_is_enough(tmp_path, source):
 
 
 @pytest.mark.parametrize("made", ["by mlx-lm", "by us"])
-def test_a_quantized_model_is_not_quantized_again(tmp_path, source, made):
+def test_quantized_model_is_refused(tmp_path, source, made):
     make = converted if made == "by mlx-lm" else written
     folder = make(source, tmp_path / "quantized", 8)
-    with pytest.raises(UserError, match="quantized: is quantized to 8 bits already"):
+    with pytest.raises(UserError, match="quantized: is already quantized to 8 bits"):
         written(folder, tmp_path / "out")
 
 
-def test_a_source_that_is_no_model(tmp_path, source, nothing_left):
+def test_source_that_is_not_a_model_is_refused(tmp_path, source, nothing_left):
     with pytest.raises(UserError, match=r"nowhere/config\.json: is missing"):
         written(tmp_path / "nowhere", tmp_path / "out")
 
 
-def test_a_source_of_an_unknown_architecture(tmp_path, source, nothing_left):
+def test_source_with_unknown_architecture_is_refused(tmp_path, source, nothing_left):
     config = source / "config.json"
     config.write_text(config.read_text().replace('"llama"', '"lama9"'))
     with pytest.raises(UserError, match=r"source: mlx-lm cannot load this model .*lama9"):
         written(source, tmp_path / "out")
 
 
-def test_a_source_without_a_tokenizer(tmp_path, source, nothing_left):
+def test_source_without_a_tokenizer_is_refused(tmp_path, source, nothing_left):
     for name in TOKENIZER_FILES:
         (source / name).unlink()
     with pytest.raises(UserError, match="source: its tokenizer cannot be loaded"):
         written(source, tmp_path / "out")
 
 
-def test_a_source_with_a_name_that_mlx_lm_cannot_read(tmp_path, source):
+def test_source_path_with_glob_characters_is_refused(tmp_path, source):
     with pytest.raises(UserError, match=r"with \*, \? or \["):
         written(source.rename(tmp_path / "a[b]"), tmp_path / "out")
 
 
 @pytest.mark.parametrize("there", ["a folder", "a file", "a link to nothing"])
-def test_a_target_that_is_there_is_left_alone(tmp_path, source, there):
+def test_existing_target_is_not_touched(tmp_path, source, there):
     target = tmp_path / "out"
     if there == "a folder":
         (target / "inside").mkdir(parents=True)
@@ -461,7 +465,7 @@ def test_a_target_that_is_there_is_left_alone(tmp_path, source, there):
     assert os.path.lexists(target)
 
 
-def test_a_target_that_comes_meanwhile_is_left_alone(tmp_path, source):
+def test_target_created_during_the_work_is_not_touched(tmp_path, source):
     target = tmp_path / "out"
     progress = quantize(source, target, 4)
     next(progress)
@@ -471,24 +475,24 @@ def test_a_target_that_comes_meanwhile_is_left_alone(tmp_path, source):
     assert [path.name for path in target.iterdir()] == ["inside"]
 
 
-def test_a_target_that_cannot_be_written(tmp_path, source):
+def test_unwritable_target_is_refused(tmp_path, source):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"out: cannot be written .*choose another place"):
         written(source, tmp_path / "file" / "out")
 
 
-def test_a_disk_that_is_too_small(tmp_path, source, nothing_left, monkeypatch):
+def test_too_small_disk_is_refused(tmp_path, source, nothing_left, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20 * MB))
-    with pytest.raises(UserError, match=r"out: needs 0\.06 GB on the disk, 0\.0\d GB are free"):
+    with pytest.raises(UserError, match=r"out: needs 0\.06 GB of disk space, only 0\.0\d GB free"):
         written(source, tmp_path / "out")
 
 
-def test_a_target_that_another_process_writes(tmp_path, source):
+def test_target_written_by_another_process_is_refused(tmp_path, source):
     work = work_of(tmp_path / "out").folder
     with (
         locked(work, waits=False, creates=True),
-        pytest.raises(UserError, match="another process is at work on it"),
+        pytest.raises(UserError, match="another process is working on it"),
     ):
         written(source, tmp_path / "out")
     written(source, tmp_path / "out")

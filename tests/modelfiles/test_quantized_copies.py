@@ -1,4 +1,4 @@
-"""The quantized copies that training keeps."""
+"""The quantized copies that `train --quantize` keeps."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def all_copies() -> set[Path]:
     return set((store() / "quantized").iterdir())
 
 
-def test_a_copy_is_made_once(source):
+def test_copy_is_made_once(source):
     assert len(list(make_copy(source, 4))) > 2
     assert list(make_copy(source, 4)) == []
     assert quantized_copy(source, 4) == place_of_copy(source, 4)
 
 
-def test_a_copy_is_of_the_files_wherever_they_are(tmp_path, source):
+def test_copy_depends_on_file_contents_not_on_location(tmp_path, source):
     found = quantized_copy(source, 4)
     assert quantized_copy(shutil.copytree(source, tmp_path / "other"), 4) == found
     assert quantized_copy(source, 8) != found
@@ -58,13 +58,13 @@ def test_a_copy_is_of_the_files_wherever_they_are(tmp_path, source):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "qwen3_moe"])
-def test_a_copy_can_be_streamed(tmp_path, architecture):
+def test_copy_can_be_streamed(tmp_path, architecture):
     folder = quantized_copy(make_model(tmp_path / "m", architecture, bits=None), 4)
     network, _ = load_base(folder, mx.float32)
     assert can_stream(network, tensors_of(network, folder))
 
 
-def test_a_copy_computes_what_quantizing_on_load_does(source):
+def test_copy_equals_quantizing_on_load(source):
     tokens = mx.arange(8)[None]
     copied, _ = load_base(quantized_copy(source, 4), mx.float32)
     loaded, _ = quantize.quantized_lazily(source, 4)[:2]
@@ -75,7 +75,7 @@ def test_a_copy_computes_what_quantizing_on_load_does(source):
 
 
 @pytest.mark.parametrize("spoil", ["a byte is changed", "cut", "no config", "no record"])
-def test_a_damaged_copy_is_made_anew(source, spoil):
+def test_damaged_copy_is_made_again(source, spoil):
     folder = quantized_copy(source, 4)
     weights = folder / "model.safetensors"
     before = sha256(weights)
@@ -91,7 +91,7 @@ def test_a_damaged_copy_is_made_anew(source, spoil):
     assert sha256(weights) == before
 
 
-def test_copies_that_nobody_uses_are_forgotten_after_a_month(tmp_path, source):
+def test_unused_copies_are_deleted_after_a_month(tmp_path, source):
     old, used = quantized_copy(source, 2), quantized_copy(source, 3)
     broken = quantize.work_of(place_of_copy(source, 5)).folder
     busy = quantize.work_of(place_of_copy(source, 6)).folder
@@ -100,14 +100,14 @@ def test_copies_that_nobody_uses_are_forgotten_after_a_month(tmp_path, source):
     for folder in (old, used, broken, busy):
         make_older(folder, KEEP_DAYS + 1)
     with locked(busy, waits=False):
-        quantized_copy(source, 3)  # so it is used
+        quantized_copy(source, 3)  # marks it as used
         quantized_copy(source, 8)
     assert all_copies() == {used, place_of_copy(source, 8), busy}
 
 
-def test_a_copy_is_deleted_so_that_none_takes_the_rest_for_a_model(source, monkeypatch):
+def test_interrupted_deletion_leaves_no_valid_model(source, monkeypatch):
     folder = quantized_copy(source, 4)
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # cut off before it
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if interrupted before it
     quantized_copies.discard(folder)
     assert not (folder / "config.json").exists()
 
@@ -121,7 +121,7 @@ for _ in make_copy(Path(sys.argv[1]), 4):
 """
 
 
-def test_two_runs_at_once_make_one_copy(source):
+def test_two_simultaneous_runs_make_one_copy(source):
     started = [
         subprocess.Popen([sys.executable, "-c", COPY, str(source)], stdout=-1, stderr=-1, text=True)
         for _ in range(2)
@@ -132,7 +132,7 @@ def test_two_runs_at_once_make_one_copy(source):
     assert list(make_copy(source, 4)) == []
 
 
-def test_who_waits_for_another_run_takes_what_it_has_made(source, monkeypatch):
+def test_waiting_run_uses_the_copy_of_the_other_run(source, monkeypatch):
     target = place_of_copy(source, 4)
     ready = quantized_copy(source, 4).rename(store() / "ready")
     work = quantize.work_of(target).folder
@@ -140,7 +140,7 @@ def test_who_waits_for_another_run_takes_what_it_has_made(source, monkeypatch):
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
-        """The other run ends meanwhile."""
+        """Let the other run finish during the wait."""
         slept.append(seconds)
         ready.rename(target)
         other.__exit__(None, None, None)
@@ -153,14 +153,14 @@ def test_who_waits_for_another_run_takes_what_it_has_made(source, monkeypatch):
     assert all_copies() == {target}
 
 
-def test_a_store_that_cannot_be_written_is_one_line(tmp_path, source, monkeypatch):
+def test_unwritable_store_is_refused(tmp_path, source, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("YOUR_AI_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError, match="cannot be written"):
         quantized_copy(source, 4)
 
 
-def test_a_run_quantizes_once_and_can_stream_and_answer(configure, source):
+def test_run_with_quantize_trains_streams_and_generates(configure, source):
     written = quantize.quantize(source, source.with_name("written"), 4)
     for _ in written:
         pass
@@ -174,7 +174,7 @@ def test_a_run_quantizes_once_and_can_stream_and_answer(configure, source):
     assert call("generate", "--run", "streamed", "--prompt", "Hi", "--max-tokens", 2) == 0
 
 
-def test_a_quantized_model_has_no_copy(tiny_model):
-    with pytest.raises(UserError, match="is quantized to 4 bits already"):
+def test_quantized_model_is_refused(tiny_model):
+    with pytest.raises(UserError, match="is already quantized to 4 bits"):
         quantized_copy(tiny_model, 4)
     assert not (store() / "quantized").exists()

@@ -1,4 +1,4 @@
-"""Models cut into shards, and put in their place."""
+"""Cut models into shards, and put them in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MB = 10**6
 
 
 @given(st.lists(st.integers(1, 200 * MB), min_size=1, max_size=200))
-def test_shards_hold_every_tensor_in_turn_and_are_small(sizes):
+def test_cut_keeps_order_and_bounds_shard_size(sizes):
     named = {str(index): size for index, size in enumerate(sizes)}
     found = cut(named)
     assert [name for names in found.values() for name in names] == list(named)
@@ -29,14 +29,14 @@ def test_shards_hold_every_tensor_in_turn_and_are_small(sizes):
     assert len(found) <= 2 * max(shards.SHARDS, sum(sizes) // most) + 1
 
 
-def test_no_shard_is_larger_than_a_gigabyte():
+def test_shards_have_at_most_a_gigabyte():
     found = cut({str(index): 400 * MB for index in range(200)})
     assert {len(names) for names in found.values()} == {2}
 
 
 @pytest.fixture
 def work(tmp_path: Path) -> Work:
-    """Work that is whole, beside a model that has its target's name."""
+    """Finished work, next to an existing model at its target."""
     work = Work(tmp_path / "out", "fusing", "fused.json")
     for folder, content in ((work.folder, "new"), (work.target, "old")):
         folder.mkdir()
@@ -49,27 +49,27 @@ def content_of(folder: Path) -> str:
     return (folder / "config.json").read_text()
 
 
-def test_a_model_is_replaced_by_the_whole_one(tmp_path, work):
+def test_put_in_place_replaces_the_old_model(tmp_path, work):
     put_in_place(work, replaces=True)
     assert content_of(work.target) == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_model_that_came_meanwhile_is_not_replaced(tmp_path, work):
+def test_existing_model_is_kept_without_replaces(tmp_path, work):
     with pytest.raises(OSError, match="not empty"):
         put_in_place(work, replaces=False)
     assert content_of(work.target) == "old"
     assert content_of(work.folder) == "new"
 
 
-def test_what_came_meanwhile_and_is_no_model_is_not_replaced(work):
+def test_folder_with_other_files_is_never_replaced(work):
     (work.target / "thesis.docx").write_text("years of work")
-    with pytest.raises(UserError, match="holds other things"):
+    with pytest.raises(UserError, match="contains files that do not belong to a model"):
         put_in_place(work, replaces=True)
     assert content_of(work.target) == "old"
 
 
-def test_a_model_that_cannot_be_replaced_is_put_back(work, monkeypatch):
+def test_old_model_is_restored_if_the_rename_fails(work, monkeypatch):
     rename = os.rename
 
     def fail(source: Path, target: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_model_that_cannot_be_replaced_is_put_back(work, monkeypatch):
     assert not work.replaced.exists()
 
 
-def test_a_process_that_ends_while_it_replaces_is_followed_by_one_that_does_it(tmp_path, work):
+def test_replacing_continues_after_a_process_was_killed(tmp_path, work):
     os.rename(work.target, work.replaced)
     put_in_place(work, replaces=False)
     assert content_of(work.target) == "new"

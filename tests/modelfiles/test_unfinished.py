@@ -1,4 +1,4 @@
-"""Folders that one process at a time fills."""
+"""Work folders that one process at a time fills."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ with locked(Path(sys.argv[1]), waits=False, creates=True):
 """
 
 
-def test_a_folder_is_locked_for_other_processes_until_this_one_ends(own_folder):
+def test_lock_lasts_until_the_process_ends(own_folder):
     folder = own_folder / "work"
     command = [sys.executable, "-c", HOLD, str(folder)]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout.readline() == "locked\n"
         with (
-            pytest.raises(UserError, match="work: another process is at work on it"),
+            pytest.raises(UserError, match="work: another process is working on it"),
             locked(folder, waits=False),
         ):
             pass
@@ -42,20 +42,20 @@ def test_a_folder_is_locked_for_other_processes_until_this_one_ends(own_folder):
         assert (folder / "mine").exists()
 
 
-def test_a_folder_that_is_left_empty_is_removed(own_folder):
+def test_empty_folder_is_removed_after_unlocking(own_folder):
     with pytest.raises(RuntimeError), locked(own_folder / "work", waits=False, creates=True):
         raise RuntimeError
     assert not (own_folder / "work").exists()
 
 
-def test_a_folder_that_is_not_there_is_not_made_unless_asked(own_folder):
+def test_missing_folder_is_not_created_by_default(own_folder):
     with pytest.raises(FileNotFoundError), locked(own_folder / "work", waits=True):
         pass
 
 
 @pytest.mark.parametrize("becomes", ["renamed", "replaced"])
-def test_who_waits_gets_the_folder_of_that_name(own_folder, monkeypatch, becomes):
-    """And not the one that had the name when the wait began."""
+def test_waiting_process_locks_the_current_folder_of_that_name(own_folder, monkeypatch, becomes):
+    """It does not lock the folder that had the name when the wait began."""
     monkeypatch.setattr(unfinished, "WAIT_S", 0.01)
     folder, inside = own_folder / "work", []
 
@@ -77,7 +77,7 @@ def test_who_waits_gets_the_folder_of_that_name(own_folder, monkeypatch, becomes
     assert inside == [["new"] if becomes == "replaced" else []]
 
 
-def test_a_file_system_without_locks_is_no_harm(own_folder, monkeypatch):
+def test_works_on_a_file_system_without_locks(own_folder, monkeypatch):
     def flock(*_: object) -> None:
         raise OSError(errno.ENOTSUP, "not supported")
 
@@ -87,12 +87,12 @@ def test_a_file_system_without_locks_is_no_harm(own_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"shards": []}', "\xff", "[" * 100_000])
-def test_a_damaged_record_is_none(own_folder, text):
+def test_damaged_record_reads_as_empty(own_folder, text):
     (own_folder / "record.json").write_text(text, encoding="latin-1")
     assert read_record(own_folder / "record.json") == {"shards": {}}
 
 
-def test_work_without_a_record_is_deleted(own_folder):
+def test_shards_without_a_record_are_deleted(own_folder):
     work = own_folder / "work"
     (work / "folder").mkdir(parents=True)
     (work / "model.safetensors").write_text("")
@@ -100,21 +100,21 @@ def test_work_without_a_record_is_deleted(own_folder):
     assert list(work.iterdir()) == []
 
 
-def test_the_disk_is_looked_at_where_the_folder_will_be(own_folder):
+def test_check_disk_checks_the_disk_of_a_future_folder(own_folder):
     check_disk(own_folder / "not" / "there" / "yet", 1000)
-    with pytest.raises(UserError, match=r"yet: needs 1000000000\.0\d GB on the disk"):
+    with pytest.raises(UserError, match=r"yet: needs 1000000000\.0\d GB of disk space"):
         check_disk(own_folder / "not" / "there" / "yet", 10**18)
 
 
 @pytest.mark.parametrize(
     "shards", [{"../kept": "a" * 64}, {"/etc/passwd": "a" * 64}, {"a": 7}, {"a": "x"}, {"a/b": ""}]
 )
-def test_a_record_that_names_files_elsewhere_is_none(own_folder, shards):
+def test_record_with_unsafe_names_reads_as_empty(own_folder, shards):
     (own_folder / "record.json").write_text(json.dumps({"key": "key", "shards": shards}))
     assert read_record(own_folder / "record.json") == {"shards": {}}
 
 
-def test_links_in_the_work_are_deleted_and_not_what_they_lead_to(own_folder):
+def test_links_are_deleted_but_not_their_targets(own_folder):
     work, kept = own_folder / "work", own_folder / "kept"
     work.mkdir()
     kept.mkdir()

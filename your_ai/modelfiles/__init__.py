@@ -1,1 +1,1 @@
-"""Large results that are whole or not there, and models quantized into them."""
+"""Write models shard by shard, complete or not at all; quantize models."""

@@ -1,7 +1,7 @@
-"""Models written quantized, shard by shard, by `modelfiles.shards`.
+"""Quantize a model and write it shard by shard with `modelfiles.shards`.
 
-The tensors are those of `mlx_lm.convert`, bit for bit: mlx-lm loads and quantizes the model
-lazily, and they are computed and written one after the other.
+The tensors equal those of `mlx_lm.convert`, bit for bit: mlx-lm loads and quantizes the model
+lazily, and the tensors are computed and written one after the other.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def quantize(
     max_memory_gb: float | None = None,
     force: bool = False,
 ) -> Iterator[WriteProgress]:
-    """Write the model in `source` to a new folder `target`, quantized; goes on where it was.
+    """Quantize the model in `source` into a new folder `target`; continues interrupted work.
 
-    Raises UserError, before anything is written, for a model that cannot be quantized, a
-    target that is there or cannot be written, and too little memory or disk; RunError where
-    the source cannot be read to its end.
+    Raises UserError, before anything is written, if the model cannot be quantized, the target
+    exists or cannot be written, or memory or disk space is too small. Raises RunError if the
+    source cannot be read to its end.
     """
     if os.path.lexists(target):
         raise UserError(f"{target}: exists; choose another name, or remove it first")
@@ -51,7 +51,7 @@ def quantize(
 
 
 def left_behind(target: Path) -> str:
-    """What to tell who has interrupted `quantize`."""
+    """The message for a user who has interrupted `quantize`."""
     return unfinished.left_behind(work_of(target))
 
 
@@ -59,15 +59,15 @@ def work_of(target: Path) -> Work:
     return Work(target, "quantizing", RECORD)
 
 
-# A model, lazily
+# -- the lazy model -----------------------------------------------------------------------
 
 
 def check_source(source: Path, bits: int, group_size: int) -> None:
-    """Raise UserError for what can be seen to be wrong before the model is loaded."""
+    """Raise UserError for errors that can be found before the model is loaded."""
     if bits not in BITS:
-        raise UserError(f"{bits} bits: MLX quantizes to {listed(BITS)}")
+        raise UserError(f"{bits} bits: MLX can quantize to {listed(BITS)} bits")
     if group_size not in GROUP_SIZES:
-        raise UserError(f"groups of {group_size}: MLX quantizes groups of {listed(GROUP_SIZES)}")
+        raise UserError(f"group size {group_size}: MLX can use {listed(GROUP_SIZES)}")
     refuse_quantized(source, check_model(source))
 
 
@@ -75,7 +75,7 @@ def refuse_quantized(source: Path, config: dict[str, Any]) -> None:
     found = config.get("quantization")
     if found is not None:
         bits = found.get("bits") if isinstance(found, dict) else found
-        raise UserError(f"{source}: is quantized to {bits} bits already")
+        raise UserError(f"{source}: is already quantized to {bits} bits")
 
 
 def listed(numbers: tuple[int, ...]) -> str:
@@ -85,31 +85,32 @@ def listed(numbers: tuple[int, ...]) -> str:
 def quantized_lazily(
     source: Path, bits: int, group_size: int = GROUP_SIZE
 ) -> tuple[nn.Module, dict[str, Any], int]:
-    """A model quantized as `mlx_lm.convert` does it, its configuration, and `Lazy.input_bytes`.
+    """Quantize a model lazily, as `mlx_lm.convert` does.
 
-    Raises UserError where that is not possible.
+    Returns the model, its configuration and `Lazy.input_bytes`. Raises UserError if the model
+    cannot be quantized.
     """
     check_source(source, bits, group_size)
     model, config = load_as_written(source)
-    refuse_quantized(source, config)  # other formats than mlx-lm's are seen only now
+    refuse_quantized(source, config)  # formats other than mlx-lm's are detected only now
     try:
         read = dict(tree_flatten(model.parameters()))
         cast_as_told(model, config)
         cast = dict(tree_flatten(model.parameters()))
         with contextlib.redirect_stdout(io.StringIO()):  # mlx-lm prints the bits per weight
             model, config = mlx_lm_utils.quantize_model(model, config, group_size, bits)
-    except Exception as error:  # an architecture's code raises what it likes
+    except Exception as error:  # the code of an architecture may raise any type
         reason = first_line(error)
         raise UserError(f"{source}: mlx-lm cannot quantize this model ({reason})") from error
     if not any("scales" in module for module in model.modules()):
         raise UserError(
-            f"{source}: no layer can be quantized: none has a multiple of {group_size} inputs"
+            f"{source}: no layer can be quantized: no input size is a multiple of {group_size}"
         )
     return model, config, input_bytes(source, read, cast)
 
 
 def cast_as_told(model: nn.Module, config: dict[str, Any]) -> None:
-    """Make the floats what the configuration says they are, as `mlx_lm.convert` does."""
+    """Cast the weights to the dtype in the configuration, as `mlx_lm.convert` does."""
     name = config.get("torch_dtype")
     if name is None:
         name = (config.get("text_config") or {}).get("dtype")
@@ -125,9 +126,9 @@ def cast_as_told(model: nn.Module, config: dict[str, Any]) -> None:
 
 
 def input_bytes(source: Path, read: dict[str, mx.array], cast: dict[str, mx.array]) -> int:
-    """Most that is held beside a quantized tensor while it is computed.
+    """Peak bytes of the inputs of a quantized tensor while it is computed.
 
-    read, cast: each parameter before and after its type is changed.
+    read, cast: each parameter before and after the cast.
     """
     sizes = read_bytes(source, read)
     changed = [name for name, array in read.items() if cast[name].dtype != array.dtype]
@@ -160,7 +161,10 @@ def quantize_into(
     force: bool,
     waits: bool,
 ) -> Iterator[WriteProgress]:
-    """waits: for another process that does the same, and has then done it."""
+    """Like `quantize`, but without a check of the target.
+
+    waits: wait for another process that quantizes the same model, and use its result.
+    """
     lazy = lazy_model(source, bits, group_size)
     work, settings = work_of(target), [bits, group_size]
     yield from write_model(lazy, source, work, settings, max_memory_gb, force, waits=waits)

@@ -1,8 +1,8 @@
-"""Quantized copies of models, for `train --quantize`: made once, and kept in the store.
+"""Quantized copies of models for `train --quantize`, made once and kept in the store.
 
-    $YOUR_AI_HOME/quantized/KEY-4bit/      KEY: of the model's fingerprint
+    $YOUR_AI_HOME/quantized/KEY-4bit/      KEY: a hash of the model's fingerprint
 
-So a model is held quantized from the start, and streamed from files that have it as it is.
+So the model is quantized from the start, and can be streamed from files with quantized weights.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ KEEP_DAYS = 30
 
 
 def place_of_copy(source: Path, bits: int) -> Path:
-    """Where the quantized copy of a model lies, once it is made.
+    """The path of the quantized copy of a model.
 
-    The same for the same files, wherever they are; to read them takes a while the first time.
+    It depends on the contents of the model's files, not on their location. Hashing them takes a
+    while the first time.
     """
     key = json.dumps([fingerprint(source), bits, GROUP_SIZE], sort_keys=True)
     return store() / "quantized" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}-{bits}bit"
@@ -40,10 +41,10 @@ def place_of_copy(source: Path, bits: int) -> Path:
 def make_copy(
     source: Path, bits: int, max_memory_gb: float | None = None, force: bool = False
 ) -> Iterator[WriteProgress]:
-    """Make the quantized copy of a model where there is none that is whole.
+    """Make the quantized copy of a model, unless a complete one exists.
 
-    Waits where another process makes it just now. Copies that no run has used for a month are
-    deleted. Raises as `quantize` does.
+    Waits if another process is making it. Deletes copies that no run has used for a month.
+    Raises the same errors as `quantize`.
     """
     check_source(source, bits, GROUP_SIZE)
     target = place_of_copy(source, bits)
@@ -55,20 +56,17 @@ def make_copy(
 def quantized_copy(
     source: Path, bits: int, max_memory_gb: float | None = None, force: bool = False
 ) -> Path:
-    """The folder of a model's quantized copy, made if need be."""
+    """The folder of a model's quantized copy, which is made if needed."""
     for _ in make_copy(source, bits, max_memory_gb, force):
         pass
     return place_of_copy(source, bits)
 
 
 def use(folder: Path) -> bool:
-    """Whether a copy is there and whole; a month from now on it is not forgotten.
-
-    One that is damaged is deleted.
-    """
+    """Whether a copy exists and is complete. Marks it as used now; deletes it if it is damaged."""
     try:
         with locked(folder, waits=True):
-            with contextlib.suppress(OSError):  # of a store that can only be read
+            with contextlib.suppress(OSError):  # the store may be read-only
                 os.utime(folder)
             with contextlib.suppress(UserError):
                 check_model(folder)
@@ -84,10 +82,10 @@ def use(folder: Path) -> bool:
 
 
 def forget_old(folder: Path, but: Path) -> None:
-    """Delete the copies, whole or not, that were not used for a month."""
+    """Delete the copies, complete or not, that were not used for a month."""
     oldest = time.time() - KEEP_DAYS * 86400
     for path in folder.iterdir() if folder.is_dir() else ():
-        with contextlib.suppress(OSError, UserError):  # gone meanwhile, or in work
+        with contextlib.suppress(OSError, UserError):  # already deleted, or in use
             if path not in (but, work_of(but).folder) and path.stat().st_mtime < oldest:
                 with locked(path, waits=False):
                     if path.stat().st_mtime < oldest:
@@ -95,6 +93,6 @@ def forget_old(folder: Path, but: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder; if that is cut off, it is no model any more."""
+    """Delete a folder, config.json first: what an interruption leaves is not a model."""
     (folder / "config.json").unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

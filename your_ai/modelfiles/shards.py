@@ -1,14 +1,14 @@
-"""Models written shard by shard: a shard and a tensor are held, never the model.
+"""Write a model shard by shard: only one shard and one tensor are in memory, never the model.
 
-The tensors are given lazily, and computed and written one after the other. Until the result
-is whole it lies beside its target, where a run that was cut off goes on:
+The tensors are lazy; they are computed and written one after the other. Until the result is
+complete, it is in a folder next to its target, from which interrupted work continues:
 
     .NAME.DOING/
-        RECORD              what the result depends on; sha256 of each finished shard
+        RECORD              a key of the inputs and settings; sha256 of each finished shard
         model*.safetensors  the finished shards
-        (the rest)          config.json last: without it no folder is taken for a model
+        (other files)       config.json last: a folder without it is not a model
 
-The folder's own lock is held by the process that writes it.
+The process that writes the folder holds a lock on it.
 """
 
 from __future__ import annotations
@@ -43,50 +43,50 @@ from your_ai.modelfiles.targets import check_target, unwritable
 from your_ai.modelfiles.unfinished import Work, check_disk, finished_shards, locked, write_record
 from your_ai.nets.model import first_line, load_tokenizer_of, positions_of
 
-LIBRARIES = ("mlx", "mlx-lm")  # whose other releases may compute or name other tensors
+LIBRARIES = ("mlx", "mlx-lm")  # other versions of these may compute or name tensors differently
 INDEX = "model.safetensors.index.json"
-SHARDS = 16  # about so many,
-SHARD_LEAST_BYTES, SHARD_MOST_BYTES = 32_000_000, 1_000_000_000  # but of such a size
-WORK_MARGIN = 0.05  # of what is held beside Python
+SHARDS = 16  # target number of shards,
+SHARD_LEAST_BYTES, SHARD_MOST_BYTES = 32_000_000, 1_000_000_000  # within these shard sizes
+WORK_MARGIN = 0.05  # added to the memory needed in addition to Python
 
 
 @dataclass(frozen=True)
 class WriteProgress:
-    """How much of the model there is. kept_bytes: from a run that was cut off."""
+    """How much of the model is written."""
 
     done_bytes: int
     total_bytes: int
     kept_bytes: int
+    """Bytes kept from an interrupted run."""
 
 
 @dataclass(frozen=True)
 class Lazy:
-    """A model of which nothing was computed.
-
-    arrays: by name, as they are written, and taken out for that; input_bytes: most that is
-    held to compute one, without itself; index: `metadata` of the index file; card: the text of
-    README.md, None for mlx-lm's own.
-    """
+    """A model whose arrays are not computed yet."""
 
     arrays: dict[str, mx.array]
+    """By the name in the written file. Arrays are removed as they are written."""
     input_bytes: int
+    """Peak memory to compute one array, without the array itself."""
     config: dict[str, Any]
     keeps_vision: bool
     index: dict[str, int]
+    """`metadata` of the index file."""
     card: str | None = None
+    """The text of README.md; None for the one that mlx-lm writes."""
 
 
 def load_as_written(source: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a folder, lazily and with the types of its files, and its configuration.
+    """Load the model of a folder lazily, with the dtypes of its files, and its configuration.
 
-    Raises UserError for a folder that is not whole, or that mlx-lm cannot load.
+    Raises UserError if the folder is incomplete or mlx-lm cannot load it.
     """
-    told = check_model(source)
+    raw_config = check_model(source)
     if glob.escape(str(source)) != str(source):
-        raise UserError(f"{source}: mlx-lm finds no weights below a name with *, ? or [")
+        raise UserError(f"{source}: mlx-lm cannot load from a path with *, ? or [; rename it")
     try:
-        return mlx_lm_utils.load_model(source, lazy=True, model_config=positions_of(told))
-    except Exception as error:  # an architecture's code raises what it likes
+        return mlx_lm_utils.load_model(source, lazy=True, model_config=positions_of(raw_config))
+    except Exception as error:  # the code of an architecture may raise any type
         raise UserError(f"{source}: mlx-lm cannot load this model ({first_line(error)})") from error
 
 
@@ -101,12 +101,15 @@ def write_model(
     waits: bool = False,
     replaces: bool = False,
 ) -> Iterator[WriteProgress]:
-    """Write a model made of the one in `source` to the work's target; goes on where it was.
+    """Write a model derived from the one in `source` to the target; continues interrupted work.
 
-    settings: what the result depends on beside `source`. force: the limit may be more than the
-    machine has. waits: for another process that does the same, and has then done it. replaces:
-    a target that is there, once the new one is whole. Raises UserError for too little memory or
-    disk, and a target that cannot be written; RunError where the source cannot be read.
+    settings: everything the result depends on, except `source`.
+    force: allow a memory limit above the memory of the machine.
+    waits: wait for another process that does the same work, and use its result.
+    replaces: replace an existing target once the new one is complete.
+
+    Raises UserError if memory or disk space is too small or the target cannot be written, and
+    RunError if the source cannot be read.
     """
     target = work.target
     tokenizer = load_tokenizer_of(source, lazy.config.get("eos_token_id"))
@@ -120,7 +123,7 @@ def write_model(
         target.parent.mkdir(parents=True, exist_ok=True)
         with locked(work.folder, waits, creates=True):
             if os.path.lexists(target) and not replaces:
-                if waits:  # another process has done it
+                if waits:  # another process has finished it
                     return
                 raise UserError(f"{target}: exists; choose another name, or remove it first")
             key = [fingerprint(source), *settings, shards, *map(version, LIBRARIES)]
@@ -133,9 +136,9 @@ def write_model(
 
 
 def cut(sizes: dict[str, int]) -> dict[str, list[str]]:
-    """The tensors of each shard, by its file's name. The same for any budget.
+    """The names of the tensors of each shard, by file name. Does not depend on the memory limit.
 
-    sizes: bytes of the tensors; one that is larger than a shard has one of its own.
+    sizes: bytes of each tensor; a tensor larger than a shard gets a separate shard.
     """
     most = min(SHARD_MOST_BYTES, max(SHARD_LEAST_BYTES, sum(sizes.values()) // SHARDS))
     shards: list[list[str]] = []
@@ -152,36 +155,36 @@ def cut(sizes: dict[str, int]) -> dict[str, list[str]]:
 
 
 def read_bytes(source: Path, arrays: dict[str, mx.array]) -> dict[str, int]:
-    """What is held to read each array of a model's files: itself, and what it is made of."""
+    """Bytes needed to read each array: the array itself and the file tensors it is made from."""
     entries = {e.shape: e.end - e.start for e in entries_of(source)}
     found = {}
     for name, array in arrays.items():
         found[name] = array.nbytes
-        if array.shape not in entries:  # made of others, or a part of one: both are held
+        if array.shape not in entries:  # made from other tensors, or part of one: count both
             found[name] += max(array.nbytes, *entries.values())
     return found
 
 
 def largest_shard(arrays: dict[str, mx.array]) -> int:
-    """Bytes of the largest of the shards that these would be written as."""
+    """Bytes of the largest shard into which these arrays are written."""
     sizes = {name: array.nbytes for name, array in arrays.items()}
     return max(sum(sizes[name] for name in names) for names in cut(sizes).values())
 
 
 def process_bytes_of(needed_bytes: int) -> int:
-    """What the process holds that needs so much to write a model."""
+    """Peak memory of a process that needs `needed_bytes` in addition to Python."""
     return python_bytes() + int((1 + WORK_MARGIN) * needed_bytes)
 
 
 def hold_memory(doing: str, needed_bytes: int, max_memory_gb: float | None, force: bool) -> None:
-    """Hold MLX to the limit. Raises UserError where what is needed beside Python is more."""
+    """Apply the memory limit to MLX. Raises UserError if Python and `needed_bytes` exceed it."""
     limit = limit_of(max_memory_gb, force).limit_bytes
     needed_bytes = process_bytes_of(needed_bytes)
     if needed_bytes > limit:
         least = in_gb(rounded_up(needed_bytes))
         raise UserError(
             f"--max-memory: {doing} this model takes {least}, more than {in_gb(limit)}; "
-            "give that, or close other programs"
+            "raise --max-memory, or close other programs"
         )
     allocator.hold(limit, needed_bytes, python_bytes())
 
@@ -189,7 +192,7 @@ def hold_memory(doing: str, needed_bytes: int, max_memory_gb: float | None, forc
 def write_shards(
     source: Path, work: Work, lazy: Lazy, shards: dict[str, list[str]], key: str
 ) -> Iterator[WriteProgress]:
-    """Compute and write what is not there yet; the record is kept up with it."""
+    """Compute and write the shards that are missing; update the record after each."""
     total = lazy.index["total_size"]
     finished = finished_shards(work.record, key)
     kept = done = sum(lazy.arrays[n].nbytes for s in finished for n in shards[s])
@@ -218,20 +221,20 @@ def compute(source: Path, array: mx.array) -> None:
         if lacked_memory(error):
             raise UserError(f"{source}: not enough memory; close other programs") from error
         raise RunError(
-            f"{source}: cannot be read any more ({first_line(error)}); put its files back; the "
-            "same command then goes on"
+            f"{source}: can no longer be read ({first_line(error)}); restore its files, then run "
+            "the same command to continue"
         ) from error
 
 
 def save_shard(path: Path, arrays: dict[str, mx.array]) -> str:
-    """Write a shard, whole or not at all; its sha256. Raises OSError where it cannot be."""
+    """Write a shard, complete or not at all; return its sha256. Raises OSError if it fails."""
     part = path.with_name("part.safetensors")
     try:
         mx.save_safetensors(str(part), arrays, {"format": "mlx"})
         sync(part)
         digest = sha256(part)
         os.replace(part, path)
-    except RuntimeError as error:  # MLX's own for a disk that is full
+    except RuntimeError as error:  # MLX raises this if the disk is full
         raise OSError(errno.ENOSPC, first_line(error)) from error
     finally:
         part.unlink(missing_ok=True)
@@ -241,7 +244,7 @@ def save_shard(path: Path, arrays: dict[str, mx.array]) -> str:
 def finish(
     source: Path, folder: Path, lazy: Lazy, shards: dict[str, list[str]], tokenizer: Any
 ) -> None:
-    """Write what `mlx_lm.convert` writes beside the weights."""
+    """Write the files that `mlx_lm.convert` writes in addition to the weights."""
     place = {name: shard for shard, names in shards.items() for name in names}
     index = {"metadata": lazy.index, "weight_map": dict(sorted(place.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=4), encoding="utf-8")
@@ -262,10 +265,10 @@ def finish(
 
 
 def put_in_place(work: Work, replaces: bool) -> None:
-    """Let the whole folder become the target; `replaces`: the one that is there."""
+    """Rename the complete folder to the target; replaces: an existing target is replaced."""
     moved = replaces and os.path.lexists(work.target)
     if moved:
-        check_target(work.target, force=True)  # what is there now
+        check_target(work.target, force=True)  # it may have changed since the first check
         remove(work.replaced)
         os.rename(work.target, work.replaced)
     try:
@@ -275,7 +278,7 @@ def put_in_place(work: Work, replaces: bool) -> None:
             os.rename(work.replaced, work.target)
         raise
     sync(work.target.parent)
-    remove(work.replaced)  # also where a process ended between the renames
+    remove(work.replaced)  # also after a process was killed between the renames
 
 
 def remove(path: Path) -> None:
@@ -286,10 +289,10 @@ def remove(path: Path) -> None:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Raises OSError where it cannot be written."""
+    """Save the tokenizer. Raises OSError if it cannot be written."""
     try:
         tokenizer.save_pretrained(folder)
     except OSError:
         raise
-    except Exception as error:  # what is not written in Python raises what it likes
+    except Exception as error:  # native code of tokenizers may raise any type
         raise OSError(errno.EIO, first_line(error)) from error

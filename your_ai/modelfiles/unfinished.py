@@ -1,7 +1,7 @@
-"""A folder that is filled beside its target until it is whole, by one process at a time.
+"""A folder next to a target, filled by one process at a time until the result is complete.
 
-Work that was cut off goes on there. What is finished is recorded with its checksum, and with
-a key of all that the result depends on; a folder of another key is begun anew.
+Interrupted work continues there. A record has the checksum of each finished shard, and a key of
+everything that the result depends on; a folder with a different key is started over.
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ from your_ai.gates.foreign import JSON_BYTES, is_hash, name_fault, parse_json, r
 from your_ai.memory.plan import rounded_up
 from your_ai.memory.sample import in_gb
 
-OTHER_BYTES = 50_000_000  # on the disk, of a tokenizer and the like
+OTHER_BYTES = 50_000_000  # disk space for the tokenizer and other small files
 WAIT_S = 0.5
 
 
 @dataclass(frozen=True)
 class Work:
-    """Where `target` is made: `.TARGET.DOING/`, which becomes it.
-
-    doing: what is done, as users are told: `quantizing`. record_name: of the file that keeps
-    the checksums, in the folder and then in the target.
-    """
+    """Work in the folder `.TARGET.DOING/`, which is renamed to `target` when complete."""
 
     target: Path
     doing: str
+    """The kind of work, as shown to users: `quantizing`."""
     record_name: str
+    """The name of the file with the checksums, in the folder and later in the target."""
 
     @property
     def folder(self) -> Path:
@@ -49,22 +47,24 @@ class Work:
 
     @property
     def replaced(self) -> Path:
-        """Where the target that was there lies while the new one takes its place."""
+        """The temporary path of the old target while the new one is put in place."""
         return self.target.with_name(f".{self.target.name}.{self.doing}-replaced")
 
     @property
     def written_bytes(self) -> int:
-        """Of the shards that are there, whole or not."""
+        """Bytes of the shards written so far, complete or not."""
         return sum(path.stat().st_size for path in self.folder.glob("model*.safetensors"))
 
 
 @contextlib.contextmanager
 def locked(folder: Path, waits: bool, creates: bool = False) -> Iterator[None]:
-    """Hold a folder, so that no other process works on it.
+    """Lock a folder, so that no other process works on it.
 
-    waits: for the process that does. creates: the folder where there is none; one that is
-    left empty is removed. Raises UserError where another process has it, OSError where it is
-    not there or cannot be made.
+    waits: wait for another process that has the lock.
+    creates: create the folder if it is missing, and remove it afterwards if it is empty.
+
+    Raises UserError if another process has the lock, OSError if the folder does not exist or
+    cannot be created.
     """
     descriptor = None
     while descriptor is None:
@@ -72,7 +72,7 @@ def locked(folder: Path, waits: bool, creates: bool = False) -> Iterator[None]:
             folder.mkdir(exist_ok=True)
         descriptor = try_to_lock(folder)
         if descriptor is None and not waits:
-            raise UserError(f"{folder}: another process is at work on it; wait for it, or stop it")
+            raise UserError(f"{folder}: another process is working on it; wait for it or stop it")
         if descriptor is None:
             time.sleep(WAIT_S)
     try:
@@ -85,14 +85,14 @@ def locked(folder: Path, waits: bool, creates: bool = False) -> Iterator[None]:
 
 
 def try_to_lock(folder: Path) -> int | None:
-    """What holds the lock, to be closed; None where another process has it."""
+    """Return a descriptor that holds the lock until closed; None if another process has it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None
-    except OSError:  # a file system that knows no locks
+    except OSError:  # the file system does not support locks
         pass
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(descriptor), os.stat(folder)):
@@ -102,7 +102,7 @@ def try_to_lock(folder: Path) -> int | None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record of a folder that is, or becomes, a model; empty where there is none."""
+    """Read the record of a folder; an empty record if it is missing or damaged."""
     try:
         record = parse_json(read_bytes(path, JSON_BYTES))
         shards = record["shards"]
@@ -121,9 +121,9 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def finished_shards(path: Path, key: str) -> dict[str, str]:
-    """The shards beside a record that are there and whole, with their sha256.
+    """The complete shards next to a record, with their sha256.
 
-    All else in that folder is deleted, but the record.
+    Deletes everything else in that folder, except the record.
     """
     work, record = path.parent, read_record(path)
     found = record["shards"] if record.get("key") == key else {}
@@ -142,21 +142,24 @@ def is_own(path: Path) -> bool:
 
 
 def check_disk(target: Path, needed_bytes: int) -> None:
-    """Raise UserError where so much more cannot be written beside `target`."""
+    """Raise UserError if the disk of `target` has less than `needed_bytes` free."""
     there = next(path for path in target.absolute().parents if path.exists())
     free = shutil.disk_usage(there).free
     if free < needed_bytes + OTHER_BYTES:
-        # Rounded apart, so that what is needed is seen to be more than what is free.
+        # One is rounded up and one down, so that the message shows needed > free.
         needs, free = needed_bytes + OTHER_BYTES, max(0, free - 5_000_000)
         raise UserError(
-            f"{target}: needs {in_gb(rounded_up(needs))} on the disk, {in_gb(free)} are free; "
+            f"{target}: needs {in_gb(rounded_up(needs))} of disk space, only {in_gb(free)} free; "
             "free some, or choose another place"
         )
 
 
 def left_behind(work: Work) -> str:
-    """What to tell who has interrupted it."""
+    """The message for a user who has interrupted the work."""
     if not read_record(work.record)["shards"]:
-        return f"{work.target}: stopped; the same command begins again"
+        return f"{work.target}: stopped; run the same command to start again"
     size = in_gb(work.written_bytes)
-    return f"{work.target}: stopped; the same command goes on from {size}, or remove {work.folder}"
+    return (
+        f"{work.target}: stopped; run the same command to continue from {size}, "
+        f"or remove {work.folder}"
+    )
