@@ -83,7 +83,9 @@ def build_engine(
         found = taken_apart(model, blocks)
     halves, parts, head = found.halves, found.parts, found.head
     if not halves.hidden:
-        notices.append("the model cannot be split before its head: logits need every position")
+        notices.append(
+            "the model cannot be split before its head: logits are computed for all tokens"
+        )
     if packing and (parts is None or not keeps_texts_apart(parts, model)):
         raise UserError(f"--packing: {NO_PARTS}, so packed texts would mix; train without it")
     if parts is None and plan == "streamed":
