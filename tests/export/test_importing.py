@@ -152,7 +152,7 @@ def test_an_mlx_folder_of_another_model_is_refused(tiny_model, tmp_path):
     trained = make_trained(tiny_model)
     mlxlm.write(trained, tmp_path / "tuned")
     other = make_model(tmp_path / "other", seed=5)
-    with pytest.raises(UserError, match="was trained on another model"):
+    with pytest.raises(UserError, match="was trained on a different model"):
         import_adapter(tmp_path / "tuned", str(other), "back")
 
 
