@@ -1,4 +1,4 @@
-"""The keyboard of a terminal, which here is a pseudo-terminal in a process of its own."""
+"""The keyboard of a terminal, tested with a pseudo-terminal in another process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_until(fd: int, text: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("pressed", [b"cq", b"xq"], ids=["leaves", "fails"])
-def test_keys_come_one_by_one_and_the_terminal_is_as_it_was(pressed):
+def test_keys_are_read_one_by_one_and_the_terminal_is_restored(pressed):
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     with subprocess.Popen(
@@ -53,7 +53,7 @@ def test_keys_come_one_by_one_and_the_terminal_is_as_it_was(pressed):
 
 
 def take_terminal(fd: int):
-    """Make `fd` the terminal of a new session, in whose foreground the process is."""
+    """Make `fd` the terminal of a new session, with the process in its foreground."""
 
     def take() -> None:
         os.setsid()
@@ -62,7 +62,7 @@ def take_terminal(fd: int):
     return take
 
 
-def test_no_terminal_means_no_keys_but_time_passes(monkeypatch):
+def test_without_a_terminal_read_only_waits(monkeypatch):
     with open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
         with keyboard() as keys:
@@ -72,8 +72,8 @@ def test_no_terminal_means_no_keys_but_time_passes(monkeypatch):
             assert time.monotonic() - began >= 0.1
 
 
-def test_a_terminal_of_others_is_left_alone():
-    ours, theirs = pty.openpty()  # is not this process's terminal: it is not in its foreground
+def test_terminal_in_background_is_not_changed():
+    ours, theirs = pty.openpty()  # not this process's terminal
     before = termios.tcgetattr(theirs)
     keys = Keyboard(theirs)
     keys.take()
@@ -84,7 +84,7 @@ def test_a_terminal_of_others_is_left_alone():
     os.close(theirs)
 
 
-def test_no_standard_input_means_no_keys(monkeypatch):
+def test_without_standard_input_there_are_no_keys(monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     with keyboard() as keys:
         assert keys.fd is None

@@ -25,7 +25,7 @@ def log(own_folder):
     log.close()
 
 
-def test_lines_where_there_is_no_terminal(own_folder, log):
+def test_without_a_terminal_events_are_printed_as_lines(own_folder, log):
     out = console()
     with live.following(Follower(own_folder / "events.jsonl", out)):
         log.write(events.Notice(text="one"))
@@ -33,11 +33,11 @@ def test_lines_where_there_is_no_terminal(own_folder, log):
             log.write(step(i))
     lines = out.file.getvalue().splitlines()
     assert lines[0] == "note: one"
-    # The first, the last, and none of the many in between within a few seconds.
+    # Only the first and the last: lines of steps are printed every few seconds.
     assert [line.split()[1] for line in lines[1:]] == ["1/10", "10/10"]
 
 
-def test_it_shows_events_while_they_happen(own_folder, log):
+def test_events_are_shown_while_they_happen(own_folder, log):
     out = console()
     with live.following(Follower(own_folder / "events.jsonl", out)):
         log.write(events.Notice(text="soon"))
@@ -47,7 +47,7 @@ def test_it_shows_events_while_they_happen(own_folder, log):
         assert "soon" in out.file.getvalue()
 
 
-def test_what_happened_before_is_known_but_not_shown(own_folder, log):
+def test_earlier_events_are_folded_in_but_not_shown(own_folder, log):
     log.write(events.ExactMatch(when="before", correct=1, rows=2))
     log.write(events.Notice(text="old"))
     out = console()
@@ -57,7 +57,7 @@ def test_what_happened_before_is_known_but_not_shown(own_folder, log):
     assert follower.state.match_before.correct == 1
 
 
-def test_a_terminal_gets_a_screen_that_is_taken_away_again(own_folder, log):
+def test_screen_is_removed_at_the_end(own_folder, log):
     out = console(force_terminal=True, height=24)
     follower = Follower(own_folder / "events.jsonl", out, live.style_for(out))
     with live.following(follower):
@@ -68,11 +68,11 @@ def test_a_terminal_gets_a_screen_that_is_taken_away_again(own_folder, log):
         assert follower.live.is_started
     text = out.file.getvalue()
     assert "loading m" in text
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
-    assert text.rindex("\x1b[?1049l") > text.rindex("\x1b[?1049h")  # and what was there before
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is shown again
+    assert text.rindex("\x1b[?1049l") > text.rindex("\x1b[?1049h")  # and so is the main screen
 
 
-def test_a_screen_is_drawn_at_most_four_times_a_second(own_folder, log, monkeypatch):
+def test_screen_is_drawn_at_most_four_times_per_second(own_folder, log, monkeypatch):
     drawn = []
     monkeypatch.setattr(live, "screen", lambda *_, **__: drawn.append(time.monotonic()) or "")
     follower = Follower(own_folder / "events.jsonl", console(force_terminal=True), "screen")
@@ -88,7 +88,7 @@ def test_a_screen_is_drawn_at_most_four_times_a_second(own_folder, log, monkeypa
     assert min(gaps) > 0.2
 
 
-def test_nothing_new_is_not_drawn_again_within_a_second(own_folder, log, monkeypatch):
+def test_without_new_events_the_screen_is_drawn_once_per_second(own_folder, log, monkeypatch):
     drawn = []
     monkeypatch.setattr(live, "screen", lambda *_, **__: drawn.append(1) or "")
     follower = Follower(own_folder / "events.jsonl", console(force_terminal=True), "screen")
@@ -99,7 +99,7 @@ def test_nothing_new_is_not_drawn_again_within_a_second(own_folder, log, monkeyp
     assert len(drawn) == 2
 
 
-def test_json_is_the_events_as_they_were_written(own_folder, log):
+def test_json_output_equals_the_event_file(own_folder, log):
     out = console()
     with live.following(Follower(own_folder / "events.jsonl", out, "json")) as follower:
         log.write(events.Notice(text="[b]one[/b] " + "long " * 50))
@@ -107,7 +107,7 @@ def test_json_is_the_events_as_they_were_written(own_folder, log):
     assert out.file.getvalue() == (own_folder / "events.jsonl").read_text()
 
 
-def test_a_file_that_never_comes_is_no_error(own_folder):
+def test_missing_event_file_is_not_an_error(own_folder):
     out = console()
     with live.following(Follower(own_folder / "nowhere.jsonl", out)) as follower:
         pass
@@ -115,7 +115,7 @@ def test_a_file_that_never_comes_is_no_error(own_folder):
     assert follower.failure is None
 
 
-def test_a_view_that_fails_does_not_end_the_run(own_folder, log, monkeypatch):
+def test_failing_view_does_not_end_the_run(own_folder, log, monkeypatch):
     def broken(*arguments: object) -> str:
         raise ValueError("no such view")
 

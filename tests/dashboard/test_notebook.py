@@ -1,4 +1,4 @@
-"""The dashboard in a notebook's cell, with a stand-in for IPython."""
+"""The dashboard in a notebook cell, with a fake IPython."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HTML:
 
 @pytest.fixture
 def shown(monkeypatch) -> list[tuple[str, str]]:
-    """What a notebook is asked to show: how, and the page."""
+    """The calls to IPython's display: the function, and the page."""
     calls: list[tuple[str, str]] = []
 
     class Handle:
@@ -43,13 +43,13 @@ def shown(monkeypatch) -> list[tuple[str, str]]:
     return calls
 
 
-def test_a_notebook_is_known_by_its_console():
+def test_notebook_is_detected_by_its_console():
     console = Console(force_jupyter=True, file=io.StringIO())
     assert style_for(console) == "notebook"
     assert style_for(console, as_json=True) == "json"
 
 
-def test_frames_replace_one_another_in_one_place(own_folder, shown):
+def test_frames_replace_each_other_in_the_same_cell(own_folder, shown):
     log = EventLog(own_folder / "events.jsonl")
     console = Console(force_jupyter=True, file=io.StringIO())
     follower = Follower(own_folder / "events.jsonl", console, "notebook")

@@ -125,29 +125,29 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return written(tmp_path_factory.mktemp("report"), STORY)
 
 
-def test_the_figures_come_first(page):
+def test_report_begins_with_the_main_figures(page):
     text = Parsed(page).text
     for shown in (
         "a-run some/model finished Steps 10 of 10 epoch 1",
         "Last loss 2.0000 best running mean",
         "Best validation loss 2.2500 at step 10; last 2.2500",
         "Peak memory 5.40 GB 90% of the limit, 6.00 GB",
-        "Speed 100 tokens/s 2,200 tokens in all",
+        "Speed 100 tokens/s 2,200 tokens in total",
         "Running time 58 s since 2026-09-21 14:13 UTC",
         "Exact match 97% after, 2% before",
     ):
         assert shown in text
 
 
-def test_each_chart_tells_what_it_is(page):
+def test_each_chart_has_a_label(page):
     charts = [attributes for tag, attributes in Parsed(page).elements if tag == "svg"]
     assert len(charts) == 4
     assert all(chart["role"] == "img" and len(chart["aria-label"]) > 20 for chart in charts)
 
 
 def test_metrics_of_an_objective_have_a_chart(own_folder):
-    told = [step(n, metrics={"rewards/margins": n / 10, "kl": 0.1}) for n in range(1, 6)]
-    found = written(own_folder, [started(), *told])
+    steps = [step(n, metrics={"rewards/margins": n / 10, "kl": 0.1}) for n in range(1, 6)]
+    found = written(own_folder, [started(), *steps])
     assert len([tag for tag, _ in Parsed(found).elements if tag == "svg"]) == 5
     assert "rewards/margins" in found
 
@@ -157,31 +157,31 @@ def test_tables_have_headers(page):
     assert page.count("<th ") == page.count("<th scope=")
 
 
-def test_actions_are_summed_by_kind_and_told_one_by_one(page):
+def test_actions_are_summed_by_kind_and_listed(page):
     text = Parsed(page).text
     assert "clear cache 1 1.00 GB 0 MB 0.25 reload lora 1 1.00 GB 2 MB 0.25" in text
     assert "4 reload lora near the limit 5.00 GB 4.00 GB 0.25" in text
 
 
-def test_only_the_last_actions_are_told_one_by_one(own_folder):
+def test_only_the_last_actions_are_listed(own_folder):
     text = Parsed(written(own_folder, [action(i, cause=f"why-{i}-") for i in range(50)])).text
     assert "The last 20 of 50" in text
     assert [f"why-{i}-" in text for i in (29, 30, 49)] == [False, True, True]
 
 
-def test_deaths_and_what_should_be_known_are_told(page):
+def test_deaths_skipped_steps_and_notices_are_listed(page):
     text = Parsed(page).text
     assert "5 killed by SIGKILL after step 5 1" in text
-    assert "step 6 changed nothing: the loss is nan" in text
+    assert "step 6 was skipped: the loss is nan" in text
     assert "mind the gap" in text
     assert "died once: killed by SIGKILL after step 5" in text
 
 
-def test_answers_stand_side_by_side_with_what_was_expected(page):
+def test_answers_are_shown_next_to_the_expected_answer(page):
     assert "2 + 2? five 4 as expected 4" in Parsed(page).text
 
 
-def test_each_plan_has_its_cause():
+def test_each_plan_change_has_a_cause():
     larger = action(8, "larger_plan", cause="plenty of memory for 50 steps")
     asked = planned("staged", asked="--plan staged")
     changes = history.plan_changes(
@@ -209,35 +209,35 @@ def test_each_plan_has_its_cause():
         ([], "open"),
     ],
 )
-def test_how_a_run_ended(happened, word):
+def test_ending_of_a_run_is_classified(happened, word):
     assert history.ending(past(*happened))[0] == word
 
 
-def test_steps_done_again_replace_the_first_ones():
+def test_repeated_steps_replace_the_first_ones():
     again = past(started(), step(1, loss=9.0), step(2, loss=8.0), started(1), step(2, loss=7.0))
     assert history.losses(again) == [(1, 9.0), (2, 7.0)]
 
 
-def test_steps_beyond_the_checkpoint_are_lost_even_if_not_done_again():
+def test_steps_after_the_restart_checkpoint_are_dropped():
     again = past(started(), *(step(i) for i in range(1, 8)), validation(6, 1.0), started(4))
     assert [s.step for s in again.steps] == [1, 2, 3, 4]
     assert again.validations == []
 
 
-def test_the_time_between_two_lives_is_no_running_time():
+def test_time_between_two_processes_is_not_running_time():
     loading = events.Stage(text="loading m")
     times = [0.0, 5.0, 90_000.0, 90_004.0]
     happened = map(Record, times, [loading, step(1), loading, step(2)])
     assert [seconds for seconds, _ in history.read(list(happened)).timeline] == [0, 5, 5, 9]
 
 
-def test_a_gap_is_where_a_process_ended():
+def test_curve_has_a_gap_where_a_process_died():
     points = history.over_time(past(step(1), DIED, step(2, **NO_GAUGES), step(3)), history.held)
     assert [point[0] for point in points] == [0, 2, 6]
     assert [math.isnan(point[-1]) for point in points] == [False, True, False]
 
 
-def test_areas_stand_on_each_other_and_reach_what_the_process_held():
+def test_memory_areas_are_stacked_up_to_the_process_memory():
     gauges = events.Gauges(active_bytes=3, cache_bytes=2, process_bytes=9)
     assert history.held(gauges) == (3, 5, 9)
     assert history.held(dataclasses.replace(gauges, process_bytes=4)) == (3, 5, 5)
@@ -245,7 +245,7 @@ def test_areas_stand_on_each_other_and_reach_what_the_process_held():
 
 
 @given(st.lists(st.floats(0, 1e12) | st.just(math.nan), max_size=4000))
-def test_a_thinned_curve_keeps_its_extremes_and_its_order(values):
+def test_thinned_curve_keeps_extremes_and_order(values):
     points = list(enumerate(values))
     kept = history.thinned(points)
     assert len(kept) <= 6 * history.BUCKETS
@@ -277,17 +277,17 @@ def test_a_thinned_curve_keeps_its_extremes_and_its_order(values):
         [step(2), step(1)],
     ],
 )  # fmt: skip
-def test_odd_runs_have_a_report_too(own_folder, happened):
+def test_runs_with_unusual_events_have_a_report(own_folder, happened):
     assert written(own_folder, happened).rstrip().endswith("</html>")
 
 
-def test_a_run_without_a_step_says_so_and_draws_none_of_them(own_folder):
+def test_run_without_steps_has_no_charts(own_folder):
     page = written(own_folder, [LIMIT, started(), DONE])
-    assert "No step has been done." in page
+    assert "No steps yet." in page
     assert "<svg" not in page
 
 
-def test_a_long_run_makes_a_small_page(own_folder):
+def test_long_run_has_a_small_page(own_folder):
     long = [step(i, loss=1 + i % 7, process_bytes=10**9 + i % 997 * 10**6) for i in range(1, 20001)]
     caches = [action(i) for i in range(2000)]
     page = written(own_folder, [LIMIT, started(), *long, *caches])
@@ -295,7 +295,7 @@ def test_a_long_run_makes_a_small_page(own_folder):
     assert page.count("<use ") < 500
 
 
-def test_what_users_wrote_is_shown_and_never_run(own_folder):
+def test_user_text_is_escaped(own_folder):
     nasty = [
         dataclasses.replace(LIMIT, reason=NASTY),
         planned("fused", text=NASTY),
@@ -318,13 +318,13 @@ def test_what_users_wrote_is_shown_and_never_run(own_folder):
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.characters(exclude_characters="\r\0")))
-def test_any_text_is_shown_as_it_is(own_folder, text):
+def test_any_text_is_shown_unchanged(own_folder, text):
     parsed = Parsed(written(own_folder, [samples("before", "", prompt=text)]))
     shown = printable(text)
     assert shown == "" or shown in parsed.texts
 
 
-def test_nothing_is_loaded_from_elsewhere(page):
+def test_page_loads_no_other_files(page):
     parsed = Parsed(page)
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in parsed.elements}
     named = [
@@ -338,20 +338,20 @@ def test_nothing_is_loaded_from_elsewhere(page):
     assert "default-src 'none'" in page
 
 
-def test_ids_are_the_charts_own(page):
+def test_ids_are_unique_in_the_page(page):
     ids = re.findall(r' id="([^"]+)"', page)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', page)) <= set(ids)
 
 
-def test_charts_take_their_colours_from_the_page(page):
+def test_charts_use_the_colors_of_the_page(page):
     drawn = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
     assert not re.search(r": ?#[0-9a-f]{3,6}", drawn)
     assert set(re.findall(r"var\(--(\w+)\)", page)) <= set(charts.COLORS)
 
 
 @pytest.mark.parametrize("colors", [charts.LIGHT, charts.DARK], ids=["light", "dark"])
-def test_lines_stand_out_from_the_page(colors):
+def test_line_colors_have_enough_contrast(colors):
     def luminance(color: str) -> float:
         parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         red, green, blue = (
@@ -364,17 +364,17 @@ def test_lines_stand_out_from_the_page(colors):
         assert (high + 0.05) / (low + 0.05) >= 4.5, name
 
 
-def test_the_same_run_gives_the_same_page(own_folder, page):
+def test_same_run_gives_the_same_page(own_folder, page):
     assert written(own_folder, STORY) == page
 
 
-def test_drawing_leaves_the_settings_of_others_alone(own_folder):
+def test_drawing_does_not_change_matplotlib_settings(own_folder):
     before = dict(matplotlib.rcParams)
     written(own_folder, [step(1)])
     assert dict(matplotlib.rcParams) == before
 
 
-def test_plots_are_files_of_the_charts_that_have_data(own_folder):
+def test_a_plot_is_written_for_each_chart_with_data(own_folder):
     folder = own_folder / "plots"
     plots = report.write_plots(records(*STORY), folder, "r")
     names = ["r-loss.png", "r-memory.png", "r-speed.png", "r-learning-rate.png"]
@@ -385,16 +385,18 @@ def test_plots_are_files_of_the_charts_that_have_data(own_folder):
 
 
 @pytest.mark.parametrize("where", ["missing/folder/r.html", "file/r.html", "folder"])
-def test_a_place_that_cannot_be_written_is_named(own_folder, where):
+def test_unwritable_path_is_named(own_folder, where):
     (own_folder / "file").write_text("")
     (own_folder / "folder").mkdir()
     before = sorted(own_folder.rglob("*"))
-    with pytest.raises(UserError, match=rf"{where}: cannot be written \([^\n]+\); write elsewhere"):
+    with pytest.raises(
+        UserError, match=rf"{where}: cannot be written \([^\n]+\); choose another path"
+    ):
         report.write_report([], "r", "", own_folder / where)
     assert sorted(own_folder.rglob("*")) == before
 
 
-def test_a_page_that_cannot_be_finished_leaves_the_old_one(own_folder, monkeypatch):
+def test_failed_write_keeps_the_old_page(own_folder, monkeypatch):
     (own_folder / "r.html").write_text("old")
 
     def full(*_: object) -> None:
@@ -408,13 +410,13 @@ def test_a_page_that_cannot_be_finished_leaves_the_old_one(own_folder, monkeypat
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
-def test_what_is_not_installed_is_told_with_how_to(own_folder, monkeypatch, missing):
+def test_missing_package_is_reported_with_the_pip_command(own_folder, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(UserError, match=r"run: pip install 'your_ai\[report\]'$"):
         report.write_report([], "r", "", own_folder / "r.html")
 
 
-def test_plots_need_matplotlib_alone(own_folder, monkeypatch):
+def test_plots_only_need_matplotlib(own_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert report.write_plots([], own_folder, "r") == []
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -422,7 +424,7 @@ def test_plots_need_matplotlib_alone(own_folder, monkeypatch):
         report.write_plots([], own_folder, "r")
 
 
-def test_importing_it_loads_nothing_heavy():
+def test_importing_report_loads_no_heavy_packages():
     heavy = ["matplotlib", "jinja2", "numpy", "mlx", "transformers"]
     code = (
         "import sys, your_ai.dashboard.report\n"
@@ -472,9 +474,9 @@ addEventListener("load", () => {
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on PATH")
 @pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_a_browser_shows_it_legibly(own_folder, page, scheme):
+def test_page_is_legible_in_a_browser(own_folder, page, scheme):
     policy = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
-    assert len(policy.findall(page)) == 1  # it would forbid the probe
+    assert len(policy.findall(page)) == 1  # it would block the probe
     copy = own_folder / "copy.html"
     copy.write_text(policy.sub("", page).replace("</body>", PROBE), encoding="utf-8")
     command = [
@@ -485,8 +487,8 @@ def test_a_browser_shows_it_legibly(own_folder, page, scheme):
     ]
     bare = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=bare, check=True)
-    told = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
-    result = json.loads(html.unescape(told[1]))
+    found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
+    result = json.loads(html.unescape(found[1]))
     assert (result["errors"], result["loaded"]) == ([], [])
     assert result["paper"] == [20, 23, 27] if scheme == "dark" else [255, 255, 255]
     assert len(result["charts"]) == 4

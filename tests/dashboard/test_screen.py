@@ -1,6 +1,6 @@
 """Frames of a recorded run, compared with golden/*.txt.
 
-To renew them, run the tests once with YOUR_AI_RENEW_GOLDEN=1 set, then read what changed.
+To update them, run the tests once with YOUR_AI_RENEW_GOLDEN=1 set, then check the differences.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BEGINNING = [*LOADING, LIMIT, PLANNED, STARTED]
 
 
 def step(number: int, **changes: Any) -> events.Step:
-    """A step that holds more than the one before, of a loss that falls with some noise."""
+    """A step; memory rises with its number, and the loss falls with some noise."""
     process_bytes = 3_000_000_000 + 11_000_000 * number + 90_000_000 * (number % 5)
     fields = {
         "step": number,
@@ -85,7 +85,7 @@ def action(number: int, kind: str, cause: str, freed_bytes: int, seconds: float)
 
 
 def training() -> list[Event]:
-    """200 steps with rising memory, and all that happens meanwhile."""
+    """200 steps with rising memory, and other events between them."""
     near = "process 4.95 GB within the step is over 70% of the limit of 7.00 GB"
     also = {
         50: [events.Validation(step=50, loss=1.7312, trained_tokens=900, seconds=3.0)],
@@ -107,7 +107,7 @@ def training() -> list[Event]:
 
 
 def folded(*happened: Event, state: ViewState | None = None) -> ViewState:
-    """The state after events of which one comes every second."""
+    """The state after events that are one second apart."""
     state = state or ViewState()
     first = BEGAN_AT if state.last_at is None else state.last_at + 1
     records = [Record(first + second, event) for second, event in enumerate(happened)]
@@ -167,7 +167,7 @@ def text_of(state: ViewState, width: int = 80, height: int = 24, **options: Any)
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_a_frame_is_the_golden_one(name):
+def test_frame_equals_the_golden_file(name):
     state, width, height, options = FRAMES[name]
     lines = [line.rstrip() for line in drawn(state, width, height, **options)]
     path = GOLDEN / f"{name}.txt"
@@ -176,25 +176,25 @@ def test_a_frame_is_the_golden_one(name):
     assert lines == path.read_text(encoding="utf-8").splitlines()
 
 
-def test_every_golden_frame_is_of_a_test():
+def test_every_golden_file_has_a_test():
     assert {path.stem for path in GOLDEN.iterdir()} == set(FRAMES)
 
 
-def test_a_screen_that_is_full_ends_with_the_keys():
+def test_full_screen_ends_with_the_keys():
     lines = drawn(TRAINING, 80, 24)
     assert len(lines) == 24
     assert lines[-1].strip() == KEYS
 
 
 @pytest.mark.parametrize("height", range(5, 30))
-def test_each_line_more_adds_to_what_there_was(height):
-    """A higher screen shows what a lower one does, apart from gaps."""
+def test_higher_screen_shows_everything_a_lower_one_does(height):
+    """Gaps may differ."""
     low = [line for line in drawn(TRAINING, 80, height - 1) if line.strip()]
     high = iter(drawn(TRAINING, 80, height))
     assert all(line in high for line in low)
 
 
-def test_the_least_screen_shows_state_memory_and_progress():
+def test_smallest_screen_shows_state_memory_and_progress():
     lines = drawn(TRAINING, 80, 4)
     starts = [line.split()[:1] for line in lines]
     assert starts[:2] == [[NAME], ["memory"]]
@@ -212,7 +212,7 @@ def with_gauges(limit_bytes: int | None = 1000 * 10**6, **sizes: int | None) -> 
 
 
 def gauge_of(state: ViewState, width: int = 112) -> str:
-    """The bar: 100 cells on a screen 112 wide."""
+    """The bar, which has 100 cells on a screen of width 112."""
     return next(
         line.strip()
         for line in drawn(state, width, 12, after_s=0.0)
@@ -220,14 +220,14 @@ def gauge_of(state: ViewState, width: int = 112) -> str:
     )
 
 
-def test_the_bar_stacks_active_cache_and_the_rest_of_the_process():
+def test_bar_stacks_active_cache_and_rest_of_process():
     state = with_gauges(
         active_bytes=400 * 10**6, cache_bytes=100 * 10**6, process_bytes=600 * 10**6
     )
     assert gauge_of(state) == "█" * 40 + "▓" * 10 + "▒" * 10 + "┃" + "·" * 39
 
 
-def test_the_tick_is_where_the_most_so_far_was():
+def test_tick_marks_the_peak():
     state = folded(
         events.Gauges(active_bytes=100 * 10**6, process_bytes=100 * 10**6),
         state=with_gauges(active_bytes=700 * 10**6, process_bytes=700 * 10**6),
@@ -235,13 +235,13 @@ def test_the_tick_is_where_the_most_so_far_was():
     assert gauge_of(state) == "█" * 10 + "·" * 60 + "┃" + "·" * 29
 
 
-def test_a_process_over_the_limit_ends_in_an_arrow_and_says_so():
+def test_process_over_the_limit_is_marked():
     state = with_gauges(active_bytes=500 * 10**6, process_bytes=1200 * 10**6)
     assert gauge_of(state) == "█" * 50 + "▒" * 49 + "▶"
     assert "120%  over the limit" in text_of(state)
 
 
-def test_parts_that_are_more_than_the_process_leave_no_rest():
+def test_rest_is_zero_if_the_parts_exceed_the_process():
     state = with_gauges(
         active_bytes=400 * 10**6, cache_bytes=400 * 10**6, process_bytes=500 * 10**6
     )
@@ -249,7 +249,7 @@ def test_parts_that_are_more_than_the_process_leave_no_rest():
     assert "other 0.00 " in text_of(state)
 
 
-def test_metrics_of_an_objective_have_a_line_and_narrow_screens_show_fewer():
+def test_metrics_have_a_line_that_fits_narrow_screens():
     metrics = {"rewards/margins": 0.25, "rewards/accuracies": 0.75}
     state = folded(*BEGINNING, step(1, metrics=metrics))
     assert "rewards/margins 0.25" in text_of(state)
@@ -257,7 +257,7 @@ def test_metrics_of_an_objective_have_a_line_and_narrow_screens_show_fewer():
     assert all(cell_len(line) <= 40 for line in drawn(state, 40, 30))
 
 
-def test_without_a_limit_the_most_so_far_is_the_scale():
+def test_without_a_limit_the_peak_is_the_scale():
     state = with_gauges(None, active_bytes=10**6, process_bytes=2 * 10**6)
     assert gauge_of(state) == "█" * 50 + "▒" * 49 + "┃"
     text = text_of(state)
@@ -265,7 +265,7 @@ def test_without_a_limit_the_most_so_far_is_the_scale():
     assert "free" not in text
 
 
-def test_what_no_gauge_shows_is_left_out():
+def test_unknown_gauges_are_left_out():
     text = text_of(with_gauges(cache_bytes=100 * 10**6))
     assert "cache 0.10" in text
     assert "active" not in text
@@ -275,7 +275,7 @@ def test_what_no_gauge_shows_is_left_out():
 
 
 @pytest.mark.parametrize(("percent", "style"), [(69, "32"), (71, "33"), (89, "33"), (91, "31")])
-def test_the_colour_of_the_process_says_how_near_the_limit_is(percent, style):
+def test_color_shows_how_near_the_limit_is(percent, style):
     state = with_gauges(process_bytes=percent * 10**7)
     console = console_of(80, 24, color_system="standard", no_color=False, _environ={})
     console.print(screen(state, NAME, 80, 24, BEGAN_AT))
@@ -285,13 +285,13 @@ def test_the_colour_of_the_process_says_how_near_the_limit_is(percent, style):
 # Curves
 
 
-def test_a_curve_goes_from_the_least_to_the_most_loss():
+def test_curve_is_scaled_from_lowest_to_highest_loss():
     state = folded(STARTED, *(step(i, loss=float(i)) for i in range(1, 9)))
     assert "▁▂▃▄▅▆▇█" in text_of(state)
     assert "1 – 8" in text_of(state)
 
 
-def test_a_longer_curve_is_as_wide_as_the_screen_and_keeps_its_highest_point():
+def test_long_curve_fits_the_screen_and_keeps_its_peak():
     sizes = [10**8] * 300 + [9 * 10**8] + [10**8] * 100
     state = folded(LIMIT, *(events.Gauges(process_bytes=size) for size in sizes))
     state = dataclasses.replace(state, limit=events.Limit(limit_bytes=10**9, reason=""))
@@ -300,20 +300,20 @@ def test_a_longer_curve_is_as_wide_as_the_screen_and_keeps_its_highest_point():
     assert (curve.count("█"), curve.count("▁")) == (1, 50)
 
 
-def test_losses_that_are_no_numbers_are_marked_and_do_not_scale():
+def test_non_finite_losses_are_marked_and_not_scaled():
     losses = [1.0, float("nan"), 2.0, float("inf"), 1.0]
     state = folded(STARTED, *(step(i, loss=loss) for i, loss in enumerate(losses, 1)))
     assert "▁×█×▁" in text_of(state)
 
 
-def test_losses_of_many_sizes_are_drawn_by_their_logarithm():
+def test_losses_of_many_magnitudes_use_a_log_scale():
     losses = [10.0**-i for i in range(8)]
     text = text_of(folded(STARTED, *(step(i, loss=loss) for i, loss in enumerate(losses, 1))))
     assert "█▇▆▅▄▃▂▁" in text
     assert "1e-7 – 1 log" in text
 
 
-def test_a_roomy_screen_has_higher_curves():
+def test_high_screen_has_higher_curves():
     state = folded(STARTED, *(step(i, loss=float(i)) for i in range(1, 17)))
     lines = drawn(state, 80, 32)
     assert any("▁▂▃▄▅▆▇█  " in line and line.rstrip().endswith("16") for line in lines)
@@ -323,34 +323,34 @@ def test_a_roomy_screen_has_higher_curves():
 # Words
 
 
-def test_a_stage_says_how_long_it_has_been_going_on():
+def test_stage_shows_its_elapsed_time():
     lines = drawn(folded(events.Stage(text="loading m")), 80, 24, after_s=12.2)
     assert lines[0].endswith("○ loading m ... 12 s")
 
 
-def test_a_stopped_run_says_what_stopped_it():
+def test_stopped_run_shows_what_stopped_it():
     finished = events.Finished(step=4, reason="stopped by Ctrl-C", adapter="", seconds=9.0)
     lines = drawn(folded(*BEGINNING, step(4), finished), 80, 24)
     assert lines[0].endswith("■ stopped")
     assert "end       stopped by Ctrl-C" in "\n".join(lines)
 
 
-def test_the_clock_of_a_finished_run_stands():
+def test_clock_stops_when_the_run_is_finished():
     state = folded(*BEGINNING, step(4), END[-1])
     assert text_of(state) == text_of(state, after_s=999.0)
 
 
-def test_a_step_that_takes_far_too_long_is_told():
+def test_late_step_is_shown_as_a_warning():
     state = folded(*BEGINNING, step(1, seconds=2.0))
     assert "no step" not in text_of(state, after_s=9.0)
-    assert "no step for 2:05, 2.00 s is usual" in text_of(state, after_s=125.0)
+    assert "no step for 2:05; a step usually takes 2.00 s" in text_of(state, after_s=125.0)
     waiting = folded(events.Gauges(process_bytes=1), state=state)
     assert "no step for 2:0" in text_of(waiting, after_s=125.0)
     paused = folded(events.Paused(step=1), state=state)
     assert "no step" not in text_of(paused, after_s=125.0)
 
 
-def test_a_run_that_nobody_starts_again_is_dead():
+def test_run_that_is_not_restarted_is_shown_as_died():
     died = events.Died(step=4, reason="killed by SIGKILL", level=None)
     assert text_of(folded(*BEGINNING, step(4), died)).splitlines()[0].endswith("died")
     again = folded(*BEGINNING, step(4), died, events.Stage(text="loading"))
@@ -361,29 +361,29 @@ def test_a_run_that_nobody_starts_again_is_dead():
     ("asked", "why"),
     [("--plan auto", "the fastest that fits"), ("--plan staged", "as asked: --plan staged")],
 )
-def test_why_the_plan_is_what_it_is(asked, why):
+def test_reason_of_the_plan_is_shown(asked, why):
     state = folded(LIMIT, dataclasses.replace(PLANNED, asked=asked))
     assert f"why       {why}" in text_of(state)
 
 
-def test_a_plan_that_was_changed_says_why():
+def test_reason_of_a_plan_change_is_shown():
     state = folded(LIMIT, PLANNED, action(3, "smaller_plan", "it proved too large", 0, 0.1))
     assert "why       it proved too large" in text_of(state)
 
 
-def test_actions_come_newest_first():
+def test_actions_are_listed_newest_first():
     lines = [line for line in drawn(TRAINING, 120, 40) if "every 50" in line or "over 70%" in line]
     assert [line.replace("governor", "").split()[1] for line in lines] == [
         *("190", "180", "170", "150", "100")
     ]
 
 
-def test_without_unicode_all_is_ascii():
+def test_without_unicode_the_screen_is_ascii():
     state = folded(events.Notice(text="größer 模型 …"), state=TRAINING)
     assert text_of(state, 120, 40, name="läufe", unicode=False).isascii()
 
 
-def test_text_of_others_is_shown_as_it_is_and_controls_nothing():
+def test_control_characters_in_text_have_no_effect():
     evil = "a\x1b[31mred\x1b]0;title\x07\n[bold]b[/bold]\r\x9b2Jc\u202ed\x00"
     text = text_of(folded(events.Notice(text=evil), state=TRAINING), 120, 40, name=evil)
     assert "a red [bold]b[/bold] 2Jc d" in text
@@ -460,16 +460,16 @@ def test_no_events_break_the_screen(happened, name, keys, width, height, after_s
 
 @pytest.mark.parametrize(("width", "height"), [(0, 0), (1, 1), (3, 2), (19, 3), (-1, -1)])
 @pytest.mark.parametrize("state", [ViewState(), TRAINING, OVER], ids=["new", "training", "over"])
-def test_a_screen_that_is_too_small_raises_nothing(state, width, height):
+def test_too_small_screen_raises_no_error(state, width, height):
     screen(state, NAME, width, height, BEGAN_AT, keys=KEYS)
 
 
-def test_every_line_that_is_kept_has_a_rank_of_its_own():
+def test_every_kind_of_row_has_a_unique_rank():
     assert len(set(KEPT)) == len(KEPT)
 
 
-def test_a_frame_is_quick():
-    """It is drawn beside a training process: milliseconds of the processor's, no more."""
+def test_drawing_a_frame_is_fast():
+    """A frame is drawn during training, so it may only take milliseconds of CPU time."""
     console, took_s = console_of(80, 24, color_system="truecolor"), []
     for _ in range(30):
         began = time.process_time()

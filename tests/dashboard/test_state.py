@@ -16,19 +16,19 @@ def folded(*happened: events.Event) -> ViewState:
     return reduce(fold, map(record, happened), ViewState())
 
 
-def test_means_begin_plain_and_become_exponential():
+def test_mean_is_plain_first_and_then_exponential():
     state = folded(step(1, loss=4.0), step(2, loss=2.0))
     assert state.smooth_loss == pytest.approx(3.0)
     state = folded(*(step(i, loss=1.0) for i in range(1, 40)), step(40, loss=11.0))
     assert state.smooth_loss == pytest.approx(2.0)
 
 
-def test_time_left_is_of_the_steps_to_come():
+def test_seconds_left_counts_the_remaining_steps():
     assert folded(step(1, seconds=2.0), step(2, seconds=4.0)).seconds_left == pytest.approx(24)
     assert ViewState().seconds_left is None
 
 
-def test_resuming_forgets_the_end_and_the_speed_but_not_the_samples():
+def test_resume_clears_end_and_speed_but_keeps_samples():
     before = events.Samples(when="before", prompts=["p"], answers=["a"], expected=["e"])
     finished = events.Finished(step=3, reason="stopped by Ctrl-C", adapter="", seconds=1.0)
     started = events.Started(
@@ -39,7 +39,7 @@ def test_resuming_forgets_the_end_and_the_speed_but_not_the_samples():
     assert (state.finished, state.step_s, state.samples_before) == (None, None, before)
 
 
-def test_before_and_after_are_told_apart():
+def test_exact_match_before_and_after_are_kept_separately():
     before = events.ExactMatch(when="before", correct=1, rows=4)
     after = events.ExactMatch(when="after", correct=3, rows=4)
     state = folded(before, after)
@@ -47,7 +47,7 @@ def test_before_and_after_are_told_apart():
 
 
 @given(st.lists(st.floats(0, 1e12), max_size=3000), st.booleans())
-def test_a_curve_stays_short_and_loses_no_height(values, highest):
+def test_series_stays_short_and_keeps_its_extremes(values, highest):
     series = reduce(Series.add, values, Series(highest))
     assert len(series.values) <= SERIES_POINTS
     assert (len(series.values) - 1) * series.every < max(1, len(values))
@@ -57,13 +57,13 @@ def test_a_curve_stays_short_and_loses_no_height(values, highest):
         assert min(values) - 1e-3 <= min(series.values) <= max(series.values) <= max(values) + 1e-3
 
 
-def test_gauges_between_steps_count_towards_the_most_that_was_held():
+def test_gauges_between_steps_count_for_the_peak():
     state = folded(step(1), events.Gauges(process_bytes=6_000_000_000), step(2))
     assert state.highest_bytes == 6_000_000_000
     assert state.memory.values == (5_000_000_000, 6_000_000_000, 5_000_000_000)
 
 
-def test_why_the_plan_changed_is_kept_until_it_changes_again():
+def test_reason_of_a_plan_change_is_kept_until_the_next():
     action = events.Action(
         step=3, kind="smaller_plan", cause="too large", before_bytes=2, after_bytes=1, seconds=0.1
     )
@@ -72,7 +72,7 @@ def test_why_the_plan_changed_is_kept_until_it_changes_again():
     assert folded(action, events.Died(step=4, reason="killed", level=1)).replanned == "killed"
 
 
-def test_what_should_worry_is_said():
+def test_warnings_list_pressure_swap_skips_and_deaths():
     assert folded(step(1, swap_bytes=4_000_000_000, pressure=1)).warnings == ()
     state = folded(
         step(1, swap_bytes=10**9),
@@ -83,16 +83,16 @@ def test_what_should_worry_is_said():
     assert state.warnings == (
         "memory pressure: warning",
         "swap has grown by 1.0 GB",
-        "1 skipped, the last at step 2",
+        "skipped steps: 1, last: 2",
         "died once: killed by SIGKILL",
     )
 
 
-def test_a_pause_lasts_until_the_run_goes_on():
+def test_pause_lasts_until_the_run_continues():
     assert folded(events.Paused(step=1)).paused
     assert not folded(events.Paused(step=1), events.Continued(step=1, seconds=2.0)).paused
 
 
-def test_an_event_that_cannot_be_understood_is_passed_over():
+def test_event_with_wrong_field_types_is_skipped():
     strange = step(2, loss="much", process_bytes=[1])
     assert folded(step(1), strange, step(3)) == folded(step(1), step(3))

@@ -45,21 +45,21 @@ def test_duration(seconds, text):
     assert view.duration(seconds) == text
 
 
-def test_a_step_in_a_line():
+def test_line_of_a_step():
     state = state_of(STARTED, step(3))
     assert view.event_line(step(3), state) == (
         "step 3/10  loss 1.2500  100 tokens/s  14 s left  "
-        "held 5.00 GB, MLX active 412 MB, MLX peak 4.73 GB"
+        "memory 5.00 GB, MLX active 412 MB, MLX peak 4.73 GB"
     )
 
 
-def test_a_step_whose_gauges_are_not_known():
+def test_line_of_a_step_without_gauges():
     blind = step(3, active_bytes=None, peak_bytes=None, process_bytes=None)
     line = view.event_line(blind, state_of(STARTED, blind))
     assert line == "step 3/10  loss 1.2500  100 tokens/s  14 s left"
 
 
-def test_the_summary_ends_with_the_accuracy():
+def test_summary_ends_with_the_exact_match():
     state = state_of(
         STARTED,
         events.Samples(when="before", prompts=["[p]"], answers=["old"], expected=["new"]),
@@ -76,7 +76,7 @@ def test_the_summary_ends_with_the_accuracy():
     assert row.index("old") < row.index("new")
 
 
-def test_samples_are_shown_as_they_are_and_not_at_length():
+def test_samples_are_shown_unformatted_and_shortened():
     after = events.Samples(when="after", prompts=["[b]x[/b]"], answers=["y" * 999], expected=["z"])
     lines = drawn(view.samples_table(None, after), width=100)
     assert any("[b]x[/b]" in line for line in lines)
@@ -85,33 +85,33 @@ def test_samples_are_shown_as_they_are_and_not_at_length():
     assert view.shorten("\n".join("abcdefgh")) == "a\nb\nc\nd\ne\nf ..."
 
 
-def test_the_summary_of_a_stopped_run_says_how_to_go_on():
+def test_summary_of_a_stopped_run_says_how_to_resume():
     finished = events.Finished(step=4, reason="stopped by Ctrl-C", adapter="", seconds=9.0)
     assert drawn(*view.summary(state_of(STARTED, finished), "r"), width=100) == [
-        "stopped by Ctrl-C after step 4; everything is saved. Go on with:",
+        "stopped by Ctrl-C after step 4; everything is saved. Continue with:",
         "  your_ai train --resume r",
     ]
 
 
-def test_the_summary_tells_what_a_screen_took_away():
+def test_summary_after_a_screen_repeats_the_notices():
     state = state_of(STARTED, events.Notice(text="mind"), step(4))
     assert drawn(*view.summary(state, "r", told=False), width=100) == [
         "note: mind",
-        "ended after step 4 without having finished. Go on with:",
+        "ended after step 4 before it was finished. Continue with:",
         "  your_ai train --resume r",
     ]
 
 
-def test_the_summary_says_how_much_of_the_limit_was_held():
+def test_summary_shows_peak_memory_and_limit():
     limit = events.Limit(limit_bytes=7_000_000_000, reason="")
     finished = events.Finished(step=4, reason="done", adapter="a", seconds=9.0)
     lines = drawn(*view.summary(state_of(limit, step(4), finished), "r"), width=100)
-    assert "memory: 5.00 GB of 7.00 GB at most" in lines
+    assert "peak memory: 5.00 GB of 7.00 GB" in lines
 
 
-def test_skipped_steps_and_notices_are_told():
+def test_skipped_steps_and_notices_have_lines():
     skipped = events.Skipped(step=4, reason="the loss is nan", in_a_row=1, total=2)
     assert view.event_line(skipped, ViewState()) == (
-        "step 4 changed nothing: the loss is nan (2 skipped)"
+        "step 4 was skipped: the loss is nan (2 so far)"
     )
     assert view.event_line(events.Notice(text="mind"), ViewState()) == "note: mind"

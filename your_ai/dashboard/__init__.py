@@ -1,1 +1,1 @@
-"""What a run looks like: its events folded into a state, and that state drawn."""
+"""The display of a run: its events are folded into a state, and the state is drawn."""

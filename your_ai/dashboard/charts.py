@@ -1,7 +1,7 @@
 """The charts of a report, drawn by matplotlib.
 
-In the colours of a light page. In the page itself these are CSS variables, each with a value
-for light and one for dark.
+They are drawn in the colors of the light theme. In the HTML page, CSS variables replace the
+colors, so that the page also has a dark theme.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ STYLE = {
     "legend.borderaxespad": 0,
     "text.parse_math": False,
 }
-MARKS = 100  # of a kind of event, at most
-MARKERS = "|vx^sDo"  # of the kinds of actions
+MARKS = 100  # maximum marks for a kind of event
+MARKERS = "|vx^sDo"  # one for each kind of action
 TICKS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800)
-FAR = 4  # times what was held: a limit that would leave no more than a line of the chart
+FAR = 4  # a limit above this multiple of the peak would flatten the chart, so it is not drawn
 
 
 def draw_loss(canvas: Figure, past: RunHistory) -> str:
@@ -66,16 +66,16 @@ def draw_loss(canvas: Figure, past: RunHistory) -> str:
     draw_means(axes, points, "blue")
     checked = [(value.step, value.loss) for value in finite(past.validations)]
     draw(axes, thinned(checked), "orange", 1.2, marker="o", markersize=4, label="validation")
-    odd = [step.step for step in past.steps if not abs(step.loss) < LARGEST]
-    odd += [skipped.step for _, skipped in past.of(Skipped)]
-    few = [(x, 0.02) for x in odd[:: 1 + max(0, len(odd) - 1) // MARKS]]
+    bad = [step.step for step in past.steps if not abs(step.loss) < LARGEST]
+    bad += [skipped.step for _, skipped in past.of(Skipped)]
+    few = [(x, 0.02) for x in bad[:: 1 + max(0, len(bad) - 1) // MARKS]]
     look = {"marker": "x", "transform": axes.get_xaxis_transform()}
     draw(axes, few, "red", 0, label="skipped or not finite", **look)
     if points and 0 < 100 * min(y for _, y in points) < max(y for _, y in points):
-        axes.set(yscale="log", ylabel="loss, logarithmic")
+        axes.set(yscale="log", ylabel="loss (log scale)")
         axes.yaxis.set_major_formatter("{x:g}")
     add_legend(axes)
-    text = f"Loss of each step, faint, and their running mean, bold. Steps: {len(past.steps):,}."
+    text = f"Loss of each step (thin line) and running mean (bold). Steps: {len(past.steps):,}."
     return text if past.steps else ""
 
 
@@ -86,12 +86,12 @@ def draw_memory(canvas: Figure, past: RunHistory) -> str:
     heights = {"height_ratios": [14, len(kinds)][: 1 + bool(kinds)]}
     rows = canvas.subplots(1 + bool(kinds), sharex=True, squeeze=False, gridspec_kw=heights)[:, 0]
     axes, most = rows[0], thinned(over_time(past, highest), max)
-    if len(points) == 1:  # an area needs two
+    if len(points) == 1:  # an area needs two points
         points = [(0.0, *points[0][1:]), points[0]]
     seconds, *edges = zip(*points, strict=True) if points else [(), ()]
     for name, low, high in zip(("active", "cache", "rest"), [0, *edges], edges, strict=False):
         axes.fill_between(seconds, low, high, color=LIGHT[name], linewidth=0, label=name)
-    draw(axes, most, "ink", 0.7, label="highest between steps")
+    draw(axes, most, "ink", 0.7, label="peak between steps")
     limits = [(seconds, limit.limit_bytes) for seconds, limit in past.of(events.Limit)]
     limits += [(past.timeline[-1][0], limit_bytes) for _, limit_bytes in limits[-1:]]
     top = max((point[-1] for point in (*points, *most) if point[-1] > 0), default=0.0)
@@ -110,8 +110,8 @@ def draw_memory(canvas: Figure, past: RunHistory) -> str:
         rows[-1].set_yticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds])
         rows[-1].set_ylim(len(kinds) - 0.4, -0.6)
     set_time_axis(rows[-1], past)
-    text = "Memory of the process: active in MLX, kept in its cache, and the rest."
-    some = f" At most {MARKS} actions of a kind are marked." if len(actions) > MARKS else ""
+    text = "Memory of the process: active in MLX, MLX's cache, and the rest."
+    some = f" At most {MARKS} actions of each kind are marked." if len(actions) > MARKS else ""
     return text + some if top else ""
 
 
@@ -121,7 +121,8 @@ def draw_speed(canvas: Figure, past: RunHistory) -> str:
     mark_lives(axes, past)
     axes.set_ylim(bottom=0)
     set_time_axis(axes, past)
-    return "Tokens a second of each step, faint, and their running mean." if past.steps else ""
+    text = "Tokens per second of each step (thin line) and running mean (bold)."
+    return text if past.steps else ""
 
 
 def draw_rate(canvas: Figure, past: RunHistory) -> str:
@@ -140,12 +141,12 @@ def draw_metrics(canvas: Figure, past: RunHistory) -> str:
     canvas.set_size_inches(9, 0.6 + 1.5 * len(names))
     rows = canvas.subplots(len(names), sharex=True, squeeze=False)[:, 0]
     for name, axes in zip(names, rows, strict=True):
-        told = ((step.step, step.metrics.get(name, math.nan)) for step in past.steps)
-        draw_means(axes, [(x, y) for x, y in told if abs(y) < LARGEST], "blue")
+        values = ((step.step, step.metrics.get(name, math.nan)) for step in past.steps)
+        draw_means(axes, [(x, y) for x, y in values if abs(y) < LARGEST], "blue")
         axes.set_ylabel(name)
         axes.locator_params("x", integer=True)
     rows[-1].set_xlabel("step")
-    return "What the objective reports of each step, faint, and the running means, bold."
+    return "Metrics of the objective at each step (thin lines) and running means (bold)."
 
 
 def draw(axes: Axes, points: Points, color: str, width: float, **options: Any) -> None:
@@ -160,10 +161,10 @@ def draw_means(axes: Axes, points: Points, color: str) -> None:
 
 
 def mark_lives(axes: Axes, past: RunHistory) -> None:
-    whole, looks = axes.get_xaxis_transform(), (("red", "-", "died"), ("muted", ":", "began again"))
-    for told, look in zip((past.of(Died), past.of(Started)[1:]), looks, strict=True):
-        if told:
-            times, (color, line, text) = [seconds for seconds, _ in told], look
+    whole, looks = axes.get_xaxis_transform(), (("red", "-", "died"), ("muted", ":", "restarted"))
+    for marked, look in zip((past.of(Died), past.of(Started)[1:]), looks, strict=True):
+        if marked:
+            times, (color, line, text) = [seconds for seconds, _ in marked], look
             axes.vlines(times, 0, 1, LIGHT[color], line, label=text, lw=1, transform=whole)
 
 
@@ -182,7 +183,7 @@ def set_time_axis(axes: Axes, past: RunHistory) -> None:
 
 
 def render(key: str, past: RunHistory, file: IO, **options: Any) -> str:
-    """Draw a chart into a file, and return its caption; neither where there are no data."""
+    """Draw a chart into a file and return its caption; without data, write nothing, return ""."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -196,13 +197,13 @@ def render(key: str, past: RunHistory, file: IO, **options: Any) -> str:
 
 
 def svg(key: str, past: RunHistory) -> tuple[str, str]:
-    """A chart as an element of the page, and its caption; "" where there are no data."""
+    """Return a chart as an SVG element for the page, and its caption; "" without data."""
     file = io.StringIO()
     caption = render(key, past, file, format="svg", transparent=True, metadata={"Date": None})
     head = rf'<svg viewBox="\1" role="img" aria-label="{escape(caption)}">'
     text = re.sub(r'\A.*?<svg [^>]*viewBox="([^"]*)"[^>]*>', head, file.getvalue(), flags=re.S)
     text = re.sub(r"<(metadata|style).*?</\1>|font-family:[^;\"]*", "", text, flags=re.S)
-    text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{key}-", text)  # ids are the page's
+    text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{key}-", text)  # makes ids unique in the page
     text = re.sub(r' d="[^"]*', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
     for name, color in LIGHT.items():
         text = text.replace(f": {color}", f": var(--{name})")

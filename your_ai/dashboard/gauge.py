@@ -1,4 +1,4 @@
-"""The memory of a run as a fuel gauge. Gauges are in bytes, None where unknown."""
+"""The memory of a run, drawn like a fuel gauge. Sizes are in bytes, or None if unknown."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from your_ai.dashboard.page import (
 from your_ai.dashboard.state import ViewState
 from your_ai.run import events
 
-NEAR, DANGER = 0.7, 0.9  # shares of the limit
-MOST = 10**18  # bytes; what is more is shown as this
+NEAR, DANGER = 0.7, 0.9  # fractions of the limit
+MOST = 10**18  # bytes; larger sizes are shown as this
 
 
 def memory_rows(page: Page, state: ViewState) -> list[ScreenRow]:
@@ -96,7 +96,7 @@ def level_color(share: float) -> str:
 def bar(
     page: Page, stack: list[tuple[int, str, str]], held: int, highest: int | None, scale: int
 ) -> list[TextPart]:
-    """The parts of the process one after the other, and a tick at the peak."""
+    """Draw the parts of the process one after the other, and a tick at the peak."""
     width, parts, total, end = page.room, [], 0, 0
     for size, glyph, style in stack:
         total += size
@@ -112,7 +112,7 @@ def bar(
 
 
 def marked(parts: list[TextPart], at: int, mark: TextPart) -> list[TextPart]:
-    """Glyphs of one cell with another one in cell `at`."""
+    """Replace the glyph in cell `at`; every glyph takes one cell."""
     found, begin = [], 0
     for text, style in parts:
         i = at - begin
@@ -123,7 +123,7 @@ def marked(parts: list[TextPart], at: int, mark: TextPart) -> list[TextPart]:
 
 
 def legend(page: Page, stack: list[tuple[int, str, str, str]], scale: int) -> list[TextPart]:
-    """What the glyphs stand for; the first figure has the unit of all."""
+    """Explain the glyphs; the unit stands only after the first figure."""
     fields = []
     for rank, (size, glyph, style, word) in enumerate(stack):
         text = figure(size, scale) if fields or page.narrow else sized(size, scale)
@@ -132,7 +132,7 @@ def legend(page: Page, stack: list[tuple[int, str, str, str]], scale: int) -> li
 
 
 def known(size_bytes: float | None) -> int | None:
-    """A gauge within what can be drawn."""
+    """Clamp a size to what can be drawn."""
     if size_bytes is None or size_bytes != size_bytes:
         return None
     return int(min(max(size_bytes, 0), MOST))
@@ -143,7 +143,7 @@ def unit_of(scale_bytes: int) -> tuple[str, float]:
 
 
 def figure(size_bytes: int, scale_bytes: int) -> str:
-    """5.31 in the unit of the scale, so that figures can be compared."""
+    """Format a size in the unit of the scale, e.g. 5.31, so that figures can be compared."""
     unit, size = unit_of(scale_bytes)
     return f"{size_bytes / size:.2f}" if unit == "GB" else f"{size_bytes / size:.0f}"
 

@@ -1,4 +1,4 @@
-"""All that is recorded of a run, as what a report shows: curves over steps and over time. Pure."""
+"""The events of a run as a report shows them: curves over steps and over time. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from your_ai.dashboard.state import REPLANS, ViewState, fold_all, smooth
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Finished, Gauges, Planned, Skipped, Started, Step
 
-BUCKETS = 600  # of a curve: two points are drawn of each
-AWAY_S = 60.0  # without any event before a process loads: there was none
-LARGEST = 1e30  # a loss above is as good as infinite
-DECISIVE = attrgetter("plan", "micro_tokens", "spill", "level")  # of a plan
-GAP = math.nan  # where a curve is broken, and its mean begins again
-Points = list[tuple[float, ...]]  # x, then one y or more, the last of them the highest
+BUCKETS = 600  # of a curve; two points are drawn for each bucket
+AWAY_S = 60.0  # with no event for so long before a process loads, no process was running
+LARGEST = 1e30  # a larger loss counts as infinite
+DECISIVE = attrgetter("plan", "micro_tokens", "spill", "level")  # a plan with others is a new one
+GAP = math.nan  # breaks a curve; the running mean restarts after it
+Points = list[tuple[float, ...]]  # x, then one or more y, the last of which is the highest
 
 
 @dataclass(frozen=True)
 class RunHistory:
-    """timeline: seconds of running time, and events; steps, validations: those that counted."""
+    """The events of a run, with the time the run had been running."""
 
     state: ViewState
     timeline: Sequence[tuple[float, events.Event]]
+    """Each event, with the running time in seconds at that event."""
     steps: Sequence[Step]
+    """In order, without steps that were lost when the run restarted from a checkpoint."""
     validations: Sequence[events.Validation]
+    """In order, without validations after a step that was lost."""
 
     def of(self, *kinds: type) -> list[tuple[float, Any]]:
         return [(seconds, event) for seconds, event in self.timeline if isinstance(event, kinds)]
@@ -45,7 +48,7 @@ def read(records: Sequence[events.Record]) -> RunHistory:
             steps[event.step] = event
         elif isinstance(event, events.Validation):
             validations[event.step] = event
-        elif isinstance(event, Started):  # what came after its checkpoint is lost
+        elif isinstance(event, Started):  # steps after its checkpoint are lost
             steps = {n: step for n, step in steps.items() if n <= event.step}
             validations = {n: value for n, value in validations.items() if n <= event.step}
     in_order = ([found[n] for n in sorted(found)] for found in (steps, validations))
@@ -53,7 +56,7 @@ def read(records: Sequence[events.Record]) -> RunHistory:
 
 
 def ending(past: RunHistory) -> tuple[str, str]:
-    """How the run ended, as a word and as a sentence."""
+    """Say how the run ended, as a word and as a sentence."""
     match past.of(events.Stage, Started, Step, Died, Finished)[-1:]:
         case [(_, Finished(reason="done"))]:
             return "finished", "finished"
@@ -61,11 +64,11 @@ def ending(past: RunHistory) -> tuple[str, str]:
             return "stopped", end.reason
         case [(_, Died(level=None) as death)]:
             return "died", f"died: {death.reason}"
-    return "open", "no end on record when this page was made: still running, or cut off"
+    return "open", "no end recorded when this page was made: still running, or killed"
 
 
 def plan_changes(past: RunHistory) -> Iterator[tuple[float, int, Planned, str]]:
-    """When, after which step, the plan from there on, and why."""
+    """Yield each change of plan: running time, last step before it, new plan, and reason."""
     step, last, cause = 0, None, "chosen at the start"
     for seconds, event in past.timeline:
         match event:
@@ -87,9 +90,9 @@ def decimal(value: float) -> str:
     return f"{value:.4f}" if 0.01 <= abs(value) < 1e4 else f"{value:.3g}"
 
 
-def finite(told: Sequence[Any]) -> list[Any]:
-    """The steps or validations whose loss can be drawn."""
-    return [event for event in told if abs(event.loss) < LARGEST]
+def finite(recorded: Sequence[Any]) -> list[Any]:
+    """Keep the steps or validations whose loss can be drawn."""
+    return [event for event in recorded if abs(event.loss) < LARGEST]
 
 
 def losses(past: RunHistory) -> Points:
@@ -97,14 +100,14 @@ def losses(past: RunHistory) -> Points:
 
 
 def over_time(past: RunHistory, ys: Callable[[Step | Gauges], tuple[float, ...] | None]) -> Points:
-    """Running time, and what `ys` gives where it gives any; a gap where a process ended."""
-    told = past.of(Step, Gauges, Died, Finished)
-    points = ((t, (GAP,) * 3 if isinstance(e, Died | Finished) else ys(e)) for t, e in told)
+    """Return running times with the values of `ys`, if not None; a gap where a process ended."""
+    used = past.of(Step, Gauges, Died, Finished)
+    points = ((t, (GAP,) * 3 if isinstance(e, Died | Finished) else ys(e)) for t, e in used)
     return [(seconds, *values) for seconds, values in points if values is not None]
 
 
 def held(gauges: Step | Gauges) -> tuple[float, ...] | None:
-    """The bytes that are active, these with the cache, and all of the process."""
+    """Return bytes active in MLX, active and cached in MLX, and of the whole process."""
     if gauges.process_bytes is None and gauges.active_bytes is None:
         return None
     cached = (gauges.active_bytes or 0) + (gauges.cache_bytes or 0)
@@ -126,7 +129,7 @@ def buckets(points: Points) -> list[Points]:
 
 
 def smoothed(points: Points) -> Points:
-    """The running mean as the dashboard has it, of buckets where there are many points."""
+    """Return the running mean, as in the dashboard; of buckets if there are many points."""
     found, mean, seen = [], None, 0
     for bucket in buckets(points):
         value = sum(point[1] for point in bucket) / len(bucket)
@@ -136,7 +139,7 @@ def smoothed(points: Points) -> Points:
 
 
 def thinned(points: Points, *picks: Callable) -> Points:
-    """A few points for each bucket: its highest and lowest (or `picks`), and its first gap."""
+    """Keep a few points of each bucket: its highest and lowest (or `picks`), and its first gap."""
     kept = []
     for bucket in buckets(points):
         gaps = [i for i, point in enumerate(bucket) if math.isnan(point[-1])]

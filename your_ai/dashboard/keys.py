@@ -1,4 +1,4 @@
-"""Single keys from a terminal, which is as it was when the block ends."""
+"""Reads single keys from a terminal, and restores the terminal's settings afterwards."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from typing import Any
 
 @dataclass
 class Keyboard:
-    """The keys pressed on the terminal `fd`; of none where there is no terminal (None).
+    """Reads the keys that are pressed on a terminal.
 
-    Ctrl-C stays a signal. Keys are read, and the terminal is changed, only while this
-    process is in the foreground: a shell stops a background job that does either.
+    Ctrl-C stays a signal. The terminal is read and changed only while this process is in the
+    foreground: a shell stops a background job that does either.
     """
 
     fd: int | None = None
+    """The terminal; None if there is none, and then no keys are read."""
     before: list[Any] = field(default_factory=list)
+    """The terminal's settings to restore; empty while they are unchanged."""
 
     @property
     def in_foreground(self) -> bool:
@@ -31,12 +33,12 @@ class Keyboard:
             return False
         try:
             return os.tcgetpgrp(self.fd) == os.getpgrp()
-        except OSError:  # the terminal is gone
+        except OSError:  # the terminal is closed
             return False
 
     @property
     def were_taken(self) -> bool:
-        """Whether a shell has set the terminal back since, as it does when it stops a job."""
+        """Whether a shell has restored the terminal since, as it does when it stops a job."""
         if not self.before or not self.in_foreground:
             return False
         try:
@@ -45,7 +47,7 @@ class Keyboard:
             return False
 
     def take(self) -> None:
-        """Let keys come one by one and unseen."""
+        """Receive keys one by one, without echo."""
         if self.in_foreground and not self.before:
             with contextlib.suppress(termios.error):
                 self.before = termios.tcgetattr(self.fd)
@@ -58,7 +60,7 @@ class Keyboard:
         self.before = []
 
     def read(self, timeout_s: float) -> str:
-        """What is pressed within `timeout_s` seconds; waits so long where nothing can be."""
+        """Return the keys pressed within `timeout_s` seconds; without a terminal, only wait."""
         if not self.before or not self.in_foreground:
             time.sleep(timeout_s)
             return ""
@@ -67,17 +69,17 @@ class Keyboard:
             data = os.read(self.fd, 64) if ready else b""
         except OSError:
             return ""
-        if ready and not data:  # the terminal is gone: it would be ready for ever
+        if ready and not data:  # the terminal is closed, and would always be ready
             self.fd = None
         return data.decode(errors="replace")
 
 
 @contextlib.contextmanager
 def keyboard() -> Iterator[Keyboard]:
-    """That of standard input, taken once something is drawn."""
+    """Yield the keyboard of standard input; its keys are taken when something is drawn."""
     try:
         fd = sys.stdin.fileno() if sys.stdin.isatty() else None
-    except (ValueError, AttributeError):  # closed, or none
+    except (ValueError, AttributeError):  # stdin is closed or missing
         fd = None
     keys = Keyboard(fd)
     try:

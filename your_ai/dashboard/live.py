@@ -22,9 +22,9 @@ from your_ai.run import events
 from your_ai.run.events import Record
 
 POLL_S = 0.25
-CLOCK_S = 1.0  # between two drawings where nothing happens
-REPORT_EVERY_S = 5.0  # between step lines where there is no terminal
-PAUSE_KEY, GO_ON_KEY = "p pause", "p go on"
+CLOCK_S = 1.0  # between two drawings without new events
+REPORT_EVERY_S = 5.0  # between the lines of steps
+PAUSE_KEY, GO_ON_KEY = "p pause", "p continue"
 Style = Literal["screen", "notebook", "lines", "json"]
 
 
@@ -38,20 +38,21 @@ def style_for(console: Console, as_json: bool = False) -> Style:
 
 
 def in_foreground(file: IO[str]) -> bool:
-    """Whether this process may draw on the terminal: a background job would draw over a shell."""
+    """Whether this process may draw: a background job would draw over the shell."""
     try:
         return os.tcgetpgrp(file.fileno()) == os.getpgrp()
-    except (OSError, ValueError):  # of no terminal that is ours: nobody else draws there
+    except (OSError, ValueError):  # not this process's terminal: no shell draws there
         return True
 
 
 class Follower:
-    """Reads a run's new events and shows them: a screen of them all, lines, or JSON.
+    """Reads a run's new events and shows them as a screen, as lines, or as JSON.
 
-    A notebook's screen is in the output of its cell.
+    In a notebook the screen is drawn in the output of the cell. A display that fails does not
+    end the run.
 
-    begun: whether training began while it watched; failure: what ended the display. A screen
-    that fails ends no run.
+    begun: whether training has begun since the start of the display.
+    failure: the error that ended the display, if any.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Follower:
                 vertical_overflow="crop",
             )
         if not from_start:
-            records, self.offset = events.tail(path)  # what a resumed run did before
+            records, self.offset = events.tail(path)  # events before the resume
             self.state = fold_all(self.state, records)
 
     @property
@@ -94,7 +95,7 @@ class Follower:
         return self.path.parent.name
 
     def open(self) -> None:
-        """Take the terminal, where a screen is wanted."""
+        """Take the terminal, if the style is a screen."""
         drawn = self.style in ("screen", "notebook")
         if drawn and self.failure is None and not self.live.is_started:
             self.drawn_size = None
@@ -102,33 +103,33 @@ class Follower:
                 self.live.start()
 
     def close(self) -> None:
-        """Give the terminal back as it was."""
+        """Restore the terminal."""
         self.live.stop()
 
     def catch_up(self, at_once: bool = False) -> None:
-        """Show what has happened since the last call; at most every POLL_S unless `at_once`."""
+        """Show the events since the last call; at most every POLL_S seconds unless `at_once`."""
         if time.monotonic() - self.shown_at < POLL_S and not at_once:
             return
         with self._watched():
             if self.path.exists() and self.path.stat().st_size < self.offset:
-                self.state, self.offset = ViewState(), 0  # another run of this name
+                self.state, self.offset = ViewState(), 0  # a new run with the same name
             records, self.offset = events.tail(self.path, self.offset)
             self._show(records, time.time())
         self.shown_at = time.monotonic()
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """What fails here ends the display: a closed pipe, a lost terminal, a fault in a view."""
+        """End the display on an error: a closed pipe, a lost terminal, a bug in a view."""
         try:
             yield
-        except (Exception, SystemExit) as error:  # which rich makes of a closed pipe
+        except (Exception, SystemExit) as error:  # rich raises SystemExit for a closed pipe
             closed = isinstance(error, SystemExit)
             self.failure = BrokenPipeError("its output was closed") if closed else error
             with contextlib.suppress(Exception):
                 self.close()
 
     def show(self, records: list[Record], now: float) -> None:
-        """Show events, drawn as at `now` in seconds since 1970."""
+        """Show events as they look at `now`, in seconds since 1970."""
         with self._watched():
             self._show(records, now)
 
@@ -178,7 +179,7 @@ class Follower:
     def report_failure(self) -> None:
         if self.failure is not None:
             reason = f"{type(self.failure).__name__}: {self.failure}"
-            echo_error(f"note: its display failed, and not the run ({reason})")
+            echo_error(f"note: the display failed, but not the run ({reason})")
 
     def print_summary(self, run: str) -> None:
         if self.style == "json" or isinstance(self.failure, BrokenPipeError):
@@ -187,7 +188,7 @@ class Follower:
             self.console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
     def leave(self, run: str) -> None:
-        """Give the terminal back in mid-run; the process ends right after."""
+        """Restore the terminal during a run; the process ends right after this."""
         self.close()
         if self.style != "json":
             self.console.print(view.leaving_text(run), markup=False, soft_wrap=True)
@@ -195,7 +196,7 @@ class Follower:
 
 @contextlib.contextmanager
 def following(follower: Follower) -> Iterator[Follower]:
-    """Show the events that are appended while the block runs, from a thread."""
+    """Show the events that are appended while the block runs, in a thread."""
     done = threading.Event()
 
     def follow() -> None:

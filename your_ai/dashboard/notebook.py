@@ -1,4 +1,4 @@
-"""A run's screen in the output of a notebook's cell."""
+"""A run's screen in the output of a notebook cell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 
 from your_ai.gates.console import open_console
 
-WIDTH, HEIGHT = 100, 30  # of a frame, in characters
+WIDTH, HEIGHT = 100, 30  # size of a frame, in characters
 HTML = (
     '<pre style="white-space: pre; overflow-x: auto; line-height: 1.25; '
     'font-family: ui-monospace, Menlo, Consolas, monospace">{code}</pre>'
@@ -17,9 +17,9 @@ HTML = (
 
 
 class NotebookScreen:
-    """Shows one frame after another in the same place, without clearing: nothing flickers.
+    """Shows one frame after another in the same place, without flicker. The last frame stays.
 
-    Has what the dashboard uses of `rich.live.Live`. The last frame stays.
+    Has the part of the interface of `rich.live.Live` that the dashboard uses.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class NotebookScreen:
 
 
 def as_html(frame: Text) -> str:
-    """A frame as an element of a page, escaped, with its styles inline."""
+    """Return a frame as an HTML element, escaped, with inline styles."""
     console = open_console(record=True, width=WIDTH, file=io.StringIO(), force_jupyter=False)
     console.print(frame)
     return console.export_html(inline_styles=True, code_format=HTML)

@@ -1,7 +1,7 @@
-"""What the lines of a screen are made of: parts, glyphs, labels, fields and curves.
+"""The elements of a screen's lines: parts, glyphs, labels, fields and curves.
 
-A line is a list of parts, pieces of text each with a style, and is never wrapped. What tells
-two things apart is a glyph or a word; colour only repeats it.
+A line is a list of parts, each a text with a style. Lines are never wrapped. Glyphs and words
+carry all the information; color only repeats it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import NamedTuple
 from rich.cells import cell_len, set_cell_size
 from rich.text import Span, Text
 
-NARROW = 60  # cells: below, labels stand within the lines, which have no margin
-LABEL = 10  # cells, with the gap after it
-RANGE = 15  # cells, for the bounds of a curve
-HIGH_SCREEN, HIGHER_SCREEN = 30, 38  # lines from which on the bar, and the curves, are higher
+NARROW = 60  # cells; narrower pages have labels inside the lines, and no margin
+LABEL = 10  # cells of a label and the gap after it
+RANGE = 15  # cells for the bounds of a curve
+HIGH_SCREEN, HIGHER_SCREEN = 30, 38  # lines at which the bar and the curves become higher
 ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.?)", re.DOTALL)
 DIM, WARN = "dim", "bold red"
 TextPart = tuple[str, str]
 
 
 class Glyphs(NamedTuple):
-    """One cell each, but for `cut`. over: the end of a bar that would go on."""
+    """The characters of a screen, one cell each except `cut`."""
 
     active: str
     cache: str
@@ -34,6 +34,7 @@ class Glyphs(NamedTuple):
     free: str
     highest: str
     over: str
+    """The end of a bar that is cut off at the right."""
     done: str
     todo: str
     bad: str
@@ -55,9 +56,10 @@ class ScreenRow(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A figure among the words that say what it is. rank: the highest go first."""
+    """A figure, and the words before and after it."""
 
     rank: int
+    """If there is too little room, fields with the highest rank are dropped first."""
     value: str
     before: str = ""
     after: str = ""
@@ -71,16 +73,18 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """What a frame is drawn on. width: in cells, without the margins."""
+    """The area a frame is drawn on."""
 
     width: int
+    """In cells, without the margins."""
     height: int
+    """In lines."""
     narrow: bool
     glyphs: Glyphs
 
     @property
     def room(self) -> int:
-        """Cells beside the labels."""
+        """Cells next to the labels."""
         return self.width if self.narrow else self.width - LABEL
 
     @property
@@ -89,7 +93,7 @@ class Page:
 
 
 def joined(lines: list[list[TextPart]], margin: str) -> Text:
-    """One Text, which rich draws much sooner than many."""
+    """Join lines to one Text, which rich draws much faster than many."""
     pieces, spans, at = [], [], 0
     for number, parts in enumerate(lines):
         for text, style in [("\n" if number else "", ""), (margin, ""), *parts]:
@@ -101,8 +105,8 @@ def joined(lines: list[list[TextPart]], margin: str) -> Text:
 
 
 def printable(page: Page, text: object) -> str:
-    """Text of others, so that it moves no cursor, changes no style and has the width it seems."""
-    text = ESCAPE.sub(" ", str(text))  # what is read from a file may be anything
+    """Make text from outside safe to draw: no cursor moves, no styles, no hidden characters."""
+    text = ESCAPE.sub(" ", str(text))  # text from a file may be anything
     if not text.isascii():
         text = unicodedata.normalize("NFC", text)
         text = "".join(c for c in text if not 0xFE00 <= ord(c) <= 0xFE0F)  # variation selectors
@@ -120,7 +124,7 @@ def cells_of(parts: Iterable[TextPart]) -> int:
 
 
 def cut(page: Page, parts: Sequence[TextPart], width: int) -> list[TextPart]:
-    """The parts in at most `width` cells."""
+    """Cut the parts to at most `width` cells."""
     if cells_of(parts) <= width:
         return list(parts)
     mark = page.glyphs.cut[: max(0, width)]
@@ -136,19 +140,19 @@ def cut(page: Page, parts: Sequence[TextPart], width: int) -> list[TextPart]:
 def line(
     page: Page, label: str, parts: Sequence[TextPart], *, style: str = DIM, inline: bool = True
 ) -> list[TextPart]:
-    """The parts behind a label; it is left out of a narrow page where it is not `inline`."""
+    """Put parts after a label. A narrow page has the label only if `inline`."""
     if page.narrow:
         return cut(page, [(f"{label} ", style), *parts] if inline else parts, page.width)
     return [(label.ljust(LABEL), style), *cut(page, parts, page.room)]
 
 
 def beside(page: Page, label: str) -> int:
-    """The cells that a line has for what stands behind its label."""
+    """Number of cells in a line after its label."""
     return page.room - len(label) - 1 if page.narrow else page.room
 
 
 def in_fields(page: Page, fields: Iterable[Field], width: int) -> list[TextPart]:
-    """As many of the fields as there is room for."""
+    """Return as many fields as fit into `width` cells."""
     kept, gap = list(fields), 2 if page.narrow else 3
     while len(kept) > 1 and sum(f.cells + gap for f in kept) - gap > width:
         if gap > 2:
@@ -165,7 +169,7 @@ def in_fields(page: Page, fields: Iterable[Field], width: int) -> list[TextPart]
 def at_ends(
     page: Page, left: Sequence[TextPart], right: Sequence[TextPart], width: int
 ) -> list[TextPart]:
-    """Parts at both ends of `width` cells; the left ones give way."""
+    """Put parts at both ends of `width` cells; if they do not fit, cut the left ones."""
     right = cut(page, right, width)
     left = cut(page, left, width - cells_of(right) - 2)
     return [*left, (" " * (width - cells_of(left) - cells_of(right)), ""), *right]
@@ -178,7 +182,7 @@ def curve_rows(
     bounds: tuple[float, float],
     texts: tuple[str, str],
 ) -> list[ScreenRow]:
-    """A curve as high as there is room for, with its bounds at the right."""
+    """Draw a curve as high as the page allows, with its bounds at the right."""
     (low, high), rows, glyphs = texts, page.curve_rows, page.glyphs
     steps = [step_of(value, bounds, 8 * rows) for value in values]
     found = []
@@ -197,7 +201,7 @@ def curve_width(page: Page) -> int:
 
 
 def resampled(values: Sequence[float], width: int, highest: bool) -> list[float]:
-    """At most `width` values: the highest, or the mean, of each so many."""
+    """Reduce values to at most `width`: the highest, or the mean, of each group."""
     count = len(values)
     if count <= width:
         return list(values)
@@ -206,17 +210,17 @@ def resampled(values: Sequence[float], width: int, highest: bool) -> list[float]
 
 
 def step_of(value: float, bounds: tuple[float, float], steps: int) -> int | None:
-    """How high a value is drawn, from 1; None where it has no height."""
+    """Return the height of a value, from 1; None if it is not finite."""
     low, high = bounds
     if not math.isfinite(value):
         return None
-    extent = high / 2 - low / 2  # halves: the whole may be more than a float holds
+    extent = high / 2 - low / 2  # halves, since the difference may overflow
     share = (value / 2 - low / 2) / extent if extent > 0 else 0.5
     return 1 + min(steps - 1, int(min(max(share, 0.0), 1.0) * steps))
 
 
 def glyph_of(glyphs: Glyphs, step: int | None, base: int) -> str:
-    """The part of a column that lies in the row from `base` on."""
+    """Return the part of a column in the row that begins at height `base`."""
     if step is None:
         return " " if base else glyphs.bad
     return glyphs.heights[min(step - base, 8) - 1] if step > base else " "

@@ -1,4 +1,4 @@
-"""A run as one HTML page: charts, figures and tables, and nothing that is loaded from elsewhere."""
+"""A run as one HTML page with charts, figures and tables. The page loads no other files."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from your_ai.run.events import Action, Died, Skipped, Step
 
 
 def write_report(records: Sequence[events.Record], name: str, config_text: str, out: Path) -> None:
-    """Write the page about the run `name` to `out`, whole or not at all.
+    """Write the page about the run `name` to `out`, completely or not at all.
 
-    Raises UserError where what draws it is not installed or `out` cannot be written.
+    Raises UserError if matplotlib or jinja2 is not installed, or if `out` cannot be written.
     """
     require("matplotlib", "jinja2")
     import jinja2
@@ -51,7 +51,7 @@ def write_report(records: Sequence[events.Record], name: str, config_text: str, 
         plans=list(plan_changes(past)),
         actions=past.of(Action),
         deaths=past.of(Died),
-        told=past.of(events.Notice, Skipped),
+        notices=past.of(events.Notice, Skipped),
         config_text=config_text,
         light=LIGHT,
         dark=DARK,
@@ -60,9 +60,9 @@ def write_report(records: Sequence[events.Record], name: str, config_text: str, 
 
 
 def write_plots(records: Sequence[events.Record], folder: Path, name: str) -> list[Path]:
-    """Write each chart that has data to `folder`, as <name>-<chart>.png; their paths.
+    """Write each chart that has data to `folder`, as <name>-<chart>.png; return the paths.
 
-    Raises UserError where what draws them is not installed or `folder` cannot be written.
+    Raises UserError if matplotlib is not installed, or if `folder` cannot be written.
     """
     require("matplotlib")
     past, written = read(records), []
@@ -94,4 +94,6 @@ def write_whole(path: Path, data: bytes) -> None:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); write elsewhere") from error
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}); choose another path"
+        ) from error

@@ -1,4 +1,4 @@
-"""ViewState -> the full screen of a run. Pure: people read it like the gauges of a car."""
+"""Draws a ViewState as the full screen of a run. Pure functions."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from your_ai.dashboard.page import (
 from your_ai.dashboard.state import ViewState
 from your_ai.run import events
 
-LATE, LATE_S = 4.0, 10.0  # a step is late after so many usual ones, and so many seconds
-WIDE = 30.0  # times the least: a curve of losses beyond that is logarithmic
-# What a low screen keeps: as many of these as it has lines, the first ones first.
+LATE, LATE_S = 4.0, 10.0  # a step is late after this many times the usual time, and this long
+WIDE = 30.0  # highest loss / lowest loss above which the curve is logarithmic
+# The kinds of rows, most important first: a low screen shows as many as it has lines.
 KEPT = (
     *("header", "process", "gauge", "step", "loss", "time", "warning", "keys", "legend"),
     "metrics",
@@ -57,9 +57,11 @@ def screen(
     unicode: bool = True,
     keys: str = "",
 ) -> Text:
-    """The run `name` at `now`, in seconds since 1970, on at most `height` lines of `width` cells.
+    """Draw the run `name` on at most `height` lines of `width` cells.
 
-    keys: what the last line says of the keys; unicode: False where only ASCII can be shown.
+    now: in seconds since 1970.
+    unicode: False if only ASCII can be shown.
+    keys: the help for the keys, in the last line.
     """
     narrow = width < NARROW
     glyphs = UNICODE if unicode else ASCII
@@ -79,7 +81,7 @@ def screen(
 def arranged(
     groups: list[list[ScreenRow]], bottom: list[list[ScreenRow]], height: int
 ) -> list[list[TextPart]]:
-    """The lines that matter most, a gap between groups; the bottom ones end the screen."""
+    """Keep the most important lines, with gaps between groups; `bottom` ends the screen."""
     top, low = spaced(groups), spaced(bottom)
     if low:
         low.insert(0, ScreenRow("gap", []))
@@ -96,7 +98,7 @@ def spaced(groups: list[list[ScreenRow]]) -> list[ScreenRow]:
     rows: list[ScreenRow] = []
     for group in filter(None, groups):
         best = min((row.kind for row in group), key=RANKS.__getitem__)
-        gap = ScreenRow(max("gap", best, key=RANKS.__getitem__), [])  # gone where its group is
+        gap = ScreenRow(max("gap", best, key=RANKS.__getitem__), [])  # dropped with its group
         rows += [gap, *group] if rows else group
     return rows
 
@@ -109,7 +111,7 @@ def header(page: Page, state: ViewState, name: str, now: float) -> list[TextPart
 
 
 def condition(page: Page, state: ViewState, now: float) -> list[TextPart]:
-    """What the run is at, in a word or a few."""
+    """Say in a few words what the run is doing."""
     glyphs = page.glyphs
     if state.finished is not None:
         done = state.finished.reason == "done"
@@ -186,7 +188,7 @@ def progress(page: Page, state: ViewState) -> list[TextPart]:
 
 
 def times(page: Page, state: ViewState, now: float) -> list[TextPart]:
-    """How fast it goes, how long it has gone on and how long it will."""
+    """Show speed, elapsed time and remaining time."""
     end = state.last_at if state.finished is not None else now
     fields = []
     if state.finished is None and state.seconds_left is not None:
@@ -252,7 +254,7 @@ def result(page: Page, state: ViewState) -> str:
 
 
 def action_rows(page: Page, state: ViewState) -> list[ScreenRow]:
-    """What the governor did, the newest first, in columns."""
+    """Show the governor's actions in columns, newest first."""
     found = [
         (
             f"step {action.step}",
@@ -264,7 +266,7 @@ def action_rows(page: Page, state: ViewState) -> list[ScreenRow]:
         for action in reversed(state.actions)
     ]
     if not found:
-        idle = line(page, "governor", [("nothing to do so far", DIM)])
+        idle = line(page, "governor", [("no actions so far", DIM)])
         return [ScreenRow("more actions", idle)] if state.limit and state.step else []
     step, kind, size, time = (max(cell_len(row[i]) for row in found) for i in range(4))
     rows = []
@@ -302,7 +304,7 @@ def warning_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
 
 
 def late(state: ViewState, now: float) -> list[str]:
-    """What there is to say where a step takes far longer than usual."""
+    """Return a warning if a step takes much longer than usual."""
     step, usual_s, since = state.step, state.step_s, state.stepped_at
     if step is None or usual_s is None or since is None or step.step >= step.steps:
         return []
@@ -311,7 +313,7 @@ def late(state: ViewState, now: float) -> list[str]:
     waited_s = now - since
     if not waited_s > max(LATE_S, LATE * usual_s):
         return []
-    return [f"no step for {span(waited_s)}, {short_span(usual_s)} is usual"]
+    return [f"no step for {span(waited_s)}; a step usually takes {short_span(usual_s)}"]
 
 
 def key_rows(page: Page, keys: str) -> list[ScreenRow]:
@@ -332,7 +334,7 @@ def loss_text(loss: float | None) -> str:
 
 
 def brief(value: float) -> str:
-    """7.34, 0.51 or 4e-4."""
+    """Format as 7.34, 0.51 or 4e-4."""
     if value == 0 or 0.01 <= abs(value) < 1000:
         return f"{value:.{3 if abs(value) >= 1 else 2}g}"
     digits, power = f"{value:.0e}".split("e")
@@ -344,7 +346,7 @@ def span(seconds: float) -> str:
 
 
 def short_span(seconds: float) -> str:
-    """40 ms, 0.81 s, 12.3 s, then as any duration."""
+    """Format as 40 ms, 0.81 s or 12.3 s, and longer ones like any duration."""
     if not 0 <= seconds < 60:
         return span(seconds)
     if seconds < 0.1:

@@ -1,4 +1,4 @@
-"""Events -> ViewState. Pure: the same events give the same state."""
+"""Folds events into a ViewState. Pure: the same events give the same state."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from your_ai.run.events import Record
 
 SMOOTH_OVER = 10  # steps
 SERIES_POINTS = 512
-KEPT = 8  # actions, and notices, of the last ones
+KEPT = 8  # number of latest actions, and of latest notices
 GETTING_ON = (events.Started, events.Step, events.Skipped, events.Continued)
 REPLANS = ("smaller_plan", "larger_plan", "restart", "measured")
-SWAP_GROWTH_BYTES = 500_000_000  # since the run began: it is no longer in memory alone
+SWAP_GROWTH_BYTES = 500_000_000  # growth since the run began that is worth a warning
 WARNING_PRESSURE = 2
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve of any length in few points: each is of `every` values in a row.
-
-    A point is the highest of its values, or their mean. last_count: of the last point.
-    """
+    """A curve of any length in at most SERIES_POINTS points."""
 
     highest: bool = False
+    """Whether a point is the highest of its values, or else their mean."""
     values: tuple[float, ...] = ()
+    """The points."""
     every: int = 1
+    """Number of consecutive values in each point."""
     last_count: int = 0
+    """Number of values in the last point so far."""
 
     def add(self, value: float) -> Series:
         values, every, count = self.values, self.every, self.last_count
@@ -49,49 +50,56 @@ class Series:
 
 @dataclass(frozen=True)
 class ViewState:
-    """All that a view shows of a run.
-
-    Times are in seconds since 1970: of the first and the last event, of when the present
-    stage began, and of when training last got on. is_lost: nobody starts it again.
-    smooth_loss, tokens_per_s and step_s are exponential means over `steps_seen` steps;
-    best_loss is the least that the smooth one has been. gauges: the last that were read,
-    of whatever event; highest_bytes: the most that the process has held; swap_began_bytes:
-    swap in use when the run began; replanned: why the plan is no longer the first one;
-    before and after are of the held-out prompts.
-    """
+    """Everything that a view shows of a run. Times are in seconds since 1970."""
 
     stage: str = "starting"
     began_at: float | None = None
+    """Time of the first event."""
     last_at: float | None = None
+    """Time of the last event."""
     stage_at: float | None = None
+    """Time when the current stage began."""
     stepped_at: float | None = None
+    """Time when training last made progress."""
     limit: events.Limit | None = None
     planned: events.Planned | None = None
     replanned: str = ""
+    """Why the plan is no longer the first one."""
     started: events.Started | None = None
     step: events.Step | None = None
     steps_seen: int = 0
+    """Number of steps in the running means."""
     smooth_loss: float | None = None
+    """Running mean of the loss."""
     best_loss: float | None = None
+    """Lowest running mean of the loss so far."""
     tokens_per_s: float | None = None
+    """Running mean of the throughput."""
     step_s: float | None = None
+    """Running mean of the time per step."""
     losses: Series = Series()
     gauges: events.Gauges | events.Step | None = None
+    """The latest event with gauges."""
     highest_bytes: int | None = None
+    """Peak memory of the process."""
     memory: Series = field(default=Series(highest=True))
     swap_began_bytes: int | None = None
+    """Swap in use when the run began."""
     actions: tuple[events.Action, ...] = ()
     notices: tuple[str, ...] = ()
     deaths: tuple[events.Died, ...] = ()
     is_lost: bool = False
+    """Whether the training process died and is not restarted."""
     paused: bool = False
     validation: events.Validation | None = None
     best_validation: float | None = None
     skipped: events.Skipped | None = None
     checkpoint: events.Checkpoint | None = None
     samples_before: events.Samples | None = None
+    """Answers to held-out prompts before training."""
     samples_after: events.Samples | None = None
     match_before: events.ExactMatch | None = None
+    """Exact match on held-out prompts before training."""
     match_after: events.ExactMatch | None = None
     finished: events.Finished | None = None
 
@@ -103,7 +111,7 @@ class ViewState:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What of the machine or of the run should worry its user now."""
+        """Problems of the machine or the run that the user should know about now."""
         found = []
         if self.gauges is not None and (self.gauges.pressure or 0) >= WARNING_PRESSURE:
             critical = (self.gauges.pressure or 0) > WARNING_PRESSURE
@@ -114,7 +122,7 @@ class ViewState:
                 found.append(f"swap has grown by {grown / 1e9:.1f} GB")
         if self.skipped is not None:
             skipped = self.skipped
-            found.append(f"{skipped.total} skipped, the last at step {skipped.step}")
+            found.append(f"skipped steps: {skipped.total}, last: {skipped.step}")
         if self.deaths:
             times = f"{len(self.deaths)} times" if len(self.deaths) > 1 else "once"
             found.append(f"died {times}: {self.deaths[-1].reason}")
@@ -122,13 +130,13 @@ class ViewState:
 
 
 def fold(state: ViewState, record: Record) -> ViewState:
-    """The state after one more event."""
+    """Return the state after one more event."""
     return fold_all(state, [record])
 
 
 def fold_all(state: ViewState, records: Iterable[Record]) -> ViewState:
-    """The state after more events; one with a field of another type is passed over."""
-    found: Any = SimpleNamespace(**vars(state))  # one copy, not one for each event
+    """Return the state after more events; an event with a field of a wrong type is skipped."""
+    found: Any = SimpleNamespace(**vars(state))  # one copy, not one per event
     for record in records:
         if found.began_at is None:
             found.began_at = record.time
@@ -214,7 +222,7 @@ def with_gauges(
 
 
 def smooth(mean: float | None, value: float, seen: int) -> float:
-    """The plain mean of the first values, then an exponential one."""
+    """Update a running mean: a plain mean of the first values, then an exponential mean."""
     if mean is None or not math.isfinite(mean):
         return value
     return mean + (value - mean) / min(seen, SMOOTH_OVER)

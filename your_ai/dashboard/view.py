@@ -1,4 +1,4 @@
-"""ViewState -> what is shown. Pure: text and rich renderables, no terminal."""
+"""Turns events and a ViewState into text and rich renderables. Pure: uses no terminal."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from your_ai.run.events import Event
 
 SAMPLE_CHARACTERS = 200
 SAMPLE_LINES = 6
-SCHEDULED = ("clear_cache", "drop_compiled", "reload_lora")  # too many to be told line by line
+SCHEDULED = ("clear_cache", "drop_compiled", "reload_lora")  # too many to show line by line
 
 
 def memory(size_bytes: int) -> str:
-    """Bytes as people read them: 512 MB, 4.73 GB (powers of ten, as MLX and macOS count)."""
+    """Format bytes as 512 MB or 4.73 GB (powers of ten, as in MLX and macOS)."""
     return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.0f} MB"
 
 
 def duration(seconds: float) -> str:
-    """5 s, 2:05 or 1:02:05."""
+    """Format seconds as 5 s, 2:05 or 1:02:05."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -32,7 +32,7 @@ def duration(seconds: float) -> str:
 
 def step_text(step: events.Step, tokens_per_s: float, seconds_left: float) -> str:
     gauges = {
-        "held": step.process_bytes,
+        "memory": step.process_bytes,
         "MLX active": step.active_bytes,
         "MLX peak": step.peak_bytes,
     }
@@ -50,9 +50,9 @@ def step_text(step: events.Step, tokens_per_s: float, seconds_left: float) -> st
 
 
 def event_line(event: Event, state: ViewState) -> str | None:
-    """The line that tells of an event, or None for one that is shown otherwise.
+    """Return the line for an event, or None for an event that has no line.
 
-    state: with the event folded in.
+    state: the state with the event folded in.
     """
     match event:
         case events.Stage():
@@ -66,7 +66,7 @@ def event_line(event: Event, state: ViewState) -> str | None:
         case events.Action(kind=kind) if kind not in SCHEDULED:
             change = f"{memory(event.before_bytes)} -> {memory(event.after_bytes)}"
             return f"step {event.step}: {kind.replace('_', ' ')}: {event.cause} ({change})"
-        case events.Died(level=int()):  # else it is the end, and told there
+        case events.Died(level=int()):  # otherwise the run ends, and the summary says so
             return event.reason
         case events.Started():
             where = f"resuming at step {event.step}" if event.step else "training"
@@ -77,22 +77,22 @@ def event_line(event: Event, state: ViewState) -> str | None:
         case events.Step():
             return step_text(event, state.tokens_per_s or 0.0, state.seconds_left or 0.0)
         case events.Skipped():
-            return f"step {event.step} changed nothing: {event.reason} ({event.total} skipped)"
+            return f"step {event.step} was skipped: {event.reason} ({event.total} so far)"
         case events.Validation():
             return f"step {event.step}: validation loss {event.loss:.4f}"
         case events.Paused():
             return f"step {event.step}: paused"
         case events.Continued():
-            return f"step {event.step}: going on after {duration(event.seconds)}"
+            return f"step {event.step}: continued after {duration(event.seconds)}"
         case events.Checkpoint(step=step) if step > 0:
             return f"step {step}: saved {event.folder}"
     return None
 
 
 def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableType]:
-    """What is said when a run has ended; the accuracy comes last.
+    """Return the summary of a run that has ended; the exact match comes last.
 
-    told: its events were shown line by line; else what should not be missed is said here.
+    told: whether its events were shown line by line; if not, the summary repeats the notices.
     """
     parts: list[RenderableType] = []
     if not told:
@@ -102,19 +102,19 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
         where = f" after step {state.step.step}" if state.step else ""
         if state.is_lost:
             parts.append(f"died{where}: {state.deaths[-1].reason}")
-            return [*parts, "Go on with:", resuming(run)]
-        return [*parts, f"ended{where} without having finished. Go on with:", resuming(run)]
+            return [*parts, "Continue with:", resuming(run)]
+        return [*parts, f"ended{where} before it was finished. Continue with:", resuming(run)]
     if finished.reason != "done":
-        what = f"{finished.reason} after step {finished.step}; everything is saved. Go on with:"
+        what = f"{finished.reason} after step {finished.step}; everything is saved. Continue with:"
         return [*parts, what, resuming(run)]
     if state.samples_after is not None:
         parts.append(samples_table(state.samples_before, state.samples_after))
     parts.append(f"done: {finished.step} steps in {duration(finished.seconds)}")
     if state.highest_bytes is not None:
         limit = f" of {memory(state.limit.limit_bytes)}" if state.limit else ""
-        parts.append(f"memory: {memory(state.highest_bytes)}{limit} at most")
+        parts.append(f"peak memory: {memory(state.highest_bytes)}{limit}")
     parts.append(f"adapter: {finished.adapter}")
-    parts.append(f"try it: your_ai chat {run}; measure it: your_ai eval {run}")
+    parts.append(f"try it: your_ai chat {run}; evaluate it: your_ai eval {run}")
     if state.match_after is not None:
         parts.append(match_text(state.match_before, state.match_after))
     return parts
@@ -125,7 +125,7 @@ def resuming(run: str) -> str:
 
 
 def leaving_text(run: str) -> str:
-    return f"left at once; go on from the last checkpoint with: your_ai train --resume {run}"
+    return f"stopped immediately; continue from the last checkpoint: your_ai train --resume {run}"
 
 
 def match_text(before: events.ExactMatch | None, after: events.ExactMatch) -> str:
@@ -138,7 +138,7 @@ def percent(match: events.ExactMatch) -> str:
 
 
 def samples_table(before: events.Samples | None, after: events.Samples) -> Table:
-    """Held-out prompts with the answers before and after."""
+    """Make a table of held-out prompts with the answers before and after training."""
     table = Table(title="Held-out prompts", show_lines=True, title_justify="left")
     table.add_column("prompt", ratio=1, overflow="fold")
     table.add_column("before", ratio=1, overflow="fold")
@@ -150,7 +150,7 @@ def samples_table(before: events.Samples | None, after: events.Samples) -> Table
 
 
 def shorten(text: str) -> str:
-    """At most SAMPLE_CHARACTERS of a text, on few lines."""
+    """Cut a text to SAMPLE_LINES lines and SAMPLE_CHARACTERS characters."""
     lines = text.strip().splitlines()
     kept = "\n".join(lines[:SAMPLE_LINES])[:SAMPLE_CHARACTERS]
     return kept if kept == text.strip() else kept + " ..."
