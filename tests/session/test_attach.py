@@ -1,4 +1,4 @@
-"""What a user sees of a run and does to it, on a real terminal and without one."""
+"""Showing and controlling a run, on a real terminal and without one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def run():
-    """The run r, whose processes are gone when the test is over."""
+    """The run r; its processes are killed after the test."""
     run = RunFolder(RUNS / "r")
     yield run
     for _ in range(200):
@@ -42,7 +42,7 @@ def run():
 
 @pytest.fixture
 def arguments(configure):
-    """Of an endless run."""
+    """The arguments of an endless run."""
     config = configure(max_steps=ENDLESS, supervise=True, run="")
     Path("endless.yaml").write_text(to_yaml(config))
     return ["train", "--config", "endless.yaml", "--run", "r"]
@@ -58,11 +58,11 @@ def your_ai(*arguments: str) -> subprocess.CompletedProcess:
 def wait_until(done) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not done():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.02)
 
 
-def test_on_a_terminal_keys_do_what_the_screen_says(arguments, run):
+def test_keys_on_a_terminal_pause_save_and_detach(arguments, run):
     with on_terminal(*arguments) as terminal:
         terminal.wait_for(lambda: events_of(run, events.Step))
         assert OPENED in terminal.written
@@ -90,7 +90,7 @@ def test_on_a_terminal_keys_do_what_the_screen_says(arguments, run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_the_run_and_gives_the_terminal_back(arguments, run, number):
+def test_signal_stops_the_run_and_restores_the_terminal(arguments, run, number):
     with on_terminal(*arguments) as terminal:
         terminal.wait_for(lambda: events_of(run, events.Step))
         if number == signal.SIGINT:
@@ -104,7 +104,7 @@ def test_a_signal_stops_the_run_and_gives_the_terminal_back(arguments, run, numb
     assert not is_running(run)
 
 
-def test_an_error_is_told_on_the_terminal_as_it_was(arguments, run):
+def test_error_is_printed_on_the_restored_terminal(arguments, run):
     Path("data/train.jsonl").write_text("{\n")
     with on_terminal(*arguments) as terminal:
         assert terminal.end() == 2
@@ -112,7 +112,7 @@ def test_an_error_is_told_on_the_terminal_as_it_was(arguments, run):
         assert b"error: " in terminal.written[terminal.written.rfind(CLOSED) :]
 
 
-def test_a_front_end_that_fails_gives_the_terminal_back(arguments, run):
+def test_failing_display_restores_the_terminal(arguments, run):
     with on_terminal(*arguments) as terminal:
         terminal.wait_for(lambda: events_of(run, events.Step))
         run.events.rename("elsewhere")
@@ -123,11 +123,11 @@ def test_a_front_end_that_fails_gives_the_terminal_back(arguments, run):
         terminal.press("\x03")
         terminal.end()
         assert terminal.is_as_it_was
-        assert b"note: its display failed, and not the run" in terminal.written
+        assert b"note: the display failed, but not the run" in terminal.written
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs a shell with job control")
-def test_ctrl_z_gives_the_terminal_back_until_the_job_goes_on(arguments, run):
+def test_ctrl_z_restores_the_terminal_until_the_job_continues(arguments, run):
     with on_terminal(program=["bash", "--norc", "--noprofile", "-i"]) as terminal:
         terminal.press(shlex.join([sys.executable, "-m", "your_ai", *arguments]) + "\n")
         terminal.wait_for(lambda: events_of(run, events.Step))
@@ -142,7 +142,7 @@ def test_ctrl_z_gives_the_terminal_back_until_the_job_goes_on(arguments, run):
         terminal.wait_for("Detached")
 
 
-def test_ctrl_z_where_no_shell_could_go_on_does_nothing(arguments, run):
+def test_ctrl_z_without_a_shell_does_not_suspend(arguments, run):
     with on_terminal(*arguments) as terminal:
         terminal.wait_for(lambda: events_of(run, events.Step))
         terminal.press("\x1a")
@@ -152,7 +152,7 @@ def test_ctrl_z_where_no_shell_could_go_on_does_nothing(arguments, run):
         assert terminal.is_as_it_was
 
 
-def test_a_terminal_that_can_do_nothing_gets_lines(arguments, run):
+def test_dumb_terminal_gets_lines(arguments, run):
     with on_terminal(*arguments, TERM="dumb") as terminal:
         terminal.wait_for("step 1/")
         assert OPENED not in terminal.written
@@ -161,7 +161,7 @@ def test_a_terminal_that_can_do_nothing_gets_lines(arguments, run):
         assert b"\x1b" not in terminal.written
 
 
-def test_a_locale_without_unicode_gets_ascii(arguments, run):
+def test_locale_without_unicode_gets_ascii(arguments, run):
     with on_terminal(*arguments, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0") as terminal:
         terminal.wait_for(lambda: len(events_of(run, events.Step)) > 3)
         terminal.wait_for("step")
@@ -170,7 +170,7 @@ def test_a_locale_without_unicode_gets_ascii(arguments, run):
         assert terminal.written.isascii()
 
 
-def test_a_detached_run_goes_on_and_is_stopped_by_name(arguments, run):
+def test_detached_run_continues_and_can_be_stopped_by_name(arguments, run):
     done = your_ai(*arguments, "--detach")
     assert (done.returncode, done.stderr) == (0, "")
     assert "your_ai watch r" in done.stdout
@@ -181,7 +181,7 @@ def test_a_detached_run_goes_on_and_is_stopped_by_name(arguments, run):
     assert events_of(run, events.Finished)[0].reason == "stopped by Ctrl-C"
 
 
-def test_a_detached_run_that_cannot_begin_says_so(arguments, run):
+def test_detached_run_that_cannot_start_reports_the_error(arguments, run):
     Path("data/train.jsonl").write_text("{\n")
     done = your_ai(*arguments, "--detach")
     assert done.returncode == 2
@@ -189,7 +189,7 @@ def test_a_detached_run_that_cannot_begin_says_so(arguments, run):
     assert not run.path.exists()
 
 
-def test_a_run_does_not_outlive_a_front_end_that_is_killed(configure, run):
+def test_killed_front_end_stops_the_run(configure, run):
     with started(configure(max_steps=ENDLESS), "r", supervise=True) as process:
         wait_for(process, run, events.Step, 2)
         process.kill()
@@ -197,7 +197,7 @@ def test_a_run_does_not_outlive_a_front_end_that_is_killed(configure, run):
     assert len(events_of(run, events.Finished)) == 1  # it saved
 
 
-def test_a_supervisor_that_is_killed_is_told_in_one_line(configure, run):
+def test_killed_supervisor_is_reported_in_one_line(configure, run):
     with started(configure(max_steps=ENDLESS), "r", supervise=True) as process:
         wait_for(process, run, events.Step, 2)
         os.kill(owner(run), signal.SIGKILL)
@@ -208,16 +208,16 @@ def test_a_supervisor_that_is_killed_is_told_in_one_line(configure, run):
     wait_until(lambda: not is_running(run))
 
 
-def test_json_is_every_event_and_nothing_else(configure, run):
+def test_json_output_has_every_event_and_nothing_else(configure, run):
     Path("short.yaml").write_text(to_yaml(configure(supervise=True, run="")))
     done = your_ai("train", "--config", "short.yaml", "--run", "r", "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert told == [json.loads(line) for line in run.events.read_text().splitlines()]
-    assert told[-1]["event"] == "finished"
+    printed = [json.loads(line) for line in done.stdout.splitlines()]
+    assert printed == [json.loads(line) for line in run.events.read_text().splitlines()]
+    assert printed[-1]["event"] == "finished"
 
 
-def test_a_stop_in_a_pause_loses_no_step(arguments, run):
+def test_stop_during_a_pause_loses_no_step(arguments, run):
     your_ai(*arguments, "--detach")
     wait_until(lambda: len(events_of(run, events.Step)) > 2)
     requests.ask(run, requests.PAUSE)
@@ -229,7 +229,7 @@ def test_a_stop_in_a_pause_loses_no_step(arguments, run):
     assert events_of(run, events.Finished)[0].step == paused.step
 
 
-def test_a_resumption_that_is_refused_leaves_a_paused_run_paused(arguments, run):
+def test_refused_resume_leaves_the_run_paused(arguments, run):
     your_ai(*arguments, "--detach")
     requests.ask(run, requests.PAUSE)
     wait_until(lambda: events_of(run, events.Paused))
@@ -239,7 +239,7 @@ def test_a_resumption_that_is_refused_leaves_a_paused_run_paused(arguments, run)
     assert events_of(run, events.Continued) == []
 
 
-def test_a_terminal_that_closes_twice_is_closed_once(arguments, run):
+def test_repeated_sighup_finishes_the_run_once(arguments, run):
     with on_terminal(*arguments) as terminal:
         terminal.wait_for(lambda: events_of(run, events.Step))
         requests.ask(run, requests.PAUSE)
@@ -250,9 +250,9 @@ def test_a_terminal_that_closes_twice_is_closed_once(arguments, run):
     assert len(events_of(run, events.Finished)) == 1
 
 
-def test_a_front_end_that_dies_after_ctrl_c_is_no_second_ctrl_c(configure, data_folder, run):
+def test_front_end_killed_after_ctrl_c_is_not_a_second_signal(configure, data_folder, run):
     rows = [chat(f"Question {i}", "Answer " * 10) for i in range(80)]
-    write_rows(data_folder / "train.jsonl", rows)  # a step of a second or more
+    write_rows(data_folder / "train.jsonl", rows)  # a step takes a second or more
     config = configure(max_steps=ENDLESS, grad_accumulation=40, lora_layers=1)
     with started(config, "r", supervise=True) as process:
         wait_for(process, run, events.Step)
@@ -263,14 +263,14 @@ def test_a_front_end_that_dies_after_ctrl_c_is_no_second_ctrl_c(configure, data_
     assert len(events_of(run, events.Finished)) == 1
 
 
-def test_a_reader_that_leaves_ends_no_run(configure, run):
+def test_closed_output_pipe_does_not_end_the_run(configure, run):
     Path("short.yaml").write_text(to_yaml(configure(supervise=True, run="", max_steps=30)))
     command = f"{sys.executable} -m your_ai train --config short.yaml --run r | head -1"
     subprocess.run(["sh", "-c", command], capture_output=True, timeout=PATIENCE_S, check=True)
     assert events_of(run, events.Finished)[0].reason == "done"
 
 
-def test_a_signal_while_the_supervisor_begins_is_before_the_first_step(arguments, run):
+def test_signal_during_startup_leaves_no_run_folder(arguments, run):
     process = subprocess.Popen(
         [sys.executable, "-m", "your_ai", *arguments], stderr=subprocess.PIPE, text=True
     )
@@ -283,7 +283,7 @@ def test_a_signal_while_the_supervisor_begins_is_before_the_first_step(arguments
     assert not run.path.exists()
 
 
-def test_keys_are_left_to_others_where_there_is_no_screen(arguments, run):
+def test_without_a_screen_keys_are_not_read(arguments, run):
     with on_terminal(*arguments, TERM="dumb") as terminal:
         terminal.wait_for("step 1/")
         assert terminal.is_as_it_was
@@ -293,7 +293,7 @@ def test_keys_are_left_to_others_where_there_is_no_screen(arguments, run):
         assert terminal.process.poll() is None
 
 
-def test_a_detached_run_that_fails_says_why_where_it_is_watched(arguments, run):
+def test_watch_shows_why_a_detached_run_failed(arguments, run):
     your_ai(*arguments, "--detach")
     wait_until(lambda: events_of(run, events.Step))
     shutil.rmtree(run.checkpoints)
@@ -311,23 +311,23 @@ def finished(configure):
     return train(configure(max_steps=3))
 
 
-def test_a_finished_run_is_shown_once(finished):
+def test_watch_shows_a_finished_run_once(finished):
     done = your_ai("watch", "r")
     assert (done.returncode, done.stderr) == (0, "")
     assert "done: 3 steps" in done.stdout
 
 
-def test_the_newest_is_watched_where_none_is_named(finished):
+def test_watch_without_a_name_shows_the_newest_run(finished):
     assert "adapter: runs/r/adapter" in your_ai("watch").stdout
 
 
-def test_a_replay_shows_every_step_again(finished):
+def test_replay_shows_every_step(finished):
     done = your_ai("watch", "r", "--replay", "--speed", "1000", "--json")
     steps = [json.loads(line) for line in done.stdout.splitlines()]
     assert [event["step"] for event in steps if event["event"] == "step"] == [1, 2, 3]
 
 
-def test_watching_changes_nothing_and_follows_to_the_end(arguments, run):
+def test_watching_does_not_change_the_run_and_follows_it_to_its_end(arguments, run):
     your_ai(*arguments, "--detach")
     with on_terminal("watch", "r") as terminal:
         terminal.wait_for("step")
@@ -342,7 +342,7 @@ def test_watching_changes_nothing_and_follows_to_the_end(arguments, run):
         assert b"stopped by SIGTERM" in terminal.written
 
 
-def test_a_folder_that_is_deleted_while_watched_is_one_clear_line(arguments, run):
+def test_folder_deleted_while_watched_is_reported_in_one_line(arguments, run):
     your_ai(*arguments, "--detach")
     pid = owner(run)
     watching = subprocess.Popen(
@@ -359,23 +359,23 @@ def test_a_folder_that_is_deleted_while_watched_is_one_clear_line(arguments, run
     assert error == "error: runs/r: was deleted while it was watched\n"
 
 
-def test_a_watcher_whose_output_is_closed_ends(arguments, run):
+def test_watch_ends_if_its_output_is_closed(arguments, run):
     your_ai(*arguments, "--detach")
     command = f"{sys.executable} -m your_ai watch r --json | head -1"
     subprocess.run(["sh", "-c", command], capture_output=True, timeout=20, check=True)
 
 
-def test_a_question_that_is_not_answered_removes_nothing(finished):
+def test_rm_without_an_answer_removes_nothing(finished):
     done = subprocess.run(
         [sys.executable, "-m", "your_ai", "runs", "rm", "r"],
         stdin=subprocess.DEVNULL, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 130
-    assert "fault" not in done.stderr
+    assert "bug" not in done.stderr
     assert finished.path.exists()
 
 
-def test_a_long_run_opens_quickly(finished):
+def test_watch_opens_a_long_run_quickly(finished):
     records, _ = events.tail(finished.events)
     (line,) = (events.to_line(r) for r in records[-200:] if getattr(r.event, "step", 0) == 2
                and isinstance(r.event, events.Step))  # fmt: skip
@@ -383,10 +383,10 @@ def test_a_long_run_opens_quickly(finished):
         file.writelines([line] * 20_000)
     before = os.times().children_user
     assert "done: 3 steps" in your_ai("watch", "r").stdout
-    assert os.times().children_user - before < 3  # 0.7 s where nothing else runs
+    assert os.times().children_user - before < 3  # 0.7 s on an idle machine
 
 
-def test_no_mlx_where_runs_are_watched(finished):
+def test_watch_and_runs_do_not_import_mlx(finished):
     code = (
         "import sys; from your_ai.cli import main\n"
         "try: main(sys.argv[1:])\n"
@@ -399,7 +399,7 @@ def test_no_mlx_where_runs_are_watched(finished):
         assert done.stdout.splitlines()[-1] == "False", done
 
 
-def test_settings_travel_to_the_training_process(configure, run):
+def test_changed_settings_reach_the_training_process(configure, run):
     config = dataclasses.replace(configure(supervise=True, run=""), max_steps=2)
     Path("short.yaml").write_text(to_yaml(config))
     your_ai("train", "--config", "short.yaml", "--run", "r")

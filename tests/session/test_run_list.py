@@ -55,7 +55,7 @@ from your_ai.run.folder import RunFolder
 
 def kill(path="", *rest, **options):
     if sys.argv[2] == "rmtree":
-        os.unlink(Path(path) / "config.yaml")  # half of it is gone
+        os.unlink(Path(path) / "config.yaml")  # half of it is deleted
     os.kill(os.getpid(), signal.SIGKILL)
 
 module = {"mkdtemp": tempfile, "rename": os, "rmtree": shutil}[sys.argv[2]]
@@ -65,7 +65,7 @@ run_list.remove(RunFolder(Path(sys.argv[1])))
 
 
 def made(name: str = "r", *happened: Event, at: float | None = None) -> RunFolder:
-    """A run of which `happened` was told, a second apart up to `at`, by default now."""
+    """A run with these events, one second apart, the last at `at` (default: now)."""
     folder = create(TrainConfig(model="models/m", data="data", run=name))
     end = time.time() if at is None else at
     times = [end - back for back in reversed(range(len(happened)))]
@@ -76,7 +76,7 @@ def made(name: str = "r", *happened: Event, at: float | None = None) -> RunFolde
 
 @contextlib.contextmanager
 def held(folder: RunFolder, name: str = LOCK):
-    """Another process works on the run."""
+    """Let another process lock the run."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder.path), name],
         stdin=subprocess.PIPE,
@@ -113,14 +113,14 @@ FULL = row(
 )  # fmt: skip
 
 
-# --- What is known of a run
+# --- The row of a run
 
 
-def test_no_folder_holds_no_runs():
+def test_rows_of_a_missing_folder_are_empty():
     assert run_list.rows() == []
 
 
-def test_a_run_in_figures():
+def test_row_has_all_figures_of_a_run():
     limit = events.Limit(limit_bytes=8_000_000_000, reason="asked")
     validation = events.Validation(step=2, loss=1.5, trained_tokens=9, seconds=1.0)
     steps = step(1, loss=2.0), step(2, loss=1.0, highest_bytes=5_500_000_000)
@@ -153,17 +153,17 @@ def test_a_run_in_figures():
         ([STAGE, STARTED, STOPPED], "stopped"),
         ([STAGE, STARTED, DONE], "finished"),
         ([STAGE, STARTED, STOPPED, STAGE, STARTED, DONE], "finished"),
-        ([STAGE, STARTED, DONE, STAGE], "finished"),  # a resumption that failed at once
+        ([STAGE, STARTED, DONE, STAGE], "finished"),  # a resume that failed immediately
         ([STAGE, STARTED, DONE, STAGE, STARTED, step(11)], "died"),
     ],
 )
-def test_the_state_of_a_run_that_nothing_works_on(happened, state):
+def test_state_of_a_run_without_a_process(happened, state):
     made("r", *happened)
     assert only().state == state
 
 
 @pytest.mark.parametrize("lock", [LOCK, SUPERVISOR_LOCK])
-def test_a_run_that_is_worked_on_is_running(lock):
+def test_run_with_a_locked_folder_is_running(lock):
     with held(made("r", STARTED, DONE), lock):
         assert only().state == "running"
     assert only().state == "finished"
@@ -172,12 +172,12 @@ def test_a_run_that_is_worked_on_is_running(lock):
 @pytest.mark.parametrize(
     ("happened", "state"), [([PAUSED], "paused"), ([PAUSED, CONTINUED], "running")]
 )
-def test_a_run_that_waits_is_paused(happened, state):
+def test_state_is_paused_until_the_run_continues(happened, state):
     with held(made("r", STAGE, STARTED, step(3), *happened)):
         assert only().state == state
 
 
-def test_a_run_that_never_began_is_known_by_its_config():
+def test_row_of_a_run_that_never_began_uses_its_config():
     folder = made("r")
     os.utime(folder.config, (NOW, NOW))
     folder.events.unlink()
@@ -189,7 +189,7 @@ def test_a_run_that_never_began_is_known_by_its_config():
     )
 
 
-def test_a_run_stands_where_it_was_resumed_until_it_steps():
+def test_resumed_run_shows_its_checkpoint_step_until_the_next_step():
     resumed = dataclasses.replace(STARTED, step=5, steps=20)
     made("r", STARTED, step(7), STAGE, resumed)
     assert (only().step, only().steps) == (5, 20)
@@ -201,30 +201,30 @@ def test_a_skipped_step_counts():
     assert (only().step, only().steps) == (4, 10)
 
 
-def test_time_worked_leaves_out_pauses_and_what_is_between_two_processes():
-    told = [
+def test_seconds_exclude_pauses_and_time_between_processes():
+    happened = [
         (0, STAGE), (10, STARTED), (20, step(1)), (21, PAUSED), (61, CONTINUED), (71, STOPPED),
         (90, STAGE), (95, step(2)), (5000, STAGE), (5010, step(3)),
     ]  # fmt: skip
-    records = [Record(NOW + at, event) for at, event in told]
+    records = [Record(NOW + at, event) for at, event in happened]
     assert run_list.seconds_of(records) == 21 + 10 + 5 + 10
 
 
-def test_a_long_step_counts_where_no_gauges_were_told():
+def test_long_step_without_gauges_counts():
     records = [Record(NOW, STARTED), Record(NOW + 500, step(1, seconds=400.0))]
     assert run_list.seconds_of(records) == 400
 
 
-# --- What is not as it should be
+# --- Order, and runs that are damaged
 
 
-def test_the_last_changed_comes_first():
+def test_rows_are_sorted_by_last_change():
     for name, at in (("b", NOW), ("c", NOW + 9), ("a", NOW)):
         made(name, STARTED, at=at)
     assert [found.name for found in run_list.rows()] == ["c", "a", "b"]
 
 
-def test_what_is_no_run_is_passed_over():
+def test_entries_that_are_not_runs_are_skipped():
     made("r")
     for name in ("notes", f"{TEMPORARY}r-1", ".hidden"):
         (RUNS / name).mkdir()
@@ -235,13 +235,13 @@ def test_what_is_no_run_is_passed_over():
     assert [found.name for found in run_list.rows()] == ["r"]
 
 
-def test_runs_that_are_a_file_are_refused_in_one_line():
+def test_runs_path_that_is_a_file_is_refused():
     RUNS.touch()
     with pytest.raises(UserError, match=r"^runs: cannot be read \(Not a directory\)$"):
         run_list.rows()
 
 
-def test_damaged_lines_are_passed_over():
+def test_damaged_lines_are_skipped():
     folder = made("r", STARTED, step(1), step(2))
     with folder.events.open("ab") as file:
         file.write(b'{"event": "unheard of", "time": 1}\n\xff\xfe\n[]\n{"event": "step"}\n{"eve')
@@ -249,7 +249,7 @@ def test_damaged_lines_are_passed_over():
 
 
 @pytest.mark.parametrize("spoil", ["empty", "missing", "a folder", "a loop"])
-def test_a_run_without_events_has_a_row(spoil):
+def test_run_without_events_has_a_row(spoil):
     folder = made("r")
     folder.events.unlink()
     if spoil == "empty":
@@ -265,12 +265,12 @@ def test_a_run_without_events_has_a_row(spoil):
 @pytest.mark.parametrize(
     "text", [b"", b"model: [", b"- a", b"\xff", b"model: 2001-99-99", b"[" * 600, b"model: {}"]
 )
-def test_a_broken_config_has_a_row(text):
+def test_run_with_a_broken_config_has_a_row(text):
     made("r").config.write_bytes(text)
     assert (only().model, only().state) == (None, "died")
 
 
-def test_a_folder_that_is_deleted_while_it_is_read_is_passed_over(monkeypatch):
+def test_folder_deleted_while_it_is_read_is_skipped(monkeypatch):
     folder = made("r", STARTED)
     tail = events.tail
 
@@ -282,7 +282,7 @@ def test_a_folder_that_is_deleted_while_it_is_read_is_passed_over(monkeypatch):
     assert run_list.rows() == []
 
 
-def test_a_folder_that_may_not_be_read_has_a_row():
+def test_unreadable_folder_has_a_row():
     folder = made("r", STARTED)
     folder.path.chmod(0)
     try:
@@ -317,14 +317,14 @@ EVENTS = st.sampled_from(
 
 @st.composite
 def odd_lines(draw) -> str:
-    """An event of which some fields are of any type."""
+    """An event with some fields of any type."""
     fields = json.loads(events.to_line(Record(NOW, draw(EVENTS))))
     names = draw(st.lists(st.sampled_from(sorted(fields)), max_size=3))
     return json.dumps({**fields, **{name: draw(SCALARS) for name in names}})
 
 
 @given(st.lists(odd_lines(), max_size=12))
-def test_fields_of_any_type_make_a_row_that_can_be_shown(lines):
+def test_fields_of_any_type_give_a_row_that_can_be_shown(lines):
     folder = RunFolder(RUNS / "r")
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.events.write_text("".join(line + "\n" for line in lines))
@@ -342,26 +342,26 @@ def test_fifty_long_runs_are_listed_within_seconds():
     found = run_list.rows()
     took_s = time.process_time() - began
     assert [each.step for each in found] == [2000] * 50
-    assert took_s < 6  # for less than 3 where nothing else is measured
+    assert took_s < 6  # less than 3 on an idle machine
 
 
 # --- The newest
 
 
-def test_the_newest_run_is_the_last_changed():
+def test_newest_run_is_the_last_changed():
     for name, at in (("a", NOW), ("b", NOW + 9), ("c", NOW)):
-        made(name, STARTED, *[step(1)] * 99, at=at)  # more than is read of its end
+        made(name, STARTED, *[step(1)] * 99, at=at)  # more than newest() reads of the end
     assert run_list.newest() == RunFolder(RUNS / "b")
 
 
-def test_the_newest_run_is_one_that_is_running():
+def test_newest_prefers_a_running_run():
     running = made("a", STARTED, at=NOW)
     made("b", STARTED, at=NOW + 9)
     with held(running):
         assert run_list.newest() == running
 
 
-def test_of_no_runs_none_is_the_newest():
+def test_newest_without_runs_raises():
     with pytest.raises(UserError, match=r"^no runs in runs; start one: your_ai train$"):
         run_list.newest()
 
@@ -369,7 +369,7 @@ def test_of_no_runs_none_is_the_newest():
 # --- The table
 
 
-def test_a_table_of_eighty_columns():
+def test_table_in_eighty_columns():
     assert drawn([FULL, row("another", state="died")]) == [
         "run      state         step    loss    best       peak of limit   changed",
         "a-run    finished  120/1000  1.2500  1.2000  4.73 GB of 8.00 GB  2:05 ago",
@@ -377,7 +377,7 @@ def test_a_table_of_eighty_columns():
     ]
 
 
-def test_a_wide_table_shows_all():
+def test_wide_table_shows_all_columns():
     assert drawn([FULL], width=160)[1].split() == (
         "a-run finished 120/1000 1.2500 1.2000 1.5000 4.73 GB of 8.00 GB 1:02:05 2:05 ago 412 MB "
         "model-1b"
@@ -385,14 +385,14 @@ def test_a_wide_table_shows_all():
 
 
 @given(width=st.integers(20, 200), length=st.integers(1, 100), count=st.integers(0, 3))
-def test_a_table_fits_into_its_width(width, length, count):
+def test_table_fits_into_its_width(width, length, count):
     lines = drawn([dataclasses.replace(FULL, name="x" * length)] * count, width)
     assert len(lines) == count + 1
     assert max(map(len, lines)) <= width
     assert all("finished" in line for line in lines[1:])
 
 
-def test_a_long_name_loses_its_middle():
+def test_long_name_is_shortened_in_the_middle():
     name = "Llama-3.2-1B-Instruct-4bit-train-20270101-120000"
     line = drawn([dataclasses.replace(FULL, name=name)], width=80)[1]
     assert line.startswith("Llama-3.2-")
@@ -400,11 +400,11 @@ def test_a_long_name_loses_its_middle():
 
 
 @pytest.mark.parametrize("most", range(1, 12))
-def test_a_cropped_name_is_as_long_as_asked(most):
+def test_cropped_name_has_the_given_length(most):
     assert len(run_list.crop("0123456789ab", most)) == most
 
 
-def test_a_table_tells_states_apart_without_colour(monkeypatch):
+def test_table_shows_states_without_color(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     console = Console(file=io.StringIO(), width=80, force_terminal=True)
     console.print(run_list.table([row(state=state) for state in run_list.STATES], NOW))
@@ -412,7 +412,7 @@ def test_a_table_tells_states_apart_without_colour(monkeypatch):
     assert "\x1b[3" not in console.file.getvalue()
 
 
-def test_names_and_models_cannot_steer_the_terminal():
+def test_control_characters_in_names_are_escaped():
     line = drawn([dataclasses.replace(FULL, name="[b]\x1b[2J\n", model="\ud800m\x07")], 160)[1]
     assert line.startswith("[b]␛[2J␊")
     assert line.endswith("\ufffdm␇")
@@ -425,14 +425,14 @@ def test_names_and_models_cannot_steer_the_terminal():
         *((86_400, "1 day ago"), (3 * 86_400 + 9, "3 days ago")),
     ],
 )
-def test_how_long_ago(seconds, text):
+def test_ago_formats_seconds_and_days(seconds, text):
     assert run_list.ago(seconds) == text
 
 
 # --- Removing
 
 
-def test_a_removed_run_leaves_nothing_and_tells_its_size():
+def test_remove_deletes_the_run_and_returns_its_size():
     folder = made("r", STARTED)
     (folder.path / "checkpoints" / "step-1").mkdir(parents=True)
     (folder.path / "checkpoints" / "step-1" / "weights").write_bytes(bytes(1000))
@@ -442,7 +442,7 @@ def test_a_removed_run_leaves_nothing_and_tells_its_size():
 
 
 @pytest.mark.parametrize("lock", [LOCK, SUPERVISOR_LOCK])
-def test_a_running_run_is_not_removed(lock):
+def test_running_run_is_not_removed(lock):
     folder = made("r")
     with (
         held(folder, lock),
@@ -452,8 +452,8 @@ def test_a_running_run_is_not_removed(lock):
     assert folder.config.is_file()
 
 
-def test_a_run_that_is_resumed_just_now_is_not_removed(monkeypatch):
-    """Between the look and the removal."""
+def test_run_resumed_during_the_removal_is_not_removed(monkeypatch):
+    """It is resumed between the check and the removal."""
     folder = made("r")
     monkeypatch.setattr(run_list, "is_running", lambda folder: False)
     monkeypatch.setattr("your_ai.run.folder.LOCK_WAIT_S", 0.2)
@@ -462,17 +462,17 @@ def test_a_run_that_is_resumed_just_now_is_not_removed(monkeypatch):
     assert folder.config.is_file()
 
 
-def test_a_link_is_not_removed(own_folder):
+def test_symbolic_link_is_not_removed(own_folder):
     target = own_folder / "elsewhere"
     made("r").path.rename(target)
     (RUNS / "r").symlink_to(target)
-    with pytest.raises(UserError, match="is a link"):
+    with pytest.raises(UserError, match="is a symbolic link"):
         run_list.remove(RunFolder(RUNS / "r"))
     assert (target / "config.yaml").is_file()
 
 
 @pytest.mark.parametrize("path", ["elsewhere/r", "runs/../elsewhere/r", "runs/a/r"])
-def test_a_run_outside_is_not_removed(path):
+def test_run_outside_the_runs_folder_is_not_removed(path):
     made("a")
     Path("elsewhere").mkdir()
     made("r").path.rename(path)
@@ -481,7 +481,7 @@ def test_a_run_outside_is_not_removed(path):
     assert Path(path, "config.yaml").is_file()
 
 
-def test_a_run_in_a_linked_folder_of_runs_is_removed(own_folder):
+def test_run_in_a_linked_runs_folder_is_removed(own_folder):
     made("r")
     RUNS.rename("large disk")
     RUNS.symlink_to("large disk")
@@ -490,7 +490,7 @@ def test_a_run_in_a_linked_folder_of_runs_is_removed(own_folder):
 
 
 @pytest.mark.parametrize("name", ["notes", "nowhere", "."])
-def test_what_is_no_run_is_not_removed(name):
+def test_folder_that_is_not_a_run_is_not_removed(name):
     RUNS.mkdir()
     (RUNS / "notes").mkdir()
     with pytest.raises(UserError, match="is not a run"):
@@ -499,7 +499,7 @@ def test_what_is_no_run_is_not_removed(name):
 
 
 @pytest.mark.parametrize("point", ["mkdtemp", "rename", "rmtree"])
-def test_a_removal_that_is_killed_leaves_all_or_nothing(point):
+def test_killed_removal_leaves_the_whole_run_or_nothing(point):
     folder = made("r", STARTED)
     killed = subprocess.run([sys.executable, "-c", KILLED, str(folder.path), point], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -512,10 +512,10 @@ def test_a_removal_that_is_killed_leaves_all_or_nothing(point):
     assert list(RUNS.iterdir()) == ([] if point == "rmtree" else [folder.path])
 
 
-def test_what_cannot_be_removed_is_named(monkeypatch):
+def test_incomplete_removal_names_what_is_left(monkeypatch):
     folder = made("r")
     monkeypatch.setattr(run_list.shutil, "rmtree", lambda path, ignore_errors: None)
-    with pytest.raises(UserError, match=r"^runs/\.tmp-.*: the rest of r cannot be removed"):
+    with pytest.raises(UserError, match=r"^runs/\.tmp-.*: the rest of r; remove it by hand"):
         run_list.remove(folder)
     assert run_list.rows() == []
 
@@ -535,7 +535,7 @@ ROWS = st.builds(
     states=st.sets(st.sampled_from(run_list.ENDED)).map(sorted),
     older_than_s=st.floats(0, 100),
 )
-def test_what_is_pruned_ended_as_asked_and_long_enough_ago(rows, states, older_than_s):
+def test_prunable_filters_by_state_and_age(rows, states, older_than_s):
     chosen = run_list.prunable(rows, states, older_than_s, NOW)
     assert chosen == [
         r for r in rows
@@ -544,13 +544,13 @@ def test_what_is_pruned_ended_as_asked_and_long_enough_ago(rows, states, older_t
     ]  # fmt: skip
 
 
-def test_by_default_what_did_not_finish_is_pruned():
+def test_by_default_unfinished_runs_are_pruned():
     rows = [row(state, state=state) for state in run_list.STATES]
     assert [r.state for r in run_list.prunable(rows)] == ["stopped", "died"]
 
 
 @pytest.mark.parametrize("state", ["running", "paused", "dead"])
-def test_other_states_are_not_pruned(state):
+def test_running_and_unknown_states_cannot_be_pruned(state):
     with pytest.raises(UserError, match=f"^{state}: "):
         run_list.prunable([row(state="running")], [state])
 
@@ -559,19 +559,19 @@ def test_other_states_are_not_pruned(state):
 
 
 @pytest.mark.parametrize("lock", [LOCK, SUPERVISOR_LOCK])
-def test_a_run_is_stopped_by_its_process(lock):
+def test_stop_interrupts_the_process_of_the_run(lock):
     folder = made("r")
     with held(folder, lock) as process:
         assert run_list.stop(folder) == process.pid
         assert process.wait(10) == -signal.SIGINT
 
 
-def test_what_does_not_run_is_not_stopped():
+def test_run_that_is_not_running_cannot_be_stopped():
     with pytest.raises(UserError, match=r"^runs/r: is not running$"):
         run_list.stop(made("r"))
 
 
-def test_a_process_of_unknown_number_is_not_stopped():
+def test_process_with_unknown_id_cannot_be_stopped():
     folder = made("r")
     with held(folder):
         (folder.path / LOCK).write_text("")
@@ -581,9 +581,9 @@ def test_a_process_of_unknown_number_is_not_stopped():
 
 @pytest.mark.parametrize(
     ("error", "text"),
-    [(PermissionError, "belongs to another user"), (ProcessLookupError, "not running any more")],
+    [(PermissionError, "belongs to another user"), (ProcessLookupError, "is no longer running")],
 )
-def test_a_process_that_cannot_be_asked_is_told_of(monkeypatch, error, text):
+def test_failure_to_signal_the_process_is_reported(monkeypatch, error, text):
     def kill(pid, number):
         raise error
 
@@ -594,7 +594,7 @@ def test_a_process_that_cannot_be_asked_is_told_of(monkeypatch, error, text):
             run_list.stop(folder)
 
 
-def test_a_listing_loads_nothing_heavy():
+def test_importing_run_list_loads_no_heavy_packages():
     heavy = ["mlx", "mlx_lm", "transformers", "numpy", "yaml", "huggingface_hub"]
     code = f"import sys, your_ai.session.run_list; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

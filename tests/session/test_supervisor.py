@@ -1,4 +1,4 @@
-"""The supervisor, with children that do and tell what a test wants."""
+"""The supervisor, with children that do what each test needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from your_ai.session.supervisor import Decision, Life, Lost, after_death, next_l
 
 PATIENCE_S = 20.0
 
-# A training process: its n-th life is the n-th text in lives.json, the last one for ever.
+# A training process. Its n-th start runs the n-th text in lives.json, and then always the last.
 CHILD = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -94,7 +94,7 @@ life = len((folder / "levels").read_text().split()) - 1
 exec(lives[min(life, len(lives) - 1)])
 """
 
-# Does step after step until it is told to stop, as your_ai.training.train does.
+# Runs until a stop signal, as your_ai.training.train does.
 TRAIN = """
 try:
     with stop_signals() as stop:
@@ -135,7 +135,7 @@ def run(own_folder: Path) -> RunFolder:
 
 
 def children(run: RunFolder, *lives: str) -> list[str]:
-    """The command that starts the next of these lives."""
+    """The command whose n-th start runs the n-th of `lives`."""
     (run.path / "lives.json").write_text(json.dumps(lives))
     return [sys.executable, "child.py"]
 
@@ -154,21 +154,21 @@ def log_of(run: RunFolder) -> str:
     return (run.path / "process.log").read_text()
 
 
-def test_a_run_that_finishes_is_done(run):
+def test_run_that_finishes_is_done(run):
     assert supervised(run, "start(); finish()") == DONE
     assert levels(run) == [0]
     assert events_of(run, events.Died) == []
 
 
-def test_the_training_process_is_your_ais_own(run):
-    """Which refuses a folder without a config."""
+def test_default_command_is_the_training_module(run):
+    """That module refuses a folder without a config."""
     with pytest.raises((UserError, RunError)):
         supervise(run, [])
     assert "No module named" not in log_of(run)
 
 
 @pytest.mark.parametrize(("status", "kind"), [(USER, UserError), (FAILED, RunError)])
-def test_an_error_is_raised_as_it_was_told(run, status, kind):
+def test_error_printed_by_the_child_is_raised(run, status, kind):
     life = f"print('error: first\\nerror: runs/r: é\\nmore', flush=True); sys.exit({status})"
     with pytest.raises(kind, match=r"\Aruns/r: é\Z") as caught:
         supervised(run, life)
@@ -177,13 +177,13 @@ def test_an_error_is_raised_as_it_was_told(run, status, kind):
 
 
 @pytest.mark.parametrize("status", [USER, FAILED])
-def test_an_error_that_was_not_told_names_the_log(run, status):
+def test_failure_without_an_error_line_names_the_log(run, status):
     lives = ["print('error: old', flush=True); die()", f"print('why?'); sys.exit({status})"]
     with pytest.raises(Lost, match=rf"status {status} \(why\?\).* runs/r/process.log"):
         supervised(run, *lives)
 
 
-def test_an_error_is_told_although_the_folder_is_gone(run):
+def test_error_is_raised_even_if_the_folder_is_deleted(run):
     life = "folder.rename('elsewhere'); print('error: runs/r: is gone'); sys.exit(1)"
     with pytest.raises(RunError, match="is gone"):
         supervised(run, life)
@@ -196,45 +196,45 @@ def test_all_output_is_appended_to_the_log(run):
     assert log_of(run) == "before\nfirst\nsecond\n"
 
 
-def test_a_log_that_cannot_be_written_is_one_clear_line(run):
+def test_unwritable_log_is_reported(run):
     (run.path / "process.log").mkdir()
     with pytest.raises(UserError, match=r"runs/r/process.log: cannot be written \(Is a dir"):
         supervised(run, "")
 
 
-def test_a_child_that_cannot_be_started_is_one_clear_line(run):
+def test_child_that_cannot_be_started_is_reported(run):
     with pytest.raises(RunError, match="cannot be started"):
         supervise(run, [], command=["./none"])
 
 
-def test_the_child_has_a_session_of_its_own_and_no_input(run):
+def test_child_has_its_own_session_and_no_input(run):
     life = "print(os.getsid(0) == os.getpid(), repr(sys.stdin.read()))"
     supervised(run, life)
     assert log_of(run) == "True ''\n"
 
 
-def test_the_child_holds_the_read_end_alone(run):
-    """Of all that this process has open; it would never see an end of file otherwise."""
+def test_child_inherits_only_the_read_end_of_the_pipe(run):
+    """With other inherited file descriptors it would never see the end of the pipe."""
     supervised(run, "print(*os.listdir('/dev/fd'))")
     listed = {int(fd) for fd in log_of(run).split()}
     assert len(listed - {0, 1, 2}) == 3  # the pipe, the event log, the listing itself
 
 
-def test_deaths_with_new_checkpoints_between_them_go_on_for_ever(run):
+def test_deaths_with_new_checkpoints_are_always_restarted(run):
     lives = [f"start({i}); step({i + 1}); save({i + 1}); die()" for i in range(5)]
     assert supervised(run, *lives, "finish()") == DONE
     assert levels(run) == [0] * 6
     reasons = [died.reason for died in events_of(run, events.Died)]
-    assert reasons[1] == "killed by SIGKILL after step 2; going on from step 2"
+    assert reasons[1] == "killed by SIGKILL after step 2; continuing from step 2"
     assert [died.level for died in events_of(run, events.Died)] == [0] * 5
 
 
-def test_the_third_death_without_a_new_checkpoint_is_the_last(run):
+def test_gives_up_at_the_third_death_without_a_new_checkpoint(run):
     with pytest.raises(Lost) as caught:
         supervised(run, "start(); save(0); step(1); die(signal.SIGSEGV)")
     assert str(caught.value) == (
         "runs/r: training died: killed by SIGSEGV after step 1; 3 deaths in a row without a new "
-        "checkpoint; its output is in runs/r/process.log; go on with: your_ai train --resume r"
+        "checkpoint; its output is in runs/r/process.log; continue with: your_ai train --resume r"
     )
     assert [(died.step, died.level) for died in events_of(run, events.Died)] == [
         (1, 0),
@@ -243,20 +243,20 @@ def test_the_third_death_without_a_new_checkpoint_is_the_last(run):
     ]
 
 
-def test_a_death_before_the_first_checkpoint_starts_again(run):
+def test_death_before_the_first_checkpoint_restarts(run):
     assert supervised(run, "die()", "finish()") == DONE
     (died,) = events_of(run, events.Died)
-    assert died.reason == "killed by SIGKILL before its first step; starting again"
+    assert died.reason == "killed by SIGKILL before its first step; restarting"
 
 
-def test_a_resumed_run_that_dies_goes_on_from_where_it_resumed(run):
+def test_death_after_a_resume_continues_from_the_resumed_step(run):
     assert supervised(run, "start(6); die()", "finish()") == DONE
     (died,) = events_of(run, events.Died)
     assert died.step == 6
-    assert died.reason.endswith("going on from step 6")
+    assert died.reason.endswith("continuing from step 6")
 
 
-def test_a_death_of_memory_takes_the_next_smaller_plan(run):
+def test_death_for_lack_of_memory_takes_the_next_smaller_plan(run):
     lives = [
         "plan(0); start(); save(0); limit(100); step(1, 95); die()",
         f"plan(2); sys.exit({OUT_OF_MEMORY})",
@@ -265,13 +265,14 @@ def test_a_death_of_memory_takes_the_next_smaller_plan(run):
     assert supervised(run, *lives) == DONE
     assert levels(run) == [0, 1, 3]
     assert [died.reason for died in events_of(run, events.Died)] == [
-        "killed by SIGKILL after step 1, with 95% of its limit in use; going on from step 0 "
-        "under the next smaller plan",
-        "ran out of memory before its first step; going on from step 0 under the next smaller plan",
+        "killed by SIGKILL after step 1, with 95% of its limit in use; continuing from step 0 "
+        "with the next smaller plan",
+        "ran out of memory before its first step; continuing from step 0 with the next smaller "
+        "plan",
     ]
 
 
-def test_what_happened_before_the_supervisor_does_not_count(run):
+def test_events_before_the_supervisor_started_do_not_count(run):
     before = events.EventLog(run.events)
     before.write(events.Limit(limit_bytes=100, reason=""))
     before.write(
@@ -284,15 +285,15 @@ def test_what_happened_before_the_supervisor_does_not_count(run):
     assert supervised(run, "start(); step(1, 95); die()", "finish()") == DONE
     assert levels(run) == [0, 0]
     (died,) = events_of(run, events.Died)
-    assert died.reason == "killed by SIGKILL after step 1; starting again"
+    assert died.reason == "killed by SIGKILL after step 1; restarting"
 
 
-def test_a_half_written_event_of_the_dead_is_ended(run):
+def test_half_written_event_of_a_dead_child_is_ended(run):
     assert supervised(run, "os.write(log.file, b'{\"event\"'); die()", "finish()") == DONE
     assert len(events_of(run, events.Died)) == 1
 
 
-def test_a_restart_is_no_death(run):
+def test_restart_is_not_a_death(run):
     life = f"start(); step(1); save(1); sys.exit({RESTART})"
     assert supervised(run, *[life] * 4, "finish()") == DONE
     assert levels(run) == [0] * 5
@@ -300,55 +301,55 @@ def test_a_restart_is_no_death(run):
 
 
 @pytest.mark.parametrize(
-    ("told", "level"),
+    ("written", "level"),
     [
         ("plan(1)", 1),
         ("plan(1); act('smaller_plan')", 2),
-        ("plan(1); act('smaller_plan'); plan(2)", 2),  # carried out within this life
+        ("plan(1); act('smaller_plan'); plan(2)", 2),  # done by this child
         ("plan(1); act('smaller_plan'); plan(2); act('reload')", 2),
         ("act('smaller_plan')", 1),
         ("pass", 0),
     ],
 )
-def test_a_restart_goes_on_at_the_level_that_was_told(run, told, level):
-    assert supervised(run, f"{told}; sys.exit({RESTART})", "finish()") == DONE
+def test_restart_uses_the_level_from_the_events(run, written, level):
+    assert supervised(run, f"{written}; sys.exit({RESTART})", "finish()") == DONE
     assert levels(run) == [0, level]
 
 
-def test_restarts_without_a_step_come_to_an_end(run):
-    with pytest.raises(Lost, match="asked to be restarted before its first step, 3 times in a row"):
+def test_gives_up_after_three_restarts_without_a_step(run):
+    with pytest.raises(Lost, match="requested a restart before its first step, 3 times in a row"):
         supervised(run, f"start(); sys.exit({RESTART})")
     assert levels(run) == [0, 0, 0]
     assert [died.level for died in events_of(run, events.Died)] == [None]
 
 
-def test_a_step_between_restarts_lets_them_go_on(run):
+def test_restarts_with_a_step_between_them_continue(run):
     idle, busy = f"sys.exit({RESTART})", f"step(1); sys.exit({RESTART})"
     assert supervised(run, idle, idle, busy, idle, idle, "finish()") == DONE
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_a_child_that_was_told_to_stop_is_not_started_again(run, number):
+def test_child_stopped_by_a_signal_is_not_restarted(run, number):
     assert supervised(run, f"start(); finish({int(number)})") == 128 + number
     assert levels(run) == [0]
 
 
 @pytest.mark.parametrize(
-    "life", ["sys.exit(143)", "die(signal.SIGTERM)"], ids=["heeded", "too early to be heeded"]
+    "life", ["sys.exit(143)", "die(signal.SIGTERM)"], ids=["handled", "too early to be handled"]
 )
-def test_a_stop_before_training_began_is_raised(run, life):
+def test_stop_before_training_began_raises_interrupted(run, life):
     with pytest.raises(Interrupted) as caught:
         supervised(run, life)
     assert caught.value.number == signal.SIGTERM
     assert events_of(run, events.Died) == []
 
 
-def test_a_stop_while_a_run_that_died_loads_again_is_one_in_mid_run(run):
+def test_stop_while_reloading_after_a_death_returns_its_status(run):
     lives = ["start(); save(0); step(1); die()", "sys.exit(130)"]
     assert supervised(run, *lives) == 130
 
 
-def test_a_signal_between_a_death_and_the_next_life_ends_the_run(run):
+def test_signal_between_two_children_ends_the_run(run):
     life = "start(); os.kill(os.getppid(), signal.SIGTERM); die()"
     assert supervised(run, life) == 143
     assert levels(run) == [0]
@@ -357,20 +358,20 @@ def test_a_signal_between_a_death_and_the_next_life_ends_the_run(run):
     assert "told to stop" in died.reason
 
 
-def test_a_signal_and_a_restart_end_the_run(run):
+def test_signal_before_a_restart_ends_the_run(run):
     life = f"start(); step(1); os.kill(os.getppid(), signal.SIGINT); sys.exit({RESTART})"
     assert supervised(run, f"signal.signal(signal.SIGINT, signal.SIG_IGN); {life}") == 130
     assert levels(run) == [0]
     assert events_of(run, events.Died) == []
 
 
-def test_a_signal_before_the_first_child_starts_none(run):
+def test_signal_before_the_first_child_starts_no_child(run):
     with pytest.raises(Interrupted):
         supervise(run, [signal.SIGTERM], command=children(run, "finish()"))
     assert not (run.path / "levels").exists()
 
 
-def test_handlers_are_as_they_were(run):
+def test_signal_handlers_are_restored(run):
     before = [signal.getsignal(number) for number in SIGNALS]
     supervised(run, "finish()")
     with pytest.raises(RunError):
@@ -380,7 +381,7 @@ def test_handlers_are_as_they_were(run):
 
 @contextlib.contextmanager
 def running(run: RunFolder, *lives: str) -> Iterator[subprocess.Popen[str]]:
-    """A supervisor in a process of its own."""
+    """A supervisor in another process."""
     command = [sys.executable, "-c", SUPERVISOR, str(run.path), *children(run, *lives)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -395,12 +396,12 @@ def running(run: RunFolder, *lives: str) -> Iterator[subprocess.Popen[str]]:
 def wait_until(done: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not done():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.005)
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_a_signal_lets_the_child_finish(run, number):
+def test_first_signal_lets_the_child_finish(run, number):
     with running(run, "SLOW = False" + TRAIN) as process:
         wait_until(lambda: events_of(run, events.Step))
         process.send_signal(number)
@@ -409,8 +410,8 @@ def test_a_signal_lets_the_child_finish(run, number):
     assert len(events_of(run, events.Finished)) == 1
 
 
-def test_ctrl_c_in_the_terminal_reaches_the_child_once(run):
-    """All of the terminal's foreground gets it: the supervisor, and the child if it were there."""
+def test_ctrl_c_in_the_terminal_reaches_the_child_only_once(run):
+    """The whole foreground process group gets it; the child must not be in that group."""
     with running(run, "SLOW = True" + TRAIN) as process:
         wait_until(lambda: events_of(run, events.Step))
         os.killpg(process.pid, signal.SIGINT)
@@ -419,7 +420,7 @@ def test_ctrl_c_in_the_terminal_reaches_the_child_once(run):
         assert process.poll() is None
 
 
-def test_a_second_signal_leaves_at_once(run):
+def test_second_signal_ends_the_run_immediately(run):
     with running(run, "SLOW = True" + TRAIN) as process:
         wait_until(lambda: events_of(run, events.Step))
         process.send_signal(signal.SIGINT)
@@ -431,7 +432,7 @@ def test_a_second_signal_leaves_at_once(run):
     assert events_of(run, events.Died) == []
 
 
-def test_a_third_signal_ends_a_child_that_hears_none(run):
+def test_third_signal_kills_a_child_that_ignores_signals(run):
     life = "signal.signal(signal.SIGINT, lambda *_: act('heard')); start(); step(1)\n"
     with running(run, life + "while True: time.sleep(0.01)") as process:
         wait_until(lambda: events_of(run, events.Step))
@@ -444,7 +445,7 @@ def test_a_third_signal_ends_a_child_that_hears_none(run):
     assert [died.level for died in events_of(run, events.Died)] == [None]
 
 
-def test_a_signal_while_the_child_loads_is_before_the_first_step(run):
+def test_signal_while_the_child_loads_is_before_the_first_step(run):
     life = "limit(1)\nwith stop_signals(): time.sleep(60)"
     catch = f"try:\n exec({life!r})\nexcept Interrupted as stop: sys.exit(128 + stop.number)"
     with running(run, catch) as process:
@@ -454,7 +455,7 @@ def test_a_signal_while_the_child_loads_is_before_the_first_step(run):
     assert (process.returncode, output) == (143, "before the first step\n")
 
 
-def test_a_child_does_not_outlive_a_killed_supervisor(run):
+def test_child_ends_when_the_supervisor_is_killed(run):
     hold = "import fcntl\nheld = (folder / 'held').open('w')\nfcntl.flock(held, fcntl.LOCK_EX)\n"
     with running(run, f"{hold}SLOW = False{TRAIN}") as process:
         wait_until(lambda: events_of(run, events.Step))
@@ -471,7 +472,7 @@ def test_a_child_does_not_outlive_a_killed_supervisor(run):
     assert len(events_of(run, events.Finished)) == 1
 
 
-def test_no_mlx_in_the_supervisor():
+def test_supervisor_does_not_import_mlx():
     code = "import sys, your_ai.session.supervisor; sys.exit('mlx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -496,7 +497,7 @@ LIMIT = events.Limit(limit_bytes=1000, reason="")
 
 
 @pytest.mark.parametrize(
-    ("told", "used", "critical"),
+    ("written", "used", "critical"),
     [
         ([], None, False),
         ([LIMIT, sample(1)], None, False),
@@ -509,12 +510,12 @@ LIMIT = events.Limit(limit_bytes=1000, reason="")
         ([sample(1, pressure=4), *[sample(2, pressure=1)] * 5], None, False),
     ],
 )
-def test_the_last_samples_tell_how_memory_was(told, used, critical):
-    life = next_life(Life(), 0, -9, told)
+def test_memory_use_is_taken_from_the_last_samples(written, used, critical):
+    life = next_life(Life(), 0, -9, written)
     assert (life.used, life.critical) == (used, critical)
 
 
-def test_a_checkpoint_made_again_is_no_new_one():
+def test_repeated_checkpoint_does_not_count_as_new():
     before = Life(checkpoint=10, step=17)
     again = events.Checkpoint(step=5, folder="", seconds=1.0)
     assert next_life(before, 0, -9, [again]).checkpoint == 10
@@ -526,41 +527,41 @@ KILLED = Life(status=-signal.SIGKILL, level=1, moved=True, step=17, checkpoint=1
 @pytest.mark.parametrize(
     ("changes", "level", "words"),
     [
-        ({}, 1, "killed by SIGKILL after step 17; going on from step 10"),
-        ({"used": 0.85}, 1, "killed by SIGKILL after step 17; going on from step 10"),
+        ({}, 1, "killed by SIGKILL after step 17; continuing from step 10"),
+        ({"used": 0.85}, 1, "killed by SIGKILL after step 17; continuing from step 10"),
         (
             {"used": 0.951},
             2,
-            "killed by SIGKILL after step 17, with 95% of its limit in use; going on from step 10 "
-            "under the next smaller plan",
+            "killed by SIGKILL after step 17, with 95% of its limit in use; continuing from "
+            "step 10 with the next smaller plan",
         ),
         (
             {"critical": True, "status": -signal.SIGABRT},
             2,
-            "killed by SIGABRT after step 17, under critical memory pressure; going on from step "
-            "10 under the next smaller plan",
+            "killed by SIGABRT after step 17, under critical memory pressure; continuing from step "
+            "10 with the next smaller plan",
         ),
         (
             {"status": OUT_OF_MEMORY, "moved": False, "checkpoint": None},
             2,
-            "ran out of memory before its first step; starting again under the next smaller plan",
+            "ran out of memory before its first step; restarting with the next smaller plan",
         ),
         (
             {"status": CRASHED},
             1,
-            "failed by a fault of your_ai after step 17; going on from step 10",
+            "failed because of a bug in your_ai after step 17; continuing from step 10",
         ),
-        ({"status": 3}, 1, "ended with status 3 after step 17; going on from step 10"),
+        ({"status": 3}, 1, "ended with status 3 after step 17; continuing from step 10"),
         (
             {"smaller": True},
             2,
-            "killed by SIGKILL after step 17; going on from step 10 under the next smaller plan",
+            "killed by SIGKILL after step 17; continuing from step 10 with the next smaller plan",
         ),
         ({"smaller": True, "used": 1.2}, 2, None),
         ({"status": -63}, 1, None),  # a signal without a name, on some systems
     ],
 )
-def test_what_follows_on_a_death(changes, level, words):
+def test_decision_after_a_death(changes, level, words):
     decision = after_death([], dataclasses.replace(KILLED, **changes))
     assert decision.level == level
     assert words in (None, decision.reason)
@@ -579,8 +580,8 @@ DEATHS = st.builds(
 
 
 @given(st.lists(st.tuples(DEATHS, st.booleans()), min_size=1, max_size=9))
-def test_a_run_goes_on_just_as_long_as_it_gets_on(history):
-    """history: deaths, and whether there was a new checkpoint since the one before."""
+def test_run_is_restarted_as_long_as_it_makes_progress(history):
+    """history: deaths, and whether there was a new checkpoint since the previous death."""
     deaths: list[Life] = []
     in_a_row, saved = 0, 0
     for death, new in history:

@@ -1,1 +1,1 @@
-"""The user's side of runs: the process that outlives training, and what shows and lists runs."""
+"""The user's side of runs: the supervisor of training, the display of a run, the list of runs."""

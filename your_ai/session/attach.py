@@ -1,7 +1,7 @@
-"""What a user sees of a run and does to it: its events, keys and signals. No mlx here.
+"""Shows a run to the user, and passes on the user's keys and signals. Does not import mlx.
 
-`your_ai train` starts a supervisor in a session of its own and attends the run; `your_ai
-watch` attends one that goes on without it, and changes nothing of it but what keys ask for.
+`your_ai train` starts a supervisor in a new session and shows the run. `your_ai watch` shows a
+run that continues without it, and changes the run only if a key asks for it.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from your_ai.run.folder import RunFolder, discard, is_running
 from your_ai.run.stopping import SIGNALS, Interrupted, noted_signals, stop_signals
 
 KEYS = f"q detach   c checkpoint   {PAUSE_KEY}"
-GRACE_S = 3.0  # between two processes of a run that goes on
-FRAME_S = 0.1  # of a replay
-LONGEST_GAP_S = 2.0  # a replay passes over longer ones
-PATIENCE = 3  # signals that the supervisor is given before it is killed
+GRACE_S = 3.0  # a run may have no process for so long while it restarts
+FRAME_S = 0.1  # between two frames of a replay
+LONGEST_GAP_S = 2.0  # a replay shortens longer gaps to this
+PATIENCE = 3  # signals that the supervisor receives before it is killed
 
 
 @dataclass
 class Terminal:
-    """The screen and the keyboard, taken while this process is in the foreground."""
+    """The screen and the keyboard, in use while this process is in the foreground."""
 
     follower: Follower
     keys: Keyboard
     to_suspend: bool = False
 
     def read(self, wait_s: float = POLL_S) -> str:
-        """The keys that are pressed within a moment."""
+        """Return the keys that are pressed within `wait_s` seconds."""
         if self.to_suspend:
             self.to_suspend = False
             self.suspend()
@@ -60,7 +60,7 @@ class Terminal:
         return self.keys.read(wait_s)
 
     def suspend(self) -> None:
-        """Stop until the shell lets this job go on; not where there is none to do so."""
+        """Stop until the shell continues this job; without a shell, do not stop."""
         self.put_away()
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
@@ -73,7 +73,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def terminal(follower: Follower) -> Iterator[Terminal]:
-    """Ends with the terminal as it was; Ctrl-Z gives it back too."""
+    """Yield the terminal; restore it at the end, and while Ctrl-Z suspends the process."""
     with keyboard() as keys:
         found = Terminal(follower, keys)
         if keys.fd is None:
@@ -83,7 +83,7 @@ def terminal(follower: Follower) -> Iterator[Terminal]:
             found.to_suspend = True
 
         before = signal.getsignal(signal.SIGTSTP)
-        is_main = threading.current_thread() is threading.main_thread()  # others hear no signals
+        is_main = threading.current_thread() is threading.main_thread()  # others get no signals
         if is_main and before != signal.SIG_IGN:
             signal.signal(signal.SIGTSTP, note)
         try:
@@ -102,10 +102,11 @@ def train(
     detach: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Train under a supervisor and attend; the exit status of `your_ai train`.
+    """Train under a supervisor and show the run; return the exit status of `your_ai train`.
 
-    detach: leave once training has begun. Raises what the run's processes told, Interrupted
-    for a signal before training began.
+    detach: leave when training has begun.
+    Raises the errors that the run's processes reported, and Interrupted for a signal before
+    training began.
     """
     style = "lines" if detach and not as_json else style_for(console, as_json)
     follower = Follower(folder.events, console, style, KEYS)
@@ -126,26 +127,26 @@ def train(
                 heed(pressed, folder)
             follower.catch_up(at_once=True)
         status = supervisor.process.returncode
-        told = [record.event for record in events.tail(folder.events, offset)[0]]
+        recorded = [record.event for record in events.tail(folder.events, offset)[0]]
         output = child.read_log(log, start)
     follower.report_failure()
-    is_done = any(isinstance(event, events.Finished) and event.reason == "done" for event in told)
-    if status == DONE or (status == FAILED and is_done):  # it was not pushed: told at the end
+    is_done = any(isinstance(e, events.Finished) and e.reason == "done" for e in recorded)
+    if status == DONE or (status == FAILED and is_done):  # the push failed; raised below
         follower.print_summary(folder.reference)
     if status == DONE:
         return DONE
-    number = status - 128 if status > 0 else -status  # told, or killed by it while it began
+    number = status - 128 if status > 0 else -status  # of a signal that it handled, or died of
     if status < 0 and number not in SIGNALS:
         raise child.Lost(
-            f"{folder.path}: its supervisor was killed by {signal.Signals(-status).name}, and the "
-            f"training process saves and ends; go on with: your_ai train --resume "
+            f"{folder.path}: the supervisor was killed by {signal.Signals(-status).name}; the "
+            f"training process saves and ends; continue with: your_ai train --resume "
             f"{folder.reference}"
         )
     if number not in SIGNALS:
         raise child.told_error(folder, status, output)
-    if not any(isinstance(event, events.Started) for event in told):
+    if not any(isinstance(event, events.Started) for event in recorded):
         raise Interrupted(number)
-    if any(isinstance(event, events.Finished) for event in told):
+    if any(isinstance(event, events.Finished) for event in recorded):
         follower.print_summary(folder.reference)
     else:
         follower.leave(folder.reference)
@@ -161,18 +162,18 @@ def train_and_show(
     detach: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Train and show the run's events; the exit status. A run that never began leaves nothing.
+    """Train and show the run's events; return the exit status.
 
-    new: the folder was made for this.
+    new: the folder was created for this call, and is deleted if training never begins.
     """
     try:
         if settings.supervise:
             return train(folder, settings, console, detach=detach, as_json=as_json)
         return train_here(folder, settings, console, as_json)
     except child.Lost:
-        raise  # its folder says why
+        raise  # keep the folder, which says why
     except BaseException:
-        if new and not folder.checkpoints.exists():  # the first is written before any step
+        if new and not folder.checkpoints.exists():  # the first is written before step 1
             discard(folder)
         raise
 
@@ -180,7 +181,7 @@ def train_and_show(
 def train_here(
     folder: RunFolder, settings: TrainConfig, console: Console, as_json: bool = False
 ) -> int:
-    """Train in this process, as a debugger wants it; the exit status."""
+    """Train in this process, e.g. under a debugger; return the exit status."""
     from your_ai.publish.after_training import push_finished
     from your_ai.trackers.upload import tracked
 
@@ -188,7 +189,7 @@ def train_here(
     names = () if is_running(folder) else settings.report_to
     if not is_running(folder):
         requests.withdraw_all(folder)
-    fault = None
+    push_error = None
     with following(follower):
         with tracked(folder, names), stop_signals() as stop:
             from your_ai.training.train import train_until_done  # MLX takes a second to load
@@ -199,17 +200,17 @@ def train_here(
             with noted_signals() as received:
                 try:
                     push_finished(folder, settings.push_to, received)
-                except RunError as error:  # told below the summary
-                    fault = error
+                except RunError as error:  # raised after the summary
+                    push_error = error
     follower.report_failure()
     follower.print_summary(folder.reference)
-    if fault is not None:
-        raise fault
+    if push_error is not None:
+        raise push_error
     return status
 
 
 def leave(supervisor: Child, folder: RunFolder, console: Console | None) -> int:
-    """Let the run go on by itself."""
+    """Detach: let the run continue by itself."""
     supervisor.release()
     run = folder.reference
     if console is None:
@@ -224,7 +225,7 @@ def leave(supervisor: Child, folder: RunFolder, console: Console | None) -> int:
 
 
 def heed(pressed: str, folder: RunFolder) -> None:
-    """Do what the keys ask of the run, where its folder can still be written."""
+    """Carry out the requests of the keys, if the run's folder can be written."""
     with contextlib.suppress(UserError):
         if "c" in pressed:
             requests.ask(folder, requests.SAVE)
@@ -233,9 +234,9 @@ def heed(pressed: str, folder: RunFolder) -> None:
 
 
 def watch(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
-    """Attend a run until it ends or the user leaves; one that has ended is shown once.
+    """Show a run until it ends or the user leaves; a run that has ended is shown once.
 
-    Raises RunError where its folder goes away meanwhile.
+    Raises RunError if its folder is deleted meanwhile.
     """
     style = style_for(console, as_json)
     follower = Follower(folder.events, console, style, KEYS.replace("detach", "leave"))
@@ -258,7 +259,7 @@ def watch(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
 
 
 def replay(folder: RunFolder, console: Console, speed: float, *, as_json: bool = False) -> int:
-    """Show the events of a run again, `speed` times as fast; long gaps are cut short."""
+    """Replay the events of a run, `speed` times as fast; long gaps are shortened."""
     records, end = events.tail(folder.events)
     style = style_for(console, as_json)
     follower = Follower(folder.events, console, style, from_start=True)
@@ -282,7 +283,7 @@ def replay(folder: RunFolder, console: Console, speed: float, *, as_json: bool =
 
 
 def ended(folder: RunFolder, follower: Follower, received: list[int]) -> int:
-    """The last words of whoever watched; the exit status."""
+    """Print the summary after watching; return the exit status."""
     follower.report_failure()
     if received:
         return DONE if received[0] == signal.SIGINT else 128 + received[0]

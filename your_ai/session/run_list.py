@@ -1,4 +1,4 @@
-"""The runs in a folder: how they stand, as a table or for programs; removing and stopping them."""
+"""The runs in a folder: their states, as a table or for programs; removes and stops runs."""
 
 from __future__ import annotations
 
@@ -31,57 +31,58 @@ from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_runnin
 
 ENDED = ("finished", "stopped", "died", "imported")
 STATES = ("running", "paused", *ENDED)
-SILENCE_S = 60.0  # between two events; a process that works tells its gauges more often
-LAST_BYTES = 1 << 14  # of events.jsonl, where its last event is looked for
+SILENCE_S = 60.0  # a working process writes its gauges more often than this
+LAST_BYTES = 1 << 14  # at the end of events.jsonl, to read the last event from
 DAY_S = 86400
 HOUR_S = 3600
 
 UNKNOWN = "-"
 GAP = 2  # between columns
-SHORTEST_NAME = 20  # before a name is cropped further, columns go
+SHORTEST_NAME = 20  # columns are dropped before names become shorter than this
 LONGEST_MODEL = 24
 STYLES = {"running": "green", "paused": "yellow", "died": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
-    """A run; what is not known of it is None.
-
-    state: of STATES; step: where it stands, of `steps`; best_loss: of the smoothed ones;
-    peak_bytes: the most that the process held; seconds: how long it has worked, pauses not
-    counted; changed_at: the time of its last event, or of its files before the first;
-    size_bytes: of all the files in its folder.
-    """
+    """A run in the list; unknown values are None."""
 
     name: str
     state: str
+    """One of STATES."""
     model: str | None = None
     step: int | None = None
+    """The last step so far, of `steps`."""
     steps: int | None = None
     last_loss: float | None = None
     best_loss: float | None = None
+    """Lowest running mean of the loss."""
     best_validation: float | None = None
     peak_bytes: int | None = None
+    """Peak memory of the training process."""
     limit_bytes: int | None = None
     seconds: float | None = None
+    """Running time, without pauses."""
     changed_at: float | None = None
+    """Time of the last event, or of the run's files if there are no events; seconds since 1970."""
     size_bytes: int | None = None
+    """Size of all files in the run's folder."""
 
 
 def rows(runs: Path = RUNS) -> list[RunRow]:
-    """The runs in `runs`, the last changed first; none where there is no such folder.
+    """List the runs in `runs`, last changed first; an empty list if the folder does not exist.
 
-    A run that cannot be read has a row without figures; what is no run is passed over.
-    Raises UserError where `runs` itself cannot be read.
+    A run that cannot be read has a row without figures. Entries that are not runs are skipped.
+    Raises UserError if `runs` itself cannot be read.
     """
     found = [row for folder in folders(runs) if (row := row_of(folder)) is not None]
     return sorted(found, key=lambda row: (-(row.changed_at or 0.0), row.name))
 
 
 def newest(runs: Path = RUNS) -> RunFolder:
-    """The run that changed last, of those that are running if there are any.
+    """Return the running run that changed last, or if none is running, the run that did.
 
-    Raises UserError where there is no run.
+    Raises UserError if there are no runs.
     """
     found = folders(runs)
     if not found:
@@ -90,7 +91,7 @@ def newest(runs: Path = RUNS) -> RunFolder:
 
 
 def folders(runs: Path) -> list[RunFolder]:
-    """Those of runs, by name. Raises UserError where `runs` is there and cannot be read."""
+    """Folders of the runs in `runs`, by name. Raises UserError if `runs` cannot be read."""
     try:
         names = sorted(os.listdir(runs))
     except FileNotFoundError:
@@ -102,7 +103,7 @@ def folders(runs: Path) -> list[RunFolder]:
 
 
 def is_run(folder: RunFolder) -> bool:
-    """Whether it holds what a run does, or may: it cannot be looked into."""
+    """Whether a folder contains a run's files, or cannot be read and so may contain them."""
     for path in (folder.config, folder.events):
         try:
             if stat.S_ISREG(os.stat(path).st_mode):
@@ -115,8 +116,8 @@ def is_run(folder: RunFolder) -> bool:
 
 
 def row_of(folder: RunFolder) -> RunRow | None:
-    """None where the folder is deleted meanwhile."""
-    running = is_running(folder)  # first: a run that ends meanwhile has told so in its events
+    """Return the row of a run; None if its folder is deleted meanwhile."""
+    running = is_running(folder)  # checked first: a run that ends after this has its last event
     try:
         records, _ = events.tail(folder.events)
     except UserError:
@@ -152,7 +153,7 @@ def state_of(folder: RunFolder, running: bool, state: ViewState, happened: Seque
         return "paused" if state.paused else "running"
     if os.path.isfile(folder.imported):
         return "imported"
-    # A resumption that failed before it trained leaves a run as finished as it was.
+    # A resume that fails before training begins does not change the state.
     ended = last_of(happened, events.Started, events.Finished)
     if not isinstance(ended, events.Finished):
         return "died"
@@ -164,21 +165,21 @@ def model_of(folder: RunFolder, state: ViewState) -> str | None:
         model = state.started.model
     else:
         try:
-            folder.config_text()  # of a sane size
+            folder.config_text()  # checks the size
             model = read_yaml(folder.config).get("model")
-        except (UserError, OSError, ValueError, RecursionError):  # YAML has no end of surprises
+        except (UserError, OSError, ValueError, RecursionError):  # any error of the YAML parser
             model = None
     return model if isinstance(model, str) else None
 
 
 def seconds_of(records: Sequence[Record]) -> float | None:
-    """The time between events, without pauses and what lies between one process and the next."""
+    """Sum the time between events, without pauses and gaps between two processes."""
     worked_s, paused = 0.0, False
     for before, record in itertools.pairwise(records):
         if isinstance(before.event, (events.Paused, events.Continued, events.Stage)):
             paused = isinstance(before.event, events.Paused)
         gap_s = record.time - before.time
-        if gap_s > SILENCE_S:  # only from a version that told no gauges, or nothing was at work
+        if gap_s > SILENCE_S:  # no process, or an old version that wrote no gauges
             gap_s = min(gap_s, number(getattr(record.event, "seconds", 0.0)) or 0.0)
         if gap_s > 0 and not (paused or isinstance(before.event, events.Finished)):
             worked_s += gap_s
@@ -186,7 +187,7 @@ def seconds_of(records: Sequence[Record]) -> float | None:
 
 
 def number(value: Any) -> float | None:
-    """A value from a file where it is a number that can be shown and reckoned with."""
+    """Return a value from a file if it is a number of a usable size, else None."""
     kind = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if kind and -1e18 < value < 1e18 else None
 
@@ -196,12 +197,12 @@ def whole(value: Any) -> int | None:
 
 
 def time_of(records: Sequence[Record]) -> float | None:
-    """When the last of them was written, in seconds since 1970."""
+    """Time of the last record, in seconds since 1970."""
     return number(records[-1].time) if records else None
 
 
 def touched_at(folder: RunFolder) -> float | None:
-    """The time of a run's last event, from the end of its file, or else of its files."""
+    """Time of a run's last event, read from the end of the file, or else of its files."""
     with contextlib.suppress(OSError, UserError):
         size = os.stat(folder.events).st_size
         records, _ = events.tail(folder.events, max(0, size - LAST_BYTES))
@@ -214,7 +215,7 @@ def touched_at(folder: RunFolder) -> float | None:
 
 
 def size_of(folder: Path) -> int | None:
-    """Bytes of the files in it; None where it cannot be read."""
+    """Bytes of the files in a folder; None if it cannot be read."""
     if not os.access(folder, os.R_OK | os.X_OK):
         return None
     total = 0
@@ -229,7 +230,7 @@ def as_json(rows: Iterable[RunRow]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(row) for row in rows]
 
 
-# Of the most important columns as many are shown as there is room for, in this order.
+# In the order in which they are shown; the least important ones are dropped if there is no room.
 COLUMNS: dict[str, Callable[[RunRow, float], str]] = {
     "run": lambda row, now: printable(row.name, one_line=True),
     "state": lambda row, now: row.state,
@@ -251,7 +252,7 @@ TO_THE_LEFT = ("run", "state", "model")
 
 
 def table(rows: Sequence[RunRow], now: float, width: int = 80) -> Table:
-    """As many columns as fit into `width` characters; long names lose their middle."""
+    """Make a table of the columns that fit into `width` characters; long names are shortened."""
     cells = {head: [text(row, now) for row in rows] for head, text in COLUMNS.items()}
     widths = {head: max(map(len, [head, *cells[head]])) for head in COLUMNS}
     kept = [*BY_IMPORTANCE]
@@ -286,7 +287,7 @@ def peak_of_limit(row: RunRow) -> str:
 
 
 def ago(seconds: float) -> str:
-    """`2:05 ago`, and from a day on `3 days ago`."""
+    """Format as `2:05 ago`, or from one day on as `3 days ago`."""
     seconds = max(0.0, seconds)  # another machine's clock may be ahead
     days = int(seconds // DAY_S)
     if not days:
@@ -295,12 +296,12 @@ def ago(seconds: float) -> str:
 
 
 def short_model(model: str) -> str:
-    """The last part of a path or id."""
+    """Last part of a path or repo id."""
     return crop(printable(Path(model).name or model, one_line=True), LONGEST_MODEL)
 
 
 def crop(text: str, most: int) -> str:
-    """At most so many letters of it: its two ends."""
+    """Shorten a text to at most `most` characters: its two ends."""
     if len(text) <= most:
         return text
     if most < 5:
@@ -310,15 +311,16 @@ def crop(text: str, most: int) -> str:
 
 
 def remove(folder: RunFolder) -> int:
-    """Delete a run; the bytes that it held.
+    """Delete a run; return the bytes freed.
 
-    A kill in the middle leaves the whole run, or none and a temporary folder that is deleted
-    later. Raises UserError where the run is running, is not a folder in RUNS, or is not ours.
+    If the process is killed meanwhile, either the whole run is left, or only a temporary folder
+    that is deleted later. Raises UserError if the run is running, is not a run, is not a folder
+    in RUNS, or cannot be deleted.
     """
     if folder.path.is_symlink():
-        raise UserError(f"{folder.path}: is a link to a run; remove the link itself")
+        raise UserError(f"{folder.path}: is a symbolic link; remove the link by hand")
     if not is_run(folder):
-        raise UserError(f"{folder.path}: is not a run; see them with: your_ai runs")
+        raise UserError(f"{folder.path}: is not a run; list the runs with: your_ai runs")
     if folder.path.resolve().parent != RUNS.resolve():
         raise UserError(f"{folder.path}: is not in {RUNS}; remove it by hand")
     if is_running(folder):
@@ -326,8 +328,8 @@ def remove(folder: RunFolder) -> int:
             f"{folder.path}: is running; stop it first: your_ai runs stop {folder.reference}"
         )
     size_bytes = size_of(folder.path) or 0
-    clean(folder.path.parent, older_than_s=HOUR_S)  # what a killed removal left
-    with locked(folder, SUPERVISOR_LOCK), locked(folder, LOCK):  # nobody resumes it meanwhile
+    clean(folder.path.parent, older_than_s=HOUR_S)  # left by a killed removal
+    with locked(folder, SUPERVISOR_LOCK), locked(folder, LOCK):  # no resume meanwhile
         try:
             temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.path.parent))
             os.rename(folder.path, temporary)
@@ -335,7 +337,7 @@ def remove(folder: RunFolder) -> int:
             raise UserError(f"{folder.path}: cannot be removed ({error.strerror})") from error
         shutil.rmtree(temporary, ignore_errors=True)
     if temporary.exists():
-        raise UserError(f"{temporary}: the rest of {folder.name} cannot be removed; do it by hand")
+        raise UserError(f"{temporary}: the rest of {folder.name}; remove it by hand")
     return size_bytes
 
 
@@ -345,15 +347,16 @@ def prunable(
     older_than_s: float = 0,
     now: float | None = None,
 ) -> list[RunRow]:
-    """Those in one of `states` that have not changed for so long; now: by default the present.
+    """Return the rows in one of `states` that have not changed for `older_than_s` seconds.
 
-    Never one that is running, nor one of which it is not known when it changed. Raises
-    UserError for a state that there is not.
+    Never returns a running run, or one whose last change is unknown.
+    now: in seconds since 1970; default: the current time.
+    Raises UserError for an unknown state.
     """
     now = time.time() if now is None else now
     for state in states:
         if state not in ENDED:
-            raise UserError(f"{state}: no such runs to prune; use {', '.join(ENDED)}")
+            raise UserError(f"{state}: cannot be pruned; use {', '.join(ENDED)}")
     return [
         row
         for row in rows
@@ -364,21 +367,21 @@ def prunable(
 
 
 def stop(folder: RunFolder) -> int:
-    """Ask the process that works on a run to save and end, as Ctrl-C does; its number.
+    """Ask the process of a run to save and end, as Ctrl-C does; return its process id.
 
-    Raises UserError where there is none, or none that can be asked.
+    Raises UserError if there is no such process, or if it cannot be signaled.
     """
     pid = owner(folder)
     if pid is None:
         raise UserError(f"{folder.path}: is not running")
     if pid == 0:
-        raise UserError(f"{folder.path}: which process runs it is not known; stop it yourself")
+        raise UserError(f"{folder.path}: its process is not known; stop it by hand")
     try:
         os.kill(pid, signal.SIGINT)
     except ProcessLookupError as error:
-        raise UserError(f"{folder.path}: is not running any more") from error
+        raise UserError(f"{folder.path}: is no longer running") from error
     except PermissionError as error:
         raise UserError(
-            f"{folder.path}: process {pid} belongs to another user, who alone can stop it"
+            f"{folder.path}: process {pid} belongs to another user; only that user can stop it"
         ) from error
     return pid

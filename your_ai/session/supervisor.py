@@ -1,7 +1,7 @@
-"""The parent of the training process: outlives it, and starts it again.
+"""The parent of the training process, which restarts it when it dies.
 
-The two share the run folder alone: the child writes events, and what both print goes to
-process.log. No mlx here: the memory that counts is the child's.
+The two processes share only the run folder. The child writes events; the output of both goes to
+process.log. This module does not import mlx, because the memory limit is for the child.
 """
 
 from __future__ import annotations
@@ -32,33 +32,35 @@ from your_ai.trackers.upload import tracked
 
 MAX_IN_A_ROW = 3  # deaths without a new checkpoint, or restarts without a step
 LAST_SAMPLES = 5
-NEAR_LIMIT = 0.85  # of the limit: what dies above it died of memory, as far as one can tell
+NEAR_LIMIT = 0.85  # a process that dies above this fraction of the limit probably ran out of memory
 CRITICAL_PRESSURE = 4
 SMALLER_PLAN = "smaller_plan"  # the governor's action
 
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """One training process: what its events told, and how it ended.
-
-    status: as Popen has it, negative for a signal; level: of its last plan; smaller: whether
-    it asked for the next smaller plan after that; moved: whether it did a step; used: the
-    most of its limit that its last samples show (1.0: all), None where unknown; critical:
-    whether one of them shows critical pressure; finished: whether it told of its end.
-    In this life or before: step: the last one done; checkpoint: the newest, None before the
-    first; began: whether training began.
-    """
+    """One training process: what its events say, and how it ended."""
 
     status: int = DONE
+    """Exit status as Popen gives it, negative for a signal."""
     level: int = 0
+    """Level of its last plan."""
     smaller: bool = False
+    """Whether it asked for the next smaller plan after its last plan."""
     moved: bool = False
+    """Whether it did a step."""
     used: float | None = None
+    """Highest fraction of the limit in its last samples; None if unknown."""
     critical: bool = False
+    """Whether its last samples show critical memory pressure."""
     finished: bool = False
+    """Whether it wrote its last event."""
     step: int = 0
+    """Last step done, by this process or an earlier one."""
     checkpoint: int | None = None
+    """Newest checkpoint, of this process or an earlier one; None before the first."""
     began: bool = False
+    """Whether training began, in this process or an earlier one."""
 
     @property
     def near_limit(self) -> bool:
@@ -67,10 +69,12 @@ class Life:
 
 @dataclass(frozen=True)
 class Decision:
-    """level: of the plan to go on under, None to give up; reason: what happened, in words."""
+    """How to continue after a process has ended."""
 
     level: int | None
+    """Level of the plan to continue with; None to give up."""
     reason: str
+    """What happened, in words."""
 
 
 def supervise(
@@ -79,12 +83,13 @@ def supervise(
     settings: str = "",
     command: list[str] | None = None,
 ) -> int:
-    """Train the run in `folder` to its end, through deaths; the exit status of `your_ai train`.
+    """Train the run in `folder`, with restarts; return the exit status of `your_ai train`.
 
-    received: the stop signals that have come, and come meanwhile; settings: those of the run
-    as JSON, where they may not be config.yaml's; command: what to start instead of `python -m
-    your_ai.training.train`. Raises UserError or RunError as the training process told, Lost where
-    it does not get on, and Interrupted for a stop signal before training began.
+    received: stop signals so far; new ones are appended while this runs.
+    settings: the settings of the run as JSON, if they may differ from config.yaml.
+    command: what to start instead of `python -m your_ai.training.train`.
+    Raises the UserError or RunError that the training process reported, Lost if it makes no
+    progress, and Interrupted for a stop signal before training began.
     """
     command = command or [sys.executable, "-m", "your_ai.training.train"]
     _, offset = events.tail(folder.events)
@@ -112,7 +117,7 @@ def supervise(
             if decision.level is None and not received:
                 raise Lost(
                     f"{folder.path}: training died: {decision.reason}; its output is in "
-                    f"{folder.path / LOG}; go on with: your_ai train --resume {folder.reference}"
+                    f"{folder.path / LOG}; continue with: your_ai train --resume {folder.reference}"
                 )
             lives.append(life)
             level = decision.level
@@ -126,22 +131,22 @@ def supervise(
 def run_child(
     arguments: list[str], folder: RunFolder, log: BinaryIO, received: Sequence[int]
 ) -> int:
-    """Run a training process to its end, and pass on signals; its status as Popen has it.
+    """Run a training process to its end and pass on signals; return its status as in Popen.
 
-    The first signal lets it save, the second leave at once, the third kills it.
+    On the first signal it saves and ends; on the second it ends immediately; the third kills it.
     """
     with started(arguments, folder, log) as child:
         while child.process.poll() is None:
             child.pass_on(received, patience=2)
-            time.sleep(POLL_S)  # in waitpid, a signal that another thread takes is not heard
+            time.sleep(POLL_S)  # a blocking wait would miss signals that another thread receives
     return child.process.returncode
 
 
-def next_life(before: Life, level: int, status: int, told: Sequence[Event]) -> Life:
-    """The life that came after `before`, begun at `level`, from the events of its time."""
+def next_life(before: Life, level: int, status: int, written: Sequence[Event]) -> Life:
+    """Summarize the process after `before`, started at `level`, from the events it wrote."""
 
     def of(*kinds: type) -> list[Event]:
-        return [event for event in told if isinstance(event, kinds)]
+        return [event for event in written if isinstance(event, kinds)]
 
     limits, plans, starts = of(events.Limit), of(events.Planned), of(events.Started)
     turns = of(events.Planned, events.Action)
@@ -166,16 +171,16 @@ def next_life(before: Life, level: int, status: int, told: Sequence[Event]) -> L
 
 
 def decide(lives: Sequence[Life], life: Life, told_to_stop: bool) -> Decision:
-    """What follows on a life that ended in a death, or in the wish to be started again."""
+    """Decide how to continue after a process that died or requested a restart."""
     if life.status == RESTART:
         return after_restart(lives, life)
     if told_to_stop:
-        return Decision(None, f"{describe(life)}; not started again, since it was told to stop")
+        return Decision(None, f"{describe(life)}; not restarted, because it was told to stop")
     return after_death([earlier for earlier in lives if earlier.status != RESTART], life)
 
 
 def after_restart(lives: Sequence[Life], life: Life) -> Decision:
-    """As the life wished, unless the last three all wished it without having done a step."""
+    """Restart as requested, unless the last three processes all did so without a step."""
     last = [*lives, life][-MAX_IN_A_ROW:]
     if len(last) == MAX_IN_A_ROW and all(x.status == RESTART and not x.moved for x in last):
         return Decision(None, f"{describe(life)}, {MAX_IN_A_ROW} times in a row")
@@ -183,25 +188,25 @@ def after_restart(lives: Sequence[Life], life: Life) -> Decision:
 
 
 def after_death(deaths: Sequence[Life], death: Life) -> Decision:
-    """Go on, under a smaller plan if it died of memory; give up at the third without progress."""
+    """Restart, with a smaller plan if memory ran out; give up at the third without progress."""
     what = describe(death)
     if sum(earlier.checkpoint == death.checkpoint for earlier in deaths) + 1 >= MAX_IN_A_ROW:
         return Decision(None, f"{what}; {MAX_IN_A_ROW} deaths in a row without a new checkpoint")
     of_memory = death.status == OUT_OF_MEMORY or death.near_limit or death.critical
     smaller = death.smaller or of_memory
-    where = "starting again"
+    where = "restarting"
     if death.checkpoint is not None:
-        where = f"going on from step {death.checkpoint}"
-    under = " under the next smaller plan" if smaller else ""
+        where = f"continuing from step {death.checkpoint}"
+    under = " with the next smaller plan" if smaller else ""
     return Decision(death.level + smaller, f"{what}; {where}{under}")
 
 
 def describe(life: Life) -> str:
-    """`killed by SIGKILL after step 17, with 95% of its limit in use`."""
+    """Say how a process ended: `killed by SIGKILL after step 17, with 95% of its limit in use`."""
     ends = {
-        CRASHED: "failed by a fault of your_ai",
+        CRASHED: "failed because of a bug in your_ai",
         OUT_OF_MEMORY: "ran out of memory",
-        RESTART: "asked to be restarted",
+        RESTART: "requested a restart",
         **{-n: f"killed by {n.name}" for n in signal.Signals},
     }
     how = ends.get(life.status, f"ended with status {life.status}")
@@ -212,7 +217,7 @@ def describe(life: Life) -> str:
 
 
 def stop_signal(status: int) -> int | None:
-    """The stop signal that a child's status tells of: heeded or, as it came early, deadly."""
+    """Return the stop signal that ended a child, whether it handled the signal or died of it."""
     return next((int(n) for n in SIGNALS if status in (128 + n, -n)), None)
 
 
@@ -221,21 +226,21 @@ def settings_of(folder: RunFolder, settings: str) -> TrainConfig:
 
 
 def main() -> None:
-    """Supervise one run; errors are one line on stderr, and told once more by the status."""
+    """Supervise one run; errors are one line on stderr, and give the exit status."""
     parser = argparse.ArgumentParser(prog="python -m your_ai.session.supervisor")
     parser.add_argument("run")
-    parser.add_argument("--settings", default="", help="all of them as JSON")
-    parser.add_argument("--parent-fd", type=int, help="a pipe that ends with the parent")
+    parser.add_argument("--settings", default="", help="all settings, as JSON")
+    parser.add_argument("--parent-fd", type=int, help="a pipe that closes when the parent ends")
     given = parser.parse_args()
     with noted_signals() as received:
         sys.exit(supervise_run(given.run, given.settings, given.parent_fd, received))
 
 
 def supervise_run(run: str, settings: str, parent_fd: int | None, received: Sequence[int]) -> int:
-    """Supervise a run for the process at the other end of the pipe; the exit status."""
+    """Supervise a run for the process at the other end of the pipe; return the exit status."""
 
     def stop() -> None:
-        if not received:  # a second signal would mean: at once
+        if not received:  # a second signal would end it without saving
             os.kill(os.getpid(), signal.SIGTERM)
 
     try:
@@ -245,7 +250,7 @@ def supervise_run(run: str, settings: str, parent_fd: int | None, received: Sequ
         config = settings_of(folder, settings)
         with locked(folder, SUPERVISOR_LOCK):
             requests.withdraw_all(folder)
-            with tracked(folder, config.report_to, received), told_deaths(folder):
+            with tracked(folder, config.report_to, received), recorded_errors(folder):
                 status = supervise(folder, received, settings)
             if status == DONE and config.push_to:
                 push_finished(folder, config.push_to, received)
@@ -261,8 +266,8 @@ def supervise_run(run: str, settings: str, parent_fd: int | None, received: Sequ
 
 
 @contextlib.contextmanager
-def told_deaths(folder: RunFolder) -> Iterator[None]:
-    """Leave word among the events of why a run ended: whoever started it may be gone."""
+def recorded_errors(folder: RunFolder) -> Iterator[None]:
+    """Write the error that ends a run to its events, since nobody may see the output."""
     try:
         yield
     except (UserError, RunError) as error:
