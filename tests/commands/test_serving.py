@@ -22,7 +22,7 @@ def refused(capsys, *arguments: object) -> str:
     return error
 
 
-def test_a_port_in_use_is_told(run, capsys):
+def test_port_in_use_is_refused(run, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -33,7 +33,7 @@ def test_a_port_in_use_is_told(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--host", "nowhere.invalid"), "--host nowhere.invalid: no such address"),
+        (("--host", "nowhere.invalid"), "--host nowhere.invalid: is not a known address"),
         (("--host", "192.0.2.1"), "--host 192.0.2.1 --port 8080: "),
         (("--port", 70000), "--port"),
         (("--log-level", "loud"), "--log-level"),
@@ -43,9 +43,9 @@ def test_a_port_in_use_is_told(run, capsys):
         (("--checkpoint", 7), "--checkpoint 7"),
     ],
 )
-def test_bad_input(run, capsys, arguments, message):
+def test_invalid_input_is_refused(run, capsys, arguments, message):
     assert message in refused(capsys, run.path, *arguments)
 
 
-def test_a_run_that_is_not_there_is_told(capsys):
+def test_missing_run_is_refused(capsys):
     assert "no run named nope" in refused(capsys, "nope")

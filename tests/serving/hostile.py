@@ -1,7 +1,7 @@
-"""Hostile requests to a live server: what each sends, and what it may be answered.
+"""Hostile requests to a live server: what each sends, and which statuses are allowed.
 
-As a command, it starts a server on a tiny model, sends it requests of random kinds, and prints
-a table of the answers with the worst latency and the memory of the server:
+As a command, this file starts a server on a tiny model, sends it requests of random kinds, and
+prints a table of the answers with the worst latency and the memory of the server:
 
     python tests/serving/hostile.py --seed 0 --requests 200
 """
@@ -33,23 +33,23 @@ ASKED = [{"role": "user", "content": "Question 1"}]
 GOOD = {"messages": ASKED, "max_tokens": 2}
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MOST_S = 10.0  # for an answer
-LEFT = 0  # in place of a status: the connection was closed without an answer
+LEFT = 0  # instead of a status: the connection was closed without an answer
 
 
 @dataclass(frozen=True)
 class Hostile:
-    """A request, as it goes over the wire.
-
-    pieces: what is sent, with `pause_s` between; allowed: the statuses that it may be answered;
-    ends: whether the client says that it has sent all; leaves: it reads nothing and goes.
-    """
+    """A request, as bytes."""
 
     name: str
     pieces: tuple[bytes, ...]
+    """The data to send, with `pause_s` between the pieces."""
     allowed: tuple[int, ...]
+    """The allowed statuses of the answer."""
     pause_s: float = 0.0
     ends: bool = False
+    """Whether the client closes its sending side after the data."""
     leaves: bool = False
+    """Whether the client disconnects without reading the answer."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Answer:
 
 
 def head(method: str = "POST", path: str = CHAT, version: str = "HTTP/1.1", **more: Any) -> bytes:
-    """A request's head; a header that is None is left out, one that is a tuple is repeated."""
+    """The head of a request. A header that is None is left out; a tuple repeats the header."""
     headers = {"Host": "127.0.0.1", **{name.replace("_", "-"): text for name, text in more.items()}}
     lines = [f"{method} {path} {version}"]
     for name, text in headers.items():
@@ -289,7 +289,7 @@ def manners(rng: random.Random) -> Iterator[Hostile]:
 
 
 def slow(rng: random.Random) -> Iterator[Hostile]:
-    """These take as long as the server lets them."""
+    """Requests that take as long as the server allows."""
     trickle = tuple(bytes([letter]) for letter in head()[:-4] + b"\r\nX-Y: " + b"z" * 100)
     yield Hostile("a head that trickles", trickle, (408,), pause_s=0.2)
     body = (head(Content_Length=10_000), *(b" " for _ in range(100)))
@@ -315,7 +315,7 @@ def send(port: int, hostile: Hostile) -> Answer:
             if hostile.ends:
                 connection.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # it was refused before its end
+            pass  # the request was refused early
         data = read_some(connection) if hostile.leaves else read_all(connection)
     found = re.match(rb"HTTP/1\.[01] (\d{3}) ", data)
     body = data.partition(b"\r\n\r\n")[2]
@@ -323,7 +323,7 @@ def send(port: int, hostile: Hostile) -> Answer:
 
 
 def read_some(connection: socket.socket) -> bytes:
-    """What comes at once."""
+    """Read what arrives immediately."""
     connection.settimeout(0.3)
     try:
         return connection.recv(100)
@@ -340,20 +340,20 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def fault(hostile: Hostile, answer: Answer) -> str | None:
-    """What is wrong with an answer, or None."""
+    """Say what is wrong with an answer, or None."""
     if answer.status not in hostile.allowed:
         return f"{hostile.name}: {answer.status}, not {hostile.allowed}: {answer.body[:200]!r}"
     if answer.seconds > MOST_S:
         return f"{hostile.name}: took {answer.seconds:.1f} s"
     if answer.status >= 400 and answer.body:
-        told = json.loads(answer.body)["error"]
-        if not told["message"] or not told["type"] or len(told["message"]) > 2000:
-            return f"{hostile.name}: {told}"
+        error = json.loads(answer.body)["error"]
+        if not error["message"] or not error["type"] or len(error["message"]) > 2000:
+            return f"{hostile.name}: {error}"
     return None
 
 
 def is_well(port: int) -> bool:
-    """Whether a good request is still answered."""
+    """Whether the server still answers a good request."""
     answer = send(port, one("good", post(GOOD), 200))
     return answer.status == 200 and b"choices" in answer.body
 
@@ -384,7 +384,7 @@ def main() -> None:
 
 
 def attack(port: int, server: psutil.Process, rng: random.Random, requests: int) -> int:
-    """Send the requests and print the table; how many were answered wrongly."""
+    """Send the requests and print the table; return the number of wrong answers."""
     assert is_well(port)
     first_bytes = most_bytes = server.memory_info().rss
     answers, faults = defaultdict(list), []
@@ -399,7 +399,7 @@ def attack(port: int, server: psutil.Process, rng: random.Random, requests: int)
             faults += [fault(hostile, answer)]
             most_bytes = max(most_bytes, server.memory_info().rss)
             if not is_well(port):
-                faults.append(f"{hostile.name}: the server answers no more")
+                faults.append(f"{hostile.name}: the server no longer answers")
                 break
         for hostile, future in waiting:
             answers["slow", future.result().status].append(future.result().seconds)
@@ -411,8 +411,8 @@ def attack(port: int, server: psutil.Process, rng: random.Random, requests: int)
         print(f"{kind:<10}{shown:>8}{len(seconds):>10}{max(seconds):>10.2f}")
     print(f"worst latency {max(map(max, answers.values())):.2f} s")
     megabytes = [size / 1e6 for size in (first_bytes, most_bytes, server.memory_info().rss)]
-    print("memory: {:.0f} MB at first, {:.0f} at most, {:.0f} at the end".format(*megabytes))
-    print(f"answered wrongly: {len(faults)}", *faults, sep="\n  ")
+    print("memory: {:.0f} MB at first, {:.0f} at the peak, {:.0f} at the end".format(*megabytes))
+    print(f"wrong answers: {len(faults)}", *faults, sep="\n  ")
     return len(faults)
 
 

@@ -1,4 +1,4 @@
-"""Hostile requests to one live server, which goes on answering good ones."""
+"""Hostile requests to a live server, which must continue to answer good ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.serving.hostile import ASKED, KINDS, Hostile, fault, is_well, post, s
 from tests.serving.test_server import Served, served
 from your_ai.serving import wire
 
-GROWTH_BYTES = 400e6  # of the server: what a few large requests leave with the allocator
+GROWTH_BYTES = 400e6  # of the server: a few large requests leave memory with the allocator
 REQUESTS = [each for kind in KINDS.values() for each in kind(random.Random(0))]
 
 
@@ -28,7 +28,7 @@ def server(tmp_path_factory, tiny_model) -> Iterator[Served]:
         yield found
 
 
-def test_each_is_refused_in_time_and_good_ones_are_answered(server):
+def test_hostile_requests_are_refused_and_good_ones_answered(server):
     process = psutil.Process(server.process.pid)
     assert is_well(server.port)
     before_bytes = process.memory_info().rss
@@ -45,7 +45,7 @@ def test_each_is_refused_in_time_and_good_ones_are_answered(server):
     assert server.log.read_text() == ""
 
 
-def test_more_connections_than_there_is_room_for_are_turned_away(server):
+def test_connections_above_the_maximum_are_refused(server):
     silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(wire.CONNECTIONS)]
     time.sleep(0.5)
     try:
@@ -58,7 +58,7 @@ def test_more_connections_than_there_is_room_for_are_turned_away(server):
     assert is_well(server.port)
 
 
-def test_a_client_that_never_reads_holds_up_nobody(server):
+def test_client_that_never_reads_does_not_block_others(server):
     endless = {"prompt": "a", "max_tokens": 10**9, "logit_bias": {"1": -100}, "stream": True}
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(post(endless, hostile.COMPLETION))
@@ -68,8 +68,8 @@ def test_a_client_that_never_reads_holds_up_nobody(server):
         assert time.monotonic() - began < hostile.MOST_S
 
 
-def test_generation_stops_where_the_client_leaves(server):
-    """Of an answer that would take seconds, nothing is left to do a moment later."""
+def test_generation_stops_when_the_client_leaves(server):
+    """A moment later the server no longer uses the CPU."""
     endless = {"messages": ASKED, "max_tokens": 10**9, "logit_bias": {"1": -100}}
     process = psutil.Process(server.process.pid)
     with socket.create_connection(("127.0.0.1", server.port)) as connection:

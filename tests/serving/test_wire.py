@@ -50,7 +50,7 @@ from your_ai.serving.wire import Origins, RequestRefused
         (None, False),
     ],
 )
-def test_origins(origin, allowed):
+def test_allowed_origins(origin, allowed):
     assert (origin in Origins(("http://chat.example",))) == allowed
     assert origin in Origins(("*",))
 
@@ -72,11 +72,11 @@ def test_origins(origin, allowed):
         ("localhost.evil.example", False),
     ],
 )
-def test_hosts(host, own):
+def test_own_host_names(host, own):
     assert wire.is_own(wire.host_of(host)) == own
 
 
-def test_the_name_of_this_machine_is_its_own(monkeypatch):
+def test_host_name_of_this_machine_is_its_own(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "Mac.local")
     assert wire.is_own(wire.host_of("mac.local:8080"))
 
@@ -89,14 +89,14 @@ def headers(**texts: str) -> Message:
 
 
 @given(st.text(max_size=30))
-def test_a_length_is_plain_digits_or_refused(text):
+def test_body_length_is_plain_digits_or_refused(text):
     with contextlib.suppress(RequestRefused):
         length = wire.body_length(headers(Content_Length=text))
         assert 0 <= length <= wire.BODY_BYTES
         assert set(text.strip(" \t")) <= set("0123456789")
 
 
-def test_lengths():
+def test_body_length_statuses():
     assert wire.body_length(headers(Content_Length=" 12 ")) == 12
     for given_headers, status in (
         ({"Content_Length": "-1"}, 400),
@@ -112,14 +112,14 @@ def test_lengths():
 
 
 @given(st.binary(max_size=300) | st.binary(max_size=100).map(lambda b: b"GET / HTTP/1.0\r\n" + b))
-def test_any_bytes_are_a_head_or_refused(data):
+def test_any_bytes_give_a_valid_head_or_are_refused(data):
     with contextlib.suppress(RequestRefused):
         line, rest = wire.read_head(io.BytesIO(data))
         assert (line, rest) == (b"", b"") or wire.REQUEST_LINE.fullmatch(line.strip())
         assert not set(line + rest) & (set(range(32)) - set(b"\r\n\t"))
 
 
-def test_a_slow_client_is_given_up():
+def test_slow_client_raises_timeout_error():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         reader = io.BufferedReader(wire.TimedReader(ours, 0.2))
@@ -130,7 +130,7 @@ def test_a_slow_client_is_given_up():
         assert time.monotonic() - began < 2
 
 
-def test_whether_a_client_has_left():
+def test_has_left_detects_a_closed_connection():
     ours, theirs = socket.socketpair()
     with ours:
         ours.settimeout(3)
@@ -143,7 +143,7 @@ def test_whether_a_client_has_left():
         assert ours.gettimeout() == 3
 
 
-def test_large_bodies_share_an_allowance():
+def test_large_bodies_share_one_allowance():
     allowance = wire.Allowance(10)
     with allowance.taken(6):
         with pytest.raises(RequestRefused) as refused, allowance.taken(6):

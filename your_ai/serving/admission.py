@@ -1,7 +1,8 @@
-"""Which requests mlx-lm's server may be given: it generates for everybody in one thread.
+"""Checks requests before mlx-lm's server gets them.
 
-What fails in there ends the server, so it is refused before. `parse` reads a body, `check`
-judges it; both are pure, and raise ValueError with a reason for the client.
+That server generates for all clients in one thread, and an error there ends the server. `parse`
+reads a request body and `check` checks it. Both are pure, and raise ValueError with a reason for
+the client.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from mlx_lm.server import CompletionRequest, convert_chat, process_message_conte
 from your_ai.gates.text import shortened
 from your_ai.generation.generate import SEEDS
 
-LARGEST = 1 << 31  # of a request's numbers, but for seeds
-DEPTH = 64  # of lists and objects within each other
-VALUES = 50_000  # in a request: a list of nothing takes 24 times the memory of its text
+LARGEST = 1 << 31  # bound of all numbers in a request, except seeds
+DEPTH = 64  # of nested lists and objects
+VALUES = 50_000  # in a request: a list of empty values takes 24 times the memory of its text
 STOP_WORDS, STOP_CHARACTERS = 64, 1000
 NAME_CHARACTERS = 1000
 LOGIT_BIASES = 10_000
-XTC_THRESHOLD = 0.5  # the highest that mlx-lm takes
-MOST_TOKENS = 1 << 20  # of a prompt, where the model does not say
-PIECE_CHARACTERS = 1 << 15  # of a long prompt that may be too long, tokenized at once
+XTC_THRESHOLD = 0.5  # the maximum in mlx-lm
+MOST_TOKENS = 1 << 20  # of a prompt, if the model has no maximum
+PIECE_CHARACTERS = 1 << 15  # a long prompt is counted in pieces of this size
 WHOLE = ("max_tokens", "max_completion_tokens", "top_k", "num_draft_tokens", "n", "seed")
 WHOLE = (*WHOLE, "repetition_context_size", "presence_context_size", "frequency_context_size")
 WHOLE = (*WHOLE, "top_logprobs")
@@ -34,7 +35,7 @@ NUMBERS = (*NUMBERS, "frequency_penalty", "xtc_probability", "xtc_threshold")
 BOOLEANS = ("stream", "logprobs")
 NAMES = ("model", "adapters", "draft_model")
 OBJECTS = ("stream_options", "response_format", "logit_bias", "chat_template_kwargs")
-STEERING = (  # how a tokenizer is called, beside what a template is given
+STEERING = (  # arguments of the tokenizer's call that are not for the template
     *("chat_template", "continue_final_message", "tokenize", "padding", "truncation"),
     *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
     *("add_generation_prompt", "tokenizer_kwargs", "conversation", "tools", "documents"),
@@ -42,8 +43,8 @@ STEERING = (  # how a tokenizer is called, beside what a template is given
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """The JSON object in a request's body, without the fields that are null."""
-    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # so that each " begins or ends a text
+    """Return the JSON object in a request body, without the fields that are null."""
+    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")  # now each " begins or ends a string
     if plain.count(b'"') > 4 * VALUES:
         raise ValueError(f"the request has more than {VALUES} values")
     outside = b"".join(plain.split(b'"')[::2])
@@ -55,15 +56,15 @@ def parse(data: bytes) -> dict[str, Any]:
         )
     except RecursionError:
         raise ValueError("the request is nested too deeply") from None
-    except ValueError as error:  # of no UTF-8, no JSON, or a number of thousands of digits
-        raise ValueError(f"the request is no JSON that can be read ({error})") from None
+    except ValueError as error:  # not UTF-8, not JSON, or a number of thousands of digits
+        raise ValueError(f"the request is not valid JSON ({error})") from None
     if not isinstance(body, dict):
         raise ValueError("the request must be a JSON object")
     return {name: value for name, value in body.items() if value is not None}
 
 
 def no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a valid number")
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -74,22 +75,23 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check(body: dict[str, Any], vocabulary: int, is_chat: bool | None = None) -> None:
-    """Raise ValueError for what mlx-lm lets through, and then ends its one thread at.
+    """Raise ValueError for values that mlx-lm accepts, but which then end its one thread.
 
-    vocabulary: how many logits the model gives; is_chat: whether there must be `messages`,
-    False: `prompt`; None: neither. A field that is null is as one that is not there.
+    A field that is null counts as missing.
+    vocabulary: the model's number of logits.
+    is_chat: True if `messages` is required, False if `prompt` is, None if neither is.
     """
     body = {name: value for name, value in body.items() if value is not None}
     check_values(body)
     if is_chat or "messages" in body:
         check_messages(body.get("messages"))
     if (is_chat is False or "prompt" in body) and not isinstance(body.get("prompt"), str):
-        raise ValueError("prompt must be a text")
+        raise ValueError("prompt must be a string")
     for names, is_good, kind in (
         (WHOLE, is_whole, "a whole number"),
         (NUMBERS, is_number, "a number"),
         (BOOLEANS, lambda value: isinstance(value, bool), "true or false"),
-        (NAMES, is_name, f"a text of at most {NAME_CHARACTERS} characters"),
+        (NAMES, is_name, f"a string of at most {NAME_CHARACTERS} characters"),
         (OBJECTS, lambda value: isinstance(value, dict), "an object"),
     ):
         check_fields(body, names, is_good, kind)
@@ -118,7 +120,7 @@ def check(body: dict[str, Any], vocabulary: int, is_chat: bool | None = None) ->
 
 
 def check_values(body: dict[str, Any]) -> None:
-    """Raise ValueError for numbers and texts that no tokenizer, template or answer can hold."""
+    """Raise ValueError for numbers and strings that a tokenizer or template cannot process."""
     waiting: list[tuple[str, Any, int]] = [("a name", name, 0) for name in body]
     waiting += [(name, value, 1) for name, value in body.items()]
     while waiting:
@@ -127,12 +129,12 @@ def check_values(body: dict[str, Any]) -> None:
             try:
                 value.encode()
             except UnicodeEncodeError:
-                raise ValueError(f"{shortened(name)} holds half of a character") from None
+                raise ValueError(f"{shortened(name)} contains half a surrogate pair") from None
         elif isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{shortened(name)} holds a number that is not finite")
+            raise ValueError(f"{shortened(name)} contains a number that is not finite")
         elif isinstance(value, dict | list):
             if depth == DEPTH:
-                raise ValueError(f"{shortened(name)} is nested {DEPTH} deep")
+                raise ValueError(f"{shortened(name)} is nested more than {DEPTH} deep")
             inner = (*value.keys(), *value.values()) if isinstance(value, dict) else value
             waiting += ((name, each, depth + 1) for each in inner)
 
@@ -160,26 +162,26 @@ def is_name(value: Any) -> bool:
 def check_stop(stop: Any) -> None:
     words = [stop] if isinstance(stop, str) else stop
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise ValueError("stop must be a text, or a list of texts")
+        raise ValueError("stop must be a string, or a list of strings")
     if len(words) > STOP_WORDS or any(len(word) > STOP_CHARACTERS for word in words):
         raise ValueError(
-            f"stop must be at most {STOP_WORDS} texts of at most {STOP_CHARACTERS} characters"
+            f"stop must be at most {STOP_WORDS} strings of at most {STOP_CHARACTERS} characters"
         )
 
 
 def check_bias(bias: dict[str, Any], vocabulary: int) -> None:
     if len(bias) > LOGIT_BIASES:
-        raise ValueError(f"logit_bias must be of at most {LOGIT_BIASES} tokens")
+        raise ValueError(f"logit_bias must have at most {LOGIT_BIASES} tokens")
     if not all(key.isascii() and key.isdecimal() and len(key) < 10 for key in bias):
-        raise ValueError("logit_bias must be of tokens, by their numbers")
+        raise ValueError("logit_bias: keys must be token ids")
     if any(int(key) >= vocabulary for key in bias):
-        raise ValueError(f"logit_bias must be of tokens below {vocabulary}")
+        raise ValueError(f"logit_bias: token ids must be below {vocabulary}")
     if not all(is_number(value) and abs(value) < LARGEST for value in bias.values()):
-        raise ValueError(f"logit_bias must give numbers below {LARGEST}")
+        raise ValueError(f"logit_bias: values must be numbers below {LARGEST}")
 
 
 def check_messages(messages: Any) -> None:
-    """Raise ValueError for a conversation without messages, or a message that says nothing."""
+    """Raise ValueError for a conversation without messages, or a message without content."""
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages must be a list of at least one message")
     for number, message in enumerate(messages):
@@ -187,7 +189,7 @@ def check_messages(messages: Any) -> None:
         if not isinstance(message, dict):
             raise ValueError(f"{where} must be an object")
         if not is_name(message.get("role")) or not message["role"]:
-            raise ValueError(f"{where}: role must be a text")
+            raise ValueError(f"{where}: role must be a string")
         calls = message.get("tool_calls")
         if calls is not None:
             check_calls(calls, where)
@@ -198,12 +200,12 @@ def check_content(content: Any, may_lack: bool, where: str) -> None:
     if isinstance(content, str) or (content is None and may_lack):
         return
     if not isinstance(content, list) or not content:
-        raise ValueError(f"{where}: content must be a text, or a list of text parts")
+        raise ValueError(f"{where}: content must be a string, or a list of text parts")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise ValueError(f"{where}: content: this model takes text alone")
+            raise ValueError(f"{where}: content: this model only accepts text")
         if not isinstance(part.get("text"), str):
-            raise ValueError(f"{where}: content: a text part must have a text")
+            raise ValueError(f"{where}: content: the text of a text part must be a string")
 
 
 def check_calls(calls: Any, where: str) -> None:
@@ -212,7 +214,7 @@ def check_calls(calls: Any, where: str) -> None:
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not is_name(function.get("name")):
-            raise ValueError(f"{where}: tool_calls must be of functions with names")
+            raise ValueError(f"{where}: tool_calls must be functions with names")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str) and arguments:
             try:
@@ -232,17 +234,20 @@ def check_tools(body: dict[str, Any]) -> None:
         if not isinstance(function, dict) or not is_name(function.get("name")):
             raise ValueError("tools must be functions with names")
     if not isinstance(body.get("tool_choice", ""), str | dict):
-        raise ValueError("tool_choice must be a text or an object")
+        raise ValueError("tool_choice must be a string or an object")
     roles = body.get("role_mapping", {})
     if not isinstance(roles, dict) or not all(isinstance(text, str) for text in roles.values()):
-        raise ValueError("role_mapping must give texts")
+        raise ValueError("role_mapping must map roles to strings")
 
 
 def prompt_text(tokenizer: Any, request: CompletionRequest, given: dict[str, Any]) -> str:
-    """What a request asks, as one text. Raises what templates raise; given: more for those."""
+    """Render the prompt of a request as one text. Passes on the errors of the chat template.
+
+    given: additional arguments for the template.
+    """
     if request.request_type != "chat":
         return request.prompt
-    messages = copy.deepcopy(request.messages)  # they are changed on the way
+    messages = copy.deepcopy(request.messages)  # process_message_content changes them
     if not tokenizer.has_chat_template:
         return convert_chat(messages, request.role_mapping)
     process_message_content(messages)
@@ -254,10 +259,10 @@ def prompt_text(tokenizer: Any, request: CompletionRequest, given: dict[str, Any
 def prompt_ids(
     tokenizer: Any, request: CompletionRequest, given: dict[str, Any], most: int | None
 ) -> list[int]:
-    """The token ids of a request's prompt as mlx-lm reads it.
+    """Tokenize the prompt of a request as mlx-lm does.
 
-    Raises ValueError where there are none, or more than `most`. A text that is much too long
-    is tokenized as far as that shows: all its tokens would take memory and time.
+    Raises ValueError if it has no tokens, or `most` or more. If the text is much too long, only
+    its beginning is tokenized, to save memory and time.
     """
     text = prompt_text(tokenizer, request, given)
     is_rendered = request.request_type == "chat" and tokenizer.has_chat_template
@@ -266,15 +271,15 @@ def prompt_ids(
     if len(text) > PIECE_CHARACTERS:
         for start in range(0, len(text), PIECE_CHARACTERS):
             piece = text[start : start + PIECE_CHARACTERS]
-            # A token may lie across two pieces: cut, it counts as at least one more.
+            # A token may be split between two pieces, which adds at least one token.
             counted += max(0, len(tokenizer.encode(piece, add_special_tokens=False)) - 2)
             if counted > 1.01 * bound + 16:
                 raise ValueError(
-                    f"the prompt has more than {bound} tokens; the model takes {bound}"
+                    f"the prompt has more than {bound} tokens; the model's maximum is {bound}"
                 )
     ids = tokenizer.encode(text, add_special_tokens=not is_rendered)
     if not ids:
         raise ValueError("the prompt has no tokens")
     if len(ids) >= bound:
-        raise ValueError(f"the prompt has {len(ids)} tokens; the model takes {bound}")
+        raise ValueError(f"the prompt has {len(ids)} tokens; the model's maximum is {bound}")
     return ids

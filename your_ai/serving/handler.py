@@ -1,4 +1,4 @@
-"""A connection to the server: what it may ask, and how it is refused, in OpenAI's form."""
+"""A connection to the server: checks its request, and refuses it in OpenAI's error format."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from your_ai.nets.model import first_line
 from your_ai.serving import admission, wire
 from your_ai.serving.wire import RequestRefused
 
-DEFAULT = "default_model"  # what mlx-lm calls the one of a request that names none
+DEFAULT = "default_model"  # mlx-lm's name for the model if a request names none
 COMPLETIONS = ("/v1/completions",)
 CHATS = ("/v1/chat/completions", "/chat/completions")
 
 
 @dataclass
 class Asked(CompletionRequest):
-    """A request, and the connection of who asked."""
+    """A request, and the connection it came from."""
 
     connection: socket.socket
 
 
 class Listening(Protocol):
-    """The server, as its connections use it."""
+    """The part of the server that connections use."""
 
     is_local: bool
     bodies: wire.Allowance
 
 
 class Answering(Protocol):
-    """What generates the answers, as connections use it."""
+    """The part of the answer generator that connections use."""
 
     cli_args: Namespace
     model_provider: Any
 
     def room(self, request: CompletionRequest, given: dict[str, Any], wanted: int) -> int:
-        """The most tokens of an answer, of those `wanted`. Raises Refused where there is none."""
+        """Maximum tokens of an answer, at most `wanted`. Raises RequestRefused if none fit."""
 
 
 class Handler(APIHandler):
-    """mlx-lm's, for the requests that may be answered; one a connection."""
+    """mlx-lm's handler, for checked requests; one request per connection."""
 
     response_generator: Answering
     server: Listening
@@ -73,7 +73,7 @@ class Handler(APIHandler):
             self.refuse(408, f"the request took more than {wire.REQUEST_S:.0f} s")
 
     def handle_one_request(self) -> None:
-        """Raises Refused for what is not answered, TimeoutError for a client that is too slow."""
+        """Answer. Raises RequestRefused if it is not allowed, TimeoutError for a slow client."""
         self.raw_requestline, head = wire.read_head(self.rfile)
         if not head:
             return
@@ -89,15 +89,15 @@ class Handler(APIHandler):
         self.wfile.flush()
 
     def check_sender(self) -> None:
-        """Raise Refused for a page that may not use the server, or a name that is not ours."""
+        """Raise RequestRefused for a forbidden web page, or a host name of another machine."""
         origin = self.headers.get("Origin")
         if origin is not None and origin not in self.response_generator.cli_args.allowed_origins:
-            raise RequestRefused(403, f"pages of {shortened(origin)} may not use this server")
+            raise RequestRefused(403, f"pages from {shortened(origin)} may not use this server")
         host = self.headers.get("Host")
         if host is not None and self.server.is_local and not wire.is_own(wire.host_of(host)):
             raise RequestRefused(403, f"{shortened(host)} is not a name of this machine")
         if self.headers.get("Expect", "100-continue").lower() != "100-continue":
-            raise RequestRefused(417, "the server expects nothing but the request")
+            raise RequestRefused(417, "the server only supports Expect: 100-continue")
 
     def do_GET(self) -> None:
         if self.path != "/health" and self.path.split("?")[0].split("/")[1:3] != ["v1", "models"]:
@@ -118,7 +118,7 @@ class Handler(APIHandler):
                 admission.check(body, vocabulary, self.path in CHATS)
             except ValueError as error:
                 raise RequestRefused(400, shortened(first_line(error))) from error
-            checked = json.dumps(body).encode()  # mlx-lm reads what was checked, and nothing else
+            checked = json.dumps(body).encode()  # mlx-lm reads only what was checked
             self.headers.replace_header("Content-Length", str(len(checked)))
             self.rfile = io.BytesIO(checked)
             super().do_POST()
@@ -132,7 +132,7 @@ class Handler(APIHandler):
         except ValueError as error:
             raise RequestRefused(400, shortened(first_line(error))) from error
         if not (self.stream_options or {}).get("include_usage"):
-            self.stream_options = None  # mlx-lm needs that key, where there are any
+            self.stream_options = None  # mlx-lm requires that key in stream_options
 
     def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
         name = self.response_generator.model_provider.name
@@ -141,7 +141,7 @@ class Handler(APIHandler):
             raise RequestRefused(404, f"no model {asked} here; this server has {name}")
         if self.adapter is not None or self.requested_draft_model != DEFAULT:
             raise RequestRefused(
-                404, f"this server has {name} alone, no other adapters or draft models"
+                404, f"this server only has {name}, and no other adapters or draft models"
             )
         given = self.chat_template_kwargs or {}
         self.max_tokens = self.response_generator.room(request, given, self.max_tokens)
@@ -159,7 +159,7 @@ class Handler(APIHandler):
             raise RequestRefused(404, f"no model {shortened(asked)} here; this server has {name}")
 
     def refuse(self, status: int, message: str) -> None:
-        """In OpenAI's form, so that its clients show the message; nothing after an answer."""
+        """Send an error in OpenAI's format, so that clients show it; not after an answer."""
         if self.has_answered:
             return
         kind = "invalid_request_error" if status < 500 else "server_error"
@@ -167,7 +167,7 @@ class Handler(APIHandler):
         self.send_json(status, {"error": {"message": message, "type": kind}})
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What Python's handler refuses by itself."""
+        """Refuse in the same format what Python's handler refuses by itself."""
         self.refuse(code, message or "the request cannot be read")
 
     def send_response(self, code: int, message: str | None = None) -> None:

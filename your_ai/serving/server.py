@@ -1,8 +1,8 @@
-"""A run behind mlx-lm's own server, which speaks OpenAI's protocol.
+"""Serves a run with mlx-lm's server, which implements the OpenAI API.
 
-Ours differs in what it lets in. It has the run's model, loaded before it listens to anyone, and
-loads no other, nor an adapter or an image, whatever a request names; it tells of no model but
-that one; and web pages of other hosts cannot use it.
+This server accepts less than mlx-lm's. It has only the run's model, which is loaded before the
+first request. Whatever a request names, it loads no other model, adapter or image, and it lists no
+other model. Web pages from other hosts cannot use it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from your_ai.serving import admission, wire
 from your_ai.serving.handler import DEFAULT, Asked, Handler
 from your_ai.serving.wire import Origins, RequestRefused
 
-LOG_CHARACTERS = 4000  # of an entry in the log
-CACHE_ENTRIES = 10  # conversations whose keys and values are kept,
-CACHE_BYTES = 1 << 30  # and most of it all together
+LOG_CHARACTERS = 4000  # of a log entry
+CACHE_ENTRIES = 10  # conversations whose KV caches are kept
+CACHE_BYTES = 1 << 30  # maximum of all KV caches that are kept
 POLL_S = 0.2
 GRACE_S = 2.0  # for answers in flight, when the server stops
 BUSY = (
@@ -60,7 +60,7 @@ BUSY = (
 
 
 def options(sampling: Sampling, origins: Origins) -> Namespace:
-    """What mlx-lm's server has of its command line; what is not ours to choose as it has it."""
+    """Return the options of mlx-lm's server; options without a choice have its defaults."""
     return Namespace(
         model=None,
         adapter_path=None,
@@ -89,14 +89,14 @@ def options(sampling: Sampling, origins: Origins) -> Namespace:
 
 
 class RunProvider(ModelProvider):
-    """Has one model, and loads no other."""
+    """Provides one model, and loads no other."""
 
     def __init__(self, trained: Trained, arguments: Namespace) -> None:
         super().__init__(arguments)
         self.name = trained.folder.name
         self.model_key = (self.name, None, None)
         self.model, self.tokenizer = load_run(trained)
-        mx.eval(self.model.parameters())  # here: a lazy array belongs to the thread that made it
+        mx.eval(self.model.parameters())  # in this thread, to which lazy arrays belong
         self.is_batchable = all(hasattr(c, "merge") for c in make_prompt_cache(self.model))
         self.vocabulary = self.model(mx.zeros((1, 1), mx.int32)).shape[-1]
         self.tokens = vocabulary_of(self.model)
@@ -112,7 +112,7 @@ class RunProvider(ModelProvider):
 
 
 class Answers(ResponseGenerator):
-    """Answers from the one model, whatever name it was asked by, so that requests share a batch."""
+    """Generates with the one model, whatever name a request gives, so that requests are batched."""
 
     model_provider: RunProvider
 
@@ -126,7 +126,7 @@ class Answers(ResponseGenerator):
         generation_args: GenerationArguments,
         progress_callback: Callable[[int, int], None] | None = None,
     ) -> tuple[GenerationContext, Iterator[Any]]:
-        """Raises Refused for a request that mlx-lm cannot read, or where its thread has died."""
+        """Raise RequestRefused if mlx-lm cannot read the request, or if its thread has died."""
         one = ModelDescription(model=DEFAULT, draft=DEFAULT, adapter=None)
         try:
             context, responses = super().generate(
@@ -139,9 +139,9 @@ class Answers(ResponseGenerator):
         return context, self.until_stopped(request, context, responses)
 
     def room(self, request: CompletionRequest, given: dict[str, Any], wanted: int) -> int:
-        """The most tokens of an answer, of those `wanted`. Raises Refused where there is none.
+        """Maximum tokens of an answer, at most `wanted`. Raises RequestRefused if none fit.
 
-        given: what the template is given beside the messages.
+        given: additional arguments for the chat template.
         """
         most = self.model_provider.context
         try:
@@ -150,7 +150,7 @@ class Answers(ResponseGenerator):
             check_ids(ids, provider.tokens, provider.tokenizer, "the prompt")
         except (ValueError, UserError) as error:
             raise RequestRefused(400, shortened(first_line(error))) from error
-        except Exception as error:  # templates and tokenizers raise what they like
+        except Exception as error:  # templates and tokenizers may raise anything
             reason = shortened(first_line(error))
             raise RequestRefused(400, f"the prompt cannot be read ({reason})") from error
         return wanted if most is None else min(wanted, most - len(ids))
@@ -158,18 +158,18 @@ class Answers(ResponseGenerator):
     def until_stopped(
         self, request: Asked, context: GenerationContext, responses: Iterator[Any]
     ) -> Iterator[Any]:
-        """The responses, while the server goes on and the client is there."""
+        """Yield the responses until the server stops or the client leaves."""
         for response in responses:
             if self.is_stopping:
                 context.stop()
             elif wire.has_left(request.connection):
-                context.stop()  # nothing more will come
+                context.stop()  # ends the generation
                 raise ConnectionAbortedError
             yield response
 
 
 class Server(ThreadingHTTPServer):
-    """Listens from the start; answers once it is given `answers`."""
+    """Listens when it is created; answers requests when `answers` is set."""
 
     answers: Answers
     request_queue_size = wire.CONNECTIONS
@@ -183,7 +183,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(address, Handler)
 
     def server_bind(self) -> None:
-        """As HTTPServer has it, without a look-up of the host's name, which may take seconds."""
+        """Bind as HTTPServer does, without looking up the host's name, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]
 
@@ -198,7 +198,7 @@ class Server(ThreadingHTTPServer):
         with contextlib.suppress(OSError):
             request.setblocking(False)
             request.send(BUSY)
-            request.recv(1 << 16)  # what is left unread would take the answer with it
+            request.recv(1 << 16)  # unread data would make the system discard the answer
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -222,22 +222,24 @@ class Server(ThreadingHTTPServer):
 
 
 def listen(host: str, port: int) -> Server:
-    """Raises UserError where the address cannot be had."""
+    """Return a listening server. Raises UserError if the address is not available."""
     try:
         return Server(host, port)
     except socket.gaierror as error:
-        raise UserError(f"--host {host}: no such address ({error.strerror})") from error
+        raise UserError(f"--host {host}: is not a known address ({error.strerror})") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UserError(f"--port {port}: is in use; give another, or 0 for any") from error
+            raise UserError(
+                f"--port {port}: is in use; choose another, or 0 for any free port"
+            ) from error
         raise UserError(f"--host {host} --port {port}: {error.strerror}") from error
 
 
 def serve(server: Server, answers: Answers, received: Sequence[int]) -> bool:
-    """Answer until there is a signal in `received`, and then end the answers in flight.
+    """Answer requests until there is a signal in `received`, then stop the answers in progress.
 
-    Returns whether every thread but this has ended; a second signal does not wait for them.
-    Raises RunError where generation fails for good, as it does when memory runs out.
+    Returns whether all other threads have ended; a second signal does not wait for them.
+    Raises RunError if the generation thread fails, e.g. when memory runs out.
     """
     server.answers = answers
     accepting = threading.Thread(target=server.serve_forever, daemon=True)
@@ -253,21 +255,21 @@ def serve(server: Server, answers: Answers, received: Sequence[int]) -> bool:
     while threading.active_count() > 1 and len(received) < 2 and time.monotonic() < deadline:
         time.sleep(POLL_S)
     if failed:
-        raise RunError("the server cannot go on: its model failed, as logged above")
+        raise RunError("the server cannot continue: its model failed, as logged above")
     return threading.active_count() == 1
 
 
 def example(url: str, name: str) -> str:
-    """A line for a shell that asks the server something."""
+    """Return a shell command that sends a request to the server."""
     body = {"model": name, "messages": [{"role": "user", "content": "Hello"}]}
     header = "-H 'Content-Type: application/json'"
     return f"curl {url}/v1/chat/completions {header} -d {shlex.quote(json.dumps(body))}"
 
 
 class LogLines(logging.Formatter):
-    """Without what would steer a terminal, since requests are others' text.
+    """Removes control characters from log entries, which may contain text from requests.
 
-    And without tracebacks, but for who asked for all there is.
+    Also removes tracebacks, except at level debug.
     """
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,7 +1,7 @@
-"""HTTP requests as the server takes them: bounded in size and in time, and read in one way only.
+"""Reads HTTP requests strictly: bounded in size and time, and with only one interpretation.
 
-A request has one head, checked line by line before anything reads it, and one body of a length
-that it says in digits. A connection carries one request.
+A request has one head, of which every line is checked before it is parsed, and one body, whose
+length is given in digits. Each connection has one request.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import IO
 from urllib.parse import urlsplit
 
 REQUEST_S = 8.0  # for a whole request, head and body
-ANSWER_S = 8.0  # for a client to take a piece of its answer
-LINGER_S = 1.0  # for the rest of a request that was refused before its end
+ANSWER_S = 8.0  # for a client to receive a piece of its answer
+LINGER_S = 1.0  # for the rest of a request that was refused early
 LINE_BYTES = 1 << 13
 HEAD_BYTES = 1 << 16
 HEADERS = 100
-BODY_BYTES = 1 << 24  # of a request: text alone
-BODIES_BYTES = 1 << 26  # of all the requests that are answered at once
-CONNECTIONS = 64  # at once
+BODY_BYTES = 1 << 24  # of a request, which is only text
+BODIES_BYTES = 1 << 26  # of all requests that are answered at the same time
+CONNECTIONS = 64  # open at the same time
 
 REQUEST_LINE = re.compile(rb"[A-Z]{1,16} /[\x21-\x7e]* HTTP/1\.[01]")
 HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[\t\x20-\x7e\x80-\xff]*")
@@ -35,13 +35,13 @@ ONCE = (b"host", b"origin", b"content-length", b"transfer-encoding", b"content-t
 DIGITS = re.compile(r"[0-9]{1,20}")
 HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::([0-9]{1,5}))?")
 LOCAL_NAMES = ("localhost",)
-LOCAL_ENDINGS = (".localhost", ".internal")  # which nobody can register
+LOCAL_ENDINGS = (".localhost", ".internal")  # nobody can register these domains
 
 
 class RequestRefused(BaseException):
-    """A request that is not answered: the HTTP status, and why.
+    """A request is refused: the HTTP status, and why.
 
-    No Exception, since mlx-lm answers those in a form of its own.
+    Not an Exception, since mlx-lm would catch it and answer in its own format.
     """
 
     def __init__(self, status: int, message: str) -> None:
@@ -54,10 +54,11 @@ class RequestRefused(BaseException):
 class Origins:
     """The web pages that may use the server: those of this machine, and those named.
 
-    A container, as mlx-lm's handler asks it. `*` names every page.
+    A container, because mlx-lm's handler tests `origin in origins`.
     """
 
     named: tuple[str, ...] = ()
+    """Origins such as http://HOST:PORT; `*` stands for all."""
 
     def __contains__(self, origin: object) -> bool:
         named = "*" in self.named or origin in self.named
@@ -65,18 +66,18 @@ class Origins:
 
 
 def host_of_origin(origin: str) -> str:
-    """The host of `http://host[:port]` as browsers write it; "" for anything else."""
+    """Return the host of `http://host[:port]` as browsers write it; "" for anything else."""
     try:
         parts = urlsplit(origin)
     except ValueError:
         return ""
     if parts.scheme not in ("http", "https") or origin != f"{parts.scheme}://{parts.netloc}":
-        return ""  # it has a path, a query or a spelling that no browser sends
+        return ""  # it has a path, a query or a spelling that browsers do not send
     return host_of(parts.netloc)
 
 
 def host_of(text: str) -> str:
-    """The host of `host[:port]` in lower case, without brackets; "" for anything else."""
+    """Return the host of `host[:port]`, in lower case, without brackets; "" for anything else."""
     found = HOST.fullmatch(text)
     if found is None or int(found[3] or 0) > 65535:
         return ""
@@ -84,7 +85,7 @@ def host_of(text: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address means this machine alone."""
+    """Whether a name or address can only mean this machine."""
     address = address_of(host)
     return host in LOCAL_NAMES if address is None else address.is_loopback
 
@@ -97,16 +98,16 @@ def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 
 def is_own(host: str) -> bool:
-    """Whether a request to `host` meant this machine: no name that others can give it.
+    """Whether a request to `host` meant this machine, by a name that others cannot assign.
 
-    Else a page could have its own name resolve to 127.0.0.1, and read the answers.
+    Otherwise a web page could let its own domain resolve to 127.0.0.1 and read the answers.
     """
     named = is_loopback(host) or host.endswith(LOCAL_ENDINGS)
     return named or address_of(host) is not None or host == socket.gethostname().lower()
 
 
 class TimedReader(io.RawIOBase):
-    """What a client sends, until a deadline for all of it: then TimeoutError."""
+    """Reads from a client until a deadline for the whole request; then raises TimeoutError."""
 
     def __init__(self, connection: socket.socket, seconds: float) -> None:
         self.connection = connection
@@ -124,9 +125,9 @@ class TimedReader(io.RawIOBase):
 
 
 def read_head(file: IO[bytes]) -> tuple[bytes, bytes]:
-    """The request line and the header lines, checked. Empty where the client left before the end.
+    """Return the request line and the header lines, checked; empty if the client left early.
 
-    Raises Refused for what no ordinary client sends.
+    Raises RequestRefused for a head that ordinary clients do not send.
     """
     lines: list[bytes] = []
     size = 0
@@ -148,10 +149,10 @@ def read_head(file: IO[bytes]) -> tuple[bytes, bytes]:
 
 
 def check_head(lines: list[bytes]) -> None:
-    """Raise Refused for a request line or a header that could be read in two ways."""
+    """Raise RequestRefused for a request line or header that is not strictly valid."""
     version = lines[0].rpartition(b" ")[2]
     if re.fullmatch(rb"HTTP/[2-9]\.[0-9]", version):
-        raise RequestRefused(505, "the server speaks HTTP/1.1")
+        raise RequestRefused(505, "the server only supports HTTP/1.1")
     if not REQUEST_LINE.fullmatch(lines[0]):
         raise RequestRefused(400, "the request line is not METHOD /path HTTP/1.1")
     seen = set()
@@ -168,7 +169,7 @@ def check_head(lines: list[bytes]) -> None:
 
 
 def body_length(headers: Message) -> int:
-    """The bytes of a request's body. Raises Refused where they are not known, or too many."""
+    """Return the length of the body in bytes. Raises RequestRefused if unknown or too large."""
     length, encoding = headers.get("Content-Length"), headers.get("Transfer-Encoding")
     if encoding is not None and length is not None:
         raise RequestRefused(400, "give Content-Length or Transfer-Encoding, not both")
@@ -178,7 +179,7 @@ def body_length(headers: Message) -> int:
     if not DIGITS.fullmatch(length):
         raise RequestRefused(400, "Content-Length must be a number in digits")
     if int(length) > BODY_BYTES:
-        raise RequestRefused(413, f"a request may have {BODY_BYTES} bytes")
+        raise RequestRefused(413, f"a request may have at most {BODY_BYTES} bytes")
     return int(length)
 
 
@@ -190,7 +191,7 @@ def read_body(file: IO[bytes], length: int) -> bytes:
 
 
 class Allowance:
-    """Bytes that may be held at once by all threads together."""
+    """Bytes that all threads together may use at the same time."""
 
     def __init__(self, total: int) -> None:
         self.left = total
@@ -198,7 +199,7 @@ class Allowance:
 
     @contextlib.contextmanager
     def taken(self, count: int) -> Iterator[None]:
-        """Hold `count` bytes for the block. Raises Refused where there are too few left."""
+        """Reserve `count` bytes for the block. Raises RequestRefused if too few are left."""
         with self.lock:
             if count > self.left:
                 raise RequestRefused(503, "the server is busy with large requests; try again")
@@ -226,9 +227,9 @@ def has_left(connection: socket.socket) -> bool:
 
 
 def linger(connection: socket.socket) -> None:
-    """Read on for a moment after an answer that came before the request's end.
+    """Continue to read briefly after an answer that was sent before the end of the request.
 
-    Else the system would throw the answer away with what was not read.
+    Otherwise the system would discard the answer together with the unread data.
     """
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_WR)
