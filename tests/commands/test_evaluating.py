@@ -1,4 +1,4 @@
-"""`your_ai eval` as a user gives it, on a small run."""
+"""`your_ai eval` on a small run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(made, own_folder) -> RunFolder:
     return RunFolder(shutil.copytree(made, own_folder / "runs" / "r").relative_to(own_folder))
 
 
-def test_a_run_is_evaluated_on_its_own_test_rows(run, capsys):
+def test_evaluates_a_run_on_its_own_test_rows(run, capsys):
     status, out, error = call(capsys, "eval", "r", "--resamples", "100")
     assert status == 0
     assert out.startswith("r, step 40, on test.jsonl: 8 rows, ")
@@ -42,7 +42,7 @@ def test_a_run_is_evaluated_on_its_own_test_rows(run, capsys):
     assert "note: 2 of 8 rows are also among those the run was trained on" in error
 
 
-def test_what_is_printed_for_programs_is_kept_in_the_run(run, capsys):
+def test_json_output_equals_the_evaluation_saved_in_the_run(run, capsys):
     status, out, _ = call(capsys, "eval", "r", "--json", "--worst", "1", "--confidence", "0.5")
     assert status == 0
     assert json.loads(out) == record.read(run)
@@ -53,13 +53,13 @@ def test_what_is_printed_for_programs_is_kept_in_the_run(run, capsys):
     assert json.loads(other)["measures"] != json.loads(out)["measures"]
 
 
-def test_a_checkpoint_is_evaluated_where_one_is_asked_for(run, capsys):
+def test_checkpoint_option_evaluates_that_checkpoint(run, capsys):
     out = json.loads(call(capsys, "eval", "r", "--json", "--checkpoint", "20")[1])
     assert (out["step"], out["checkpoint"]) == (20, "step-000020")
     assert record.read(run) == out
 
 
-def test_a_metric_of_the_current_folder_is_asked(run, capsys):
+def test_metric_is_imported_from_the_current_folder(run, capsys):
     write_rows(Path("rows.jsonl"), [chat("Question", "Answer")] * 2 + [{"text": "no question"}])
     Path("metric_ok.py").write_text("def f(answer, expected, row): return expected == 'Answer'\n")
     options = ("--data", "rows.jsonl", "--metric", "metric_ok:f", "--max-tokens", "3", "--json")
@@ -84,13 +84,13 @@ def test_a_metric_of_the_current_folder_is_asked(run, capsys):
         (["--max-memory", "0.01"], "evaluating does not fit into 0.01 GB"),
     ],
 )
-def test_what_is_wrong_is_told_on_one_line(run, capsys, options, message):
+def test_invalid_input_is_reported_in_one_line(run, capsys, options, message):
     write_rows(Path("bad.jsonl"), [chat("a", "b"), {"x": 1}])
     Path("metric_bad.py").write_text("def f(answer, expected, row): return row['x']\n")
     status, out, error = call(capsys, "eval", "r", "--max-tokens", "2", *options)
     assert (status, out) == (2, "")
     assert message in error.splitlines()[-1]
-    assert len(error.splitlines()) <= 2  # and what was taken
+    assert len(error.splitlines()) <= 2  # the other line is "evaluating on ..."
     assert record.read(run) is None
 
 
@@ -101,13 +101,13 @@ def test_a_run_without_an_adapter_names_its_checkpoints(run, capsys):
     assert "checkpoints: step-000040, step-000020" in error
 
 
-def test_the_least_memory_that_is_named_is_enough(run, capsys):
+def test_the_minimum_memory_in_the_error_message_is_enough(run, capsys):
     _, _, error = call(capsys, "eval", "r", "--max-memory", "0.01")
     least = re.search(r"the least that would do is ([0-9.]+) GB", error)[1]
     assert call(capsys, "eval", "r", "--max-memory", least)[0] == 0
 
 
-def test_what_was_found_is_shown_also_where_it_cannot_be_kept(run, capsys):
+def test_results_are_shown_even_if_they_cannot_be_saved(run, capsys):
     run.path.joinpath("evaluation.json").mkdir()
     status, out, error = call(capsys, "eval", "r")
     assert status == 1
@@ -116,7 +116,7 @@ def test_what_was_found_is_shown_also_where_it_cannot_be_kept(run, capsys):
     assert not list(run.path.glob("*.tmp"))
 
 
-def test_ctrl_c_leaves_what_was_measured_before(run, capsys):
+def test_ctrl_c_keeps_the_previous_evaluation(run, capsys):
     record.write(run, {"version": 1, "rows": 0})
     Path("metric_stop.py").write_text(STOPPING_METRIC)
     done = subprocess.run(
@@ -129,7 +129,7 @@ def test_ctrl_c_leaves_what_was_measured_before(run, capsys):
     assert not list(run.path.glob("*.tmp"))
 
 
-def test_a_run_that_failed_for_lack_of_memory_says_so(run, capsys, monkeypatch):
+def test_running_out_of_memory_is_reported(run, capsys, monkeypatch):
     from your_ai.evaluation import compare
 
     def fail(*_):

@@ -20,62 +20,62 @@ def run(tiny_model):
     return make_run(tiny_model)
 
 
-def told(capsys):
-    said = capsys.readouterr()
-    return said.out + said.err
+def printed(capsys):
+    found = capsys.readouterr()
+    return found.out + found.err
 
 
 @pytest.mark.parametrize(
     ("to", "file"),
     [("mlx", "adapters.safetensors"), ("peft", "adapter_model.safetensors")],
 )
-def test_the_folder_is_named_after_the_run_and_the_format(run, capsys, to, file):
+def test_default_folder_is_named_after_run_and_format(run, capsys, to, file):
     assert call("export", "r", "--to", to) == 0
     assert capsys.readouterr().out == f"r-{to}\n"
     assert Path(f"r-{to}", file).is_file()
     assert Path(f"r-{to}", "README.md").read_text().startswith("---\nlibrary_name: ")
 
 
-def test_a_run_by_its_path_gives_its_name(run, capsys):
+def test_run_given_by_path_is_exported_under_its_name(run, capsys):
     assert call("export", run.path, "--to", "peft") == 0
     assert capsys.readouterr().out == "r-peft\n"
 
 
-def test_what_is_there_is_replaced_only_when_asked(run, capsys):
+def test_existing_adapter_is_replaced_only_with_force(run, capsys):
     Path("out").mkdir()
     for name in ("adapter_config.json", "adapters.safetensors"):
         Path("out", name).write_text("{}")
     assert call("export", "r", "--to", "peft", "--out", "out") == 2
-    assert "out: exists; choose another name, or replace it with --force" in told(capsys)
+    assert "out: exists; choose another name, or replace it with --force" in printed(capsys)
     assert call("export", "r", "--to", "peft", "--out", "out", "--force") == 0
     assert Path("out", "adapter_model.safetensors").is_file()
 
 
-def test_other_things_are_never_replaced(run, capsys):
+def test_folder_with_other_files_is_never_replaced(run, capsys):
     Path("out").mkdir()
     Path("out", "thesis.docx").write_text("years of work")
     assert call("export", "r", "--to", "peft", "--out", "out", "--force") == 2
-    assert "contains files that do not belong to a model" in told(capsys)
+    assert "contains files that do not belong to a model" in printed(capsys)
 
 
 @pytest.mark.parametrize(("to", "kind"), [("peft", "file"), ("hf", "file"), ("gguf", "folder")])
-def test_a_file_becomes_no_folder_and_a_folder_no_file(run, capsys, to, kind):
+def test_file_is_not_replaced_by_a_folder_or_the_reverse(run, capsys, to, kind):
     if kind == "file":
         Path("out").write_text("a file")
     else:
         Path("out").mkdir()
     assert call("export", "r", "--to", to, "--out", "out", "--force") == 2
-    assert f"out: is a {kind}, the result is a " in told(capsys)
+    assert f"out: is a {kind}, the result is a " in printed(capsys)
 
 
 @pytest.mark.parametrize("of", ["adapter", "base", "inside the base"])
-def test_what_the_run_needs_is_never_replaced(run, tiny_model, tmp_path, capsys, of):
+def test_files_of_the_run_itself_are_never_replaced(run, tiny_model, tmp_path, capsys, of):
     base = shutil.copytree(tiny_model, tmp_path / "base")
     out = {"adapter": run.adapter, "base": base, "inside the base": base / "out"}[of]
     before = (run.adapter / checkpoint.ADAPTERS).read_bytes()
     given = ("--to", "peft", "--out", out, "--force", "--model", base)
     assert call("export", "r", *given) == 2
-    assert "is of the run itself" in told(capsys)
+    assert "is of the run itself" in printed(capsys)
     assert (run.adapter / checkpoint.ADAPTERS).read_bytes() == before
 
 
@@ -88,9 +88,9 @@ def test_what_the_run_needs_is_never_replaced(run, tiny_model, tmp_path, capsys,
             "--fused only works with --to gguf; --to peft is the adapter",
         ),
         (("--to", "hf", "--fused"), "--to hf is fused always"),
-        (("--to", "peft", "--dtype", "float16"), "--dtype: is of a whole model"),
-        (("--to", "gguf", "--dtype", "f16"), "--dtype: is of a whole model"),
-        (("--to", "mlx", "--max-memory", 4), "--max-memory: is of a whole model"),
+        (("--to", "peft", "--dtype", "float16"), "--dtype needs a fused model"),
+        (("--to", "gguf", "--dtype", "f16"), "--dtype needs a fused model"),
+        (("--to", "mlx", "--max-memory", 4), "--max-memory needs a fused model"),
         (("--to", "hf", "--dtype", "q8_0"), "--to hf takes float32, bfloat16, float16"),
         (("--to", "gguf", "--fused", "--dtype", "float16"), "--to gguf takes f32, f16, bf16"),
         (("--to", "peft", "--out", "no/such/place"), "is not a folder; create it first"),
@@ -98,20 +98,20 @@ def test_what_the_run_needs_is_never_replaced(run, tiny_model, tmp_path, capsys,
         (("--to", "peft", "--model", "nowhere"), "nowhere"),
     ],
 )
-def test_what_makes_no_sense_is_told_and_nothing_written(run, tmp_path, capsys, options, text):
+def test_invalid_options_are_reported_and_nothing_is_written(run, tmp_path, capsys, options, text):
     before = sorted(tmp_path.iterdir())
     assert call("export", "r", *options) == 2
-    said = told(capsys)
-    assert said.startswith("error: ")
-    assert text in said
-    assert said.count("\n") == 1
+    output = printed(capsys)
+    assert output.startswith("error: ")
+    assert text in output
+    assert output.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_run_without_an_adapter_says_so(run, capsys):
+def test_run_without_an_adapter_is_refused(run, capsys):
     shutil.rmtree(run.adapter)
     assert call("export", "r", "--to", "peft") == 2
-    assert "has no finished adapter" in told(capsys)
+    assert "has no finished adapter" in printed(capsys)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_run_without_an_adapter_says_so(run, capsys):
         (("--fused", "--dtype", "q8_0"), "r-q8_0.gguf", "q8_0"),
     ],
 )
-def test_gguf_is_one_file(run, monkeypatch, capsys, options, name, kind):
+def test_gguf_export_writes_one_file(run, monkeypatch, capsys, options, name, kind):
     given = []
     monkeypatch.setattr(gguf, "write_adapter", lambda _, target: given.append((target, None)))
     monkeypatch.setattr(
@@ -133,7 +133,7 @@ def test_gguf_is_one_file(run, monkeypatch, capsys, options, name, kind):
     assert capsys.readouterr().out.split() == [name]
 
 
-def test_an_interrupted_model_goes_on_with_the_same_command(run, monkeypatch, capsys):
+def test_interrupted_export_says_that_the_same_command_restarts_it(run, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -142,7 +142,7 @@ def test_an_interrupted_model_goes_on_with_the_same_command(run, monkeypatch, ca
     assert capsys.readouterr().err == "r-hf: stopped; run the same command to start again\n"
 
 
-def test_a_whole_model_is_written(run, capsys):
+def test_hf_export_writes_a_fused_model_in_the_given_dtype(run, capsys):
     assert call("export", "r", "--to", "hf", "--dtype", "float16", "--max-memory", 2) == 0
     arrays = mx.load("r-hf/model.safetensors")
     assert arrays["model.layers.0.mlp.up_proj.weight"].dtype == mx.float16
@@ -150,7 +150,7 @@ def test_a_whole_model_is_written(run, capsys):
     assert not Path(huggingface.work_of(Path("r-hf")).folder).exists()
 
 
-def test_a_model_that_came_meanwhile_is_replaced_only_when_asked(run, tiny_model):
+def test_model_created_meanwhile_is_replaced_only_with_force(run, tiny_model):
     out, trained = Path(shutil.copytree(tiny_model, "out")), open_trained("r")
     with pytest.raises(UserError, match="out: exists"):
         list(huggingface.write(trained, out))
@@ -161,7 +161,7 @@ def test_a_model_that_came_meanwhile_is_replaced_only_when_asked(run, tiny_model
     assert (out / "exported.json").is_file()
 
 
-def test_an_adapter_is_imported_and_asked(run, tiny_model, capsys):
+def test_imported_adapter_gives_the_same_answer(run, tiny_model, capsys):
     assert call("export", "r", "--to", "peft") == 0
     assert call("import", "r-peft", "--model", tiny_model, "--run", "back") == 0
     assert "your_ai generate back" in capsys.readouterr().out
@@ -172,8 +172,8 @@ def test_an_adapter_is_imported_and_asked(run, tiny_model, capsys):
     assert capsys.readouterr().out == answer
 
 
-def test_what_cannot_be_imported_is_one_line(run, tiny_model, capsys):
+def test_failed_import_is_reported_in_one_line(run, tiny_model, capsys):
     assert call("import", "nowhere", "--model", tiny_model) == 2
-    said = told(capsys)
-    assert said.startswith("error: nowhere/adapter_config.json: is missing")
-    assert said.count("\n") == 1
+    output = printed(capsys)
+    assert output.startswith("error: nowhere/adapter_config.json: is missing")
+    assert output.count("\n") == 1

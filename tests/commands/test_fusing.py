@@ -1,4 +1,4 @@
-"""`your_ai fuse` as users see it."""
+"""`your_ai fuse` and its output."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def trained(tmp_path: Path, data_folder: Path) -> Trained:
     return drawn_run(make_model(tmp_path / "model"), data_folder, strength=0.002)
 
 
-def test_a_run_is_fused_and_measured(trained, capsys):
+def test_fuse_writes_a_model_and_measures_the_difference(trained, capsys):
     assert call("fuse", "drawn", "out") == 0
-    told = capsys.readouterr()
-    lines = told.out.splitlines()[-5:]
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()[-5:]
     assert lines[0] == "out"
     assert lines[1] == "valid.jsonl: 3 rows, 40 positions"
-    assert [line.split(":")[0] for line in lines[2:]] == ["loss", "logits", "likeliest token"]
-    assert "warning" not in told.err
+    assert [line.split(":")[0] for line in lines[2:]] == ["loss", "logits", "most likely token"]
+    assert "warning" not in printed.err
     assert check_model(Path("out"))["quantization"]["model.layers.2.mlp.up_proj"]["bits"] == 8
 
 
-def test_a_result_that_is_as_far_off_as_the_adapter_goes_is_warned_of(trained, capsys):
+def test_warns_if_fusing_changes_as_much_as_the_adapter(trained, capsys):
     assert call("fuse", "drawn", "out", "--to", "same") == 0
-    told = capsys.readouterr().err.strip()
-    assert told.startswith("warning: fusing changes the logits by 0.")
-    assert told.endswith("; give --to 8 or --to dequantized")
+    printed = capsys.readouterr().err.strip()
+    assert printed.startswith("warning: fusing changes the logits by 0.")
+    assert printed.endswith("; give --to 8 or --to dequantized")
 
 
-ERASED = "fusing has erased the adapter: 14% of its effect is left; give "
+ERASED = "fusing erased the adapter: 14% of its effect is left; give "
 AS_FAR = "fusing changes the logits by 0.3, the adapter by 0.2; give "
 
 
@@ -56,14 +56,14 @@ AS_FAR = "fusing changes the logits by 0.3, the adapter by 0.2; give "
         (0.9, "dequantized", None, AS_FAR + "--dtype float32"),
     ],
 )
-def test_a_warning_says_what_to_do(tmp_path, kept, to, bits, warning):
+def test_warning_says_which_option_to_use(tmp_path, kept, to, bits, warning):
     fields = {field.name: 0 for field in dataclasses.fields(Difference)}
     found = Difference(**fields | {"mean": 0.3, "effect": 0.2, "kept": kept})
     assert found.erased
     assert warning_of(found, make_model(tmp_path / "out", bits=bits), to) == warning
 
 
-def test_json_is_one_object(trained, capsys):
+def test_json_output_is_one_object(trained, capsys):
     assert call("fuse", "drawn", "out", "--to", "same", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["target"] == "out"
@@ -71,18 +71,18 @@ def test_json_is_one_object(trained, capsys):
     assert found["difference"]["mean"] > 0
 
 
-def test_nothing_is_measured_where_it_is_not_wanted(trained, capsys, monkeypatch):
+def test_no_measure_skips_the_measurement(trained, capsys, monkeypatch):
     monkeypatch.setattr(measuring, "difference", None)
     assert call("fuse", "drawn", "out", "--no-measure", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"target": "out", "difference": None}
 
 
-def test_data_that_is_gone_is_a_note(trained, data_folder, capsys):
+def test_missing_data_skips_the_measurement_with_a_note(trained, data_folder, capsys):
     shutil.rmtree(data_folder)
     assert call("fuse", "drawn", "out") == 0
-    told = capsys.readouterr()
-    assert told.out == "out\n"
-    assert "note: the difference was not measured (--data" in told.err
+    printed = capsys.readouterr()
+    assert printed.out == "out\n"
+    assert "note: the difference was not measured (--data" in printed.err
     check_model(Path("out"))
 
 
@@ -100,15 +100,15 @@ def test_data_that_is_gone_is_a_note(trained, data_folder, capsys):
         (("other", "out"), "no run named other"),
     ],
 )
-def test_wrong_input_is_one_line(trained, capsys, arguments, message):
+def test_invalid_input_is_reported_in_one_line(trained, capsys, arguments, message):
     assert call("fuse", *arguments) == 2
-    told = capsys.readouterr().err.strip().splitlines()
-    assert message in told[-1]
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert message in printed[-1]
     assert not Path("out").exists()
     check_model(trained.base)
 
 
-def test_a_run_without_an_adapter_is_refused(trained, capsys):
+def test_run_without_an_adapter_is_refused(trained, capsys):
     shutil.copytree(trained.folder.adapter, trained.folder.checkpoints / "step-000003")
     shutil.rmtree(trained.folder.adapter)
     assert call("fuse", "drawn", "out") == 2
@@ -116,7 +116,7 @@ def test_a_run_without_an_adapter_is_refused(trained, capsys):
 
 
 @pytest.mark.parametrize("while_", ["writing", "measuring"])
-def test_ctrl_c_says_what_is_there(trained, capsys, monkeypatch, while_):
+def test_ctrl_c_reports_whether_the_model_is_complete(trained, capsys, monkeypatch, while_):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -125,10 +125,10 @@ def test_ctrl_c_says_what_is_there(trained, capsys, monkeypatch, while_):
     else:
         monkeypatch.setattr(measuring, "difference", interrupted)
     assert call("fuse", "drawn", "out") == 130
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     if while_ == "writing":
-        assert "out: stopped; run the same command to start again" in told
+        assert "out: stopped; run the same command to start again" in printed
         assert not Path("out").exists()
     else:
-        assert "out: is whole; only the measuring was stopped" in told
+        assert "out: is complete; only the measurement was stopped" in printed
         check_model(Path("out"))

@@ -28,7 +28,7 @@ def run(tmp_path_factory, tiny_model) -> RunFolder:
 
 @pytest.fixture
 def stdin(monkeypatch):
-    """What standard input holds is given to it."""
+    """A function that sets the content of standard input."""
 
     def put(data: bytes) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
@@ -57,24 +57,24 @@ def test_standard_input_is_one_prompt(run, capsys, stdin):
     assert capsys.readouterr().out == answers_of(run, "Question 1\nand more")[0] + "\n"
 
 
-def test_a_file_is_answered_line_by_line_by_one_model(run, capsys):
+def test_prompts_file_is_answered_line_by_line(run, capsys):
     write_rows(Path("p.txt"), ["Question 1", "", "Question 2"])
     assert call("generate", run.path, "--prompts", "p.txt", *SHORT) == 0
     first, second = answers_of(run, "Question 1", "Question 2")
     assert capsys.readouterr().out == f"{first}\n\n{second}\n"
 
 
-def test_json_tells_what_programs_need(run, capsys, stdin):
+def test_json_output_has_answers_and_token_counts(run, capsys, stdin):
     stdin(b'{"prompt": "Question 1"}\n{"messages": [{"role": "user", "content": "Question 2"}]}')
     assert call("generate", "--run", run.path, "--prompts", "-", "--json", *SHORT) == 0
-    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["prompt"] for row in told] == ["Question 1", "Question 2"]
-    assert [row["answer"] for row in told] == answers_of(run, "Question 1", "Question 2")
-    assert {(row["tokens"], row["finish_reason"]) for row in told} == {(6, "length")}
-    assert all(row["seconds"] >= 0 and row["prompt_tokens"] > 3 for row in told)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["Question 1", "Question 2"]
+    assert [row["answer"] for row in rows] == answers_of(run, "Question 1", "Question 2")
+    assert {(row["tokens"], row["finish_reason"]) for row in rows} == {(6, "length")}
+    assert all(row["seconds"] >= 0 and row["prompt_tokens"] > 3 for row in rows)
 
 
-def test_the_base_answers_where_nothing_was_learned(run, capsys, tmp_path):
+def test_no_adapter_uses_the_base_model(run, capsys, tmp_path):
     shutil.copytree(run.path, tmp_path / "new", ignore=shutil.ignore_patterns("adapter", "check*"))
     arguments = ("generate", tmp_path / "new", "--prompt", "Question 1", *SHORT)
     assert call(*arguments) == 2
@@ -83,7 +83,7 @@ def test_the_base_answers_where_nothing_was_learned(run, capsys, tmp_path):
     assert capsys.readouterr().out == answers_of(run, "Question 1", adapted=False)[0] + "\n"
 
 
-def test_bad_lines_are_told_before_the_model_is_looked_for(run, capsys):
+def test_bad_prompt_lines_are_reported_before_the_model_is_loaded(run, capsys):
     write_rows(Path("p.jsonl"), [{"prompt": "good"}, {"text": "bad"}])
     error = refused(capsys, run.path, "--prompts", "p.jsonl", "--model", "nowhere")
     assert "p.jsonl:2: needs" in error
@@ -106,40 +106,40 @@ def test_bad_lines_are_told_before_the_model_is_looked_for(run, capsys):
         (("--prompt", "x " * 3000), "--prompt: has .* tokens; the model's context is 2048"),
     ],
 )
-def test_bad_input(run, capsys, arguments, message):
+def test_invalid_input_is_refused(run, capsys, arguments, message):
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(refused(capsys, run.path, *arguments))
 
 
-def test_without_a_run_it_says_how_to_give_one(capsys):
+def test_missing_run_is_refused_with_an_example(capsys):
     assert "your_ai generate RUN" in refused(capsys, "--prompt", "a")
 
 
-def test_nothing_to_answer_is_told(run, capsys, stdin):
+def test_empty_standard_input_is_refused(run, capsys, stdin):
     stdin(b"\n")
     assert "stdin: is empty" in refused(capsys, run.path)
 
 
-def test_a_prompt_that_is_too_long_is_named(demo_tokenizer):
+def test_too_long_prompt_is_named(demo_tokenizer):
     prompt = Prompt("p.txt:3", [{"role": "user", "content": "one two three"}])
     with pytest.raises(UserError, match=r"p.txt:3: has \d+ tokens; the model's context is 4"):
         generation.fit(demo_tokenizer, prompt, Sampling(), 4)
 
 
-def test_an_answer_ends_where_the_context_does(demo_tokenizer):
+def test_answer_length_is_limited_by_the_context(demo_tokenizer):
     prompt = Prompt("p.txt:3", [{"role": "user", "content": "one two three"}])
     tokens, sampling = generation.fit(demo_tokenizer, prompt, Sampling(max_tokens=99), 30)
     assert len(tokens) + sampling.max_tokens == 30
 
 
-def test_an_answer_steers_no_terminal(demo_tokenizer, capsys):
+def test_control_characters_in_answers_are_not_printed(demo_tokenizer, capsys):
     parrot = Parrot(demo_tokenizer, "a\x1b[2Jb")
     prompt = generation.chat_prompt(demo_tokenizer, "Say it")
     generating.show(respond(parrot, demo_tokenizer, prompt, Sampling()))
     assert capsys.readouterr().out == "a␛[2Jb\n"
 
 
-def test_a_reader_who_leaves_ends_it_quietly(run):
+def test_closed_output_pipe_ends_the_command_quietly(run):
     write_rows(Path("p.txt"), ["Question 1"] * 200)
     arguments = ("generate", str(run.path), "--prompts", "p.txt")
     process = subprocess.Popen(

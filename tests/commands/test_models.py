@@ -1,4 +1,4 @@
-"""The commands before a run: models fetched, listed, verified, removed, quantized, recommended."""
+"""The commands before a run: download, list, verify, remove, quantize and recommend models."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from your_ai.hub.find import models_root
 from your_ai.hub.registry import known
 
 
-def test_a_model_is_fetched_once(hub, capsys):  # noqa: F811
+def test_model_is_downloaded_only_once(hub, capsys):  # noqa: F811
     status, out, _ = call(capsys, "download", REPO)
     assert (status, str(models_root() / NAME) in out) == (0, True)
     status, out, _ = call(capsys, "download", REPO)
     assert (status, "nothing to fetch" in out) == (0, True)
 
 
-def test_an_unknown_name_is_refused_with_the_nearest(capsys, no_hub):  # noqa: F811
+def test_unknown_name_is_refused_with_a_suggestion(capsys, no_hub):  # noqa: F811
     status, _, error = call(capsys, "download", "lama-8b")
     assert status == 2
     assert "llama-8b" in error
     assert not models_root().exists()
 
 
-def test_what_is_here_is_listed_before_what_is_known(hub, capsys):  # noqa: F811
+def test_local_models_are_listed_before_known_models(hub, capsys):  # noqa: F811
     call(capsys, "download", REPO)
     status, out, _ = call(capsys, "models", "--json")
     rows = json.loads(out)
@@ -39,7 +39,7 @@ def test_what_is_here_is_listed_before_what_is_known(hub, capsys):  # noqa: F811
     assert (status, "llama-8b" in out) == (0, True)
 
 
-def test_a_damaged_file_is_named(hub, capsys):  # noqa: F811
+def test_verify_names_a_damaged_file(hub, capsys):  # noqa: F811
     call(capsys, "download", REPO)
     assert call(capsys, "models", "verify", REPO)[0] == 0
     shard = max((models_root() / NAME).glob("*.safetensors"))
@@ -51,17 +51,17 @@ def test_a_damaged_file_is_named(hub, capsys):  # noqa: F811
     assert f"your_ai download {REPO}" in error
 
 
-def test_a_model_is_removed_after_a_question(hub, capsys):  # noqa: F811
+def test_rm_deletes_the_model(hub, capsys):  # noqa: F811
     call(capsys, "download", REPO)
     assert call(capsys, "models", "rm", NAME, "--yes")[0] == 0
     assert not (models_root() / NAME).exists()
 
 
 @pytest.mark.slow
-def test_train_fetches_what_is_missing_once_it_may(hub, configure, tiny_model, capsys):  # noqa: F811
+def test_train_downloads_a_missing_model_with_yes(hub, configure, tiny_model, capsys):  # noqa: F811
     hub.repos[REPO] = Repo({path.name: path.read_bytes() for path in tiny_model.iterdir()})
     flags = ["train", "--model", REPO, "--data", "data", "--run", "fetched", "--max-steps", "1"]
-    configure()  # whose data it takes
+    configure()  # writes the data
     status, _, error = call(capsys, *flags, "--no-supervise")
     assert status == 2
     assert f"your_ai download {REPO}" in error
@@ -79,7 +79,7 @@ def test_quantize_writes_a_model(capsys, own_folder):
     assert (status, "4 bits" in error) == (2, True)
 
 
-def test_recommendations_are_for_the_memory_that_is_given(capsys):
+def test_recommendations_depend_on_the_given_memory(capsys):
     def count(memory: str) -> int:
         status, out, _ = call(capsys, "recommend", "--memory", memory, "--json")
         assert status == 0
@@ -89,7 +89,7 @@ def test_recommendations_are_for_the_memory_that_is_given(capsys):
     assert call(capsys, "recommend", "--memory", "0")[0] == 2
 
 
-def test_the_doctor_knows_this_machine(capsys):
+def test_doctor_reports_this_machine(capsys):
     status, out, _ = call(capsys, "doctor", "--json")
     assert status == 0
     assert json.loads(out)["machine"]["ram_bytes"] > 0
@@ -99,13 +99,13 @@ def test_the_doctor_knows_this_machine(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("answer", ["y", "n"])
-def test_train_asks_on_a_terminal_before_it_fetches(hub, configure, tiny_model, answer):  # noqa: F811
+def test_train_asks_on_a_terminal_before_downloading(hub, configure, tiny_model, answer):  # noqa: F811
     hub.repos[REPO] = Repo({path.name: path.read_bytes() for path in tiny_model.iterdir()})
-    configure()  # whose data it takes
+    configure()  # writes the data
     flags = ["train", "--model", REPO, "--data", "data", "--run", "r", "--max-steps", "1"]
     environment = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": "hf"}
     with on_terminal(*flags, **environment) as terminal:
-        terminal.wait_for("fetch it?")
+        terminal.wait_for("download it?")
         assert not models_root().exists()
         terminal.press(f"{answer}\n")
         assert terminal.end() == (0 if answer == "y" else 2)

@@ -1,5 +1,5 @@
 # ruff: noqa: F811 (fixtures of other folders)
-"""`your_ai push`, and `train --push-to`, as a user meets them."""
+"""`your_ai push` and `train --push-to`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def your_ai(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_a_run_is_pushed(hub, account, finished, capsys):
+def test_pushes_the_adapter_of_a_run_and_no_private_data(hub, account, finished, capsys):
     status, out, error = call(capsys, "push", str(finished.path), REPO)
     assert (status, out, error) == (0, f"pushed to {hub.url}/{REPO} (private)\n", "")
     files = hub.repos[REPO].files
@@ -58,7 +58,7 @@ def test_a_run_is_pushed(hub, account, finished, capsys):
     assert [word for word in (*PRIVATE, str(finished.path)) if word in sent] == []
 
 
-def test_a_dry_run_asks_no_hub(hub, finished, capsys, tmp_path, monkeypatch):
+def test_dry_run_sends_no_requests_to_the_hub(hub, finished, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     status, out, _ = call(capsys, "push", str(finished.path), REPO, "--dry-run")
     assert status == 0
@@ -68,7 +68,7 @@ def test_a_dry_run_asks_no_hub(hub, finished, capsys, tmp_path, monkeypatch):
     assert hub.requests == []
 
 
-def test_a_folder_is_pushed(hub, account, finished, capsys):
+def test_pushes_an_adapter_folder(hub, account, finished, capsys):
     status, _, error = call(capsys, "push", str(finished.adapter), REPO)
     assert (status, error) == (0, "")
     assert set(hub.repos[REPO].files) == {
@@ -82,10 +82,10 @@ def test_a_folder_is_pushed(hub, account, finished, capsys):
         (("nothing", REPO), "no run named nothing"),
         (("RUN", "mine"), "is no repo of the hub"),
         (("RUN", REPO, "--checkpoint", "9"), "no such checkpoint; checkpoints: step-000003"),
-        (("ADAPTER", REPO, "--checkpoint", "9"), "is of a run"),
+        (("ADAPTER", REPO, "--checkpoint", "9"), "only works with a run"),
     ],
 )
-def test_what_cannot_be_pushed_is_told(hub, account, finished, capsys, arguments, word):
+def test_invalid_arguments_are_refused_in_one_line(hub, account, finished, capsys, arguments, word):
     places = {"RUN": str(finished.path), "ADAPTER": str(finished.adapter)}
     status, out, error = call(capsys, "push", *(places.get(a, a) for a in arguments))
     assert (status, out) == (2, "")
@@ -94,7 +94,7 @@ def test_what_cannot_be_pushed_is_told(hub, account, finished, capsys, arguments
     assert hub.requests == []
 
 
-def test_the_command_that_does_it_again_is_whole(hub, account, finished, capsys):
+def test_failed_push_prints_the_complete_command_to_repeat_it(hub, account, finished, capsys):
     hub.faults["commit"] = Fault(statuses=[500])
     given = [
         "push",
@@ -115,12 +115,12 @@ def test_the_command_that_does_it_again_is_whole(hub, account, finished, capsys)
 
 
 @pytest.mark.slow
-def test_a_run_is_pushed_once_it_is_done(hub, account, preset):
+def test_train_with_push_to_pushes_the_finished_run(hub, account, preset):
     done = your_ai(*preset, "--push-to", REPO)
     assert (done.returncode, done.stderr) == (0, "")
     run = RunFolder(RUNS / "r")
-    told = [event.text for event in events_of(run, events.Notice)]
-    assert told[-2:] == [f"pushing to {REPO}", f"pushed to {hub.url}/{REPO} (private)"]
+    notices = [event.text for event in events_of(run, events.Notice)]
+    assert notices[-2:] == [f"pushing to {REPO}", f"pushed to {hub.url}/{REPO} (private)"]
     assert f"note: pushed to {hub.url}/{REPO}" in done.stdout
     repo = hub.repos[REPO]
     assert repo.private
@@ -130,7 +130,7 @@ def test_a_run_is_pushed_once_it_is_done(hub, account, preset):
 
 @pytest.fixture
 def done_run(own_folder):
-    """The run r, whose supervisor does no more than to say how a push ended."""
+    """The run r, for tests with a supervisor that only reports how a push ended."""
     run = RunFolder(RUNS / "r")
     run.path.mkdir(parents=True)
     return run
@@ -147,7 +147,7 @@ sys.exit(1)
 """
 
 
-def test_a_push_that_failed_is_told_below_the_result(done_run, configure, monkeypatch, capsys):
+def test_failed_push_is_reported_after_the_result(done_run, configure, monkeypatch, capsys):
     started = child.started
 
     def start(command, folder, log):
@@ -160,12 +160,14 @@ def test_a_push_that_failed_is_told_below_the_result(done_run, configure, monkey
 
 
 @pytest.mark.parametrize(("ended", "asked"), [(DONE, ["r"]), (143, [])])
-def test_the_supervisor_pushes_what_is_done(done_run, configure, monkeypatch, capsys, ended, asked):
+def test_supervisor_pushes_only_a_finished_run(
+    done_run, configure, monkeypatch, capsys, ended, asked
+):
     pushed = []
 
     def push_finished(folder, repo, received):
         pushed.append(folder.name)
-        assert is_running(folder)  # so that who watches sees how it ends
+        assert is_running(folder)  # so that watchers see how the push ends
         raise RunError("not pushed")
 
     done_run.write_config(configure(push_to=REPO))
@@ -186,7 +188,7 @@ def test_the_supervisor_pushes_what_is_done(done_run, configure, monkeypatch, ca
         ("nobody/mine", "right", "may not write to nobody"),
     ],
 )
-def test_what_cannot_be_pushed_is_told_before_training(
+def test_invalid_push_to_is_refused_before_training(
     hub,
     account,
     preset,
@@ -204,7 +206,7 @@ def test_what_cannot_be_pushed_is_told_before_training(
     assert not RUNS.exists()
 
 
-def test_without_a_supervisor_the_same_is_pushed(
+def test_push_to_also_works_without_a_supervisor(
     hub,
     account,
     preset,

@@ -23,7 +23,7 @@ def run(tmp_path_factory, tiny_model) -> RunFolder:
 
 @pytest.fixture
 def chat(run, monkeypatch):
-    """`your_ai chat` with these lines on standard input; its exit status."""
+    """A function that runs `your_ai chat` with a text on standard input; its exit status."""
 
     def talk(text: str, *options: object) -> int:
         stdin = io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8", newline="")
@@ -44,36 +44,36 @@ def answers_of(run: RunFolder, *questions: str, adapted: bool = True) -> list[st
     return answers
 
 
-def test_lines_in_answers_out(run, chat, capsys):
+def test_each_input_line_gets_an_answer(run, chat, capsys):
     assert chat("Question 1\n\nand\\\nmore") == 0
     first, second = answers_of(run, "Question 1", "and\nmore")
     assert capsys.readouterr().out == f"{first}\n{second}\n"
 
 
-def test_a_reset_forgets_what_was_said(run, chat, capsys):
+def test_reset_starts_a_new_conversation(run, chat, capsys):
     assert chat("Question 1\n/reset\nQuestion 1\n/exit\nQuestion 1\n") == 0
     (first,) = answers_of(run, "Question 1")
     assert capsys.readouterr().out == f"{first}\n{first}\n"
 
 
-def test_the_base_answers_the_last_question_and_the_adapter_goes_on(run, chat, capsys):
+def test_base_command_answers_the_last_question_only(run, chat, capsys):
     assert chat("Question 1\nx\n/base\nQuestion 2\n") == 0
     ours = answers_of(run, "Question 1", "x", "Question 2")
     base = answers_of(run, "Question 1", "x", adapted=False)
     assert capsys.readouterr().out.rstrip("\n") == "\n".join([*ours[:2], base[1], ours[2]])
 
 
-def test_the_base_answers_every_question_until_it_is_off(run, chat, capsys):
+def test_base_on_answers_every_question_until_base_off(run, chat, capsys):
     assert chat("/base on\nQuestion 1\n/base off\nx\n") == 0
-    out, told = capsys.readouterr()
+    out, error = capsys.readouterr()
     ours = answers_of(run, "Question 1", "x")
     base = answers_of(run, "Question 1", adapted=False)
     assert out.rstrip("\n") == "\n".join([ours[0], base[0], ours[1]])
-    assert "with the adapter:\ncut at" not in told
-    assert "with the adapter:\nbase model:" in told
+    assert "with the adapter:\ncut at" not in error
+    assert "with the adapter:\nbase model:" in error
 
 
-def test_a_system_prompt_changes_what_is_answered(run, chat, capsys):
+def test_system_command_equals_the_system_option(run, chat, capsys):
     assert chat("Question 1\n/system Be brief.\n/reset\nQuestion 1\n") == 0
     once = capsys.readouterr().out.splitlines()
     assert chat("Question 1\n", "--system", "Be brief.") == 0
@@ -84,11 +84,11 @@ def test_a_system_prompt_changes_what_is_answered(run, chat, capsys):
     ("text", "message"),
     [
         ("/rest\n", "/rest: no such command; did you mean reset?"),
-        ("/base\n", "/base: nothing was asked yet"),
+        ("/base\n", "/base: ask a question first"),
         ("word " * 3000, "and the limit is 2048; /reset"),
     ],
 )
-def test_what_cannot_be_answered_ends_a_pipe(chat, capsys, text, message):
+def test_invalid_line_ends_a_piped_chat_with_an_error(chat, capsys, text, message):
     assert chat(text) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -101,11 +101,11 @@ def test_sampling_out_of_range_is_refused(chat, capsys):
 
 
 def insist(terminal, keys: str, done) -> None:
-    """Press keys until they are heard: between two prompts readline misses them."""
+    """Press keys until they have an effect: between two prompts readline misses them."""
     terminal.wait_for(lambda: done() or terminal.press(keys))
 
 
-def test_two_answers_on_a_wide_terminal_and_how_to_leave(run):
+def test_wide_terminal_shows_two_answers_side_by_side(run):
     with on_terminal("chat", str(run.path), "--max-tokens", "5", width=100) as terminal:
         terminal.wait_for("Ctrl-D leaves")
         terminal.press("Question 1\n")
@@ -123,7 +123,7 @@ def test_two_answers_on_a_wide_terminal_and_how_to_leave(run):
         assert terminal.is_as_it_was
 
 
-def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(run):
+def test_ctrl_c_stops_the_answer_but_not_the_conversation(run):
     with on_terminal("chat", str(run.path), "--max-tokens", "2000", width=40) as terminal:
         terminal.wait_for("Ctrl-D leaves")
         terminal.press("Question 1\n")

@@ -1,1 +1,1 @@
-"""What each command of the command line does with its options, a module for each kind."""
+"""The commands of the command line, one module for each kind."""

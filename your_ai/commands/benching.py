@@ -12,7 +12,7 @@ from your_ai.gates.console import echo_json, open_console
 
 def bench(
     shape: Annotated[
-        str | None, typer.Option(help="Model shape with random weights, made on the spot.")
+        str | None, typer.Option(help="Shape of a model that is made with random weights.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model to measure instead of a shape.")] = None,
     bits: Annotated[
@@ -23,16 +23,19 @@ def bench(
     batch_size: Annotated[int, typer.Option(help="Rows per step.", min=1)] = 1,
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.", min=1)] = 16,
     lora_layers: Annotated[str, typer.Option(help="Number of last blocks to adapt, or all.")] = "4",
-    lora_targets: Annotated[str, typer.Option(help="As for `train`.")] = "q_proj",
+    lora_targets: Annotated[str, typer.Option(help="Layers to adapt, as for `train`.")] = "q_proj",
     plan: Annotated[
-        str, typer.Option(help="Plans of ours to measure, separated by commas.")
+        str, typer.Option(help="Plans of your_ai to measure, separated by commas.")
     ] = "fused",
     supervised: Annotated[
-        float, typer.Option(help="Fraction of the tokens that are trained.", min=0.0, max=1.0)
+        float, typer.Option(help="Fraction of the tokens that are trained on.", min=0.0, max=1.0)
     ] = 1.0,
     steps: Annotated[int, typer.Option(help="Steps in each of two rounds.", min=2)] = 4,
     against: Annotated[
-        str, typer.Option(help="Peers, separated by commas: mlx-lm, mlx-lm-checkpoint; or none.")
+        str,
+        typer.Option(
+            help="What to compare with, separated by commas: mlx-lm, mlx-lm-checkpoint; or none."
+        ),
     ] = "mlx-lm,mlx-lm-checkpoint",
     max_memory: Annotated[
         float | None, typer.Option(help="Memory limit of each process, in GB.", min=0.0)
@@ -55,7 +58,7 @@ def bench(
         steps=steps,
         max_memory=max_memory,
     )
-    contest.train_config()  # whose faults are the user's
+    contest.train_config()  # raises UserError for invalid settings
     rows = measuring.compare(contest, contenders)
     if as_json:
         echo_json({"rows": [dataclasses.asdict(row) for row in rows]})

@@ -16,15 +16,15 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A .jsonl file, or a folder, of which test.jsonl, else valid.jsonl; by default "
-            "the run's own data."
+            help="A .jsonl file, or a folder with test.jsonl or valid.jsonl; default: the run's "
+            "own data."
         ),
     ] = None,
     metric: Annotated[
         str | None,
         typer.Option(
-            help="A measure of your own, module:function, called with answer, expected and row; "
-            "answers are then generated.",
+            help="Your own metric, as module:function, called with answer, expected and row; "
+            "answers are generated for it.",
         ),
     ] = None,
     max_memory: Annotated[
@@ -42,8 +42,8 @@ def evaluate(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Most tokens of an answer for --metric; by default twice the expected ones "
-            "and 128.",
+            help="Maximum tokens per answer for --metric; default: twice the expected answer's, "
+            "plus 128.",
             min=1,
         ),
     ] = None,
@@ -51,7 +51,7 @@ def evaluate(
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     model: Annotated[str | None, MODEL] = None,
 ) -> None:
-    """Measure what a run has learned, with its adapter and without, on rows it has not seen."""
+    """Compare a run's adapter with its base model on rows that it was not trained on."""
     if not 0 < confidence < 1:
         raise UserError(f"--confidence {confidence:g}: must be above 0 and below 1")
 

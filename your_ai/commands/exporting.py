@@ -1,4 +1,4 @@
-"""`your_ai export` and `your_ai import`: what a run has learned, to other tools and from them."""
+"""`your_ai export` and `your_ai import`: adapters and models to and from other tools."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ def export(
     to: Annotated[
         Format,
         typer.Option(
-            help="mlx or peft: the adapter for mlx-lm or PEFT; gguf: for llama.cpp; hf: the whole "
-            "model with the adapter in it, for transformers."
+            help="mlx or peft: the adapter for mlx-lm or PEFT; gguf: the adapter or the fused "
+            "model for llama.cpp; hf: the fused model for transformers."
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Output path; default: RUN-peft and so on.")
+        Path | None, typer.Option(help="Output path; default: made of RUN and the format.")
     ] = None,
     fused: Annotated[
         bool,
-        typer.Option("--fused", help="With --to gguf: the whole model, with the adapter fused."),
+        typer.Option("--fused", help="With --to gguf: export the fused model, not the adapter."),
     ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Of a whole model. hf: float32, bfloat16, float16; gguf: f32, f16, bf16, q8_0."
+            help="Data type of a fused model. hf: float32, bfloat16, float16; gguf: f32, f16, "
+            "bf16, q8_0."
         ),
     ] = None,
     force: Annotated[
@@ -53,7 +54,7 @@ def export(
     model: Annotated[str | None, MODEL] = None,
     max_memory: Annotated[
         float | None,
-        typer.Option(help="Memory limit in GB, when a whole model is exported.", min=0.0),
+        typer.Option(help="Memory limit in GB, when a fused model is exported.", min=0.0),
     ] = None,
 ) -> None:
     """Export a run's adapter or fused model to another tool."""
@@ -71,13 +72,13 @@ def export(
 
 
 def check_options(to: str, fused: bool, dtype: str | None, max_memory: float | None) -> None:
-    """Raise UserError for options that mean nothing to the format."""
+    """Raise UserError for options that do not apply to the format."""
     if fused and to != "gguf":
         raise UserError(f"--fused only works with --to gguf; --to {to} is {FIXED[to]}")
     is_model = to == "hf" or fused
     for option, given in (("--dtype", dtype), ("--max-memory", max_memory)):
         if given is not None and not is_model:
-            raise UserError(f"{option}: is of a whole model; --to {to} writes the adapter alone")
+            raise UserError(f"{option} needs a fused model; --to {to} writes only the adapter")
     if dtype is not None and dtype not in DTYPES[to]:
         raise UserError(f"--dtype {dtype}: --to {to} takes {', '.join(DTYPES[to])}")
 
@@ -129,19 +130,17 @@ def write(
 def import_adapter(
     source: Annotated[
         Path,
-        typer.Argument(
-            help="The folder of an adapter of PEFT's, or of mlx-lm's.", metavar="FOLDER"
-        ),
+        typer.Argument(help="The folder of an adapter from PEFT or mlx-lm.", metavar="FOLDER"),
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="Base model; default: the one that the adapter names."),
+        typer.Option(help="Base model; default: the one named in the adapter."),
     ] = None,
     run: Annotated[
-        str | None, typer.Option(help="Name of the run; by default made of model and time.")
+        str | None, typer.Option(help="Name of the run; default: made of model and time.")
     ] = None,
 ) -> None:
-    """Import an adapter that was trained elsewhere as a run."""
+    """Import an adapter that another tool trained, as a run."""
     from your_ai.export import importing
 
     folder = importing.import_adapter(source, model, run)

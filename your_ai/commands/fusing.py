@@ -22,18 +22,20 @@ if TYPE_CHECKING:
 
 def fuse(
     run: Annotated[str, RUN],
-    out: Annotated[Path, typer.Argument(help="The folder that is written.", metavar="OUT")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.", metavar="OUT")],
     to: Annotated[
         str,
         typer.Option(
-            help="What a quantized base becomes: 4, 5, 6 or 8 bits in the adapted layers, all "
-            "else as it is; same, the bits they had; dequantized; auto is 8."
+            help="Precision of the adapted layers of a quantized base: 4, 5, 6 or 8 bits, same "
+            "(unchanged), or auto (8 bits); other layers stay as they are. dequantized: the "
+            "whole model without quantization."
         ),
     ] = "auto",
     dtype: Annotated[
         str,
         typer.Option(
-            help="float32, bfloat16 or float16, where nothing is quantized; auto is the base's."
+            help="Data type of weights that are not quantized: float32, bfloat16 or float16; auto "
+            "is the base's."
         ),
     ] = "auto",
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
@@ -43,14 +45,14 @@ def fuse(
     ] = None,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Replace an existing model, once the new one is complete."),
+        typer.Option("--force", help="Replace an existing model when the new one is complete."),
     ] = False,
     measure: Annotated[
-        bool, typer.Option(help="Compare the result with base and adapter on rows of the run.")
+        bool, typer.Option(help="Compare the result with base + adapter on rows of the run.")
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Fuse a run's adapter into its base model, and measure what that changed."""
+    """Fuse a run's adapter into its base model, and measure the difference."""
 
     from your_ai.export import fused_folder as folder
 
@@ -76,14 +78,17 @@ def fuse(
 def measured(
     trained: Trained, out: Path, to: str, max_memory: float | None, console: Console
 ) -> Difference | None:
-    """The difference; None, and why on stderr, where it cannot be had. OUT is whole by now."""
+    """Measure the difference between the fused model, which is complete, and base + adapter.
+
+    Returns None, after a note on stderr, if it cannot be measured.
+    """
     from your_ai.export.fuse_difference import difference
 
     try:
         with console.status("measuring the difference"):
             found = difference(trained, out, max_memory)
     except KeyboardInterrupt:
-        echo_error(f"{out}: is whole; only the measuring was stopped")
+        echo_error(f"{out}: is complete; only the measurement was stopped")
         raise
     except UserError as error:
         echo_error(f"note: the difference was not measured ({error})")
@@ -94,13 +99,13 @@ def measured(
 
 
 def warning_of(found: Difference, out: Path, to: str) -> str:
-    """For a difference that has `erased`, and a model that was written with this `--to`."""
+    """Return the warning for a difference with `erased`; `to`: the `--to` of the fused model."""
     from your_ai.export.fuse_difference import LEAST_KEPT
     from your_ai.hub.check import check_model
 
     what = f"fusing changes the logits by {found.mean:.2g}, the adapter by {found.effect:.2g}"
     if found.kept < LEAST_KEPT:
-        what = f"fusing has erased the adapter: {max(0, found.kept):.0%} of its effect is left"
+        what = f"fusing erased the adapter: {max(0, found.kept):.0%} of its effect is left"
     if check_model(out).get("quantization") is None:
         return f"{what}; give --dtype float32"
     return f"{what}; give {'' if to in ('auto', '8') else '--to 8 or '}--to dequantized"
@@ -112,6 +117,6 @@ def lines_of(found: Difference) -> list[str]:
         f"loss: {found.base_loss:.4g} base, {found.adapted_loss:.4g} base + adapter, "
         f"{found.fused_loss:.4g} fused",
         f"logits: changed by {found.effect:.2g} in training, {found.mean:.2g} in fusing (at most "
-        f"{found.largest:.2g}); {found.kept:.1%} of training's change is there",
-        f"likeliest token: the same at {found.agreement:.1%} of the positions",
+        f"{found.largest:.2g}); {found.kept:.1%} of the trained change is kept",
+        f"most likely token: the same at {found.agreement:.1%} of the positions",
     ]

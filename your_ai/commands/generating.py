@@ -36,8 +36,8 @@ def generate(
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="A file with a prompt a line, or a .jsonl file with prompt or messages; "
-            "- is standard input.",
+            help="A file with one prompt per line, or a .jsonl file with prompt or messages in "
+            "each row; - is standard input.",
             metavar="FILE",
         ),
     ] = None,
@@ -45,7 +45,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line for each answer.")
     ] = False,
-    adapter: Annotated[bool, typer.Option(help="Use the adapter, or the base model alone.")] = True,
+    adapter: Annotated[bool, typer.Option(help="Use the adapter, or only the base model.")] = True,
     max_tokens: Annotated[int, MAX_TOKENS] = 256,
     temperature: Annotated[float, TEMPERATURE] = 0.0,
     top_p: Annotated[float, TOP_P] = 1.0,
@@ -54,7 +54,7 @@ def generate(
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     model: Annotated[str | None, MODEL] = None,
 ) -> None:
-    """Answer prompts with what a run has learned."""
+    """Answer prompts with a run's model."""
     from your_ai.generation import generate as generation
     from your_ai.run import folder as folders
 
@@ -175,7 +175,7 @@ def chat(
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     model: Annotated[str | None, MODEL] = None,
 ) -> None:
-    """Talk to a run, and compare it with its base model; /help says how."""
+    """Chat with a run's model, and compare it with its base model; /help lists the commands."""
     from your_ai.commands import talking
     from your_ai.generation import chat as chatting
     from your_ai.generation.generate import Sampling

@@ -1,4 +1,4 @@
-"""`your_ai download`, `models`, `quantize`, `recommend` and `doctor`: before a run."""
+"""`your_ai download`, `models`, `quantize`, `recommend` and `doctor`: commands before a run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
     from your_ai.doctor.machine import MachineInfo
 
-app = typer.Typer(name="models", help="List models, verify or remove them.")
+app = typer.Typer(name="models", help="List, verify or remove models.")
 
 
 def download(
-    name: Annotated[str, typer.Argument(help="An alias, or an id of the hub.")],
+    name: Annotated[str, typer.Argument(help="An alias, or a repo id on the hub.")],
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit; default: main.")
     ] = None,
-    to: Annotated[Path | None, typer.Option(help="Output folder; default: in models/.")] = None,
+    to: Annotated[Path | None, typer.Option(help="Output folder; default: one in models/.")] = None,
 ) -> None:
-    """Download a model, checked against the hub's hashes. Resumes where it was interrupted."""
+    """Download a model and check its hashes. Continues an interrupted download."""
     fetch(name, open_console(), revision, to)
 
 
@@ -40,7 +40,7 @@ def fetch(name: str, console: Console, revision: str | None = None, to: Path | N
 
 
 def find_or_fetch(name: str, console: Console, yes: bool) -> Path:
-    """The folder of a model; one that is not here is fetched once the user has said so."""
+    """Return the folder of a model; if it is missing, ask the user and download it."""
     from your_ai.hub.find import Missing, find_model
 
     try:
@@ -50,7 +50,7 @@ def find_or_fetch(name: str, console: Console, yes: bool) -> Path:
             if not (sys.stdin.isatty() and sys.stdout.isatty()):
                 raise
             size = f", {missing.size_text}" if missing.size_text else ""
-            if not confirm(f"{name} is not on this machine ({missing.repo}{size}); fetch it?"):
+            if not confirm(f"{name} is not on this machine ({missing.repo}{size}); download it?"):
                 raise
         return fetch(name, console)
 
@@ -60,7 +60,7 @@ def models(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
-    """List local and known models, and what this machine can do with them."""
+    """List local and known models, and whether this machine can train them."""
     if context.invoked_subcommand is not None:
         return
     from your_ai.doctor import model_list
@@ -75,19 +75,19 @@ def models(
 
 @app.command()
 def verify(
-    name: Annotated[str, typer.Argument(help="A model that is here: its name, alias or folder.")],
+    name: Annotated[str, typer.Argument(help="A local model: its name, alias or folder.")],
 ) -> None:
-    """Read a model's files and compare them with what the hub said of them."""
+    """Check a model's files against the hashes from the hub."""
     from your_ai.hub.find import find_model, put_model, repo_of
     from your_ai.hub.record import verify as verify_folder
 
     put = None if Path(name).is_dir() else put_model(repo_of(name, name))
-    folder = put or find_model(name)  # what is put may lack something: all of it is told
+    folder = put or find_model(name)  # a folder in models/ may be incomplete; report all faults
     verdict = verify_folder(folder)
     for fault in verdict.faults:
         echo(fault)
     if verdict.faults:
-        raise UserError(f"{folder}: is not whole; fetch it again: your_ai download {name}")
+        raise UserError(f"{folder}: is damaged; download it again: your_ai download {name}")
     echo(f"{folder}: {verdict.checked}")
 
 
@@ -96,7 +96,7 @@ def rm(
     names: Annotated[list[str], typer.Argument(help="Models in models/.", metavar="NAME...")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove models, or what an interrupted download left behind."""
+    """Remove models, or the files of an interrupted download."""
     from your_ai.dashboard.view import memory
     from your_ai.hub.local import remove_model
 
@@ -109,7 +109,7 @@ def rm(
 
 def quantize(
     source: Annotated[str, typer.Argument(help="A model: an alias, a folder, or an id.")],
-    target: Annotated[Path, typer.Argument(help="The folder that is written.")],
+    target: Annotated[Path, typer.Argument(help="The folder to write.")],
     bits: Annotated[int, typer.Option(help="Bits per weight.")] = 4,
     group_size: Annotated[int, typer.Option(help="Quantization group size.")] = 64,
     max_memory: Annotated[
@@ -119,7 +119,7 @@ def quantize(
         bool, typer.Option("--force", help="Allow a limit above the machine's memory.")
     ] = False,
 ) -> None:
-    """Quantize a model shard by shard: the result of mlx_lm.convert, in little memory."""
+    """Quantize a model shard by shard: the same result as mlx_lm.convert, with less memory."""
     from your_ai.hub.find import find_model
     from your_ai.modelfiles import quantize
 
@@ -142,7 +142,7 @@ def recommend(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Recommend models that train on this machine, with the command for each; best first."""
+    """Recommend models that can be trained on this machine, best first, with a command for each."""
     from your_ai.doctor import recommend as recommending
     from your_ai.doctor.machine import read_machine
 
@@ -161,7 +161,7 @@ def recommend(
 
 def doctor(
     selftest: Annotated[
-        bool, typer.Option("--selftest", help="Train a small model and measure; takes 2 minutes.")
+        bool, typer.Option("--selftest", help="Train a small model as a test; takes 2 minutes.")
     ] = False,
     fit_memory: Annotated[
         bool,
@@ -194,7 +194,7 @@ def doctor(
 
 
 def test_device(machine: MachineInfo, as_json: bool) -> None:
-    """Show each check as it is done, then a report; exit status 1 if one failed."""
+    """Show each check when it is done, then a report; exit status 1 if one failed."""
     from your_ai.doctor import selftest
 
     lines = []
@@ -205,9 +205,9 @@ def test_device(machine: MachineInfo, as_json: bool) -> None:
     if as_json:
         rows = [dataclasses.asdict(line) for line in lines]
         for row in rows:
-            row["figures"].pop("folder", None)  # nobody else's business, as the store is
-        told = dataclasses.asdict(dataclasses.replace(machine, store=None))
-        echo_json({"machine": told, "checks": rows})
+            row["figures"].pop("folder", None)  # paths are private; so is the store
+        shared = dataclasses.asdict(dataclasses.replace(machine, store=None))
+        echo_json({"machine": shared, "checks": rows})
     else:
         echo(f"\n{selftest.report(lines, machine)}")
     if selftest.failed(lines):

@@ -1,4 +1,4 @@
-"""How commands take options: those that are settings of a run are made from TrainConfig."""
+"""Options that commands share, and the options made from the settings in TrainConfig."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ METAVARS = {
 }
 
 
-# Of the commands that use what a run has learned.
+# For commands that use the adapter of a run.
 RUN = typer.Argument(help="The run: its name in runs/, or its folder.", metavar="RUN")
 CHECKPOINT = typer.Option(
-    help="Use this checkpoint: step-000120, or latest; by default the finished adapter."
+    help="Use this checkpoint: step-000120, or latest; default: the finished adapter."
 )
-MODEL = typer.Option(help="Where the run's model is now, if it was moved.")
+MODEL = typer.Option(help="Folder of the run's model, if it was moved.")
 
 
 def option(name: str, declaration: str, kind: Any, help: str, **more: Any) -> inspect.Parameter:
@@ -38,12 +38,12 @@ def option(name: str, declaration: str, kind: Any, help: str, **more: Any) -> in
 
 
 def with_settings(*first: inspect.Parameter) -> inspect.Signature:
-    """The parameters of a command that takes every setting: one option for each."""
+    """Return the parameters of a command that takes every setting as an option."""
     config = option(
         "config",
         "--config",
         str | None,
-        "YAML file, or the name of a preset; flags win over it.",
+        "YAML file, or the name of a preset; command-line options override it.",
         metavar="FILE",
     )
     parameters = [config, *first]
@@ -61,7 +61,7 @@ def with_settings(*first: inspect.Parameter) -> inspect.Signature:
 
 
 def open_noted(run: str, checkpoint: str | None, model: str | None) -> Trained:
-    """`open_trained`, with what the user should know of it on stderr."""
+    """Call `open_trained`, and print its note for the user on stderr."""
     from your_ai.nets.saved_adapter import open_trained
 
     trained = open_trained(run, checkpoint, model)

@@ -1,4 +1,4 @@
-"""A bar of the bytes of a large result, as they are written."""
+"""A progress bar of the bytes written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def show_bytes(doing: str, steps: Iterable[WriteProgress], console: Console) -> None:
-    """Carry `steps` out, with a bar on a terminal that goes when they are done."""
+    """Run `steps`, with a progress bar on a terminal; the bar disappears at the end."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 

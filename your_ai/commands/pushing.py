@@ -20,7 +20,7 @@ def push(
     run: Annotated[
         str, typer.Argument(help="The run, or a folder that fuse or export wrote.", metavar="RUN")
     ],
-    repo: Annotated[str, typer.Argument(help="The repo of the hub.", metavar="ORG/NAME")],
+    repo: Annotated[str, typer.Argument(help="The repo on the hub.", metavar="ORG/NAME")],
     public: Annotated[
         bool, typer.Option("--public", help="Make a new repo public; default: private.")
     ] = False,
@@ -31,7 +31,7 @@ def push(
     ] = None,
     message: Annotated[str, typer.Option(help="Commit message.")] = "",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write what would be pushed to a new folder instead.")
+        bool, typer.Option("--dry-run", help="Push nothing; write the files to a new folder.")
     ] = False,
 ) -> None:
     """Push a run's adapter to the Hugging Face Hub, with a model card; never data or samples."""
@@ -59,19 +59,19 @@ def push(
     done = pushing.push(contents, repo, again, public=public, revision=revision, message=message)
     for note in done.notes:
         echo_error(f"note: {note}")
-    seen = "private" if done.private else "public: everybody can see it"
-    new = "" if done.changed else "; it had all of it already"
+    seen = "private" if done.private else "public: everyone can see it"
+    new = "" if done.changed else "; nothing had changed"
     echo(f"pushed to {done.url} ({seen}){new}")
 
 
 def gather(run: str, repo: str, checkpoint: str | None, model: str | None) -> Contents:
-    """What there is to push. Raises UserError where there is nothing."""
+    """Return the files to push. Raises UserError if there are none."""
     from your_ai.publish.contents import is_folder, of_folder, of_run
 
     if is_folder(run):
         for name, value in (("--checkpoint", checkpoint), ("--model", model)):
             if value is not None:
-                raise UserError(f"{name} {value}: is of a run, and {run} is a folder")
+                raise UserError(f"{name} {value}: only works with a run, and {run} is a folder")
         return of_folder(Path(run), repo)
 
     trained = open_noted(run, checkpoint, model)

@@ -1,4 +1,4 @@
-"""`your_ai watch`, `your_ai runs` and `your_ai report`: what looks at runs and changes none."""
+"""`your_ai watch`, `your_ai runs` and `your_ai report`: look at runs, stop or remove them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from your_ai.run.folder import RunFolder
 
 
-app = typer.Typer(name="runs", help="List runs, stop or remove them.", invoke_without_command=True)
+app = typer.Typer(name="runs", help="List, stop or remove runs.", invoke_without_command=True)
 
 
 def watch(
-    run: Annotated[str | None, typer.Argument(help="The run; by default the newest.")] = None,
+    run: Annotated[str | None, typer.Argument(help="The run; default: the newest.")] = None,
     replay: Annotated[bool, typer.Option("--replay", help="Replay a run from its start.")] = False,
     speed: Annotated[float, typer.Option(help="Replay speed; 1 = real time.", min=0.01)] = 10.0,
-    as_json: Annotated[bool, typer.Option("--json", help="New events, as JSON lines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="New events as JSON lines.")] = False,
 ) -> None:
-    """Watch a run that is in progress or has ended. Leaving does not affect the run."""
+    """Watch a run in progress, or show one that has ended. Leaving does not affect the run."""
     from your_ai.run import folder as folders
     from your_ai.session import attach, run_list
 
@@ -35,13 +35,13 @@ def watch(
 
 
 def report(
-    run: Annotated[str | None, typer.Argument(help="The run; by default the newest.")] = None,
+    run: Annotated[str | None, typer.Argument(help="The run; default: the newest.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="File to write; default: report.html in the run's folder.")
     ] = None,
     png: Annotated[bool, typer.Option("--png", help="Write the plots as PNG files too.")] = False,
 ) -> None:
-    """Write a self-contained HTML report of a run: curves, memory, plans, samples."""
+    """Write an HTML report of a run in one file: curves, memory, plans, samples."""
     from your_ai.dashboard import report as reporting
     from your_ai.run import events
     from your_ai.run import folder as folders
@@ -63,7 +63,7 @@ def runs(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
-    """List the runs in ./runs, the newest first."""
+    """List the runs in ./runs, newest first."""
     from your_ai.session import run_list
 
     if context.invoked_subcommand is not None:
@@ -113,7 +113,7 @@ def prune(
 
 @app.command()
 def stop(run: Annotated[str, typer.Argument(help="The run to stop.")]) -> None:
-    """Let a run finish its step, save and end, as Ctrl-C does."""
+    """Stop a run after its current step, and save it, as Ctrl-C does."""
     from your_ai.run import folder as folders
     from your_ai.session import run_list
 
@@ -123,7 +123,7 @@ def stop(run: Annotated[str, typer.Argument(help="The run to stop.")]) -> None:
 
 
 def remove(folders: list[RunFolder], yes: bool) -> None:
-    """Remove runs once the user has said so; what cannot be removed is told at the end."""
+    """Remove runs after asking the user; report at the end which could not be removed."""
     from your_ai.dashboard.view import memory
     from your_ai.session import run_list
 

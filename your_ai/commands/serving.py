@@ -17,19 +17,19 @@ from your_ai.gates.console import echo, echo_error
 def serve(
     run: Annotated[str, RUN],
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 accepts other machines.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines connect.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 = any free one.", min=0, max=65535)] = 8080,
     max_tokens: Annotated[
-        int, typer.Option(help="Maximum tokens per answer, where a request does not say.")
+        int, typer.Option(help="Maximum tokens per answer, if a request does not set it.")
     ] = 512,
     temperature: Annotated[float, TEMPERATURE] = 0.0,
     top_p: Annotated[float, TOP_P] = 1.0,
     allowed_origins: Annotated[
         str,
         typer.Option(
-            help="Web pages that may use it beside this machine's own: http://HOST:PORT, "
-            "separated by commas, or * for all.",
+            help="Web pages that may use the server, in addition to this machine's own: "
+            "http://HOST:PORT, separated by commas, or * for all.",
             metavar="ORIGINS",
         ),
     ] = "",
@@ -37,10 +37,10 @@ def serve(
     model: Annotated[str | None, MODEL] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        typer.Option(help="info logs each request, debug its contents too."),
+        typer.Option(help="info logs each request; debug also logs its contents."),
     ] = "warning",
 ) -> None:
-    """Serve a run over OpenAI's API, through mlx-lm's server."""
+    """Serve a run over the OpenAI API, with mlx-lm's server."""
     from your_ai.generation.generate import Sampling
     from your_ai.run.stopping import noted_signals
     from your_ai.serving import server as serving
@@ -57,7 +57,7 @@ def serve(
         echo(f"try it: {serving.example(server.url, provider.name)}")
         sys.stdout.flush()
         ended = serving.serve(server, serving.Answers(provider), received)
-    if not ended:  # one that generates holds up the end, one inside MLX makes it a crash
+    if not ended:  # a thread that generates would delay the exit; one inside MLX would crash it
         sys.stdout.flush()
         os._exit(0)
 

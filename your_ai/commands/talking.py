@@ -21,7 +21,7 @@ from your_ai.gates.text import printable
 from your_ai.generation.chat import COMMANDS, Conversation, Responses, Talker, parse
 from your_ai.nets.saved_adapter import Trained
 
-WIDE = 72  # columns, from which on two answers stand side by side
+WIDE = 72  # columns; a terminal this wide shows two answers side by side
 FRAMES_S = 0.1
 ADAPTER, BASE = "with the adapter", "base model"
 STOPPED = "stopped"
@@ -30,28 +30,24 @@ HINT = "/help lists the commands, Ctrl-D leaves"
 
 @dataclass
 class Answer:
-    """An answer as far as it went, and what is still to come of it.
-
-    ended: `stop`, `length`, or `stopped` by Ctrl-C; "" while there is more.
-    """
+    """An answer: the text so far, and the responses still to come."""
 
     name: str
     responses: Responses | None = None
     text: str = ""
     tokens: int = 0
     ended: str = ""
+    """`stop`, `length`, or `stopped` by Ctrl-C; "" while there is more."""
 
 
 @dataclass
 class Interrupts:
-    """The Ctrl-C's of a user: noted, so that none ends the process between two lines.
-
-    count: since it was last set to 0; patience: so many are noted before one is raised, None:
-    all.
-    """
+    """Counts a user's Ctrl-C, so that none ends the process between two lines."""
 
     count: int = 0
+    """Number of Ctrl-C since it was last set to 0."""
     patience: int | None = None
+    """Number of Ctrl-C to count before the next one raises; None: never raise."""
 
     def note(self, number: int, frame: object) -> None:
         self.count += 1
@@ -70,10 +66,11 @@ class Interrupts:
 
 @dataclass(frozen=True)
 class Screen:
-    """Where answers are shown. interactive: a user types and reads."""
+    """Where answers are shown."""
 
     console: Console
     interactive: bool
+    """Whether a user types and reads, rather than a program."""
     interrupts: Interrupts = field(default_factory=Interrupts)
 
     @property
@@ -82,7 +79,7 @@ class Screen:
         return live and self.console.width >= WIDE
 
     def note(self, text: str) -> None:
-        """Something that no model said."""
+        """Show a message that is not from a model."""
         if self.interactive:
             self.console.print(text, style="dim")
         else:
@@ -98,7 +95,7 @@ def banner(trained: Trained) -> str:
 
 
 def talk(talker: Talker, conversation: Conversation, greeting: str) -> None:
-    """Answer the lines of standard input until they end, or /exit."""
+    """Answer the lines of standard input until it ends, or until /exit."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     screen = Screen(open_console(), interactive)
     if interactive:
@@ -116,14 +113,14 @@ def talk(talker: Talker, conversation: Conversation, greeting: str) -> None:
                 if after is None:
                     break
                 conversation = after
-        except BrokenPipeError:  # the reader has seen enough
+        except BrokenPipeError:  # the reader closed the pipe
             raise typer.Exit(0) from None
 
 
 def typed(interrupts: Interrupts) -> Iterator[str]:
-    """The lines that a user types, with editing and, while this process lives, history.
+    """Yield the lines that a user types, with editing, and history within this process.
 
-    A line that ends with a backslash goes on with the next.
+    A line that ends with a backslash continues on the next line.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (input() edits with it; no history is written to a file)
@@ -144,7 +141,7 @@ def typed(interrupts: Interrupts) -> Iterator[str]:
 
 
 def read() -> Iterator[str]:
-    """The lines of a pipe or a file, joined as those of `typed` are."""
+    """Yield the lines of a pipe or a file, continued as in `typed`."""
     whole = ""
     for line in sys.stdin:
         whole += line.removesuffix("\n")
@@ -160,16 +157,16 @@ def read() -> Iterator[str]:
 def take(
     talker: Talker, conversation: Conversation, line: str, screen: Screen
 ) -> Conversation | None:
-    """What the conversation is after a line; None where that is its end."""
+    """Return the conversation after a line; None if the line ends it."""
     typed = parse(line)
     if typed.command == "exit":
         return None
     if typed.command == "help":
         for command, meaning in COMMANDS.items():
             screen.note(f"/{command}: {meaning}")
-        screen.note("Ctrl-C stops an answer; a \\ at the end of a line goes on with the next")
+        screen.note("Ctrl-C stops an answer; a \\ at the end continues the line on the next")
     elif typed.command == "reset":
-        screen.note("a new conversation")
+        screen.note("new conversation")
         return Conversation(conversation.system, compares=conversation.compares)
     elif typed.command == "system":
         changed = replace(conversation, system=typed.text)
@@ -177,11 +174,11 @@ def take(
         screen.note(f"system prompt: {typed.text or 'none'}")
         return changed
     elif typed.command == "base" and typed.text:
-        screen.note(f"the base model answers {'too' if typed.text == 'on' else 'no more'}")
+        screen.note(f"the base model {'also' if typed.text == 'on' else 'no longer'} answers")
         return replace(conversation, compares=typed.text == "on")
     elif typed.command == "base":
         if not conversation.turns:
-            raise UserError("/base: nothing was asked yet")
+            raise UserError("/base: ask a question first")
         before, last = conversation.before_the_last(), conversation.turns[-1]
         base = Answer(BASE, talker.answer(before, last.question, adapted=False))
         compare(Answer(ADAPTER, text=last.answer, ended="stop"), base, screen)
@@ -191,7 +188,7 @@ def take(
 
 
 def ask(talker: Talker, conversation: Conversation, question: str, screen: Screen) -> Conversation:
-    """The conversation with the answer, which is shown as it comes."""
+    """Show the answer while it is generated; return the conversation with it."""
     talker.asked += 1
     answer = Answer(ADAPTER, talker.answer(conversation, question))
     if conversation.compares:
@@ -199,37 +196,37 @@ def ask(talker: Talker, conversation: Conversation, question: str, screen: Scree
     else:
         show(answer, screen)
     if answer.ended == "length" and talker.is_full(answer.tokens):
-        screen.note(f"the conversation fills the {talker.most_tokens} tokens there is room for")
+        screen.note(f"the conversation has reached its limit of {talker.most_tokens} tokens")
     elif answer.ended == "length":
-        screen.note(f"cut at {answer.tokens} tokens; --max-tokens gives more")
+        screen.note(f"cut at {answer.tokens} tokens; raise --max-tokens for longer answers")
     elif answer.ended == STOPPED:
-        screen.note("stopped" if answer.text else "stopped before it began; not kept")
+        screen.note("stopped" if answer.text else "stopped before the answer began; not kept")
     return conversation.followed_by(question, answer.text) if answer.text else conversation
 
 
 def compare(ours: Answer, base: Answer, screen: Screen) -> None:
-    """Two answers beside each other, or one below the other where the terminal is narrow."""
+    """Show two answers side by side, or one below the other if the terminal is narrow."""
     if screen.is_wide:
         show_beside(ours, base, screen)
         return
     for answer in (ours, base):
-        if not answer.ended and ours.ended != STOPPED:  # one that was given stands above
+        if not answer.ended and ours.ended != STOPPED:  # an answer that has ended is shown above
             screen.note(f"{answer.name}:")
             show(answer, screen)
 
 
 def collect(answer: Answer, interrupts: Interrupts) -> Iterator[str]:
-    """The pieces of an answer until it ends or the user ends it; it is given what they say."""
+    """Yield the pieces of an answer until it ends or the user stops it; add them to `answer`."""
     if answer.ended:
         return
     interrupts.count = 0
     with contextlib.closing(answer.responses):
         while not answer.ended:
             try:
-                with interrupts.raised_after(1):  # while a long prompt is read, say
+                with interrupts.raised_after(1):  # e.g. during the prefill of a long prompt
                     response = next(answer.responses, None)
             except KeyboardInterrupt:
-                if not interrupts.count:  # not by us: nobody is at the keyboard
+                if not interrupts.count:  # `note` did not raise it: there is no user
                     raise
                 response = None
             if response is None or interrupts.count:
@@ -242,7 +239,7 @@ def collect(answer: Answer, interrupts: Interrupts) -> Iterator[str]:
 
 
 def show(answer: Answer, screen: Screen) -> None:
-    """An answer as it comes."""
+    """Show an answer while it is generated."""
     try:
         for piece in collect(answer, screen.interrupts):
             screen.write(piece)
@@ -251,7 +248,7 @@ def show(answer: Answer, screen: Screen) -> None:
 
 
 def show_beside(ours: Answer, base: Answer, screen: Screen) -> None:
-    """Two answers while they grow, as much as fits on the screen; then the whole of them."""
+    """Show what fits on the screen of two growing answers; then show both completely."""
     console = screen.console
     shown_at = 0.0
     with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -259,14 +256,14 @@ def show_beside(ours: Answer, base: Answer, screen: Screen) -> None:
             for _ in collect(answer, screen.interrupts) if ours.ended != STOPPED else ():
                 if time.monotonic() - shown_at > FRAMES_S:
                     shown_at = time.monotonic()
-                    height = console.height - 3  # its head, and the line below
+                    height = console.height - 3  # the table's header, and the line below
                     live.update(beside(ours, base, console, height), refresh=True)
     console.print(beside(ours, base, console))
 
 
 def beside(ours: Answer, base: Answer, console: Console, height: int | None = None) -> Table:
-    """Two answers in columns; of their lines the last `height`."""
-    width = (console.width - 5) // 2  # so that the ^C which a terminal shows wraps no line
+    """Lay out two answers in columns; only the last `height` lines of each, if given."""
+    width = (console.width - 5) // 2  # leaves room for the ^C that a terminal echoes
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     cells = []
     for answer in (ours, base):
@@ -279,9 +276,9 @@ def beside(ours: Answer, base: Answer, console: Console, height: int | None = No
 
 @contextlib.contextmanager
 def signals(screen: Screen) -> Iterator[None]:
-    """Note the Ctrl-C's of a user, and end on SIGTERM and SIGHUP by an exception.
+    """Count a user's Ctrl-C, and raise SystemExit on SIGTERM and SIGHUP.
 
-    So readline sets the terminal back. Without a user Ctrl-C is what it is elsewhere.
+    The exception lets readline restore the terminal. Without a user, Ctrl-C is not handled here.
     """
 
     def leave(number: int, frame: object) -> None:

@@ -34,7 +34,7 @@ def train(
     if resume is not None:
         for other, given in (("--config", config is not None), ("--run", "run" in flags)):
             if given:
-                raise UserError(f"--resume {resume}: goes without {other}; the run has its own")
+                raise UserError(f"--resume {resume}: cannot be combined with {other}")
         folder = folders.find(resume)
         folders.check_resumable(folder)
         settings = resumed(folder.read_config(), flags)
@@ -56,9 +56,11 @@ def train(
 
 
 def check(settings: TrainConfig, detach: bool) -> None:
-    """Raises UserError for what would be found out only once a folder is there."""
+    """Raise UserError for problems that would otherwise be found after the folder is created."""
     if detach and not settings.supervise:
-        raise UserError("--detach: goes without --no-supervise, which trains in this process")
+        raise UserError(
+            "--detach: cannot be combined with --no-supervise, which trains in this process"
+        )
     if settings.report_to:
         from your_ai.trackers import upload
 
@@ -75,12 +77,12 @@ train.__signature__ = with_settings(  # type: ignore[attr-defined]
         "resume",
         "--resume",
         str | None,
-        "Go on with this run from its last checkpoint.",
+        "Continue this run from its last checkpoint.",
         metavar="RUN",
     ),
-    option("detach", "--detach", bool | None, "Leave once training has begun; it goes on."),
-    option("as_json", "--json", bool | None, "Events as JSON lines on stdout, for programs."),
-    option("yes", "--yes", bool | None, "Fetch a model that is not here without asking."),
+    option("detach", "--detach", bool | None, "Leave when training has begun; the run continues."),
+    option("as_json", "--json", bool | None, "Print events as JSON lines, for programs."),
+    option("yes", "--yes", bool | None, "Download a missing model without asking."),
 )
 
 
@@ -92,9 +94,9 @@ def plan(
     as_json: bool | None,
     **flags: Any,
 ) -> None:
-    """Show what a run would hold, by component, and the plan it would take; loads nothing."""
+    """Show the plan and the memory of a run, by component, without loading the model."""
     flags = {name: value for name, value in flags.items() if value is not None}
-    named = {"model": shape} if shape is not None else {}  # else the demo's preset is meant
+    named = {"model": shape} if shape is not None else {}  # without a model: the demo's preset
     settings = resolve(flags | named, config, needs_data=False)
     from your_ai.hub.find import find_model
     from your_ai.training import preview
@@ -102,11 +104,11 @@ def plan(
 
     if shape is None:
         if bits is not None:
-            raise UserError(f"--bits {bits}: is of a --shape; a model has its own")
+            raise UserError(f"--bits {bits}: only works with --shape")
         folder = find_model(settings.model)
     else:
         if "model" in flags:
-            raise UserError(f"--shape {shape}: goes without --model")
+            raise UserError(f"--shape {shape}: cannot be combined with --model")
         from your_ai.doctor.bench import weights_of
 
         dtype = "float32" if settings.dtype == "auto" else settings.dtype
@@ -123,12 +125,12 @@ plan.__signature__ = with_settings(  # type: ignore[attr-defined]
         "shape",
         "--shape",
         str | None,
-        "A shape of `bench` instead of a model, made on the spot.",
+        "Shape from `bench`, made with random weights, instead of a model.",
         metavar="NAME",
     ),
     option(
         "bits", "--bits", int | None, "Bits the shape is quantized to: 4 or 8; 0 = not quantized."
     ),
-    option("seq_len", "--seq-len", int | None, "Tokens of every row, without looking at data."),
+    option("seq_len", "--seq-len", int | None, "Tokens in every row, instead of the data."),
     option("as_json", "--json", bool | None, "Print one JSON object."),
 )
