@@ -1,13 +1,12 @@
-"""Random runs under random limits, each watched from outside: does the budget hold?
+"""Random runs under random memory limits, each measured from outside: is the limit kept?
 
     python tests/budget.py --seed 1 --runs 60
 
-Every case is a pure function of its seed: a model with random weights, rows whose lengths are
-up to 50-fold apart, an adapter, an optimizer, a plan, and a limit between the least that
-`your_ai plan` names and three times that. The memory of the training process and of what it
-starts is read every 10 ms. A case fails if more than the limit was held, if a limit that
-`plan` named is refused, or if the run does not end well. The exit status is the number of
-cases that failed, 100 at most.
+Every case is a pure function of its seed: a model with random weights, rows whose lengths differ
+by up to a factor of 50, an adapter, an optimizer, a plan, and a limit between one and three times
+the minimum that `your_ai plan` names. The memory of the training process and of its children is
+read every 10 ms. A case fails if the memory exceeds the limit, if a limit that `plan` named is
+refused, or if the run fails. The exit status is the number of failed cases, at most 100.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-BLAS = Path("/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3")  # quicker, if it is there
+BLAS = Path("/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3")  # faster, if installed
 EVERY_S = 0.01
 PATIENCE_S = 900.0
 MB = 10**6
@@ -40,43 +39,48 @@ LEAST = re.compile(r"the least that would do is ([0-9.]+) GB")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run. model: arguments of tests.conftest.make_model; words: of each training row."""
+    """One run."""
 
     seed: int
     architecture: str
     bits: int | None
     model: dict[str, int]
+    """Arguments of tests.conftest.make_model."""
     words: tuple[int, ...]
+    """Number of words in each training row."""
     pairs: bool
+    """Whether rows are pairs of prompt and completion, rather than texts."""
     flags: tuple[str, ...]
     room: float
+    """The limit as a multiple of the minimum."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a case held, in MB, and how it ended; fault: why it failed, empty where it did not.
-
-    held_mb: of the training process and what it started, as sampled; most_mb: the high-water
-    mark of the training process alone, from the system; estimate_mb: of the last plan;
-    peak_mb: of MLX's live buffers; beside_mb: of what the process held beside MLX's buffers.
-    """
+    """The memory that a case used, in MB, and how it ended."""
 
     case: Case
     limit_mb: float = 0.0
     held_mb: float = 0.0
+    """Peak of the training process and its children, as sampled."""
     most_mb: float = 0.0
+    """High-water mark of the training process alone, from the system."""
     estimate_mb: float = 0.0
+    """Estimate of the last plan."""
     peak_mb: float = 0.0
+    """Peak of MLX's active memory."""
     beside_mb: float = 0.0
+    """Peak of the process's memory outside MLX's buffers."""
     samples: int = 0
     plans: list[str] = field(default_factory=list)
     seconds: float = 0.0
     deaths: int = 0
     fault: str = ""
+    """Why the case failed; empty if it did not."""
 
 
 def case_of(seed: int) -> Case:
-    """The case of a seed. The same seed gives the same case."""
+    """Draw the case of a seed. The same seed gives the same case."""
     rng = random.Random(seed)
     pick = rng.choice
     architecture = pick(ARCHITECTURES)
@@ -163,7 +167,7 @@ def write_data(case: Case, folder: Path) -> None:
 
 
 def run_case(case: Case, folder: Path, before: str = "", limit_gb: float | None = None) -> Outcome:
-    """Carry out a case below `folder`. before: Python that each of its processes runs first."""
+    """Run a case in `folder`. before: Python code that each of its processes runs first."""
     from tests.conftest import make_model
 
     found = Outcome(case=case)
@@ -194,7 +198,7 @@ def run_case(case: Case, folder: Path, before: str = "", limit_gb: float | None 
         )  # fmt: skip
         least = LEAST.search(asked.stderr)
         if least is None:
-            found.fault = f"plan names no least: {asked.stderr.strip()[-300:]}"
+            found.fault = f"plan names no minimum: {asked.stderr.strip()[-300:]}"
             return found
         limit_gb = round(float(least[1]) * case.room, 2)
     found.limit_mb = 1000 * limit_gb
@@ -217,7 +221,7 @@ def run_case(case: Case, folder: Path, before: str = "", limit_gb: float | None 
 
 
 def watch(process: subprocess.Popen, found: Outcome) -> None:
-    """Read what the training processes below `process` hold, until it ends."""
+    """Measure the memory of the training processes below `process` until it ends."""
     root, trained = psutil.Process(process.pid), None
     deadline = time.monotonic() + PATIENCE_S
     looked_at = 0.0
@@ -242,9 +246,9 @@ def watch(process: subprocess.Popen, found: Outcome) -> None:
 
 
 def is_ours(child: psutil.Process, trained: psutil.Process) -> bool:
-    """Whether a child is a process of Python's, and not one that is to become MLX's compiler.
+    """Whether a child is a Python process, and not one that is about to run MLX's compiler.
 
-    That one has its parent's memory, and its command line, until it begins.
+    Until the compiler starts, such a child shows its parent's memory and command line.
     """
     same = child.exe() == os.path.realpath(sys.executable)
     return same and child.cmdline() != trained.cmdline()
@@ -260,7 +264,7 @@ def training_process(root: psutil.Process) -> psutil.Process | None:
 
 
 def resident_mb(pid: int, found: Outcome) -> float:
-    """What the training process holds; its high-water mark goes to `found`."""
+    """Return the memory of the training process; its high-water mark goes to `found`."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -271,7 +275,7 @@ def resident_mb(pid: int, found: Outcome) -> float:
 
 
 def private_mb(pid: int) -> float:
-    """What a child holds that its parent does not; a child just forked shares everything."""
+    """Return the memory of a child that its parent does not share."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
@@ -298,7 +302,7 @@ def read_events(path: Path, found: Outcome) -> None:
                 found.beside_mb = max(found.beside_mb, (event["process_bytes"] - mlx) / MB)
 
 
-def told(found: Outcome) -> str:
+def line_of(found: Outcome) -> str:
     case = found.case
     size = "x".join(str(case.model[n]) for n in ("hidden_size", "num_hidden_layers", "vocab_size"))
     most = max(found.held_mb, found.most_mb)
@@ -315,11 +319,11 @@ def told(found: Outcome) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first case")
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--jobs", type=int, default=2, help="cases at the same time")
     parser.add_argument("--json", help="write every outcome to this file")
-    parser.add_argument("--before", help="Python that each process runs first")
+    parser.add_argument("--before", help="Python code that each process runs first")
     given = parser.parse_args()
 
     def one(seed: int) -> Outcome:
@@ -327,16 +331,16 @@ def main() -> int:
             case = case_of(seed)
             try:
                 found = run_case(case, Path(place), given.before or "")
-            except Exception as error:  # of any kind: the other cases go on
+            except Exception as error:  # the other cases continue
                 found = Outcome(case=case, fault=f"{type(error).__name__}: {error}")
-        print(told(found), flush=True)
+        print(line_of(found), flush=True)
         return found
 
     with ThreadPoolExecutor(given.jobs) as pool:
         outcomes = list(pool.map(one, range(given.seed, given.seed + given.runs)))
     faults = [found for found in outcomes if found.fault]
     above = [found for found in faults if found.fault == "above the limit"]
-    print(f"{len(outcomes)} runs, {len(above)} above the limit, {len(faults)} failed in all")
+    print(f"{len(outcomes)} runs, {len(above)} above the limit, {len(faults)} failed in total")
     if given.json:
         Path(given.json).write_text(json.dumps([asdict(found) for found in outcomes], indent=1))
     return min(100, len(faults))

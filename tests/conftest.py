@@ -1,4 +1,4 @@
-"""Small models and data made on the spot, and a working folder of each test's own."""
+"""Small generated models and data, and a working folder for each test."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from your_ai.training.train import train_until_done
 
 DEMO_FOLDER = packaged("models", "demo")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-VOCABULARY = 768  # the demo tokenizer's
+VOCABULARY = 768  # of the demo tokenizer
 SMALL = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
@@ -62,10 +62,10 @@ EXTRA = {
     },
 }
 
-# MLX's own limits: under those that a test has set, it waits, and holds less, in all after it.
+# MLX's default limits. The limits that a test sets would affect all tests after it.
 MEMORY_LIMIT, CACHE_LIMIT = mx.set_memory_limit(1 << 40), mx.set_cache_limit(1 << 40)
 
-# How long an example takes is the machine's affair: others may work on it.
+# No deadlines: the machine may be busy.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
@@ -74,24 +74,24 @@ MODULES = {"mistral": "llama"}  # mlx-lm runs it with that code
 
 
 def pytest_configure() -> None:
-    """Hear of stop signals, also where nohup or a script's background job is the suite."""
+    """Handle stop signals, also if the suite runs under nohup or as a script's background job."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with a slow test come first, so that no process is left with one at the end."""
+    """Run files with slow tests first, so that none of them is the last to end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Each test runs in a folder of its own, with a store of its own."""
+    """Run each test in its own folder, with its own store."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("YOUR_AI_HOME", str(tmp_path / "home"))
-    python_bytes.cache_clear()  # measured once a process, and each test is one of its own
+    python_bytes.cache_clear()  # it is measured once per process, but each test needs its own value
     mx.set_memory_limit(MEMORY_LIMIT)
     mx.set_cache_limit(CACHE_LIMIT)
     return tmp_path
@@ -105,13 +105,13 @@ def demo_tokenizer() -> Any:
 def make_model(
     path: Path, architecture: str = "llama", bits: int | None = 4, seed: int = 0, **changes: Any
 ) -> Path:
-    """A model folder with random float32 weights and the demo's tokenizer."""
+    """Write a model folder with random float32 weights and the demo's tokenizer."""
     kind = TYPES.get(architecture, architecture)
     config = {"model_type": kind, **SMALL, **EXTRA[architecture], **changes}
     module = importlib.import_module(f"mlx_lm.models.{MODULES.get(kind, kind)}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
-    # Larger than the default start, so that logits differ and gradients are not tiny.
+    # Larger than the default initialization, so that logits differ and gradients are not tiny.
     model.update(
         tree_map(lambda p: 3 * p if p.ndim > 1 else p + 0.1 * mx.random.normal(p.shape),
                  model.parameters())
@@ -139,7 +139,7 @@ def chat(question: str, answer: str, **more: Any) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
-    """A JSONL file; rows that are text are written as they are."""
+    """Write a JSONL file; rows that are strings are written unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
@@ -158,7 +158,7 @@ def data_folder(own_folder: Path) -> Path:
 
 @pytest.fixture
 def configure(tiny_model: Path, data_folder: Path) -> Callable[..., TrainConfig]:
-    """A config of a short run on the tiny model; keyword arguments change settings."""
+    """A function that makes the config of a short run on the tiny model, with changed settings."""
 
     def make(**settings: Any) -> TrainConfig:
         first = {
@@ -178,21 +178,21 @@ def configure(tiny_model: Path, data_folder: Path) -> Callable[..., TrainConfig]
 
 
 def call(*arguments: object) -> int:
-    """Run the command line in this process; the exit status."""
+    """Run the command line in this process; return the exit status."""
     with pytest.raises(SystemExit) as stopped:
         cli.main([str(argument) for argument in arguments])
     return stopped.value.code or 0
 
 
 def train(config: TrainConfig) -> RunFolder:
-    """Carry out a new run in this process."""
+    """Train a new run in this process."""
     run = folder.create(config)
     train_until_done(run, config, Stop())
     return run
 
 
 def resume(run: RunFolder, **changes: Any) -> int:
-    """Go on with a run in this process; the exit status."""
+    """Resume a run in this process; return the exit status."""
     return train_until_done(run, dataclasses.replace(run.read_config(), **changes), Stop())
 
 
@@ -202,5 +202,5 @@ def events_of(run: RunFolder, *kinds: type) -> list[Event]:
 
 
 def losses_of(run: RunFolder) -> dict[int, float]:
-    """The loss of each step; a step done again counts once, as it was last."""
+    """The loss of each step; for a repeated step, the last one."""
     return {event.step: event.loss for event in events_of(run, events.Step)}

@@ -1,10 +1,9 @@
-"""Bad inputs by kind, drawn at random, given to the real command line.
+"""Random bad inputs of several kinds, given to the real command line.
 
-`python tests/hostile_inputs.py --seed N --runs 300` runs each in a process of its own and
-says which of them did not end as they should: with status 2, or 1 where the input was fine, or
-0 where it was harmless; with one line on stderr that begins with `error: `; with no traceback and
-no control character; with nothing left in runs/; within 10 seconds of this machine's work; and
-below the limit.
+`python tests/hostile_inputs.py --seed N --runs 300` runs each input in a new process and reports
+those that end badly. A command must end with status 2, or 1 if the input was valid, or 0 if it
+was harmless; with one line on stderr that begins with `error: `; without a traceback or control
+characters; with nothing left in runs/; within 10 seconds of CPU time; and below the memory limit.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from your_ai.config import FIELDS, TYPES, TrainConfig, flag, packaged, to_yaml
 
 DEMO = packaged("models", "demo")
 LIMIT_GB = 0.3
-SECONDS = 10.0  # of work, which counts no time that other programs take,
-PATIENCE_S = 60.0  # and of waiting
-LINE = 2000  # characters of a message, at most
+SECONDS = 10.0  # of CPU time
+PATIENCE_S = 60.0  # of waiting
+LINE = 2000  # maximum characters of a message
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
 NUMBERS = [
     *(-1, 0, 10**12, 10**40, -(10**12), 1 << 63, 1 << 64, 0.5, 1e-320, 1e308),
@@ -44,28 +43,29 @@ TEXTS = ["", "\0", "\x1b[31mred", "a" * 5000, "a/" * 3000, "~nobody-here/x", "..
 
 @dataclass(frozen=True)
 class Case:
-    """A command to be run in a folder of its own.
-
-    harmless: status 0 is right as well; keeps: the run folder is there before.
-    """
+    """A command that is run in its own folder."""
 
     kind: str
     command: list[str]
     harmless: bool = False
+    """Whether status 0 is also correct."""
     keeps: bool = False
+    """Whether the run folder exists before the command."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """faults: what was wrong with how it ended; seconds: of work, of all its processes;
-    peak_bytes: of any one of them."""
+    """How a command ended."""
 
     case: Case
     faults: list[str]
+    """What was wrong."""
     status: int | None
     stderr: str
     seconds: float
+    """CPU time of all its processes."""
     peak_bytes: int
+    """Highest memory of any one of its processes."""
 
 
 def train(data: object, *more: str, model: object = "demo") -> list[str]:
@@ -81,7 +81,7 @@ def nested(depth: int, rng: random.Random) -> str:
 
 
 def junk(rng: random.Random, depth: int = 0) -> Any:
-    """Any JSON value."""
+    """Draw any JSON value."""
     kinds: list[Callable[[], Any]] = [
         lambda: None,
         lambda: rng.choice([True, False]),
@@ -97,7 +97,7 @@ def junk(rng: random.Random, depth: int = 0) -> Any:
 
 
 def damaged(value: Any, rng: random.Random) -> Any:
-    """The value with junk somewhere in it."""
+    """Put junk somewhere into a value."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
         key = rng.choice(sorted(value))
         return {**value, key: damaged(value[key], rng)}
@@ -108,7 +108,7 @@ def damaged(value: Any, rng: random.Random) -> Any:
 
 
 def bad_line(rng: random.Random) -> bytes:
-    """A line of a data file that is mostly wrong."""
+    """Draw a line of a data file, which is usually invalid."""
     deep = rng.choice([65, 500, 3000, 20_000, 100_000])
     call = {"type": "function", "function": {"name": "f", "arguments": nested(deep, rng)}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -140,7 +140,7 @@ def bad_line(rng: random.Random) -> bytes:
 
 
 def data_case(folder: Path, rng: random.Random) -> Case:
-    """A data file of random lines; harmless where all are rows."""
+    """A data file of random lines; harmless if all of them are valid rows."""
     good = json.dumps(GOOD).encode()
     lines = [bad_line(rng) if rng.random() < 0.7 else good for _ in range(rng.randrange(1, 4))]
     before = rng.choice([b"", b"", b"\xef\xbb\xbf", b"\xff\xfe", b"\0"])
@@ -153,7 +153,7 @@ def data_case(folder: Path, rng: random.Random) -> Case:
 
 
 def place_case(folder: Path, rng: random.Random) -> Case:
-    """--data that is no file of rows."""
+    """--data with a path that is not a data file."""
 
     def fifo() -> object:
         os.mkfifo(folder / "fifo")
@@ -196,7 +196,7 @@ def place_case(folder: Path, rng: random.Random) -> Case:
 
 
 def flag_case(folder: Path, rng: random.Random) -> Case:
-    """One setting with a value that may be wrong."""
+    """One setting with a value that may be invalid."""
     name = rng.choice(sorted(set(FIELDS) - {"supervise", "force", "report_to", "push_to", "run"}))
     value = rng.choice([str(n) for n in NUMBERS] + [t for t in TEXTS if t not in ("\0", "\ud800")])
     command = ["plan", "--model", "demo", "--data", "demo", "--max-memory", str(LIMIT_GB)]
@@ -241,14 +241,14 @@ def yaml_text(rng: random.Random) -> bytes:
 
 
 def yaml_case(folder: Path, rng: random.Random) -> Case:
-    """--config with a file that may be wrong."""
+    """--config with a file that may be invalid."""
     (folder / "c.yaml").write_bytes(yaml_text(rng))
     more = ["--max-memory", str(LIMIT_GB)] if rng.random() < 0.9 else []
     return Case("yaml", ["plan", "--config", str(folder / "c.yaml"), *more], harmless=True)
 
 
 def run_case(folder: Path, rng: random.Random) -> Case:
-    """A run whose config.yaml somebody has changed."""
+    """A run whose config.yaml was edited."""
     path = folder / "runs" / "r"
     path.mkdir(parents=True)
     text = to_yaml(TrainConfig(model="demo", data="demo"))
@@ -287,7 +287,7 @@ TEMPLATES = [
 
 
 def model_case(folder: Path, rng: random.Random) -> Case:
-    """A model folder whose tokenizer or template is not to be trusted."""
+    """A model folder with a malicious tokenizer or template."""
     model = folder / "model"
     shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("data"))
     tokenizer = json.loads((model / "tokenizer.json").read_text())
@@ -318,7 +318,7 @@ def model_case(folder: Path, rng: random.Random) -> Case:
 
 
 def prompts_case(folder: Path, rng: random.Random) -> Case:
-    """A file of prompts for a run that does not begin to answer."""
+    """A file of bad prompts, for a run that never gets to answer."""
     path = folder / "p.jsonl"
     path.write_bytes(b"\n".join(bad_line(rng) for _ in range(2)))
     where = rng.choice([str(path), str(path), "/dev/zero", str(folder), "missing", "a" * 5000])
@@ -335,7 +335,7 @@ KINDS: list[Callable[[Path, random.Random], Case]] = [
 
 
 def carry_out(number: int, seed: int) -> Verdict:
-    """Make input `number` of those of a seed, give it to the command line, and judge the end."""
+    """Make input `number` of a seed, run it on the command line, and judge how it ended."""
     rng = random.Random(f"{seed} {number}")
     folder = Path(tempfile.mkdtemp(prefix="hostile-"))
     try:
@@ -375,12 +375,12 @@ def judge(case: Case, folder: Path) -> Verdict:
     if seconds > SECONDS or hangs:
         faults.append("hangs" if hangs else f"took {seconds:.0f} s")
     if peak[0] > LIMIT_GB * 1e9 and str(LIMIT_GB) in case.command:
-        faults.append(f"held {peak[0] / 1e6:.0f} MB")
+        faults.append(f"used {peak[0] / 1e6:.0f} MB")
     return Verdict(case, faults, process.returncode, text, seconds, peak[0])
 
 
 def work_of_children() -> float:
-    """Seconds that the processes which this one has waited for were at work, all together."""
+    """CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -389,14 +389,14 @@ def faults_of(case: Case, folder: Path, status: int, text: str) -> list[str]:
     faults = []
     if status not in ((0, 1, 2) if case.harmless else (1, 2)):
         faults.append(f"ended with status {status}")
-    told = [line for line in text.splitlines() if line.startswith("error: ")]
-    if status and (len(told) != 1 or not text.endswith(told[0] + "\n")):
-        faults.append(f"told {len(told)} errors")
-    if "Traceback" in text or "this is a fault of your_ai" in text:
-        faults.append("a traceback, or a fault of ours")
-    if any(len(line) > LINE for line in told):
-        faults.append("a message without end")
-    if any(not (c.isprintable() or c == "\n") for c in "".join(told)):
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    if status and (len(errors) != 1 or not text.endswith(errors[0] + "\n")):
+        faults.append(f"printed {len(errors)} errors")
+    if "Traceback" in text or "this is a bug in your_ai" in text:
+        faults.append("a traceback, or an internal error")
+    if any(len(line) > LINE for line in errors):
+        faults.append("a message that is too long")
+    if any(not (c.isprintable() or c == "\n") for c in "".join(errors)):
         faults.append("control characters")
     runs = folder / "runs"
     if status == 2 and not case.keeps and runs.exists() and any(runs.iterdir()):
@@ -405,7 +405,7 @@ def faults_of(case: Case, folder: Path, status: int, text: str) -> list[str]:
 
 
 def watch(pid: int, peak: list[int]) -> None:
-    """Note the most that any process of a tree holds, until it has ended."""
+    """Record the highest memory of any process in a tree until it has ended."""
     try:
         process = psutil.Process(pid)
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:

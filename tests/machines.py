@@ -1,4 +1,4 @@
-"""Machines as they tell of themselves: Macs with 8 to 128 GB, and two boxes with Linux."""
+"""Recorded machines: Macs with 8 to 128 GB, and two Linux machines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from your_ai.doctor.machine import MachineInfo
 GIB, GB = 1 << 30, 10**9
 VERSIONS = {"python": "3.12.8", "mlx": "0.32.4", "mlx_lm": "0.32.2", "your_ai": "0.1.0"}
 
-STORE = "/a-place-of-mine/your_ai"  # which is nobody's business
+STORE = "/a-place-of-mine/your_ai"  # private: must not appear in reports
 
 
 def mac(ram: float, recommended: float, chip: str, **changes: object) -> MachineInfo:
-    """One that is idle; sizes in GiB."""
+    """An idle Mac; sizes are in GiB."""
     recommended_bytes = int(recommended * GIB)
     return MachineInfo(
         **{

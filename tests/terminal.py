@@ -1,4 +1,4 @@
-"""The command line on a terminal of its own, as a user has it."""
+"""The command line on a pseudo-terminal, as a user runs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPENED, CLOSED = b"\x1b[?1049h", b"\x1b[?1049l"  # the alternate screen
 
 @dataclass
 class Terminal:
-    """A process, the user's side of its terminal, and all that it has written so far."""
+    """A process, the user's side of its terminal, and its output so far."""
 
     process: subprocess.Popen
     fd: int
@@ -35,7 +35,7 @@ class Terminal:
         return self.written
 
     def wait_for(self, done) -> None:
-        """Wait until `done()`; a text is waited for on the screen."""
+        """Wait until `done()` is true, or until a text appears on the screen."""
         deadline = time.monotonic() + PATIENCE_S
         start = len(self.written)
         while not (done.encode() in self.read()[start:] if isinstance(done, str) else done()):
@@ -49,7 +49,7 @@ class Terminal:
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
 
     def end(self) -> int:
-        """Wait for the process to end; its status."""
+        """Wait for the process to end; return its status."""
         self.wait_for(lambda: self.process.poll() is not None)
         self.read()
         return self.process.returncode
@@ -70,7 +70,7 @@ def on_terminal(
     height: int = 24,
     **environment: str,
 ) -> Iterator[Terminal]:
-    """`your_ai` with these arguments, in the foreground of a terminal; killed at the end."""
+    """Run `your_ai` with these arguments in the foreground of a terminal; kill it at the end."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     before = termios.tcgetattr(ours)

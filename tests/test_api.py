@@ -1,4 +1,4 @@
-"""The Python interface, and the examples of docs/api.md."""
+"""The Python interface, and the examples in docs/api.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import DEMO_FOLDER
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def test_the_examples_of_the_docs_run(capsys):
+def test_examples_in_the_docs_run(capsys):
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "api.md").read_text(), re.S)
     assert len(blocks) == 3
     names: dict[str, object] = {}
@@ -36,13 +36,13 @@ def test_the_examples_of_the_docs_run(capsys):
     assert capsys.readouterr().err.count("error") == 0
 
 
-def test_importing_it_loads_nothing_heavy():
+def test_importing_the_package_does_not_load_mlx():
     code = "import sys, your_ai; your_ai.train; print('mlx' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 
-def test_names_are_those_of_the_module():
+def test_public_names_exist_and_others_raise():
     assert set(your_ai.__all__) <= set(dir(your_ai))
     for name in your_ai.__all__:
         assert getattr(your_ai, name) is not None
@@ -59,18 +59,18 @@ def test_names_are_those_of_the_module():
         ({"model": "any"}, "--data is missing"),
     ],
 )
-def test_bad_input_is_the_callers_and_leaves_no_run(settings, message):
+def test_invalid_input_raises_user_error_and_leaves_no_run(settings, message):
     with pytest.raises(your_ai.UserError, match=message):
         your_ai.train(**settings, max_steps=1, show=False)
     assert not Path("runs").exists() or not list(Path("runs").iterdir())
 
 
-def test_a_limit_that_is_too_small_is_refused_with_the_least_that_would_do():
+def test_too_small_limit_is_refused_with_the_minimum():
     with pytest.raises(your_ai.UserError, match="least that would do"):
         your_ai.plan(model="demo", data="demo", max_memory=0.01)
 
 
-def test_settings_win_over_a_config_and_show_can_be_off(capsys):
+def test_settings_override_the_config_and_show_can_be_off(capsys):
     config = your_ai.TrainConfig(model="demo", data=str(DEMO_FOLDER / "data"), max_steps=9)
     run = your_ai.train(config, max_steps=1, exact_match=False, show=False)
     assert run.steps == [1]
@@ -82,7 +82,7 @@ def test_settings_win_over_a_config_and_show_can_be_off(capsys):
     assert isinstance(base, str)
 
 
-def test_it_trains_in_another_thread():
+def test_train_works_in_another_thread():
     found: list[your_ai.Run] = []
 
     def work() -> None:

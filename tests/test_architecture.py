@@ -1,4 +1,4 @@
-"""The house's rules, read from the source."""
+"""Rules for the package's code, checked in its source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from your_ai.config import FIELDS
 
 PACKAGE = Path(your_ai.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-# Each line imports only from lines above it, and a package from itself.
+# The modules of a line import only from lines above it and from their own package.
 LAYERS = [
     ["errors", "rng", "files"],
     ["gates"],
@@ -46,7 +46,7 @@ WITHOUT_MLX = [
     *("publish.after_training", "publish.push"),
     *("session.supervisor", "session.attach", "session.run_list"),
 ]
-OWN_NAMES = ("self", "cls", "os", "twin")  # twin: a copy of self in the making
+OWN_NAMES = ("self", "cls", "os", "twin")  # twin: a copy of self under construction
 HEAVY = ["mlx", "mlx_lm", "transformers", "numpy", "yaml", "huggingface_hub"]
 
 
@@ -85,7 +85,7 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def test_imports_point_one_way():
+def test_imports_only_go_to_lower_layers():
     for path in SOURCES:
         module = module_name(path)
         if module == "":
@@ -97,7 +97,7 @@ def test_imports_point_one_way():
             assert same or LAYER_OF[there] < LAYER_OF[here], f"{module} imports {other}"
 
 
-def test_no_module_imports_itself_through_others():
+def test_there_are_no_import_cycles():
     graph = {module_name(path): imports(parse(path)) for path in SOURCES}
     done: set[str] = set()
 
@@ -112,7 +112,7 @@ def test_no_module_imports_itself_through_others():
         visit(module, ())
 
 
-def test_the_top_of_the_package_is_small():
+def test_top_of_the_package_has_few_modules():
     names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or is_package(path)}
     assert len(names) <= 28
 
@@ -165,17 +165,17 @@ def test_every_setting_is_read_somewhere():
     assert "rows_per_step" in read
 
 
-def test_modules_can_be_read_in_one_sitting():
+def test_no_module_is_longer_than_600_lines():
     assert max(len(path.read_text().splitlines()) for path in SOURCES) <= 600
 
 
 @pytest.mark.parametrize("module", WITHOUT_MLX)
-def test_what_must_not_load_mlx_does_not(module):
+def test_module_does_not_import_mlx(module):
     code = f"import sys, your_ai.{module}; sys.exit('mlx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_help_loads_nothing_heavy():
+def test_help_loads_no_heavy_packages():
     code = (
         "import sys\nfrom your_ai.cli import main\n"
         "try: main(['train', '--help'])\nexcept SystemExit: pass\n"
@@ -185,8 +185,8 @@ def test_help_loads_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_class_name_is_used_once():
-    """Events are the records of what others do, and share their names."""
+def test_class_names_are_unique():
+    """Except events, which may be named like the classes they report on."""
     found: dict[str, str] = {}
     for path in SOURCES:
         module = module_name(path)

@@ -1,4 +1,4 @@
-"""The command line: bad input gets one line and leaves nothing; good input ends well."""
+"""The command line: bad input gives one line and leaves no files; good input works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAPTER = Path("runs/first/adapter/adapters.safetensors")
 
 
 def refused(capsys, *arguments: object) -> str:
-    """The one line on stderr of a command that must fail with status 2 and write nothing."""
+    """Return the one line on stderr of a command that must fail with status 2 and write nothing."""
     assert call(*arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -40,7 +40,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
-def test_bad_rows(capsys, own_folder, tiny_model, case):
+def test_invalid_rows_are_named_with_their_line(capsys, own_folder, tiny_model, case):
     line, message = BAD_ROWS[case]
     data = write_rows(own_folder / "d" / "train.jsonl", [chat("a", "b"), line])
     options = ("--model", tiny_model, "--data", data.parent, "--max-seq-length", 64)
@@ -48,7 +48,7 @@ def test_bad_rows(capsys, own_folder, tiny_model, case):
     assert re.search(message, error)
 
 
-def test_missing_and_empty_data(capsys, own_folder, tiny_model):
+def test_missing_and_empty_data_are_refused(capsys, own_folder, tiny_model):
     (own_folder / "empty").mkdir()
     write_rows(own_folder / "none" / "train.jsonl", [])
     model = ("--model", tiny_model, "--lora-layers", 1)
@@ -59,7 +59,7 @@ def test_missing_and_empty_data(capsys, own_folder, tiny_model):
     assert "the file is empty" in refused(capsys, "train", *model, "--data", "none")
 
 
-def test_bad_models(capsys, own_folder, tiny_model, data_folder):
+def test_invalid_models_are_refused(capsys, own_folder, tiny_model, data_folder):
     def copy(name: str):
         return shutil.copytree(tiny_model, own_folder / name)
 
@@ -80,7 +80,7 @@ def test_bad_models(capsys, own_folder, tiny_model, data_folder):
         assert message in error
 
 
-def test_bad_options(capsys, tiny_model, data_folder):
+def test_invalid_options_are_refused(capsys, tiny_model, data_folder):
     base = ("train", "--model", tiny_model, "--data", data_folder)
     for options, message in {
         ("--lora-layers", "0"): "must be at least 1, or all",
@@ -88,8 +88,8 @@ def test_bad_options(capsys, tiny_model, data_folder):
         ("--lora-layers", "1", "--lora-targets", "q_prj"): "did you mean q_proj?",
         ("--batch-sise", "2"): "--batch-sise",
         ("--batch-size",): "--batch-size",
-        ("--optimizer", "adam", "--weight-decay", "1"): "adam has none",
-        ("--config", "x", "--resume", "y"): "goes without --config",
+        ("--optimizer", "adam", "--weight-decay", "1"): "--optimizer adam does not support it",
+        ("--config", "x", "--resume", "y"): "cannot be combined with --config",
         ("--resume", "y"): "no run named y",
         ("--run", "a/b"): "use at most 100 letters",
         ("--lora-layers", "1", "--quantize", "4"): "is already quantized to 4 bits",
@@ -98,9 +98,9 @@ def test_bad_options(capsys, tiny_model, data_folder):
     assert "no run named x" in refused(capsys, "generate", "--run", "x", "--prompt", "hi")
 
 
-def test_an_unwritable_run_folder(capsys, tiny_model, data_folder):
+def test_unwritable_runs_folder_is_reported(capsys, tiny_model, data_folder):
     with open("runs", "w"):
-        pass  # a file where the folder should be: unwritable for root as well
+        pass  # a file instead of the folder: even root cannot write into it
     assert call("train", "--model", tiny_model, "--data", data_folder) == 2
     assert "cannot be written" in capsys.readouterr().err
     os.remove("runs")
@@ -127,7 +127,7 @@ def test_train_resume_generate(capsys, options, own_folder):
     assert call("generate", "--run", "first", "--prompt", "hi", "--no-adapter") == 0
 
 
-def test_a_supervised_run_resumes_with_other_settings(capsys, options):
+def test_supervised_run_resumes_with_other_settings(capsys, options):
     options.remove("--no-supervise")
     assert call(*options, "--run", "first", "--max-steps", 2) == 0
     assert call("train", "--resume", "first", "--max-steps", 3) == 0
@@ -138,7 +138,7 @@ def test_a_supervised_run_resumes_with_other_settings(capsys, options):
     assert Path("runs/first/config.yaml").read_bytes() == before
 
 
-def test_a_taken_name_is_refused_and_kept(capsys, options):
+def test_existing_run_name_is_refused_and_the_run_kept(capsys, options):
     assert call(*options, "--run", "first", "--max-steps", 1) == 0
     capsys.readouterr()
     assert call(*options, "--run", "first", "--max-steps", 1) == 2
@@ -146,7 +146,7 @@ def test_a_taken_name_is_refused_and_kept(capsys, options):
     assert os.path.isdir("runs/first/adapter")
 
 
-def test_a_finished_run_resumed_says_it_is_done(capsys, options):
+def test_resuming_a_finished_run_changes_nothing(capsys, options):
     assert call(*options, "--run", "first", "--max-steps", 2) == 0
     adapter = ADAPTER.read_bytes()
     assert call("train", "--resume", "first") == 0
@@ -170,7 +170,7 @@ def test_resume_refuses_changed_inputs(capsys, options, own_folder, tiny_model, 
     assert "the data changed since the run began (train.jsonl)" in capsys.readouterr().err
 
 
-def test_a_fault_of_ours_is_one_line_and_debug_shows_where(capsys, options, monkeypatch):
+def test_internal_error_is_one_line_and_debug_shows_the_traceback(capsys, options, monkeypatch):
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("no such luck")
 
@@ -190,7 +190,7 @@ def test_version_and_help(capsys):
     assert "train" in capsys.readouterr().out
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(capsys, options, own_folder, data_folder):
+def test_refused_resume_does_not_change_the_run(capsys, options, own_folder, data_folder):
     options[options.index(data_folder)] = data_folder / "train.jsonl"  # no test rows
     assert call(*options, "--run", "first", "--max-steps", 2) == 0
     before = Path("runs/first/config.yaml").read_bytes()
@@ -200,7 +200,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(capsys, options, own_folder, 
     assert call("train", "--resume", "first", "--max-steps", 3) == 0
 
 
-def test_a_run_is_found_and_goes_on_from_any_folder(
+def test_run_can_be_resumed_from_any_folder(
     capsys, options, own_folder, tiny_model, data_folder, monkeypatch
 ):
     options[options.index(tiny_model)] = os.path.relpath(tiny_model)
@@ -212,11 +212,9 @@ def test_a_run_is_found_and_goes_on_from_any_folder(
     assert call("generate", "--run", "../runs/first", "--prompt", "hi", "--max-tokens", 2) == 0
 
 
-def test_the_command_that_resumes_is_right_from_any_folder(
-    capsys, options, own_folder, monkeypatch
-):
+def test_printed_command_is_correct_from_any_folder(capsys, options, own_folder, monkeypatch):
     assert call(*options, "--run", "first", "--max-steps", 1) == 0
-    assert "try it: your_ai chat first; measure it: your_ai eval first" in capsys.readouterr().out
+    assert "try it: your_ai chat first; evaluate it: your_ai eval first" in capsys.readouterr().out
     (own_folder / "else where").mkdir()
     monkeypatch.chdir(own_folder / "else where")
     assert call("train", "--resume", own_folder / "runs" / "first") == 0
@@ -224,7 +222,7 @@ def test_the_command_that_resumes_is_right_from_any_folder(
     assert f"your_ai chat {own_folder}/runs/first;" in out
 
 
-def test_settings_changed_behind_its_back_are_refused(capsys, options):
+def test_settings_edited_in_the_run_folder_are_refused(capsys, options):
     assert call(*options, "--run", "first", "--max-steps", 1) == 0
     path = Path("runs/first/config.yaml")
     path.write_text(path.read_text().replace("optimizer: adamw", "optimizer: sgd"))
@@ -232,7 +230,7 @@ def test_settings_changed_behind_its_back_are_refused(capsys, options):
     assert "the settings changed since the run began (optimizer)" in capsys.readouterr().err
 
 
-def test_a_damaged_cache_of_tokens_is_made_again(capsys, options, own_folder):
+def test_damaged_token_cache_is_rebuilt(capsys, options, own_folder):
     assert call(*options, "--run", "whole", "--max-steps", 4) == 0
     assert call(*options, "--run", "cut", "--max-steps", 2) == 0
     for path in (own_folder / "home" / "cache" / "examples").glob("*/tokens.bin"):
@@ -244,12 +242,12 @@ def test_a_damaged_cache_of_tokens_is_made_again(capsys, options, own_folder):
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
 
-def test_half_precision_on_the_cpu_is_told_to_be_slow(capsys, options):
+def test_half_precision_on_the_cpu_prints_a_note(capsys, options):
     assert call(*options, "--run", "a", "--max-steps", 1, "--dtype", "bfloat16") == 0
     assert "--dtype float32 is quick" in capsys.readouterr().out
 
 
-def test_exact_match_is_of_the_answers_whatever_is_trained(capsys, options):
+def test_exact_match_is_independent_of_prompt_masking(capsys, options):
     options = [*options, "--exact-match", "--max-steps", 1]
     assert call(*options, "--run", "masked") == 0
     masked = capsys.readouterr().out.splitlines()[-1]
@@ -257,19 +255,21 @@ def test_exact_match_is_of_the_answers_whatever_is_trained(capsys, options):
     assert capsys.readouterr().out.splitlines()[-1] == masked
 
 
-def test_rows_that_all_weigh_nothing_are_refused(capsys, own_folder, tiny_model):
+def test_data_with_only_zero_weights_is_refused(capsys, own_folder, tiny_model):
     write_rows(own_folder / "d" / "train.jsonl", [chat("a", "b", weight=0)])
     error = refused(capsys, "train", "--model", tiny_model, "--data", "d")
     assert "every row has weight 0" in error
 
 
-def test_a_falling_learning_rate_that_moves_its_end_is_told(capsys, options):
+def test_resume_notes_the_new_end_of_a_decaying_learning_rate(capsys, options):
     assert call(*options, "--run", "a", "--max-steps", 2, "--lr-schedule", "linear") == 0
     assert call("train", "--resume", "a", "--max-steps", 4) == 0
     assert "the learning rate now falls to 0 at step 4" in capsys.readouterr().out
 
 
-def test_an_encoding_that_cannot_print_an_answer_ends_nothing(options, own_folder, data_folder):
+def test_output_encoding_that_lacks_characters_does_not_end_the_run(
+    options, own_folder, data_folder
+):
     rows = [chat("Füße?", "Ja, größer \N{GRINNING FACE}")] * 2
     write_rows(data_folder / "test.jsonl", rows)
     command = [sys.executable, "-m", "your_ai", *map(str, options), "--run", "a"]
@@ -283,8 +283,8 @@ def test_an_encoding_that_cannot_print_an_answer_ends_nothing(options, own_folde
     assert b"F??e?" in done.stdout
 
 
-def test_closed_streams_are_empty_ones(own_folder):
-    """As `<&- >&-` of a shell leaves them; the next file would have their numbers."""
+def test_closed_standard_streams_are_replaced_by_empty_ones(own_folder):
+    """A shell closes them with `<&- >&-`; the next opened file would get their descriptors."""
     (own_folder / "runs" / "a").mkdir(parents=True)
     (own_folder / "runs" / "a" / "config.yaml").write_text("model: demo\ndata: demo\n")
     command = shlex.join([sys.executable, "-m", "your_ai", "generate", "a"])
@@ -294,7 +294,7 @@ def test_closed_streams_are_empty_ones(own_folder):
     assert (done.returncode, done.stderr) == (2, b"error: stdin: is empty; enter some text\n")
 
 
-def test_a_run_that_fails_behind_a_broken_display_is_kept(capsys, options, monkeypatch):
+def test_failed_run_with_a_broken_display_is_kept(capsys, options, monkeypatch):
     def broken(*arguments: object) -> str:
         raise ValueError("no such view")
 

@@ -22,28 +22,28 @@ from your_ai.config import (
 from your_ai.errors import UserError
 
 
-def test_flags_win_over_the_file_and_the_file_over_defaults(own_folder):
+def test_flags_override_the_file_and_the_file_overrides_defaults(own_folder):
     (own_folder / "c.yaml").write_text("data: d\nbatch_size: 3\nlora_rank: 5\n")
     config = resolve({"lora_rank": "7"}, "c.yaml")
     assert (config.data, config.batch_size, config.lora_rank) == ("d", 3, 7)
     assert config.lora_alpha == FIELDS["lora_alpha"].default
 
 
-def test_nothing_at_all_is_the_demo():
+def test_no_flags_give_the_demo():
     assert resolve({}, None).model == "demo"
     assert resolve({"max_steps": "3"}, None).max_steps == 3
 
 
-def test_the_demo_by_its_name_is_the_demo():
+def test_model_demo_gives_the_demo():
     assert resolve({"model": "demo"}, None) == resolve({}, None)
     assert resolve({"model": "demo", "data": "d"}, None).exact_match is False
 
 
-def test_data_alone_means_a_real_model():
+def test_data_without_a_model_gives_the_default_model():
     assert resolve({"data": "d"}, None).model == "llama-8b"
 
 
-def test_every_default_survives_yaml():
+def test_config_survives_a_yaml_round_trip():
     config = TrainConfig(data="d", lora_layers="all", lora_targets=("a", "b"), quantize=4)
     assert build(read_text(to_yaml(config)), "x") == config
 
@@ -66,17 +66,17 @@ def read_text(text: str) -> dict:
         ({"lora_layers": "0"}, "--lora-layers 0: must be at least 1, or all"),
         ({"lora_layers": "some"}, "expected a whole number or all, found 'some'"),
         ({"lora_dropout": "1"}, "--lora-dropout 1.0: must be at least 0 and under 1"),
-        ({"lora_targets": ","}, "--lora-targets: names no layer"),
+        ({"lora_targets": ","}, "--lora-targets: is empty"),
         ({"lora_targets": "all-linear,q_proj"}, "give it alone"),
         ({"optimizer": "adamx"}, "--optimizer: expected adamw or adam"),
-        ({"optimizer": "adam", "weight_decay": "0.1"}, "--weight-decay: adam has none"),
+        ({"optimizer": "adam", "weight_decay": "0.1"}, "--weight-decay: --optimizer adam does not"),
         ({"quantize": "3"}, "--quantize: expected 4 or 8, found '3'"),
         ({"max_seq_length": "1"}, "--max-seq-length 1: must be at least 2"),
         ({"keep": "0"}, "--keep 0: must be at least 1"),
         ({"max_grad_norm": "nan"}, "--max-grad-norm nan"),
     ],
 )
-def test_wrong_values_are_named(flags, message):
+def test_invalid_values_are_named(flags, message):
     with pytest.raises(UserError, match=message):
         resolve({"data": "d", **flags}, None)
 
@@ -90,13 +90,13 @@ ANY = (
 
 
 @given(name=st.sampled_from(sorted(FIELDS)), value=ANY)
-def test_any_value_of_a_setting_is_within_its_bounds_or_refused(name, value):
+def test_any_value_is_within_its_bounds_or_refused(name, value):
     try:
         config = build({name: value}, "c.yaml")
     except UserError as error:
-        told = str(error)
-        assert len(told) < 500 and "\n" not in told  # noqa: PT018
-        assert name in told or flag(name) in told
+        message = str(error)
+        assert len(message) < 500 and "\n" not in message  # noqa: PT018
+        assert name in message or flag(name) in message
         return
     kept = getattr(config, name)
     if isinstance(kept, float) or (isinstance(kept, int) and name != "seed"):
@@ -104,13 +104,13 @@ def test_any_value_of_a_setting_is_within_its_bounds_or_refused(name, value):
     assert build(read_text(to_yaml(config)), "x") == config
 
 
-def test_a_number_of_thousands_of_digits_is_no_text():
+def test_number_with_thousands_of_digits_is_not_a_text():
     with pytest.raises(UserError, match=r"^c\.yaml: push_to: expected a text"):
         build({"push_to": 10**5000}, "c.yaml")
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_a_number_beyond_sense_is_refused(name):
+def test_number_outside_its_bounds_is_refused(name):
     least, most = BOUNDS[name]
     assert getattr(build({name: str(most)}, "x"), name) == most
     assert getattr(build({name: least}, "x"), name) == least
@@ -121,12 +121,12 @@ def test_a_number_beyond_sense_is_refused(name):
         build({name: least - 1}, "x")
 
 
-def test_a_whole_number_is_kept_to_the_last_digit():
+def test_large_int_is_kept_exactly():
     assert build({"seed": 2**63 + 1}, "x").seed == 2**63 + 1
     assert build({"seed": str(2**63 + 1)}, "x").seed == 2**63 + 1
 
 
-def test_how_long_a_row_may_be_decides_nothing_that_is_computed():
+def test_max_row_bytes_may_change_on_resume():
     assert resumed(TrainConfig(data="d"), {"max_row_bytes": "9"}).max_row_bytes == 9
     assert "max_row_bytes" not in TrainConfig().decisive()
 
@@ -143,32 +143,32 @@ def test_how_long_a_row_may_be_decides_nothing_that_is_computed():
         ("lora_rank: 0", "--lora-rank 0"),
     ],
 )
-def test_wrong_files_are_named(own_folder, text, message):
+def test_invalid_config_files_are_named(own_folder, text, message):
     (own_folder / "c.yaml").write_text(text)
     with pytest.raises(UserError, match=message):
         resolve({"data": "d"}, "c.yaml")
 
 
 def test_yaml_reads_1e_4_as_a_number(own_folder):
-    (own_folder / "c.yaml").write_text("learning_rate: 1e-4\ndata: d")  # text, to YAML 1.1
+    (own_folder / "c.yaml").write_text("learning_rate: 1e-4\ndata: d")  # a string in YAML 1.1
     assert resolve({}, "c.yaml").learning_rate == 1e-4
 
 
-def test_a_missing_preset_lists_those_there_are():
+def test_missing_preset_lists_the_known_presets():
     with pytest.raises(UserError, match=r"--config nope: .*presets: .*demo"):
         resolve({}, "nope")
 
 
-def test_data_is_needed_with_a_model_of_ones_own():
+def test_data_is_required_with_a_model():
     with pytest.raises(UserError, match="--data is missing"):
         resolve({"model": "some/model"}, None)
 
 
-def test_resuming_may_make_a_run_longer_and_nothing_else():
+def test_resume_may_change_the_number_of_steps_but_not_the_seed():
     saved = TrainConfig(data="d", max_steps=4, seed=1)
     assert resumed(saved, {"max_steps": "9"}) == dataclasses.replace(saved, max_steps=9)
     assert resumed(saved, {"seed": "1"}) == saved
-    with pytest.raises(UserError, match="--seed 2: the run began with 1"):
+    with pytest.raises(UserError, match="--seed 2: the run started with 1"):
         resumed(saved, {"seed": "2"})
 
 
@@ -181,7 +181,7 @@ def test_presets_are_valid_and_commented(preset):
 
 @pytest.mark.parametrize("name", sorted(config_module.BOUNDS))
 @pytest.mark.parametrize("value", ["9" * 30, "1e300", 10**400])
-def test_a_number_far_above_any_is_refused_in_a_line(name, value):
+def test_very_large_number_is_refused_with_a_short_message(name, value):
     with pytest.raises(UserError, match=f"^--{name.replace('_', '-')}") as caught:
         resolve({name: value}, None)
     assert len(str(caught.value)) < 600

@@ -6,13 +6,13 @@ from pathlib import Path
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def test_cli_md_is_what_the_commands_say():
+def test_cli_md_is_up_to_date():
     document = runpy.run_path(str(DOCS / "make_cli.py"))["document"]
     message = "run: python docs/make_cli.py > docs/cli.md"
     assert (DOCS / "cli.md").read_text(encoding="utf-8") == document(), message
 
 
-def test_the_tests_that_the_docs_name_exist():
+def test_tests_named_in_the_docs_exist():
     for name in (
         "tests/engine/test_fused.py",
         "tests/training/test_train.py",

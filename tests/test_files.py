@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are complete or absent."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def write_whole(target: Path, text: str = "new", error: type[BaseException] | No
             raise error
 
 
-def test_sha256_is_of_the_whole_file(own_folder):
+def test_sha256_hashes_the_whole_file(own_folder):
     content = os.urandom((2 << 20) + 17)
     (own_folder / "file").write_bytes(content)
     assert sha256(own_folder / "file") == hashlib.sha256(content).hexdigest()
 
 
-def test_sha256_of_no_file_raises(own_folder):
+def test_sha256_of_a_missing_file_raises(own_folder):
     with pytest.raises(FileNotFoundError):
         sha256(own_folder / "file")
 
 
-def test_a_folder_appears_when_it_is_whole(own_folder):
+def test_folder_appears_when_it_is_complete(own_folder):
     target = own_folder / "target"
     with whole_folder(target) as folder:
         (folder / "file").write_text("new")
@@ -45,19 +45,19 @@ def test_a_folder_appears_when_it_is_whole(own_folder):
     assert names(own_folder) == ["target"]
 
 
-def test_a_folder_that_it_is_to_stand_in_is_not_made(own_folder):
-    """It may be a run's, which someone deleted meanwhile."""
+def test_missing_parent_folder_is_not_created(own_folder):
+    """It may be a run folder that was deleted meanwhile."""
     with pytest.raises(FileNotFoundError):
         write_whole(own_folder / "gone" / "target")
     assert names(own_folder) == []
 
 
-def test_a_folder_can_be_read_by_others(own_folder):
+def test_folder_can_be_read_by_others(own_folder):
     write_whole(own_folder / "target")
     assert stat.S_IMODE((own_folder / "target").stat().st_mode) == 0o755
 
 
-def test_a_folder_is_replaced_as_a_whole(own_folder):
+def test_existing_folder_is_replaced_completely(own_folder):
     target = own_folder / "target"
     with whole_folder(target) as folder:
         (folder / "of the old").write_text("old")
@@ -67,13 +67,13 @@ def test_a_folder_is_replaced_as_a_whole(own_folder):
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_an_error_while_writing_leaves_nothing(own_folder, error):
+def test_error_while_writing_leaves_nothing(own_folder, error):
     with pytest.raises(error):
         write_whole(own_folder / "target", error=error)
     assert names(own_folder) == []
 
 
-def test_an_error_while_writing_leaves_the_old_folder(own_folder):
+def test_error_while_writing_keeps_the_old_folder(own_folder):
     write_whole(own_folder / "target", "old")
     with pytest.raises(ZeroDivisionError):
         write_whole(own_folder / "target", error=ZeroDivisionError)
@@ -81,7 +81,7 @@ def test_an_error_while_writing_leaves_the_old_folder(own_folder):
     assert names(own_folder) == ["target"]
 
 
-def test_a_failed_replacement_leaves_the_old_folder(own_folder, monkeypatch):
+def test_failed_replacement_keeps_the_old_folder(own_folder, monkeypatch):
     target = own_folder / "target"
     write_whole(target, "old")
     rename = os.rename
@@ -98,7 +98,7 @@ def test_a_failed_replacement_leaves_the_old_folder(own_folder, monkeypatch):
     assert names(own_folder) == ["target"]
 
 
-def test_files_are_on_the_disk_before_the_folder_has_its_name(own_folder, monkeypatch):
+def test_files_are_synced_before_the_folder_is_renamed(own_folder, monkeypatch):
     done = []
     sync, rename = files.sync, os.rename
     monkeypatch.setattr(files, "sync", lambda path: (done.append(path.name), sync(path)))
@@ -111,12 +111,12 @@ def test_files_are_on_the_disk_before_the_folder_has_its_name(own_folder, monkey
     assert done[renamed + 1 :] == [own_folder.name]
 
 
-def test_clean_deletes_what_is_half_written_and_nothing_else(own_folder):
+def test_clean_deletes_only_temporary_folders(own_folder):
     for name in (f"{TEMPORARY}a-1", f"{TEMPORARY}a-1.old", "a", "b.tmp"):
         (own_folder / name / "inside").mkdir(parents=True)
     clean(own_folder)
     assert names(own_folder) == ["a", "b.tmp"]
 
 
-def test_clean_of_no_folder_does_nothing(own_folder):
+def test_clean_of_a_missing_folder_does_nothing(own_folder):
     clean(own_folder / "nowhere")

@@ -1,4 +1,4 @@
-"""A few of the inputs of hostile_inputs.py, and that what judges them can find a fault."""
+"""A few inputs of hostile_inputs.py, and a test that its checks find faults."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from tests.hostile_inputs import KINDS, Case, carry_out, faults_of, judge, train
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(KINDS)))
-def test_a_bad_input_ends_in_one_line(number):
+def test_bad_input_ends_with_one_error_line(number):
     verdict = carry_out(number, seed=0)
     assert not verdict.faults, (verdict.faults, verdict.case.command, verdict.stderr)
 
 
-def test_a_fault_is_found(tmp_path):
+def test_faults_of_finds_each_fault(tmp_path):
     case = Case("data", train("d"))
     assert faults_of(case, tmp_path, 2, "error: what\n") == []
     (tmp_path / "runs" / "r").mkdir(parents=True)
     assert faults_of(case, tmp_path, 2, "error: what\n") == ["a run folder is left"]
     assert len(faults_of(case, tmp_path, 1, "Traceback\n...\nValueError: what\n")) == 2
     assert faults_of(case, tmp_path, 0, "") == ["ended with status 0"]
-    assert faults_of(case, tmp_path, 1, f"error: {'x' * 3000}\n") == ["a message without end"]
+    assert faults_of(case, tmp_path, 1, f"error: {'x' * 3000}\n") == ["a message that is too long"]
     assert faults_of(case, tmp_path, 1, "error: \x1b[31m\n") == ["control characters"]
 
 
-def test_a_good_input_is_no_bad_one(tmp_path):
+def test_good_input_has_no_faults(tmp_path):
     verdict = judge(Case("plan", ["plan"], harmless=True), tmp_path)
     assert (verdict.status, verdict.faults) == (0, [])

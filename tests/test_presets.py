@@ -1,4 +1,4 @@
-"""Each preset in configs/ is run, for a step, on a small stand-in for its model."""
+"""Each preset in configs/ is trained for one step on a small substitute for its model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PRESETS = sorted(path.stem for path in packaged("configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_preset_runs(own_folder, preset):
+def test_preset_trains_one_step(own_folder, preset):
     make_model(own_folder / STAND_IN, num_hidden_layers=4)
     shutil.copytree(DEMO_FOLDER / "data", own_folder / "data")
     extra = [] if preset == "demo" else ["--data", "data"]

@@ -1,4 +1,4 @@
-"""Every command of the README runs as it stands; CI runs the first two in fresh venvs."""
+"""Every command in the README runs unchanged; CI runs the first two in new venvs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def commands() -> list[str]:
     return [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
 
 
-def test_the_first_two_commands_set_up_everything():
+def test_first_two_commands_install_and_test():
     first, second, *rest = commands()
     assert first.startswith("python3 -m venv .venv && source .venv/bin/activate && ")
     assert first.endswith("&& your_ai train")
@@ -34,8 +34,8 @@ def test_the_first_two_commands_set_up_everything():
 
 
 @pytest.mark.slow
-def test_the_other_commands_run(own_folder):
-    # A small stand-in where the real model would lie, and the embedded one as in a checkout.
+def test_other_commands_run(own_folder):
+    # A small substitute in the place of the real model, and the demo model as in a checkout.
     make_model(own_folder / "models/Meta-Llama-3.1-8B-Instruct-4bit", num_hidden_layers=4)
     shutil.copytree(DEMO_FOLDER, own_folder / "models/demo")
     write_rows(own_folder / "my-data/train.jsonl", [chat("a", "b"), chat("c", "d")])
@@ -47,7 +47,7 @@ def test_the_other_commands_run(own_folder):
         assert done.returncode == 0, command
 
 
-def test_the_architecture_names_every_package():
+def test_architecture_doc_names_every_package():
     block = (CHECKOUT / "docs" / "architecture.md").read_text().split("```")[1]
     named = set(re.findall(r"^  ([a-z]+/)", block, re.M))
     named |= set(re.findall(r"\b[a-z]+\.py\b", block))
@@ -57,7 +57,7 @@ def test_the_architecture_names_every_package():
     assert named == there
 
 
-def test_links_lead_somewhere():
+def test_links_point_to_existing_files():
     for target in re.findall(r"\]\(([^)]+)\)", README):
         if not target.startswith("http"):
             assert (CHECKOUT / target).exists(), target

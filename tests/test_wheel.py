@@ -1,4 +1,4 @@
-"""The wheel, installed alone in a venv of its own and run from another folder."""
+"""The wheel, installed in a new venv and run from another folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
-def test_it_holds_the_presets_and_the_demo_and_no_tests(wheel):
+def test_wheel_contains_presets_and_demo_but_no_tests(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert "your_ai/_packaged/configs/demo.yaml" in names
     assert "your_ai/_packaged/models/demo/model.safetensors" in names
@@ -32,7 +32,7 @@ def test_it_holds_the_presets_and_the_demo_and_no_tests(wheel):
 
 
 @pytest.mark.slow
-def test_it_trains_the_demo_from_another_folder(wheel, own_folder):
+def test_installed_wheel_trains_the_demo_from_another_folder(wheel, own_folder):
     home = own_folder / "venv"
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"

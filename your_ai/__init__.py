@@ -36,7 +36,7 @@ _MODULES = {"TrainConfig": "config", "RunError": "errors", "UserError": "errors"
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when they are first used: the command line starts quickly."""
+    """Import a public name when it is first used, so that the command line starts quickly."""
     if name not in __all__:
         raise AttributeError(f"module 'your_ai' has no attribute {name!r}")
     from importlib import import_module

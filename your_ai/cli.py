@@ -1,4 +1,4 @@
-"""The command line: its commands, and how what goes wrong is told. Heavy imports come late."""
+"""The command line: its commands, and how it reports errors. Heavy imports come late."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def main(arguments: list[str] | None = None) -> None:
     open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a question mark beats an end in mid-run
+            stream.reconfigure(errors="replace")  # a question mark is better than a crash mid-run
     guard_libraries()
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its notes are about torch
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its messages are about torch
     try:
         check_environment()
         status = app(args=arguments, standalone_mode=False, prog_name="your_ai")
@@ -91,15 +91,15 @@ def main(arguments: list[str] | None = None) -> None:
         status = report(error)
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader left: what was not read is nobody's loss
+    except BrokenPipeError:  # the reader closed the pipe, so the rest of the output is dropped
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status or 0)
 
 
 def open_streams() -> None:
-    """Give a process that was started without a standard stream an empty one.
+    """Open an empty stream for each standard stream that the process was started without.
 
-    Else the next file that is opened takes its number.
+    Otherwise the next file to be opened would get that file descriptor.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -110,10 +110,10 @@ def open_streams() -> None:
 
 
 def report(error: BaseException) -> int:
-    """Say in one line on stderr what went wrong; the exit status."""
+    """Print the error as one line on stderr; return the exit status."""
     if isinstance(error, SystemExit):
         raise error
-    if type(error).__name__ == "Interrupted":  # run.stopping's, not imported for --help's sake
+    if type(error).__name__ == "Interrupted":  # from run.stopping; an import would slow --help
         echo_error("stopped before the first step; nothing was changed")
         return 128 + error.number  # type: ignore[attr-defined]
     if isinstance(error, KeyboardInterrupt | typer.Abort):
@@ -125,10 +125,10 @@ def report(error: BaseException) -> int:
         status, text = 1, f"the output cannot be written ({error.strerror})"
     elif isinstance(error, RunError):
         status, text = 1, str(error)
-    elif hasattr(error, "format_message") and hasattr(error, "exit_code"):  # the parser's own
+    elif hasattr(error, "format_message") and hasattr(error, "exit_code"):  # from typer's parser
         status, text = 2, f"{error.format_message()} (see your_ai --help)"
     else:
         status = 1
-        text = f"{type(error).__name__}: {error}; this is a fault of your_ai: --debug shows where"
+        text = f"{type(error).__name__}: {error}; this is a bug in your_ai; --debug shows where"
     echo_error(f"error: {text}")
     return status

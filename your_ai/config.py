@@ -1,7 +1,7 @@
-"""The settings of a run: the one place where they are declared, given defaults and checked.
+"""The settings of a run: declared, given defaults and checked in this one place.
 
-A setting is a field of `TrainConfig`: its name is the YAML key, with dashes it is the
-flag, and its help is the text of both. Nothing here imports mlx.
+Each setting is a field of `TrainConfig`. Its name is the YAML key, its name with dashes is the
+command-line flag, and its help text serves both. This module does not import mlx.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_LAYERS = 4  # of --lora-layers
 
 
 def packaged(*parts: str) -> Path:
-    """A file that ships with your_ai: inside the wheel, or at the top of a checkout."""
+    """Path of a file that ships with your_ai: in the wheel, or at the top of a checkout."""
     here = Path(__file__).parent
     inside = here.joinpath("_packaged", *parts)
     return inside if inside.exists() else here.parent.joinpath(*parts)
@@ -38,11 +38,11 @@ def setting(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything that decides what a training run computes."""
+    """All settings of a training run."""
 
     model: str = setting("llama-8b", "Model: an alias, a folder, or a Hugging Face id.")
     data: str = setting("", "Folder with train.jsonl (and valid.jsonl, test.jsonl), or one file.")
-    run: str = setting("", "Name of the run; by default made of model, data and time.")
+    run: str = setting("", "Name of the run; default: made of model, data and time.")
 
     max_steps: int | None = setting(None, "Stop after this many steps (optimizer updates).")
     epochs: int | None = setting(
@@ -52,54 +52,54 @@ class TrainConfig:
     grad_accumulation: int = setting(1, "Micro-batches in a step.")
     max_seq_length: int = setting(2048, "Maximum sequence length, in tokens.")
     too_long: Literal["error", "truncate", "split"] = setting(
-        "error", "What to do with a row of more tokens than --max-seq-length."
+        "error", "What to do with a row that is longer than --max-seq-length."
     )
     max_row_bytes: int = setting(
-        16_000_000, "Maximum size of a row of a data file, in bytes; longer rows are refused."
+        16_000_000, "Maximum size of a row in a data file, in bytes; larger rows are refused."
     )
     packing: bool = setting(
         False, "Pack short rows into one sequence; attention stays within each row."
     )
-    mask_prompt: bool = setting(True, "Train only on completions, in rows that have prompts.")
+    mask_prompt: bool = setting(True, "Train on the completions only, in rows that have prompts.")
 
     lora_rank: int = setting(16, "Rank of the adapters.")
-    lora_alpha: float = setting(32.0, "The adapters are scaled by alpha / rank.")
+    lora_alpha: float = setting(32.0, "Scale the adapters by alpha / rank.")
     lora_layers: int | Literal["all"] | None = setting(
-        None, "How many of the last blocks to adapt, or all; 4 unless the model has fewer."
+        None, "Number of last blocks to adapt, or all; default: 4, or all if the model has fewer."
     )
     lora_targets: tuple[str, ...] = setting(
         ("q_proj",), "Layers to adapt, separated by commas, or all-linear."
     )
     lora_dropout: float = setting(0.0, "Dropout on the input of the adapters.")
-    use_dora: bool = setting(False, "Weight-decomposed adapters (DoRA).")
+    use_dora: bool = setting(False, "Train weight-decomposed adapters (DoRA).")
 
     optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon", "lion"] = setting(
         "adamw", "Optimizer, from mlx.optimizers."
     )
     learning_rate: float = setting(1e-4, "Peak learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
-        "constant", "Learning rate after the warm-up: constant, or falling to 0 at the last step."
+        "constant", "Learning rate after the warm-up: constant, or decaying to 0 at the last step."
     )
     warmup_steps: int = setting(0, "Steps over which the learning rate rises linearly from 0.")
     weight_decay: float = setting(0.0, "Weight decay.")
-    max_grad_norm: float = setting(1.0, "Clip the gradient to this global norm; 0 = never.")
+    max_grad_norm: float = setting(1.0, "Clip the gradient to this global norm; 0 = no clipping.")
 
     max_memory: float | None = setting(
-        None, "Memory limit of training, in GB; by default what this machine can give."
+        None, "Memory limit of training, in GB; default: what this machine can give."
     )
     force: bool = setting(False, "Allow a --max-memory above the machine's memory.")
     reload_interval: int = setting(
-        0, "Reload the adapted layers' weights every N steps; 0 = only when memory is short."
+        0, "Reload the weights of the adapted layers every N steps; 0 = only when memory is low."
     )
     reload_at: float = setting(0.70, "Fraction of the limit above which memory is freed early.")
     clear_cache_every: int | None = setting(
         None,
-        "Clear MLX's cache every N steps; 10, or 5 under a limit below 10 GB; 0 = never.",
+        "Clear MLX's cache every N steps; default: 10, or 5 with a limit below 10 GB; 0 = never.",
     )
     leak_threshold_mb: float = setting(
         50.0, "Growth per step, in MB, that counts as a memory leak."
     )
-    leak_warmup: int = setting(5, "Steps before memory leaks are looked for.")
+    leak_warmup: int = setting(5, "Number of steps before the check for memory leaks begins.")
     supervise: bool = setting(
         True, "Train in a separate process, restarted from its checkpoint if it dies."
     )
@@ -107,34 +107,35 @@ class TrainConfig:
         (), "Trackers to send events to, separated by commas: wandb, swanlab, tensorboard."
     )
     push_to: str = setting(
-        "", "Push the finished adapter to this repo of the hub, ORG/NAME; a new one is private."
+        "", "Push the finished adapter to this repo on the hub, ORG/NAME; a new repo is private."
     )
 
     plan: Literal["auto", "fused", "staged", "streamed"] = setting(
         "auto",
-        "How gradients are computed; every plan gives the same ones. fused: one graph, fastest. "
-        "staged: one block at a time, recomputed in the backward pass, and the vocabulary on "
-        "disk. streamed: staged, with all weights on disk. auto: the fastest that fits.",
+        "How gradients are computed; every plan gives the same gradients. fused: one graph, "
+        "fastest. staged: one block at a time, recomputed in the backward pass, with the "
+        "vocabulary on disk. streamed: staged, with all weights on disk. auto: the fastest that "
+        "fits.",
     )
     spill: bool = setting(
         False, "Offload block inputs to disk until the backward pass; not with --plan fused."
     )
     prefix_cache: Literal["off", "memory", "disk"] = setting(
         "off",
-        "Cache the activations below the first adapted block, so that frozen blocks run once "
-        "per text: in memory, or in the run's folder.",
+        "Cache the activations below the first adapted block, so that those blocks run only once "
+        "for each text: in memory, or on disk in the run's folder.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Data type to compute in; auto is float32 on the CPU and bfloat16 on a GPU."
     )
     quantize: Literal[4, 8] | None = setting(
-        None, "Quantize the model to this many bits first; the copy is made once and kept."
+        None, "Quantize the model to this many bits first; the copy is kept for later runs."
     )
-    seed: int = setting(0, "Seed of everything random.")
+    seed: int = setting(0, "Seed of all random choices.")
 
     eval_every: int = setting(100, "Steps between validations; 0 = only at the end.")
     save_every: int = setting(100, "Steps between checkpoints; 0 = only at the end.")
-    keep: int = setting(3, "How many checkpoints to keep.")
+    keep: int = setting(3, "Number of checkpoints to keep.")
     samples: int = setting(0, "Number of test prompts to answer before and after training.")
     exact_match: bool = setting(False, "Measure exact match on the test rows before and after.")
 
@@ -152,15 +153,15 @@ class TrainConfig:
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether a setting of "every so many steps; 0 = never" means this step."""
+    """Whether something that happens every `every` steps (0 = never) happens at this step."""
     return every > 0 and step % every == 0
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 TYPES = typing.get_type_hints(TrainConfig)
 
-# What may differ between a run and its resumption. How long it is decides the learning rate
-# where that falls, and no more; model and data must be the same bytes, wherever they are.
+# Settings that may change when a run is resumed. The number of steps only affects a learning
+# rate that decays. Model and data may have moved, but must have the same bytes.
 RESUMABLE = (
     *("max_steps", "epochs", "eval_every", "save_every", "keep", "samples", "exact_match"),
     *("model", "data", "spill", "plan", "max_memory", "force", "reload_interval", "reload_at"),
@@ -174,12 +175,12 @@ def flag(name: str) -> str:
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """`; did you mean X?` for the closest known name, or an empty string."""
+    """Return `; did you mean X?` for the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-LARGEST = 1_000_000_000  # beyond which no setting means anything
+LARGEST = 1_000_000_000  # no setting needs a larger value
 BOUNDS = {
     "max_steps": (1, LARGEST),
     "epochs": (1, 1_000_000),
@@ -200,7 +201,7 @@ BOUNDS = {
     "clear_cache_every": (0, LARGEST),
     "leak_warmup": (0, LARGEST),
 }
-TEXT_CHARACTERS, NAMES = 4096, 1000  # of a setting that is a text, or a list of names
+TEXT_CHARACTERS, NAMES = 4096, 1000  # limits of a text, and of a list of names
 NUMBER_CHARACTERS = 100
 
 
@@ -208,7 +209,7 @@ def check(config: TrainConfig) -> None:
     """Raise UserError for a value out of range or a contradiction."""
     for name, (least, most) in BOUNDS.items():
         value = getattr(config, name)
-        if isinstance(value, int | float) and not least <= value <= most:  # nor is a NaN
+        if isinstance(value, int | float) and not least <= value <= most:  # also true for NaN
             bound = f"at most {most:,}" if value > most else f"at least {least}"
             raise UserError(f"{flag(name)} {quoted(value)}: must be {bound}")
     for name in ("learning_rate", "lora_alpha", "max_memory", "leak_threshold_mb"):
@@ -227,40 +228,42 @@ def check(config: TrainConfig) -> None:
         number = quoted(config.lora_layers)
         raise UserError(f"--lora-layers {number}: must be at least 1, or all for every block")
     if not config.lora_targets:
-        raise UserError("--lora-targets: names no layer; try q_proj or all-linear")
+        raise UserError("--lora-targets: is empty; try q_proj or all-linear")
     if "all-linear" in config.lora_targets and len(config.lora_targets) > 1:
-        raise UserError("--lora-targets: all-linear already means every other name; give it alone")
+        raise UserError("--lora-targets: all-linear includes every other name; give it alone")
     if config.optimizer == "adam" and config.weight_decay:
-        raise UserError("--weight-decay: adam has none; use --optimizer adamw")
+        raise UserError("--weight-decay: --optimizer adam does not support it; use adamw")
     if config.spill and config.plan == "fused":
-        raise UserError("--spill: --plan fused saves no block inputs; use --plan staged")
+        raise UserError("--spill: --plan fused has no block inputs to offload; use --plan staged")
 
 
 def check_texts(name: str, texts: tuple[str, ...]) -> None:
     if len(texts) > NAMES:
-        raise UserError(f"{flag(name)}: {len(texts):,} names; {NAMES:,} are the most")
+        raise UserError(f"{flag(name)}: {len(texts):,} names; at most {NAMES:,} are allowed")
     for text in texts:
         if len(text) > TEXT_CHARACTERS:
-            raise UserError(f"{flag(name)} {shortened(text)}: is too long")
+            raise UserError(
+                f"{flag(name)} {shortened(text)}: is longer than {TEXT_CHARACTERS:,} characters"
+            )
         if not text.isprintable():
-            raise UserError(f"{flag(name)} {quoted(text)}: holds control characters")
+            raise UserError(f"{flag(name)} {quoted(text)}: contains control characters")
 
 
 def find_preset(name: str) -> Path:
-    """A YAML file by its path, or a preset that ships with your_ai by its name."""
+    """Find a YAML file by its path, or a preset that ships with your_ai by its name."""
     presets = {preset.stem: preset for preset in packaged("configs").glob("*.yaml")}
-    if os.path.isfile(name):  # not a path's own: that raises an error for a name that is too long
+    if os.path.isfile(name):  # Path.is_file raises an error if the name is too long
         return Path(name)
     if (preset := name.removesuffix(".yaml")) in presets:
         return presets[preset]
     listed = ", ".join(sorted(presets))
-    raise UserError(f"--config {shortened(name)}: no such file, and no preset; presets: {listed}")
+    raise UserError(f"--config {shortened(name)}: no such file or preset; presets: {listed}")
 
 
 def build(settings: Mapping[str, Any], source: str) -> TrainConfig:
-    """A TrainConfig from names and values, each coerced to its field's type.
+    """Build a TrainConfig from names and values, each coerced to the type of its field.
 
-    `source` says in errors where the settings came from.
+    source: where the settings came from, for error messages.
     """
     values = {}
     for name, value in settings.items():
@@ -272,7 +275,10 @@ def build(settings: Mapping[str, Any], source: str) -> TrainConfig:
 
 
 def coerce(name: str, value: Any, label: str) -> Any:
-    """`value` as the type of field `name`. Raises UserError, beginning with `label`."""
+    """Convert `value` to the type of field `name`.
+
+    label: the beginning of the error message. Raises UserError if the value does not fit.
+    """
     kind = TYPES[name]
     options = typing.get_args(kind)
     if value is None and type(None) in options:
@@ -286,7 +292,7 @@ def coerce(name: str, value: Any, label: str) -> Any:
             return value
     elif kind is str:
         if isinstance(value, (str, int, float)) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError):  # an int of more digits than Python writes
+            with contextlib.suppress(ValueError):  # Python refuses to convert very long ints
                 return str(value)
     elif typing.get_origin(kind) is Literal:
         if value in options:
@@ -295,7 +301,7 @@ def coerce(name: str, value: Any, label: str) -> Any:
         number = as_number(value, float)
         if number is not None:
             return number
-    else:  # int, perhaps with None or literals beside it
+    else:  # int, perhaps also None or literals
         literals = [
             value
             for option in options
@@ -311,13 +317,16 @@ def coerce(name: str, value: Any, label: str) -> Any:
 
 
 def as_number(value: Any, kind: type) -> Any:
-    """`value` as an int or a float where it is one exactly, else None; `1e-4` is a float."""
+    """Return `value` as an int or a float if the conversion is exact, else None.
+
+    The text `1e-4` is a float.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     if isinstance(value, str) and len(value) > NUMBER_CHARACTERS:
         return None
     try:
-        if kind is int and isinstance(value, (int, str)):  # a float has no more than 53 bits
+        if kind is int and isinstance(value, (int, str)):  # a float has only 53 bits
             with contextlib.suppress(ValueError):
                 return int(value)
         number = float(value)
@@ -331,7 +340,7 @@ def as_number(value: Any, kind: type) -> Any:
 
 
 def describe(kind: Any) -> str:
-    """A type in words: `a whole number or all`."""
+    """Describe a type in words: `a whole number or all`."""
     names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
     if kind in names:
         return names[kind]
@@ -344,7 +353,7 @@ def describe(kind: Any) -> str:
 
 
 def default_text(name: str) -> str:
-    """` [default: 4]` for a setting that has one."""
+    """Return ` [default: 4]` for a setting that has a default, else an empty string."""
     value = FIELDS[name].default
     if value in (None, ""):
         return ""
@@ -353,9 +362,9 @@ def default_text(name: str) -> str:
 
 
 def resolve(flags: Mapping[str, Any], preset: str | None, needs_data: bool = True) -> TrainConfig:
-    """The settings of a new run: defaults, then the preset, then the flags.
+    """Return the settings of a new run: defaults, then the preset, then the flags.
 
-    Without data, and without a model or with the demo's, it is the demo's preset.
+    Uses the demo's preset if no preset and no data are given, and no model or the demo's model.
     """
     settings: dict[str, Any] = {}
     if preset is None and flags.get("model", DEMO) == DEMO and "data" not in flags:
@@ -363,7 +372,7 @@ def resolve(flags: Mapping[str, Any], preset: str | None, needs_data: bool = Tru
     if preset is not None:
         path = find_preset(preset)
         settings = read_yaml(path)
-        build(settings, str(path))  # so that a wrong key is blamed on the file
+        build(settings, str(path))  # so that an error about a key names the file
     settings = settings | {name: coerce(name, value, flag(name)) for name, value in flags.items()}
     config = build(settings, "settings")
     if needs_data and not config.data:
@@ -372,7 +381,7 @@ def resolve(flags: Mapping[str, Any], preset: str | None, needs_data: bool = Tru
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The whole config as YAML that `build` reads back; its last line is the end mark `...`."""
+    """Write the whole config as YAML that `build` reads back; the last line is `...`."""
     import yaml
 
     values = dataclasses.asdict(config)
@@ -381,9 +390,9 @@ def to_yaml(config: TrainConfig) -> str:
 
 
 def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
-    """The saved config with the flags that may change on resume.
+    """Apply flags to the saved config of a run that is resumed.
 
-    Raises UserError where a flag would change what the run computes.
+    Raises UserError if a flag would change what the run computes.
     """
     changes = {}
     for name, value in flags.items():
@@ -393,8 +402,8 @@ def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
         if name not in RESUMABLE:
             allowed = ", ".join(flag(n) for n in RESUMABLE)
             raise UserError(
-                f"{flag(name)} {value}: the run began with {getattr(saved, name)} and cannot "
-                f"change it on --resume (these may change: {allowed})"
+                f"{flag(name)} {value}: the run started with {getattr(saved, name)}, which "
+                f"cannot change on --resume (these may change: {allowed})"
             )
         changes[name] = value
     return dataclasses.replace(saved, **changes)

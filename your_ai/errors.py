@@ -1,4 +1,4 @@
-"""The two ways a command ends badly. Both are shown as one line, without a traceback."""
+"""The two errors a command can end with. Both are shown as one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """Something the user can mend: what is wrong, where, and what to do. Exit status 2."""
+    """Something the user can fix: what is wrong, where, and what to do. Exit status 2."""
 
 
 class RunError(Exception):
-    """A run that cannot go on although its input was fine. Exit status 1."""
+    """A run that cannot continue although its input was valid. Exit status 1."""
 
 
 OUT_OF_MEMORY = (
@@ -25,7 +25,7 @@ OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(reason: str) -> bool:
-    """Whether one of MLX's messages means that there was not enough memory."""
+    """Whether a message from MLX means that there was not enough memory."""
     return any(text in reason for text in OUT_OF_MEMORY)
 
 
@@ -37,18 +37,18 @@ def lacked_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def forgiving() -> Iterator[None]:
-    """Suppress what a model's code may raise, but not that there was too little memory."""
+    """Suppress errors from a model's code, except those about too little memory."""
     try:
         yield
-    except Exception as error:  # of any kind: an architecture's code raises what it likes
+    except Exception as error:  # an architecture's code may raise anything
         if lacked_memory(error):
             raise
 
 
 def explain(reason: str) -> str:
-    """What MLX could not do, for one of its messages, and what the user can."""
+    """Turn a message from MLX into one that says what failed and what the user can do."""
     if reason.startswith("[read]"):
-        return "the model's files cannot be read any more; put them back, then resume the run"
+        return "the model's files can no longer be read; put them back, then resume the run"
     if is_out_of_memory(reason):
         return f"out of memory ({reason}); lower --batch-size or --max-seq-length"
     return f"MLX failed ({reason}); --dtype float32 may help"

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: checksums, syncing, folders renamed into place."""
+"""Files that are complete or absent: checksums, syncing, folders renamed into place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPORARY = ".tmp-"
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file's bytes, as hex. Raises OSError where it cannot be read."""
+    """SHA-256 checksum of a file, as hex. Raises OSError if the file cannot be read."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while block := file.read(1 << 20):
@@ -27,7 +27,7 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+    """Wait until a file or folder has been written to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -37,15 +37,15 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder to write into, which becomes `target` if the block ends well.
+    """Yield a temporary folder, which becomes `target` if the block ends without an error.
 
-    Its files are synced before the rename. A `target` that is there is replaced.
-    Raises OSError, also where the folder it is to stand in is missing.
+    The files are synced before the rename. An existing `target` is replaced.
+    Raises OSError, also if the parent folder of `target` is missing.
     """
     temporary = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{target.name}-", dir=target.parent))
     try:
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp is for its owner alone
+        temporary.chmod(0o755)  # mkdtemp gives access to the owner only
         for path in (*temporary.iterdir(), temporary):
             sync(path)
         if target.exists():
@@ -81,7 +81,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file to read. Raises OSError also for what is no file of bytes: a pipe would wait."""
+    """Open a file to read. Raises OSError also if it is not a regular file: a pipe would block."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -90,7 +90,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """A file to read and append to, unbuffered, made where there is none. Raises OSError."""
+    """Open a file to read and append, unbuffered; create it if it is missing. Raises OSError."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -100,9 +100,10 @@ def open_to_append(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, most_bytes: int, errors: str = "strict") -> str:
-    """A small text file in UTF-8.
+    """Read a small text file in UTF-8.
 
-    Raises OSError also for what is no file or is larger, UnicodeDecodeError for other bytes.
+    Raises OSError also if it is not a regular file or has more than `most_bytes`, and
+    UnicodeDecodeError if it is not UTF-8.
     """
     with open_regular(path) as file:
         data = file.read(most_bytes + 1)
@@ -112,7 +113,7 @@ def read_text(path: Path, most_bytes: int, errors: str = "strict") -> str:
 
 
 def read_at(file: int, size: int, offset: int) -> bytes:
-    """`size` bytes from `offset` on; fewer where the file ends before."""
+    """Read `size` bytes at `offset`; fewer if the file ends earlier."""
     parts = []
     while size and (part := os.pread(file, size, offset)):
         parts.append(part)
@@ -121,16 +122,16 @@ def read_at(file: int, size: int, offset: int) -> bytes:
 
 
 def write_at(file: int, data: memoryview, offset: int) -> None:
-    """All of `data`; a nearly full disk takes a part of it before it says that it is full."""
+    """Write all of `data`. A nearly full disk accepts a part before it reports an error."""
     while data:
         written = os.pwrite(file, data, offset)
         data, offset = data[written:], offset + written
 
 
 def clean(folder: Path, older_than_s: float = 0.0) -> None:
-    """Delete what a killed process left half-written in `folder`.
+    """Delete temporary files that a killed process left in `folder`.
 
-    older_than_s: spare what is younger, where others may be writing just now.
+    older_than_s: keep younger ones, since another process may still be writing them.
     """
     for path in folder.glob(f"{TEMPORARY}*"):
         with contextlib.suppress(OSError):

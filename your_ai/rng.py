@@ -1,4 +1,4 @@
-"""Seeds as a pure function of what they are for: no state, so nothing to save or disturb."""
+"""Seeds as a pure function of their purpose: there is no random state to save or disturb."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 64-bit seed that depends on every part, the same on every machine.
+    """Return a 64-bit seed that depends on every part and is the same on every machine.
 
     `derive_seed(seed, "epoch", 3)` and `derive_seed(seed, "epoch", 4)` are unrelated.
     """

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.budget import ROOT, Case, case_of, run_case, told
+from tests.budget import ROOT, Case, case_of, line_of, run_case
 
 # Coefficients of the estimates multiplied before the training process uses them.
 FALSIFIED = """
@@ -47,7 +47,7 @@ SMALL = Case(
 @pytest.mark.parametrize("seed", [304, 316, 322])
 def test_a_random_run_stays_under_its_limit(seed, tmp_path):
     found = run_case(case_of(seed), tmp_path)
-    assert not found.fault, told(found)
+    assert not found.fault, line_of(found)
     assert found.samples > 50
 
 
@@ -58,7 +58,7 @@ def test_with_false_coefficients_the_plan_is_that_of_the_true_ones(factor, tmp_p
         run_case(SMALL, tmp_path / str(each), f"FACTOR = {each}\n{FALSIFIED}", limit_gb=0.3)
         for each in (factor, 1.0)
     )
-    assert not false.fault, told(false)
+    assert not false.fault, line_of(false)
     assert false.plans[-1] == true.plans[-1]
 
 

@@ -190,7 +190,7 @@ def test_a_new_run_on_a_full_disk_is_refused_and_leaves_nothing(room, configure,
         status, _, error = call(capsys, "train", "--config", str(config), "--run", "new")
     assert status != 0
     assert len(error.splitlines()) == 1
-    assert "fault of your_ai" not in error
+    assert "bug in your_ai" not in error
     assert not Path("runs/new").exists()
 
 
@@ -215,7 +215,7 @@ def assert_one_clear_line(status: int, error: str) -> None:
     assert status in (1, 2)
     assert len(error.splitlines()) == 1
     assert os.strerror(errno.ENOSPC) in error
-    assert "fault of your_ai" not in error
+    assert "bug in your_ai" not in error
 
 
 @pytest.fixture

@@ -214,5 +214,5 @@ def test_a_run_folder_that_is_deleted_is_one_clear_line(configure):
     assert process.returncode == 1
     assert error.startswith("error: runs/r")
     assert len(error.splitlines()) == 1
-    assert "fault of your_ai" not in error
+    assert "bug in your_ai" not in error
     assert not run.path.exists()

@@ -96,7 +96,7 @@ def test_sigterm_in_training_finishes_the_step_and_saves(configure, settings):
     assert (process.returncode, error) == (128 + signal.SIGTERM, "")
     step = steps_done(run)
     assert output.splitlines()[-2:] == [
-        f"stopped by SIGTERM after step {step}; everything is saved. Go on with:",
+        f"stopped by SIGTERM after step {step}; everything is saved. Continue with:",
         "  your_ai train --resume r",
     ]
     assert checkpoint.newest(run.checkpoints) == (run.checkpoints / f"step-{step:06d}", [])
@@ -110,7 +110,7 @@ def test_ctrl_c_in_validation_ends_it_and_saves(configure, settings):
         output, error = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, error) == (128 + signal.SIGINT, "")
     assert output.splitlines()[-2:] == [
-        "stopped by Ctrl-C after step 3; everything is saved. Go on with:",
+        "stopped by Ctrl-C after step 3; everything is saved. Continue with:",
         "  your_ai train --resume r",
     ]
     assert events_of(run, events.Validation) == []

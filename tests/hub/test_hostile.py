@@ -247,7 +247,7 @@ def assert_refused(hub: Hub, canary: Path, capsys) -> str:
     assert len(errors) == 1
     assert len(errors[0]) < 1000
     assert errors[0].isprintable()
-    assert "this is a fault of your_ai" not in errors[0]
+    assert "this is a bug in your_ai" not in errors[0]
     assert "Traceback" not in output.err + output.out
     assert tree(canary.parent.parent) == before
     assert not (models_root() / NAME).exists()

@@ -146,6 +146,6 @@ def test_a_file_of_the_wrong_kind(
     _, error = capfd.readouterr()
     assert status in (0, 1, 2)
     assert "Traceback" not in error
-    assert "a fault of your_ai" not in error
+    assert "a bug in your_ai" not in error
     assert len([line for line in error.splitlines() if line.startswith("error: ")]) <= 1
     assert (status == 0) == ("error: " not in error)
