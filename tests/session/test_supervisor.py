@@ -355,7 +355,7 @@ def test_signal_between_two_children_ends_the_run(run):
     assert levels(run) == [0]
     (died,) = events_of(run, events.Died)
     assert died.level is None
-    assert "told to stop" in died.reason
+    assert "a stop was requested" in died.reason
 
 
 def test_signal_before_a_restart_ends_the_run(run):

@@ -173,11 +173,11 @@ def check_bias(bias: dict[str, Any], vocabulary: int) -> None:
     if len(bias) > LOGIT_BIASES:
         raise ValueError(f"logit_bias must have at most {LOGIT_BIASES} tokens")
     if not all(key.isascii() and key.isdecimal() and len(key) < 10 for key in bias):
-        raise ValueError("logit_bias: keys must be token ids")
+        raise ValueError("logit_bias must have token ids as keys")
     if any(int(key) >= vocabulary for key in bias):
-        raise ValueError(f"logit_bias: token ids must be below {vocabulary}")
+        raise ValueError(f"logit_bias must have token ids below {vocabulary} as keys")
     if not all(is_number(value) and abs(value) < LARGEST for value in bias.values()):
-        raise ValueError(f"logit_bias: values must be numbers below {LARGEST}")
+        raise ValueError(f"logit_bias must have numbers below {LARGEST} as values")
 
 
 def check_messages(messages: Any) -> None:

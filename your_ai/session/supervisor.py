@@ -175,7 +175,7 @@ def decide(lives: Sequence[Life], life: Life, told_to_stop: bool) -> Decision:
     if life.status == RESTART:
         return after_restart(lives, life)
     if told_to_stop:
-        return Decision(None, f"{describe(life)}; not restarted, because it was told to stop")
+        return Decision(None, f"{describe(life)}; not restarted, because a stop was requested")
     return after_death([earlier for earlier in lives if earlier.status != RESTART], life)
 
 
