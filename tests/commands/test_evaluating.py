@@ -39,7 +39,7 @@ def test_evaluates_a_run_on_its_own_test_rows(run, capsys):
     assert out.startswith("r, step 40, on test.jsonl: 8 rows, ")
     assert "evaluating on " in error
     assert "test.jsonl\n" in error
-    assert "note: 2 of 8 rows are also among those the run was trained on" in error
+    assert "note: 2 of 8 rows are also in the run's training data" in error
 
 
 def test_json_output_equals_the_evaluation_saved_in_the_run(run, capsys):

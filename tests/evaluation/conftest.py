@@ -1,4 +1,4 @@
-"""A run on rows of every kind, trained once for all tests of a module."""
+"""A run and rows of every kind. The run is trained once for all tests of a module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAINING = [
     chat(f"Question {i}" + " please" * (4 * i), f"Answer {i}" * (1 + i % 4)) for i in range(4)
 ]
 ROWS = [
-    TRAINING[3],  # which the run was trained on, and knows
+    TRAINING[3],  # the run was trained on it and knows it
     chat("A question that is new " * 3, "An answer"),
     {"text": "A text, of which every token is supervised."},
     chat("Another", "With twice the weight", weight=2.0),
@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 def trained_run(root: Path, model: Path, **settings: Any) -> Path:
-    """The folder of a run below `root`, on TRAINING, with ROWS to be measured on."""
+    """Train a run below `root` on TRAINING, with ROWS as its valid and test files."""
     write_rows(root / "data" / "train.jsonl", TRAINING)
     for name in ("valid", "test"):
         write_rows(root / "data" / f"{name}.jsonl", ROWS)
@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 
 def carry_out(steps: Any) -> Any:
-    """What a generator returns."""
+    """Run a generator to its end and return its result."""
     while True:
         try:
             next(steps)
@@ -66,7 +66,7 @@ def carry_out(steps: Any) -> Any:
 
 
 def compared(run: Path | Trained, data: Path | None = None, **request: Any) -> Comparison:
-    """The rows of a run, or of a file, measured."""
+    """Measure the test rows of a run, or the rows of a file."""
     found = open_trained(str(run)) if isinstance(run, Path) else run
     path = choose_file(None if data is None else str(data), found.config)
     return carry_out(compare(found, path, Request(**{"batch_size": 2, **request})))

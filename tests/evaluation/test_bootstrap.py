@@ -14,7 +14,7 @@ RESAMPLES = 400
 
 @st.composite
 def systems(draw) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sums of base and adapter, and sizes, of 20 to 60 rows as rows are."""
+    """Sums of base and adapter, and sizes, of 20 to 60 realistic rows."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     rows = draw(st.integers(20, 60))
     sizes = rng.integers(1, 200, rows).astype(float)
@@ -27,7 +27,7 @@ def width(found: Interval) -> float:
 
 
 @given(systems(), st.integers(0, 100), st.floats(0.5, 0.99))
-def test_an_interval_holds_what_was_measured(case, seed, confidence):
+def test_intervals_contain_the_measured_value(case, seed, confidence):
     base, adapter, sizes = case
     found = paired(base, adapter, sizes, RESAMPLES, seed).intervals(confidence)
     values = base.sum() / sizes.sum(), adapter.sum() / sizes.sum()
@@ -44,7 +44,7 @@ def test_one_row_alone_has_no_interval():
 
 
 @given(st.integers(2, 40), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.integers(1, 500))
-def test_rows_that_are_equal_leave_nothing_to_chance(rows, base, adapter, size):
+def test_equal_rows_give_intervals_of_zero_width(rows, base, adapter, size):
     given_rows = (np.full(rows, value) for value in (base, adapter, size))
     found = paired(*given_rows, RESAMPLES, 0).intervals(0.95)
     last_digit = np.spacing(max(base, adapter) / size)
@@ -52,7 +52,7 @@ def test_rows_that_are_equal_leave_nothing_to_chance(rows, base, adapter, size):
 
 
 @given(systems())
-def test_systems_that_are_the_same_differ_by_nothing(case):
+def test_equal_systems_have_a_difference_of_exactly_zero(case):
     base, _, sizes = case
     pair = paired(base, base.copy(), sizes, RESAMPLES, 0)
     assert pair.intervals(0.95)["difference"] == Interval(0, 0, 0)
@@ -60,21 +60,21 @@ def test_systems_that_are_the_same_differ_by_nothing(case):
 
 
 @given(systems())
-def test_a_wider_interval_is_surer(case):
+def test_higher_confidence_gives_a_wider_interval(case):
     pair = paired(*case, RESAMPLES, 0)
     narrow, wide = pair.intervals(0.5)["difference"], pair.intervals(0.99)["difference"]
     assert wide.low <= narrow.low <= narrow.high <= wide.high
 
 
 @given(systems(), st.integers(0, 5))
-def test_a_seed_decides_it_all(case, seed):
+def test_the_same_seed_gives_the_same_intervals(case, seed):
     first, again = (paired(*case, RESAMPLES, seed).intervals(0.9) for _ in range(2))
     assert first == again
     assert paired(*case, RESAMPLES, seed + 1).intervals(0.9) != first
 
 
-def test_what_is_drawn_for_both_is_the_same():
-    """Rows differ by far more than the systems do on one and the same row."""
+def test_base_and_adapter_use_the_same_drawn_rows():
+    """Rows differ from each other far more than the two systems differ on the same row."""
     rng = np.random.default_rng(0)
     base, sizes = rng.gamma(1.0, 5.0, 200), np.ones(200)
     found = paired(base, base + 0.01 + 0.001 * rng.random(200), sizes, 1000, 0).intervals(0.95)
@@ -86,14 +86,14 @@ def test_perplexity_is_the_exponential_of_the_loss():
     rng = np.random.default_rng(0)
     pair = paired(*rng.gamma(2.0, 1.0, (2, 50)), np.ones(50), 500, 0)
     loss, perplexity = pair.intervals(0.9), pair.exp().intervals(0.9)
-    for name in ("base", "adapter"):  # what is monotone keeps the order, and so the quantiles
+    for name in ("base", "adapter"):  # exp is monotone, so it keeps the quantiles
         assert perplexity[name].value == pytest.approx(np.exp(loss[name].value))
         assert perplexity[name].low == pytest.approx(np.exp(loss[name].low), rel=1e-3)
         assert perplexity[name].high == pytest.approx(np.exp(loss[name].high), rel=1e-3)
 
 
-def test_intervals_hold_the_truth_about_as_often_as_promised():
-    """Of 400 draws of 80 rows of various lengths, whose mean loss a token is 1."""
+def test_intervals_contain_the_true_value_as_often_as_their_confidence():
+    """Over 400 draws of 80 rows of various lengths with a mean loss of 1 per token."""
     rng = np.random.default_rng(0)
     held = {0.8: 0, 0.95: 0}
     for trial in range(400):
@@ -110,7 +110,7 @@ def test_intervals_hold_the_truth_about_as_often_as_promised():
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_what_is_not_finite_has_no_interval_and_spoils_no_other(value):
+def test_values_that_are_not_finite_get_no_interval_and_leave_others_intact(value):
     rng = np.random.default_rng(0)
     base, adapter = rng.random((2, 30))
     adapter[3] = value
@@ -120,7 +120,7 @@ def test_what_is_not_finite_has_no_interval_and_spoils_no_other(value):
         assert not np.isfinite([found[name].value, found[name].low, found[name].high]).any()
 
 
-def test_every_row_is_drawn_as_often_as_there_are_rows():
+def test_a_resample_draws_as_many_rows_as_there_are():
     counts = np.concatenate(list(drawn_counts(7, 100_000, 0)))
     assert counts.shape == (100_000, 7)
     assert (counts.sum(axis=1) == 7).all()

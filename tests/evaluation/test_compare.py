@@ -1,4 +1,4 @@
-"""Base against adapter: the same numbers however they are computed."""
+"""Base and adapter get the same numbers under every plan and batch size."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from your_ai.run.folder import RunFolder
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, run):
-    """Row by row, as one graph."""
+    """Measured one row at a time with the fused engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("YOUR_AI_HOME", str(run.parent.parent / "home"))
         return compared(run, batch_size=1, engine="fused")
 
 
-def test_a_batch_beyond_all_rows_is_planned_as_all_of_them(run, monkeypatch):
-    """The search for a plan takes a time, and memory, that grow with it."""
+def test_batch_size_is_capped_at_the_number_of_rows(run, monkeypatch):
+    """The time and memory of the search for a plan grow with the batch size."""
     asked, budget_of = [], evaluation.budget_of_evaluation
 
     def noted(*arguments, **more):
@@ -61,7 +61,7 @@ def test_numbers_depend_on_neither_batch_size_nor_plan(run, expected, engine, ba
 
 
 def plain(run, examples, adapted):
-    """The losses of a model that was never given layers, or was given the adapter's at once."""
+    """Losses of a model without any adapter layers, or with the adapter put on directly."""
     found = open_trained(str(run))
     network, _ = model.load_base(found.base, mx.float32)
     if adapted:
@@ -72,7 +72,7 @@ def plain(run, examples, adapted):
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_the_base_is_the_model_without_layers_to_the_bit(tmp_path, tiny_model, dora):
+def test_base_losses_equal_the_model_without_adapter_bit_for_bit(tmp_path, tiny_model, dora):
     run = trained_run(tmp_path, tiny_model, use_dora=dora, lora_dropout=0.0 if dora else 0.1)
     found = compared(run, engine="fused")
     examples = found.rows.trained.examples
@@ -81,21 +81,21 @@ def test_the_base_is_the_model_without_layers_to_the_bit(tmp_path, tiny_model, d
     assert not np.allclose(found.base.losses, found.adapter.losses, rtol=0.01)
 
 
-def test_the_mean_loss_is_that_of_a_validation(run):
-    """The same rows as valid.jsonl: the weighted mean that train tells of its last step."""
+def test_mean_loss_equals_the_validation_loss_of_training(run):
+    """The rows equal valid.jsonl, so the weighted mean is the one of the last validation."""
     found = compared(run)
     tokens, weights = found.rows.trained_tokens, found.rows.weights
     mean = (weights * found.adapter.losses).sum() / (weights * tokens).sum()
-    told = events_of(RunFolder(run), events.Validation)[-1]
-    assert mean == pytest.approx(told.loss, rel=1e-6)
-    assert tokens.sum() == told.trained_tokens
+    validation = events_of(RunFolder(run), events.Validation)[-1]
+    assert mean == pytest.approx(validation.loss, rel=1e-6)
+    assert tokens.sum() == validation.trained_tokens
 
 
-def test_a_leak_is_counted(run):
+def test_rows_from_the_training_data_are_counted(run):
     assert compared(run).leaked == 2
 
 
-def test_a_quantized_run_is_measured_on_its_copy(tmp_path):
+def test_a_quantized_run_is_measured_on_its_quantized_copy(tmp_path):
     folder = make_model(tmp_path / "m", bits=None)
     run = trained_run(tmp_path, folder, quantize=4)
     found = compared(run)
@@ -106,8 +106,8 @@ def test_a_quantized_run_is_measured_on_its_copy(tmp_path):
     assert np.array_equal(found.base.losses, expected)
 
 
-def test_a_metric_is_given_answers_of_base_and_adapter(run, tmp_path):
-    """Through generation as a user would ask, one row after the other."""
+def test_the_metric_gets_the_answers_of_base_and_adapter(run, tmp_path):
+    """Answers are generated as for a user's prompt, one row after the other."""
     rows = [chat("Question 1 please", "Answer 1"), {"text": "asks nothing"}, chat("b", "two")]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     given = []
@@ -132,14 +132,14 @@ def test_a_metric_is_given_answers_of_base_and_adapter(run, tmp_path):
             assert measured.answers[place] == generate.answer(network, tokenizer, text, 5)
 
 
-def test_a_metric_needs_rows_that_ask(run, tmp_path):
+def test_a_metric_needs_rows_that_ask_for_an_answer(run, tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [{"text": "asks nothing"}])
-    with pytest.raises(UserError, match="no row asks for an answer, which --metric is of"):
+    with pytest.raises(UserError, match="no row asks for an answer; --metric needs rows"):
         compared(run, path, metric=Metric("m:f", lambda *_: 1))
 
 
-def test_an_adapter_of_other_shapes_is_refused_before_anything_is_measured(run, tmp_path):
-    """As one of others may be, which does not say what its base was."""
+def test_an_adapter_with_wrong_shapes_is_refused_before_measuring(run, tmp_path):
+    """An imported adapter may not name its base, so the shapes are the only check."""
     other = make_model(tmp_path / "other", hidden_size=128)
     trained = replace(open_trained(str(run)), base=other)
     steps = compare(trained, choose_file(None, trained.config), Request(batch_size=2))
@@ -149,8 +149,8 @@ def test_an_adapter_of_other_shapes_is_refused_before_anything_is_measured(run, 
     assert not [text for text in doing if text.startswith("base")]
 
 
-def test_it_fits_where_training_would_not(run):
-    """And what is chosen under a limit is what fits it."""
+def test_evaluation_fits_into_a_limit_too_small_for_training(run):
+    """The chosen plan also fits into the limit."""
     found = open_trained(str(run))
     config = found.config
     lengths = compared(run).rows.trained.lengths
@@ -165,7 +165,7 @@ def test_it_fits_where_training_would_not(run):
         compared(run, max_memory_gb=(least - 1) / 1e9)
 
 
-def test_progress_names_what_is_done_and_how_much(run):
+def test_progress_reports_the_phase_and_the_count(run):
     found = open_trained(str(run))
     steps = list(compare(found, choose_file(None, found.config), Request(batch_size=3)))
     assert steps[0].doing == "reading test.jsonl"

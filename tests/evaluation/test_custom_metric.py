@@ -14,7 +14,7 @@ from your_ai.evaluation.custom_metric import Metric, load_metric
 
 @pytest.fixture
 def module(own_folder, monkeypatch):
-    """Writes a module of this name into the current folder."""
+    """A function that writes a module of the given name into the current folder."""
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def write(text: str, name: str) -> str:
@@ -30,14 +30,14 @@ def test_a_function_of_the_current_folder_is_found(module):
     assert load_metric(f"{name}:score").score("ab", "", {"x": 1.5}, "f:1") == 3.5
 
 
-def test_it_may_import_its_neighbours_when_it_is_called(module):
+def test_the_function_may_import_modules_of_the_current_folder_when_called(module):
     module("VALUE = 7", "neighbour_1")
     name = module("def f(a, b, c):\n import neighbour_1\n return neighbour_1.VALUE", "here_2")
     assert load_metric(f"{name}:f").score("", "", {}, "f:1") == 7
 
 
-def test_the_current_folder_does_not_hide_what_is_imported_later(module):
-    """A file beside the metric may well have the name of a module of the library."""
+def test_the_current_folder_does_not_hide_installed_modules(module):
+    """A file next to the metric may have the name of a standard library module."""
     name = module("def f(a, b, c): return 1", "here_3")
     load_metric(f"{name}:f")
     module("raise SystemExit('the wrong one')", "colorsys")
@@ -56,14 +56,14 @@ def test_the_current_folder_does_not_hide_what_is_imported_later(module):
         ("f = 3", "has no function f"),
     ],
 )
-def test_what_cannot_be_loaded_is_told(module, text, message):
+def test_a_metric_that_cannot_be_loaded_is_an_error(module, text, message):
     name = module(text + "\ndef ff(a, b, c): pass", f"broken_{abs(hash(text))}")
     with pytest.raises(UserError, match=message):
         load_metric(f"{name}:f")
 
 
 @pytest.mark.parametrize("name", ["", ":", "a", "a:", ":f", "a:b:c", "a:not a name", "absent_9:f"])
-def test_a_name_that_is_none_is_told(module, name):
+def test_a_malformed_metric_name_is_an_error(module, name):
     with pytest.raises(UserError, match="--metric "):
         load_metric(name)
 
@@ -73,7 +73,7 @@ def test_a_name_that_is_none_is_told(module, name):
     [(True, 1), (False, 0), (3, 3), (0.5, 0.5), (Fraction(1, 4), 0.25), (np.float32(2), 2),
      (np.bool_(True), 1), (np.int64(4), 4)],
 )  # fmt: skip
-def test_numbers_and_bools_count(value, score):
+def test_numbers_and_bools_are_accepted_as_scores(value, score):
     assert Metric("m:f", lambda *_: value).score("", "", {}, "f:1") == score
 
 
@@ -83,12 +83,12 @@ def test_numbers_and_bools_count(value, score):
      (float("nan"), "nan, not a finite"), (float("-inf"), "-inf"), (10**400, "inf, not a finite"),
      (mx.array(1.0), "array")],
 )  # fmt: skip
-def test_what_is_no_finite_number_is_refused_with_the_row(value, message):
-    with pytest.raises(UserError, match=rf"^t.jsonl:7: --metric m:f gave {message}"):
+def test_a_result_that_is_not_a_finite_number_is_an_error_naming_the_row(value, message):
+    with pytest.raises(UserError, match=rf"^t.jsonl:7: --metric m:f returned {message}"):
         Metric("m:f", lambda *_: value).score("", "", {}, "t.jsonl:7")
 
 
-def test_what_is_raised_is_told_on_one_line_with_the_row():
+def test_an_exception_of_the_metric_is_reported_on_one_line_with_the_row():
     def fail(answer, expected, row):
         raise ValueError("one\ntwo")
 
@@ -96,8 +96,8 @@ def test_what_is_raised_is_told_on_one_line_with_the_row():
         Metric("m:f", fail).score("", "", {}, "t.jsonl:7")
 
 
-def test_a_metric_that_leaves_is_told_with_the_row():
-    """Else the evaluation would end without a word, and as if all went well."""
+def test_sys_exit_in_the_metric_is_reported_with_the_row():
+    """Otherwise the evaluation would end silently, as if it had succeeded."""
 
     def leave(answer, expected, row):
         sys.exit(0)
@@ -106,13 +106,13 @@ def test_a_metric_that_leaves_is_told_with_the_row():
         Metric("m:f", leave).score("", "", {}, "t.jsonl:7")
 
 
-def test_what_it_prints_is_not_among_the_results(module, capsys):
+def test_prints_of_the_metric_go_to_stderr(module, capsys):
     name = module("print('once')\ndef f(a, b, c):\n print('each')\n return 1", "here_4")
     assert load_metric(f"{name}:f").score("", "", {}, "f:1") == 1
     assert capsys.readouterr() == ("", "once\neach\n")
 
 
-def test_ctrl_c_is_not_taken_for_a_fault_of_the_metric():
+def test_ctrl_c_is_not_reported_as_an_error_of_the_metric():
     def stop(answer, expected, row):
         raise KeyboardInterrupt
 

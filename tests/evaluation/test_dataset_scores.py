@@ -32,7 +32,7 @@ def encode(tokenizer, path):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_exact_match_is_what_greedy_generation_gives(own_folder, demo, batch_size):
+def test_exact_match_agrees_with_greedy_generation(own_folder, demo, batch_size):
     network, tokenizer, engine = demo
     questions = ["Please send two red cups to Oslo.", "Write nine in digits.", "Which city?"]
     rows = []
@@ -55,7 +55,7 @@ def test_the_mean_loss_does_not_depend_on_the_batch_size(own_folder, demo):
     assert five.trained_tokens == one.trained_tokens == examples.tally.trained_tokens
 
 
-def test_a_stop_ends_an_evaluation(own_folder, demo):
+def test_a_stop_signal_ends_an_evaluation(own_folder, demo):
     _, tokenizer, engine = demo
     examples = encode(tokenizer, write_rows(own_folder / "t.jsonl", [chat("a", "b")]))
     stop = Stop()
@@ -64,14 +64,14 @@ def test_a_stop_ends_an_evaluation(own_folder, demo):
     assert measures.exact_matches(engine, examples, lambda _: 1, stop) is None
 
 
-def test_the_demo_model_does_not_know_its_task_yet(own_folder, demo):
+def test_the_demo_model_cannot_do_its_task_before_training(own_folder, demo):
     _, tokenizer, engine = demo
     path = DEMO_FOLDER / "data" / "test.jsonl"
     examples = load_examples(path, Encoder(tokenizer), "t", 256, "error", own_folder)
     assert measures.exact_matches(engine, examples, lambda _: 16, Stop()) < 0.1 * len(examples)
 
 
-def test_no_order_of_the_demo_is_in_two_splits():
+def test_the_demo_splits_share_no_answers():
     answers = {
         split: {
             row.content.messages[-1]["content"]
@@ -85,8 +85,8 @@ def test_no_order_of_the_demo_is_in_two_splits():
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_examples_are_scored_one_by_one(own_folder, demo, batch_size):
-    """Against a plain reading: a row at a time, all its logits."""
+def test_scores_of_each_example_agree_with_its_full_logits(own_folder, demo, batch_size):
+    """The reference takes one row at a time and computes all of its logits."""
     network, tokenizer, engine = demo
     rows = [chat("Question " * i, "Answer " * (1 + i % 4), weight=i) for i in range(5)]
     examples = encode(tokenizer, write_rows(own_folder / "t.jsonl", rows))
@@ -98,7 +98,7 @@ def test_examples_are_scored_one_by_one(own_folder, demo, batch_size):
         assert loss == pytest.approx(np.array(losses)[example.trained[1:]].sum(), rel=1e-5)
 
 
-def test_a_row_is_exact_where_it_counts_as_a_match(own_folder, demo):
+def test_only_the_greedy_answer_is_marked_exact(own_folder, demo):
     network, tokenizer, engine = demo
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Which city?"}], add_generation_prompt=True
@@ -111,7 +111,7 @@ def test_a_row_is_exact_where_it_counts_as_a_match(own_folder, demo):
 
 
 def test_no_more_than_one_shape_stays_compiled(own_folder, demo):
-    """What MLX compiled for a shape it keeps until it is told."""
+    """MLX keeps compiled functions until they are dropped explicitly."""
     _, tokenizer, engine = demo
     rows = [chat("Question " * i, "Answer " * (1 + i % 5)) for i in range(1, 30)]
     examples = encode(tokenizer, write_rows(own_folder / "t.jsonl", rows))

@@ -22,27 +22,27 @@ def folder(own_folder) -> RunFolder:
     return RunFolder(own_folder / "r")
 
 
-def test_what_is_written_is_read(folder):
+def test_a_written_record_is_read_back(folder):
     found = {"version": 1, "measures": {"loss": {"base": {"value": None}}}, "text": "\u00e9\n"}
     record.write(folder, found)
     assert record.read(folder) == found
     assert [path.name for path in folder.path.iterdir()] == ["evaluation.json"]
 
 
-def test_half_a_character_in_a_row_does_not_lose_the_rest(folder):
+def test_a_lone_surrogate_does_not_lose_the_rest_of_the_record(folder):
     record.write(folder, {"version": 1, "text": "a\ud800b"})
     assert record.read(folder) == {"version": 1, "text": "a?b"}
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", '{"version": 2}', "{}", "\xff"])
-def test_what_is_not_there_or_not_ours_is_nothing(folder, text):
+def test_a_missing_or_foreign_file_reads_as_none(folder, text):
     if text is not None:
         record.place(folder).write_text(text, encoding="latin-1")
     assert record.read(folder) is None
 
 
 @pytest.mark.parametrize("fails", ["write_bytes", "fsync", "replace"])
-def test_a_full_disk_leaves_the_one_before(folder, monkeypatch, fails):
+def test_a_full_disk_keeps_the_previous_record(folder, monkeypatch, fails):
     record.write(folder, {"version": 1, "rows": 1})
 
     def full(*_, **__):
@@ -55,7 +55,7 @@ def test_a_full_disk_leaves_the_one_before(folder, monkeypatch, fails):
     assert json.loads(record.place(folder).read_text())["rows"] == 1
 
 
-def test_to_read_it_loads_nothing_heavy():
+def test_reading_a_record_imports_no_heavy_modules():
     code = (
         "import sys\nfrom your_ai.evaluation.record import read\n"
         "sys.exit(','.join(m for m in ('mlx', 'numpy', 'mlx_lm') if m in sys.modules) or 0)"

@@ -1,4 +1,4 @@
-"""Which rows are measured, and which line each example is of."""
+"""Which rows are measured, and which line each example comes from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load(path, tokenizer, **settings):
 # Which file
 
 
-def test_a_folder_gives_its_test_rows_or_those_to_validate(own_folder):
+def test_a_folder_gives_its_test_file_or_else_its_valid_file(own_folder):
     for name, expected in (("train", None), ("valid", "valid"), ("test", "test")):
         write_rows(own_folder / "d" / f"{name}.jsonl", [chat("a", "b")])
         if expected is None:
@@ -48,7 +48,7 @@ def test_a_folder_gives_its_test_rows_or_those_to_validate(own_folder):
             assert choose_file(None, config_of("d")).name == f"{expected}.jsonl"
 
 
-def test_a_file_is_taken_as_it_is(own_folder):
+def test_a_given_file_is_used_directly(own_folder):
     path = write_rows(own_folder / "other.jsonl", [chat("a", "b")])
     assert choose_file("other.jsonl", config_of("d")).resolve() == path
 
@@ -58,13 +58,13 @@ def test_the_demo_has_test_rows():
     assert choose_file(DEMO, config_of("d")) == DEMO_FOLDER / "data" / "test.jsonl"
 
 
-def test_a_run_on_one_file_has_no_rows_left(own_folder):
+def test_a_run_trained_on_a_single_file_needs_other_data(own_folder):
     write_rows(own_folder / "rows.jsonl", [chat("a", "b")])
-    with pytest.raises(UserError, match=r"one file of training rows, rows.jsonl; give others"):
+    with pytest.raises(UserError, match=r"single file of training rows, rows.jsonl; give another"):
         choose_file(None, config_of("rows.jsonl"))
 
 
-def test_data_that_is_gone_is_told(own_folder):
+def test_missing_data_is_an_error(own_folder):
     with pytest.raises(UserError, match="--data gone: no such file or folder"):
         choose_file(None, config_of("gone"))
 
@@ -72,7 +72,7 @@ def test_data_that_is_gone_is_told(own_folder):
 # Which line
 
 
-def test_lines_are_those_of_the_file(own_folder, demo_tokenizer):
+def test_line_numbers_count_the_empty_lines_of_the_file(own_folder, demo_tokenizer):
     rows = [chat("a", "one"), "", chat("b", "two"), "  ", "", {"text": "three"}]
     found = load(write_rows(own_folder / "t.jsonl", rows), demo_tokenizer)
     assert [found.where(place) for place in range(3)] == ["t.jsonl:1", "t.jsonl:3", "t.jsonl:6"]
@@ -81,14 +81,14 @@ def test_lines_are_those_of_the_file(own_folder, demo_tokenizer):
     assert [(place, content) for place, _, content in read] == [(0, rows[0]), (2, rows[5])]
 
 
-def test_a_byte_order_mark_is_passed_over(own_folder, demo_tokenizer):
+def test_a_byte_order_mark_is_skipped(own_folder, demo_tokenizer):
     path = own_folder / "t.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(chat("a", "b")).encode() + b"\n")
     found = load(path, demo_tokenizer)
     assert [content for *_, content in found.read([0])] == [chat("a", "b")]
 
 
-def test_the_pieces_of_a_row_are_added_up(own_folder, demo_tokenizer):
+def test_measures_of_a_split_row_are_added_up(own_folder, demo_tokenizer):
     rows = [chat("a", "one"), LONG, chat("b", "two")]
     path = write_rows(own_folder / "t.jsonl", rows)
     whole = load(path, demo_tokenizer, max_seq_length=512)
@@ -101,7 +101,7 @@ def test_the_pieces_of_a_row_are_added_up(own_folder, demo_tokenizer):
     assert split.trained.summed(ones, 3).tolist() == counted.tolist()
 
 
-def test_a_row_with_nothing_left_is_left_out(own_folder, demo_tokenizer):
+def test_a_row_without_trained_tokens_after_truncation_is_left_out(own_folder, demo_tokenizer):
     rows = [chat("a", "one"), chat("word " * 60, "never reached"), chat("b", "two", weight=3)]
     path = write_rows(own_folder / "t.jsonl", rows)
     settings = {"max_seq_length": 32, "too_long": "truncate"}
@@ -113,7 +113,7 @@ def test_a_row_with_nothing_left_is_left_out(own_folder, demo_tokenizer):
     assert "1 have nothing left to measure" in text
 
 
-def test_where_prompts_are_trained_too_answers_alone_have_to_match(own_folder, demo_tokenizer):
+def test_exact_match_uses_only_answers_when_prompts_are_trained_too(own_folder, demo_tokenizer):
     rows = [chat("word " * 60, "never reached"), chat("b", "two"), {"text": "three"}]
     path = write_rows(own_folder / "t.jsonl", rows)
     settings = {"max_seq_length": 32, "too_long": "truncate", "mask_prompt": False}
@@ -124,7 +124,9 @@ def test_where_prompts_are_trained_too_answers_alone_have_to_match(own_folder, d
     assert found.trained_tokens[1] > found.answers.examples[0].trained.sum()
 
 
-def test_where_no_answer_can_be_found_none_has_to_match(own_folder, demo_tokenizer, monkeypatch):
+def test_exact_match_is_skipped_if_the_template_hides_the_answers(
+    own_folder, demo_tokenizer, monkeypatch
+):
     def hidden(*_):
         raise UserError("the template does not show it")
 
@@ -135,13 +137,13 @@ def test_where_no_answer_can_be_found_none_has_to_match(own_folder, demo_tokeniz
     assert not found.has_answer.any()
 
 
-def test_rows_without_any_weight_are_refused(own_folder, demo_tokenizer):
+def test_a_file_with_only_zero_weights_is_refused(own_folder, demo_tokenizer):
     path = write_rows(own_folder / "t.jsonl", [chat("a", "b", weight=0)])
     with pytest.raises(UserError, match="every row has weight 0"):
         load(path, demo_tokenizer)
 
 
-def test_a_file_that_changes_meanwhile_is_told(own_folder, demo_tokenizer):
+def test_a_file_that_changes_while_it_is_read_is_an_error(own_folder, demo_tokenizer):
     path = write_rows(own_folder / "t.jsonl", [chat("a", "b"), chat("c", "d")])
     found = load(path, demo_tokenizer)
     write_rows(path, [chat("a", "b")])
@@ -162,7 +164,7 @@ def test_a_file_that_changes_meanwhile_is_told(own_folder, demo_tokenizer):
         ({"messages": [{"role": "assistant", "content": "alone"}]}, ("", "alone"), True),
     ],
 )  # fmt: skip
-def test_what_a_row_asks_and_expects(own_folder, content, expected, asking):
+def test_question_and_expected_answer_of_each_row_format(own_folder, content, expected, asking):
     (row,) = read_rows(write_rows(own_folder / "t.jsonl", [content]))
     assert asked_and_expected(row) == expected
     assert asks(row) == asking
@@ -171,7 +173,7 @@ def test_what_a_row_asks_and_expects(own_folder, content, expected, asking):
 # Leaks
 
 
-def test_rows_that_were_trained_on_are_counted(own_folder, demo_tokenizer):
+def test_rows_that_are_in_the_training_data_are_counted(own_folder, demo_tokenizer):
     training = [chat(f"q{i}", "word " * i) for i in range(1, 9)]
     write_rows(own_folder / "d" / "train.jsonl", training)
     rows = [training[2], chat("new", "row"), training[2], chat("q3", "another answer"), training[7]]
@@ -181,12 +183,12 @@ def test_rows_that_were_trained_on_are_counted(own_folder, demo_tokenizer):
     assert in_training_data(found, config, "t") == 3
 
 
-def test_training_rows_that_are_gone_cannot_be_compared(own_folder, demo_tokenizer):
+def test_missing_training_data_gives_an_unknown_count(own_folder, demo_tokenizer):
     found = load(write_rows(own_folder / "t.jsonl", [chat("a", "b")]), demo_tokenizer)
     assert in_training_data(found, config_of("gone"), "t") is None
 
 
-def test_a_run_that_was_not_trained_here_has_no_training_rows(own_folder, demo_tokenizer):
+def test_a_run_without_data_gives_an_unknown_count(own_folder, demo_tokenizer):
     found = load(write_rows(own_folder / "train.jsonl", [chat("a", "b")]), demo_tokenizer)
     assert in_training_data(found, config_of(""), "t") is None
 

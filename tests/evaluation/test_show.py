@@ -51,11 +51,11 @@ def shown() -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_what_was_measured_is_said_first(shown):
+def test_the_first_line_names_run_data_and_counts(shown):
     assert shown[0] == "first, step 60, on test.jsonl: 1,234 rows, 56,789 supervised tokens"
 
 
-def test_base_and_adapter_stand_side_by_side(shown):
+def test_base_and_adapter_are_shown_side_by_side(shown):
     table = [" ".join(line.split()) for line in shown[2:6]]
     assert table == [
         "base adapter difference",
@@ -65,11 +65,11 @@ def test_base_and_adapter_stand_side_by_side(shown):
     ]
 
 
-def test_it_fits_a_terminal(shown):
+def test_the_report_fits_80_columns(shown):
     assert max(map(len, shown)) <= 80
 
 
-def test_large_numbers_cut_no_label():
+def test_large_numbers_do_not_cut_the_labels():
     large = {"value": 35944.865, "low": -30123.456, "high": 41999.123}
     whole = {"value": 1.0, "low": 1.0, "high": 1.0}
     small = {"value": 1.8011, "low": 1.5891, "high": 2.2211}
@@ -83,16 +83,16 @@ def test_large_numbers_cut_no_label():
     assert cells[1].startswith("perplexity 35945 [-30123, 41999] 35945 [")
     assert cells[2].endswith("+100.0% [100.0, 100.0]")
     assert "\u2026" not in text.split("Highest")[0]
-    assert "99.9% intervals" in text
+    assert "99.9% confidence intervals" in text
 
 
-def test_whether_anything_got_worse_is_said(shown):
+def test_the_report_counts_rows_that_got_better_and_worse(shown):
     text = "With the adapter the loss is lower in 1,200 rows, higher in 30, the same in 4."
     assert text in shown
 
 
-def test_the_worst_rows_are_quoted_as_they_are(shown):
-    """No markup of theirs is heeded, and nothing steers the terminal."""
+def test_quoted_rows_are_shown_without_markup_or_escape_codes(shown):
+    """Markup in the data is not interpreted, and escape codes are removed."""
     text = "\n".join(shown)
     assert text.count("test.jsonl:7  loss 1.000 -> 2.500") == 2
     assert text.count("test.jsonl:9  loss 1.000 -> ?") == 1
@@ -100,7 +100,7 @@ def test_the_worst_rows_are_quoted_as_they_are(shown):
     assert "\x1b" not in text
 
 
-def test_what_is_followed_is_returned():
+def test_follow_returns_the_result_of_the_generator():
     def steps():
         yield EvaluationProgress("reading [x]")
         yield EvaluationProgress("base: losses", 3, 8)

@@ -1,4 +1,4 @@
-"""From rows that were measured to what is kept and told, on made-up measurements."""
+"""The summary and notes that are made from measured rows, on made-up measurements."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def value(summary, measure, system):
     return summary["measures"][measure][system]["value"]
 
 
-def test_the_loss_is_the_mean_over_tokens_each_with_its_rows_weight(run, found):
+def test_the_loss_is_the_mean_over_tokens_weighted_by_row(run, found):
     tokens, weights = found.rows.trained_tokens, np.array([1, 3, 1, 1, 0])
     summary = summarize(run, found, SETTINGS)
     for system, losses in (("base", BASE), ("adapter", ADAPTER)):
@@ -68,14 +68,14 @@ def test_the_loss_is_the_mean_over_tokens_each_with_its_rows_weight(run, found):
         assert value(summary, "perplexity", system) == pytest.approx(math.exp(mean))
 
 
-def test_exact_match_is_of_the_rows_that_ask(run, found):
+def test_exact_match_counts_only_rows_that_ask_for_an_answer(run, found):
     summary = summarize(run, found, SETTINGS)
     assert value(summary, "exact_match", "base") == 1 / 4
     assert value(summary, "exact_match", "adapter") == 3 / 4
     assert value(summary, "exact_match", "difference") == 1 / 2
 
 
-def test_a_metric_is_the_mean_over_the_rows_that_ask(run, found):
+def test_a_metric_is_the_mean_over_rows_that_ask_for_an_answer(run, found):
     base = replace(found.base, scores=np.array([1, 2, np.nan, 3, 4]), answers={0: "base says"})
     adapter = replace(found.adapter, scores=np.array([2, 3, np.nan, 4, 7]), answers={4: "so"})
     found = replace(found, base=base, adapter=adapter, metric_name="m:f")
@@ -86,13 +86,13 @@ def test_a_metric_is_the_mean_over_the_rows_that_ask(run, found):
     assert [row["answer"] for row in summary["worst"]] == ["so", None, None]
 
 
-def test_rows_are_counted_by_what_became_of_their_loss(run, found):
-    """What rounding may make is the same."""
+def test_rows_are_counted_as_better_worse_or_equal(run, found):
+    """Differences as small as rounding count as equal."""
     summary = summarize(run, found, SETTINGS)
     assert [summary[kind] for kind in ("better", "worse", "equal")] == [1, 2, 2]
 
 
-def test_the_worst_rows_are_named_with_what_they_ask(run, found):
+def test_the_worst_rows_are_listed_with_prompt_and_expected_answer(run, found):
     worst = summarize(run, found, SETTINGS)["worst"]
     assert [(row["where"], row["by"]) for row in worst] == [
         ("rows.jsonl:5", ["loss", "change"]),
@@ -106,7 +106,7 @@ def test_the_worst_rows_are_named_with_what_they_ask(run, found):
     assert worst[1]["expected"] == "a text"
 
 
-def test_a_file_that_is_gone_meanwhile_loses_the_quotes_alone(run, found):
+def test_if_the_file_is_deleted_only_the_quotes_are_missing(run, found):
     expected = summarize(run, found, SETTINGS)
     found.rows.path.unlink()
     summary = summarize(run, found, SETTINGS)
@@ -114,11 +114,11 @@ def test_a_file_that_is_gone_meanwhile_loses_the_quotes_alone(run, found):
     assert summary == expected | {"worst": [row | gone for row in expected["worst"]]}
 
 
-def test_none_are_named_where_none_are_wanted(run, found):
+def test_worst_zero_lists_no_rows(run, found):
     assert summarize(run, found, replace(SETTINGS, worst=0))["worst"] == []
 
 
-def test_what_is_kept_is_what_the_contract_says(run, found):
+def test_the_summary_has_exactly_the_documented_keys(run, found):
     summary = summarize(run, found, SETTINGS)
     assert list(summary) == [
         "version", "data", "data_sha256", "rows", "trained_tokens", "confidence", "resamples",
@@ -135,14 +135,14 @@ def test_what_is_kept_is_what_the_contract_says(run, found):
     assert json.loads(record.as_text(summary)) == summary
 
 
-def test_a_checkpoint_is_named(run, found):
+def test_the_summary_names_the_checkpoint(run, found):
     place = run.folder.checkpoints / "step-000120"
     run = replace(run, adapter=replace(run.adapter, folder=place))
     assert summarize(run, found, SETTINGS)["checkpoint"] == "step-000120"
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_is_told_and_not_averaged(run, found, bad):
+def test_a_loss_that_is_not_finite_is_noted_and_not_averaged(run, found, bad):
     losses = found.adapter.losses.copy()
     losses[0] = bad
     found = replace(found, adapter=replace(found.adapter, losses=losses))
@@ -160,17 +160,17 @@ def test_a_loss_that_is_not_finite_is_told_and_not_averaged(run, found, bad):
     record.as_text(summary)
 
 
-def test_both_not_finite_is_no_change(run, found):
+def test_rows_not_finite_for_both_count_as_equal(run, found):
     broken = (replace(m, losses=np.full(5, np.nan)) for m in (found.base, found.adapter))
     found = replace(found, base=next(broken), adapter=next(broken))
     assert summarize(run, found, SETTINGS)["equal"] == 5
     assert len(notes(found)) == 2
 
 
-def test_leaks_are_told(found):
+def test_rows_from_the_training_data_are_noted(found):
     assert notes(found) == []
-    assert "2 of 5 rows are also among those" in notes(replace(found, leaked=2))[0]
-    assert "cannot be read: whether" in notes(replace(found, leaked=None))[0]
+    assert "2 of 5 rows are also in the run's training data" in notes(replace(found, leaked=2))[0]
+    assert "training rows cannot be read" in notes(replace(found, leaked=None))[0]
 
 
 @pytest.mark.parametrize(("text", "shown"), [(None, None), ("", ""), (" a\n b\t", "a b")])

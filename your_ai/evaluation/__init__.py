@@ -1,1 +1,1 @@
-"""What a run has learned, measured over rows: its model with the adapter and without."""
+"""Measure what a run has learned: run its model over rows with and without the adapter."""

@@ -1,15 +1,15 @@
-"""How far a mean over rows may be off: the percentile bootstrap, paired. Numpy alone.
+"""Confidence intervals of means over rows: the paired percentile bootstrap. Imports only numpy.
 
-Rows are drawn with replacement as often as there are rows, and what was measured is computed
-again from those drawn, `resamples` times; an interval is what the middle of the results lies
-within: of 0.95 of them, say (Efron & Tibshirani, An Introduction to the Bootstrap, 1993,
-section 13.3). Base and adapter are given the same rows each time, so that the interval of
-their difference is of the rows' own differences, and far narrower than the two beside it. A
-mean is a ratio of sums, both of which are drawn anew: rows are not alike in length.
+A resample draws as many rows as the file has, with replacement, and computes the mean again.
+This is repeated `resamples` times. The interval at confidence 0.95 contains the middle 95% of
+these means (Efron & Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3). Base and
+adapter use the same drawn rows each time, so the interval of their difference comes from the
+differences within rows and is far narrower than the two separate intervals. A mean is a ratio
+of two sums, and both are computed again from the drawn rows, because rows differ in length.
 
-What rows there are is all that is taken as left to chance: not the seed of the training, nor
-that others would ask other things. With few rows, thirty say, intervals are somewhat too
-narrow; one alone says nothing of others, and has none.
+Only the choice of rows is treated as random. The training seed is not, and neither is the
+chance that other users ask different questions. With few rows, about thirty, the intervals are
+somewhat too narrow. A single row has no interval.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import numpy as np
 
 from your_ai.rng import derive_seed
 
-DRAWN_AT_ONCE = 1 << 18  # rows, of some 24 bytes each
+ROWS_PER_DRAW = 1 << 18  # about 24 bytes each
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A measured value, and between what it may lie; not finite where it cannot be told."""
+    """A measured value and its confidence interval; NaN bounds if the interval is unknown."""
 
     value: float
     low: float
@@ -35,19 +35,20 @@ class Interval:
 
 @dataclass(frozen=True)
 class Paired:
-    """base, adapter: means over rows; drawn: (2, resamples), the same of rows drawn."""
+    """The means of base and adapter over the same rows, and those means in each resample."""
 
     base: float
     adapter: float
     drawn: np.ndarray
+    """(2, resamples): the mean of base and of adapter over the rows of each resample."""
 
     def exp(self) -> Paired:
-        """Of the exponentials of both: perplexity, where this is of losses."""
+        """Return the exponentials of all values: perplexities, if the values are losses."""
         with np.errstate(over="ignore"):
             return Paired(np.exp(self.base), np.exp(self.adapter), np.exp(self.drawn))
 
     def intervals(self, confidence: float) -> dict[str, Interval]:
-        """Of base, adapter, and difference: the adapter's mean less the base's."""
+        """Intervals of base, adapter and difference (adapter's mean minus base's)."""
         base, adapter = self.drawn
         with np.errstate(invalid="ignore"):
             return {
@@ -67,18 +68,18 @@ def interval(value: float, drawn: np.ndarray, confidence: float) -> Interval:
 def paired(
     base: np.ndarray, adapter: np.ndarray, sizes: np.ndarray, resamples: int, seed: int
 ) -> Paired:
-    """The means sum(base) / sum(sizes) and sum(adapter) / sum(sizes), and those of rows drawn.
+    """Compute sum(base) / sum(sizes) and sum(adapter) / sum(sizes), also for each resample.
 
-    base, adapter, sizes: (n,) of each row; sizes above 0. Memory does not grow with
-    `resamples`, but for the means themselves.
+    base, adapter, sizes: (n,), one value per row; sizes are above 0. Memory does not grow with
+    `resamples`, except for the means themselves.
     """
     base, adapter, sizes = (np.asarray(array, np.float64) for array in (base, adapter, sizes))
-    with np.errstate(invalid="ignore"):  # of what is not finite
+    with np.errstate(invalid="ignore"):  # values may be infinite or NaN
         difference, total = adapter - base, sizes.sum()
         of_base, of_adapter = base.sum() / total, adapter.sum() / total
         means = np.array([of_base, difference.sum() / total])
-        # Less their means, so that digits are not lost, and rows that are equal give them each
-        # time; the difference by itself, so that systems that are the same differ by nothing.
+        # Subtract the means, so that no digits are lost and equal rows give exactly the mean
+        # every time. Sum the difference separately, so that equal systems differ by exactly 0.
         columns = np.stack([base - means[0] * sizes, difference - means[1] * sizes, sizes])
         counted = drawn_counts(len(sizes), resamples, seed)
         sums = np.concatenate([counts @ columns.T for counts in counted])
@@ -89,9 +90,9 @@ def paired(
 
 
 def drawn_counts(rows: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """How often each row is drawn, (some resamples, rows) float64, until they are `resamples`."""
+    """Yield how often each row is drawn, (part of the resamples, rows) float64, for all of them."""
     rng = np.random.Generator(np.random.PCG64(derive_seed(seed, "bootstrap")))
-    at_once = max(1, DRAWN_AT_ONCE // rows)
+    at_once = max(1, ROWS_PER_DRAW // rows)
     for first in range(0, resamples, at_once):
         count = min(at_once, resamples - first)
         drawn = rng.integers(rows, size=(count, rows))

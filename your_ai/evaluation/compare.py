@@ -1,7 +1,7 @@
-"""Base against adapter, row by row: one model in memory, under a limit.
+"""Compare base and adapter row by row, with one model in memory, under a memory limit.
 
-The model is given the adapter's layers as new, which change nothing, and is measured: that is
-the base. Then the layers are given what was learned, and it is measured again.
+First the model gets freshly initialized adapter layers, which change nothing, and is measured:
+this is the base. Then the layers get the learned weights, and the model is measured again.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
 from your_ai.nets.saved_adapter import Adapter, Trained
 
-ANSWER_TOKENS = 128  # of an answer beyond twice the expected one
+ANSWER_TOKENS = 128  # an answer may have this many tokens more than twice the expected one
 T = TypeVar("T")
 
 
 class EvaluationProgress(NamedTuple):
-    """What is being done, and how much of it is; total 0 where that is not known."""
+    """What the evaluation is doing, and how far it is. `total` is 0 if unknown."""
 
     doing: str
     done: int = 0
@@ -56,48 +56,48 @@ class EvaluationProgress(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """How rows are measured.
-
-    batch_size: rows at once, where they fit; max_memory_gb: of the process, None for what the
-    machine gives; metric: where there is one answers are generated, each of at most max_tokens,
-    or of as many as suit the expected one; engine: of the plan, or auto.
-    """
+    """How rows are measured."""
 
     batch_size: int
+    """Rows that go through the model together, if they fit."""
     max_memory_gb: float | None = None
+    """Memory limit of the process; None for the machine's default."""
     metric: Metric | None = None
+    """If set, answers are generated and scored."""
     max_tokens: int | None = None
+    """Maximum tokens of an answer; None derives it from the length of the expected answer."""
     engine: str = "auto"
+    """The engine to plan with, or auto."""
 
 
 @dataclass(frozen=True)
 class RowMeasures:
-    """What a model, base or adapter, made of m rows.
-
-    losses: (m,) float64, the sum over a row's trained tokens; exact: (m,) bool, whether each
-    token of its answer is the likeliest; scores: (m,) float64, the metric's, NaN where a row
-    asks nothing, and answers: by the row's place; None without a metric.
-    """
+    """The measurements of one model, base or adapter, over m rows."""
 
     losses: np.ndarray
+    """(m,) float64: the sum of the losses of a row's trained tokens."""
     exact: np.ndarray
+    """(m,) bool: whether every token of the answer is the most likely one."""
     scores: np.ndarray | None = None
+    """(m,) float64: the metric's scores, NaN for rows that ask nothing; None without a metric."""
     answers: dict[int, str] | None = None
+    """The generated answers by row index; None without a metric."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """base, adapter: of the same rows; metric_name: None where there was none; leaked: how many
-    of the rows the run was trained on, None where that is not known; plan: in words; notes:
-    what the user should know."""
+    """The measurements of base and adapter on the same rows."""
 
     rows: EvaluationRows
     base: RowMeasures
     adapter: RowMeasures
     metric_name: str | None
     leaked: int | None
+    """How many of the rows the run was trained on; None if unknown."""
     plan: str
+    """The memory plan in words."""
     notes: tuple[str, ...]
+    """Messages for the user."""
 
 
 def compare(
@@ -105,8 +105,8 @@ def compare(
 ) -> Generator[EvaluationProgress, None, Comparison]:
     """Measure the rows of a file with the run's base and with its adapter.
 
-    Raises UserError for a bad row, an adapter that does not fit the model, a limit that nothing
-    fits into, and a metric that fails.
+    Raises UserError for a bad row, an adapter that does not fit the model, a memory limit that
+    is too small, or a metric that fails.
     """
     config, folder = run.config, run.base
     if config.quantize is not None:
@@ -122,14 +122,14 @@ def compare(
     encoder = Encoder(tokenizer, config.mask_prompt, vocabulary_of(network), limit)
     rows = load_rows(path, config, encoder, tokenized_by)
     if request.metric is not None and not rows.asks.any():
-        raise UserError(f"{path}: no row asks for an answer, which --metric is of")
+        raise UserError(f"{path}: no row asks for an answer; --metric needs rows that do")
     most = max(len(rows.trained.examples), len(rows.answers.examples))
     request = replace(request, batch_size=min(request.batch_size, most))
-    yield EvaluationProgress("looking for the rows among those of the training")
+    yield EvaluationProgress("checking whether the rows are in the training data")
     leaked = in_training_data(rows, config, tokenized_by)
     most = max(int(found.examples.lengths.max()) for found in (rows.trained, rows.answers))
     model.check_positions(network, most, f"{path}: --max-seq-length {config.max_seq_length}")
-    allocator.free()  # what tokenizing left
+    allocator.free()  # the memory that tokenizing used
 
     budget = budget_of_evaluation(
         training_of(run.adapter, config, len(network.layers)),
@@ -147,7 +147,7 @@ def compare(
     engine = budget.choice.option.plan.engine
     built = build_engine(network, model.DropoutKeys([None]), engine, tensors=opened.tensors)
     allocator.free()
-    if built.plan != engine:  # the model cannot be taken apart: is there room?
+    if built.plan != engine:  # the model cannot be split into parts: check that it still fits
         demand = replace(budget.demand, engine=built.plan)
         budget = replace(budget, demand=demand, choice=choose(demand, budget.limit.limit_bytes))
         hold(budget)
@@ -165,16 +165,17 @@ def compare(
 
 
 class Ready(NamedTuple):
-    """A model that can be measured; rows_at: how many rows of so many tokens go together."""
+    """A model that is ready to be measured."""
 
     network: nn.Module
     tokenizer: Any
     engine: Engine
     rows_at: RowsAt
+    """How many rows of a given sequence length go through together."""
 
 
 def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
-    """What an estimate needs to know of an adapter."""
+    """What the memory estimate needs to know about an adapter."""
     keys = adapter.config["lora_parameters"].get("keys") or config.lora_targets
     count = int(adapter.config["num_layers"])
     return Training(
@@ -192,9 +193,9 @@ def hold(budget: Budget) -> None:
 
 
 def put_new_layers(network: nn.Module, adapter: Adapter) -> None:
-    """Put the adapter's layers on a model, as new.
+    """Put freshly initialized adapter layers on a model.
 
-    Raises UserError where it does not fit: before all is measured without it.
+    Raises UserError if the adapter does not fit, before anything is measured.
     """
     saved_adapter.put_layers(network, adapter)
     new = model.adapter_arrays(network)
@@ -205,28 +206,30 @@ def put_new_layers(network: nn.Module, adapter: Adapter) -> None:
 def measured(
     name: str, ready: Ready, rows: EvaluationRows, request: Request
 ) -> Generator[EvaluationProgress, None, RowMeasures]:
-    """What the model makes of the rows as it is now."""
+    """Measure the rows with the model in its current state."""
     scores = answers = None
     if request.metric is not None:
         scores, answers = yield from answered(name, ready, rows, request)
 
-    def told(what: str, part: EncodedRows) -> Generator[EvaluationProgress, None, ExampleScores]:
+    def score_part(
+        what: str, part: EncodedRows
+    ) -> Generator[EvaluationProgress, None, ExampleScores]:
         steps = scored(ready.engine, part.examples, ready.rows_at)
-        return telling(f"{name}: {what}", steps, len(part.examples))
+        return with_progress(f"{name}: {what}", steps, len(part.examples))
 
-    found = yield from told("losses", rows.trained)
+    found = yield from score_part("losses", rows.trained)
     losses = rows.trained.summed(found.losses, len(rows))
     if rows.answers is not rows.trained:
-        found = yield from told("exact match", rows.answers)
+        found = yield from score_part("exact match", rows.answers)
     exact = np.ones(len(rows), bool)
     exact[rows.answers.row_of[~found.exact]] = False
     return RowMeasures(losses, exact, scores, answers)
 
 
-def telling(
+def with_progress(
     doing: str, steps: Generator[int, None, T], total: int
 ) -> Generator[EvaluationProgress, None, T]:
-    """What `steps` returns; how many it has done is passed on."""
+    """Return what `steps` returns; yield its counts as progress."""
     while True:
         try:
             done = next(steps)
@@ -238,7 +241,7 @@ def telling(
 def answered(
     name: str, ready: Ready, rows: EvaluationRows, request: Request
 ) -> Generator[EvaluationProgress, None, tuple[np.ndarray, dict[int, str]]]:
-    """The metric's score of each row that asks for an answer, NaN of the others; the answers."""
+    """Return the metric's scores, NaN for rows that ask nothing, and the answers by row index."""
     scores, answers = np.full(len(rows), np.nan), {}
     chosen = np.flatnonzero(rows.asks)
     for done, (place, row, content) in enumerate(rows.read(chosen)):
@@ -252,14 +255,14 @@ def answered(
 
 
 def answer_limit(tokenizer: Any, prompt: SamplePrompt, request: Request) -> int:
-    """Most tokens of the answer to a prompt."""
+    """The maximum number of tokens in the answer to a prompt."""
     if request.max_tokens is not None:
         return request.max_tokens
     return 2 * len(token_ids(tokenizer, prompt.expected, "a row")) + ANSWER_TOKENS
 
 
 def most_tokens(rows: EvaluationRows, tokenizer: Any, request: Request) -> int:
-    """Of a prompt and its answer together."""
+    """The maximum number of tokens of a prompt and its answer together."""
     found = 0
     for _, row, _ in rows.read(np.flatnonzero(rows.asks)):
         prompt = rows.encoder.prompt_of(row)

@@ -1,4 +1,4 @@
-"""A measure of the user's own: `module:function`, called with an answer and its row."""
+"""A metric written by the user: `module:function`, called with an answer and its row."""
 
 from __future__ import annotations
 
@@ -20,37 +20,40 @@ from your_ai.errors import UserError
 
 @dataclass(frozen=True)
 class Metric:
-    """function(answer, expected, row) -> a number: row as its line of the file has it.
+    """A user's function(answer, expected, row) -> number. `row` is the JSON object of the line.
 
-    What it prints goes to stderr: stdout is for what was measured.
+    Its prints go to stderr, because stdout is for the results.
     """
 
     name: str
     function: Callable[[str, str, dict], Any]
 
     def score(self, answer: str, expected: str, row: dict, where: str) -> float:
-        """Raises UserError, naming the row, where the function raises or gives no number."""
+        """Score an answer. Raises UserError, naming the row, if the function fails.
+
+        It fails if it raises, or returns anything but a finite number.
+        """
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 found = self.function(answer, expected, row)
-        except (Exception, SystemExit) as error:  # the user's code raises what it likes
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             raise UserError(f"{where}: --metric {self.name} raised {described(error)}") from error
         if not isinstance(found, (Real, np.bool_)):
             text = f"{type(found).__name__} {found!r}" if found is not None else "None"
-            raise UserError(f"{where}: --metric {self.name} gave {text[:80]}, not a number")
+            raise UserError(f"{where}: --metric {self.name} returned {text[:80]}, not a number")
         try:
             number = float(found)
-        except (OverflowError, ValueError):  # an int, or a fraction, beyond floats
+        except (OverflowError, ValueError):  # an int or a fraction too large for a float
             number = math.inf
         if not math.isfinite(number):
-            raise UserError(f"{where}: --metric {self.name} gave {number}, not a finite number")
+            raise UserError(f"{where}: --metric {self.name} returned {number}, not a finite number")
         return number
 
 
 def load_metric(name: str) -> Metric:
-    """The function of `module:function`; modules of the current folder come first.
+    """Import the function of `module:function`. Modules in the current folder come first.
 
-    Raises UserError where the module cannot be imported, or has no such function.
+    Raises UserError if the module cannot be imported or has no such function.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name.isidentifier():
@@ -63,12 +66,14 @@ def load_metric(name: str) -> Metric:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # the user's code raises what it likes
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         reason = described(error)
         raise UserError(f"--metric {name}: {module_name} cannot be imported ({reason})") from error
     finally:
         sys.path.remove(here)
-        sys.path.append(here)  # for what the function imports itself; it hides nothing there
+        # The function may import modules from here later. At the end of the path, the folder
+        # hides no installed module.
+        sys.path.append(here)
     function = getattr(module, function_name, None)
     if not callable(function):
         known = [n for n, value in vars(module).items() if callable(value)]
@@ -78,6 +83,6 @@ def load_metric(name: str) -> Metric:
 
 
 def described(error: BaseException) -> str:
-    """`ValueError: its message`, of which the first line."""
+    """`ValueError: first line of its message`."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Measures over a whole file of examples. Numbers do not depend on the batch size."""
+"""Measures over a whole file of examples. The results do not depend on the batch size."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MeanLoss:
 
 
 def mean_loss(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -> MeanLoss | None:
-    """The loss over every example; None when asked to stop, or where all weights are 0.
+    """Return the mean loss over all examples; None if asked to stop or if all weights are 0.
 
-    rows_at: how many rows of so many tokens go through together.
+    rows_at: how many rows of a given sequence length go through together.
     """
     total = weight = 0.0
     trained_tokens = 0
@@ -39,11 +39,11 @@ def mean_loss(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -
 
 
 def exact_matches(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -> int | None:
-    """How many examples the model answers exactly, taking the likeliest token each time.
+    """Count the examples whose answer greedy decoding would reproduce exactly.
 
-    Greedy decoding gives the expected answer just where each of its tokens, the end
-    included, is the likeliest after those before it: one forward pass tells. None when
-    asked to stop.
+    Greedy decoding gives the expected answer if and only if each of its tokens, including the
+    end token, is the most likely one after the tokens before it. One forward pass shows this.
+    Returns None if asked to stop.
     """
     correct = 0
     for batch in in_order_of_length(examples, rows_at):
@@ -58,20 +58,21 @@ def exact_matches(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Sto
 
 @dataclass(frozen=True)
 class ExampleScores:
-    """Of each example, (n,): losses, float64, the sum over its trained tokens, whatever its
-    weight; exact, bool, whether each of them is the likeliest."""
+    """The scores of n examples."""
 
     losses: np.ndarray
+    """(n,) float64: the sum of the losses of an example's trained tokens; its weight is ignored."""
     exact: np.ndarray
+    """(n,) bool: whether every trained token is the most likely one."""
 
 
 def scored(
     engine: Engine, examples: Examples, rows_at: RowsAt
 ) -> Generator[int, None, ExampleScores]:
-    """What `mean_loss` and `exact_matches` are made of, example by example; one forward pass.
+    """Compute the parts of `mean_loss` and `exact_matches` per example, in one forward pass.
 
-    Yields how many are done. What was compiled for one shape is dropped before the next: it is
-    large, and hardly comes again.
+    Yields how many examples are done. The functions compiled for one shape are dropped before
+    the next shape, because they are large and rarely used again.
     """
     order = np.argsort(-examples.lengths, kind="stable")
     losses, exact = np.zeros(len(order)), np.ones(len(order), bool)

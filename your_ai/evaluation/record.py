@@ -1,11 +1,11 @@
-"""evaluation.json in a run's folder: what was last measured of it. Whole, or not there.
+"""evaluation.json in a run's folder: the results of its last evaluation. Written atomically.
 
 {"version": 1, "data": name of the file, "data_sha256", "rows", "trained_tokens",
  "confidence", "resamples", "seed", "step": of the adapter, "checkpoint": its name or null,
  "measures": {"loss" | "perplexity" | "exact_match" | "metric":
               {"base" | "adapter" | "difference": {"value", "low", "high"}}},
- "metric_name": or null, "better", "worse", "equal": rows by their loss,
- "in_training_data": rows, or null where that is not known, "worst": [...]}
+ "metric_name": name or null, "better", "worse", "equal": counts of rows by their loss,
+ "in_training_data": count of rows, or null if unknown, "worst": [...]}
 
 A number that is not finite is null. `worst` quotes the data. Imports neither mlx nor numpy.
 """
@@ -35,7 +35,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def write(folder: RunFolder, found: dict[str, Any]) -> None:
-    """Raises RunError, and leaves the one before, where it cannot be written."""
+    """Write evaluation.json. If that fails, raise RunError and keep the previous file."""
     target = place(folder)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
@@ -54,7 +54,7 @@ def write(folder: RunFolder, found: dict[str, Any]) -> None:
 
 
 def read(folder: RunFolder) -> dict[str, Any] | None:
-    """What was last measured of a run; None where nothing was, or not by this version."""
+    """Read the last evaluation of a run; None if there is none of this version."""
     try:
         found = json.loads(read_text(place(folder), MOST_BYTES))
     except (OSError, ValueError, RecursionError):

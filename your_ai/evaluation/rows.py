@@ -1,4 +1,4 @@
-"""The rows that a run is measured on: which file, encoded as the run's own, and each its line."""
+"""The rows for an evaluation: choose their file, encode them as in training, keep their lines."""
 
 from __future__ import annotations
 
@@ -30,45 +30,47 @@ from your_ai.data.rows import (
 from your_ai.errors import UserError
 from your_ai.hub.find import store
 
-PREFERRED = ("test", "valid")  # of a folder's files
+PREFERRED = ("test", "valid")  # files of a data folder, in order of preference
 DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Examples, and of which row each is: (n,) places in `Rows.lines`."""
+    """n examples, and the row that each comes from."""
 
     examples: Examples
     row_of: np.ndarray
+    """(n,): indices into `EvaluationRows.lines`."""
 
     @property
     def lengths(self) -> list[int]:
-        """T of every bucket."""
+        """The sequence length of every bucket."""
         return bucket_edges(self.examples.lengths - 1).tolist()
 
     def summed(self, values: np.ndarray, rows: int) -> np.ndarray:
-        """(m,) the sums over each row's examples of their values, (n,)."""
+        """Add up the values of the examples, (n,), by row: (m,)."""
         return np.bincount(self.row_of, values, minlength=rows)
 
 
 @dataclass(frozen=True)
 class EvaluationRows:
-    """The rows of a file that have something to measure, m of them.
-
-    sha256: of the file; lines: (m,) of each in it; asks: (m,) bool, whether it asks for an
-    answer; trained: what the run would train of each, whose loss is measured; answers: what
-    has to match, the answers alone; has_answer: (m,) bool, whether a row has one there;
-    encoder: the run's.
-    """
+    """The m rows of a file that have something to measure."""
 
     path: Path
     sha256: str
+    """Of the file."""
     lines: np.ndarray
+    """(m,): the line number of each row in the file."""
     asks: np.ndarray
+    """(m,) bool: whether the row asks for an answer."""
     trained: EncodedRows
+    """The tokens that the run would train on; their loss is measured."""
     answers: EncodedRows
+    """The answers alone; they are compared for an exact match."""
     has_answer: np.ndarray
+    """(m,) bool: whether the row has an answer in `answers`."""
     encoder: Encoder
+    """The run's encoder."""
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -78,22 +80,22 @@ class EvaluationRows:
 
     @cached_property
     def trained_tokens(self) -> np.ndarray:
-        """(m,) of each row."""
+        """(m,): the number of trained tokens of each row."""
         examples = self.trained.examples
         counts = np.add.reduceat(examples.trained, examples.starts[:-1], dtype=np.int64)
         return self.trained.summed(counts, len(self)).astype(np.int64)
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """(m,) float64: how much a row's tokens count in the loss."""
+        """(m,) float64: the weight of a row's tokens in the loss."""
         found = np.zeros(len(self))
         found[self.trained.row_of] = self.trained.examples.weights
         return found
 
     def read(self, chosen: np.ndarray) -> Iterator[tuple[int, Row, dict]]:
-        """The rows at places `chosen`, in the file's order: place, row, and its line's object.
+        """Yield the rows with the indices `chosen` in file order: index, row, JSON object.
 
-        Raises UserError where the file has them no more.
+        Raises UserError if the file no longer has them.
         """
         wanted = {int(self.lines[place]): int(place) for place in chosen}
         if not self.path.exists():
@@ -107,20 +109,20 @@ class EvaluationRows:
 
 
 def choose_file(given: str | None, config: TrainConfig) -> Path:
-    """The file of rows to measure on: of --data, or of the run's own data.
+    """Choose the file of rows to measure: from --data, or else from the run's data.
 
-    given: a .jsonl file, a folder, whose test.jsonl is taken, else its valid.jsonl, or `demo`.
-    Raises UserError where there is none.
+    given: the value of --data: a .jsonl file, `demo`, or a folder. A folder's test.jsonl is
+    preferred to its valid.jsonl. Raises UserError if there is no such file.
     """
     data = config.data if given is None else given
     if not data:
-        raise UserError("the run has no data of its own; give a .jsonl file with --data")
+        raise UserError("the run has no data; give a .jsonl file with --data")
     path = find_data(data)
     if given is not None and path.is_file():
         return path
     if path.is_file():
         raise UserError(
-            f"the run's data is one file of training rows, {data}; give others with --data"
+            f"the run's data is a single file of training rows, {data}; give another with --data"
         )
     for name in PREFERRED:
         if (path / f"{name}.jsonl").is_file():
@@ -131,16 +133,16 @@ def choose_file(given: str | None, config: TrainConfig) -> Path:
 def load_rows(
     path: Path, config: TrainConfig, encoder: Encoder, tokenizer_sha256: str
 ) -> EvaluationRows:
-    """The rows of a file, encoded as the run's were. Raises UserError for a bad row.
+    """Load the rows of a file, encoded as in training. Raises UserError for a bad row.
 
-    encoder: the run's.
+    encoder: the run's encoder.
     """
     content = checked_sha256(path, encoder.limit)
     trained = load(path, encoder, config, tokenizer_sha256)
     if not trained.weights.any():
         raise UserError(f"{path}: every row has weight 0: there is nothing to measure")
     lines, asking, row_of = origins(path, encoder, config, trained)
-    kept, row_of = np.unique(row_of, return_inverse=True)  # others have nothing to train
+    kept, row_of = np.unique(row_of, return_inverse=True)  # the other rows have nothing to train
     found = answers = EncodedRows(trained, row_of)
     answered = kept
     if not config.mask_prompt:
@@ -164,10 +166,10 @@ def load(path: Path, encoder: Encoder, config: TrainConfig, tokenizer_sha256: st
 def origins(
     path: Path, encoder: Encoder, config: TrainConfig, examples: Examples
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The line of each row and whether it asks for an answer; (n,) which row each example is of.
+    """Return the line of each row, whether it asks for an answer, and the row of each example (n,).
 
-    Where a row may be other than one example, all are encoded once more. Raises UserError
-    where the file is not what the examples are of.
+    If some rows were split or dropped, all rows are encoded again to count their examples.
+    Raises UserError if the examples do not come from this file.
     """
     whole = examples.tally.split == examples.tally.dropped == 0
     lines, asking, row_of = [], [], []
@@ -194,7 +196,7 @@ def changed(path: Path) -> UserError:
 
 
 def asks(row: Row) -> bool:
-    """Whether a row asks for an answer, and has it: what `Encoder.prompt_of` gives a prompt of."""
+    """Whether a row asks for an answer and has it, so that `Encoder.prompt_of` works for it."""
     content = row.content
     if isinstance(content, Chat):
         return content.messages[-1]["role"] == "assistant"
@@ -202,7 +204,7 @@ def asks(row: Row) -> bool:
 
 
 def asked_and_expected(row: Row) -> tuple[str, str]:
-    """What a row asks, as a person would type it, and what should be answered."""
+    """The question of a row, as a person would type it, and the expected answer."""
     content = row.content
     if isinstance(content, Text):
         return "", content.text
@@ -214,7 +216,7 @@ def asked_and_expected(row: Row) -> tuple[str, str]:
 
 
 def cut_text(rows: EvaluationRows, config: TrainConfig) -> str:
-    """What to say of rows that were longer than the run takes, or nothing."""
+    """The note about rows longer than the run's sequence length, or an empty text."""
     tally = rows.trained.examples.tally
     if not tally.truncated and not tally.split:
         return ""
@@ -230,9 +232,9 @@ def cut_text(rows: EvaluationRows, config: TrainConfig) -> str:
 def in_training_data(
     rows: EvaluationRows, config: TrainConfig, tokenizer_sha256: str
 ) -> int | None:
-    """How many of the rows the run was trained on; None where its rows cannot be read.
+    """Count the rows that the run was trained on; None if its training rows cannot be read.
 
-    Compared as they are encoded, by their hashes; of the training's rows one is held at a time.
+    Compares hashes of the encoded rows. Only one training row is in memory at a time.
     """
     if not config.data:
         return None
@@ -251,9 +253,9 @@ def in_training_data(
 
 
 def digests(examples: Examples) -> Iterator[bytes]:
-    """A hash of the tokens of each example, in order.
+    """Yield a hash of the tokens of each example, in order.
 
-    They are read from their file: what is mapped counts as held by the process.
+    Reads the tokens from their file, because memory-mapped pages count as memory of the process.
     """
     width = examples.tokens.itemsize
     with open(examples.tokens.filename, "rb") as file:

@@ -1,4 +1,4 @@
-"""An evaluation as a terminal shows it: how far it is, and what was found."""
+"""Show an evaluation in a terminal: its progress and its results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rich.text import Text
 from your_ai.evaluation.compare import EvaluationProgress
 
 SYSTEMS = ("base", "adapter", "difference")
-SHARES = ("exact_match",)  # told in percent
+SHARES = ("exact_match",)  # shown in percent
 T = TypeVar("T")
 
 
 def follow(steps: Generator[EvaluationProgress, None, T], console: Console) -> T:
-    """Carry out an evaluation, with a bar that goes when it is done; what it returns."""
+    """Run an evaluation with a progress bar, remove the bar at the end, return the result."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -41,14 +41,14 @@ def follow(steps: Generator[EvaluationProgress, None, T], console: Console) -> T
 
 
 def report(found: dict[str, Any], run: str) -> RenderableType:
-    """What `record` keeps, for people; run: its name."""
+    """Render the object that `record` stores. run: the name of the run."""
     measured = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # to fit 80 columns
     measured.add_column("", min_width=len("exact match"))
     for system in SYSTEMS:
         measured.add_column(system, justify="right", no_wrap=True)
     for name, systems in found["measures"].items():
         label = name.replace("_", " ")
-        if name == "metric":  # the function's own name, of module:function
+        if name == "metric":  # show the function's name, from module:function
             label = found["metric_name"].rpartition(":")[2]
         cells = (cell(name, system, systems[system]) for system in SYSTEMS)
         measured.add_row(Text(label), *cells)
@@ -62,8 +62,8 @@ def report(found: dict[str, Any], run: str) -> RenderableType:
         measured,
         "",
         Text(
-            f"In brackets: {100 * found['confidence']:g}% intervals, of {found['resamples']:,} "
-            "resamples of the rows."
+            f"In brackets: {100 * found['confidence']:g}% confidence intervals, from "
+            f"{found['resamples']:,} resamples of the rows."
         ),
         Text(
             f"With the adapter the loss is lower in {found['better']:,} rows, higher in "
@@ -85,7 +85,7 @@ def cell(name: str, system: str, interval: dict[str, float | None]) -> Text:
 
 
 def number(value: float | None, digits: int | None = None) -> str:
-    """With so many decimals, or four digits in all."""
+    """Format a number with `digits` decimals, or else with four digits in total."""
     if value is None:
         return "?"
     if digits is None:
@@ -94,11 +94,11 @@ def number(value: float | None, digits: int | None = None) -> str:
 
 
 def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:
-    """The rows that went worst, one below the other."""
+    """Render the worst rows, one below the other."""
     found: list[RenderableType] = []
     titles = {
-        "loss": "Highest loss a token with the adapter:",
-        "change": "Most lost by the adapter:",
+        "loss": "Highest loss per token with the adapter:",
+        "change": "Largest increase of the loss by the adapter:",
     }
     for kind, title in titles.items():
         chosen = [row for row in rows if kind in row["by"]]

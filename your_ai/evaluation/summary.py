@@ -1,4 +1,4 @@
-"""What was measured of each row -> what is shown and kept: `record` has its form."""
+"""Turn the measurements of each row into the summary that is shown and stored (see `record`)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from your_ai.evaluation.compare import Comparison, RowMeasures
 from your_ai.evaluation.rows import EvaluationRows, asked_and_expected
 from your_ai.nets.saved_adapter import Trained
 
-ALIKE = 1e-5  # of a token's loss, absolute and relative: what a plan or batch may round
+# Tolerance for equal losses per token, absolute and relative: plans and batch sizes may differ
+# by this much in rounding.
+ALIKE = 1e-5
 EXCERPT_CHARACTERS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class SummarySettings:
-    """Of the intervals, and of how many worst rows of each kind are listed."""
+    """Settings of the intervals and of the list of worst rows."""
 
     resamples: int
     confidence: float
     seed: int
     worst: int
+    """How many worst rows of each kind are listed."""
 
 
 def summarize(run: Trained, found: Comparison, settings: SummarySettings) -> dict[str, Any]:
-    """The object that is kept as evaluation.json."""
+    """Return the object that is stored as evaluation.json."""
     rows, folder = found.rows, run.adapter.folder
     base, adapter = token_losses(rows, found.base), token_losses(rows, found.adapter)
     alike = np.isclose(base, adapter, rtol=ALIKE, atol=ALIKE)
@@ -61,15 +64,15 @@ def summarize(run: Trained, found: Comparison, settings: SummarySettings) -> dic
 
 
 def token_losses(rows: EvaluationRows, measured: RowMeasures) -> np.ndarray:
-    """(m,) the mean loss of each row's tokens; infinite where it is no number."""
+    """(m,): the mean loss per token of each row; infinite if it is NaN."""
     return np.nan_to_num(measured.losses / rows.trained_tokens, nan=np.inf, posinf=np.inf)
 
 
 def measures(found: Comparison, settings: SummarySettings) -> dict[str, dict[str, Interval]]:
-    """The means over all rows of base and adapter, and of their difference, by measure.
+    """The means over all rows of base, adapter and their difference, by measure.
 
-    The loss is that of validation: the mean over trained tokens, each with its row's weight.
-    Exact match and the metric are means over the rows that ask for an answer, all alike.
+    The loss is the validation loss: the mean over trained tokens, each with its row's weight.
+    Exact match and the metric are unweighted means over the rows that ask for an answer.
     """
     rows, base, adapter = found.rows, found.base, found.adapter
 
@@ -103,16 +106,16 @@ def worst_rows(
     lost: np.ndarray,
     settings: SummarySettings,
 ) -> list[dict[str, Any]]:
-    """The rows of the highest loss with the adapter, then those that lost the most by it.
+    """The rows with the highest loss with the adapter, then those whose loss rose the most.
 
-    base, adapter: (m,) losses a token; lost: (m,) their difference, 0 where there is none.
+    base, adapter: (m,) losses per token; lost: (m,) their difference, 0 if they are equal.
     """
     highest = np.argsort(-adapter, kind="stable")[: settings.worst].tolist()
     most = np.argsort(-lost, kind="stable")[: settings.worst].tolist()
     most = [place for place in most if lost[place] > 0]
     chosen = list(dict.fromkeys([*highest, *most]))
     texts = dict.fromkeys(chosen, (None, None))
-    with contextlib.suppress(UserError):  # a file that is gone loses no more than these
+    with contextlib.suppress(UserError):  # if the file is gone, only the quotes are missing
         texts |= {place: asked_and_expected(row) for place, row, _ in found.rows.read(chosen)}
     return [
         {
@@ -130,7 +133,7 @@ def worst_rows(
 
 
 def excerpt(text: str | None) -> str | None:
-    """A text on one line, at most EXCERPT_CHARACTERS of it."""
+    """A text on one line, cut to EXCERPT_CHARACTERS."""
     if text is None:
         return None
     line = " ".join(text.split())
@@ -138,22 +141,23 @@ def excerpt(text: str | None) -> str | None:
 
 
 def notes(found: Comparison) -> list[str]:
-    """What the user should know of what was measured."""
+    """Messages for the user about the measurements."""
     texts, rows = list(found.notes), found.rows
     for name, measured in (("base", found.base), ("adapter", found.adapter)):
         bad = np.flatnonzero(~np.isfinite(measured.losses))
         if len(bad):
             texts.append(
                 f"{name}: {len(bad)} of {len(rows)} rows have a loss that is not finite, the first "
-                f"is {rows.where(bad[0])}: their mean cannot be told"
+                f"is {rows.where(bad[0])}: the mean loss is unknown"
             )
     if found.leaked is None:
         texts.append(
-            "the run's training rows cannot be read: whether these are among them is not known"
+            "the run's training rows cannot be read: it is unknown whether these rows are among "
+            "them"
         )
     elif found.leaked:
         texts.append(
-            f"{found.leaked} of {len(rows)} rows are also among those the run was trained on: they "
-            "say little of others"
+            f"{found.leaked} of {len(rows)} rows are also in the run's training data: they say "
+            "little about new rows"
         )
     return texts
