@@ -75,7 +75,7 @@ def test_files_of_the_run_itself_are_never_replaced(run, tiny_model, tmp_path, c
     before = (run.adapter / checkpoint.ADAPTERS).read_bytes()
     given = ("--to", "peft", "--out", out, "--force", "--model", base)
     assert call("export", "r", *given) == 2
-    assert "is of the run itself" in printed(capsys)
+    assert "belongs to the run itself" in printed(capsys)
     assert (run.adapter / checkpoint.ADAPTERS).read_bytes() == before
 
 

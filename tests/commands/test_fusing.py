@@ -89,9 +89,9 @@ def test_missing_data_skips_the_measurement_with_a_note(trained, data_folder, ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("drawn", "model", "--force"), "model: is of the run itself"),
+        (("drawn", "model", "--force"), "model: belongs to the run itself"),
         (("drawn", "data", "--force"), "data: contains files that do not belong to a model"),
-        (("drawn", "a[b]"), "mlx-lm finds no model below a name with"),
+        (("drawn", "a[b]"), "mlx-lm cannot load a model from a folder with"),
         (("drawn", "nowhere/out"), "is not a folder; create it first"),
         (("drawn", "out", "--to", "3"), "--to 3: give auto, same, dequantized"),
         (("drawn", "out", "--to", "same", "--dtype", "float32"), "give --to dequantized with it"),

@@ -1,4 +1,4 @@
-"""Runs with an adapter that was drawn and not trained, and what mlx-lm makes of them."""
+"""Runs with a random, untrained adapter, and reference weights fused by mlx-lm."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from your_ai.run import checkpoint, folder
 
 
 def drawn_run(model: Path, data: Path, strength: float = 0.1, **settings: Any) -> Trained:
-    """A finished run whose adapter changes what the model computes.
+    """Create a finished run whose adapter changes the model's output.
 
-    strength: of lora_b, which is 0 in an adapter that has learned nothing.
+    strength: standard deviation of lora_b, which is 0 in an untrained adapter.
     """
     first = {"model": str(model), "data": str(data), "run": "drawn", "lora_rank": 4,
              "lora_layers": 2, "lora_targets": "all-linear"}  # fmt: skip

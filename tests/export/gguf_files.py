@@ -1,4 +1,4 @@
-"""GGUF files read back, and tokenizers to put in them."""
+"""Helpers that read GGUF files back, and tokenizers to write into them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from your_ai.export.gguf_tokenizer import BYTES, PROBE
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|user|>"]
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
-ROWS = 900  # of the embeddings; more than the tokenizers have
+ROWS = 900  # embedding rows, more than the tokenizers have tokens
 CORPUS = [*(DEMO_FOLDER / "data" / "train.jsonl").read_text().splitlines()[:150], *[PROBE] * 9]
 RUNS = Regex("▁+[^▁]*|[^▁]+")  # a word with all spaces before it
 
@@ -37,7 +37,7 @@ def fields(path: Path) -> dict[str, Any]:
 
 
 def tensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a GGUF file in float32, shaped as numpy has them."""
+    """The tensors of a GGUF file in float32, with numpy's order of dimensions."""
     return {
         tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type)
         for tensor in gguf.GGUFReader(path).tensors
@@ -51,7 +51,7 @@ def kinds(path: Path) -> dict[str, str]:
 def byte_level(
     splitter: PreTokenizer, ignores_merges: bool = False, begins: bool = False
 ) -> Tokenizer:
-    """A trained byte-level BPE. begins: texts, with <|user|>."""
+    """A trained byte-level BPE. begins: every text starts with <|user|>."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignores_merges))
     tokenizer.pre_tokenizer, tokenizer.decoder = splitter, decoders.ByteLevel()
     alphabet = ByteLevel.alphabet()
@@ -67,10 +67,10 @@ def byte_level(
 
 
 def sentencepiece(prefix: str = "always", complete: bool = True) -> Tokenizer:
-    """A BPE as those made of SentencePiece models, with <s> before a text.
+    """A BPE like those converted from SentencePiece models, with <s> before a text.
 
-    prefix: where spaces are put: always, first, never, or normalizer, as older files have it.
-    complete: any two tokens that make a third are merged.
+    prefix: when a space is put before a text: always, first, never, or normalizer (as in older
+    files). complete: any two tokens that together form a third are merged.
     """
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
@@ -112,7 +112,7 @@ def begun_by(token: str, index: int) -> processors.TemplateProcessing:
 def with_tokenizer(
     folder: Path, tokenizer: Tokenizer, template: str | None = TEMPLATE, **named: str
 ) -> Path:
-    """A small llama with this tokenizer. named: bos_token and the like."""
+    """A small llama with this tokenizer. named: special tokens such as bos_token."""
     base = make_model(folder, bits=None, vocab_size=ROWS, num_hidden_layers=1, eos_token_id=None)
     for name in TOKENIZER_FILES:
         (base / name).unlink()

@@ -1,4 +1,4 @@
-"""Runs with an adapter of random numbers, made without training."""
+"""Runs with a random adapter, made without training."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from your_ai.run import checkpoint, folder
 from your_ai.run.folder import RunFolder
 
 TOKENS = mx.random.randint(2, 700, (2, 24), key=mx.random.key(3))
-RANK, ALPHA = 4, 10.0  # not the same, and no ratio that a float has exactly with every rank
+RANK, ALPHA = 4, 10.0  # unequal, and alpha / rank is not an exact float for every rank
 
 
 def make_run(base: Path, name: str = "r", **settings: Any) -> RunFolder:
-    """A finished run on `base` in the folder of the test."""
+    """Create a finished run on `base` in the current folder."""
     first = {"model": str(base), "data": "", "run": name, "lora_layers": 2, "lora_rank": RANK}
     config = build({**first, "lora_alpha": ALPHA, **settings}, "test")
     network, _ = load_network(base, mx.float32)
@@ -42,7 +42,7 @@ def make_trained(base: Path, name: str = "r", **settings: Any) -> Trained:
 
 
 def logits(trained: Trained, adapted: bool = True) -> mx.array:
-    """Of TOKENS in float32, (2, 24, V)."""
+    """The logits of TOKENS in float32, (2, 24, V)."""
     network, _ = load_network(trained.base, mx.float32)
     if adapted:
         put_adapter(network, trained.adapter)

@@ -1,4 +1,4 @@
-"""The difference that fusing makes, against plain forward passes of whole models."""
+"""The measured difference of fusing, compared with plain forward passes of whole models."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def written(trained: Trained, to: str) -> Path:
     return target
 
 
-def plainly(trained: Trained, fused: Path) -> dict[str, float]:
-    """The same numbers, from each row alone and all logits at once."""
+def reference_numbers(trained: Trained, fused: Path) -> dict[str, float]:
+    """The same numbers, computed from one row at a time with all its logits."""
     adapted, tokenizer = generate.load_run(trained)
     networks = (generate.load_run(trained, adapted=False)[0], adapted, mlx_lm.load(str(fused))[0])
     encoder = Encoder(tokenizer)
@@ -78,7 +78,7 @@ def assert_close(found: Difference, wanted: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("to", ["same", "8"])
-def test_the_numbers_are_those_of_whole_models(trained, to):
+def test_the_numbers_agree_with_whole_forward_passes(trained, to):
     write_rows(
         Path(trained.config.data) / "valid.jsonl",
         [chat(f"Say {i}" * i, f"{i} it is" * i, weight=i / 2) for i in range(1, 5)],
@@ -86,10 +86,10 @@ def test_the_numbers_are_those_of_whole_models(trained, to):
     out = written(trained, to)
     found = difference(trained, out)
     assert (found.file, found.rows) == ("valid.jsonl", 4)
-    assert_close(found, plainly(trained, out))
+    assert_close(found, reference_numbers(trained, out))
 
 
-def test_they_do_not_depend_on_how_the_models_are_held(trained, monkeypatch):
+def test_the_numbers_do_not_depend_on_streaming_or_slice_sizes(trained, monkeypatch):
     out = written(trained, "same")
     numbers = dataclasses.asdict(difference(trained, out))
     del numbers["file"]
@@ -100,7 +100,7 @@ def test_they_do_not_depend_on_how_the_models_are_held(trained, monkeypatch):
         assert_close(difference(trained, out), numbers)
 
 
-def test_a_dequantized_model_differs_by_rounding_alone(trained):
+def test_a_dequantized_model_differs_only_by_rounding(trained):
     found = difference(trained, written(trained, "dequantized"))
     assert found.largest < 1e-4 < found.effect
     assert found.kept == pytest.approx(1, abs=1e-5)
@@ -108,7 +108,7 @@ def test_a_dequantized_model_differs_by_rounding_alone(trained):
     assert not found.erased
 
 
-def test_an_adapter_that_4_bits_erase_is_told(tmp_path, data_folder):
+def test_an_adapter_that_4_bits_erase_is_reported_as_erased(tmp_path, data_folder):
     trained = drawn_run(make_model(tmp_path / "model"), data_folder, strength=0.002)
     assert difference(trained, written(trained, "same")).erased
     assert not difference(trained, written(trained, "8")).erased
@@ -120,7 +120,7 @@ def test_an_adapter_without_effect_is_not_called_erased(tmp_path, data_folder):
     assert (found.effect, found.kept, found.erased) == (0, 1, False)
 
 
-def test_rows_are_few_and_the_same_each_time(tmp_path, data_folder, monkeypatch):
+def test_few_rows_are_used_and_always_the_same_ones(tmp_path, data_folder, monkeypatch):
     rows = [chat(f"Question {i}", "yes", weight=i % 2) for i in range(50)]
     write_rows(data_folder / "valid.jsonl", rows)
     trained = drawn_run(make_model(tmp_path / "model"), data_folder)
@@ -136,7 +136,9 @@ def test_rows_are_few_and_the_same_each_time(tmp_path, data_folder, monkeypatch)
 @pytest.mark.parametrize(
     ("there", "wanted"), [(("train", "test"), "test.jsonl"), (("train",), "train.jsonl")]
 )
-def test_without_validation_rows_others_are_taken(tmp_path, data_folder, there, wanted):
+def test_without_a_validation_file_test_or_train_rows_are_used(
+    tmp_path, data_folder, there, wanted
+):
     trained = drawn_run(make_model(tmp_path / "model"), data_folder)
     for path in data_folder.iterdir():
         if path.stem not in there:
@@ -144,7 +146,7 @@ def test_without_validation_rows_others_are_taken(tmp_path, data_folder, there, 
     assert difference(trained, written(trained, "8")).file == wanted
 
 
-def test_data_that_is_gone_is_told(tmp_path, data_folder):
+def test_missing_data_is_an_error(tmp_path, data_folder):
     trained = drawn_run(make_model(tmp_path / "model"), data_folder)
     out = written(trained, "8")
     data_folder.rename(tmp_path / "elsewhere")
@@ -155,7 +157,7 @@ def test_data_that_is_gone_is_told(tmp_path, data_folder):
         difference(without, out)
 
 
-def test_too_little_memory_is_told(tmp_path, data_folder):
+def test_a_too_small_memory_limit_names_a_limit_that_works(tmp_path, data_folder):
     trained = drawn_run(make_model(tmp_path / "model"), data_folder)
     out = written(trained, "8")
     with pytest.raises(UserError, match="measuring the difference takes") as caught:

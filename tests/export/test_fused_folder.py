@@ -1,4 +1,4 @@
-"""Folders of fused models: whole or not there, whatever happens, in little memory."""
+"""Folders of fused models: written atomically, resumable, and in little memory."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def trained(tmp_path: Path, data_folder: Path) -> Trained:
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The small model then has several."""
+    """Write the small model in several shards."""
     monkeypatch.setattr(shards, "SHARD_LEAST_BYTES", 30_000)
     monkeypatch.setattr(shards, "SHARDS", 4)
 
 
 def written(trained: Trained, target: Path, to: str = "auto", force: bool = False) -> Path:
-    told = list(fuse(trained, target, to, force=force))
-    assert told[-1].done_bytes == told[-1].total_bytes
+    steps = list(fuse(trained, target, to, force=force))
+    assert steps[-1].done_bytes == steps[-1].total_bytes
     return target
 
 
@@ -47,10 +47,10 @@ def sums_of(folder: Path) -> dict[str, str]:
     return {path.name: sha256(path) for path in folder.iterdir()}
 
 
-# What is in it
+# Contents
 
 
-def test_the_card_names_base_and_run_and_no_place(tmp_path, trained):
+def test_the_card_names_base_and_run_but_no_local_path(tmp_path, trained):
     out = written(trained, tmp_path / "out")
     card = (out / "README.md").read_text()
     assert "`model` with the LoRA adapter (rank 4) of the run `drawn` after step 3" in card
@@ -60,7 +60,7 @@ def test_the_card_names_base_and_run_and_no_place(tmp_path, trained):
             assert str(tmp_path) not in path.read_text(), path.name
 
 
-def test_the_card_names_a_base_of_the_hub(tmp_path, data_folder, monkeypatch):
+def test_the_card_links_a_base_from_the_hub(tmp_path, data_folder, monkeypatch):
     make_model(tmp_path / "models" / "Small-1B", bits=None)
     trained = drawn_run(tmp_path / "models" / "Small-1B", data_folder)
     named = trained.config.__class__(**{**vars(trained.config), "model": "someone/Small-1B"})
@@ -71,7 +71,7 @@ def test_the_card_names_a_base_of_the_hub(tmp_path, data_folder, monkeypatch):
     assert card.count("quantized") == 0
 
 
-def test_the_tokenizer_is_that_of_the_base(tmp_path, trained):
+def test_the_tokenizer_of_the_base_is_copied(tmp_path, trained):
     out = written(trained, tmp_path / "out")
     ours, base = load_tokenizer_of(out), load_tokenizer_of(trained.base)
     text = "Wie viel? 12 + 30"
@@ -80,10 +80,10 @@ def test_the_tokenizer_is_that_of_the_base(tmp_path, trained):
     assert mlx_lm.load(str(out))[1].eos_token_ids == {1}
 
 
-# Where it is put
+# The target folder
 
 
-def test_what_is_there_is_replaced_only_when_asked(tmp_path, trained):
+def test_an_existing_folder_is_replaced_only_with_force(tmp_path, trained):
     out = make_model(tmp_path / "out", bits=None)
     before = sums_of(out)
     with pytest.raises(UserError, match="out: exists; choose another name, or replace"):
@@ -101,7 +101,7 @@ def test_a_file_is_never_replaced(tmp_path, trained):
     assert (tmp_path / "notes.txt").read_text() == "years of work"
 
 
-def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path, trained, small_shards):
+def test_an_existing_folder_stays_until_the_new_one_is_complete(tmp_path, trained, small_shards):
     out = make_model(tmp_path / "out", bits=None)
     before = sums_of(out)
     steps = fuse(trained, out, "dequantized", force=True)
@@ -115,7 +115,7 @@ def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path, trained, small
 
 
 @pytest.mark.parametrize("needed", ["base", "adapter", "inside the adapter", "checkpoint"])
-def test_the_run_is_not_overwritten(tmp_path, trained, needed):
+def test_files_of_the_run_are_never_overwritten(tmp_path, trained, needed):
     shutil.copytree(trained.adapter.folder, trained.folder.checkpoints / "step-000003")
     targets = {
         "base": trained.base,
@@ -123,13 +123,13 @@ def test_the_run_is_not_overwritten(tmp_path, trained, needed):
         "inside the adapter": trained.folder.adapter / "new",
         "checkpoint": trained.folder.checkpoints / "step-000003",
     }
-    with pytest.raises(UserError, match="is of the run itself"):
+    with pytest.raises(UserError, match="belongs to the run itself"):
         written(trained, targets[needed], force=True)
     check_model(trained.base)
     assert open_trained("drawn").adapter.arrays
 
 
-# Whatever happens
+# Interruptions and full disks
 
 KILLED = """
 import os, signal, sys
@@ -154,19 +154,21 @@ list(fuse(open_trained("drawn"), Path("out"), "dequantized"))
 """
 
 
-def test_a_killed_process_goes_on_to_the_same_bytes(tmp_path, trained, small_shards):
+def test_fusing_continues_after_a_kill_to_the_same_bytes(tmp_path, trained, small_shards):
     wanted = sums_of(written(trained, tmp_path / "whole", "dequantized"))
     done = subprocess.run([sys.executable, "-c", KILLED], check=False)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     assert "run the same command to continue from 0.00 GB" in left_behind(tmp_path / "out")
-    told = list(fuse(trained, tmp_path / "out", "dequantized"))
-    assert 0 < told[0].kept_bytes == told[0].done_bytes < told[0].total_bytes
+    steps = list(fuse(trained, tmp_path / "out", "dequantized"))
+    assert 0 < steps[0].kept_bytes == steps[0].done_bytes < steps[0].total_bytes
     assert sums_of(tmp_path / "out") == wanted
 
 
 @pytest.mark.parametrize("change", ["form", "adapter"])
-def test_work_of_another_form_or_adapter_is_begun_anew(tmp_path, trained, small_shards, change):
+def test_fusing_restarts_if_the_form_or_the_adapter_changed(
+    tmp_path, trained, small_shards, change
+):
     steps = fuse(trained, tmp_path / "out", "dequantized")
     while len(list(work_of(tmp_path / "out").folder.glob("model*.safetensors"))) < 2:
         next(steps)
@@ -180,7 +182,7 @@ def test_work_of_another_form_or_adapter_is_begun_anew(tmp_path, trained, small_
     written(trained, tmp_path / "out", to)
 
 
-def test_a_disk_that_fills_up_leaves_nothing_that_looks_whole(tmp_path, trained, small_shards):
+def test_a_disk_that_fills_up_leaves_no_seemingly_complete_model(tmp_path, trained, small_shards):
     wanted = sums_of(written(trained, tmp_path / "whole"))
     save, saved = mx.save_safetensors, []
 
@@ -201,7 +203,7 @@ def test_a_disk_that_fills_up_leaves_nothing_that_looks_whole(tmp_path, trained,
     assert sums_of(written(trained, tmp_path / "out")) == wanted
 
 
-def test_a_disk_that_is_too_small(tmp_path, trained, monkeypatch):
+def test_a_disk_that_is_too_small_is_an_error(tmp_path, trained, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20 * MB))
     with pytest.raises(UserError, match=r"out: needs 0\.06 GB of disk space"):
@@ -212,7 +214,7 @@ def test_a_disk_that_is_too_small(tmp_path, trained, monkeypatch):
 # In little memory
 
 
-def test_a_result_larger_than_the_budget_is_written_and_measured_inside_it(tmp_path, data_folder):
+def test_fuse_writes_and_measures_a_model_larger_than_its_memory_limit(tmp_path, data_folder):
     write_rows(data_folder / "valid.jsonl", [chat("How much?", "42")])
     model = make_large(tmp_path / "large", bits=4, blocks=6)
     drawn_run(model, data_folder, strength=0.01, lora_layers=6, max_seq_length=256)
@@ -221,18 +223,18 @@ def test_a_result_larger_than_the_budget_is_written_and_measured_inside_it(tmp_p
     low = subprocess.run(
         [*line, "--max-memory", "0.05"], capture_output=True, text=True, check=False
     )
-    budget = float(low.stderr.split("takes ")[1].split()[0]) + 0.07  # to measure takes that more
+    budget = float(low.stderr.split("takes ")[1].split()[0]) + 0.07  # measuring takes more
     command = [*line, "--max-memory", str(budget), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        most = watched(process)
+        peak = watched(process)
         found = json.loads(process.stdout.read())["difference"]
     assert process.returncode == 0
     size = sum(path.stat().st_size for path in Path("out").glob("*.safetensors"))
-    assert 50 * MB < most < budget * 1e9 < size / 1.2
+    assert 50 * MB < peak < budget * 1e9 < size / 1.2
     assert found["kept"] == pytest.approx(1, abs=1e-3)
 
 
-def test_the_least_budget_that_is_named_is_enough(tmp_path, trained):
+def test_the_memory_limit_named_in_the_error_is_enough(tmp_path, trained):
     with pytest.raises(UserError) as caught:
         list(fuse(trained, tmp_path / "out", max_memory_gb=0.05))
     least = float(str(caught.value).split("fusing this model takes ")[1].split()[0])

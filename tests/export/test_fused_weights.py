@@ -1,4 +1,4 @@
-"""Fused weights: those of mlx-lm, and what they compute."""
+"""Fused weights: compared with mlx-lm's, and by the logits they give."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def over(kinds: list[tuple[str, bool]]) -> pytest.MarkDecorator:
 
 @pytest.fixture
 def to_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is quantized is rounded as mlx-lm does it."""
+    """Round to the nearest value when quantizing, like mlx-lm."""
     monkeypatch.setattr(weights, "dithered", lambda weight, *_: weight)
 
 
@@ -54,7 +54,7 @@ def written(trained: Trained, target: Path, to: str = "auto", dtype: str = "auto
 
 
 def logits_of(model: Path, **options: str) -> mx.array:
-    """As mlx-lm computes them."""
+    """The logits of TOKENS, computed by mlx-lm."""
     return mlx_lm.load(str(model), **options)[0](TOKENS)
 
 
@@ -63,16 +63,16 @@ def unfused(trained: Trained) -> mx.array:
 
 
 def assert_near(found: mx.array, wanted: mx.array) -> None:
-    """Of logits, whose size is some units."""
+    """For logits of the order of a few units."""
     assert mx.abs(found - wanted).max().item() <= 1e-4
 
 
-# As mlx-lm does it
+# Compared with mlx-lm
 
 
 @over(KINDS)
 @pytest.mark.parametrize("bits", [None, 4])
-def test_the_fused_model_computes_what_base_and_adapter_do(tmp_path, data_folder, kind, bits):
+def test_the_fused_model_computes_the_same_as_base_and_adapter(tmp_path, data_folder, kind, bits):
     trained = run_of(tmp_path, data_folder, kind, bits)
     wanted = unfused(trained)
     assert mx.abs(wanted - logits_of(trained.base)).max().item() > 0.1
@@ -82,7 +82,9 @@ def test_the_fused_model_computes_what_base_and_adapter_do(tmp_path, data_folder
 
 
 @over(FEW)
-def test_requantized_it_is_what_mlx_lm_fuses(tmp_path, data_folder, kind, to_the_nearest):
+def test_requantized_weights_equal_those_fused_by_mlx_lm(
+    tmp_path, data_folder, kind, to_the_nearest
+):
     trained = run_of(tmp_path, data_folder, kind, 4)
     out = written(trained, tmp_path / "out", "same")
     assert_same_bytes(weights_of(out), fused_by_mlx_lm(trained))
@@ -90,7 +92,7 @@ def test_requantized_it_is_what_mlx_lm_fuses(tmp_path, data_folder, kind, to_the
 
 
 @over(FEW)
-def test_with_higher_bits_what_is_not_adapted_stays_as_it_was(
+def test_with_more_bits_layers_without_adapter_stay_unchanged(
     tmp_path, data_folder, kind, to_the_nearest
 ):
     trained = run_of(tmp_path, data_folder, kind, 4)
@@ -108,13 +110,13 @@ def test_with_higher_bits_what_is_not_adapted_stays_as_it_was(
         parts = mx.quantize(dense[f"{path}.weight"], **own)
         for name, array in zip(("weight", "scales", "biases"), parts, strict=True):
             assert mx.array_equal(found[f"{path}.{name}"], array), path
-        if layers[path].bits != 8:  # the router of experts has 8 already
+        if layers[path].bits != 8:  # the router of the experts already has 8
             config[path] = own
     assert check_model(out)["quantization"] == config
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
-def test_higher_bits_come_nearer(tmp_path, data_folder, architecture):
+def test_more_bits_come_closer_to_the_run(tmp_path, data_folder, architecture):
     trained = run_of(tmp_path, data_folder, (architecture, False), 4)
     wanted = unfused(trained)
     off = {
@@ -124,7 +126,7 @@ def test_higher_bits_come_nearer(tmp_path, data_folder, architecture):
     assert off["8"] < off["6"] / 2 < off["same"] / 4
 
 
-def test_an_unquantized_base_keeps_what_is_not_adapted(tmp_path, data_folder):
+def test_an_unquantized_base_is_fused_like_mlx_lm(tmp_path, data_folder):
     trained = run_of(tmp_path, data_folder, ("llama", False), None)
     out = written(trained, tmp_path / "out")
     assert_same_bytes(weights_of(out), fused_by_mlx_lm(trained))
@@ -132,7 +134,7 @@ def test_an_unquantized_base_keeps_what_is_not_adapted(tmp_path, data_folder):
 
 
 @pytest.mark.parametrize("to", ["auto", "dequantized"])
-def test_greedy_answers_are_those_of_the_run(tmp_path, data_folder, to):
+def test_the_fused_model_gives_the_greedy_answers_of_the_run(tmp_path, data_folder, to):
     trained = run_of(tmp_path, data_folder, ("llama", False), 4)
     network, tokenizer = generate.load_run(trained)
     prompt = generate.chat_prompt(tokenizer, "Question 3")
@@ -148,7 +150,7 @@ def test_greedy_answers_are_those_of_the_run(tmp_path, data_folder, to):
 
 
 @pytest.mark.parametrize("to", ["same", "6"])
-def test_rounding_is_at_random_and_within_a_step_or_so(tmp_path, data_folder, to):
+def test_rounding_is_random_and_within_about_one_step(tmp_path, data_folder, to):
     trained = run_of(tmp_path, data_folder, ("llama", False), 4)
     wanted = fused_by_mlx_lm(trained, dequantize=True)
     layers = dict(mlx_lm.load(str(written(trained, tmp_path / "out", to)))[0].named_modules())
@@ -158,9 +160,13 @@ def test_rounding_is_at_random_and_within_a_step_or_so(tmp_path, data_folder, to
         step = mx.repeat(mx.abs(layers[path].scales), layers[path].group_size, axis=-1)
         found.append((off / step).reshape(-1))
     steps = mx.concatenate(found)
-    assert mx.abs(steps).max().item() < 1.6  # mlx lets the nearest be a step away at the ends
+    assert (
+        mx.abs(steps).max().item() < 1.6
+    )  # at the ends of the range MLX may round a full step away
     assert abs(steps.mean().item()) < 0.005
-    assert 0.35 < mx.sqrt((steps * steps).mean()).item() < 0.45  # 1/sqrt(6); to the nearest 0.29
+    assert (
+        0.35 < mx.sqrt((steps * steps).mean()).item() < 0.45
+    )  # 1/sqrt(6); rounding to the nearest would give 0.29
 
 
 def test_the_same_run_gives_the_same_bytes(tmp_path, data_folder):
@@ -171,7 +177,7 @@ def test_the_same_run_gives_the_same_bytes(tmp_path, data_folder):
     assert_same_bytes(weights_of(written(trained, tmp_path / "second")), first)
 
 
-def test_a_slight_change_survives_8_bits_which_rounding_to_the_nearest_undoes(
+def test_a_small_change_survives_8_bits_only_with_random_rounding(
     tmp_path, data_folder, monkeypatch
 ):
     trained = drawn_run(make_model(tmp_path / "model"), data_folder, strength=0.0003)
@@ -179,7 +185,7 @@ def test_a_slight_change_survives_8_bits_which_rounding_to_the_nearest_undoes(
     dense = fused_by_mlx_lm(trained, dequantize=True)
 
     def kept() -> float:
-        """How much of the change of the weights is there, along the change itself."""
+        """The share of the intended change that survives, along its own direction."""
         arrays = fused_lazily(trained, "8").arrays
         shown = whole = 0.0
         for path in trained.adapter.layers:
@@ -197,7 +203,7 @@ def test_a_slight_change_survives_8_bits_which_rounding_to_the_nearest_undoes(
     assert kept() < 0.5
 
 
-# Types, slices and other quantizations
+# Dtypes, slices and other quantizations
 
 
 def test_half_precision_is_rounded_once(tmp_path, data_folder):
@@ -217,7 +223,7 @@ def test_half_precision_is_rounded_once(tmp_path, data_folder):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_type_can_be_chosen(tmp_path, data_folder, dtype):
+def test_the_dtype_can_be_chosen(tmp_path, data_folder, dtype):
     trained = run_of(tmp_path, data_folder, ("llama", False), 4)
     out = written(trained, tmp_path / "out", "dequantized", dtype)
     assert {array.dtype for array in weights_of(out).values()} == {getattr(mx, dtype)}
@@ -227,7 +233,7 @@ def test_the_type_can_be_chosen(tmp_path, data_folder, dtype):
 
 @pytest.mark.parametrize(("architecture", "dora"), [("llama", True), ("qwen3_moe", False)])
 @pytest.mark.parametrize("to", ["same", "8", "dequantized"])
-def test_slices_do_not_show(
+def test_the_slice_size_does_not_change_the_result(
     tmp_path, data_folder, monkeypatch, to_the_nearest, architecture, dora, to
 ):
     trained = run_of(tmp_path, data_folder, (architecture, dora), 4)
@@ -238,7 +244,7 @@ def test_slices_do_not_show(
     assert list(sliced.arrays) == list(whole.arrays)
     for name, array in whole.arrays.items():
         floats = mx.issubdtype(array.dtype, mx.floating)
-        tolerance = 1e-6 if floats else 0  # a matmul of fewer rows may round otherwise
+        tolerance = 1e-6 if floats else 0  # a matmul of fewer rows may round differently
         assert mx.allclose(sliced.arrays[name], array, rtol=0, atol=tolerance), name
 
 
@@ -266,7 +272,7 @@ def test_layers_of_a_mixed_base_keep_their_own_bits(tmp_path, data_folder):
     assert_near(logits_of(written(trained, tmp_path / "dense", "dequantized")), unfused(trained))
 
 
-def test_a_base_of_another_quantization_is_raised_to_affine(tmp_path, data_folder):
+def test_a_base_with_another_quantization_mode_becomes_affine(tmp_path, data_folder):
     model = make_model(tmp_path / "model", bits=None)
     network, config = mlx_lm.utils.load_model(model)
     network, config = quantize_model(network, config, 32, 4, mode="mxfp4")
@@ -280,7 +286,7 @@ def test_a_base_of_another_quantization_is_raised_to_affine(tmp_path, data_folde
     assert_near(logits_of(written(trained, tmp_path / "dense", "dequantized")), unfused(trained))
 
 
-def test_a_run_that_quantized_is_fused_into_its_copy(tmp_path, data_folder):
+def test_a_run_that_quantized_is_fused_into_its_quantized_copy(tmp_path, data_folder):
     model = make_model(tmp_path / "model", bits=None)
     trained = drawn_run(model, data_folder, quantize=4)
     out = written(trained, tmp_path / "out", "dequantized")
@@ -289,7 +295,7 @@ def test_a_run_that_quantized_is_fused_into_its_copy(tmp_path, data_folder):
     assert "`model`, quantized to 4 bits, with the LoRA adapter" in (out / "README.md").read_text()
 
 
-def test_nothing_is_computed_before_it_is_written(tmp_path, data_folder):
+def test_fused_lazily_computes_nothing_yet(tmp_path, data_folder):
     trained = run_of(tmp_path, data_folder, ("llama", False), 4)
     before = mx.get_active_memory()
     lazy = fused_lazily(trained, "dequantized")
@@ -302,14 +308,14 @@ def test_nothing_is_computed_before_it_is_written(tmp_path, data_folder):
 @pytest.mark.parametrize(
     ("bits", "options", "message"),
     [
-        (None, {"to": "8"}, "--to 8: .*model is not quantized; fuse it as it is"),
-        (8, {"to": "4"}, "--to 4: the adapted layers have 8 bits; give no fewer"),
+        (None, {"to": "8"}, "--to 8: .*model is not quantized; fuse it without --to"),
+        (8, {"to": "4"}, "--to 4: the adapted layers already have 8 bits; give 8 or more"),
         (4, {"to": "7"}, "--to 7: give auto, same, dequantized, 4, 5, 6 or 8"),
-        (4, {"dtype": "float32"}, "--dtype float32: layers stay quantized; give --to dequantized"),
+        (4, {"dtype": "float32"}, "--dtype float32: layers stay quantized; add --to dequantized"),
         (4, {"dtype": "int8"}, "--dtype int8: give auto, float32, bfloat16 or float16"),
     ],
 )
-def test_forms_that_cannot_be(tmp_path, data_folder, bits, options, message):
+def test_impossible_options_are_refused(tmp_path, data_folder, bits, options, message):
     trained = run_of(tmp_path, data_folder, ("llama", False), bits)
     with pytest.raises(UserError, match=message):
         fused_lazily(trained, **options)
@@ -322,7 +328,7 @@ def test_a_layer_that_cannot_be_fused_is_named(tmp_path, data_folder, monkeypatc
         fused_lazily(trained)
 
 
-def test_an_adapter_of_another_shape_is_refused(tmp_path, data_folder):
+def test_an_adapter_with_wrong_shapes_is_refused(tmp_path, data_folder):
     trained = run_of(tmp_path, data_folder, ("llama", False), 4)
     path = trained.adapter.folder / "adapter_config.json"
     config = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""What is written is read back by the package gguf; test_gguf_llama_cpp has llama.cpp do it."""
+"""GGUF files, read back with the package gguf; test_gguf_llama_cpp reads them with llama.cpp."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def written(trained, target, kind="f32", **options):
 
 
 def fused_by_mlx(trained):
-    """The weights of the model with the adapter in them, as mlx-lm's own layers fuse it."""
+    """The weights of the model after mlx-lm's layers fused the adapter."""
     network, _ = load_network(trained.base, mx.float32)
     load_adapters(network, str(trained.adapter.folder))
     layers = [(n, m.fuse(dequantize=True)) for n, m in network.named_modules() if "lora_a" in m]
@@ -58,7 +58,7 @@ def fused_by_mlx(trained):
 
 
 def turned_back(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows as transformers has them, of rows in which the pairs of each head are neighbours."""
+    """Reorder rows with neighboring RoPE pairs in each head back to transformers' order."""
     count = rows.shape[0] // heads
     order = np.arange(rows.shape[0]).reshape(heads, count)
     order = np.concatenate([order[:, 0::2], order[:, 1::2]], axis=1).reshape(-1)
@@ -68,7 +68,7 @@ def turned_back(rows: np.ndarray, heads: int) -> np.ndarray:
 # An adapter
 
 
-def test_an_adapter_has_the_arrays_of_mlx_lm_by_other_names(trained, tmp_path):
+def test_an_adapter_has_the_arrays_of_mlx_lm_under_ggufs_names(trained, tmp_path):
     gguf.write_adapter(trained, tmp_path / "a.gguf")
     found = tensors(tmp_path / "a.gguf")
     assert len(found) == len(trained.adapter.arrays) == 2 * 3 * 7
@@ -78,7 +78,7 @@ def test_an_adapter_has_the_arrays_of_mlx_lm_by_other_names(trained, tmp_path):
 
 
 @pytest.mark.parametrize(("layer", "name", "heads"), [("q", "attn_q", 4), ("k", "attn_k", 2)])
-def test_the_heads_of_llama_are_turned(trained, tmp_path, layer, name, heads):
+def test_the_query_and_key_rows_of_llama_are_reordered(trained, tmp_path, layer, name, heads):
     gguf.write_adapter(trained, tmp_path / "a.gguf")
     found = tensors(tmp_path / "a.gguf")[f"blk.2.{name}.weight.lora_b"]
     ours = trained.adapter.layers[f"model.layers.2.self_attn.{layer}_proj"]["lora_b"]
@@ -86,7 +86,7 @@ def test_the_heads_of_llama_are_turned(trained, tmp_path, layer, name, heads):
     assert np.array_equal(turned_back(found, heads), np.array(ours).T)
 
 
-def test_the_heads_of_others_are_not_turned(tmp_path):
+def test_the_query_rows_of_other_architectures_are_not_reordered(tmp_path):
     trained = make_trained(make_model(tmp_path / "m", "qwen3"))
     gguf.write_adapter(trained, tmp_path / "a.gguf")
     ours = trained.adapter.layers["model.layers.2.self_attn.q_proj"]["lora_b"]
@@ -104,7 +104,7 @@ def test_alpha_over_rank_is_the_scale(trained, tmp_path):
     assert found["adapter.lora.alpha"] == ALPHA
 
 
-def test_nothing_names_a_place_on_this_machine(trained, tmp_path):
+def test_exported_files_contain_no_local_path(trained, tmp_path):
     gguf.write_adapter(trained, tmp_path / "a.gguf")
     written(trained, tmp_path / "m.gguf")
     for name in ("a.gguf", "m.gguf"):
@@ -112,7 +112,7 @@ def test_nothing_names_a_place_on_this_machine(trained, tmp_path):
         assert "general.base_model.count" not in fields(tmp_path / name)
 
 
-def test_a_base_of_the_hub_is_named(trained, tmp_path):
+def test_a_base_from_the_hub_is_named_in_the_metadata(trained, tmp_path):
     config = dataclasses.replace(trained.config, model="some/model-1B")
     gguf.write_adapter(dataclasses.replace(trained, config=config), tmp_path / "a.gguf")
     found = fields(tmp_path / "a.gguf")
@@ -122,7 +122,9 @@ def test_a_base_of_the_hub_is_named(trained, tmp_path):
 
 def test_dora_is_refused(tiny_model, tmp_path):
     trained = make_trained(tiny_model, use_dora=True)
-    with pytest.raises(UserError, match=r"is DoRA, which llama.cpp has not; fuse it: --fused"):
+    with pytest.raises(
+        UserError, match=r"is DoRA, which llama.cpp does not support; fuse it with --fused"
+    ):
         gguf.write_adapter(trained, tmp_path / "a.gguf")
     assert not (tmp_path / "a.gguf").exists()
 
@@ -130,11 +132,13 @@ def test_dora_is_refused(tiny_model, tmp_path):
 def test_the_experts_of_a_mixture_are_refused(tmp_path):
     base = make_model(tmp_path / "m", "qwen3_moe")
     trained = make_trained(base, lora_targets=["switch_mlp.up_proj"])
-    with pytest.raises(UserError, match="experts of a mixture, which GGUF cannot hold"):
+    with pytest.raises(
+        UserError, match="experts of a mixture-of-experts model, which GGUF cannot store"
+    ):
         gguf.write_adapter(trained, tmp_path / "a.gguf")
 
 
-def test_a_scale_of_nothing_is_refused(trained, tmp_path):
+def test_an_adapter_with_scale_zero_is_refused(trained, tmp_path):
     parameters = {**trained.adapter.config["lora_parameters"], "scale": 0.0}
     config = {**trained.adapter.config, "lora_parameters": parameters}
     adapter = dataclasses.replace(trained.adapter, config=config)
@@ -148,7 +152,7 @@ def test_an_adapter_of_another_model_is_refused(trained, tmp_path):
         gguf.write_adapter(other, tmp_path / "a.gguf")
 
 
-def test_without_the_package_one_line_says_how_to_get_it(trained, tmp_path, monkeypatch):
+def test_without_the_gguf_package_the_error_says_how_to_install_it(trained, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"pip install 'your_ai\[gguf\]'"):
         gguf.write_adapter(trained, tmp_path / "a.gguf")
@@ -156,11 +160,11 @@ def test_without_the_package_one_line_says_how_to_get_it(trained, tmp_path, monk
         written(trained, tmp_path / "a.gguf")
 
 
-# The model with it
+# The fused model
 
 
 @pytest.mark.parametrize("architecture", DENSE)
-def test_the_weights_are_those_that_mlx_lm_fuses(tmp_path, architecture):
+def test_the_weights_equal_those_fused_by_mlx_lm(tmp_path, architecture):
     base = make_model(tmp_path / "m", architecture, bits=None)
     trained = make_trained(base, lora_targets=["all-linear"])
     found, ours = tensors(written(trained, tmp_path / "m.gguf")), fused_by_mlx(trained)
@@ -186,7 +190,7 @@ def test_the_weights_are_those_that_mlx_lm_fuses(tmp_path, architecture):
     assert ("output.weight" in found) == ("lm_head.weight" in ours)
 
 
-def test_the_biases_of_llama_are_turned_with_the_weights(tmp_path):
+def test_the_biases_of_llama_are_reordered_like_the_weights(tmp_path):
     base = make_model(tmp_path / "m", bits=None, attention_bias=True)
     found = tensors(written(make_trained(base), tmp_path / "m.gguf"))
     ours = mx.load(str(base / "model.safetensors"))["model.layers.0.self_attn.k_proj.bias"]
@@ -200,7 +204,7 @@ def test_a_quantized_base_is_dequantized(trained, tmp_path):
     assert np.allclose(found["token_embd.weight"], ours["model.embed_tokens.weight"], atol=1e-6)
 
 
-def test_what_was_learned_is_not_rounded_to_the_type_of_the_base(tmp_path):
+def test_fused_weights_are_not_rounded_to_the_dtype_of_the_base(tmp_path):
     base = make_model(tmp_path / "m", bits=None)
     arrays = mx.load(str(base / "model.safetensors"))
     halves = {name: array.astype(mx.bfloat16) for name, array in arrays.items()}
@@ -211,12 +215,12 @@ def test_what_was_learned_is_not_rounded_to_the_type_of_the_base(tmp_path):
     assert np.allclose(found["blk.1.ffn_up.weight"], weight, atol=1e-6)
 
 
-# Of the largest of a block; a block of q8_0 has its step in float16.
+# Rounding errors relative to the largest value of a block. q8_0 stores a block's step in float16.
 STEPS = {"f32": 0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 1 / 254 + 2**-11}
 
 
 @pytest.mark.parametrize("kind", gguf.KINDS)
-def test_matrices_are_of_the_kind_asked_for(trained, tmp_path, kind):
+def test_matrices_are_written_in_the_requested_type(trained, tmp_path, kind):
     path = written(trained, tmp_path / "m.gguf", kind)
     types, found, ours = kinds(path), tensors(path), fused_by_mlx(trained)
     for name, values in found.items():
@@ -228,14 +232,14 @@ def test_matrices_are_of_the_kind_asked_for(trained, tmp_path, kind):
     assert fields(path)["general.file_type"] == {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}[kind]
 
 
-def test_rows_that_no_block_divides_are_of_two_bytes(tmp_path):
+def test_rows_that_do_not_fill_q8_0_blocks_are_written_in_f16(tmp_path):
     base = make_model(tmp_path / "m", bits=None, intermediate_size=80)
     types = kinds(written(make_trained(base), tmp_path / "m.gguf", "q8_0"))
     assert types["blk.0.ffn_down.weight"] == "F16"
     assert types["blk.0.ffn_up.weight"] == "Q8_0"
 
 
-def test_what_float16_cannot_hold_is_refused(tmp_path):
+def test_weights_too_large_for_float16_are_refused(tmp_path):
     base = make_model(tmp_path / "m", bits=None)
     arrays = mx.load(str(base / "model.safetensors"))
     arrays["model.layers.1.mlp.up_proj.weight"] *= 1e6
@@ -247,13 +251,13 @@ def test_what_float16_cannot_hold_is_refused(tmp_path):
     written(trained, tmp_path / "m.gguf", "bf16")
 
 
-def test_weights_are_converted_in_parts(trained, tmp_path, monkeypatch):
+def test_converting_in_parts_gives_the_same_file(trained, tmp_path, monkeypatch):
     whole = written(trained, tmp_path / "whole.gguf", "q8_0").read_bytes()
     monkeypatch.setattr(gguf, "PART_BYTES", 1000)
     assert written(trained, tmp_path / "parts.gguf", "q8_0").read_bytes() == whole
 
 
-def test_the_sizes_are_those_of_the_model(trained, tmp_path):
+def test_the_metadata_contains_the_sizes_of_the_model(trained, tmp_path):
     found = fields(written(trained, tmp_path / "m.gguf"))
     wanted = {
         "block_count": 3, "context_length": 2048, "embedding_length": 64,
@@ -266,7 +270,7 @@ def test_the_sizes_are_those_of_the_model(trained, tmp_path):
     assert found["general.name"] == f"{trained.base.name} fine-tuned"  # and not the run's name
 
 
-def test_gemma_has_its_windows_and_caps(tmp_path):
+def test_gemma_gets_its_sliding_windows_and_softcaps(tmp_path):
     two = make_trained(make_model(tmp_path / "2", "gemma2", sliding_window=32), "two")
     found = fields(written(two, tmp_path / "2.gguf"))
     assert found["gemma2.attn_logit_softcapping"] == 50
@@ -280,13 +284,13 @@ def test_gemma_has_its_windows_and_caps(tmp_path):
     assert found["gemma3.rope.freq_base_swa"] == 10000
 
 
-def test_the_frequencies_of_llama3_are_those_of_mlx_lm(tmp_path):
+def test_the_rope_frequencies_of_llama3_equal_those_of_mlx_lm(tmp_path):
     trained = make_trained(make_model(tmp_path / "m", bits=None, rope_scaling=LLAMA3))
     found = tensors(written(trained, tmp_path / "m.gguf"))["rope_freqs.weight"]
     plain = 10000.0 ** (np.arange(0, 16, 2) / 16)
     ours = initialize_rope(16, 10000.0, False, LLAMA3)
     assert np.allclose(found, np.array(ours._freqs) / plain, rtol=1e-5)
-    assert len(set(found.tolist())) > 2  # of all three kinds
+    assert len(set(found.tolist())) > 2  # low, middle and high frequencies
 
 
 @pytest.mark.parametrize(
@@ -299,13 +303,13 @@ def test_the_frequencies_of_llama3_are_those_of_mlx_lm(tmp_path):
         ),
     ],
 )
-def test_positions_are_stretched_as_the_model_says(tmp_path, scaling, wanted):
+def test_rope_scaling_is_recorded(tmp_path, scaling, wanted):
     trained = make_trained(make_model(tmp_path / "m", "qwen3", rope_scaling=scaling))
     found = fields(written(trained, tmp_path / "m.gguf"))
     assert {key: found[f"qwen3.rope.scaling.{key}"] for key in wanted} == wanted
 
 
-def test_dora_can_be_fused(tiny_model, tmp_path):
+def test_a_dora_adapter_is_fused_into_the_model(tiny_model, tmp_path):
     trained = make_trained(tiny_model, use_dora=True)
     found, ours = tensors(written(trained, tmp_path / "m.gguf")), fused_by_mlx(trained)
     query = turned_back(found["blk.2.attn_q.weight"], 4)
@@ -313,9 +317,9 @@ def test_dora_can_be_fused(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes", "told"),
+    ("architecture", "changes", "message"),
     [
-        ("qwen3_moe", {}, "GGUF of the architecture qwen3_moe cannot be written"),
+        ("qwen3_moe", {}, "architecture qwen3_moe cannot be exported to GGUF"),
         ("llama", {"rope_traditional": True}, "rope_traditional is set"),
         ("llama", {"layer_types": ["sliding_attention"] * 2 + ["full_attention"],
                    "sliding_window": 8}, "some layers have a sliding window"),
@@ -324,28 +328,30 @@ def test_dora_can_be_fused(tiny_model, tmp_path):
         ("gemma2", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar is 24"),
     ],
 )  # fmt: skip
-def test_what_llama_cpp_has_not_is_refused(tmp_path, architecture, changes, told):
+def test_models_that_llama_cpp_does_not_support_are_refused(
+    tmp_path, architecture, changes, message
+):
     trained = make_trained(make_model(tmp_path / "m", architecture, **changes))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         written(trained, tmp_path / "m.gguf")
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         gguf.write_adapter(trained, tmp_path / "m.gguf")
 
 
-def test_the_largest_gemma_scales_its_queries_by_its_width(tmp_path):
+def test_the_largest_gemma_scales_queries_by_hidden_size_per_head(tmp_path):
     changes = {"num_hidden_layers": 46, "intermediate_size": 32, "head_dim": 8}
     base = make_model(tmp_path / "m", "gemma2", query_pre_attn_scalar=16, **changes)
     gguf.write_adapter(make_trained(base), tmp_path / "a.gguf")  # 64 // 4, and not 8
     assert (tmp_path / "a.gguf").exists()
 
 
-def test_pairs_are_put_side_by_side():
+def test_in_pairs_reorders_halves_to_neighboring_pairs():
     rows = mx.arange(12)[:, None]
     assert in_pairs(rows, 2).flatten().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
     assert np.array_equal(turned_back(np.array(in_pairs(rows, 2)), 2), np.array(rows))
 
 
-# Whole, or not there
+# Complete files or none
 
 
 def test_progress_counts_the_bytes_of_the_weights(trained, tmp_path):
@@ -357,7 +363,7 @@ def test_progress_counts_the_bytes_of_the_weights(trained, tmp_path):
     assert done[-1] == steps[-1].total_bytes == sizes
 
 
-def test_what_is_stopped_leaves_nothing(trained, tmp_path):
+def test_a_stopped_export_leaves_no_files(trained, tmp_path):
     steps = gguf.write_model(trained, tmp_path / "m.gguf", "f32")
     for _ in range(4):
         next(steps)
@@ -366,7 +372,7 @@ def test_what_is_stopped_leaves_nothing(trained, tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_what_a_killed_process_left_is_deleted_but_not_what_another_writes(trained, tmp_path):
+def test_leftovers_of_killed_processes_are_deleted_but_not_files_in_use(trained, tmp_path):
     killed = tmp_path / ".tmp-m.gguf-killed"
     killed.write_bytes(b"half")
     other = tmp_path / ".tmp-n.gguf-killed"  # of another target
@@ -381,7 +387,7 @@ def test_what_a_killed_process_left_is_deleted_but_not_what_another_writes(train
 
 
 @pytest.mark.parametrize("room_bytes", [0, 10_000, 100_000])
-def test_a_full_disk_is_one_line_and_leaves_what_was_there(trained, tmp_path, room_bytes):
+def test_a_write_error_keeps_the_existing_file(trained, tmp_path, room_bytes):
     target = tmp_path / "m.gguf"
     target.write_bytes(b"old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -395,7 +401,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(trained, tmp_path, ro
     assert [path.name for path in tmp_path.iterdir() if "m.gguf" in path.name] == ["m.gguf"]
 
 
-def test_a_disk_that_is_full_says_so(trained, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_leaves_no_files(trained, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -405,18 +411,18 @@ def test_a_disk_that_is_full_says_so(trained, tmp_path, monkeypatch):
     assert not [path for path in tmp_path.iterdir() if "gguf" in path.name]
 
 
-def test_a_folder_that_is_not_there_is_told(trained, tmp_path):
+def test_a_missing_target_folder_is_an_error(trained, tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         gguf.write_adapter(trained, tmp_path / "gone" / "a.gguf")
 
 
-def test_too_little_memory_is_told_before_anything_is_written(trained, tmp_path):
+def test_too_little_memory_is_an_error_before_anything_is_written(trained, tmp_path):
     with pytest.raises(UserError, match="--max-memory: exporting this model takes"):
         written(trained, tmp_path / "m.gguf", max_memory_gb=0.05)
     assert not list(tmp_path.glob("*.gguf*"))
 
 
-def test_weights_that_cannot_be_read_are_told(tmp_path):
+def test_weights_that_become_unreadable_are_an_error(tmp_path):
     base = make_model(tmp_path / "m", bits=None)
     trained = make_trained(base)
     steps = gguf.write_model(trained, tmp_path / "m.gguf", "f32")
@@ -428,6 +434,6 @@ def test_weights_that_cannot_be_read_are_told(tmp_path):
     assert not list(tmp_path.glob("*.gguf*"))
 
 
-def test_others_may_read_it(trained, tmp_path):
+def test_the_file_is_readable_by_other_users(trained, tmp_path):
     gguf.write_adapter(trained, tmp_path / "a.gguf")
     assert math.log2((tmp_path / "a.gguf").stat().st_mode & 0o004) == 2

@@ -1,6 +1,7 @@
-"""llama.cpp itself reads what is written, and computes what MLX does.
+"""llama.cpp reads the exported files and computes the same as MLX.
 
-llama-cpp-python has to be compiled, so it is no extra; without it these tests are skipped.
+llama-cpp-python must be compiled, so it is not among the extras. Without it these tests are
+skipped.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from your_ai.run import checkpoint
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 
-IDS = TOKENS.flatten().tolist()  # 48, more than the window of gemma3_text here
-FLOAT32 = 0  # of ggml
-# Of logits up to 27. llama.cpp looks up the activation of gemma in float16, and so does the
-# model it is compared with; where the two round an input apart, that is all they differ in.
+IDS = TOKENS.flatten().tolist()  # 48, more than the sliding window of gemma3_text here
+FLOAT32 = 0  # ggml's number of the type
+# Tolerances of logits up to 27. llama.cpp looks up gemma's activation function in a float16
+# table, and the reference model here imitates that. They differ only where they round an input
+# to different table entries.
 TOLERANCES = {"gemma2": 1e-2, "gemma3_text": 1e-2}
 TOLERANCE = 2e-4
 MODELS = {
@@ -71,7 +73,7 @@ def load(path, **options):
 
 
 def logits_of(path, **options):
-    """Of IDS, (48, V), as llama.cpp computes them."""
+    """llama.cpp's logits of IDS, (48, V)."""
     model = load(path, **options)
     model.eval(IDS)
     return np.array(model.scores[: len(IDS)])
@@ -100,7 +102,7 @@ def write(trained, target, kind="f32"):
 
 @pytest.fixture
 def half_gelu(monkeypatch):
-    """The activation of gemma as llama.cpp's CPU code has it."""
+    """Compute gemma's activation function like llama.cpp's CPU code."""
     whole = nn.gelu_approx
 
     def looked_up(x):
@@ -112,7 +114,7 @@ def half_gelu(monkeypatch):
 
 @pytest.mark.usefixtures("half_gelu")
 @pytest.mark.parametrize("name", MODELS)
-def test_llama_cpp_computes_what_mlx_does(tmp_path, name):
+def test_llama_cpp_computes_the_same_logits_as_mlx(tmp_path, name):
     architecture, changes = MODELS[name]
     base = make_model(tmp_path / "base", architecture, **{"bits": None, **changes})
     trained = make_trained(base, lora_layers="all", lora_targets=["all-linear"])
@@ -130,17 +132,17 @@ def test_llama_cpp_computes_what_mlx_does(tmp_path, name):
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
-def test_smaller_kinds_are_read_as_what_they_are(tmp_path, kind):
+def test_llama_cpp_reads_smaller_types_correctly(tmp_path, kind):
     base = make_model(tmp_path / "base", "qwen2", bits=None)
     trained = make_trained(base, lora_layers="all", lora_targets=["all-linear"])
     ours, plain = logits_of_mlx(trained), logits_of_mlx(trained, adapted=False)
     found = logits_of(write(trained, tmp_path / "m.gguf", kind))
-    # test_gguf says how near the weights are; llama.cpp rounds what goes through them as well.
-    # Read as another kind they would give noise, as far away as the base or farther.
+    # test_gguf checks how close the weights are; llama.cpp also rounds the activations. Weights
+    # read as a wrong type would give noise, at least as far away as the base.
     assert np.abs(found - ours).mean() < 0.2 * np.abs(ours - plain).mean()
 
 
-def test_a_chat_with_the_demo_goes_the_same_way(tmp_path):
+def test_llama_cpp_gives_the_same_chat_answer_as_mlx(tmp_path):
     trained = make_trained(DEMO_FOLDER)
     model = load(write(trained, tmp_path / "demo.gguf"))
     network, tokenizer = load_run(trained)
@@ -155,7 +157,7 @@ def test_a_chat_with_the_demo_goes_the_same_way(tmp_path):
 
 
 def differing(base, target, texts=TEXTS):
-    """The texts of which llama.cpp makes other tokens, with or without those around a text."""
+    """The texts that llama.cpp tokenizes differently, with or without added special tokens."""
     path = write(make_trained(base, lora_layers=1), target)
     model = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
     tokenizer = load_tokenizer_of(base)
@@ -170,10 +172,10 @@ def differing(base, target, texts=TEXTS):
 
 @pytest.mark.parametrize(
     ("name", "known"),
-    # llama.cpp tells capitals from small letters in ASCII alone for this one.
+    # For tekken, llama.cpp distinguishes upper and lower case only in ASCII.
     [(name, {PROBE} if name == "tekken" else set()) for name, _, _ in splitters()],
 )
-def test_byte_level_tokens_are_the_same(tmp_path, name, known):
+def test_byte_level_tokenizers_give_the_same_tokens(tmp_path, name, known):
     ignores, splitter = {n: (i, s) for n, i, s in splitters()}[name]
     tokenizer = byte_level(splitter, ignores, begins=True)
     named = {"bos_token": "<|user|>", "eos_token": "<|end|>"}
@@ -181,7 +183,7 @@ def test_byte_level_tokens_are_the_same(tmp_path, name, known):
     assert differing(base, tmp_path / "m.gguf", [*TEXTS, PROBE]) <= known
 
 
-def test_qwens_normal_form_is_left_out_by_llama_cpp(tmp_path):
+def test_llama_cpp_ignores_the_nfc_normalizer_of_qwen(tmp_path):
     tokenizer = byte_level({n: s for n, _, s in splitters()}["qwen2"])
     tokenizer.normalizer = normalizers.NFC()
     base = with_tokenizer(tmp_path / "base", tokenizer, eos_token="<|end|>")
@@ -189,18 +191,18 @@ def test_qwens_normal_form_is_left_out_by_llama_cpp(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["normalizer", "always", "first", "never"])
-def test_tokens_of_sentencepiece_are_the_same(tmp_path, prefix):
+def test_sentencepiece_tokenizers_give_the_same_tokens(tmp_path, prefix):
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     template = None if prefix == "first" else "{{ messages }}"
     base = with_tokenizer(tmp_path / "base", sentencepiece(prefix), template, **named)
-    # Before a space of its own, llama.cpp puts another, which only old tokenizers do.
+    # llama.cpp adds a space even before a leading space, as only old tokenizers do.
     known = {" "} if prefix in ("always", "first") else set()
     if prefix == "first":
         known |= {text for text in TEXTS if "<|user|>" in text or "<unk>" in text}
     assert differing(base, tmp_path / "m.gguf", [*TEXTS, PROBE]) <= known
 
 
-def test_a_chat_is_the_same_where_a_space_goes_before_the_first_text_alone(tmp_path):
+def test_a_chat_tokenizes_the_same_if_only_the_first_text_gets_a_space(tmp_path):
     named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     template = "<s>{% for m in messages %}<|user|>{{ m.content }}</s>{% endfor %}"
     base = with_tokenizer(tmp_path / "base", sentencepiece("first"), template, **named)

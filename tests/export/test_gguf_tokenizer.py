@@ -1,4 +1,4 @@
-"""What llama.cpp is told of tokenizers; test_gguf_llama_cpp has it split texts by that."""
+"""The description of tokenizers for llama.cpp; test_gguf_llama_cpp tokenizes texts with it."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def vocabulary(tokenizer, rows=ROWS, **named):
     return vocabulary_of("base", wrapped(tokenizer, **named), rows)
 
 
-def told(base, rows=ROWS, ends=None):
-    """The metadata that llama.cpp is given for the tokenizer of a folder."""
+def metadata_of(base, rows=ROWS, ends=None):
+    """The GGUF metadata of the tokenizer in a folder."""
     writer = gguf.GGUFWriter(None, "llama")
     add_tokenizer(writer, base, load_tokenizer_of(base, ends), rows)
     return {name: value.value for name, value in writer.kv_data[0].items()}
 
 
-# How a text is split
+# How text is split
 
 
 @pytest.mark.parametrize("name", SPLITTERS)
-def test_a_way_to_split_a_text_is_known_by_what_it_does(name):
+def test_a_splitter_is_recognized_by_how_it_splits(name):
     ignores, splitter = SPLITTERS[name]
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = Sequence([splitter])  # written otherwise
+    tokenizer.pre_tokenizer = Sequence([splitter])  # the same splitter, serialized differently
     assert pre_of(Tokenizer.from_str(tokenizer.to_str()), ignores) == name
 
 
-def test_the_probe_tells_them_apart():
+def test_the_probe_text_distinguishes_all_splitters():
     found = [str(splitter.pre_tokenize_str(PROBE)) for _, splitter in SPLITTERS.values()]
     assert len(set(found)) == len(found) - 1  # llama-bpe and smaug-bpe differ in their merges
 
@@ -66,35 +66,37 @@ def test_the_probe_tells_them_apart():
         {"decoder": None},
     ],
 )
-def test_an_unknown_way_is_refused(change):
+def test_an_unknown_splitter_is_refused(change):
     tokenizer = byte_level(GPT2)
     for name, value in change.items():
         setattr(tokenizer, name, value)
-    with pytest.raises(UserError, match=r"none of those known from llama.cpp \(gpt-2, smollm"):
+    with pytest.raises(UserError, match=r"does not support \(supported: gpt-2, smollm"):
         vocabulary(tokenizer)
 
 
-def test_merges_that_are_ignored_where_they_are_not_elsewhere_are_refused():
-    with pytest.raises(UserError, match="none of those known"):
+def test_ignore_merges_with_a_splitter_that_does_not_use_it_is_refused():
+    with pytest.raises(UserError, match="splits text in a way that GGUF export does not support"):
         vocabulary(byte_level(SPLITTERS["qwen2"][1], ignores_merges=True))
 
 
 @pytest.mark.parametrize("model", [models.WordPiece(unk_token="x"), models.Unigram()])
-def test_other_models_than_bpe_are_refused(model):
-    with pytest.raises(UserError, match=r"its tokenizer is (WordPiece|Unigram); GGUF holds"):
+def test_tokenizers_other_than_bpe_are_refused(model):
+    with pytest.raises(
+        UserError, match=r"its tokenizer is (WordPiece|Unigram); GGUF supports only"
+    ):
         vocabulary(Tokenizer(model))
 
 
-def test_endings_of_words_are_refused():
+def test_bpe_with_an_end_of_word_suffix_is_refused():
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    with pytest.raises(UserError, match="GGUF holds byte-level BPE"):
+    with pytest.raises(UserError, match="GGUF supports only byte-level BPE"):
         vocabulary(tokenizer)
 
 
 # Tokens
 
 
-def test_each_row_has_a_token():
+def test_each_embedding_row_gets_a_token_and_a_type():
     tokenizer = byte_level(GPT2)
     found = vocabulary(tokenizer)
     size = tokenizer.get_vocab_size()
@@ -108,20 +110,20 @@ def test_each_row_has_a_token():
     assert found.types[found.tokens.index("e")] == TokenType.NORMAL
 
 
-def test_the_merges_are_in_their_order():
+def test_merges_keep_their_order():
     tokenizer = byte_level(GPT2)
     first, second = vocabulary(tokenizer).merges[:2]
     ids = [tokenizer.token_to_id(merge.replace(" ", "")) for merge in (first, second)]
     assert ids == [ids[0], ids[0] + 1]
 
 
-def test_tokens_beyond_the_rows_are_left_out():
+def test_tokens_beyond_the_embedding_rows_are_left_out():
     tokenizer = byte_level(GPT2)
     rows = tokenizer.get_vocab_size() - 1
     assert "<tool>" not in vocabulary(tokenizer, rows).tokens
 
 
-def test_sentencepiece_has_scores_in_the_order_of_its_merges():
+def test_sentencepiece_scores_follow_the_order_of_the_merges():
     tokenizer = sentencepiece()
     found = vocabulary(tokenizer, unk_token="<unk>")
     assert (found.model, found.pre, found.merges) == ("llama", "default", [])
@@ -136,12 +138,14 @@ def test_sentencepiece_has_scores_in_the_order_of_its_merges():
     assert found.types[found.tokens.index("▁")] == TokenType.NORMAL
 
 
-def test_bytes_alone_make_no_sentencepiece():
-    with pytest.raises(UserError, match="falls back to bytes, but is not SentencePiece's"):
+def test_byte_fallback_without_sentencepiece_merges_is_refused():
+    with pytest.raises(
+        UserError, match="falls back to bytes, but is not a SentencePiece tokenizer"
+    ):
         vocabulary(sentencepiece(complete=False))
 
 
-def test_spaces_that_are_tokens_of_their_own_are_still_merged():
+def test_added_tokens_of_spaces_stay_normal_tokens():
     tokenizer = sentencepiece("never")
     tokenizer.add_tokens(["▁▁", "\n\n"])
     found = vocabulary(tokenizer)
@@ -156,52 +160,52 @@ def test_spaces_that_are_tokens_of_their_own_are_still_merged():
         ("normalizer", TEMPLATE, True),
         ("never", TEMPLATE, False),
         ("first", None, True),
-        # A chat begins with a special token, after which llama.cpp would put a space.
+        # A chat begins with a special token, and llama.cpp would put a space after it.
         ("first", TEMPLATE, False),
     ],
 )
-def test_a_space_goes_before_a_text_where_it_does(prefix, template, wanted):
+def test_adds_space_follows_the_tokenizer(prefix, template, wanted):
     tokenizer = wrapped(sentencepiece(prefix))
     tokenizer.chat_template = template
     assert vocabulary_of("base", tokenizer, ROWS).adds_space is wanted
 
 
-# What begins and ends a text
+# Tokens at the start and end of a text
 
 
-def test_the_demo_tells_its_template_and_its_end(tiny_model):
-    found = told(tiny_model, 768)
+def test_the_demo_model_gets_its_template_and_its_end_token(tiny_model):
+    found = metadata_of(tiny_model, 768)
     assert found["tokenizer.chat_template"] == (tiny_model / "chat_template.jinja").read_text()
     assert found["tokenizer.ggml.eos_token_id"] == 1
-    assert found["tokenizer.ggml.bos_token_id"] == 1  # it has none
+    assert found["tokenizer.ggml.bos_token_id"] == 1  # it has none, so the eos token is used
     assert found["tokenizer.ggml.padding_token_id"] == 0
     assert found["tokenizer.ggml.add_bos_token"] is False
     assert found["tokenizer.ggml.add_eos_token"] is False
 
 
-def test_a_token_before_every_text_is_told(tmp_path):
+def test_a_bos_token_before_every_text_is_recorded(tmp_path):
     named = {"bos_token": "<|user|>", "eos_token": "<|end|>"}
     base = with_tokenizer(tmp_path / "m", byte_level(GPT2, begins=True), **named)
-    found = told(base)
+    found = metadata_of(base)
     assert found["tokenizer.ggml.bos_token_id"] == 2
     assert found["tokenizer.ggml.add_bos_token"] is True
 
 
-def test_another_token_before_a_text_is_refused(tmp_path):
+def test_an_unnamed_token_before_every_text_is_refused(tmp_path):
     base = with_tokenizer(tmp_path / "m", byte_level(GPT2, begins=True), eos_token="<|end|>")
-    with pytest.raises(UserError, match="puts other tokens around a text"):
-        told(base)
+    with pytest.raises(UserError, match="adds other tokens around a text"):
+        metadata_of(base)
 
 
 @pytest.mark.parametrize("named", [{"eos_token": "<|end|>"}, {}])
-def test_another_end_is_told_as_the_end_of_a_turn(tmp_path, named):
+def test_a_second_end_token_is_recorded_as_the_end_of_turn(tmp_path, named):
     base = with_tokenizer(tmp_path / "m", byte_level(GPT2), **named)
-    found = told(base, ends=[1, 2])
+    found = metadata_of(base, ends=[1, 2])
     assert found["tokenizer.ggml.eos_token_id"] == 1
     assert found["tokenizer.ggml.eot_token_id"] == 2
 
 
-def test_several_templates_are_told_by_name(tmp_path):
+def test_several_templates_are_recorded_by_name(tmp_path):
     base = with_tokenizer(tmp_path / "m", byte_level(GPT2), eos_token="<|end|>")
     tokenizer = load_tokenizer_of(base)
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}

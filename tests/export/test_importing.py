@@ -1,4 +1,4 @@
-"""Adapters of others as runs, without PEFT itself: tests/interop has it write them."""
+"""Importing adapters. These tests do not need PEFT; tests/interop imports what PEFT writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Q_PROJ = "base_model.model.model.layers.2.self_attn.q_proj"
 
 @pytest.fixture(scope="module")
 def exported(tiny_model, tmp_path_factory):
-    """A PEFT folder, the bytes of which no test changes."""
+    """An exported PEFT folder. Tests must not change it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("exported"))
         patch.setenv("YOUR_AI_HOME", str(tmp_path_factory.getbasetemp() / "home"))
@@ -57,7 +57,7 @@ def refused(source, model, pattern):
     assert not RUNS.exists()
 
 
-# --- What becomes of it
+# --- The imported run
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def refused(source, model, pattern):
     ],
     ids=["lora", "dora", "some"],
 )
-def test_an_adapter_goes_out_and_comes_back_bit_for_bit(tiny_model, tmp_path, settings):
+def test_an_exported_adapter_is_imported_bit_for_bit(tiny_model, tmp_path, settings):
     trained = make_trained(tiny_model, **settings)
     peft.write(trained, tmp_path / "tuned")
     import_adapter(tmp_path / "tuned", str(tiny_model), "back")
@@ -84,8 +84,8 @@ def test_an_adapter_goes_out_and_comes_back_bit_for_bit(tiny_model, tmp_path, se
     assert mx.array_equal(logits(back), logits(trained))
 
 
-def test_the_first_blocks_alone_can_be_adapted(source, tiny_model):
-    """mlx-lm counts from the last one; there layers are named in full."""
+def test_an_adapter_of_only_the_first_blocks_is_imported(source, tiny_model):
+    """mlx-lm counts blocks from the last one, so these layers are named by their full paths."""
     arrays = mx.load(str(source / "adapter_model.safetensors"))
     moved = {n.replace("layers.2", "layers.0"): a for n, a in arrays.items()}
     change_arrays(source, moved, without=tuple(arrays))
@@ -114,7 +114,7 @@ def test_half_precision_becomes_float32(source, tiny_model):
     assert mx.array_equal(found[name], halved.T.astype(mx.float32))
 
 
-def test_names_of_other_versions_of_peft_are_known(source, tiny_model):
+def test_tensor_names_of_older_peft_versions_are_accepted(source, tiny_model):
     arrays = mx.load(str(source / "adapter_model.safetensors"))
     older = {n.replace(".weight", ".default.weight"): a for n, a in arrays.items()}
     change_arrays(source, older, without=tuple(arrays))
@@ -122,7 +122,7 @@ def test_names_of_other_versions_of_peft_are_known(source, tiny_model):
     assert len(open_trained("back").adapter.arrays) == 4
 
 
-def test_the_settings_of_the_run_are_those_of_the_adapter(source, tiny_model):
+def test_the_run_gets_the_settings_of_the_adapter(source, tiny_model):
     folder = import_adapter(source, str(tiny_model), "back")
     config = folder.read_config()
     said = (config.model, config.data, config.run, config.lora_rank, config.lora_alpha)
@@ -133,7 +133,7 @@ def test_the_settings_of_the_run_are_those_of_the_adapter(source, tiny_model):
     assert sorted(record["files"]) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
-def test_the_adapter_says_which_model_it_is_for(source, tmp_path, tiny_model):
+def test_the_base_model_is_found_by_the_name_in_the_adapter(source, tmp_path, tiny_model):
     shutil.copytree(tiny_model, tmp_path / "models" / "model")
     change(source, base_model_name_or_path="org/model")
     folder = import_adapter(source)
@@ -141,7 +141,7 @@ def test_the_adapter_says_which_model_it_is_for(source, tmp_path, tiny_model):
     assert folder.name.startswith("model-tuned-")
 
 
-def test_mlx_lms_own_folder_is_taken_too(tiny_model, tmp_path):
+def test_an_mlx_lm_adapter_folder_is_imported(tiny_model, tmp_path):
     trained = make_trained(tiny_model)
     mlxlm.write(trained, tmp_path / "tuned")
     import_adapter(tmp_path / "tuned", str(tiny_model), "back")
@@ -156,7 +156,7 @@ def test_an_mlx_folder_of_another_model_is_refused(tiny_model, tmp_path):
         import_adapter(tmp_path / "tuned", str(other), "back")
 
 
-def test_an_mlx_folder_without_effect_is_refused(tiny_model, tmp_path):
+def test_an_mlx_folder_with_scale_zero_is_refused(tiny_model, tmp_path):
     mlxlm.write(make_trained(tiny_model), tmp_path / "tuned")
     path = tmp_path / "tuned" / "adapter_config.json"
     config = json.loads(path.read_text())
@@ -166,17 +166,17 @@ def test_an_mlx_folder_without_effect_is_refused(tiny_model, tmp_path):
         import_adapter(tmp_path / "tuned", str(tiny_model), "back")
 
 
-# --- A run that nothing trained
+# --- Commands on an imported run
 
 
-def test_the_list_of_runs_says_that_it_was_imported(source, tiny_model):
+def test_the_list_of_runs_shows_it_as_imported(source, tiny_model):
     import_adapter(source, str(tiny_model), "back")
     (row,) = run_list.rows()
     assert (row.name, row.state, row.model) == ("back", "imported", str(tiny_model))
     assert run_list.prunable([row], ["imported"]) == [row]
 
 
-def test_who_watches_it_is_told_at_once(source, tiny_model, capsys):
+def test_watching_an_imported_run_ends_immediately(source, tiny_model, capsys):
     import_adapter(source, str(tiny_model), "back")
     assert call("watch", "back") == 0
     said = capsys.readouterr().out
@@ -185,7 +185,7 @@ def test_who_watches_it_is_told_at_once(source, tiny_model, capsys):
 
 
 @pytest.mark.parametrize("more", [(), ("--no-supervise",)])
-def test_it_cannot_be_resumed(source, tiny_model, data_folder, capsys, more):
+def test_an_imported_run_cannot_be_resumed(source, tiny_model, data_folder, capsys, more):
     folder = import_adapter(source, str(tiny_model), "back")
     before = (folder.adapter / checkpoint.ADAPTERS).read_bytes()
     given = ("--resume", "back", "--data", data_folder, "--max-steps", 1, *more)
@@ -195,7 +195,7 @@ def test_it_cannot_be_resumed(source, tiny_model, data_folder, capsys, more):
     assert not folder.checkpoints.exists()
 
 
-def test_no_process_trains_it(source, tiny_model, data_folder):
+def test_the_training_process_refuses_an_imported_run(source, tiny_model, data_folder):
     folder = import_adapter(source, str(tiny_model), "back")
     before = (folder.adapter / checkpoint.ADAPTERS).read_bytes()
     with pytest.raises(UserError, match="was imported"):
@@ -203,14 +203,14 @@ def test_no_process_trains_it(source, tiny_model, data_folder):
     assert (folder.adapter / checkpoint.ADAPTERS).read_bytes() == before
 
 
-def test_a_name_that_is_taken_is_told(source, tiny_model):
+def test_an_existing_run_name_is_an_error(source, tiny_model):
     import_adapter(source, str(tiny_model), "back")
     with pytest.raises(UserError, match=r"--run back: .* exists; choose another name$"):
         import_adapter(source, str(tiny_model), "back")
 
 
 @pytest.mark.parametrize("name", ["../up", ".hidden", "a b"])
-def test_a_name_that_cannot_be_is_told(source, tiny_model, name):
+def test_an_invalid_run_name_is_an_error(source, tiny_model, name):
     with pytest.raises(UserError, match="use at most 100 letters"):
         import_adapter(source, str(tiny_model), name)
 
@@ -225,7 +225,7 @@ def test_a_full_disk_leaves_no_run(source, tiny_model, monkeypatch):
     )
 
 
-# --- What cannot be taken
+# --- Adapters that cannot be imported
 
 
 @pytest.mark.parametrize(
@@ -233,14 +233,14 @@ def test_a_full_disk_leaves_no_run(source, tiny_model, monkeypatch):
     [
         ({"r": 8}, r"adapter_model.safetensors: .*lora_[AB].weight is .*, but r is 8"),
         ({"target_modules": ["q_proj", "c_attn"]}, r"adapter_config.json: .*no layer c_attn"),
-        ({"target_modules": ["q_proj", "v_proj"]}, r"no tensors of .*v_proj, which target_mod"),
-        ({"layers_to_transform": [2]}, r"tensors of .*layers.1.*does not name"),
+        ({"target_modules": ["q_proj", "v_proj"]}, r"no tensors for .*v_proj, which target_mod"),
+        ({"layers_to_transform": [2]}, r"tensors for .*layers.1.*does not name"),
         ({"use_dora": True}, r"adapter_model.safetensors: .*q_proj.m is missing"),
         ({"peft_type": "LOHA"}, r"adapter_config.json: peft_type LOHA"),
         ({"rank_pattern": {"q_proj": 8}}, r"adapter_config.json: rank_pattern"),
     ],
 )
-def test_settings_that_do_not_go_with_the_tensors_are_told(source, tiny_model, settings, pattern):
+def test_settings_that_contradict_the_tensors_are_errors(source, tiny_model, settings, pattern):
     change(source, **settings)
     refused(source, tiny_model, pattern)
 
@@ -250,29 +250,29 @@ def test_settings_that_do_not_go_with_the_tensors_are_told(source, tiny_model, s
     [
         (f"{Q_PROJ}.lora_A.weight", mx.zeros((4, 128)), "lora_a is 128 x 4, expected 64 x 4"),
         (f"{Q_PROJ}.lora_A.weight", mx.zeros((4,)), "lora_A.weight is 4, not a matrix"),
-        (f"{Q_PROJ}.lora_A.weight", mx.full((4, 64), mx.nan), "lora_a holds NaN"),
-        (f"{Q_PROJ}.lora_B.weight", mx.full((64, 4), mx.inf), "lora_b holds NaN or infinity"),
-        (f"{Q_PROJ}.lora_A.weight", mx.zeros((4, 64), mx.int32), "not floating-point numbers"),
+        (f"{Q_PROJ}.lora_A.weight", mx.full((4, 64), mx.nan), "lora_a contains NaN"),
+        (f"{Q_PROJ}.lora_B.weight", mx.full((64, 4), mx.inf), "lora_b contains NaN or infinity"),
+        (f"{Q_PROJ}.lora_A.weight", mx.zeros((4, 64), mx.int32), "not a floating-point dtype"),
         (f"{Q_PROJ}.lora_magnitude_vector", mx.ones((64,)), "but use_dora is not set"),
-        (f"{Q_PROJ}.lora_E", mx.ones((4, 1)), "which no LoRA or DoRA adapter has"),
+        (f"{Q_PROJ}.lora_E", mx.ones((4, 1)), "which is not a LoRA or DoRA tensor"),
         (f"{Q_PROJ}.base_layer.weight", mx.ones((64, 64)), "save_embedding_layers=False"),
-        ("base_model.model.lm_head.weight", mx.ones((768, 64)), "a weight of the model itself"),
+        ("base_model.model.lm_head.weight", mx.ones((768, 64)), "a weight of the base model"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", mx.ones((4, 768)), "embedding"),
         ("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", mx.ones((4, 64)),
-         "layers.7.self_attn.q_proj, a layer that the model has not"),
+         "layers.7.self_attn.q_proj, a layer that the model does not have"),
     ],
 )  # fmt: skip
-def test_tensors_that_do_not_fit_are_told(source, tiny_model, name, array, pattern):
+def test_tensors_that_do_not_fit_are_errors(source, tiny_model, name, array, pattern):
     change_arrays(source, {name: array})
     refused(source, tiny_model, rf"^{source}/adapter_model.safetensors: .*{pattern}")
 
 
-def test_a_tensor_that_is_missing_is_told(source, tiny_model):
+def test_a_missing_tensor_is_an_error(source, tiny_model):
     change_arrays(source, {}, without=(f"{Q_PROJ}.lora_B.weight",))
     refused(source, tiny_model, r"adapter_model.safetensors: .*q_proj.lora_b is missing")
 
 
-def test_a_file_that_is_missing_is_told(source, tiny_model):
+def test_a_missing_file_is_an_error(source, tiny_model):
     (source / "adapter_model.safetensors").unlink()
     refused(source, tiny_model, r"adapter_model.safetensors: is missing")
     (source / "adapter_config.json").unlink()
@@ -281,44 +281,46 @@ def test_a_file_that_is_missing_is_told(source, tiny_model):
 
 def test_a_pickle_is_not_loaded(source, tiny_model):
     (source / "adapter_model.safetensors").rename(source / "adapter_model.bin")
-    refused(source, tiny_model, r"adapter_model.bin: is a pickle, which is not safe .*safetensors")
+    refused(
+        source, tiny_model, r"adapter_model.bin: is a pickle file, which is not safe .*safetensors"
+    )
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
-def test_a_file_that_is_cut_short_is_told(source, tiny_model, name):
+def test_a_truncated_file_is_an_error(source, tiny_model, name):
     content = (source / name).read_bytes()
     (source / name).write_bytes(content[: len(content) // 2])
     refused(source, tiny_model, rf"{name}: .*(cut short|JSON)")
 
 
-def test_a_folder_of_another_tool_is_told(source, tiny_model):
+def test_a_folder_of_an_unknown_tool_is_an_error(source, tiny_model):
     (source / "adapter_config.json").write_text("{}")
-    refused(source, tiny_model, "is neither PEFT's nor mlx-lm's")
+    refused(source, tiny_model, "is not a PEFT or mlx-lm adapter config")
 
 
-def test_an_architecture_with_other_names_is_refused(source, tmp_path):
+def test_an_architecture_with_unknown_layer_names_is_refused(source, tmp_path):
     other = make_model(tmp_path / "other", "qwen2-tied")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))
-    refused(source, other, r"architecture gemma is not known")
+    refused(source, other, r"architecture gemma is not supported")
 
 
 @pytest.mark.parametrize(
     ("base", "pattern"),
     [
-        (None, "does not say which model it is for; give it with --model"),
-        ("org/model", "is for org/model, which is not on this machine; fetch it: your_ai download"),
-        ("/nowhere/at/all", "is for /nowhere/at/all: no such folder; give .* --model"),
+        (None, "does not name its base model; give it with --model"),
+        ("org/model", "its base model org/model is not on this machine; run: your_ai download"),
+        ("/nowhere/at/all", "its base model /nowhere/at/all: no such folder; give .* --model"),
     ],
 )
-def test_a_base_that_is_not_here_is_told(source, base, pattern):
+def test_a_base_model_that_cannot_be_found_is_an_error(source, base, pattern):
     change(source, base_model_name_or_path=base)
     with pytest.raises(UserError, match=pattern):
         import_adapter(source)
     assert not RUNS.exists()
 
 
-def test_a_run_is_whole_or_not_there(source, tiny_model, monkeypatch):
+def test_an_interrupted_import_leaves_no_run(source, tiny_model, monkeypatch):
     def killed(*_args, **_more):
         raise KeyboardInterrupt
 

@@ -19,10 +19,10 @@ EVERYTHING = {"use_dora": True, "lora_targets": ("all-linear",), "lora_layers": 
 
 @pytest.mark.parametrize(
     ("settings", "bits"),
-    [({}, 4), (EVERYTHING, None)],  # over quantized weights mlx-lm's DoRA has another kernel
+    [({}, 4), (EVERYTHING, None)],  # mlx-lm's DoRA uses another kernel over quantized weights
     ids=["lora", "dora"],
 )
-def test_mlx_lm_loads_it_to_the_same_logits(tmp_path, settings, bits):
+def test_mlx_lm_computes_the_same_logits_with_the_exported_adapter(tmp_path, settings, bits):
     base = make_model(tmp_path / "base", bits=bits)
     trained = make_trained(base, **settings)
     mlxlm.write(trained, tmp_path / "out")
@@ -34,7 +34,7 @@ def test_mlx_lm_loads_it_to_the_same_logits(tmp_path, settings, bits):
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_mlx_lm_loads_dora_over_quantized_weights_to_the_bit(tmp_path, bits):
+def test_mlx_lm_loads_dora_over_quantized_weights_bit_for_bit(tmp_path, bits):
     base = make_model(tmp_path / "base", bits=bits)
     trained = make_trained(base, **EVERYTHING)
     mlxlm.write(trained, tmp_path / "out")
@@ -45,7 +45,7 @@ def test_mlx_lm_loads_dora_over_quantized_weights_to_the_bit(tmp_path, bits):
     assert all(mx.array_equal(theirs[n], array) for n, array in trained.adapter.arrays.items())
 
 
-def test_experts_go_with_it(tmp_path):
+def test_adapters_of_experts_are_exported(tmp_path):
     base = make_model(tmp_path / "moe", "qwen3_moe", bits=None)
     trained = make_trained(base, lora_targets=("switch_mlp.up_proj",))
     mlxlm.write(trained, tmp_path / "out")
@@ -53,7 +53,7 @@ def test_experts_go_with_it(tmp_path):
     assert arrays["model.layers.2.mlp.switch_mlp.up_proj.lora_a"].ndim == 3
 
 
-def test_nothing_written_names_a_place_on_this_machine(tiny_model, tmp_path):
+def test_exported_files_contain_no_local_path(tiny_model, tmp_path):
     trained = make_trained(tiny_model)
     assert trained.adapter.config["model"] == str(tiny_model)
     mlxlm.write(trained, tmp_path / "out")
@@ -64,7 +64,7 @@ def test_nothing_written_names_a_place_on_this_machine(tiny_model, tmp_path):
         assert str(tmp_path.parent).encode() not in path.read_bytes(), path.name
 
 
-def test_a_full_disk_leaves_nothing(tiny_model, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_files(tiny_model, tmp_path, monkeypatch):
     trained = make_trained(tiny_model)
 
     def full(*_):

@@ -18,22 +18,22 @@ def trained(tiny_model):
     return make_trained(tiny_model)
 
 
-def test_an_architecture_that_was_never_compared_is_refused(tiny_model, tmp_path):
+def test_an_architecture_outside_the_list_is_refused(tiny_model, tmp_path):
     base = shutil.copytree(tiny_model, tmp_path / "other")
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))
-    with pytest.raises(UserError, match=r"architecture gemma is not known .*llama, mistral"):
+    with pytest.raises(UserError, match=r"architecture gemma is not supported.*llama, mistral"):
         names.check_names(base)
 
 
-def test_experts_are_refused(tmp_path):
+def test_adapters_of_experts_are_refused(tmp_path):
     base = make_model(tmp_path / "moe", "qwen3_moe", bits=None)
     trained = make_trained(base, lora_targets=("switch_mlp.up_proj",))
-    with pytest.raises(UserError, match=r"switch_mlp.up_proj adapts the experts .* which PEFT"):
+    with pytest.raises(UserError, match=r"switch_mlp.up_proj adapts stacked experts .* which PEFT"):
         names.check_dense(trained, "PEFT")
 
 
-def test_an_embedding_is_refused(trained):
+def test_adapters_of_embeddings_are_refused(trained):
     a, b = mx.zeros((768, 4)), mx.zeros((4, 64))
     arrays = {"model.embed_tokens.lora_a": a, "model.embed_tokens.lora_b": b}
     adapter = dataclasses.replace(trained.adapter, arrays=arrays)
@@ -41,7 +41,7 @@ def test_an_embedding_is_refused(trained):
         names.check_dense(dataclasses.replace(trained, adapter=adapter), "PEFT")
 
 
-def test_layers_are_found_in_the_files(tiny_model):
+def test_modules_of_lists_the_layers_of_the_files(tiny_model):
     found = names.modules_of(tiny_model)
     assert {"model.layers.2.mlp.up_proj", "model.embed_tokens", "model.norm"} <= found
 
@@ -54,6 +54,6 @@ def test_layers_are_found_in_the_files(tiny_model):
         ("lm_head", None, "lm_head"),
     ],
 )
-def test_a_path_is_a_block_and_a_name_in_it(path, block, name):
+def test_a_path_is_split_into_block_index_and_name(path, block, name):
     assert names.block_of(path) == block
     assert names.name_in_block(path) == name

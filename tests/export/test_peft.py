@@ -1,4 +1,4 @@
-"""The files that PEFT reads; tests/interop has PEFT itself read them."""
+"""Files exported for PEFT; tests/interop loads them with PEFT itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def written(trained, target):
     return arrays, metadata, json.loads((target / "adapter_config.json").read_text())
 
 
-def test_the_matrices_are_transposed_and_named_as_peft_has_them(trained, tmp_path):
+def test_the_matrices_are_transposed_and_have_peft_names(trained, tmp_path):
     arrays, metadata, _ = written(trained, tmp_path / "out")
     path = "model.layers.2.self_attn.q_proj"
     prefix = f"base_model.model.{path}"
@@ -41,7 +41,7 @@ def test_the_matrices_are_transposed_and_named_as_peft_has_them(trained, tmp_pat
     assert len(arrays) == len(trained.adapter.arrays) == 4
 
 
-def test_dora_adds_the_magnitudes(tiny_model, tmp_path):
+def test_dora_magnitudes_are_exported(tiny_model, tmp_path):
     trained = make_trained(tiny_model, use_dora=True, lora_layers=1)
     arrays, _, config = written(trained, tmp_path / "out")
     path = "model.layers.2.self_attn.q_proj"
@@ -50,14 +50,14 @@ def test_dora_adds_the_magnitudes(tiny_model, tmp_path):
     assert config["use_dora"] is True
 
 
-def test_the_settings_say_what_is_adapted(trained, tmp_path):
+def test_the_config_names_the_adapted_layers(trained, tmp_path):
     _, _, config = written(trained, tmp_path / "out")
     said = ("peft_type", "task_type", "r", "lora_alpha", "target_modules", "layers_to_transform")
     assert [config[key] for key in said] == ["LORA", "CAUSAL_LM", 4, 10, ["q_proj"], [1, 2]]
-    assert config["base_model_name_or_path"] is None  # a folder of this machine is none
+    assert config["base_model_name_or_path"] is None  # a local folder is not a repository
 
 
-def test_nothing_written_names_a_place_on_this_machine(trained, tmp_path):
+def test_exported_files_contain_no_local_path(trained, tmp_path):
     peft.write(trained, tmp_path / "out")
     for path in (tmp_path / "out").iterdir():
         assert str(tmp_path.parent).encode() not in path.read_bytes(), path.name
@@ -66,20 +66,20 @@ def test_nothing_written_names_a_place_on_this_machine(trained, tmp_path):
 @pytest.mark.parametrize(
     ("alpha", "rank"), [(10.0, 3), (7.0, 49), (32.0, 6), (1.0, 3), (0.5, 4), (12.75, 7)]
 )
-def test_alpha_is_what_it_was(alpha, rank):
+def test_alpha_survives_the_rounding_of_the_scale(alpha, rank):
     found = peft.whole((alpha / rank) * rank)
     assert found == pytest.approx(alpha, rel=1e-12)
     assert isinstance(found, int) == alpha.is_integer()
 
 
-def test_an_architecture_with_other_names_is_refused_before_anything_is_written(tmp_path):
+def test_experts_are_refused_before_anything_is_written(tmp_path):
     trained = make_trained(make_model(tmp_path / "m", "qwen3_moe"), lora_targets=("up_proj",))
     with pytest.raises(UserError, match="experts"):
         peft.write(trained, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_leaves_nothing(trained, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_files(trained, tmp_path, monkeypatch):
     def full(*_):
         raise RuntimeError("[write] Unable to write 4096 bytes to file.")
 
@@ -89,21 +89,21 @@ def test_a_full_disk_leaves_nothing(trained, tmp_path, monkeypatch):
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
-# --- Exactly these layers
+# --- Selection of layers
 
 
 def adapted(said, modules):
-    """What PEFT adapts by these settings, by our reading of its rule."""
+    """The layers that PEFT adapts with these settings, according to peft_config."""
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **said}
     return peft_config.targeted(peft_config.read("adapter_config.json", config), modules)
 
 
 @given(st.sets(st.sampled_from(sorted(MODULES - {"model.embed_tokens"})), min_size=1))
-def test_the_settings_mean_exactly_the_layers(layers):
+def test_the_config_selects_exactly_the_adapted_layers(layers):
     assert adapted(peft.targets_of(layers, MODULES), MODULES) == layers
 
 
-def test_names_and_blocks_say_it_where_they_can():
+def test_layer_names_and_block_indices_are_preferred():
     layers = {f"{block}.self_attn.q_proj" for block in BLOCKS[1:]}
     assert peft.targets_of(layers, MODULES) == {
         "target_modules": ["q_proj"],
@@ -112,7 +112,7 @@ def test_names_and_blocks_say_it_where_they_can():
     }
 
 
-def test_a_layer_with_a_namesake_elsewhere_is_named_in_full():
+def test_an_ambiguous_layer_name_is_written_as_a_full_path():
     layers = {"model.layers.2.mlp.up_proj"}
     found = peft.targets_of(layers, MODULES)
     assert found["target_modules"] == ["model.layers.2.mlp.up_proj"]

@@ -13,7 +13,7 @@ from your_ai.errors import UserError
 from your_ai.export import peft_config
 
 PATH = Path("adapter_config.json")
-# What PEFT 0.21 writes for an adapter that asks for nothing special.
+# PEFT 0.21 writes this for an adapter without special settings.
 PLAIN = {
     "task_type": "CAUSAL_LM", "peft_type": "LORA", "auto_mapping": None, "peft_version": "0.21.2",
     "base_model_name_or_path": "org/model", "revision": None, "inference_mode": True, "r": 4,
@@ -49,7 +49,7 @@ def test_a_plain_adapter_is_read():
     assert not found.dora
 
 
-def test_the_scale_of_a_stabilized_rank():
+def test_rslora_divides_alpha_by_the_root_of_the_rank():
     assert read(use_rslora=True).scale == 8 / math.sqrt(4)
 
 
@@ -86,7 +86,7 @@ def test_the_scale_of_a_stabilized_rank():
         ("layers_pattern", ["("]),
     ],
 )
-def test_what_an_adapter_of_mlx_lm_cannot_be_is_refused(key, value):
+def test_settings_that_mlx_lm_adapters_do_not_support_are_refused(key, value):
     with pytest.raises(UserError, match=rf"^adapter_config.json: {key}"):
         read(**{key: value})
 
@@ -98,7 +98,7 @@ def test_what_an_adapter_of_mlx_lm_cannot_be_is_refused(key, value):
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=2),
     ),
 )
-def test_whatever_a_setting_is_it_is_read_or_refused(key, value):
+def test_any_value_of_a_setting_is_read_or_refused(key, value):
     found, fault = set(), "adapter_config.json: "
     try:
         found = peft_config.targeted(read(**{key: value}), LINEARS)
@@ -108,22 +108,22 @@ def test_whatever_a_setting_is_it_is_read_or_refused(key, value):
     assert fault.startswith("adapter_config.json: ")
 
 
-def test_a_target_that_the_model_has_not_is_told():
+def test_a_target_that_the_model_does_not_have_is_an_error():
     with pytest.raises(UserError, match="has no layer q_prj; did you mean q_proj"):
         peft_config.check_targets(read(target_modules=["up_proj", "q_prj"]), LINEARS)
 
 
-# --- PEFT's rule of which layers it adapts
+# --- Which layers PEFT adapts
 
 
-def test_names_are_ends_of_paths():
+def test_names_match_the_ends_of_paths():
     assert targeted(target_modules=["up_proj"]) == [
         f"model.layers.{i}.mlp.up_proj" for i in (0, 1, 2)
     ]
     assert targeted(target_modules=["p_proj"]) == []
 
 
-def test_some_blocks_alone():
+def test_layers_to_transform_limits_the_blocks():
     assert targeted(target_modules=["up_proj"], layers_to_transform=[2]) == [LINEARS[8]]
     assert targeted(target_modules=["up_proj"], layers_to_transform=0) == [LINEARS[2]]
     said = {"layers_to_transform": [1], "layers_pattern": "layers"}
@@ -132,25 +132,25 @@ def test_some_blocks_alone():
     assert targeted(target_modules=["q_proj"], **said) == []
 
 
-def test_a_path_in_full_is_meant_in_any_block():
+def test_a_full_path_is_adapted_in_any_block():
     assert targeted(target_modules=[LINEARS[0]], layers_to_transform=[2]) == [LINEARS[0]]
 
 
-def test_a_pattern_is_of_whole_paths():
+def test_a_pattern_must_match_the_whole_path():
     assert targeted(target_modules=r".*\.[02]\.mlp\..*") == [LINEARS[2], LINEARS[8]]
 
 
-def test_all_linear_is_all_but_the_head():
+def test_all_linear_means_all_layers_except_the_head():
     assert targeted(target_modules="all-linear") == sorted(LINEARS[:-1])
 
 
-def test_what_is_excluded_is_not_adapted():
+def test_excluded_layers_are_not_adapted():
     found = targeted(target_modules="all-linear", exclude_modules=["q_proj", "o_proj"])
     assert found == [LINEARS[2], LINEARS[5], LINEARS[8]]
     assert targeted(target_modules=["q_proj"], exclude_modules=r".*\.[01]\..*") == [LINEARS[6]]
 
 
-# --- What others may have meant to do
+# --- Malicious or broken settings
 
 
 @pytest.mark.parametrize(
@@ -162,16 +162,16 @@ def test_what_is_excluded_is_not_adapted():
     ],
 )
 @pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "layers_pattern"])
-def test_a_pattern_that_takes_forever_is_refused_in_time(monkeypatch, key, pattern):
+def test_a_slow_pattern_is_stopped_in_time(monkeypatch, key, pattern):
     monkeypatch.setattr(peft_config, "MATCH_S", 0.3)
     others = {"target_modules": ["up_proj"], "layers_to_transform": [1]}
     began = time.monotonic()
-    with contextlib.suppress(UserError):  # some of them regex does match quickly
+    with contextlib.suppress(UserError):  # regex matches some of them quickly
         targeted(**others | {key: pattern})
     assert time.monotonic() - began < 5
 
 
-def test_a_pattern_that_takes_forever_is_named(monkeypatch):
+def test_a_slow_pattern_is_reported(monkeypatch):
     monkeypatch.setattr(peft_config, "MATCH_S", 0.3)
     with pytest.raises(UserError, match=r"^adapter_config\.json: a pattern takes more than 0\.3 s"):
         targeted(target_modules=r"(.|..|...)*(?<!j)")
@@ -180,13 +180,13 @@ def test_a_pattern_that_takes_forever_is_named(monkeypatch):
 @pytest.mark.parametrize(
     "pattern", ["(" * 50_000, "(?:" * 2000 + "a" + ")*" * 2000, "[a" * 5000, "a" * 200_000, "(?1)"]
 )
-def test_a_pattern_that_is_none_is_refused(pattern):
+def test_an_invalid_pattern_is_refused(pattern):
     with pytest.raises(UserError, match="target_modules: ") as caught:
         read(target_modules=pattern)
     assert len(str(caught.value)) < 200
 
 
-def test_many_names_are_looked_up_quickly():
+def test_many_names_are_matched_quickly():
     names = [f"layer_{index}" for index in range(99_000)] + ["up_proj"]
     linears = [f"model.layers.{block}.mlp.up_proj" for block in range(500)]
     began = time.monotonic()
@@ -225,7 +225,7 @@ def test_many_names_are_looked_up_quickly():
     ],
     ids=range(24),
 )
-def test_a_figure_that_no_adapter_has_is_refused_in_a_line(key, value):
+def test_an_absurd_value_is_refused_in_one_short_line(key, value):
     with pytest.raises(UserError, match=r"^adapter_config\.json: ") as caught:
         read(**{key: value})
     assert len(str(caught.value)) < 400
@@ -237,7 +237,7 @@ JSON = SCALAR | st.lists(SCALAR, max_size=3) | st.dictionaries(st.text(max_size=
 
 
 @given(st.dictionaries(st.sampled_from(peft_config.READ[1:]), JSON, max_size=4))
-def test_whatever_a_config_says_it_is_read_or_refused(changes):
+def test_any_config_is_read_or_refused(changes):
     try:
         settings = read(**changes)
         found = peft_config.targeted(settings, LINEARS)

@@ -1,1 +1,1 @@
-"""What a run has learned, in the formats of other tools, and adapters of theirs as runs."""
+"""Export runs to the formats of other tools, and import adapters of other tools as runs."""

@@ -1,6 +1,6 @@
-"""How near a fused model comes to its base with the adapter, measured on rows of the run.
+"""Measure how close a fused model is to its base with the adapter, on rows of the run.
 
-Shapes: B rows, T tokens of a row, S supervised positions, D hidden size, V vocabulary.
+Shapes: B rows, T tokens per row, S supervised positions, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,75 +36,78 @@ from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.nets.model import Split, compute_dtype, split
 from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter
 
-SPLITS = ("valid", "test", "train")  # the first that there is
-ROWS, TOKENS = 64, 4096  # at most
-ROWS_AT_ONCE = 16  # at most, for so many positions that meet the heads together
-POSITIONS_AT_ONCE, FEWEST_POSITIONS = 512, 16
-LOGITS_HELD = 10  # arrays of them, of three models
+SPLITS = ("valid", "test", "train")  # the first existing one is used
+ROWS, TOKENS = 64, 4096  # maximum to measure on
+ROWS_AT_ONCE = 16  # maximum rows that go through the blocks together
+POSITIONS_AT_ONCE, FEWEST_POSITIONS = 512, 16  # limits of positions that share one head call
+LOGITS_HELD = 10  # arrays of logits in memory at the same time, of all three models
 LOSSES = ("base_loss", "adapted_loss", "fused_loss")
-LEAST_KEPT = 0.5  # of the adapter's effect, or it counts as erased
+LEAST_KEPT = 0.5  # if less of the adapter's effect survives, it counts as erased
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Of logits at supervised positions, between three models on the same rows.
-
-    file: where the rows are from; rows, positions: how many there were. mean, largest:
-    absolute change from base + adapter to the fused model; effect: mean absolute change from
-    the base to base + adapter, which is to survive; kept: how much of that change the fused
-    model shows, 1 being all of it; agreement: share of the positions where the likeliest token
-    is that of base + adapter; *_loss: the mean cross-entropy of each model.
-    """
+    """Differences of the logits of three models at the supervised positions of the same rows."""
 
     file: str
+    """Where the rows are from."""
     rows: int
     positions: int
     mean: float
+    """Mean absolute change from base + adapter to the fused model."""
     largest: float
+    """Largest absolute change from base + adapter to the fused model."""
     effect: float
+    """Mean absolute change from the base to base + adapter."""
     kept: float
+    """Share of the adapter's change that the fused model shows; 1 is all of it."""
     agreement: float
+    """Share of positions where fused model and base + adapter have the same most likely token."""
     base_loss: float
+    """Mean cross-entropy of the base."""
     adapted_loss: float
+    """Mean cross-entropy of base + adapter."""
     fused_loss: float
+    """Mean cross-entropy of the fused model."""
 
     @property
     def erased(self) -> bool:
-        """Whether fusing has changed as much as training has, or undone most of that."""
+        """Whether fusing changed the model as much as training did, or undid most of training."""
         return self.effect > 0 and (self.mean >= self.effect or self.kept < LEAST_KEPT)
 
 
 @dataclass(frozen=True)
 class DifferenceRoom:
-    """How the models go into the limit.
-
-    streams: they are read block by block; rows: that go through the blocks together; positions:
-    that meet the heads together.
-    """
+    """How the models are run to stay below the memory limit."""
 
     streams: bool
+    """Whether the models are read from disk block by block."""
     rows: int
+    """Rows that go through the blocks together."""
     positions: int
+    """Positions that go through the heads together."""
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the supervised targets of a batch are, in the order in which they are reached.
-
-    rows, columns: (S,) of the input that predicts each; targets: (S,); weights: (S,).
-    """
+    """The supervised positions of a batch, in the order in which the model reaches them."""
 
     rows: np.ndarray
+    """(S,): the row of the input token that predicts the target."""
     columns: np.ndarray
+    """(S,): the column of the input token that predicts the target."""
     targets: np.ndarray
+    """(S,)"""
     weights: np.ndarray
+    """(S,)"""
 
 
 @dataclass
 class DifferenceSums:
-    """What is added up over the positions. losses: of base, base + adapter and fused model."""
+    """Sums over the positions."""
 
-    numbers: int = 0  # of logits
+    numbers: int = 0
+    """Count of single logits."""
     positions: int = 0
     agreed: int = 0
     error: float = 0.0
@@ -114,13 +117,14 @@ class DifferenceSums:
     shown: float = 0.0
     weight: float = 0.0
     losses: np.ndarray = field(default_factory=lambda: np.zeros(3))
+    """Of base, base + adapter and fused model."""
 
 
 def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None) -> Difference:
-    """Measure the model in `fused` against the run.
+    """Compare the model in the folder `fused` with the run.
 
-    max_memory_gb: of the process; models that are larger are read from their files block by
-    block. Raises UserError where that does not fit, and where the run's data is gone.
+    max_memory_gb: limit of the process; if the models are larger, they are read from disk block
+    by block. Raises UserError if that does not fit either, or if the run's data is gone.
     """
     source = base_of(trained, max_memory_gb)
     dtype = compute_dtype(trained.config.dtype)
@@ -135,7 +139,7 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
     room = hold(facts, trained.adapter, longest, max_memory_gb, streamable)
 
     if not room.streams:
-        networks[1].update(base.parameters())  # so that they are held once
+        networks[1].update(base.parameters())  # share the weights of the base
     put_adapter(networks[1], trained.adapter)
     for opened in models:
         for_answers(opened, room.streams)
@@ -165,7 +169,7 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
 def examples_of(
     trained: Trained, network: nn.Module, tokenizer: Any, max_memory_gb: float | None
 ) -> tuple[Path, Examples]:
-    """The file that the run validated with, or else another of its files, and its rows."""
+    """Return the run's validation file, or else another of its files, and the rows in it."""
     config = trained.config
     if not config.data:
         raise UserError(f"{trained.folder.path}: has no data")
@@ -184,10 +188,10 @@ def examples_of(
 
 
 def choose(examples: Examples) -> np.ndarray:
-    """A few rows from all over the file, the same each time, the longest first."""
+    """Choose a few rows from the whole file, always the same ones, longest first."""
     rows = np.flatnonzero(examples.weights)
     if not len(rows):
-        raise UserError("every row has weight 0: there is nothing to measure with")
+        raise UserError("every row has weight 0: there is nothing to measure on")
     rows = np.random.Generator(np.random.PCG64(0)).permutation(rows)[:ROWS]
     fits = np.cumsum(examples.lengths[rows]) <= TOKENS
     rows = rows[: max(1, int(fits.sum()))]
@@ -201,9 +205,10 @@ def hold(
     max_memory_gb: float | None,
     streamable: bool,
 ) -> DifferenceRoom:
-    """Hold MLX to the limit. Raises UserError where a row of so many tokens does not fit.
+    """Set MLX's memory limit and choose how to run the models.
 
-    facts: of the base and the fused model.
+    facts: of the base and the fused model; tokens: of the longest row. Raises UserError if one
+    such row does not fit.
     """
     limit = limit_of(max_memory_gb).limit_bytes
     coefficients = coefficients_here()
@@ -237,7 +242,7 @@ def places_of(batch: Batch) -> Places:
 
 
 def hidden_at(network: nn.Module, halves: Split, batch: Batch, places: Places) -> mx.array:
-    """(S, D) what the head is given at the places; PREFILL_TOKENS go through at once."""
+    """(S, D) hidden states before the head. PREFILL_TOKENS tokens go through together."""
     tokens, cache = mx.array(batch.tokens), make_prompt_cache(network)
     found: list[mx.array] = []
     for start in range(0, tokens.shape[1], PREFILL_TOKENS):
@@ -257,7 +262,7 @@ def add(
     places: Places,
     step: int,
 ) -> None:
-    """Add the places of a batch, `step` of them at once."""
+    """Add the positions of a batch to the sums, `step` positions at a time."""
     for start in range(0, len(places.targets), step):
         part = slice(start, start + step)
         logits = [

@@ -1,4 +1,4 @@
-"""The folder of a fused model, written shard by shard by `modelfiles.shards`."""
+"""Write a fused model to a folder, shard by shard with `modelfiles.shards`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,19 @@ def fuse(
     max_memory_gb: float | None = None,
     force: bool = False,
 ) -> Iterator[WriteProgress]:
-    """Write the run's base with its adapter in it to `target`; goes on where it was.
+    """Write the base with the adapter fused in to `target`. Continues an interrupted `fuse`.
 
-    to, dtype: as `weights.fused_lazily` has them. force: replace a model that is there, once
-    the new one is whole. Raises UserError, before anything is written, for a target that
-    cannot be, and too little memory or disk; RunError where the base cannot be read to its end.
+    to, dtype: see `fused_weights.fused_lazily`.
+    force: replace an existing model once the new one is complete.
+    Raises UserError, before anything is written, if the target is not possible or if memory or
+    disk is too small; RunError if the base cannot be read completely.
     """
     check_target(target, force)
     if glob.escape(target.name) != target.name:
-        raise UserError(f"{target}: mlx-lm finds no model below a name with *, ? or [")
+        raise UserError(
+            f"{target}: mlx-lm cannot load a model from a folder with *, ? or [ in its name; "
+            "choose another name"
+        )
     source, adapter = base_of(trained, max_memory_gb), trained.adapter.folder
     spare_the_run(trained, source, target)
     lazy = fused_lazily(trained, to, dtype, max_memory_gb)
@@ -45,7 +49,7 @@ def fuse(
 
 
 def left_behind(target: Path) -> str:
-    """What to tell who has interrupted `fuse`."""
+    """The message for a user who interrupted `fuse`."""
     return unfinished.left_behind(work_of(target))
 
 
@@ -54,8 +58,8 @@ def work_of(target: Path) -> Work:
 
 
 def spare_the_run(trained: Trained, source: Path, target: Path) -> None:
-    """Raise UserError where `target` is what the run needs: its base, adapter or checkpoints."""
+    """Raise UserError if `target` lies in the run's base, adapter or checkpoints."""
     run, there = trained.folder, target.resolve()
     for needed in (trained.base, source, run.adapter, run.checkpoints):
         if there.is_relative_to(needed.resolve()):
-            raise UserError(f"{target}: is of the run itself ({needed}); choose another name")
+            raise UserError(f"{target}: belongs to the run itself ({needed}); choose another name")

@@ -1,17 +1,18 @@
-"""The weights of a run's base with its adapter in them, lazily.
+"""Fuse an adapter into the weights of its base, lazily.
 
-    LoRA: W' = W + scale * B A, for each expert where a layer has some
+    LoRA: W' = W + scale * B A, separately for each expert if a layer has experts
     DoRA: W' = m * (W + scale * B A) / |W + scale * B A|, row by row
 
-as mlx-lm's layers have it, but in float32, and rounded once to what is written. A layer is
-computed some rows after the other, and put together from them.
+This is what mlx-lm's layers compute, but in float32 and rounded only once, when written. A
+layer is computed in slices of rows, which are then concatenated.
 
-What is quantized again is rounded up or down at random, so that on average it is W'. An adapter
-changes most weights by less than a step, all in its few directions; rounded to the nearest
-they would go back to where they were: the levels of 4 bits are among those of 8, 255 being
-17 x 15. What is random is in no direction, and cancels out.
+Weights that are quantized again are rounded up or down at random, so that their mean is W'. An
+adapter changes most weights by less than one quantization step, along a few directions.
+Rounding to the nearest value would undo the change: every 4-bit level is also an 8-bit level,
+because 255 = 17 x 15. Random rounding errors have no common direction and cancel out.
 
-Shapes: O outputs, I inputs, r rank, E experts; of a slice of its first axis where rows is said.
+Shapes: O outputs, I inputs, r rank, E experts. Arguments named `rows` are a slice of the first
+axis.
 """
 
 from __future__ import annotations
@@ -40,32 +41,32 @@ AUTO, SAME, DEQUANTIZED = "auto", "same", "dequantized"
 HIGHER = ("4", "5", "6", "8")
 FORMS = (AUTO, SAME, DEQUANTIZED, *HIGHER)
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
-PACKED = ("weight", "scales", "biases")  # what a layer's weight is made of
+PACKED = ("weight", "scales", "biases")  # the arrays of a quantized weight
 AFFINE_GROUPS = (32, 64, 128)
-SLICE_BYTES = 4 << 20  # of the rows that are computed together, in float32
-SLICES_HELD = 8  # MLX runs some ten operations ahead, and so holds a few of them
+SLICE_BYTES = 4 << 20  # bytes in float32 of the rows that are computed together
+SLICES_HELD = 8  # slices in memory at the same time: MLX runs about ten operations ahead
 
-Quantization = dict[str, Any]  # group_size, bits and mode, or nothing
+Quantization = dict[str, Any]  # group_size, bits and mode; empty if not quantized
 
 
 @dataclass(frozen=True)
 class Change:
-    """A layer of the base that is written otherwise than it is.
-
-    seed: of its rounding; parts: lora_a, lora_b and m, or nothing where it is dequantized
-    alone; becomes: how it is quantized then; dtype: of its floats.
-    """
+    """A layer of the base whose weights change."""
 
     layer: nn.Module
     seed: int
+    """Seed of the random rounding."""
     parts: Mapping[str, mx.array]
+    """lora_a, lora_b and m; empty if the layer is only dequantized."""
     scale: float
     becomes: Quantization
+    """The quantization of the result."""
     dtype: mx.Dtype
+    """The dtype of the result's floating-point arrays."""
 
 
 def base_of(trained: Trained, max_memory_gb: float | None = None) -> Path:
-    """The folder with the weights that the adapter was trained on: quantized, if they were."""
+    """The folder with the weights used in training: the quantized copy if the run quantized."""
     bits = trained.config.quantize
     return trained.base if bits is None else quantized_copy(trained.base, bits, max_memory_gb)
 
@@ -73,21 +74,22 @@ def base_of(trained: Trained, max_memory_gb: float | None = None) -> Path:
 def fused_lazily(
     trained: Trained, to: str = AUTO, dtype: str = AUTO, max_memory_gb: float | None = None
 ) -> Lazy:
-    """The base with the adapter in it, by the names that mlx-lm gives its weights.
+    """Return the base with the adapter fused in, under mlx-lm's names of the weights.
 
-    to: what becomes of a quantized base. `same`: the adapted layers are quantized again as they
-    were; `4` to `8`: with so many bits, where they have fewer; either way all else stays as it
-    is. `dequantized`: nothing is quantized any more. `auto`: 8. dtype: of the floats, where
-    nothing is quantized; `auto` is the base's own. max_memory_gb: of the process, while it makes
-    the quantized copy of a base that has none yet. Raises UserError where that cannot be.
+    to: the form of a quantized base. `same` quantizes the adapted layers again as they were;
+    `4` to `8` quantizes them with this many bits if they have fewer; in both cases all other
+    layers stay unchanged. `dequantized` leaves nothing quantized. `auto` is 8.
+    dtype: of the weights if nothing is quantized; `auto` keeps the dtype of the base.
+    max_memory_gb: memory limit for making the quantized copy of the base if it is missing.
+    Raises UserError if the combination is not possible.
     """
     source = base_of(trained, max_memory_gb)
     network, config = load_as_written(source)
     parameters = get_total_parameters(network)
     arrays, modules = dict(tree_flatten(network.parameters())), dict(network.named_modules())
-    adapter = read_adapter(trained.adapter.folder)  # anew: what is used of it is not kept
-    network.freeze()  # so that what is trained is the adapter alone
-    put_adapter(network, adapter)  # which finds out whether it fits
+    adapter = read_adapter(trained.adapter.folder)  # read again: its arrays are released early
+    network.freeze()  # only the adapter stays trainable
+    put_adapter(network, adapter)  # checks that it fits
     quantized = any(map(quantization_of, modules.values()))
     to = form_of(to, dtype, source, adapter, modules)
     floats = None if dtype == AUTO else getattr(mx, dtype)
@@ -122,13 +124,13 @@ def fused_lazily(
     )
 
 
-# What is changed
+# Choosing the changes
 
 
 def form_of(
     to: str, dtype: str, source: Path, adapter: Adapter, modules: Mapping[str, nn.Module]
 ) -> str:
-    """What `to` means for this base: one of FORMS, but not `auto`. Raises UserError."""
+    """Resolve `to` for this base: one of FORMS other than `auto`. Raises UserError if invalid."""
     for option, value, known in (("--to", to, FORMS), ("--dtype", dtype, DTYPES)):
         if value not in known:
             raise UserError(f"{option} {value}: give {', '.join(known[:-1])} or {known[-1]}")
@@ -138,15 +140,17 @@ def form_of(
             raise UserError(f"{adapter.folder}: {path} is a {kind}, which cannot be fused")
     if not any(map(quantization_of, modules.values())):
         if to in HIGHER:
-            then = "fuse it as it is, then your_ai quantize the result"
+            then = "fuse it without --to, then quantize the result with your_ai quantize"
             raise UserError(f"--to {to}: {source} is not quantized; {then}")
         return SAME
     to = HIGHER[-1] if to == AUTO else to
     if to != DEQUANTIZED and dtype != AUTO:
-        raise UserError(f"--dtype {dtype}: layers stay quantized; give --to {DEQUANTIZED} with it")
+        raise UserError(f"--dtype {dtype}: layers stay quantized; add --to {DEQUANTIZED}")
     bits = [quantization_of(modules[path]).get("bits", 0) for path in adapter.layers]
     if to in HIGHER and int(to) < min(bits):
-        raise UserError(f"--to {to}: the adapted layers have {min(bits)} bits; give no fewer")
+        raise UserError(
+            f"--to {to}: the adapted layers already have {min(bits)} bits; give {min(bits)} or more"
+        )
     return to
 
 
@@ -157,7 +161,7 @@ def changes_of(
     to: str,
     floats: mx.Dtype | None,
 ) -> dict[str, Change]:
-    """By the path of the layer. floats: the type of what is written; the layer's own if None."""
+    """The changes by layer path. floats: the dtype of the result; None keeps the layer's dtype."""
     first = next(
         array.dtype
         for _, array in tree_flatten(network.parameters())
@@ -176,7 +180,7 @@ def changes_of(
 
 
 def quantization_of(layer: nn.Module) -> Quantization:
-    """How a layer's weight is quantized; empty where it is not."""
+    """How a layer's weight is quantized; empty if it is not."""
     if layer.get("scales") is None:
         return {}
     mode = getattr(layer, "mode", "affine")
@@ -184,7 +188,7 @@ def quantization_of(layer: nn.Module) -> Quantization:
 
 
 def raised(own: Quantization, to: str) -> Quantization:
-    """`own` with the bits that `to` asks for, where those are more."""
+    """Return `own` with the bits of `to`, if those are more."""
     if not own or to == SAME or own["bits"] >= int(to):
         return own
     group_size = own["group_size"] if own["group_size"] in AFFINE_GROUPS else AFFINE_GROUPS[0]
@@ -194,7 +198,7 @@ def raised(own: Quantization, to: str) -> Quantization:
 def config_of(
     config: dict[str, Any], changes: Mapping[str, Change], to: str, floats: mx.Dtype | None
 ) -> dict[str, Any]:
-    """The configuration of the result, as mlx-lm and transformers read it."""
+    """The config.json of the result, for mlx-lm and transformers."""
     config = copy.deepcopy(config)
     if to == DEQUANTIZED:
         for part in (config, config.get("text_config") or {}):
@@ -211,11 +215,11 @@ def config_of(
     return config
 
 
-# Its arrays
+# Computing the arrays
 
 
 def changed_arrays(change: Change) -> dict[str, mx.array]:
-    """The weight of the layer, as it becomes, by the names that it has in the layer."""
+    """The changed weight of the layer: its arrays by their names in the layer."""
     layer = change.layer
     pieces: list[dict[str, mx.array]] = []
     for rows in slices(layer):
@@ -230,7 +234,7 @@ def changed_arrays(change: Change) -> dict[str, mx.array]:
 
 
 def dense_rows(layer: nn.Module, rows: slice, after: list[mx.array]) -> mx.array:
-    """The rows of a layer's weight in float32, not before the arrays `after` are computed."""
+    """Rows of a layer's weight in float32, computed only after the arrays `after`."""
     given = [layer[name][rows] for name in PACKED if layer.get(name) is not None]
     weight, *others = mx.depends(given, after) if after else given
     quantization = quantization_of(layer)
@@ -244,9 +248,9 @@ def dense_rows(layer: nn.Module, rows: slice, after: list[mx.array]) -> mx.array
 def adapted_rows(
     weight: mx.array, parts: Mapping[str, mx.array], scale: float, rows: slice
 ) -> mx.array:
-    """The rows with the adapter in them.
+    """Rows of the weight with the adapter fused in.
 
-    lora_a, lora_b: (I, r) and (r, O), or with experts (E, r, I) and (E, O, r); m: (O,).
+    lora_a, lora_b: (I, r) and (r, O), or (E, r, I) and (E, O, r) with experts; m: (O,).
     """
     a, b = (parts[name].astype(mx.float32) for name in ("lora_a", "lora_b"))
     if a.ndim == 3:
@@ -259,7 +263,7 @@ def adapted_rows(
 
 
 def dithered(weight: mx.array, becomes: Quantization, seed: int) -> mx.array:
-    """The rows with noise of a step, so that to round them to the nearest is to do it at random."""
+    """Add uniform noise of one step, so that rounding to the nearest rounds at random."""
     _, steps, _ = mx.quantize(weight, **becomes)
     noise = mx.random.uniform(-0.5, 0.5, weight.shape, key=mx.random.key(seed))
     return weight + mx.repeat(steps, becomes["group_size"], axis=-1) * noise
@@ -275,14 +279,14 @@ def packed(weight: mx.array, becomes: Quantization, dtype: mx.Dtype) -> dict[str
 
 
 def slices(layer: nn.Module) -> list[slice]:
-    """Of the first axis, so that a slice of the weight in float32 is about SLICE_BYTES."""
+    """Slices of the first axis; each slice of the weight has about SLICE_BYTES in float32."""
     count = layer.weight.shape[0]
     step = max(1, SLICE_BYTES // row_bytes(layer))
     return [slice(start, start + step) for start in range(0, count, step)]
 
 
 def row_bytes(layer: nn.Module) -> int:
-    """In float32."""
+    """Bytes of one row of the weight in float32."""
     shape = list(layer.weight.shape[1:])
     if quantization_of(layer):
         shape[-1] = layer.scales.shape[-1] * layer.group_size
@@ -290,7 +294,7 @@ def row_bytes(layer: nn.Module) -> int:
 
 
 def work_bytes(change: Change, found: Mapping[str, mx.array]) -> int:
-    """What is held beside a changed layer's arrays and what they are read from."""
+    """Bytes for computing a changed layer, in addition to its input and output arrays."""
     pieces = sum(array.nbytes for array in (*found.values(), *change.parts.values()))
     rows = min(change.layer.weight.shape[0], max(1, SLICE_BYTES // row_bytes(change.layer)))
     return pieces + SLICES_HELD * rows * row_bytes(change.layer)

@@ -1,4 +1,4 @@
-"""An adapter, or the model with it, as llama.cpp reads it, and all that is built on that."""
+"""Export an adapter, or the model with the adapter fused in, to GGUF for llama.cpp and others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from your_ai.nets.saved_adapter import Trained, put_adapter
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
-# What gguf calls each type of the matrices, and a file with it.
+# Our name of a matrix type -> gguf's name of the type, and of a file with such matrices.
 KINDS = {
     "f32": ("F32", "ALL_F32"),
     "f16": ("F16", "MOSTLY_F16"),
@@ -47,23 +47,22 @@ KINDS = {
     "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
 }
 ROPE_FACTORS = "rope_freqs.weight"
-PART_BYTES = 16 << 20  # of float32, converted at a time,
-PARTS_HELD = 6  # and what is made of it on the way
+PART_BYTES = 16 << 20  # bytes of float32 that are converted together
+PARTS_HELD = 6  # copies of a part that exist at the same time during the conversion
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of the file, lazy.
-
-    parameter: of the network, as errors name it; kind: what it is written in; work_bytes: held
-    beside it to put it in order.
-    """
+    """A tensor of the file, computed lazily."""
 
     name: str
     parameter: str
+    """The parameter's name in the network, for error messages."""
     array: mx.array
     kind: GGMLQuantizationType
+    """The type in which it is written."""
     work_bytes: int = 0
+    """Additional memory for reordering it."""
 
     @property
     def written_bytes(self) -> int:
@@ -73,21 +72,22 @@ class GgufTensor:
 
 
 def write_adapter(trained: Trained, target: Path) -> None:
-    """Write the run's adapter, in float32, to the file `target`; one that is there is replaced.
+    """Write the run's adapter in float32 to the file `target`; an existing file is replaced.
 
-    Raises UserError for an adapter that llama.cpp cannot put on a model, and where `target`
-    cannot be written.
+    Raises UserError if llama.cpp cannot apply the adapter, or if `target` cannot be written.
     """
     require_library()
     adapter = trained.adapter
     if adapter.is_dora:
-        raise UserError(f"{adapter.folder}: is DoRA, which llama.cpp has not; fuse it: --fused")
+        raise UserError(
+            f"{adapter.folder}: is DoRA, which llama.cpp does not support; fuse it with --fused"
+        )
     if adapter.scale == 0:
-        raise UserError(f"{adapter.folder}: its scale is 0, which llama.cpp takes for 1")
+        raise UserError(f"{adapter.folder}: its scale is 0, which llama.cpp would read as 1")
     check_dense(trained, "GGUF")
     network, config = load_network(trained.base, mx.float32)
     described = describe(trained.base, network, config)
-    put_adapter(network, adapter)  # which finds out whether it fits
+    put_adapter(network, adapter)  # checks that it fits
     tensors = adapter_tensors(described, trained)
     with writing(target, described) as writer:
         add_source(writer, trained, "adapter")
@@ -100,11 +100,11 @@ def write_adapter(trained: Trained, target: Path) -> None:
 def write_model(
     trained: Trained, target: Path, kind: str, max_memory_gb: float | None = None
 ) -> Iterator[WriteProgress]:
-    """Write the run's model with the adapter in it to the file `target`, a tensor at a time.
+    """Write the model with the adapter fused in to the file `target`, one tensor at a time.
 
-    kind: one of KINDS, of the matrices. A file that is there is replaced. Raises UserError for
-    a model that llama.cpp does not have, too little memory or disk, and where `target` cannot
-    be written; RunError where the model cannot be read to its end.
+    kind: the type of the matrices, one of KINDS. An existing file is replaced.
+    Raises UserError if llama.cpp does not support the model, if memory or disk is too small, or
+    if `target` cannot be written; RunError if the model cannot be read completely.
     """
     require_library()
     from gguf import LlamaFileType
@@ -149,7 +149,7 @@ def adapter_tensors(described: Description, trained: Trained) -> list[GgufTensor
 def model_tensors(
     described: Description, arrays: dict[str, mx.array], kind: str
 ) -> list[GgufTensor]:
-    """arrays: the parameters by name, taken out."""
+    """The tensors of the whole model. arrays: the parameters by name; emptied by this."""
     found = []
     for parameter in list(arrays):
         array = arrays.pop(parameter)
@@ -164,10 +164,10 @@ def model_tensors(
 
 
 def kind_of(kind: str, array: mx.array) -> GGMLQuantizationType:
-    """The type that a parameter is written in: of matrices `kind`, where their rows allow it."""
+    """The type in which a parameter is written: `kind` for matrices with a fitting row length."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    if array.ndim < 2:  # llama.cpp computes with these in float32 alone
+    if array.ndim < 2:  # llama.cpp supports only float32 for these
         return GGMLQuantizationType.F32
     wanted = GGMLQuantizationType[KINDS[kind][0]]
     together, _ = GGML_QUANT_SIZES[wanted]
@@ -175,13 +175,13 @@ def kind_of(kind: str, array: mx.array) -> GGMLQuantizationType:
 
 
 def add_source(writer: GGUFWriter, trained: Trained, kind: str) -> None:
-    """Tell what the file is, and of which model, but not where that is on this machine."""
+    """Write the kind of the file and the name of the base model, but no local path."""
     from gguf import GGML_QUANT_VERSION
 
     writer.add_type(kind)
     base = trained.hub_name
     named = trained.base.absolute().name if base is None else base.repo.rpartition("/")[2]
-    writer.add_name(f"{named} fine-tuned")  # a run's own name may tell of its data
+    writer.add_name(f"{named} fine-tuned")  # the run's name is private: it may describe the data
     writer.add_quantization_version(GGML_QUANT_VERSION)
     if base is not None:
         organization, _, name = base.repo.rpartition("/")
@@ -192,9 +192,9 @@ def add_source(writer: GGUFWriter, trained: Trained, kind: str) -> None:
 
 @contextlib.contextmanager
 def writing(target: Path, described: Description) -> Iterator[GGUFWriter]:
-    """A writer of a file beside `target`, which becomes `target` if the block ends well.
+    """Yield a writer for a temporary file, which replaces `target` if the block succeeds.
 
-    Raises UserError where it cannot be written.
+    Raises UserError if the file cannot be written.
     """
     from gguf import GGUFWriter
 
@@ -211,21 +211,24 @@ def writing(target: Path, described: Description) -> Iterator[GGUFWriter]:
 
 @contextlib.contextmanager
 def temporary_file(target: Path) -> Iterator[Path]:
-    """An empty file beside `target`, held by this process, and deleted if it is still there.
+    """Yield an empty locked file next to `target`; delete it at the end if it still exists.
 
-    Those that killed processes have left of the same target are deleted.
+    Files that killed processes left behind for the same target are deleted.
     """
     prefix = f"{TEMPORARY}{target.name}-"
     for other in target.parent.glob(f"{glob.escape(prefix)}*"):
-        with contextlib.suppress(OSError), other.open("rb") as file:  # in work, or gone
+        with (
+            contextlib.suppress(OSError),
+            other.open("rb") as file,
+        ):  # locked by another process, or gone
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             other.unlink()
     descriptor, name = tempfile.mkstemp(prefix=prefix, dir=target.parent)
     path = Path(name)
     try:
-        with contextlib.suppress(OSError):  # a file system that knows no locks
+        with contextlib.suppress(OSError):  # the file system may not support locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        path.chmod(0o644)  # mkstemp is for its owner alone
+        path.chmod(0o644)  # mkstemp makes it readable only by its owner
         yield path
     finally:
         path.unlink(missing_ok=True)
@@ -235,9 +238,9 @@ def temporary_file(target: Path) -> Iterator[Path]:
 def write_tensors(
     source: Path, writer: GGUFWriter, tensors: list[GgufTensor]
 ) -> Iterator[WriteProgress]:
-    """Write the head of the file, then the tensors, each taken out as it is computed.
+    """Write the header of the file, then the tensors. Each is removed from the list first.
 
-    source: what to blame where they cannot be.
+    source: the folder named in the error if a tensor cannot be computed.
     """
     import numpy as np
 
@@ -265,19 +268,18 @@ def write_tensors(
 
 
 def converted(source: Path, tensor: GgufTensor) -> Iterator[memoryview]:
-    """The bytes of a computed tensor in its type, some rows at a time."""
+    """Yield the bytes of a computed tensor in its type, a few rows at a time."""
     import numpy as np
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
-    numbers = np.asarray(tensor.array)  # of the same memory
+    numbers = np.asarray(tensor.array)  # shares the memory, no copy
     rows = max(1, PART_BYTES // (4 * numbers.shape[-1]))
     for start in range(0, len(numbers), rows):
         with np.errstate(over="ignore"):
             part = quantize(numbers[start : start + rows], tensor.kind)
         if tensor.kind == GGMLQuantizationType.F16 and not np.isfinite(part).all():
             raise UserError(
-                f"{source}: {tensor.parameter} has weights that float16 cannot hold; use "
-                "--dtype bf16"
+                f"{source}: {tensor.parameter} has weights too large for float16; use --dtype bf16"
             )
         yield memoryview(np.ascontiguousarray(part)).cast("B")

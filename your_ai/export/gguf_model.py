@@ -1,8 +1,8 @@
-"""What llama.cpp is told of a model: its architecture, its sizes, and its tensors' names.
+"""Describe a model to llama.cpp: its architecture, its sizes, and the names of its tensors.
 
-Where llama.cpp computes another function than mlx-lm, the weights are laid out for it: it
-turns the queries and keys of llama in neighbouring pairs of features, where mlx-lm pairs the
-two halves of a head, and it does not add 1 to the norms of gemma.
+Where llama.cpp and mlx-lm compute different functions, the weights are converted. For llama,
+llama.cpp applies RoPE to neighboring pairs of features, and mlx-lm pairs the two halves of a
+head. For gemma, llama.cpp does not add 1 to the norm weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from your_ai.errors import UserError
 if TYPE_CHECKING:
     import gguf
 
-# llama.cpp's architectures, by the model_type of config.json.
+# The model_type of config.json -> llama.cpp's architecture.
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
@@ -34,27 +34,28 @@ GEMMA = ("gemma2", "gemma3")
 LARGEST_BLOCKS = {
     "gemma2": 46,
     "gemma3": 62,
-}  # llama.cpp scales the queries of these otherwise
-CONTEXT = 8192  # tokens, where the model does not say how many it was made for
-WINDOW = 4096  # of gemma2, where it does not say
-HALVED = ("q_proj", "k_proj")  # layers whose heads are turned
+}  # number of blocks of the models whose queries llama.cpp scales differently
+CONTEXT = 8192  # context length in tokens, if the model's config names none
+WINDOW = 4096  # sliding window of gemma2, if its config names none
+HALVED = ("q_proj", "k_proj")  # layers that RoPE applies to
 SUFFIXES = (".weight", ".bias")
 
 
 @dataclass(frozen=True)
 class Description:
-    """A model as llama.cpp knows it.
-
-    architecture: llama.cpp's name; args: mlx-lm's settings of the text model; config: the same
-    part of config.json; prefix: of the text model's paths; names: gguf's for its tensors.
-    """
+    """A model as llama.cpp describes it."""
 
     base: Path
     architecture: str
+    """llama.cpp's name."""
     args: Any
+    """mlx-lm's settings of the text model."""
     config: dict[str, Any]
+    """The text model's part of config.json."""
     prefix: str
+    """Prefix of the paths of the text model's parameters."""
     names: gguf.TensorNameMap
+    """gguf's names of the tensors."""
 
     @property
     def heads(self) -> int:
@@ -75,15 +76,15 @@ class Description:
 
     @property
     def rope(self) -> dict[str, Any]:
-        """How positions are stretched, with its kind as `type`; {"type": "default"} for not."""
+        """The RoPE scaling settings, with the kind as `type`; "default" means no scaling."""
         found = dict(getattr(self.args, "rope_scaling", None) or {})
         return {**found, "type": found.get("type") or found.get("rope_type", "default")}
 
 
 def describe(base: Path, network: nn.Module, config: dict[str, Any]) -> Description:
-    """The model that mlx-lm has loaded from `base`, for llama.cpp.
+    """Describe the model that mlx-lm loaded from `base`.
 
-    Raises UserError for what llama.cpp does not have, or computes in another way.
+    Raises UserError if llama.cpp does not support it or computes it differently.
     """
     from gguf import MODEL_ARCH, get_tensor_name_map
 
@@ -91,7 +92,7 @@ def describe(base: Path, network: nn.Module, config: dict[str, Any]) -> Descript
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UserError(
-            f"{base}: GGUF of the architecture {kind} cannot be written; of {known} it can"
+            f"{base}: architecture {kind} cannot be exported to GGUF; supported: {known}"
         )
     name = ARCHITECTURES[kind]
     nested = "language_model" in network
@@ -105,12 +106,15 @@ def describe(base: Path, network: nn.Module, config: dict[str, Any]) -> Descript
         names=get_tensor_name_map(MODEL_ARCH[name.upper()], args.num_hidden_layers),
     )
     for fault in faults(described):
-        raise UserError(f"{base}: {fault}, which llama.cpp's {name} has not; GGUF cannot hold it")
+        raise UserError(
+            f"{base}: {fault}, which llama.cpp's {name} does not support; it cannot be exported "
+            "to GGUF"
+        )
     return described
 
 
 def faults(described: Description) -> list[str]:
-    """What of a model llama.cpp cannot compute."""
+    """The properties of a model that llama.cpp does not support."""
     args, name, rope = described.args, described.architecture, described.rope
     found = []
     if getattr(args, "rope_traditional", False):
@@ -128,7 +132,7 @@ def faults(described: Description) -> list[str]:
 
 
 def query_scalar(described: Description) -> float:
-    """What the queries of gemma are scaled by in llama.cpp, -1/2 its power."""
+    """llama.cpp's query scale for gemma: queries are multiplied by this value to the power -1/2."""
     args = described.args
     if args.num_hidden_layers == LARGEST_BLOCKS[described.architecture]:
         return args.hidden_size // described.heads
@@ -163,19 +167,19 @@ def add_parameters(writer: gguf.GGUFWriter, described: Description) -> None:
 def add_rope_scaling(writer: gguf.GGUFWriter, described: Description, rope: dict[str, Any]) -> None:
     from gguf import RopeScalingType
 
-    if rope["type"] not in ("linear", "yarn"):  # llama3's is a tensor
+    if rope["type"] not in ("linear", "yarn"):  # llama3's scaling is stored as a tensor
         return
     writer.add_rope_scaling_type(RopeScalingType(rope["type"]))
     writer.add_rope_scaling_factor(rope["factor"])
     if rope["type"] == "yarn":
-        # As mlx-lm has it where the model does not say.
+        # mlx-lm's defaults.
         writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings", 4096))
         writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32))
         writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1))
 
 
 def rope_factors(described: Description) -> mx.array | None:
-    """What each of llama3's frequencies is divided by, (head_dim / 2,) float32, or None."""
+    """The divisors of llama3's RoPE frequencies, (head_dim / 2,) float32; None for other models."""
     rope = described.rope
     if rope["type"] != "llama3":
         return None
@@ -189,19 +193,19 @@ def rope_factors(described: Description) -> mx.array | None:
 
 
 def name_of(described: Description, parameter: str) -> str:
-    """What llama.cpp calls a parameter of the network. Raises UserError where it has none such."""
+    """llama.cpp's name of a parameter of the network. Raises UserError if it has none."""
     path = parameter.removeprefix(described.prefix)
     name = described.names.get_name(path, try_suffixes=SUFFIXES)
     if name is None or not parameter.startswith(described.prefix):
         raise UserError(
             f"{described.base}: {parameter} is a weight that llama.cpp's "
-            f"{described.architecture} has not; GGUF cannot hold it"
+            f"{described.architecture} does not support; it cannot be exported to GGUF"
         )
     return name
 
 
 def arranged(described: Description, parameter: str, array: mx.array) -> mx.array:
-    """A parameter as llama.cpp wants it; (out, ...) for those of a linear layer."""
+    """Convert a parameter to llama.cpp's layout; linear layers are (out, ...)."""
     path, _, _ = parameter.rpartition(".")
     layer = path.rpartition(".")[2]
     if described.architecture == "llama" and layer in HALVED:
@@ -213,7 +217,7 @@ def arranged(described: Description, parameter: str, array: mx.array) -> mx.arra
 
 
 def in_pairs(array: mx.array, heads: int) -> mx.array:
-    """Rows (out, ...) whose heads are in halves, put so that the two of a pair are neighbours."""
+    """Reorder rows (out, ...) from RoPE pairs in two halves of a head to neighboring pairs."""
     rows, *rest = array.shape
     halves = array.reshape(heads, 2, rows // heads // 2, *rest)
     return halves.swapaxes(1, 2).reshape(array.shape)

@@ -1,9 +1,9 @@
-"""A tokenizer as llama.cpp has it: byte-level BPE, or SentencePiece's BPE.
+"""Describe a tokenizer to llama.cpp: byte-level BPE or SentencePiece BPE.
 
-llama.cpp knows how a byte-level tokenizer splits a text by a name alone, so that is found by
-what the tokenizer makes of a text that the known ones split differently. Of SentencePiece's
-it wants scores, by which it merges what is next to each other; Hugging Face's tokenizers have
-the merges themselves, in the order of those scores.
+llama.cpp identifies the way a byte-level tokenizer splits text only by a name. This module
+finds the name by splitting a probe text that every known splitter splits differently. For
+SentencePiece, llama.cpp wants scores that decide which neighboring pieces merge first. Hugging
+Face tokenizers store the merges themselves, in the order of those scores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TEKKEN = (
     rf"{START}{UPPER}*{LOWER}+|{START}{UPPER}+{LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Letters of several scripts, digits in runs, contractions in both cases, marks, spaces.
+# Letters of several scripts, runs of digits, contractions in both cases, combining marks, spaces.
 PROBE = (
     "I've don't IT'S WE'LL you'D café naïve ﬁne Ｆｕｌｌ  NASA iPhone fooBar ÉcoleÀ "
     "1 22 333 4444 3.14 "
@@ -40,35 +40,40 @@ PROBE = (
     "нещо на Български 我想在apple工作1314天～ 日本語テスト 한국어 ไทย हिन्दी العربية ស្អាច "
     "🚀 👨‍👩‍👧 e\u0301 \u00a0 nbsp \u2003em/\n/path//\n"
 )
-UNDERLINE = "▁"  # SentencePiece's for a space
+UNDERLINE = "▁"  # SentencePiece writes a space like this
 BYTES = dict.fromkeys(f"<0x{byte:02X}>" for byte in range(256))
-MISSING = 0.01  # of the merges of a SentencePiece model: those of pieces that were renamed
-OTHERS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # ways of BPE
-NEEDED = "GGUF holds byte-level BPE and SentencePiece's BPE"
+# The share of a SentencePiece model's merges that may be missing, because pieces were renamed.
+MISSING = 0.01
+OTHERS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # unsupported BPE variants
+NEEDED = "GGUF supports only byte-level BPE and SentencePiece BPE"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """model, pre: llama.cpp's names; merges: of byte-level BPE; scores: of SentencePiece's.
-
-    tokens, types: of each row of the embedding; adds_space: before a text.
-    """
+    """The vocabulary of a tokenizer in llama.cpp's form."""
 
     model: str
+    """llama.cpp's name of the kind of tokenizer."""
     pre: str
+    """llama.cpp's name of the way text is split."""
     tokens: list[str]
+    """One per row of the embedding."""
     types: list[int]
+    """One per row of the embedding."""
     merges: list[str]
+    """For byte-level BPE."""
     scores: list[float]
+    """For SentencePiece."""
     adds_space: bool
+    """Whether a space is put before every text."""
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, base: Path, tokenizer: Any, rows: int) -> None:
-    """Describe a tokenizer to llama.cpp.
+    """Write the description of a tokenizer to a GGUF file.
 
-    tokenizer: as mlx-lm has loaded it; rows: of the embedding. Raises UserError for one that
-    llama.cpp does not have.
+    tokenizer: as loaded by mlx-lm; rows: of the embedding. Raises UserError if llama.cpp does
+    not support the tokenizer.
     """
     vocabulary = vocabulary_of(base, tokenizer, rows)
     writer.add_tokenizer_model(vocabulary.model)
@@ -91,7 +96,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, base: Path, tokenizer: Any, rows: int
 def vocabulary_of(base: Path, tokenizer: Any, rows: int) -> Vocabulary:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UserError(f"{base}: its tokenizer is not one of Hugging Face's fast ones; {NEEDED}")
+        raise UserError(f"{base}: its tokenizer is not a Hugging Face fast tokenizer; {NEEDED}")
     parts = json.loads(backend.to_str())
     model = parts["model"]
     if model["type"] != "BPE" or any(model.get(key) for key in OTHERS):
@@ -107,12 +112,12 @@ def vocabulary_of(base: Path, tokenizer: Any, rows: int) -> Vocabulary:
 def byte_level(base: Path, backend: Tokenizer, parts: dict[str, Any], rows: int) -> Vocabulary:
     model, normalizer = parts["model"], parts["normalizer"]
     pre = pre_of(backend, bool(model.get("ignore_merges")))
-    # llama.cpp leaves it out, for Qwen's as well.
+    # llama.cpp applies no normalizer, not even Qwen's NFC.
     plain = normalizer is None or normalizer == {"type": "NFC"}
     if pre is None or not plain or (parts["decoder"] or {}).get("type") != "ByteLevel":
         raise UserError(
-            f"{base}: its tokenizer splits a text in a way that is none of those known from "
-            f"llama.cpp ({', '.join(name for name, _, _ in splitters())}); GGUF cannot hold it"
+            f"{base}: its tokenizer splits text in a way that GGUF export does not support "
+            f"(supported: {', '.join(name for name, _, _ in splitters())}); use another format"
         )
     from gguf import TokenType
 
@@ -126,7 +131,7 @@ def byte_level(base: Path, backend: Tokenizer, parts: dict[str, Any], rows: int)
 
 
 def splitters() -> Iterator[tuple[str, bool, PreTokenizer]]:
-    """llama.cpp's names of ways to split a text, if merges are ignored for whole tokens, and it."""
+    """Yield llama.cpp's splitters: the name, whether whole tokens ignore merges, the splitter."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
@@ -144,7 +149,7 @@ def splitters() -> Iterator[tuple[str, bool, PreTokenizer]]:
 
 
 def pre_of(backend: Tokenizer, ignores_merges: bool) -> str | None:
-    """llama.cpp's name for how a tokenizer splits a text, None where it is none of them."""
+    """llama.cpp's name for the way a tokenizer splits text; None if it is unknown."""
     if backend.pre_tokenizer is None:
         return None
     found = backend.pre_tokenizer.pre_tokenize_str(PROBE)
@@ -154,7 +159,7 @@ def pre_of(backend: Tokenizer, ignores_merges: bool) -> str | None:
     return None
 
 
-# SentencePiece's
+# SentencePiece BPE
 
 
 def sentencepiece(base: Path, tokenizer: Any, parts: dict[str, Any], rows: int) -> Vocabulary:
@@ -164,8 +169,8 @@ def sentencepiece(base: Path, tokenizer: Any, parts: dict[str, Any], rows: int) 
     known = pieces in ([spaced], [UNDERLINE + spaced])
     if not known or not BYTES.keys() <= model["vocab"].keys() or not merges_all(model, added):
         raise UserError(
-            f"{base}: its tokenizer falls back to bytes, but is not SentencePiece's; GGUF "
-            "cannot hold it"
+            f"{base}: its tokenizer falls back to bytes, but is not a SentencePiece tokenizer; "
+            f"{NEEDED}"
         )
     from gguf import TokenType
 
@@ -182,14 +187,14 @@ def sentencepiece(base: Path, tokenizer: Any, parts: dict[str, Any], rows: int) 
     put_added(parts, tokens, types)
     if tokenizer.unk_token_id is not None:
         types[tokenizer.unk_token_id] = TokenType.UNKNOWN
-    # llama.cpp does it after every special token, so at the start of a chat as well.
+    # llama.cpp adds the space after every special token, so also at the start of a chat.
     once = (parts["pre_tokenizer"] or {}).get("prepend_scheme") == "first"
     adds_space = pieces != [spaced] and not (once and tokenizer.chat_template)
     return Vocabulary("llama", "default", tokens, types, [], scores, adds_space)
 
 
 def normalized(backend: Tokenizer, text: str) -> list[str]:
-    """The pieces of a text that are merged for themselves."""
+    """Split a text into the pieces inside which tokens are merged."""
     if backend.normalizer is not None:
         text = backend.normalizer.normalize_str(text)
     if backend.pre_tokenizer is None:
@@ -198,9 +203,9 @@ def normalized(backend: Tokenizer, text: str) -> list[str]:
 
 
 def merges_all(model: dict[str, Any], added: set[str]) -> bool:
-    """Whether any two tokens that make a third are merged, as SentencePiece does.
+    """Whether any two tokens that together form a third are merged, as in SentencePiece.
 
-    added: tokens that are found before.
+    added: tokens that are matched before merging.
     """
     vocab, merges = model["vocab"].keys() - added, {tuple(pair) for pair in model["merges"]}
     made = {left + right for left, right in merges}
@@ -213,21 +218,22 @@ def merges_all(model: dict[str, Any], added: set[str]) -> bool:
     return sum(pair not in merges for pair in wanted) <= MISSING * len(wanted)
 
 
-# Of both
+# Both kinds
 
 
 def padding(rows: int) -> tuple[list[str], list[int]]:
-    """Tokens and types of an embedding's rows that are no token's."""
+    """Placeholder tokens and types for embedding rows without a token."""
     from gguf import TokenType
 
     return [f"[PAD{row}]" for row in range(rows)], [TokenType.UNUSED] * rows
 
 
 def put_added(parts: dict[str, Any], tokens: list[str], types: list[int]) -> None:
-    """Put in the tokens that are found in a text before it is split.
+    """Add the tokens that are matched in a text before it is split.
 
-    Some models have more of them than rows: of images, that they were not made for. Those of
-    SentencePiece's spaces are in no text before its spaces are replaced; they stay what they are.
+    Some models have more added tokens than rows, e.g. image tokens of a model without images;
+    the extra ones are skipped. Tokens made of SentencePiece's space character keep their type,
+    because no text contains that character before spaces are replaced.
     """
     from gguf import TokenType
 
@@ -240,7 +246,7 @@ def put_added(parts: dict[str, Any], tokens: list[str], types: list[int]) -> Non
 
 
 def add_special(writer: gguf.GGUFWriter, base: Path, tokenizer: Any, rows: int) -> None:
-    """Tell which tokens begin and end texts, and whether that is done unasked."""
+    """Write which tokens begin and end a text, and whether they are added automatically."""
     ids = {kind: getattr(tokenizer, f"{kind}_token_id", None) for kind in SPECIAL}
     ids = {kind: index for kind, index in ids.items() if index is not None and index < rows}
     around = added_around(base, tokenizer, ids)
@@ -250,7 +256,7 @@ def add_special(writer: gguf.GGUFWriter, base: Path, tokenizer: Any, rows: int) 
     if ends:
         ids["eot"] = ends[0]
     if "bos" not in ids and "eos" in ids:
-        ids["bos"] = ids["eos"]  # llama.cpp would take a token by its number
+        ids["bos"] = ids["eos"]  # otherwise llama.cpp would use a default token id
     for kind, index in ids.items():
         getattr(writer, f"add_{kind}_token_id")(index)
     writer.add_add_bos_token(around[0])
@@ -258,7 +264,7 @@ def add_special(writer: gguf.GGUFWriter, base: Path, tokenizer: Any, rows: int) 
 
 
 def added_around(base: Path, tokenizer: Any, ids: dict[str, int]) -> tuple[bool, bool]:
-    """Whether a text is begun, and whether it is ended, with a token of its own."""
+    """Whether the tokenizer adds the bos token before a text, and the eos token after it."""
     plain, whole = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
     begin, end = [ids.get("bos")], [ids.get("eos")]
     for adds_bos in (False, True):
@@ -266,6 +272,6 @@ def added_around(base: Path, tokenizer: Any, ids: dict[str, int]) -> tuple[bool,
             if begin * adds_bos + plain + end * adds_eos == whole:
                 return adds_bos, adds_eos
     raise UserError(
-        f"{base}: its tokenizer puts other tokens around a text than those that begin and end "
-        "one; GGUF cannot hold it"
+        f"{base}: its tokenizer adds other tokens around a text than its bos and eos tokens, "
+        "which GGUF does not support"
     )

@@ -1,7 +1,8 @@
-"""A run's base with its adapter in it, as transformers loads it, written by `modelfiles.shards`.
+"""Export the base model with the adapter fused in, for transformers.
 
-The weights are those of `your_ai fuse --to dequantized`, and so are their names: mlx-lm's,
-which are transformers' for the architectures that are taken here.
+The weights and their names are those of `your_ai fuse --to dequantized`. The names are
+mlx-lm's, which equal transformers' names for the architectures that are accepted here. The
+files are written by `modelfiles.shards`.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ def write(
     max_memory_gb: float | None = None,
     force: bool = False,
 ) -> Iterator[WriteProgress]:
-    """Write the whole model to `target`; goes on where it was.
+    """Write the fused model to `target`. Continues a previous export that was interrupted.
 
-    dtype: of the weights; auto is the base's own. force: replace a model that is there, once
-    the new one is whole. Raises UserError, before anything is written, for a model whose
-    weights transformers names otherwise, and too little memory or disk; RunError where the
-    base cannot be read to its end.
+    dtype: of the weights; auto keeps the dtype of the base.
+    force: replace an existing model once the new one is complete.
+    Raises UserError, before anything is written, if transformers uses other weight names or if
+    memory or disk is too small; RunError if the base cannot be read completely.
     """
     kind = check_names(trained.base)
     if kind in STACKS_EXPERTS:
         raise UserError(
-            f"{trained.base}: mlx-lm has joined the experts of this {kind} model, and "
-            "transformers has them apart; use your_ai fuse, for mlx-lm"
+            f"{trained.base}: mlx-lm stores the experts of this {kind} model stacked, and "
+            "transformers stores them separately; use your_ai fuse, for mlx-lm"
         )
     lazy = fused_lazily(trained, DEQUANTIZED, dtype, max_memory_gb)
     config = config_of(lazy.config, kind, next(iter(lazy.arrays.values())).dtype)
@@ -58,7 +59,7 @@ def write(
 
 
 def left_behind(target: Path) -> str:
-    """What to tell who has interrupted it."""
+    """The message for a user who interrupted `write`."""
     return unfinished.left_behind(work_of(target))
 
 
@@ -67,7 +68,7 @@ def work_of(target: Path) -> Work:
 
 
 def config_of(config: dict[str, Any], kind: str, dtype: mx.Dtype) -> dict[str, Any]:
-    """A config.json by which transformers knows the model. dtype: where it does not say it."""
+    """Complete config.json for transformers. dtype: used if the config names none."""
     config = {"architectures": [TRANSFORMERS[kind]], **config}
     if not config.keys() & {"dtype", "torch_dtype"}:
         config["torch_dtype"] = str(dtype).removeprefix("mlx.core.")

@@ -1,7 +1,8 @@
-"""Adapters of others as runs: PEFT's, and mlx-lm's own.
+"""Import adapters of PEFT and mlx-lm as runs.
 
-The run has a config.yaml and an adapter like one that was trained here, and beside them
-`imported.json`: where it came from. It cannot be resumed: it has no data and no optimizer.
+Like a trained run, an imported run has a config.yaml and an adapter. It also has
+`imported.json`, which says where the adapter came from. It cannot be resumed, because it has no
+data and no optimizer state.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from your_ai.run import checkpoint, events, folder
 from your_ai.run.folder import RunFolder
 
 PICKLED = "adapter_model.bin"
-# As versions of PEFT have written them.
+# Tensor names of the various PEFT versions -> the part of an adapter layer.
 PARTS = {
     **{suffix: part for part, suffix in SUFFIXES.items()},
     "lora_A.default.weight": "lora_a",
@@ -46,11 +47,12 @@ LINEAR = (nn.Linear, nn.QuantizedLinear)
 
 
 def import_adapter(source: Path, base: str | None = None, name: str | None = None) -> RunFolder:
-    """Make a run of the adapter in `source`; step 0, since nothing was trained here.
+    """Create a run from the adapter in `source`, at step 0.
 
-    base: the model that it is for, where the adapter does not say it or it is elsewhere;
-    name: of the run. Raises UserError, before anything is written, for an adapter that is
-    damaged, does not fit the model, or does what mlx-lm's adapters cannot.
+    base: the base model, if the adapter does not name it or it is in another place.
+    name: of the run.
+    Raises UserError, before anything is written, if the adapter is damaged, does not fit the
+    model, or needs something that mlx-lm adapters cannot do.
     """
     path = source / checkpoint.ADAPTER_CONFIG
     config = read_json(path, "an adapter has one")
@@ -62,7 +64,9 @@ def import_adapter(source: Path, base: str | None = None, name: str | None = Non
         settings, named = None, config.get("model")
         file = source / checkpoint.ADAPTERS
     else:
-        raise UserError(f"{path}: is neither PEFT's nor mlx-lm's; an adapter of theirs has one")
+        raise UserError(
+            f"{path}: is not a PEFT or mlx-lm adapter config; give the folder of such an adapter"
+        )
     found = find_base(source, base, named)
     if settings is not None:
         check_names(found)
@@ -80,30 +84,30 @@ def import_adapter(source: Path, base: str | None = None, name: str | None = Non
 
 
 def find_base(source: Path, given: str | None, named: Any) -> Path:
-    """The folder of the adapter's base: `given`, or else as the adapter names it."""
+    """The folder of the base model: `given`, or else the model that the adapter names."""
     if given is not None:
         return find_model(given)
     if not isinstance(named, str) or not named:
-        raise UserError(f"{source}: does not say which model it is for; give it with --model")
+        raise UserError(f"{source}: does not name its base model; give it with --model")
     try:
         return find_model(named)
     except Missing as error:
         raise UserError(
-            f"{source}: is for {named}, which is not on this machine; fetch it: your_ai download "
-            f"{named}, or give it with --model"
+            f"{source}: its base model {named} is not on this machine; run: your_ai download "
+            f"{named}, or give the model with --model"
         ) from error
     except UserError as error:
         reason = str(error).removeprefix(f"--model {named}: ")
         raise UserError(
-            f"{source}: is for {named}: {reason}; give the model with --model"
+            f"{source}: its base model {named}: {reason}; give the model with --model"
         ) from error
 
 
 def from_peft(file: Path, settings: peft_config.PeftSettings, network: nn.Module) -> Adapter:
-    """The adapter in PEFT's `file` as mlx-lm has it.
+    """Convert the adapter in PEFT's `file` to mlx-lm's form.
 
-    Raises UserError, which names the file, for tensors that are missing, left over, of another
-    shape than their settings, or of layers that the model has not.
+    Raises UserError, naming the file, if a tensor is missing or superfluous, does not have the
+    shape that the settings give, or belongs to a layer that the model does not have.
     """
     arrays = read_arrays(file)
     layers: dict[str, dict[str, mx.array]] = {}
@@ -112,10 +116,13 @@ def from_peft(file: Path, settings: peft_config.PeftSettings, network: nn.Module
         layers.setdefault(path, {})[part] = check_array(file, name, part, array, settings)
     linears = {path for path, module in network.named_modules() if isinstance(module, LINEAR)}
     for path in sorted(layers.keys() - linears):
-        raise UserError(f"{file}: adapts {path}, a layer that the model has not; is it another?")
+        raise UserError(
+            f"{file}: adapts {path}, a layer that the model does not have; is it for another "
+            "--model?"
+        )
     peft_config.check_targets(settings, linears)
     for path in sorted(peft_config.targeted(settings, linears) ^ layers.keys()):
-        what = "has tensors of" if path in layers else "has no tensors of"
+        what = "has tensors for" if path in layers else "has no tensors for"
         which = "does not name" if path in layers else "names"
         raise UserError(f"{file}: {what} {path}, which target_modules {which}")
     return Adapter(
@@ -128,11 +135,11 @@ def from_peft(file: Path, settings: peft_config.PeftSettings, network: nn.Module
 def read_arrays(file: Path) -> dict[str, mx.array]:
     if not file.exists() and (pickled := file.with_name(PICKLED)).exists():
         raise UserError(
-            f"{pickled}: is a pickle, which is not safe to load; load it with PEFT where you "
-            "trust it, and save it again: that writes safetensors"
+            f"{pickled}: is a pickle file, which is not safe to load; if you trust it, load it "
+            "with PEFT and save it again, which writes safetensors"
         )
     if not file.exists():
-        raise UserError(f"{file}: is missing; an adapter of PEFT has it")
+        raise UserError(f"{file}: is missing; every PEFT adapter has this file")
     try:
         check_safetensors(file)
         return mx.load(str(file))
@@ -143,29 +150,31 @@ def read_arrays(file: Path) -> dict[str, mx.array]:
 
 
 def parse(file: Path, name: str) -> tuple[str, str]:
-    """The layer that a tensor of PEFT's is of, by its path in the model, and which part."""
+    """Split PEFT's tensor name into the path of the layer in the model and the part."""
     for suffix, part in PARTS.items():
         if name.startswith(PREFIX) and name.endswith(f".{suffix}"):
             return name[len(PREFIX) : -len(suffix) - 1], part
     if "lora_embedding_" in name:
-        raise UserError(f"{file}: adapts an embedding ({name}), as mlx-lm's adapters do not")
+        raise UserError(
+            f"{file}: adapts an embedding ({name}), which mlx-lm adapts in a different way"
+        )
     if ".base_layer." in name or not any(mark in name for mark in ("lora_", "LORA_")):
         raise UserError(
-            f"{file}: holds {name}, a weight of the model itself; save it without "
+            f"{file}: contains {name}, a weight of the base model; save the adapter without it "
             "(save_embedding_layers=False)"
         )
-    raise UserError(f"{file}: holds {name}, which no LoRA or DoRA adapter has")
+    raise UserError(f"{file}: contains {name}, which is not a LoRA or DoRA tensor")
 
 
 def check_array(
     file: Path, name: str, part: str, array: mx.array, settings: peft_config.PeftSettings
 ) -> mx.array:
-    """The array as mlx-lm has it, once it has the rank that it should."""
+    """Check the dtype, shape and rank of an array, and return it in mlx-lm's form."""
     if not mx.issubdtype(array.dtype, mx.floating):
-        raise UserError(f"{file}: {name} holds {array.dtype}, not floating-point numbers")
+        raise UserError(f"{file}: {name} has dtype {array.dtype}, not a floating-point dtype")
     if part == "m":
         if not settings.dora:
-            raise UserError(f"{file}: holds {name}, but use_dora is not set")
+            raise UserError(f"{file}: contains {name}, but use_dora is not set")
         if array.ndim != 1:
             raise UserError(f"{file}: {name} is {model.text_of_shape(array.shape)}, not a vector")
         return array
@@ -182,8 +191,8 @@ def mlx_config(
 ) -> dict[str, Any]:
     """mlx-lm's adapter_config.json for these layers of a model.
 
-    Where they are the same of each of the last blocks, by their names in a block, which is how
-    mlx-lm's own are written; else by their paths in the model, which it takes as well.
+    If each of the last blocks has the same adapted layers, the keys are layer names inside a
+    block, as mlx-lm itself writes them. Otherwise they are full paths, which mlx-lm also reads.
     """
     blocks = {block for path in linears if (block := block_of(path)) is not None}
     first = min((block for path in layers if (block := block_of(path)) is not None), default=0)
@@ -203,20 +212,20 @@ def mlx_config(
 
 
 def in_float32(file: Path, adapter: Adapter) -> Adapter:
-    """The adapter in the type of those trained here. Raises UserError for what is no number."""
+    """Cast the adapter to float32, like trained ones. Raises UserError for NaN or infinity."""
     arrays = {name: array.astype(mx.float32) for name, array in adapter.arrays.items()}
     for name, array in arrays.items():
         try:
             finite = mx.isfinite(array).all().item()
-        except RuntimeError as error:  # lazy until now
+        except RuntimeError as error:  # the lazy arrays are read only here
             raise UserError(f"{file}: cannot be read ({model.first_line(error)})") from error
         if not finite:
-            raise UserError(f"{file}: {name} holds NaN or infinity; it was not trained soundly")
+            raise UserError(f"{file}: {name} contains NaN or infinity; the adapter is unusable")
     return dataclasses.replace(adapter, arrays=arrays)
 
 
 def check_fit(file: Path, network: nn.Module, adapter: Adapter) -> None:
-    """Raise UserError where a name or a shape is another than the model has."""
+    """Raise UserError if a name or a shape does not match the model."""
     put_layers(network, adapter)
     try:
         model.set_adapters(network, adapter.arrays)
@@ -225,10 +234,10 @@ def check_fit(file: Path, network: nn.Module, adapter: Adapter) -> None:
 
 
 def write(source: Path, file: Path, adapter: Adapter, name: str | None) -> RunFolder:
-    """The run's folder, whole or not there."""
+    """Create the run's folder, completely or not at all."""
     try:
         config = config_of(adapter, name or "")
-    except UserError as error:  # of a setting that training refuses
+    except UserError as error:  # training refuses such a setting
         raise UserError(f"{source / checkpoint.ADAPTER_CONFIG}: {error}") from error
     name = name or folder.default_name(dataclasses.replace(config, data=str(source.absolute())))
     record = {
@@ -244,17 +253,17 @@ def write(source: Path, file: Path, adapter: Adapter, name: str | None) -> RunFo
             checkpoint.save_adapter(new.adapter, adapter.arrays, adapter.config, step=0)
             checkpoint.write_json(new.imported, record)
             sync(new.imported)
-            tell(new, target, record["from"])
-    except RunError as error:  # which says how a run is resumed
+            log_import(new, target, record["from"])
+    except RunError as error:  # its text explains how to resume, which is impossible here
         cause = error.__cause__ or error
-        number = getattr(cause, "errno", errno.ENOSPC)  # MLX has none for a disk that is full
+        number = getattr(cause, "errno", errno.ENOSPC)  # MLX gives no errno if the disk is full
         reason = OSError(number, getattr(cause, "strerror", None) or model.first_line(cause))
         raise unwritable(target.path, reason) from error
     return target
 
 
 def config_of(adapter: Adapter, name: str) -> TrainConfig:
-    """The settings by which training would have made such an adapter."""
+    """The settings with which training would have created this adapter."""
     parameters, count = adapter.config["lora_parameters"], int(adapter.config["num_layers"])
     keys = parameters.get("keys") or {name_in_block(path) for path in adapter.layers}
     return TrainConfig(
@@ -269,8 +278,8 @@ def config_of(adapter: Adapter, name: str) -> TrainConfig:
     )
 
 
-def tell(new: RunFolder, target: RunFolder, source: str) -> None:
-    """Write down that there is nothing to wait for, for those who watch the run."""
+def log_import(new: RunFolder, target: RunFolder, source: str) -> None:
+    """Log that the run has finished, so that watching it ends immediately."""
     end = events.Finished(step=0, reason="done", adapter=str(target.adapter), seconds=0.0)
     with contextlib.closing(events.EventLog(new.events)) as log:
         log.write(events.Notice(text=f"imported from {source}; nothing was trained here"))

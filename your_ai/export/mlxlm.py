@@ -1,4 +1,4 @@
-"""An adapter as mlx-lm reads it: `mlx_lm.generate --adapter-path FOLDER`."""
+"""Export an adapter for mlx-lm: `mlx_lm.generate --adapter-path FOLDER`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, write_json
 
 
 def write(trained: Trained, target: Path) -> None:
-    """Write the run's adapter to a new folder `target`; one that is there is replaced.
+    """Write the run's adapter to the folder `target`; an existing folder is replaced.
 
-    Raises UserError where it cannot be written.
+    Raises UserError if it cannot be written.
     """
     base = trained.hub_name
     config = {key: value for key, value in trained.adapter.config.items() if key != "model"}
-    if base is not None:  # where the model is on this machine is nobody else's business
+    if base is not None:  # never write the local path of the model
         config["model"] = base.repo
     try:
         with whole_folder(target) as folder:

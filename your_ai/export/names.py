@@ -1,7 +1,7 @@
-"""What others call the layers of a model.
+"""Layer names in transformers and PEFT.
 
-mlx-lm takes the layers' names from transformers for most architectures; TRANSFORMERS lists
-those where a test has loaded the same weights in both and compared their logits.
+For most architectures mlx-lm uses the layer names of transformers. TRANSFORMERS lists the
+architectures for which a test loads the same weights in both and compares the logits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from your_ai.gates.foreign import read_json
 from your_ai.memory.facts import BLOCK, entries_of
 from your_ai.nets.saved_adapter import Trained
 
-# The model_type of a config.json, and transformers' class for it. gemma is not among them: the
-# two compute its activation differently, and logits differ by 1e-2.
+# The model_type of config.json -> the class in transformers. gemma is missing because the two
+# libraries compute its activation function differently, and logits differ by 1e-2.
 TRANSFORMERS = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -26,55 +26,55 @@ TRANSFORMERS = {
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
-STACKS_EXPERTS = ("qwen3_moe",)  # mlx-lm joins their weights under names of its own
+STACKS_EXPERTS = ("qwen3_moe",)  # mlx-lm stacks the experts' weights under other names
 EMBEDDINGS = ("embed_tokens",)
 
 
 def check_names(base: Path) -> str:
-    """The model_type of `base`. Raises UserError where transformers may name its layers otherwise.
+    """Return the model_type of `base`. Raises UserError if it is not in TRANSFORMERS.
 
-    What it does name otherwise is the experts of a mixture.
+    The experts of a mixture-of-experts model still have other names in transformers.
     """
     kind = read_json(base / "config.json", "a model folder has one").get("model_type")
     if kind not in TRANSFORMERS:
         raise UserError(
-            f"{base}: the architecture {kind} is not known to have the same layer names in "
-            f"transformers; of these it is: {', '.join(TRANSFORMERS)}"
+            f"{base}: architecture {kind} is not supported, because its layer names in "
+            f"transformers may differ; supported: {', '.join(TRANSFORMERS)}"
         )
     return kind
 
 
 def check_dense(trained: Trained, what: str) -> None:
-    """Raise UserError for layers that others do not have as mlx-lm has them.
+    """Raise UserError if the adapter has layers that exist only in mlx-lm's form.
 
-    what: the format that cannot hold them, as the error names it.
+    what: the name of the format that cannot store them, for the error message.
     """
     for path, parts in trained.adapter.layers.items():
         if parts["lora_a"].ndim > 2:
             raise UserError(
-                f"{trained.adapter.folder}: {path} adapts the experts of a mixture, which "
-                f"{what} cannot hold; use --to mlx"
+                f"{trained.adapter.folder}: {path} adapts stacked experts of a "
+                f"mixture-of-experts model, which {what} cannot store; use --to mlx"
             )
         if path.rpartition(".")[2] in EMBEDDINGS:
             raise UserError(
-                f"{trained.adapter.folder}: {path} is an embedding, which mlx-lm adapts in "
-                f"another way than {what}; use --to mlx"
+                f"{trained.adapter.folder}: {path} is an embedding, which mlx-lm and {what} "
+                "adapt in different ways; use --to mlx"
             )
 
 
 def modules_of(base: Path) -> set[str]:
-    """The layers of a model that have weights, by their names in its files."""
+    """The paths of all layers with weights, from the tensor names in the model's files."""
     names = (entry.name for entry in entries_of(base))
     return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
 
 
 def block_of(path: str) -> int | None:
-    """The index of the block that a layer is in, None where it is in none."""
+    """The index of the block that contains a layer; None if it is outside all blocks."""
     match = BLOCK.search(path)
     return None if match is None else int(match[1])
 
 
 def name_in_block(path: str) -> str:
-    """`self_attn.q_proj` for `model.layers.2.self_attn.q_proj`; the path itself in no block."""
+    """`self_attn.q_proj` for `model.layers.2.self_attn.q_proj`; the path itself outside blocks."""
     match = BLOCK.search(path)
     return path if match is None else match[2]

@@ -1,9 +1,10 @@
-"""An adapter as PEFT reads it: `PeftModel.from_pretrained(model, FOLDER)`.
+"""Export an adapter for PEFT: `PeftModel.from_pretrained(model, FOLDER)`.
 
-`adapter_model.safetensors` holds `base_model.model.PATH.lora_A.weight` (r, in) and
-`.lora_B.weight` (out, r), DoRA's `.lora_magnitude_vector` (out,) beside them: the arrays of
-an adapter of mlx-lm, the matrices transposed. PEFT takes from `adapter_config.json` alone
-which layers of a model it adapts, so that must be these and no others.
+`adapter_model.safetensors` contains `base_model.model.PATH.lora_A.weight` (r, in) and
+`.lora_B.weight` (out, r), and for DoRA also `.lora_magnitude_vector` (out,). These are the
+arrays of an mlx-lm adapter with the matrices transposed. PEFT decides from
+`adapter_config.json` alone which layers it adapts, so the config must name exactly the layers
+in the file.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from your_ai.run.checkpoint import ADAPTER_CONFIG, write_json
 ADAPTER_MODEL = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 SUFFIXES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
-ROUNDING = 1e-9  # alpha and scale are ratios of each other
+ROUNDING = 1e-9  # relative; alpha is computed as scale * rank
 
 
 def write(trained: Trained, target: Path) -> None:
-    """Write the run's adapter to a new folder `target`; one that is there is replaced.
+    """Write the run's adapter to the folder `target`; an existing folder is replaced.
 
-    Raises UserError, before anything is written, for layers that PEFT does not have by these
-    names, and where `target` cannot be written.
+    Raises UserError, before anything is written, if PEFT does not know these layers by these
+    names; also if `target` cannot be written.
     """
     check_dense(trained, "PEFT")
     check_names(trained.base)
@@ -54,15 +55,15 @@ def write(trained: Trained, target: Path) -> None:
 
 
 def save_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
-    """Write a file as torch's users do. Raises OSError where it cannot be written."""
+    """Write a safetensors file in PyTorch's format. Raises OSError if it cannot be written."""
     try:
         mx.save_safetensors(str(path), arrays, {"format": "pt"})
-    except RuntimeError as error:  # MLX's own for a disk that is full
+    except RuntimeError as error:  # MLX raises this if the disk is full
         raise OSError(errno.ENOSPC, first_line(error)) from error
 
 
 def arrays_of(layers: dict[str, dict[str, mx.array]]) -> dict[str, mx.array]:
-    """The arrays of PEFT's file, of layers by their path in the model."""
+    """Return the arrays of PEFT's file. layers: by their path in the model."""
     return {
         f"{PREFIX}{path}.{SUFFIXES[part]}": array.T if array.ndim == 2 else array
         for path, parts in layers.items()
@@ -71,7 +72,7 @@ def arrays_of(layers: dict[str, dict[str, mx.array]]) -> dict[str, mx.array]:
 
 
 def config_of(trained: Trained, base: HubName | None) -> dict[str, Any]:
-    """What PEFT's adapter_config.json says of the run's adapter."""
+    """PEFT's adapter_config.json for the run's adapter."""
     adapter = trained.adapter
     return {
         "peft_type": "LORA",
@@ -95,15 +96,15 @@ def config_of(trained: Trained, base: HubName | None) -> dict[str, Any]:
 
 
 def whole(alpha: float) -> int | float:
-    """As a whole number where it is one but for the rounding of the ratio it was made of."""
+    """Return alpha as an int if it is a whole number up to rounding."""
     return round(alpha) if abs(alpha - round(alpha)) <= ROUNDING * abs(alpha) else alpha
 
 
 def targets_of(layers: set[str], modules: set[str]) -> dict[str, Any]:
-    """The settings by which PEFT adapts `layers`, and no others of a model's `modules`.
+    """The settings with which PEFT adapts exactly `layers` out of a model's `modules`.
 
-    The names of the layers and the indices of their blocks where that says it, since every
-    reader of the format knows those; else the layers' full paths.
+    Uses layer names and block indices if they suffice, because every reader of the format
+    supports those; otherwise the full paths of the layers.
     """
     names = {path.rpartition(".")[2] for path in layers}
     namesakes = {path for path in modules | layers if path.rpartition(".")[2] in names}

@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json: what it asks for, and whether an adapter of mlx-lm can do it."""
+"""Read PEFT's adapter_config.json, and check that an mlx-lm adapter can do the same."""
 
 from __future__ import annotations
 
@@ -22,64 +22,67 @@ READ = (
     *("use_dora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("bias", "init_lora_weights"),
 )
-# Of training, or of how others load it; of no weight in what was learned.
+# Settings of training or loading. They do not change the result of the adapter.
 HARMLESS = (
     *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),
     *("megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     *("qalora_group_size", "ensure_weight_tying", "runtime_config"),
 )
-# How A and B begin; the other ways change the base's weights as well.
+# Initializations of A and B that are accepted. The others also change the base's weights.
 STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 ALL_LINEAR = "all-linear"
 HEAD = "lm_head"
-LARGEST = 1e9  # of what the settings count and measure
+LARGEST = 1e9  # limit of the numbers in the settings
 MOST_NAMES, NAME_CHARACTERS = 100_000, 1000
 PATTERN_CHARACTERS, MOST_PATTERNS = 100_000, 100
-MATCH_S = 1.0  # for all matches of an adapter's patterns
-FIRST_INDEX = r".*?\.[^.]*\.(?P<index>\d+)\."  # of a layer's path, as PEFT finds its block
+MATCH_S = 1.0  # seconds for all pattern matches of an adapter together
+FIRST_INDEX = r".*?\.[^.]*\.(?P<index>\d+)\."  # the block index in a layer's path, as in PEFT
 
 
 @dataclass(frozen=True)
 class PeftSettings:
-    """What an adapter_config.json says.
-
-    base: of its model, as it is written there; scale: of the product of A and B; targets:
-    names or ends of paths of layers, or a pattern; blocks: their indices, None for all;
-    list_names: of the lists that blocks are in, none for any.
-    """
+    """The settings in an adapter_config.json."""
 
     path: Path
     base: Any
+    """The base model as the file names it."""
     rank: int
     scale: float
+    """Factor of the product of A and B."""
     dropout: float
     dora: bool
     targets: tuple[str, ...] | str
+    """Layer names or ends of layer paths, or one pattern."""
     excluded: tuple[str, ...] | str
+    """Like `targets`."""
     blocks: tuple[int, ...] | None
+    """Indices of the adapted blocks; None for all."""
     list_names: tuple[str, ...]
+    """Names of the module lists that contain the blocks; empty for any."""
 
 
 def read(path: Path, config: dict[str, Any]) -> PeftSettings:
-    """The settings in the file at `path`.
+    """Read the settings in the config of the file at `path`.
 
-    Raises UserError, which names it, for those that an adapter of mlx-lm cannot have.
+    Raises UserError, naming the file, for settings that an mlx-lm adapter cannot have.
     """
     if config["peft_type"] != "LORA":
         raise UserError(
             f"{path}: peft_type {shown(config['peft_type'])}: only LORA can be imported"
         )
     if config.get("bias", "none") != "none":
-        raise UserError(f"{path}: bias {shown(config['bias'])}: mlx-lm's adapters have none")
+        raise UserError(
+            f"{path}: bias {shown(config['bias'])}: mlx-lm adapters do not support biases"
+        )
     start = config.get("init_lora_weights", True)
     if not isinstance(start, str | bool | None) or start not in STARTS:
         raise UserError(
-            f"{path}: init_lora_weights {shown(start)}: changed the base as well; save it with "
-            "PEFT's path_initial_model_for_weight_conversion"
+            f"{path}: init_lora_weights {shown(start)}: it also changed the base's weights; save "
+            "the adapter with PEFT's path_initial_model_for_weight_conversion"
         )
     for key, value in config.items():
         if value and key not in (*READ, *HARMLESS):
-            raise UserError(f"{path}: {shown(key)}: mlx-lm's adapters cannot do this")
+            raise UserError(f"{path}: {shown(key)}: mlx-lm adapters do not support this setting")
     rank = number(path, config, "r", 8)
     alpha = number(path, config, "lora_alpha", 8)
     dropout = number(path, config, "lora_dropout", 0.0)
@@ -88,7 +91,7 @@ def read(path: Path, config: dict[str, Any]) -> PeftSettings:
     if alpha <= 0:
         raise UserError(f"{path}: lora_alpha {alpha}: must be above 0")
     if not 0 <= dropout < 1:
-        raise UserError(f"{path}: lora_dropout {dropout}: must be at least 0 and under 1")
+        raise UserError(f"{path}: lora_dropout {dropout}: must be at least 0 and below 1")
     targets = texts(path, config, "target_modules")
     if not targets:
         raise UserError(f"{path}: target_modules: names no layer")
@@ -114,13 +117,13 @@ def number(path: Path, config: dict[str, Any], key: str, default: float) -> floa
 
 
 def texts(path: Path, config: dict[str, Any], key: str) -> tuple[str, ...] | str:
-    """A pattern, or a list of names; empty where there is none. A pattern is checked."""
+    """Read a pattern, which is checked, or a list of names; empty if the setting is not given."""
     value = config.get(key)
     if not value:
         return ()
     if isinstance(value, list) and all(isinstance(name, str) for name in value):
         if len(value) > MOST_NAMES or any(len(name) > NAME_CHARACTERS for name in value):
-            raise UserError(f"{path}: {key}: has more names, or longer ones, than any model")
+            raise UserError(f"{path}: {key}: has too many or too long names for a real model")
         return tuple(value)
     fault = f"{path}: {key}: is neither a list of names nor a pattern"
     if not isinstance(value, str):
@@ -133,7 +136,7 @@ def texts(path: Path, config: dict[str, Any], key: str) -> tuple[str, ...] | str
 
 @functools.cache
 def compiled(pattern: str, fault: str) -> regex.Pattern:
-    """A foreign pattern, as `re` reads it. Raises UserError with the text `fault`."""
+    """Compile an untrusted pattern in the syntax of `re`. Raises UserError(fault) if invalid."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -143,7 +146,7 @@ def compiled(pattern: str, fault: str) -> regex.Pattern:
 
 
 def list_names(path: Path, config: dict[str, Any]) -> tuple[str, ...]:
-    """As patterns, which PEFT takes them for."""
+    """Read layers_pattern, as a tuple of patterns, because PEFT treats names as patterns."""
     found = texts(path, config, "layers_pattern")
     names = (found,) if isinstance(found, str) else found
     if len(names) > MOST_PATTERNS:
@@ -166,7 +169,7 @@ def indices(path: Path, config: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def check_targets(settings: PeftSettings, linears: Iterable[str]) -> None:
-    """Raise UserError for a target that none of a model's linear layers is."""
+    """Raise UserError if a target matches none of the model's linear layers."""
     linears = list(linears)
     if isinstance(settings.targets, str):
         return
@@ -181,9 +184,9 @@ def check_targets(settings: PeftSettings, linears: Iterable[str]) -> None:
 
 
 def targeted(settings: PeftSettings, linears: Iterable[str]) -> set[str]:
-    """Those of a model's linear layers that PEFT adapts by these settings.
+    """The model's linear layers that PEFT adapts with these settings.
 
-    Raises UserError for a pattern that takes longer than MATCH_S in all.
+    Raises UserError if matching the patterns takes longer than MATCH_S in total.
     """
     chosen = chooser(settings)
     try:
@@ -196,7 +199,10 @@ def targeted(settings: PeftSettings, linears: Iterable[str]) -> set[str]:
 
 
 def chooser(settings: PeftSettings) -> Callable[[str], bool]:
-    """Whether PEFT adapts a layer by its path. Raises TimeoutError once MATCH_S have passed."""
+    """Return a test whether PEFT adapts the layer at a path.
+
+    The test raises TimeoutError once MATCH_S seconds have passed since this call.
+    """
     until = time.monotonic() + MATCH_S
     excluded, named = matcher(settings.excluded, until), matcher(settings.targets, until)
     in_full = frozenset(settings.targets) if isinstance(settings.targets, tuple) else frozenset()
@@ -209,7 +215,7 @@ def chooser(settings: PeftSettings) -> Callable[[str], bool]:
             return path != HEAD
         if isinstance(settings.targets, str):
             return named(path)
-        if path in in_full:  # it is meant whatever its block
+        if path in in_full:  # a full path counts in any block
             return True
         return named(path) and in_blocks(path)
 
@@ -217,7 +223,7 @@ def chooser(settings: PeftSettings) -> Callable[[str], bool]:
 
 
 def matcher(names: tuple[str, ...] | str, until: float) -> Callable[[str], bool]:
-    """Whether a path ends with one of the names, or is all matched by the pattern."""
+    """Return a test whether a path ends with one of the names or fully matches the pattern."""
     if isinstance(names, str):
         pattern = compiled(names, "no pattern")
         return lambda path: pattern.fullmatch(path, timeout=left(until)) is not None
@@ -226,12 +232,14 @@ def matcher(names: tuple[str, ...] | str, until: float) -> Callable[[str], bool]
 
 
 def block_matcher(settings: PeftSettings, until: float) -> Callable[[str], bool]:
-    """Whether a path is in one of the blocks that the settings name; any, where they name none."""
+    """Return a test whether a path is in one of the settings' blocks; always true without any."""
     if settings.blocks is None:
         return lambda path: True
     blocks = frozenset(settings.blocks)
     texts = [rf"(?:^|.*?\.){name}\.(?P<index>\d+)\." for name in settings.list_names]
-    patterns = [compiled(text, f"{settings.path}: layers_pattern: is no pattern") for text in texts]
+    patterns = [
+        compiled(text, f"{settings.path}: layers_pattern: is not a valid pattern") for text in texts
+    ]
 
     def is_in(path: str) -> bool:
         for pattern in patterns or [compiled(FIRST_INDEX, "")]:
@@ -244,7 +252,7 @@ def block_matcher(settings: PeftSettings, until: float) -> Callable[[str], bool]
 
 
 def left(until: float) -> float:
-    """The seconds up to a time. Raises TimeoutError where it has passed."""
+    """The seconds left until a time. Raises TimeoutError if it has passed."""
     seconds = until - time.monotonic()
     if seconds <= 0:
         raise TimeoutError
@@ -252,6 +260,6 @@ def left(until: float) -> float:
 
 
 def ends_of(path: str) -> list[str]:
-    """A layer's path, and what follows each of its dots."""
+    """A layer's path, and the part after each of its dots."""
     parts = path.split(".")
     return [".".join(parts[index:]) for index in range(len(parts))]
