@@ -94,7 +94,7 @@ def test_missing_data_skips_the_measurement_with_a_note(trained, data_folder, ca
         (("drawn", "a[b]"), "mlx-lm cannot load a model from a folder with"),
         (("drawn", "nowhere/out"), "is not a folder; create it first"),
         (("drawn", "out", "--to", "3"), "--to 3: give auto, same, dequantized"),
-        (("drawn", "out", "--to", "same", "--dtype", "float32"), "give --to dequantized with it"),
+        (("drawn", "out", "--to", "same", "--dtype", "float32"), "add --to dequantized"),
         (("drawn", "out", "--max-memory", "0.05"), "fusing this model takes"),
         (("drawn", "out", "--checkpoint", "9"), "has no such checkpoint; checkpoints: none"),
         (("other", "out"), "no run named other"),

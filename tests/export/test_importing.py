@@ -190,7 +190,7 @@ def test_an_imported_run_cannot_be_resumed(source, tiny_model, data_folder, caps
     before = (folder.adapter / checkpoint.ADAPTERS).read_bytes()
     given = ("--resume", "back", "--data", data_folder, "--max-steps", 1, *more)
     assert call("train", *given) == 2
-    assert "was imported, and has nothing to go on from" in capsys.readouterr().err
+    assert "was imported and cannot be resumed" in capsys.readouterr().err
     assert (folder.adapter / checkpoint.ADAPTERS).read_bytes() == before
     assert not folder.checkpoints.exists()
 

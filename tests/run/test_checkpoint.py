@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved is loaded, and what is damaged is named and passed over."""
+"""Checkpoints: saved ones are loaded unchanged, damaged ones are named and skipped."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def assert_equal(first: SavedCheckpoint, second: SavedCheckpoint) -> None:
 
 
 def flip(path: Path, at: float) -> None:
-    """Flip one bit of a file; at: where, from 0 to 1."""
+    """Flip one bit of a file. at: position in the file, from 0 to 1."""
     content = bytearray(path.read_bytes())
     content[int(at * (len(content) - 1))] ^= 1
     path.write_bytes(content)
 
 
-def test_what_is_saved_is_loaded(own_folder):
+def test_a_saved_checkpoint_is_loaded_unchanged(own_folder):
     (path,) = save(own_folder, 3)
     assert_equal(checkpoint.load(path), make(3))
 
@@ -93,7 +93,7 @@ def test_checkpoints_are_listed_newest_first(own_folder):
     assert found == ["step-1000000", "step-999999", "step-000020", "step-000003"]
 
 
-def test_only_checkpoints_are_listed(own_folder):
+def test_other_files_and_folders_are_not_listed(own_folder):
     for name in ("step-3", "step-000004.old", f"{TEMPORARY}step-000005-x", "latest"):
         (own_folder / name).mkdir()
     (own_folder / "step-000006").write_text("a file")
@@ -106,19 +106,19 @@ def test_a_run_without_checkpoints_has_no_newest(own_folder, folder):
     assert checkpoint.newest(own_folder / folder) == (None, [])
 
 
-def test_the_newest_is_the_one_of_the_highest_step(own_folder):
+def test_the_newest_checkpoint_has_the_highest_step(own_folder):
     save(own_folder, 2, 4)
     assert checkpoint.newest(own_folder) == (own_folder / "step-000004", [])
 
 
 @pytest.mark.parametrize("name", [*CONTENT, checkpoint.CHECKSUMS])
-def test_a_checkpoint_that_lacks_a_file_is_passed_over(own_folder, name):
+def test_a_checkpoint_with_a_missing_file_is_skipped(own_folder, name):
     older, newer = save(own_folder, 2, 4)
     (newer / name).unlink()
     assert checkpoint.newest(own_folder) == (older, [f"{newer / name}: is missing"])
 
 
-def test_an_empty_checkpoint_folder_is_passed_over(own_folder):
+def test_an_empty_checkpoint_folder_is_skipped(own_folder):
     (older,) = save(own_folder, 2)
     (own_folder / "step-000004").mkdir()
     path, faults = checkpoint.newest(own_folder)
@@ -128,7 +128,7 @@ def test_an_empty_checkpoint_folder_is_passed_over(own_folder):
 
 @pytest.mark.parametrize("name", CONTENT)
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
-def test_a_flipped_bit_is_found(own_folder, name, at):
+def test_a_flipped_bit_is_detected(own_folder, name, at):
     older, newer = save(own_folder, 2, 4)
     flip(newer / name, at)
     assert checkpoint.newest(own_folder) == (older, [f"{newer / name}: its checksum is wrong"])
@@ -136,7 +136,7 @@ def test_a_flipped_bit_is_found(own_folder, name, at):
 
 @pytest.mark.parametrize("name", CONTENT)
 @pytest.mark.parametrize("keep", [0.0, 0.5, -1])
-def test_a_file_cut_short_is_found(own_folder, name, keep):
+def test_a_truncated_file_is_detected(own_folder, name, keep):
     older, newer = save(own_folder, 2, 4)
     size = (newer / name).stat().st_size
     os.truncate(newer / name, size - 1 if keep == -1 else int(keep * size))
@@ -144,7 +144,7 @@ def test_a_file_cut_short_is_found(own_folder, name, keep):
 
 
 @pytest.mark.parametrize("text", ["", "{", "null", "[]", "3", "{}", "\0\0", '{"state.json": 3}'])
-def test_checksums_that_cannot_be_read_are_named(own_folder, text):
+def test_unreadable_checksums_are_named(own_folder, text):
     older, newer = save(own_folder, 2, 4)
     (newer / checkpoint.CHECKSUMS).write_text(text)
     path, (fault,) = checkpoint.newest(own_folder)
@@ -153,7 +153,7 @@ def test_checksums_that_cannot_be_read_are_named(own_folder, text):
 
 
 @pytest.mark.parametrize("name", CONTENT)
-def test_a_file_that_cannot_be_read_is_named(own_folder, monkeypatch, name):
+def test_an_unreadable_file_is_named(own_folder, monkeypatch, name):
     older, newer = save(own_folder, 2, 4)
     sha256 = checkpoint.sha256
 
@@ -168,7 +168,7 @@ def test_a_file_that_cannot_be_read_is_named(own_folder, monkeypatch, name):
     assert fault.startswith(f"{newer / name}:")
 
 
-def test_all_that_are_passed_over_are_named(own_folder):
+def test_all_skipped_checkpoints_are_named(own_folder):
     oldest, middle, newest = save(own_folder, 2, 4, 6)
     (middle / checkpoint.STATE).unlink()
     flip(newest / checkpoint.OPTIMIZER, 0.5)
@@ -181,7 +181,7 @@ def test_all_that_are_passed_over_are_named(own_folder):
     )
 
 
-def test_where_none_is_whole_the_files_are_named(own_folder):
+def test_if_no_checkpoint_is_intact_the_damaged_files_are_named(own_folder):
     older, newer = save(own_folder, 2, 4)
     (older / checkpoint.STATE).unlink()
     flip(newer / checkpoint.OPTIMIZER, 0.5)
@@ -206,14 +206,14 @@ def test_prune_keeps_the_newest(own_folder):
     ]
 
 
-def test_prune_deletes_what_was_passed_over(own_folder):
-    """Checkpoints of later steps than the run has done were damaged when it resumed."""
+def test_prune_deletes_skipped_checkpoints(own_folder):
+    """Checkpoints of steps beyond the run's own step were damaged when it resumed."""
     save(own_folder, 1, 2, 3, 4)
     checkpoint.prune(own_folder, step=2, keep=1)
     assert [p.name for p in checkpoint.list_checkpoints(own_folder)] == ["step-000002"]
 
 
-def test_prune_goes_on_where_one_cannot_be_deleted(own_folder, monkeypatch):
+def test_prune_continues_if_a_checkpoint_cannot_be_deleted(own_folder, monkeypatch):
     paths = save(own_folder, 1, 2, 3, 4)
     unlink = os.unlink
 
@@ -227,7 +227,7 @@ def test_prune_goes_on_where_one_cannot_be_deleted(own_folder, monkeypatch):
     assert [checkpoint.fault(path) for path in paths[2:]] == [None, None]
 
 
-def test_an_adapter_folder_replaces_the_one_before(own_folder):
+def test_an_adapter_folder_replaces_the_previous_one(own_folder):
     target = own_folder / "adapter"
     checkpoint.save_adapter(target, make(1).adapters, {"rank": 1}, 4)
     checkpoint.save_adapter(target, make(2).adapters, {"rank": 2}, 8)

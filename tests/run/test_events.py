@@ -1,4 +1,4 @@
-"""The event file: what is written is read, and what cannot be read is passed over."""
+"""The event file: written events are read back, and unreadable lines are skipped."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def example(kind: type) -> Record:
 
 
 @pytest.mark.parametrize("kind", events.KINDS.values(), ids=list(events.KINDS))
-def test_every_kind_is_read_as_it_was_written(own_folder, kind):
+def test_every_kind_of_event_is_read_back(own_folder, kind):
     log = EventLog(own_folder / "events.jsonl")
     log.write(example(kind).event)
     log.close()
@@ -70,19 +70,19 @@ def test_every_kind_is_read_as_it_was_written(own_folder, kind):
 
 
 @given(records())
-def test_a_line_gives_its_record_back(record):
+def test_a_record_survives_a_round_trip(record):
     assert from_line(to_line(record)) == record
 
 
 @given(records())
-def test_a_record_is_one_line(record):
+def test_a_record_is_written_as_one_line(record):
     line = to_line(record)
     assert len(line.encode().splitlines()) == 1
     assert line.endswith("\n")
 
 
-def test_an_event_is_written_at_once(own_folder, monkeypatch):
-    """In one write, so that a reader never sees two writers' lines mixed."""
+def test_an_event_is_written_in_one_write(own_folder, monkeypatch):
+    """Otherwise a reader could see lines of two writers mixed."""
     log = EventLog(own_folder / "events.jsonl")
     written = []
     with monkeypatch.context() as patch:
@@ -92,7 +92,7 @@ def test_an_event_is_written_at_once(own_folder, monkeypatch):
     assert len(written) == 1
 
 
-def test_unknown_fields_are_passed_over():
+def test_unknown_fields_are_ignored():
     line = json.dumps({"event": "notice", "time": 1, "text": "a", "colour": "blue"})
     assert from_line(line) == Record(1.0, Notice(text="a"))
 
@@ -122,18 +122,18 @@ def test_unknown_fields_are_passed_over():
     ],
     ids=lambda line: repr(line[:40]),
 )
-def test_a_line_that_cannot_be_understood_is_none(line):
+def test_an_unknown_line_is_none(line):
     assert from_line(line) is None
 
 
 @pytest.mark.parametrize("metrics", ["[]", "3", '{"a": "b"}', '{"a": null}', '{"a": {}}'])
-def test_metrics_are_numbers(metrics):
+def test_metrics_must_be_numbers(metrics):
     line = to_line(example(events.Step))
     assert from_line(line) is not None
     assert from_line(line.replace('{"rewards/margins": 0.5}', metrics)) is None
 
 
-def test_lines_that_cannot_be_understood_are_passed_over(own_folder):
+def test_unknown_lines_are_skipped(own_folder):
     path = own_folder / "events.jsonl"
     log_notices(path, "before")
     with path.open("ab") as file:
@@ -142,13 +142,13 @@ def test_lines_that_cannot_be_understood_are_passed_over(own_folder):
     assert texts(tail(path)[0]) == ["before", "after"]
 
 
-def test_a_missing_file_holds_no_events(own_folder):
+def test_a_missing_file_has_no_events(own_folder):
     assert tail(own_folder / "events.jsonl") == ([], 0)
     assert tail(own_folder / "events.jsonl", 5) == ([], 5)
 
 
 def test_a_half_written_line_is_left_for_the_next_call(own_folder):
-    """However much of the file is there yet, each event is told once, in order."""
+    """However much of the file exists yet, each event is returned once, in order."""
     whole, part = own_folder / "whole.jsonl", own_folder / "part.jsonl"
     log_notices(whole, "one", "zwei, ü", "three")
     content = whole.read_bytes()
@@ -161,7 +161,7 @@ def test_a_half_written_line_is_left_for_the_next_call(own_folder):
         assert end == len(content)
 
 
-def test_a_reopened_log_goes_on_where_it_was(own_folder):
+def test_a_reopened_log_appends(own_folder):
     path = own_folder / "events.jsonl"
     log_notices(path, "before")
     log_notices(path, "after")
@@ -178,14 +178,14 @@ def test_a_half_line_is_ended_when_the_log_is_reopened(own_folder):
     assert texts(tail(path)[0]) == ["before", "after"]
 
 
-def test_an_event_is_stamped_with_the_time(own_folder, monkeypatch):
+def test_an_event_records_the_time(own_folder, monkeypatch):
     monkeypatch.setattr("time.time", lambda: 1234.5)
     log_notices(own_folder / "events.jsonl", "a")
     (record,), _ = tail(own_folder / "events.jsonl")
     assert record.time == 1234.5
 
 
-def test_an_event_after_half_a_one_begins_a_line(own_folder, monkeypatch):
+def test_an_event_after_a_cut_event_starts_a_new_line(own_folder, monkeypatch):
     write, room = os.write, iter([10])
 
     def until_full(file: int, data: bytes) -> int:
@@ -205,12 +205,12 @@ def test_an_event_after_half_a_one_begins_a_line(own_folder, monkeypatch):
     assert [record.event.text for record in records] == ["whole"]
 
 
-def test_a_line_of_any_length_holds_up_nobody(own_folder):
-    """10 GB of one line: it is no file of events, which a small part of it shows."""
+def test_an_endless_line_is_refused_quickly(own_folder):
+    """10 GB of one line: reading a small part shows that it is not an events file."""
     path = own_folder / "events.jsonl"
     with path.open("wb") as file:
         file.truncate(10_000_000_000)
-    with pytest.raises(UserError, match="is not a file of events"):
+    with pytest.raises(UserError, match="is not an events file"):
         tail(path)
 
 
@@ -224,7 +224,7 @@ def test_an_event_after_a_long_line_is_read(own_folder, monkeypatch):
     assert offset == path.stat().st_size - 4
 
 
-def test_what_is_no_file_holds_no_events(own_folder):
+def test_folders_pipes_and_devices_are_refused(own_folder):
     os.mkfifo("fifo")
     for path in (own_folder, own_folder / "fifo", Path("/dev/zero")):
         with pytest.raises(UserError, match="cannot be read"):

@@ -1,4 +1,4 @@
-"""The run folder: made once, found again, and held by one process at a time."""
+"""The run folder: created once, found by name or path, and locked by one process at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def named(run: str) -> TrainConfig:
 
 @pytest.fixture
 def holder():
-    """Another process that holds the run r, until its input is closed."""
+    """Another process that locks the run r until its stdin is closed."""
     run = create(CONFIG)
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -48,7 +48,7 @@ def holder():
     process.stdout.close()
 
 
-def test_a_run_is_made_with_its_config():
+def test_create_writes_the_config():
     run = create(CONFIG)
     assert run == RunFolder(RUNS / "r")
     assert run.read_config() == CONFIG
@@ -62,7 +62,7 @@ def test_a_written_config_is_read_back():
     assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
 
 
-def test_a_config_that_cannot_be_written_leaves_the_old_one(monkeypatch):
+def test_a_failed_config_write_keeps_the_old_config(monkeypatch):
     run = create(CONFIG)
     write_text = Path.write_text
 
@@ -77,36 +77,36 @@ def test_a_config_that_cannot_be_written_leaves_the_old_one(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["../r", "a/b", ".hidden", "-r", "a b", "ü", "a\n", "."])
-def test_a_name_must_be_a_plain_one(name):
+def test_names_with_special_characters_are_refused(name):
     with pytest.raises(UserError, match="--run"):
         create(named(name))
     assert not RUNS.exists()
 
 
-def test_a_name_that_is_taken_is_refused():
+def test_a_taken_name_is_refused():
     create(CONFIG)
     with pytest.raises(UserError, match=r"exists; .*--resume r"):
         create(CONFIG)
 
 
-def test_a_refused_name_leaves_the_other_run_alone():
+def test_a_taken_name_does_not_change_the_existing_run():
     run = create(CONFIG)
     with pytest.raises(UserError):
         create(dataclasses.replace(CONFIG, seed=8))
     assert run.read_config() == CONFIG
 
 
-def test_of_two_that_begin_at_once_the_later_leaves_the_other_alone(monkeypatch):
+def test_second_run_created_at_the_same_time_does_not_touch_the_first(monkeypatch):
     run = create(CONFIG)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "exists", lambda path: False)  # it was not there a moment ago
+        patch.setattr(Path, "exists", lambda path: False)  # it did not exist a moment ago
         with pytest.raises(UserError):
             create(dataclasses.replace(CONFIG, seed=8))
     assert run.config.is_file()
 
 
 @pytest.mark.parametrize("call", ["mkdir", "write_text", "replace"])
-def test_a_run_killed_while_it_is_made_does_not_block_its_name(monkeypatch, call):
+def test_a_run_killed_during_creation_does_not_block_its_name(monkeypatch, call):
     class Killed(BaseException):
         pass
 
@@ -120,13 +120,13 @@ def test_a_run_killed_while_it_is_made_does_not_block_its_name(monkeypatch, call
     assert create(CONFIG).read_config() == CONFIG
 
 
-def test_runs_that_cannot_be_made_are_refused():
+def test_a_file_named_runs_is_an_error():
     RUNS.write_text("a file")
     with pytest.raises(UserError, match="cannot be written"):
         create(CONFIG)
 
 
-def test_a_config_that_cannot_be_written_leaves_no_run(monkeypatch):
+def test_a_full_disk_during_creation_leaves_no_run(monkeypatch):
     def fail(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -165,34 +165,34 @@ def test_a_run_is_found_by_a_path_from_anywhere(own_folder, monkeypatch):
     assert find(str(own_folder / "runs" / "r")).read_config() == CONFIG
 
 
-def test_a_run_in_this_folder_has_its_name(monkeypatch):
+def test_a_run_found_as_the_current_folder_has_its_name(monkeypatch):
     monkeypatch.chdir(create(CONFIG).path)
     assert find(".").name == CONFIG.run
 
 
-def test_a_run_that_is_not_there_is_refused_with_the_nearest():
+def test_an_unknown_run_is_refused_with_the_nearest_name():
     create(named("first-run"))
     with pytest.raises(UserError, match=r"no run named frist-run .*did you mean first-run"):
         find("frist-run")
 
 
-def test_no_run_is_found_where_there_is_none():
+def test_find_fails_if_there_are_no_runs():
     with pytest.raises(UserError, match="no run named r"):
         find("r")
 
 
-def test_a_discarded_run_leaves_nothing():
+def test_discarding_the_only_run_removes_the_runs_folder():
     discard(create(CONFIG))
     assert not RUNS.exists()
 
 
-def test_a_discarded_run_leaves_the_others():
+def test_discarding_a_run_keeps_the_other_runs():
     other = create(named("other"))
     discard(create(CONFIG))
     assert [path.name for path in RUNS.iterdir()] == [other.name]
 
 
-def test_a_second_process_is_told_who_has_the_run(holder, monkeypatch):
+def test_locking_a_locked_run_names_the_process(holder, monkeypatch):
     monkeypatch.setattr(folders, "LOCK_WAIT_S", 0.2)
     with (
         pytest.raises(UserError, match=f"process {holder.pid} is working on this run"),
@@ -201,20 +201,20 @@ def test_a_second_process_is_told_who_has_the_run(holder, monkeypatch):
         pass
 
 
-def test_the_lock_of_a_killed_process_is_free(holder):
+def test_the_lock_of_a_killed_process_is_released(holder):
     holder.kill()
     with locked(RunFolder(RUNS / "r")):
         assert (RUNS / "r" / "lock").read_text() == f"{os.getpid()}\n"
 
 
-def test_the_lock_is_waited_for(holder):
-    """A process that was told to stop takes a moment."""
+def test_locking_waits_for_a_process_that_is_ending(holder):
+    """A process that was asked to stop takes a moment."""
     threading.Timer(0.3, holder.stdin.close).start()
     with locked(RunFolder(RUNS / "r")):
         assert holder.stdin.closed
 
 
-def test_a_run_can_be_locked_again():
+def test_a_released_run_can_be_locked_again():
     run = create(CONFIG)
     with locked(run):
         pass
@@ -222,7 +222,7 @@ def test_a_run_can_be_locked_again():
         assert (run.path / "lock").read_text() == f"{os.getpid()}\n"
 
 
-def test_a_folder_that_is_gone_cannot_be_locked():
+def test_a_deleted_folder_cannot_be_locked():
     run = create(CONFIG)
     discard(run)
     with pytest.raises(UserError, match="runs/r: cannot be written"), locked(run):
@@ -231,7 +231,7 @@ def test_a_folder_that_is_gone_cannot_be_locked():
 
 @pytest.mark.parametrize("kept_lines", [0, 5], ids=["empty", "cut at a line"])
 def test_a_damaged_config_is_refused(kept_lines):
-    """Its defaults would be another run's settings."""
+    """Defaults in place of the missing settings would describe a different run."""
     run = create(CONFIG)
     lines = run.config.read_text().splitlines(keepends=True)
     run.config.write_text("".join(lines[:kept_lines]))
@@ -239,7 +239,7 @@ def test_a_damaged_config_is_refused(kept_lines):
         run.read_config()
 
 
-def test_what_a_killed_creation_left_is_cleaned_once_it_is_old():
+def test_old_leftovers_of_killed_creations_are_deleted():
     for name, age_s in (("old", 7200), ("young", 0)):
         (RUNS / f".tmp-{name}").mkdir(parents=True)
         then = time.time() - age_s
@@ -249,7 +249,7 @@ def test_what_a_killed_creation_left_is_cleaned_once_it_is_old():
 
 
 @pytest.mark.parametrize("name", [folders.LOCK, folders.SUPERVISOR_LOCK])
-def test_a_run_has_an_owner_as_long_as_it_is_locked(own_folder, name):
+def test_a_run_has_an_owner_while_it_is_locked(own_folder, name):
     run = create(CONFIG)
     assert (folders.owner(run), folders.is_running(run)) == (None, False)
     with locked(run, name):

@@ -1,4 +1,4 @@
-"""A child that learns of its parent's death, however that came."""
+"""A child notices its parent's death, whatever the cause."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ while True:
 
 
 def orphaned(kind: str) -> tuple[int, list[str]]:
-    """The status and the output of a child whose pipe is closed while it works."""
+    """The status and the output of a child whose pipe is closed while it is running."""
     reader, writer = os.pipe()
     command = [sys.executable, "-c", CHILD, str(reader), kind]
     with subprocess.Popen(command, pass_fds=[reader], stdout=subprocess.PIPE, text=True) as child:
@@ -49,7 +49,7 @@ def orphaned(kind: str) -> tuple[int, list[str]]:
     return child.returncode, output.splitlines()
 
 
-def test_an_orphan_is_told_to_stop():
+def test_an_orphan_gets_sigterm():
     assert orphaned("saving") == (7, ["saved"])
 
 
@@ -57,11 +57,11 @@ def test_an_orphan_without_a_handler_ends():
     assert orphaned("plain") == (-signal.SIGTERM, [])
 
 
-def test_an_orphan_that_does_not_stop_is_ended_after_its_grace():
+def test_an_orphan_that_ignores_sigterm_exits_after_the_grace_time():
     assert orphaned("deaf") == (128 + signal.SIGTERM, ["heard"])
 
 
-def test_what_is_done_at_the_parents_death_can_be_chosen():
+def test_a_custom_callback_is_called_when_the_parent_dies():
     reader, writer = os.pipe()
     gone = threading.Event()
     watch_parent(reader, gone.set)
@@ -71,7 +71,7 @@ def test_what_is_done_at_the_parents_death_can_be_chosen():
     os.close(reader)
 
 
-def test_a_parent_that_leaves_in_peace_is_not_missed():
+def test_a_released_child_continues_when_the_parent_ends():
     reader, writer = os.pipe()
     gone = threading.Event()
     watch_parent(reader, gone.set)
@@ -81,7 +81,7 @@ def test_a_parent_that_leaves_in_peace_is_not_missed():
     os.close(reader)
 
 
-def test_the_pipe_is_not_handed_on():
+def test_the_pipe_is_not_inherited_by_further_children():
     reader, writer = os.pipe()
     os.set_inheritable(reader, True)
     watch_parent(reader, lambda: None)
@@ -89,7 +89,7 @@ def test_the_pipe_is_not_handed_on():
     os.close(writer)
 
 
-def test_a_pipe_that_is_not_there_is_an_error():
+def test_a_closed_pipe_is_an_error():
     reader, writer = os.pipe()
     os.close(reader)
     os.close(writer)

@@ -14,7 +14,7 @@ def run(tmp_path):
     return RunFolder(tmp_path)
 
 
-def test_a_request_stands_until_it_is_withdrawn(run):
+def test_a_request_exists_until_it_is_withdrawn(run):
     assert not requests.is_asked(run, requests.PAUSE)
     requests.ask(run, requests.PAUSE)
     assert requests.is_asked(run, requests.PAUSE)
@@ -23,13 +23,13 @@ def test_a_request_stands_until_it_is_withdrawn(run):
     assert not requests.withdraw(run, requests.PAUSE)
 
 
-def test_all_are_withdrawn_before_a_run_begins(run):
+def test_withdraw_all_removes_every_request(run):
     requests.ask(run, requests.PAUSE)
     requests.ask(run, requests.SAVE)
     requests.withdraw_all(run)
     assert os.listdir(run.path) == []
 
 
-def test_a_folder_that_is_gone_is_one_clear_line(run):
+def test_a_missing_folder_is_a_user_error(run):
     with pytest.raises(UserError, match="cannot be written"):
         requests.ask(RunFolder(run.path / "none"), requests.SAVE)

@@ -1,4 +1,4 @@
-"""Stop signals: noted once the run can be stopped well, raised before that."""
+"""Stop signals: raised before the first step, recorded during training."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def wakeup_fd() -> int:
 
 @pytest.fixture
 def exits(monkeypatch) -> list[int]:
-    """The statuses with which the process would have left at once."""
+    """The statuses with which the process would have exited."""
     statuses: list[int] = []
     monkeypatch.setattr(stopping.os, "_exit", statuses.append)
     return statuses
 
 
 @by_name
-def test_a_signal_before_the_first_step_is_raised(number):
+def test_a_signal_before_the_first_step_raises_interrupted(number):
     with pytest.raises(Interrupted) as caught, stop_signals():
         send_and_wait(number)
     assert caught.value.number == number
 
 
 @by_name
-def test_a_signal_in_training_is_noted(number):
+def test_a_signal_during_training_is_recorded(number):
     with stop_signals() as stop:
         stop.graceful = True
         send(number)
@@ -67,7 +67,7 @@ def test_a_signal_in_training_is_noted(number):
     assert stop.received == number
 
 
-def test_without_a_signal_nothing_is_noted():
+def test_without_a_signal_nothing_is_recorded():
     with stop_signals() as stop:
         stop.graceful = True
     assert not stop
@@ -77,39 +77,39 @@ def test_without_a_signal_nothing_is_noted():
     ("number", "name"),
     [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")],
 )
-def test_what_stopped_the_run_has_a_name(number, name):
+def test_the_stop_has_the_name_of_the_signal(number, name):
     stop = Stop()
     stop.received = number
     assert stop.name == name
 
 
-def test_the_first_signal_is_told_once(exits):
-    told = []
+def test_the_first_signal_calls_on_first_once(exits):
+    calls = []
     with stop_signals() as stop:
         stop.graceful = True
-        stop.on_first = lambda: told.append("first")
+        stop.on_first = lambda: calls.append("first")
         send(signal.SIGINT)
-        wait_until(lambda: told)
-    assert told == ["first"]
+        wait_until(lambda: calls)
+    assert calls == ["first"]
     assert exits == []
 
 
 @by_name
-def test_the_second_signal_leaves_at_once(exits, number):
-    told = []
+def test_the_second_signal_exits_immediately(exits, number):
+    calls = []
     with stop_signals() as stop:
         stop.graceful = True
-        stop.on_second = lambda: told.append("second")
+        stop.on_second = lambda: calls.append("second")
         send(signal.SIGTERM)
         wait_until(lambda: stop)
         send(number)
         wait_until(lambda: exits)
-    assert told == ["second"]
+    assert calls == ["second"]
     assert exits == [128 + number]
 
 
-def test_the_second_signal_leaves_although_the_first_could_not_be_told(exits, monkeypatch):
-    """The note of the first goes to a disk that may be full."""
+def test_the_second_signal_exits_even_if_on_first_failed(exits, monkeypatch):
+    """on_first writes to a disk, which may be full."""
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
 
     def fail() -> None:
@@ -138,7 +138,7 @@ def test_other_signals_do_not_stop(monkeypatch):
         signal.signal(signal.SIGUSR1, old)
 
 
-def test_nohup_stays_in_force_and_an_interrupt_is_always_heard():
+def test_an_ignored_sighup_stays_ignored_but_sigint_is_handled():
     old = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGHUP, signal.SIGINT)}
     try:
         with stop_signals():
@@ -168,7 +168,7 @@ def test_the_handlers_are_restored_after_an_error():
     assert wakeup_fd() == fd
 
 
-def test_no_thread_is_left():
+def test_the_watching_thread_ends_with_the_block():
     with stop_signals():
         names = [thread.name for thread in threading.enumerate()]
     assert "stop-signals" in names

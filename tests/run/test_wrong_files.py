@@ -1,4 +1,4 @@
-"""Run folders whose files are of the wrong kind: one line, no traceback, no wait."""
+"""Run folders with files of a wrong kind: one error line, no traceback, no hang."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def empty(path: Path) -> None:
 
 
 def endless(path: Path) -> None:
-    """10 GB of one line, which take no room on the disk."""
+    """10 GB of one line, in a sparse file that takes no disk space."""
     with path.open("wb") as file:
         file.truncate(10_000_000_000)
 
@@ -97,7 +97,7 @@ GRID = [
     *itertools.product(PLACES[:1], KINDS),
     *itertools.product(PLACES[1:], [folder, fifo, device, endless]),
 ]
-# Each kind at each place with one of the commands, in turn; the events with all of them.
+# Each kind at each place with one command, taken in turn; events.jsonl with all commands.
 CASES = [(place, kind, COMMANDS[n % len(COMMANDS)]) for n, (place, kind) in enumerate(GRID)]
 CASES += itertools.product(["events.jsonl"], [folder, fifo, endless], COMMANDS)
 CASES = [case for case in CASES if case[1] is not endless or case[0] in TEXTS]
@@ -110,7 +110,7 @@ def trained(tmp_path_factory, tiny_model) -> RunFolder:
 
 @pytest.fixture
 def limited():
-    """A command that waits is ended: what it waits for may never come."""
+    """Stop a command that hangs."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"took more than {LIMIT_S} s")
@@ -127,7 +127,7 @@ def limited():
     CASES,
     ids=[f"{place} {kind.__name__} {' '.join(arguments[:2])}" for place, kind, arguments in CASES],
 )
-def test_a_file_of_the_wrong_kind(
+def test_a_file_of_the_wrong_kind_is_one_error_line_at_most(
     trained: RunFolder,
     capfd,
     limited,

@@ -1,9 +1,9 @@
-"""Checkpoints: whole or not there, checked when read, the newest few kept.
+"""Checkpoints: written atomically, verified when read, and only the newest few are kept.
 
 checkpoints/step-000120/
-    adapters.safetensors, adapter_config.json   what mlx-lm loads
+    adapters.safetensors, adapter_config.json   readable by mlx-lm
     optimizer.safetensors
-    state.json                                  TrainState and what the run depends on
+    state.json                                  TrainState and the files that the run depends on
     checksums.json                              sha256 of each of the above; written last
 
 A checkpoint is written under a temporary name, synced, and renamed into place.
@@ -32,48 +32,46 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 CHECKSUMS = "checksums.json"
 CONTENT = (ADAPTERS, OPTIMIZER, ADAPTER_CONFIG, STATE)
-JSON_BYTES = 1 << 24  # of a file beside the arrays; one that is larger is not ours
+JSON_BYTES = 1 << 24  # maximum size of a JSON file; a larger one is not from this program
 STEP_NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """All that a training loop carries from step to step beside the arrays.
-
-    step: steps done, which is also the cursor in the data, since batches are a pure
-    function of it; skipped: non-finite steps in all, and in a row; loss_scale and
-    good_steps: of float16's dynamic loss scaling.
-    """
+    """The state of the training loop between steps, except for the arrays."""
 
     step: int = 0
+    """Finished steps. Also the position in the data, because batches are a function of it."""
     skipped: int = 0
+    """Number of skipped steps, because they were not finite."""
     skipped_in_a_row: int = 0
     loss_scale: float = 1.0
+    """For dynamic loss scaling in float16."""
     good_steps: int = 0
+    """For dynamic loss scaling in float16."""
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint in memory.
-
-    adapters, optimizer: arrays by name; depends_on: names and sha256 of the files of the
-    model and the data, which must be the same when the run is resumed.
-    """
+    """A checkpoint in memory."""
 
     state: TrainState
     adapters: dict[str, mx.array]
+    """Arrays by name."""
     optimizer: dict[str, mx.array]
+    """Arrays by name."""
     adapter_config: dict[str, Any]
     depends_on: dict[str, dict[str, str]]
+    """Names and sha256 of the model's and data's files, which must not change until a resume."""
 
 
 def save(folder: Path, checkpoint: SavedCheckpoint) -> Path:
-    """Write a checkpoint below `folder` and return its place.
+    """Write a checkpoint below `folder` and return its path.
 
-    Raises RunError, and leaves nothing new behind, where it cannot be written.
+    If it cannot be written, raises RunError and leaves no new files behind.
     """
     target = folder / f"step-{checkpoint.state.step:06d}"
-    with contextlib.suppress(OSError):  # the error of writing into it says more
+    with contextlib.suppress(OSError):  # writing into it below gives a better error
         folder.mkdir(exist_ok=True)
     state = {"state": dataclasses.asdict(checkpoint.state), "depends_on": checkpoint.depends_on}
     _write_folder(
@@ -87,13 +85,13 @@ def save(folder: Path, checkpoint: SavedCheckpoint) -> Path:
 def save_adapter(
     target: Path, adapters: Mapping[str, mx.array], config: dict[str, Any], step: int
 ) -> None:
-    """Write an adapter folder as mlx-lm reads it; one that is there is replaced as a whole."""
+    """Write an adapter folder for mlx-lm; an existing folder is replaced atomically."""
     texts = {ADAPTER_CONFIG: {**config, "step": step}}
     _write_folder(target, arrays={ADAPTERS: adapters}, texts=texts)
 
 
 def adapter_step(folder: Path) -> int | None:
-    """The step that an adapter folder is of; None where there is no whole adapter."""
+    """The step at which an adapter was saved; None if the folder has no intact adapter."""
     try:
         if fault(folder, (ADAPTERS, ADAPTER_CONFIG)) is not None:
             return None
@@ -113,7 +111,7 @@ def _write_folder(
                 write_json(folder / name, value)
             write_json(folder / CHECKSUMS, {n: sha256(folder / n) for n in (*arrays, *texts)})
     except (OSError, RuntimeError) as error:  # mlx raises RuntimeError on a full disk
-        if lacked_memory(error):  # the device's errors arrive late
+        if lacked_memory(error):  # out-of-memory errors of the device arrive late
             raise
         reason = getattr(error, "strerror", None) or error
         raise RunError(
@@ -126,7 +124,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoint folders below `folder`, newest first, whether or not they are whole."""
+    """The checkpoint folders below `folder`, newest first, intact or not."""
     found = [p for p in folder.glob("step-*") if STEP_NAME.fullmatch(p.name) and p.is_dir()]
     return sorted(found, key=step_of, reverse=True)
 
@@ -136,7 +134,7 @@ def step_of(path: Path) -> int:
 
 
 def fault(path: Path, names: tuple[str, ...] = CONTENT) -> str | None:
-    """What is wrong with a folder written here, naming the file, or None if it is whole."""
+    """Describe what is wrong with a folder written here, naming the file; None if intact."""
     try:
         sums = json.loads(read_text(path / CHECKSUMS, JSON_BYTES))
         expected = {name: sums[name] for name in names}
@@ -156,9 +154,9 @@ def fault(path: Path, names: tuple[str, ...] = CONTENT) -> str | None:
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole, and the faults of those passed over.
+    """Return the newest intact checkpoint, and the faults of newer ones that were skipped.
 
-    Raises UserError where there are checkpoints and none is whole.
+    Raises UserError if there are checkpoints but none is intact.
     """
     faults: list[str] = []
     for path in list_checkpoints(folder):
@@ -167,12 +165,12 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
             return path, faults
         faults.append(problem)
     if faults:
-        raise UserError(f"{folder}: no checkpoint is whole ({'; '.join(faults)}); begin a new run")
+        raise UserError(f"{folder}: no checkpoint is intact ({'; '.join(faults)}); start a new run")
     return None, faults
 
 
 def load(path: Path) -> SavedCheckpoint:
-    """Read a checkpoint that `newest` found whole."""
+    """Read a checkpoint that `newest` returned."""
     try:
         state = json.loads(read_text(path / STATE, JSON_BYTES))
         checkpoint = SavedCheckpoint(
@@ -184,14 +182,14 @@ def load(path: Path) -> SavedCheckpoint:
         )
     except (TypeError, LookupError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: was written by another version of your_ai ({error})") from error
-    mx.eval(checkpoint.adapters, checkpoint.optimizer)  # now, not when the folder is gone
+    mx.eval(checkpoint.adapters, checkpoint.optimizer)  # read now, before the folder may be deleted
     return checkpoint
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints up to `step`; one that cannot be stays.
+    """Delete all but the newest `keep` checkpoints up to `step`; ignore deletion errors.
 
-    Those after `step` were damaged, and passed over when the run resumed before them.
+    Checkpoints after `step` are damaged: they were skipped when the run resumed from `step`.
     """
     ours = [path for path in list_checkpoints(folder) if step_of(path) <= step]
     for path in set(list_checkpoints(folder)) - set(ours[:keep]):

@@ -1,7 +1,7 @@
-"""A run's processes, from the side of the one that starts the next: pipe, signals, log.
+"""Start a child process of a run: pipe, signals and log on the parent's side.
 
-`your_ai train` starts a supervisor, which starts the training process. What either prints
-goes to process.log. run.parent is the other side.
+`your_ai train` starts a supervisor, which starts the training process. The output of both goes
+to process.log. The child's side is run.parent.
 """
 
 from __future__ import annotations
@@ -26,38 +26,39 @@ POLL_S = 0.05
 
 
 class Lost(RunError):
-    """A process of the run ended and did not say why: its folder and log are to be kept."""
+    """A process of the run ended without an error message; keep its folder and log."""
 
 
 @dataclass
 class Child:
-    """A started process, and how many of the signals that came it was sent."""
+    """A started process."""
 
     process: subprocess.Popen[bytes]
     pipe: BinaryIO
     passed_on: int = 0
+    """How many of the received signals were sent to it."""
 
     def pass_on(self, received: Sequence[int], patience: int) -> None:
-        """Send it the signals it has not had; those that come after `patience` of them kill it."""
+        """Send new signals to the child; after `patience` signals, further ones kill it."""
         for number in received[self.passed_on :]:
             self.process.send_signal(number if self.passed_on < patience else signal.SIGKILL)
             self.passed_on += 1
 
     def release(self) -> None:
-        """Let it go on when this process ends."""
-        with contextlib.suppress(BrokenPipeError):  # it has ended just now
+        """Let the child continue when this process ends."""
+        with contextlib.suppress(BrokenPipeError):  # the child has already ended
             self.pipe.write(RELEASE)
 
 
 @contextlib.contextmanager
 def started(arguments: list[str], folder: RunFolder, log: BinaryIO) -> Iterator[Child]:
-    """A child with a session of its own, so that a terminal's Ctrl-C reaches it through here.
+    """Start a child in its own session, so that Ctrl-C reaches it only through this process.
 
-    It holds the read end of a pipe, `--parent-fd`, that tells it when this process is gone
-    or leaves the block. Raises RunError where it cannot be started.
+    The child has the read end of a pipe, `--parent-fd`, which closes when this process ends or
+    leaves the block. Raises RunError if the child cannot be started.
     """
     reader, writer = os.pipe()
-    with open(writer, "wb", buffering=0) as pipe:  # which the child does not inherit
+    with open(writer, "wb", buffering=0) as pipe:  # the child does not inherit it
         try:
             with open(reader, "rb"):
                 process = subprocess.Popen(
@@ -71,13 +72,13 @@ def started(arguments: list[str], folder: RunFolder, log: BinaryIO) -> Iterator[
         except OSError as error:
             raise RunError(
                 f"{folder.path}: a process of the run cannot be started ({error.strerror}); "
-                f"go on with: your_ai train --resume {folder.reference}"
+                f"continue with: your_ai train --resume {folder.reference}"
             ) from error
         yield Child(process, pipe)
 
 
 def told_error(folder: RunFolder, status: int, output: str) -> Exception:
-    """What a child that ended with a failure said, to be raised."""
+    """Turn the output of a failed child into an exception to raise."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if told:
@@ -91,7 +92,7 @@ def told_error(folder: RunFolder, status: int, output: str) -> Exception:
 
 
 def open_log(folder: RunFolder) -> BinaryIO:
-    """The log, to append to and read. Raises UserError where it cannot be."""
+    """Open the log for appending and reading. Raises UserError if that fails."""
     try:
         return open_to_append(folder.path / LOG)
     except OSError as error:
@@ -99,7 +100,7 @@ def open_log(folder: RunFolder) -> BinaryIO:
 
 
 def read_log(log: BinaryIO, start: int) -> str:
-    """The end of what was written since byte `start`, wherever the folder is by now."""
+    """Read the end of the log after byte `start`, even if the folder was moved."""
     size = log.seek(0, os.SEEK_END)
     log.seek(max(start, size - LOG_TAIL_BYTES))
     return log.read().decode(errors="replace")

@@ -1,6 +1,6 @@
-"""What happens in a run, as typed events: one JSON line each, appended to events.jsonl.
+"""The events of a run, as typed objects: one JSON line each, appended to events.jsonl.
 
-The training process writes them and everything that shows a run reads them. A line is
+The training process writes them, and everything that shows a run reads them. A line is
 `{"event": name, "time": seconds since 1970, ...fields}`.
 """
 
@@ -22,21 +22,21 @@ from your_ai.files import open_regular
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What the run is busy with when it is not training, e.g. `loading the model`."""
+    """What the run is doing when it is not training, e.g. `loading the model`."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """Something the user should know, once."""
+    """A message for the user, shown once."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The memory that this process may hold, and why so much."""
+    """The memory limit of this process, and the reason for it."""
 
     limit_bytes: int
     reason: str
@@ -44,27 +44,26 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """How steps are computed from here on: `text` says it in words.
-
-    level: how many plans were passed over that the estimates allow, since they proved too
-    large; estimate_bytes: the most the process should hold; asked: the settings that it was
-    chosen for.
-    """
+    """The memory plan of the steps from here on."""
 
     plan: str
     micro_tokens: int
     spill: bool
     level: int
+    """How many plans were skipped because they proved too large, though the estimates fit."""
     estimate_bytes: int
+    """Estimated peak memory of the process."""
     text: str
+    """The plan in words."""
     asked: str = ""
+    """The settings that the plan was chosen for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corrected:
-    """A step with rows of `tokens` tokens held `ratio` times the activations expected of it.
+    """A step with rows of `tokens` tokens used `ratio` times its estimated activation memory.
 
-    More than any step with such rows before, under the same plan.
+    Written if that is more than in any earlier step with such rows under the same plan.
     """
 
     step: int
@@ -74,51 +73,48 @@ class Corrected:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A micro-batch of `rows` x `tokens` was tried before training, by this run or an earlier one.
-
-    engine: fused, or staged for all others; work_bytes: of its activations; ratio: these over
-    what was estimated.
-    """
+    """A micro-batch of `rows` x `tokens` was measured before training or in an earlier run."""
 
     engine: str
+    """fused, or staged for all other engines."""
     rows: int
     tokens: int
     work_bytes: int
+    """Measured memory of its activations."""
     ratio: float
+    """`work_bytes` divided by the estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """What the memory governor did between two steps, and what that changed.
-
-    kind: as memory.governor names it; before and after: of the process; read_bytes: what
-    was read back from the model's files.
-    """
+    """An action of the memory governor between two steps, and its effect."""
 
     step: int
     kind: str
+    """The name of the action in memory.governor."""
     cause: str
     before_bytes: int
+    """Memory of the process before the action."""
     after_bytes: int
+    """Memory of the process after the action."""
     seconds: float
     read_bytes: int = 0
+    """Bytes that were read again from the model's files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Died:
-    """The training process ended without having finished: written by who restarts it.
-
-    level: of the plan under which it goes on, None where it does not.
-    """
+    """The training process ended before it finished. Written by the supervisor."""
 
     step: int
     reason: str
     level: int | None
+    """The level of the plan with which training restarts; None if it does not restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """Everything is checked and loaded: training begins at `step` (0, or where it resumes)."""
+    """Everything is checked and loaded. Training starts at `step`: 0, or the resumed step."""
 
     step: int
     steps: int
@@ -132,40 +128,41 @@ class Started:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """An optimizer update: step `step` (from 1) of `steps`.
-
-    loss: the mean that is minimized; metrics: further figures of the objective, by name;
-    grad_norm: before clipping; tokens: without padding; trained_tokens: the targets among
-    them; highest_bytes: the most that the process held since the step before; peak_bytes:
-    MLX's, of this step.
-    """
+    """An optimizer update: step `step` (from 1) of `steps`."""
 
     step: int
     steps: int
     epoch: int
     loss: float
+    """The mean that is minimized."""
     grad_norm: float
+    """Before clipping."""
     learning_rate: float
     tokens: int
+    """Without padding."""
     padded_tokens: int
     trained_tokens: int
+    """The targets among `tokens`."""
     seconds: float
     highest_bytes: int | None = None
+    """Peak memory of the process since the previous step."""
     active_bytes: int | None = None
     peak_bytes: int | None = None
+    """MLX's peak memory in this step."""
     cache_bytes: int | None = None
     process_bytes: int | None = None
     available_bytes: int | None = None
     swap_bytes: int | None = None
     pressure: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    """Other values of the objective, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gauges:
-    """What the process holds while a long step goes on, or while it loads.
+    """Memory readings during a long step or while loading.
 
-    In bytes, as memory.sample has them; None where a gauge cannot be read.
+    Sizes are in bytes, named as in memory.sample; None if a gauge cannot be read.
     """
 
     active_bytes: int | None = None
@@ -179,14 +176,14 @@ class Gauges:
 
 @dataclass(frozen=True, kw_only=True)
 class Paused:
-    """The run waits after `step`, as the user asked."""
+    """The run is paused after `step`, at the user's request."""
 
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continued:
-    """It goes on after a pause of so many seconds."""
+    """The run continues after a pause of `seconds`."""
 
     step: int
     seconds: float
@@ -194,7 +191,7 @@ class Continued:
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A step that changed no weight, with the reason."""
+    """A step that changed no weights, and why."""
 
     step: int
     reason: str
@@ -219,10 +216,12 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Answers to held-out prompts: `when` is before or after; prompts as users typed them."""
+    """Answers to held-out prompts, before or after training."""
 
     when: str
+    """before or after."""
     prompts: list[str]
+    """As users typed them."""
     answers: list[str]
     expected: list[str]
 
@@ -236,10 +235,11 @@ class ExactMatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The end of the run: `reason` is done, or what stopped it."""
+    """The end of the run."""
 
     step: int
     reason: str
+    """done, or what stopped the run."""
     adapter: str
     seconds: float
 
@@ -271,12 +271,12 @@ KNOWN |= {"list[str]": list, "dict[str, float]": dict}
 
 
 def allowed(annotation: str) -> tuple[type, ...]:
-    """The types of a field, as JSON has them, for `int | None` and the like."""
+    """The types that JSON may give for a field with an annotation like `int | None`."""
     kinds = [KNOWN[name] for name in annotation.split(" | ")]
     return tuple(t for kind in kinds for t in (kind if isinstance(kind, tuple) else (kind,)))
 
 
-# By kind of event: the names of its fields, with their types.
+# Per kind of event, the names and types of its fields.
 FIELDS = {
     kind: {field.name: allowed(str(field.type)) for field in dataclasses.fields(kind)}
     for kind in KINDS.values()
@@ -285,7 +285,7 @@ FIELDS = {
 
 @dataclass(frozen=True)
 class Record:
-    """An event and when it was written, in seconds since 1970."""
+    """An event and the time when it was written, in seconds since 1970."""
 
     time: float
     event: Event
@@ -298,7 +298,7 @@ def to_line(record: Record) -> str:
 
 
 def from_line(line: str | bytes) -> Record | None:
-    """The record, or None for a line, kind or shape that this version does not know."""
+    """Parse a line; None if this version does not know the line's kind or shape."""
     try:
         fields = json.loads(line)
         kind = KINDS[fields["event"]]
@@ -313,12 +313,12 @@ def from_line(line: str | bytes) -> Record | None:
         return None
 
 
-LINE_BYTES = 1 << 24  # of an event; samples are the longest
-STRANGE_BYTES = 1 << 26  # of lines that are no events, before the file is none of events
+LINE_BYTES = 1 << 24  # maximum length of an event; samples are the longest
+STRANGE_BYTES = 1 << 26  # a file with more bytes of unknown lines is not an events file
 
 
 class EventLog:
-    """Appends events to a file, each in one write, so that a reader sees whole lines."""
+    """Append events to a file, each in one write, so that readers see complete lines."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -332,17 +332,17 @@ class EventLog:
                 raise OSError(errno.EINVAL, "is not a file")
             size = os.fstat(self.file).st_size
             if size and os.pread(self.file, 1, size - 1) != b"\n":
-                os.write(self.file, b"\n")  # a killed run left half a line: end it
+                os.write(self.file, b"\n")  # end the half line that a killed run left
         except OSError as error:
             raise self._failure(error) from error
 
     def write(self, event: Event) -> None:
-        """Raises RunError where the disk is full or gone."""
+        """Append an event. Raises RunError if the disk is full or gone."""
         line = to_line(Record(time.time(), event)).encode()
-        line, self.is_torn = b"\n" * self.is_torn + line, True  # ends what a full disk cut
+        line, self.is_torn = b"\n" * self.is_torn + line, True  # end a line that a full disk cut
         self.written_at = time.monotonic()
         try:
-            while line:  # a nearly full disk takes a part, then says that it is full
+            while line:  # a nearly full disk accepts a part, then reports that it is full
                 line = line[os.write(self.file, line) :]
             self.is_torn = False
         except OSError as error:
@@ -358,11 +358,11 @@ class EventLog:
 
 
 def tail(path: Path, offset: int = 0) -> tuple[list[Record], int]:
-    """The records from byte `offset` on, and the offset to go on from.
+    """Return the records from byte `offset` on, and the offset for the next call.
 
-    A half-written last line is left for the next call; lines that cannot be understood, or
-    are longer than LINE_BYTES, are passed over. A missing file holds no events. Raises
-    UserError for what is no file of events.
+    A half-written last line is left for the next call. Unknown lines and lines longer than
+    LINE_BYTES are skipped. A missing file has no events. Raises UserError if the file is not an
+    events file.
     """
     records: list[Record] = []
     strange_bytes = 0
@@ -379,7 +379,7 @@ def tail(path: Path, offset: int = 0) -> tuple[list[Record], int]:
                     continue
                 strange_bytes += 0 if line.startswith(b"{") else len(line)
                 if strange_bytes > STRANGE_BYTES:
-                    raise UserError(f"{path}: is not a file of events; move it away")
+                    raise UserError(f"{path}: is not an events file; move it away")
     except FileNotFoundError:
         return [], offset
     except OSError as error:

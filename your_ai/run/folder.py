@@ -1,4 +1,4 @@
-"""runs/<name>/: where its files lie, and that one process at a time writes them."""
+"""The folder runs/<name>/: its files, and locks so that only one process writes them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from your_ai.gates.text import shortened
 
 RUNS = Path("runs")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-LOCK = "lock"  # held by the process that trains,
-SUPERVISOR_LOCK = "supervisor.lock"  # and by the one that would start it again
+LOCK = "lock"  # locked by the training process
+SUPERVISOR_LOCK = "supervisor.lock"  # locked by the supervisor
 CONFIG_BYTES = 1 << 20
-PID_BYTES = 32  # of a lock file
-LOCK_WAIT_S = 5.0  # a killed process takes a moment to let go
+PID_BYTES = 32  # maximum size of a lock file
+LOCK_WAIT_S = 5.0  # a killed process takes a moment to release its lock
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        return Path(os.path.abspath(self.path)).name  # of `.` as well, where it is that folder
+        return Path(os.path.abspath(self.path)).name  # works for `.` too
 
     @property
     def reference(self) -> str:
-        """What --resume and --run take to find it from this folder, as a shell reads it."""
+        """The argument of --resume and --run for this run, quoted for a shell."""
         return shlex.quote(self.name if self.path.parent == RUNS else str(self.path))
 
     @property
@@ -61,17 +61,18 @@ class RunFolder:
 
     @property
     def imported(self) -> Path:
-        """Says where the adapter came from, where it was not trained here."""
+        """Where the adapter came from. This file exists only in imported runs."""
         return self.path / "imported.json"
 
     def read_config(self) -> TrainConfig:
-        """The settings of the run. Raises UserError where the file is damaged."""
+        """The settings of the run. Raises UserError if the file is damaged."""
         if not self.config_text().endswith("...\n"):
-            raise UserError(f"{self.config}: is cut short")  # its defaults would be another run
+            # Defaults for the missing settings would describe a different run.
+            raise UserError(f"{self.config}: is cut short")
         return build(read_yaml(self.config), str(self.config))
 
     def config_text(self, errors: str = "strict") -> str:
-        """What config.yaml says. Raises UserError for what is no text of a sane size."""
+        """The text of config.yaml. Raises UserError if it cannot be read or is too large."""
         try:
             return read_text(self.config, CONFIG_BYTES, errors)
         except UnicodeDecodeError as error:
@@ -80,7 +81,7 @@ class RunFolder:
             raise UserError(f"{self.config}: cannot be read ({error.strerror})") from error
 
     def write_config(self, config: TrainConfig) -> None:
-        """Raises OSError, and leaves the old one, where it cannot be written."""
+        """Write config.yaml. If that fails, raise OSError and keep the old file."""
         temporary = self.config.with_suffix(".tmp")
         try:
             temporary.write_text(to_yaml(config), encoding="utf-8")
@@ -90,7 +91,7 @@ class RunFolder:
             temporary.unlink(missing_ok=True)
 
     def change_config(self, config: TrainConfig) -> None:
-        """Keep the settings of a resumed run where they are not what they were."""
+        """Write the settings of a resumed run if they have changed."""
         if with_absolute_paths(config) == self.read_config():
             return
         try:
@@ -100,16 +101,16 @@ class RunFolder:
 
 
 def default_name(config: TrainConfig) -> str:
-    """A name made of model, data and time."""
+    """A name made from model, data and time."""
     parts = [Path(config.model).name, Path(config.data).stem]
     parts = list(dict.fromkeys(re.sub(r"[^A-Za-z0-9.]+", "-", p).strip("-.") for p in parts))
     return "-".join([*filter(None, parts), time.strftime("%Y%m%d-%H%M%S")])
 
 
 def create(config: TrainConfig) -> RunFolder:
-    """Make the folder of a new run with its config.yaml, where paths are absolute.
+    """Create the folder of a new run with its config.yaml, in which paths are absolute.
 
-    Raises UserError where the name is taken or the folder cannot be written.
+    Raises UserError if the name is taken or the folder cannot be written.
     """
     name = config.run or default_name(config)
     with creating(name, config):
@@ -117,7 +118,7 @@ def create(config: TrainConfig) -> RunFolder:
 
 
 def place_of(name: str) -> RunFolder:
-    """Where a run of that name is. Raises UserError for what cannot be a name."""
+    """The folder of the run with this name. Raises UserError if the name is invalid."""
     if not NAME.fullmatch(name):
         raise UserError(
             f"--run {shortened(name)}: use at most 100 letters, digits, dots, dashes and "
@@ -128,13 +129,13 @@ def place_of(name: str) -> RunFolder:
 
 @contextlib.contextmanager
 def creating(name: str, config: TrainConfig) -> Iterator[RunFolder]:
-    """The folder of a new run, to write more into, which becomes `name` if the block ends well.
+    """Yield the folder of a new run for more files; rename it to `name` if the block succeeds.
 
-    Raises UserError where the name is taken or the folder cannot be written.
+    Raises UserError if the name is taken or the folder cannot be written.
     """
     folder = place_of(name)
     taken = UserError(
-        f"--run {name}: {folder.path} exists; choose another name, or go on with "
+        f"--run {name}: {folder.path} exists; choose another name, or continue "
         f"it: your_ai train --resume {name}"
     )
     if folder.path.exists():
@@ -150,7 +151,7 @@ def creating(name: str, config: TrainConfig) -> Iterator[RunFolder]:
         os.rename(temporary.path, folder.path)
     except OSError as error:
         lost = error.errno in (errno.EEXIST, errno.ENOTEMPTY)
-        if temporary is not None and lost:  # another run took it meanwhile
+        if temporary is not None and lost:  # another run took the name in the meantime
             raise taken from error
         raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from error
     finally:
@@ -159,7 +160,7 @@ def creating(name: str, config: TrainConfig) -> Iterator[RunFolder]:
 
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """The config with model and data found from any folder, where they are paths."""
+    """Make the paths of model and data absolute, so that they work from any folder."""
     paths = {
         name: os.path.realpath(os.path.expanduser(value))
         for name, value in (("model", config.model), ("data", config.data))
@@ -169,15 +170,13 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
 
 
 def check_resumable(folder: RunFolder) -> None:
-    """Raise UserError for a run that was never trained here."""
+    """Raise UserError for an imported run."""
     if folder.imported.exists():
-        raise UserError(
-            f"{folder.path}: was imported, and has nothing to go on from; begin a new run"
-        )
+        raise UserError(f"{folder.path}: was imported and cannot be resumed; start a new run")
 
 
 def find(run: str) -> RunFolder:
-    """The folder of an existing run, by its name or path. Raises UserError if there is none."""
+    """Find an existing run by its name or path. Raises UserError if there is none."""
     for path in (RUNS / run, Path(run)):
         folder = RunFolder(path)
         if os.path.isfile(folder.config):
@@ -188,7 +187,7 @@ def find(run: str) -> RunFolder:
 
 
 def discard(folder: RunFolder) -> None:
-    """Remove a run that never began, and `runs` too if that leaves it empty."""
+    """Remove a run that never started, and also `runs` if that is then empty."""
     shutil.rmtree(folder.path, ignore_errors=True)
     with contextlib.suppress(OSError):
         RUNS.rmdir()
@@ -196,7 +195,7 @@ def discard(folder: RunFolder) -> None:
 
 @contextlib.contextmanager
 def locked(folder: RunFolder, name: str = LOCK) -> Iterator[None]:
-    """Hold the run for this process. Raises UserError where another one has it."""
+    """Lock the run for this process. Raises UserError if another process has locked it."""
     try:
         file = open_to_append(folder.path / name)
     except OSError as error:
@@ -216,20 +215,21 @@ def locked(folder: RunFolder, name: str = LOCK) -> Iterator[None]:
                         "or stop it"
                     ) from None
                 time.sleep(0.1)
-        with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
+        with contextlib.suppress(OSError):  # on a full disk the lock works without the pid in it
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), f"{os.getpid()}\n".encode())
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # nobody else is to be taken for the owner
+            with contextlib.suppress(OSError):  # remove the pid, which may be reused
                 os.ftruncate(file.fileno(), 0)
 
 
 def owner(folder: RunFolder) -> int | None:
-    """The process that works on the run, or would start one again; None where none does.
+    """The pid of the supervisor or training process of the run; None if there is none.
 
-    0 where its number is not known. Changes nothing: who takes a lock tries more than once.
+    0 if the pid is unknown. This takes a shared lock for a moment, which is harmless because
+    `locked` tries several times.
     """
     for name in (SUPERVISOR_LOCK, LOCK):
         try:

@@ -1,6 +1,7 @@
-"""What a user asks of a run while it goes on: a file in its folder each, until it is heeded.
+"""Requests of the user to a running run. Each is a file in its folder until it is handled.
 
-Whoever shows the run puts it there; the training process looks between two steps.
+The process that shows the run creates the file. The training process checks for it between two
+steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ PAUSE = "pause.request"
 
 
 def ask(folder: RunFolder, name: str) -> None:
-    """Raises UserError where the folder cannot be written."""
+    """Make a request. Raises UserError if the folder cannot be written."""
     try:
         (folder.path / name).touch()
     except OSError as error:
@@ -25,7 +26,7 @@ def is_asked(folder: RunFolder, name: str) -> bool:
 
 
 def withdraw(folder: RunFolder, name: str) -> bool:
-    """Whether it was asked for until now."""
+    """Remove a request, and return whether it existed."""
     try:
         (folder.path / name).unlink()
     except OSError:

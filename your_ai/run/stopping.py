@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a closed terminal: finish the step and save; a second one leaves at once."""
+"""Ctrl-C, SIGTERM and a closed terminal: finish the step and save; a second signal exits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """A stop signal while there was no step to finish. Exit status 128 + signal."""
+    """A stop signal arrived when there was no step to finish. Exit status 128 + signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -23,10 +23,10 @@ class Interrupted(BaseException):
 class Stop:
     """Whether a signal asked the run to stop.
 
-    While `graceful` is false, as it is before the first step, a signal raises
-    Interrupted; after that it is only noted here, for the loop to see. on_first is
-    called when that happens, on_second just before a second signal ends the process;
-    both in a thread.
+    While `graceful` is false, as it is before the first step, a signal raises Interrupted.
+    Later a signal is only recorded here, and the training loop checks it. `on_first` is called
+    when the first signal is recorded, `on_second` just before a second signal ends the process;
+    both are called in a thread.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Stop:
 
     @property
     def name(self) -> str:
-        """What stopped the run, in words."""
+        """The name of the signal that stopped the run."""
         if self.received in (None, signal.SIGINT):
             return "Ctrl-C"
         return signal.Signals(self.received).name
@@ -48,10 +48,10 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Watch for stop signals until the block ends; then the handlers are as they were.
+    """Watch for stop signals until the block ends; then restore the signal handlers.
 
-    A thread watches, since Python runs no handler while the main thread is inside an
-    evaluation.
+    A thread watches, because Python runs no signal handler while the main thread is inside an
+    MLX evaluation.
     """
     stop = Stop()
     reader, writer = socket.socketpair()
@@ -66,7 +66,9 @@ def stop_signals() -> Iterator[Stop]:
                 continue
             if stop.received is None:
                 stop.received = number
-                with contextlib.suppress(Exception):  # a full disk, say: the second must work
+                with contextlib.suppress(
+                    Exception
+                ):  # e.g. a full disk; a second signal must still work
                     stop.on_first()
             else:
                 with contextlib.suppress(Exception):
@@ -79,8 +81,8 @@ def stop_signals() -> Iterator[Stop]:
 
     thread = threading.Thread(target=watch, name="stop-signals", daemon=True)
     thread.start()
-    # nohup has SIGHUP ignored, and so it stays. SIGINT is always heard: a script's background
-    # job has it ignored, but whoever sends it there means to stop the run.
+    # nohup makes a process ignore SIGHUP, and that is respected. SIGINT is always handled:
+    # background jobs of a script ignore it, but whoever sends it there wants to stop the run.
     heard = [
         number
         for number in SIGNALS
@@ -103,10 +105,10 @@ def stop_signals() -> Iterator[Stop]:
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """The stop signals that come until the block ends; then the handlers are as they were.
+    """Collect the stop signals until the block ends; then restore the signal handlers.
 
-    A terminal that closes may say so twice, the shell and the system each: that counts once.
-    Outside the main thread none come.
+    A closing terminal may send SIGHUP twice, from the shell and from the system; that counts
+    once. Outside the main thread no signal is collected.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -117,7 +119,7 @@ def noted_signals() -> Iterator[list[int]]:
         if number != signal.SIGHUP or number not in received:
             received.append(number)
 
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as nohup has it
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # under nohup
     heard = [n for n in SIGNALS if not (n == signal.SIGHUP and ignored)]
     old_handlers = {n: signal.signal(n, note) for n in heard}
     try:
