@@ -1,4 +1,4 @@
-"""The side by side: that it is the same contest for all, and what it prints."""
+"""The benchmark: all contenders do the same task, and the output is correct."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = ("--seq-len", 512, "--against", "none", "--json")
 
 @pytest.mark.parametrize("supervised", [1.0, 0.3])
 def test_all_contenders_follow_the_same_losses(capsys, supervised):
-    """Which holds our recipe against mlx-lm's own trainer, checkpointing or not."""
+    """This compares our training with mlx-lm's trainer, with and without checkpointing."""
     options = ("--lora-targets", "all-linear", "--supervised", supervised, "--json")
     assert call(*SHORT, "--bits", 0, *options) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -53,10 +53,12 @@ def test_twenty_steps_of_each_plan_follow_mlx_lm(tmp_path, bits):
         assert ours == pytest.approx(peers, rel=1e-4), plan
 
 
-def test_packed_rows_are_those_of_batch_1(capsys):
+def test_packed_trains_the_same_rows_as_unpacked(capsys):
     assert call(*SHORT, "--plan", "unpacked,packed", *LONG) == 0
     unpacked, packed = json.loads(capsys.readouterr().out)["rows"]
-    assert packed["losses"][0] == pytest.approx(unpacked["losses"][0], rel=0.05)  # by row, token
+    assert packed["losses"][0] == pytest.approx(
+        unpacked["losses"][0], rel=0.05
+    )  # mean over rows, mean over tokens
     tokens = [row["tokens_per_s"] * row["seconds_median"] for row in (unpacked, packed)]
     assert tokens[0] == pytest.approx(tokens[1])
 
@@ -82,12 +84,12 @@ def test_the_table_gives_ratios_to_each_peer(capsys):
         (("--shape", "tiny", "--model", "demo"), "give --shape or --model"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(capsys, options, message):
+def test_invalid_options_are_refused(capsys, options, message):
     assert call("bench", *options) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_shape_is_made_once_and_always_the_same(tmp_path):
+def test_a_shape_is_created_once_and_always_the_same(tmp_path):
     first = make_shape("tiny", 4, "float32", tmp_path / "a")
     again = make_shape("tiny", 4, "float32", tmp_path / "b")
     for path in first.glob("*.safetensors"):
@@ -97,7 +99,7 @@ def test_a_shape_is_made_once_and_always_the_same(tmp_path):
     assert (first / "config.json").stat().st_mtime_ns == before
 
 
-def test_names_may_be_spaced():
+def test_spaces_around_names_are_ignored():
     assert bench.named(" mlx-lm , mlx-lm-checkpoint", "against", bench.PEERS) == list(bench.PEERS)
     with pytest.raises(UserError):
         bench.named("mlx", "against", bench.PEERS)

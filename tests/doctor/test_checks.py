@@ -1,4 +1,4 @@
-"""The self-test's checks on this device, and that each sees the fault that it is for."""
+"""The checks of the self-test pass on this device, and each detects its kind of fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = mx.default_device().type == mx.cpu
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer tokens and updates than on a user's machine, and memory counted as before."""
+    """Use fewer tokens and updates than on a user's machine, and restore the cache limit."""
     monkeypatch.setattr(selfchecks, "TOKENS", 32)
     monkeypatch.setattr(selfchecks, "FEW_TOKENS", 32)
     monkeypatch.setattr(selfchecks, "STEPS", 2)
@@ -45,7 +45,7 @@ def write_adapters(folder: Path, run: str, value: float) -> None:
     mx.save_safetensors(str(place / "adapters.safetensors"), {"a": mx.full((4, 4), value)})
 
 
-def test_the_model_is_one_that_trains(tmp_path):
+def test_the_generated_model_is_complete(tmp_path):
     outcome = selfchecks.make_model(tmp_path)
     path = Path(outcome.figures["folder"])
     assert path == selfchecks.model_in(tmp_path)
@@ -55,13 +55,13 @@ def test_the_model_is_one_that_trains(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["counters", "speed"])
-def test_a_check_passes_here(folder, name):
+def test_the_checks_pass_on_this_device(folder, name):
     outcome = CHECKS[name](folder)
     assert outcome.ok, outcome.measured
     json.dumps(dataclasses.asdict(outcome))
 
 
-def test_gradients_differ_by_rounding(folder):
+def test_gradients_of_the_plans_differ_only_by_rounding(folder):
     outcome = selfchecks.compare_gradients(folder)
     assert outcome.ok, outcome.measured
     if CPU:
@@ -73,19 +73,19 @@ def test_reloads_change_nothing(folder):
     outcome = selfchecks.compare_reloads(folder)
     assert outcome.ok, outcome.measured
     assert outcome.figures["read_bytes"] > 100_000
-    if CPU:  # elsewhere sums may come in another order
+    if CPU:  # on a GPU the order of sums may vary
         for plan in ("fused", "staged"):
             assert outcome.figures[plan] == {"alike": 0.0, "reloaded": 0.0}
 
 
-def test_a_cache_that_is_not_cleared_is_seen(folder, monkeypatch):
+def test_a_cache_that_is_not_cleared_is_detected(folder, monkeypatch):
     monkeypatch.setattr(mx, "clear_cache", lambda: None)
     outcome = selfchecks.count_memory(folder)
     assert not outcome.ok
     assert "wrong: cache when cleared" in outcome.measured
 
 
-def test_gradients_that_are_off_by_a_hundredth_are_seen(folder, monkeypatch):
+def test_gradients_that_are_wrong_by_one_percent_are_detected(folder, monkeypatch):
     made = selfchecks.made
 
     def off(place: Path, plan: str, contest: Any) -> MadeModel:
@@ -107,7 +107,7 @@ def test_gradients_that_are_off_by_a_hundredth_are_seen(folder, monkeypatch):
     assert outcome.figures["streamed float32"] < 1e-5
 
 
-def test_a_reload_that_changes_a_weight_is_seen(folder, monkeypatch):
+def test_a_reload_that_changes_a_weight_is_detected(folder, monkeypatch):
     reload_adapted = selfchecks.reload_adapted
 
     def damaged(network: nn.Module, tensors: Any) -> int:
@@ -122,12 +122,12 @@ def test_a_reload_that_changes_a_weight_is_seen(folder, monkeypatch):
     assert "weights are not the same" in outcome.measured
 
 
-def test_a_reload_that_reads_nothing_is_no_reload(folder, monkeypatch):
+def test_a_reload_that_reads_nothing_fails_the_check(folder, monkeypatch):
     monkeypatch.setattr(selfchecks, "reload_adapted", lambda *_: 0)
     assert not selfchecks.compare_reloads(folder).ok
 
 
-def test_losses_that_differ_are_seen(folder, monkeypatch):
+def test_different_losses_are_detected(folder, monkeypatch):
     def off(_: object, plan: str) -> list[tuple[float, float, int]]:
         return [(2.1 if plan == "spilled" else 2.0, 0.5, 64)] * 2
 
@@ -147,7 +147,7 @@ def test_adapters_are_compared_by_their_bytes(tmp_path, value, ok, text):
     assert (outcome.ok, text in outcome.measured) == (ok, True)
 
 
-def test_another_order_of_sums_is_allowed_on_a_gpu_alone(tmp_path, monkeypatch):
+def test_adapters_may_differ_slightly_only_on_a_gpu(tmp_path, monkeypatch):
     write_adapters(tmp_path, "whole", 2.0)
     write_adapters(tmp_path, "killed", 2.00001)
     for device, ok in (("cpu", False), ("metal", True)):
@@ -155,6 +155,6 @@ def test_another_order_of_sums_is_allowed_on_a_gpu_alone(tmp_path, monkeypatch):
         assert selfchecks.compare_adapters(tmp_path).ok == ok
 
 
-def test_what_is_not_finite_differs_from_everything():
+def test_values_that_are_not_finite_differ_infinitely():
     nan = mx.array([1.0, float("nan")])
     assert selfchecks.relative(nan, mx.array([1.0, 1.0])) == float("inf")

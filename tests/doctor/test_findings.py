@@ -1,4 +1,4 @@
-"""What the doctor finds on recorded machines, and how it is shown."""
+"""What the doctor finds on recorded machines, and how it shows that."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bad(machine: MachineInfo) -> list[Finding]:
 
 
 def found(machine: MachineInfo, word: str) -> Finding:
-    """The one finding that says `word`."""
+    """The only finding that contains `word`."""
     (finding,) = [f for f in findings(machine) if word in f.what]
     return finding
 
@@ -42,12 +42,12 @@ def shown(machine: MachineInfo, width: int = 80) -> str:
 
 
 @pytest.mark.parametrize("gb", [8, 16, 24, 36])
-def test_a_mac_as_it_comes_has_no_fault(gb):
+def test_a_new_mac_has_no_problems(gb):
     assert bad(MACS[gb]) == []
 
 
 @pytest.mark.parametrize(("gb", "could_mb"), [(64, 57344), (128, 114688)])
-def test_a_large_mac_is_told_of_its_wired_limit(gb, could_mb):
+def test_a_large_mac_is_advised_to_raise_its_wired_limit(gb, could_mb):
     (finding,) = bad(MACS[gb])
     assert finding.level == "note"
     assert finding.command == f"sudo sysctl iogpu.wired_limit_mb={could_mb}"
@@ -60,7 +60,7 @@ def test_fitted_memory_estimates_are_named_and_those_of_another_machine_are_fitt
     assert (other.level, other.command) == ("note", "your_ai doctor --fit-memory")
 
 
-def test_the_wired_limit_that_is_advised_leads_to_a_higher_limit_and_no_new_advice():
+def test_the_advised_wired_limit_raises_the_run_limit_and_ends_the_advice():
     for machine in (MACS[64], MACS[128]):
         (finding,) = bad(machine)
         wired = int(finding.command.rpartition("=")[2]) << 20
@@ -69,13 +69,13 @@ def test_the_wired_limit_that_is_advised_leads_to_a_higher_limit_and_no_new_advi
         assert limit_of(raised).limit_bytes > limit_of(machine).limit_bytes
 
 
-def test_a_box_with_a_card_is_told_that_it_holds_less():
+def test_a_card_smaller_than_the_limit_is_noted():
     (finding,) = bad(CUDA)
     assert "the card has 25.8 GB" in finding.what
     assert finding.command == "your_ai train --max-memory 23 --data my-data/"
 
 
-def test_a_box_without_a_gpu_is_told_of_its_blas():
+def test_a_linux_machine_without_gpu_is_advised_to_use_openblas():
     assert [f.level for f in bad(CPU)] == ["note", "note"]
     assert found(CPU, "BLAS").command == f"export LD_PRELOAD={CPU.openblas}"
     without = replace(CPU, openblas=None)
@@ -83,14 +83,14 @@ def test_a_box_without_a_gpu_is_told_of_its_blas():
     assert "BLAS" not in str(findings(replace(CPU, blas=CPU.openblas)))
 
 
-# One fault each
+# One problem each
 
 
 @pytest.mark.parametrize(
     ("change", "level", "what", "command"),
     [
         ({"mlx": "0.31.0"}, "risk", "MLX 0.31.0 is older than 0.32.1", "--upgrade 'mlx>=0.32.1'"),
-        ({"mlx": "0.32.1"}, "note", "from 0.32.4 on", "--upgrade 'mlx>=0.32.4'"),
+        ({"mlx": "0.32.1"}, "note", "with 0.32.4 or newer", "--upgrade 'mlx>=0.32.4'"),
         ({"mlx": None, "device": None}, "risk", "MLX is not installed", "'mlx>=0.32.1'"),
         ({"mlx_fault": "no libx", "device": None}, "risk", "loaded (no libx)", "force-reinstall"),
         ({"mlx_lm": "0.31.9"}, "risk", "mlx-lm 0.31.9 is older than 0.32.2", "'mlx-lm>=0.32.2'"),
@@ -106,7 +106,7 @@ def test_a_box_without_a_gpu_is_told_of_its_blas():
         ({"swap_bytes": 5 * GB}, "risk", "5.0 GB of memory is swapped out", "top -l 1"),
         ({"available_bytes": 3 * GB}, "note", "only 3.0 GB of 12.7 GB is free", "top -l 1"),
         ({"available_bytes": None}, "note", "free now cannot be read", ""),
-        ({"ram_bytes": None}, "note", "how much memory this machine has cannot", ""),
+        ({"ram_bytes": None}, "note", "the size of the memory cannot be read", ""),
         ({"disk_free_bytes": 12 * GB}, "note", "12.0 GB free on the disk", "runs prune"),
         ({"disk_free_bytes": 3 * GB}, "risk", "3.0 GB free on the disk", "runs prune"),
         ({"store_writable": False}, "risk", "cannot be written", "export YOUR_AI_HOME="),
@@ -115,7 +115,7 @@ def test_a_box_without_a_gpu_is_told_of_its_blas():
         ({"missing": ("report", "wandb")}, "note", "report, wandb", "'your_ai[report,wandb]'"),
     ],
 )
-def test_a_fault_of_a_mac(change, level, what, command):
+def test_each_problem_of_a_mac_is_found(change, level, what, command):
     (finding,) = bad(replace(MAC, **change))
     assert finding.level == level
     assert what in finding.what
@@ -132,7 +132,7 @@ def test_a_fault_of_a_mac(change, level, what, command):
         ({"pressure": 4}, "risk", "pressure is at critical", "ps -eo rss"),
     ],
 )
-def test_a_fault_of_a_box_with_linux(change, level, what, command):
+def test_each_problem_of_a_linux_machine_is_found(change, level, what, command):
     machine = replace(CUDA, gpu_bytes=None, gpu_free_bytes=None, **change)
     (finding,) = bad(machine)
     assert finding.level == level
@@ -140,21 +140,21 @@ def test_a_fault_of_a_box_with_linux(change, level, what, command):
     assert command in finding.command
 
 
-def test_a_small_machine_is_told_what_it_can_do():
+def test_a_small_machine_is_referred_to_recommend():
     small = replace(CPU, ram_bytes=4 * GIB, available_bytes=3 * GIB, blas="/x")
     assert found(small, "smallest models").command == "your_ai recommend --memory 4"
 
 
-def test_a_container_as_large_as_its_machine_is_none():
+def test_a_container_as_large_as_its_machine_is_not_mentioned():
     assert "container" not in str(findings(replace(CPU, container_bytes=CPU.ram_bytes)))
 
 
-def test_risks_come_first_and_what_is_well_last():
+def test_risks_come_first_and_ok_findings_last():
     machine = replace(MACS[64], pressure=4, offline=True)
     assert [f.level for f in findings(machine)] == ["risk", "note", "note", "ok", "ok", "ok", "ok"]
 
 
-def test_what_is_needed_is_what_the_package_asks_for():
+def test_required_versions_are_those_of_pyproject():
     project = (Path(your_ai.__file__).parents[1] / "pyproject.toml").read_text()
     assert f'requires-python = ">={doctor.PYTHON_NEEDED}"' in project
     assert f'"mlx>={doctor.MLX_NEEDED};' in project
@@ -202,7 +202,7 @@ SIZES = st.none() | st.integers(0, 2**45)
         },
     ),
 )
-def test_no_machine_is_too_odd(machine, changes):
+def test_any_machine_can_be_judged_and_shown(machine, changes):
     odd = replace(machine, **changes)
     json.dumps(doctor.as_json(odd, findings(odd)))
     assert shown(odd)
@@ -212,7 +212,7 @@ def test_no_machine_is_too_odd(machine, changes):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_every_machine_is_shown_with_the_limit_of_a_run(name):
+def test_every_machine_is_shown_with_the_memory_limit_of_a_run(name):
     machine = RECORDED[name]
     text = " ".join(shown(machine).split())
     assert machine.chip in text
@@ -223,19 +223,19 @@ def test_every_machine_is_shown_with_the_limit_of_a_run(name):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_command_is_one_whole_line(name):
+def test_each_command_is_shown_on_one_line(name):
     lines = [line.strip() for line in shown(RECORDED[name]).splitlines()]
     commands = [f.command for f in findings(RECORDED[name]) if f.command]
     assert [line for line in lines if line in commands] == commands
 
 
-def test_the_limit_is_that_of_a_run():
+def test_the_limit_is_95_percent_of_the_recommended_working_set():
     limit = limit_of(MAC)
     assert limit.limit_bytes == int(0.95 * MAC.recommended_bytes)
     assert "recommended working set" in limit.reason
 
 
-def test_programs_get_the_machine_the_limit_and_the_findings():
+def test_json_contains_the_machine_the_limit_and_the_findings():
     told = json.loads(json.dumps(doctor.as_json(MAC, findings(MAC))))
     assert told["machine"]["chip"] == "Apple M2"
     assert told["limit_bytes"] == limit_of(MAC).limit_bytes
@@ -243,7 +243,7 @@ def test_programs_get_the_machine_the_limit_and_the_findings():
     assert set(told) == {"machine", "limit_bytes", "limit_reason", "findings"}
 
 
-def test_a_machine_that_tells_nothing_is_shown_too():
+def test_a_machine_with_unknown_properties_is_shown():
     unknown = MachineInfo(system="Linux")
     assert doctor.as_json(unknown, [])["limit_bytes"] is None
     assert re.search(r"machine +Linux", shown(unknown))

@@ -1,4 +1,4 @@
-"""Reading this machine: everything that fails is not known, and nothing ends it."""
+"""Reading this machine: a property that cannot be read is None, and nothing raises."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAPS = """\
 OPENBLAS = "7f04-7f05 r-xp 00000000 08:01 14 /usr/lib/openblas-pthread/libblas.so.3\n"
 
 
-def test_this_machine_is_known():
+def test_this_machine_is_read():
     found = read_machine()
     assert found.ram_bytes == psutil.virtual_memory().total
     assert found.held_bytes > 0
@@ -33,12 +33,12 @@ def test_this_machine_is_known():
     assert found.store_writable
 
 
-def test_reading_it_is_not_loading_mlx_beforehand():
+def test_importing_the_module_does_not_import_mlx():
     code = "import sys, your_ai.doctor.machine, your_ai.doctor; sys.exit('mlx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_store_that_is_not_made_yet_is_judged_by_its_parent(own_folder, monkeypatch):
+def test_a_missing_store_is_judged_by_its_parent_folder(own_folder, monkeypatch):
     monkeypatch.setenv("YOUR_AI_HOME", str(own_folder / "a" / "b"))
     found = read_machine()
     assert found.store == str(own_folder / "a" / "b")
@@ -47,14 +47,14 @@ def test_a_store_that_is_not_made_yet_is_judged_by_its_parent(own_folder, monkey
     assert not (own_folder / "a").exists()
 
 
-def test_what_the_hub_is_told_is_known(monkeypatch):
+def test_hub_environment_variables_are_read(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     found = read_machine()
     assert (found.endpoint, found.offline) == ("https://hub.example", True)
 
 
-def test_an_mlx_that_cannot_be_loaded_says_why(monkeypatch):
+def test_an_mlx_that_cannot_be_loaded_gives_the_reason(monkeypatch):
     def fail(name: str) -> None:
         raise ImportError(f"{name}: libcuda.so.1 is missing\nand more")
 
@@ -66,7 +66,7 @@ def test_an_mlx_that_cannot_be_loaded_says_why(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["memory", "chip", "device", "loaded_blas", "installed_openblas"])
-def test_what_cannot_be_read_is_not_known(monkeypatch, name):
+def test_a_property_that_cannot_be_read_is_none(monkeypatch, name):
     def fail(*_: object) -> None:
         raise OSError("no such thing")
 
@@ -77,7 +77,7 @@ def test_what_cannot_be_read_is_not_known(monkeypatch, name):
     assert found.ram_bytes == psutil.virtual_memory().total
 
 
-def test_nothing_is_read_and_nothing_raises(monkeypatch):
+def test_nothing_raises_if_nothing_can_be_read(monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("broken")
 
@@ -89,7 +89,7 @@ def test_nothing_is_read_and_nothing_raises(monkeypatch):
     assert (found.ram_bytes, found.store, found.mlx) == (None, None, None)
 
 
-def test_a_mac_is_asked_for_its_chip_its_wired_limit_and_rosetta(monkeypatch):
+def test_chip_wired_limit_and_rosetta_of_a_mac_are_read(monkeypatch):
     told = {
         "machdep.cpu.brand_string": "Apple M1 Max",
         "iogpu.wired_limit_mb": "57344",
@@ -117,7 +117,7 @@ def test_a_mac_is_asked_for_its_chip_its_wired_limit_and_rosetta(monkeypatch):
     assert found.gpu_bytes is None
 
 
-def test_a_card_tells_of_its_memory(monkeypatch):
+def test_the_memory_of_a_card_is_read(monkeypatch):
     info = {"device_name": "NVIDIA H100", "total_memory": 80 << 30, "free_memory": 78 << 30}
     monkeypatch.setattr(mx, "device_info", lambda: info)
     found = read_machine()
@@ -126,12 +126,12 @@ def test_a_card_tells_of_its_memory(monkeypatch):
 
 
 @pytest.mark.parametrize(("maps", "blas"), [(MAPS, None), (MAPS + OPENBLAS, OPENBLAS.split()[-1])])
-def test_the_blas_that_counts_is_not_that_of_numpy(monkeypatch, maps, blas):
+def test_the_blas_of_numpy_is_ignored(monkeypatch, maps, blas):
     monkeypatch.setattr(machine.Path, "read_text", lambda *_, **__: maps)
     assert machine.loaded_blas() == blas
 
 
-def test_an_extra_is_missing_where_one_of_its_packages_is(monkeypatch):
+def test_an_extra_is_missing_if_one_of_its_packages_is_missing(monkeypatch):
     there = {"matplotlib", "tensorboardX"}
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name in there or None)
     assert machine.missing_extras() == ("report", "swanlab", "wandb")

@@ -18,13 +18,13 @@ def row(name: str, room: MachineRoom) -> model_list.ModelRow:
     return next(row for row in model_list.rows(room) if row.name == name)
 
 
-def test_what_is_known_and_not_here_is_listed_with_its_size():
+def test_a_known_model_that_is_not_local_is_listed_with_its_size():
     found = row("llama-8b", LARGE)
     assert (found.where, found.bits, found.fault) == ("", 4, None)
     assert found.size_bytes == known()["llama-8b"].bytes_on_disk
 
 
-def test_more_memory_trains_more():
+def test_more_memory_never_makes_a_model_fit_worse():
     order = list(model_list.WORDS.values())[::-1]
     for name in known():
         assert order.index(row(name, LARGE).fits) >= order.index(row(name, SMALL).fits)
@@ -32,13 +32,13 @@ def test_more_memory_trains_more():
     assert row("phi4", SMALL).fits != "yes"
 
 
-def test_a_model_that_is_here_is_planned_from_its_files():
+def test_a_local_model_is_planned_from_its_files():
     make_model(models_root() / "mine")
     found = row("mine", LARGE)
     assert (found.where, found.bits, found.fits) == ("models", 4, "yes")
 
 
-def test_a_model_that_lacks_something_says_what_and_not_that_it_fits():
+def test_a_damaged_model_names_the_fault_and_no_fit():
     folder = make_model(models_root() / "mine")
     (folder / "model.safetensors").write_bytes(b"cut")
     found = row("mine", LARGE)
@@ -47,7 +47,7 @@ def test_a_model_that_lacks_something_says_what_and_not_that_it_fits():
 
 
 @pytest.mark.parametrize("width", [80, 140])
-def test_the_table_fits(width):
+def test_the_table_fits_the_width(width):
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(model_list.table(model_list.rows(LARGE), width))
     lines = console.file.getvalue().splitlines()

@@ -1,4 +1,4 @@
-"""What is recommended for recorded machines: that it fits, is ranked well, and never gets less."""
+"""Recommendations for recorded machines fit, are ranked well, and improve with memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def shown(room: MachineRoom, found: list[Recommendation], **options: int | None)
 
 
 @pytest.mark.parametrize("gb", MACS)
-def test_a_mac_by_its_size_gets_no_more_than_an_idle_one_has(gb):
+def test_room_of_a_size_is_at_most_that_of_an_idle_mac(gb):
     ours = room_of(gb).limit.limit_bytes
     real = limit_of(MACS[gb]).limit_bytes
     assert 0.85 * real < ours <= real * 1.001  # 5.33 is a rounded 16 / 3
@@ -91,29 +91,29 @@ def test_a_mac_by_its_size_gets_no_more_than_an_idle_one_has(gb):
 
 
 @pytest.mark.parametrize("memory", [0, -1, float("nan"), float("inf")])
-def test_a_size_that_is_none_is_refused(memory):
+def test_an_invalid_size_is_refused(memory):
     with pytest.raises(UserError, match="must be a number above 0"):
         room_of(memory)
 
 
-def test_this_machine_has_what_a_run_would_take():
+def test_room_here_is_the_memory_limit_of_a_run():
     assert room_here(MACS[16]).limit == limit_of(MACS[16])
     assert room_here(MACS[16]).float_bytes == 2
 
 
-def test_a_card_has_less_than_its_machine():
+def test_the_free_memory_of_a_card_limits_the_room():
     room = room_here(CUDA)
     assert room.limit.limit_bytes == int(0.95 * 23 * GIB)
     assert room.limit.reason == "24.7 GB free on the card, less 5% margin"
 
 
-def test_the_cpu_computes_in_numbers_of_four_bytes_and_says_that_it_is_slow():
+def test_on_the_cpu_floats_have_four_bytes_and_a_notice_warns():
     room = room_here(CPU)
     assert room.float_bytes == 4
     assert "no GPU" in room.limit.notices[-1]
 
 
-def test_a_machine_that_does_not_tell_its_memory_is_asked_for_it():
+def test_unknown_memory_asks_for_the_memory_option():
     with pytest.raises(UserError, match="give --memory"):
         room_here(dataclasses.replace(CPU, ram_bytes=None))
 
@@ -122,7 +122,7 @@ def test_a_machine_that_does_not_tell_its_memory_is_asked_for_it():
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_the_planner_accepts_what_is_recommended_from_its_command_alone(name):
+def test_the_planner_gives_the_same_plan_for_each_recommended_command(name):
     room = room_here(RECORDED[name])
     found = recommend(room)
     assert found
@@ -141,7 +141,7 @@ def test_the_planner_accepts_what_is_recommended_from_its_command_alone(name):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_the_largest_that_is_held_whole_comes_first(name):
+def test_the_largest_model_with_weights_in_memory_comes_first(name):
     found = recommend(room_here(RECORDED[name]))
     assert found[0].tier == "full"
     assert (found[0].seq_len, found[0].targets) == (2048, ("all-linear",))
@@ -163,33 +163,33 @@ def test_the_largest_that_is_held_whole_comes_first(name):
         (128, "phi4", "full"),
     ],
 )
-def test_what_macs_get(gb, first, llama):
+def test_recommendations_for_macs_by_size(gb, first, llama):
     found = recommend(room_of(gb))
     assert found[0].known.alias == first
     assert "llama-8b" in names(found, llama)
 
 
-def test_an_8_gb_mac_streams_what_it_cannot_hold():
+def test_an_8_gb_mac_streams_models_that_are_too_large():
     slow = [each for each in recommend(room_of(8)) if each.tier == "slow"]
     assert {each.known.alias for each in slow} == {"phi4", "gemma2-9b"}
     assert all(each.plan.startswith("streamed") for each in slow)
 
 
-def test_every_known_model_trains_somewhere():
+def test_every_known_model_fits_into_128_gb():
     found = tiers(recommend(room_of(128)))
     assert found == dict.fromkeys(known(), RANKS["full"])
 
 
-def test_nothing_is_recommended_where_nothing_fits():
+def test_nothing_is_recommended_if_no_model_fits():
     room = room_of(0.3)
     assert recommend(room) == []
-    assert "none of the models known here fits" in shown(room, [])
+    assert "no known model fits" in shown(room, [])
     assert recommending.as_json(room, [])["recommendations"] == []
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.floats(0.3, 150), st.floats(0.3, 150), st.sampled_from([2, 4]))
-def test_more_memory_never_gets_less(a, b, float_bytes):
+def test_more_memory_never_gives_worse_recommendations(a, b, float_bytes):
     less, more = (
         recommend(MachineRoom(MemoryLimit(int(gb * 1e9), "asked"), float_bytes))
         for gb in sorted((a, b))
@@ -209,8 +209,8 @@ def test_the_ranking_does_not_depend_on_the_order_of_the_models():
     assert recommend(room_of(16), models) == expected == recommend(room_of(16))
 
 
-def test_a_model_with_little_to_spare_comes_after_those_that_have_more():
-    """Just enough for Llama 3.1 8B with few layers adapted, and a tenth more."""
+def test_the_tier_of_a_model_improves_with_memory_to_spare():
+    """Limits below, at and a tenth above what Llama 3.1 8B needs with few adapted layers."""
     model = [known()["llama-8b"]]
     slow = recommend(MachineRoom(MemoryLimit(int(4.4e9), "")), model)
     tight = recommend(MachineRoom(MemoryLimit(int(5.2e9), "")), model)
@@ -224,15 +224,15 @@ def test_a_short_context_is_not_exceeded():
     assert only.seq_len == 512
 
 
-def test_queries_and_values_in_one_layer_are_adapted_as_that():
-    """In Phi, where a command with q_proj would be refused."""
+def test_a_joint_layer_of_queries_and_values_is_adapted():
+    """Phi has such layers, and a command with q_proj would be refused."""
     found = {each.known.alias: each for each in recommend(room_of(16))}
     assert found["phi4"].tier == "light"
     assert found["phi4"].targets == ("qkv_proj",)
 
 
 @pytest.mark.parametrize("alias", list(known()))
-def test_sizes_are_those_of_the_registry(alias):
+def test_planned_sizes_equal_those_of_the_registry(alias):
     model = known()[alias]
     facts = facts_of_config(config_of(model), model.bits, model.group_size or 64, 2)
     assert facts.weights_bytes == model.bytes_on_disk
@@ -240,7 +240,7 @@ def test_sizes_are_those_of_the_registry(alias):
     assert (facts.blocks, facts.vocabulary) == (model.layers, model.vocabulary)
 
 
-def test_it_loads_no_mlx_and_answers_at_once():
+def test_recommending_imports_no_mlx_and_is_quick():
     done = subprocess.run(
         [sys.executable, "-c", LIGHT_LOADED], capture_output=True, text=True, check=False
     )
@@ -251,7 +251,7 @@ def test_it_loads_no_mlx_and_answers_at_once():
 
 
 @pytest.mark.parametrize("gb", MACS)
-def test_all_that_is_shown_has_its_command(gb):
+def test_each_recommendation_is_shown_with_its_command(gb):
     room = room_of(gb)
     found = recommend(room)
     text = shown(room, found, most=None)
@@ -264,7 +264,7 @@ def test_all_that_is_shown_has_its_command(gb):
         assert (title in text) == bool(names(found, tier))
 
 
-def test_a_few_of_each_kind_are_shown():
+def test_only_a_few_models_per_tier_are_shown():
     room = room_of(16)
     found = recommend(room)
     text = shown(room, found, most=2)
@@ -281,13 +281,13 @@ def test_a_long_command_can_still_be_copied(width):
     assert shlex.split(" ".join(line.removesuffix("\\") for line in lines)) == shlex.split(command)
 
 
-def test_programs_get_every_figure():
+def test_json_contains_every_value():
     room = room_of(16)
     found = recommend(room)
-    told = json.loads(json.dumps(recommending.as_json(room, found)))
-    assert told["limit_bytes"] == room.limit.limit_bytes
-    assert len(told["recommendations"]) == len(found)
-    first = told["recommendations"][0]
+    parsed = json.loads(json.dumps(recommending.as_json(room, found)))
+    assert parsed["limit_bytes"] == room.limit.limit_bytes
+    assert len(parsed["recommendations"]) == len(found)
+    first = parsed["recommendations"][0]
     assert first["alias"] == found[0].known.alias
     assert first["repo"] == found[0].known.repo
     assert first["needed_bytes"] == found[0].needed_bytes

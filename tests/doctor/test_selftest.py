@@ -1,4 +1,4 @@
-"""The self-test around its checks: processes, time, what is seen from outside, the report."""
+"""The self-test around its checks: processes, time limits, memory from outside, the report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from your_ai.doctor.selftest import (
     OutOfTime,
     ReportLine,
     failed,
-    held_by,
+    peak_memory_of,
     report,
     run,
     text,
@@ -38,11 +38,11 @@ SOON_S = 60.0
 
 @pytest.fixture
 def canned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Outcomes of checks by name, or what they raise; nothing is started."""
-    told: dict[str, Any] = {}
+    """Prepared outcomes or exceptions of checks, by name. No process is started."""
+    outcomes: dict[str, Any] = {}
 
     def answer(check: str, *_: object) -> dict[str, Any]:
-        found = told.get(check, OUTCOME)
+        found = outcomes.get(check, OUTCOME)
         if isinstance(found, Exception):
             raise found
         return found
@@ -50,12 +50,12 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(selftest, "asked", answer)
     runs = {name: lambda *_, name=name: answer(name) for name in selftest.RUNS}
     monkeypatch.setattr(selftest, "RUNS", runs)
-    return told
+    return outcomes
 
 
 @pytest.fixture
 def temporary(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where folders are made that are to be removed."""
+    """The place of temporary folders, which must be removed."""
     place = own_folder / "tmp"
     place.mkdir()
     monkeypatch.setattr(selftest.tempfile, "tempdir", str(place))
@@ -64,7 +64,7 @@ def temporary(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder with the self-test's model, and what was told of it."""
+    """A folder with the self-test's model, and the figures about it."""
     place = tmp_path_factory.mktemp("selftest")
     return place, selftest.asked("model", place, time.monotonic() + SOON_S)["figures"]
 
@@ -78,7 +78,7 @@ def late(computed_s: float) -> OutOfTime:
 # The checks in turn
 
 
-def test_every_check_is_told_in_turn(canned, temporary):
+def test_every_check_yields_a_result_in_order(canned, temporary):
     lines = list(run())
     assert [line.check for line in lines] == ["model", *CHECKS]
     assert all(line.ok and line.measured == "all is well" for line in lines)
@@ -86,14 +86,14 @@ def test_every_check_is_told_in_turn(canned, temporary):
     assert list(temporary.iterdir()) == []
 
 
-def test_without_a_model_there_is_nothing_to_check(canned):
+def test_the_selftest_ends_if_the_model_cannot_be_created(canned):
     canned["model"] = Failed("its process was killed by SIGABRT")
     (line,) = run()
     assert (line.ok, line.measured) == (False, "its process was killed by SIGABRT")
     assert failed([line])
 
 
-def test_a_check_that_fails_does_not_end_the_others(canned):
+def test_a_failed_check_does_not_stop_the_others(canned):
     canned["gradients"] = {"ok": False, "measured": "worst 0.3"}
     canned["budget"] = Failed("its process ended with status 1: error: no")
     lines = list(run())
@@ -102,24 +102,24 @@ def test_a_check_that_fails_does_not_end_the_others(canned):
     assert failed(lines)
 
 
-def test_when_the_time_is_up_the_rest_is_not_done(canned, monkeypatch):
-    clock = itertools.count(0.0, 10.0)  # looked at once to begin, and twice a check
+def test_remaining_checks_are_not_done_when_time_runs_out(canned, monkeypatch):
+    clock = itertools.count(0.0, 10.0)  # read once at the start, and twice per check
     monkeypatch.setattr(selftest.time, "monotonic", lambda: next(clock))
     lines = list(run(93.0))
     assert [line.ok for line in lines] == [True] * 4 + [None] * 3
-    assert lines[-1].measured == "not done: the time was up"
+    assert lines[-1].measured == "not done: out of time"
     assert not failed(lines)
 
 
 @pytest.mark.parametrize(
     ("took_s", "computed_s", "ok", "measured"),
     [
-        (40, 30, None, "not done within 40 s, of which its last process computed 30 s"),
-        (40, 0.5, False, "hangs: not done within 40 s, of which its last process computed 0 s"),
-        (6, 0.1, None, "not done within 6 s, of which its last process computed 0 s"),
+        (40, 30, None, "not finished within 40 s; its last process used 30 s of CPU time"),
+        (40, 0.5, False, "hangs: not finished within 40 s; its last process used 0 s of CPU time"),
+        (6, 0.1, None, "not finished within 6 s; its last process used 0 s of CPU time"),
     ],
 )
-def test_what_hangs_is_told_from_what_is_slow(
+def test_a_hanging_check_is_distinguished_from_a_slow_one(
     canned, monkeypatch, took_s, computed_s, ok, measured
 ):
     canned["reload"] = late(computed_s)
@@ -129,7 +129,7 @@ def test_what_hangs_is_told_from_what_is_slow(
     assert (line.ok, line.measured) == (ok, measured)
 
 
-def test_a_caller_who_stops_early_leaves_nothing(canned, temporary):
+def test_stopping_early_removes_the_temporary_folder(canned, temporary):
     lines = run()
     next(lines)
     assert len(list(temporary.iterdir())) == 1
@@ -140,7 +140,7 @@ def test_a_caller_who_stops_early_leaves_nothing(canned, temporary):
 # Processes
 
 
-def test_a_process_that_dies_says_how(own_folder):
+def test_a_failed_process_is_described(own_folder):
     for code, ended in (
         ("import os; os.abort()", "its process was killed by SIGABRT"),
         ("raise SystemExit('no GPU')", "its process ended with status 1: no GPU"),
@@ -149,7 +149,7 @@ def test_a_process_that_dies_says_how(own_folder):
             selftest.done(["-c", code], own_folder, "x", time.monotonic() + SOON_S)
 
 
-def test_a_process_that_takes_too_long_is_ended(own_folder):
+def test_a_process_that_takes_too_long_is_killed(own_folder):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     with pytest.raises(OutOfTime) as caught:
         selftest.done(["-c", code], own_folder, "x", time.monotonic() + 1.0)
@@ -157,13 +157,13 @@ def test_a_process_that_takes_too_long_is_ended(own_folder):
     assert not psutil.pid_exists(int((own_folder / "x.out").read_text()))
 
 
-def test_a_check_that_prints_no_result_failed(own_folder, monkeypatch):
+def test_a_check_without_a_result_fails(own_folder, monkeypatch):
     monkeypatch.setattr(selftest, "done", lambda *_: "a warning\n")
     with pytest.raises(Failed, match="without a result"):
         selftest.asked("counters", own_folder, 0.0)
 
 
-def test_a_check_that_there_is_not_fails_as_its_process_does(own_folder):
+def test_an_unknown_check_fails_with_the_error_of_its_process(own_folder):
     with pytest.raises(Failed, match="ended with status 1: KeyError: 'unheard-of'"):
         selftest.asked("unheard-of", own_folder, time.monotonic() + SOON_S)
 
@@ -171,20 +171,20 @@ def test_a_check_that_there_is_not_fails_as_its_process_does(own_folder):
 # Runs
 
 
-def test_a_killed_run_is_checked_from_outside(made, monkeypatch):
+def test_a_killed_run_resumes_to_the_same_adapter(made, monkeypatch):
     for name, value in (("RUN_STEPS", 24), ("SAVE_EVERY", 4), ("KILL_FROM", 6)):
         monkeypatch.setattr(selftest, name, value)
     outcome = selftest.survive(*made, time.monotonic() + SOON_S)
-    told = re.fullmatch(
-        r"killed at step (\d+) of 24, went on from step (\d+): the adapter has the same bytes",
+    match = re.fullmatch(
+        r"killed at step (\d+) of 24, resumed from step (\d+): the adapter has the same bytes",
         outcome["measured"],
     )
     assert outcome["ok"]
-    assert 6 <= int(told[1]) < 24
-    assert 4 <= int(told[2]) <= int(told[1])
+    assert 6 <= int(match[1]) < 24
+    assert 4 <= int(match[2]) <= int(match[1])
 
 
-def test_a_budget_is_held_as_seen_from_outside(made, monkeypatch):
+def test_a_run_stays_below_its_memory_limit(made, monkeypatch):
     monkeypatch.setattr(selftest, "LONG_TOKENS", 96)
     outcome = selftest.hold_budget(*made, time.monotonic() + SOON_S)
     figures = outcome["figures"]
@@ -195,23 +195,22 @@ def test_a_budget_is_held_as_seen_from_outside(made, monkeypatch):
     assert figures["plans"]
     assert all(0.1 <= ratio <= 10 for ratio in figures["measured_over_estimated"])
     assert (
-        f"{figures['measured_over_estimated'][-1]:.2f} times what is estimated"
-        in (outcome["measured"])
+        f"{figures['measured_over_estimated'][-1]:.2f} times the estimate" in (outcome["measured"])
     )
 
 
-def test_a_budget_that_is_exceeded_is_seen(made, monkeypatch):
+def test_an_exceeded_memory_limit_is_detected(made, monkeypatch):
     planned = {"needed_bytes": 300_000_000, "larger": None, "components": {"python": 200_000_000}}
     monkeypatch.setattr(selftest, "done", lambda *_: json.dumps(planned))
     monkeypatch.setattr(selftest, "command", lambda *_: ["-c", "import time; time.sleep(0.5)"])
     for held, ok in ((224_000_000, True), (226_000_000, False)):
-        monkeypatch.setattr(selftest, "held_by", lambda _, held=held: held)
+        monkeypatch.setattr(selftest, "peak_memory_of", lambda _, held=held: held)
         outcome = selftest.hold_budget(*made, time.monotonic() + SOON_S)
         assert outcome["figures"]["limit_bytes"] == 225_000_000
         assert outcome["ok"] == ok
 
 
-def test_what_another_process_has_held_is_seen_after_it_was_freed():
+def test_the_peak_memory_of_another_process_includes_freed_memory():
     code = (
         "import sys; x = bytearray(b'1') * 80_000_000; del x; print(flush=True); sys.stdin.read()"
     )
@@ -219,13 +218,13 @@ def test_what_another_process_has_held_is_seen_after_it_was_freed():
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         process.stdout.readline()
-        assert 80_000_000 < held_by(process.pid) < 120_000_000
+        assert 80_000_000 < peak_memory_of(process.pid) < 120_000_000
         process.kill()
-    assert held_by(process.pid) == 0
+    assert peak_memory_of(process.pid) == 0
 
 
 @pytest.mark.parametrize(("now", "most", "held"), [(7, 9, 9), (7, 0, 7), (0, 0, 0)])
-def test_a_mac_tells_the_footprint_of_another_process(monkeypatch, now, most, held):
+def test_the_footprint_of_another_process_is_read_on_a_mac(monkeypatch, now, most, held):
     class Library:
         @staticmethod
         def proc_pid_rusage(pid: int, flavour: int, buffer: Any) -> int:
@@ -237,7 +236,7 @@ def test_a_mac_tells_the_footprint_of_another_process(monkeypatch, now, most, he
 
     monkeypatch.setattr(probe, "is_macos", lambda: True)
     monkeypatch.setattr(probe, "libc", Library)
-    assert held_by(os.getpid()) == held
+    assert peak_memory_of(os.getpid()) == held
 
 
 # Showing it
@@ -245,27 +244,27 @@ def test_a_mac_tells_the_footprint_of_another_process(monkeypatch, now, most, he
 LINES = [
     ReportLine("model", True, "tiny, on metal", 1.2),
     ReportLine("gradients", False, "worst relative difference 3.0e-01", 4.0),
-    ReportLine("speed", None, "not done: the time was up"),
+    ReportLine("speed", None, "not done: out of time"),
 ]
 
 
-def test_a_line_says_what_was_measured():
+def test_a_line_shows_the_measurement():
     assert text(LINES[1]) == "FAIL  gradients   worst relative difference 3.0e-01  (4.0 s)"
     assert text(LINES[0]).startswith("ok    model ")
     assert text(LINES[2]).startswith("-     speed ")
 
 
-def test_the_report_can_be_pasted_and_names_no_one():
-    told = report(LINES, MACS[64])
-    first, *_, last = told.splitlines()
+def test_the_report_is_a_code_block_without_private_paths():
+    shown = report(LINES, MACS[64])
+    first, *_, last = shown.splitlines()
     assert (first, last) == ("```", "```")
-    assert "1 of 3 checks passed, 1 not done" in told
+    assert "1 of 3 checks passed, 1 not done" in shown
     for part in ("Apple M1 Max", "macOS 14.2", "MLX 0.32.4", "max buffer", *map(text, LINES)):
-        assert part in told
-    assert STORE not in told
+        assert part in shown
+    assert STORE not in shown
     assert STORE not in report(LINES, CPU)
 
 
-def test_nothing_heavy_is_loaded_by_what_only_starts_processes():
+def test_importing_the_selftest_does_not_import_mlx():
     code = "import sys, your_ai.doctor.selftest; sys.exit('mlx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

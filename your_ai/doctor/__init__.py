@@ -1,1 +1,1 @@
-"""The machine: what it is, what it lacks, and what a model made on the spot does on it."""
+"""Inspect the machine: its properties, its problems, a self-test, a benchmark, model advice."""

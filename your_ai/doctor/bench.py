@@ -1,4 +1,4 @@
-"""Side by side with mlx-lm: the same weights, tokens and adapters, each in its own process.
+"""Benchmark against mlx-lm: the same weights, tokens and adapters, each in its own process.
 
 `python -m your_ai.doctor.bench` with a Contest as JSON on stdin runs one contender and prints
 one row as JSON.
@@ -48,19 +48,15 @@ from your_ai.training import optimizer
 from your_ai.training.optimizer import Update
 
 PLANS = ("auto", "fused", "staged", "streamed", "spilled", "prefix", "unpacked", "packed")
-SHORT_ROWS, SHORTEST, LONGEST = 16, 40, 120  # what unpacked and packed train, each once a step
+# unpacked and packed train SHORT_ROWS rows of SHORTEST to LONGEST tokens, each once per step.
+SHORT_ROWS, SHORTEST, LONGEST = 16, 40, 120
 PEERS = ("mlx-lm", "mlx-lm-checkpoint")
-ROUNDS = 2  # of all contenders, in turn, so that a machine that slows down slows them all
+ROUNDS = 2  # all contenders in turn, so that a machine that slows down slows them all equally
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """What every contender does: `steps` updates with AdamW on one and the same batch.
-
-    lora_layers, lora_targets: as the options of `train` are written. supervised: the share of
-    each row's tokens that are trained, the last ones. max_memory: of each contender's process,
-    in GB; ours split the batch for it where they must, mlx-lm is told of it through MLX.
-    """
+    """The task of every contender: `steps` updates with AdamW on the same batch."""
 
     folder: str
     dtype: str
@@ -68,19 +64,23 @@ class Contest:
     batch_size: int
     lora_rank: int
     lora_layers: str
+    """Written as the option of `train`."""
     lora_targets: str
+    """Written as the option of `train`."""
     supervised: float
+    """The share of each row's tokens that is trained, at the end of the row."""
     steps: int
     max_memory: float | None = None
+    """In GB, for each contender's process. Our plans split the batch; mlx-lm gets MLX's limit."""
     learning_rate: float = 1e-4
 
     @property
     def targets(self) -> int:
-        """Trained tokens of a row."""
+        """Trained tokens per row."""
         return max(1, round(self.supervised * self.seq_len))
 
     def train_config(self, plan: str = "auto") -> TrainConfig:
-        """Raises UserError where the adapters are none."""
+        """The settings for our engines. Raises UserError if the adapter options are invalid."""
         text = {"lora_layers": self.lora_layers, "lora_targets": self.lora_targets}
         return TrainConfig(
             lora_rank=self.lora_rank,
@@ -95,21 +95,24 @@ class Contest:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """What one contender measured. peak_mb: of MLX, from the first step on; process_mb: the
-    most the process ever held; seconds: of each step but the first, which compiles."""
+    """The measurements of one contender."""
 
     contender: str
     peak_mb: float
+    """MLX's peak memory from the first step on."""
     process_mb: float
+    """Peak memory of the process."""
     seconds_median: float
+    """Per step, without the first step, which compiles."""
     seconds_min: float
+    """Per step, without the first step, which compiles."""
     tokens_per_s: float
     losses: list[float]
     within_limit: bool | None = None
 
 
 def contenders_of(plan: str, against: str) -> list[str]:
-    """Those named by --plan and --against. Raises UserError."""
+    """The contenders named by --plan and --against. Raises UserError."""
     contenders = [*named(plan, "plan", PLANS), *named(against, "against", PEERS)]
     if not contenders:
         raise UserError("--plan and --against name nothing to measure")
@@ -117,11 +120,11 @@ def contenders_of(plan: str, against: str) -> list[str]:
 
 
 def weights_of(shape: str | None, model_name: str | None, bits: int, dtype: str) -> Path:
-    """The folder of a shape, whose weights are made, or of a model. Raises UserError."""
+    """The folder of a generated shape or of a model. Raises UserError."""
     if (shape is None) == (model_name is None):
         raise UserError(f"give --shape or --model; shapes: {', '.join(SHAPES)}")
     if dtype == "auto":
-        raise UserError("--dtype auto: name a type, so that figures can be compared")
+        raise UserError("--dtype auto: name a dtype, so that results can be compared")
     coerce("dtype", dtype, "--dtype")
     if model_name is not None:
         folder = find_model(model_name)
@@ -131,12 +134,12 @@ def weights_of(shape: str | None, model_name: str | None, bits: int, dtype: str)
         known = ", ".join(SHAPES)
         raise UserError(f"--shape {shape}: unknown{nearest(str(shape), SHAPES)} ({known})")
     if bits not in (0, 4, 8):
-        raise UserError(f"--bits {bits}: must be 4 or 8, or 0 for weights as they are")
+        raise UserError(f"--bits {bits}: must be 4 or 8, or 0 for no quantization")
     return make_shape(shape, bits, dtype, store() / "shapes")
 
 
 def named(text: str, option: str, known: tuple[str, ...]) -> list[str]:
-    """The names in a list with commas. Raises UserError for one that is not known."""
+    """The names in a comma-separated list. Raises UserError for an unknown name."""
     names = [name.strip() for name in text.split(",") if name.strip() not in ("", "none")]
     for name in names:
         if name not in known:
@@ -146,7 +149,7 @@ def named(text: str, option: str, known: tuple[str, ...]) -> list[str]:
 
 
 def table(rows: list[BenchRow]) -> Table:
-    """The rows side by side; total: of the process; vs: tokens a second over the peer's."""
+    """Show the rows. total: of the process; vs: tokens per second divided by the peer's."""
     peers = [row for row in rows if row.contender in PEERS]
     drawn = Table(box=None, pad_edge=False, collapse_padding=True)
     drawn.add_column("", no_wrap=True)
@@ -165,18 +168,22 @@ def table(rows: list[BenchRow]) -> Table:
 
 
 def over_limit(contest: Contest, rows: list[BenchRow]) -> list[str]:
-    """What to say of those that held more than --max-memory."""
+    """The messages about contenders that used more than --max-memory."""
     return [
-        f"{row.contender}: held {row.process_mb:.0f} MB, over --max-memory {contest.max_memory:g}"
+        f"{row.contender}: used {row.process_mb:.0f} MB, more than --max-memory "
+        f"{contest.max_memory:g}"
         for row in rows
         if row.within_limit is False
     ]
 
 
 def compare(contest: Contest, contenders: list[str]) -> list[BenchRow]:
-    """Every contender ROUNDS times, in turn. Raises UserError, or RunError where one fails."""
+    """Run every contender ROUNDS times, in turn. Raises UserError, or RunError if one fails."""
     if "packed" in contenders and contest.seq_len < LONGEST:
-        raise UserError(f"--seq-len {contest.seq_len}: packed joins rows of up to {LONGEST} tokens")
+        raise UserError(
+            f"--seq-len {contest.seq_len}: must be at least {LONGEST} for packed, which joins rows "
+            f"of up to {LONGEST} tokens"
+        )
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for _ in range(ROUNDS):
         for name in contenders:
@@ -189,7 +196,7 @@ def compare(contest: Contest, contenders: list[str]) -> list[BenchRow]:
 
 
 def run_alone(contest: Contest, contender: str) -> dict[str, Any]:
-    """One contender in a process of its own."""
+    """Run one contender in its own process."""
     task = json.dumps({"contest": dataclasses.asdict(contest), "contender": contender})
     done = subprocess.run(
         [sys.executable, "-m", "your_ai.doctor.bench"],
@@ -234,7 +241,7 @@ def contest_batches(contest: Contest, tokens: np.ndarray, rows_at: RowsAt) -> li
 def updates_of(
     contest: Contest, contender: str, vocabulary: int, rows_at: RowsAt
 ) -> list[list[Batch]]:
-    """The micro-batches of each update of a step: of one update, but for unpacked."""
+    """The micro-batches of each update of a step. Only unpacked has several updates per step."""
     if contender not in ("unpacked", "packed"):
         return [contest_batches(contest, contest_tokens(contest, vocabulary), rows_at)]
     rng = np.random.Generator(np.random.PCG64(derive_seed("bench rows")))
@@ -249,11 +256,11 @@ def updates_of(
 
 
 def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, int]]:
-    """(loss, seconds, tokens) of each step.
+    """Yield (loss, seconds, tokens) of each step.
 
-    auto: the fastest plan that fits --max-memory, or the machine; spilled: streamed, with
-    block inputs on disk; prefix: fused, with a cache in memory; unpacked, packed: fused, over
-    short rows, one an update or joined up to --seq-len.
+    auto: the fastest plan that fits --max-memory or the machine. spilled: streamed, with block
+    inputs on disk. prefix: fused, with a prefix cache in memory. unpacked, packed: fused, on
+    short rows; one row per update, or rows joined up to --seq-len.
     """
     plan = contender if contender in ("auto", "staged", "streamed") else "fused"
     plan = "streamed" if contender == "spilled" else plan
@@ -296,7 +303,7 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
 
 
 def one_update(engine: Engine, update: Update, batches: list[Batch], contest: Contest) -> float:
-    """The mean loss before it."""
+    """Do one update and return the mean loss before it."""
     denominator = engine.objective.denominator(batches)
     loss, total = 0.0, None
     for batch in batches:
@@ -310,7 +317,7 @@ def one_update(engine: Engine, update: Update, batches: list[Batch], contest: Co
 
 
 def run_mlx_lm(contest: Contest, checkpointing: bool) -> Iterator[tuple[float, float, int]]:
-    """The same through mlx-lm's own trainer, as it is."""
+    """Do the same with mlx-lm's trainer, unchanged."""
     from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, train
 
     if contest.max_memory is not None:

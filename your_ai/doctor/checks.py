@@ -1,7 +1,7 @@
-"""The self-test's checks that need MLX, each in a process of its own: a device may end it.
+"""The checks of the self-test that need MLX. Each runs in its own process, which may be killed.
 
-`python -m your_ai.doctor.checks NAME FOLDER` carries one out in a folder where `model` was, and
-prints an Outcome as JSON.
+`python -m your_ai.doctor.checks NAME FOLDER` runs one in a folder in which the check `model`
+ran first, and prints an Outcome as JSON.
 """
 
 from __future__ import annotations
@@ -36,29 +36,35 @@ from your_ai.nets import model
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.training import optimizer
 
-SHAPE, SHAPE_OF_A_GPU = "tiny", "small"  # the second is measured alone
+SHAPE, SHAPE_OF_A_GPU = "tiny", "small"  # the second is used only to measure speed
 BITS = 4
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # the demo's
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)  # from the demo model
 PLANS = ("fused", "staged", "streamed")
-ROWS, TOKENS = 2, 192  # long enough for attention in blocks, on any device
-FEW_TOKENS = 64  # where that does not matter
+ROWS, TOKENS = 2, 192  # long enough for attention in blocks on any device
+FEW_TOKENS = 64  # for checks that do not depend on the length
 STEPS = 4
 ARRAY_BYTES = 64 << 20
-# Of gradients, from one plan to another. Measured on the CPU: 1e-6, and 8e-3 in bfloat16.
+# Tolerated differences of gradients between plans. On the CPU: 1e-6, and 8e-3 in bfloat16.
 AGREE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether a check passed, what it measured in words, and the figures by name."""
+    """The result of a check."""
 
     ok: bool
     measured: str
+    """The measurements in words."""
     figures: dict[str, Any] = field(default_factory=dict)
+    """The measured numbers by name."""
 
 
 class MadeModel(NamedTuple):
-    """A model with adapters that are not zero, and the engine of a plan for it."""
+    """A model with nonzero adapters, and an engine for it."""
 
     network: nn.Module
     engine: Engine
@@ -67,7 +73,7 @@ class MadeModel(NamedTuple):
 
 
 def make_model(folder: Path) -> Outcome:
-    """The model of all other checks, with a tokenizer; what it is computed with."""
+    """Create the model for all other checks, with a tokenizer. Reports device and dtype."""
     path = make_shape(SHAPE, BITS, "float32", folder)
     for name in TOKENIZER:
         shutil.copy(packaged("models", "demo") / name, path / name)
@@ -88,7 +94,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 
 def count_memory(folder: Path) -> Outcome:
-    """Whether MLX's counters, and what the system counts, follow one array."""
+    """Check that MLX's counters and the system's count follow one array."""
     mx.set_cache_limit(4 * ARRAY_BYTES)
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -117,7 +123,7 @@ def count_memory(folder: Path) -> Outcome:
     much, little = 0.9 * ARRAY_BYTES, 0.1 * ARRAY_BYTES
     wrong = [n for n in ("active", "peak", "cache when dropped") if figures[n] < much]
     wrong += [n for n in ("active when dropped", "cache when cleared") if figures[n] > little]
-    if device() != "cuda":  # a card's memory is not the process's
+    if device() != "cuda":  # a card's memory does not count for the process
         wrong += ["process"] if figures["process"] < much else []
         wrong += ["process when cleared"] if figures["process when cleared"] > little else []
     shown = ", ".join(f"{name} {size / 1e6:+.0f}" for name, size in figures.items())
@@ -126,7 +132,7 @@ def count_memory(folder: Path) -> Outcome:
 
 
 def compare_gradients(folder: Path) -> Outcome:
-    """Those of each plan beside the fused one's, with dropout and adapters that are not zero."""
+    """Compare each plan's gradients with the fused ones, with dropout and nonzero adapters."""
     figures: dict[str, float] = {}
     dtypes = dict.fromkeys(("float32", dtype_name(model.compute_dtype("auto"))))
     for dtype in dtypes:
@@ -142,7 +148,7 @@ def compare_gradients(folder: Path) -> Outcome:
 
 
 def compare_reloads(folder: Path) -> Outcome:
-    """A few updates, with a reload before each and without, twice: that tells what varies."""
+    """Compare updates with and without reloads. Two runs without show what varies anyway."""
     dtype = dtype_name(model.compute_dtype("auto"))
     contest = contest_of(model_in(folder), dtype, FEW_TOKENS)
     found, read, same_weights = [], 0, True
@@ -152,7 +158,7 @@ def compare_reloads(folder: Path) -> Outcome:
         found.append((plan, same(plain, again), same(plain, reloaded)))
     texts = [
         f"{plan}: {'bit-identical' if reloaded == 0 else f'differs by {reloaded:.1e}'}"
-        + ("" if alike == 0 else f" (two runs without one by {alike:.1e})")
+        + ("" if alike == 0 else f" (two runs without a reload differ by {alike:.1e})")
         for plan, alike, reloaded in found
     ]
     weights = "the weights are the same" if same_weights else "weights are not the same"
@@ -164,7 +170,7 @@ def compare_reloads(folder: Path) -> Outcome:
 
 
 def time_plans(folder: Path) -> Outcome:
-    """Seconds of a step under each plan, without the first, and that their losses agree."""
+    """Time a step under each plan, without the first step, and check that the losses agree."""
     kind, dtype = device(), dtype_name(model.compute_dtype("auto"))
     shape = SHAPE if kind == "cpu" else SHAPE_OF_A_GPU
     path = make_shape(shape, BITS, dtype, folder / "speed")
@@ -181,18 +187,18 @@ def time_plans(folder: Path) -> Outcome:
         for loss, expected in zip(found, losses["fused"], strict=True)
     )
     shown = ", ".join(f"{plan} {seconds:.3f}" for plan, seconds in figures.items())
-    text = f"s a step of {ROWS} x {TOKENS} tokens of {shape}, {dtype}: {shown}"
+    text = f"seconds per step of {ROWS} x {TOKENS} tokens of {shape}, {dtype}: {shown}"
     return Outcome(ok, text + ("" if ok else f"; the losses differ: {losses}"), figures)
 
 
 def compare_adapters(folder: Path) -> Outcome:
-    """Two finished adapters, of the runs `whole` and `killed`."""
+    """Compare the finished adapters of the runs `whole` and `killed`."""
     files = [folder / "runs" / run / "adapter" / ADAPTERS for run in ("whole", "killed")]
     if files[0].read_bytes() == files[1].read_bytes():
         return Outcome(True, "the adapter has the same bytes", {"differs": 0.0})
     ours, theirs = (mx.load(str(file)) for file in files)
     worst = max(relative(ours[name], theirs[name]) for name in ours)
-    exact = device() == "cpu"  # there no sum depends on what comes first
+    exact = device() == "cpu"  # sums on a GPU may depend on the order
     return Outcome(
         not exact and worst <= AGREE["float32"], f"the adapter differs by {worst:.1e}",
         {"differs": worst},
@@ -232,12 +238,12 @@ def model_in(folder: Path) -> Path:
 
 
 def made(folder: Path, plan: str, contest: Contest) -> MadeModel:
-    """The plan is one of `bench`."""
+    """Load the model with nonzero adapters. plan: as in `bench`."""
     config = dataclasses.replace(contest.train_config(), lora_dropout=0.1)
     opened = open_model(model_in(folder), getattr(mx, contest.dtype))
     network, tensors = opened.network, opened.tensors
     adapters = model.add_adapters(network, config)
-    mx.random.seed(1)  # lora_b is zero at first, and with it half the gradients
+    mx.random.seed(1)  # lora_b starts at zero, which makes half the gradients zero
     shaken = tree_map(
         lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters()
     )
@@ -251,7 +257,7 @@ def made(folder: Path, plan: str, contest: Contest) -> MadeModel:
 
 
 def step_of(found: MadeModel) -> tuple[float, dict[str, mx.array]]:
-    """The mean loss and its gradients by name."""
+    """The mean loss and the gradients by name."""
     (batch,) = found.batches
     sums, grads = found.engine.gradients(batch, 1 / batch.weight, 3)
     mx.eval(sums, grads)
@@ -266,7 +272,7 @@ class Updated(NamedTuple):
 
 
 def updated(folder: Path, plan: str, contest: Contest, reloads: bool) -> Updated:
-    """After a few updates, with a reload and nothing compiled before each where `reloads`."""
+    """Do a few updates. With `reloads`, drop compiled functions and reload before each update."""
     found = made(folder, plan, contest)
     adamw = optimizer.build_optimizer(contest.train_config(), found.network.trainable_parameters())
     update = optimizer.make_update(found.network, adamw)
@@ -284,13 +290,13 @@ def updated(folder: Path, plan: str, contest: Contest, reloads: bool) -> Updated
 
 
 def same(a: Updated, b: Updated) -> float:
-    """The worst relative difference of losses and adapters; 0 where every bit is the same."""
+    """The worst relative difference of losses and adapters; 0 if they are bit-identical."""
     by_loss = (abs(x - y) / abs(y) for x, y in zip(a.losses, b.losses, strict=True))
     return max(*by_loss, *(relative(a.adapters[name], b.adapters[name]) for name in b.adapters))
 
 
 def relative(ours: mx.array, theirs: mx.array) -> float:
-    """The norm of the difference over that of theirs."""
+    """The norm of the difference divided by the norm of `theirs`."""
     ours, theirs = ours.astype(mx.float32), theirs.astype(mx.float32)
     size = mx.linalg.norm(theirs.reshape(-1)).item()
     difference = mx.linalg.norm((ours - theirs).reshape(-1)).item()
@@ -299,5 +305,5 @@ def relative(ours: mx.array, theirs: mx.array) -> float:
 
 if __name__ == "__main__":
     name, place = sys.argv[1:]
-    tempfile.tempdir = place  # not through TMPDIR, where MLX keeps what it has compiled
+    tempfile.tempdir = place  # not through TMPDIR, where MLX stores compiled kernels
     echo_json(dataclasses.asdict(CHECKS[name](Path(place))))

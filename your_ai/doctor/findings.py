@@ -1,4 +1,7 @@
-"""`your_ai doctor`: what on a machine is missing or risky, and the command that mends it. Pure."""
+"""`your_ai doctor`: find what is missing or risky on a machine, and the command that fixes it.
+
+Pure functions of a MachineInfo.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +19,37 @@ from your_ai.doctor.machine import MIB, MachineInfo, limit_of
 from your_ai.memory import limit as limits
 from your_ai.memory.limit import GB, roughly, system_bytes
 
-PYTHON_NEEDED, MLX_NEEDED, MLX_LM_NEEDED = "3.10", "0.32.1", "0.32.2"  # as pyproject.toml has them
-MLX_VJP = "0.32.4"  # the first whose causal attention on Metal has a backward of its own
-MACOS_NEEDED = "14"  # of MLX's packages
+PYTHON_NEEDED, MLX_NEEDED, MLX_LM_NEEDED = "3.10", "0.32.1", "0.32.2"  # as in pyproject.toml
+MLX_VJP = "0.32.4"  # the first with its own backward pass for causal attention on Metal
+MACOS_NEEDED = "14"  # for MLX's packages
 MAC, LINUX = "Darwin", "Linux"
-DEVICES = {"metal": "Metal", "cuda": "CUDA", "cpu": "the CPU alone"}
+DEVICES = {"metal": "Metal", "cuda": "CUDA", "cpu": "the CPU only"}
 PRESSURES = {1: "normal", 2: "warning", 4: "critical"}
 LEAST_RAM_BYTES = 7 * GB
-SYSTEM_ROOM_BYTES, SYSTEM_ROOM_SHARE = 8 << 30, 8  # what to leave a Mac whose limit is raised
-WORTH_BYTES = 1 << 30  # a raised limit must give as much more
+SYSTEM_ROOM_BYTES, SYSTEM_ROOM_SHARE = 8 << 30, 8  # left for macOS when its limit is raised
+WORTH_BYTES = 1 << 30  # advise a higher limit only if it gives this much more
 MUCH_SWAP_SHARE, SOME_SWAP_BYTES = 4, GB
-DISK_RISK_BYTES, DISK_NOTE_BYTES = 5 * GB, 20 * GB  # a model of 8B at 4 bits takes 4.5 GB
+DISK_RISK_BYTES, DISK_NOTE_BYTES = 5 * GB, 20 * GB  # an 8B model at 4 bits takes 4.5 GB
 LEVELS = ("risk", "note", "ok")
 STYLES = {"risk": "red", "note": "yellow", "ok": "green"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something found: what, and the one command that mends it, where there is one.
-
-    level: ok, note (it could be better) or risk (a run may fail, or be slow).
-    """
+    """A fact about the machine, good or bad."""
 
     level: Literal["ok", "note", "risk"]
+    """ok, note (it could be better) or risk (a run may fail or be slow)."""
     what: str
     command: str = ""
+    """The command that fixes it, if there is one."""
 
 
-# What is found
+# Finding
 
 
 def findings(machine: MachineInfo) -> list[Finding]:
-    """What is missing or risky first, then what could be better, then what is well."""
+    """Find all facts: risks first, then notes, then what is ok."""
     found = [
         *of_versions(machine),
         *of_device(machine),
@@ -76,7 +78,7 @@ def of_versions(machine: MachineInfo) -> Iterator[Finding]:
         if have is None:
             yield Finding("risk", f"{label} is not installed", command)
         elif older(have, need):
-            why = ", and ends the process when memory is short" if label == "MLX" else ""
+            why = ", and it ends the process if memory runs out" if label == "MLX" else ""
             yield Finding("risk", f"{label} {have} is older than {need}{why}", command)
         else:
             yield Finding("ok", f"{label} {have}")
@@ -89,37 +91,37 @@ def of_versions(machine: MachineInfo) -> Iterator[Finding]:
         and older(machine.mlx, MLX_VJP)
         and not older(machine.mlx, MLX_NEEDED)
     ):
-        what = f"MLX {machine.mlx}: from {MLX_VJP} on, attention over long rows trains faster"
+        what = f"MLX {machine.mlx}: with {MLX_VJP} or newer, attention over long rows trains faster"
         yield Finding("note", what, f"pip install --upgrade 'mlx>={MLX_VJP}'")
     if machine.missing:
         names = ", ".join(machine.missing)
-        what = f"not installed, and needed for these alone: {names}"
+        what = f"packages for these optional features are not installed: {names}"
         yield Finding("note", what, f"pip install 'your_ai[{','.join(machine.missing)}]'")
 
 
 def of_device(machine: MachineInfo) -> Iterator[Finding]:
     if machine.translated:
-        what = "this Python is an Intel one's, translated by Rosetta: MLX cannot use the GPU"
+        what = "this Python is built for Intel and translated by Rosetta: MLX cannot use the GPU"
         yield Finding("risk", what, "arch -arm64 /bin/zsh -c 'brew install python'")
     elif machine.system == MAC and machine.architecture == "x86_64":
-        yield Finding("risk", "this Mac has an Intel chip; MLX needs an Apple one")
+        yield Finding("risk", "this Mac has an Intel chip; MLX needs an Apple chip")
     elif machine.device in ("metal", "cuda"):
         yield Finding("ok", f"MLX computes on {DEVICES[machine.device]}")
     elif machine.device == "cpu" and machine.system == MAC:
-        yield Finding("risk", "MLX finds no GPU, as in a virtual machine: steps are very slow")
+        yield Finding("risk", "MLX finds no GPU (in a virtual machine?): steps are very slow")
     elif machine.device == "cpu" and machine.nvidia:
-        what = "there is an NVIDIA card, and this MLX computes on the CPU alone"
+        what = "this machine has an NVIDIA card, but this MLX computes only on the CPU"
         yield Finding("risk", what, "pip install 'your_ai[cuda]'")
     elif machine.device == "cpu":
-        what = "no GPU: models above some 100 million parameters train very slowly"
+        what = "no GPU: models with more than about 100 million parameters train very slowly"
         yield Finding("note", what)
     limit = limit_of(machine)
     if machine.gpu_bytes is not None and limit and machine.gpu_bytes < limit.limit_bytes:
-        what = f"the card has {roughly(machine.gpu_bytes)}, less than what a run may hold here"
+        what = f"the card has {roughly(machine.gpu_bytes)}, less than the memory limit of a run"
         command = f"your_ai train --max-memory {0.9 * machine.gpu_bytes / GB:.0f} --data my-data/"
         yield Finding("note", what, command)
     if machine.system == LINUX and machine.device == "cpu" and machine.blas is None:
-        what = "MLX multiplies with the BLAS that it brings, some 40 times slower than OpenBLAS"
+        what = "MLX uses its bundled BLAS, about 40 times slower than OpenBLAS"
         command = "sudo apt install libopenblas0-pthread"
         if machine.openblas is not None:
             command = f"export LD_PRELOAD={machine.openblas}"
@@ -133,28 +135,29 @@ def of_memory(machine: MachineInfo) -> Iterator[Finding]:
     if machine.system == MAC:
         who = "top -l 1 -o mem -n 8 -stats pid,command,mem"
     if ram is None:
-        yield Finding("note", "how much memory this machine has cannot be read; give --max-memory")
+        yield Finding("note", "the size of the memory cannot be read; give --max-memory")
         return
     if ram < LEAST_RAM_BYTES:
-        what = f"{roughly(ram)} RAM: room for the smallest models alone"
+        what = f"{roughly(ram)} RAM: only the smallest models fit"
         yield Finding("note", what, f"your_ai recommend --memory {max(1, round(ram / 2**30))}")
     yield from of_wired_limit(machine, ram)
     if machine.pressure in (2, 4):
-        what = f"memory pressure is at {PRESSURES[machine.pressure]}: close what holds the most"
+        what = f"memory pressure is at {PRESSURES[machine.pressure]}: close programs that use much memory"
         yield Finding("risk", what, who)
     elif machine.pressure == 1:
         yield Finding("ok", "memory pressure is normal")
     swap = machine.swap_bytes or 0
     if swap >= SOME_SWAP_BYTES:
         level = "risk" if swap >= ram / MUCH_SWAP_SHARE else "note"
-        what = f"{roughly(swap)} of memory is swapped out: runs beside it are slow"
+        what = f"{roughly(swap)} of memory is swapped out: runs will be slow"
         yield Finding(level, what, who)
     most = min(ram, machine.recommended_bytes or ram, machine.container_bytes or ram)
     if machine.available_bytes is None:
-        yield Finding("note", "how much memory is free now cannot be read; give --max-memory")
+        yield Finding("note", "the memory that is free now cannot be read; give --max-memory")
     elif machine.available_bytes + (machine.held_bytes or 0) < most / 2:
         free = roughly(machine.available_bytes)
-        yield Finding("note", f"only {free} of {roughly(most)} is free now: others hold it", who)
+        what = f"only {free} of {roughly(most)} is free now: other programs use the rest"
+        yield Finding("note", what, who)
     if machine.container_bytes is not None and machine.container_bytes < ram:
         sizes = f"{roughly(machine.container_bytes)} of the machine's {roughly(ram)}"
         command = f"docker update --memory {ram // MIB}m --memory-swap {ram // MIB}m CONTAINER"
@@ -171,7 +174,7 @@ def of_memory_fit(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def of_wired_limit(machine: MachineInfo, ram: int) -> Iterator[Finding]:
-    """What a Mac lets the GPU hold: whether it could be more, or is too much."""
+    """Judge how much memory a Mac lets the GPU use: whether it is too much or could be more."""
     have, wired = machine.recommended_bytes, machine.wired_limit_bytes or 0
     if machine.system != MAC or have is None:
         return
@@ -181,14 +184,14 @@ def of_wired_limit(machine: MachineInfo, ram: int) -> Iterator[Finding]:
         return
     could = ram - max(SYSTEM_ROOM_BYTES, ram // SYSTEM_ROOM_SHARE)
     if not wired and could - have >= WORTH_BYTES:
-        what = f"macOS lets the GPU hold {roughly(have)} of {roughly(ram)}; {roughly(could)} is "
+        what = f"macOS lets the GPU use {roughly(have)} of {roughly(ram)}; {roughly(could)} is "
         command = f"sudo sysctl iogpu.wired_limit_mb={could // MIB}"
         yield Finding("note", f"{what}safe to allow, until the next restart", command)
 
 
 def of_disk(machine: MachineInfo) -> Iterator[Finding]:
     if machine.store_writable is False:
-        what = f"{machine.store}: cannot be written; models and caches lie there"
+        what = f"{machine.store}: cannot be written; models and caches are stored there"
         yield Finding("risk", what, "export YOUR_AI_HOME=$HOME/your_ai")
     free = machine.disk_free_bytes
     if free is None:
@@ -196,7 +199,7 @@ def of_disk(machine: MachineInfo) -> Iterator[Finding]:
     what = f"{roughly(free)} free on the disk of {machine.store}"
     if free < DISK_NOTE_BYTES:
         level = "risk" if free < DISK_RISK_BYTES else "note"
-        what += "; a model of 8B at 4 bits takes 4.5 GB"
+        what += "; an 8B model at 4 bits takes 4.5 GB"
         yield Finding(level, what, "your_ai runs prune")
     else:
         yield Finding("ok", what)
@@ -204,7 +207,7 @@ def of_disk(machine: MachineInfo) -> Iterator[Finding]:
 
 def of_surroundings(machine: MachineInfo) -> Iterator[Finding]:
     if machine.offline:
-        what = "HF_HUB_OFFLINE is set: no model is downloaded"
+        what = "HF_HUB_OFFLINE is set: models cannot be downloaded"
         yield Finding("note", what, "unset HF_HUB_OFFLINE")
     if machine.endpoint:
         what = f"HF_ENDPOINT is set: models come from {machine.endpoint}"
@@ -212,7 +215,7 @@ def of_surroundings(machine: MachineInfo) -> Iterator[Finding]:
 
 
 def older(version: str, than: str) -> bool:
-    """Whether a version's numbers are below those of another, as far as both have some."""
+    """Whether a version is lower than another, comparing the first three numbers."""
     ours, theirs = ([int(part) for part in re.findall(r"\d+", v)[:3]] for v in (version, than))
     length = max(len(ours), len(theirs))
     return ours + [0] * (length - len(ours)) < theirs + [0] * (length - len(theirs))
@@ -232,7 +235,7 @@ def as_json(machine: MachineInfo, found: list[Finding]) -> dict[str, Any]:
 
 
 def facts(machine: MachineInfo) -> dict[str, str]:
-    """The machine in a few lines, by what each is about."""
+    """Describe the machine in a few lines, by topic."""
     system = "macOS" if machine.system == MAC else machine.system
     cores = f"{machine.cores} cores" if machine.cores else None
     sizes = (
@@ -259,7 +262,7 @@ def facts(machine: MachineInfo) -> dict[str, str]:
 
 
 def table(machine: MachineInfo, found: list[Finding]) -> RenderableType:
-    """The machine, then the findings; a command is a line of its own, to be copied."""
+    """Show the machine, then the findings. Each command is on its own line, for copying."""
     about = Table(box=None, pad_edge=False, show_header=False)
     about.add_column(style="dim", no_wrap=True)
     about.add_column()

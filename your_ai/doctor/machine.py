@@ -1,6 +1,6 @@
-"""This machine as it tells of itself: what `your_ai doctor` judges and shows.
+"""Read the properties of this machine, for `your_ai doctor`.
 
-No mlx here: it is loaded when a machine is read, where it can be.
+Importing this module does not import mlx. `read_machine` tries to load it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from your_ai.hub.find import store
 from your_ai.memory import limit as limits
 from your_ai.memory.limit import MemoryLimit
 
-PACKAGES = {  # of extras
+PACKAGES = {  # the packages of each extra
     "report": ("matplotlib", "jinja2"),
     "swanlab": ("swanlab",),
     "tensorboard": ("tensorboardX",),
@@ -42,61 +42,70 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class MachineInfo:
-    """What a machine tells of itself; sizes in bytes, None what is not known.
-
-    system: Darwin or Linux; release: of macOS, or of the kernel; translated: an Apple chip
-    runs this Python as an Intel one's; device: metal, cuda or cpu, None where mlx cannot be
-    loaded, mlx_fault then says why; nvidia: there is such a card; blas: of those faster than
-    the one that MLX brings, which is loaded, and openblas where one lies; recommended: what
-    Metal says a process should use at most; max_buffer: of one array there; wired_limit: what
-    the user has set that to, 0 for nothing; gpu: memory of an NVIDIA card, and what of it is
-    free; held: by this process; container: the least limit
-    around it, and what is used in it; pressure: 1 normal, 2 warning, 4 critical; store: where
-    models and caches lie; missing: the extras of your_ai without a package of theirs;
-    endpoint, offline: of the hub.
-    """
+    """The properties of a machine. Sizes are in bytes; None means unknown."""
 
     system: str
+    """Darwin or Linux."""
     release: str | None = None
+    """Version of macOS or of the Linux kernel."""
     architecture: str | None = None
     translated: bool = False
+    """Whether this Python is built for Intel and runs on an Apple chip through Rosetta."""
     chip: str | None = None
     cores: int | None = None
     device: str | None = None
+    """metal, cuda or cpu; None if mlx cannot be loaded."""
     nvidia: bool = False
+    """Whether there is an NVIDIA card."""
     blas: str | None = None
+    """The loaded BLAS library that is faster than MLX's bundled one; None if there is none."""
     openblas: str | None = None
+    """The file of an installed OpenBLAS."""
     ram_bytes: int | None = None
     recommended_bytes: int | None = None
+    """The memory that Metal recommends as the maximum of a process."""
     max_buffer_bytes: int | None = None
+    """Metal's maximum size of one array."""
     wired_limit_bytes: int | None = None
+    """The GPU's wired limit as set by the user; 0 if not set."""
     gpu_bytes: int | None = None
+    """Memory of an NVIDIA card."""
     gpu_free_bytes: int | None = None
+    """Free memory of an NVIDIA card."""
     available_bytes: int | None = None
     held_bytes: int | None = None
+    """Memory of this process."""
     swap_bytes: int | None = None
     pressure: int | None = None
+    """Memory pressure: 1 normal, 2 warning, 4 critical."""
     container_bytes: int | None = None
+    """The lowest container limit around this process."""
     container_used_bytes: int | None = None
+    """Memory used in that container."""
     disk_free_bytes: int | None = None
     store: str | None = None
+    """The folder of models and caches."""
     store_writable: bool | None = None
     python: str | None = None
     mlx: str | None = None
     mlx_fault: str | None = None
+    """Why mlx cannot be loaded."""
     mlx_lm: str | None = None
     your_ai: str | None = None
     missing: tuple[str, ...] = ()
+    """The extras of your_ai that lack a package."""
     memory_fit: str | None = None
     """The date on which memory estimates were fitted to a machine, with --fit-memory."""
     memory_fit_used: bool = False
     """Whether it was this machine with these versions, so that plans use that fit."""
     endpoint: str | None = None
+    """HF_ENDPOINT."""
     offline: bool = False
+    """HF_HUB_OFFLINE."""
 
 
 def limit_of(machine: MachineInfo) -> MemoryLimit | None:
-    """What a run would take, and why; None where it cannot be found."""
+    """The memory limit of a run here, with its reason; None if it cannot be determined."""
     if machine.ram_bytes is None:
         return None
     return limits.detect(
@@ -112,7 +121,7 @@ def limit_of(machine: MachineInfo) -> MemoryLimit | None:
 
 
 def read_machine() -> MachineInfo:
-    """This machine, now. Never raises."""
+    """Read the current state of this machine. Never raises."""
     place = attempt(store)
     parent = place and attempt(lambda: next(p for p in (place, *place.parents) if p.exists()))
     fault = attempt(load_mlx)
@@ -145,10 +154,10 @@ def read_machine() -> MachineInfo:
 
 
 def attempt(read: Callable[[], T]) -> T | None:
-    """What `read` gives, or None where it fails."""
+    """Return the result of `read`, or None if it fails."""
     try:
         return read()
-    except Exception:  # of any kind: what a machine does not tell must not end a diagnosis
+    except Exception:  # an unreadable property must not end the diagnosis
         return None
 
 
@@ -157,16 +166,16 @@ def is_mac() -> bool:
 
 
 def load_mlx() -> str:
-    """Why mlx cannot be loaded; empty where it can."""
+    """Load mlx. Return why it cannot be loaded, or an empty text."""
     try:
         importlib.import_module("mlx.core")
-    except Exception as error:  # a library that it needs may be missing, or be another one
+    except Exception as error:  # a library that it needs may be missing or have a wrong version
         return (str(error).strip() or type(error).__name__).splitlines()[0]
     return ""
 
 
 def memory() -> dict[str, int | None]:
-    """The fields of Machine that memory.probe reads."""
+    """The fields of MachineInfo that memory.probe reads."""
     import mlx.core as mx
 
     from your_ai.memory import probe
@@ -200,7 +209,7 @@ def memory_fit() -> dict[str, Any]:
 
 
 def device() -> str:
-    """metal, cuda or cpu: what MLX computes on unless it is told otherwise."""
+    """MLX's default device: metal, cuda or cpu."""
     import mlx.core as mx
 
     if mx.default_device().type != mx.gpu:
@@ -218,15 +227,15 @@ def chip() -> str | None:
 
 
 def sysctl(name: str) -> str:
-    """A value of macOS's kernel as text. Raises OSError or a SubprocessError."""
-    told = subprocess.run(
+    """A value of the macOS kernel as text. Raises OSError or a SubprocessError."""
+    done = subprocess.run(
         ["sysctl", "-n", name], capture_output=True, text=True, timeout=COMMAND_S, check=True
     )
-    return told.stdout.strip()
+    return done.stdout.strip()
 
 
 def loaded_blas() -> str | None:
-    """The file of a fast BLAS in this process, on Linux; not NumPy's, which MLX does not use."""
+    """The file of a fast BLAS loaded in this process on Linux. Ignores NumPy's, unused by MLX."""
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     paths = {line.split(maxsplit=5)[-1] for line in lines if "/" in line}
     fast = (p for p in sorted(paths) if re.search(r"openblas|mkl|blis|armpl", p))
@@ -234,9 +243,9 @@ def loaded_blas() -> str | None:
 
 
 def installed_openblas() -> str | None:
-    """Where Debian and Ubuntu put what can stand in for MLX's BLAS."""
+    """The file of an OpenBLAS of Debian or Ubuntu that can replace MLX's BLAS."""
     place = f"/usr/lib/{sysconfig.get_config_var('MULTIARCH') or '*'}/openblas-*/libblas.so.3"
-    return next(iter(sorted(glob.glob(place), reverse=True)), None)  # pthread before openmp
+    return next(iter(sorted(glob.glob(place), reverse=True)), None)  # prefer pthread to openmp
 
 
 def missing_extras() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`your_ai models`: what is on this machine, what is known besides, and what trains here."""
+"""`your_ai models`: local models, other known models, and whether each can train here."""
 
 from __future__ import annotations
 
@@ -29,36 +29,38 @@ from your_ai.memory.estimate import Training
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.plan import Demand, choose
 
-WORDS = {  # of recommend's tiers
+WORDS = {  # for recommend's tiers
     "full": "yes",
     "light": "few layers",
-    "tight": "just",
+    "tight": "barely",
     "slow": "slowly",
     "": "no",
 }
 STYLES = {"yes": "green", "no": "red"}
-LEAST_WIDTH = 30  # of a name, before the repo's column goes
+LEAST_WIDTH = 30  # minimum width of the name column
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """A model. where: models, cache, or empty where it is not here; size_bytes: on the disk,
-    here or once it is; fits: how it trains in what this machine can give now, one of WORDS'
-    values, None where that is not known; fault: what it lacks."""
+    """A local or known model."""
 
     name: str
     repo: str | None
     where: str
+    """models, cache, or empty if it is not on this machine."""
     size_bytes: int
+    """Size on disk, now or after a download."""
     parameters: int | None = None
     bits: int | None = None
     licence: str | None = None
     fits: str | None = None
+    """How it trains in this machine's available memory: one of WORDS' values; None if unknown."""
     fault: str | None = None
+    """What is wrong with it, e.g. a missing file."""
 
 
 def rows(room: MachineRoom | None = None) -> list[ModelRow]:
-    """What is here, by name, then what is known and is not. Raises UserError."""
+    """The local models by name, then the known models that are not local. Raises UserError."""
     room = room_here(read_machine()) if room is None else room
     here = [of_local(local, room) for local in local_models()]
     there = {row.repo for row in here if row.fault is None}
@@ -105,7 +107,7 @@ def fit_of_known(model: Known, room: MachineRoom) -> str:
 
 
 def fit_of_folder(folder: Path, room: MachineRoom) -> str | None:
-    """None where the folder does not hold what a planner knows."""
+    """How a local model trains here; None if the planner cannot read the folder."""
     try:
         facts = facts_of(folder, room.float_bytes)
     except (UserError, ValueError, LookupError):
@@ -120,7 +122,7 @@ def fit_of_folder(folder: Path, room: MachineRoom) -> str | None:
 
 
 def tier_under(facts: ModelFacts, profile: Profile, room: MachineRoom) -> str | None:
-    """That of a model trained in this way, None where it does not fit."""
+    """The tier of a model trained with this profile; None if it does not fit."""
     training = Training(
         blocks=min(profile.layers or facts.blocks, facts.blocks),
         rank=profile.rank,
@@ -146,7 +148,7 @@ def as_json(found: Sequence[ModelRow]) -> list[dict[str, Any]]:
 
 
 def table(found: Sequence[ModelRow], width: int = 80) -> Table:
-    """What is here comes first; `trains`: whether it does in this machine's memory."""
+    """Show the models. The column `trains` says whether training fits into the memory here."""
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     drawn.add_column("model", no_wrap=True)
     for head in ("size", "bits"):

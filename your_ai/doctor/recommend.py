@@ -1,7 +1,7 @@
-"""`your_ai recommend`: which of the known models train in a machine's memory, and how. Pure.
+"""`your_ai recommend`: which known models can train in a machine's memory, and how.
 
-Every model is planned in three ways; what is shown of it is the best that fits. Estimates
-alone: no mlx, nothing is loaded.
+Every model is planned with three profiles, and the best one that fits is shown. This module
+only estimates: it does not import mlx and loads nothing.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from your_ai.memory.plan import Demand, choose, options, words
 from your_ai.memory.sample import in_gb
 
 GIB = 1 << 30
-# What macOS recommends at least that a process uses: newer systems allow a tenth more.
+# The lowest share of RAM that macOS recommends for a process. Newer versions allow a tenth more.
 WORKING_SET_SHARE, LARGE_WORKING_SET_SHARE, LARGE_BYTES = 2 / 3, 3 / 4, 33 * GIB
-CARD_SHARE = 0.95  # of what is free on an NVIDIA card
-PYTHON_BYTES = 250_000_000  # of a process without a model: 140 MB on Linux, and some for a GPU's
+CARD_SHARE = 0.95  # usable share of the free memory of an NVIDIA card
+PYTHON_BYTES = 250_000_000  # a process without a model: 140 MB on Linux, plus a GPU's share
 GROUP_SIZE = 64
 DATA = "my-data/"
-COMFORT_SHARE = 0.9  # of the limit: estimates of a device that was not measured are rough
-SHOWN = 4  # of each tier
+COMFORT_SHARE = 0.9  # of the limit, because estimates for an unmeasured device are rough
+SHOWN = 4  # models per tier
 WIDTH = 80
 COLUMNS = {"model": 12, "tokens": 6, "rank": 4, "layers": 6, "targets": 13, "needs": 8,
            "plan": 8, "work": 6}  # fmt: skip
@@ -44,11 +44,12 @@ COLUMNS = {"model": 12, "tokens": 6, "rank": 4, "layers": 6, "targets": 13, "nee
 
 @dataclass(frozen=True)
 class Profile:
-    """Settings that people train with. layers: of the last blocks, None for all."""
+    """Typical settings for training."""
 
     name: str
     rank: int
     layers: int | None
+    """How many of the last blocks are adapted; None for all."""
     targets: tuple[str, ...]
     seq_len: int
     batch: int
@@ -59,51 +60,56 @@ LIGHT = Profile("light", 8, 16, ("q_proj", "v_proj"), 1024, 4)
 LONG = Profile("long", 16, None, ("all-linear",), 8192, 1)
 TIERS = {  # the best first
     "full": "weights in memory, LoRA on all linear layers",
-    "light": "held whole, fewer layers adapted and shorter rows",
-    "tight": "held whole, with less than a tenth of the limit to spare",
+    "light": "weights in memory, fewer adapted layers and shorter rows",
+    "tight": "weights in memory, with less than a tenth of the limit to spare",
     "long": "long rows",
-    "slow": "slow: weights, or what blocks were given, come from the disk",
+    "slow": "slow: weights or block inputs are read from disk",
 }
 RANKS = {tier: rank for rank, tier in enumerate(TIERS)}
 
 
 @dataclass(frozen=True)
 class MachineRoom:
-    """What a run may hold, and the bytes of a number that is computed with.
-
-    sliced: weights are dequantized in slices, as on the CPU.
-    """
+    """The memory for a run, and how its device computes."""
 
     limit: MemoryLimit
     float_bytes: int = 2
+    """Size of the floating-point numbers in computations."""
     sliced: bool = False
+    """Whether weights are dequantized in slices, as on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """A model with settings that fit. tier: one of TIERS; layers: how many of the last blocks are
-    adapted; plan: in words; needed_bytes: the least limit under which it is planned so;
-    peak_bytes: what the process is estimated to hold; step_cost: arithmetic over that of the
-    fastest plan; command: what starts it."""
+    """A model with settings that fit."""
 
     known: Known
     tier: str
+    """One of TIERS."""
     rank: int
     layers: int
+    """How many of the last blocks are adapted."""
     targets: tuple[str, ...]
     seq_len: int
     batch: int
     plan: str
+    """The memory plan in words."""
     needed_bytes: int
+    """The lowest memory limit for this plan."""
     peak_bytes: int
+    """Estimated peak memory of the process."""
     step_cost: float
+    """Amount of arithmetic divided by that of the fastest plan."""
     command: str
+    """The command that starts the training."""
 
 
 def room_of(memory_gb: float) -> MachineRoom:
-    """That of an idle Mac sold with so many GB, which are 2**30 bytes. Raises UserError."""
+    """The room of an idle Mac sold with this many GB, each 2**30 bytes. Raises UserError."""
     if not (math.isfinite(memory_gb) and memory_gb > 0):
-        raise UserError(f"--memory {memory_gb:g}: must be a number above 0, as 16 for a 16 GB Mac")
+        raise UserError(
+            f"--memory {memory_gb:g}: must be a number above 0, e.g. 16 for a 16 GB Mac"
+        )
     ram = int(memory_gb * GIB)
     share = LARGE_WORKING_SET_SHARE if ram >= LARGE_BYTES else WORKING_SET_SHARE
     mac = limits.MachineMemory(
@@ -113,24 +119,24 @@ def room_of(memory_gb: float) -> MachineRoom:
 
 
 def room_here(machine: MachineInfo) -> MachineRoom:
-    """That of this machine, now. Raises UserError where its memory cannot be read."""
+    """The current room of this machine. Raises UserError if its memory cannot be read."""
     limit = limit_of(machine)
     if limit is None:
-        raise UserError("how much memory this machine has cannot be read; give --memory")
+        raise UserError("the size of this machine's memory cannot be read; give --memory")
     card = machine.gpu_free_bytes or machine.gpu_bytes
     if card is not None and CARD_SHARE * card < limit.limit_bytes:
         reason = f"{limits.roughly(card)} free on the card, less {1 - CARD_SHARE:.0%} margin"
         limit = MemoryLimit(int(CARD_SHARE * card), reason)
     if machine.device in ("metal", "cuda"):
         return MachineRoom(limit)
-    notice = "no GPU: what fits may take days; the smallest models are the ones to begin with"
+    notice = "no GPU: training may take days; start with the smallest models"
     return MachineRoom(replace(limit, notices=(*limit.notices, notice)), float_bytes=4, sliced=True)
 
 
 def recommend(room: MachineRoom, models: Iterable[Known] | None = None) -> list[Recommendation]:
-    """What trains in `room`, the best first; a model comes once, and once more with long rows.
+    """What can train in `room`, best first. Each model comes once, or twice with long rows.
 
-    The largest model that is held whole, with every linear layer adapted, is the best.
+    The best is the largest model with its weights in memory and every linear layer adapted.
     """
     models = known().values() if models is None else models
     found = [each for model in models for each in of_model(model, room)]
@@ -152,7 +158,7 @@ def of_model(model: Known, room: MachineRoom) -> Iterator[Recommendation]:
 
 
 def demand_of(model: Known, facts: ModelFacts, profile: Profile, room: MachineRoom) -> Demand:
-    """What a run asks for that trains a model in this way."""
+    """The demand of a run that trains a model with this profile."""
     return Demand(
         facts=facts,
         training=Training(
@@ -169,14 +175,14 @@ def demand_of(model: Known, facts: ModelFacts, profile: Profile, room: MachineRo
 
 
 def targets_of(facts: ModelFacts, profile: Profile) -> tuple[str, ...]:
-    """Those of the profile, or what stands for them where queries and values are one layer."""
+    """The profile's targets, or qkv_proj if the model has queries and values in one layer."""
     return profile.targets if names_of(facts, profile.targets) else ("qkv_proj",)
 
 
 def planned(
     model: Known, facts: ModelFacts, profile: Profile, room: MachineRoom
 ) -> Recommendation | None:
-    """None where it does not fit."""
+    """The recommendation for a model with this profile; None if it does not fit."""
     demand = demand_of(model, facts, profile, room)
     try:
         choice = choose(demand, room.limit.limit_bytes)
@@ -200,7 +206,7 @@ def planned(
 
 
 def tier_of(demand: Demand, limit_bytes: int) -> str:
-    """slow or tight; empty where there is room to hold the model whole."""
+    """slow or tight; empty if the weights fit into memory with room to spare."""
     whole = [o for o in options(demand) if o.plan.engine != "streamed" and not o.plan.spill]
     least = min(option.needed_bytes for option in whole)
     if least > limit_bytes:
@@ -209,7 +215,7 @@ def tier_of(demand: Demand, limit_bytes: int) -> str:
 
 
 def command_of(model: Known, demand: Demand) -> str:
-    """What starts it, without the settings that are the defaults."""
+    """The command that starts the training, without settings that equal the defaults."""
     training = demand.training
     settings = {
         "lora_rank": training.rank,
@@ -247,10 +253,10 @@ def as_json(room: MachineRoom, found: list[Recommendation]) -> dict[str, Any]:
 def table(
     room: MachineRoom, found: list[Recommendation], most: int | None = SHOWN
 ) -> RenderableType:
-    """At most so many of each tier, None for all, and the command that starts each."""
+    """Show recommendations with their commands. most: per tier, None for all."""
     lines: list[RenderableType] = [limits.text(room.limit), *room.limit.notices]
     if not found:
-        lines += ["", "none of the models known here fits: the smallest needs more memory"]
+        lines += ["", "no known model fits: even the smallest needs more memory"]
     for tier, title in TIERS.items():
         there = [each for each in found if each.tier == tier]
         shown = there[:most]
@@ -263,7 +269,7 @@ def table(
 
 
 def continued(command: str, width: int = WIDTH) -> str:
-    """A command in lines of at most `width`, to be copied: all but the last end with `\\`."""
+    """Break a command into lines of at most `width`; all except the last end with `\\`."""
     lines = [""]
     for part in re.split(" (?=--)", command):
         if lines[-1] and len(f"{lines[-1]} {part} \\") > width:

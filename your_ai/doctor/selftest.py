@@ -1,7 +1,7 @@
-"""`your_ai doctor --selftest`: what this device does, measured with a model made on the spot.
+"""`your_ai doctor --selftest`: check this device with a small generated model.
 
-Each check runs in processes of their own, which a device's driver may end, in a temporary
-folder. This one watches: what it reports of memory is read from outside.
+Each check runs in separate processes, because a device's driver may kill them, and in a
+temporary folder. This process only watches, so it reads the memory of the others from outside.
 """
 
 from __future__ import annotations
@@ -30,37 +30,40 @@ from your_ai.run import events
 from your_ai.run.folder import RunFolder
 
 MAX_S = 120.0
-CHECK_S = 75.0  # of one check
-HANGS_FROM_S, IDLE_SHARE = 20.0, 0.05  # of that time in which it computed: else it is slow
-LEAST_S = 5.0  # no check is begun with less left
-# Those that tell the most first: time may be up before the last.
+CHECK_S = 75.0  # maximum time of one check
+# A check that ran out of time hangs, if it had HANGS_FROM_S and used the CPU for less than
+# IDLE_SHARE of its time. Otherwise it is only slow.
+HANGS_FROM_S, IDLE_SHARE = 20.0, 0.05
+LEAST_S = 5.0  # no check starts with less time left
+# The most informative checks come first, because time may run out before the last.
 CHECKS = ("counters", "gradients", "budget", "reload", "checkpoint", "speed")
 LOOK_S = 0.01
-RUN_STEPS, SAVE_EVERY, KILL_FROM = 60, 10, 15  # of the run that is killed
-LONG_TOKENS, LONG_STEPS = 256, 2  # of the one that is held to a budget,
+RUN_STEPS, SAVE_EVERY, KILL_FROM = 60, 10, 15  # the run that is killed, in steps
+LONG_TOKENS, LONG_STEPS = 256, 2  # the run with a memory limit
 LONG_ROWS, LONG_ROWS_OF_A_GPU = 16, 64
-BUDGET_SHARE = 0.25  # of what the fastest plan needs beside an empty process
+BUDGET_SHARE = 0.25  # share of the memory that the fastest plan needs above an empty process
 WORDS = "the a river stone light house walks sees red small green old under over and or".split()
 MARKS = {True: "ok", False: "FAIL", None: "-"}
 
 
 @dataclass(frozen=True)
 class ReportLine:
-    """A check: whether it passed, None where there was no time for it, and what it measured."""
+    """The result of a check."""
 
     check: str
     ok: bool | None
+    """Whether it passed; None if there was not enough time."""
     measured: str
     seconds: float = 0.0
     figures: dict[str, Any] = field(default_factory=dict)
 
 
 class Failed(Exception):
-    """A check cannot be carried out, and the text says why."""
+    """A check cannot be carried out. The text says why."""
 
 
 class OutOfTime(Exception):
-    """A check took longer than there was: for so long it used the processor."""
+    """A check ran out of time. `cpu_s` is the CPU time that its process used."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         times = psutil.Process(process.pid).cpu_times()
@@ -68,9 +71,9 @@ class OutOfTime(Exception):
 
 
 def run(max_seconds: float = MAX_S) -> Iterator[ReportLine]:
-    """The checks, one after the other; each is told when it is done.
+    """Run the checks one after the other, and yield each result.
 
-    Everything is in a temporary folder, which is removed, also where the caller stops early.
+    Everything is in a temporary folder, which is removed even if the caller stops early.
     """
     until = time.monotonic() + max_seconds
     with tempfile.TemporaryDirectory(prefix="your_ai-selftest-") as place:
@@ -84,11 +87,11 @@ def run(max_seconds: float = MAX_S) -> Iterator[ReportLine]:
 
 
 def line_of(check: str, folder: Path, until: float, model: dict[str, Any]) -> ReportLine:
-    """One check, with what is left of the time."""
+    """Run one check in the remaining time."""
     began = time.monotonic()
     left_s = until - began
     if left_s < LEAST_S:
-        return ReportLine(check, None, "not done: the time was up")
+        return ReportLine(check, None, "not done: out of time")
     deadline = began + min(left_s, CHECK_S)
     try:
         if check in RUNS:
@@ -100,8 +103,8 @@ def line_of(check: str, folder: Path, until: float, model: dict[str, Any]) -> Re
         given_s = time.monotonic() - began
         hung = given_s >= HANGS_FROM_S and late.cpu_s < IDLE_SHARE * given_s
         ok, figures = (False if hung else None), {}
-        measured = f"{'hangs: ' if hung else ''}not done within {given_s:.0f} s"
-        measured += f", of which its last process computed {late.cpu_s:.0f} s"
+        measured = f"{'hangs: ' if hung else ''}not finished within {given_s:.0f} s"
+        measured += f"; its last process used {late.cpu_s:.0f} s of CPU time"
     except Failed as failure:
         ok, measured, figures = False, str(failure), {}
     return ReportLine(check, ok, measured, time.monotonic() - began, figures)
@@ -117,7 +120,7 @@ def failed(lines: Sequence[ReportLine]) -> bool:
 
 @contextlib.contextmanager
 def started(arguments: Sequence[str], folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of Python, its output in NAME.out and NAME.err, killed when the block ends."""
+    """Start Python with its output in NAME.out and NAME.err; kill it when the block ends."""
     with open(folder / f"{name}.out", "wb") as out, open(folder / f"{name}.err", "wb") as err:
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -136,19 +139,19 @@ def started(arguments: Sequence[str], folder: Path, name: str) -> Iterator[subpr
 
 
 def done(arguments: Sequence[str], folder: Path, name: str, deadline: float) -> str:
-    """What a process printed that ended well. Raises Failed, OutOfTime."""
+    """Run a process and return its stdout. Raises Failed or OutOfTime."""
     with started(arguments, folder, name) as process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
         if process.poll() is None:
             raise OutOfTime(process)
     if process.returncode != 0:
-        raise Failed(how_it_ended(folder, name, process.returncode))
+        raise Failed(describe_end(folder, name, process.returncode))
     return (folder / f"{name}.out").read_text(encoding="utf-8", errors="replace")
 
 
-def how_it_ended(folder: Path, name: str, status: int) -> str:
-    """In words, with the last that it said."""
+def describe_end(folder: Path, name: str, status: int) -> str:
+    """Describe how a process ended, with the last line that it printed."""
     ended = f"ended with status {status}"
     if status < 0:
         ended = f"was killed by {signal.Signals(-status).name}"
@@ -158,7 +161,7 @@ def how_it_ended(folder: Path, name: str, status: int) -> str:
 
 
 def asked(check: str, folder: Path, deadline: float) -> dict[str, Any]:
-    """The outcome of one of `checks`."""
+    """Run one of the checks in `doctor.checks` and return its outcome."""
     output = done(["-m", "your_ai.doctor.checks", check, str(folder)], folder, check, deadline)
     try:
         return json.loads(output.splitlines()[-1])
@@ -167,13 +170,13 @@ def asked(check: str, folder: Path, deadline: float) -> dict[str, Any]:
 
 
 def command(name: str, settings: dict[str, Any]) -> list[str]:
-    """Arguments of Python for a command of your_ai."""
+    """The arguments of Python that run a command of your_ai."""
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
     return ["-m", "your_ai", name, *flags]
 
 
 def write_rows(folder: Path, name: str, rows: int, words: int) -> Path:
-    """A data folder of plain texts, always the same."""
+    """Create a data folder of plain texts, always the same ones."""
     place = folder / name
     place.mkdir(exist_ok=True)
     draw = random.Random(rows)
@@ -182,11 +185,11 @@ def write_rows(folder: Path, name: str, rows: int, words: int) -> Path:
     return place
 
 
-# A run that is killed, and one that is held to a budget
+# A run that is killed, and a run with a memory limit
 
 
 def survive(folder: Path, model: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """A run killed with SIGKILL goes on to the adapter of one that was not."""
+    """Check that a run killed with SIGKILL and resumed gives the adapter of an unkilled run."""
     settings = {
         "model": model["folder"],
         "data": write_rows(folder, "short", 32, 6),
@@ -209,26 +212,26 @@ def survive(folder: Path, model: dict[str, Any], deadline: float) -> dict[str, A
                 raise OutOfTime(process)
             time.sleep(LOOK_S)
     if process.returncode != -signal.SIGKILL:
-        raise Failed(f"before it was killed, {how_it_ended(folder, 'killed', process.returncode)}")
+        raise Failed(f"before it was killed, {describe_end(folder, 'killed', process.returncode)}")
     at = steps_of(killed)
     done([*command("train", {"resume": "killed"}), *unsupervised], folder, "resumed", deadline)
-    told = [record.event for record in events.tail(killed.events)[0]]
-    start = [event.step for event in told if isinstance(event, events.Started)][-1]
+    logged = [record.event for record in events.tail(killed.events)[0]]
+    start = [event.step for event in logged if isinstance(event, events.Started)][-1]
     outcome = asked("adapters", folder, deadline)
-    text = f"killed at step {at} of {RUN_STEPS}, went on from step {start}: {outcome['measured']}"
+    text = f"killed at step {at} of {RUN_STEPS}, resumed from step {start}: {outcome['measured']}"
     return {**outcome, "ok": outcome["ok"] and start > 0, "measured": text}
 
 
 def steps_of(run: RunFolder) -> int:
-    """The last step that a run told of."""
+    """The last step in a run's events."""
     with contextlib.suppress(OSError):
-        told = [record.event for record in events.tail(run.events)[0]]
-        return max((event.step for event in told if isinstance(event, events.Step)), default=0)
+        logged = [record.event for record in events.tail(run.events)[0]]
+        return max((event.step for event in logged if isinstance(event, events.Step)), default=0)
     return 0
 
 
 def hold_budget(folder: Path, model: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """A run that is given a quarter of what it would take stays below it, seen from outside."""
+    """Check from outside that a run stays below a limit of a quarter of what it would take."""
     rows = LONG_ROWS if model["device"] == "cpu" else LONG_ROWS_OF_A_GPU
     settings = {
         "model": model["folder"],
@@ -245,37 +248,38 @@ def hold_budget(folder: Path, model: dict[str, Any], deadline: float) -> dict[st
     fused = max(planned["needed_bytes"], (planned["larger"] or planned)["needed_bytes"])
     budget_gb = round((empty + BUDGET_SHARE * (fused - empty)) / 1e9, 3)
     limited = {**settings, "run": "held", "max_steps": LONG_STEPS, "max_memory": budget_gb}
-    most, looks = 0, 0
+    peak, looks = 0, 0
     with started([*command("train", limited), "--no-supervise"], folder, "held") as process:
         while process.poll() is None:
             if time.monotonic() > deadline:
                 raise OutOfTime(process)
-            most, looks = max(most, held_by(process.pid)), looks + 1
+            peak, looks = max(peak, peak_memory_of(process.pid)), looks + 1
             time.sleep(LOOK_S)
     if process.returncode != 0:
-        raise Failed(how_it_ended(folder, "held", process.returncode))
-    told = [record.event for record in events.tail(RunFolder(folder / "runs" / "held").events)[0]]
-    plans = [event.text for event in told if isinstance(event, events.Planned)]
-    ratios = [event.ratio for event in told if isinstance(event, events.Measured)]
-    figures = {"limit_bytes": int(1e9 * budget_gb), "peak_bytes": most, "looks": looks,
+        raise Failed(describe_end(folder, "held", process.returncode))
+    logged = [record.event for record in events.tail(RunFolder(folder / "runs" / "held").events)[0]]
+    plans = [event.text for event in logged if isinstance(event, events.Planned)]
+    ratios = [event.ratio for event in logged if isinstance(event, events.Measured)]
+    figures = {"limit_bytes": int(1e9 * budget_gb), "peak_bytes": peak, "looks": looks,
                "fused_bytes": fused, "empty_bytes": empty, "plans": plans,
                "measured_over_estimated": ratios}  # fmt: skip
     text = (
-        f"--max-memory {budget_gb:g} held {in_gb(most)} at most, in {looks} looks; the fastest "
-        f"plan takes {in_gb(fused)}, an empty process {in_gb(empty)}; planned {'; '.join(plans)}"
+        f"with --max-memory {budget_gb:g} the peak was {in_gb(peak)}, in {looks} readings; the "
+        f"fastest plan takes {in_gb(fused)}, an empty process {in_gb(empty)}; "
+        f"planned: {'; '.join(plans)}"
     )
-    if ratios:  # the last is of the largest micro-batch
-        text += f"; activations are {ratios[-1]:.2f} times what is estimated"
-    return {"ok": 0 < most <= 1e9 * budget_gb, "measured": text, "figures": figures}
+    if ratios:  # the last one is of the largest micro-batch
+        text += f"; activations took {ratios[-1]:.2f} times the estimate"
+    return {"ok": 0 < peak <= 1e9 * budget_gb, "measured": text, "figures": figures}
 
 
 RUNS = {"checkpoint": survive, "budget": hold_budget}
 
 
-def held_by(pid: int) -> int:
-    """The most that a process has held, as the system counts it, or holds now; 0 for none.
+def peak_memory_of(pid: int) -> int:
+    """Peak or current memory of a process, as the system counts it; 0 if it has ended.
 
-    A lifetime maximum where the system keeps one: it misses nothing between two looks.
+    The peak is used if the system records one, because it misses nothing between two readings.
     """
     from your_ai.memory import probe
 
@@ -289,7 +293,7 @@ def held_by(pid: int) -> int:
         if probe.is_linux():
             return probe.kilobytes(probe.PROC / f"{pid}/status")["VmHWM"]
         return psutil.Process(pid).memory_info().rss
-    except (OSError, KeyError, psutil.Error):  # it has just ended
+    except (OSError, KeyError, psutil.Error):  # the process has just ended
         return 0
 
 
@@ -302,10 +306,7 @@ def text(line: ReportLine) -> str:
 
 
 def report(lines: Sequence[ReportLine], machine: MachineInfo) -> str:
-    """What can be pasted into an issue: the machine, and what was measured.
-
-    It names no path and no user.
-    """
+    """A report for an issue: the machine and the results, without paths or user names."""
     about = {name: text for name, text in facts(machine).items() if name != "store"}
     more = {"max buffer": machine.max_buffer_bytes, "wired limit": machine.wired_limit_bytes}
     about |= {name: in_gb(size) for name, size in more.items() if size}

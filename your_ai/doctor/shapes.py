@@ -1,4 +1,4 @@
-"""Shapes of real models with random weights, made on the spot: to measure, not to use."""
+"""Generated models with the shapes of real models and random weights, for measuring only."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_shape(name: str, bits: int, dtype: str, folder: Path) -> Path:
-    """A model folder of this shape below `folder`, made if it is not there yet.
+    """Return a model folder of this shape below `folder`; create it if it does not exist.
 
-    bits: 4 or 8 to quantize, 0 to leave the weights in `dtype`. The same arguments give
-    the same weights. One shard a block, so that little more than the model is held.
+    bits: 4 or 8 to quantize, 0 to leave the weights in `dtype`. The same arguments give the
+    same weights. Each block is one shard, so the peak memory is little more than the model.
     """
     target = folder / f"{name}-{bits}bit-{dtype}"
     if (target / "config.json").is_file():
