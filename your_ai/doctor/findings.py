@@ -142,7 +142,8 @@ def of_memory(machine: MachineInfo) -> Iterator[Finding]:
         yield Finding("note", what, f"your_ai recommend --memory {max(1, round(ram / 2**30))}")
     yield from of_wired_limit(machine, ram)
     if machine.pressure in (2, 4):
-        what = f"memory pressure is at {PRESSURES[machine.pressure]}: close programs that use much memory"
+        pressure = PRESSURES[machine.pressure]
+        what = f"memory pressure is at {pressure}: close programs that use much memory"
         yield Finding("risk", what, who)
     elif machine.pressure == 1:
         yield Finding("ok", "memory pressure is normal")
