@@ -21,6 +21,8 @@ from your_ai.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from your_ai.dashboard.history import RunHistory
+    from your_ai.evaluation.compare import EvaluationProgress
+    from your_ai.generation.generate import Answerer
     from your_ai.nets.saved_adapter import Trained
 
 Message = dict[str, Any]
@@ -58,7 +60,9 @@ class Run:
     """
 
     path: Path
-    _loaded: dict[tuple[Any, ...], Any] = field(default_factory=dict, repr=False, compare=False)
+    _loaded: dict[tuple[Any, ...], Answerer] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def name(self) -> str:
@@ -157,16 +161,16 @@ class Run:
         key = (adapter, checkpoint, model, max_memory, room)
         if key not in self._loaded:
             self.unload()  # one model at a time
-            if adapter:
-                trained = _trained(self.path, checkpoint, model)
-                config, base, used = trained.config, trained.base, trained.adapter
-            else:
-                (config, base), used = generation.find_base(str(self.path), model), None
-            loaded = generation.load(config, base, used, max_memory, room)
-            self._loaded[key] = (*loaded, generation.context_tokens(base))
-        network, tokenizer, context = self._loaded[key]
-        tokens, bounded = generation.fit(tokenizer, asked, sampling, context)
-        return "".join(r.text for r in generation.respond(network, tokenizer, tokens, bounded))
+            self._loaded[key] = generation.open_answerer(
+                str(self.path),
+                room,
+                adapted=adapter,
+                checkpoint=checkpoint,
+                model=model,
+                max_memory_gb=max_memory,
+            )
+        (tokens, bounded), *_ = self._loaded[key].fit([asked], sampling)
+        return "".join(r.text for r in self._loaded[key].respond(tokens, bounded))
 
     def unload(self) -> None:
         """Drop the model that `generate` loaded."""
@@ -250,28 +254,37 @@ def evaluate(
     worst: int = 5,
     checkpoint: str | None = None,
     model: str | None = None,
+    on_progress: Callable[[EvaluationProgress], object] = lambda at: None,
+    on_note: Callable[[str], object] = lambda text: None,
 ) -> dict[str, Any]:
-    """Compare a run's adapter with its base model; the content of evaluation.json.
+    """Compare a run's adapter with its base model; return the content of evaluation.json.
 
-    data: a .jsonl file or a folder, default: the run's own; metric: `module:function`;
-    max_memory: of this process, in GB. `measures` has, for loss, perplexity and exact_match,
-    the value and interval of base, adapter and difference. Raises UserError and RunError.
+    data: a .jsonl file or a folder; default: the run's own. metric: `module:function`.
+    max_memory: limit of this process, in GB. on_progress, on_note: called with the progress, and
+    with what the user should know. `measures` has the value and interval of base, adapter and
+    difference for loss, perplexity and exact_match. Raises UserError and RunError;
+    EvaluationNotKept, a RunError with the results, if the run's folder cannot be written.
     """
     from your_ai.evaluation import record, rows, summary
     from your_ai.evaluation.compare import Request, compare
     from your_ai.evaluation.custom_metric import load_metric
 
     if not 0 < confidence < 1:
-        raise UserError(f"confidence {confidence:g}: must be above 0 and below 1")
+        raise UserError(f"--confidence {confidence:g}: must be above 0 and below 1")
     trained = _trained(_run(run).path, checkpoint, model)
+    path = rows.choose_file(None if data is None else str(data), trained.config)
     request = Request(
         batch_size=batch_size or trained.config.batch_size,
         max_memory_gb=max_memory,
         metric=None if metric is None else load_metric(metric),
         max_tokens=max_tokens,
     )
-    path = rows.choose_file(None if data is None else str(data), trained.config)
-    found = _guarded(trained.folder, lambda: _last(compare(trained, path, request)))
+    if trained.note:
+        on_note(trained.note)
+    on_note(f"evaluating on {path}")
+    found = _guarded(trained.folder, lambda: _last(compare(trained, path, request), on_progress))
+    for text in summary.notes(found):
+        on_note(text)
     settings = summary.SummarySettings(
         resamples=resamples, confidence=confidence, seed=seed, worst=worst
     )
@@ -315,12 +328,12 @@ def _train(folder: RunFolder, settings: TrainConfig, *, new: bool, show: bool) -
     return Run(folder.path)
 
 
-def _last(steps: Iterable[Any]) -> Any:
-    """What a generator returns."""
+def _last(steps: Iterable[Any], on_step: Callable[[Any], object]) -> Any:
+    """Call `on_step` with what a generator yields; return what it returns."""
     iterator = iter(steps)
     while True:
         try:
-            next(iterator)
+            on_step(next(iterator))
         except StopIteration as end:
             return end.value
 

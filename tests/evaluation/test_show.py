@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from your_ai.evaluation.compare import EvaluationProgress
-from your_ai.evaluation.show import SYSTEMS, follow, report
+from your_ai.evaluation.show import SYSTEMS, progress_bar, report
 from your_ai.gates.console import open_console
 
 INTERVAL = {"value": 1.5, "low": 1.25, "high": 1.75}
@@ -100,14 +100,10 @@ def test_quoted_rows_are_shown_without_markup_or_escape_codes(shown):
     assert "\x1b" not in text
 
 
-def test_follow_returns_the_result_of_the_generator():
-    def steps():
-        yield EvaluationProgress("reading [x]")
-        yield EvaluationProgress("base: losses", 3, 8)
-        return "done"
-
-    console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    assert follow(steps(), console) == "done"
-    console = Console(file=io.StringIO())
-    assert follow(steps(), console) == "done"
-    assert console.file.getvalue() == ""
+def test_progress_bar_is_only_drawn_on_a_terminal():
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+        with progress_bar(console) as update:
+            update(EvaluationProgress("reading [x]"))
+            update(EvaluationProgress("base: losses", 3, 8))
+        assert ("base: losses" in console.file.getvalue()) is terminal

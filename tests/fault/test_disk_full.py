@@ -173,7 +173,7 @@ def test_a_run_whose_disk_is_full_goes_on_once_there_is_room(configure, room, ca
         status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "4")
     assert status == 1
     assert error.startswith("error: runs/r/checkpoints/step-000003: cannot be written")
-    assert error.endswith("make room, then resume the run\n")
+    assert error.endswith("free some disk space, then resume the run\n")
     assert len(error.splitlines()) == 1
     assert bytes_of(run.checkpoints) == before
     assert leftovers(run) == []

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
-from your_ai.errors import RunError, UserError, explain
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN
 from your_ai.gates.console import echo_error, echo_json, open_console
 
 
@@ -52,42 +51,38 @@ def evaluate(
     model: Annotated[str | None, MODEL] = None,
 ) -> None:
     """Compare a run's adapter with its base model on rows that it was not trained on."""
-    if not 0 < confidence < 1:
-        raise UserError(f"--confidence {confidence:g}: must be above 0 and below 1")
+    from your_ai import api
+    from your_ai.evaluation import show
+    from your_ai.evaluation.record import EvaluationNotKept
 
-    from your_ai.evaluation import record, rows, show, summary
-    from your_ai.evaluation.compare import Request, compare
-    from your_ai.evaluation.custom_metric import load_metric
-
-    trained = open_noted(run, checkpoint, model)
-    path = rows.choose_file(data, trained.config)
-    request = Request(
-        batch_size=batch_size or trained.config.batch_size,
-        max_memory_gb=max_memory,
-        metric=None if metric is None else load_metric(metric),
-        max_tokens=max_tokens,
-    )
-    echo_error(f"evaluating on {path}")
-    steps = compare(trained, path, request)
-    try:
-        found = show.follow(steps, open_console(stderr=True))
-    except KeyboardInterrupt:
-        echo_error("interrupted: nothing of this evaluation is kept")
-        raise
-    except (RuntimeError, MemoryError) as error:
-        if type(error) not in (RuntimeError, MemoryError):  # others are Python's, and our fault
-            raise
-        raise RunError(f"{trained.folder.path}: {explain(str(error) or 'MemoryError')}") from error
-    for text in summary.notes(found):
-        echo_error(f"note: {text}")
-    settings = summary.SummarySettings(
-        resamples=resamples, confidence=confidence, seed=seed, worst=worst
-    )
-    measured = summary.summarize(trained, found, settings)
-    try:
-        record.write(trained.folder, measured)
-    finally:  # what was found is shown also where it cannot be kept
+    def report(measured: dict[str, Any]) -> None:
         if as_json:
             echo_json(measured, indent=2)
         else:
-            open_console().print(show.report(measured, trained.folder.name))
+            open_console().print(show.report(measured, api.load_run(run).name))
+
+    try:
+        with show.progress_bar(open_console(stderr=True)) as update:
+            measured = api.evaluate(
+                run,
+                data,
+                metric=metric,
+                batch_size=batch_size,
+                max_memory=max_memory,
+                max_tokens=max_tokens,
+                resamples=resamples,
+                confidence=confidence,
+                seed=seed,
+                worst=worst,
+                checkpoint=checkpoint,
+                model=model,
+                on_progress=update,
+                on_note=lambda text: echo_error(f"note: {text}"),
+            )
+    except KeyboardInterrupt:
+        echo_error("interrupted: nothing of this evaluation is kept")
+        raise
+    except EvaluationNotKept as error:
+        report(error.measured)
+        raise
+    report(measured)

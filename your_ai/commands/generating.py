@@ -10,11 +10,11 @@ import typer
 
 from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
 from your_ai.errors import UserError
-from your_ai.gates.console import echo, echo_json
+from your_ai.gates.console import echo, echo_error, echo_json
 from your_ai.gates.text import quoted, shortened
 
 if TYPE_CHECKING:
-    from your_ai.generation.generate import Prompt, Sampling
+    from your_ai.generation.generate import Answerer, Prompt, Sampling
 
 PROMPTS_BYTES = 1 << 26
 MAX_TOKENS = typer.Option(help="Maximum tokens per answer.")
@@ -63,31 +63,28 @@ def generate(
     )
     name = which_run(run, named)
     folders.find(name)
-    if checkpoint is not None and not adapter:
-        raise UserError("--checkpoint: no adapter is used with --no-adapter; leave one out")
     asked = [
         generation.Prompt(p.where, generation.with_system(p.messages, system))
         for p in gather(prompt, prompts)
     ]
-    used = None
-    if adapter:
-        trained = open_noted(name, checkpoint, model)
-        config, base, used = trained.config, trained.base, trained.adapter
-    else:
-        config, base = generation.find_base(name, model)
-    room = max(p.most_tokens for p in asked) + max_tokens
-    network, tokenizer = generation.load(config, base, used, max_memory, room)
-    context = generation.context_tokens(base)
-    fitted = [
-        generation.fit(tokenizer, p, sampling, context) for p in asked
-    ]  # all, before the first answer
+    answerer = generation.open_answerer(
+        name,
+        max(p.most_tokens for p in asked) + max_tokens,
+        adapted=adapter,
+        checkpoint=checkpoint,
+        model=model,
+        max_memory_gb=max_memory,
+    )
+    if answerer.note:
+        echo_error(f"note: {answerer.note}")
+    fitted = answerer.fit(asked, sampling)  # all of them, before the first answer
     try:
         for number, (p, (tokens, bounded)) in enumerate(zip(asked, fitted, strict=True)):
             if as_json:
-                echo_json(answered(network, tokenizer, p, tokens, bounded))
+                echo_json(answered(answerer, p, tokens, bounded))
             else:
                 echo("\n" if number else "", nl=False)
-                show(generation.respond(network, tokenizer, tokens, bounded))
+                show(answerer.respond(tokens, bounded))
             sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough
         raise typer.Exit(0) from None
@@ -139,13 +136,11 @@ def read_most(file: BinaryIO, where: str) -> bytes:
 
 
 def answered(
-    network: Any, tokenizer: Any, prompt: Prompt, tokens: list[int], sampling: Sampling
+    answerer: Answerer, prompt: Prompt, tokens: list[int], sampling: Sampling
 ) -> dict[str, Any]:
     """An answer for programs."""
-    from your_ai.generation import generate as generation
-
     began = time.perf_counter()
-    responses = list(generation.respond(network, tokenizer, tokens, sampling))
+    responses = list(answerer.respond(tokens, sampling))
     return {
         "prompt": prompt.text,
         "answer": "".join(response.text for response in responses),

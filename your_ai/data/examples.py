@@ -172,8 +172,8 @@ def write_examples(
         if (theirs := wait_for_examples(folder)) is not None:
             return theirs  # another run put the same rows there meanwhile
         raise UserError(
-            f"{folder.parent}: cannot keep tokenized rows there ({error.strerror}); make room, "
-            "or set YOUR_AI_HOME to another folder"
+            f"{folder.parent}: cannot keep tokenized rows there ({error.strerror}); "
+            "free some disk space, or set YOUR_AI_HOME to another folder"
         ) from error
     examples = wait_for_examples(folder)
     if examples is None:

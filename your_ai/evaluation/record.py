@@ -26,6 +26,15 @@ VERSION = 1
 MOST_BYTES = 1 << 26
 
 
+class EvaluationNotKept(RunError):
+    """The results could not be written."""
+
+    def __init__(self, message: str, measured: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.measured = measured
+        """The content that evaluation.json would have."""
+
+
 def place(folder: RunFolder) -> Path:
     return folder.path / "evaluation.json"
 
@@ -35,7 +44,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def write(folder: RunFolder, found: dict[str, Any]) -> None:
-    """Write evaluation.json. If that fails, raise RunError and keep the previous file."""
+    """Write evaluation.json. If that fails, raise EvaluationNotKept; the previous file stays."""
     target = place(folder)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
@@ -48,8 +57,10 @@ def write(folder: RunFolder, found: dict[str, Any]) -> None:
                 temporary.unlink(missing_ok=True)
         sync(folder.path)
     except OSError as error:
-        raise RunError(
-            f"{target}: cannot be written ({error.strerror}); make room, then evaluate again"
+        raise EvaluationNotKept(
+            f"{target}: cannot be written ({error.strerror}); free some disk space, then evaluate "
+            "again",
+            found,
         ) from error
 
 

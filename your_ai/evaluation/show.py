@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any, TypeVar
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -15,11 +16,11 @@ from your_ai.evaluation.compare import EvaluationProgress
 
 SYSTEMS = ("base", "adapter", "difference")
 SHARES = ("exact_match",)  # shown in percent
-T = TypeVar("T")
 
 
-def follow(steps: Generator[EvaluationProgress, None, T], console: Console) -> T:
-    """Run an evaluation with a progress bar, remove the bar at the end, return the result."""
+@contextlib.contextmanager
+def progress_bar(console: Console) -> Iterator[Callable[[EvaluationProgress], None]]:
+    """Give a function that updates a progress bar; remove the bar at the end."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -29,15 +30,15 @@ def follow(steps: Generator[EvaluationProgress, None, T], console: Console) -> T
     with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("", total=None)
         doing = ""
-        while True:
-            try:
-                at = next(steps)
-            except StopIteration as end:
-                return end.value
+
+        def update(at: EvaluationProgress) -> None:
+            nonlocal doing
             if at.doing != doing:
                 doing = at.doing
                 bars.reset(task, description=doing)
             bars.update(task, completed=at.done, total=at.total or None)
+
+        yield update
 
 
 def report(found: dict[str, Any], run: str) -> RenderableType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from your_ai.memory.facts import facts_of
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.modelfiles.quantized_copies import quantized_copy
 from your_ai.nets.model import compute_dtype, first_line
-from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter
+from your_ai.nets.saved_adapter import Adapter, Trained, open_trained, put_adapter
 from your_ai.run.folder import find
 
 STDIN = "-"
@@ -199,6 +199,56 @@ def load(
     if adapter is not None:
         put_adapter(model, adapter)
     return for_answers(opened, streams), tokenizer
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """A loaded model that answers prompts, with or without the adapter of a run."""
+
+    network: nn.Module
+    tokenizer: Any
+    context: int | None
+    """Maximum tokens of prompt and answer; None if not known."""
+    note: str = ""
+    """What the user should know about the run."""
+
+    def fit(
+        self, prompts: Sequence[Prompt], sampling: Sampling
+    ) -> list[tuple[list[int], Sampling]]:
+        """The tokens of each prompt, and the sampling limited to the context length.
+
+        Raises UserError for a prompt that the model cannot take.
+        """
+        return [fit(self.tokenizer, prompt, sampling, self.context) for prompt in prompts]
+
+    def respond(self, tokens: list[int], sampling: Sampling) -> Iterator[GenerationResponse]:
+        return respond(self.network, self.tokenizer, tokens, sampling)
+
+
+def open_answerer(
+    run: str,
+    room_tokens: int,
+    *,
+    adapted: bool = True,
+    checkpoint: str | None = None,
+    model: str | None = None,
+    max_memory_gb: float | None = None,
+) -> Answerer:
+    """Load the model of a run.
+
+    room_tokens: longest prompt and answer, in tokens, for max_memory_gb. adapted: with the
+    adapter. model: the current location of the base model, if it has moved. Raises UserError.
+    """
+    if checkpoint is not None and not adapted:
+        raise UserError("--checkpoint: no adapter is used with --no-adapter; leave one out")
+    used, note = None, ""
+    if adapted:
+        trained = open_trained(run, checkpoint, model)
+        config, base, used, note = trained.config, trained.base, trained.adapter, trained.note
+    else:
+        config, base = find_base(run, model)
+    network, tokenizer = load(config, base, used, max_memory_gb, room_tokens)
+    return Answerer(network, tokenizer, context_tokens(base), note or "")
 
 
 def check_answers(model: nn.Module, tokenizer: Any, base: Path) -> None:

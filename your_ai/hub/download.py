@@ -348,7 +348,7 @@ def check_room(at: DownloadProgress, listing: Listing, folder: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         raise UserError(
             f"{at.name}: needs {size_text(needed)} of disk, and {folder.parent} has "
-            f"{size_text(free)} free; make room, or choose another place with --to"
+            f"{size_text(free)} free; free some disk space, or choose another place with --to"
         )
 
 

@@ -115,7 +115,7 @@ def _write_folder(
             raise
         reason = getattr(error, "strerror", None) or error
         raise RunError(
-            f"{target}: cannot be written ({reason}); make room, then resume the run"
+            f"{target}: cannot be written ({reason}); free some disk space, then resume the run"
         ) from error
 
 

@@ -350,7 +350,8 @@ class EventLog:
 
     def _failure(self, error: OSError) -> RunError:
         return RunError(
-            f"{self.path}: cannot be written ({error.strerror}); make room, then resume the run"
+            f"{self.path}: cannot be written ({error.strerror}); "
+            "free some disk space, then resume the run"
         )
 
     def close(self) -> None:
