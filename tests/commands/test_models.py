@@ -19,7 +19,7 @@ def test_model_is_downloaded_only_once(hub, capsys):  # noqa: F811
     status, out, _ = call(capsys, "download", REPO)
     assert (status, str(models_root() / NAME) in out) == (0, True)
     status, out, _ = call(capsys, "download", REPO)
-    assert (status, "nothing to fetch" in out) == (0, True)
+    assert (status, "nothing to download" in out) == (0, True)
 
 
 def test_unknown_name_is_refused_with_a_suggestion(capsys, no_hub):  # noqa: F811

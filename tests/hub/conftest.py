@@ -1,4 +1,4 @@
-"""Folders that look like models, and a hub of the tests' own that serves them."""
+"""Folders that look like models, and a local hub that serves them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE_BYTES = 300_000
 
 
 def safetensors(data: bytes = bytes(range(24)), header: object = None, name: str = "a") -> bytes:
-    """A safetensors file with one tensor of this name; header: another header than its own."""
+    """A safetensors file with one tensor of this name. header: replaces the right header."""
     own = {name: {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
     text = json.dumps(own if header is None else header).encode()
     return struct.pack("<Q", len(text)) + text + data
@@ -29,7 +29,7 @@ def safetensors(data: bytes = bytes(range(24)), header: object = None, name: str
 
 @pytest.fixture
 def model(own_folder) -> Path:
-    """A folder that looks like a model of two shards."""
+    """A folder that looks like a model with two shards."""
     folder = own_folder / "model"
     folder.mkdir()
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -45,7 +45,7 @@ def model(own_folder) -> Path:
 
 @pytest.fixture
 def lone(own_folder) -> Path:
-    """A model of one file without an index."""
+    """A model with a single weights file and no index."""
     folder = own_folder / "lone"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
@@ -54,7 +54,7 @@ def lone(own_folder) -> Path:
 
 
 def model_files(size_bytes: int = LARGE_BYTES) -> dict[str, bytes]:
-    """The files of a model of two shards, with some that nobody needs."""
+    """The files of a model with two shards, and some files that are not needed."""
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     index = {"weight_map": {"a": shards[0], "b": shards[1]}}
     data = (bytes(range(256)) * (size_bytes // 256 + 1))[:size_bytes]
@@ -72,7 +72,7 @@ def model_files(size_bytes: int = LARGE_BYTES) -> dict[str, bytes]:
 
 @pytest.fixture(autouse=True)
 def no_hub(own_folder, monkeypatch) -> None:
-    """No test reaches a real hub or the user's cache: what the client read when imported."""
+    """Keep tests from the real hub and the user's cache, whose paths the client reads on import."""
     nowhere = "http://127.0.0.1:9"
     monkeypatch.setattr(constants, "ENDPOINT", nowhere)
     template = "/{repo_id}/resolve/{revision}/{filename}"
@@ -85,21 +85,21 @@ def no_hub(own_folder, monkeypatch) -> None:
 
 @pytest.fixture
 def hub(no_hub, monkeypatch) -> Iterator[Hub]:
-    """A hub with one model, which the client in this process takes for the real one."""
+    """A hub with one model, which the client in this process uses instead of the real hub."""
     with Hub() as hub:
         hub.repos[REPO] = Repo(model_files())
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         template = "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template)
         monkeypatch.setattr(download, "WAITS_S", (0.01,) * 5)
-        monkeypatch.setattr(download, "sync", lambda path: None)  # most of a test's time
+        monkeypatch.setattr(download, "sync", lambda path: None)  # for speed
         yield hub
         huggingface_hub.close_session()
 
 
 @pytest.fixture
 def account(hub, monkeypatch) -> Account:
-    """Who is logged in to the hub, in this process and in those that it starts."""
+    """The account that is logged in to the hub, in this process and its child processes."""
     account = Account("someone", orgs={"a-team": "write", "readers": "read"})
     hub.accounts["right"] = account
     monkeypatch.setenv("HF_TOKEN", "right")

@@ -1,4 +1,4 @@
-"""What the hub of the tests holds, who may do what there, and what goes wrong."""
+"""Data of the local hub: repositories, accounts, requests and injected faults."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Repo:
-    """files: contents by path; gated: nothing is given without `token`.
-
-    private: only who may read its owner's repos sees it; branches: the others than main;
-    messages: of the commits that were pushed.
-    """
+    """A repository."""
 
     files: dict[str, bytes]
+    """Contents by path."""
     sha: str = "a" * 40
     gated: bool = False
+    """Files are only served with `token`."""
     token: str = "right"
     private: bool = False
+    """Only visible to accounts that may read the owner's repositories."""
     branches: dict[str, Repo] = field(default_factory=dict)
+    """Branches other than main."""
     messages: list[str] = field(default_factory=list)
+    """Messages of the pushed commits."""
 
     def at(self, revision: str) -> Repo | None:
-        """The repo as it is at a revision."""
+        """The repository at a revision."""
         if revision in ("main", self.sha):
             return self
         heads = (head for name, head in self.branches.items() if revision in (name, head.sha))
@@ -32,49 +33,55 @@ class Repo:
 
 @dataclass
 class Fault:
-    """What goes wrong with a file.
-
-    cuts: after so many bytes of each of the next answers; statuses: of the next answers;
-    content: sent instead; claims: a Content-Length that is not true; bytes_per_s: at most;
-    no_ranges: answers with the whole file whatever was asked; hangs_at: the byte of the file
-    before which it waits, for `Hub.go_on`; loses_answer: does what it was asked to, and does
-    not say so.
-    """
+    """A fault to inject in the responses for a file."""
 
     cuts: list[int] = field(default_factory=list)
+    """Close the connection after this many bytes, for each of the next responses."""
     statuses: list[int] = field(default_factory=list)
+    """The HTTP statuses of the next responses."""
     content: bytes | None = None
+    """Sent instead of the file."""
     claims: int | None = None
+    """A wrong Content-Length."""
     bytes_per_s: float | None = None
+    """Maximum speed."""
     no_ranges: bool = False
+    """Ignore Range headers and send the whole file."""
     hangs_at: int | None = None
+    """The byte of the file before which to wait for `Hub.go_on`."""
     loses_answer: bool = False
+    """Do what was requested, but send no response."""
 
 
 @dataclass
 class Request:
-    """start: the first byte that was asked for; sent_bytes: of the body; body: received."""
+    """A request that the hub received, and how it answered."""
 
     method: str
     path: str
     host: str
     authorization: str | None
     start: int = 0
+    """The first requested byte."""
     status: int = 200
     sent_bytes: int = 0
+    """Bytes of the response body that were sent."""
     body: bytes = b""
+    """The request body."""
 
 
 @dataclass
 class Account:
-    """role: of its token: write, read or fineGrained; orgs: its role in each."""
+    """An account on the hub."""
 
     name: str
     role: str = "write"
+    """The role of its token: write, read or fineGrained."""
     orgs: dict[str, str] = field(default_factory=dict)
+    """Its role in each organization."""
 
     def role_in(self, owner: str) -> str | None:
-        """What it may do with the repos of `owner`; None: not even see the private ones."""
+        """The account's role for repositories of `owner`; None: cannot see private ones."""
         role = "write" if owner == self.name else self.orgs.get(owner)
         return "read" if role is not None and self.role == "read" else role
 

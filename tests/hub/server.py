@@ -1,8 +1,8 @@
-"""A hub on localhost: the protocol that huggingface_hub speaks, with faults to order.
+"""A hub on localhost that speaks the protocol of huggingface_hub, with injected faults.
 
-What a client asked and sent, and how many bytes it was sent, stays in `requests`. Large files
-are served from another host name, as the hub does: the client is redirected there. What is sent
-to it is in tests.hub.uploads.
+All requests, and the number of bytes sent, are recorded in `requests`. Large files are served from
+another host name, as on the real hub: the client is redirected there. Uploads are in
+tests.hub.uploads.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *arguments: object) -> None:
-        """A client that is gone is no error."""
+        """Ignore clients that disconnected."""
 
 
 class Hub:
-    """The server. faults: by the name of a file, or "api" for what is not a file.
-    odd: what answers instead, by the same names; it may break the protocol.
-    accounts: by their tokens; without any, whoever asks is let in. large: files that were
-    sent, by their sha256.
+    """The server.
+
+    faults: by file name, or "api" for requests that are not for a file.
+    odd: functions that answer instead, by the same names. They may break the protocol.
+    accounts: by token. Without accounts, everybody has access.
+    large: uploaded files by sha256.
     """
 
     def __init__(self) -> None:
@@ -71,11 +73,11 @@ class Hub:
         return f"http://127.0.0.1:{self.port}"
 
     def sent(self, file: str) -> int:
-        """How many bytes of a file have been sent in all."""
+        """The total number of bytes of a file that were sent."""
         return sum(request.sent_bytes for request in self.requests if request.path.endswith(file))
 
     def gets(self, file: str) -> list[Request]:
-        """The answers that had something of a file in them."""
+        """The requests that were answered with content of a file."""
         return [
             r
             for r in self.requests
@@ -84,7 +86,7 @@ class Hub:
 
 
 def described(path: str, content: bytes, name: str, oid: str) -> dict[str, object]:
-    """A file as the API describes it; name, oid: the keys for its path and its git hash."""
+    """A file as the API describes it. name, oid: the keys for its path and its git hash."""
     entry: dict[str, object] = {name: path, "size": len(content), oid: git_hash(content)}
     if path.endswith(LFS_SUFFIX):
         sha = hashlib.sha256(content).hexdigest()
@@ -94,10 +96,10 @@ def described(path: str, content: bytes, name: str, oid: str) -> dict[str, objec
 
 
 class Answerer(Uploads, http.server.BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """The request handler of one connection."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else each answer waits 40 ms for the client's word
+    disable_nagle_algorithm = True  # otherwise each response waits 40 ms for the client's ACK
     hub: Hub
 
     def log_message(self, *arguments: object) -> None:
@@ -107,13 +109,13 @@ class Answerer(Uploads, http.server.BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        url = urllib.parse.urlsplit(self.path)  # a whole address where this is a proxy
+        url = urllib.parse.urlsplit(self.path)  # an absolute URL if this server is the proxy
         path = self.note(url.path)
         api, file = ASKED.fullmatch(path), ANSWERS.fullmatch(path)
         what = file["file"] if file else "api"
         fault = self.hub.faults.get(what, Fault())
         if what in self.hub.odd:
-            with contextlib.suppress(OSError):  # who asked is gone
+            with contextlib.suppress(OSError):  # the client disconnected
                 self.hub.odd[what](self)
             self.close_connection = True
         elif fault.statuses:
@@ -142,7 +144,7 @@ class Answerer(Uploads, http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def repo(self, found: re.Match[str]) -> Repo | None:
-        """The repo that is asked for; answers itself where there is none."""
+        """The requested repository. If there is none, sends an error response."""
         repo = self.hub.repos.get(found["repo"])
         if repo is None or (repo.private and self.role_for(found["repo"]) is None):
             self.fail(401 if self.asked.authorization is None else 404, "RepoNotFound")
@@ -239,7 +241,7 @@ class Answerer(Uploads, http.server.BaseHTTPRequestHandler):
                 self.hub.go_on.wait()
             try:
                 self.wfile.write(body[at:stop])
-            except OSError:  # who asked is gone
+            except OSError:  # the client disconnected
                 break
             self.asked.sent_bytes += stop - at
             at = stop

@@ -1,4 +1,4 @@
-"""Folders checked before anything is loaded."""
+"""Checks of a model folder before loading."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from your_ai.errors import UserError
 from your_ai.hub.check import can_run, check_model, check_safetensors, has_tokenizer
 
 
-def test_a_whole_model_gives_its_config(model):
+def test_check_model_returns_the_config(model):
     assert check_model(model) == {"model_type": "llama"}
 
 
-def test_a_model_of_one_file_needs_no_index(lone):
+def test_a_single_file_model_needs_no_index(lone):
     assert check_model(lone) == {"model_type": "llama"}
 
 
@@ -40,13 +40,13 @@ def test_a_broken_config_is_refused(lone, text):
     assert_refused(lone, str(lone / "config.json"), "JSON")
 
 
-def test_a_config_that_is_no_text_is_refused(lone):
+def test_a_config_that_is_not_utf8_is_refused(lone):
     (lone / "config.json").write_bytes(b"\xff\xfe")
     assert_refused(lone, str(lone / "config.json"))
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": 3}])
-def test_a_config_of_something_else_is_refused(lone, config):
+def test_a_config_without_a_valid_model_type_is_refused(lone, config):
     (lone / "config.json").write_text(json.dumps(config))
     assert_refused(lone, str(lone / "config.json"), "model_type")
 
@@ -62,7 +62,7 @@ def test_pickled_weights_are_refused(lone, name):
     assert_refused(lone, name, "not safe", "convert it to safetensors")
 
 
-def test_a_missing_shard_is_named(model):
+def test_the_error_names_a_missing_shard(model):
     (model / "model-00002-of-00002.safetensors").unlink()
     assert_refused(model, "model-00002-of-00002.safetensors", "is missing")
 
@@ -73,13 +73,13 @@ def test_a_broken_index_is_refused(model):
 
 
 @pytest.mark.parametrize("weight_map", [[], None, "text", {"a": 3}, {"a": []}, {"a": None}])
-def test_an_index_of_another_shape_is_refused(model, weight_map):
+def test_an_index_with_an_invalid_weight_map_is_refused(model, weight_map):
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert_refused(model, "model.safetensors.index.json")
 
 
-def test_a_shard_that_points_nowhere_is_named(model):
-    """As in the hub's cache, where files are links and may lose what they link to."""
+def test_the_error_names_a_shard_that_is_a_dangling_link(model):
+    """As in the Hugging Face cache, where files are links to blobs that may be deleted."""
     shard = model / "model-00002-of-00002.safetensors"
     shard.unlink()
     shard.symlink_to(model / "blobs" / "gone")
@@ -90,13 +90,13 @@ SIZE = len(safetensors())
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 40, SIZE - 25, SIZE - 24, SIZE - 1])
-def test_a_shard_cut_short_is_named(model, size):
+def test_the_error_names_a_truncated_shard(model, size):
     shard = model / "model-00002-of-00002.safetensors"
     os.truncate(shard, size)
     assert_refused(model, str(shard), "cut short")
 
 
-def test_a_shard_with_more_than_it_says_is_named(lone):
+def test_the_error_names_a_shard_with_trailing_bytes(lone):
     with (lone / "model.safetensors").open("ab") as file:
         file.write(b"\0")
     assert_refused(lone, str(lone / "model.safetensors"), "damaged")
@@ -117,24 +117,24 @@ def test_a_shard_with_more_than_it_says_is_named(lone):
     ],
     ids=str,
 )
-def test_a_header_of_another_shape_is_named(lone, header):
+def test_the_error_names_a_file_with_an_invalid_header(lone, header):
     text = json.dumps(header).encode()
     (lone / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(24))
     assert_refused(lone, str(lone / "model.safetensors"), "damaged")
 
 
-def test_a_header_of_nothing_but_brackets_is_named(lone):
+def test_the_error_names_a_file_with_a_deeply_nested_header(lone):
     text = b"[" * 100_000
     (lone / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     assert_refused(lone, str(lone / "model.safetensors"), "damaged")
 
 
-def test_a_header_longer_than_any_file_is_named(lone):
+def test_the_error_names_a_file_with_an_impossible_header_length(lone):
     (lone / "model.safetensors").write_bytes(struct.pack("<Q", 2**64 - 1) + bytes(24))
     assert_refused(lone, str(lone / "model.safetensors"), "damaged")
 
 
-def test_no_flipped_bit_of_a_header_is_more_than_a_refusal(own_folder):
+def test_a_flipped_header_bit_raises_at_most_UserError(own_folder):
     file, whole = own_folder / "file", safetensors()
     refusals = 0
     for bit in range(8 * (SIZE - 24)):
@@ -148,7 +148,7 @@ def test_no_flipped_bit_of_a_header_is_more_than_a_refusal(own_folder):
     assert refusals > SIZE
 
 
-def test_a_safetensors_file_may_hold_no_tensor(own_folder):
+def test_a_safetensors_file_without_tensors_is_valid(own_folder):
     (own_folder / "file").write_bytes(safetensors(b"", {"__metadata__": {"format": "mlx"}}))
     check_safetensors(own_folder / "file")
 
@@ -157,7 +157,7 @@ def test_a_safetensors_file_may_hold_no_tensor(own_folder):
     ("model_type", "can"),
     [
         ("llama", True),
-        ("mistral", True),  # which runs with llama's code
+        ("mistral", True),  # uses llama's code
         ("gemma3_text", True),
         ("phi-msft", True),
         ("clip", False),
@@ -165,7 +165,7 @@ def test_a_safetensors_file_may_hold_no_tensor(own_folder):
         ("", False),
     ],
 )
-def test_what_mlx_lm_can_run_is_known(model_type, can):
+def test_can_run_matches_the_architectures_of_mlx_lm(model_type, can):
     assert can_run(model_type) == can
 
 
@@ -173,5 +173,5 @@ def test_what_mlx_lm_can_run_is_known(model_type, can):
     ("names", "has"),
     [(["tokenizer.json"], True), (["qwen.tiktoken"], True), (["config.json"], False), ([], False)],
 )
-def test_a_tokenizer_is_known_by_its_file(names, has):
+def test_has_tokenizer_looks_for_tokenizer_files(names, has):
     assert has_tokenizer(names) == has

@@ -1,4 +1,4 @@
-"""Models fetched from a hub on localhost, through the real client, with what goes wrong there."""
+"""Downloads from a hub on localhost, through the real client, with failures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def incomplete() -> Path:
 
 
 def parts() -> dict[int, Path]:
-    """The files in the making, by their size."""
+    """The partial files by size."""
     return {path.stat().st_size: path for path in (incomplete() / "parts").iterdir()}
 
 
@@ -61,84 +61,84 @@ def assert_whole(folder: Path, files: dict[str, bytes] | None = None) -> None:
     assert not incomplete().exists()
 
 
-def test_a_model_is_fetched_whole(hub):
+def test_all_files_of_a_model_are_downloaded(hub):
     folder = download(REPO)
     assert folder == models_root() / NAME
     assert_whole(folder)
     assert find_model(REPO) == folder
 
 
-def test_its_record_says_where_it_came_from(hub):
+def test_the_record_has_the_repository_and_revision(hub):
     record = read_record(download(REPO))
     assert (record.repo, record.asked, record.revision) == (REPO, "main", "a" * 40)
     assert set(record.files) == set(model_files()) - UNWANTED
 
 
-def test_each_file_is_asked_for_once_and_no_byte_sent_twice(hub):
+def test_each_needed_file_is_sent_exactly_once(hub):
     download(REPO)
     for name, content in model_files().items():
         assert hub.sent(name) == (0 if name in UNWANTED else len(content))
 
 
-def test_an_alias_is_its_repo(hub):
+def test_an_alias_downloads_its_repository(hub):
     repo = "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit"
     hub.repos[repo] = Repo(model_files())
     assert download("llama-8b").name == "Meta-Llama-3.1-8B-Instruct-4bit"
     assert find_model("llama-8b") == models_root() / "Meta-Llama-3.1-8B-Instruct-4bit"
 
 
-def test_without_a_store_it_goes_into_models_here(hub, monkeypatch, own_folder):
+def test_without_a_store_the_model_goes_to_local_models(hub, monkeypatch, own_folder):
     monkeypatch.delenv("YOUR_AI_HOME")
     assert download(REPO) == Path("models") / NAME
     assert_whole(own_folder / "models" / NAME)
 
 
-def test_it_goes_where_it_is_told_to(hub, own_folder):
+def test_the_model_goes_to_the_given_folder(hub, own_folder):
     folder = download(REPO, to=own_folder / "some" / "where")
     assert folder == own_folder / "some" / "where"
     assert_whole(folder)
 
 
-def test_an_empty_folder_may_become_the_model(hub, own_folder):
+def test_an_existing_empty_folder_can_be_the_target(hub, own_folder):
     (own_folder / "empty").mkdir()
     assert_whole(download(REPO, to="empty"))
 
 
-def test_a_revision_is_fetched(hub):
+def test_a_given_revision_is_downloaded(hub):
     assert read_record(download(REPO, revision="a" * 40)).asked == "a" * 40
 
 
-def test_progress_never_goes_back_and_ends_with_everything(hub):
+def test_progress_never_decreases_and_ends_at_the_total(hub):
     steps = [step for step in downloading(REPO) if step.total_bytes]
     done = [step.done_bytes for step in steps]
     assert done == sorted(done)
     assert (steps[-1].done_bytes, steps[-1].done_files) == (steps[-1].total_bytes, 5)
 
 
-# What is here already
+# Models that already exist
 
 
-def test_a_model_that_is_here_is_not_asked_for(hub):
+def test_a_complete_model_needs_no_requests(hub):
     folder = download(REPO)
     hub.requests.clear()
-    assert notes() == [f"{REPO} is whole in {folder}; nothing to fetch"]
+    assert notes() == [f"{REPO} is complete in {folder}; nothing to download"]
     assert hub.requests == []
 
 
-def test_a_damaged_model_is_mended(hub):
+def test_only_damaged_files_are_downloaded_again(hub):
     folder = download(REPO)
     weights = folder / FIRST
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     (folder / "tokenizer.json").unlink()
     hub.requests.clear()
-    told = notes()
-    assert "tokenizer.json: is missing" in told[0]
-    assert f"{FIRST}: is not what was fetched" in told[0]
+    first = notes()[0]
+    assert "tokenizer.json: is missing" in first
+    assert f"{FIRST}: has changed since it was downloaded" in first
     assert_whole(folder)
     assert hub.sent(SECOND) == hub.sent("config.json") == 0
 
 
-def test_a_damaged_model_is_mended_from_the_revision_it_is_of(hub):
+def test_a_damaged_model_is_repaired_from_its_own_revision(hub):
     folder = download(REPO)
     (folder / "tokenizer.json").write_text("x")
     hub.requests.clear()
@@ -146,50 +146,50 @@ def test_a_damaged_model_is_mended_from_the_revision_it_is_of(hub):
     assert f"/revision/{'a' * 40}" in hub.requests[0].path
 
 
-def test_a_folder_of_the_users_is_left_alone(hub, model):
+def test_a_folder_without_a_record_is_used_as_it_is(hub, model):
     shutil.copytree(model, models_root() / NAME)
     assert download(REPO) == models_root() / NAME
     assert hub.requests == []
 
 
-def test_a_broken_folder_of_the_users_is_left_alone(hub, model):
+def test_a_broken_folder_without_a_record_is_not_changed(hub, model):
     folder = Path(shutil.copytree(model, models_root() / NAME))
     (folder / FIRST).unlink()
-    assert "is missing; move it away, or choose another place with --to" in refused()
+    assert "is missing; move it away, or choose another folder with --to" in refused()
     assert (folder / SECOND).exists()
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"files": {"../x": {}}}'])
-def test_a_folder_with_a_damaged_record_is_left_alone(hub, content):
+def test_a_folder_with_a_damaged_record_is_not_changed(hub, content):
     folder = download(REPO)
     (folder / RECORD).write_text(content)
     assert "--to" in refused()
     assert (folder / FIRST).exists()
 
 
-def test_another_repos_folder_is_left_alone(hub):
+def test_a_folder_of_another_repository_is_not_changed(hub):
     download(REPO)
     hub.repos[f"other/{NAME}"] = hub.repos[REPO]
-    assert f"holds {REPO}; choose another place with --to" in refused(f"other/{NAME}")
+    assert f"contains {REPO}; choose another folder with --to" in refused(f"other/{NAME}")
 
 
-def test_another_revision_is_not_put_over_a_model(hub):
+def test_a_model_is_not_replaced_by_another_revision(hub):
     download(REPO)
-    assert "holds revision aaaaaaaaaaaa; remove it first" in refused(revision="b" * 40)
+    assert "contains revision aaaaaaaaaaaa; remove it first" in refused(revision="b" * 40)
 
 
 def cached(hub: Hub) -> Path:
     return Path(huggingface_hub.snapshot_download(REPO))
 
 
-def test_a_model_in_the_hubs_cache_is_used_where_it_is(hub):
+def test_a_cached_model_is_used_in_place(hub):
     folder = cached(hub)
     hub.requests.clear()
     assert download(REPO) == find_model(REPO) == folder
     assert hub.requests == []
 
 
-def test_a_model_in_the_hubs_cache_is_copied_where_it_is_told_to(hub):
+def test_a_cached_model_is_copied_to_the_given_folder(hub):
     cached(hub)
     hub.requests.clear()
     assert_whole(download(REPO, to="here"))
@@ -197,7 +197,7 @@ def test_a_model_in_the_hubs_cache_is_copied_where_it_is_told_to(hub):
 
 
 @pytest.mark.parametrize("missing", [FIRST, "tokenizer.json", "config.json"])
-def test_what_is_not_whole_in_the_cache_is_no_model(hub, missing):
+def test_an_incomplete_cached_model_is_not_used(hub, missing):
     (cached(hub) / missing).unlink()
     with pytest.raises(Missing):
         find_model(REPO)
@@ -206,34 +206,34 @@ def test_what_is_not_whole_in_the_cache_is_no_model(hub, missing):
     assert hub.sent(SECOND) == 0
 
 
-def test_a_blob_cut_short_in_the_cache_is_no_model(hub):
+def test_a_truncated_cached_model_is_not_used(hub):
     os.truncate((cached(hub) / FIRST).resolve(), SIZE - 1)
     with pytest.raises(Missing):
         find_model(REPO)
     assert_whole(download(REPO))
 
 
-# Cuts and wrong answers
+# Interrupted connections and wrong responses
 
 
-def test_cut_connections_go_on_where_they_were_cut(hub):
+def test_interrupted_downloads_continue_where_they_stopped(hub):
     hub.faults[FIRST] = Fault(cuts=[100_000, 50_000, 20_000])
-    told = notes()
+    shown = notes()
     assert [r.start for r in hub.gets(FIRST) if r.sent_bytes] == [0, 100_000, 150_000, 170_000]
     assert hub.sent(FIRST) == SIZE
-    assert any("trying again" in note for note in told)
+    assert any("trying again" in note for note in shown)
     assert_whole(models_root() / NAME)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cuts=st.lists(st.integers(0, LARGE_BYTES), max_size=4))
-def test_wherever_it_is_cut_the_model_is_whole(hub, cuts):
+def test_the_model_is_complete_wherever_the_connection_breaks(hub, cuts):
     shutil.rmtree(models_root(), ignore_errors=True)
     hub.faults[FIRST] = Fault(cuts=list(cuts))
     assert_whole(download(REPO))
 
 
-def test_a_server_without_ranges_sends_all_of_it_again(hub):
+def test_a_server_without_ranges_sends_the_whole_file_again(hub):
     hub.faults[FIRST] = Fault(cuts=[100_000], no_ranges=True)
     assert_whole(download(REPO))
     assert hub.sent(FIRST) == 100_000 + SIZE
@@ -241,22 +241,22 @@ def test_a_server_without_ranges_sends_all_of_it_again(hub):
 
 @pytest.mark.parametrize("status", [500, 502, 503, 429])
 @pytest.mark.parametrize("what", ["api", "config.json", FIRST])
-def test_a_hub_that_fails_for_a_while_is_asked_again(hub, status, what):
+def test_temporary_server_errors_are_retried(hub, status, what):
     hub.faults[what] = Fault(statuses=[status] * 3)
     assert_whole(download(REPO))
 
 
-def test_a_hub_that_keeps_failing_is_told_with_how_to_go_on(hub):
+def test_persistent_server_errors_tell_how_to_continue(hub):
     hub.faults[SECOND] = Fault(statuses=[503] * 50)
     text = refused()
     assert "the hub answered 503" in text
-    assert f"300 kB are kept; go on with: your_ai download {REPO}" in text
+    assert f"300 kB are kept; continue with: your_ai download {REPO}" in text
     assert not (models_root() / NAME).exists()
 
 
-def test_a_connection_that_keeps_being_cut_is_told_with_how_to_go_on(hub):
+def test_persistent_connection_losses_tell_how_to_continue(hub):
     hub.faults[FIRST] = Fault(cuts=[100_000] + [0] * 50)
-    assert f"100 kB are kept; go on with: your_ai download {REPO}" in refused()
+    assert f"100 kB are kept; continue with: your_ai download {REPO}" in refused()
     hub.faults.clear()
     hub.requests.clear()
     assert notes()[0] == "kept from before: 3 of 5 files, 100 kB of 600 kB"
@@ -264,12 +264,12 @@ def test_a_connection_that_keeps_being_cut_is_told_with_how_to_go_on(hub):
     assert_whole(models_root() / NAME)
 
 
-def test_a_slow_hub_is_waited_for(hub):
+def test_a_slow_download_completes(hub):
     hub.faults[FIRST] = Fault(bytes_per_s=1_000_000)
     assert_whole(download(REPO))
 
 
-def test_a_hub_that_falls_silent_is_asked_again(hub, monkeypatch):
+def test_a_stalled_download_is_retried(hub, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
     hub.faults[FIRST] = Fault(hangs_at=100_000)
     for step in downloading(REPO):
@@ -280,20 +280,20 @@ def test_a_hub_that_falls_silent_is_asked_again(hub, monkeypatch):
 
 
 @pytest.mark.parametrize("claims", [SIZE - 1, 10])
-def test_a_length_that_is_too_short_makes_no_file(hub, claims):
+def test_a_content_length_that_is_too_small_creates_no_model(hub, claims):
     hub.faults[FIRST] = Fault(claims=claims)
     text = refused()
     assert FIRST in text or "peer closed" in text
     assert not (models_root() / NAME).exists()
 
 
-def test_a_length_that_is_too_long_does_no_harm(hub):
+def test_a_content_length_that_is_too_large_is_tolerated(hub):
     hub.faults[FIRST] = Fault(claims=SIZE + 1)
     assert_whole(download(REPO))
 
 
 @pytest.mark.parametrize("change", [b"x", b""])
-def test_bytes_that_are_not_the_hubs_are_refused_by_name(hub, change):
+def test_the_error_names_a_file_with_a_wrong_hash(hub, change):
     content = model_files()[FIRST]
     hub.faults[FIRST] = Fault(content=change + content[len(change) :] + b"y" * (not change))
     text = refused()
@@ -302,21 +302,21 @@ def test_bytes_that_are_not_the_hubs_are_refused_by_name(hub, change):
     assert not (incomplete() / FIRST).exists()
 
 
-def test_a_small_file_that_is_not_the_hubs_is_refused_by_name(hub):
+def test_the_error_names_a_small_file_with_a_wrong_hash(hub):
     hub.faults["tokenizer.json"] = Fault(content=b'{"version": "9.9"}')
-    assert "tokenizer.json is not what the hub says (its hash differs)" in refused()
+    assert "tokenizer.json has another hash than the hub says" in refused()
 
 
-def test_a_damaged_part_is_fetched_anew(hub):
+def test_a_damaged_partial_file_is_downloaded_again(hub):
     hub.faults[FIRST] = Fault(cuts=[100_000] + [0] * 50)
     refused()
     parts()[100_000].write_bytes(b"x" * 100_000)
     hub.faults.clear()
-    assert any("came damaged; fetching it again" in note for note in notes())
+    assert any("arrived damaged; downloading it again" in note for note in notes())
     assert_whole(models_root() / NAME)
 
 
-def test_a_finished_file_damaged_meanwhile_is_fetched_anew(hub):
+def test_a_finished_file_damaged_later_is_downloaded_again(hub):
     hub.faults[SECOND] = Fault(statuses=[503] * 50)
     refused()
     (incomplete() / FIRST).write_bytes(b"x" * SIZE)
@@ -324,7 +324,7 @@ def test_a_finished_file_damaged_meanwhile_is_fetched_anew(hub):
     assert_whole(download(REPO))
 
 
-def test_what_a_newer_revision_no_longer_has_goes(hub):
+def test_files_that_are_not_in_a_newer_revision_are_deleted(hub):
     hub.faults[SECOND] = Fault(cuts=[100_000] + [0] * 50)
     refused()
     files = model_files(LARGE_BYTES + 1) | {"tokenizer.json": b'{"version": "2.0"}'}
@@ -336,47 +336,47 @@ def test_what_a_newer_revision_no_longer_has_goes(hub):
     assert read_record(folder).revision == "b" * 40
 
 
-# What cannot be had
+# Models that cannot be downloaded
 
 
-def test_an_unknown_alias_is_refused_with_the_nearest(hub):
+def test_the_error_for_an_unknown_alias_suggests_similar_ones(hub):
     assert "did you mean llama-8b, llama-1b or llama-3b?" in refused("lama-8b")
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../b", "/etc/x", "a/..", "./x", ".hidden/x", "a/b/c"])
-def test_a_name_that_would_leave_the_store_is_refused(hub, name):
-    assert f"{name}: is no id of the hub; those are OWNER/NAME" in refused(name)
+def test_a_model_name_outside_the_store_is_refused(hub, name):
+    assert f"{name}: is not a repository id; those have the form OWNER/NAME" in refused(name)
     assert hub.requests == []
 
 
 @pytest.mark.parametrize("path", ["../x.json", "/etc/x.json", "a/../../x.json", "..\\x.json"])
-def test_a_file_that_would_leave_the_store_is_refused(hub, path):
+def test_a_file_name_outside_the_store_is_refused(hub, path):
     hub.repos[REPO].files[path] = b"{}"
-    assert "would leave its folder; refused" in refused()
+    assert "points outside its folder; refused" in refused()
     assert list(models_root().glob("[!.]*")) == []
     assert not incomplete().exists()
 
 
-def test_the_demo_is_not_fetched(hub):
+def test_the_demo_is_not_downloaded(hub):
     assert "comes with your_ai" in refused("demo")
 
 
-def test_a_repo_that_is_not_there_is_told(hub):
-    assert "no someone/else on the hub" in refused("someone/else")
+def test_an_unknown_repository_is_reported(hub):
+    assert "someone/else is not on the hub" in refused("someone/else")
 
 
-def test_a_revision_that_is_not_there_is_told(hub):
+def test_an_unknown_revision_is_reported(hub):
     assert f"{REPO} has no revision v9" in refused(revision="v9")
 
 
-def test_a_gated_repo_is_told_with_what_to_do(hub):
+def test_the_error_for_a_gated_repository_says_what_to_do(hub):
     hub.repos[REPO].gated = True
     text = refused()
     assert f"is gated; accept its licence on {hub.url}/{REPO}" in text
     assert "hf auth login" in text
 
 
-def test_a_token_opens_a_gated_repo_and_goes_to_the_hub_alone(hub, monkeypatch):
+def test_the_token_is_sent_only_to_the_hub(hub, monkeypatch):
     hub.repos[REPO].gated = True
     monkeypatch.setenv("HF_TOKEN", "right")
     assert_whole(download(REPO))
@@ -384,18 +384,18 @@ def test_a_token_opens_a_gated_repo_and_goes_to_the_hub_alone(hub, monkeypatch):
     assert elsewhere == [None, None]
 
 
-def test_a_token_of_another_account_is_told(hub, monkeypatch):
+def test_a_token_without_access_to_a_gated_repository_is_reported(hub, monkeypatch):
     hub.repos[REPO].gated = True
     monkeypatch.setenv("HF_TOKEN", "wrong")
     assert "is gated" in refused()
 
 
-def test_a_token_that_is_not_taken_is_told(hub):
+def test_a_rejected_token_is_reported(hub):
     hub.faults["api"] = Fault(statuses=[403])
-    assert "log in anew: `hf auth login`" in refused()
+    assert "log in again: `hf auth login`" in refused()
 
 
-def test_a_hub_that_cannot_be_reached_is_told_at_once():
+def test_an_unreachable_hub_is_reported_immediately():
     began = time.monotonic()
     assert "the hub cannot be reached at http://127.0.0.1:9" in refused()
     assert time.monotonic() - began < 2
@@ -405,16 +405,16 @@ def test_a_hub_that_cannot_be_reached_is_told_at_once():
 Usage = collections.namedtuple("Usage", "total used free")
 
 
-def test_too_small_a_disk_is_told_with_both_sizes(hub, monkeypatch):
+def test_the_error_for_a_full_disk_gives_both_sizes(hub, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1, 1, 610_000))
     text = refused()
-    assert "needs 630 kB of disk" in text
+    assert "needs 630 kB of disk space" in text
     assert "has 610 kB free" in text
     assert hub.sent("") == 0
     assert not incomplete().exists()
 
 
-def test_what_is_kept_needs_no_disk(hub, monkeypatch):
+def test_files_kept_from_before_need_no_more_disk_space(hub, monkeypatch):
     hub.faults[SECOND] = Fault(cuts=[100_000] + [0] * 50)
     refused()
     hub.faults.clear()
@@ -422,7 +422,7 @@ def test_what_is_kept_needs_no_disk(hub, monkeypatch):
     assert_whole(download(REPO))
 
 
-def test_a_disk_that_fills_up_is_told_with_how_to_go_on(hub, monkeypatch):
+def test_a_disk_that_fills_up_tells_how_to_continue(hub, monkeypatch):
     from your_ai.hub import remote
 
     def write_at(file: int, data: memoryview, offset: int) -> None:
@@ -434,12 +434,12 @@ def test_a_disk_that_fills_up_is_told_with_how_to_go_on(hub, monkeypatch):
         patch.setattr(remote, "write_at", write_at)
         text = refused()
     assert "(No space left on device)" in text
-    assert f"are kept; go on with: your_ai download {REPO}" in text
+    assert f"are kept; continue with: your_ai download {REPO}" in text
     assert_whole(download(REPO))
     assert [r.start > 50_000 for r in hub.gets(FIRST)] == [False, True]
 
 
-def test_a_store_that_cannot_be_written_is_told(hub, own_folder, monkeypatch):
+def test_a_read_only_store_is_reported(hub, own_folder, monkeypatch):
     (own_folder / "file").write_text("")
     monkeypatch.setenv("YOUR_AI_HOME", str(own_folder / "file"))
     assert "cannot be written (" in refused()
@@ -457,14 +457,14 @@ WEIGHTLESS = {name: text for name, text in model_files().items() if "safetensors
         ({"adapter_model.safetensors": b"x"}, "only adapter_model.safetensors"),
     ],
 )
-def test_a_repo_without_safe_weights_is_refused(hub, more, words):
+def test_a_repository_without_safetensors_is_refused(hub, more, words):
     hub.repos[REPO] = Repo(WEIGHTLESS | more)
     assert words in refused()
     assert hub.sent("") == 0
     assert not incomplete().exists()
 
 
-def test_pickled_weights_beside_safe_ones_are_left_there(hub):
+def test_pickled_weights_next_to_safetensors_are_not_downloaded(hub):
     hub.repos[REPO].files["pytorch_model.bin"] = b"x"
     assert_whole(download(REPO))
 
@@ -472,14 +472,14 @@ def test_pickled_weights_beside_safe_ones_are_left_there(hub):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (b'{"model_type": "clip"}', "is of type clip, which mlx-lm has no code for"),
-        (b'{"model_type": "../x"}', "which mlx-lm has no code for"),
+        (b'{"model_type": "clip"}', "has model_type clip, which mlx-lm does not support"),
+        (b'{"model_type": "../x"}', "which mlx-lm does not support"),
         (b"{}", "is it a language model?"),
         (b"[]", "expected a JSON object"),
         (None, "has no config.json; is it a language model?"),
     ],
 )
-def test_what_is_no_language_model_is_refused_before_its_weights(hub, config, words):
+def test_other_models_are_refused_before_their_weights_are_downloaded(hub, config, words):
     files = hub.repos[REPO].files
     del files["config.json"]
     files |= {"config.json": config} if config is not None else {}
@@ -488,24 +488,24 @@ def test_what_is_no_language_model_is_refused_before_its_weights(hub, config, wo
     assert not incomplete().exists()
 
 
-def test_a_repo_without_a_tokenizer_is_refused(hub):
+def test_a_repository_without_a_tokenizer_is_refused(hub):
     del hub.repos[REPO].files["tokenizer.json"]
     assert "has no tokenizer" in refused()
 
 
-def test_a_repo_that_lacks_a_shard_never_becomes_a_model(hub):
+def test_a_repository_with_a_missing_shard_creates_no_model(hub):
     del hub.repos[REPO].files[SECOND]
-    assert "is not whole on the hub" in refused()
+    assert "is not complete on the hub" in refused()
     assert not (models_root() / NAME).exists()
 
 
-def test_weights_cut_short_on_the_hub_never_become_a_model(hub):
+def test_weights_truncated_on_the_hub_create_no_model(hub):
     hub.repos[REPO].files[SECOND] = safetensors()[:-1]
-    assert "is not whole on the hub" in refused()
+    assert "is not complete on the hub" in refused()
     assert not (models_root() / NAME).exists()
 
 
-# Processes: the client reads its environment when it is imported
+# In processes: the client reads its environment when it is imported
 
 CODE = "import sys; from your_ai.hub.download import download; print(download(*sys.argv[1:]))"
 
@@ -532,11 +532,11 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_download_that_is_ended_goes_on_where_it_was(hub, number):
+def test_a_killed_download_continues_where_it_stopped(hub, number):
     hub.faults[SECOND] = Fault(hangs_at=200_000)
     process = start(hub)
     assert hub.hanging.wait(30)
-    for _ in range(200):  # until it has written what it was sent
+    for _ in range(200):  # until it has written the bytes that it received
         if 200_000 in parts():
             break
         time.sleep(0.02)
@@ -556,7 +556,7 @@ def test_a_download_that_is_ended_goes_on_where_it_was(hub, number):
     assert_whole(models_root() / NAME)
 
 
-def test_two_downloads_at_once_fetch_one_model_once(hub):
+def test_concurrent_downloads_download_the_model_once(hub):
     hub.faults[SECOND] = Fault(hangs_at=200_000)
     first = start(hub)
     assert hub.hanging.wait(30)
@@ -565,18 +565,18 @@ def test_two_downloads_at_once_fetch_one_model_once(hub):
         pass
     second = start(hub)
     hub.go_on.set()
-    told = [step.note for step in steps if step.note]
-    assert told == [f"{REPO} was fetched by another process: {models_root() / NAME}"]
+    shown = [step.note for step in steps if step.note]
+    assert shown == [f"{REPO} was downloaded by another process: {models_root() / NAME}"]
     assert ended(first)[:2] == ended(second)[:2] == (0, str(models_root() / NAME))
     assert hub.sent(FIRST) == hub.sent(SECOND) == SIZE
     assert_whole(models_root() / NAME)
 
 
-def test_offline_is_told_and_a_cached_model_still_found(hub):
+def test_offline_mode_is_reported_and_still_finds_cached_models(hub):
     status, _, error = ended(start(hub, HF_HUB_OFFLINE="1"))
     assert (status, error) == (
         1,
-        f"your_ai.errors.UserError: {REPO}: HF_HUB_OFFLINE is set; unset it to fetch {REPO}",
+        f"your_ai.errors.UserError: {REPO}: HF_HUB_OFFLINE is set; unset it to download {REPO}",
     )
     code = f"import huggingface_hub; huggingface_hub.snapshot_download({REPO!r})"
     assert ended(start(hub, code=code))[0] == 0
@@ -588,7 +588,7 @@ def test_offline_is_told_and_a_cached_model_still_found(hub):
 
 
 def test_the_users_token_endpoint_and_proxy_are_used(hub):
-    """No such endpoint: what is asked of it reaches this hub through a proxy alone."""
+    """The endpoint does not exist, so requests reach this hub only through the proxy."""
     hub.repos[REPO].gated = True
     proxy = {"HTTP_PROXY": hub.url, "http_proxy": hub.url, "NO_PROXY": "", "no_proxy": ""}
     status, folder, error = ended(
@@ -599,7 +599,7 @@ def test_the_users_token_endpoint_and_proxy_are_used(hub):
     assert {r.host for r in hub.gets("config.json")} == {"hub.invalid"}
 
 
-def test_nothing_heavy_is_loaded_to_import_it():
+def test_importing_does_not_load_heavy_modules():
     code = (
         "import sys, your_ai.hub.download, your_ai.hub.local; "
         "sys.exit(','.join(m for m in ('mlx', 'huggingface_hub', 'yaml') if m in sys.modules) or 0)"
@@ -607,7 +607,7 @@ def test_nothing_heavy_is_loaded_to_import_it():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_waits_between_tries_grow():
+def test_the_waits_between_attempts_grow():
     assert json.loads(subprocess.check_output(
         [sys.executable, "-c",
          "import json; from your_ai.hub.download import WAITS_S; print(json.dumps(WAITS_S))"]

@@ -1,4 +1,4 @@
-"""Models by name."""
+"""Finding models by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LLAMA = "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit"
 
 @pytest.fixture
 def offline(monkeypatch) -> list[str]:
-    """No name may reach the hub; those that would, and those looked for in its cache."""
+    """The repositories that were searched in the cache. Requests to the hub fail."""
     asked: list[str] = []
 
     def refuse(repo: str, **options: object) -> str:
@@ -55,37 +55,37 @@ def test_a_folder_is_found(model):
     assert find_model("model") == Path("model")
 
 
-def test_a_folder_below_home_is_found(model, monkeypatch):
+def test_a_folder_in_the_home_directory_is_found(model, monkeypatch):
     monkeypatch.setenv("HOME", str(model.parent))
     assert find_model("~/model") == model
 
 
-def test_a_folder_wins_over_an_alias(own_folder, offline):
+def test_a_folder_takes_precedence_over_an_alias(own_folder, offline):
     (own_folder / "llama-8b").mkdir()
     assert find_model("llama-8b") == Path("llama-8b")
 
 
 @pytest.mark.parametrize("root", [Path("models"), Path("home/models")], ids=str)
 @pytest.mark.parametrize("name", ["llama-8b", LLAMA, LLAMA.split("/")[1]])
-def test_a_model_that_was_put_is_found_without_the_hub(model, offline, name, root):
+def test_a_model_in_models_is_found_without_the_hub(model, offline, name, root):
     folder = root / LLAMA.split("/")[1]
     shutil.copytree(model, folder)
     assert find_model(name).resolve() == folder.resolve()
     assert offline == []
 
 
-def test_the_store_wins_over_models_here(model, offline):
+def test_the_store_takes_precedence_over_local_models(model, offline):
     shutil.copytree(model, Path("models") / NAME)
     shutil.copytree(model, models_root() / NAME)
     assert find_model(REPO) == models_root() / NAME
 
 
-def test_without_a_store_models_are_put_here(monkeypatch):
+def test_without_a_store_models_go_to_the_current_folder(monkeypatch):
     monkeypatch.delenv("YOUR_AI_HOME")
     assert models_root() == Path("models")
 
 
-def test_a_model_that_was_put_is_no_other_repos(model, offline):
+def test_a_model_is_not_found_under_another_owner(model, offline):
     folder = Path(shutil.copytree(model, models_root() / NAME))
     record(folder)
     assert find_model(REPO) == folder
@@ -102,17 +102,17 @@ def test_a_model_that_was_put_is_no_other_repos(model, offline):
         (lambda folder: (folder / RECORD).write_text("{}"), "is damaged"),
     ],
 )
-def test_a_model_that_is_not_whole_any_more_is_refused(model, offline, damage, words):
+def test_a_model_damaged_after_download_is_refused(model, offline, damage, words):
     folder = Path(shutil.copytree(model, models_root() / NAME))
     record(folder)
     damage(folder)
     text = refused(REPO)
     assert words in text
-    assert text.endswith(f"; fetch it again: your_ai download {REPO}")
+    assert text.endswith(f"; download it again: your_ai download {REPO}")
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_folder_without_a_record_is_refused_where_it_lacks_a_file(lone, offline, missing):
+def test_a_folder_without_a_record_is_refused_if_a_file_is_missing(lone, offline, missing):
     (lone / "tokenizer.json").write_text("{}")
     folder = Path(shutil.copytree(lone, models_root() / NAME))
     assert find_model(REPO) == folder
@@ -120,17 +120,17 @@ def test_a_folder_without_a_record_is_refused_where_it_lacks_a_file(lone, offlin
     assert "--model" in refused(REPO)
 
 
-def test_an_unknown_alias_is_refused_with_the_nearest(offline):
+def test_the_error_for_an_unknown_alias_suggests_similar_ones(offline):
     assert "did you mean llama-8b, llama-1b or llama-3b?" in refused("lama-8b")
     assert offline == []
 
 
-def test_an_alias_like_no_other_is_refused_with_the_known(offline):
+def test_the_error_for_a_dissimilar_alias_lists_all_aliases(offline):
     assert "aliases: demo, llama-8b" in refused("xyzzy")
 
 
 @pytest.mark.parametrize("name", ["./nope", "../nope", "/nope", "~/nope", "a/b/c", "nope/"])
-def test_a_path_that_is_not_there_is_refused(offline, name):
+def test_a_missing_path_is_refused(offline, name):
     assert f"--model {name}: no such folder" in refused(name)
     assert offline == []
 
@@ -141,13 +141,12 @@ def test_a_file_is_refused(model):
 
 
 @pytest.mark.parametrize("name", ["a/../b", "a/..", "a b/c"])
-def test_what_is_no_id_is_refused(offline, name):
+def test_an_invalid_repository_id_is_refused(offline, name):
     assert f"--model {name}: " in refused(name)
     assert offline == []
 
 
-def test_a_model_in_the_hubs_cache_is_found(hub):
-    """And nothing is asked of the hub for it."""
+def test_a_cached_model_is_found_without_requests_to_the_hub(hub):
     folder = Path(huggingface_hub.snapshot_download(REPO))
     hub.requests.clear()
     assert find_model(REPO) == folder
@@ -155,12 +154,12 @@ def test_a_model_in_the_hubs_cache_is_found(hub):
 
 
 @pytest.mark.parametrize("name", [REPO, "llama-8b"])
-def test_a_model_that_is_nowhere_is_missing_and_not_fetched(hub, name):
+def test_an_absent_model_raises_Missing_and_is_not_downloaded(hub, name):
     with pytest.raises(Missing) as caught:
         find_model(name)
     assert caught.value.repo == (LLAMA if name == "llama-8b" else REPO)
     text = str(caught.value)
-    assert text.startswith(f"--model {name}: is not on this machine; fetch it")
+    assert text.startswith(f"--model {name}: is not on this machine; download it")
     assert text.endswith(f"your_ai download {name}")
     assert caught.value.size_text == ("4.52 GB" if name == "llama-8b" else "")
     assert caught.value.size_text in text

@@ -1,4 +1,4 @@
-"""What a model is, as hashes."""
+"""Hashes of a model's files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from your_ai.hub.find import store
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 
 
-def test_the_fingerprint_is_of_all_that_decides(model):
+def test_the_fingerprint_covers_only_files_that_affect_the_model(model):
     others = {"README.md", "training_args.json", "model.safetensors.index.json"}
     for name in others:
         (model / name).write_text("{}")
@@ -45,13 +45,13 @@ def test_every_byte_of_a_model_changes_its_fingerprint(model):
 
 @pytest.fixture
 def large(lone, monkeypatch) -> Path:
-    """A model whose weights are large enough to be remembered."""
+    """A model whose weights are large enough that their hash is cached."""
     monkeypatch.setattr(fingerprints, "REMEMBERED_ABOVE_BYTES", 256)
     (lone / "model.safetensors").write_bytes(safetensors(bytes(10_000)))
     return lone
 
 
-def test_the_checksum_of_a_large_file_is_remembered(large, monkeypatch):
+def test_the_hash_of_a_large_file_is_cached(large, monkeypatch):
     before = fingerprint(large)
     read = []
     monkeypatch.setattr(fingerprints, "sha256", lambda path: read.append(path.name) or "read again")
@@ -60,7 +60,7 @@ def test_the_checksum_of_a_large_file_is_remembered(large, monkeypatch):
     assert "config.json" in read
 
 
-def test_a_large_file_that_changes_is_read_again(large):
+def test_a_large_file_that_changed_is_hashed_again(large):
     weights = large / "model.safetensors"
     before = fingerprint(large)
     content = bytearray(weights.read_bytes())
@@ -72,13 +72,13 @@ def test_a_large_file_that_changes_is_read_again(large):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff"])
-def test_a_damaged_memory_of_checksums_is_no_harm(large, content):
+def test_a_damaged_hash_cache_is_ignored(large, content):
     before = fingerprint(large)
     (store() / "cache" / "sha256.json").write_bytes(content)
     assert fingerprint(large) == before
 
 
-def test_a_store_that_cannot_be_written_is_no_harm(large, own_folder, monkeypatch):
+def test_a_read_only_store_is_ignored(large, own_folder, monkeypatch):
     (own_folder / "file").write_text("")
     monkeypatch.setenv("YOUR_AI_HOME", str(own_folder / "file"))
     assert fingerprint(large) == fingerprint(large)
@@ -90,14 +90,14 @@ def test_an_added_file_changes_the_fingerprint(model):
     assert fingerprint(model) != before
 
 
-def test_the_tokenizers_fingerprint_is_not_of_the_weights(model):
+def test_the_tokenizer_fingerprint_ignores_the_weights(model):
     before = tokenizer_fingerprint(fingerprint(model))
     (model / "model-00001-of-00002.safetensors").write_bytes(safetensors(b"other"))
     assert tokenizer_fingerprint(fingerprint(model)) == before
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "config.json"])
-def test_the_tokenizers_fingerprint_is_of_all_its_files(model, name):
+def test_the_tokenizer_fingerprint_covers_all_its_files(model, name):
     before = tokenizer_fingerprint(fingerprint(model))
     (model / name).write_text("other")
     assert tokenizer_fingerprint(fingerprint(model)) != before

@@ -1,4 +1,4 @@
-"""A hub that means harm: every answer ends in one line and soon, and touches nothing else."""
+"""A malicious hub: every response ends soon, in a one-line error, and changes no other files."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from your_ai.hub import download, remote
 from your_ai.hub.find import models_root
 
 MOST_S = 10.0
-WAITS_S = download.WAITS_S  # as they are for users; the fixture `hub` shortens them
-CANARY = "/CANARY"  # stands for a file of the user's
+WAITS_S = download.WAITS_S  # the real waits; the fixture `hub` shortens them
+CANARY = "/CANARY"  # a placeholder for the path of a file of the user
 CLOSED = "http://127.0.0.1:9"
 FIRST = "model-00001-of-00002.safetensors"
 
 
 def honest() -> dict[str, Any]:
-    """What the hub answers when it is asked for the model's files."""
+    """The hub's valid file list of the model."""
     siblings = [
         described(p, content, "rfilename", "blobId") for p, content in model_files().items()
     ]
@@ -48,7 +48,7 @@ def entry(answer: dict[str, Any], name: str = "config.json") -> dict[str, Any]:
 
 
 def with_entry(name: str = "config.json", **changes: Any) -> Callable[[str], bytes]:
-    """An answer in which a file is described otherwise."""
+    """A file list with a changed description of one file."""
 
     def body(canary: str) -> bytes:
         answer = honest()
@@ -63,7 +63,7 @@ def with_keys(**changes: Any) -> Callable[[str], bytes]:
 
 
 def with_file(name: Any) -> Callable[[str], bytes]:
-    """An answer with one file more."""
+    """A file list with one additional file."""
 
     def body(canary: str) -> bytes:
         answer = honest()
@@ -80,30 +80,30 @@ def raw(text: bytes) -> Callable[[str], bytes]:
 MANY = b'{"sha": "' + b"a" * 40 + b'", "siblings": [' + b'{"rfilename": "a.json"},' * 1_000_000
 LISTINGS: dict[str, Callable[[str], bytes]] = {
     "a blob that is an absolute path": with_entry(blobId=CANARY),
-    "a blob that leads upwards": with_entry(blobId="../../../canary/kept.txt"),
-    "a blob in capitals": with_entry(blobId="A" * 40),
+    "a blob that is a path to a parent folder": with_entry(blobId="../../../canary/kept.txt"),
+    "a blob in upper case": with_entry(blobId="A" * 40),
     "a blob of 39 digits": with_entry(blobId="a" * 39),
     "a blob that is a number": with_entry(blobId=7),
     "a blob that is a list": with_entry(blobId=["a" * 40]),
     "a large file's hash that is a path": with_entry(FIRST, lfs={"sha256": CANARY, "size": 1}),
-    "a large file's hash of git": with_entry(FIRST, lfs={"sha256": "a" * 40, "size": 1}),
+    "a large file with a git hash": with_entry(FIRST, lfs={"sha256": "a" * 40, "size": 1}),
     "a large file that is a list": with_entry(FIRST, lfs=[1]),
-    "a size below zero": with_entry(size=-1),
+    "a negative size": with_entry(size=-1),
     "a size that is a fraction": with_entry(size=1.5),
     "a size that is a text": with_entry(size="24"),
     "a size that is true": with_entry(size=True),
-    "a size beyond any disk": with_entry(size=1 << 80),
-    "a size that no disk here has": with_entry(FIRST, size=1 << 49),
-    "a file upwards": with_file("../../canary/kept.json"),
+    "a size larger than any disk": with_entry(size=1 << 80),
+    "a size larger than this disk": with_entry(FIRST, size=1 << 49),
+    "a file in a parent folder": with_file("../../canary/kept.json"),
     "a file at an absolute path": with_file(f"{CANARY}.json"),
-    "a file behind a drive": with_file("C:\\kept.json"),
+    "a file on a drive": with_file("C:\\kept.json"),
     "a file with a colon": with_file("c:kept.json"),
     "a file with a line break": with_file("a\nb.json"),
     "a file with an escape sequence": with_file("\x1b[2Jb.json"),
-    "a file that turns the direction": with_file("a\u202ejson.json"),
+    "a file with a direction override": with_file("a\u202ejson.json"),
     "a file with a long name": with_file("a" * 300 + ".json"),
     "a file with an endless path": with_file("a/" * 5000 + "b.json"),
-    "a file in a folder that is none": with_file("a//b.json"),
+    "a file in a folder without a name": with_file("a//b.json"),
     "a file that differs in case": with_file("Config.json"),
     "a file twice": with_file("config.json"),
     "a file without a name": with_file(""),
@@ -111,15 +111,15 @@ LISTINGS: dict[str, Callable[[str], bytes]] = {
     "a file whose name is a number": with_file(7),
     "no files": with_keys(siblings=[]),
     "files that are an object": with_keys(siblings={"a": 1}),
-    "files that are texts": with_keys(siblings=["config.json"]),
-    "a commit that leads upwards": with_keys(sha="../../canary"),
+    "files that are strings": with_keys(siblings=["config.json"]),
+    "a commit that is a path to a parent folder": with_keys(sha="../../canary"),
     "a commit that is null": with_keys(sha=None),
     "a commit of a megabyte": with_keys(sha="a" * 1_000_000),
     "a list": raw(b"[]"),
-    "no JSON": raw(b"<html>"),
-    "no UTF-8": raw(b'{"sha": "\xff"}'),
+    "not JSON": raw(b"<html>"),
+    "not UTF-8": raw(b'{"sha": "\xff"}'),
     "nothing": raw(b""),
-    "a deep nest": raw(b'{"siblings": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"),
+    "deep nesting": raw(b'{"siblings": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"),
     "a key twice": raw(json.dumps(honest()).encode().replace(b'"tags": []', b'"sha": "b"')),
     "a number of 5,000 digits": raw(b'{"sha": ' + b"1" * 5000 + b"}"),
     "a million files": raw(MANY[:-1] + b"]}"),
@@ -162,56 +162,59 @@ def raw_answer(text: bytes) -> Callable[[Answerer], None]:
 
 
 ANSWERS: dict[str, tuple[str, Callable[[Answerer], None]]] = {
-    "a listing without end": ("api", endless(200, b" " * (1 << 16))),
-    "a listing byte by byte": ("api", endless(200, b" ", 0.1)),
-    "a listing that unpacks to much": ("api", bomb),
+    "an endless file list": ("api", endless(200, b" " * (1 << 16))),
+    "a file list byte by byte": ("api", endless(200, b" ", 0.1)),
+    "a file list that is a zip bomb": ("api", bomb),
     "a redirect to a file": ("api", redirect("file:///etc/passwd")),
     "a redirect to another protocol": ("api", redirect("gopher://127.0.0.1/")),
-    "a redirect to nowhere": ("api", redirect("http://")),
+    "a redirect without a host": ("api", redirect("http://")),
     "a redirect to a closed port": ("api", redirect(f"{CLOSED}/x")),
     "a redirect to itself": ("api", redirect(f"/api/models/{REPO}/revision/main")),
-    "a redirect without a place": ("api", lambda answerer: send(answerer, 302)),
-    "an answer without a body": ("api", lambda answerer: send(answerer, 204)),
-    "an answer that nothing changed": ("api", lambda answerer: send(answerer, 304)),
-    "an answer that is no HTTP": ("api", raw_answer(b"\x00\x01\x02 SSH-2.0\r\n\r\n" * 100)),
-    "headers without end": ("api", raw_answer(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 200_000)),
-    "an error without end": ("api", endless(404, b"x" * (1 << 16))),
-    "an error in a deep nest": ("api", lambda a: send(a, 403, b"[" * 100_000)),
+    "a redirect without a location": ("api", lambda answerer: send(answerer, 302)),
+    "a response without a body": ("api", lambda answerer: send(answerer, 204)),
+    "a response of not modified": ("api", lambda answerer: send(answerer, 304)),
+    "a response that is not HTTP": ("api", raw_answer(b"\x00\x01\x02 SSH-2.0\r\n\r\n" * 100)),
+    "endless headers": ("api", raw_answer(b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 200_000)),
+    "an endless error": ("api", endless(404, b"x" * (1 << 16))),
+    "an error with deep nesting": ("api", lambda a: send(a, 403, b"[" * 100_000)),
     "an error that is a list": ("api", lambda a: send(a, 400, b"[1]")),
-    "a file without end": ("config.json", endless(200, b" " * (1 << 16))),
-    "a file that unpacks to much": ("config.json", bomb),
-    "a file at a file": ("config.json", redirect("file:///etc/passwd")),
-    "a file at a closed port": ("config.json", redirect(f"{CLOSED}/x")),
-    "a file at itself": ("config.json", redirect(f"/{REPO}/resolve/{'a' * 40}/config.json")),
-    "a file that is no HTTP": ("config.json", raw_answer(b"\x00" * 1000)),
-    "a file of other bytes": ("config.json", lambda a: send(a, 200, b'{"model_type": "LLAMA"}')),
-    "a file that nothing changed": ("config.json", lambda answerer: send(answerer, 304)),
+    "an endless file": ("config.json", endless(200, b" " * (1 << 16))),
+    "a file that is a zip bomb": ("config.json", bomb),
+    "a file redirected to a local file": ("config.json", redirect("file:///etc/passwd")),
+    "a file redirected to a closed port": ("config.json", redirect(f"{CLOSED}/x")),
+    "a file redirected to itself": (
+        "config.json",
+        redirect(f"/{REPO}/resolve/{'a' * 40}/config.json"),
+    ),
+    "a file that is not HTTP": ("config.json", raw_answer(b"\x00" * 1000)),
+    "a file with other bytes": ("config.json", lambda a: send(a, 200, b'{"model_type": "LLAMA"}')),
+    "a file of not modified": ("config.json", lambda answerer: send(answerer, 304)),
 }
 
 INDEX = "model.safetensors.index.json"
 HUGE = {"a": {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 24]}}
 CONTENTS: dict[str, dict[str, bytes]] = {
-    "a config in a deep nest": {"config.json": b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"},
-    "a config of 10^8 blocks": {
+    "a config with deep nesting": {"config.json": b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"},
+    "a config with 10^8 blocks": {
         "config.json": b'{"model_type": "llama", "num_hidden_layers": 100000000}'
     },
     "a config with code": {"config.json": b'{"model_type": "llama", "model_file": "x.py"}'},
     "a config whose type is a path": {"config.json": b'{"model_type": "../../x"}'},
-    "an index that leads upwards": {INDEX: b'{"weight_map": {"a": "../../canary/kept.txt"}}'},
+    "an index with a parent folder": {INDEX: b'{"weight_map": {"a": "../../canary/kept.txt"}}'},
     "an index of a wrong type": {INDEX: b'{"weight_map": 7}'},
-    "a tokenizer that names a place": {
+    "a tokenizer that names a path": {
         "tokenizer_config.json": b'{"fast_tokenizer_files": ["/etc/tokenizer.4.0.json"]}'
     },
     "a tokenizer that names a module": {"tokenizer_config.json": b'{"tool_parser_type": "..x"}'},
     "weights with a header of a huge shape": {FIRST: safetensors(header=HUGE)},
-    "weights with a header beyond the file": {FIRST: struct.pack("<Q", 1 << 62) + bytes(24)},
+    "weights with a header longer than the file": {FIRST: struct.pack("<Q", 1 << 62) + bytes(24)},
     "weights with the same tensor twice": {FIRST: safetensors(name="b")},
 }
 
 
 @pytest.fixture
 def canary(hub, own_folder, monkeypatch) -> Path:
-    """A tree of the user's, beside the store and around it."""
+    """A file of the user, in one of several folders inside and next to the store."""
     monkeypatch.setattr(download, "WAITS_S", WAITS_S)
     models_root().mkdir(parents=True)
     for place in (own_folder / "canary", models_root() / "canary", models_root() / "other"):
@@ -222,7 +225,7 @@ def canary(hub, own_folder, monkeypatch) -> Path:
 
 
 def tree(folder: Path) -> dict[str, bytes | str]:
-    """All that is in a folder but what a download of the model may write."""
+    """The content of a folder, except the files that a download of the model may write."""
     ours = (NAME, f".incomplete-{NAME}", f".lock-{NAME}")
     found: dict[str, bytes | str] = {}
     for path in sorted(folder.rglob("*")):
@@ -236,7 +239,7 @@ def tree(folder: Path) -> dict[str, bytes | str]:
 
 
 def assert_refused(hub: Hub, canary: Path, capsys) -> str:
-    """The one line that a download ends with; nothing of the user's has changed."""
+    """Run a download, check that it fails without changing other files, and return its error."""
     before, began = tree(canary.parent.parent), time.monotonic()
     with pytest.raises(SystemExit) as ended:
         cli.main(["download", REPO])
@@ -255,13 +258,13 @@ def assert_refused(hub: Hub, canary: Path, capsys) -> str:
 
 
 def assert_mended(hub: Hub) -> None:
-    """An honest answer makes the model, whatever the others left."""
+    """Check that the download succeeds once the hub is well-behaved again."""
     hub.odd.clear()
     assert_whole(download.download(REPO))
 
 
 @pytest.mark.parametrize("what", LISTINGS)
-def test_a_listing_that_means_harm_is_refused(hub, canary, capsys, what):
+def test_a_malicious_file_list_is_refused(hub, canary, capsys, what):
     body = LISTINGS[what](str(canary))
     hub.odd["api"] = lambda answerer: send(answerer, 200, body)
     assert_refused(hub, canary, capsys)
@@ -269,7 +272,7 @@ def test_a_listing_that_means_harm_is_refused(hub, canary, capsys, what):
 
 
 @pytest.mark.parametrize("what", ANSWERS)
-def test_an_answer_that_means_harm_is_refused(hub, canary, capsys, what):
+def test_a_malicious_response_is_refused(hub, canary, capsys, what):
     name, answer = ANSWERS[what]
     hub.odd[name] = answer
     assert_refused(hub, canary, capsys)
@@ -294,27 +297,25 @@ def drop_by_drop(answerer: Answerer) -> None:
         (lambda answerer: send(answerer, 503), 2.5),
     ],
 )
-def test_a_hub_that_gives_no_answer_is_not_waited_for(
-    hub, canary, capsys, monkeypatch, answer, asking_s
-):
+def test_a_hub_that_does_not_answer_times_out(hub, canary, capsys, monkeypatch, answer, asking_s):
     monkeypatch.setattr(download, "ASKING_S", asking_s)
     hub.odd["api"] = answer
-    told = assert_refused(hub, canary, capsys)
-    assert "try again later" in told
+    error = assert_refused(hub, canary, capsys)
+    assert "try again later" in error
     hub.go_on.set()
     assert_mended(hub)
 
 
 @pytest.mark.parametrize("what", CONTENTS)
-def test_files_that_mean_harm_make_no_model(hub, canary, capsys, what):
+def test_malicious_files_create_no_model(hub, canary, capsys, what):
     hub.repos[REPO].files |= CONTENTS[what]
     assert_refused(hub, canary, capsys)
     hub.repos[REPO].files = model_files()
     assert_mended(hub)
 
 
-def test_a_partial_file_of_other_bytes_is_not_trusted(hub, canary):
-    """Its name is the honest hash; its bytes are not the file's."""
+def test_a_partial_file_with_wrong_bytes_is_not_trusted(hub, canary):
+    """The name of the partial file is the right hash, but its bytes are wrong."""
     parts = models_root() / f".incomplete-{NAME}" / "parts"
     parts.mkdir(parents=True)
     (parts / git_hash(model_files()["config.json"])).write_bytes(b"x" * 5)
@@ -338,7 +339,7 @@ def test_nothing_is_written_or_deleted_through_a_link(hub, canary, name):
     assert not any(path.is_symlink() for path in (models_root() / NAME).rglob("*"))
 
 
-def test_a_dangling_link_makes_no_file_elsewhere(hub, canary):
+def test_a_dangling_link_creates_no_file_elsewhere(hub, canary):
     parts = models_root() / f".incomplete-{NAME}" / "parts"
     parts.mkdir(parents=True)
     made = canary.with_name("made")
@@ -354,7 +355,7 @@ def test_a_lock_that_is_a_link_is_refused(hub, canary):
     assert canary.read_text() == "kept"
 
 
-def test_a_damaged_model_behind_a_link_is_left_there(hub, canary):
+def test_a_damaged_model_behind_a_link_is_not_changed(hub, canary):
     elsewhere = canary.parent / "model"
     shutil.move(download.download(REPO), elsewhere)
     (models_root() / NAME).symlink_to(elsewhere)
@@ -377,7 +378,7 @@ def test_a_damaged_model_behind_a_link_is_left_there(hub, canary):
         *("http://\u0430.example", "https://a\\b", "data:,x"),
     ],
 )
-def test_an_address_that_is_none_is_refused_at_once(hub, monkeypatch, capsys, value):
+def test_an_invalid_address_is_refused_immediately(hub, monkeypatch, capsys, value):
     monkeypatch.setenv("HF_ENDPOINT", value)
     began = time.monotonic()
     for command in (["download", REPO], ["push", "some-run", REPO]):
@@ -398,7 +399,7 @@ def test_an_address_that_is_none_is_refused_at_once(hub, monkeypatch, capsys, va
         "http://[::1]:80",
     ],
 )
-def test_an_address_may_be_any_server(value):
+def test_an_address_of_any_server_is_accepted(value):
     assert remote.address_fault(value) is None
 
 
@@ -429,7 +430,7 @@ FILE = st.fixed_dictionaries(
 
 @settings(max_examples=150)
 @given(siblings=st.lists(FILE | JSON, max_size=5) | JSON, sha=st.just("a" * 40) | JSON)
-def test_whatever_a_hub_answers_each_name_and_hash_is_one(siblings, sha):
+def test_any_accepted_file_list_has_safe_names_and_hashes(siblings, sha):
     answer = json.dumps({"siblings": siblings, "sha": sha}).encode()
     files = ()
     with contextlib.suppress(UserError):

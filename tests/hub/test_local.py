@@ -1,4 +1,4 @@
-"""The models on this machine."""
+"""Listing and removing the models on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fetched(hub) -> Path:
 
 @pytest.fixture
 def stopped(hub) -> Path:
-    """What a stopped download left."""
+    """The folder of a stopped download."""
     hub.faults[FIRST] = Fault(cuts=[100_000] + [0] * 50)
     with pytest.raises(UserError):
         download(REPO)
@@ -41,11 +41,11 @@ def refused(name: str) -> str:
     return str(caught.value)
 
 
-def test_nothing_is_here_at_first():
+def test_no_models_are_listed_at_first():
     assert local_models() == []
 
 
-def test_a_fetched_model_is_listed(fetched):
+def test_a_downloaded_model_is_listed(fetched):
     (local,) = local_models()
     assert (local.name, local.folder, local.where) == (NAME, fetched, "models")
     assert (local.repo, local.alias, local.bits, local.fault) == (REPO, None, None, None)
@@ -54,7 +54,7 @@ def test_a_fetched_model_is_listed(fetched):
     assert least < local.size_bytes < least + 2_000
 
 
-def test_its_alias_and_bits_are_known(hub):
+def test_the_alias_and_bits_are_listed(hub):
     config = {"model_type": "llama", "quantization": {"bits": 4, "group_size": 64}}
     hub.repos["mlx-community/Qwen3-4B-4bit"] = Repo(
         model_files() | {"config.json": json.dumps(config).encode()}
@@ -64,58 +64,58 @@ def test_its_alias_and_bits_are_known(hub):
     assert (local.alias, local.bits) == ("qwen3-4b", 4)
 
 
-def test_a_model_with_a_fault_is_listed_with_it(fetched):
+def test_a_damaged_model_is_listed_with_its_fault(fetched):
     os.truncate(fetched / FIRST, 5)
     (local,) = local_models()
     assert "has 5 of 300078 bytes" in local.fault
 
 
-def test_a_stopped_download_is_listed_as_one(stopped):
+def test_a_stopped_download_is_listed(stopped):
     (local,) = local_models()
     assert (local.name, local.folder) == (NAME, stopped)
     assert local.fault == "its download stopped at 100 kB"
 
 
-def test_folders_that_are_no_models_are_not_listed(fetched):
+def test_other_folders_are_not_listed(fetched):
     (models_root() / "notes").mkdir()
     (models_root() / "file").write_text("")
     (models_root() / ".tmp-x").mkdir()
     assert [local.name for local in local_models()] == [NAME]
 
 
-def test_models_here_are_listed_beside_the_stores(fetched, model):
+def test_local_models_are_listed_after_those_in_the_store(fetched, model):
     shutil.copytree(model, Path("models") / "own")
     assert [local.name for local in local_models()] == [NAME, "own"]
 
 
-def test_the_hubs_cache_is_listed(hub):
+def test_a_cached_model_is_listed(hub):
     folder = Path(huggingface_hub.snapshot_download(REPO))
     (local,) = local_models()
     assert (local.name, local.folder, local.where, local.fault) == (REPO, folder, "cache", None)
 
 
-def test_what_is_not_whole_in_the_cache_is_listed_with_its_fault(hub):
+def test_an_incomplete_cached_model_is_listed_with_its_fault(hub):
     folder = Path(huggingface_hub.snapshot_download(REPO))
     (folder / FIRST).unlink()
     assert "is missing" in local_models()[0].fault
 
 
 @pytest.mark.parametrize("config", [b'{"model_type": "clip"}', b"{}", b"{"])
-def test_other_things_in_the_cache_are_not_listed(hub, config):
+def test_cached_repositories_without_a_language_model_are_not_listed(hub, config):
     hub.repos[REPO].files["config.json"] = config
     huggingface_hub.snapshot_download(REPO)
     assert local_models() == []
 
 
 @pytest.mark.parametrize("name", [REPO, NAME])
-def test_a_model_is_removed_and_its_bytes_told(fetched, name):
+def test_remove_deletes_the_model_and_returns_its_size(fetched, name):
     (local,) = local_models()
     assert remove_model(name) == local.size_bytes
     assert local_models() == []
     assert [p.name for p in models_root().iterdir()] == [f".lock-{NAME}"]
 
 
-def test_an_alias_is_removed(hub):
+def test_a_model_is_removed_by_its_alias(hub):
     hub.repos["mlx-community/Qwen3-4B-4bit"] = Repo(model_files())
     folder = download("qwen3-4b")
     remove_model("qwen3-4b")
@@ -130,7 +130,7 @@ def test_a_stopped_download_is_removed(stopped):
     assert not stopped.exists()
 
 
-def test_what_a_killed_removal_left_goes_with_the_next(fetched):
+def test_leftovers_of_a_killed_removal_are_deleted(fetched):
     left = models_root() / ".tmp-x"
     left.mkdir()
     os.utime(left, (0, 0))
@@ -138,14 +138,14 @@ def test_what_a_killed_removal_left_goes_with_the_next(fetched):
     assert not left.exists()
 
 
-def test_a_model_in_the_hubs_cache_is_left_to_the_hubs_own_command(hub):
+def test_a_cached_model_is_not_removed(hub):
     folder = huggingface_hub.snapshot_download(REPO)
     assert f"hf cache rm model/{REPO}" in refused(REPO)
     assert Path(folder).exists()
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc", ".", "..", "models/../x", ".incomplete-x", ""])
-def test_what_is_outside_is_not_removed(own_folder, model, name):
+def test_a_path_outside_the_models_folder_is_not_removed(own_folder, model, name):
     assert name in refused(name)
     assert model.exists()
 
@@ -155,22 +155,22 @@ def test_the_demo_is_not_removed():
 
 
 @pytest.mark.parametrize("name", [REPO, NAME, "llama-8b", "notes"])
-def test_what_is_not_here_cannot_be_removed(own_folder, name):
+def test_an_absent_model_is_not_removed(own_folder, name):
     (models_root() / "notes").mkdir(parents=True)
     (models_root() / "notes" / "a.txt").write_text("mine")
     assert "no such model" in refused(name)
     assert (models_root() / "notes" / "a.txt").exists()
 
 
-def test_a_link_is_not_followed(model):
+def test_a_link_to_a_model_is_not_removed(model):
     models_root().mkdir(parents=True)
     (models_root() / NAME).symlink_to(model)
     assert "is a link" in refused(NAME)
     assert (model / "config.json").exists()
 
 
-def test_a_model_that_is_being_fetched_is_not_removed(stopped):
+def test_a_model_is_not_removed_during_its_download(stopped):
     with lock_of(models_root() / NAME) as lock:
         assert taken(lock)
-        assert "is being fetched; stop that first" in refused(REPO)
+        assert "is being downloaded; stop the download first" in refused(REPO)
     assert stopped.exists()

@@ -12,11 +12,11 @@ def folder(tmp_path):
     return tmp_path / "copy"
 
 
-def test_a_model_in_a_folder_has_no_name(folder):
+def test_a_folder_without_a_record_has_no_hub_name(folder):
     assert hub_name(folder, str(folder)) is None
 
 
-def test_the_record_of_a_download_names_it(folder):
+def test_the_record_gives_the_repository_and_revision(folder):
     files = {"config.json": RecordedFile(1, "0" * 64)}
     write_record(
         folder, FilesRecord(repo="org/model", asked="main", revision="c0ffee", files=files)
@@ -24,12 +24,12 @@ def test_the_record_of_a_download_names_it(folder):
     assert hub_name(folder, str(folder)) == HubName("org/model", "c0ffee")
 
 
-def test_a_damaged_record_tells_nothing(folder):
+def test_a_damaged_record_gives_no_hub_name(folder):
     (folder / RECORD).write_text("{")
     assert hub_name(folder, str(folder)) is None
 
 
-def test_a_place_in_the_hubs_cache_names_it(tmp_path):
+def test_a_cache_path_gives_the_repository_and_revision(tmp_path):
     place = tmp_path / "models--org--a--b" / "snapshots" / "c0ffee"
     assert hub_name(place, str(place)) == HubName("org/a--b", "c0ffee")
 
@@ -38,10 +38,10 @@ def test_a_place_in_the_hubs_cache_names_it(tmp_path):
     ("named", "repo"),
     [("org/model", "org/model"), ("llama-8b", "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit")],
 )
-def test_what_the_run_calls_it_names_it(folder, named, repo):
+def test_the_name_in_the_run_gives_the_repository(folder, named, repo):
     assert hub_name(folder, named) == HubName(repo)
 
 
-def test_a_folder_that_looks_like_an_id_is_none(folder, tmp_path):
+def test_a_local_folder_that_looks_like_an_id_has_no_hub_name(folder, tmp_path):
     (tmp_path / "org" / "model").mkdir(parents=True)
     assert hub_name(folder, "org/model") is None

@@ -1,4 +1,4 @@
-"""How a download is shown."""
+"""Display of a download."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def console(terminal: bool = False) -> Console:
     return Console(file=io.StringIO(), width=80, force_terminal=terminal, highlight=False)
 
 
-def test_a_line_says_how_far_it_is():
+def test_a_line_gives_bytes_and_files():
     assert line(AT) == "llama-8b: 1.20 GB of 4.52 GB, 1 of 5 files"
 
 
@@ -40,11 +40,11 @@ def test_a_line_says_how_far_it_is():
     [
         (AT, "fetching 2/5 model.safetensors"),
         (DownloadProgress(name="x"), "asking"),
-        (DownloadProgress(name="x", doing="waiting"), "waiting for another download of it"),
+        (DownloadProgress(name="x", doing="waiting"), "waiting for another download of this model"),
         (DownloadProgress(name="x", doing="checking", done_files=5, files=5), "checking 5/5"),
     ],
 )
-def test_a_bar_says_what_is_done(at, text):
+def test_a_bar_gives_the_activity_and_the_file(at, text):
     assert doing(at) == text
 
 
@@ -54,11 +54,11 @@ def test_without_a_terminal_there_are_few_lines(hub):
     lines = out.file.getvalue().splitlines()
     assert 3 <= len(lines) <= 12
     assert lines[0].startswith(f"{REPO}: 0 kB of 600 kB, 0 of 5 files")
-    assert lines[-1] == f"600 kB in 5 files, each as the hub has it: {models_root() / NAME}"
+    assert lines[-1] == f"600 kB in 5 files, each checked by its hash: {models_root() / NAME}"
     assert "\x1b" not in out.file.getvalue()
 
 
-def test_on_a_terminal_there_is_a_bar_and_the_notes_stay(hub):
+def test_a_terminal_shows_a_bar_and_keeps_the_notes(hub):
     hub.faults["config.json"] = Fault(statuses=[503])
     out = console(terminal=True)
     show(downloading(REPO), out)
@@ -68,7 +68,7 @@ def test_on_a_terminal_there_is_a_bar_and_the_notes_stay(hub):
     assert "600.3/600.3 kB" in shown
 
 
-def test_a_bracket_in_a_note_is_no_style():
+def test_brackets_in_a_note_are_printed_literally():
     def steps() -> Generator[DownloadProgress, None, Path]:
         yield DownloadProgress(name="x", note="[red]a[/] [b")
         return Path("x")
@@ -79,7 +79,7 @@ def test_a_bracket_in_a_note_is_no_style():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_ctrl_c_says_what_is_kept_and_how_to_go_on(terminal):
+def test_ctrl_c_prints_what_is_kept_and_how_to_continue(terminal):
     closed = []
 
     def steps() -> Generator[DownloadProgress, None, Path]:
@@ -93,10 +93,10 @@ def test_ctrl_c_says_what_is_kept_and_how_to_go_on(terminal):
     with pytest.raises(KeyboardInterrupt):
         show(steps(), out)
     last = out.file.getvalue().splitlines()[-1]
-    assert last.endswith("stopped; 1.20 GB are kept; go on with: your_ai download llama-8b")
+    assert last.endswith("stopped; 1.20 GB are kept; continue with: your_ai download llama-8b")
     assert closed == [True]
 
 
-def test_an_error_comes_through(hub):
+def test_errors_are_raised_to_the_caller(hub):
     with pytest.raises(UserError):
         show(downloading("someone/else"), console())

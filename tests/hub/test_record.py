@@ -1,4 +1,4 @@
-"""Whether a model's files are still what they were."""
+"""Checks that a model's files have not changed."""
 
 from __future__ import annotations
 
@@ -27,66 +27,66 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_whole_model_has_no_faults(fetched):
+def test_a_complete_model_has_no_faults(fetched):
     verdict = verify(fetched)
     assert (verdict.faults, verdict.checked) == ((), "every byte")
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", FIRST])
 @pytest.mark.parametrize("at", [0, -1])
-def test_a_flipped_bit_is_named(fetched, name, at):
+def test_verify_names_a_file_with_a_flipped_bit(fetched, name, at):
     flip(fetched / name, at)
-    assert verify(fetched).faults == (f"{fetched / name}: is not what was fetched",)
+    assert verify(fetched).faults == (f"{fetched / name}: has changed since it was downloaded",)
 
 
-def test_a_bit_flipped_among_the_weights_shows_to_verify_alone(fetched):
+def test_fault_of_does_not_read_the_weights(fetched):
     flip(fetched / FIRST, -1)
     assert fault_of(fetched) is None
 
 
-def test_a_file_cut_short_is_named_with_both_sizes(fetched):
+def test_the_fault_of_a_truncated_file_gives_both_sizes(fetched):
     os.truncate(fetched / FIRST, 5)
     assert verify(fetched).faults == (f"{fetched / FIRST}: has 5 of 300078 bytes",)
     assert fault_of(fetched) == f"{fetched / FIRST}: has 5 of 300078 bytes"
 
 
-def test_every_fault_is_told(fetched):
+def test_verify_reports_every_fault(fetched):
     (fetched / "config.json").unlink()
     flip(fetched / FIRST, 9)
     assert len(verify(fetched).faults) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff", b'{"files": []}'])
-def test_a_damaged_record_is_a_fault(fetched, content):
+def test_a_damaged_record_is_reported(fetched, content):
     (fetched / RECORD).write_bytes(content)
     assert RECORD in verify(fetched).faults[0]
     with pytest.raises(UserError):
         read_record(fetched)
 
 
-def test_a_folder_without_a_record_is_looked_at_and_that_is_said(model):
+def test_without_a_record_verify_says_that_it_checked_less(model):
     verdict = verify(model)
     assert verdict.faults == ()
-    assert verdict.checked.startswith("sizes and headers: it has no")
+    assert verdict.checked.startswith("sizes and headers; there is no")
 
 
-def test_a_folder_without_a_record_that_lacks_a_file_has_a_fault(model):
+def test_without_a_record_verify_reports_a_missing_file(model):
     (model / FIRST).unlink()
     assert "is missing" in verify(model).faults[0]
 
 
-def test_the_hubs_cache_is_checked_by_its_names(hub):
+def test_cached_files_are_compared_with_the_hashes_in_their_names(hub):
     folder = Path(huggingface_hub.snapshot_download(REPO))
     assert verify(folder).checked == "every byte"
     assert verify(folder).faults == ()
     for name in (FIRST, "tokenizer.json"):
         flip((folder / name).resolve(), -1)
     assert verify(folder).faults == (
-        f"{folder / FIRST}: is not what was fetched",
-        f"{folder / 'tokenizer.json'}: is not what was fetched",
+        f"{folder / FIRST}: has changed since it was downloaded",
+        f"{folder / 'tokenizer.json'}: has changed since it was downloaded",
     )
 
 
-def test_a_blobs_hash_is_gits(own_folder):
-    (own_folder / "file").write_bytes(b"hello\n")  # as `git hash-object` has it
+def test_hash_like_computes_the_git_blob_hash(own_folder):
+    (own_folder / "file").write_bytes(b"hello\n")  # the hash is from `git hash-object`
     assert hash_like(own_folder / "file", "0" * 40) == "ce013625030ba8dba906f756967f9e9ca394464a"

@@ -1,4 +1,4 @@
-"""What is known of models without their files."""
+"""Facts about the models with an alias, without their files."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from your_ai.hub.registry import (
 MODELS = list(known().values())
 
 
-def test_the_default_is_known():
+def test_the_default_model_is_in_the_registry():
     model = known()["llama-8b"]
     assert model.repo == "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit"
     assert size_text(model.bytes_on_disk) == "4.52 GB"
 
 
-def test_each_family_is_there():
+def test_every_model_family_is_in_the_registry():
     families = {alias.split("-")[0] for alias in known()}
     assert families == {
         *("llama", "qwen2.5", "qwen3", "mistral", "gemma2", "gemma3"),
@@ -36,24 +36,24 @@ def test_each_family_is_there():
     }
 
 
-def test_no_repo_has_two_names():
+def test_no_repository_has_two_aliases():
     assert len({model.repo for model in MODELS}) == len(MODELS)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.alias)
-def test_the_shape_has_the_stated_parameters(model: Known):
+def test_the_shapes_give_the_stated_number_of_parameters(model: Known):
     assert model.shape_parameters == pytest.approx(model.parameters, rel=0.03)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.alias)
-def test_mlx_lm_builds_a_model_of_exactly_this_shape(model: Known):
-    """Nothing is evaluated: its arrays have shapes and no memory."""
+def test_mlx_lm_builds_a_model_with_exactly_these_shapes(model: Known):
+    """Arrays are not evaluated, so they have shapes but no memory."""
     config = config_of(model)
     name = MODULES.get(model.model_type, model.model_type)
     module = importlib.import_module(f"mlx_lm.models.{name}")
     built = module.Model(module.ModelArgs.from_dict(config))
     if model.tied:
-        built.pop("lm_head", None)  # as mlx-lm does where the files have none
+        built.pop("lm_head", None)  # as mlx-lm does if the files have no head
     weights = dict(tree_flatten(built.parameters()))
     assert sum(weight.size for weight in weights.values()) == model.shape_parameters
     last = f"layers.{model.layers - 1}."
@@ -83,17 +83,17 @@ def test_mlx_lm_builds_a_model_of_exactly_this_shape(model: Known):
         ("mistral", "mistral-7b"),
     ],
 )
-def test_the_nearest_aliases_come_first(name, first):
+def test_the_most_similar_alias_comes_first(name, first):
     near = nearest_aliases(name)
     assert near[0] == first
     assert len(near) <= 3
 
 
-def test_nothing_is_near_a_name_like_no_other():
+def test_a_dissimilar_name_has_no_similar_alias():
     assert nearest_aliases("xyzzy") == []
 
 
-def test_a_repo_has_its_alias():
+def test_alias_of_finds_the_alias_of_a_repository():
     assert alias_of("mlx-community/phi-4-4bit") == "phi4"
     assert alias_of("someone/else") is None
 
@@ -102,5 +102,5 @@ def test_a_repo_has_its_alias():
     ("size_bytes", "text"),
     [(0, "0 kB"), (2_500, "2 kB"), (12_300_000, "12.3 MB"), (1e9, "1.00 GB")],
 )
-def test_sizes_are_told_in_the_unit_that_suits(size_bytes, text):
+def test_size_text_chooses_the_unit(size_bytes, text):
     assert size_text(size_bytes) == text

@@ -1,4 +1,4 @@
-"""How the hub of the tests is written to: accounts, repos made, files preuploaded, commits."""
+"""Writing to the local hub: accounts, new repositories, preuploaded files, commits."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ STEPS = {
     "put": re.compile("/put/(?P<sha256>[0-9a-f]{64})"),
     "commit": re.compile(f"/api/models/{REPO}/commit/(?P<revision>.+)"),
 }
-OPEN = ("validate", "put")  # to everybody: the address of a put is its key
+OPEN = ("validate", "put")  # need no token: the URL of a put is secret
 FORBIDDEN = "You don't have the rights to create a model under the namespace"
 
 
 class Uploads:
-    """What an answerer does with what it is sent. faults: by the names of STEPS, or whoami."""
+    """The request handler for uploads. faults: by the names of STEPS, or whoami."""
 
     def note(self, path: str) -> str:
-        """Keep what is asked, and what came with it; the path as it reads."""
+        """Record the request and return its path, unquoted."""
         path = urllib.parse.unquote(path)
         who = self.headers.get("Authorization")
         self.asked = Request(self.command, path, self.headers.get("Host", ""), who)
@@ -69,10 +69,10 @@ class Uploads:
         elif self.account is None:
             self.fail(401, message="Invalid credentials in Authorization header")
         else:
-            told = self.account
-            orgs = [{"name": name, "roleInOrg": role} for name, role in told.orgs.items()]
-            token = {"displayName": "a token", "role": told.role}
-            self.answer({"name": told.name, "orgs": orgs, "auth": {"accessToken": token}})
+            account = self.account
+            orgs = [{"name": name, "roleInOrg": role} for name, role in account.orgs.items()]
+            token = {"displayName": "a token", "role": account.role}
+            self.answer({"name": account.name, "orgs": orgs, "auth": {"accessToken": token}})
 
     def do_PUT(self) -> None:
         self.do_POST()
@@ -151,11 +151,11 @@ class Uploads:
     def do_batch(self, found: re.Match[str]) -> None:
         objects = []
         for asked in json.loads(self.asked.body)["objects"]:
-            told = {"oid": asked["oid"], "size": asked["size"]}
+            described = {"oid": asked["oid"], "size": asked["size"]}
             if asked["oid"] not in self.hub.large:
                 address = f"http://localhost:{self.hub.port}/put/{asked['oid']}"
-                told["actions"] = {"upload": {"href": address, "header": {}}}
-            objects.append(told)
+                described["actions"] = {"upload": {"href": address, "header": {}}}
+            objects.append(described)
         self.answer({"transfer": "basic", "objects": objects})
 
     def do_put(self, found: re.Match[str]) -> None:
@@ -166,7 +166,7 @@ class Uploads:
         self.answer({})
 
     def do_commit(self, found: re.Match[str]) -> None:
-        """All of it or nothing."""
+        """Apply all files of the commit, or none."""
         repo = self.hub.repos[found["repo"]]
         head = repo.at(found["revision"])
         lines = [json.loads(line) for line in self.asked.body.splitlines()]

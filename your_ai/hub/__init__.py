@@ -1,1 +1,1 @@
-"""Models by name: where they lie, whether they are whole, and how they get here."""
+"""Find models by name, check that they are complete, and download them."""

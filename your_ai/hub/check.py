@@ -1,4 +1,4 @@
-"""Whether a model's folder is whole, before anything is loaded from it."""
+"""Check that a model folder is complete and safe before loading anything from it."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from your_ai.gates.foreign import (
 from your_ai.gates.text import shown
 from your_ai.hub.figures import check_figures
 
-AGAIN = "; fetch the model again"
+AGAIN = "; download the model again"
 WEIGHTS = "model*.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-OTHERS = (".gguf", ".npz", ".onnx", ".msgpack", ".h5", ".safetensors")  # weights in other ways
+OTHERS = (".gguf", ".npz", ".onnx", ".msgpack", ".h5", ".safetensors")  # other weight formats
 TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "tiktoken.model", "*.tiktoken"),
     *("vocab.json", "vocab.txt"),
 )
 LARGE, LARGE_BYTES = (*TOKENIZERS, "merges.txt"), 512 * MB
-# JSON files that transformers or mlx-lm read, beside config.json and tokenizer.json.
+# JSON files that transformers or mlx-lm read, in addition to config.json and tokenizer.json.
 READ = (
     *("tokenizer_config.json", "generation_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.json", "processor_config.json"),
     *("preprocessor_config.json", "hf_quant_config.json"),
 )
-CODE = ("tokenizer_object", "gguf_file")  # what else a tokenizer may be made of
-MODULES = ("chat_template_type", "tool_parser_type")  # which mlx-lm imports
+CODE = ("tokenizer_object", "gguf_file")  # these build the tokenizer from other sources
+MODULES = ("chat_template_type", "tool_parser_type")  # these name a module that mlx-lm imports
 MODULE = re.compile(r"[A-Za-z0-9_]{1,100}")
 FILE_LISTS = ("fast_tokenizer_files", "configuration_files")
 
 
 def check_model(folder: Path) -> dict[str, Any]:
-    """The model's config.json, once the folder looks whole and harmless. Loads no weight.
+    """Check a model folder and return its config.json. Loads no weights.
 
-    Raises UserError for a missing or broken config, figures that no model has, code of the
-    model's own, missing shards, weights that are not safetensors, and damaged files.
+    Raises UserError for a missing or broken config, sizes that no real model has, custom code,
+    missing shards, weights that are not safetensors, and damaged files.
     """
     config_path = folder / "config.json"
     config = read_json(config_path, "a model folder has one")
@@ -73,8 +73,8 @@ def check_model(folder: Path) -> dict[str, Any]:
         for entry in check_safetensors(shard):
             if entry.name in entries:
                 raise UserError(
-                    f"{shard}: has tensor {shown(entry.name)}, which another of the model's files "
-                    "has, too; keep one of them"
+                    f"{shard}: tensor {shown(entry.name)} is also in another file of the model; "
+                    "keep only one of these files"
                 )
             entries[entry.name] = entry
     check_figures(config_path, config, entries.values())
@@ -82,7 +82,7 @@ def check_model(folder: Path) -> dict[str, Any]:
 
 
 def indexed(index: Path) -> set[str]:
-    """The files that a model's index names. Raises UserError for names of no files there."""
+    """Return the file names in a shard index. Raises UserError for one that is not a file name."""
     weight_map = read_json(index, "it lists the shards", INDEX_BYTES, unique=True).get(
         "weight_map", {}
     )
@@ -100,10 +100,10 @@ def indexed(index: Path) -> set[str]:
 
 
 def check_beside(folder: Path) -> None:
-    """Raise UserError for files beside the weights that are too large, or name code or places.
+    """Raise UserError for a tokenizer or config file that is too large, or names code or paths.
 
-    They are read by transformers and mlx-lm, which open what they name and import modules that
-    they name. What is no JSON is left to those.
+    transformers and mlx-lm read these files, open the files that they name, and import the
+    modules that they name. Files that are not valid JSON are left to these libraries.
     """
     for path in folder.iterdir():
         small = path.name in READ or path.suffix == ".jinja"
@@ -111,7 +111,7 @@ def check_beside(folder: Path) -> None:
             continue
         most = JSON_BYTES if small else LARGE_BYTES
         if path.exists() and is_large(path, most):
-            raise UserError(f"{path}: is not a file of at most {most // MB} MB; is it damaged?")
+            raise UserError(f"{path}: must be a file of at most {most // MB} MB; is it damaged?")
     for name in READ:
         path = folder / name
         if path.is_file():
@@ -124,16 +124,16 @@ def check_beside(folder: Path) -> None:
 
 
 def check_named(path: Path, content: Any) -> None:
-    """Raise UserError for what a file of a model would have transformers or mlx-lm open or run."""
+    """Raise UserError if a file of a model makes transformers or mlx-lm open or run other files."""
     if not isinstance(content, dict):
         return
     for key in CODE:
         if content.get(key):
-            raise UserError(f"{path}: {key}: is not followed; is it a tokenizer's own file?")
+            raise UserError(f"{path}: {key} is not supported; is this a tokenizer's config file?")
     for key in MODULES:
         value = content.get(key)
         if value is not None and not (isinstance(value, str) and MODULE.fullmatch(value)):
-            raise UserError(f"{path}: {key} {shown(value)}: is no name that mlx-lm knows")
+            raise UserError(f"{path}: {key} {shown(value)}: is not a name that mlx-lm knows")
     for key in FILE_LISTS:
         names = content.get(key)
         for name in names if isinstance(names, list) else [] if names is None else [names]:
@@ -143,11 +143,11 @@ def check_named(path: Path, content: Any) -> None:
     for template in templates if isinstance(templates, list) else []:
         name = template.get("name") if isinstance(template, dict) else None
         if (fault := name_fault(name)) is not None:
-            raise UserError(f"{path}: chat_template has a name {shown(name)}, which {fault}")
+            raise UserError(f"{path}: chat_template has the name {shown(name)}, which {fault}")
 
 
 def found_instead(names: Iterable[str]) -> str:
-    """What a model without WEIGHTS has: `only model.bin, which is not safe to load`."""
+    """Describe what a model has instead of WEIGHTS: `only x.bin, which is not safe to load`."""
     names = sorted(names)
     pickled = [name for name in names if name.endswith(PICKLED)]
     if pickled:
@@ -161,20 +161,20 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 
 
 def can_run(model_type: str) -> bool:
-    """Whether mlx-lm has code for a model_type of a config.json."""
+    """Whether mlx-lm has code for this model_type (from a config.json)."""
     found = importlib.util.find_spec("mlx_lm")
     places = found.submodule_search_locations if found is not None else None
     if not places or not model_type.replace("-", "_").isidentifier():
         return False
     if (Path(places[0]) / "models" / f"{model_type}.py").is_file():
         return True
-    from mlx_lm.utils import MODEL_REMAPPING  # late: it loads mlx, and few models need it
+    from mlx_lm.utils import MODEL_REMAPPING  # imported here: it loads mlx, and few models need it
 
     return model_type in MODEL_REMAPPING
 
 
 def check_safetensors(path: Path) -> list[Entry]:
-    """The tensors of a file of weights. Raises UserError where its header does not fit it."""
+    """Return the tensors of a weights file. Raises UserError if the header does not match it."""
     try:
         return read_header(path)
     except UserError as error:

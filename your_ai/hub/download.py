@@ -1,7 +1,8 @@
-"""Models from the hub: fetched file by file, checked, and put into place whole.
+"""Download models from the hub file by file, check them, and move them into place when complete.
 
-What is not whole lies in `.incomplete-NAME` beside the place, where the next download of it finds
-the finished files, and in `parts/` the others by their hash. A model is there or is not.
+An unfinished download is in `.incomplete-NAME` next to the target folder: finished files under
+their names, partial files in `parts/` under their hashes. The next download continues from there.
+The target folder itself is either absent or complete.
 """
 
 from __future__ import annotations
@@ -51,21 +52,21 @@ from your_ai.hub.remote import (
 INCOMPLETE = ".incomplete-"
 PARTS = "parts"
 LOCK = ".lock-"
-ASKING_S = 9.0  # for what the hub has of a model, however often it is asked
-LEAST_S = 1.0  # of that for one try
-WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # between tries that bring nothing, before giving up
+ASKING_S = 9.0  # total time to get a repository's file list, over all attempts
+LEAST_S = 1.0  # minimum time for one of these attempts
+WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # between attempts that bring no bytes, before giving up
 POLL_S = 0.2
-MARGIN_PERCENT = 5  # of the disk that a download takes, left free
-FEW = 2  # tries, where another is not likely to go better
-TRIES = 2  # of a file whose bytes are not the hub's
+MARGIN_PERCENT = 5  # free disk space required in addition, as a share of the download
+FEW = 2  # attempts when another one is unlikely to succeed
+TRIES = 2  # attempts for a file whose hash is wrong
 
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadProgress:
-    """How a download stands. note: something to tell once, or nothing.
+    """The state of a download.
 
-    done_bytes, total_bytes, done_files, files: of the whole model, with what was kept from
-    before; 0 until they are known.
+    The counts are for the whole model, including files kept from an earlier download. They are 0
+    until they are known.
     """
 
     name: str
@@ -76,13 +77,15 @@ class DownloadProgress:
     done_bytes: int = 0
     total_bytes: int = 0
     note: str = ""
+    """A message to show once, or empty."""
 
 
 def download(name: str, revision: str | None = None, to: str | Path | None = None) -> Path:
-    """The folder of a model, fetched where it is not here. Raises UserError.
+    """Download a model unless it is already on this machine. Returns its folder.
 
-    name: an alias or an id of the hub; to: the folder that the model becomes, by default one
-    of its own where models are put.
+    name: an alias or a repository id.
+    to: the folder for the model. Default: a folder named after the repository in `models_root()`.
+    Raises UserError if the model cannot be downloaded.
     """
     steps = downloading(name, revision, to)
     while True:
@@ -95,9 +98,9 @@ def download(name: str, revision: str | None = None, to: str | Path | None = Non
 def downloading(
     name: str, revision: str | None = None, to: str | Path | None = None
 ) -> Generator[DownloadProgress, None, Path]:
-    """`download`, step by step; its folder is what the generator returns."""
+    """Like `download`, but yield progress. The generator returns the model's folder."""
     if name == DEMO:
-        raise UserError(f"{name}: comes with your_ai; there is nothing to fetch")
+        raise UserError(f"{name}: comes with your_ai; there is nothing to download")
     repo = repo_of(name, name)
     remote.check_endpoint()
     target = models_root() / repo.split("/")[1] if to is None else Path(to).expanduser()
@@ -105,7 +108,7 @@ def downloading(
     at = DownloadProgress(name=name)
     found = yield from faults_of(at, target, repo, revision)
     if found == ():
-        yield replace(at, note=f"{repo} is whole in {target}; nothing to fetch")
+        yield replace(at, note=f"{repo} is complete in {target}; nothing to download")
         return target
     if to is None and not target.exists():
         cached = cached_model(repo, revision)
@@ -121,10 +124,10 @@ def downloading(
             time.sleep(POLL_S)
         found = yield from faults_of(at, target, repo, revision)
         if found == ():
-            yield replace(at, note=f"{repo} was fetched by another process: {target}")
+            yield replace(at, note=f"{repo} was downloaded by another process: {target}")
             return target
         if found:
-            yield replace(at, note=f"{'; '.join(found)}; fetched again")
+            yield replace(at, note=f"{'; '.join(found)}; downloading again")
         folder = target.with_name(f"{INCOMPLETE}{target.name}")
         with writing(folder):
             unlink_links(folder, folder / PARTS)
@@ -146,7 +149,7 @@ def downloading(
         yield replace(at, doing="checking", file="")
         with writing(folder):
             put(listing, folder, target, asked)
-    note = f"{size_text(at.total_bytes)} in {at.files} files, each as the hub has it: {target}"
+    note = f"{size_text(at.total_bytes)} in {at.files} files, each checked by its hash: {target}"
     yield replace(at, note=note)
     return target
 
@@ -157,13 +160,13 @@ def downloading(
 def faults_of(
     at: DownloadProgress, target: Path, repo: str, revision: str | None
 ) -> Generator[DownloadProgress, None, tuple[str, ...] | None]:
-    """What is wrong with the model in `target`, () where it is whole; None where there is none.
+    """Return the faults of the model in `target`: () if complete, None if there is no model.
 
-    Raises UserError where something else is there.
+    Raises UserError if `target` has something else.
     """
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return None
-    elsewhere = "choose another place with --to"
+    elsewhere = "choose another folder with --to"
     try:
         record = read_record(target)
     except UserError as error:
@@ -173,15 +176,15 @@ def faults_of(
         fault = fault_of(target) if target.is_dir() else f"{target}: is a file"
         if fault is None and revision is None:
             return ()
-        fault = (fault or f"{target}: is there already").removesuffix(AGAIN)
+        fault = (fault or f"{target}: already exists").removesuffix(AGAIN)
         raise UserError(f"{fault}; move it away, or {elsewhere}")
     if record.repo != repo:
-        raise UserError(f"{target}: holds {record.repo}; {elsewhere}")
+        raise UserError(f"{target}: contains {record.repo}; {elsewhere}")
     if revision is not None and not (
         revision == record.asked or record.revision.startswith(revision)
     ):
         raise UserError(
-            f"{target}: holds revision {record.revision[:12]}; remove it first with "
+            f"{target}: contains revision {record.revision[:12]}; remove it first with "
             f"`your_ai models rm {at.name}`, or {elsewhere}"
         )
     faults = []
@@ -193,7 +196,7 @@ def faults_of(
 
 @contextlib.contextmanager
 def lock_of(target: Path) -> Iterator[BinaryIO]:
-    """The file that who fetches into `target` locks."""
+    """Open the lock file for downloads into `target`."""
     path = target.with_name(f"{LOCK}{target.name}")
     with writing(target):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,19 +206,19 @@ def lock_of(target: Path) -> Iterator[BinaryIO]:
 
 
 def taken(lock: BinaryIO) -> bool:
-    """Take a lock, until its file is closed; whether that went well."""
+    """Try to take a lock, until its file is closed. Returns whether it succeeded."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system that knows no locks
+    except OSError:  # a file system without locks
         return True
     return True
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise UserError about `path` where the block cannot write."""
+    """Convert an OSError in the block to a UserError about writing `path`."""
     try:
         yield
     except OSError as error:
@@ -223,7 +226,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def ask(at: DownloadProgress, repo: str, asked: str) -> Generator[DownloadProgress, None, Listing]:
-    """What the hub has of a repo, within ASKING_S. One that cannot be reached is asked once."""
+    """Get the file list of a repository within ASKING_S. Tries once if the hub is unreachable."""
     until = time.monotonic() + ASKING_S
     for wait_s in (*WAITS_S, None):
         try:
@@ -231,28 +234,28 @@ def ask(at: DownloadProgress, repo: str, asked: str) -> Generator[DownloadProgre
             return in_time(lambda: remote.ask(repo, asked), until - time.monotonic())
         except UserError as error:
             raise UserError(f"{at.name}: {error}") from error
-        except Exception as error:  # of any kind: its transport's come through
+        except Exception as error:  # of any class: errors of the HTTP library are not wrapped
             if wait_s is None or is_unreachable(error) or not is_passing(error):
                 raise explain(error, at.name, repo, asked) from error
             if time.monotonic() + wait_s > until - LEAST_S:
                 raise explain(error, at.name, repo, asked) from error
-            yield replace(at, note=f"{reason_of(error)}; asking again in {wait_s:g} s")
+            yield replace(at, note=f"{reason_of(error)}; trying again in {wait_s:g} s")
             time.sleep(wait_s)
-    raise AssertionError("the last wait is none")
+    raise AssertionError("the last wait is None")
 
 
 def in_time(function: Callable[[], Listing], seconds: float) -> Listing:
-    """What a function gives, in a thread that is left behind if it takes longer.
+    """Call the function in a thread and return its result. Abandon the thread on timeout.
 
-    A timeout of the transport is for each of its reads: a server that sends a byte now and then
-    keeps to it for ever. Raises UserError.
+    The timeout of the HTTP library applies to each read, so a server that sends a byte now and
+    then never exceeds it. Raises UserError on timeout.
     """
     found: Queue[Listing | Exception] = Queue()
 
     def run() -> None:
         try:
             found.put(function())
-        except Exception as error:  # told to who waits
+        except Exception as error:  # raised in the waiting thread
             found.put(error)
 
     threading.Thread(target=run, name="asking", daemon=True).start()
@@ -268,7 +271,7 @@ def in_time(function: Callable[[], Listing], seconds: float) -> Listing:
 def keep(
     at: DownloadProgress, listing: Listing, folder: Path
 ) -> Generator[DownloadProgress, None, DownloadProgress]:
-    """What is here already of a model; drops what is not of it, or not as the hub has it."""
+    """Count the files kept from an earlier download. Deletes files that differ from the hub's."""
     hashes = {file.hash for file in listing.files}
     names = {file.name for file in listing.files}
     with writing(folder):
@@ -299,19 +302,19 @@ def keep(
 
 
 def place_in(folder: Path, name: str) -> Path:
-    """Where a file of the hub is put. Raises UserError for a name that is not one file there."""
+    """The path of a downloaded file. Raises UserError for a name that is not a plain file name."""
     if (fault := name_fault(name)) is not None:
         raise UserError(f"{folder}: '{shown(name)}' {fault}; refused")
     return folder / name
 
 
 def is_file(path: Path) -> bool:
-    """Whether it is a file itself, and not a link to one: links are not written through."""
+    """Whether the path is a file and not a link. Files are never written through links."""
     return path.is_file() and not path.is_symlink()
 
 
 def unlink_links(*paths: Path) -> None:
-    """Remove what is a link where a folder of downloads belongs; what it leads to stays."""
+    """Remove links that stand where download folders belong. Their targets stay."""
     for path in paths:
         if path.is_symlink():
             path.unlink()
@@ -326,7 +329,7 @@ def drop(paths: Iterable[Path]) -> None:
 
 
 def part_size(part: Path, file: RemoteFile) -> int:
-    """How many bytes of a file are here."""
+    """How many bytes of a file were downloaded so far."""
     try:
         size = part.stat().st_size
     except OSError:
@@ -335,7 +338,7 @@ def part_size(part: Path, file: RemoteFile) -> int:
 
 
 def check_room(at: DownloadProgress, listing: Listing, folder: Path) -> None:
-    """Raise UserError where the disk has no room for what is missing."""
+    """Raise UserError if the disk has too little space for the missing files."""
     here = at.done_bytes + sum(
         part_size(folder / PARTS / file.hash, file)
         for file in listing.files
@@ -347,13 +350,13 @@ def check_room(at: DownloadProgress, listing: Listing, folder: Path) -> None:
         if not here:
             shutil.rmtree(folder, ignore_errors=True)
         raise UserError(
-            f"{at.name}: needs {size_text(needed)} of disk, and {folder.parent} has "
-            f"{size_text(free)} free; free some disk space, or choose another place with --to"
+            f"{at.name}: needs {size_text(needed)} of disk space, but {folder.parent} has "
+            f"{size_text(free)} free; free some space, or choose another folder with --to"
         )
 
 
 def check_type(listing: Listing, folder: Path) -> None:
-    """Raise UserError, and leave nothing, for a model that could not be used."""
+    """Raise UserError and delete the download if the model cannot be used."""
     try:
         config = read_json(folder / "config.json", "a model has one")
         kind = config.get("model_type")
@@ -361,7 +364,7 @@ def check_type(listing: Listing, folder: Path) -> None:
             raise UserError(f"{listing.repo}: has no model_type; is it a language model?")
         if not can_run(kind):
             text = shown(kind)
-            raise UserError(f"{listing.repo}: is of type {text}, which mlx-lm has no code for")
+            raise UserError(f"{listing.repo}: has model_type {text}, which mlx-lm does not support")
         check_figures(folder / "config.json", config)
     except UserError:
         shutil.rmtree(folder, ignore_errors=True)
@@ -374,7 +377,7 @@ def check_type(listing: Listing, folder: Path) -> None:
 def fetch(
     at: DownloadProgress, listing: Listing, file: RemoteFile, folder: Path, asked: str
 ) -> Generator[DownloadProgress, None, DownloadProgress]:
-    """One file, through cuts; put under its name once its bytes are the hub's."""
+    """Download one file, across interruptions. Moves it into place once its hash is right."""
     part = place_in(folder / PARTS, file.hash)
     cached = cached_file(listing.repo, listing.revision, file.name)
     if cached is not None and not os.path.lexists(part):
@@ -393,11 +396,11 @@ def fetch(
                 break
             part.unlink()
         if tries < TRIES:
-            yield replace(at, note=f"{file.name}: came damaged; fetching it again")
+            yield replace(at, note=f"{file.name}: arrived damaged; downloading it again")
     else:
         raise UserError(
-            f"{at.name}: {file.name} is not what the hub says (its hash differs); try again "
-            f"later: your_ai download {at.name}"
+            f"{at.name}: {file.name} has another hash than the hub says; try again later: "
+            f"your_ai download {at.name}"
         )
     return replace(at, doing="fetching", done_files=at.done_files + 1, done_bytes=done)
 
@@ -405,7 +408,7 @@ def fetch(
 def fetch_part(
     at: DownloadProgress, listing: Listing, file: RemoteFile, part: Path, asked: str
 ) -> Iterator[DownloadProgress]:
-    """All the bytes of one file; goes on after cuts for as long as each try brings some."""
+    """Download the bytes of one file. Continues after interruptions while attempts bring bytes."""
     before, failures = at.done_bytes, 0
     while (here := part_size(part, file)) < file.size_bytes or not part.exists():
         try:
@@ -416,7 +419,7 @@ def fetch_part(
             raise UserError(
                 f"{error}; {going_on(at.name, before + part_size(part, file))}"
             ) from error
-        except Exception as error:  # of any kind: its transport's come through
+        except Exception as error:  # of any class: errors of the HTTP library are not wrapped
             if not is_passing(error):
                 raise explain(error, at.name, listing.repo, asked) from error
             now = part_size(part, file)
@@ -434,20 +437,20 @@ def fetch_part(
 
 
 def going_on(name: str, kept_bytes: int) -> str:
-    """What is kept of a download that stopped, and how it is taken up."""
-    return f"{size_text(kept_bytes)} are kept; go on with: your_ai download {name}"
+    """Say how much of a stopped download is kept, and how to continue it."""
+    return f"{size_text(kept_bytes)} are kept; continue with: your_ai download {name}"
 
 
 # After
 
 
 def put(listing: Listing, folder: Path, target: Path, asked: str) -> None:
-    """Make of the fetched files the model in `target`. Raises UserError where it is not whole."""
+    """Move the downloaded files to `target`. Raises UserError if the model is not complete."""
     try:
         check_model(folder)
     except UserError as error:
         fault = str(error).removesuffix(AGAIN)
-        raise UserError(f"{listing.repo}: is not whole on the hub ({fault})") from error
+        raise UserError(f"{listing.repo}: is not complete on the hub ({fault})") from error
     files = {
         file.name: RecordedFile(
             file.size_bytes, file.hash if len(file.hash) == 64 else sha256(folder / file.name)
@@ -459,5 +462,5 @@ def put(listing: Listing, folder: Path, target: Path, asked: str) -> None:
     shutil.rmtree(folder / PARTS)
     for path in (folder / RECORD, folder):
         sync(path)
-    os.rename(folder, target)  # over an empty folder, too
+    os.rename(folder, target)  # this also replaces an empty folder
     sync(target.parent)

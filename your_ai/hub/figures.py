@@ -1,7 +1,7 @@
-"""The figures of a config.json, checked before anything is built or estimated from them.
+"""Check the numbers in a config.json before anything is built or estimated from them.
 
-The bounds are far above any published model. They exist so that a figure that is wrong, or
-meant to do harm, ends in one line and not in a machine without memory.
+The bounds are far above any published model. With them, a wrong or malicious number gives a
+one-line error instead of a machine that is out of memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MOST_BLOCKS = 1024
 MOST_EXPERTS = 100_000
 MOST_WIDTH = 1 << 20
 MOST_VOCABULARY = 1 << 26
-MOST_SIZE = 1 << 31  # of any other size
+MOST_SIZE = 1 << 31  # for any other size
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
-SINGLE = (*LAYERS, *HIDDEN, *HEADS, "vocab_size")  # of which no architecture has a list
-# (least, most) of the whole numbers that decide how much is built, by their keys.
+SINGLE = (*LAYERS, *HIDDEN, *HEADS, "vocab_size")  # never a list, in any architecture
+# (minimum, maximum) of the integers that decide how much is built, by config key.
 WHOLE: dict[str, tuple[int, int]] = {
     **dict.fromkeys(LAYERS, (1, MOST_BLOCKS)),
     **dict.fromkeys((*HIDDEN, *HEADS), (1, MOST_WIDTH)),
@@ -37,7 +37,7 @@ WHOLE: dict[str, tuple[int, int]] = {
     "num_experts_per_tok": (0, MOST_EXPERTS),
     "vocab_size": (1, MOST_VOCABULARY),
 }
-# (above, most) of the other numbers that what is computed depends on.
+# (exclusive minimum, maximum) of the other numbers that the computation depends on.
 REAL: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq"), (0.0, 1e18)),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), (-1e-12, 1e3)),
@@ -48,9 +48,9 @@ REAL: dict[str, tuple[float, float]] = {
 SIZE = re.compile(r"(?:num|n)_.*|.*_(?:size|dim|rank|layers|heads|experts|width|depth|window)")
 ROPE = ("rope_scaling", "rope_parameters")
 ROPE_ABOVE_ZERO = ("factor", "rope_theta", "original_max_position_embeddings")
-PARTS = ("text_config", "language_config", "llm_config")  # with the text model's own figures
+PARTS = ("text_config", "language_config", "llm_config")  # objects for the text model
 MOST_BITS, MOST_GROUP = 32, 1 << 16
-# mlx-lm divides the width by the heads where these do not say `head_dim`.
+# For these, mlx-lm divides the hidden size by the number of heads if `head_dim` is missing.
 DIVIDED = ("llama", "mistral", "qwen2", "smollm3", "phi3")
 MODEL_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 PARTS_DEEP = 2
@@ -59,20 +59,20 @@ PARTS_DEEP = 2
 def check_figures(
     path: Path, config: dict[str, Any], entries: Iterable[Entry] | None = None
 ) -> None:
-    """Raise UserError, which names the file and the key, for figures that no model has.
+    """Raise UserError, with the file and the key, for numbers that no real model has.
 
-    entries: the model's tensors, where they are known, with which its figures are compared.
+    entries: the model's tensors, if known. The number of blocks is compared with them.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise UserError(f"{path}: has no model_type; is it a language model?")
     if not MODEL_TYPE.fullmatch(kind):
-        raise UserError(f"{path}: model_type {shown(kind)}: is no name of an architecture")
+        raise UserError(f"{path}: model_type {shown(kind)}: is not the name of an architecture")
     code = config.get("model_file")
     if code is not None:
         raise UserError(
-            f"{path}: model_file {shown(code)}: the model is Python code of its own, which "
-            "your_ai never runs; use a model that mlx-lm has code for"
+            f"{path}: model_file {shown(code)}: the model needs its own Python code, which "
+            "your_ai never runs; use a model that mlx-lm supports"
         )
     check_part(path, config, "")
     for name in PARTS:
@@ -86,7 +86,7 @@ def check_figures(
 
 
 def check_part(path: Path, config: dict[str, Any], at: str) -> None:
-    """The figures of one object of a config.json; at: `text_config.`, for messages."""
+    """Check one object of a config.json. at: a prefix for messages, such as `text_config.`."""
     for key, value in config.items():
         if key in WHOLE:
             least, most = WHOLE[key]
@@ -110,9 +110,9 @@ def check_part(path: Path, config: dict[str, Any], at: str) -> None:
 
 
 def flat(value: Any) -> list[Any]:
-    """The figures of a key: its value, or those of a list or an object; null is none.
+    """Return the values of a key as a list: one value, or those of a list or an object.
 
-    Some architectures give a figure for each block, or for each kind of block.
+    Nulls are left out. Some architectures give a value per block, or per kind of block.
     """
     if isinstance(value, dict):
         value = list(value.values())
@@ -121,7 +121,7 @@ def flat(value: Any) -> list[Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a foreign value is a finite number."""
+    """Whether an untrusted value is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return isinstance(value, int) or math.isfinite(value)
@@ -145,20 +145,20 @@ def check_rope(path: Path, key: str, value: Any, deep: int = 0) -> None:
 
 
 def check_quantization(path: Path, key: str, value: Any) -> None:
-    """Of a whole model, and of each layer that has its own."""
+    """Check the quantization of the model, and of each layer that has its own settings."""
     if not isinstance(value, dict):
         raise wrong(path, key, value, "an object")
     for part in (value, *(inner for inner in value.values() if isinstance(inner, dict))):
         bits, group = part.get("bits"), part.get("group_size")
         if bits is not None and (type(bits) is not int or not 1 <= bits <= MOST_BITS):
             raise wrong(path, f"{key}.bits", bits, f"a whole number from 1 to {MOST_BITS}")
-        least = 1 if key.endswith("quantization") else -1  # others write -1 for a whole row
+        least = 1 if key.endswith("quantization") else -1  # other libraries: -1 is a whole row
         if group is not None and (type(group) is not int or not least <= group <= MOST_GROUP):
             raise wrong(path, f"{key}.group_size", group, f"a whole number up to {MOST_GROUP}")
 
 
 def check_heads(path: Path, config: dict[str, Any], at: str) -> None:
-    """Raise UserError where an architecture would divide its figures and cannot."""
+    """Raise UserError if sizes that the architecture divides are not divisible."""
     if config.get("model_type") not in DIVIDED:
         return
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
@@ -171,10 +171,10 @@ def check_heads(path: Path, config: dict[str, Any], at: str) -> None:
 
 
 def check_tensors(path: Path, config: dict[str, Any], entries: Iterable[Entry]) -> None:
-    """Raise UserError where the files have far fewer blocks than the configuration says.
+    """Raise UserError if the files have far fewer blocks than the config says.
 
-    Some architectures use a block more than once, or have blocks without weights: their files
-    may have fewer, and mlx-lm finds out which tensor is missing.
+    Some architectures use a block more than once, or have blocks without weights, so a smaller
+    difference is allowed. mlx-lm then reports missing tensors when it loads the model.
     """
     blocks = 0
     for entry in entries:
@@ -188,9 +188,9 @@ def check_tensors(path: Path, config: dict[str, Any], entries: Iterable[Entry]) 
                 blocks = max(blocks, int(match[1]) + 1)
     text = next((config[name] for name in PARTS if isinstance(config.get(name), dict)), {})
     for key in LAYERS:
-        told = text.get(key, config.get(key))
-        if isinstance(told, int) and blocks and told > 2 * blocks + 16:
-            raise UserError(f"{path}: {key} {told}: the model's files have {blocks} blocks")
+        stated = text.get(key, config.get(key))
+        if isinstance(stated, int) and blocks and stated > 2 * blocks + 16:
+            raise UserError(f"{path}: {key} {stated}: the model's files have only {blocks} blocks")
 
 
 def wrong(path: Path, key: str, value: Any, wanted: str) -> UserError:

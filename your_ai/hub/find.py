@@ -1,4 +1,4 @@
-"""Names of models -> folders on this machine."""
+"""Find the folder of a model on this machine by its name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ FOLDER = re.compile(PART)
 
 
 class Missing(UserError):
-    """A model that is not on this machine and could be fetched.
+    """The model is not on this machine, but can be downloaded.
 
-    repo: its id on the hub; size_text: how much would be fetched, empty where not known.
+    repo: the repository id on the hub.
+    size_text: the size of the download, or empty if not known.
     """
 
     def __init__(self, message: str, repo: str, size_text: str = "") -> None:
@@ -34,33 +35,33 @@ class Missing(UserError):
 
 
 def store() -> Path:
-    """Where your_ai keeps what it can make again: $YOUR_AI_HOME, or ~/.cache/your_ai."""
+    """The folder for caches: $YOUR_AI_HOME, or ~/.cache/your_ai."""
     home = os.environ.get("YOUR_AI_HOME")
     return Path(home).expanduser() if home else Path.home() / ".cache" / "your_ai"
 
 
 def models_root() -> Path:
-    """Where models are put: $YOUR_AI_HOME/models, or ./models."""
+    """The folder for downloaded models: $YOUR_AI_HOME/models, or ./models."""
     home = os.environ.get("YOUR_AI_HOME")
     return (Path(home).expanduser() if home else Path()) / "models"
 
 
 def model_roots() -> list[Path]:
-    """Where models are looked for, the first where they are put."""
+    """The folders to search for models, `models_root()` first."""
     return list(dict.fromkeys([models_root(), Path("models")]))
 
 
 def repo_of(name: str, label: str) -> str:
-    """The hub's id of an alias, or of an id itself.
+    """Return the repository id for an alias or a repository id.
 
-    Raises UserError, which begins with `label`, for anything else.
+    Raises UserError, whose message begins with `label`, for anything else.
     """
     if name in known():
         return known()[name].repo
     if REPO.fullmatch(name):
         return name
     if "/" in name:
-        raise UserError(f"{label}: is no id of the hub; those are OWNER/NAME")
+        raise UserError(f"{label}: is not a repository id; those have the form OWNER/NAME")
     near = nearest_aliases(name)
     *others, last = near or [""]
     listed = f"{', '.join(others)} or {last}" if others else last
@@ -69,15 +70,15 @@ def repo_of(name: str, label: str) -> str:
 
 
 def find_model(name: str) -> Path:
-    """The folder of a model: `demo`, a folder, an alias, or a Hugging Face id.
+    """Return the folder of a model: `demo`, a folder, an alias, or a repository id.
 
-    An alias or id is looked for where models are put, in ./models, then in the hub's cache.
-    Raises Missing where it is in none of them, and UserError where there is no such model or
-    what is here is not whole. Fetches nothing.
+    Searches for an alias or id in `models_root()`, in ./models, then in the Hugging Face cache.
+    Raises Missing if it is in none of them, and UserError if the name is unknown or the model is
+    incomplete. Downloads nothing.
     """
     if name == DEMO:
         return packaged("models", "demo")
-    path = Path(os.path.expanduser(name))  # os.path raises nothing for what cannot be a path
+    path = Path(os.path.expanduser(name))  # os.path does not raise if this is not a valid path
     if os.path.isdir(path):
         return path
     if os.path.isfile(path):
@@ -97,19 +98,19 @@ def find_model(name: str) -> Path:
         return cached
     alias = alias_of(repo)
     size = size_text(known()[alias].bytes_on_disk) if alias is not None else ""
-    fetch = f"fetch it ({size})" if size else "fetch it"
+    fetch = f"download it ({size})" if size else "download it"
     message = f"--model {name}: is not on this machine; {fetch}: your_ai download {name}"
     raise Missing(message, repo, size)
 
 
 def put_model(repo: str) -> Path | None:
-    """The folder of a repo's model where models are put, whole or not."""
+    """The folder of a repository's model in `model_roots()`, complete or not."""
     for root in model_roots():
         folder = root / repo.split("/")[1]
         if folder.is_dir():
             try:
                 record = read_record(folder)
-            except UserError:  # told by who looks whether it is whole
+            except UserError:  # reported when the folder is checked
                 return folder
             if record is None or record.repo == repo:
                 return folder
@@ -117,33 +118,33 @@ def put_model(repo: str) -> Path | None:
 
 
 def whole(folder: Path, label: str, name: str | None = None) -> Path:
-    """The folder. Raises UserError where the model in it is not whole.
+    """Return the folder. Raises UserError if the model in it is incomplete.
 
-    name: what `your_ai download` takes for it, where that is known.
+    name: the model's name for `your_ai download`, if known.
     """
     fault = fault_of(folder)
     if fault is None:
         return folder
-    again = f"; fetch it again: your_ai download {name}" if name is not None else AGAIN
+    again = f"; download it again: your_ai download {name}" if name is not None else AGAIN
     raise UserError(f"{label}: {fault.removesuffix(AGAIN)}{again}")
 
 
 def cached_model(repo: str, revision: str | None = None) -> Path | None:
-    """The folder of a model in the hub's cache, None where it is not there or not whole."""
+    """The folder of a model in the Hugging Face cache; None if absent or incomplete."""
     from huggingface_hub import snapshot_download
 
     try:
         found = snapshot_download(
             repo, revision=revision, allow_patterns=list(WANTED), local_files_only=True
         )
-    except Exception:  # the hub's client has many reasons not to find it
+    except Exception:  # huggingface_hub raises many kinds of errors for a missing model
         return None
     folder = Path(found)
     return folder if fault_of(folder) is None else None
 
 
 def cached_file(repo: str, commit: str, name: str) -> Path | None:
-    """A file in the hub's cache, None where it is not there."""
+    """The path of a file in the Hugging Face cache; None if absent."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo, name, revision=commit)

@@ -1,4 +1,4 @@
-"""What a model's files are, as hashes that are remembered."""
+"""Hashes of a model's files, cached on disk."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ REMEMBERED_ABOVE_BYTES = 16 << 20
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """A sha256 for each file that decides what the model computes, by name.
+    """Return the sha256 of each file that affects what the model computes, by file name.
 
-    Those of large files are remembered in the store for as long as a file's size, time
-    and place stay what they are.
+    Hashes of large files are cached in the store. A cached hash is valid while the path, size,
+    modification time and inode of the file stay the same.
     """
     files = sorted({p for pattern in FINGERPRINTED for p in folder.glob(pattern) if p.is_file()})
     memory = store() / "cache" / "sha256.json"
@@ -40,7 +40,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
         if status.st_size > REMEMBERED_ABOVE_BYTES and key not in known:
             learned[key] = sums[path.name]
     if learned:
-        with contextlib.suppress(OSError):  # slower the next time, and no more
+        with contextlib.suppress(OSError):  # without a cache, only the next call is slower
             memory.parent.mkdir(parents=True, exist_ok=True)
             temporary = memory.with_suffix(f".{os.getpid()}")
             temporary.write_text(json.dumps({**known, **learned}), encoding="utf-8")

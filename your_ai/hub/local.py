@@ -1,4 +1,4 @@
-"""The models on this machine: what is here, and removing it."""
+"""List and remove the models on this machine."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ HOUR_S = 3600
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """A model on this machine.
-
-    name: as --model takes it; repo: its id on the hub, None where that is not known; where:
-    among the models, or in the Hugging Face cache; bits: None where it is not quantized or that
-    is not known; fault: what it lacks, None for what looks whole.
-    """
+    """A model on this machine."""
 
     name: str
+    """The name to use with --model."""
     folder: Path
     where: Literal["models", "cache"]
+    """In one of `model_roots()`, or in the Hugging Face cache."""
     size_bytes: int
     repo: str | None = None
+    """The repository id on the hub, if known."""
     alias: str | None = None
     bits: int | None = None
+    """None if the model is not quantized, or if this is not known."""
     fault: str | None = None
+    """What is missing or damaged; None if the model looks complete."""
 
 
 def local_models() -> list[Local]:
-    """The models here: those that were put, by name, then those of the hub's cache."""
+    """List the models in `model_roots()` by name, then those in the Hugging Face cache."""
     found = []
     for root in model_roots():
         with contextlib.suppress(OSError):
@@ -52,7 +52,7 @@ def local_models() -> list[Local]:
 
 
 def put_at(folder: Path) -> Local | None:
-    """The model in a folder where models are put, None for what is none."""
+    """Return the model in a folder of `model_roots()`; None if the folder has no model."""
     if folder.name.startswith(INCOMPLETE) and folder.is_dir():
         name, size_bytes = folder.name.removeprefix(INCOMPLETE), size_of(folder)
         fault = f"its download stopped at {size_text(size_bytes)}"
@@ -61,7 +61,7 @@ def put_at(folder: Path) -> Local | None:
     if folder.name.startswith(".") or not any((folder / name).is_file() for name in files):
         return None
     repo = None
-    with contextlib.suppress(UserError):  # told as its fault
+    with contextlib.suppress(UserError):  # reported as `fault`
         record = read_record(folder)
         repo = record.repo if record is not None else None
     return Local(
@@ -77,12 +77,12 @@ def put_at(folder: Path) -> Local | None:
 
 
 def cached_models() -> list[Local]:
-    """The language models in the hub's cache, at the revision that would be used."""
+    """List the language models in the Hugging Face cache, at the revision that would be used."""
     from huggingface_hub import constants, scan_cache_dir
 
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except Exception:  # there is none, or it is damaged: then nothing is used from it either
+    except Exception:  # the cache is missing or damaged, so no model is used from it either
         return []
     found = []
     for repo in sorted(repos, key=lambda repo: repo.repo_id):
@@ -117,7 +117,7 @@ def is_language_model(folder: Path) -> bool:
 
 
 def bits_of(folder: Path) -> int | None:
-    """The bits of most of a quantized model's weights."""
+    """The default bits per weight of a quantized model; single layers may differ."""
     try:
         config = read_json(folder / "config.json", "")
     except UserError:
@@ -128,7 +128,7 @@ def bits_of(folder: Path) -> int | None:
 
 
 def size_of(folder: Path) -> int:
-    """The bytes of the files under a folder, as far as they can be seen; links are not followed."""
+    """Bytes of the readable files under a folder. Links are not followed."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -137,13 +137,13 @@ def size_of(folder: Path) -> int:
 
 
 def remove_model(name: str) -> int:
-    """Delete a model by its name, alias or id, and what a stopped download of it left.
+    """Delete a model by its name, alias or id, with the files of a stopped download.
 
-    The bytes that it held. A kill in the middle leaves the whole model, or none. Raises UserError
-    for what is not where models are put.
+    Returns the bytes freed. If the process is killed, the model is either complete or gone.
+    Raises UserError for a model that is not in `model_roots()`.
     """
     if name == DEMO:
-        raise UserError(f"{name}: comes with your_ai; it is not removed")
+        raise UserError(f"{name}: comes with your_ai and cannot be removed")
     repo = known()[name].repo if name in known() else name
     if REPO.fullmatch(repo):
         put = put_model(repo)
@@ -153,7 +153,7 @@ def remove_model(name: str) -> int:
     elif FOLDER.fullmatch(name):
         folders = [root / name for root in model_roots()]
     else:
-        raise UserError(f"{name}: is not in {model_roots()[0]}; remove it by hand")
+        raise UserError(f"{name}: is not in {model_roots()[0]}; delete it yourself")
     for folder in folders:
         incomplete = folder.with_name(f"{INCOMPLETE}{folder.name}")
         if folder.is_symlink():
@@ -162,10 +162,10 @@ def remove_model(name: str) -> int:
             return remove_folders(folder, incomplete)
     if REPO.fullmatch(repo) and cached_model(repo) is not None:
         raise UserError(
-            f"{name}: lies in the Hugging Face cache, which other programs use too; remove it "
+            f"{name}: is in the Hugging Face cache, which other programs use too; remove it "
             f"with: hf cache rm model/{repo}"
         )
-    raise UserError(f"{name}: no such model in {model_roots()[0]}; see them with: your_ai models")
+    raise UserError(f"{name}: no such model in {model_roots()[0]}; list them with: your_ai models")
 
 
 def is_model(folder: Path) -> bool:
@@ -173,13 +173,13 @@ def is_model(folder: Path) -> bool:
 
 
 def remove_folders(folder: Path, incomplete: Path) -> int:
-    """Delete a model and the rest of its download, under the lock; the bytes they held."""
+    """Delete a model and its unfinished download, under the lock. Returns the bytes freed."""
     root = folder.parent
-    clean(root, older_than_s=HOUR_S)  # what a killed removal left
+    clean(root, older_than_s=HOUR_S)  # leftovers of a removal that was killed
     freed = 0
     with lock_of(folder) as lock:
         if not taken(lock):
-            raise UserError(f"{folder}: is being fetched; stop that first")
+            raise UserError(f"{folder}: is being downloaded; stop the download first")
         for path in (folder, incomplete):
             if not path.is_dir():
                 continue
@@ -191,6 +191,6 @@ def remove_folders(folder: Path, incomplete: Path) -> int:
                 raise UserError(f"{path}: cannot be removed ({error.strerror})") from error
             shutil.rmtree(temporary, ignore_errors=True)
             if temporary.exists():
-                raise UserError(f"{temporary}: the rest of it cannot be removed; do it by hand")
+                raise UserError(f"{temporary}: cannot be removed completely; delete it yourself")
             freed += size_bytes
     return freed

@@ -1,4 +1,4 @@
-"""What a model on this machine is called on the hub."""
+"""Find the repository id of a model on this machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from your_ai.hub.registry import known
 
 @dataclass(frozen=True)
 class HubName:
-    """A model on the hub. revision: a commit, or None where it is not known."""
+    """A model on the hub. revision: a commit, or None if not known."""
 
     repo: str
     revision: str | None = None
 
 
 def hub_name(folder: Path, named: str) -> HubName | None:
-    """The name of the model in `folder`, which a run calls `named`; None where it is not known."""
-    with contextlib.suppress(UserError):  # a damaged record tells nothing
+    """Return the hub name of the model in `folder`; None if not known.
+
+    named: the name of the model in the run's settings.
+    """
+    with contextlib.suppress(UserError):  # a damaged record gives no name
         record = read_record(folder)
         if record is not None:
             return HubName(record.repo, record.revision)

@@ -1,4 +1,4 @@
-"""A download as a terminal, or a file, shows it."""
+"""Show a download on a terminal or in a log file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rich.progress import Progress as Bars
 from your_ai.hub.download import DownloadProgress, going_on
 from your_ai.hub.registry import size_text
 
-LINE_PERCENT = 10  # between two lines of where there is no bar
+LINE_PERCENT = 10  # progress between two lines, when there is no bar
 
 Show = Callable[[DownloadProgress], None]
 
 
 def show(steps: Generator[DownloadProgress, None, Path], console: Console) -> Path:
-    """Carry out a download and show it: a bar on a terminal, else lines. Its folder.
+    """Run a download, with a bar on a terminal and lines elsewhere. Returns the model's folder.
 
-    KeyboardInterrupt comes through, after a line that says what is kept and how to go on.
+    On KeyboardInterrupt, prints what is kept and how to continue, and raises it again.
     """
     last = None
     try:
@@ -48,7 +48,7 @@ def show(steps: Generator[DownloadProgress, None, Path], console: Console) -> Pa
 
 @contextlib.contextmanager
 def bar(console: Console) -> Iterator[Show]:
-    """A bar of all bytes, which goes when it is done; notes stay above it."""
+    """Show a bar for all bytes, removed at the end. Notes are printed above it."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
@@ -74,16 +74,16 @@ def bar(console: Console) -> Iterator[Show]:
 
 @contextlib.contextmanager
 def lines(console: Console) -> Iterator[Show]:
-    """Notes, and a line at each LINE_PERCENT."""
-    told = -1
+    """Print notes, and a line at each LINE_PERCENT."""
+    printed = -1
 
     def shown(at: DownloadProgress) -> None:
-        nonlocal told
+        nonlocal printed
         if at.note:
             console.print(at.note, markup=False, highlight=False, soft_wrap=True)
         tenth = at.done_bytes * 100 // at.total_bytes // LINE_PERCENT if at.total_bytes else -1
-        if at.doing == "fetching" and tenth > told:
-            told = tenth
+        if at.doing == "fetching" and tenth > printed:
+            printed = tenth
             console.print(line(at), markup=False, highlight=False, soft_wrap=True)
 
     yield shown
@@ -92,7 +92,7 @@ def lines(console: Console) -> Iterator[Show]:
 def doing(at: DownloadProgress) -> str:
     """`fetching 2/5 model.safetensors`."""
     if at.doing == "waiting":
-        return "waiting for another download of it"
+        return "waiting for another download of this model"
     count = f" {min(at.done_files + 1, at.files)}/{at.files}" if at.files else ""
     return f"{at.doing}{count} {at.file}".rstrip()
 

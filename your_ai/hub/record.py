@@ -1,4 +1,4 @@
-"""What the files of a model were when they came, kept beside them: is each still the same?"""
+"""A record of a model's files as they were downloaded, to check later that they are the same."""
 
 from __future__ import annotations
 
@@ -23,20 +23,24 @@ class RecordedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class FilesRecord:
-    """Where a model came from. asked: the revision as the user named it; revision: the commit."""
+    """Where a model came from, and its files."""
 
     repo: str
     asked: str
+    """The revision that the user asked for: a branch, tag or commit."""
     revision: str
+    """The commit."""
     files: dict[str, RecordedFile]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """faults: one line each, none for a whole model; checked: how far was looked, in words."""
+    """The result of checking a model's files."""
 
     faults: tuple[str, ...]
+    """One line each; empty if the model is complete."""
     checked: str
+    """What was checked, in words."""
 
 
 def write_record(folder: Path, record: FilesRecord) -> None:
@@ -44,7 +48,7 @@ def write_record(folder: Path, record: FilesRecord) -> None:
 
 
 def read_record(folder: Path) -> FilesRecord | None:
-    """The record of a model, None where it has none. Raises UserError for a damaged one."""
+    """Return the record of a model; None if it has none. Raises UserError if it is damaged."""
     path = folder / RECORD
     if not path.is_file():
         return None
@@ -66,7 +70,7 @@ def read_record(folder: Path) -> FilesRecord | None:
 
 
 def fault_of(folder: Path) -> str | None:
-    """The first fault that shows without reading weights; None where the model looks whole."""
+    """Return the first fault found without reading weights; None if the model looks complete."""
     try:
         record = read_record(folder)
         if record is None:
@@ -81,7 +85,7 @@ def fault_of(folder: Path) -> str | None:
 
 
 def size_fault(folder: Path, record: FilesRecord, name: str) -> str | None:
-    """What is wrong with the size of one of the files."""
+    """Say what is wrong with the size of a file; None if it is right."""
     path, expected = folder / name, record.files[name].size_bytes
     try:
         found = path.stat().st_size
@@ -91,7 +95,7 @@ def size_fault(folder: Path, record: FilesRecord, name: str) -> str | None:
 
 
 def file_fault(folder: Path, record: FilesRecord, name: str) -> str | None:
-    """What is wrong with one of the files; reads all of it."""
+    """Say what is wrong with a file; None if it is right. Reads the whole file."""
     fault = size_fault(folder, record, name)
     if fault is not None:
         return fault
@@ -99,18 +103,19 @@ def file_fault(folder: Path, record: FilesRecord, name: str) -> str | None:
         same = sha256(folder / name) == record.files[name].sha256
     except OSError as error:
         return f"{folder / name}: cannot be read ({error.strerror})"
-    return None if same else f"{folder / name}: is not what was fetched"
+    return None if same else f"{folder / name}: has changed since it was downloaded"
 
 
 def verify(folder: Path) -> Verdict:
-    """Every file of a model against its record, or against the names in the hub's cache.
+    """Compare every file of a model with its record, or with its hash in the Hugging Face cache.
 
-    Those are its files' hashes. What has neither is looked at for sizes and headers alone.
+    The cache names files by their hashes. Without a record or such a name, only sizes and headers
+    are checked.
     """
     try:
         record = read_record(folder)
     except UserError as error:
-        return Verdict((str(error),), "the record alone")
+        return Verdict((str(error),), "only the record")
     if record is not None:
         faults = [file_fault(folder, record, name) for name in sorted(record.files)]
         return Verdict(tuple(f for f in faults if f is not None), "every byte")
@@ -119,9 +124,9 @@ def verify(folder: Path) -> Verdict:
         return Verdict((looked,), "sizes and headers")
     hashes = {path: blob_of(path) for path in sorted(folder.iterdir()) if path.is_file()}
     if not all(hashes.values()):
-        return Verdict((), f"sizes and headers: it has no {RECORD} to check its bytes against")
+        return Verdict((), f"sizes and headers; there is no {RECORD} to compare the bytes with")
     faults = [
-        f"{path}: is not what was fetched"
+        f"{path}: has changed since it was downloaded"
         for path, expected in hashes.items()
         if expected is not None and hash_like(path, expected) != expected
     ]
@@ -129,15 +134,15 @@ def verify(folder: Path) -> Verdict:
 
 
 def blob_of(path: Path) -> str | None:
-    """The hash that a file of the hub's cache is named by."""
+    """The hash in the name of a file in the Hugging Face cache; None for other files."""
     blob = path.resolve()
     return blob.name if blob.parent.name == "blobs" and is_hash(blob.name) else None
 
 
 def hash_like(path: Path, expected: str) -> str:
-    """A file's hash of the same kind: sha256, or git's of a blob, which has 40 digits.
+    """Return a file's hash of the same kind as `expected`: sha256, or git's blob hash (40 digits).
 
-    Raises OSError where the file cannot be read.
+    Raises OSError if the file cannot be read.
     """
     if len(expected) == 64:
         return sha256(path)

@@ -1,4 +1,4 @@
-"""The models that have a short name, and what is known of them without their files."""
+"""The models with an alias, and the facts about them that are known without their files."""
 
 from __future__ import annotations
 
@@ -10,37 +10,41 @@ from pathlib import Path
 from typing import Any
 
 DATA = Path(__file__).with_name("registry.yaml")
-FLOAT_BYTES = 2  # of bfloat16, which all of them are in
-NEAR = 0.5  # of 1, how alike two names are that one may be meant for the other
+FLOAT_BYTES = 2  # bfloat16, the dtype of all of them
+NEAR = 0.5  # minimum similarity, from 0 to 1, to suggest a name in place of another
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """A model of the registry.
-
-    repo: its id on the hub; parameters: as they were before quantization; heads: of the
-    queries; kv_heads: of the keys and values; inner: the width of the feed-forward layers;
-    tied: whether the head is the embedding; bits, group_size: None where the files are
-    bfloat16; context: the most tokens it was made for; more: the rest of its config.json.
-    """
+    """A model of the registry."""
 
     alias: str
     repo: str
+    """The repository id on the hub."""
     model_type: str
     parameters: int
+    """The number of parameters before quantization."""
     layers: int
     hidden: int
     heads: int
+    """Query heads."""
     kv_heads: int
+    """Key and value heads."""
     head_dim: int
     inner: int
+    """The width of the feed-forward layers."""
     vocabulary: int
     tied: bool
+    """Whether the head uses the embedding's weights."""
     context: int
+    """The maximum sequence length, in tokens."""
     licence: str
     bits: int | None = None
+    """Bits per weight; None if the files are bfloat16."""
     group_size: int | None = None
+    """Weights per quantization group; None if the files are bfloat16."""
     more: Mapping[str, Any] = field(default_factory=dict)
+    """The other entries of the model's config.json."""
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -65,29 +69,29 @@ class Known:
 
     @property
     def block_vectors(self) -> int:
-        """The numbers of a block that are never quantized: of its norms and biases."""
+        """The parameters of a block that are never quantized: norms and biases."""
         norms = (4 if self.model_type.startswith("gemma") else 2) * self.hidden
         if self.model_type in ("qwen3", "gemma3_text"):
-            norms += 2 * self.head_dim  # of the queries, and of the keys
+            norms += 2 * self.head_dim  # norms of the queries and of the keys
         if self.model_type == "qwen2":
             norms += (self.heads + 2 * self.kv_heads) * self.head_dim  # biases
         return norms
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Those of the embedding and, untied, the head."""
+        """The parameters of the embedding and, if not tied, the head."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
     def shape_parameters(self) -> int:
-        """The parameters, as the other figures have them."""
+        """The number of parameters, computed from the shapes."""
         linears = sum(inputs * outputs for inputs, outputs in self.linears.values())
         blocks = self.layers * (linears + self.block_vectors)
-        return blocks + self.vocabulary_parameters + self.hidden  # and the last norm
+        return blocks + self.vocabulary_parameters + self.hidden  # the last is the final norm
 
     @property
     def bytes_on_disk(self) -> int:
-        """Of the weights, computed: each group has a scale and a bias beside its numbers."""
+        """Bytes of the weights, computed. Each quantized group also has a scale and a bias."""
         vectors = self.layers * self.block_vectors + self.hidden
         matrices = self.shape_parameters - vectors
         if self.bits is None or self.group_size is None:
@@ -106,7 +110,7 @@ def known() -> Mapping[str, Known]:
 
 
 def config_of(model: Known) -> dict[str, Any]:
-    """Its config.json as far as sizes depend on it; mlx-lm builds a model from it."""
+    """Return the config.json entries that sizes depend on, enough for mlx-lm to build a model."""
     config = {
         "model_type": model.model_type,
         "num_hidden_layers": model.layers,
@@ -126,12 +130,12 @@ def config_of(model: Known) -> dict[str, Any]:
 
 
 def alias_of(repo: str) -> str | None:
-    """The alias of a repo of the registry."""
+    """The alias of a repository, if it has one."""
     return next((model.alias for model in known().values() if model.repo == repo), None)
 
 
 def nearest_aliases(name: str, count: int = 3) -> list[str]:
-    """At most `count` aliases that are like `name`, or whose repo is, the nearest first."""
+    """Return up to `count` aliases similar to `name` by alias or repository, most similar first."""
 
     def likeness(model: Known) -> float:
         texts = (model.alias, model.repo.split("/")[1].lower())
@@ -144,7 +148,7 @@ def nearest_aliases(name: str, count: int = 3) -> list[str]:
 
 
 def size_text(size_bytes: float) -> str:
-    """`4.52 GB`, `12.3 MB` or `3 kB`, of powers of ten."""
+    """Format a size as `4.52 GB`, `12.3 MB` or `3 kB` (powers of ten)."""
     if size_bytes >= 1e9:
         return f"{size_bytes / 1e9:.2f} GB"
     return f"{size_bytes / 1e6:.1f} MB" if size_bytes >= 1e6 else f"{size_bytes / 1e3:.0f} kB"

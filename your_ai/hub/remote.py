@@ -1,7 +1,7 @@
-"""What a repo of the hub holds, its bytes, and what went wrong, in words.
+"""Read file lists and files from the hub, and explain its errors.
 
-Through what huggingface_hub documents: its session, headers and errors. Its own functions for
-whole files begin each anew in a process that follows a killed one.
+Uses only documented parts of huggingface_hub: its session, headers and errors. Its own download
+functions start each file from the beginning after the process was killed.
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ from your_ai.hub.check import WEIGHTS, found_instead, has_tokenizer
 from your_ai.hub.find import WANTED
 
 DEFAULT_REVISION = "main"
-LISTING_BYTES = 64 * MB  # of the hub's answer to what a repo holds
-MOST_FILES = 10_000  # of a model
+LISTING_BYTES = 64 * MB  # maximum size of a repository's file list
+MOST_FILES = 10_000  # maximum number of files in a model
 MOST_FILE_BYTES = 1 << 50
-SLOW_AFTER_S, SLOWEST_BYTES_PER_S = 5.0, 1000  # of an answer that is not a file
-NO_ADDRESS = "is no address"
+SLOW_AFTER_S, SLOWEST_BYTES_PER_S = 5.0, 1000  # for responses that are not files
+NO_ADDRESS = "is not an address"
 ERROR_HEADERS = ("X-Error-Code", "X-Error-Message")
 CUTS = ("disconnected", "peer closed", "incomplete", "ConnectionTerminated")
-PASSING = (408, 429, 500, 502, 503, 504)  # answers that another try may change
+PASSING = (408, 429, 500, 502, 503, 504)  # temporary errors: another attempt may succeed
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a repo. hash: sha256 of a large one, git's hash of a blob of a small one."""
+    """A file of a repository."""
 
     name: str
     size_bytes: int
     hash: str
+    """sha256 of a large (LFS) file, git's blob hash of a small file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The files of a model that are wanted, in the order they are fetched; revision: the commit."""
+    """The files of a model to download."""
 
     repo: str
     revision: str
+    """The commit."""
     files: tuple[RemoteFile, ...]
+    """In the order of download."""
 
     @property
     def size_bytes(self) -> int:
@@ -57,43 +60,43 @@ class Listing:
 
 
 class Cut(Exception):
-    """The hub sent less, or more, than it said."""
+    """The hub sent fewer or more bytes than it announced."""
 
 
 class Excess(Cut):
-    """The hub sent more than it said."""
+    """The hub sent more bytes than it announced."""
 
 
-# The hub's address, and its answers
+# The hub's address and responses
 
 
 def check_endpoint() -> None:
-    """Raise UserError where HF_ENDPOINT is not the address of a hub. Asks nobody."""
+    """Raise UserError if HF_ENDPOINT is not a valid address. Does not use the network."""
     check_address(os.environ.get("HF_ENDPOINT"))
-    from huggingface_hub import constants  # late, since what is no address ends its import
+    from huggingface_hub import constants  # imported here: the import fails on a bad address
 
     check_address(constants.ENDPOINT)
 
 
 def check_address(value: str | None) -> None:
-    """Raise UserError where a value of HF_ENDPOINT is not the address of a hub."""
+    """Raise UserError if a value of HF_ENDPOINT is not a valid address."""
     fault = None if value is None else address_fault(value)
     if value is not None and fault is not None:
         raise UserError(
-            f"HF_ENDPOINT '{shown(value)}': {fault}; give the address of a hub, like "
+            f"HF_ENDPOINT '{shown(value)}': {fault}; set it to the address of a hub, like "
             "https://huggingface.co, or unset it"
         )
 
 
 def check_environment() -> None:
-    """Raise UserError where HF_ENDPOINT would end the import of the hub's client."""
+    """Raise UserError if the import of huggingface_hub would fail because of HF_ENDPOINT."""
     value = os.environ.get("HF_ENDPOINT")
     if value is not None and address_fault(value) == NO_ADDRESS:
         check_address(value)
 
 
 def address_fault(value: str) -> str | None:
-    """Why a text is not the http or https address of a server; None where it is."""
+    """Say why a text is not the http or https address of a server; None if it is one."""
     try:
         parts = urllib.parse.urlsplit(value)
         port = parts.port
@@ -102,18 +105,18 @@ def address_fault(value: str) -> str | None:
     if parts.scheme not in ("http", "https"):
         return "does not begin with https:// or http://"
     if not parts.hostname or port == 0:
-        return "names no host"
+        return "has no host name"
     if not value.isascii() or not value.isprintable() or " " in value or "\\" in value:
-        return "has characters that no address has"
+        return "has characters that are not allowed in an address"
     return "has a query" if parts.query or parts.fragment else None
 
 
 @contextlib.contextmanager
 def answered(url: str, headers: dict[str, str], **options: Any) -> Iterator[Any]:
-    """A hub's answer to GET, whose body is not read yet and is sent as it is.
+    """Send a GET request to the hub and give the response, before its body is read.
 
-    Raises UserError for one that came through a redirect from https to http, or whose body is
-    encoded. The errors of the hub's client come through; the body of an error is not read.
+    Raises UserError for a redirect from https to http, or a body with a content encoding.
+    Errors of huggingface_hub are not converted. The body of an error response is not read.
     """
     from huggingface_hub import constants, get_session, hf_raise_for_status
 
@@ -121,27 +124,29 @@ def answered(url: str, headers: dict[str, str], **options: Any) -> Iterator[Any]
     headers = headers | {"Accept-Encoding": "identity"}
     with get_session().stream("GET", url, headers=headers, **options) as response:
         if response.status_code not in (200, 206):
-            told = {n: response.headers[n][:500] for n in ERROR_HEADERS if n in response.headers}
-            empty = type(response)(response.status_code, headers=told, request=response.request)
+            kept = {n: response.headers[n][:500] for n in ERROR_HEADERS if n in response.headers}
+            empty = type(response)(response.status_code, headers=kept, request=response.request)
             hf_raise_for_status(empty)
             raise UserError(f"the hub answered {response.status_code}; check HF_ENDPOINT")
         schemes = [step.url.scheme for step in (*response.history, response)]
         if "http" in schemes[schemes.index("https") :] if "https" in schemes else False:
             raise UserError("the hub redirects from https to http; check HF_ENDPOINT")
         if response.headers.get("Content-Encoding", "identity").lower() not in ("identity", ""):
-            raise UserError("the hub sends encoded bytes, which it was not asked for")
+            raise UserError("the hub sent encoded bytes, which were not requested")
         yield response
 
 
 def read_answer(url: str, headers: dict[str, str], most: int, **options: Any) -> bytes:
-    """The body of a hub's answer. Raises as `answered` does, and UserError for more than `most`
-    bytes, or fewer in a second than any line sends."""
+    """Return the body of the hub's response.
+
+    Raises like `answered`, and UserError for more than `most` bytes or a very slow response.
+    """
     body, began = bytearray(), time.monotonic()
     with answered(url, headers, **options) as response:
         for chunk in response.iter_raw():
             body += chunk
             if len(body) > most:
-                raise UserError(f"the hub's answer is larger than {most // MB} MB; not read")
+                raise UserError(f"the hub's answer is larger than {most // MB} MB; refused")
             took_s = time.monotonic() - began
             if took_s > SLOW_AFTER_S and len(body) < SLOWEST_BYTES_PER_S * took_s:
                 raise UserError("the hub's answer comes too slowly; try again later")
@@ -149,18 +154,19 @@ def read_answer(url: str, headers: dict[str, str], most: int, **options: Any) ->
 
 
 def ask(repo: str, revision: str) -> Listing:
-    """What the hub has of a repo. Raises UserError for one that holds no model for your_ai, and
-    for an answer that is no listing.
+    """Get the list of a repository's files.
 
-    The errors of the hub's client come through.
+    Raises UserError if the repository has no model that your_ai can use, or if the hub does not
+    answer with a file list. Errors of huggingface_hub are not converted.
     """
     return listing_of(repo, described(repo, revision))
 
 
 def described(repo: str, revision: str, **options: Any) -> dict[str, Any]:
-    """What the hub says of a repo: `sha`, a hash, `siblings`, objects, and more of any kind.
+    """Get the hub's description of a repository.
 
-    Raises UserError for another answer. The errors of the hub's client come through.
+    `sha` is a hash and `siblings` a list of objects; other entries may have any type.
+    Raises UserError for any other answer. Errors of huggingface_hub are not converted.
     """
     check_endpoint()
     from huggingface_hub import constants
@@ -174,22 +180,22 @@ def described(repo: str, revision: str, **options: Any) -> dict[str, Any]:
 
 
 def object_in(repo: str, body: bytes) -> dict[str, Any]:
-    """What `described` gives, from the bytes of an answer. Raises UserError."""
+    """Parse the hub's answer for `described`. Raises UserError."""
     try:
         content = parse_json(body, unique=True)
     except ValueError as error:
         reason = str(error)
-        raise UserError(f"{repo}: the hub gave no listing ({shown(reason)})") from error
+        raise UserError(f"{repo}: the hub gave no list of files ({shown(reason)})") from error
     siblings = content.get("siblings", []) if isinstance(content, dict) else None
     if not isinstance(siblings, list) or not all(isinstance(s, dict) for s in siblings):
-        raise UserError(f"{repo}: the hub gave no listing of files; check HF_ENDPOINT")
+        raise UserError(f"{repo}: the hub gave no list of files; check HF_ENDPOINT")
     if not is_hash(content.get("sha")):
-        raise UserError(f"{repo}: the hub names no commit; check HF_ENDPOINT")
+        raise UserError(f"{repo}: the hub gave no commit hash; check HF_ENDPOINT")
     return {**content, "siblings": siblings}
 
 
 def listing_of(repo: str, content: dict[str, Any]) -> Listing:
-    """The files in what `described` gives. Raises UserError for what is no model."""
+    """Return the files to download from a description. Raises UserError if there is no model."""
     siblings = content["siblings"]
     names = [sibling.get("rfilename") for sibling in siblings]
     for name in names:
@@ -197,17 +203,19 @@ def listing_of(repo: str, content: dict[str, Any]) -> Listing:
             raise UserError(f"{repo}: has a file '{shown(name)}', which {fault}; refused")
     found = [file for sibling in siblings if (file := file_of(repo, sibling)) is not None]
     if len(found) > MOST_FILES:
-        raise UserError(f"{repo}: has {len(found)} files, more than any model; refused")
+        raise UserError(f"{repo}: has {len(found)} files, more than any real model; refused")
     if (same := clash(file.name for file in found)) is not None:
         first, second = map(shown, same)
-        raise UserError(f"{repo}: has '{first}' and '{second}', which may be one file; refused")
+        raise UserError(
+            f"{repo}: has '{first}' and '{second}', one file on some file systems; refused"
+        )
     refuse(repo, names, [file.name for file in found])
     found.sort(key=lambda file: (file.name != "config.json", file.size_bytes, file.name))
     return Listing(repo=repo, revision=content["sha"], files=tuple(found))
 
 
 def file_of(repo: str, sibling: dict[str, Any]) -> RemoteFile | None:
-    """A file of a hub's answer, None where it is not wanted or the hub does not describe it."""
+    """Return a file of the hub's answer; None if it is not needed or not fully described."""
     name, size_bytes, large = sibling["rfilename"], sibling.get("size"), sibling.get("lfs")
     if not is_wanted(name):
         return None
@@ -226,13 +234,13 @@ def file_of(repo: str, sibling: dict[str, Any]) -> RemoteFile | None:
 
 
 def is_wanted(path: str) -> bool:
-    """Whether a model needs a file: those in folders are of other formats."""
+    """Whether a model needs the file. Files in subfolders belong to other formats."""
     hidden = path.startswith(".")
     return "/" not in path and not hidden and any(fnmatch(path, pattern) for pattern in WANTED)
 
 
 def refuse(repo: str, names: list[str], wanted: list[str]) -> None:
-    """Raise UserError where there is no model that your_ai could train."""
+    """Raise UserError if the repository has no model that your_ai can train."""
     if not any(fnmatch(name, WEIGHTS) for name in wanted):
         found = found_instead(name for name in names if "/" not in name)
         raise UserError(f"{repo}: has no {WEIGHTS}, {found}; choose a repo with safetensors")
@@ -243,9 +251,10 @@ def refuse(repo: str, names: list[str], wanted: list[str]) -> None:
 
 
 def receive(listing: Listing, file: RemoteFile, part: Path) -> Iterator[int]:
-    """Add to `part` what it lacks of a file; the bytes in it, ever again.
+    """Append the missing bytes of a file to `part`. Yields its size after each write.
 
-    Raises UserError where it cannot be written, Cut, and the errors of the hub's client.
+    Raises UserError if `part` cannot be written, Cut if the size is wrong, and errors of
+    huggingface_hub.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers
@@ -261,15 +270,13 @@ def receive(listing: Listing, file: RemoteFile, part: Path) -> Iterator[int]:
             headers["Range"] = f"bytes={done}-"
         url = hf_hub_url(listing.repo, file.name, revision=listing.revision)
         with answered(url, headers) as response:
-            if done and response.status_code != 206:  # who answers knows no ranges
+            if done and response.status_code != 206:  # the server does not support ranges
                 done = 0
                 os.ftruncate(opened, 0)
             for chunk in response.iter_raw():
                 if done + len(chunk) > file.size_bytes:
-                    os.ftruncate(opened, 0)  # nothing tells which of its bytes are right
-                    raise Excess(
-                        f"the hub sent more than the {file.size_bytes} bytes of {file.name}"
-                    )
+                    os.ftruncate(opened, 0)  # it is unknown which bytes are right
+                    raise Excess(f"the hub sent more than {file.size_bytes} bytes for {file.name}")
                 try:
                     write_at(opened, memoryview(chunk), done)
                 except OSError as error:
@@ -279,7 +286,7 @@ def receive(listing: Listing, file: RemoteFile, part: Path) -> Iterator[int]:
     finally:
         os.close(opened)
     if done != file.size_bytes:
-        raise Cut(f"the hub sent {done} of {file.size_bytes} bytes of {file.name}")
+        raise Cut(f"the hub sent only {done} of {file.size_bytes} bytes of {file.name}")
 
 
 def unwritable(path: Path, error: OSError) -> UserError:
@@ -287,12 +294,12 @@ def unwritable(path: Path, error: OSError) -> UserError:
 
 
 def status_of(error: Exception) -> int | None:
-    """The status of the answer that an error of the hub's client is about."""
+    """The HTTP status of an error of huggingface_hub, if it has one."""
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
 def kinds_of(error: Exception) -> set[str]:
-    """The names of an error's classes: the client's transport is httpx or, later, httpx2."""
+    """The names of an error's classes. huggingface_hub uses httpx or, in later versions, httpx2."""
     return {kind.__name__ for kind in type(error).__mro__}
 
 
@@ -301,11 +308,11 @@ def is_unreachable(error: Exception) -> bool:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether it may go well the next time."""
+    """Whether another attempt may succeed."""
     status, kinds = status_of(error), kinds_of(error)
     if status is not None:
         return status in PASSING
-    if kinds & {"RemoteProtocolError"}:  # a cut, or no HTTP at all
+    if kinds & {"RemoteProtocolError"}:  # an interrupted response, or not HTTP at all
         return any(text in str(error) for text in CUTS)
     if kinds & {"UnsupportedProtocol", "LocalProtocolError", "DecodingError"}:
         return False
@@ -313,7 +320,7 @@ def is_passing(error: Exception) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong, in a few words."""
+    """Say what went wrong, in a few words."""
     status = status_of(error)
     if status is not None:
         return f"the hub answered {status}"
@@ -322,7 +329,10 @@ def reason_of(error: Exception) -> str:
 
 
 def explain(error: Exception, name: str, repo: str, revision: str) -> UserError:
-    """An error of the hub's client as what the user can do. name: of the model, as given."""
+    """Turn an error of huggingface_hub into a UserError that says what to do.
+
+    name: the model's name as the user gave it.
+    """
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -333,14 +343,16 @@ def explain(error: Exception, name: str, repo: str, revision: str) -> UserError:
     if isinstance(error, errors.DisabledRepoError):
         return UserError(f"{name}: {repo} is disabled on the hub; choose another model")
     if isinstance(error, errors.RevisionNotFoundError):
-        return UserError(f"{name}: {repo} has no revision {revision}; leave --revision out")
+        return UserError(f"{name}: {repo} has no revision {revision}; omit --revision")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return UserError(f"{name}: no {repo} on the hub; a private one needs `hf auth login` first")
+        return UserError(
+            f"{name}: {repo} is not on the hub; if it is private, log in first: `hf auth login`"
+        )
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return UserError(f"{name}: HF_HUB_OFFLINE is set; unset it to fetch {repo}")
+        return UserError(f"{name}: HF_HUB_OFFLINE is set; unset it to download {repo}")
     if status_of(error) in (401, 403):
         return UserError(
-            f"{name}: the hub does not let this account fetch {repo}; log in anew: `hf auth login`"
+            f"{name}: this account may not download {repo}; log in again: `hf auth login`"
         )
     if is_unreachable(error):
         return UserError(
@@ -349,7 +361,9 @@ def explain(error: Exception, name: str, repo: str, revision: str) -> UserError:
         )
     if kinds_of(error) & {"UnsupportedProtocol", "InvalidURL", "TooManyRedirects"}:
         return UserError(
-            f"{name}: the hub at {constants.ENDPOINT} redirects to what is no address of a server "
+            f"{name}: the hub at {constants.ENDPOINT} redirects to an invalid address "
             f"({reason_of(error)}); check HF_ENDPOINT"
         )
-    return UserError(f"{name}: {repo} could not be fetched ({reason_of(error)}); try again later")
+    return UserError(
+        f"{name}: {repo} could not be downloaded ({reason_of(error)}); try again later"
+    )
