@@ -138,7 +138,7 @@ def test_max_row_bytes_may_change_on_resume():
         ("learning-rate: 3", "unknown key learning-rate; did you mean learning_rate?"),
         ("batch_size: many", "c.yaml: batch_size: expected a whole number, found 'many'"),
         ("use_dora: 1", "use_dora: expected true or false, found 1"),
-        ("- 1", "must hold `key: value` lines"),
+        ("- 1", "expected `key: value` lines"),
         ("a: [", "c.yaml:1: is not valid YAML"),
         ("lora_rank: 0", "--lora-rank 0"),
     ],

@@ -1,4 +1,4 @@
-"""What reaches a terminal: texts from anywhere, and none that steers it."""
+"""Output to the terminal: text from untrusted sources never controls the terminal."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ TEXTS = st.text(st.characters() | st.sampled_from(HOSTILE)) | st.just(HOSTILE)
 PACKAGE = Path(your_ai.__file__).parent
 
 
-def steers(text: str) -> bool:
-    """Whether a terminal would do more with a text than show it."""
+def controls_terminal(text: str) -> bool:
+    """Whether a text has characters that control a terminal."""
     return any(
         (ord(c) < 32 and c not in "\n\t")
         or 0x7F <= ord(c) < 0xA0
@@ -54,7 +54,7 @@ def captured():
 
 
 @given(TEXTS)
-def test_no_gate_lets_through_what_steers(text):
+def test_no_output_function_prints_control_characters(text):
     with captured() as (out, error):
         console.echo(text)
         console.echo(text, nl=False)
@@ -67,40 +67,40 @@ def test_no_gate_lets_through_what_steers(text):
         shown.print(table)
         console.open_console(stderr=True).print(text)
         console.echo_json({text: text})
-    assert not steers(out.getvalue())
-    assert not steers(error.getvalue())
+    assert not controls_terminal(out.getvalue())
+    assert not controls_terminal(error.getvalue())
     assert json.loads(out.getvalue().splitlines()[-1]) == {text: text}
 
 
 @given(TEXTS)
-def test_an_error_is_one_line_that_steers_nothing(text):
+def test_an_error_is_one_line_without_control_characters(text):
     for error in (UserError(text), RunError(text), ValueError(text)):
         with captured() as (_, shown):
             assert cli.report(error) in (1, 2)
         assert shown.getvalue().count("\n") == 1
-        assert not steers(shown.getvalue())
+        assert not controls_terminal(shown.getvalue())
 
 
 @given(TEXTS)
-def test_texts_that_steer_nothing_are_shown_as_they_are(text):
-    if not steers(text):
+def test_harmless_text_is_printed_unchanged(text):
+    if not controls_terminal(text):
         assert printable(text) == text
 
 
-def test_what_was_there_can_be_seen():
+def test_control_characters_are_replaced_by_visible_ones():
     text = "a\x1b[2J\x9b1m\rb\n\té世\u200d😀\u202e"
     assert printable(text) == "a␛[2J\ufffd1mb\n\té世\u200d😀\ufffd"
     assert printable("a\r\n\tb", one_line=True) == "a␍␊␉b"
 
 
-def test_texts_are_no_markup():
+def test_markup_in_text_is_printed_literally():
     with captured() as (out, _):
         shown = console.open_console()
         shown.print("[bold]a[/nothing] :smile: [link=file:///]b[/link]")
     assert out.getvalue() == "[bold]a[/nothing] :smile: [link=file:///]b[/link]\n"
 
 
-def test_a_terminal_gets_styles_and_no_other_codes(monkeypatch):
+def test_a_terminal_gets_only_the_escape_codes_of_styles(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -111,13 +111,13 @@ def test_a_terminal_gets_styles_and_no_other_codes(monkeypatch):
 
 
 @given(st.text(), st.integers(1, 300))
-def test_a_shortened_text_keeps_its_ends(text, most):
+def test_a_shortened_text_keeps_its_beginning_and_end(text, most):
     short = shortened(text, most)
     assert len(short) <= most
     assert short == text or (short[0] in (text[0], "\u2026") and "\u2026" in short)
 
 
-def test_a_long_error_keeps_its_begin_and_its_end():
+def test_a_long_error_keeps_its_beginning_and_end():
     with captured() as (_, error):
         cli.report(UserError(f"rows.jsonl:7: unknown key {'k' * 3_000_000}; remove it"))
     assert error.getvalue().startswith("error: rows.jsonl:7: unknown key kkk")
@@ -126,13 +126,13 @@ def test_a_long_error_keeps_its_begin_and_its_end():
 
 
 @given(st.text(min_size=3000, max_size=5000) | st.just("a b " * 1_000_000))
-def test_no_error_is_long(text):
+def test_the_length_of_every_error_is_bounded(text):
     with captured() as (_, error):
         cli.report(UserError(text))
     assert len(error.getvalue()) <= LINE_CHARACTERS + 1
 
 
-def test_libraries_and_threads_steer_nothing(monkeypatch):
+def test_output_of_libraries_and_threads_is_printable(monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     before = logging.getLogRecordFactory()
@@ -152,10 +152,10 @@ def test_libraries_and_threads_steer_nothing(monkeypatch):
             logging.setLogRecordFactory(before)
     text = error.getvalue()
     assert text.count("evil") >= 3
-    assert not steers(text)
+    assert not controls_terminal(text)
 
 
-def test_a_traceback_steers_nothing(monkeypatch, capsys):
+def test_a_traceback_is_printable(monkeypatch, capsys):
     def fail(**_: object) -> None:
         raise ValueError(HOSTILE)
 
@@ -163,15 +163,15 @@ def test_a_traceback_steers_nothing(monkeypatch, capsys):
     assert call("--debug") == 1
     error = capsys.readouterr().err
     assert "Traceback" in error
-    assert not steers(error)
+    assert not controls_terminal(error)
 
 
 PRINTING = {"print", "print_exc", "print_exception", "secho", "Console", "pprint"}
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.name)
-def test_nothing_else_prints(path):
-    """A text that is printed elsewhere would not be made printable."""
+def test_no_other_module_prints(path):
+    """Text printed elsewhere would not be made printable."""
     if path == Path(console.__file__):
         return
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -179,7 +179,7 @@ def test_nothing_else_prints(path):
             continue
         name = ast.unparse(node.func)
         last = name.rpartition(".")[2]
-        allowed = last == "print" and "console" in name  # one that open_console made
+        allowed = last == "print" and "console" in name  # a console of open_console
         assert last not in PRINTING or allowed, f"{path}:{node.lineno}: {name}"
         written = (
             "sys.stdout.write",
@@ -192,7 +192,7 @@ def test_nothing_else_prints(path):
         assert ".file.write" not in name, f"{path}:{node.lineno}: {name}"
 
 
-# From the files that the commands read to the terminal.
+# Whole commands: from the files that they read to the terminal
 
 
 def shown_by(capfd: pytest.CaptureFixture, *arguments: object) -> str:
@@ -203,7 +203,7 @@ def shown_by(capfd: pytest.CaptureFixture, *arguments: object) -> str:
 
 @pytest.fixture
 def hostile_run(own_folder: Path) -> RunFolder:
-    """A run whose files steer, as one that was downloaded may."""
+    """A run whose files contain control characters, as a downloaded run may."""
     run = RunFolder(Path("runs/r"))
     run.path.mkdir(parents=True)
     run.config.write_text(f"model: {json.dumps(HOSTILE[:-1])}\ndata: x\n...\n", encoding="utf-8")
@@ -235,30 +235,32 @@ def hostile_run(own_folder: Path) -> RunFolder:
     ],
     ids=" ".join,
 )
-def test_a_run_of_others_steers_nothing(hostile_run, capfd, arguments):
+def test_a_hostile_run_folder_prints_no_control_characters(hostile_run, capfd, arguments):
     text = shown_by(capfd, *arguments)
     assert text
-    assert not steers(text)
+    assert not controls_terminal(text)
 
 
-def test_a_report_of_others_hides_nothing(hostile_run, capfd):
+def test_a_hostile_run_folder_gives_a_report_without_control_characters(hostile_run, capfd):
     shown_by(capfd, "report", "r")
-    assert not steers((hostile_run.path / "report.html").read_text())
+    assert not controls_terminal((hostile_run.path / "report.html").read_text())
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
 @pytest.mark.parametrize(
     "row", [{HOSTILE: 1}, {"messages": HOSTILE}, {"messages": [{"role": HOSTILE, "content": "a"}]}]
 )
-def test_data_of_others_steers_nothing(configure, data_folder, capfd, tiny_model, command, row):
+def test_hostile_data_prints_no_control_characters(
+    configure, data_folder, capfd, tiny_model, command, row
+):
     write_rows(data_folder / "train.jsonl", [row])
     text = shown_by(capfd, command, "--model", tiny_model, "--data", data_folder)
     assert "error: " in text
-    assert not steers(text)
+    assert not controls_terminal(text)
 
 
 def copied(model: Path, **changes: object) -> Path:
-    """A copy of a model folder; of files that are JSON the values that are given are others."""
+    """Copy a model folder and change entries of its JSON files."""
     folder = Path("copy")
     shutil.copytree(model, folder)
     for name, change in changes.items():
@@ -267,29 +269,29 @@ def copied(model: Path, **changes: object) -> Path:
     return folder
 
 
-def test_a_model_type_steers_nothing(tiny_model, data_folder, capfd):
+def test_a_hostile_model_type_is_printable(tiny_model, data_folder, capfd):
     folder = copied(tiny_model, config={"model_type": HOSTILE})
     text = shown_by(capfd, "plan", "--model", folder, "--data", data_folder)
     assert "evil" in text
-    assert not steers(text)
+    assert not controls_terminal(text)
 
 
-def test_a_chat_template_s_exception_steers_nothing(tiny_model, data_folder, capfd):
+def test_a_hostile_chat_template_error_is_printable(tiny_model, data_folder, capfd):
     folder = copied(tiny_model)
     (folder / "chat_template.jinja").write_text(
         "{{ raise_exception('" + HOSTILE[:-1].replace("\r", "") + "') }}"
     )
     text = shown_by(capfd, "plan", "--model", folder, "--data", data_folder)
     assert "evil" in text
-    assert not steers(text)
+    assert not controls_terminal(text)
 
 
-def test_a_tokenizer_s_class_steers_nothing(tiny_model, data_folder, capfd):
+def test_a_hostile_tokenizer_class_is_printable(tiny_model, data_folder, capfd):
     folder = copied(tiny_model, tokenizer={"tokenizer_class": HOSTILE[:-1]})
-    assert not steers(shown_by(capfd, "plan", "--model", folder, "--data", data_folder))
+    assert not controls_terminal(shown_by(capfd, "plan", "--model", folder, "--data", data_folder))
 
 
-def test_peft_s_base_name_steers_nothing(tmp_path, capfd):
+def test_a_hostile_base_model_name_of_peft_is_printable(tmp_path, capfd):
     folder = tmp_path / "adapter"
     folder.mkdir()
     config = {"peft_type": "LORA", "base_model_name_or_path": HOSTILE[:-1], "r": 2}
@@ -297,26 +299,26 @@ def test_peft_s_base_name_steers_nothing(tmp_path, capfd):
     (folder / "adapter_model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     text = shown_by(capfd, "import", folder)
     assert text
-    assert not steers(text)
+    assert not controls_terminal(text)
 
 
-def test_names_of_files_steer_nothing(own_folder, tiny_model, data_folder, capfd):
+def test_hostile_file_names_are_printable(own_folder, tiny_model, data_folder, capfd):
     name = "a\x1b[2J\u202eb.jsonl"
     path = write_rows(own_folder / "more" / name, [chat("a", "b"), "{"])
-    assert not steers(shown_by(capfd, "plan", "--model", tiny_model, "--data", path))
+    assert not controls_terminal(shown_by(capfd, "plan", "--model", tiny_model, "--data", path))
     folder = own_folder / "models" / "m\x1b[2J\x9b"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": HOSTILE[:-1]}))
     text = shown_by(capfd, "models")
-    assert not steers(text)
-    assert not steers(shown_by(capfd, "models", "verify", folder))
+    assert not controls_terminal(text)
+    assert not controls_terminal(shown_by(capfd, "models", "verify", folder))
 
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"NO_COLOR": "1"}, {"COLUMNS": "1"}])
-def test_kinds_of_terminals(hostile_run, capfd, monkeypatch, environment):
+def test_every_kind_of_terminal_gets_printable_output(hostile_run, capfd, monkeypatch, environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for arguments in (("runs",), ("watch", "r", "--replay", "--speed", "1000"), ("models",)):
         text = shown_by(capfd, *arguments)
         assert text
-        assert not steers(text)
+        assert not controls_terminal(text)

@@ -1,4 +1,4 @@
-"""No id is given to a model that has no row for it, in any command."""
+"""No command passes a token id to a model whose embedding has no row for it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MANY = 40_000_000
 
 
 def add_token(folder: Path, text: str, number: int) -> Path:
-    """Give the tokenizer of a model a token that the model does not have."""
+    """Add a token with the given id to the tokenizer of a model."""
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())
     content["added_tokens"].append({**content["added_tokens"][-1], "id": number, "content": text})
-    if text in content["model"]["vocab"]:  # added ones are counted from the last on
+    if text in content["model"]["vocab"]:  # then change its id instead
         content["model"]["vocab"][text] = number
         content["added_tokens"].pop()
     path.write_text(json.dumps(content))
@@ -38,13 +38,13 @@ def add_token(folder: Path, text: str, number: int) -> Path:
 
 @pytest.fixture
 def beyond(own_folder, tiny_model):
-    """A model whose tokenizer has `<new>`, one beyond its embedding."""
+    """A model whose tokenizer has the token `<new>`, with an id just past its embedding."""
     return add_token(make_model(own_folder / "beyond"), "<new>", 768)
 
 
 @pytest.mark.parametrize("architecture", sorted(EXTRA))
 @pytest.mark.parametrize("bits", [4, None])
-def test_a_model_has_as_many_tokens_as_rows(tmp_path, architecture, bits):
+def test_the_vocabulary_size_is_the_number_of_embedding_rows(tmp_path, architecture, bits):
     folder = make_model(tmp_path / "m", architecture, bits)
     network, _ = model.load_network(folder, mx.float32)
     assert vocabulary_of(network) == 768
@@ -52,7 +52,7 @@ def test_a_model_has_as_many_tokens_as_rows(tmp_path, architecture, bits):
         assert vocabulary_of(network) == 768
 
 
-def test_the_arrays_count_and_not_what_config_json_says(tmp_path):
+def test_the_vocabulary_size_comes_from_arrays_not_config_json(tmp_path):
     folder = make_model(tmp_path / "m", "llama-untied", None)
     network, _ = model.load_network(folder, mx.float32)
     network.args.vocab_size = 10**6
@@ -61,7 +61,7 @@ def test_the_arrays_count_and_not_what_config_json_says(tmp_path):
     assert vocabulary_of(network) == 700
 
 
-def test_every_architecture_of_mlx_lm_has_an_embedding_of_a_known_name():
+def test_the_embedding_of_every_mlx_lm_architecture_is_found():
     named = re.compile(r"self\.(\w+) = nn\.Embedding\(\s*\w*(?:args|config)?\.?\w*vocab_size")
     found = set()
     for module in pkgutil.iter_modules(mlx_lm.models.__path__):
@@ -72,54 +72,54 @@ def test_every_architecture_of_mlx_lm_has_an_embedding_of_a_known_name():
 
 
 @pytest.mark.parametrize("ids", [[768], [0, MANY], [-1], [2**32 - 1, 3]])
-def test_an_id_without_a_row_is_named(demo_tokenizer, ids):
-    with pytest.raises(UserError, match=r"^rows:1: has token -?\d+.*, but the model has 768; use"):
+def test_the_error_names_a_token_id_without_a_row(demo_tokenizer, ids):
+    with pytest.raises(UserError, match=r"^rows:1: has token id -?\d+.*, but the model has 768 t"):
         check_ids(ids, 768, demo_tokenizer, "rows:1")
 
 
-def test_ids_with_rows_pass(demo_tokenizer):
+def test_token_ids_with_rows_pass(demo_tokenizer):
     check_ids([0, 767], 768, demo_tokenizer, "rows:1")
     check_ids([], 768, demo_tokenizer, "rows:1")
 
 
 @pytest.mark.parametrize(("text", "number"), [("<new>", 768), ("Z", 768), ("Z", MANY)])
-def test_training_and_planning_name_the_row(own_folder, capsys, text, number):
+def test_train_and_plan_name_the_row_with_an_invalid_token_id(own_folder, capsys, text, number):
     folder = add_token(make_model(own_folder / "m"), text, number)
     rows = write_rows(own_folder / "d.jsonl", [chat("a", "b"), chat("a", f"b {text}")])
     for command in (["train", "--no-supervise"], ["plan"]):
         assert call(*command, "--model", folder, "--data", rows, "--batch-size", 1) == 2
-        told = capsys.readouterr().err
-        assert f"d.jsonl:2: has token {number} ({text}), but the model has 768" in told
+        error = capsys.readouterr().err
+        assert f"d.jsonl:2: has token id {number} ({text}), but the model has 768" in error
     assert not (own_folder / "runs").exists()
 
 
-def test_a_token_that_no_row_has_harms_nobody(own_folder, beyond):
+def test_an_invalid_token_that_no_row_uses_is_accepted(own_folder, beyond):
     rows = write_rows(own_folder / "d.jsonl", [chat("a", "b")])
     assert call("plan", "--model", beyond, "--data", rows) == 0
 
 
-def test_rows_that_another_model_has_cached_are_looked_at_again(own_folder, beyond, capsys):
-    """The larger model's tokenizer is the same: so is the cache's key."""
+def test_cached_rows_of_a_larger_model_are_checked_again(own_folder, beyond, capsys):
+    """The larger model has the same tokenizer, so the cache key is the same."""
     rows = write_rows(own_folder / "d.jsonl", [chat("a", "b <new>")])
     larger = make_model(own_folder / "larger", vocab_size=800)
     (larger / "tokenizer.json").write_bytes((beyond / "tokenizer.json").read_bytes())
     assert call("plan", "--model", larger, "--data", rows) == 0
     assert call("plan", "--model", beyond, "--data", rows) == 2
-    assert "d.jsonl:1: has token 768" in capsys.readouterr().err
+    assert "d.jsonl:1: has token id 768" in capsys.readouterr().err
 
 
-def test_prompts_are_looked_at_one_by_one(beyond):
+def test_prompts_with_invalid_token_ids_are_refused(beyond):
     network, tokenizer = model.load_base(beyond, mx.float32)
     sampling = generate.Sampling(max_tokens=1)
     ids = generate.prompt_tokens(tokenizer, [{"role": "user", "content": "Hello"}])
     assert list(generate.respond(network, tokenizer, ids, sampling))
     ids = generate.prompt_tokens(tokenizer, [{"role": "user", "content": "Hello <new>"}])
     for prompt in (ids, "Hello <new>", [MANY], [-1]):
-        with pytest.raises(UserError, match="the prompt: has token"):
+        with pytest.raises(UserError, match="the prompt: has token id"):
             list(generate.respond(network, tokenizer, prompt, sampling))
 
 
-def test_a_head_that_answers_with_what_the_embedding_lacks_is_refused(tmp_path):
+def test_a_head_with_more_rows_than_the_embedding_is_refused(tmp_path):
     folder = make_model(tmp_path / "m", "llama-untied", None)
     network, tokenizer = model.load_base(folder, mx.float32)
     network.lm_head.weight = mx.zeros((800, 64))
@@ -128,7 +128,7 @@ def test_a_head_that_answers_with_what_the_embedding_lacks_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("end", [-1, 2**40, "x", [1, None], 1.5])
-def test_an_end_token_that_is_no_token_is_refused(tmp_path, end):
+def test_an_invalid_eos_token_id_is_refused(tmp_path, end):
     folder = make_model(tmp_path / "m")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": end}))
@@ -136,19 +136,19 @@ def test_an_end_token_that_is_no_token_is_refused(tmp_path, end):
         model.load_base(folder, mx.float32)
 
 
-def test_a_row_has_no_more_places_than_the_model_has_learned():
+def test_a_row_longer_than_the_learned_positions_is_refused():
     module = importlib.import_module("mlx_lm.models.gpt2")
     shape = {"n_ctx": 64, "n_embd": 32, "n_head": 2, "n_layer": 1, "n_positions": 64}
     arguments = {**shape, "model_type": "gpt2", "layer_norm_epsilon": 1e-5, "vocab_size": 100}
     network = module.Model(module.ModelArgs.from_dict(arguments))
     assert dict(tree_flatten(network.parameters()))["model.wpe.weight"].shape == (64, 32)
     assert vocabulary_of(network) == 100
-    model.check_positions(network, 65, "--max-seq-length 65")  # the last is a target alone
+    model.check_positions(network, 65, "--max-seq-length 65")  # the last token is only a target
     with pytest.raises(UserError, match="has 66 tokens, but the model has 64 position embeddings"):
         model.check_positions(network, 66, "--max-seq-length 66")
 
 
-def test_a_tokenizer_without_an_end_token_is_named(demo_tokenizer, monkeypatch):
+def test_a_tokenizer_without_an_end_token_is_reported(demo_tokenizer, monkeypatch):
     from your_ai.data.rows import Row, Text
 
     class Endless:

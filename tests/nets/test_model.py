@@ -304,12 +304,12 @@ CODE = {"AutoTokenizer": ["code.T", None], "AutoConfig": "code.T", "AutoProcesso
         ({"tokenizer_class": "RagTokenizer"}, "RagTokenizer: is not a tokenizer"),
         ({"tokenizer_class": "pipeline"}, "pipeline: is not a tokenizer"),
         ({"tokenizer_class": ["x"]}, "a list: is not a tokenizer"),
-        ({"tool_parser_type": "..utils"}, "is no name that mlx-lm knows"),
-        ({"tool_parser_type": 7}, "is no name that mlx-lm knows"),
-        ({"chat_template_type": "a/b"}, "is no name that mlx-lm knows"),
-        ({"fast_tokenizer_files": ["/etc/tokenizer.4.0.json"]}, "would leave its folder"),
+        ({"tool_parser_type": "..utils"}, "is not a name that mlx-lm knows"),
+        ({"tool_parser_type": 7}, "is not a name that mlx-lm knows"),
+        ({"chat_template_type": "a/b"}, "is not a name that mlx-lm knows"),
+        ({"fast_tokenizer_files": ["/etc/tokenizer.4.0.json"]}, "points outside its folder"),
         ({"gguf_file": "/etc/x.gguf"}, "gguf_file"),
-        ({"chat_template": [{"name": "../x", "template": "x"}]}, "would leave its folder"),
+        ({"chat_template": [{"name": "../x", "template": "x"}]}, "points outside its folder"),
     ],
 )
 def test_loading_a_tokenizer_runs_no_custom_code_and_never_prompts(
@@ -335,7 +335,9 @@ def test_unused_code_next_to_a_known_model_is_ignored(foreign, never_asked):
 
 def test_model_with_custom_code_is_refused(foreign, never_asked):
     change_json(foreign, "config.json", model_file="code.py")
-    with pytest.raises(UserError, match=r"model_file code\.py: the model is Python code"):
+    with pytest.raises(
+        UserError, match=r"model_file code\.py: the model needs its own Python code"
+    ):
         model.load_base(foreign, mx.float32)
     assert not (foreign.parent / "ran").exists()
 

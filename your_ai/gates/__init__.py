@@ -1,1 +1,1 @@
-"""Gates for what comes from outside: each kind is checked in one place."""
+"""Checks of untrusted input. Each kind of input is checked in one module."""

@@ -1,8 +1,8 @@
-"""The one place where text is printed, so that nobody else's text steers a terminal.
+"""The only module that prints, so that untrusted text cannot control the terminal.
 
-Names in a file, messages of libraries, answers of servers and what a model wrote may hold
-escape sequences: they could move the cursor, fill the clipboard, or show a line backwards.
-Every command prints through here. Streams that programs read are JSON, which escapes them.
+File names, messages of libraries, responses of servers and generated text may contain escape
+sequences, which could move the cursor, fill the clipboard, or reverse a line. Every command prints
+through this module. Output for programs is JSON, which escapes them.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
 
 
 def echo(text: object = "", *, nl: bool = True) -> None:
-    """Print a text on standard output."""
+    """Print text to stdout."""
     typer.echo(printable(text), nl=nl)
 
 
 def echo_error(text: object) -> None:
-    """Print a message on standard error, as one line."""
+    """Print a message to stderr, as one line."""
     typer.echo(message_line(text), err=True)
 
 
 def echo_json(value: Any, *, indent: int | None = None) -> None:
-    """Print a value for programs, as JSON in ASCII; in one line where there is no indent."""
+    """Print a value as ASCII JSON, for programs. Without an indent, it is one line."""
     typer.echo(json.dumps(value, indent=indent))
 
 
 def write_json_lines(lines: Iterable[str], file: IO[str]) -> None:
-    """Write lines of JSON in ASCII for programs; such lines escape what would steer."""
+    """Write lines of ASCII JSON, for programs. JSON already escapes control characters."""
     file.writelines(map(printable, lines))
     file.flush()
 
 
 def confirm(question: str) -> bool:
-    """Ask the user. Raises typer.Abort where there is no answer."""
+    """Ask the user a yes-or-no question. Raises typer.Abort if there is no answer."""
     return typer.confirm(message_line(question))
 
 
 def open_console(*, stderr: bool = False, file: IO[str] | None = None, **options: Any) -> Console:
-    """A rich console that shows texts as they are, and nothing that steers a terminal.
+    """Open a rich console that shows text literally and removes terminal control characters.
 
-    options: as rich.console.Console has them.
+    options: those of rich.console.Console.
     """
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
     class Printing(Console):
-        """Its own control codes alone reach the terminal, not those within texts."""
+        """A console whose own control codes reach the terminal, but none from the text."""
 
         def render(
             self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -74,14 +74,14 @@ def open_console(*, stderr: bool = False, file: IO[str] | None = None, **options
 
 
 class PrintableRecord(logging.LogRecord):
-    """What a library logs: its messages quote files."""
+    """A log record of a library, made printable, since such messages quote files."""
 
     def getMessage(self) -> str:
         return message_line(super().getMessage())
 
 
 def guard_libraries() -> None:
-    """Show what libraries log or warn of, and what ends a thread, as everything else."""
+    """Make log messages and warnings of libraries, and errors of threads, printable too."""
 
     def warning_text(message: Any, category: type[Warning], *_: Any, **__: Any) -> str:
         return f"{category.__name__}: {message_line(message)}\n"
@@ -97,5 +97,5 @@ def guard_libraries() -> None:
 
 
 def echo_traceback() -> None:
-    """Print the traceback of the exception that is handled, on standard error."""
+    """Print the traceback of the exception being handled, to stderr."""
     typer.echo(printable(traceback.format_exc()), nl=False, err=True)

@@ -1,8 +1,8 @@
-"""Gates for what others made: names of files, hashes, JSON, and headers of safetensors files.
+"""Checks of untrusted file names, hashes, JSON, and headers of safetensors files.
 
-Hubs, model folders and adapters are not trusted. What is read of them passes here before it is
-used: names become single file names, JSON is bounded in bytes, parts and depth, and a header
-describes exactly the bytes of its file.
+Hubs, model folders and adapters are not trusted. Everything read from them is checked here before
+it is used: a name must be a single file name, JSON is bounded in bytes, parts and depth, and a
+header must describe exactly the bytes of its file.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 from your_ai.errors import UserError
 from your_ai.gates.text import shown
 
-NAME_BYTES = 255  # of a file name, on all file systems in use
+NAME_BYTES = 255  # maximum length of a file name on common file systems
 PATH_CHARACTERS = 1024
-RESERVED_STARTS = (".your_ai", ".tmp-", ".incomplete-", ".lock-")  # of files that your_ai writes
+RESERVED_STARTS = (".your_ai", ".tmp-", ".incomplete-", ".lock-")  # names that your_ai uses
 HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 MB = 1_000_000
-JSON_BYTES = 32 * MB  # of a configuration
-INDEX_BYTES = 64 * MB  # of a list of tensors or files
-JSON_PARTS = 2_000_000  # objects, lists and their entries: what Python holds grows with them
-CONFIG_PARTS = 600_000  # of a configuration, which lists no more than a model's layers
+JSON_BYTES = 32 * MB  # maximum size of a config file
+INDEX_BYTES = 64 * MB  # maximum size of a list of tensors or files
+JSON_PARTS = 2_000_000  # objects, lists and their entries: Python's memory use grows with them
+CONFIG_PARTS = 600_000  # in a config file, which lists at most the layers of a model
 JSON_DEPTH = 64
 
 HEADER_BYTES = 32 * MB
 DIMENSIONS, TENSOR_NAME_CHARACTERS = 32, 1000
-# Bits of a number, by the name of its type in a header.
+# Bits per element, by the name of the dtype in a header.
 DTYPE_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -48,44 +48,44 @@ DTYPE_BITS = {
 }
 METADATA = "__metadata__"
 BLOCK = re.compile(r"\b(?:layers|blocks|h)\.(\d+)\.(.*)")  # in a tensor's name
-EXPERT = re.compile(r"\bexperts\.(\d+)\.")  # one of them, which mlx-lm stacks when it loads
+EXPERT = re.compile(r"\bexperts\.(\d+)\.")  # a single expert; mlx-lm stacks them when it loads
 
 
 # Names
 
 
 def name_fault(name: object) -> str | None:
-    """Why a foreign value cannot be the name of one file in a folder; None where it can.
+    """Say why an untrusted value cannot be the name of a file in a folder; None if it can.
 
-    A name has no separator of any system, no drive and no control character, is not a name
-    that your_ai itself writes, and has a length that file systems take.
+    A valid name has no path separator of any system, no drive and no control characters, is not
+    reserved by your_ai, and is not too long for file systems.
     """
     fault = path_fault(name)
     if fault is not None or not isinstance(name, str):
         return fault
     if "/" in name or ":" in name:
-        return "would leave its folder"
+        return "points outside its folder"
     if len(name.encode()) > NAME_BYTES:
         return f"is longer than {NAME_BYTES} bytes"
     if name.lower().startswith(RESERVED_STARTS):
-        return "is a name that your_ai keeps for itself"
+        return "is a name reserved by your_ai"
     return None
 
 
 def path_fault(path: object) -> str | None:
-    """The same for the path of a file in a repo, which may be in subfolders there."""
+    """Like `name_fault`, for the path of a file in a repository, which may have subfolders."""
     if not isinstance(path, str) or not path:
-        return "is no name"
+        return "is not a name"
     if len(path) > PATH_CHARACTERS:
         return f"is longer than {PATH_CHARACTERS} characters"
     parts = path.split("/")
     if "\\" in path or any(part in ("", ".", "..") for part in parts) or not path.isprintable():
-        return "would leave its folder"
+        return "points outside its folder"
     return None
 
 
 def clash(names: Iterable[str]) -> tuple[str, str] | None:
-    """Two names that are one on file systems that ignore case or normalize Unicode."""
+    """Return two names that are equal on file systems that ignore case or normalize Unicode."""
     seen: dict[str, str] = {}
     for name in names:
         key = unicodedata.normalize("NFC", name).casefold()
@@ -96,20 +96,20 @@ def clash(names: Iterable[str]) -> tuple[str, str] | None:
 
 
 def is_hash(value: object) -> bool:
-    """Whether a foreign value is a SHA-1 or SHA-256, as 40 or 64 hex digits."""
+    """Whether an untrusted value is a SHA-1 or SHA-256, as 40 or 64 hex digits."""
     return isinstance(value, str) and HASH.fullmatch(value) is not None
 
 
 def is_large(path: Path, most: int) -> bool:
-    """Whether something is no regular file, or has more bytes. Raises OSError."""
+    """Whether a path is not a regular file, or has more than `most` bytes. Raises OSError."""
     status = path.stat()
     return not stat.S_ISREG(status.st_mode) or status.st_size > most
 
 
 def leaves(path: Path, folder: Path) -> bool:
-    """Whether a file in a folder is a link to a file elsewhere.
+    """Whether a file in a folder is a link to a file outside the folder.
 
-    A snapshot of the Hugging Face cache links to its own `blobs`, which counts as inside.
+    Snapshots in the Hugging Face cache link to their own `blobs` folder, which counts as inside.
     """
     if not path.is_symlink():
         return False
@@ -123,26 +123,30 @@ def leaves(path: Path, folder: Path) -> bool:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """A foreign file. Raises OSError where it cannot be read, UserError for what is no file of
-    at most so many bytes; never waits for a pipe or a device."""
+    """Read an untrusted file. Never waits for a pipe or a device.
+
+    Raises OSError if it cannot be read, and UserError if it is not a regular file or has more than
+    `most` bytes.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path}: is not a regular file")
         if status.st_size > most:
-            raise UserError(f"{path}: has {status.st_size} bytes, more than the {most} it may have")
+            raise UserError(f"{path}: has {status.st_size} bytes; the maximum is {most}")
         return file.read(most + 1)[:most]
 
 
 class Excessive(ValueError):
-    """JSON with more parts, or a greater depth, than honest files have."""
+    """The JSON has more parts or deeper nesting than a valid file."""
 
 
 def parse_json(data: bytes, unique: bool = False, parts: int = JSON_PARTS) -> Any:
-    """Foreign JSON as Python has it. unique: no object may have a key twice.
+    """Parse untrusted JSON.
 
-    Raises ValueError, whose text says why, for what is no JSON, and Excessive.
+    unique: reject objects that have a key twice.
+    Raises ValueError with a reason if it is not valid JSON, and Excessive if it is too large.
     """
     if sum(data.count(mark) for mark in (b"{", b"[", b",", b":")) > parts:
         raise Excessive(f"it has more than {parts} parts")
@@ -178,9 +182,10 @@ def is_deeper(value: Any, depth: int) -> bool:
 
 
 def read_json(path: Path, why: str, most: int = JSON_BYTES, unique: bool = False) -> dict[str, Any]:
-    """The JSON object in a foreign file. why: what the file is for, where it is missing.
+    """Read the JSON object in an untrusted file.
 
-    Raises UserError, which names the file, for anything else.
+    why: the purpose of the file, for the message if it is missing.
+    Raises UserError with the path for anything else.
     """
     parts = CONFIG_PARTS if most <= JSON_BYTES else JSON_PARTS
     try:
@@ -201,24 +206,23 @@ def read_json(path: Path, why: str, most: int = JSON_BYTES, unique: bool = False
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file.
-
-    name: as the file has it; kind: its type as safetensors has it; shape: of its numbers;
-    start, end: of its bytes in the file; 0 for a tensor of no file.
-    """
+    """A tensor in a safetensors file."""
 
     name: str
     kind: str
+    """The dtype, as safetensors names it."""
     shape: tuple[int, ...]
     start: int = 0
+    """Offset of the first byte in the file; 0 for a tensor that is not in a file."""
     end: int = 0
+    """Offset after the last byte in the file; 0 for a tensor that is not in a file."""
 
 
 def read_header(path: Path) -> list[Entry]:
-    """The tensors of a safetensors file, in the order of their bytes. Reads its header alone.
+    """Return the tensors of a safetensors file, in the order of their bytes. Reads only the header.
 
-    The header must describe every byte of the file once, as safetensors itself demands. Raises
-    UserError, which names the file and the tensor, for any other.
+    The header must describe every byte of the file once, as safetensors itself requires. Raises
+    UserError with the path and the tensor if it does not.
 
     Format: 8 bytes of header length (little-endian), the header as JSON, the tensors.
     """
@@ -240,7 +244,7 @@ def read_header(path: Path) -> list[Entry]:
     try:
         header = parse_json(text, unique=True)
         if not isinstance(header, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except ValueError as error:
         raise UserError(f"{path}: is damaged (its header: {error})") from error
     entries = [entry_of(path, n, e, 8 + length) for n, e in header.items() if n != METADATA]
@@ -248,18 +252,18 @@ def read_header(path: Path) -> list[Entry]:
     at = 8 + length
     for entry in entries:
         if entry.start != at:
-            what = "overlaps another" if entry.start < at else "leaves bytes out before it"
+            what = "overlaps another" if entry.start < at else "has unused bytes before it"
             raise UserError(f"{path}: is damaged (tensor {shown(entry.name)} {what})")
         at = entry.end
     if at > size:
         raise UserError(f"{path}: is cut short or damaged")
     if at < size:
-        raise UserError(f"{path}: is damaged (has {size - at} bytes that are of no tensor)")
+        raise UserError(f"{path}: is damaged ({size - at} bytes do not belong to a tensor)")
     return entries
 
 
 def entry_of(path: Path, name: str, described: Any, base: int) -> Entry:
-    """One tensor of a header, whose offsets are counted from `base`."""
+    """Return one tensor of a header. Its offsets are relative to `base`."""
 
     def damaged(why: str) -> UserError:
         return UserError(f"{path}: is damaged (tensor {shown(name)} {why})")
@@ -267,21 +271,21 @@ def entry_of(path: Path, name: str, described: Any, base: int) -> Entry:
     if not isinstance(described, dict):
         raise damaged("is not described")
     if not name.isprintable() or len(name) > TENSOR_NAME_CHARACTERS:
-        raise damaged("has a name that no tensor has")
+        raise damaged("has an invalid name")
     kind, shape = described.get("dtype"), described.get("shape")
     offsets = described.get("data_offsets")
     if not isinstance(kind, str) or kind not in DTYPE_BITS:
-        raise damaged(f"has an unknown type {shown(kind)}")
+        raise damaged(f"has the unknown dtype {shown(kind)}")
     if not is_counts(shape) or len(shape) > DIMENSIONS:
-        raise damaged("has no sound shape")
+        raise damaged("has an invalid shape")
     if not is_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise damaged("has no sound data_offsets")
+        raise damaged("has invalid data_offsets")
     bits = math.prod(shape) * DTYPE_BITS[kind]
     if bits != 8 * (offsets[1] - offsets[0]):
-        raise damaged(f"has {offsets[1] - offsets[0]} bytes, which is not what its shape takes")
+        raise damaged(f"has {offsets[1] - offsets[0]} bytes, which does not match its shape")
     return Entry(name, kind, tuple(shape), base + offsets[0], base + offsets[1])
 
 
 def is_counts(value: Any) -> bool:
-    """Whether a foreign value is a list of whole numbers from 0 to 2**62."""
+    """Whether an untrusted value is a list of integers from 0 to 2**62."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)

@@ -1,21 +1,21 @@
-"""Text from outside in messages: of bounded length, and nothing in it that steers a terminal."""
+"""Make untrusted text safe for messages: bounded length, no terminal control characters."""
 
 from __future__ import annotations
 
-VALUE_CHARACTERS = 200  # of a value from outside in a message
-WORD_CHARACTERS = 400  # of a run of characters without a space; a path is one
-LINE_CHARACTERS = 2000  # of a message
+VALUE_CHARACTERS = 200  # maximum length of an untrusted value in a message
+WORD_CHARACTERS = 400  # maximum length without a space, such as a path
+LINE_CHARACTERS = 2000  # maximum length of a message
 
 UNSAFE = (
     *range(0x20),  # C0, with ESC and BEL
-    *range(0x7F, 0xA0),  # DEL and C1, which holds the 8-bit forms of escape sequences
-    *range(0x202A, 0x202F),  # characters that show a text in another order than it has
+    *range(0x7F, 0xA0),  # DEL and C1, which has the 8-bit forms of escape sequences
+    *range(0x202A, 0x202F),  # characters that change the direction of text
     *range(0x2066, 0x206A),
-    *range(0xD800, 0xE000),  # halves of characters; bytes of file names that are no UTF-8
+    *range(0xD800, 0xE000),  # surrogates; also bytes of file names that are not UTF-8
 )
 SEEN: dict[int, str | None] = {
     **dict.fromkeys(UNSAFE, "\ufffd"),
-    **{code: chr(0x2400 + code) for code in range(0x20)},  # Unicode's pictures of them
+    **{code: chr(0x2400 + code) for code in range(0x20)},  # Unicode control pictures
     0x7F: "\u2421",
     ord("\r"): None,
     ord("\n"): "\n",
@@ -25,9 +25,9 @@ IN_ONE_LINE = {**SEEN, ord("\r"): "\u240d", ord("\n"): "\u240a", ord("\t"): "\u2
 
 
 def printable(text: object, *, one_line: bool = False) -> str:
-    """A text with pictures in place of what would steer a terminal.
+    """Replace terminal control characters by Unicode control pictures.
 
-    Line ends and tabs stay, unless it must be `one_line`.
+    Newlines and tabs stay, unless `one_line` is set.
     """
     text = str(text)
     if text.isascii() and text.isprintable():
@@ -36,7 +36,7 @@ def printable(text: object, *, one_line: bool = False) -> str:
 
 
 def shortened(text: object, most: int = VALUE_CHARACTERS) -> str:
-    """At most `most` characters of a text: its begin and its end."""
+    """Shorten a text to at most `most` characters: its beginning and its end."""
     text = str(text)
     if len(text) <= most:
         return text
@@ -45,7 +45,7 @@ def shortened(text: object, most: int = VALUE_CHARACTERS) -> str:
 
 
 def shown(value: object, most: int = VALUE_CHARACTERS) -> str:
-    """A value from outside as one line of bounded length; a list or a mapping by its kind."""
+    """Format an untrusted value as one short line. Shows only the type of a list or mapping."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 4 * most:
         return "a huge number"
     if value is None or isinstance(value, str | bool | int | float):
@@ -54,15 +54,15 @@ def shown(value: object, most: int = VALUE_CHARACTERS) -> str:
 
 
 def quoted(value: object, most: int = VALUE_CHARACTERS) -> str:
-    """A value from outside as Python writes it, in one line of bounded length."""
+    """Format the repr of an untrusted value as one short line."""
     try:
         return printable(shortened(repr(value), most), one_line=True)
-    except (ValueError, RecursionError):  # an int of more digits than Python writes
+    except (ValueError, RecursionError):  # an int with more digits than Python converts
         return f"{type(value).__name__} of a size that cannot be shown"
 
 
 def message_line(text: object) -> str:
-    """A message as one line of bounded length; long values in it lose their middle."""
-    text = shortened(text, 100 * LINE_CHARACTERS)  # so that what follows is quick
+    """Format a message as one line of bounded length. Long values in it lose their middle."""
+    text = shortened(text, 100 * LINE_CHARACTERS)  # bounds the time of the next lines
     words = (shortened(word, WORD_CHARACTERS) for word in text.split())
     return shortened(printable(" ".join(words), one_line=True), LINE_CHARACTERS)

@@ -1,7 +1,7 @@
-"""How many tokens a model has, and the gate for the ids that it is given. No mlx here.
+"""Check token ids against the vocabulary size of a model. Does not import mlx.
 
-MLX does not look whether an embedding has a row for an id: beyond the last row it reads
-whatever memory is there, or the process dies.
+MLX does not check that an embedding has a row for an id. For an id past the last row it reads
+unrelated memory, or the process crashes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from your_ai.gates.text import shortened
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-EMBEDDINGS = (  # what architectures call the table of their tokens
+EMBEDDINGS = (  # names of the token embedding in different architectures
     *("embed", "embed_in", "embed_tokens", "embedding", "embeddings", "wte"),
     *("tok_embeddings", "token_embeddings", "word_embeddings"),
 )
@@ -24,31 +24,32 @@ HEADS = ("lm_head", "output", "embed_out")
 
 
 def rows_of(model: nn.Module, names: tuple[str, ...]) -> int | None:
-    """The fewest rows of the tables of these names beside the blocks; None where there is none."""
+    """The minimum number of rows of modules with these names outside the blocks, or None."""
     found = []
     for path, module in model.named_modules():
         *owners, leaf = path.split(".")
         if leaf in names and not any(owner.isdecimal() for owner in owners):
             if "weight" in module:
                 found.append(module["weight"].shape[0])
-            elif "rows" in vars(module):  # which stay in their file
+            elif "rows" in vars(module):  # an embedding that stays in its file
                 found.append(vars(module)["rows"].shape[0])
     return min(found, default=None)
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """How many tokens a model has: the rows of its embedding, or of its head if these are fewer.
+    """The vocabulary size of a model: the rows of its embedding, or of its head if fewer.
 
-    Of the arrays, whatever its config.json says. None where the embedding's name is not known.
+    Uses the shapes of the arrays, not config.json. None if the embedding is not found.
     """
     found = rows_of(model, EMBEDDINGS)
     return found if found is None else min(found, rows_of(model, HEADS) or found)
 
 
 def check_ids(ids: Any, vocabulary: int | None, tokenizer: Any, where: str) -> None:
-    """Raise UserError, which begins with `where`, for a token that the model does not have.
+    """Raise UserError, whose message begins with `where`, for an id outside the vocabulary.
 
-    ids: integers; vocabulary: how many tokens the model has, None where it is not known.
+    ids: integers.
+    vocabulary: the vocabulary size of the model, or None if not known.
     """
     if vocabulary is None or not len(ids):
         return
@@ -57,7 +58,7 @@ def check_ids(ids: Any, vocabulary: int | None, tokenizer: Any, where: str) -> N
         number = least if least < 0 else most
         text = shortened(str(tokenizer.convert_ids_to_tokens([number])[0])) if number >= 0 else ""
         raise UserError(
-            f"{where}: has token {number}{f' ({text})' if text else ''}, but the model has "
-            f"{vocabulary}; use the tokenizer that the model was made with, or a model whose "
-            "embedding was resized for added tokens"
+            f"{where}: has token id {number}{f' ({text})' if text else ''}, but the model has "
+            f"{vocabulary} tokens; use the model's own tokenizer, or a model whose embedding was "
+            "resized for added tokens"
         )

@@ -1,4 +1,4 @@
-"""YAML files with settings, which may be anybody's: read in bounded time and memory."""
+"""Read untrusted YAML files with settings, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from your_ai.gates.text import shortened
 if TYPE_CHECKING:
     import yaml
 
-YAML_BYTES = 1 << 17  # of a file; one with every setting has 3,000
-YAML_DEPTH = 8  # of lists and mappings within each other
+YAML_BYTES = 1 << 17  # maximum file size; a file with every setting has 3,000 bytes
+YAML_DEPTH = 8  # maximum nesting of lists and mappings
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises UserError for anything else, with its line.
+    """Read the mapping in a YAML file. Raises UserError with the line for anything else.
 
-    A key may be there once, and aliases not at all: a few lines of them can stand for
-    gigabytes.
+    Duplicate keys are rejected, and aliases too: a few lines of them can expand to gigabytes.
     """
     import yaml
 
@@ -39,21 +38,21 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        told = error.problem if type(error) is yaml.MarkedYAMLError else "is not valid YAML"
-        raise UserError(f"{where}: {told}") from error
+        problem = error.problem if type(error) is yaml.MarkedYAMLError else "is not valid YAML"
+        raise UserError(f"{where}: {problem}") from error
     except (ValueError, OverflowError, RecursionError) as error:  # a number of 5,000 digits
         reason = shortened(str(error).partition(":")[0], 100)
-        raise UserError(f"{path}: holds a value that cannot be read ({reason})") from error
+        raise UserError(f"{path}: contains a value that cannot be read ({reason})") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UserError(f"{path}: must hold `key: value` lines, found a {type(content).__name__}")
+        raise UserError(f"{path}: expected `key: value` lines, found a {type(content).__name__}")
     return content
 
 
 @cache
 def strict_loader() -> type[yaml.SafeLoader]:
-    """A loader that raises yaml.MarkedYAMLError for what is valid YAML and refused here."""
+    """Return a loader that raises yaml.MarkedYAMLError for valid YAML that is not allowed here."""
     import yaml
 
     class StrictLoader(yaml.SafeLoader):
