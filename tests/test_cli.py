@@ -30,7 +30,7 @@ def refused(capsys, *arguments: object) -> str:
 
 BAD_ROWS = {
     "not json": ("{oops", r"train.jsonl:2: is not valid JSON"),
-    "unknown format": ('{"q": 1, "a": 2}', r"train.jsonl:2: no known format; keys found: q, a"),
+    "unknown format": ('{"q": 1, "a": 2}', r"train.jsonl:2: unknown row format; keys found: q, a"),
     "nothing to train": (
         '{"messages": [{"role": "user", "content": "hi"}]}',
         r"train.jsonl:2: no token to train",

@@ -74,7 +74,7 @@ def test_metric_is_imported_from_the_current_folder(run, capsys):
     ("options", "message"),
     [
         (["--data", "nowhere"], "--data nowhere: no such file or folder"),
-        (["--data", "bad.jsonl"], "bad.jsonl:2: no known format"),
+        (["--data", "bad.jsonl"], "bad.jsonl:2: unknown row format"),
         (["--metric", "absent_module:f"], "absent_module cannot be imported"),
         (["--metric", "metric_bad:f"], "test.jsonl:1: --metric metric_bad:f raised KeyError: 'x'"),
         (["--confidence", "1"], "--confidence 1: must be above 0 and below 1"),

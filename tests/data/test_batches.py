@@ -1,4 +1,4 @@
-"""Examples -> batches: every row once an epoch, no padding trained, few shapes, no state."""
+"""Examples -> batches: every row once per epoch, padding not trained, few shapes, no state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from your_ai.data.examples import Examples, Tally
 
 
 def make_examples(lengths: list[int], seed: int = 0) -> Examples:
-    """Examples whose every token is another number, from 1 on; the first one says the row."""
+    """Examples of tokens 1, 2, 3, ... in sequence, so the first token identifies the row."""
     rng = np.random.default_rng(seed)
     starts = np.cumsum([0, *lengths], dtype=np.int64)
     trained = rng.random(starts[-1]) < 0.5
@@ -56,7 +56,7 @@ PLANS = st.builds(
     st.integers(1, 4),
     SEEDS,
 )
-# The arrays of one example are up to 90,000 tokens.
+# Few runs, since the generated arrays have up to 90,000 tokens.
 few = settings(max_examples=60, deadline=None)
 
 
@@ -65,7 +65,7 @@ def steps_of(plan: Schedule, epoch: int = 0) -> range:
 
 
 def batches_with_rows(plan: Schedule, epoch: int = 0) -> Iterator[tuple[Batch, np.ndarray]]:
-    """The batches of an epoch, each with the examples in it."""
+    """The batches of an epoch, each with the indices of its examples."""
     for step in steps_of(plan, epoch):
         rows, batches = plan.rows_of(step), plan.batches_of(step)
         size = plan.batch_size
@@ -79,19 +79,19 @@ def same(a: Batch, b: Batch) -> bool:
     )
 
 
-# Which rows a step trains
+# The rows of a step
 
 
 @few
 @given(plan=PLANS, epoch=st.integers(0, 3))
-def test_every_row_is_trained_once_an_epoch(plan, epoch):
+def test_every_row_is_trained_once_per_epoch(plan, epoch):
     rows = np.concatenate([plan.rows_of(step) for step in steps_of(plan, epoch)])
     assert sorted(rows.tolist()) == list(range(len(plan.examples)))
 
 
 @few
 @given(plan=PLANS)
-def test_every_row_is_in_the_batches_of_an_epoch(plan):
+def test_the_batches_of_an_epoch_contain_every_row_once(plan):
     first_tokens = plan.examples.tokens[plan.examples.starts[:-1]]
     found = np.concatenate([batch.tokens[:, 0] for batch, _ in batches_with_rows(plan)])
     assert sorted(found[found > 0].tolist()) == first_tokens.tolist()
@@ -107,7 +107,7 @@ def test_all_steps_but_one_are_full(plan):
 @few
 @given(plan=PLANS)
 def test_the_longest_rows_of_a_step_come_first(plan):
-    """So that micro-batches are alike in length, and the largest comes first."""
+    """So the rows of a micro-batch have similar lengths, and the largest micro-batch is first."""
     for step in steps_of(plan):
         lengths = plan.examples.lengths[plan.rows_of(step)]
         assert (np.diff(lengths) <= 0).all()
@@ -121,8 +121,8 @@ def test_no_step_is_empty(plan):
 
 @few
 @given(plan=PLANS, data=st.data())
-def test_rows_depend_on_the_step_alone(plan, data):
-    """Asked in another order, twice, and of a plan that has been asked nothing else."""
+def test_rows_depend_only_on_the_step(plan, data):
+    """Steps are requested in any order, repeatedly, and from a fresh schedule."""
     steps = range(3 * plan.steps_per_epoch)
     in_order = {step: plan.rows_of(step).tolist() for step in steps}
     asked = data.draw(st.lists(st.sampled_from(steps), min_size=1, max_size=12))
@@ -133,7 +133,7 @@ def test_rows_depend_on_the_step_alone(plan, data):
 
 @few
 @given(plan=PLANS, data=st.data())
-def test_batches_depend_on_the_step_alone(plan, data):
+def test_batches_depend_only_on_the_step(plan, data):
     step = data.draw(st.sampled_from(range(3 * plan.steps_per_epoch)))
     examples, size, rows_per_step = plan.examples, plan.batch_size, plan.rows_per_step
     first = plan.batches_of(step)
@@ -144,7 +144,7 @@ def test_batches_depend_on_the_step_alone(plan, data):
 
 @few
 @given(plan=PLANS)
-def test_the_epoch_of_a_step(plan):
+def test_epoch_of_counts_steps_per_epoch(plan):
     assert [{plan.epoch_of(step) for step in steps_of(plan, e)} for e in range(3)] == [
         {0},
         {1},
@@ -156,32 +156,32 @@ def order(plan: Schedule, epoch: int = 0) -> list[list[int]]:
     return [sorted(plan.rows_of(step).tolist()) for step in steps_of(plan, epoch)]
 
 
-def test_epochs_differ():
+def test_each_epoch_has_another_order():
     plan = make_schedule(make_examples([20] * 40), 2, 4, seed=0)
     orders = [order(plan, epoch) for epoch in range(4)]
     assert all(orders[i] != orders[j] for i in range(4) for j in range(i))
 
 
-def test_seeds_differ():
+def test_each_seed_has_another_order():
     examples = make_examples([20] * 40)
     orders = [order(make_schedule(examples, 2, 4, seed)) for seed in range(4)]
     assert all(orders[i] != orders[j] for i in range(4) for j in range(i))
 
 
-def test_epochs_pair_rows_anew():
-    """Not the steps alone are shuffled: who shares a step changes."""
+def test_each_epoch_groups_other_rows_into_steps():
+    """Not only the order of the steps changes, but also which rows share a step."""
     plan = make_schedule(make_examples([20] * 40), 2, 4, seed=0)
     assert sorted(order(plan, 0)) != sorted(order(plan, 1))
 
 
-def test_short_and_long_rows_take_turns():
-    """Steps are shuffled across lengths: not all short rows come first."""
+def test_steps_of_short_and_long_rows_are_mixed():
+    """Steps are shuffled, so not all short rows come first."""
     plan = make_schedule(make_examples([10] * 40 + [900] * 40), 4, 4, seed=0)
     longest = [int(plan.examples.lengths[plan.rows_of(step)].max()) for step in steps_of(plan)]
     assert sum(a != b for a, b in pairwise(longest)) > 3
 
 
-# How a step is cut into micro-batches
+# Micro-batches of a step
 
 
 SPLITS = ((4, 1), (2, 2), (1, 4))
@@ -189,7 +189,7 @@ SPLITS = ((4, 1), (2, 2), (1, 4))
 
 @few
 @given(examples=EXAMPLES, seed=SEEDS)
-def test_accumulation_does_not_change_what_a_step_trains(examples, seed):
+def test_accumulation_does_not_change_the_rows_of_a_step(examples, seed):
     plans = [make_schedule(examples, size, size * times, seed) for size, times in SPLITS]
     steps = steps_of(plans[0], 1)
     joint, *others = [[plan.rows_of(step).tolist() for step in steps] for plan in plans]
@@ -197,7 +197,7 @@ def test_accumulation_does_not_change_what_a_step_trains(examples, seed):
 
 
 def keys_by_example(plan: Schedule, step: int) -> dict[int, int]:
-    """First token of each example that `step` trains -> the key its dropout is drawn from."""
+    """First token of each example in `step` -> the key of its dropout."""
     return {
         int(first): int(key)
         for batch in plan.batches_of(step)
@@ -226,24 +226,24 @@ def test_accumulation_does_not_change_the_weight_of_a_step(examples, seed):
 
 @few
 @given(plan=PLANS)
-def test_the_rows_of_a_step_have_different_keys(plan):
+def test_the_rows_of_a_step_have_different_dropout_keys(plan):
     for step in steps_of(plan):
         keys = [key for batch in plan.batches_of(step) for key in batch.rows[:, 0].tolist()]
         assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_fewer_rows_than_a_batch(rows):
+def test_one_step_takes_fewer_rows_than_a_batch(rows):
     plan = make_schedule(make_examples([5, 9, 7][:rows]), 4, 8, seed=0)
     (batch,) = plan.batches_of(0)
     assert (plan.steps_per_epoch, int((batch.tokens[:, 0] > 0).sum())) == (1, rows)
 
 
-# What is in a batch
+# Contents of a batch
 
 
 def expected_targets(examples: Examples, rows: np.ndarray, length: int) -> list[tuple]:
-    """(position, target, weight) of each trained token, one by one."""
+    """(position, target, weight) of each trained token."""
     return [
         (i * length + t - 1, int(examples[row].tokens[t]), float(examples.weights[row]))
         for i, row in enumerate(rows)
@@ -260,7 +260,7 @@ def targets_of(batch: Batch, slots: slice) -> list[tuple]:
 @few
 @given(plan=PLANS)
 def test_targets_are_the_trained_tokens_of_the_rows(plan):
-    """No more and no fewer: none of the padding, none twice."""
+    """No padding, no token twice, none missing."""
     for batch, rows in batches_with_rows(plan):
         expected = expected_targets(plan.examples, rows, batch.tokens.shape[1])
         assert targets_of(batch, slice(batch.trained_tokens)) == expected
@@ -277,14 +277,14 @@ def test_a_target_is_predicted_from_the_token_before_it(plan):
 
 @few
 @given(plan=PLANS)
-def test_slots_beyond_the_targets_weigh_nothing(plan):
+def test_padding_slots_have_zero_weight(plan):
     for batch, _ in batches_with_rows(plan):
         assert not batch.weights[batch.trained_tokens :].any()
 
 
 @few
 @given(plan=PLANS)
-def test_slots_beyond_the_targets_can_be_looked_up(plan):
+def test_padding_slots_have_valid_positions(plan):
     for batch, _ in batches_with_rows(plan):
         rest = batch.positions[batch.trained_tokens :]
         assert ((rest >= 0) & (rest < batch.tokens.size)).all()
@@ -292,7 +292,7 @@ def test_slots_beyond_the_targets_can_be_looked_up(plan):
 
 @few
 @given(plan=PLANS)
-def test_tokens_are_the_rows_inputs_and_zeros(plan):
+def test_tokens_are_the_inputs_of_the_rows_padded_with_zeros(plan):
     for batch, rows in batches_with_rows(plan):
         expected = np.zeros_like(batch.tokens)
         for i, row in enumerate(rows):
@@ -303,7 +303,7 @@ def test_tokens_are_the_rows_inputs_and_zeros(plan):
 
 @few
 @given(plan=PLANS)
-def test_counts_of_an_epoch_are_those_of_the_examples(plan):
+def test_token_counts_of_an_epoch_match_the_examples(plan):
     batches = [batch for batch, _ in batches_with_rows(plan)]
     examples = plan.examples
     assert sum(b.trained_tokens for b in batches) == int(examples.trained.sum())
@@ -312,7 +312,7 @@ def test_counts_of_an_epoch_are_those_of_the_examples(plan):
 
 @few
 @given(plan=PLANS)
-def test_the_weight_of_an_epoch_is_that_of_the_examples(plan):
+def test_the_weight_of_an_epoch_matches_the_examples(plan):
     examples = plan.examples
     expected = sum(
         float(examples.weights[i]) * int(examples[i].trained.sum()) for i in range(len(examples))
@@ -321,7 +321,7 @@ def test_the_weight_of_an_epoch_is_that_of_the_examples(plan):
 
 
 def test_the_weight_of_many_targets_is_exact():
-    """A sum in float32 would stop at 2^24."""
+    """A float32 sum would stop at 2^24."""
     weights = np.array([2**24, 1, 1], np.float32)
     empty = np.zeros(3, np.int32)
     ids = np.zeros((1, 1), np.uint32)
@@ -329,8 +329,7 @@ def test_the_weight_of_many_targets_is_exact():
     assert batch.weight == 2**24 + 2
 
 
-def test_a_trained_first_token_is_no_target():
-    """Nothing predicts it."""
+def test_the_first_token_is_never_a_target():
     tokens, trained = np.arange(1, 4, dtype=np.uint32), np.ones(3, bool)
     one = Examples(tokens, trained, np.array([0, 3]), np.ones(1, np.float32), Tally())
     batch = make_batch(one, np.array([0]), 1, bucket_edges(one.lengths - 1))
@@ -348,7 +347,7 @@ def test_a_trained_first_token_is_no_target():
         ("places", np.uint32),
     ],
 )
-def test_types(field, dtype):
+def test_arrays_have_the_documented_dtypes(field, dtype):
     (batch,) = make_schedule(make_examples([5, 9]), 2, 2, seed=0).batches_of(0)
     assert getattr(batch, field).dtype == dtype
 
@@ -358,7 +357,7 @@ def test_types(field, dtype):
 
 @few
 @given(plan=PLANS)
-def test_lengths_are_multiples(plan):
+def test_padded_lengths_are_multiples_of_32(plan):
     assert all(batch.tokens.shape[1] % MULTIPLE == 0 for batch, _ in batches_with_rows(plan))
 
 
@@ -370,14 +369,14 @@ def test_every_batch_has_the_same_number_of_rows(plan):
 
 @few
 @given(lengths=st.lists(st.integers(2, 3000), min_size=13, max_size=200), size=SIZES, seed=SEEDS)
-def test_lengths_are_few(lengths, size, seed):
+def test_batches_have_few_different_lengths(lengths, size, seed):
     plan = make_schedule(make_examples(lengths), size, size, seed)
     found = {batch.tokens.shape[1] for e in range(2) for batch, _ in batches_with_rows(plan, e)}
     assert len(found) <= MAX_BUCKETS
 
 
-def test_a_batch_is_no_longer_than_its_bucket():
-    """A row of the shortest bucket alone in its batch is not padded to the longest."""
+def test_a_batch_is_padded_only_to_its_bucket():
+    """Batches of short rows are not padded to the longest bucket."""
     plan = make_schedule(make_examples([10] * 8 + [900] * 8), 4, 4, seed=0)
     shapes = Counter(batch.tokens.shape[1] for batch, _ in batches_with_rows(plan))
     assert shapes == {32: 2, 928: 2}
@@ -409,12 +408,12 @@ def test_every_input_fits_its_bucket(inputs):
 
 
 @given(inputs=INPUTS)
-def test_buckets_ascend(inputs):
+def test_bucket_edges_ascend(inputs):
     assert (np.diff(bucket_edges(inputs)) > 0).all()
 
 
 @given(inputs=INPUTS)
-def test_the_longest_bucket_is_no_longer_than_it_must_be(inputs):
+def test_the_last_bucket_is_the_rounded_maximum_length(inputs):
     assert bucket_edges(inputs)[-1] == rounded(inputs).max()
 
 
@@ -425,7 +424,7 @@ def test_there_are_few_buckets(inputs):
 
 @given(inputs=INPUTS)
 def test_merging_adds_little_padding(inputs):
-    """Unless more than it would leave too many buckets."""
+    """More padding is only allowed if there would be too many buckets otherwise."""
     added = (padded(inputs) - rounded(inputs)).sum()
     assert (
         added <= MERGE_PADDING * rounded(inputs).sum() or len(bucket_edges(inputs)) == MAX_BUCKETS
@@ -434,14 +433,14 @@ def test_merging_adds_little_padding(inputs):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_merging_chat_lengths_adds_little_padding(seed):
-    """Lengths as chats have them: many of a few hundred tokens, a few long ones."""
+    """Typical chat lengths: many of a few hundred tokens, a few long ones."""
     lengths = np.random.default_rng(seed).lognormal(5.5, 0.4, 5000).clip(2, 2999).astype(int)
     assert (padded(lengths) - rounded(lengths)).sum() <= MERGE_PADDING * rounded(lengths).sum()
 
 
 @given(inputs=INPUTS)
-def test_buckets_merge_while_that_is_cheap(inputs):
-    """No two neighbours are left whose merging would have been within the share."""
+def test_no_cheap_merge_of_buckets_is_left(inputs):
+    """No two neighbors are left that could be merged within the padding limit."""
     edges = bucket_edges(inputs)
     spent = float((padded(inputs) - rounded(inputs)).sum())
     counts = np.bincount(np.searchsorted(edges, inputs), minlength=len(edges))
@@ -450,13 +449,13 @@ def test_buckets_merge_while_that_is_cheap(inputs):
 
 
 @given(count=st.integers(0, 4000), rows=SIZES, length=st.integers(1, 94))
-def test_there_are_slots_for_all_targets(count, rows, length):
+def test_padded_targets_has_room_for_all_targets(count, rows, length):
     tokens = rows * length * MULTIPLE
     assert padded_targets(min(count, tokens), tokens) >= max(1, min(count, tokens))
 
 
 @given(rows=SIZES, length=st.integers(1, 94))
-def test_batches_of_a_length_have_few_numbers_of_slots(rows, length):
+def test_batches_of_one_length_have_few_slot_counts(rows, length):
     tokens = rows * length * MULTIPLE
     assert len({padded_targets(count, tokens) for count in range(0, tokens + 1, 7)}) <= 8
 
@@ -501,7 +500,7 @@ def test_validation_has_few_lengths(examples, size):
 
 
 def texts_of(batch: Batch) -> dict[int, tuple]:
-    """Place in the step -> (tokens, positions in the text, targets and weights) of each text."""
+    """Index in the step -> (tokens, places in the text, targets with weights) of each text."""
     shape = batch.tokens.shape
     ids, places = (np.broadcast_to(a, shape).reshape(-1) for a in (batch.rows, batch.places))
     n = batch.trained_tokens
@@ -523,7 +522,7 @@ def texts_of(batch: Batch) -> dict[int, tuple]:
 
 @few
 @given(examples=EXAMPLES, seed=SEEDS, room=st.integers(0, 500))
-def test_packing_lays_out_the_same_texts(examples, seed, room):
+def test_packing_keeps_the_texts_of_a_step(examples, seed, room):
     capacity = int(examples.lengths.max()) - 1 + room
     plain, packed = (make_schedule(examples, 4, 8, seed, n) for n in (None, capacity))
     for step in steps_of(plain):
@@ -556,7 +555,7 @@ def test_short_rows_share_a_batch():
 
 @few
 @given(examples=EXAMPLES, seed=SEEDS)
-def test_no_text_of_a_packed_batch_is_longer_than_its_reach(examples, seed):
+def test_max_segment_tokens_bounds_the_texts_of_a_packed_batch(examples, seed):
     longest = int(examples.lengths.max()) - 1
     for batch in make_schedule(examples, 4, 8, seed, longest + 100).batches_of(0):
         texts = [len(places) for _, places, _ in texts_of(batch).values()]

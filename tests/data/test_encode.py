@@ -1,4 +1,4 @@
-"""What is trained of each row, under chat templates of every kind that models come with."""
+"""The trained tokens of each row, with many kinds of chat templates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from your_ai.data.encode import EncodedRow, Encoder
 from your_ai.data.rows import Chat, Pair, Row, Text
 from your_ai.errors import UserError
 
-# Templates that differ in what can go wrong. Each is followed by its special tokens.
+# Templates with different difficulties, each followed by its special tokens.
 
 CHATML = (
     "{% if tools %}{{ '<|im_start|>system\n' ~ tools | tojson ~ '<|im_end|>\n' }}{% endif %}"
@@ -35,7 +35,7 @@ CHATML = (
 )
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
-# A token that begins the text, blank lines after headers, two tokens that end.
+# A BOS token, blank lines after headers, two end tokens.
 HEADERS = (
     "{{ bos_token }}"
     "{% for m in messages %}{{ '<|head|>' ~ m.role ~ '<|/head|>\n\n' ~ m.content ~ '<|eot|>' }}"
@@ -62,8 +62,8 @@ STRICT = (
     "{% endfor %}"
 ) + CHATML
 
-# Reasoning is shown in the last turn alone: rendering a chat up to an earlier turn
-# gives other text than the whole chat has there.
+# Reasoning is shown only in the last turn: rendering a chat up to an earlier turn gives another
+# text than the whole chat has there.
 REASONING = (
     "{% for m in messages %}{% set text = m.content %}"
     "{% if m.role == 'assistant' and not loop.last %}"
@@ -77,7 +77,7 @@ REASONING_TOKENS = (*CHATML_TOKENS, "<think>", "</think>")
 
 THINKING = REASONING.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
 
-# The last turn begins with reasoning, if only with none.
+# The last turn always begins with reasoning, which may be empty.
 EMPTY_REASONING = REASONING.replace(
     "{{ '<|im_start|>' ~ m.role ~ '\n' ~ text }}",
     "{{ '<|im_start|>' ~ m.role ~ '\n' }}"
@@ -85,7 +85,7 @@ EMPTY_REASONING = REASONING.replace(
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ text }}",
 )
 
-# Earlier turns cannot be told from what the data says: their text is changed.
+# The text of earlier turns is changed, so they cannot be located.
 SHOUTING = REASONING.replace("text.split('</think>')[-1].lstrip()", "text | upper")
 
 DATED = "{{ 'Today is ' ~ strftime_now('%d %B %Y') ~ '.\n' }}" + CHATML
@@ -108,7 +108,8 @@ def make_tokenizer(
 ) -> TokenizerWrapper:
     """The demo's tokenizer with other special tokens and another template.
 
-    ends: tokens that end a turn, beside `eos`; change: done to the `tokenizers` object.
+    ends: tokens that end a turn, in addition to `eos`.
+    change: applied to the `tokenizers` object.
     """
     backend = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     backend.add_special_tokens([AddedToken(t, normalized=False) for t in tokens])
@@ -119,7 +120,7 @@ def make_tokenizer(
 
 
 def add_bos(bos: str) -> Callable[[Tokenizer], None]:
-    """Text is encoded with `bos` in front, as models with such a token do."""
+    """Put `bos` before the text, like the tokenizers of models with a BOS token."""
 
     def change(backend: Tokenizer) -> None:
         backend.post_processor = processors.TemplateProcessing(
@@ -130,7 +131,7 @@ def add_bos(bos: str) -> Callable[[Tokenizer], None]:
 
 
 def trim_offsets(backend: Tokenizer) -> None:
-    """Spaces are left out of the offsets of tokens."""
+    """Leave spaces out of the offsets of tokens."""
     backend.post_processor = processors.ByteLevel(trim_offsets=True)
 
 
@@ -153,7 +154,7 @@ TOKENIZERS: dict[str, Callable[[], TokenizerWrapper]] = {
     "offsets": lambda: make_tokenizer(CHATML, change=trim_offsets),
 }
 
-# What is trained of a turn, where it is not the answer and the token that ends a turn.
+# The trained text of a turn, if it is not the answer and its end token.
 TRAINED: dict[str, Callable[[str], str]] = {
     "headers": lambda answer: answer + "<|eot|>",
     "inst": lambda answer: " " + answer + "</s>",
@@ -171,7 +172,7 @@ def tokenizers() -> dict[str, TokenizerWrapper]:
 
 
 def chat_row(*contents: str, system: str | None = None, **more: Any) -> Row:
-    """Contents of a user, of the assistant, of the user, ..."""
+    """A chat with these contents, alternately of the user and of the assistant."""
     messages = [{"role": "system", "content": system}] if system is not None else []
     roles = cycle(["user", "assistant"])
     messages += [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
@@ -183,7 +184,7 @@ def row_of(content: Chat | Pair | Text) -> Row:
 
 
 def spell(tokenizer: Any, encoded: EncodedRow) -> str:
-    """The tokens, one after the other: + before those that are trained, - before others."""
+    """The tokens in order, with + before trained tokens and - before others."""
     texts = tokenizer.convert_ids_to_tokens(encoded.tokens.tolist())
     return " ".join("-+"[int(on)] + text for text, on in zip(texts, encoded.trained, strict=True))
 
@@ -200,10 +201,10 @@ def decode(tokenizer: Any, ids: list[int]) -> str:
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
-# Each format, token by token, as the demo's tokenizer has it
+# Each format, token by token, with the demo's tokenizer
 
 
-def test_a_chat(demo_tokenizer):
+def test_a_chat_trains_the_answer_and_its_end_token(demo_tokenizer):
     encoded = Encoder(demo_tokenizer).encode(chat_row("hi there", "ok"))
     assert spell(demo_tokenizer, encoded) == (
         "-<|user|> -hi -Ġthe -re -<|end|> -<|assistant|> +o +k +<|end|>"
@@ -225,14 +226,14 @@ def test_every_assistant_turn_is_trained(demo_tokenizer):
     )
 
 
-def test_a_tool_call_that_the_template_leaves_out_is_named(demo_tokenizer):
+def test_a_tool_call_that_the_template_omits_is_refused(demo_tokenizer):
     row = chat_row("hi", "")
     row.content.messages[1]["tool_calls"] = [{"function": {"name": "f", "arguments": {}}}]
-    with pytest.raises(UserError, match=r"messages\[1\]: .* leaves out tool_calls"):
+    with pytest.raises(UserError, match=r"messages\[1\]: .* omits tool_calls"):
         Encoder(demo_tokenizer).encode(row)
 
 
-def test_a_message_of_weight_0_is_not_trained(demo_tokenizer):
+def test_a_message_with_weight_0_is_not_trained(demo_tokenizer):
     row = chat_row("hi", "ok", "re", "no")
     row.content.messages[1]["weight"] = 0
     assert spell(demo_tokenizer, Encoder(demo_tokenizer).encode(row)) == (
@@ -244,7 +245,7 @@ def test_a_message_of_weight_0_is_not_trained(demo_tokenizer):
         Encoder(demo_tokenizer).encode(row)
 
 
-def test_turns_before_the_first_trained_are_not_trained(demo_tokenizer):
+def test_turns_before_first_trained_are_not_trained(demo_tokenizer):
     encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "ok", "re", "no", first_trained=3))
     assert spell(demo_tokenizer, encoded) == (
         "-<|user|> -hi -<|end|> -<|assistant|> -o -k -<|end|> "
@@ -252,14 +253,14 @@ def test_turns_before_the_first_trained_are_not_trained(demo_tokenizer):
     )
 
 
-def test_a_chat_that_ends_with_a_question(demo_tokenizer):
+def test_a_chat_may_end_with_a_question(demo_tokenizer):
     encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "ok", "re"))
     assert spell(demo_tokenizer, encoded) == (
         "-<|user|> -hi -<|end|> -<|assistant|> +o +k +<|end|> -<|user|> -re -<|end|>"
     )
 
 
-def test_a_chat_that_begins_with_an_answer(demo_tokenizer):
+def test_a_chat_may_begin_with_an_answer(demo_tokenizer):
     messages = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "hi"}]
     encoded = Encoder(demo_tokenizer).encode(row_of(Chat(messages)))
     assert spell(demo_tokenizer, encoded) == (
@@ -267,7 +268,7 @@ def test_a_chat_that_begins_with_an_answer(demo_tokenizer):
     )
 
 
-def test_two_answers_in_a_row(demo_tokenizer):
+def test_two_consecutive_answers_are_both_trained(demo_tokenizer):
     messages = [{"role": role, "content": "ok"} for role in ("user", "assistant", "assistant")]
     encoded = Encoder(demo_tokenizer).encode(row_of(Chat(messages)))
     assert spell(demo_tokenizer, encoded) == (
@@ -275,7 +276,7 @@ def test_two_answers_in_a_row(demo_tokenizer):
     )
 
 
-def test_an_answer_that_says_what_was_asked(demo_tokenizer):
+def test_an_answer_equal_to_its_question_is_located(demo_tokenizer):
     encoded = Encoder(demo_tokenizer).encode(chat_row("ok", "ok", "ok", "ok"))
     assert spell(demo_tokenizer, encoded) == (
         "-<|user|> -o -k -<|end|> -<|assistant|> +o +k +<|end|> "
@@ -283,41 +284,41 @@ def test_an_answer_that_says_what_was_asked(demo_tokenizer):
     )
 
 
-def test_a_pair_is_a_chat_where_there_is_a_template(demo_tokenizer):
+def test_a_pair_is_a_chat_if_the_tokenizer_has_a_template(demo_tokenizer):
     encoded = Encoder(demo_tokenizer).encode(row_of(Pair("hi", "ok")))
     assert spell(demo_tokenizer, encoded) == "-<|user|> -hi -<|end|> -<|assistant|> +o +k +<|end|>"
 
 
-def test_text_is_trained_but_for_its_first_token(demo_tokenizer):
+def test_text_is_trained_except_its_first_token(demo_tokenizer):
     encoded = Encoder(demo_tokenizer).encode(row_of(Text("hi there")))
     assert spell(demo_tokenizer, encoded) == "-hi +Ġthe +re +<|end|>"
 
 
-def test_text_that_ends_has_one_end(demo_tokenizer):
+def test_no_second_end_token_is_appended(demo_tokenizer):
     encoded = Encoder(demo_tokenizer).encode(row_of(Text("hi there<|end|>")))
     assert spell(demo_tokenizer, encoded) == "-hi +Ġthe +re +<|end|>"
 
 
-def test_a_character_of_several_tokens_is_trained_whole(demo_tokenizer):
+def test_all_tokens_of_one_character_are_trained(demo_tokenizer):
     encoded = Encoder(demo_tokenizer).encode(chat_row("é", "😀é"))
     assert spell(demo_tokenizer, encoded) == (
         "-<|user|> -Ã -© -<|end|> -<|assistant|> +ð +Ł +ĺ +Ģ +Ã +© +<|end|>"
     )
 
 
-def test_spaces_and_line_ends_of_an_answer_are_trained(demo_tokenizer):
+def test_spaces_and_newlines_of_an_answer_are_trained(demo_tokenizer):
     encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "  ok\n\n  ok \n"))
     assert spell(demo_tokenizer, encoded) == (
         "-<|user|> -hi -<|end|> -<|assistant|> +Ġ +Ġ +o +k +Ċ +Ċ +Ġ +Ġ +o +k +Ġ +Ċ +<|end|>"
     )
 
 
-def test_an_empty_answer_beside_a_real_one_is_trained_to_end(demo_tokenizer):
+def test_of_an_empty_answer_the_end_token_is_trained(demo_tokenizer):
     encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "", "re", "ok"))
     assert trained_texts(demo_tokenizer, encoded) == ["<|end|>", "ok<|end|>"]
 
 
-def test_arrays_are_small(demo_tokenizer):
+def test_arrays_have_small_dtypes(demo_tokenizer):
     encoded = Encoder(demo_tokenizer).encode(chat_row("hi", "ok"))
     assert (encoded.tokens.dtype, encoded.trained.dtype) == (np.uint32, np.bool_)
 
@@ -330,13 +331,13 @@ def test_arrays_are_small(demo_tokenizer):
     [chat_row("hi", "ok", "re", "no", system="so").content, Pair("hi", "ok"), Text("hi there")],
     ids=["chat", "pair", "text"],
 )
-def test_without_a_mask_all_but_the_first_token_is_trained(demo_tokenizer, content):
+def test_without_a_mask_all_tokens_except_the_first_are_trained(demo_tokenizer, content):
     encoded = Encoder(demo_tokenizer, mask_prompt=False).encode(row_of(content))
     assert encoded.trained.tolist() == [False] + [True] * (len(encoded.tokens) - 1)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_a_mask_changes_no_token(tokenizers, name):
+def test_the_mask_does_not_change_the_tokens(tokenizers, name):
     row = chat_row("hi", "ok", "re", "no")
     masked = Encoder(tokenizers[name]).encode(row)
     unmasked = Encoder(tokenizers[name], mask_prompt=False).encode(row)
@@ -346,7 +347,7 @@ def test_a_mask_changes_no_token(tokenizers, name):
 # Other templates, token by token
 
 
-def test_the_line_end_after_a_turn_is_not_trained(tokenizers):
+def test_the_newline_after_a_turn_is_not_trained(tokenizers):
     encoded = Encoder(tokenizers["chatml"]).encode(chat_row("hi", "ok", "re", "no"))
     assert spell(tokenizers["chatml"], encoded) == (
         "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
@@ -356,7 +357,7 @@ def test_the_line_end_after_a_turn_is_not_trained(tokenizers):
     )
 
 
-def test_a_chat_begins_once(tokenizers):
+def test_the_bos_token_of_a_template_is_not_doubled(tokenizers):
     encoded = Encoder(tokenizers["headers"]).encode(chat_row("hi", "ok"))
     assert spell(tokenizers["headers"], encoded) == (
         "-<|bos|> -<|head|> -us -er -<|/head|> -Ċ -Ċ -hi -<|eot|> "
@@ -364,7 +365,7 @@ def test_a_chat_begins_once(tokenizers):
     )
 
 
-def test_text_begins_as_the_tokenizer_has_it(tokenizers):
+def test_text_begins_with_the_bos_token_of_the_tokenizer(tokenizers):
     encoded = Encoder(tokenizers["headers"]).encode(row_of(Text("hi there")))
     assert spell(tokenizers["headers"], encoded) == "-<|bos|> +hi +Ġthe +re +<|eos|>"
 
@@ -376,30 +377,30 @@ def test_a_space_before_the_answer_is_trained(tokenizers):
     )
 
 
-def test_a_template_without_an_end_token_trains_the_turn_alone():
+def test_without_an_end_token_only_the_turn_is_trained():
     tokenizer = make_tokenizer(UNENDED)
     encoded = Encoder(tokenizer).encode(chat_row("hi", "ok", "re", "no"))
     assert [text.rstrip("\n") for text in trained_texts(tokenizer, encoded)] == ["ok", "no"]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_every_answer_and_nothing_else_is_trained(tokenizers, name):
+def test_exactly_the_answers_are_trained(tokenizers, name):
     row = chat_row("hi", "the first", "re", "and\n  more ", "so", "é😀")
     expected = [trained_of_turn(name, row.content.messages[i]["content"]) for i in (1, 3, 5)]
     assert trained_texts(tokenizers[name], Encoder(tokenizers[name]).encode(row)) == expected
 
 
-# No surrogates, which are no text; no private use, which the encoder marks turns with.
+# Without surrogates, which are not text, and private use characters, which the encoder uses.
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Co")), max_size=12)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=30, deadline=None)
 @given(turns=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
-def test_whatever_is_said_answers_alone_are_trained(tokenizers, name, turns):
+def test_exactly_the_answers_are_trained_for_any_text(tokenizers, name, turns):
     turns[-1] = (turns[-1][0], turns[-1][1] + "a")  # at least one answer that is not blank
     row = chat_row(*(text for turn in turns for text in turn))
-    if name in ("reasoning", "thinking"):  # earlier turns lose their leading space there
+    if name in ("reasoning", "thinking"):  # these remove leading spaces of earlier turns
         expected = [a.lstrip() for _, a in turns[:-1]] + [turns[-1][1]]
     else:
         expected = [answer for _, answer in turns]
@@ -408,7 +409,7 @@ def test_whatever_is_said_answers_alone_are_trained(tokenizers, name, turns):
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS.keys() - {"dated"}))
-def test_the_text_is_what_the_template_renders(tokenizers, name):
+def test_the_tokens_decode_to_the_rendered_template(tokenizers, name):
     tokenizer = tokenizers[name]
     row = chat_row("hi", "ok", "re", "no")
     rendered = tokenizer.apply_chat_template(row.content.messages, tokenize=False)
@@ -416,7 +417,7 @@ def test_the_text_is_what_the_template_renders(tokenizers, name):
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS.keys() - {"thinking"}))
-def test_an_answer_is_trained_after_what_the_model_is_given(tokenizers, name):
+def test_the_trained_tokens_follow_the_rendered_prompt(tokenizers, name):
     tokenizer, row = tokenizers[name], chat_row("hi", "ok", "re", "no")
     encoder = Encoder(tokenizer)
     encoded = encoder.encode(row)
@@ -448,13 +449,13 @@ def test_tool_calls_are_trained_and_their_results_are_not(tokenizers):
     ]
 
 
-def test_the_template_is_given_the_tools(tokenizers):
+def test_tools_are_passed_to_the_template(tokenizers):
     encoded = Encoder(tokenizers["chatml"]).encode(row_of(Chat(TOOL_CHAT, tools=TOOLS)))
     text = decode(tokenizers["chatml"], encoded.tokens.tolist())
     assert text.startswith('<|im_start|>system\n[{"type": "function", "function": {"name": "add"')
 
 
-def test_tool_calls_under_a_template_that_rewrites_history(tokenizers):
+def test_tool_calls_are_trained_if_the_template_rewrites_history(tokenizers):
     encoded = Encoder(tokenizers["reasoning"]).encode(row_of(Chat(TOOL_CHAT)))
     assert trained_texts(tokenizers["reasoning"], encoded) == [
         '{"name": "add", "arguments": {"a": 1}}<|im_end|>',
@@ -462,7 +463,7 @@ def test_tool_calls_under_a_template_that_rewrites_history(tokenizers):
     ]
 
 
-def test_tool_calls_where_a_template_writes_empty_reasoning():
+def test_tool_calls_are_trained_if_the_template_adds_reasoning():
     tokenizer = make_tokenizer(EMPTY_REASONING, REASONING_TOKENS)
     encoded = Encoder(tokenizer).encode(row_of(Chat(TOOL_CHAT)))
     assert trained_texts(tokenizer, encoded) == [
@@ -471,8 +472,8 @@ def test_tool_calls_where_a_template_writes_empty_reasoning():
     ]
 
 
-def test_a_tool_call_that_cannot_be_located_is_refused_by_name(tokenizers):
-    """The template drops its reasoning, which the generation prompt begins."""
+def test_the_error_names_a_tool_call_that_cannot_be_located(tokenizers):
+    """The template drops the turn's reasoning, but the generation prompt begins with it."""
     call_turn = {**TOOL_CHAT[1], "content": "<think>so</think>"}
     row = row_of(Chat([TOOL_CHAT[0], call_turn, *TOOL_CHAT[2:]]))
     with pytest.raises(UserError, match=r"^data\.jsonl:7: messages\[1\]: .*--no-mask-prompt"):
@@ -493,19 +494,19 @@ def test_reasoning_that_a_template_drops_is_not_trained(tokenizers):
     )
 
 
-def test_a_turn_of_dropped_reasoning_alone_is_trained_to_end(tokenizers):
+def test_of_a_turn_with_only_dropped_reasoning_the_end_is_trained(tokenizers):
     row = chat_row("hi", "<think>a</think>", "re", "no")
     encoded = Encoder(tokenizers["reasoning"]).encode(row)
     assert trained_texts(tokenizers["reasoning"], encoded) == ["<|im_end|>", "no<|im_end|>"]
 
 
-def test_a_rewritten_turn_that_says_what_others_say(tokenizers):
+def test_a_rewritten_turn_equal_to_other_turns_is_located(tokenizers):
     row = chat_row("ok", "<think>ok</think>ok", "ok", "ok")
     encoded = Encoder(tokenizers["reasoning"]).encode(row)
     assert trained_texts(tokenizers["reasoning"], encoded) == ["ok<|im_end|>", "ok<|im_end|>"]
 
 
-def test_what_the_generation_prompt_holds_is_not_trained(tokenizers):
+def test_the_generation_prompt_is_not_trained(tokenizers):
     row = chat_row("hi", "<think>\nb</think>no")
     encoded = Encoder(tokenizers["thinking"]).encode(row)
     assert spell(tokenizers["thinking"], encoded) == (
@@ -514,7 +515,7 @@ def test_what_the_generation_prompt_holds_is_not_trained(tokenizers):
     )
 
 
-def test_an_answer_without_the_reasoning_its_prompt_begins(tokenizers):
+def test_an_answer_without_the_reasoning_of_its_prompt_is_located(tokenizers):
     encoded = Encoder(tokenizers["thinking"]).encode(chat_row("hi", "no"))
     assert spell(tokenizers["thinking"], encoded) == (
         "-<|im_start|> -us -er -Ċ -hi -<|im_end|> -Ċ "
@@ -522,7 +523,7 @@ def test_an_answer_without_the_reasoning_its_prompt_begins(tokenizers):
     )
 
 
-def test_empty_reasoning_that_the_template_writes_is_trained():
+def test_empty_reasoning_added_by_the_template_is_trained():
     tokenizer = make_tokenizer(EMPTY_REASONING, REASONING_TOKENS)
     encoded = Encoder(tokenizer).encode(chat_row("hi", "ok", "re", "no"))
     assert trained_texts(tokenizer, encoded) == [
@@ -531,7 +532,7 @@ def test_empty_reasoning_that_the_template_writes_is_trained():
     ]
 
 
-def test_a_turn_that_cannot_be_located_is_refused_by_name():
+def test_the_error_names_a_turn_that_cannot_be_located():
     tokenizer = make_tokenizer(SHOUTING, REASONING_TOKENS)
     with pytest.raises(UserError, match=r"^data\.jsonl:7: messages\[1\]: .*--no-mask-prompt"):
         Encoder(tokenizer).encode(chat_row("hi", "ok", "re", "no"))
@@ -555,7 +556,7 @@ def set_date(monkeypatch: pytest.MonkeyPatch, day: int) -> None:
     monkeypatch.setattr(chat_template_utils, "datetime", Clock)
 
 
-def test_the_clock_of_the_test_below_is_the_one_templates_read(tokenizers, monkeypatch):
+def test_set_date_changes_the_clock_of_templates(tokenizers, monkeypatch):
     set_date(monkeypatch, day=3)
     messages = [{"role": "user", "content": "hi"}]
     text = tokenizers["dated"].apply_chat_template(messages, tokenize=False)
@@ -570,58 +571,58 @@ def test_tokens_do_not_depend_on_the_date(tokenizers, monkeypatch):
     assert tokens[0] == tokens[1]
 
 
-def test_the_date_is_always_the_same(tokenizers):
+def test_the_date_in_templates_is_fixed(tokenizers):
     encoded = Encoder(tokenizers["dated"]).encode(chat_row("hi", "ok"))
     text = decode(tokenizers["dated"], encoded.tokens.tolist())
     assert text.startswith("Today is 26 July 2024.\n<|im_start|>user")
 
 
-def test_a_date_string_of_the_template_is_fixed_too():
+def test_the_date_string_of_templates_is_fixed():
     tokenizer = make_tokenizer("{{ date_string | default('no date') ~ '\n' }}" + CHATML)
     encoded = Encoder(tokenizer).encode(chat_row("hi", "ok"))
     assert decode(tokenizer, encoded.tokens.tolist()).startswith("26 Jul 2024\n")
 
 
-# Tokenizers whose offsets are not plain
+# Tokenizers with special offsets
 
 
 def normalize(backend: Tokenizer) -> None:
     backend.normalizer = normalizers.NFC()
 
 
-def test_spaces_are_trained_where_offsets_leave_them_out(tokenizers):
+def test_spaces_missing_from_the_offsets_are_trained(tokenizers):
     encoded = Encoder(tokenizers["offsets"]).encode(chat_row("hi  hi ", "if so:\n    return  0 "))
     assert trained_texts(tokenizers["offsets"], encoded) == ["if so:\n    return  0 <|im_end|>"]
 
 
-def test_a_space_that_ends_the_text_is_trained():
+def test_a_trailing_space_is_trained():
     template = UNENDED.replace(" ~ '\n' }}{% endfor", " }}{% endfor")
     tokenizer = make_tokenizer(template, change=trim_offsets)
     encoded = Encoder(tokenizer).encode(chat_row("hi\n", "ok "))
     assert trained_texts(tokenizer, encoded) == ["ok "]
 
 
-def test_an_answer_that_is_shorter_once_normalized():
+def test_an_answer_shortened_by_normalization_is_located():
     tokenizer = make_tokenizer(CHATML, change=normalize)
     encoded = Encoder(tokenizer).encode(chat_row("e\u0301" * 3, "e\u0301" * 3 + "a"))
     assert trained_texts(tokenizer, encoded) == ["é" * 3 + "a<|im_end|>"]
 
 
-def test_a_tokenizer_that_was_set_to_cut_cuts_nothing():
+def test_truncation_of_the_tokenizer_is_turned_off():
     tokenizer = make_tokenizer(CHATML)
     tokenizer.backend_tokenizer.enable_truncation(4)
     encoded = Encoder(tokenizer).encode(chat_row("hi", "ok"))
     assert trained_texts(tokenizer, encoded) == ["ok<|im_end|>"]
 
 
-def test_a_tokenizer_that_was_set_to_pad_pads_nothing():
+def test_padding_of_the_tokenizer_is_turned_off():
     tokenizer = make_tokenizer(CHATML)
     tokenizer.backend_tokenizer.enable_padding(length=64)
     encoded = Encoder(tokenizer).encode(chat_row("hi", "ok"))
     assert len(encoded.tokens) == 17
 
 
-def test_a_tokenizer_without_its_file_is_refused():
+def test_a_tokenizer_without_a_fast_backend_is_refused():
     class Slow:
         eos_token_ids = (0,)
 
@@ -636,8 +637,8 @@ def test_a_tokenizer_without_its_file_is_refused():
         ("never", "-<|user|> -h -i -<|end|> -<|assistant|> +<0xC3> +<0xA9> +<|end|>"),
     ],
 )
-def test_a_tokenizer_of_words_after_spaces(spaces, expected):
-    """Of the kind that puts a space before words, and spells unknown characters in bytes."""
+def test_a_sentencepiece_style_tokenizer_is_supported(spaces, expected):
+    """This kind puts a space before words and splits unknown characters into bytes."""
     letters = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *"▁abcdefghijklmnopqrstuvwxyz"]
     vocabulary = {letter: i for i, letter in enumerate(letters)}
     backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
@@ -652,11 +653,11 @@ def test_a_tokenizer_of_words_after_spaces(spaces, expected):
     assert spell(wrapped, Encoder(wrapped).encode(chat_row("hi", "é"))) == expected
 
 
-# A template that is a function of mlx-lm's, which takes what it knows and nothing else
+# A template that is a function of mlx-lm, which accepts only known options
 
 
 @pytest.mark.parametrize("template", [None, INST], ids=["alone", "before-a-template"])
-def test_a_template_that_is_a_function(template):
+def test_a_template_may_be_a_function(template):
     def render(messages, add_generation_prompt=False, tools=None, enable_thinking=False):
         text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
         return text + "<|im_start|>assistant\n" * add_generation_prompt
@@ -670,19 +671,19 @@ def test_a_template_that_is_a_function(template):
 # No template
 
 
-def test_a_pair_without_a_template_is_put_together():
+def test_a_pair_without_a_template_is_concatenated():
     tokenizer = make_tokenizer(None)
     encoded = Encoder(tokenizer).encode(row_of(Pair("hi the", "re")))
     assert spell(tokenizer, encoded) == "-hi -Ġthe +re +<|im_end|>"
 
 
-def test_a_pair_without_a_template_begins_once():
+def test_a_pair_without_a_template_has_one_bos_token():
     tokenizer = make_tokenizer(None, INST_TOKENS, "</s>", "<s>", change=add_bos("<s>"))
     encoded = Encoder(tokenizer).encode(row_of(Pair("hi", "re")))
     assert spell(tokenizer, encoded) == "-<s> -hi +re +</s>"
 
 
-def test_a_pair_without_a_template_or_a_mask():
+def test_a_pair_without_a_template_or_a_mask_is_trained_fully():
     tokenizer = make_tokenizer(None)
     encoded = Encoder(tokenizer, mask_prompt=False).encode(row_of(Pair("hi the", "re")))
     assert spell(tokenizer, encoded) == "-hi +Ġthe +re +<|im_end|>"
@@ -710,17 +711,17 @@ NOTHING = {
 @pytest.mark.parametrize(
     "content", NOTHING.values(), ids=[name.replace(" ", "-") for name in NOTHING]
 )
-def test_a_row_with_nothing_to_train_is_named(demo_tokenizer, content):
+def test_a_row_with_nothing_to_train_is_refused(demo_tokenizer, content):
     with pytest.raises(UserError, match=r"^data\.jsonl:7: no token to train"):
         Encoder(demo_tokenizer).encode(row_of(content))
 
 
-def test_an_empty_completion_without_a_template_is_named():
+def test_an_empty_completion_without_a_template_is_refused():
     with pytest.raises(UserError, match=r"^data\.jsonl:7: no token to train"):
         Encoder(make_tokenizer(None)).encode(row_of(Pair("hi", "")))
 
 
-def test_what_a_strict_template_takes_is_trained(tokenizers):
+def test_a_chat_that_a_strict_template_accepts_is_trained(tokenizers):
     encoded = Encoder(tokenizers["strict"]).encode(chat_row("hi", "ok", "re", "no"))
     assert trained_texts(tokenizers["strict"], encoded) == ["ok<|im_end|>", "no<|im_end|>"]
 
@@ -736,7 +737,7 @@ def test_what_a_strict_template_takes_is_trained(tokenizers):
     ],
     ids=["system", "not-alternating"],
 )
-def test_what_a_template_refuses_is_named_with_its_reason(tokenizers, row, reason):
+def test_the_error_gives_the_reason_why_a_template_rejects_a_chat(tokenizers, row, reason):
     with pytest.raises(UserError, match=rf"^data\.jsonl:7: the .*chat template .*\({reason}\)"):
         Encoder(tokenizers["strict"]).encode(row)
 
@@ -746,16 +747,16 @@ def test_what_a_template_refuses_is_named_with_its_reason(tokenizers, row, reaso
     [Text("a \ud83d b"), Pair("hi", "a \ud83d b"), chat_row("hi", "a \ud83d b").content],
     ids=["text", "pair", "chat"],
 )
-def test_half_a_character_is_named(demo_tokenizer, content):
-    """JSON can hold half of an emoji, as an escape; no tokenizer takes it."""
+def test_half_a_surrogate_pair_is_refused(demo_tokenizer, content):
+    """A JSON escape can be half of an emoji. Tokenizers do not accept it."""
     with pytest.raises(UserError, match=r"^data\.jsonl:7: "):
         Encoder(demo_tokenizer).encode(row_of(content))
 
 
-# Prompts to show samples with
+# Prompts for samples
 
 
-def test_the_prompt_of_a_chat_is_all_but_its_last_answer(tokenizers):
+def test_the_prompt_of_a_chat_is_everything_before_the_last_answer(tokenizers):
     prompt = Encoder(tokenizers["chatml"]).prompt_of(chat_row("hi", "ok", "re", "no"))
     assert (prompt.asked, prompt.expected) == ("re", "no")
     assert prompt.rendered == (
@@ -764,7 +765,7 @@ def test_the_prompt_of_a_chat_is_all_but_its_last_answer(tokenizers):
     )
 
 
-def test_the_prompt_of_a_pair_without_a_template_is_its_own():
+def test_the_prompt_of_a_pair_without_a_template_is_unchanged():
     prompt = Encoder(make_tokenizer(None)).prompt_of(row_of(Pair("hi", "ok")))
     assert (prompt.asked, prompt.rendered, prompt.expected) == ("hi", "hi", "ok")
 
@@ -772,12 +773,12 @@ def test_the_prompt_of_a_pair_without_a_template_is_its_own():
 @pytest.mark.parametrize(
     "content", [Text("hi"), chat_row("hi", "ok", "re").content], ids=["text", "question-last"]
 )
-def test_a_row_that_asks_nothing_has_no_prompt(demo_tokenizer, content):
+def test_a_row_without_a_question_has_no_prompt(demo_tokenizer, content):
     assert Encoder(demo_tokenizer).prompt_of(row_of(content)) is None
 
 
-def test_a_chat_of_too_many_turns_is_ended(tokenizers, monkeypatch):
-    """Each of its turns is rendered with all before it."""
+def test_a_chat_with_too_many_turns_is_refused(tokenizers, monkeypatch):
+    """Each turn is rendered with all turns before it, so the time grows quadratically."""
     monkeypatch.setattr(encode, "SPANS_SECONDS", 0.1)
     chat = Chat([{"role": role, "content": "a"} for role in ("user", "assistant")] * 5000)
     row = Row("data.jsonl:7", chat, 1.0)
@@ -786,7 +787,7 @@ def test_a_chat_of_too_many_turns_is_ended(tokenizers, monkeypatch):
     assert len(Encoder(tokenizers["chatml"], mask_prompt=False).encode(row).tokens) > 10_000
 
 
-def test_a_long_text_has_the_ids_that_its_tokenizer_gives_it(demo_tokenizer):
+def test_token_ids_equals_tokenizer_encode_for_long_texts(demo_tokenizer):
     for text in ("Two words", "Two words " * 5000):
         for special in (True, False):
             expected = demo_tokenizer.encode(text, add_special_tokens=special)

@@ -1,4 +1,4 @@
-"""Encoded rows on disk: what becomes of long rows, and when a file is encoded again."""
+"""Encoded rows on disk: long rows, and when a file is encoded again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WHERE = "train.jsonl:1"
 
 @dataclass
 class Plain:
-    """An encoder of text rows made of numbers: `5 6 +7 +8` is four tokens, two of them trained."""
+    """Encodes text rows of numbers: `5 6 +7 +8` is four tokens, and the last two are trained."""
 
     mask_prompt: bool = True
     vocabulary: int | None = None
@@ -49,7 +49,7 @@ class Plain:
 
 @dataclass
 class Refusing:
-    """An encoder that is not to be asked."""
+    """An encoder that must not be called."""
 
     mask_prompt: bool = True
     vocabulary: int | None = None
@@ -60,7 +60,7 @@ class Refusing:
 
 
 def load(encoder: Any, *texts: str, name: str = "train.jsonl", **changes: Any) -> Examples:
-    """The examples of a file of text rows; without texts, of the file as it is."""
+    """Write a file of text rows and load its examples. Without texts, the file is not changed."""
     path = Path(name)
     if texts:
         write_rows(path, [{"text": text} for text in texts])
@@ -87,10 +87,10 @@ def lists_of(loaded: Examples) -> list[tuple[list[int], list[bool]]]:
 SHORT = ("1 2 +3", "4 +5", "6 +7 8 +9")
 
 
-# What is read back
+# Loaded examples
 
 
-def test_examples_are_the_encoded_rows():
+def test_loaded_examples_are_the_encoded_rows():
     assert lists_of(load(Plain(), *SHORT)) == [
         ([1, 2, 3], [False, False, True]),
         ([4, 5], [False, True]),
@@ -98,11 +98,11 @@ def test_examples_are_the_encoded_rows():
     ]
 
 
-def test_lengths():
+def test_lengths_count_the_tokens_of_each_example():
     assert load(Plain(), *SHORT).lengths.tolist() == [3, 2, 4]
 
 
-def test_weights_are_the_rows():
+def test_weights_come_from_the_rows():
     write_rows(Path("train.jsonl"), [{"text": "1 +2", "weight": w} for w in (0, 0.5, 3)])
     assert load(Plain()).weights.tolist() == [0.0, 0.5, 3.0]
 
@@ -112,17 +112,17 @@ def test_each_piece_of_a_row_has_its_weight():
     assert load(Plain(), max_seq_length=3, too_long="split").weights.tolist() == [0.5, 0.5]
 
 
-def test_the_tally_of_short_rows():
+def test_the_tally_counts_short_rows():
     assert load(Plain(), *SHORT).tally == Tally(rows=3, examples=3, tokens=9, trained_tokens=4)
 
 
-def test_examples_are_mapped_from_disk():
+def test_examples_are_memory_mapped():
     loaded = load(Plain(), *SHORT)
     assert isinstance(loaded.tokens, np.memmap)
     assert isinstance(loaded.trained, np.memmap)
 
 
-def test_a_file_of_many_formats(demo_tokenizer):
+def test_a_file_may_mix_row_formats(demo_tokenizer):
     path = write_rows(
         Path("mixed.jsonl"),
         [
@@ -139,19 +139,19 @@ def test_a_file_of_many_formats(demo_tokenizer):
 # The cache
 
 
-def test_a_second_load_encodes_nothing():
+def test_a_second_load_uses_the_cache():
     first = lists_of(load(Plain(), *SHORT))
     assert lists_of(load(Refusing())) == first
 
 
-def test_a_second_load_knows_the_weights_and_the_tally():
+def test_a_second_load_has_the_same_weights_and_tally():
     write_rows(Path("train.jsonl"), [{"text": "1 +2 +3", "weight": 0.5}])
     first = load(Plain(), max_seq_length=2, too_long="truncate")
     again = load(Refusing(), max_seq_length=2, too_long="truncate")
     assert (again.tally, again.weights.tolist()) == (first.tally, first.weights.tolist())
 
 
-def test_a_file_of_the_same_rows_elsewhere_encodes_nothing():
+def test_a_copy_of_the_file_uses_the_cache():
     load(Plain(), *SHORT)
     shutil.copy("train.jsonl", "copy.jsonl")
     assert lists_of(load(Refusing(), name="copy.jsonl")) == lists_of(load(Refusing()))
@@ -165,14 +165,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_another_setting_encodes_again(change):
+def test_a_changed_setting_encodes_again(change):
     load(Plain(), *SHORT)
     encoder = Plain()
     load(encoder, **change)
     assert len(encoder.encoded) == 3
 
 
-def test_another_mask_encodes_again():
+def test_a_changed_mask_encodes_again():
     load(Plain(), *SHORT)
     encoder = Plain(mask_prompt=False)
     load(encoder)
@@ -184,7 +184,7 @@ def test_a_changed_file_is_encoded_again():
     assert lists_of(load(Plain(), "1 2 +4", *SHORT[1:]))[0][0] == [1, 2, 4]
 
 
-def test_another_format_of_the_cache_encodes_again(monkeypatch):
+def test_a_new_cache_format_encodes_again(monkeypatch):
     load(Plain(), *SHORT)
     monkeypatch.setattr(examples, "FORMAT", examples.FORMAT + 1)
     encoder = Plain()
@@ -193,21 +193,21 @@ def test_another_format_of_the_cache_encodes_again(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2], ids=["first", "middle", "last"])
-def test_a_bad_row_leaves_nothing_behind(bad):
+def test_a_bad_row_leaves_no_cache(bad):
     texts = [*SHORT[:bad], "bad", *SHORT[bad:]]
     with pytest.raises(UserError, match=f"^train.jsonl:{bad + 1}: a bad row"):
         load(Plain(), *texts)
     assert folders() == []
 
 
-def test_a_line_that_is_no_row_leaves_nothing_behind():
+def test_a_line_that_is_not_json_leaves_no_cache():
     write_rows(Path("train.jsonl"), [{"text": "1 +2"}, "no JSON"])
     with pytest.raises(UserError, match=r"^train\.jsonl:2: is not valid JSON"):
         load(Plain())
     assert folders() == []
 
 
-def test_a_mended_file_is_loaded():
+def test_a_corrected_file_is_loaded():
     with pytest.raises(UserError):
         load(Plain(), *SHORT, "bad")
     assert len(load(Plain(), *SHORT)) == 3
@@ -234,7 +234,7 @@ DAMAGE = [
     (name, harm)
     for name in FILES
     for harm in (cut, grow, empty, scramble, Path.unlink)
-    # Bytes that still are tokens, or an array with something after it, cannot be told.
+    # Not detected: bytes that are valid tokens, and arrays with trailing bytes.
     if not (harm is scramble and name.endswith(".bin"))
     and not (harm is grow and name.endswith(".npy"))
 ]
@@ -243,7 +243,7 @@ DAMAGE = [
 @pytest.mark.parametrize(
     ("name", "harm"), DAMAGE, ids=[f"{harm.__name__}-{name}" for name, harm in DAMAGE]
 )
-def test_a_damaged_folder_is_made_again(name, harm):
+def test_a_damaged_cache_is_rebuilt(name, harm):
     first = load(Plain(), *SHORT)
     expected = (lists_of(first), first.weights.tolist(), first.tally)
     (folder,) = folders()
@@ -253,21 +253,21 @@ def test_a_damaged_folder_is_made_again(name, harm):
 
 
 @pytest.mark.parametrize("weights", [2, 4], ids=["too-few", "too-many"])
-def test_a_folder_whose_files_disagree_is_made_again(weights):
+def test_a_cache_with_inconsistent_files_is_rebuilt(weights):
     load(Plain(), *SHORT)
     (folder,) = folders()
     np.save(folder / "weights.npy", np.ones(weights, np.float32))
     assert len(load(Plain())) == 3
 
 
-def test_a_folder_whose_tally_is_of_other_rows_is_made_again():
+def test_a_cache_with_a_wrong_tally_is_rebuilt():
     load(Plain(), *SHORT)
     (folder,) = folders()
     (folder / "tally.json").write_text('{"rows": 1, "tokens": 4}')
     assert load(Plain()).tally.rows == 3
 
 
-def test_a_folder_that_was_made_again_stays():
+def test_a_rebuilt_cache_is_used():
     load(Plain(), *SHORT)
     (folder,) = folders()
     cut(folder / "tokens.bin")
@@ -280,8 +280,8 @@ def save(name: str, array: np.ndarray) -> Callable[[Path], object]:
 
 
 FORGED = {
-    "no first row": save("starts.npy", np.array([1, 3, 6, 8])),
-    "rows of less than nothing": save("starts.npy", np.array([0, 7, 3, 8])),
+    "a first row that does not start at 0": save("starts.npy", np.array([1, 3, 6, 8])),
+    "rows of negative length": save("starts.npy", np.array([0, 7, 3, 8])),
     "an empty row": save("starts.npy", np.array([0, 3, 3, 8])),
     "starts of another type": save("starts.npy", np.array([0.0, 3.0, 6.0, 8.0])),
     "starts of two dimensions": save("starts.npy", np.array([[0, 3], [6, 8]])),
@@ -290,7 +290,7 @@ FORGED = {
     "weights below 0": save("weights.npy", np.full(3, -1, np.float32)),
     "a first token that is trained": lambda folder: (folder / "trained.bin").write_bytes(b"\1" * 8),
     "neither true nor false": lambda folder: (folder / "trained.bin").write_bytes(b"\0\2" * 4),
-    "counts of no number": lambda folder: change_tally(folder, rows="3"),
+    "counts that are not numbers": lambda folder: change_tally(folder, rows="3"),
     "counts below 0": lambda folder: change_tally(folder, dropped=-1),
 }
 
@@ -302,8 +302,8 @@ def change_tally(folder: Path, **counts: Any) -> None:
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_folder_that_was_forged_is_made_again(name):
-    """With checksums that are right, by whoever can write to the cache."""
+def test_a_forged_cache_is_rebuilt(name):
+    """Its checksums are right: anybody who can write to the cache can compute them."""
     first = lists_of(load(Plain(), "1 2 +3", "4 5 +6", "7 +8"))
     (folder,) = folders()
     FORGED[name](folder)
@@ -314,8 +314,7 @@ def test_a_folder_that_was_forged_is_made_again(name):
     assert lists_of(load(Plain())) == first
 
 
-def test_cached_tokens_that_the_model_lacks_are_encoded_again():
-    """So that the row is named."""
+def test_cached_tokens_outside_the_vocabulary_are_encoded_again():
     load(Plain(), "1 2 +9")
     assert len(load(Refusing(vocabulary=10))) == 1
     encoder = Plain(vocabulary=9)
@@ -323,9 +322,9 @@ def test_cached_tokens_that_the_model_lacks_are_encoded_again():
     assert encoder.encoded
 
 
-def test_a_cache_that_cannot_be_written_is_named():
+def test_a_cache_that_cannot_be_written_is_reported():
     CACHE.write_text("a file, not a folder")
-    with pytest.raises(UserError, match=r"^cache/examples: cannot keep tokenized rows .*YOUR_AI_"):
+    with pytest.raises(UserError, match=r"^cache/examples: cannot write tokenized rows .*YOUR_AI_"):
         load(Plain(), *SHORT)
 
 
@@ -334,7 +333,7 @@ def age(path: Path, days: float) -> None:
     os.utime(path, (then, then))
 
 
-def test_tokenized_rows_that_nobody_used_for_a_month_are_deleted():
+def test_a_cache_unused_for_a_month_is_deleted():
     load(Plain(), *SHORT)
     (old,) = folders()
     age(old, days=31)
@@ -342,7 +341,7 @@ def test_tokenized_rows_that_nobody_used_for_a_month_are_deleted():
     assert not old.exists()
 
 
-def test_tokenized_rows_that_were_used_stay():
+def test_a_recently_used_cache_is_kept():
     load(Plain(), *SHORT)
     (old,) = folders()
     age(old, days=31)
@@ -355,21 +354,21 @@ def test_tokenized_rows_that_were_used_stay():
 
 
 def sequence(length: int, trained: list[bool] | None = None) -> EncodedRow:
-    """Tokens that say where they stand; all but the first trained, if nothing else is said."""
+    """Tokens 0, 1, 2, ... By default all except the first are trained."""
     trained = [False] + [True] * (length - 1) if trained is None else trained
     return EncodedRow(np.arange(length, dtype=np.uint32), np.array(trained, bool))
 
 
-def test_a_row_that_just_fits_is_whole():
+def test_a_row_of_the_maximum_length_is_kept_whole():
     assert [outcome for _, outcome in fit(sequence(8), 8, "error", WHERE)] == ["whole"]
 
 
-def test_a_long_row_is_an_error_that_names_it():
+def test_the_error_names_a_row_that_is_too_long():
     with pytest.raises(UserError, match=r"^train\.jsonl:2: 9 tokens, more than --max-seq-length 8"):
         load(Plain(), "1 +2", " ".join(f"+{i}" for i in range(9)))
 
 
-def test_a_truncated_row_is_its_beginning():
+def test_truncation_keeps_the_beginning_of_a_row():
     ((piece, outcome),) = fit(sequence(20), 8, "truncate", WHERE)
     assert (piece.tokens.tolist(), outcome) == (list(range(8)), "truncated")
 
@@ -402,13 +401,13 @@ def test_split_predicts_each_target_from_the_token_before(example, window):
 
 
 @given(example=LONG, window=WINDOWS, too_long=st.sampled_from(["truncate", "split"]))
-def test_no_piece_is_longer_than_the_window(example, window, too_long):
+def test_no_piece_is_longer_than_max_seq_length(example, window, too_long):
     pieces = [piece for piece, _ in fit(example, window, too_long, WHERE)]
     assert all(2 <= len(piece.tokens) <= window for piece in pieces if piece is not None)
 
 
 @given(example=LONG, window=WINDOWS, too_long=st.sampled_from(["truncate", "split"]))
-def test_every_piece_of_a_cut_row_trains_something(example, window, too_long):
+def test_every_piece_of_a_long_row_has_a_target(example, window, too_long):
     if len(example.tokens) > window:
         pieces = [piece for piece, _ in fit(example, window, too_long, WHERE)]
         assert all(piece.trained.any() for piece in pieces if piece is not None)
@@ -421,12 +420,12 @@ def test_the_first_token_of_a_piece_is_not_trained(example, window, too_long):
 
 
 @given(example=LONG, window=WINDOWS, too_long=st.sampled_from(["truncate", "split"]))
-def test_a_row_is_counted_once(example, window, too_long):
+def test_each_row_is_counted_once(example, window, too_long):
     outcomes = [outcome for _, outcome in fit(example, window, too_long, WHERE)]
     assert [outcome == "more" for outcome in outcomes] == [False] + [True] * (len(outcomes) - 1)
 
 
-def test_cutting_leaves_the_row_as_it_was():
+def test_splitting_does_not_change_the_row():
     example = sequence(20)
     list(fit(example, 8, "split", WHERE))
     assert example.trained.tolist() == [False] + [True] * 19
@@ -434,35 +433,35 @@ def test_cutting_leaves_the_row_as_it_was():
 
 LONG_ROWS = (
     "1 +2 +3",  # whole
-    "1 2 3 4 5 +6",  # its beginning has nothing to train
-    "1 +2 3 4 5 6 +7",  # its middle has nothing to train
+    "1 2 3 4 5 +6",  # the beginning has nothing to train
+    "1 +2 3 4 5 6 +7",  # the middle has nothing to train
     "1 +2 +3 +4 +5 +6 +7",
 )
 
 
-def test_the_tally_of_truncated_rows():
+def test_the_tally_counts_truncated_rows():
     loaded = load(Plain(), *LONG_ROWS, max_seq_length=3, too_long="truncate")
     assert loaded.tally == Tally(
         rows=4, examples=3, truncated=3, dropped=1, tokens=9, trained_tokens=2 + 1 + 2
     )
 
 
-def test_the_tally_of_split_rows():
+def test_the_tally_counts_split_rows():
     loaded = load(Plain(), *LONG_ROWS, max_seq_length=3, too_long="split")
-    # Pieces of tokens 1-3, 3-5, 5-7: of the second row the last is trained, of the
-    # third the first and the last.
+    # The pieces are tokens 1-3, 3-5 and 5-7. Of the second row only the last piece has a target,
+    # of the third row the first and the last.
     assert loaded.tally == Tally(
         rows=4, examples=7, split=3, dropped=3, tokens=3 + 2 + 6 + 9, trained_tokens=2 + 1 + 2 + 6
     )
 
 
-def test_a_row_whose_prompt_fills_the_window_is_dropped():
+def test_a_truncated_row_without_a_target_is_dropped():
     loaded = load(Plain(), "1 2 3 4 +5", "1 +2", max_seq_length=4, too_long="truncate")
     assert lists_of(loaded) == [([1, 2], [False, True])]
 
 
 @pytest.mark.parametrize("time", ["first", "from the cache"])
-def test_a_file_whose_prompts_all_fill_the_window_is_an_error(time):
+def test_a_file_with_only_dropped_rows_is_refused(time):
     options = {"max_seq_length": 4, "too_long": "truncate"}
     encoder = Plain()
     if time != "first":
@@ -479,7 +478,7 @@ def test_a_file_whose_prompts_all_fill_the_window_is_an_error(time):
     window=WINDOWS,
     too_long=st.sampled_from(["truncate", "split"]),
 )
-def test_the_tally_is_what_is_there(tmp_path_factory, rows, window, too_long):
+def test_the_tally_matches_the_examples(tmp_path_factory, rows, window, too_long):
     folder = tmp_path_factory.mktemp("tally")
     texts = ["1 " + " ".join("+2" if on else "2" for on in [*row, True]) for row in rows]
     path = write_rows(folder / "train.jsonl", [{"text": text} for text in [*texts, "1 +2"]])
@@ -498,8 +497,8 @@ def test_the_tally_is_what_is_there(tmp_path_factory, rows, window, too_long):
 MANY = 200_000
 
 
-def test_encoding_many_rows_holds_few_objects():
-    """Each encoded row is five objects or more."""
+def test_encoding_many_rows_keeps_few_objects_alive():
+    """Each encoded row has at least five objects."""
     tokens, trained = np.arange(4, dtype=np.uint32), np.array([False, False, True, True])
     blocks: list[int] = []
 
@@ -518,7 +517,7 @@ def test_encoding_many_rows_holds_few_objects():
     assert (max(blocks) - blocks[0]) / MANY < 2
 
 
-def test_encoded_rows_are_let_go():
+def test_encoded_rows_are_released():
     given: list[weakref.ref] = []
     alive: list[int] = []
 

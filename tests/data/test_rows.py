@@ -1,4 +1,4 @@
-"""JSONL lines -> rows: each format, files as people have them, and what is said of bad ones."""
+"""JSONL lines -> rows: each format, files as they occur in practice, and errors for bad rows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_bytes(data: bytes) -> list[Row]:
 # Each format
 
 
-def test_messages():
+def test_messages_become_a_chat():
     assert content_of({"messages": [USER, ASSISTANT]}) == Chat([USER, ASSISTANT])
 
 
@@ -61,14 +61,14 @@ def test_messages_keep_keys_that_templates_may_read():
 
 
 @pytest.mark.parametrize("as_text", [False, True], ids=["list", "json-text"])
-def test_tools_of_messages(as_text):
+def test_tools_of_messages_are_read(as_text):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     row = {"messages": [USER, ASSISTANT], "tools": json.dumps(tools) if as_text else tools}
     assert content_of(row).tools == tools
 
 
 @pytest.mark.parametrize("as_text", [False, True], ids=["list", "json-text"])
-def test_tools_of_prompt_and_completion_messages(as_text):
+def test_tools_of_prompt_and_completion_messages_are_read(as_text):
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     row = {
         "prompt": [USER],
@@ -78,7 +78,7 @@ def test_tools_of_prompt_and_completion_messages(as_text):
     assert content_of(row).tools == tools
 
 
-def test_no_tools_is_none():
+def test_an_empty_list_of_tools_is_None():
     assert content_of({"messages": [USER, ASSISTANT], "tools": []}).tools is None
 
 
@@ -106,35 +106,35 @@ def test_text_parts_are_joined():
     assert content_of({"messages": [turn, ASSISTANT]}).messages[0]["content"] == "one two"
 
 
-def test_prompt_and_completion_texts():
+def test_prompt_and_completion_texts_become_a_pair():
     assert content_of({"prompt": "q", "completion": "a"}) == Pair("q", "a")
 
 
-def test_prompt_and_completion_messages_train_the_completion_alone():
+def test_prompt_and_completion_messages_train_only_the_completion():
     row = {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]}
     assert content_of(row) == Chat([USER, ASSISTANT, USER, ASSISTANT], first_trained=3)
 
 
-def test_alpaca_without_input():
+def test_alpaca_rows_may_have_no_input():
     assert content_of({"instruction": "q", "output": "a"}) == Pair("q", "a")
 
 
 @pytest.mark.parametrize("empty", ["", None])
-def test_alpaca_with_an_empty_input(empty):
+def test_alpaca_rows_may_have_an_empty_input(empty):
     assert content_of({"instruction": "q", "input": empty, "output": "a"}) == Pair("q", "a")
 
 
-def test_alpaca_with_input():
+def test_alpaca_input_is_appended_to_the_instruction():
     row = {"instruction": "q", "input": "more", "output": "a"}
     assert content_of(row) == Pair("q\n\nmore", "a")
 
 
-def test_alpaca_wins_over_its_rendered_text():
+def test_alpaca_keys_take_precedence_over_text():
     row = {"instruction": "q", "output": "a", "text": "q and a"}
     assert content_of(row) == Pair("q", "a")
 
 
-def test_sharegpt():
+def test_sharegpt_roles_are_translated():
     turns = [
         {"from": "system", "value": "s"},
         {"from": "human", "value": "q"},
@@ -149,21 +149,21 @@ def test_sharegpt():
     ]
 
 
-def test_sharegpt_with_roles_of_its_own():
+def test_sharegpt_rows_may_have_openai_messages():
     assert content_of({"conversations": [USER, ASSISTANT]}).messages == [USER, ASSISTANT]
 
 
-def test_sharegpt_with_a_system_key():
+def test_sharegpt_system_key_becomes_the_first_message():
     turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     messages = content_of({"system": "be brief", "conversations": turns}).messages
     assert messages[0] == {"role": "system", "content": "be brief"}
 
 
-def test_text():
+def test_text_rows_are_read():
     assert content_of({"text": "all of it"}) == Text("all of it")
 
 
-def test_each_row_has_its_own_format():
+def test_a_file_may_mix_formats():
     rows = rows_of(
         {"text": "t"},
         {"messages": [USER, ASSISTANT]},
@@ -187,24 +187,24 @@ def test_a_weight_is_read(weight):
     assert rows_of({"text": "t", "weight": weight})[0].weight == weight
 
 
-# Files as people have them
+# Files as they occur in practice
 
 
-def test_rows_know_their_line():
+def test_rows_have_their_line_number():
     rows = rows_of({"text": "t"}, "", "   ", {"text": "u"})
     assert [row.where for row in rows] == ["train.jsonl:1", "train.jsonl:4"]
 
 
-def test_a_byte_order_mark_is_passed_over():
+def test_a_byte_order_mark_is_skipped():
     assert read_bytes(b'\xef\xbb\xbf{"text": "t"}\n')[0].content == Text("t")
 
 
-def test_windows_line_ends():
+def test_windows_line_ends_are_accepted():
     rows = read_bytes(b'{"text": "t"}\r\n\r\n{"text": "u"}\r\n')
     assert [row.content.text for row in rows] == ["t", "u"]
 
 
-def test_a_last_line_without_its_end():
+def test_the_last_line_needs_no_newline():
     rows = read_bytes(b'{"text": "t"}\n{"text": "u"}')
     assert [row.content.text for row in rows] == ["t", "u"]
 
@@ -215,7 +215,7 @@ def test_only_a_newline_ends_a_line():
     assert read_bytes(line.encode())[0].content == Text(text)
 
 
-def test_rows_before_a_bad_one_are_given():
+def test_rows_before_a_bad_row_are_yielded():
     path = write_rows(Path("train.jsonl"), [{"text": "t"}, "no JSON"])
     assert next(read_rows(path)).content == Text("t")
 
@@ -288,22 +288,24 @@ BAD = {
     "weight of too many digits": ('{"text": "x", "weight": ' + "9" * 5000 + "}", ""),
     "a message of weight 2": (
         {"messages": [USER, {"role": "assistant", "content": "a", "weight": 2}]},
-        "messages[1]: weight 2: a message's is 0 or 1",
+        "messages[1]: weight 2: the weight of a message must be 0 or 1",
     ),
     "weight of a bad row": ({"messages": [USER], "weight": "1"}, "weight: expected a number"),
 }
 
 
-@pytest.mark.parametrize(("line", "said"), BAD.values(), ids=[key.replace(" ", "-") for key in BAD])
-def test_a_bad_row_is_named(line, said):
+@pytest.mark.parametrize(
+    ("line", "reason"), BAD.values(), ids=[key.replace(" ", "-") for key in BAD]
+)
+def test_the_error_names_a_bad_row(line, reason):
     with pytest.raises(UserError) as caught:
         rows_of({"text": "good"}, "", line)
     where, text = str(caught.value).split(": ", 1)
     assert where == "train.jsonl:3"
-    assert said in text
+    assert reason in text
 
 
-def test_a_row_that_is_not_utf8_is_named():
+def test_the_error_names_a_row_that_is_not_utf8():
     with pytest.raises(UserError, match=r"^train\.jsonl:2: is not UTF-8"):
         read_bytes(b'{"text": "t"}\n{"text": "caf\xe9"}\n')
 
@@ -312,31 +314,31 @@ def test_a_row_that_is_not_utf8_is_named():
 
 
 @pytest.mark.parametrize("data", [b"", b"\n \r\n\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
-def test_an_empty_file(data):
+def test_an_empty_file_is_refused(data):
     with pytest.raises(UserError, match=r"^train\.jsonl: the file is empty"):
         read_bytes(data)
 
 
-def test_a_missing_file():
+def test_a_missing_file_is_refused():
     with pytest.raises(UserError, match=r"^gone\.jsonl: cannot be read"):
         list(read_rows(Path("gone.jsonl")))
 
 
-def test_a_folder_in_place_of_a_file():
+def test_a_folder_instead_of_a_file_is_refused():
     Path("train.jsonl").mkdir()
     with pytest.raises(UserError, match=r"^train\.jsonl: cannot be read"):
         list(read_rows(Path("train.jsonl")))
 
 
-# Rows that are not to be trusted
+# Untrusted rows
 
 
 def nested(depth: int, opening: str = "[", closing: str = "]") -> str:
     return opening * depth + "1" + closing * depth
 
 
-def test_nesting_is_bounded_wherever_it_is():
-    """Beyond it templates, and what writes JSON, end at Python's own limit."""
+def test_deep_nesting_is_refused_everywhere():
+    """Deeper values would exceed Python's recursion limit in templates and in JSON encoders."""
     for depth in (65, 900, 20_000, 100_000):
         call = {"function": {"name": "f", "arguments": nested(depth, '{"a":', "}")}}
         for line in (
@@ -348,18 +350,18 @@ def test_nesting_is_bounded_wherever_it_is():
             with pytest.raises(UserError, match=r"train\.jsonl:1: .*nested too deeply"):
                 rows_of(line)
     assert rows_of(f'{{"text": "a", "more": {nested(60)}}}')
-    assert rows_of(f'{{"text": "{"[" * 200}"}}')  # brackets in a text are no nesting
+    assert rows_of(f'{{"text": "{"[" * 200}"}}')  # brackets in a string are not nesting
 
 
 @pytest.mark.parametrize(
     "line", ['{"text": "a", "text": "b"}', '{"text": "a", "x": {"y": 1, "y": 1}}']
 )
-def test_a_key_is_there_once(line):
-    with pytest.raises(UserError, match=r"^train\.jsonl:1: the key [ty]\w* is there twice"):
+def test_a_duplicate_key_is_refused(line):
+    with pytest.raises(UserError, match=r"^train\.jsonl:1: has the key [ty]\w* twice"):
         rows_of(line)
 
 
-def test_what_is_shown_of_a_row_is_short():
+def test_errors_show_long_values_shortened():
     long = "k" * 3_000_000
     for row in (
         {long: 1},
@@ -376,7 +378,7 @@ LIMIT = RowLimit(row_bytes=100)
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
-def test_a_long_line_is_named_before_it_is_read(end):
+def test_a_line_that_is_too_long_is_refused_before_it_is_read(end):
     good = json.dumps({"text": "a"})
     Path("train.jsonl").write_text(f"{good}\n\n" + "x" * 101 + end)
     for read in (lambda: list(read_rows(Path("train.jsonl"), LIMIT)),
@@ -385,7 +387,7 @@ def test_a_long_line_is_named_before_it_is_read(end):
             read()
 
 
-def test_a_line_of_the_most_bytes_is_read(monkeypatch):
+def test_a_line_of_the_maximum_length_is_read(monkeypatch):
     monkeypatch.setattr(rows, "BLOCK_BYTES", 7)
     line = json.dumps({"text": "a" * 88})
     assert len(line) == 100
@@ -396,7 +398,7 @@ def test_a_line_of_the_most_bytes_is_read(monkeypatch):
         assert checked_sha256(path, LIMIT) == hashlib.sha256(data.encode()).hexdigest()
 
 
-def test_a_file_without_a_line_is_refused_at_once(own_folder):
+def test_a_huge_file_without_newlines_is_refused_immediately(own_folder):
     with (own_folder / "sparse.jsonl").open("wb") as file:
         file.truncate(1 << 40)
     began = time.monotonic()
@@ -415,9 +417,9 @@ def test_a_file_without_a_line_is_refused_at_once(own_folder):
         json.dumps(chat("a" * 100_000, "b")),
     ],
 )
-def test_a_row_that_there_is_no_memory_for_is_refused(line):
+def test_a_row_that_needs_too_much_memory_is_refused(line):
     path = write_rows(Path("train.jsonl"), [line])
-    with pytest.raises(UserError, match=r"^train\.jsonl:1: a row of .* MB to read, and 2 MB are"):
+    with pytest.raises(UserError, match=r"^train\.jsonl:1: reading a row of .* MB, but 2 MB are"):
         list(read_rows(path, RowLimit(room_bytes=2_000_000)))
     assert list(read_rows(path, RowLimit(room_bytes=40_000_000)))
 
@@ -434,20 +436,20 @@ KEYS = ("messages", "conversations", "prompt", "completion", "instruction", "out
 
 
 @given(row=st.dictionaries(st.sampled_from(KEYS), JUNK, max_size=4))
-def test_any_object_is_a_row_or_refused_in_one_line(row):
+def test_any_object_is_parsed_or_refused_in_one_line(row):
     line = json.dumps(row).encode()
     try:
         found = ROW_LIMIT.parse(line, "rows:1")
     except UserError as error:
-        told = str(error)
-        assert told.startswith("rows:1: ") and len(told) < 1000  # noqa: PT018
+        message = str(error)
+        assert message.startswith("rows:1: ") and len(message) < 1000  # noqa: PT018
     else:
         assert 0 <= found.weight <= rows.FLOAT32_MAX
 
 
 @given(line=st.binary(max_size=60) | st.text(st.sampled_from('{}[]":,\\u0d8 1e-"text'), max_size=60)
        .map(str.encode))  # fmt: skip
-def test_any_line_is_a_row_or_refused_in_one_line(line):
+def test_any_line_is_parsed_or_raises_UserError(line):
     with contextlib.suppress(UserError):
         ROW_LIMIT.parse(line, "rows:1")
 
@@ -455,7 +457,7 @@ def test_any_line_is_a_row_or_refused_in_one_line(line):
 # Splits
 
 
-def test_a_folder_has_splits(data_folder):
+def test_splits_of_a_folder_are_found(data_folder):
     assert find_splits(str(data_folder)) == {
         "train": data_folder / "train.jsonl",
         "valid": data_folder / "valid.jsonl",
@@ -463,39 +465,39 @@ def test_a_folder_has_splits(data_folder):
     }
 
 
-def test_a_split_that_is_not_there_is_left_out():
+def test_missing_splits_are_left_out():
     write_rows(Path("data/train.jsonl"), [chat("q", "a")])
     assert find_splits("data") == {"train": Path("data/train.jsonl")}
 
 
-def test_one_file_is_for_training():
+def test_a_single_file_is_the_train_split():
     path = write_rows(Path("mine.jsonl"), [chat("q", "a")])
     assert find_splits("mine.jsonl") == {"train": path}
 
 
-def test_a_home_folder_is_found(own_folder, monkeypatch):
+def test_a_tilde_in_the_path_is_expanded(own_folder, monkeypatch):
     monkeypatch.setenv("HOME", str(own_folder))
     path = write_rows(own_folder / "mine" / "train.jsonl", [chat("q", "a")])
     assert find_splits("~/mine") == {"train": path}
 
 
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_the_embedded_demo_can_be_read(split):
+def test_the_demo_data_can_be_read(split):
     assert all(isinstance(row.content, Chat) for row in read_rows(find_splits(DEMO)[split]))
 
 
-def test_a_missing_folder():
+def test_a_missing_folder_is_refused():
     with pytest.raises(UserError, match="--data nowhere: no such file or folder"):
         find_splits("nowhere")
 
 
-def test_a_folder_without_rows_to_train():
+def test_a_folder_without_train_jsonl_is_refused():
     write_rows(Path("data/valid.jsonl"), [chat("q", "a")])
     with pytest.raises(UserError, match=r"--data data: the folder has no train\.jsonl"):
         find_splits("data")
 
 
-def test_what_is_no_file_of_rows_is_named(own_folder):
+def test_invalid_data_paths_are_refused(own_folder):
     os.mkfifo("fifo")
     Path("loop").symlink_to("loop")
     Path("d/train.jsonl").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Templates that come with a model and are not to be trusted."""
+"""Untrusted chat templates."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ ROOM = 200_000_000
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """The error of rendering with a template."""
+def error_of(monkeypatch):
+    """A function that renders a template and returns the error."""
     tokenizer = load_tokenizer_of(DEMO_FOLDER)
 
-    def tell(text: str, seconds: float = 20.0, **options) -> str:
+    def fail(text: str, seconds: float = 20.0, **options) -> str:
         monkeypatch.setattr(template, "SECONDS", seconds)
         with pytest.raises(UserError, match=r"^rows:3: ") as caught:
             render(tokenizer, MESSAGES, "rows:3", ROOM, chat_template=text, **options)
         assert len(str(caught.value)) < 500
         return str(caught.value)
 
-    return tell
+    return fail
 
 
 LOOPS = {
@@ -43,9 +43,9 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_template_without_end_is_ended(told, name):
+def test_an_endless_template_is_stopped(error_of, name):
     began = time.monotonic()
-    assert "takes more than 0.3 s" in told(LOOPS[name], 0.3)
+    assert "takes more than 0.3 s" in error_of(LOOPS[name], 0.3)
     assert time.monotonic() - began < 5
 
 
@@ -59,32 +59,33 @@ BOMBS = {
 
 @pytest.mark.skipif("sys.platform != 'linux'", reason="macOS does not limit address space")
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_template_that_grows_without_end_is_ended(told, name):
-    assert "takes more than 200 MB" in told(BOMBS[name])
+def test_a_template_that_uses_too_much_memory_is_stopped(error_of, name):
+    assert "takes more than 200 MB" in error_of(BOMBS[name])
 
 
-def test_what_a_template_raises_is_one_short_line(told):
-    text = told("{{ raise_exception('no\n' ~ 'x' * 9999) }}")
-    assert "refuses it (no xxx" in text
+def test_an_error_of_a_template_is_one_short_line(error_of):
+    text = error_of("{{ raise_exception('no\n' ~ 'x' * 9999) }}")
+    assert "rejects the messages (no xxx" in text
     assert "\n" not in text
     for other in ("{% if %}", "{{ messages[9].content.x.y }}", "{{ ''.__class__.__mro__ }}",
                   "{% for i in range(10**9) %}{% endfor %}", "{{ " + "(" * 5000 + " }}",
                   "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"):  # fmt: skip
-        assert "refuses it" in told(other)
+        assert "rejects the messages" in error_of(other)
 
 
-def test_a_template_of_a_megabyte_is_not_compiled(told):
-    assert "1,000,002 characters" in told("{##}" + "x" * 999_998)
+def test_a_template_that_is_too_long_is_refused(error_of):
+    assert "1,000,002 characters" in error_of("{##}" + "x" * 999_998)
 
 
-def test_a_text_that_is_too_long_is_refused(told):
-    assert "makes 5,000 characters" in told("{{ 'a' * 5000 }}", most_characters=4999)
+def test_a_text_that_is_too_long_is_refused(error_of):
+    error = error_of("{{ 'a' * 5000 }}", most_characters=4999)
+    assert "renders 5,000 characters" in error
 
 
-def test_limits_are_as_before_when_it_is_done(monkeypatch):
+def test_limits_and_timers_are_restored(monkeypatch):
     tokenizer = load_tokenizer_of(DEMO_FOLDER)
     before = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
-    others, _ = signal.setitimer(signal.ITIMER_REAL, 100)  # as a test runner's own
+    others, _ = signal.setitimer(signal.ITIMER_REAL, 100)  # such as the timer of a test runner
     try:
         assert "Hi" in render(tokenizer, MESSAGES, "rows:3", ROOM)
         with pytest.raises(TemplateRefused):
@@ -95,7 +96,7 @@ def test_limits_are_as_before_when_it_is_done(monkeypatch):
     assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)) == before
 
 
-def test_another_thread_renders_too():
+def test_rendering_works_in_another_thread():
     tokenizer = load_tokenizer_of(DEMO_FOLDER)
     found: list[str] = []
     thread = threading.Thread(

@@ -1,4 +1,4 @@
-"""A text that is tokenized in windows has the tokens that it has as a whole."""
+"""Tokenizing in windows gives the same tokens as tokenizing the whole text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL = Sizes(window=2048, overlap=512, agreement=8)
 
 
 def text_of(rng: random.Random, length: int) -> str:
-    """Words of many scripts, and now and then a long run of one kind of character."""
+    """Words in many scripts, and sometimes a long run of one kind of character."""
     parts: list[str] = []
     while sum(map(len, parts)) < length:
         if rng.random() < 0.95:
@@ -75,7 +75,7 @@ def byte_level(before: pre.PreTokenizer, normalizer: normalizers.Normalizer | No
 
 
 def sentence_piece() -> Tokenizer:
-    """As Llama 2 has it: nothing splits the text, and spaces are a character."""
+    """Like Llama 2: no pre-tokenizer, and spaces are a character."""
     learned = Tokenizer(models.BPE(unk_token="<unk>"))
     learned.pre_tokenizer = pre.Metaspace()
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -138,7 +138,7 @@ def tokenizer(kind: str) -> Tokenizer:
 @pytest.mark.parametrize("kind", KINDS)
 @given(seed=st.integers(0, 2**32), length=st.integers(2000, 12_000), special=st.booleans())
 @settings(max_examples=12)
-def test_windows_give_the_tokens_of_the_whole(kind, seed, length, special):
+def test_windows_give_the_same_tokens_as_the_whole_text(kind, seed, length, special):
     text = text_of(random.Random(seed), length)
     whole = tokenizer(kind).encode(text, add_special_tokens=special)
     found = tokenize(tokenizer(kind), text, special, SMALL)
@@ -158,20 +158,20 @@ RUNS = {
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("kind", ["demo", "gpt-2", "llama-3", "qwen", "llama-2"])
-def test_a_text_without_a_split_has_its_tokens_too(kind, run):
-    """One pre-token, or digits whose groups of three depend on where the first one begins."""
+def test_a_text_without_a_split_gives_the_same_tokens(kind, run):
+    """One pre-token, or digits in groups of three that depend on the start of the run."""
     text = "x " + RUNS[run] * (20_000 // len(RUNS[run])) + "1"
     whole = tokenizer(kind).encode(text, add_special_tokens=False)
     assert tokenize_ids(tokenizer(kind), text, False, SMALL).tolist() == whole.ids
 
 
 @pytest.mark.parametrize("kind", ["unigram", "word-piece"])
-def test_what_cannot_be_joined_for_certain_is_refused(kind):
+def test_windows_that_cannot_be_joined_safely_are_refused(kind):
     with pytest.raises(Unjoinable):
         tokenize_ids(tokenizer(kind), "abc" * 20_000, False, SMALL)
 
 
-def test_the_types_are_those_that_are_kept():
+def test_arrays_have_the_documented_dtypes():
     found = tokenize(tokenizer("demo"), text_of(random.Random(1), 5000), True, SMALL)
     assert (found.ids.dtype, found.starts.dtype, found.ends.dtype) == (
         np.uint32,

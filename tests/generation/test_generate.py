@@ -264,7 +264,9 @@ def test_template_error_is_reported(tmp_path):
     refusing = "{{ raise_exception('System role not supported') }}"
     (folder / "chat_template.jinja").write_text(refusing)
     _, tokenizer = load_base(folder, mx.float32)
-    with pytest.raises(UserError, match=r"p:3: .*template refuses it \(System role not supported"):
+    with pytest.raises(
+        UserError, match=r"p:3: .*template rejects the messages \(System role not supported"
+    ):
         generate.prompt_tokens(tokenizer, [{"role": "user", "content": "q"}], "p:3")
 
 

@@ -1,1 +1,1 @@
-"""Rows -> examples -> batches. Nothing here imports mlx: batches are numpy arrays."""
+"""Rows -> examples -> batches. Does not import mlx: batches are numpy arrays."""

@@ -1,7 +1,7 @@
-"""Examples -> steps -> micro-batches: few shapes, little padding, no state.
+"""Examples -> steps -> micro-batches, with few different shapes, little padding and no state.
 
-Which rows a step trains is a pure function of (seed, step), so that a resumed run,
-and a run that validates more often, see the same rows.
+The rows of a step are a pure function of (seed, step). So a resumed run, or a run that validates
+more often, trains on the same rows.
 """
 
 from __future__ import annotations
@@ -15,40 +15,43 @@ from your_ai.data.examples import Examples
 from your_ai.rng import derive_seed
 
 MULTIPLE = 32  # lengths are padded to a multiple of this
-MERGE_PADDING = 0.05  # buckets merge while that adds less than this share of tokens
+MERGE_PADDING = 0.05  # buckets are merged while this adds less than 5% padding tokens
 MAX_BUCKETS = 12
-TARGET_LEVELS = 8  # a batch's targets are padded to an eighth of its tokens
-RowsAt = Callable[[int], int]
-PADDING = 0xFFFFFFFF  # stands in `Batch.rows` where a packed row has no text
+TARGET_LEVELS = 8  # target slots are padded to a multiple of 1/8 of the batch's tokens
+RowsAt = Callable[[int], int]  # sequence length -> maximum rows in a micro-batch
+PADDING = 0xFFFFFFFF  # the value in `Batch.rows` at padding of a packed row
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch: B rows padded to T tokens, and the S targets in them.
+    """A micro-batch: B rows padded to T tokens, with S target slots.
 
-    Dropout is drawn from which text of the step a token belongs to, and where in it: `rows`
-    and `places`, which broadcast to (B, T).
+    Dropout depends on the text of the step that a token belongs to, and on its place in the text:
+    `rows` and `places`, which broadcast to (B, T).
     """
 
     tokens: np.ndarray
     """(B, T) int32, padded on the right."""
     positions: np.ndarray
-    """(S,) int32, where in the flattened (B * T) tokens each target is predicted."""
+    """(S,) int32, the index in the flattened (B * T) tokens that predicts each target."""
     targets: np.ndarray
-    """(S,) int32, the tokens that are predicted."""
+    """(S,) int32, the token ids to predict."""
     weights: np.ndarray
-    """(S,) float32, of the row; 0 where the slot is padding."""
+    """(S,) float32, the weight of the target's row; 0 in padding slots."""
     texts: np.ndarray
-    """(S,) int32, which text of the batch, from 0, a target belongs to; 0 in padding."""
+    """(S,) int32, the index in the batch of the text that the target belongs to; 0 in padding."""
     rows: np.ndarray
-    """(B, 1) uint32, or (B, T) where several texts are packed into a row, PADDING in between."""
+    """(B, 1) uint32, the index in the step of each row's text.
+
+    If several texts are packed into a row: (B, T), one index per token, and PADDING in padding.
+    """
     places: np.ndarray
-    """(1, T) uint32, the place of each token in its text."""
+    """(1, T) uint32, the position of each token in its text."""
     lengths: np.ndarray
     """(B,) int64, the tokens of each row that are not padding."""
     trained_tokens: int
     reference: np.ndarray | None = None
-    """(S,) float32 log-probabilities of the targets under the reference, where there is one."""
+    """(S,) float32 log-probabilities of the targets under the reference, if the run has one."""
 
     @property
     def real_tokens(self) -> int:
@@ -60,33 +63,33 @@ class Batch:
 
     @property
     def segments(self) -> np.ndarray | None:
-        """(B, T) int32, equal where tokens are of one text; None where each row is one."""
+        """(B, T) int32, equal for tokens of the same text; None if the batch is not packed."""
         return self.rows.view(np.int32) if self.packed else None
 
     @property
     def max_segment_tokens(self) -> int | None:
-        """A power of two that no text of a packed batch is longer than; None if not packed."""
+        """The longest text of a packed batch, rounded up to a power of two; None if not packed."""
         return (
             1 << int(self.places[self.rows != PADDING].max()).bit_length() if self.packed else None
         )
 
     @property
     def weight(self) -> float:
-        """The sum of the targets' weights: what a loss over this batch is divided by."""
+        """The sum of the targets' weights, the denominator of a loss over this batch."""
         return float(self.weights.sum(dtype=np.float64))
 
 
 def bucket_edges(lengths: np.ndarray) -> np.ndarray:
-    """The few lengths that inputs of `lengths` tokens are padded to, ascending.
+    """Choose the few lengths to pad inputs of these `lengths` (in tokens) to, in ascending order.
 
-    Begins with every multiple of 32 in use and merges neighbours, the cheapest first,
-    while all merging together adds less than 5% of padding, or there are too many.
+    Starts with every multiple of 32 that occurs. Merges neighbors, the cheapest first, while the
+    merges together add less than 5% padding, or while there are too many buckets.
     """
     rounded = -(-lengths // MULTIPLE) * MULTIPLE
     edges, counts = np.unique(rounded, return_counts=True)
     room = MERGE_PADDING * float(rounded.sum())
     while len(edges) > 1:
-        costs = counts[:-1] * np.diff(edges)  # the shorter bucket padded to the longer
+        costs = counts[:-1] * np.diff(edges)  # tokens to pad each bucket to the next edge
         cheapest = int(costs.argmin())
         if costs[cheapest] > room and len(edges) <= MAX_BUCKETS:
             break
@@ -98,32 +101,31 @@ def bucket_edges(lengths: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which rows each step trains, in micro-batches of `batch_size`.
-
-    packed_tokens: with packing, the most tokens of a micro-batch, whatever `batch_size` is.
-    rows_together: consecutive examples that are one group, in one micro-batch, such as a pair.
-    """
+    """The rows of each step, in micro-batches of `batch_size`."""
 
     examples: Examples
     edges: np.ndarray
-    buckets: np.ndarray  # (n,) index into `edges` of each group
+    buckets: np.ndarray
+    """(n,) the index into `edges` of each group."""
     batch_size: int
     rows_per_step: int
     seed: int
     packed_tokens: int | None = None
+    """With packing: the maximum tokens of a micro-batch, whatever `batch_size` is."""
     rows_together: int = 1
-    _orders: dict = field(default_factory=dict, repr=False)  # the epoch in use
+    """The size of a group: consecutive examples that stay in one micro-batch, such as a pair."""
+    _orders: dict = field(default_factory=dict, repr=False)  # of the current epoch
 
     @property
     def steps_per_epoch(self) -> int:
         return -(-len(self.examples) // self.rows_per_step)
 
     def epoch_of(self, step: int) -> int:
-        """The epoch, from 0, of the step with index `step`, from 0."""
+        """The epoch of step `step`. Both count from 0."""
         return step // self.steps_per_epoch
 
     def rows_of(self, step: int) -> np.ndarray:
-        """The examples that step `step` (from 0) trains, group by group, the longest first."""
+        """The examples of step `step` (from 0), group by group, the longest group first."""
         epoch, index = divmod(step, self.steps_per_epoch)
         order, starts, ends = self._epoch(epoch)
         groups = order[starts[index] : ends[index]]
@@ -134,7 +136,7 @@ class Schedule:
     def batches_of(self, step: int, rows_at: RowsAt | None = None) -> list[Batch]:
         """The micro-batches of step `step` (from 0).
 
-        rows_at: how many rows of so many tokens may go through together; `batch_size` if None.
+        rows_at: the maximum rows in a micro-batch of a given sequence length. None: `batch_size`.
         """
         rows = self.rows_of(step)
         if self.packed_tokens is None:
@@ -157,22 +159,22 @@ class Schedule:
 
 
 def group_lengths(lengths: np.ndarray, rows_together: int) -> np.ndarray:
-    """The longest of each group of consecutive rows."""
+    """The length of the longest row in each group of consecutive rows."""
     return lengths.reshape(-1, rows_together).max(axis=1)
 
 
 def members(groups: np.ndarray, rows_together: int) -> np.ndarray:
-    """The rows of groups, in order."""
+    """The rows of these groups, in order."""
     return (groups[:, None] * rows_together + np.arange(rows_together)).reshape(-1)
 
 
 def epoch_order(
     buckets: np.ndarray, rows_per_step: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A permutation of the rows, or groups, and where in it each step begins and ends.
+    """Return a permutation of the rows (or groups), and the start and end of each step in it.
 
-    Rows are shuffled, then sorted by bucket, so that a step's rows are alike in length;
-    the steps are shuffled across lengths. One step may be short, of any length.
+    Rows are shuffled, then sorted by bucket, so the rows of a step have similar lengths. Then the
+    order of the steps is shuffled. One step may have fewer rows, in any bucket.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
     order = rng.permutation(len(buckets))
@@ -194,12 +196,12 @@ def make_schedule(
     packed_tokens: int | None = None,
     rows_together: int = 1,
 ) -> Schedule:
-    """rows_per_step, batch_size: of examples; the first must be a multiple of rows_together.
+    """Make the schedule of a run. batch_size and rows_per_step count examples.
 
-    Raises ValueError where examples are no whole groups.
+    Raises ValueError if the examples or `rows_per_step` are not a multiple of `rows_together`.
     """
     if len(examples) % rows_together or rows_per_step % rows_together:
-        raise ValueError(f"{len(examples)} rows are no whole groups of {rows_together}")
+        raise ValueError(f"{len(examples)} rows cannot be split into groups of {rows_together}")
     inputs = examples.lengths - 1
     edges = bucket_edges(inputs)
     buckets = np.searchsorted(edges, group_lengths(inputs, rows_together))
@@ -215,9 +217,10 @@ def micro_batches(
     edges: np.ndarray,
     rows_together: int = 1,
 ) -> Iterator[Batch]:
-    """`rows`, the longest groups first, as batches of as many as `rows_at` gives for the first's.
+    """Split `rows`, sorted by group with the longest first, into padded batches.
 
-    A batch has whole groups: one at least.
+    The size of a batch is `rows_at` of the padded length of its first group, rounded down to whole
+    groups, but at least one group.
     """
     start = 0
     while start < len(rows):
@@ -229,21 +232,21 @@ def micro_batches(
 
 
 def in_order_of_length(examples: Examples, rows_at: RowsAt) -> Iterator[Batch]:
-    """Every example once, in a fixed order, longest first: for validation."""
+    """Return every example once, in a fixed order, the longest first. For validation."""
     edges = bucket_edges(examples.lengths - 1)
     order = np.argsort(-examples.lengths, kind="stable")
     return micro_batches(examples, order, rows_at, edges)
 
 
 def padded_length(examples: Examples, rows: np.ndarray, edges: np.ndarray) -> int:
-    """What the longest of `rows` is padded to."""
+    """The length that the longest of `rows` is padded to."""
     return int(edges[np.searchsorted(edges, int(examples.lengths[rows].max()) - 1)])
 
 
 def make_batch(
     examples: Examples, rows: np.ndarray, batch_size: int, edges: np.ndarray, first: int = 0
 ) -> Batch:
-    """One padded batch. `first`: the place in the step of its first row."""
+    """Make one padded batch. first: the index in the step of its first row."""
     length = padded_length(examples, rows, edges)
     return lay_out(
         examples,
@@ -258,9 +261,9 @@ def make_batch(
 def packed_batches(
     examples: Examples, rows: np.ndarray, capacity: int, rows_together: int = 1
 ) -> Iterator[Batch]:
-    """All of a step's `rows`, joined into batches of one row of at most `capacity` tokens.
+    """Pack the `rows` of a step into batches of one long row with at most `capacity` tokens.
 
-    A group that takes more than that is a batch of its own.
+    If a group has more tokens than this, `capacity` is raised to its size.
     """
     inputs = examples.lengths[rows] - 1
     sizes = inputs.reshape(-1, rows_together).sum(axis=1)
@@ -278,7 +281,7 @@ def packed_batches(
 
 
 def first_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
-    """The indices of `sizes` in groups of at most `capacity`, each put in the first it fits."""
+    """Group the indices of `sizes` into groups of at most `capacity`, by the first-fit rule."""
     groups: list[list[int]] = []
     room: list[int] = []
     for index, size in enumerate(sizes.tolist()):
@@ -295,7 +298,7 @@ def first_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def packed_length(tokens: int, capacity: int) -> int:
-    """`tokens` padded to one of few lengths, by an eighth at most beyond 256."""
+    """Round `tokens` up to one of few lengths. From 256 tokens on, this adds at most 1/8."""
     multiple = max(MULTIPLE, 2 ** (tokens.bit_length() - 4))
     return min(round_up(tokens, multiple), round_up(capacity, MULTIPLE))
 
@@ -308,7 +311,7 @@ def lay_out(
     ids: np.ndarray,
     places: np.ndarray,
 ) -> Batch:
-    """A batch of `shape` (B, T) with each row from its start in the flattened tokens."""
+    """Make a batch of `shape` (B, T). Row i begins at starts[i] in the flattened tokens."""
     tokens = np.zeros(shape, np.int32)
     flat = tokens.reshape(-1)
     positions, targets, weights, texts = [], [], [], []
@@ -339,7 +342,7 @@ def lay_out(
 
 
 def padded_targets(count: int, tokens: int) -> int:
-    """How many target slots a batch of `tokens` has for `count` targets: few different sizes."""
+    """The number of target slots for `count` targets in a batch of `tokens`: few distinct sizes."""
     level = max(1, -(-tokens // TARGET_LEVELS))
     return max(level, round_up(count, level))
 

@@ -1,8 +1,8 @@
-"""A row -> token ids, and which of them are trained.
+"""Encode a row as token ids, and mark the tokens to train.
 
-The turns of a chat are located in the text that the model's own template renders,
-in characters, and mapped to tokens by the tokenizer's offsets, so that the text is
-tokenized once and whole, as it will be when the model is used.
+The turns of a chat are located by character in the text that the model's chat template renders,
+and mapped to tokens by the tokenizer's offsets. So the text is tokenized as a whole, as it is when
+the model is used.
 """
 
 from __future__ import annotations
@@ -25,43 +25,45 @@ from your_ai.data.windows import SIZES, Tokens, Unjoinable, tokenize, tokenize_i
 from your_ai.errors import UserError
 from your_ai.gates.token_ids import check_ids
 
-# Templates that print today's date would give other tokens tomorrow, and a resumed run
-# other data. This is the date that Llama's templates fall back to.
+# A fixed date: templates that print today's date would give other tokens tomorrow, so a resumed
+# run would train on other data. This is the default date of Llama's templates.
 TEMPLATE_DATE = datetime.date(2024, 7, 26)
 STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-SPANS_SECONDS = 8.0  # for all turns of a chat; one of 4,000 messages takes that long
-TEMPLATE_GROWTH = 2  # how many characters a template may make of a byte of a row
+SPANS_SECONDS = 8.0  # for all turns of a chat; a chat of 4,000 messages takes this long
+TEMPLATE_GROWTH = 2  # maximum characters that a template may render per byte of a row
 SENTINEL = "\ue000\ue001"  # private use: neither in data nor in templates
 
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """tokens: (T,) uint32; trained: (T,) bool, true where the token is a target."""
+    """The T tokens of a row."""
 
     tokens: np.ndarray
+    """(T,) uint32."""
     trained: np.ndarray
+    """(T,) bool: whether the token is a target."""
 
 
 @dataclass(frozen=True)
 class SamplePrompt:
-    """asked: what a person would type; rendered: what the model is given, as text that
-    holds its special tokens; expected: the answer in the data."""
+    """A prompt from the data, with its answer."""
 
     asked: str
+    """The prompt as a person would type it."""
     rendered: str
+    """The input of the model as text, with its special tokens."""
     expected: str
+    """The answer in the data."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes rows with the tokenizer of a model (an mlx-lm TokenizerWrapper).
-
-    vocabulary: how many tokens the model has, None where it is not known; limit: of the rows.
-    """
+    """Encodes rows with the tokenizer of a model (an mlx-lm TokenizerWrapper)."""
 
     tokenizer: Any
     mask_prompt: bool = True
     vocabulary: int | None = None
+    """The vocabulary size of the model, or None if not known."""
     limit: RowLimit = ROW_LIMIT
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class Encoder:
 
     @cached_property
     def backend(self) -> Any:
-        """The `tokenizers` object, which gives offsets; set to neither cut nor pad."""
+        """The `tokenizers` object, which gives offsets. Truncation and padding are off."""
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
@@ -78,12 +80,12 @@ class Encoder:
 
     @cached_property
     def end_tokens(self) -> tuple[str, ...]:
-        """The texts of the tokens that end a turn, as the tokenizer knows them."""
+        """The texts of the tokenizer's end-of-sequence tokens, which end a turn."""
         ids = sorted(self.tokenizer.eos_token_ids)
         return tuple(t for t in self.tokenizer.convert_ids_to_tokens(ids) if t)
 
     def encode(self, row: Row) -> EncodedRow:
-        """Raises UserError, naming the row, where nothing in it can be trained."""
+        """Encode a row. Raises UserError with the row's place if it has nothing to train."""
         content = row.content
         if isinstance(content, Pair) and self.tokenizer.has_chat_template:
             content = pair_to_chat(content)
@@ -95,12 +97,12 @@ class Encoder:
             tokens, trained = self._encode_text(content, row.where)
         trained[:1] = False  # nothing predicts the first token
         if not trained.any() or not has_answer(content):
-            raise UserError(f"{row.where}: no token to train: the row has no answer, or no text")
+            raise UserError(f"{row.where}: no token to train; the row has no answer or no text")
         check_ids(tokens, self.vocabulary, self.tokenizer, row.where)
         return EncodedRow(tokens, trained)
 
     def prompt_of(self, row: Row) -> SamplePrompt | None:
-        """What a row asks and what should be answered; None for a row that asks nothing."""
+        """Return the prompt of a row and its answer; None if the row has no prompt."""
         content = row.content
         if isinstance(content, Pair) and self.tokenizer.has_chat_template:
             content = pair_to_chat(content)
@@ -113,12 +115,12 @@ class Encoder:
         return SamplePrompt(asked[-1]["content"] if asked else "", rendered, answer["content"])
 
     def _tokenize(self, text: str, where: str, special: bool) -> Tokens:
-        """The tokens of a text and their places; `special` adds what the tokenizer always adds."""
+        """Tokenize a text, with offsets. `special` adds the tokenizer's special tokens."""
         with naming(where):
             return tokenize(self.backend, text, special)
 
     def _ids(self, text: str, where: str, special: bool, ends: bool) -> np.ndarray:
-        """The tokens of a text alone; `ends` adds the end token where it is not there."""
+        """Tokenize a text to ids. Append an end token if `ends` is set or the text has none."""
         with naming(where):
             ids = tokenize_ids(self.backend, text, special)
         if ends or not len(ids) or ids[-1] not in self.tokenizer.eos_token_ids:
@@ -133,12 +135,12 @@ class Encoder:
 
     def _encode_text(self, content: Text, where: str) -> tuple[np.ndarray, np.ndarray]:
         bos = self.tokenizer.bos_token
-        special = not (bos and content.text.startswith(bos))  # one is enough
+        special = not (bos and content.text.startswith(bos))  # no second BOS token
         tokens = self._ids(content.text, where, special, ends=False)
         return tokens, np.ones(len(tokens), bool)
 
     def _encode_pair(self, pair: Pair, where: str) -> tuple[np.ndarray, np.ndarray]:
-        # Apart, as they are when the model is used: the prompt ends at a token.
+        # Tokenized separately, as when the model is used: the prompt ends at a token boundary.
         with naming(where):
             prompt = tokenize_ids(self.backend, pair.prompt, special=True)
         completion = self._ids(pair.completion, where, special=False, ends=True)
@@ -166,11 +168,12 @@ class Encoder:
     def _render(
         self, messages: list[dict], tools: list | None, where: str, answer_next: bool = False
     ) -> str:
-        """The template's text; `answer_next` adds the header of an assistant turn."""
+        """Render the chat template. `answer_next` adds the header of an assistant turn."""
         options: dict[str, Any] = {"add_generation_prompt": answer_next}
         if tools:
             options["tools"] = tools
-        # Only what a template asks for: mlx-lm's templates that are functions take no more.
+        # Pass only the options that the template uses: mlx-lm's templates that are functions
+        # do not accept others.
         template = str(self.tokenizer.chat_template)
         if "date_string" in template:
             options["date_string"] = TEMPLATE_DATE.strftime("%d %b %Y")
@@ -182,7 +185,7 @@ class Encoder:
         return render(self.tokenizer, messages, where, limit.room_bytes, most, **options)
 
     def _spans(self, text: str, chat: Chat, where: str) -> list[tuple[int, int]]:
-        """Where each turn that is trained stands. Two renderings a turn: many turns take long."""
+        """Find the span of each trained turn, in limited time: each needs two renderings."""
         began, found = time.thread_time(), []
         for index in trained_turns(chat):
             found.append(self._turn_span(text, chat, index, where))
@@ -194,11 +197,11 @@ class Encoder:
         return found
 
     def _turn_span(self, text: str, chat: Chat, index: int, where: str) -> tuple[int, int]:
-        """Where assistant turn `index` stands in the rendered chat: [start, end) in characters.
+        """Find assistant turn `index` in the rendered chat: [start, end) in characters.
 
-        From after its header to its end token, both found by rendering the chat up to
-        the turn; where a template rewrites history (drops old reasoning, say), by
-        rendering it with a sentinel in the turn's place.
+        The span is from the end of the turn's header through its end token. Both are found by
+        rendering the chat up to the turn. If the template rewrites history (for example, drops old
+        reasoning), they are found by rendering the chat with a sentinel in place of the turn.
         """
         span = self._span_by_prefix(text, chat, index, where)
         if span is None:
@@ -206,11 +209,11 @@ class Encoder:
         start, end = span
         answer = text[start:end].rstrip()
         if answer.endswith(self.end_tokens):
-            end = start + len(answer)  # generation stops there: what follows is never produced
+            end = start + len(answer)  # generation stops here; the rest is never generated
             answer = answer[: -max(len(t) for t in self.end_tokens if answer.endswith(t))]
         if chat.messages[index].get("tool_calls") and not answer.strip():
             raise UserError(
-                f"{where}: messages[{index}]: the model's chat template leaves out tool_calls"
+                f"{where}: messages[{index}]: the model's chat template omits tool_calls"
             )
         return start, end
 
@@ -222,7 +225,7 @@ class Encoder:
             through = text
             if index + 1 < len(chat.messages):
                 through = self._render(chat.messages[: index + 1], chat.tools, where)
-        except TemplateRefused:  # some templates do a chat that is cut there
+        except TemplateRefused:  # some templates reject a chat that ends there
             return None
         if text.startswith(before) and text.startswith(through) and len(through) > len(before):
             return len(before), len(through)
@@ -235,7 +238,7 @@ class Encoder:
         other = self._render(marked, chat.tools, where)
         start = common_prefix(text, other)
         end = len(text) - common_prefix(text[start:][::-1], other[start:][::-1])
-        if calls:  # they stand in the sentinel's place as well, which must begin the turn
+        if calls:  # the span contains them too, so it must start at the beginning of the turn
             before = self._render(chat.messages[:index], chat.tools, where, answer_next=True)
             shown = text.startswith(before) and start == len(before)
         else:
@@ -254,21 +257,22 @@ class Encoder:
 
 @contextlib.contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Raise UserError, which begins with `where`, for a text that cannot be tokenized."""
+    """Raise UserError, whose message begins with `where`, for a text that cannot be tokenized."""
     try:
         yield
-    except TypeError as error:  # JSON can hold half of a surrogate pair, as an escape
-        raise UserError(f"{where}: holds half of a character (a lone \\ud8..)") from error
+    except TypeError as error:  # a JSON escape can be half of a surrogate pair
+        raise UserError(f"{where}: contains half of a character (a lone \\ud8..)") from error
     except Unjoinable as error:
         raise UserError(
-            f"{where}: this tokenizer would need the long text in one piece; split the row"
+            f"{where}: this tokenizer cannot process the long text in parts; split the row"
         ) from error
 
 
 def token_ids(tokenizer: Any, text: str, where: str, special: bool = True) -> list[int]:
-    """The tokens of a text of any length, as `tokenizer.encode` has them.
+    """Tokenize a text of any length, with the same result as `tokenizer.encode`.
 
-    Raises UserError, which begins with `where`, for a long text that cannot be tokenized in parts.
+    Raises UserError, whose message begins with `where`, for a long text that cannot be tokenized in
+    parts.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or len(text) <= SIZES.window:
@@ -280,10 +284,10 @@ def token_ids(tokenizer: Any, text: str, where: str, special: bool = True) -> li
 
 
 def token_spans(start: np.ndarray, end: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where each token starts and ends in a text of `length` characters, as (T,) arrays.
+    """Return where each token starts and ends in a text of `length` characters, as (T,) arrays.
 
-    Some tokenizers leave spaces out of their places, `start` and `end`, so that a token of
-    spaces alone has no width: it is given the gap between its neighbours.
+    Some tokenizers leave spaces out of their offsets, `start` and `end`, so a token of only spaces
+    has zero width. Such a token gets the gap between its neighbors.
     """
     empty = start == end
     if not empty.any():
@@ -296,7 +300,7 @@ def token_spans(start: np.ndarray, end: np.ndarray, length: int) -> tuple[np.nda
 
 
 def fixed_date(call: re.Match[str]) -> str:
-    """What stands in a template for `strftime_now(format)`."""
+    """The replacement for a call of `strftime_now(format)` in a template."""
     return repr(TEMPLATE_DATE.strftime(call[2]))
 
 
@@ -310,12 +314,12 @@ def pair_to_chat(pair: Pair) -> Chat:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """How many characters `a` and `b` begin with alike."""
-    return len(os.path.commonprefix([a, b]))  # noqa: RUF071 (characters are what is wanted)
+    """The length of the common prefix of `a` and `b`, in characters."""
+    return len(os.path.commonprefix([a, b]))  # noqa: RUF071 (compares characters, as wanted)
 
 
 def trained_turns(chat: Chat) -> list[int]:
-    """The places of the turns to train: the assistant's, but those of weight 0."""
+    """The indices of the turns to train: the assistant's, except those with weight 0."""
     return [
         index
         for index, message in enumerate(chat.messages)
@@ -325,7 +329,7 @@ def trained_turns(chat: Chat) -> list[int]:
 
 
 def has_answer(content: Chat | Pair | Text) -> bool:
-    """Whether a row has anything to learn beside the end of a turn."""
+    """Whether a row has anything to learn other than the end of a turn."""
     if isinstance(content, Pair):
         return bool(content.completion.strip())
     if isinstance(content, Chat):

@@ -1,4 +1,4 @@
-"""Encoded rows on disk: tokenized once, then mapped, so that a million rows cost no memory."""
+"""Encoded rows on disk: tokenized once, then memory-mapped, so a million rows need no memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from your_ai.data.rows import FLOAT32_MAX, Row, checked_sha256, read_rows
 from your_ai.errors import UserError
 from your_ai.files import sha256, whole_folder
 
-FORMAT = 2  # raise it when the encoding of rows changes: old caches are then not found
+FORMAT = 2  # increase it when the encoding of rows changes, so that old caches are not used
 KEEP_CACHE_DAYS = 30
 ARRAYS = ("tokens.bin", "trained.bin", "starts.npy", "weights.npy")
 TALLY = "tally.json"
@@ -33,30 +33,30 @@ REPLACING_TRIES = 5
 
 @dataclass(frozen=True)
 class Tally:
-    """What became of the rows of a file."""
+    """Counts of what happened to the rows of a file."""
 
     rows: int = 0
     examples: int = 0
     truncated: int = 0
     split: int = 0
-    dropped: int = 0  # nothing left to train once the row, or a piece of it, was cut
+    dropped: int = 0
+    """Truncated rows and pieces of split rows that have no target left."""
     tokens: int = 0
     trained_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The encoded rows of one file.
-
-    tokens: (N,) uint32 and trained: (N,) bool, of all examples one after the other
-    (mapped from disk); starts: (n + 1,) int64, example i being [starts[i], starts[i + 1]);
-    weights: (n,) float32.
-    """
+    """The encoded rows of one file: n examples with N tokens in total."""
 
     tokens: np.ndarray
+    """(N,) uint32, the tokens of all examples, concatenated. Memory-mapped."""
     trained: np.ndarray
+    """(N,) bool: whether each token is a target. Memory-mapped."""
     starts: np.ndarray
+    """(n + 1,) int64: example i is [starts[i], starts[i + 1])."""
     weights: np.ndarray
+    """(n,) float32."""
     tally: Tally
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class Examples:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """(n,) tokens of each example."""
+        """(n,) the number of tokens of each example."""
         return np.diff(self.starts)
 
 
@@ -81,12 +81,12 @@ def load_examples(
     cache: Path,
     watch: Callable[[Iterator[Row]], Iterator[Row]] = iter,
 ) -> Examples:
-    """The examples of a JSONL file, from `cache` if it was encoded so before.
+    """Return the examples of a JSONL file, from `cache` if it was encoded the same way before.
 
-    encoder: knows as well how long a row may be, and how many tokens the model has.
-    tokenizer_sha256: of the files that decide what the tokenizer and template do; watch
-    is given the rows, and passes them on, where they have to be read.
-    Raises UserError for a bad row; nothing is then left in the cache.
+    encoder: also has the limit on the length of a row and the vocabulary size of the model.
+    tokenizer_sha256: the hash of the files that decide what the tokenizer and template do.
+    watch: receives the rows and passes them on, if they have to be read.
+    Raises UserError for a bad row; then nothing is left in the cache.
     """
     content = checked_sha256(path, encoder.limit)
     decisive = [FORMAT, content, tokenizer_sha256, encoder.mask_prompt, max_seq_length, too_long]
@@ -111,10 +111,10 @@ def load_examples(
 def fit(
     example: EncodedRow, max_seq_length: int, too_long: str, where: str
 ) -> Iterator[tuple[EncodedRow | None, str]]:
-    """The example as pieces of at most `max_seq_length` tokens, each with what was done.
+    """Yield the example as pieces of at most `max_seq_length` tokens, each with what was done.
 
-    Pieces of a split overlap by the one token that predicts the next piece's first, so
-    that each target is trained exactly once. A piece with no target is None.
+    Pieces of a split overlap by one token, the one that predicts the first target of the next
+    piece, so each target is trained exactly once. A piece without a target is None.
     """
     tokens, trained = example.tokens, example.trained
     if len(tokens) <= max_seq_length:
@@ -138,7 +138,7 @@ def fit(
 def write_examples(
     folder: Path, pieces: Iterator[tuple[EncodedRow | None, float, str]]
 ) -> Examples:
-    """Write the pieces to `folder` as they come and open it. Renamed into place when whole."""
+    """Write the pieces to a temporary folder, rename it to `folder`, and open it."""
     counts = dict.fromkeys(asdict(Tally()), 0)
     lengths, weights = array("q", [0]), array("f")
     try:
@@ -170,10 +170,10 @@ def write_examples(
             (temporary / TALLY).write_text(json.dumps({"tally": counts, "sha256": sums}))
     except OSError as error:
         if (theirs := wait_for_examples(folder)) is not None:
-            return theirs  # another run put the same rows there meanwhile
+            return theirs  # another run has written the same rows in the meantime
         raise UserError(
-            f"{folder.parent}: cannot keep tokenized rows there ({error.strerror}); "
-            "free some disk space, or set YOUR_AI_HOME to another folder"
+            f"{folder.parent}: cannot write tokenized rows there ({error.strerror}); free some "
+            "space, or set YOUR_AI_HOME to another folder"
         ) from error
     examples = wait_for_examples(folder)
     if examples is None:
@@ -182,7 +182,7 @@ def write_examples(
 
 
 def wait_for_examples(folder: Path) -> Examples | None:
-    """The examples in a cache folder that another process may just be replacing."""
+    """Open the examples in a cache folder, even if another process is replacing it just now."""
     for _ in range(REPLACING_TRIES):
         examples = open_examples(folder)
         if examples is not None:
@@ -192,9 +192,9 @@ def wait_for_examples(folder: Path) -> Examples | None:
 
 
 def open_examples(folder: Path) -> Examples | None:
-    """The examples in a cache folder, or None where it is missing or damaged.
+    """Open the examples in a cache folder; None if it is missing or damaged.
 
-    The folder may be anybody's: what is in it is checked as if it were.
+    The folder is not trusted, so all of its content is checked.
     """
     try:
         with (folder / TALLY).open("rb") as file:
@@ -213,26 +213,26 @@ def open_examples(folder: Path) -> Examples | None:
         return None
     if len(starts) != len(weights) + 1 or tally.tokens != total or starts[0] != 0:
         return None
-    if (np.diff(starts) < 2).any():  # a token, and one that predicts it
+    if (np.diff(starts) < 2).any():  # an example needs a target and a token that predicts it
         return None
     if not ((weights >= 0) & (weights <= FLOAT32_MAX)).all():
         return None
     if not can_be_trained(folder / "trained.bin", starts):
         return None
     with contextlib.suppress(OSError):
-        os.utime(folder)  # in use: not to be forgotten
+        os.utime(folder)  # marks it as used, for `forget_old`
     return Examples(tokens, trained, starts, weights, tally)
 
 
 def has_tokens(examples: Examples, vocabulary: int | None) -> bool:
-    """Whether a model of so many tokens has all that are in the examples."""
+    """Whether all token ids in the examples are within the vocabulary size."""
     if vocabulary is None or not len(examples):
         return True
     return largest(Path(examples.tokens.filename), np.uint32) < vocabulary
 
 
 def can_be_trained(path: Path, starts: np.ndarray) -> bool:
-    """Whether a file says True or False of each token, and False of each example's first."""
+    """Whether each byte of a file is 0 or 1, and 0 for the first token of each example."""
     with path.open("rb") as file:
         for block in blocks_of(file):
             values = np.frombuffer(block, np.uint8)
@@ -244,7 +244,7 @@ def can_be_trained(path: Path, starts: np.ndarray) -> bool:
 
 
 def largest(path: Path, dtype: Any) -> int:
-    """The largest item of a file, which is read block by block: mapped pages would stay."""
+    """The largest item of a file. Reads block by block, since mapped pages would stay in memory."""
     with path.open("rb") as file:
         found = (int(np.frombuffer(block, dtype).max()) for block in blocks_of(file))
         return max(found, default=0)
@@ -256,22 +256,22 @@ def blocks_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def read_array(path: Path, dtype: Any) -> np.ndarray:
-    """A small array of one dimension. Raises ValueError where the file holds anything else."""
-    mapped = np.load(path, mmap_mode="r", allow_pickle=False)  # its size is held against the file's
+    """Read a small one-dimensional array. Raises ValueError if the file has anything else."""
+    mapped = np.load(path, mmap_mode="r", allow_pickle=False)  # checks its size against the file
     if mapped.dtype != dtype or mapped.ndim != 1:
-        raise ValueError(f"{path}: holds {mapped.dtype} of {mapped.ndim} dimensions")
+        raise ValueError(f"{path}: has dtype {mapped.dtype} and {mapped.ndim} dimensions")
     return np.array(mapped)
 
 
 def map_array(path: Path, dtype: Any, size: int) -> np.ndarray:
-    """A file as an array of `size` items, mapped; ValueError where its size is another."""
+    """Memory-map a file as an array of `size` items. Raises ValueError if its size differs."""
     if path.stat().st_size != size * np.dtype(dtype).itemsize:
         raise ValueError(f"{path}: wrong size")
     return np.memmap(path, dtype, mode="r") if size else np.zeros(0, dtype)
 
 
 def forget_old(folder: Path) -> None:
-    """Delete tokenized rows (private data!) and leftovers that no run has used for a month."""
+    """Delete tokenized rows (private data!) and leftovers unused for KEEP_CACHE_DAYS."""
     oldest = time.time() - KEEP_CACHE_DAYS * 86400
     for entry in folder.iterdir() if folder.is_dir() else ():
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""JSONL files -> rows: which files a data folder has, and each line checked as it is read.
+"""JSONL files -> rows: find the files of a data folder, and check each line as it is read.
 
-Data is not trusted. The length of a line is bounded before it is read, its nesting and its
-keys before anything walks them.
+Data is not trusted. The length of a line is limited before it is read. Its nesting and keys are
+checked before they are used.
 """
 
 from __future__ import annotations
@@ -20,28 +20,26 @@ from your_ai.gates.text import quoted, shortened
 
 SPLITS = ("train", "valid", "test")
 FLOAT32_MAX = 3.4028234663852886e38
-MAX_DEPTH = 64  # of objects and lists within each other; JSON schemas of tools have some 20
+MAX_DEPTH = 64  # nesting of objects and lists; JSON schemas of tools have about 20 levels
 BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-# What reading a row holds, in bytes, measured on the worst rows: for each byte of its line
-# while it is parsed, as tokens of a text, as tokens of a chat that a template renders.
+# Peak memory of reading a row, in bytes per byte of its line, measured on the worst rows:
+# while it is parsed, while a text is tokenized, while a chat is rendered and tokenized.
 LINE_MEMORY, TEXT_MEMORY, CHAT_MEMORY = 10, 16, 36
-STRUCTURE_MEMORY = {b"{": 240, b"[": 64, b",": 40}  # for each of these in a line
-SHORT_BYTES = 1 << 16  # of rows that are always read
+STRUCTURE_MEMORY = {b"{": 240, b"[": 64, b",": 40}  # bytes for each of these in a line
+SHORT_BYTES = 1 << 16  # rows up to this size are always read
 
 
 @dataclass(frozen=True)
 class RowLimit:
-    """How long a row may be.
-
-    row_bytes: of its line; room_bytes: how much memory reading it may take beside what the
-    process holds.
-    """
+    """The limits on the size of a row."""
 
     row_bytes: int = FIELDS["max_row_bytes"].default
+    """Maximum length of its line, in bytes."""
     room_bytes: int = 1 << 33
+    """Memory that reading it may use in addition to what the process uses already."""
 
     def too_long(self, where: str) -> UserError:
         most = f"{self.row_bytes:,} bytes"
@@ -50,18 +48,18 @@ class RowLimit:
         )
 
     def check_room(self, size: int, needed_bytes: int, where: str) -> None:
-        """Raise UserError where a row of `size` bytes is more than can be read in memory."""
+        """Raise UserError if reading a row of `size` bytes needs more memory than is left."""
         if size > SHORT_BYTES and needed_bytes > self.room_bytes:
             raise UserError(
-                f"{where}: a row of {size:,} bytes takes {needed_bytes / 1e6:,.0f} MB to read, and "
+                f"{where}: reading a row of {size:,} bytes needs {needed_bytes / 1e6:,.0f} MB, but "
                 f"{max(0, self.room_bytes) / 1e6:,.0f} MB are left; raise --max-memory or split it"
             )
 
     def parse(self, line: bytes, where: str) -> Row:
-        """The row in a line. Raises UserError where it is none, or is too large."""
+        """Parse a line. Raises UserError if it is not a valid row, or is too large."""
         size, is_long = len(line), len(line) > SHORT_BYTES
-        marks = STRUCTURE_MEMORY.items() if is_long else ()
-        structure = sum(held * line.count(mark) for mark, held in marks)
+        costs = STRUCTURE_MEMORY.items() if is_long else ()
+        structure = sum(cost * line.count(character) for character, cost in costs)
         self.check_room(size, LINE_MEMORY * size + structure, where)
         row = parse_row(decode_line(line, where), where)
         memory = TEXT_MEMORY if isinstance(row.content, Text) else CHAT_MEMORY
@@ -73,10 +71,11 @@ ROW_LIMIT = RowLimit()
 
 
 def find_splits(data: str) -> dict[str, Path]:
-    """The file of each split; `demo` means the embedded demo's rows.
+    """Return the file of each split.
 
-    data: a folder with train.jsonl and perhaps valid.jsonl and test.jsonl, or one file
-    of training rows. Raises UserError where there is nothing to train on.
+    data: a folder with train.jsonl and optionally valid.jsonl and test.jsonl, or one file of
+    training rows, or `demo` for the rows of the demo.
+    Raises UserError if there is no training data.
     """
     path = find_data(data)
     if path.is_file():
@@ -88,7 +87,7 @@ def find_splits(data: str) -> dict[str, Path]:
 
 
 def find_data(data: str) -> Path:
-    """The file or folder that --data names. Raises UserError for anything else."""
+    """Return the file or folder given by --data. Raises UserError for anything else."""
     label = f"--data {shortened(data)}"
     if data == DEMO:
         return packaged("models", "demo", "data")
@@ -100,15 +99,15 @@ def find_data(data: str) -> Path:
     except OSError as error:
         raise UserError(f"{label}: cannot be read ({error.strerror})") from error
     except (RuntimeError, ValueError) as error:  # no such user's home; a null character
-        raise UserError(f"{label}: is no path ({error})") from error
+        raise UserError(f"{label}: is not a path ({error})") from error
     if not path.is_file() and not path.is_dir():
-        raise UserError(f"{label}: is no file that can be read again; give a .jsonl file")
+        raise UserError(f"{label}: is not a regular file; give a .jsonl file")
     return path
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages for the chat template; assistant turns from `first_trained` on are trained."""
+    """Messages for the chat template. Assistant turns from index `first_trained` are trained."""
 
     messages: list[dict]
     tools: list | None = None
@@ -117,7 +116,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and its answer: a chat of two turns where the tokenizer has a template."""
+    """A prompt and its answer. A chat of two turns if the tokenizer has a chat template."""
 
     prompt: str
     completion: str
@@ -138,23 +137,26 @@ class Row:
 
 
 def read_rows(path: Path, limit: RowLimit = ROW_LIMIT) -> Iterator[Row]:
-    """The rows of a JSONL file, in order; blank lines are passed over.
+    """Yield the rows of a JSONL file, in order. Skips blank lines.
 
-    Raises UserError that names file and line for a row that is too long, is no JSON object,
-    is in no known format, or has a field of the wrong type.
+    Raises UserError with file and line for a row that is too long, is not a JSON object, is not in
+    a known format, or has a field of the wrong type.
     """
     found = False
     for where, line in read_lines(path, limit):
         found = True
         row = limit.parse(line, where)
-        del line  # a long row is held once
+        del line  # so that a long row is in memory only once
         yield row
     if not found:
         raise UserError(f"{path}: the file is empty; give at least one row")
 
 
 def read_lines(path: Path, limit: RowLimit) -> Iterator[tuple[str, bytes]]:
-    """The lines of a file that are not blank, each after its `file:line`. Raises UserError."""
+    """Yield (`file:line`, line) for each line that is not blank.
+
+    Raises UserError if the file cannot be read or a line is too long.
+    """
     number = 0
     try:
         with path.open("rb") as file:
@@ -173,9 +175,9 @@ def read_lines(path: Path, limit: RowLimit) -> Iterator[tuple[str, bytes]]:
 
 
 def checked_sha256(path: Path, limit: RowLimit) -> str:
-    """The checksum of a file of rows, as hex, found while no row is held.
+    """Compute the sha256 of a file of rows, without a whole row in memory.
 
-    Raises UserError that names the first line that is too long, as soon as it is.
+    Raises UserError for the first line that is too long, as soon as it is found.
     """
     digest = hashlib.sha256()
     lines = length = 0
@@ -198,7 +200,7 @@ def checked_sha256(path: Path, limit: RowLimit) -> str:
 
 
 class Repeated(ValueError):
-    """An object has a key twice: readers differ in which one they take."""
+    """An object has a key twice. JSON readers differ in which value they use."""
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -206,14 +208,14 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise Repeated(f"the key {shortened(twice)} is there twice")
+        raise Repeated(f"has the key {shortened(twice)} twice")
     return found
 
 
 def read_json(text: str, label: str, hint: str = "") -> Any:
-    """JSON text that is not trusted, as its value. Raises UserError, which begins with `label`.
+    """Parse untrusted JSON. The nesting is limited, and duplicate keys are rejected.
 
-    Nesting is bounded, and a key may be in an object once.
+    Raises UserError, whose message begins with `label`.
     """
     try:
         value = json.loads(text, object_pairs_hook=unique)
@@ -223,12 +225,12 @@ def read_json(text: str, label: str, hint: str = "") -> Any:
         reason = getattr(error, "msg", "a number too long, or nested too deeply")
         raise UserError(f"{label}: is not valid JSON ({reason}){hint}") from error
     if text.count("[") + text.count("{") > MAX_DEPTH and depth_of(value) > MAX_DEPTH:
-        raise UserError(f"{label}: is nested too deeply; {MAX_DEPTH} levels are the most")
+        raise UserError(f"{label}: is nested too deeply; the maximum is {MAX_DEPTH} levels")
     return value
 
 
 def depth_of(value: Any) -> int:
-    """How many objects and lists are within each other, up to one more than is allowed."""
+    """The nesting depth of objects and lists, counted up to MAX_DEPTH + 1."""
     level, depth = [value], 0
     while depth <= MAX_DEPTH:
         level = [v for v in level if isinstance(v, dict | list)]
@@ -244,20 +246,20 @@ def decode_line(line: bytes, where: str) -> dict:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: is not UTF-8 text") from error
-    row = read_json(text, where, "; one object a line")
+    row = read_json(text, where, "; write one object per line")
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object, found {type(row).__name__}")
     return row
 
 
 def parse_row(row: dict, where: str) -> Row:
-    """A row in any known format. Raises UserError where it is in none."""
+    """Parse a row in any known format. Raises UserError if it is in none of them."""
     for keys, parse in FORMATS.items():
         if all(key in row for key in keys):
             return Row(where, parse(row, where), parse_weight(row, where))
     known = "; ".join(" + ".join(keys) for keys in FORMATS)
     keys = shortened(", ".join(row)) or "none"
-    raise UserError(f"{where}: no known format; keys found: {keys}; keys of a format: {known}")
+    raise UserError(f"{where}: unknown row format; keys found: {keys}; expected one of: {known}")
 
 
 def parse_weight(row: dict, where: str) -> float:
@@ -268,7 +270,7 @@ def parse_weight(row: dict, where: str) -> float:
         number = float(weight)
     except OverflowError:
         number = math.inf
-    if not 0 <= number <= FLOAT32_MAX:  # and a NaN is neither
+    if not 0 <= number <= FLOAT32_MAX:  # also true for NaN
         raise UserError(f"{where}: weight {number:g}: must be finite and at least 0")
     return number
 
@@ -286,7 +288,7 @@ def parse_messages(row: dict, where: str) -> Chat:
 
 def parse_tools(row: dict, where: str) -> list | None:
     tools = row.get("tools")
-    if isinstance(tools, str):  # some data sets keep the list as JSON text
+    if isinstance(tools, str):  # some datasets store the list as JSON text
         tools = read_json(tools, f"{where}: tools")
     if tools is not None and not isinstance(tools, list):
         raise UserError(f"{where}: tools: expected a list, found {type(tools).__name__}")
@@ -300,12 +302,12 @@ def parse_turns(turns: Any, key: str, where: str) -> list[dict]:
 
 
 def parse_message(message: Any, where: str) -> dict:
-    """A message as chat templates take it: text content, tool arguments as objects."""
+    """Convert a message to the form for chat templates: text content, tool arguments as objects."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f'{where}: expected an object with "role" and "content"')
     content = message.get("content")
     calls = message.get("tool_calls")
-    if isinstance(content, list):  # the parts of the OpenAI format
+    if isinstance(content, list):  # content parts of the OpenAI format
         kinds = [p.get("type") if isinstance(p, dict) else type(p).__name__ for p in content]
         if any(kind != "text" for kind in kinds):
             found = quoted(kinds)
@@ -316,9 +318,9 @@ def parse_message(message: Any, where: str) -> dict:
         content = ""
     if not isinstance(content, str):
         raise UserError(f"{where}: content: expected text, found {type(content).__name__}")
-    if message.get("weight", 1) not in (0, 1):  # OpenAI's: 0 leaves an assistant turn untrained
+    if message.get("weight", 1) not in (0, 1):  # as at OpenAI: 0 excludes an assistant turn
         found = quoted(message["weight"])
-        raise UserError(f"{where}: weight {found}: a message's is 0 or 1")
+        raise UserError(f"{where}: weight {found}: the weight of a message must be 0 or 1")
     parsed = {**message, "content": content}
     if calls is not None:
         if not isinstance(calls, list):
@@ -328,7 +330,10 @@ def parse_message(message: Any, where: str) -> dict:
 
 
 def parse_call(call: Any, where: str) -> Any:
-    """A tool call whose arguments are an object: OpenAI's JSON text would be quoted twice."""
+    """Convert a tool call's arguments from OpenAI's JSON text to an object.
+
+    Otherwise the template would quote them twice.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -383,7 +388,7 @@ def parse_text(row: dict, where: str) -> Text:
     return Text(text_field(row, "text", where))
 
 
-# The first whose keys are all there: Alpaca rows often carry a rendered `text` as well.
+# The first format whose keys are all present is used: Alpaca rows often have a `text` as well.
 FORMATS = {
     ("messages",): parse_messages,
     ("conversations",): parse_sharegpt,

@@ -1,8 +1,8 @@
-"""A chat rendered by the model's own chat template, in bounded time and memory.
+"""Render a chat with the model's chat template, in bounded time and memory.
 
-A template is a program that comes with the model's files, which are not trusted. transformers
-runs it in Jinja's sandbox: no attribute of Python's own, no file, no `range` beyond 100,000.
-The sandbox bounds neither nested loops nor the size of a text: that is done here.
+A template is a program in the model's files, which are not trusted. transformers runs it in
+Jinja's sandbox: no access to Python internals, no files, no `range` beyond 100,000. The sandbox
+does not limit nested loops or the size of the text. This module does.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 from your_ai.errors import UserError
 from your_ai.gates.text import shortened
 
-SECONDS = 3.0  # most time of one rendering
-TEMPLATE_CHARACTERS = 1_000_000  # of a template itself; long ones have 20,000
-LEAST_BYTES = 1 << 26  # of address space that it may always take
+SECONDS = 3.0  # maximum time for one rendering
+TEMPLATE_CHARACTERS = 1_000_000  # maximum size of the template; long ones have 20,000
+LEAST_BYTES = 1 << 26  # address space that a rendering may always use
 PAGE_BYTES = resource.getpagesize()
 
 
 class TooSlow(BaseException):
-    """A rendering takes too long. No Exception, which Jinja's compiler would swallow."""
+    """A rendering takes too long. Not an Exception, because Jinja's compiler would catch it."""
 
 
 class TemplateRefused(UserError):
-    """The template itself raises an error."""
+    """The template raised an error."""
 
 
 def render(
@@ -42,16 +42,18 @@ def render(
     most_characters: int | None = None,
     **options: Any,
 ) -> str:
-    """The text that the tokenizer's template makes of messages.
+    """Render messages with the tokenizer's chat template.
 
-    room_bytes: how much memory it may take; most_characters: of the text; options: given to
-    the template. Raises Refused or another UserError, which begins with `where`.
+    room_bytes: the maximum memory that the rendering may use.
+    most_characters: the maximum length of the text.
+    options: passed to the template.
+    Raises TemplateRefused or another UserError, whose message begins with `where`.
     """
     template = str(options.get("chat_template", tokenizer.chat_template))
     if len(template) > TEMPLATE_CHARACTERS:
         raise UserError(
-            f"{where}: the model's chat template has {len(template):,} characters; "
-            f"{TEMPLATE_CHARACTERS:,} are the most"
+            f"{where}: the model's chat template has {len(template):,} characters; the maximum is "
+            f"{TEMPLATE_CHARACTERS:,}"
         )
     room_bytes = max(room_bytes, LEAST_BYTES)
     try:
@@ -67,24 +69,24 @@ def render(
             f"{where}: the model's chat template takes more than {room_bytes / 1e6:,.0f} MB; "
             "give a shorter row, or another model"
         ) from error
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         reason = shortened(" ".join(str(error).split()) or type(error).__name__)
         raise TemplateRefused(
-            f"{where}: the model's chat template refuses it ({reason})"
+            f"{where}: the model's chat template rejects the messages ({reason})"
         ) from error
     if not isinstance(text, str):
-        raise UserError(f"{where}: the model's chat template gives {type(text).__name__}, no text")
+        raise UserError(f"{where}: the model's chat template gave {type(text).__name__}, not text")
     if most_characters is not None and len(text) > most_characters:
         raise UserError(
-            f"{where}: the model's chat template makes {len(text):,} characters of the row; "
-            f"{most_characters:,} are the most (--max-row-bytes)"
+            f"{where}: the model's chat template renders {len(text):,} characters; the maximum is "
+            f"{most_characters:,}; raise --max-row-bytes"
         )
     return text
 
 
 @contextlib.contextmanager
 def limited_time(seconds: float) -> Iterator[None]:
-    """Raise TooSlow in the block after so long. Only the main thread is interrupted."""
+    """Raise TooSlow in the block after this time. Works only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -103,14 +105,14 @@ def limited_time(seconds: float) -> Iterator[None]:
         running = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if others:  # somebody else's timer goes on
+        if others:  # restart the timer that was running before
             left = others - (time.monotonic() - began)
             signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3))
 
 
 @contextlib.contextmanager
 def limited_memory(room_bytes: int) -> Iterator[None]:
-    """Let allocations of the block fail, as MemoryError, beyond so many bytes. Linux alone."""
+    """Raise MemoryError if the block allocates more than `room_bytes`. Works only on Linux."""
     if sys.platform != "linux":
         yield
         return
@@ -127,7 +129,7 @@ def limited_memory(room_bytes: int) -> Iterator[None]:
 
 
 def address_space() -> int:
-    """The bytes that this process has mapped."""
+    """The size of this process's address space, in bytes."""
     file = os.open("/proc/self/statm", os.O_RDONLY)
     try:
         return int(os.read(file, 128).split()[0]) * PAGE_BYTES

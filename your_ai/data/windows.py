@@ -1,16 +1,15 @@
-"""A text of any length -> tokens, in bounded memory and exactly as if it were tokenized whole.
+"""Tokenize a text of any length in bounded memory, exactly as if it were tokenized as a whole.
 
-The `tokenizers` library holds some 200 bytes for each byte of a text. So a long text is
-tokenized in windows that overlap, and two windows are joined only at a place where both give
-the same tokens for some way to either side, and where one of these holds:
+The `tokenizers` library uses about 200 bytes for each byte of a text. So a long text is tokenized
+in overlapping windows. Two windows are joined only at a place where both give the same tokens for
+some distance on both sides, and where one of these conditions is true:
 
-- the pre-tokenizer splits there in both windows. What follows a split does not depend on what
-  comes before it, and the model tokenizes the parts on their own.
-- the model is BPE. A sequence of its tokens is the encoding of their text if every pair of
-  neighbors is (Berglund and van der Merwe, 2023), and each pair stands in one of the windows.
+- The pre-tokenizer splits there in both windows. The tokens after a split do not depend on the
+  text before it, and the model tokenizes the parts separately.
+- The model is BPE. A sequence of its tokens is the encoding of their text if every pair of
+  neighbors is (Berglund and van der Merwe, 2023), and each pair is inside one of the windows.
 
-Where no such place is found the windows grow up to a limit. Lengths and places are in
-characters.
+If no such place is found, the windows grow, up to a limit. Lengths and offsets are in characters.
 """
 
 from __future__ import annotations
@@ -22,34 +21,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-GROWTH = 8  # how many times as long windows may become
+GROWTH = 8  # maximum factor by which windows grow
 
 
 class Unjoinable(Exception):
-    """Two windows do not agree anywhere, however long they are."""
+    """Two windows have no place where they can be joined, even at the maximum size."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """T tokens of a text.
-
-    ids: (T,) uint32; starts, ends: (T,) int32, the characters that each token is of.
-    """
+    """The T tokens of a text."""
 
     ids: np.ndarray
+    """(T,) uint32."""
     starts: np.ndarray
+    """(T,) int32, the offset of each token's first character."""
     ends: np.ndarray
+    """(T,) int32, the offset after each token's last character."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 class Sizes(NamedTuple):
-    """window, overlap: in characters; agreement: tokens to either side of a join."""
+    """The sizes used to tokenize in windows."""
 
     window: int
+    """In characters."""
     overlap: int
+    """In characters."""
     agreement: int
+    """Equal tokens required on each side of a join."""
 
 
 SIZES = Sizes(window=1 << 14, overlap=1 << 11, agreement=24)
@@ -57,14 +59,13 @@ SIZES = Sizes(window=1 << 14, overlap=1 << 11, agreement=24)
 
 @dataclass(frozen=True)
 class Window:
-    """The tokens of a part of a text, and where the part ends.
-
-    words: (T,) int64, equal where tokens are of the same pre-token.
-    """
+    """The tokens of a part of a text."""
 
     tokens: Tokens
     words: np.ndarray
+    """(T,) int64, equal for tokens of the same pre-token."""
     end: int
+    """The offset where the part ends."""
 
     @cached_property
     def splits(self) -> np.ndarray:
@@ -73,17 +74,18 @@ class Window:
 
 
 def tokenize(backend: Any, text: str, special: bool, sizes: Sizes = SIZES) -> Tokens:
-    """The tokens of `text`: those of `backend.encode(text)`.
+    """Return the same tokens as `backend.encode(text)`.
 
-    backend: of the `tokenizers` library, set to neither cut nor pad; special: add what the
-    tokenizer always adds, whose places are 0. Raises Unjoinable for a long text that has to
-    be tokenized at once, and TypeError for one that holds half of a character.
+    backend: from the `tokenizers` library, with truncation and padding off.
+    special: add the tokenizer's special tokens, with offsets 0.
+    Raises Unjoinable for a long text that cannot be tokenized in windows, and TypeError for a text
+    with half of a surrogate pair.
     """
     return Tokens(*gathered(backend, text, special, sizes, ("ids", "starts", "ends")))
 
 
 def tokenize_ids(backend: Any, text: str, special: bool, sizes: Sizes = SIZES) -> np.ndarray:
-    """The ids alone, (T,) uint32, as `tokenize` has them. Holds a fifth of the memory."""
+    """Return only the ids of `tokenize`, (T,) uint32. Uses a fifth of the memory."""
     (ids,) = gathered(backend, text, special, sizes, ("ids",))
     return ids
 
@@ -91,7 +93,7 @@ def tokenize_ids(backend: Any, text: str, special: bool, sizes: Sizes = SIZES) -
 def gathered(
     backend: Any, text: str, special: bool, sizes: Sizes, names: tuple[str, ...]
 ) -> list[np.ndarray]:
-    """The arrays of these names, of all tokens of the text."""
+    """Return the named arrays of `Tokens` for the whole text."""
     if len(text) <= sizes.window:
         encoding = backend.encode(text, add_special_tokens=special)
         if names == ("ids",):
@@ -103,7 +105,7 @@ def gathered(
         before, after = added(backend, text[: sizes.overlap])
     grown = sizes
     while True:
-        # Buffers that grow in place: joining arrays at the end would hold all of them twice.
+        # Buffers that grow in place. Concatenating arrays at the end would need twice the memory.
         buffers = [bytearray(getattr(before, name)) for name in names]
         try:
             for part in joined(backend, text, grown):
@@ -125,13 +127,13 @@ def arrays_of(tokens: Tokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def read_tokens(encoding: Any, start: int = 0) -> Tokens:
-    """The tokens of an encoding of the `tokenizers` library, of a text that begins at `start`."""
+    """Convert an encoding of the `tokenizers` library, for a text that begins at `start`."""
     places = np.array(encoding.offsets, np.int32).reshape(-1, 2) + np.int32(start)
     return Tokens(np.array(encoding.ids, np.uint32), places[:, 0], places[:, 1])
 
 
 def read_window(backend: Any, text: str, start: int, size: int) -> Window:
-    """The tokens of `size` characters of the text from `start`."""
+    """Tokenize `size` characters of the text from `start`."""
     part = text[start : start + size]
     encoding = backend.encode(part, add_special_tokens=False)
     words = np.array([-1 if word is None else word for word in encoding.word_ids], np.int64)
@@ -139,7 +141,7 @@ def read_window(backend: Any, text: str, start: int, size: int) -> Window:
 
 
 def joined(backend: Any, text: str, sizes: Sizes) -> Iterator[Tokens]:
-    """The tokens of a text, window by window, as parts of its arrays. Raises Unjoinable."""
+    """Yield the tokens of a text in parts, window by window. Raises Unjoinable."""
     is_bpe = type(backend.model).__name__ == "BPE" and not backend.model.dropout
     window, begin = read_window(backend, text, 0, sizes.window), 0
     while window.end < len(text):
@@ -156,21 +158,21 @@ def part_of(tokens: Tokens, begin: int, end: int) -> Tokens:
 
 
 def next_start(window: Window, sizes: Sizes) -> int:
-    """Where the window after this one starts: at a split, so that both have the same splits."""
+    """The start of the next window. It is at a split if possible, so both have the same splits."""
     tokens = window.tokens
     early = window.end - sizes.overlap
     late = np.flatnonzero((tokens.starts >= early) & (tokens.starts < early + sizes.overlap // 4))
     late = late[(late > 0) & (tokens.starts[late] >= tokens.ends[late - 1])]
     split = late[window.splits[late]]
     chosen = split if len(split) else late
-    # The end of the token before: some tokenizers leave a leading space out of a token's place.
+    # The end of the token before: some tokenizers leave a leading space out of the offsets.
     return max(int(tokens.ends[chosen[0] - 1]), early) if len(chosen) else early
 
 
 def find_join(first: Window, second: Window, agreement: int, is_bpe: bool) -> tuple[int, int]:
-    """Where the two may be joined: the first token from `second`, by its index in each.
+    """Find where to join two windows: the index, in each window, of the first token from `second`.
 
-    Raises Unjoinable where there is no such place.
+    Raises Unjoinable if there is no such place.
     """
     start = int(second.tokens.starts[0]) if len(second.tokens) else first.end
     middle = (start + first.end) // 2
@@ -179,7 +181,7 @@ def find_join(first: Window, second: Window, agreement: int, is_bpe: bool) -> tu
     after = agreeing(first.tokens, second.tokens, ours, theirs, 1)
     if min(before, after) < agreement:
         raise Unjoinable
-    near = np.arange(agreement - before, after - agreement + 1)  # as far from where they differ
+    near = np.arange(agreement - before, after - agreement + 1)  # far enough from differences
     both = first.splits[ours + near] & second.splits[theirs + near]
     if both.any():
         shift = min(near[both].tolist(), key=abs)
@@ -191,7 +193,7 @@ def find_join(first: Window, second: Window, agreement: int, is_bpe: bool) -> tu
 
 
 def agreeing(first: Tokens, second: Tokens, ours: int, theirs: int, step: int) -> int:
-    """How many tokens are equal from the two places on, or before them where step is -1."""
+    """Count equal tokens from the two indices on (step 1), or before them (step -1)."""
     if step > 0:
         count = min(len(first) - ours, len(second) - theirs)
         parts = slice(ours, ours + count), slice(theirs, theirs + count)
@@ -206,7 +208,7 @@ def agreeing(first: Tokens, second: Tokens, ours: int, theirs: int, step: int) -
 
 
 def added(backend: Any, text: str) -> tuple[Tokens, Tokens]:
-    """What the tokenizer always adds before and after a text."""
+    """Return the special tokens that the tokenizer adds before and after a text."""
     plain = backend.encode(text, add_special_tokens=False).ids
     whole = backend.encode(text, add_special_tokens=True).ids
     extra = len(whole) - len(plain)
