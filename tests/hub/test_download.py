@@ -372,7 +372,7 @@ def test_an_unknown_revision_is_reported(hub):
 def test_the_error_for_a_gated_repository_says_what_to_do(hub):
     hub.repos[REPO].gated = True
     text = refused()
-    assert f"is gated; accept its licence on {hub.url}/{REPO}" in text
+    assert f"is gated; accept its license on {hub.url}/{REPO}" in text
     assert "hf auth login" in text
 
 

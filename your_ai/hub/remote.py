@@ -337,7 +337,7 @@ def explain(error: Exception, name: str, repo: str, revision: str) -> UserError:
 
     if isinstance(error, errors.GatedRepoError):
         return UserError(
-            f"{name}: {repo} is gated; accept its licence on {constants.ENDPOINT}/{repo}, "
+            f"{name}: {repo} is gated; accept its license on {constants.ENDPOINT}/{repo}, "
             "log in with `hf auth login`, and try again"
         )
     if isinstance(error, errors.DisabledRepoError):
