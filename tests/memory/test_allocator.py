@@ -1,4 +1,4 @@
-"""What is given back, and what MLX is told of a limit."""
+"""Freed memory is returned, and MLX gets the right limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MB = 10**6
 
 @pytest.fixture
 def limits() -> Iterator[None]:
-    """Those of MLX, put back after the test."""
+    """Set MLX's limits, and restore them after the test."""
     memory, cache = mx.set_memory_limit(10**12), mx.set_cache_limit(100 * MB)
     mx.clear_cache()
     yield
@@ -27,7 +27,7 @@ def limits() -> Iterator[None]:
 
 
 def limits_now() -> tuple[int, int]:
-    """Of memory and cache; MLX tells of them when they are set."""
+    """MLX's memory and cache limits; setting a limit returns the one before."""
     memory, cache = mx.set_memory_limit(0), mx.set_cache_limit(0)
     return memory, cache
 
@@ -41,26 +41,26 @@ def limits_now() -> tuple[int, int]:
         (100 * MB, 90 * MB, 150 * MB, 1, 5 * MB),
     ],
 )
-def test_mlx_is_told_what_is_left_of_the_limit(limits, limit, needed, python, memory, cache):
+def test_hold_sets_the_memory_and_cache_limits_of_mlx(limits, limit, needed, python, memory, cache):
     allocator.hold(limit, needed, python)
     assert limits_now() == (memory, cache)
 
 
-def test_the_cache_never_takes_what_the_plan_needs(limits):
+def test_cache_limit_never_exceeds_what_the_plan_leaves(limits):
     for needed in range(0, 1000 * MB, 90 * MB):
         allocator.hold(1000 * MB, needed, 0)
         _, cache = limits_now()
         assert 0 <= cache <= 1000 * MB - needed
 
 
-def test_mlx_computes_under_a_limit_that_is_passed(limits):
-    """It is a guideline: what does not fit is allocated all the same."""
+def test_mlx_still_computes_beyond_its_memory_limit(limits):
+    """The limit is a guideline: MLX allocates beyond it if it must."""
     allocator.hold(MB, MB, 2 * MB)
     assert mx.ones((1000, 1000)).sum().item() == MB
 
 
 @pytest.mark.parametrize("collect", [True, False])
-def test_what_mlx_keeps_is_given_back(limits, collect):
+def test_free_empties_the_cache_of_mlx(limits, collect):
     arrays = [mx.ones((1000, 250)) for _ in range(20)]
     mx.eval(arrays)
     del arrays
@@ -69,11 +69,11 @@ def test_what_mlx_keeps_is_given_back(limits, collect):
     assert mx.get_cache_memory() == 0
 
 
-class Knot:
-    """Refers to itself, so that only a collection frees it."""
+class Cycle:
+    """Refers to itself, so that only the garbage collector frees it."""
 
     def __init__(self) -> None:
-        self.array, self.knot = mx.ones((1000, 250)), self
+        self.array, self.itself = mx.ones((1000, 250)), self
         mx.eval(self.array)
 
 
@@ -84,17 +84,17 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def test_cycles_are_found_where_they_are_looked_for(limits, no_collector):
+def test_free_collects_reference_cycles_only_if_asked(limits, no_collector):
     allocator.free()
     before = mx.get_active_memory()
-    Knot()
+    Cycle()
     allocator.free(collect=False)
     assert mx.get_active_memory() >= before + MB
     allocator.free()
     assert mx.get_active_memory() < before + MB
 
 
-HOLDS = """
+FREES_BUFFERS = """
 import mlx.core as mx
 from your_ai.memory import allocator, probe
 
@@ -103,7 +103,7 @@ allocator.give_back_at_once()
 mx.eval(mx.zeros(1_000_000))
 before = probe.process_bytes()
 kept = []
-for megabytes in (30, 20, 10, 5, 2, 1):  # what is kept lies between what is freed
+for megabytes in (30, 20, 10, 5, 2, 1):  # small live buffers between large freed ones
     for _ in range(60 // megabytes):
         mx.eval(mx.ones((megabytes, 250_000)))
         array = mx.ones((megabytes, 250_000))
@@ -115,16 +115,16 @@ print(probe.process_bytes() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="macOS gives memory back by itself")
-def test_freed_buffers_go_back_to_the_system():
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS returns memory by itself")
+def test_freed_buffers_return_to_the_system():
     done = subprocess.run(
-        [sys.executable, "-c", HOLDS], capture_output=True, text=True, check=False
+        [sys.executable, "-c", FREES_BUFFERS], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 8 * MB
 
 
-def test_giving_back_can_be_asked_for_twice():
+def test_give_back_at_once_can_be_called_twice():
     allocator.give_back_at_once()
     allocator.give_back_at_once()
     assert mx.ones(10).sum().item() == 10

@@ -1,4 +1,4 @@
-"""From the settings of a run to its budget, on machines as they are told."""
+"""The budget of a run from its settings, on simulated machines."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ HELD = 100 * MB
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch) -> None:
-    """One with 16 GB, half of them free, where this process holds 100 MB."""
-    told = MachineMemory(ram_bytes=16 * GB, available_bytes=8 * GB, held_bytes=HELD)
-    monkeypatch.setattr(probe, "machine", lambda: told)
+    """A machine with 16 GB, half of it free; this process uses 100 MB."""
+    memory = MachineMemory(ram_bytes=16 * GB, available_bytes=8 * GB, held_bytes=HELD)
+    monkeypatch.setattr(probe, "machine", lambda: memory)
     monkeypatch.setattr(probe, "process_bytes", lambda: HELD)
 
 
@@ -52,7 +52,7 @@ def found(tiny_model, level: int = 0, **settings) -> Budget:
 # Rows
 
 
-def test_what_reading_the_rows_has_left_is_not_pythons(monkeypatch):
+def test_memory_left_by_reading_rows_does_not_count_as_python(monkeypatch):
     python_bytes.cache_clear()
     assert row_limit(1000, 1.0) == RowLimit(row_bytes=1000, room_bytes=GB - HELD)
     monkeypatch.setattr(probe, "process_bytes", lambda: 9 * HELD)
@@ -62,36 +62,36 @@ def test_what_reading_the_rows_has_left_is_not_pythons(monkeypatch):
 # The limit
 
 
-def test_without_a_wish_the_limit_is_what_the_machine_gives(tiny_model):
+def test_limit_without_max_memory_comes_from_the_machine(tiny_model):
     assert limit_of(None).limit_bytes == (8 * GB + HELD) * 95 // 100
     assert found(tiny_model).limit == limit_of(None)
 
 
-def test_a_wish_is_the_limit_as_it_is(tiny_model):
+def test_max_memory_is_the_limit_without_a_margin(tiny_model):
     assert found(tiny_model, max_memory=2.5).limit.limit_bytes == 2.5 * GB
 
 
-def test_more_than_the_machine_has_needs_force(tiny_model):
+def test_max_memory_above_the_machines_ram_needs_force(tiny_model):
     with pytest.raises(UserError, match="--max-memory 20: this machine has 16 GB"):
         found(tiny_model, max_memory=20)
     assert found(tiny_model, max_memory=20, force=True).limit.limit_bytes == 20 * GB
 
 
-# What is asked for
+# The demand
 
 
 @pytest.mark.parametrize(("layers", "blocks"), [(None, 3), (2, 2), ("all", 3)])
-def test_adapted_blocks(facts, layers, blocks):
-    """Of three: four by default, or all there are."""
+def test_lora_layers_decides_the_number_of_adapted_blocks(facts, layers, blocks):
+    """The model has three blocks; the default is four, limited to all blocks."""
     config = TrainConfig(lora_layers=layers)
     assert demand_of(config, facts, [64]).training.blocks == blocks
 
 
-def test_by_default_four_blocks_of_more_are_adapted(facts):
+def test_four_blocks_are_adapted_by_default(facts):
     assert demand_of(TrainConfig(), replace(facts, blocks=9), [64]).training.blocks == 4
 
 
-def test_the_settings_arrive(facts):
+def test_demand_contains_the_settings(facts):
     config = TrainConfig(
         batch_size=3,
         grad_accumulation=5,
@@ -111,20 +111,20 @@ def test_the_settings_arrive(facts):
     assert (training.dora, training.optimizer) == (True, "lion")
 
 
-def test_what_the_process_holds_without_a_model(facts, monkeypatch):
+def test_python_bytes_is_measured_only_once(facts, monkeypatch):
     assert demand_of(TrainConfig(), facts, [64]).python_bytes == HELD + LATER_BYTES
-    monkeypatch.setattr(probe, "process_bytes", lambda: 2 * HELD)  # with one
+    monkeypatch.setattr(probe, "process_bytes", lambda: 2 * HELD)  # with a model
     assert demand_of(TrainConfig(), facts, [64]).python_bytes == HELD + LATER_BYTES
 
 
-def test_an_unreadable_gauge_is_not_guessed(facts, monkeypatch):
+def test_python_bytes_without_a_gauge_is_only_the_constant(facts, monkeypatch):
     monkeypatch.setattr(probe, "process_bytes", lambda: None)
     assert demand_of(TrainConfig(), facts, [64]).python_bytes == LATER_BYTES
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("off", 0), ("memory", 1000 * 64 * 4), ("disk", 0)])
-def test_a_prefix_cache_in_memory_is_counted(tiny_model, facts, kind, kept):
-    """A thousand tokens, of 64 numbers of 4 bytes."""
+def test_only_a_prefix_cache_in_memory_is_counted(tiny_model, facts, kind, kept):
+    """The cache has 1000 tokens, each of 64 numbers of 4 bytes."""
     config = TrainConfig(prefix_cache=kind)
     assert demand_of(config, facts, [64], prefix_tokens=1000).prefix_bytes == kept
     budget = budget_of(config, tiny_model, mx.float32, [64], prefix_tokens=1000)
@@ -132,7 +132,7 @@ def test_a_prefix_cache_in_memory_is_counted(tiny_model, facts, kind, kept):
 
 
 @pytest.mark.parametrize(("longest", "rows"), [(2048, 1), (1000, 3), (100, 21)])
-def test_a_packed_row_counts_as_rows_of_the_longest_text(facts, longest, rows):
+def test_packed_row_counts_as_several_rows_of_the_longest_text(facts, longest, rows):
     asked = demand_of(TrainConfig(packing=True, batch_size=4), facts, [32, longest])
     assert asked.lengths == (longest,)
     assert asked.batch_size == rows
@@ -142,13 +142,13 @@ def test_a_packed_row_counts_as_rows_of_the_longest_text(facts, longest, rows):
 # The budget
 
 
-def test_a_model_is_trained_in_the_fastest_way_where_memory_is_plenty(tiny_model):
+def test_plan_is_fused_if_memory_is_plentiful(tiny_model):
     choice = found(tiny_model, batch_size=2).choice
     assert (choice.option.plan.engine, choice.level, choice.larger) == ("fused", 0, None)
     assert choice.option.plan.rows(256, 2) == 2
 
 
-def test_the_type_computed_in_counts(tiny_model):
+def test_estimate_depends_on_the_compute_dtype(tiny_model):
     sizes = [
         budget_of(TrainConfig(), tiny_model, dtype, [64]).choice.option.estimate.mlx_bytes
         for dtype in (mx.bfloat16, mx.float32)
@@ -156,21 +156,21 @@ def test_the_type_computed_in_counts(tiny_model):
     assert sizes[0] < sizes[1]
 
 
-def test_levels_are_passed_over(tiny_model):
+def test_each_level_needs_less_memory(tiny_model):
     needs = [found(tiny_model, level).choice.option.needed_bytes for level in range(3)]
     assert needs == sorted(needs, reverse=True)
     assert len(set(needs)) == 3
     assert found(tiny_model, 1).choice.larger == found(tiny_model).choice.option
 
 
-def test_a_limit_below_every_plan_is_refused(tiny_model):
-    with pytest.raises(UserError, match=r"nothing fits into 0\.10 GB; the least that would do is"):
+def test_limit_below_every_plan_is_refused(tiny_model):
+    with pytest.raises(UserError, match=r"nothing fits into 0\.10 GB; at least 0\.\d\d GB is"):
         found(tiny_model, max_memory=0.1)
     least = min(option.needed_bytes for option in options(found(tiny_model).demand))
     assert found(tiny_model, max_memory=(least + 1) / GB).choice.option.needed_bytes == least
 
 
-def test_a_model_quantized_on_load_takes_less(tmp_path):
+def test_quantizing_on_load_reduces_the_weights(tmp_path):
     folder = make_model(tmp_path / "m", bits=None, hidden_size=128)
     sizes = [
         found(folder, quantize=bits).choice.option.estimate.components["weights"]
@@ -180,21 +180,21 @@ def test_a_model_quantized_on_load_takes_less(tmp_path):
     assert sizes[2] < sizes[0] / 4
 
 
-# Answering
+# Generation
 
 
 @pytest.fixture
 def held(monkeypatch) -> list[tuple[int, int, int]]:
-    """What MLX would be told."""
-    told: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(allocator, "hold", lambda *sizes: told.append(sizes))
+    """The arguments of each call of `allocator.hold`, which is replaced."""
+    calls: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(allocator, "hold", lambda *sizes: calls.append(sizes))
     monkeypatch.setattr(allocator, "give_back_at_once", lambda: None)
-    return told
+    return calls
 
 
 @pytest.fixture
 def large() -> ModelFacts:
-    """With 4 GB of weights, in 40 blocks."""
+    """A model with 4 GB of weights in 40 blocks."""
     return ModelFacts(
         blocks=40,
         linears={"self_attn.k_proj": (1024, 1024), "mlp.up_proj": (1024, 4096)},
@@ -211,13 +211,13 @@ def large() -> ModelFacts:
     )
 
 
-def test_weights_are_held_to_answer_where_they_fit(large, held):
+def test_generation_keeps_weights_in_memory_if_they_fit(large, held):
     assert not hold_generation(large, 512, 6, can_stream=True)
     needed = HELD + LATER_BYTES + generation_bytes(large, 512) + large.weights_bytes
     assert held == [(6 * GB, needed, HELD + LATER_BYTES)]
 
 
-def test_weights_are_streamed_to_answer_where_they_do_not(large, held):
+def test_generation_streams_weights_if_they_do_not_fit(large, held):
     assert hold_generation(large, 512, 2, can_stream=True)
     streamed = weights_bytes(large, "streamed")
     needed = HELD + LATER_BYTES + generation_bytes(large, 512) + streamed
@@ -225,17 +225,17 @@ def test_weights_are_streamed_to_answer_where_they_do_not(large, held):
 
 
 @pytest.mark.parametrize(("can_stream", "limit_gb"), [(True, 0.2), (False, 3)])
-def test_what_answering_takes_is_said_and_is_enough(large, held, can_stream, limit_gb):
+def test_generation_error_names_a_limit_that_is_enough(large, held, can_stream, limit_gb):
     with pytest.raises(UserError, match="--max-tokens") as caught:
         hold_generation(large, 512, limit_gb, can_stream)
     text = str(caught.value)
-    assert text.startswith(f"--max-memory {limit_gb}: answering with this model takes ")
-    asked = float(text.split("takes ")[1].split(" GB")[0])
+    assert text.startswith(f"--max-memory {limit_gb}: generating with this model needs ")
+    asked = float(text.split("needs ")[1].split(" GB")[0])
     assert hold_generation(large, 512, asked, can_stream) == can_stream
     assert len(held) == 1
 
 
-# An evaluation
+# Evaluation
 
 TRAINING = Training(blocks=2, rank=4, targets=("q_proj",))
 
@@ -245,7 +245,7 @@ def evaluated(tiny_model, max_memory_gb=None, **options) -> Budget:
     return budget_of_evaluation(*args, **options)
 
 
-def test_an_evaluation_is_asked_for_as_it_is(tiny_model):
+def test_demand_of_an_evaluation_contains_its_arguments(tiny_model):
     budget = evaluated(tiny_model, 2.0, engine="staged", can_stream=False, answer_tokens=99)
     asked = budget.demand
     assert budget.limit.limit_bytes == 2 * GB
@@ -255,7 +255,7 @@ def test_an_evaluation_is_asked_for_as_it_is(tiny_model):
     assert asked.python_bytes == HELD + LATER_BYTES
 
 
-def test_an_evaluation_that_fits_is_not_refused_for_what_training_takes(tiny_model):
+def test_evaluation_fits_into_a_limit_that_is_too_small_for_training(tiny_model):
     least = min(option.needed_bytes for option in options(evaluated(tiny_model).demand))
     limit_gb = (least + 1) / GB
     assert evaluated(tiny_model, limit_gb).choice.option.needed_bytes == least
@@ -263,7 +263,7 @@ def test_an_evaluation_that_fits_is_not_refused_for_what_training_takes(tiny_mod
         found(tiny_model, max_memory=limit_gb)
 
 
-def test_slices_are_counted_on_the_cpu_alone(tiny_model, monkeypatch):
+def test_slices_are_counted_only_on_the_cpu(tiny_model, monkeypatch):
     assert evaluated(tiny_model).demand.sliced == (mx.default_device().type == mx.cpu)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     assert not evaluated(tiny_model).demand.sliced

@@ -1,4 +1,4 @@
-"""Measuring before training: never above the limit, and the plan that the truth would choose."""
+"""Measuring before training: it stays under the limit and finds the plan of exact estimates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from your_ai.memory.plan import (
 )
 
 MB = 10**6
-CLOSE = 0.93  # of the limit
+CLOSE = 0.93  # share of the limit
 
 
 def one(tokens: int, work_mb: float, rows: int = 1, engine: str = "staged", ratio: float = 1.0):
@@ -62,7 +62,7 @@ def demands(draw) -> Demand:
 
 
 class Machine:
-    """One where activations are `factor` times what the coefficients say."""
+    """A machine where activations use `factor` times what the coefficients say."""
 
     def __init__(self, demand: Demand, factor: float, limit_bytes: int) -> None:
         self.demand, self.factor, self.limit_bytes = demand, factor, limit_bytes
@@ -73,7 +73,7 @@ class Machine:
         return estimate_of(self.demand, plan, *shape, work_ratio=self.factor).process_bytes
 
     def peak_bytes(self, plan: Plan, shape: Shape) -> int:
-        """What gradients hold; whether that is above the limit is noted."""
+        """The peak of MLX's buffers for gradients; records shapes that exceed the limit."""
         found = estimate_of(self.demand, plan, *shape, work_ratio=self.factor, gradients_only=True)
         self.shapes.append(shape)
         if found.process_bytes > self.limit_bytes:
@@ -82,7 +82,7 @@ class Machine:
 
 
 def settled(machine: Machine, demand: Demand, limit_bytes: int) -> tuple[Demand, Plan]:
-    """What a run does: it begins again whenever another engine is better."""
+    """Choose and measure as a run does: it starts again whenever another engine is better."""
     for _ in range(8):
         choice = choose(demand, limit_bytes)
         before = choice.option.plan
@@ -90,20 +90,20 @@ def settled(machine: Machine, demand: Demand, limit_bytes: int) -> tuple[Demand,
         plan = choice.option.plan
         if (plan.engine, plan.spill) == (before.engine, before.spill):
             return demand, plan
-    raise AssertionError("it never settles")
+    raise AssertionError("the plan never settles")
 
 
 @settings(max_examples=60, derandomize=True)
 @given(demands(), st.sampled_from([0.1, 0.2, 0.35, 0.7, 1.5, 3.0]), st.floats(1.3, 4.0))
-def test_with_false_coefficients_it_holds_and_ends_under_the_plan_of_the_true_ones(
-    demand, false, room
+def test_wrong_coefficients_lead_to_a_good_plan_without_exceeding_the_limit(
+    demand, wrong_factor, room
 ):
-    """The estimates say `false` times what is so, as on a device that nobody has fitted.
+    """Estimates are `wrong_factor` times the truth, as on a device without fitted coefficients.
 
-    The plan is no slower than the best one under a limit that is a little lower.
+    The plan is no slower than the best one under a slightly lower limit.
     """
-    factor = 1 / false
-    points = []  # the truth: every option at its largest shape, and on the way there
+    factor = 1 / wrong_factor
+    points = []  # the truth: every option at its largest shape and at smaller ones
     for option in options(demand):
         largest = largest_shape(demand, option.plan)
         for shape in (Shape(1, 32), Shape(1, largest.tokens), largest):
@@ -123,26 +123,26 @@ def test_with_false_coefficients_it_holds_and_ends_under_the_plan_of_the_true_on
 
 @settings(max_examples=40, derandomize=True)
 @given(demands(), st.sampled_from([0.1, 0.35]))
-def test_a_limit_that_proves_too_low_is_refused_without_passing_it(demand, false):
+def test_limit_found_too_low_is_refused_without_exceeding_it(demand, wrong_factor):
     least = min(option.needed_bytes for option in options(demand))
-    machine = Machine(demand, 1 / false, least)
+    machine = Machine(demand, 1 / wrong_factor, least)
     smallest = min(options(demand), key=lambda option: option.needed_bytes).plan
     shape = Shape(1, FIRST)
     assume(machine.process_bytes(smallest, shape) <= least)
-    with contextlib.suppress(UserError):  # where it knows by then
+    with contextlib.suppress(UserError):  # it may know by then that nothing fits
         settled(machine, demand, least)
     assert all(found.tokens <= SECOND for _, found, _ in machine.above)
 
 
 @given(demands())
-def test_a_limit_that_is_far_away_costs_nothing(demand):
+def test_nothing_is_measured_if_the_limit_is_far_away(demand):
     largest = max(option.needed_bytes for option in options(demand))
     machine = Machine(demand, 1.0, 2 * int(FAR) * largest)
     settled(machine, demand, machine.limit_bytes)
     assert machine.shapes == []
 
 
-def test_what_was_measured_is_not_measured_again():
+def test_measured_shapes_are_not_measured_again():
     facts_demand = demand_of_two_lengths()
     limit_bytes = int(1.05 * min(option.needed_bytes for option in options(facts_demand)))
     machine = Machine(facts_demand, 1.2, 2 * limit_bytes)
@@ -158,23 +158,23 @@ def demand_of_two_lengths() -> Demand:
     return replace(DEMAND, lengths=(32, 512), batch_size=4, rows_per_step=4)
 
 
-def plenty(_: Shape) -> int:
+def much_room(_: Shape) -> int:
     return 10**9
 
 
-def nothing(_: Shape) -> int:
+def zero_bytes(_: Shape) -> int:
     return 0
 
 
-def test_it_begins_with_one_short_row():
-    assert next_shape(Calibration(), "fused", Shape(4, 512), plenty, nothing) == (1, FIRST)
-    short = next_shape(Calibration(), "fused", Shape(4, 8), plenty, nothing)
+def test_first_measurement_is_one_short_row():
+    assert next_shape(Calibration(), "fused", Shape(4, 512), much_room, zero_bytes) == (1, FIRST)
+    short = next_shape(Calibration(), "fused", Shape(4, 8), much_room, zero_bytes)
     assert short == (1, 8)
 
 
-def test_one_row_grows_before_rows_do():
+def test_row_length_grows_before_the_number_of_rows():
     calibration, seen = Calibration(), []
-    while shape := next_shape(calibration, "staged", Shape(4, 512), plenty, nothing):
+    while shape := next_shape(calibration, "staged", Shape(4, 512), much_room, zero_bytes):
         seen.append(shape)
         calibration = calibration.with_one(one(shape.tokens, shape.size / 100, shape.rows))
     assert [shape.rows for shape in seen] == sorted(shape.rows for shape in seen)
@@ -183,7 +183,7 @@ def test_one_row_grows_before_rows_do():
     assert len(seen) <= 10
 
 
-def test_nothing_is_measured_that_growth_could_take_above_the_limit():
+def test_next_shape_fits_even_with_steeper_growth():
     calibration = Calibration((one(16, 10), one(32, 20), one(64, 40)))
 
     def expected(shape: Shape) -> int:
@@ -197,7 +197,7 @@ def test_nothing_is_measured_that_growth_could_take_above_the_limit():
 
 
 @pytest.mark.parametrize(("size", "ratio"), [(8, 3.0), (16, 3.0), (24, 3.0), (32, 2.0), (64, 2.0)])
-def test_between_two_measurements_the_larger_ratio_counts(size, ratio):
+def test_ratio_between_two_measurements_is_the_larger_one(size, ratio):
     calibration = Calibration((one(16, 1, ratio=3.0), one(32, 1, ratio=2.0)))
     assert calibration.ratio("streamed", size, 10**9) == ratio
 
@@ -205,28 +205,26 @@ def test_between_two_measurements_the_larger_ratio_counts(size, ratio):
 @pytest.mark.parametrize(
     ("first_mb", "expected_mb", "work_mb"),
     [
-        (3, 5, 5),  # as estimated: from 3 to 4 in 16 tokens, and 1 more in 32
-        (2, 5, 7),  # 1 MB was missed in 16 tokens, so 2 more are
-        (4, 5, 5),  # less growth than was estimated is no reason to expect less
+        (3, 5, 5),  # growth as estimated: from 3 to 4 MB in 16 tokens, and 1 MB more in 32
+        (2, 5, 7),  # the estimate missed 1 MB in 16 tokens, so 2 MB are added for 32
+        (4, 5, 5),  # smaller growth than estimated does not reduce the extrapolation
         (3, 4, 4),  # the estimate levels off
     ],
 )
-def test_beyond_all_measurements_it_grows_as_estimated_and_as_far_off(
-    first_mb, expected_mb, work_mb
-):
-    first = one(16, first_mb, ratio=2.0 * first_mb / 3)  # of an estimate of 1.5 MB
+def test_extrapolation_adds_the_growth_that_estimates_missed(first_mb, expected_mb, work_mb):
+    first = one(16, first_mb, ratio=2.0 * first_mb / 3)  # the estimate was 1.5 MB
     calibration = Calibration((first, one(32, 4, ratio=2.0)))
     ratio = calibration.ratio("staged", 64, expected_mb * MB)
     assert ratio * expected_mb / 2.0 == pytest.approx(work_mb)
 
 
-def test_an_engine_that_was_not_measured_is_as_far_off_as_the_other_kind():
+def test_unmeasured_engine_uses_the_ratio_of_the_other_family():
     calibration = Calibration((one(16, 1, ratio=2.5),))
     assert calibration.ratio("fused", 16, 1.0) == 2.5
     assert calibration.largest("fused") == 0
 
 
-def test_estimates_are_corrected_by_what_was_measured():
+def test_measurements_correct_the_estimates():
     demand = demand_of_two_lengths()
     plan = Plan("staged", 2048)
     before = of_rows(demand, plan, 1, 512).work_bytes
@@ -253,7 +251,7 @@ def test_estimates_are_corrected_by_what_was_measured():
         max_size=5,
     )
 )
-def test_measurements_are_kept(tmp_path_factory, found):
+def test_measurements_survive_writing_and_reading(tmp_path_factory, found):
     path = tmp_path_factory.mktemp("kept") / "folder" / "file.json"
     measurements.keep(path, Calibration(tuple(found)))
     assert measurements.read(path) == Calibration(tuple(found))
@@ -271,18 +269,18 @@ def test_measurements_are_kept(tmp_path_factory, found):
         '[{"engine": "fused", "rows": 1, "tokens": 1, "work_bytes": 1e400, "ratio": 1.0}]',
     ],
 )  # fmt: skip
-def test_a_file_that_cannot_be_believed_is_as_none(tmp_path, text):
+def test_invalid_file_counts_as_empty(tmp_path, text):
     path = tmp_path / "file.json"
     path.write_text(text)
     assert measurements.read(path) == Calibration()
 
 
-def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(tmp_path):
+def test_reading_does_not_wait_for_a_pipe(tmp_path):
     os.mkfifo(tmp_path / "file.json")
     assert measurements.read(tmp_path / "file.json") == Calibration()
 
 
-def test_a_folder_that_cannot_be_written_is_no_fault(tmp_path):
+def test_unwritable_folder_is_not_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     measurements.keep(tmp_path / "file" / "below.json", Calibration((one(1, 1),)))
     assert measurements.read(tmp_path / "file" / "below.json") == Calibration()

@@ -1,4 +1,4 @@
-"""Facts of model folders, held against the models that mlx-lm loads from them."""
+"""Facts of model folders, compared with the models that mlx-lm loads from them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from your_ai.nets import model
 
 KINDS = {mx.float32: "F32", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
 WITHOUT_EXPERTS = [name for name in EXTRA if name != "qwen3_moe"]
-Tensors = dict[str, tuple[str, tuple[int, ...]]]  # type and shape of each
+Tensors = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each tensor
 
 
 def write_headers(folder: Path, tensors: Tensors, config: Mapping[str, Any], shard: str = ""):
-    """A model folder as it would be, whose weights are a hole in the file."""
+    """Write a model folder with real headers, and weights that are holes in sparse files."""
     folder.mkdir(parents=True, exist_ok=True)
     header, at = {}, 0
     for name, (kind, shape) in tensors.items():
@@ -52,7 +52,7 @@ def write_headers(folder: Path, tensors: Tensors, config: Mapping[str, Any], sha
 
 
 def tensors_in(network: Any) -> Tensors:
-    """The tensors of a model; none is computed."""
+    """The tensors of a model, without evaluating them."""
     return {
         name: (KINDS[array.dtype], tuple(array.shape))
         for name, array in tree_flatten(network.parameters())
@@ -60,7 +60,7 @@ def tensors_in(network: Any) -> Tensors:
 
 
 def sizes_of(network: Any) -> dict[str, Any]:
-    """Bytes of a model as it was loaded, by the names that facts have for them."""
+    """Bytes of a loaded model, by the names of the fields of ModelFacts."""
     blocks: dict[int, int] = {}
     vocabulary_bytes = rest_bytes = 0
     for name, array in tree_flatten(network.parameters()):
@@ -85,12 +85,12 @@ def same_sizes(facts: ModelFacts, sizes: dict[str, Any]) -> None:
     assert {name: getattr(facts, name) for name in sizes} == sizes
 
 
-# What is loaded
+# Sizes and layers of loaded models
 
 
 @pytest.mark.parametrize("bits", [4, None])
 @pytest.mark.parametrize("architecture", EXTRA)
-def test_sizes_are_those_of_the_model_that_is_loaded(tmp_path, architecture, bits):
+def test_sizes_equal_those_of_the_loaded_model(tmp_path, architecture, bits):
     folder = make_model(tmp_path / "m", architecture, bits)
     for dtype in (mx.float32, mx.bfloat16):
         network, config = model.load_network(folder, dtype)
@@ -104,8 +104,8 @@ def test_sizes_are_those_of_the_model_that_is_loaded(tmp_path, architecture, bit
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("architecture", WITHOUT_EXPERTS)
-def test_a_model_quantized_on_load_is_predicted(tmp_path, architecture, bits):
-    odd = {"hidden_size": 128, "intermediate_size": 96}  # 96 inputs are in no groups of 64
+def test_predicts_sizes_of_a_model_quantized_on_load(tmp_path, architecture, bits):
+    odd = {"hidden_size": 128, "intermediate_size": 96}  # 96 is not a multiple of the group size 64
     folder = make_model(tmp_path / "m", architecture, bits=None, **odd)
     network, *_ = quantized_lazily(folder, bits)
     facts = facts_of(folder, 4, bits)
@@ -114,8 +114,8 @@ def test_a_model_quantized_on_load_is_predicted(tmp_path, architecture, bits):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_experts_quantized_on_load_are_predicted(tmp_path, bits):
-    """But for their router, which mlx-lm gives 8 bits."""
+def test_predicts_sizes_of_experts_quantized_on_load(tmp_path, bits):
+    """Except the router, which mlx-lm quantizes to 8 bits."""
     folder = make_model(tmp_path / "m", "qwen3_moe", bits=None, hidden_size=128)
     network, *_ = quantized_lazily(folder, bits)
     for name, size in sizes_of(network).items():
@@ -124,7 +124,7 @@ def test_experts_quantized_on_load_are_predicted(tmp_path, bits):
 
 @pytest.mark.parametrize("bits", [4, None])
 @pytest.mark.parametrize("architecture", EXTRA)
-def test_layers_are_those_that_adapters_go_on(tmp_path, architecture, bits):
+def test_linears_are_the_layers_that_get_adapters(tmp_path, architecture, bits):
     folder = make_model(tmp_path / "m", architecture, bits)
     network, _ = model.load_network(folder, mx.float32)
     model.add_adapters(network, TrainConfig(lora_targets=("all-linear",), lora_layers=1))
@@ -134,7 +134,7 @@ def test_layers_are_those_that_adapters_go_on(tmp_path, architecture, bits):
             a, b = layer.lora_a.shape, layer.lora_b.shape
             if len(a) == 2:  # (inputs, rank), (rank, outputs)
                 found[name] = (a[0], b[1])
-            else:  # (experts, rank, inputs), (experts, outputs, rank): of all together
+            else:  # (experts, rank, inputs), (experts, outputs, rank): count all experts
                 found[name] = (a[0] * a[2], b[0] * b[1])
     facts = facts_of(folder, 4)
     assert facts.linears.keys() == found.keys()
@@ -142,7 +142,7 @@ def test_layers_are_those_that_adapters_go_on(tmp_path, architecture, bits):
     assert sorted(facts.experts) == [name for name in sorted(found) if "switch" in name]
 
 
-def test_targets_name_layers_as_training_does(tiny_model):
+def test_targets_match_the_same_layers_as_in_training(tiny_model):
     facts = facts_of(tiny_model, 4)
     assert layers_named(facts, ("q_proj",)) == [(64, 64)]
     assert layers_named(facts, ("self_attn.v_proj",)) == [(64, 32)]
@@ -151,19 +151,19 @@ def test_targets_name_layers_as_training_does(tiny_model):
     assert layers_named(facts, ("proj", "attn.q_proj", "unheard-of")) == []
 
 
-def test_a_token_meets_the_experts_it_is_sent_to(tmp_path):
-    """Two of four, each of 64 outputs."""
+def test_linears_count_only_the_experts_that_a_token_uses(tmp_path):
+    """A token uses two of four experts, each with 64 outputs."""
     facts = facts_of(make_model(tmp_path / "m", "qwen3_moe"), 4)
     assert facts.linears["mlp.switch_mlp.gate_proj"] == (2 * 64, 2 * 64)
     assert facts.experts["mlp.switch_mlp.gate_proj"] == (4 * 64, 4 * 64)
     assert facts.linears["mlp.gate"] == (64, 4)
 
 
-# What is read
+# Reading headers
 
 
-def test_no_weight_is_read(tmp_path):
-    """The weights of the second folder are a hole; of the third, one that would take minutes."""
+def test_facts_are_found_without_reading_weights(tmp_path):
+    """Two folders have sparse files without weights; reading the larger one would take minutes."""
     whole = make_model(tmp_path / "whole")
     network, config = model.load_network(whole, mx.float32)
     bare = write_headers(tmp_path / "bare", tensors_in(network), config)
@@ -174,7 +174,7 @@ def test_no_weight_is_read(tmp_path):
     assert facts_of(write_headers(tmp_path / "huge", huge, config), 4).rest_bytes == 4 << 38
 
 
-def test_shards_are_one_model(tmp_path):
+def test_shards_count_as_one_model(tmp_path):
     whole = make_model(tmp_path / "whole")
     arrays = mx.load(str(whole / "model.safetensors"))
     shards = tmp_path / "shards"
@@ -184,14 +184,14 @@ def test_shards_are_one_model(tmp_path):
     for index in range(3):
         part = {name: arrays[name] for name in names[index::3]}
         mx.save_safetensors(str(shards / f"model-0000{index + 1}-of-00003.safetensors"), part)
-    mx.save_safetensors(str(shards / "adapters.safetensors"), {"a": mx.zeros(100)})  # not its own
+    mx.save_safetensors(str(shards / "adapters.safetensors"), {"a": mx.zeros(100)})  # not a shard
     facts = facts_of(shards, 4)
     assert facts.disk_bytes == sum(p.stat().st_size for p in shards.glob("model*.safetensors"))
     assert replace(facts, disk_bytes=0) == replace(facts_of(whole, 4), disk_bytes=0)
 
 
-def test_shapes_are_known_without_their_weights(tmp_path):
-    """Of a block, as the configuration of Qwen2.5-0.5B has it."""
+def test_shapes_of_quantized_layers_come_from_headers(tmp_path):
+    """The tensors have the shapes of Qwen2.5-0.5B."""
     tensors = {
         "model.layers.0.self_attn.q_proj.weight": ("U32", (896, 112)),
         "model.layers.0.self_attn.q_proj.scales": ("F16", (896, 14)),
@@ -205,7 +205,7 @@ def test_shapes_are_known_without_their_weights(tmp_path):
     assert facts_of(tmp_path / "m", 2).block_bytes == 4 * 896 * 112 + 2 * (2 * 896 * 14 + 896)
 
 
-# What is known without files
+# Facts from a config.json alone
 
 CONFIGS = {
     **{name: {} for name in WITHOUT_EXPERTS},
@@ -217,43 +217,43 @@ CONFIGS = {
 
 @pytest.mark.parametrize("bits", [4, 8, None])
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_a_configuration_tells_what_the_files_would(tmp_path, monkeypatch, architecture, bits):
+def test_facts_of_a_config_equal_those_of_the_files(tmp_path, monkeypatch, architecture, bits):
     for name in ("phi3", "smollm3"):
         monkeypatch.setitem(EXTRA, name, {})
-    changes = {"intermediate_size": 144, **CONFIGS[architecture]}  # 144 are in no groups of 32
+    changes = {"intermediate_size": 144, **CONFIGS[architecture]}  # 144 is not a multiple of 32
     folder = make_model(tmp_path / "m", architecture, bits, **changes)
     config = json.loads((folder / "config.json").read_text())
     if architecture == "gemma3_text":
-        config["tie_word_embeddings"] = False  # one made with random weights has a head
+        config["tie_word_embeddings"] = False  # the model made by make_model has a head
     for float_bytes in (2, 4):
-        told = facts_of_config(config, bits, 32, float_bytes)
-        assert replace(told, disk_bytes=0) == replace(facts_of(folder, float_bytes), disk_bytes=0)
-        assert told.disk_bytes == told.weights_bytes
+        found = facts_of_config(config, bits, 32, float_bytes)
+        assert replace(found, disk_bytes=0) == replace(facts_of(folder, float_bytes), disk_bytes=0)
+        assert found.disk_bytes == found.weights_bytes
 
 
 @pytest.mark.parametrize(("name", "bits"), [("tiny", 4), ("tiny", 0), ("tiny", 8)])
-def test_a_shape_is_known_before_it_is_made(tmp_path, name, bits):
+def test_facts_of_a_bench_shape_are_known_before_it_is_made(tmp_path, name, bits):
     folder = make_shape(name, bits, "bfloat16", tmp_path)
-    told = facts_of_config(SHAPES[name], bits or None, 64, 2)
-    assert replace(told, disk_bytes=0) == replace(facts_of(folder, 2), disk_bytes=0)
-    assert told.disk_bytes == pytest.approx(facts_of(folder, 2).disk_bytes, rel=0.03)
+    found = facts_of_config(SHAPES[name], bits or None, 64, 2)
+    assert replace(found, disk_bytes=0) == replace(facts_of(folder, 2), disk_bytes=0)
+    assert found.disk_bytes == pytest.approx(facts_of(folder, 2).disk_bytes, rel=0.03)
 
 
-def test_a_configuration_inside_another_is_that_of_the_text_model():
+def test_nested_text_config_is_used():
     text = SHAPES["tiny"]
     nested = {"model_type": "gemma3", "vision_config": {}, "text_config": text}
     assert facts_of_config(nested, 4, 64, 2) == facts_of_config(text, 4, 64, 2)
 
 
-def test_an_architecture_that_is_not_known_is_not_guessed():
+def test_unknown_architecture_is_rejected():
     with pytest.raises(ValueError, match="mamba"):
         facts_of_config({**SHAPES["tiny"], "model_type": "mamba"}, 4, 64, 2)
 
 
-# What mlx-lm leaves out of other libraries' files, or has in another form
+# Files of other libraries: tensors that mlx-lm ignores or converts
 
 
-def test_a_head_that_is_tied_is_not_held_twice(tmp_path):
+def test_tied_head_is_not_counted_twice(tmp_path):
     folder = make_model(tmp_path / "m", "qwen3", bits=None)
     once = facts_of(folder, 4)
     arrays = mx.load(str(folder / "model.safetensors"))
@@ -282,7 +282,7 @@ LINEAR = {
         "model.layers.2.mlp.up_proj.weight",
     ],
 )
-def test_what_is_no_text_model_is_not_counted(tmp_path, name):
+def test_tensors_outside_the_text_model_are_not_counted(tmp_path, name):
     config = {"text_config": {"hidden_size": 64, "vocab_size": 1000, "num_hidden_layers": 2}}
     text = facts_of(write_headers(tmp_path / "a", LINEAR, config), 2)
     more = {**LINEAR, name: ("BF16", (512, 512))}
@@ -291,8 +291,8 @@ def test_what_is_no_text_model_is_not_counted(tmp_path, name):
     assert (both.blocks, both.hidden, both.vocabulary) == (2, 64, 1000)
 
 
-def test_experts_of_their_own_are_those_that_are_stacked(tmp_path):
-    """Three of Qwen3's, with one used, as Hugging Face and as mlx-lm has them."""
+def test_separate_experts_count_the_same_as_stacked_ones(tmp_path):
+    """Three experts, of which a token uses one, in the formats of Hugging Face and of mlx-lm."""
     config = {"hidden_size": 64, "vocab_size": 1000, "num_experts_per_tok": 1}
     block = "model.layers.0.mlp"
     alone = {f"{block}.experts.{e}.up_proj.weight": ("BF16", (32, 64)) for e in range(3)}
@@ -306,7 +306,7 @@ def test_experts_of_their_own_are_those_that_are_stacked(tmp_path):
 
 
 @pytest.mark.parametrize("blocks", ["model.h", "transformer.blocks", "backbone.layers"])
-def test_blocks_by_other_names(tmp_path, blocks):
+def test_blocks_are_found_by_other_names(tmp_path, blocks):
     tensors = {f"{blocks}.{i}.attn.c_attn.weight": ("F32", (96, 32)) for i in range(5)}
     config = {"n_embd": 32, "n_head": 4, "vocab_size": 100}
     facts = facts_of(write_headers(tmp_path / "m", tensors, config), 4)
@@ -315,15 +315,15 @@ def test_blocks_by_other_names(tmp_path, blocks):
     assert facts.rest_bytes == 0
 
 
-def test_an_embedding_that_cannot_stay_in_its_file_is_no_vocabulary(tmp_path):
-    """That of each layer in Gemma 3n, which engine.weights does not stream."""
+def test_per_layer_embedding_does_not_count_as_vocabulary(tmp_path):
+    """Gemma 3n has an embedding per layer, which engine.weights does not stream."""
     more = {**LINEAR, "model.embed_tokens_per_layer.weight": ("BF16", (1000, 32))}
     facts = facts_of(write_headers(tmp_path / "m", more, {"hidden_size": 64}), 2)
     assert facts.vocabulary_bytes == 2 * 1000 * 64
     assert facts.rest_bytes == 2 * (1000 * 32 + 64)
 
 
-def test_a_vocabulary_that_is_held_is_part_of_the_rest(tiny_model):
+def test_vocabulary_held_moves_the_vocabulary_to_the_rest(tiny_model):
     facts = facts_of(tiny_model, 4)
     held = vocabulary_held(facts)
     assert held.vocabulary_bytes == 0

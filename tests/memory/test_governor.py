@@ -1,3 +1,5 @@
+"""The memory policy: which actions it takes on simulated processes."""
+
 from __future__ import annotations
 
 import random
@@ -25,25 +27,29 @@ from your_ai.memory.governor import (
 from your_ai.memory.sample import MemorySample
 
 MB, GB = 10**6, 10**9
-QUIET = Policy(limit_bytes=10 * GB, clear_cache_every=0)  # nothing is due by the step's number
+QUIET = Policy(limit_bytes=10 * GB, clear_cache_every=0)  # nothing is scheduled
 
 
 @dataclass
 class Process:
-    """A process in figures. peak: of step n above what is held between steps; held: what is
-    held between steps n and n + 1, without what leaks from step `leak_from` on."""
+    """A simulated process."""
 
     held: Callable[[int], float] = lambda n: 3 * GB
+    """Memory between steps n and n + 1, without leaks."""
     peak: Callable[[int], float] = lambda n: GB
+    """The peak of step n, above the memory between steps."""
     leak: float = 0.0
+    """Growth per step, from step `leak_from`."""
     leak_from: int = 1
     noise: float = 0.0
     cache_a_step: float = 0.0
     pressure: Callable[[int], int | None] = lambda n: 1
     can_shrink: bool = False
     can_grow: bool = False
-    change: Callable[[MemorySample], MemorySample] = lambda sample: sample  # how gauges fail
-    seen: bool = True  # by the thread
+    change: Callable[[MemorySample], MemorySample] = lambda sample: sample
+    """Simulates gauges that fail."""
+    seen: bool = True
+    """Whether the sampler thread sees the peak."""
     leaked: float = 0.0
     cache: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
@@ -82,11 +88,14 @@ class Process:
 
 @dataclass
 class Story:
-    """What was done, as (step, action), and told, as (step, text); over: steps at the limit."""
+    """The result of a simulation."""
 
     done: list[tuple[int, MemoryAction]] = field(default_factory=list)
+    """Actions, as (step, action)."""
     told: list[tuple[int, str]] = field(default_factory=list)
+    """Notices, as (step, text)."""
     over: list[int] = field(default_factory=list)
+    """Steps that reached the limit."""
     watch: Watch = field(default_factory=Watch)
 
     @property
@@ -98,7 +107,7 @@ class Story:
 
 
 def play(policy: Policy, process: Process, steps: int, first: int = 1) -> Story:
-    """Run until a plan is changed or the process restarted, or for so many steps."""
+    """Simulate up to `steps` steps; stop at a large action."""
     story = Story()
     for n in range(first, first + steps):
         observation = process.observe(n)
@@ -118,7 +127,7 @@ def play(policy: Policy, process: Process, steps: int, first: int = 1) -> Story:
 
 
 def at(step: int = 1, **fields) -> Observation:
-    """An observation with gauges that work, except for `fields`."""
+    """An observation with working gauges; `fields` replaces values."""
     ours = {"highest_process_bytes", "can_shrink", "can_grow", "baseline_bytes", "kept_bytes"}
     sample = {"active_bytes": 3 * GB, "peak_bytes": 4 * GB, "cache_bytes": 0, "pressure": 1}
     sample |= {"process_bytes": 4 * GB} | {k: v for k, v in fields.items() if k not in ours}
@@ -128,7 +137,7 @@ def at(step: int = 1, **fields) -> Observation:
 
 
 def follow(policy: Policy, observations: list[Observation]) -> list[list[str]]:
-    """The kinds of actions after each of them."""
+    """The kinds of actions after each observation."""
     watch, kinds = Watch(), []
     for observation in observations:
         watch, actions, _ = decide(policy, watch, observation)
@@ -146,21 +155,21 @@ def flat(kinds: list[list[str]]) -> list[str]:
 @pytest.mark.parametrize(
     ("limit_gb", "given", "every"), [(9.9, None, 5), (10, None, 10), (9.9, 0, 0), (64, 7, 7)]
 )
-def test_the_cache_is_cleared_more_often_under_a_small_limit(limit_gb, given, every):
+def test_cache_is_cleared_more_often_under_a_small_limit(limit_gb, given, every):
     policy = policy_of(TrainConfig(clear_cache_every=given), int(limit_gb * GB))
     assert policy.clear_cache_every == every
 
 
-def test_the_defaults_of_a_policy_are_those_of_the_settings():
+def test_policy_defaults_equal_the_default_settings():
     assert policy_of(TrainConfig(), 10 * GB) == Policy(limit_bytes=10 * GB)
     policy = policy_of(TrainConfig(leak_threshold_mb=1.5), GB)
     assert policy.leak_threshold_bytes == 1_500_000
 
 
-# What is due by the step's number
+# Scheduled actions
 
 
-def test_flat_memory_brings_only_what_is_scheduled():
+def test_constant_memory_causes_only_scheduled_actions():
     policy = Policy(limit_bytes=10 * GB, clear_cache_every=10, reload_interval=25)
     story = play(policy, Process(noise=20 * MB), 1000)
     assert story.steps("reload_lora") == list(range(25, 1001, 25))
@@ -169,18 +178,18 @@ def test_flat_memory_brings_only_what_is_scheduled():
     assert story.told == []
 
 
-def test_what_is_due_follows_the_runs_steps_after_a_resume():
+def test_schedule_counts_the_steps_of_the_run_after_a_resume():
     story = play(replace(QUIET, clear_cache_every=10), Process(), 20, first=487)
     assert story.steps("clear_cache") == [490, 500]
 
 
-def test_what_is_due_does_not_climb():
+def test_scheduled_actions_do_not_climb_the_ladder():
     policy = Policy(limit_bytes=10 * GB, clear_cache_every=1)
     watch = play(policy, Process(), 5).watch
     assert all(ladder.taken == 0 for ladder in watch.ladders.values())
 
 
-def test_a_reload_for_memory_clears_the_cache_that_was_due():
+def test_reload_replaces_a_scheduled_clear_cache():
     policy = replace(QUIET, clear_cache_every=3)
     high = [at(n, process_bytes=8 * GB) for n in (1, 2, 3)]
     assert follow(policy, high) == [["clear_cache"], ["drop_compiled"], ["reload_lora"]]
@@ -189,7 +198,7 @@ def test_a_reload_for_memory_clears_the_cache_that_was_due():
 # Near the limit
 
 
-def test_a_plan_that_needs_much_is_left_alone_once_nothing_helped():
+def test_high_constant_memory_takes_the_cheap_rungs_only_once():
     process = Process(peak=lambda n: 5.5 * GB, noise=50 * MB, can_shrink=True)
     story = play(QUIET, process, 1000)
     assert story.kinds == list(CHEAP)
@@ -203,32 +212,32 @@ def test_a_plan_that_needs_much_is_left_alone_once_nothing_helped():
         ({"highest_process_bytes": 71 * GB // 10}, "7.10 GB within the step"),
     ],
 )
-def test_the_cause_says_how_much_of_how_much(fields, where):
+def test_cause_names_the_memory_and_the_limit(fields, where):
     _, actions, _ = decide(QUIET, Watch(), at(**fields))
     assert actions[0].cause == f"process {where} is over 70% of the limit of 10.00 GB"
 
 
-def test_growth_above_what_the_plan_needs_counts_again():
+def test_growth_beyond_the_need_of_the_plan_triggers_again():
     seen = [at(process_bytes=int(8 * GB))] * 10 + [at(process_bytes=int(8.4 * GB))] * 10
     assert flat(follow(QUIET, seen)) == list(CHEAP)
     kinds = follow(QUIET, [*seen, *[at(process_bytes=int(8.6 * GB))] * 10])
     assert flat(kinds[20:]) == list(CHEAP)
 
 
-def test_memory_that_was_freed_well_begins_at_the_bottom_again():
+def test_effective_action_starts_the_ladder_at_the_bottom_again():
     story = play(QUIET, Process(cache_a_step=0.1 * GB), 400)
     assert set(story.kinds) == {"clear_cache"}
     assert story.steps("clear_cache") == list(range(30, 401, 30))
 
 
-def test_a_long_step_now_and_then_does_not_cause_actions_for_ever():
+def test_occasional_high_peaks_do_not_cause_actions_forever():
     story = play(QUIET, Process(peak=lambda n: 5.5 * GB if n % 37 == 0 else GB), 5000)
     assert len(story.done) <= 24
     assert not set(story.kinds) & set(LARGE)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.91, 1.0])
-def test_reload_at_is_where_it_says(share):
+def test_actions_start_at_reload_at(share):
     policy = replace(QUIET, reload_at=share)
     line = int(min(share, governor.DANGER) * 10 * GB)
     seen = [at(process_bytes=line - 1), at(process_bytes=line)]
@@ -238,13 +247,13 @@ def test_reload_at_is_where_it_says(share):
 # Danger
 
 
-def test_danger_comes_to_a_smaller_plan_where_there_is_one():
+def test_danger_leads_to_a_smaller_plan_if_there_is_one():
     story = play(QUIET, Process(peak=lambda n: 6.3 * GB, can_shrink=True), 100)
     assert story.kinds == [*CHEAP, "smaller_plan"]
     assert [step for step, _ in story.done] == [1, 2, 3, 4]
 
 
-def test_at_the_limit_the_cheap_rungs_are_taken_at_once():
+def test_all_cheap_rungs_are_taken_together_at_the_limit():
     story = play(QUIET, Process(peak=lambda n: 7 * GB, can_shrink=True), 100)
     assert [(step, a.kind) for step, a in story.done] == [
         *((1, kind) for kind in CHEAP),
@@ -253,7 +262,7 @@ def test_at_the_limit_the_cheap_rungs_are_taken_at_once():
 
 
 @pytest.mark.parametrize("peak_gb", [6.5, 7.5])
-def test_a_peak_that_does_not_grow_is_told_and_not_restarted(peak_gb):
+def test_constant_peak_gives_one_notice_and_no_restart(peak_gb):
     story = play(QUIET, Process(peak=lambda n: peak_gb * GB, noise=30 * MB), 2000)
     assert "restart" not in story.kinds
     assert len(story.done) <= 24
@@ -262,8 +271,8 @@ def test_a_peak_that_does_not_grow_is_told_and_not_restarted(peak_gb):
 
 
 @pytest.mark.parametrize("early", [30, 300])
-def test_one_jump_into_danger_is_not_growth(early):
-    """As a first validation brings: a restart would only lead there again."""
+def test_single_jump_into_danger_causes_no_restart(early):
+    """For example a first validation. After a restart, memory would jump again."""
     process = Process(held=lambda n: 6 * GB if n < early else 8.5 * GB, noise=10 * MB)
     assert "restart" not in play(QUIET, process, 1000).kinds
 
@@ -271,7 +280,7 @@ def test_one_jump_into_danger_is_not_growth(early):
 @pytest.mark.parametrize("can_shrink", [False, True])
 @pytest.mark.parametrize("leak_from", [1, 400])
 @pytest.mark.parametrize("leak_mb", [2, 10, 40])
-def test_a_slow_leak_ends_in_a_large_action_before_the_limit(leak_mb, leak_from, can_shrink):
+def test_slow_leak_ends_in_a_large_action_before_the_limit(leak_mb, leak_from, can_shrink):
     process = Process(leak=leak_mb * MB, leak_from=leak_from, noise=10 * MB, can_shrink=can_shrink)
     story = play(QUIET, process, 5000)
     assert story.kinds[-1] == ("smaller_plan" if can_shrink else "restart")
@@ -279,8 +288,8 @@ def test_a_slow_leak_ends_in_a_large_action_before_the_limit(leak_mb, leak_from,
     assert story.over == []
 
 
-def test_a_restart_is_asked_for_once():
-    """Where there is nobody to restart the process, it goes on."""
+def test_restart_is_requested_only_once():
+    """If nothing restarts the process, it continues."""
     process = Process(held=lambda n: 3 * GB + 70 * MB * n)
     kinds = flat(follow(QUIET, [process.observe(n) for n in range(1, 200)]))
     assert kinds.count("restart") == 1
@@ -292,7 +301,7 @@ def test_a_restart_is_asked_for_once():
 @pytest.mark.parametrize("noise_mb", [0, 15])
 @pytest.mark.parametrize("leak_from", [1, 200])
 @pytest.mark.parametrize("leak_mb", [60, 100, 300])
-def test_a_leak_is_noticed_and_ends_in_a_restart_before_the_limit(leak_mb, leak_from, noise_mb):
+def test_leak_is_noticed_and_ends_in_a_restart_before_the_limit(leak_mb, leak_from, noise_mb):
     process = Process(leak=leak_mb * MB, leak_from=leak_from, noise=noise_mb * MB, can_shrink=True)
     story = play(QUIET, process, 1000)
     noticed, text = story.told[0]
@@ -303,23 +312,23 @@ def test_a_leak_is_noticed_and_ends_in_a_restart_before_the_limit(leak_mb, leak_
     assert list(dict.fromkeys(story.kinds)) == [*CHEAP, "restart"]
 
 
-def test_a_leak_climbs_a_rung_a_step():
+def test_leak_takes_one_rung_per_step():
     story = play(replace(QUIET, limit_bytes=100 * GB), Process(leak=60 * MB), 25)
     assert [(step, a.kind) for step, a in story.done] == [
         (10, "clear_cache"),
         (11, "drop_compiled"),
         (12, "reload_lora"),
     ]
-    cause = "memory grows by 60 MB a step, over the 50 MB that count as a leak"
+    cause = "memory grows by 60 MB a step, more than the leak threshold of 50 MB"
     assert {action.cause for _, action in story.done} == {cause}
 
 
-def test_a_leak_with_room_left_waits_with_the_restart():
+def test_leak_far_from_the_limit_delays_the_restart():
     story = play(QUIET, Process(leak=60 * MB), 1000)
     assert story.steps("restart")[0] > 70
 
 
-def test_a_leak_close_to_the_limit_goes_straight_to_a_restart():
+def test_leak_close_to_the_limit_causes_an_immediate_restart():
     policy = replace(QUIET, limit_bytes=20 * GB, reload_at=0.9)
     story = play(policy, Process(held=lambda n: 12 * GB, leak=600 * MB, leak_from=1), 100)
     assert story.done[-1][1].kind == "restart"
@@ -330,7 +339,7 @@ def test_a_leak_close_to_the_limit_goes_straight_to_a_restart():
 @pytest.mark.parametrize(
     "freed", [("drop_compiled", 200 * MB), ("reload_lora", 200 * MB)], ids=lambda f: f[0]
 )
-def test_an_action_that_frees_a_little_does_not_hide_a_leak(freed):
+def test_action_that_frees_little_does_not_hide_a_leak(freed):
     process = Process(leak=100 * MB)
     kind, size = freed
     plain = process.do
@@ -345,7 +354,7 @@ def test_an_action_that_frees_a_little_does_not_hide_a_leak(freed):
     assert governor.leak_bytes(QUIET, story.watch.recent) == pytest.approx(100 * MB)
 
 
-def test_the_boundaries_before_an_action_move_along_with_what_it_freed():
+def test_earlier_boundaries_are_shifted_by_the_freed_memory():
     recent = tuple(3 * GB + 100 * MB * i for i in range(10))
     before = MemorySample(process_bytes=recent[-1])
     after = MemorySample(process_bytes=recent[-1] - 400 * MB)
@@ -354,7 +363,7 @@ def test_the_boundaries_before_an_action_move_along_with_what_it_freed():
     assert moved == tuple(b - 400 * MB for b in recent)
 
 
-def test_noise_as_large_as_the_leak_only_delays_its_notice():
+def test_noise_only_delays_the_notice_of_a_leak():
     for seed in range(10):
         process = Process(leak=70 * MB, noise=100 * MB, rng=random.Random(seed))
         told = play(replace(QUIET, limit_bytes=100 * GB), process, 40).told
@@ -362,7 +371,7 @@ def test_noise_as_large_as_the_leak_only_delays_its_notice():
         assert told[0][0] < 30
 
 
-def test_a_leak_is_not_taken_from_figures_of_before_the_gauges_failed():
+def test_old_readings_cause_no_leak_once_the_gauges_fail():
     observations = [at(n, process_bytes=3 * GB + 100 * MB * n) for n in range(1, 11)]
     watch = Watch()
     for observation in observations:
@@ -371,10 +380,10 @@ def test_a_leak_is_not_taken_from_figures_of_before_the_gauges_failed():
     gone = replace(observations[-1], sample=MemorySample())
     for _ in range(5):
         watch, actions, _ = decide(QUIET, watch, gone)
-        assert [action.cause for action in actions] == ["no gauge shows what the process holds"]
+        assert [action.cause for action in actions] == ["no gauge shows the memory of the process"]
 
 
-def test_an_action_that_frees_what_leaked_ends_the_leak():
+def test_action_that_frees_the_leaked_memory_ends_the_leak():
     process = Process(leak=100 * MB)
 
     def do(done: str, n: int) -> None:
@@ -385,7 +394,7 @@ def test_an_action_that_frees_what_leaked_ends_the_leak():
     assert play(QUIET, process, 1000).kinds == ["clear_cache", "drop_compiled"]
 
 
-FIRST_SEEN = [1, 2, 3, 4, 6, 7, 9, 10, 13, 15, 21, 34]  # steps that bring a new shape
+FIRST_SEEN = [1, 2, 3, 4, 6, 7, 9, 10, 13, 15, 21, 34]  # steps with a new shape
 
 
 def lengths(n: int) -> float:
@@ -417,7 +426,7 @@ def lengths(n: int) -> float:
         "slow",
     ],
 )
-def test_what_is_no_leak_is_not_taken_for_one(process):
+def test_harmless_patterns_are_not_reported_as_leaks(process):
     policy = Policy(limit_bytes=100 * GB)
     story = play(policy, process, 1000)
     assert story.told == []
@@ -425,12 +434,12 @@ def test_what_is_no_leak_is_not_taken_for_one(process):
     assert len(story.done) == 100
 
 
-def test_a_cache_that_grows_fast_is_no_leak():
+def test_fast_growing_cache_is_not_a_leak():
     policy = Policy(limit_bytes=20 * GB)
     assert play(policy, Process(cache_a_step=300 * MB), 200).told == []
 
 
-def test_hidden_states_that_are_kept_are_no_leak():
+def test_growing_prefix_cache_is_not_a_leak():
     watch, told = Watch(), []
     for n in range(1, 100):
         kept = 64 * MB * n
@@ -440,7 +449,7 @@ def test_hidden_states_that_are_kept_are_no_leak():
     assert told == []
 
 
-def test_the_warm_up_counts_from_the_watch_and_not_from_the_runs_first_step():
+def test_leak_warmup_counts_from_the_start_of_the_process():
     held = [3 * GB + 200 * MB * min(n, 4) for n in range(30)]
     process = Process(held=lambda n: held[n - 500])
     assert play(QUIET, process, 30, first=500).told == []
@@ -449,33 +458,33 @@ def test_the_warm_up_counts_from_the_watch_and_not_from_the_runs_first_step():
 # Pressure
 
 
-def test_pressure_that_ramps_and_passes():
+def test_rising_pressure_takes_one_rung_per_step_then_a_smaller_plan():
     levels = [1, 1, 2, 4, 4, 1, 1]
     kinds = follow(QUIET, [at(pressure=p, can_shrink=True) for p in levels])
     assert kinds == [[], [], ["clear_cache"], ["reload_lora"], ["smaller_plan"], [], []]
 
 
-def test_a_warning_never_costs_the_plan():
+def test_pressure_warning_never_changes_the_plan():
     kinds = follow(QUIET, [at(pressure=2, can_shrink=True)] * 49)
     assert kinds == [["clear_cache"], ["reload_lora"], *[[]] * 47]
 
 
-def test_pressure_that_lasts_is_answered_again_after_a_while():
+def test_lasting_pressure_repeats_actions_after_a_while():
     kinds = follow(QUIET, [at(pressure=2)] * 500)
     assert len(flat(kinds)) == 20
 
 
-def test_flapping_pressure_is_one_episode():
+def test_alternating_pressure_counts_as_one_episode():
     kinds = follow(QUIET, [at(pressure=1 + n % 2) for n in range(50)])
     assert flat(kinds) == ["clear_cache", "reload_lora"]
 
 
-def test_critical_pressure_is_urgent():
+def test_critical_pressure_takes_both_rungs_together():
     kinds = follow(QUIET, [at(pressure=4, can_shrink=True)] * 2)
     assert kinds == [["clear_cache", "reload_lora"], ["smaller_plan"]]
 
 
-def test_critical_pressure_without_a_smaller_plan_is_borne():
+def test_critical_pressure_without_a_smaller_plan_takes_no_large_action():
     kinds = follow(QUIET, [at(pressure=4)] * 49)
     assert kinds == [["clear_cache", "reload_lora"], *[[]] * 48]
 
@@ -483,7 +492,7 @@ def test_critical_pressure_without_a_smaller_plan_is_borne():
 # Gauges
 
 
-def test_without_the_processs_gauge_mlxs_own_is_taken():
+def test_mlx_gauge_replaces_an_unreadable_process_gauge():
     process = Process(
         held=lambda n: 8 * GB, change=lambda s: replace(s, process_bytes=None), seen=False
     )
@@ -491,31 +500,31 @@ def test_without_the_processs_gauge_mlxs_own_is_taken():
     assert story.kinds == list(CHEAP)
     assert story.done[0][1].cause.startswith("process 8.00 GB is over 70%")  # with the baseline
     assert len(story.told) == 1
-    assert "cannot be read: going by MLX's own count and 0.25 GB" in story.told[0][1]
+    assert "cannot be read: using MLX's own count plus 0.25 GB" in story.told[0][1]
 
 
-def test_a_gauge_of_the_process_that_shows_less_than_mlx_counts_is_not_believed():
+def test_process_gauge_below_the_count_of_mlx_is_ignored():
     assert follow(QUIET, [at(process_bytes=GB, active_bytes=8 * GB)]) == [["clear_cache"]]
 
 
 @pytest.mark.parametrize("process_bytes", [None, 0, 4 * GB])
-def test_an_active_gauge_of_0_is_told_and_is_no_sign_of_plenty(process_bytes):
+def test_active_gauge_of_0_gives_a_notice_and_no_larger_plan(process_bytes):
     def lie(sample: MemorySample) -> MemorySample:
         return replace(sample, active_bytes=0, process_bytes=process_bytes)
 
     story = play(QUIET, Process(change=lie, can_grow=True, seen=False), 200)
     assert story.kinds == []
     texts = [text for _, text in story.told]
-    assert sum("MLX counts 0 bytes" in text for text in texts) == 1
+    assert sum("MLX reports 0 bytes" in text for text in texts) == 1
     assert len(texts) == (1 if process_bytes else 2)
 
 
-def test_with_the_active_gauge_at_0_the_peak_is_taken():
+def test_peak_gauge_replaces_an_active_gauge_of_0():
     process = at(process_bytes=None, active_bytes=0, peak_bytes=8 * GB)
     assert follow(QUIET, [process]) == [["clear_cache"]]
 
 
-def test_without_any_gauge_the_cache_is_cleared_at_every_step():
+def test_cache_is_cleared_every_step_if_no_gauge_works():
     process = Process(change=lambda s: MemorySample(), can_grow=True, can_shrink=True, seen=False)
     story = play(Policy(limit_bytes=10 * GB), process, 200)
     assert story.kinds == ["clear_cache"] * 200
@@ -523,7 +532,7 @@ def test_without_any_gauge_the_cache_is_cleared_at_every_step():
     assert "no gauge" in story.told[0][1]
 
 
-def test_gauges_that_fail_now_and_then_are_no_leak():
+def test_occasional_gauge_failures_are_not_a_leak():
     rng = random.Random(1)
 
     def fail(sample: MemorySample) -> MemorySample:
@@ -535,10 +544,10 @@ def test_gauges_that_fail_now_and_then_are_no_leak():
     assert not any("grows" in text for _, text in story.told)
 
 
-# Plenty
+# Headroom
 
 
-def test_plenty_for_long_brings_a_larger_plan_once():
+def test_low_memory_for_many_steps_restores_a_larger_plan_once():
     story = play(QUIET, Process(can_grow=True), 200)
     assert [(step, action.kind) for step, action in story.done] == [(50, "larger_plan")]
     watch, later = story.watch, []
@@ -561,18 +570,18 @@ def test_plenty_for_long_brings_a_larger_plan_once():
     ],
     ids=["no larger plan", "peaks", "unseen", "unread", "lie", "pressure", "leak"],
 )
-def test_no_larger_plan_where_plenty_is_in_doubt(process):
+def test_no_larger_plan_if_headroom_is_uncertain(process):
     assert "larger_plan" not in play(QUIET, process, 60).kinds
 
 
-def test_a_large_action_leaves_a_new_watch_that_repeats_no_notice():
+def test_large_action_gives_a_new_watch_that_repeats_no_notice():
     watch = play(QUIET, Process(leak=100 * MB), 12).watch
     action = MemoryAction(kind="smaller_plan", cause="x")
     assert acted(QUIET, watch, action, MemorySample(), MemorySample()) == Watch(told=watch.told)
     assert "leak" in watch.told
 
 
-# Any figures at all
+# Random input
 
 gauges = st.none() | st.integers(0, 20 * GB) | st.sampled_from([0, 7 * GB, 10 * GB])
 samples = st.builds(
@@ -608,7 +617,7 @@ policies = st.builds(
 
 @settings(deadline=None)
 @given(policies, st.lists(observations, max_size=40), samples)
-def test_any_figures_bring_ordered_actions_with_causes(policy, seen, after):
+def test_any_input_gives_ordered_actions_with_causes(policy, seen, after):
     watch = twin = Watch()
     told: list[str] = []
     for observation in seen:
@@ -631,7 +640,7 @@ def test_any_figures_bring_ordered_actions_with_causes(policy, seen, after):
 
 
 @given(st.lists(observations, min_size=1, max_size=40))
-def test_the_rungs_of_a_trigger_are_taken_in_order(seen):
+def test_rungs_of_a_trigger_are_taken_in_order(seen):
     watch = Watch()
     for observation in seen:
         before = watch.ladders

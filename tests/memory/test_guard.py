@@ -1,4 +1,4 @@
-"""A process that is about to pass its limit ends before it does."""
+"""A process that is about to exceed its limit ends before it does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT = 1_000_000_000
 
 @pytest.fixture
 def held(monkeypatch) -> list[int]:
-    """What the process holds, as the gauge shows it; the last entry is now."""
+    """Readings of the gauge of the process; the last entry is the current one."""
     readings = [0]
     monkeypatch.setattr(probe, "process_bytes", lambda: readings[-1])
     monkeypatch.setattr(guard.allocator, "free", lambda collect: None)
@@ -26,21 +26,21 @@ def wait_for(event: threading.Event) -> bool:
     return event.wait(5.0)
 
 
-def test_it_ends_a_process_that_is_close_below_its_limit(held):
-    ended, told = threading.Event(), []
+def test_guard_calls_end_just_below_the_limit(held):
+    ended, calls = threading.Event(), []
 
     def end(held_bytes: int) -> None:
-        told.append(held_bytes)
+        calls.append(held_bytes)
         ended.set()
 
     with guarded(LIMIT, end) as begin:
         begin()
         held.append(LIMIT - HEADROOM_BYTES)
         assert wait_for(ended)
-    assert told == [LIMIT - HEADROOM_BYTES]
+    assert calls == [LIMIT - HEADROOM_BYTES]
 
 
-def test_it_leaves_one_that_holds_less_alone(held):
+def test_guard_does_nothing_further_below_the_limit(held):
     ended = threading.Event()
     with guarded(LIMIT, lambda _: ended.set()) as begin:
         begin()
@@ -49,7 +49,7 @@ def test_it_leaves_one_that_holds_less_alone(held):
     assert not ended.is_set()
 
 
-def test_it_first_gives_back_what_is_not_used(held, monkeypatch):
+def test_guard_frees_memory_first_and_continues_if_that_helps(held, monkeypatch):
     ended, freed = threading.Event(), threading.Event()
 
     def free(collect: bool) -> None:
@@ -65,7 +65,7 @@ def test_it_first_gives_back_what_is_not_used(held, monkeypatch):
     assert not ended.is_set()
 
 
-def test_a_gauge_that_cannot_be_read_ends_nothing(held):
+def test_guard_ignores_a_gauge_that_cannot_be_read(held):
     ended = threading.Event()
     with guarded(LIMIT, lambda _: ended.set()) as begin:
         begin()
@@ -74,7 +74,7 @@ def test_a_gauge_that_cannot_be_read_ends_nothing(held):
     assert not ended.is_set()
 
 
-def test_it_watches_only_once_it_is_told_to(held):
+def test_guard_watches_only_after_it_is_started(held):
     ended = threading.Event()
     with guarded(LIMIT, lambda _: ended.set()):
         held.append(LIMIT)

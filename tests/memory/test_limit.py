@@ -1,4 +1,4 @@
-"""Limits of machines as they are: recorded ones, and any."""
+"""Memory limits of recorded machines and of random ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from your_ai.memory.limit import MachineMemory, bounds, detect, find_limit, requ
 GIB = 2**30
 GB = 10**9
 
-# RAM and recommended working sets as Macs have reported them, in GiB: older and newer systems.
+# RAM and recommended working sets reported by Macs, in GiB, with older and newer systems.
 MACS = [
     *[(8, 5.33), (16, 10.67), (24, 16.0), (32, 21.33), (64, 48.0), (96, 72.0), (128, 96.0)],
     *[(192, 144.0), (256, 208.0)],
@@ -26,7 +26,7 @@ MACS = [
 
 
 def machine(ram: float, **others: float) -> MachineMemory:
-    """A machine from its RAM and others of its fields without `_bytes`, all in GiB."""
+    """A machine from its RAM and other fields (without `_bytes`), all in GiB."""
     return MachineMemory(
         ram_bytes=int(ram * GIB), **{f"{k}_bytes": int(v * GIB) for k, v in others.items()}
     )
@@ -40,76 +40,76 @@ def limit_gib(machine: MachineMemory) -> float:
 
 
 @pytest.mark.parametrize(("ram", "working_set"), MACS)
-def test_an_idle_mac_gives_its_recommended_working_set(ram, working_set):
+def test_limit_of_an_idle_mac_is_its_recommended_working_set(ram, working_set):
     idle = machine(ram, working_set=working_set, available=ram - 1)
     assert limit_gib(idle) == pytest.approx(0.95 * working_set)
 
 
 @pytest.mark.parametrize(("ram", "working_set"), MACS)
-def test_a_busy_mac_gives_what_is_free(ram, working_set):
+def test_limit_of_a_busy_mac_is_its_free_memory(ram, working_set):
     busy = machine(ram, working_set=working_set, available=working_set / 2)
     assert limit_gib(busy) == pytest.approx(0.95 * working_set / 2)
 
 
-def test_a_large_mac_in_use_gives_what_is_left():
-    """A 96 GB M3 Ultra with 55 GB in use, where a table of limits chose 7."""
+def test_limit_of_a_large_busy_mac_is_its_free_memory():
+    """A 96 GB M3 Ultra with 55 GB in use. A fixed table of limits would give 7 GB."""
     assert limit_gib(machine(96, working_set=72, available=41)) == pytest.approx(38.95)
 
 
-def test_a_small_mac_in_use_gives_no_more_than_it_has():
-    """An 8 GB Air with 3 GB free: no floor lifts it."""
+def test_limit_of_a_small_busy_mac_has_no_floor():
+    """An 8 GB MacBook Air with 3 GB free."""
     assert limit_gib(machine(8, working_set=5.33, available=3)) == pytest.approx(2.85)
 
 
-def test_a_512_gb_studio_is_not_held_at_a_cap():
+def test_limit_of_a_512_gb_mac_has_no_cap():
     assert limit_gib(machine(512, working_set=464, available=500)) > 440
 
 
-def test_a_raised_wired_limit_is_used():
+def test_raised_wired_limit_is_used():
     """sudo sysctl iogpu.wired_limit_mb=57344 on a Mac with 64 GB."""
     raised = machine(64, working_set=56, available=62)
     assert limit_gib(raised) == pytest.approx(0.95 * 56)
 
 
-def test_a_raised_wired_limit_leaves_the_system_its_part():
-    """With all of the memory wired, macOS would have none."""
+def test_raised_wired_limit_leaves_memory_for_the_system():
+    """If all memory could be wired, macOS would have none."""
     raised = machine(64, working_set=64, available=64)
     assert limit_gib(raised) == pytest.approx(0.95 * 60)
 
 
-def test_linux_gives_its_memory_less_what_the_system_needs():
+def test_limit_on_linux_leaves_memory_for_the_system():
     assert limit_gib(machine(64, available=63)) == pytest.approx(0.95 * 60)
 
 
-def test_a_tiny_machine_keeps_no_more_than_a_quarter_for_the_system():
+def test_tiny_machine_reserves_at_most_a_quarter_for_the_system():
     assert limit_gib(machine(2, available=2)) == pytest.approx(0.95 * 1.5)
 
 
-def test_a_container_gives_its_limit():
+def test_limit_in_a_container_is_the_container_limit():
     contained = machine(24, available=20, container=4, container_used=0.2, held=0.3)
     assert limit_gib(contained) == pytest.approx(0.95 * 4)
 
 
-def test_a_container_gives_what_others_in_it_leave():
+def test_memory_of_others_in_the_container_is_subtracted():
     contained = machine(24, available=20, container=4, container_used=1.5, held=0.5)
     assert limit_gib(contained) == pytest.approx(0.95 * 3)
 
 
-def test_a_container_whose_use_is_unknown_bounds_by_its_limit():
+def test_container_with_unknown_use_bounds_by_its_limit():
     assert limit_gib(machine(24, available=20, container=4)) == pytest.approx(0.95 * 4)
 
 
-def test_what_the_process_holds_already_is_not_lost_to_it():
+def test_memory_already_in_use_by_the_process_counts_as_available():
     """The same limit before and after a model is loaded."""
     before = machine(32, working_set=24.96, available=12)
     after = replace(before, available_bytes=4 * GIB, held_bytes=8 * GIB)
     assert detect(after).limit_bytes == detect(before).limit_bytes
 
 
-# Words
+# The text
 
 
-def test_the_reason_names_the_least_bound_the_next_and_the_margin():
+def test_reason_names_the_two_smallest_bounds_and_the_margin():
     mac = MachineMemory(
         ram_bytes=34 * GB, working_set_bytes=24 * GB, available_bytes=22_400_000_000
     )
@@ -120,92 +120,92 @@ def test_the_reason_names_the_least_bound_the_next_and_the_margin():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"held_bytes": GB}, "16.0 GB recommended working set, 7.0 GB free now or held already"),
+        ({"held_bytes": GB}, "16.0 GB recommended working set, 7.0 GB free now or already in use"),
         (
             {"working_set_bytes": None, "available_bytes": 23 * GB},
-            "23.0 GB free now, 24.0 GB RAM without 2.0 GB for the system",
+            "23.0 GB free now, 24.0 GB RAM minus 2.0 GB for the system",
         ),
         (
             {"container_bytes": 4 * GB, "container_used_bytes": 800_000_000},
-            "6.0 GB free now, 4.0 GB container limit without 0.80 GB that others use",
+            "6.0 GB free now, 4.0 GB container limit minus 0.80 GB used by others",
         ),
         ({"container_bytes": 4 * GB}, "6.0 GB free now, 4.0 GB container limit"),
         ({"available_bytes": GB // 2}, "16.0 GB recommended working set, 0.50 GB free now"),
     ],
 )
-def test_the_reason_has_figures(change, expected):
+def test_reason_describes_each_bound(change, expected):
     mac = MachineMemory(ram_bytes=24 * GB, working_set_bytes=16 * GB, available_bytes=6 * GB)
     assert detect(replace(mac, **change)).reason == f"{expected}, less 5% margin"
 
 
-def test_a_detected_limit_has_no_notices():
+def test_detected_limit_has_no_notices():
     assert detect(machine(24, available=20)).notices == ()
 
 
-def test_an_unreadable_gauge_is_said_to_be_unreadable():
-    assert detect(machine(24)).notices == ("how much memory is free now cannot be read",)
+def test_unreadable_free_memory_gives_a_notice():
+    assert detect(machine(24)).notices == ("the amount of free memory cannot be read",)
 
 
-# What the user asks for
+# Limits requested by the user
 
 
 MAC = MachineMemory(ram_bytes=24 * GB, working_set_bytes=16 * GB, available_bytes=12 * GB)
 CONTAINED = replace(MAC, container_bytes=4 * GB)
 
 
-def test_no_request_is_detected():
+def test_limit_without_a_request_is_detected():
     assert find_limit(MAC, None, force=False) == detect(MAC)
 
 
 @pytest.mark.parametrize("asked_gb", [0.5, 7.0, 11.9])
-def test_a_request_is_taken_as_it_is(asked_gb):
+def test_requested_limit_is_used_without_a_margin(asked_gb):
     found = find_limit(MAC, asked_gb, force=False)
     assert (found.limit_bytes, found.notices) == (int(asked_gb * GB), ())
 
 
-def test_the_reason_of_a_request_is_the_request():
+def test_reason_of_a_requested_limit_is_the_option():
     assert text(requested(MAC, 7, force=False)) == "limit 7.0 GB: --max-memory 7"
 
 
-def test_more_than_is_free_is_given_with_a_notice():
+def test_request_above_free_memory_gives_a_notice():
     found = requested(MAC, 14, force=False)
     assert found.limit_bytes == 14 * GB
     (notice,) = found.notices
     assert notice == (
-        "--max-memory 14 is more than 12.0 GB free now; the machine may swap, or end the run"
+        "--max-memory 14 is more than 12.0 GB free now; the machine may swap or kill the run"
     )
 
 
-def test_more_than_the_working_set_is_given_with_a_notice():
+def test_request_above_the_working_set_gives_a_notice():
     found = requested(replace(MAC, available_bytes=22 * GB), 20, force=False)
     assert found.limit_bytes == 20 * GB
     assert "more than 16.0 GB recommended working set;" in found.notices[0]
 
 
-def test_a_notice_names_every_bound_that_is_passed():
+def test_notice_names_all_exceeded_bounds():
     (notice,) = requested(MAC, 20, force=False).notices
     assert "16.0 GB recommended working set and 12.0 GB free now" in notice
 
 
-def test_more_than_the_machine_has_is_refused():
+def test_request_above_the_ram_is_refused():
     with pytest.raises(UserError) as caught:
         requested(MAC, 30, force=False)
-    expected = "--max-memory 30: this machine has 24 GB of memory; give at most 24, or --force"
+    expected = "--max-memory 30: this machine has 24 GB of memory; use at most 24, or --force"
     assert str(caught.value) == expected
 
 
-def test_more_than_the_container_has_is_refused():
-    with pytest.raises(UserError, match="this container has 4 GB of memory; give at most 4, or"):
+def test_request_above_the_container_limit_is_refused():
+    with pytest.raises(UserError, match="this container has 4 GB of memory; use at most 4, or"):
         requested(CONTAINED, 5, force=False)
 
 
-def test_a_container_larger_than_the_machine_is_no_limit():
+def test_container_limit_above_the_ram_does_not_count():
     with pytest.raises(UserError, match="this machine has 24 GB"):
         requested(replace(MAC, container_bytes=64 * GB), 30, force=False)
 
 
 @given(ram=st.integers(GB // 10, 600 * GB))
-def test_the_most_that_a_refusal_names_is_not_refused(ram):
+def test_maximum_named_in_a_refusal_is_accepted(ram):
     with pytest.raises(UserError) as caught:
         requested(MachineMemory(ram_bytes=ram), 1000, force=False)
     most_gb = float(str(caught.value).split("at most ")[1].split(",")[0])
@@ -213,17 +213,17 @@ def test_the_most_that_a_refusal_names_is_not_refused(ram):
 
 
 @pytest.mark.parametrize(("asked", "where"), [(MAC, "machine"), (CONTAINED, "container")])
-def test_more_than_there_is_can_be_forced(asked, where):
+def test_force_accepts_a_request_above_the_maximum(asked, where):
     found = requested(asked, 30, force=True)
     assert found.limit_bytes == 30 * GB
     assert f"this {where} has only" in found.notices[0]
 
 
-def test_force_changes_nothing_else():
+def test_force_does_not_change_an_accepted_request():
     assert requested(MAC, 14, force=True) == requested(MAC, 14, force=False)
 
 
-# Any machine
+# Random machines
 
 SIZES = st.integers(1, 700 * GIB)
 
@@ -237,14 +237,14 @@ MACHINES = st.builds(
     ram_bytes=st.integers(1 << 20, 600 * GIB),
     working_set_bytes=maybe(SIZES),
     available_bytes=maybe(st.integers(0, 700 * GIB)),
-    held_bytes=st.integers(2, 700 * GIB),  # a process holds something
+    held_bytes=st.integers(2, 700 * GIB),  # a process always uses memory
     container_bytes=maybe(SIZES),
     container_used_bytes=maybe(st.integers(0, 700 * GIB)),
 )
 
 
 @given(any_machine=MACHINES)
-def test_a_limit_is_above_nothing_and_within_every_bound(any_machine):
+def test_limit_is_positive_and_within_every_bound(any_machine):
     found = detect(any_machine).limit_bytes
     assert 0 < found <= max(1, min(bound.size_bytes for bound in bounds(any_machine)))
     assert found < any_machine.ram_bytes
@@ -255,8 +255,8 @@ def test_a_limit_is_above_nothing_and_within_every_bound(any_machine):
 
 
 @given(any_machine=MACHINES, name=st.sampled_from(sorted(vars(MAC))), more=SIZES)
-def test_more_memory_never_lowers_a_limit(any_machine, name, more):
-    """And more use by others in the container never raises it."""
+def test_more_memory_never_lowers_the_limit(any_machine, name, more):
+    """More memory used by others in the container never raises it."""
     value = getattr(any_machine, name)
     if value is None:
         return
@@ -267,10 +267,10 @@ def test_more_memory_never_lowers_a_limit(any_machine, name, more):
 
 
 @given(any_machine=MACHINES)
-def test_a_limit_is_one_line(any_machine):
+def test_text_of_a_limit_is_one_line(any_machine):
     assert "\n" not in text(detect(any_machine))
 
 
-def test_it_loads_no_mlx():
+def test_importing_the_module_does_not_load_mlx():
     code = "import sys, your_ai.memory.limit; sys.exit('mlx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Plans: which is chosen under a limit, what is said where none fits, what steps correct."""
+"""Plans: which one a limit allows, the error if none fits, and corrections from steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from your_ai.memory.plan import (
 
 MB, GB = 10**6, 10**9
 
-# 4-bit Llama-3.1-8B: 32 blocks of 123 MB and a vocabulary of 590
+# 4-bit Llama-3.1-8B: 32 blocks of 123 MB, and 590 MB for the vocabulary
 LLAMA = ModelFacts(
     blocks=32,
     linears={
@@ -93,12 +93,12 @@ def most_of(demand: Demand) -> int:
 
 @st.composite
 def limits_for(draw, demand: Demand) -> int:
-    """From just enough to more than any plan needs."""
+    """A limit between the minimum and more than any plan needs."""
     return draw(st.integers(least_of(demand), 2 * most_of(demand)))
 
 
 def plans_at(limit_bytes: int, demand: Demand = DEMAND) -> list[Plan]:
-    """Of every level, until it is as small as it gets."""
+    """The plans of all levels, down to the smallest."""
     found: list[Plan] = []
     while True:
         plan = choose(demand, limit_bytes, len(found)).option.plan
@@ -107,11 +107,11 @@ def plans_at(limit_bytes: int, demand: Demand = DEMAND) -> list[Plan]:
         found.append(plan)
 
 
-# What is chosen
+# The choice
 
 
 @given(st.data())
-def test_what_is_chosen_fits(data):
+def test_chosen_plan_fits(data):
     demand = data.draw(demands())
     limit_bytes, level = data.draw(limits_for(demand)), data.draw(st.integers(0, 30))
     choice = choose(demand, limit_bytes, level)
@@ -126,8 +126,8 @@ def test_what_is_chosen_fits(data):
 
 
 @given(st.data())
-def test_every_bucket_fits(data):
-    """Each with the margin for what comes and goes, not only the one that needs the most."""
+def test_every_bucket_fits_with_its_margin(data):
+    """Not only the bucket that needs the most memory."""
     demand = data.draw(demands())
     option = choose(demand, data.draw(limits_for(demand))).option
     for tokens in demand.lengths:
@@ -137,7 +137,7 @@ def test_every_bucket_fits(data):
 
 
 @given(st.data())
-def test_the_fastest_that_fits_is_chosen(data):
+def test_fastest_plan_that_fits_is_chosen(data):
     demand = data.draw(demands())
     limit_bytes = data.draw(limits_for(demand))
     fitting = [o for o in options(demand) if o.needed_bytes <= limit_bytes]
@@ -145,8 +145,8 @@ def test_the_fastest_that_fits_is_chosen(data):
     assert choose(demand, limit_bytes).option == (begin or fitting)[0]
 
 
-def test_plans_are_tried_from_the_fastest_on():
-    """Engine by engine, each with fewer and fewer rows."""
+def test_plans_are_tried_in_order_of_speed():
+    """Engine by engine, each with fewer and fewer rows per micro-batch."""
     tried = [(o.plan.engine, o.plan.spill, o.plan.rows(2048, 8)) for o in options(DEMAND)]
     assert tried == [(*engine, rows) for engine in ENGINES for rows in (8, 4, 2, 1)]
     costs = [option.cost for option in options(DEMAND)]
@@ -154,7 +154,7 @@ def test_plans_are_tried_from_the_fastest_on():
     assert costs[0] == 1
 
 
-def test_more_memory_is_never_a_slower_plan():
+def test_more_memory_never_gives_a_slower_plan():
     order = [option.plan for option in options(DEMAND)]
     limits = range(least_of(DEMAND), most_of(DEMAND) + GB, 250 * MB)
     places = [order.index(choose(DEMAND, limit).option.plan) for limit in limits]
@@ -164,7 +164,7 @@ def test_more_memory_is_never_a_slower_plan():
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8, 12])
-def test_rows_are_halved_down_to_one(batch_size):
+def test_rows_per_micro_batch_are_halved_down_to_one(batch_size):
     demand = replace(DEMAND, batch_size=batch_size, rows_per_step=batch_size, engine="staged")
     rows = [option.plan.rows(2048, batch_size) for option in options(demand)]
     assert rows[0] == batch_size
@@ -172,14 +172,14 @@ def test_rows_are_halved_down_to_one(batch_size):
     assert rows == sorted(set(rows), reverse=True)
 
 
-def test_short_rows_go_through_in_larger_numbers():
-    """Fewer of the longest, and still as many of the others as give the same tokens."""
+def test_short_rows_form_larger_micro_batches():
+    """A plan limits the tokens of a micro-batch, so shorter rows are more per micro-batch."""
     demand = replace(DEMAND, engine="staged")
     plan = options(demand)[2].plan
     assert [plan.rows(tokens, 8) for tokens in (2048, 1024, 256)] == [2, 4, 8]
 
 
-def test_a_limit_of_just_what_is_needed_is_enough():
+def test_limit_equal_to_the_needed_bytes_is_enough():
     for option in options(DEMAND):
         assert choose(DEMAND, option.needed_bytes).option.needed_bytes <= option.needed_bytes
     least = least_of(DEMAND)
@@ -207,7 +207,7 @@ def test_each_level_needs_noticeably_less(data):
         assert after <= NOTICEABLY * before
 
 
-def test_levels_end_at_the_smallest():
+def test_levels_end_at_the_smallest_plan():
     plans = plans_at(most_of(DEMAND))
     assert len(plans) > 5
     last = choose(DEMAND, most_of(DEMAND), 1000)
@@ -216,7 +216,7 @@ def test_levels_end_at_the_smallest():
     assert last.option.needed_bytes <= least_of(DEMAND) / NOTICEABLY
 
 
-def test_what_is_larger_and_smaller():
+def test_choice_names_the_next_larger_and_smaller_plan():
     first, second = (choose(DEMAND, most_of(DEMAND), level) for level in (0, 1))
     assert first.larger is None
     assert second.larger == first.option
@@ -227,12 +227,12 @@ def test_what_is_larger_and_smaller():
     assert tight.level == 0
 
 
-# What a run goes on under
+# The plan of a resumed run
 
 
 @pytest.mark.parametrize("place", [0, 5, -1])
-def test_a_plan_that_is_kept_needs_no_margin(place):
-    """A process may hold a little more when it resumes; also under the smallest plan."""
+def test_kept_plan_needs_no_margin(place):
+    """A process may use slightly more memory when it resumes, also under the smallest plan."""
     option = sorted(options(DEMAND), key=lambda o: -o.needed_bytes)[place]
     least = option.estimate.process_bytes
     assert least < option.needed_bytes
@@ -241,7 +241,7 @@ def test_a_plan_that_is_kept_needs_no_margin(place):
         assert (kept.option, kept.level) == (option, 2)
 
 
-def test_a_plan_that_is_kept_has_others_beside_it():
+def test_kept_plan_has_a_smaller_and_a_larger_one():
     for option in options(DEMAND):
         kept = choose(DEMAND, option.needed_bytes - 1, 0, option.plan)
         assert kept.option == option
@@ -251,41 +251,41 @@ def test_a_plan_that_is_kept_has_others_beside_it():
             assert kept.larger.needed_bytes > option.needed_bytes
 
 
-def test_a_plan_that_does_not_fit_is_not_kept():
+def test_plan_that_does_not_fit_is_not_kept():
     chosen = choose(DEMAND, 5 * GB).option
     limit_bytes = chosen.estimate.process_bytes - 1
     assert choose(DEMAND, limit_bytes, 0, chosen.plan) == choose(DEMAND, limit_bytes)
 
 
-def test_a_plan_of_other_rows_is_not_kept():
+def test_plan_with_another_batch_is_not_kept():
     assert choose(DEMAND, 5 * GB, 0, Plan("staged", 12345)) == choose(DEMAND, 5 * GB)
 
 
-# What the user wants
+# Plans requested by the user
 
 
 @pytest.mark.parametrize(("engine", "spill"), ENGINES)
-def test_a_plan_that_is_named_is_the_only_one(engine, spill):
+def test_requested_engine_is_the_only_one_tried(engine, spill):
     demand = replace(DEMAND, engine=engine, spill=spill)
     assert {(o.plan.engine, o.plan.spill) for o in options(demand)} == {(engine, spill)}
     assert {plan.engine for plan in plans_at(most_of(demand), demand)} == {engine}
 
 
-def test_inputs_that_must_be_spilled_always_are():
+def test_spill_option_gives_only_plans_that_spill():
     plans = [option.plan for option in options(replace(DEMAND, spill=True))]
     assert all(plan.spill for plan in plans)
     assert [plan.engine for plan in plans] == 4 * ["staged"] + 4 * ["streamed"]
 
 
-def test_a_model_changed_on_load_is_not_streamed():
+def test_model_converted_on_load_is_not_streamed():
     demand = replace(DEMAND, can_stream=False)
     assert {option.plan.engine for option in options(demand)} == {"fused", "staged"}
     with pytest.raises(UserError, match=r"^--plan streamed: .* or use --plan staged$"):
         choose(replace(demand, engine="streamed"), 100 * GB)
 
 
-def test_a_model_changed_on_load_holds_its_vocabulary():
-    """Which the staged plan otherwise leaves in the files."""
+def test_model_converted_on_load_keeps_its_vocabulary_in_memory():
+    """Otherwise the staged plan leaves the vocabulary in the files."""
     streams, not_so = (
         options(replace(DEMAND, engine="staged", can_stream=can))[0].estimate.components["weights"]
         for can in (True, False)
@@ -309,35 +309,35 @@ def refused(demand: Demand, limit_bytes: int) -> str:
 
 
 def gb_in(refusal: str) -> str:
-    """The least that would do, as printed."""
-    found = re.search(r"the least that would do is (\d+\.\d\d) GB", refusal)
+    """The minimum limit, as printed."""
+    found = re.search(r"at least (\d+\.\d\d) GB is needed", refusal)
     assert found is not None, refusal
     return found[1]
 
 
 @given(st.data())
-def test_what_a_refusal_asks_for_is_enough(data):
-    """Given back as --max-memory, the next time, in a process that holds a little more."""
+def test_limit_named_in_a_refusal_is_enough(data):
+    """It also works as --max-memory in a process that uses slightly more memory."""
     demand = data.draw(demands())
     text = refused(demand, data.draw(st.integers(1, least_of(demand) - 1)))
     asked = float(gb_in(text))
     limit = find_limit(MachineMemory(ram_bytes=10**15), asked, force=False)
     next_time = replace(demand, python_bytes=demand.python_bytes + MB)
     assert choose(next_time, limit.limit_bytes).option.needed_bytes <= limit.limit_bytes
-    assert asked * GB < least_of(demand) + 13 * MB  # and hardly more than enough
+    assert asked * GB < least_of(demand) + 13 * MB  # hardly more than enough
 
 
-def test_a_refusal_is_one_line_that_says_what_to_do():
+def test_refusal_is_one_line_with_advice():
     text = refused(DEMAND, GB // 10)
     assert "\n" not in text
-    assert text.startswith("--max-memory: nothing fits into 0.10 GB; the least that would do is ")
+    assert text.startswith("--max-memory: nothing fits into 0.10 GB; at least ")
     assert "--max-seq-length, now up to 2048 tokens" in text
     assert "--lora-rank" in text
     assert "--plan auto" not in text
     assert "4-bit" not in text
 
 
-def test_a_refusal_advises_what_is_not_done_yet():
+def test_refusal_advises_only_what_would_change_something():
     small = replace(
         DEMAND,
         engine="fused",
@@ -346,13 +346,13 @@ def test_a_refusal_advises_what_is_not_done_yet():
     )
     text = refused(small, GB)
     assert "use --plan auto" in text
-    assert "take a 4-bit model" in text
+    assert "use a 4-bit model" in text
     assert "--lora-rank" not in text
 
 
-def test_a_refusal_names_what_is_largest():
+def test_refusal_names_the_largest_components():
     demand = replace(DEMAND, engine="fused", batch_size=1, lengths=(64,))
-    named = re.search(r"GB \((.*?)\)", refused(demand, GB))[1]
+    named = re.search(r"needed \((.*?)\)", refused(demand, GB))[1]
     sizes = [float(size) for size in re.findall(r"(\d+\.\d\d) GB", named)]
     assert named.startswith("weights 4.53 GB, ")
     assert sizes == sorted(sizes, reverse=True)
@@ -360,11 +360,11 @@ def test_a_refusal_names_what_is_largest():
 
 
 @given(st.integers(1, 10**12))
-def test_what_is_rounded_up_is_enough(size_bytes):
+def test_rounded_up_limit_is_enough(size_bytes):
     assert size_bytes < int(float(f"{rounded_up(size_bytes) / GB:.2f}") * GB)
 
 
-# In words
+# Plans as text
 
 
 @pytest.mark.parametrize(
@@ -379,32 +379,32 @@ def test_what_is_rounded_up_is_enough(size_bytes):
         ),
     ],
 )
-def test_plans_in_words(plan, text):
+def test_words_describe_a_plan(plan, text):
     assert words(plan, 512) == text
 
 
-# What the first steps showed
+# Corrections from the first steps
 
 
 def corrections(limit_bytes: int | None = None) -> Corrections:
-    """Of 8 rows of 256 tokens, or one of 2048, under just what that needs."""
+    """Corrections of a plan of 8 rows of 256 tokens, or 1 row of 2048, under its exact limit."""
     option = next(o for o in options(DEMAND) if o.plan == Plan("staged", 2048))
     return Corrections(DEMAND, option.plan, limit_bytes or option.needed_bytes)
 
 
 def measured(found: Corrections, rows: int, tokens: int, ratio: float) -> int:
-    """The peak of a step whose work took `ratio` times what was estimated."""
+    """The peak of a step whose work used `ratio` times its estimate."""
     estimated = of_rows(found.demand, found.plan, rows, tokens)
     return int(estimated.mlx_bytes + (ratio - 1) * estimated.work_bytes)
 
 
-def test_before_any_step_rows_are_those_of_the_plan():
+def test_rows_follow_the_plan_before_the_first_step():
     found = corrections()
     assert [found.rows(tokens) for tokens in (256, 1024, 2048)] == [8, 2, 1]
 
 
 @given(st.data())
-def test_a_plan_that_fits_is_not_corrected_without_cause(data):
+def test_rows_follow_the_plan_until_a_measurement_differs(data):
     demand = data.draw(demands())
     limit_bytes = data.draw(limits_for(demand))
     plan = choose(demand, limit_bytes).option.plan
@@ -413,7 +413,7 @@ def test_a_plan_that_fits_is_not_corrected_without_cause(data):
         assert found.rows(tokens) == plan.rows(tokens, demand.batch_size)
 
 
-def test_an_estimate_that_was_right_changes_nothing():
+def test_correct_estimates_change_nothing():
     found = corrections()
     for rows, tokens in ((8, 256), (2, 1024), (1, 2048)):
         found.learn(rows, tokens, measured(found, rows, tokens, 1.0))
@@ -421,7 +421,7 @@ def test_an_estimate_that_was_right_changes_nothing():
     assert [found.rows(tokens) for tokens in (256, 1024, 2048)] == [8, 2, 1]
 
 
-def test_rows_shrink_where_more_was_held_than_estimated():
+def test_rows_shrink_if_steps_use_more_than_estimated():
     found, seen = corrections(), []
     for ratio in (1.0, 1.5, 2.0, 4.0, 100.0):
         found.learn(8, 256, measured(found, 8, 256, ratio))
@@ -433,7 +433,7 @@ def test_rows_shrink_where_more_was_held_than_estimated():
     assert len(set(seen)) > 2
 
 
-def test_corrected_rows_fit_as_well_as_they_can():
+def test_corrected_rows_are_the_maximum_that_fits():
     found = corrections()
     found.learn(8, 256, measured(found, 8, 256, 2.0))
     rows = found.rows(256)
@@ -442,7 +442,7 @@ def test_corrected_rows_fit_as_well_as_they_can():
     assert found.expected_bytes(rows + 1, 256) > found.limit_bytes
 
 
-def test_a_bucket_that_was_not_seen_is_as_far_off_as_the_worst():
+def test_bucket_without_measurement_uses_the_worst_ratio():
     found = corrections()
     found.learn(2, 1024, measured(found, 2, 1024, 1.5))
     found.learn(1, 2048, measured(found, 1, 2048, 3.0))
@@ -451,14 +451,14 @@ def test_a_bucket_that_was_not_seen_is_as_far_off_as_the_worst():
     assert found.rows(256) < 8
 
 
-def test_what_was_seen_once_is_remembered():
+def test_largest_ratio_of_a_bucket_is_kept():
     found = corrections()
     for ratio in (3.0, 1.0):
         found.learn(8, 256, measured(found, 8, 256, ratio))
     assert found.ratio(256) == pytest.approx(3, abs=1e-3)
 
 
-def test_less_than_estimated_is_no_reason_for_more_rows():
+def test_smaller_peaks_do_not_add_rows():
     found = corrections()
     found.learn(1, 2048, 0)
     assert found.ratio(256) == 1
@@ -466,8 +466,8 @@ def test_less_than_estimated_is_no_reason_for_more_rows():
 
 
 @given(st.data())
-def test_there_is_always_a_row(data):
-    """Whatever was measured, and whatever length is asked for."""
+def test_there_is_always_at_least_one_row(data):
+    """For any measurements and any sequence length."""
     demand = data.draw(demands())
     plan = data.draw(st.sampled_from(options(demand))).plan
     found = Corrections(demand, plan, data.draw(st.integers(1, 10**11)))
@@ -478,18 +478,18 @@ def test_there_is_always_a_row(data):
         assert 1 <= found.rows(tokens) <= plan.rows(tokens, demand.batch_size)
 
 
-def test_answers_to_long_prompts_are_planned_for():
+def test_plans_include_memory_for_long_answers():
     without = options(DEMAND)[-1].estimate
     with_them = options(replace(DEMAND, answer_tokens=200_000))[-1].estimate
     assert with_them.process_bytes > without.process_bytes
     assert options(replace(DEMAND, answer_tokens=1))[-1].estimate == without
 
 
-# Where nothing is trained
+# Evaluation
 
 
 @given(demands(), st.booleans())
-def test_an_evaluation_is_chosen_as_a_training_is(demand, sliced):
+def test_plans_for_evaluation_are_chosen_as_for_training(demand, sliced):
     demand = replace(demand, forward=True, sliced=sliced, spill=False)
     least = least_of(demand)
     chosen = choose(demand, least).option
@@ -499,8 +499,8 @@ def test_an_evaluation_is_chosen_as_a_training_is(demand, sliced):
         choose(demand, least - 1)
 
 
-def test_to_evaluate_takes_less_than_to_train():
-    """By as much as gradients, optimizer, block inputs and the backward pass are."""
+def test_evaluation_needs_less_memory_than_training():
+    """It has no gradients, optimizer, block inputs and backward pass."""
     forward = replace(DEMAND, forward=True)
     assert least_of(forward) < 0.8 * least_of(DEMAND)
     limit_bytes = least_of(DEMAND) - 1
@@ -509,10 +509,10 @@ def test_to_evaluate_takes_less_than_to_train():
     assert choose(forward, limit_bytes).option.plan.engine == "streamed"
 
 
-def test_a_refusal_to_evaluate_names_the_least_that_would_do():
+def test_refusal_of_an_evaluation_names_a_limit_that_is_enough():
     forward = replace(DEMAND, forward=True)
     with pytest.raises(UserError) as refused:
         choose(forward, 300 * MB)
-    least = re.search(r"the least that would do is ([0-9.]+) GB", str(refused.value))[1]
+    least = re.search(r"at least ([0-9.]+) GB is needed", str(refused.value))[1]
     choose(forward, int(float(least) * GB))
-    assert "shorter rows than those of up to 2048 tokens" in str(refused.value)
+    assert "shorten the rows (now up to 2048 tokens)" in str(refused.value)

@@ -1,4 +1,4 @@
-"""Gauges: this machine's, recorded ones of Macs and containers, and ones that fail."""
+"""Memory gauges: of this machine, of recorded Macs and containers, and failing ones."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def raises(*args: object) -> int:
 def wait_until(done: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not done():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.001)
 
 
 # This machine
 
 
-def test_it_sees_an_array_come_and_go():
+def test_gauges_follow_the_allocation_of_an_array():
     before = probe.read()
     array = mx.zeros((4 << 20,), mx.float32)
     mx.eval(array)
@@ -48,26 +48,26 @@ def test_it_sees_an_array_come_and_go():
     assert probe.read().active_bytes == before.active_bytes
 
 
-def test_the_peak_is_never_under_what_is_held():
+def test_peak_is_never_below_the_active_memory():
     array = mx.zeros((1 << 20,))
     mx.eval(array)
     mx.reset_peak_memory()  # sets it to 0 until the next allocation
     assert probe.read().peak_bytes >= array.nbytes
 
 
-def test_every_gauge_can_be_read_here():
+def test_all_gauges_can_be_read_on_this_machine():
     assert probe.read().unreadable == ()
 
 
-def test_the_process_is_seen_to_grow():
+def test_process_gauge_follows_the_growth_of_the_process():
     before = probe.process_bytes()
     ballast = bytearray(64 << 20)
     ballast[::4096] = bytes([1]) * len(ballast[::4096])
     assert probe.process_bytes() - before > 60 << 20
 
 
-def test_the_peak_of_a_process_is_its_own():
-    """Not that of the process that started it, as ru_maxrss has it on Linux."""
+def test_process_peak_excludes_the_parent_process():
+    """On Linux, ru_maxrss would include the peak of the parent process."""
     ballast = bytearray(300 << 20)
     ballast[::4096] = bytes([1]) * len(ballast[::4096])
     assert probe.process_peak() > len(ballast)
@@ -76,7 +76,7 @@ def test_the_peak_of_a_process_is_its_own():
     assert 10 << 20 < int(done.stdout) < 250 << 20
 
 
-def test_this_machine_has_memory():
+def test_machine_reports_plausible_memory():
     here = probe.machine()
     assert 0 < here.held_bytes < here.ram_bytes
     assert 0 < here.available_bytes <= here.ram_bytes
@@ -86,15 +86,15 @@ def test_this_machine_has_memory():
 
 
 def older(**functions: Callable[[], object]) -> SimpleNamespace:
-    """A release of MLX that has its gauges in mx.metal alone."""
+    """A release of MLX that has its gauges only in mx.metal."""
     return SimpleNamespace(metal=SimpleNamespace(**functions))
 
 
-def test_older_releases_have_their_gauges_in_metal():
+def test_gauges_of_older_mlx_are_found_in_mx_metal():
     assert probe.mlx_bytes("get_active_memory", older(get_active_memory=lambda: 7)) == 7
 
 
-def test_the_newer_name_is_preferred():
+def test_newer_gauge_is_preferred():
     both = older(get_active_memory=lambda: 7)
     both.get_active_memory = lambda: 9
     assert probe.mlx_bytes("get_active_memory", both) == 9
@@ -105,12 +105,12 @@ def test_the_newer_name_is_preferred():
     [SimpleNamespace(), older(), older(get_active_memory=raises)],
     ids=["neither name", "no gauge", "a gauge that fails"],
 )
-def test_a_gauge_of_mlx_that_is_missing_or_fails_gives_none(mlx):
+def test_missing_or_failing_mlx_gauge_gives_none(mlx):
     assert probe.mlx_bytes("get_active_memory", mlx) is None
 
 
 @pytest.mark.parametrize("missing", ["get_active_memory", "get_peak_memory", "get_cache_memory"])
-def test_one_gauge_that_fails_leaves_the_others(monkeypatch, missing):
+def test_failing_mlx_gauge_does_not_affect_the_others(monkeypatch, missing):
     monkeypatch.setattr(probe.mx, missing, raises)
     monkeypatch.setattr(probe.mx.metal, missing, raises)
     name = missing.removeprefix("get_").removesuffix("_memory") + "_bytes"
@@ -120,12 +120,12 @@ def test_one_gauge_that_fails_leaves_the_others(monkeypatch, missing):
 METAL = {"memory_size": 64 * GIB, "max_recommended_working_set_size": 48 * GIB}
 
 
-def test_the_working_set_is_what_metal_recommends():
+def test_working_set_comes_from_metal():
     mlx = SimpleNamespace(device_info=lambda: METAL)
     assert probe.working_set_bytes(mlx) == 48 * GIB
 
 
-def test_older_releases_have_the_device_in_metal():
+def test_device_info_of_older_mlx_is_found_in_mx_metal():
     assert probe.working_set_bytes(older(device_info=lambda: METAL)) == 48 * GIB
 
 
@@ -133,7 +133,7 @@ def test_older_releases_have_the_device_in_metal():
     "device_info",
     [lambda: {"device_name": "Apple M1"}, lambda: {"max_recommended_working_set_size": 0}, raises],
 )
-def test_no_recommendation_is_none(device_info):
+def test_missing_working_set_gives_none(device_info):
     assert probe.working_set_bytes(SimpleNamespace(device_info=device_info)) is None
 
 
@@ -141,7 +141,7 @@ def test_no_recommendation_is_none(device_info):
 
 
 def rusage_info(now_bytes: int, most_bytes: int) -> bytes:
-    """struct rusage_info_v4: a UUID of 16 bytes, then 35 unsigned words of 64 bits."""
+    """A struct rusage_info_v4: a UUID of 16 bytes, then 35 unsigned 64-bit words."""
     words = list(range(1, 36))
     words[7], words[28] = now_bytes, most_bytes
     return bytes(16) + struct.pack("=35Q", *words) + bytes(216)
@@ -149,7 +149,7 @@ def rusage_info(now_bytes: int, most_bytes: int) -> bytes:
 
 @pytest.fixture
 def mac(monkeypatch) -> pytest.MonkeyPatch:
-    """As on a Mac: 5 GiB held, 7 at the most, 20 available, 2 swapped, pressure 2."""
+    """Simulate a Mac: footprint 5 GiB, peak 7, available 20, swap 2, pressure 2."""
     monkeypatch.setattr(probe, "is_linux", lambda: False)
     monkeypatch.setattr(probe, "is_macos", lambda: True)
     monkeypatch.setattr(probe, "rusage", lambda: rusage_info(5 * GIB, 7 * GIB))
@@ -161,35 +161,35 @@ def mac(monkeypatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_mac_counts_the_footprint(mac):
+def test_process_memory_on_macos_is_the_footprint(mac):
     assert (probe.process_bytes(), probe.process_peak()) == (5 * GIB, 7 * GIB)
 
 
-def test_a_mac_is_read(mac):
+def test_system_gauges_are_read_on_macos(mac):
     sample = probe.read()
     assert (sample.available_bytes, sample.swap_bytes, sample.pressure) == (20 * GIB, 2 * GIB, 2)
 
 
-def test_a_mac_as_a_machine(mac):
+def test_machine_memory_is_read_on_macos(mac):
     found = probe.machine()
     assert (found.ram_bytes, found.working_set_bytes) == (64 * GIB, 48 * GIB)
     assert (found.available_bytes, found.held_bytes) == (20 * GIB, 5 * GIB)
     assert (found.container_bytes, found.container_used_bytes) == (None, None)
 
 
-def test_a_footprint_that_cannot_be_read_is_none(mac):
-    """Resident memory would be a guess: it misses what was compressed, and the GPU's."""
+def test_unreadable_footprint_gives_none(mac):
+    """Resident memory is not a substitute: it lacks compressed and GPU memory."""
     mac.setattr(probe, "rusage", raises)
     assert probe.process_bytes() is None
     assert probe.machine().held_bytes == 0
 
 
-def test_a_footprint_of_nothing_is_none(mac):
+def test_footprint_of_0_gives_none(mac):
     mac.setattr(probe, "rusage", lambda: bytes(512))
     assert probe.process_bytes() is None
 
 
-def test_a_peak_that_cannot_be_read_is_that_of_resident_memory(mac):
+def test_unreadable_peak_falls_back_to_resident_memory(mac):
     mac.setattr(probe, "rusage", raises)
     mac.setattr(probe.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * GIB))
     assert probe.process_peak() == 3 * GIB
@@ -203,12 +203,12 @@ def test_a_peak_that_cannot_be_read_is_that_of_resident_memory(mac):
         (probe.psutil, "swap_memory", "swap_bytes"),
     ],
 )
-def test_one_gauge_of_a_mac_that_fails_leaves_the_others(mac, place, name, gauge):
+def test_failing_macos_gauge_does_not_affect_the_others(mac, place, name, gauge):
     mac.setattr(place, name, raises)
     assert probe.read().unreadable == (gauge,)
 
 
-def test_how_the_footprint_is_asked_for(monkeypatch):
+def test_footprint_is_read_with_proc_pid_rusage(monkeypatch):
     asked = []
 
     def proc_pid_rusage(process: int, flavor: int, buffer: ctypes.Array) -> int:
@@ -222,7 +222,7 @@ def test_how_the_footprint_is_asked_for(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["proc_pid_rusage", "sysctlbyname"])
-def test_a_call_that_macos_refuses_raises(monkeypatch, name):
+def test_failed_macos_call_raises(monkeypatch, name):
     monkeypatch.setattr(probe, "libc", lambda: SimpleNamespace(**{name: lambda *args: -1}))
     with pytest.raises(OSError, match="failed"):
         probe.rusage() if name == "proc_pid_rusage" else probe.sysctl("kern.none")
@@ -238,7 +238,7 @@ def write(folder: Path, files: dict[str, object]) -> None:
 
 
 def proc_of(folder: Path, available: int = 20 * GIB, groups: str = "0::/") -> Path:
-    """A /proc of a machine with 24 GiB, of which `available` bytes are."""
+    """A /proc folder of a machine with 24 GiB, of which `available` bytes are free."""
     meminfo = {"MemTotal": 24 * GIB, "MemFree": GIB, "MemAvailable": available}
     meminfo |= {"SwapTotal": 8 * GIB, "SwapFree": 5 * GIB}
     rows = [f"{name}: {size // 1024:15} kB" for name, size in meminfo.items()]
@@ -261,7 +261,7 @@ def test_resident_memory_is_in_pages(tmp_path):
     assert probe.resident_bytes(proc_of(tmp_path)) == 454 * probe.PAGE_BYTES
 
 
-def test_linux_without_a_container(tmp_path):
+def test_system_gauges_are_read_on_linux(tmp_path):
     found = probe.linux_system(proc_of(tmp_path), tmp_path / "none")
     assert found == (20 * GIB, 3 * GIB, probe.NORMAL)
 
@@ -269,40 +269,40 @@ def test_linux_without_a_container(tmp_path):
 @pytest.mark.parametrize(
     ("available", "pressure"), [(0.071, 1), (0.069, 2), (0.031, 2), (0.029, 4), (0.0, 4)]
 )
-def test_the_pressure_of_linux_is_what_is_left(tmp_path, available, pressure):
+def test_pressure_on_linux_depends_on_free_memory(tmp_path, available, pressure):
     proc = proc_of(tmp_path, int(available * 24 * GIB))
     assert probe.linux_system(proc, tmp_path / "none").pressure == pressure
 
 
 @pytest.mark.parametrize("meminfo", ["", "MemTotal: x kB", "MemTotal: 1024 kB"])
-def test_a_meminfo_that_says_nothing_gives_none(tmp_path, meminfo):
+def test_invalid_meminfo_gives_none(tmp_path, meminfo):
     proc = proc_of(tmp_path)
     (proc / "meminfo").write_text(meminfo)
     found = probe.linux_system(proc, tmp_path / "none")
     assert (found.available_bytes, found.pressure) == (None, None)
 
 
-def test_a_container_of_version_2(tmp_path):
+def test_container_limit_is_read_from_cgroup_version_2(tmp_path):
     write(tmp_path / "fs", group_2(4 * GIB, 3 * GIB, inactive=GIB))
     assert probe.limited_groups(proc_of(tmp_path), tmp_path / "fs") == [Group(4 * GIB, 2 * GIB)]
 
 
-def test_a_container_of_version_1(tmp_path):
+def test_container_limit_is_read_from_cgroup_version_1(tmp_path):
     write(tmp_path / "fs/memory/docker/a1", group_1(4 * GIB, 3 * GIB, inactive=GIB))
     proc = proc_of(tmp_path, groups="9:cpu:/docker/a1\n4:hugetlb,memory:/docker/a1\n0::/")
     assert probe.limited_groups(proc, tmp_path / "fs") == [Group(4 * GIB, 2 * GIB)]
 
 
-def test_a_container_that_cannot_see_its_hosts_path(tmp_path):
-    """Without a namespace of its own, its path is the host's, and its group the root."""
+def test_root_group_is_used_if_the_path_is_the_hosts(tmp_path):
+    """Without a cgroup namespace, the container shows the path on its host."""
     write(tmp_path / "fs/memory", group_1(4 * GIB, GIB))
     proc = proc_of(tmp_path, groups="4:memory:/docker/a1")
     assert probe.limited_groups(proc, tmp_path / "fs") == [Group(4 * GIB, GIB)]
 
 
 @pytest.mark.parametrize("make", [group_1, group_2])
-def test_file_cache_is_not_used_memory(tmp_path, make):
-    """Neither kind: streamed weights, read again and again, are active file cache."""
+def test_file_cache_does_not_count_as_used_memory(tmp_path, make):
+    """Neither inactive nor active: weights that are streamed repeatedly are active file cache."""
     folder = tmp_path / ("fs/memory" if make is group_1 else "fs")
     write(folder, make(8 * GIB, 7 * GIB, inactive=GIB, active=4 * GIB))
     proc = proc_of(tmp_path, groups="4:memory:/" if make is group_1 else "0::/")
@@ -313,55 +313,55 @@ def test_file_cache_is_not_used_memory(tmp_path, make):
     ("make", "unlimited", "groups"),
     [(group_1, 9223372036854771712, "4:memory:/"), (group_2, "max", "0::/")],
 )
-def test_a_group_without_a_limit_is_none(tmp_path, make, unlimited, groups):
+def test_group_without_a_limit_is_skipped(tmp_path, make, unlimited, groups):
     write(tmp_path / "fs" / ("memory" if make is group_1 else ""), make(unlimited, GIB))
     assert probe.limited_groups(proc_of(tmp_path, groups=groups), tmp_path / "fs") == []
 
 
-def test_groups_count_from_within_up_to_the_root(tmp_path):
+def test_groups_are_read_from_the_innermost_to_the_root(tmp_path):
     write(tmp_path / "fs/a/b", group_2(6 * GIB, GIB))
     write(tmp_path / "fs/a", group_2("max", GIB))
     write(tmp_path / "fs", group_2(4 * GIB, 3 * GIB))
-    write(tmp_path, group_2(GIB))  # above the root: no group
+    write(tmp_path, group_2(GIB))  # above the root: not a group
     proc = proc_of(tmp_path, groups="0::/a/b")
     expected = [Group(6 * GIB, GIB), Group(4 * GIB, 3 * GIB)]
     assert probe.limited_groups(proc, tmp_path / "fs") == expected
 
 
-def test_where_a_group_is_slowed_down_is_its_limit(tmp_path):
+def test_memory_high_counts_as_a_limit(tmp_path):
     write(tmp_path / "fs", {**group_2(8 * GIB, GIB), "memory.high": 6 * GIB})
     assert probe.limited_groups(proc_of(tmp_path), tmp_path / "fs") == [Group(6 * GIB, GIB)]
 
 
-def test_a_group_whose_use_cannot_be_read_has_its_limit(tmp_path):
+def test_group_with_unreadable_use_still_has_a_limit(tmp_path):
     write(tmp_path / "fs", {"memory.max": 4 * GIB})
     assert probe.limited_groups(proc_of(tmp_path), tmp_path / "fs") == [Group(4 * GIB, None)]
 
 
-def test_a_system_without_groups_has_none(tmp_path):
+def test_system_without_cgroups_has_no_groups(tmp_path):
     assert probe.limited_groups(tmp_path, tmp_path) == []
 
 
-def test_what_is_left_in_a_container_is_the_least_over_its_groups(tmp_path):
+def test_free_memory_is_the_minimum_over_the_groups(tmp_path):
     write(tmp_path / "fs/a", group_2(4 * GIB, GIB))
     write(tmp_path / "fs", group_2(16 * GIB, 14 * GIB))
     found = probe.linux_system(proc_of(tmp_path, groups="0::/a"), tmp_path / "fs")
     assert (found.available_bytes, found.pressure) == (2 * GIB, probe.NORMAL)
 
 
-def test_a_machine_may_have_less_left_than_its_container(tmp_path):
+def test_free_memory_of_the_machine_may_be_the_minimum(tmp_path):
     write(tmp_path / "fs", group_2(4 * GIB, GIB))
     found = probe.linux_system(proc_of(tmp_path, available=GIB), tmp_path / "fs")
     assert (found.available_bytes, found.pressure) == (GIB, probe.WARNING)
 
 
-def test_a_full_container_is_under_pressure(tmp_path):
+def test_full_container_is_under_critical_pressure(tmp_path):
     write(tmp_path / "fs", group_2(4 * GIB, 4 * GIB))
     found = probe.linux_system(proc_of(tmp_path), tmp_path / "fs")
     assert (found.available_bytes, found.pressure) == (0, probe.CRITICAL)
 
 
-def test_the_container_of_a_machine_is_the_least(tmp_path, monkeypatch):
+def test_machine_reports_the_smallest_container_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "is_linux", lambda: True)
     write(tmp_path / "fs/a", group_2(6 * GIB, GIB))
     write(tmp_path / "fs", group_2(4 * GIB, 3 * GIB))
@@ -375,8 +375,10 @@ def test_the_container_of_a_machine_is_the_least(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gauges(monkeypatch) -> dict[str, int]:
-    """What the gauges of a sampler show, to be changed; looks: how often they were read;
-    cleared: how often the cache was."""
+    """Simulated values of a sampler's gauges, which tests change.
+
+    looks: the number of readings. cleared: how often the cache was cleared.
+    """
     shown = {"process": 10, "active": 3, "cache": 2, "looks": 0, "cleared": 0}
 
     def process() -> int:
@@ -398,7 +400,7 @@ def show(gauges: dict[str, int], sampler: Sampler, **values: int) -> None:
     sampler.look()
 
 
-def test_the_highest_of_each_gauge_is_kept(gauges):
+def test_sampler_keeps_the_maximum_of_each_gauge(gauges):
     sampler = Sampler()
     show(gauges, sampler, process=50)
     show(gauges, sampler, process=20, active=30, cache=5)
@@ -406,7 +408,7 @@ def test_the_highest_of_each_gauge_is_kept(gauges):
     assert sampler.highest() == Highest(process_bytes=50, mlx_bytes=35)
 
 
-def test_the_highest_begins_anew_when_asked(gauges):
+def test_sampler_resets_the_maximum_after_each_call(gauges):
     sampler = Sampler()
     show(gauges, sampler, process=50)
     sampler.highest()
@@ -414,12 +416,12 @@ def test_the_highest_begins_anew_when_asked(gauges):
     assert sampler.highest().process_bytes == 20
 
 
-def test_the_highest_includes_the_moment_of_asking(gauges):
-    """A step may be shorter than the time between two looks."""
+def test_sampler_includes_the_current_reading(gauges):
+    """A step may be shorter than the time between two readings."""
     assert Sampler().highest() == Highest(process_bytes=10, mlx_bytes=5)
 
 
-def test_the_thread_sees_a_peak_that_is_gone(gauges):
+def test_sampler_thread_sees_a_short_peak(gauges):
     with Sampler(every_s=0.001) as sampler:
         sampler.highest()
         gauges["process"] = 99
@@ -429,7 +431,7 @@ def test_the_thread_sees_a_peak_that_is_gone(gauges):
         assert sampler.highest().process_bytes == 99
 
 
-def test_the_thread_looks_while_an_evaluation_runs():
+def test_sampler_thread_reads_while_mlx_evaluates():
     matrix = mx.ones((400, 400))
     with Sampler(every_s=0.001) as sampler:
         looks, look = [], sampler.look
@@ -442,7 +444,7 @@ def test_the_thread_looks_while_an_evaluation_runs():
     assert sum(began < at < ended for at in looks) > 3
 
 
-def test_the_thread_ends_with_its_block(gauges):
+def test_sampler_thread_ends_with_its_context(gauges):
     with Sampler(every_s=0.001) as sampler:
         pass
     sampler.highest()
@@ -452,7 +454,7 @@ def test_the_thread_ends_with_its_block(gauges):
     assert sampler.highest().process_bytes == 10
 
 
-def test_the_thread_ends_at_once():
+def test_sampler_thread_ends_without_waiting():
     began = time.perf_counter()
     with Sampler(every_s=60):
         pass
@@ -460,7 +462,7 @@ def test_the_thread_ends_at_once():
 
 
 @pytest.mark.parametrize("name", ["get_active_memory", "get_cache_memory", "clear_cache"])
-def test_what_fails_does_not_end_the_thread(gauges, monkeypatch, name):
+def test_failing_gauges_do_not_end_the_sampler_thread(gauges, monkeypatch, name):
     with Sampler(every_s=0.001, panic_bytes=1) as sampler:
         with monkeypatch.context() as patch:
             patch.setattr(probe.mx, name, raises)
@@ -470,7 +472,7 @@ def test_what_fails_does_not_end_the_thread(gauges, monkeypatch, name):
         wait_until(lambda: sampler.cleared > cleared)
 
 
-def test_a_gauge_that_cannot_be_read_is_none(gauges, monkeypatch):
+def test_sampler_reports_unreadable_gauges_as_none(gauges, monkeypatch):
     monkeypatch.setattr(probe, "process_bytes", lambda: None)
     monkeypatch.setattr(probe.mx, "get_cache_memory", raises)
     monkeypatch.setattr(probe.mx.metal, "get_cache_memory", raises)
@@ -481,7 +483,7 @@ def test_a_gauge_that_cannot_be_read_is_none(gauges, monkeypatch):
     ("process", "cache", "panic_bytes", "cleared"),
     [(11, 2, 10, 1), (10, 2, 10, 0), (11, 0, 10, 0), (11, 2, None, 0)],
 )
-def test_the_cache_is_cleared_above_the_limit_where_there_is_one(
+def test_sampler_clears_the_cache_only_above_panic_bytes(
     gauges, process, cache, panic_bytes, cleared
 ):
     sampler = Sampler(panic_bytes=panic_bytes)
@@ -489,7 +491,7 @@ def test_the_cache_is_cleared_above_the_limit_where_there_is_one(
     assert (sampler.cleared, gauges["cleared"]) == (cleared, cleared)
 
 
-def test_clearing_from_the_thread_leaves_an_evaluation_as_it_is():
+def test_clearing_the_cache_does_not_change_an_evaluation():
     matrix = mx.random.normal((128, 128), key=mx.random.key(0))
 
     def work() -> float:
@@ -505,8 +507,8 @@ def test_clearing_from_the_thread_leaves_an_evaluation_as_it_is():
     assert sampler.cleared > 0
 
 
-def test_a_look_is_cheap():
-    """Measured: 8 microseconds on Linux."""
+def test_one_reading_is_fast():
+    """It took 8 microseconds on Linux."""
     sampler = Sampler()
     times = []
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""What MLX and the C library keep of freed memory, given back. Imports mlx; safe in any thread."""
+"""Return freed memory that MLX and the C library keep. Imports mlx; safe in any thread."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import sys
 
 import mlx.core as mx
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt
 LARGE_BYTES = 256 << 10
 CACHE_SHARE = 0.5
-TIGHT = 0.5  # of the limit, from which on what is kept of freed memory matters
+TIGHT = 0.5  # share of the limit; above it, glibc must return freed buffers immediately
 
 
 def give_back_at_once() -> None:
-    """Let glibc return large buffers to the system when they are freed.
+    """Make glibc return large buffers to the system as soon as they are freed.
 
-    It raises that threshold by itself whenever a large buffer is freed, and then keeps what
-    is freed later: the process held up to twice what MLX counted. It costs up to a quarter of
-    a step's time. Nothing to do on macOS.
+    By default glibc raises its threshold whenever a large buffer is freed, and keeps buffers
+    below it: processes used up to twice the memory that MLX counted. This costs up to a quarter
+    of the time of a step. Does nothing on macOS.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
@@ -30,9 +30,9 @@ def give_back_at_once() -> None:
 
 
 def free(collect: bool = True) -> None:
-    """Give back what neither Python nor MLX uses any more.
+    """Return memory that neither Python nor MLX uses any more.
 
-    collect: look for cycles as well, which takes a tenth of a second.
+    collect: also collect reference cycles, which takes a tenth of a second.
     """
     if collect:
         gc.collect()
@@ -43,11 +43,14 @@ def free(collect: bool = True) -> None:
 
 
 def hold(limit_bytes: int, needed_bytes: int, beside_bytes: int) -> None:
-    """Tell MLX of the limit of the process, which holds `beside_bytes` beside MLX's buffers.
+    """Set MLX's memory limit and cache limit from the limit of the process.
 
-    Above what is left MLX waits for work in flight before it allocates; what it may keep of
-    freed buffers is a share of what the plan, which needs `needed_bytes`, leaves. Where that
-    is little, the C library keeps nothing.
+    needed_bytes: memory that the plan needs, of the whole process.
+    beside_bytes: memory of the process outside MLX's buffers.
+
+    Above its memory limit MLX waits for running work before it allocates. The cache of freed
+    buffers may use CACHE_SHARE of the memory that the plan leaves free. If the plan needs most
+    of the limit, glibc keeps no freed buffers either.
     """
     if needed_bytes > TIGHT * limit_bytes:
         give_back_at_once()

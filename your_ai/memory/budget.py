@@ -1,4 +1,4 @@
-"""What a run may hold, and the plan under it: found before a weight is loaded."""
+"""The memory limit of a run, and the plan that fits: chosen before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -26,27 +26,25 @@ from your_ai.memory.sample import in_gb
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.sft import SUPERVISED
 
-# Threads, a BLAS or a driver and its buffers, started with the first step. On a Mac a guess.
+# Threads, BLAS or driver buffers that appear in the first step. A guess on macOS.
 LATER_BYTES = 30_000_000 if probe.is_macos() else 20_000_000
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The limit of a process, what it asks for, and the plan under which that fits.
-
-    measurements: the file that keeps what was measured of this model on this machine;
-    kept: the run goes on under the plan that it had.
-    """
+    """The limit of a process, its demand, and the plan that fits."""
 
     limit: MemoryLimit
     demand: Demand
     choice: Choice
     measurements: Path | None = None
+    """The file with the measurements of this model on this machine."""
     kept: bool = False
+    """Whether the run continues under the plan it had before."""
 
     @property
     def graphs_room_bytes(self) -> int:
-        """For compiled graphs: what those of one shape take, and some of what is left."""
+        """Room for compiled graphs: those of one shape, plus a quarter of the unused limit."""
         option = self.choice.option
         left = max(0, self.limit.limit_bytes - option.needed_bytes)
         return option.estimate.components["graphs"] + left // 4
@@ -54,35 +52,33 @@ class Budget:
 
 @dataclass(frozen=True)
 class PriorPlans:
-    """What a run has planned and measured before.
-
-    plan: the one that it had at this level, by the same settings; begun: training has begun,
-    so that what other runs measured meanwhile must not change how it goes on.
-    """
+    """The earlier plan and measurements of a run that is resumed."""
 
     plan: Plan | None = None
+    """The plan it had at this level, with the same settings."""
     measurements: tuple[Measurement, ...] = ()
     begun: bool = False
+    """Whether training has begun. If so, newer measurements of other runs must not change it."""
 
 
 def limit_of(max_memory_gb: float | None, force: bool = False) -> MemoryLimit:
-    """Raises UserError for more than the machine has."""
+    """The limit of this process. Raises UserError if it is more than the machine has."""
     return find_limit(probe.machine(), max_memory_gb, force)
 
 
 @cache
 def python_bytes() -> int:
-    """What this process holds without a model.
+    """Memory of this process without a model.
 
-    As it was at first: what a plan before this one has left is not needed besides it.
+    Measured once, at the first call: memory left over from an earlier plan does not count.
     """
     return (probe.process_bytes() or 0) + LATER_BYTES
 
 
 def row_limit(max_row_bytes: int, max_memory_gb: float | None, force: bool = False) -> RowLimit:
-    """How long a row of data may be, so that the process stays under its limit while it reads.
+    """The maximum length of a row of data, so that reading stays under the limit.
 
-    To be asked before data is read: `python_bytes` is measured here, without what that leaves.
+    Call it before reading data: it measures `python_bytes`, which must not include the data.
     """
     python_bytes()
     limit = limit_of(max_memory_gb, force).limit_bytes
@@ -100,13 +96,16 @@ def demand_of(
     answer_tokens: int = 0,
     before_bytes: int = 0,
 ) -> Demand:
-    """lengths: T of every bucket; prefix_tokens: of all texts of a prefix cache.
+    """The demand of a training run.
 
-    answer_tokens: of the longest sample prompt with its answer; before_bytes: as in Demand.
+    lengths: the sequence length T of every bucket.
+    prefix_tokens: tokens of all texts in the prefix cache.
+    answer_tokens: tokens of the longest sample prompt with its answer.
+    before_bytes: as in Demand.
     """
     blocks = facts.blocks if config.lora_layers == "all" else config.lora_layers
     lengths, batch_size = tuple(sorted(set(lengths))), config.batch_size
-    if config.packing:  # a row of --max-seq-length counts as so many of the longest text
+    if config.packing:  # count a packed row as several rows of the longest text
         lengths = lengths[-1:]
         batch_size = max(1, -(-config.max_seq_length // lengths[0]))
     kept = prefix_tokens if config.prefix_cache == "memory" else 0
@@ -149,9 +148,10 @@ def budget_of(
     answer_tokens: int = 0,
     before_bytes: int = 0,
 ) -> Budget:
-    """The budget of a run of the model in `folder`. Raises UserError where nothing fits.
+    """The budget of a run of the model in `folder`. Raises UserError if nothing fits.
 
-    past: what the run itself has planned and measured before, where it goes on.
+    past: earlier plan and measurements of the run, if it is resumed.
+    The other arguments are as in `demand_of` and `choose`.
     """
     past = past or PriorPlans()
     limit = limit_of(config.max_memory, config.force)
@@ -174,9 +174,9 @@ def budget_of(
 
 
 def measured_key(config: TrainConfig, demand: Demand, dtype: mx.Dtype) -> list[str]:
-    """What the activations of a micro-batch depend on, beside its shape and the engine."""
+    """Everything that activation memory depends on, except the shape and the engine."""
     facts = replace(demand.facts, disk_bytes=0)
-    training = replace(demand.training, optimizer="adamw")  # has no part in them
+    training = replace(demand.training, optimizer="adamw")  # does not affect activations
     settings = (config.packing, config.prefix_cache, config.lora_dropout > 0)
     parts = (demand.coefficients, dtype, facts, training, *settings)
     return [*machine_key(), *map(str, parts)]
@@ -205,10 +205,10 @@ def budget_of_evaluation(
     can_stream: bool = True,
     answer_tokens: int = 0,
 ) -> Budget:
-    """The budget of evaluating rows with the model in `folder`, which trains nothing.
+    """The budget of an evaluation with the model in `folder`, without training.
 
-    training: of the adapter that is on it; the rest as in `demand_of`. Raises UserError where
-    nothing fits.
+    training: describes the adapter on the model. The other arguments are as in `demand_of`.
+    Raises UserError if nothing fits.
     """
     limit = limit_of(max_memory_gb)
     demand = Demand(
@@ -229,9 +229,10 @@ def budget_of_evaluation(
 
 
 def hold_generation(facts: ModelFacts, tokens: int, max_memory_gb: float, can_stream: bool) -> bool:
-    """Hold MLX to a limit while it generates; whether the weights have to be streamed for it.
+    """Limit MLX's memory for generation; return whether the weights must be streamed.
 
-    tokens: of prompt and answer. Raises UserError where neither way fits.
+    tokens: tokens of prompt and completion together.
+    Raises UserError if neither resident nor streamed weights fit.
     """
     limit = limit_of(max_memory_gb).limit_bytes
     coefficients = coefficients_here()
@@ -241,8 +242,8 @@ def hold_generation(facts: ModelFacts, tokens: int, max_memory_gb: float, can_st
     least = min(resident, streamed) if can_stream else resident
     if least > limit:
         raise UserError(
-            f"--max-memory {max_memory_gb:g}: answering with this model takes "
-            f"{in_gb(rounded_up(least))}; give that, or fewer --max-tokens"
+            f"--max-memory {max_memory_gb:g}: generating with this model needs "
+            f"{in_gb(rounded_up(least))}; raise the limit to that, or lower --max-tokens"
         )
     streams = resident > limit
     allocator.hold(limit, streamed if streams else resident, python_bytes())

@@ -1,11 +1,11 @@
-"""What micro-batches were measured to hold -> how far an estimate is off, and what to measure next.
+"""Measured memory of micro-batches -> corrections of the estimate, and what to measure next.
 
-The coefficients of `memory.estimate` were fitted on one kind of machine. On any other they are
-a guess, so a run whose limit is near measures before it trains: one short row, then longer
-ones, then more rows, each no larger than what was measured so far allows. No mlx here.
+The coefficients of `memory.estimate` were fitted on one kind of machine. On any other machine
+they are a guess. So a run with a tight limit measures before it trains: first one short row, then
+longer rows, then more rows. Each shape is only as large as earlier measurements allow. No mlx here.
 
-Engines are of two families, fused, and the staged and streamed ones, whose activations are the
-same. N: tokens of a micro-batch, rows x tokens of a row.
+There are two families of engines: fused; and staged with streamed, which use the same memory for
+activations. N is the number of tokens of a micro-batch: rows x tokens per row.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FAR = 10.0  # nothing is measured where so many times the estimated activations fit as well
-FIRST, SECOND = 32, 64  # tokens: too few to hold much, and enough to show how it grows
-SLACK = 1.5  # growth beyond what was measured may be so much steeper, as attention's may
-ENOUGH, SURELY = 8, 0.9  # after so many, what would not fit were growth so much slower is left
-STEP = 32  # tokens of a row that is measured are a multiple of it, as those of a batch are
-GROWTHS = (2.25, 1.5, 1.25)  # in N, the largest first
-LEAST_RATIO, MOST_RATIO = 0.1, 100.0  # beyond which nothing is believed
+FAR = 10.0  # measure nothing if this multiple of the estimated activations fits
+FIRST, SECOND = 32, 64  # tokens of the first shapes: small, but enough to show the growth
+SLACK = 1.5  # growth beyond the measurements may be this much steeper (attention)
+# After ENOUGH measurements, give up on a shape that would not fit even if memory grew only
+# SURELY times as fast.
+ENOUGH, SURELY = 8, 0.9
+STEP = 32  # measured sequence lengths are a multiple of it, as those of batches are
+GROWTHS = (2.25, 1.5, 1.25)  # factors of N from one shape to the next, the largest first
+LEAST_RATIO, MOST_RATIO = 0.1, 100.0  # ratios outside this range are not plausible
 
 
 def family(engine: str) -> str:
-    """fused, or staged for the engines that compute block by block."""
+    """`fused`, or `staged` for the engines that compute block by block."""
     return "fused" if engine == "fused" else "staged"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one micro-batch held on this machine.
-
-    engine: the family of engines that computed it.
-    rows, tokens: its shape, padding included.
-    work_bytes: the peak without weights, adapters and the optimizer's state.
-    ratio: what the coefficients are multiplied with so that the estimate is what was measured.
-    """
+    """The measured memory of one micro-batch on this machine."""
 
     engine: str
+    """The family of the engine that computed it."""
     rows: int
     tokens: int
+    """Tokens per row, padding included."""
     work_bytes: int
+    """Peak memory without weights, adapters and optimizer state."""
     ratio: float
+    """The factor on the coefficients that makes the estimate equal to the measurement."""
 
     @property
     def size(self) -> int:
-        """N, tokens in all."""
+        """N, the total number of tokens."""
         return self.rows * self.tokens
 
 
 class Shape(NamedTuple):
-    """Of a micro-batch: B rows of T tokens."""
+    """The shape of a micro-batch: B rows of T tokens."""
 
     rows: int
     tokens: int
@@ -63,30 +63,31 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measurements that estimates on this machine are corrected by."""
+    """The measurements on this machine, which correct its estimates."""
 
     measurements: tuple[Measurement, ...] = ()
 
     def of(self, engine: str) -> list[Measurement]:
-        """Those of an engine's family, the smallest first; of each size the one of most work."""
+        """Measurements of the engine's family, by size; the one of most work for each size."""
         ours = [m for m in self.measurements if m.engine == family(engine)]
         found = {m.size: m for m in sorted(ours, key=lambda m: m.work_bytes)}
         return [found[size] for size in sorted(found)]
 
     def largest(self, engine: str) -> int:
-        """The largest N that was measured; 0 where nothing was."""
+        """The largest measured N; 0 if there is none."""
         return max((m.size for m in self.of(engine)), default=0)
 
     def with_one(self, measured: Measurement) -> Calibration:
         return Calibration((*self.measurements, measured))
 
     def ratio(self, engine: str, size: int, expected_bytes: float) -> float:
-        """What the coefficients are multiplied with for a micro-batch of N `size`.
+        """The factor on the coefficients for a micro-batch with N = `size`.
 
-        expected_bytes: its work, with the ratio of the largest measurement. Between two
-        measurements the larger ratio of the two. Beyond all of them the last ratio, and more
-        where the last two grew by more than their estimates. Of a family of which nothing was
-        measured the last ratio of the other one.
+        expected_bytes: its estimated work, corrected by the ratio of the largest measurement.
+
+        Between two measurements it is the larger of their ratios. Beyond all measurements it is
+        the last ratio, increased if the last two measurements grew more than their estimates.
+        A family without measurements uses the last ratio of the other family.
         """
         found = self.of(engine)
         if not found:
@@ -107,17 +108,19 @@ class Calibration:
 def extrapolated(
     found: Sequence[Measurement], size: int, expected_bytes: float, slack: float = 1.0
 ) -> float:
-    """Bytes of work at N `size`, beyond all measurements.
+    """Extrapolate bytes of work to N = `size`, beyond all measurements.
 
-    It grows as the estimate does, and by what the last two grew beyond their estimates, a
-    token. So what levels off is not carried on in a straight line. expected_bytes: as in
-    `Calibration.ratio`; slack: how many times more it may grow. With one measurement in
-    proportion to N.
+    Work grows as the estimate does, plus, per token, the growth of the last two measurements
+    beyond their estimates. So memory that levels off is not extrapolated in a straight line.
+    With only one measurement, work is proportional to N.
+
+    expected_bytes: as in `Calibration.ratio`.
+    slack: factor on the growth.
     """
     *before, last = found
     if not before:
         return last.work_bytes * max(1.0, size / last.size)
-    expected_before = before[-1].work_bytes * last.ratio / before[-1].ratio  # with the last ratio
+    expected_before = before[-1].work_bytes * last.ratio / before[-1].ratio  # at the last ratio
     missed = max(0.0, expected_before - before[-1].work_bytes) / (last.size - before[-1].size)
     growth = expected_bytes - last.work_bytes + missed * (size - last.size)
     return last.work_bytes + slack * max(0.0, growth)
@@ -130,12 +133,13 @@ def next_shape(
     room_bytes: Callable[[Shape], int],
     expected_bytes: Callable[[Shape], int],
 ) -> Shape | None:
-    """The next micro-batch to measure on the way to `wanted`; None where there is none.
+    """The next micro-batch to measure on the way to `wanted`; None if there is none.
 
-    room_bytes: what the limit leaves for a shape's work; expected_bytes: what it is by the
-    estimate, corrected by the last measurement. First the tokens of one row grow,
-    then rows. Nothing is measured that could need more than there is room for: by what is
-    expected, and by SLACK times the growth that was measured.
+    room_bytes: bytes that the limit leaves for the work of a shape.
+    expected_bytes: its estimated work, corrected by the last measurement.
+
+    First the length of one row grows, then the number of rows. No shape is measured that might
+    not fit, judged by its expected work and by SLACK times the measured growth.
     """
     found = calibration.of(engine)
     if not found:

@@ -1,4 +1,4 @@
-"""The measurements of a model on this machine, kept in a file for its next run. No mlx here."""
+"""Measurements of a model on this machine, kept in a file for the next run. No mlx here."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any
 from your_ai.files import read_text, replace_text
 from your_ai.memory.calibration import LEAST_RATIO, MOST_RATIO, Calibration, Measurement
 
-MOST_BYTES = 1 << 20  # of a file: one that is larger is not of ours
+MOST_BYTES = 1 << 20  # a larger file was not written by this module
 
 
 def file_of(folder: Path, key: Iterable[str]) -> Path:
-    """Where the measurements are kept that depend on `key`."""
+    """The file of the measurements for `key`."""
     digest = hashlib.sha256("\n".join(key).encode()).hexdigest()
     return folder / f"{digest[:32]}.json"
 
 
 def read(path: Path) -> Calibration:
-    """What was kept; an empty one where there is nothing, or nothing that can be believed."""
+    """Read a file of measurements; empty if it is missing or damaged."""
     try:
         content = json.loads(read_text(path, MOST_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -33,14 +33,14 @@ def read(path: Path) -> Calibration:
 
 
 def believed(entries: Iterable[Any]) -> Iterator[Measurement]:
-    """The entries that can be measurements."""
+    """The valid measurements among `entries`."""
     for entry in entries:
         with contextlib.suppress(ValueError, TypeError):
             yield measurement_of(entry)
 
 
 def measurement_of(entry: Any) -> Measurement:
-    """A measurement from a file. Raises ValueError for one that cannot be."""
+    """A measurement from a file. Raises ValueError or TypeError if it is not valid."""
     found = Measurement(**entry)
     counts = (found.rows, found.tokens, found.work_bytes)
     whole = all(type(count) is int and 0 < count < 1 << 50 for count in counts)
@@ -52,7 +52,7 @@ def measurement_of(entry: Any) -> Measurement:
 
 
 def keep(path: Path, calibration: Calibration) -> None:
-    """Replace the file; where it cannot be written, the next run measures again."""
+    """Replace the file. If that fails, the next run measures again."""
     text = json.dumps([asdict(measured) for measured in calibration.measurements], indent=1)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

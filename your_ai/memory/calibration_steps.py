@@ -1,4 +1,4 @@
-"""Which micro-batches to measure before training, and what they say of the plan. Pure."""
+"""Choose micro-batches to measure before training, and choose the plan again. Pure."""
 
 from __future__ import annotations
 
@@ -44,11 +44,14 @@ def settle(
     measure: Measure,
     note: Note = lambda _: None,
 ) -> tuple[Demand, Choice]:
-    """Measure under the engine of `choice` until it is known to hold, or another one is better.
+    """Measure under the engine of `choice` until its plan is known to fit or another is better.
 
-    The demand with what was measured, and the choice by that: of another engine where that is
-    the fastest that fits, and nothing of it was measured here. level: as in `choose`; note: is
-    told of each measurement as soon as it is taken. Raises UserError where nothing fits.
+    level: as in `choose`.
+    measure: computes a micro-batch and returns its peak of MLX's buffers, in bytes.
+    note: is called with each measurement as soon as it is taken.
+
+    Returns the demand with the measurements, and the choice based on them. If that choice is of
+    another engine, that engine was not measured here. Raises UserError if nothing fits.
     """
     plan = choice.option.plan
     while not is_certain(demand, choice.option, limit_bytes):
@@ -57,7 +60,7 @@ def settle(
             found = measured(demand, plan, shape, measure(plan, shape))
             note(found)
             demand = replace(demand, calibration=demand.calibration.with_one(found))
-            if shape.size < max(demand.lengths):  # too little to judge a plan by
+            if shape.size < max(demand.lengths):  # too small to judge a plan
                 continue
         choice = choose(demand, limit_bytes, level)
         before, plan = plan, choice.option.plan
@@ -67,10 +70,10 @@ def settle(
 
 
 def measured(demand: Demand, plan: Plan, shape: Shape, peak_bytes: int) -> Measurement:
-    """What a micro-batch whose gradients took `peak_bytes` of MLX's buffers tells.
+    """The measurement of a micro-batch whose gradients had a peak of `peak_bytes`.
 
-    Its ratio is the largest one with which the estimate is no more than that peak; 1 where even
-    the least is more, since the peak is then of what is held besides.
+    Its ratio is the largest one whose estimate is at most that peak. If even the smallest ratio
+    gives more, the ratio is 1: the peak then comes from other memory than activations.
     """
 
     def estimated(ratio: float) -> Estimate:
@@ -90,10 +93,10 @@ def measured(demand: Demand, plan: Plan, shape: Shape, peak_bytes: int) -> Measu
 
 
 def is_certain(demand: Demand, option: Option, limit_bytes: int) -> bool:
-    """Whether a plan can be used at once.
+    """Whether a plan can be used without further measurements.
 
-    It can where its largest micro-batch was measured, where the longest row was and growth from
-    there leaves room, and where the limit is far away.
+    It can if its largest micro-batch was measured, if the longest row was measured and growth
+    from there leaves room, or if the limit is far away.
     """
     wanted, engine = largest_shape(demand, option.plan), option.plan.engine
     largest = demand.calibration.largest(engine)
@@ -109,13 +112,13 @@ def is_certain(demand: Demand, option: Option, limit_bytes: int) -> bool:
 
 
 def room_bytes(demand: Demand, plan: Plan, shape: Shape, limit_bytes: int) -> int:
-    """What the limit leaves for the work of a micro-batch."""
+    """Bytes that the limit leaves for the work of a micro-batch."""
     found = estimate_of(demand, plan, *shape, gradients_only=True)
     return limit_bytes - held_bytes(found) - (found.process_bytes - found.mlx_bytes)
 
 
 def shape_to_measure(demand: Demand, plan: Plan, limit_bytes: int) -> Shape | None:
-    """The next micro-batch to measure under `plan`; None where there is none, or no room."""
+    """The next micro-batch to measure under `plan`; None if there is none, or no room for it."""
 
     def room(shape: Shape) -> int:
         return room_bytes(demand, plan, shape, limit_bytes)

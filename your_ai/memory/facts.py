@@ -1,4 +1,4 @@
-"""What an estimate needs to know of a model, read from its files' headers: no weight is loaded."""
+"""Model sizes for estimates, read from the headers of its files: no weight is loaded."""
 
 from __future__ import annotations
 
@@ -11,49 +11,56 @@ from typing import Any
 
 from your_ai.gates.foreign import BLOCK, EXPERT, Entry, read_header, read_json
 
-# Beside the text model, in files from other libraries: mlx-lm leaves it out.
+# Tensors next to the text model in files of other libraries; mlx-lm ignores them.
 LEFT_OUT = re.compile(r"(?:^|\.)(?:vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
-HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim")  # as config.json has it
+HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim")  # names in config.json
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4,
          "I16": 2, "U16": 2}  # fmt: skip
 FLOATS = ("F64", "F32", "F16", "BF16")
 VOCABULARY = ("embed_tokens", "lm_head")
 GROUP_SIZE = 64
-BIASED_IF_ASKED = ("llama", "mistral", "smollm3")  # which mlx-lm runs with one and the same code
+BIASED_IF_ASKED = ("llama", "mistral", "smollm3")  # mlx-lm runs all of them with the same code
 KNOWN = (*BIASED_IF_ASKED, "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a model as it is held, with its floats in the type that is computed in.
-
-    linears: (inputs, outputs) of each linear layer of a block, by its name there, where it
-    has experts of those that a token goes through together; experts: of all of such a layer
-    together; hidden: D; vocabulary: V; heads: of the queries; float_bytes: of a number that
-    is computed with; block_bytes: of the largest block, blocks_bytes of all;
-    vocabulary_bytes: of the embedding and, untied, the head; rest_bytes: what is left;
-    disk_bytes: of the files; norms: of a block, over all features of a hidden state; softcaps:
-    attention scores and logits pass through a tanh, as in Gemma 2; kinds: of blocks, which
-    are compiled apart.
-    """
+    """Sizes of a model in memory, with its floats in the compute dtype."""
 
     blocks: int
     linears: dict[str, tuple[int, int]]
+    """(inputs, outputs) of each linear layer of a block, by its name in the block.
+
+    For a layer with experts: of the experts that one token uses, together.
+    """
     hidden: int
+    """Hidden size D."""
     vocabulary: int
+    """Vocabulary size V."""
     heads: int
+    """Number of query heads."""
     float_bytes: int
+    """Size of a number of the compute dtype."""
     block_bytes: int
+    """Weights of the largest block."""
     blocks_bytes: int
+    """Weights of all blocks."""
     vocabulary_bytes: int
+    """The embedding, and the head if it is not tied."""
     rest_bytes: int
+    """All other weights."""
     disk_bytes: int
+    """Size of the model's files."""
     quantized: bool
     experts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """(inputs, outputs) of all experts of a layer together, by its name."""
     norms: int = 2
+    """Norms of a block over all D features."""
     softcaps: bool = False
+    """Whether attention scores and logits pass through a tanh, as in Gemma 2."""
     kinds: int = 1
+    """Kinds of blocks; each kind is compiled separately."""
 
     @property
     def weights_bytes(self) -> int:
@@ -61,32 +68,35 @@ class ModelFacts:
 
 
 def entries_of(folder: Path) -> Iterator[Entry]:
-    """The tensors of a model's files, from their headers. Raises UserError for damaged ones."""
+    """The tensors in a model's files, from the headers. Raises UserError if one is damaged."""
     for file in sorted(folder.glob("model*.safetensors")):
         yield from read_header(file)
 
 
 def facts_of(folder: Path, float_bytes: int, quantize: int | None = None) -> ModelFacts:
-    """The facts of a model folder that `hub.check_model` found whole.
+    """The facts of a model folder that passed `hub.check_model`.
 
-    float_bytes: of the type computed in; quantize: bits, for a model quantized on load.
+    float_bytes: size of a number of the compute dtype.
+    quantize: bits, if the model is quantized on load.
     """
     config = read_json(folder / "config.json", "a model folder has one")
     disk_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
     entries = list(entries_of(folder))
     if any(entry.name.endswith(".scales") for entry in entries):
-        quantize = None  # it is already: a copy that was made for it
+        quantize = None  # this is the quantized copy
     return facts_from(entries, config, float_bytes, quantize, disk_bytes)
 
 
 def facts_of_config(
     config: dict[str, Any], bits: int | None, group_size: int, float_bytes: int
 ) -> ModelFacts:
-    """The facts of a model of which there is a config.json alone.
+    """The facts of a model from its config.json alone.
 
-    bits, group_size: of its quantization, bits None where it has none; float_bytes: of the
-    type computed in. Its files count as what they hold in that type. Raises ValueError for an
-    architecture whose layers are not known here.
+    bits, group_size: its quantization; bits is None if it is not quantized.
+    float_bytes: size of a number of the compute dtype.
+
+    disk_bytes is the size of the weights in that dtype. Raises ValueError if the layers of the
+    architecture are not known here.
     """
     entries = list(entries_of_config({**config, **(config.get("text_config") or {})}))
     found = facts_from(entries, config, float_bytes, bits, 0, group_size)
@@ -101,7 +111,10 @@ def facts_from(
     disk_bytes: int,
     group_size: int = GROUP_SIZE,
 ) -> ModelFacts:
-    """The facts of a model of these tensors, those that are not quantized in groups of so many."""
+    """The facts of a model with these tensors.
+
+    group_size: for tensors that will be quantized to `quantize` bits.
+    """
     text = {**config, **(config.get("text_config") or {})}
     entries = [entry for entry in entries if is_held(entry.name, text)]
     by_block: dict[int, int] = {}
@@ -138,7 +151,7 @@ def facts_from(
 
 
 def kinds_of(entries: list[Entry], config: dict[str, Any]) -> int:
-    """How many kinds of blocks there are: by their tensors, and by the reach of attention."""
+    """The number of kinds of blocks, by their tensors and their attention (full or sliding)."""
     blocks: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
     for entry in entries:
         match = BLOCK.search(entry.name)
@@ -152,7 +165,7 @@ def kinds_of(entries: list[Entry], config: dict[str, Any]) -> int:
 
 
 def norms_of(entries: list[Entry], hidden: int) -> int:
-    """How many norms over all features the block with the most has; at least 2."""
+    """The maximum number of norms over all D features in a block; at least 2."""
     counts: dict[str, int] = {}
     for entry in entries:
         match = BLOCK.search(entry.name)
@@ -164,10 +177,10 @@ def norms_of(entries: list[Entry], hidden: int) -> int:
 
 
 def entries_of_config(config: dict[str, Any]) -> Iterator[Entry]:
-    """The tensors of a model of this configuration, none of them quantized."""
+    """The unquantized tensors of a model with this configuration."""
     kind, hidden, vocabulary = config["model_type"], config["hidden_size"], config["vocab_size"]
     if kind not in KNOWN:
-        raise ValueError(f"{kind}: an architecture whose layers are not known here")
+        raise ValueError(f"{kind}: the layers of this architecture are not known here")
     yield Entry("model.embed_tokens.weight", "F32", (vocabulary, hidden))
     for block in range(config["num_hidden_layers"]):
         for name, shape in block_shapes(config).items():
@@ -178,7 +191,7 @@ def entries_of_config(config: dict[str, Any]) -> Iterator[Entry]:
 
 
 def block_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a block by their names in it, as mlx-lm's code of KNOWN has them."""
+    """The shapes of the tensors of a block, by name, as in mlx-lm's code of KNOWN."""
     kind, hidden, wide = config["model_type"], config["hidden_size"], config["intermediate_size"]
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or hidden // heads  # of a head
@@ -219,15 +232,15 @@ def first_of(config: dict[str, Any], names: tuple[str, ...], default: int) -> An
 
 
 def layer_of(name: str) -> str:
-    """The last part of the name of the layer that a tensor is of."""
+    """The last part of the name of a tensor's layer."""
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def is_held(name: str, config: dict[str, Any]) -> bool:
-    """Whether mlx-lm keeps a tensor when it loads a model."""
+    """Whether mlx-lm loads this tensor."""
     match = BLOCK.search(name)
     if match is not None and int(match[1]) >= (config.get("num_hidden_layers") or math.inf):
-        return False  # for guessing several tokens at once
+        return False  # a block for multi-token prediction
     tied = layer_of(name) == "lm_head" and config.get("tie_word_embeddings") is True
     return not tied and LEFT_OUT.search(name) is None
 
@@ -235,11 +248,11 @@ def is_held(name: str, config: dict[str, Any]) -> bool:
 def linears_of(
     entries: list[Entry], config: dict[str, Any]
 ) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
-    """`linears` and `experts` of ModelFacts."""
+    """The fields `linears` and `experts` of ModelFacts."""
     scales = {e.name: e.shape for e in entries if e.name.endswith(".scales")}
     quantization = config.get("quantization") or {}
     sizes: dict[str, tuple[int, int]] = {}
-    counts: dict[str, int] = {}  # of experts
+    counts: dict[str, int] = {}  # number of experts
     for entry in entries:
         name, _, leaf = entry.name.rpartition(".")
         match = BLOCK.search(name + ".")
@@ -270,7 +283,7 @@ def linears_of(
 def held_bytes(
     entry: Entry, float_bytes: int, quantize: int | None, group_size: int = GROUP_SIZE
 ) -> int:
-    """What a tensor takes in memory; what will be quantized has scales and biases."""
+    """Bytes of a tensor in memory, with scales and biases if it will be quantized."""
     count = math.prod(entry.shape)
     if entry.kind not in FLOATS:
         return count * SIZES.get(entry.kind, 1)
@@ -282,12 +295,12 @@ def held_bytes(
 
 
 def layers_named(facts: ModelFacts, targets: tuple[str, ...]) -> list[tuple[int, int]]:
-    """(inputs, outputs) of the linear layers of a block that --lora-targets names."""
+    """(inputs, outputs) of the linear layers of a block that match --lora-targets."""
     return [facts.linears[name] for name in names_of(facts, targets)]
 
 
 def adapters_named(facts: ModelFacts, targets: tuple[str, ...]) -> list[tuple[int, int]]:
-    """The same, of all experts together where a layer has some: each has an adapter."""
+    """As `layers_named`, but with all experts of a layer together: each has an adapter."""
     return [facts.experts.get(name, facts.linears[name]) for name in names_of(facts, targets)]
 
 
@@ -300,6 +313,6 @@ def names_of(facts: ModelFacts, targets: tuple[str, ...]) -> list[str]:
 
 
 def vocabulary_held(facts: ModelFacts) -> ModelFacts:
-    """The same of a model whose vocabulary cannot stay in its files."""
+    """The same facts, for a model whose embedding and head must stay in memory."""
     rest = facts.rest_bytes + facts.vocabulary_bytes
     return replace(facts, rest_bytes=rest, vocabulary_bytes=0)

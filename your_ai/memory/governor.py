@@ -1,24 +1,24 @@
-"""What to do about memory at the boundary of two steps: pure policy, numbers in, actions out.
+"""Decide what to do about memory between two steps. A pure policy: numbers in, actions out.
 
-The ladder, cheapest first: clear_cache, drop_compiled, reload_lora; then what costs speed or
-time, smaller_plan and restart. Each trigger climbs by itself, one rung a decision while it
-lasts, or all the cheap ones at once where it is urgent. A trigger that took no rung for a
-while begins at the bottom again, after twice as long each time: what does not help is not
-tried for ever.
+The actions form a ladder, the cheapest first: clear_cache, drop_compiled, reload_lora; then
+smaller_plan and restart, which cost speed or time. Each trigger climbs the ladder separately: one
+rung per decision while its cause lasts, or all cheap rungs together if it is urgent. A trigger
+that took no rung for a while starts at the bottom again. That wait doubles each time, so that
+actions that do not help are not repeated forever.
 
-- near: the process reached `reload_at` of the limit. The cheap rungs; what it holds after
-  them is what the plan needs, and counts again only when it is clearly more.
-- danger: it reached DANGER of the limit; at the limit it is urgent. The cheap rungs, then a
-  smaller plan; without one a restart, but only where memory grew steadily. A peak that does
-  not grow comes back after a restart too: the user is told, once.
-- leak: it grows by more a step than `leak_threshold_bytes`. The cheap rungs; where the limit
-  is a few steps away a restart at once, since a smaller plan mends no leak.
-- pressure: the system is short of memory. Warning: clear_cache, then reload_lora. Critical:
-  both at once, then a smaller plan. Again only if it lasts.
+- near: the process reached `reload_at` of the limit. Takes the cheap rungs. The memory in use
+  after them is what the plan needs; the trigger fires again only if memory grows clearly beyond.
+- danger: the process reached DANGER of the limit; at the limit it is urgent. Takes the cheap
+  rungs, then a smaller plan. If there is none, a restart, but only if memory grew steadily: a
+  constant peak would come back after a restart, so the user gets a notice instead, once.
+- leak: memory grows by more than `leak_threshold_bytes` per step. Takes the cheap rungs. If the
+  limit is a few steps away, an immediate restart: a smaller plan does not fix a leak.
+- pressure: the system is short of memory. At a warning, clear_cache, then reload_lora. If
+  critical, both together, then a smaller plan. Repeats only if the pressure lasts.
 
-Besides: clear_cache and reload_lora every so many steps, and a larger plan that was given up
-before, once there has been plenty of memory for long. Under a new plan the caller goes on
-with the Watch that `acted` gives: a new one, which repeats no notice.
+In addition: clear_cache and reload_lora on schedule, and a return to a larger plan after memory
+use was low for many steps. After a change of plan the caller continues with the Watch from
+`acted`: a new one that does not repeat notices.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ActionKind = Literal[
     "clear_cache", "drop_compiled", "reload_lora", "smaller_plan", "restart", "larger_plan"
 ]
 KINDS: tuple[ActionKind, ...] = get_args(ActionKind)
-CHEAP, LARGE = KINDS[:3], KINDS[3:]  # a decision has one large action at most, its last
+CHEAP, LARGE = KINDS[:3], KINDS[3:]  # a decision has at most one large action, the last one
 RUNGS: dict[str, tuple[ActionKind, ...]] = {
     "danger": CHEAP,
     "leak": CHEAP,
@@ -45,23 +45,25 @@ RUNGS: dict[str, tuple[ActionKind, ...]] = {
 }
 MB, GB = 10**6, 10**9
 DANGER = 0.92  # share of the limit
-NOTICEABLE = 0.05  # share of the limit by which a plan outgrows what it was seen to need
-PATIENCE = 20  # decisions without a rung after which a trigger begins at the bottom again
-PRESSURE_PATIENCE = 50  # the same for pressure, and always the same: it is not of our making
-WINDOW, LEAST = 10, 6  # boundaries over which a leak is looked for, at most and at least,
-REGULAR = 0.85  # share of the steps between them that must grow, so that new shapes are none;
-LONG, OFTEN = 20, 0.5  # the same where noise hides that
-LOOKAHEAD = 5  # steps: a leak that reaches the limit in so many needs a restart now
-WINDOW_MEDIANS, LEAST_MEDIANS = 10, 4  # windows over which steady growth is looked for
-STEADY = 0.01  # share of the limit that steady growth comes to over them
-PLENTY = 0.55  # share of the limit
-HEADROOM_STEPS = 50
-WARNING, CRITICAL = 2, 4  # pressure
+NOTICEABLE = 0.05  # share of the limit by which memory must exceed the known need of the plan
+PATIENCE = 20  # decisions without a rung after which a trigger starts at the bottom again
+PRESSURE_PATIENCE = 50  # the same for pressure; never doubled, as other processes cause pressure
+# Leaks are searched in the last WINDOW boundaries, at least LEAST. At least REGULAR of the steps
+# between them must grow, so that new shapes do not count as a leak.
+WINDOW, LEAST = 10, 6
+REGULAR = 0.85
+LONG, OFTEN = 20, 0.5  # a longer window and a smaller share, for noisy memory
+LOOKAHEAD = 5  # a leak that would reach the limit within this many steps needs a restart
+WINDOW_MEDIANS, LEAST_MEDIANS = 10, 4  # windows in which steady growth is searched: max, min
+STEADY = 0.01  # share of the limit; less growth over these windows is not steady growth
+PLENTY = 0.55  # share of the limit below which there is headroom
+HEADROOM_STEPS = 50  # steps with headroom before a larger plan is tried
+WARNING, CRITICAL = 2, 4  # values of memory pressure
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Settings, resolved: as TrainConfig has them, 0 = never."""
+    """Resolved settings of TrainConfig; 0 means never."""
 
     limit_bytes: int
     reload_interval: int = 0
@@ -73,60 +75,63 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What is known after step `step` (from 1).
-
-    sample: now, between two steps; highest_process_bytes: the most that a thread saw since
-    the last boundary; can_shrink: a smaller plan exists; can_grow: a larger one that was
-    given up; baseline_bytes: what the process should hold outside MLX, for when its gauge
-    fails; kept_bytes: what it keeps on purpose and more of with each step, which is no leak
-    (hidden states of the prefix cache).
-    """
+    """The state of memory after a step."""
 
     step: int
+    """Counted from 1."""
     sample: MemorySample
+    """The gauges now, between two steps."""
     highest_process_bytes: int | None
+    """The peak that the sampler thread saw since the last boundary."""
     can_shrink: bool
+    """Whether a smaller plan exists."""
     can_grow: bool
+    """Whether the run left a larger plan before."""
     baseline_bytes: int = 0
+    """Expected memory outside MLX, for when the gauge of the process fails."""
     kept_bytes: int = 0
+    """Memory that grows on purpose, and is not a leak: hidden states of the prefix cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryAction:
-    """kind: what to do; cause: why, one line in words with figures."""
+    """What to do, and why."""
 
     kind: ActionKind
     cause: str
+    """One line of text with figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LadderState:
-    """Where a trigger is on the ladder: rungs taken, and decisions since the last of them."""
+    """The position of a trigger on the ladder."""
 
     taken: int = 0
+    """Rungs taken."""
     idle: int = 0
+    """Decisions since the last rung."""
     patience: int = PATIENCE
+    """Idle decisions after which the trigger starts at the bottom again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """What the policy remembers between steps.
-
-    level_bytes: what the plan needs, learned when the cheap rungs did not help; recent: held
-    at the last boundaries; window_medians: the medians of windows of them;
-    steps_with_headroom: decisions in a row with plenty of memory; told: what is said or asked
-    for only once.
-    """
+    """The state of the policy between steps."""
 
     decisions: int = 0
     ladders: Mapping[str, LadderState] = field(
         default_factory=lambda: dict.fromkeys(RUNGS, LadderState())
     )
     level_bytes: int | None = None
+    """Memory that the plan needs, known once the cheap rungs did not help."""
     recent: tuple[int, ...] = ()
+    """Memory in use at the last boundaries, in bytes."""
     window_medians: tuple[int, ...] = ()
+    """Medians of windows of `recent`."""
     steps_with_headroom: int = 0
+    """Decisions in a row with low memory use."""
     told: frozenset[str] = frozenset()
+    """Keys of notices and large actions that must not be repeated."""
 
 
 def policy_of(config: TrainConfig, limit_bytes: int) -> Policy:
@@ -144,14 +149,14 @@ def policy_of(config: TrainConfig, limit_bytes: int) -> Policy:
 def decide(
     policy: Policy, watch: Watch, observation: Observation
 ) -> tuple[Watch, list[MemoryAction], list[str]]:
-    """What to remember, the actions in the order to do them, and what to tell the user."""
+    """Return the new watch, the actions in order, and notices for the user."""
     watch = remember(policy, watch, observation)
     watch, causes = triggers(policy, watch, observation)
     due = scheduled(policy, observation.step)
     large = large_action(policy, watch, observation, causes)
     notes = gauge_notes(observation)
     if "leak" in causes:
-        notes["leak"] = f"{causes['leak']}: freeing what can be freed"
+        notes["leak"] = f"{causes['leak']}: freeing memory"
     if large is None:
         if "danger" in exhausted(watch, causes):
             advice = "raise --max-memory or lower --max-seq-length"
@@ -172,11 +177,11 @@ def decide(
 def acted(
     policy: Policy, watch: Watch, action: MemoryAction, before: MemorySample, after: MemorySample
 ) -> Watch:
-    """The watch after an action was carried out; a new one after a large action.
+    """Return the watch after an action was carried out; a new one after a large action.
 
-    What a cheap action freed must not hide a leak, nor what it brought back look like one:
-    the boundaries before it move along. If it freed most of what had grown, they are
-    forgotten. One that freed much may be taken again without more patience.
+    Memory freed by a cheap action must not hide a leak, and memory it adds must not look like
+    one, so the earlier boundaries are shifted by the difference. If the action freed most of the
+    growth, they are forgotten. After an action that freed much, the patience is reset.
     """
     if action.kind in LARGE:
         return Watch(told=watch.told)
@@ -187,12 +192,12 @@ def acted(
         ladders = {trigger: replace(c, patience=PATIENCE) for trigger, c in watch.ladders.items()}
         watch = replace(watch, ladders=ladders)
     freed, grown = held[0] - held[1], watch.recent[-1] - watch.recent[0] if watch.recent else 0
-    mended = 0 < grown <= 2 * freed
-    return replace(watch, recent=() if mended else tuple(b - freed for b in watch.recent))
+    fixed = 0 < grown <= 2 * freed
+    return replace(watch, recent=() if fixed else tuple(b - freed for b in watch.recent))
 
 
 def remember(policy: Policy, watch: Watch, observation: Observation) -> Watch:
-    """The watch one decision later."""
+    """Return the watch after one more decision."""
     ladders = {}
     for trigger, now in watch.ladders.items():
         patience = PRESSURE_PATIENCE if trigger == "pressure" else now.patience
@@ -220,12 +225,12 @@ def remember(policy: Policy, watch: Watch, observation: Observation) -> Watch:
 def triggers(
     policy: Policy, watch: Watch, observation: Observation
 ) -> tuple[Watch, dict[str, str]]:
-    """The triggers that are there, each with its cause in words, and the plan's level."""
+    """Return the active triggers, each with its cause in words, and the updated watch."""
     sample, limit = observation.sample, policy.limit_bytes
     causes: dict[str, str] = {}
     highest, level = highest_bytes(observation), watch.level_bytes
     if highest is None:
-        causes["blind"] = "no gauge shows what the process holds"
+        causes["blind"] = "no gauge shows the memory of the process"
     elif highest >= min(DANGER, policy.reload_at) * limit:
         near = highest < DANGER * limit
         in_step = highest != process_bytes(sample, observation.baseline_bytes)
@@ -246,20 +251,20 @@ def triggers(
     if leak and held_bytes(sample) is not None:
         threshold = f"{policy.leak_threshold_bytes / MB:g}"
         growth = f"memory grows by {leak / MB:.0f} MB a step"
-        causes["leak"] = f"{growth}, over the {threshold} MB that count as a leak"
+        causes["leak"] = f"{growth}, more than the leak threshold of {threshold} MB"
     if (sample.pressure or 0) >= WARNING:
-        word = "critical" if sample.pressure >= CRITICAL else "a warning"
-        causes["pressure"] = f"the system's memory pressure is {sample.pressure}, {word}"
+        word = "critical" if sample.pressure >= CRITICAL else "warning"
+        causes["pressure"] = f"the system's memory pressure is {sample.pressure} ({word})"
     return replace(watch, level_bytes=level), causes
 
 
 def climb(
     policy: Policy, watch: Watch, observation: Observation, causes: Mapping[str, str]
 ) -> tuple[Watch, dict[ActionKind, str]]:
-    """The next rung of each trigger, all of them where it is urgent, with the cause."""
+    """Take the next rung of each trigger, or all its rungs if urgent; return the actions."""
     actions: dict[ActionKind, str] = {}
     if "blind" in causes:
-        actions["clear_cache"] = causes["blind"]  # at every step, to be safe
+        actions["clear_cache"] = causes["blind"]  # every step, to be safe
     urgent = {
         "danger": (highest_bytes(observation) or 0) >= policy.limit_bytes,
         "pressure": (observation.sample.pressure or 0) >= CRITICAL,
@@ -276,14 +281,14 @@ def climb(
 
 
 def exhausted(watch: Watch, causes: Mapping[str, str]) -> set[str]:
-    """The triggers that are still there after all their cheap rungs."""
+    """The triggers that are still active after all their cheap rungs."""
     return {t for t, rungs in RUNGS.items() if t in causes and watch.ladders[t].taken == len(rungs)}
 
 
 def large_action(
     policy: Policy, watch: Watch, observation: Observation, causes: Mapping[str, str]
 ) -> MemoryAction | None:
-    """A change of plan or a restart, where it is time for one and it helps."""
+    """A change of plan or a restart, if one is needed now and would help."""
     limit, stuck = policy.limit_bytes, exhausted(watch, causes)
     restart_left = "restart" not in watch.told
     if "leak" in causes and restart_left:
@@ -297,7 +302,7 @@ def large_action(
     grown = steady_growth_bytes(watch.window_medians)
     if "danger" in stuck and grown >= STEADY * limit and restart_left:
         return MemoryAction(
-            kind="restart", cause=f"{causes['danger']}, having grown by {in_gb(grown)}"
+            kind="restart", cause=f"{causes['danger']}, after growing by {in_gb(grown)}"
         )
     critical = (observation.sample.pressure or 0) >= CRITICAL
     if "pressure" in stuck and critical and observation.can_shrink:
@@ -312,7 +317,7 @@ def large_action(
 
 
 def scheduled(policy: Policy, step: int) -> dict[ActionKind, str]:
-    """What is due at this step whatever the memory; a reload clears the cache as well."""
+    """The action that is scheduled for this step. A reload also clears the cache."""
     for kind, every in (
         ("reload_lora", policy.reload_interval),
         ("clear_cache", policy.clear_cache_every),
@@ -323,10 +328,10 @@ def scheduled(policy: Policy, step: int) -> dict[ActionKind, str]:
 
 
 def leak_bytes(policy: Policy, recent: Sequence[int]) -> float:
-    """Growth a step over `recent`, or 0.0 where it is under the threshold.
+    """Growth per step over `recent`, or 0.0 if it is below the threshold.
 
-    The median slope of all pairs (Theil-Sen) is deaf to noise. New shapes let memory jump
-    in many of the first steps, a leak in nearly every one.
+    The median slope of all pairs (Theil-Sen) ignores noise. New shapes make memory jump in many
+    of the first steps; a leak does so in nearly every step.
     """
     for values, least, share in ((recent[-WINDOW:], LEAST, REGULAR), (recent, LONG, OFTEN)):
         if len(values) < least:
@@ -340,19 +345,19 @@ def leak_bytes(policy: Policy, recent: Sequence[int]) -> float:
 
 
 def steady_growth_bytes(window_medians: Sequence[int]) -> float:
-    """Growth over the windows, were each step between them the median one: a jump is none."""
+    """Growth over all windows if each grew by the median difference, which ignores jumps."""
     if len(window_medians) < LEAST_MEDIANS:
         return 0.0
     return median(b - a for a, b in pairwise(window_medians)) * (len(window_medians) - 1)
 
 
 def believed(gauge: int | None) -> int | None:
-    """A gauge that cannot be 0 while a model is loaded: if it is, it lies."""
+    """The value of a gauge, or None if it is 0: impossible while a model is loaded."""
     return gauge if gauge is not None and gauge > 0 else None
 
 
 def process_bytes(sample: MemorySample, baseline_bytes: int = 0) -> int | None:
-    """What the process holds: the system's figure, and never less than MLX's own."""
+    """Memory of the process: the system's figure, but at least MLX's own."""
     live, cache = believed(sample.active_bytes), sample.cache_bytes or 0
     process = believed(sample.process_bytes)
     if process is not None:
@@ -362,20 +367,20 @@ def process_bytes(sample: MemorySample, baseline_bytes: int = 0) -> int | None:
 
 
 def held_bytes(sample: MemorySample, baseline_bytes: int = 0) -> int | None:
-    """What the process holds beside the cache, which can be had back at any time."""
+    """Memory of the process without MLX's cache, which can be freed at any time."""
     held = process_bytes(sample, baseline_bytes)
     return None if held is None else held - (sample.cache_bytes or 0)
 
 
 def highest_bytes(observation: Observation) -> int | None:
-    """The most that the process held since the last boundary, as far as is known."""
+    """Peak memory of the process since the last boundary; None if it cannot be read."""
     now = process_bytes(observation.sample, observation.baseline_bytes)
     seen = believed(observation.highest_process_bytes)
     return max((b for b in (now, seen) if b is not None), default=None)
 
 
 def has_headroom(policy: Policy, observation: Observation) -> bool:
-    """Every gauge can be believed and shows that there is room."""
+    """Whether all gauges are plausible and show low memory use."""
     sample, seen = observation.sample, believed(observation.highest_process_bytes)
     if None in (believed(sample.process_bytes), seen) or sample.active_bytes == 0:
         return False
@@ -384,15 +389,15 @@ def has_headroom(policy: Policy, observation: Observation) -> bool:
 
 
 def gauge_notes(observation: Observation) -> dict[str, str]:
-    """What to tell about gauges that fail, by key."""
+    """Notices about gauges that fail, by key."""
     sample, notes = observation.sample, {}
     if highest_bytes(observation) is None:
-        notes["blind"] = "no gauge shows what the process holds: clearing the cache every step"
+        notes["blind"] = "no gauge shows the memory of the process: clearing the cache every step"
     elif believed(sample.process_bytes) is None:
         notes["process"] = (
-            "the memory of the process cannot be read: going by MLX's own count and "
+            "the memory of the process cannot be read: using MLX's own count plus "
             f"{in_gb(observation.baseline_bytes)} for the rest"
         )
     if sample.active_bytes == 0:
-        notes["active"] = "MLX counts 0 bytes in use, which cannot be: not going by that gauge"
+        notes["active"] = "MLX reports 0 bytes in use, which is impossible: ignoring that gauge"
     return notes

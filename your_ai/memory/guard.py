@@ -1,7 +1,7 @@
-"""The last line of defense: a process that is about to pass its limit ends, and goes on smaller.
+"""The last line of defense: end the process when it is about to exceed its limit.
 
-Plans are chosen so that this does not happen. Where one holds more than it should all the same,
-no step is lost: the supervisor goes on from the checkpoint, under the next smaller plan.
+Plans are chosen so that this does not happen. If a plan uses more memory than estimated after
+all, the supervisor continues from the checkpoint under the next smaller plan.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator
 
 from your_ai.memory import allocator, probe
 
-EVERY_S = 0.004  # a process gets a few MB in that time
-CALM_S = 0.05  # the same while it holds less than CALM of the limit
+EVERY_S = 0.004  # a process can allocate a few MB in that time
+CALM_S = 0.05  # the interval while the process uses less than CALM of the limit
 CALM = 0.5
-HEADROOM = 0.01  # share of the limit below it at which the process ends,
-HEADROOM_BYTES = 3_000_000  # or this much where that is more
+HEADROOM = 0.01  # the process ends this share of the limit below it,
+HEADROOM_BYTES = 3_000_000  # or this many bytes below it, if that is more
 
 
 @contextlib.contextmanager
 def guarded(limit_bytes: int, end: Callable[[int], None]) -> Iterator[Callable[[], None]]:
-    """Call `end` with the bytes held, from a thread, once the process is about to pass the limit.
+    """Call `end` with the bytes in use, from a thread, when the process nears its limit.
 
-    It begins to watch when what it gives is called. Before the end it gives back what MLX keeps
-    of freed buffers.
+    Yields a function that starts watching. Before it calls `end`, it frees MLX's cache, and
+    continues if that helps.
     """
     most = limit_bytes - max(HEADROOM_BYTES, int(HEADROOM * limit_bytes))
     over, armed = threading.Event(), threading.Event()

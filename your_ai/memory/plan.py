@@ -1,7 +1,7 @@
-"""Limit and estimates -> the fastest plan that fits. Pure.
+"""Choose the fastest plan that fits into the limit, by the estimates. Pure.
 
-Plans are tried from the fastest on: fused, staged, staged with spilled block inputs, streamed,
-streamed and spilled; each with whole micro-batches first, then with fewer and fewer rows.
+Plans are tried in this order: fused; staged; staged with block inputs spilled to disk; streamed;
+streamed with spilling. Each is tried with whole micro-batches first, then with fewer rows.
 """
 
 from __future__ import annotations
@@ -19,60 +19,62 @@ from your_ai.memory.sample import in_gb
 
 ENGINES = (("fused", False), ("staged", False), ("staged", True), ("streamed", False),
            ("streamed", True))  # fmt: skip
-WORK_MARGIN = 0.12  # of transient activations: an estimate may be a tenth too low
+WORK_MARGIN = 0.12  # share of transient activations: an estimate may be a tenth too low
 MEASURED_MARGIN = 0.04  # the same, once something was measured on this machine
-SPARE_BYTES = 10_000_000  # of what is estimated beside MLX's buffers
-NOTICEABLY = 0.97  # a smaller plan needs at most this share of the one before
-VARIES_BYTES = 2_000_000  # of one and the same process, from one start to the next
+SPARE_BYTES = 10_000_000  # safety in the estimates of memory outside MLX's buffers
+NOTICEABLY = 0.97  # a smaller plan needs at most this share of the memory of the one before
+VARIES_BYTES = 2_000_000  # difference in memory between two starts of the same process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a run asks for.
-
-    lengths: T of every bucket; batch_size: rows of a micro-batch as the user wants them;
-    rows_per_step: of all micro-batches; engine: auto, or the only one allowed; spill: block
-    inputs must be spilled; can_stream: the files hold the weights as the model has them;
-    python_bytes: what the process holds without a model; prefix_bytes: of a cache in memory;
-    answer_tokens: of the longest sample prompt with its answer, 0 where there are none;
-    forward: rows are evaluated, and nothing is trained; sliced: as `estimate` has it;
-    rows_together: of a group, which is never split; scores: rows are scored without gradients
-    as well; before_bytes: what the process holds before it trains, where it quantizes the
-    model first;
-    calibration: what was measured on this machine, which estimates are corrected by.
-    """
+    """Everything about a run that decides how much memory it needs."""
 
     facts: ModelFacts
     training: Training
     lengths: tuple[int, ...]
+    """The sequence length T of every bucket."""
     batch_size: int
+    """Rows of a micro-batch, as requested by the user."""
     rows_per_step: int
+    """Rows of all micro-batches of a step."""
     engine: str = "auto"
+    """`auto`, or the only engine allowed."""
     spill: bool = False
+    """Whether block inputs must be spilled to disk."""
     can_stream: bool = True
+    """Whether the files contain the weights in the form the model uses."""
     python_bytes: int = 0
+    """Memory of the process without a model."""
     prefix_bytes: int = 0
+    """Size of a prefix cache in memory."""
     answer_tokens: int = 0
+    """Tokens of the longest sample prompt with its answer; 0 if there are no samples."""
     forward: bool = False
+    """Whether rows are only evaluated, not trained."""
     sliced: bool = False
+    """As in `estimate`."""
     rows_together: int = 1
+    """Rows of a group, which is never split."""
     scores: bool = False
+    """Whether rows are also scored without gradients."""
     before_bytes: int = 0
+    """Peak memory before training, if the model is quantized first."""
     calibration: Calibration = field(default=Calibration())
+    """Measurements on this machine, which correct the estimates."""
     coefficients: Coefficients = PACKAGED
 
 
 @dataclass(frozen=True)
 class Option:
-    """A plan with the estimate of its largest micro-batch. cost: arithmetic over fused's.
-
-    needed_bytes: the least limit under which it is chosen.
-    """
+    """A plan, with the estimate of its largest micro-batch."""
 
     plan: Plan
     estimate: Estimate
     cost: float
+    """Arithmetic of a step, relative to the fused engine."""
     needed_bytes: int
+    """The smallest limit under which it is chosen."""
 
 
 def with_margin(found: Estimate, margin: float = WORK_MARGIN) -> int:
@@ -80,7 +82,7 @@ def with_margin(found: Estimate, margin: float = WORK_MARGIN) -> int:
 
 
 def options(demand: Demand) -> list[Option]:
-    """Every plan that the run allows, the fastest first."""
+    """All plans that the run allows, the fastest first."""
     longest, together = max(demand.lengths), demand.rows_together
     rows = [whole_groups(demand.batch_size, together)]
     while rows[-1] > together:
@@ -105,12 +107,12 @@ def options(demand: Demand) -> list[Option]:
 
 
 def whole_groups(rows: int, rows_together: int) -> int:
-    """The most rows that are whole groups; one group at least."""
+    """Round `rows` down to whole groups; at least one group."""
     return max(1, rows // rows_together) * rows_together
 
 
 def largest(demand: Demand, plan: Plan) -> Estimate:
-    """The estimate of the bucket that needs the most under `plan`."""
+    """The estimate of the bucket that needs the most memory under `plan`."""
     found = []
     for tokens in demand.lengths:
         rows = plan.rows(tokens, demand.batch_size)
@@ -119,19 +121,19 @@ def largest(demand: Demand, plan: Plan) -> Estimate:
 
 
 def largest_shape(demand: Demand, plan: Plan) -> Shape:
-    """The micro-batch of the most tokens under `plan`."""
+    """The micro-batch with the most tokens under `plan`."""
     shapes = [Shape(plan.rows(t, demand.batch_size), t) for t in demand.lengths]
     return max(shapes, key=lambda shape: (shape.size, shape.tokens))
 
 
 def of_rows(demand: Demand, plan: Plan, rows: int, tokens: int) -> Estimate:
-    """The estimate of a micro-batch, corrected by what was measured on this machine."""
+    """The estimate of a micro-batch, corrected by the measurements on this machine."""
     ratio = ratio_of(demand, plan, Shape(rows, tokens))
     return estimate_of(demand, plan, rows, tokens, work_ratio=ratio)
 
 
 def ratio_of(demand: Demand, plan: Plan, shape: Shape) -> float:
-    """What the activations of a micro-batch take on this machine over what coefficients say."""
+    """The factor on the coefficients for a micro-batch on this machine."""
     if not demand.calibration.measurements:
         return 1.0
     expected = expected_bytes(demand, plan, shape)
@@ -139,7 +141,7 @@ def ratio_of(demand: Demand, plan: Plan, shape: Shape) -> float:
 
 
 def expected_bytes(demand: Demand, plan: Plan, shape: Shape) -> int:
-    """The work of a micro-batch's gradients, with the ratio of the largest measurement."""
+    """Bytes of work for the gradients of a micro-batch, at the ratio of the largest measurement."""
     found = demand.calibration.of(plan.engine)
     ratio = found[-1].ratio if found else 1.0
     with_ratio = estimate_of(demand, plan, *shape, work_ratio=ratio, gradients_only=True)
@@ -147,7 +149,7 @@ def expected_bytes(demand: Demand, plan: Plan, shape: Shape) -> int:
 
 
 def held_bytes(found: Estimate) -> int:
-    """What is held from one step to the next, whatever the micro-batch."""
+    """Bytes that stay allocated between steps, for any micro-batch."""
     return sum(found.components[n] for n in ("weights", "adapters", "optimizer", "prefix cache"))
 
 
@@ -191,31 +193,32 @@ def workload_of(demand: Demand) -> Workload:
 
 @dataclass(frozen=True)
 class Choice:
-    """The option in force, and those beside it that `your_ai plan` shows.
-
-    level: how many options that fit were passed over; smaller, larger: what would need
-    noticeably less or more, None where there is nothing.
-    """
+    """The chosen option, and its neighbors that `your_ai plan` shows."""
 
     option: Option
     level: int
+    """The number of faster options that fit but were skipped."""
     smaller: Option | None
+    """The next option that needs noticeably less memory."""
     larger: Option | None
+    """The next option that needs more memory."""
 
 
 def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None = None) -> Choice:
     """The fastest option that fits into the limit, or the one `level` steps smaller.
 
-    The smallest where there are not so many. kept: the plan that the run had at this level,
-    which it goes on under where that fits without its margin: so a process that holds a
-    little more when it resumes splits no batch in another way. Raises UserError where
-    nothing fits.
+    level: if there are fewer smaller options, the smallest is chosen.
+    kept: the plan that the run had at this level. It is chosen again if it fits without its
+        margin, so that a process that uses a little more memory when it resumes splits batches
+        in the same way.
+
+    Raises UserError if nothing fits.
     """
     every = options(demand)
     if not every:
         raise UserError(
-            f"--plan {demand.engine}: this model's weights are changed when it is loaded, so that "
-            "its files do not have them; write it with `mlx_lm.convert` first, or use --plan staged"
+            f"--plan {demand.engine}: this model's weights are converted on load, so they "
+            "cannot be streamed; convert it with `mlx_lm.convert` first, or use --plan staged"
         )
     spare = SPARE_BYTES + VARIES_BYTES if demand.calibration.measurements else 0
     for index, option in enumerate(every):
@@ -238,9 +241,10 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
 
 
 def can_begin(demand: Demand, option: Option, limit_bytes: int) -> bool:
-    """Whether the first micro-batch to be measured fits, were coefficients much too low.
+    """Whether the first micro-batch to be measured fits even if coefficients are much too low.
 
-    FAR too low where nothing was measured, else twice as low as those of the other engines.
+    They are assumed too low by a factor of FAR if nothing was measured, else by twice the ratio
+    of the other engines.
     """
     engine = option.plan.engine
     if demand.forward or engine != "fused" or demand.calibration.of(engine):
@@ -254,9 +258,9 @@ def can_begin(demand: Demand, option: Option, limit_bytes: int) -> bool:
 
 
 def untried(demand: Demand, every: list[Option], limit_bytes: int) -> list[Option]:
-    """The smallest option of an engine of which nothing was measured, where it may still fit.
+    """The smallest option of an engine without measurements, if its uncorrected estimate fits.
 
-    What was measured of other engines is no reason to refuse it.
+    Measurements of other engines are not a reason to refuse it.
     """
     if not demand.calibration.measurements:
         return []
@@ -270,14 +274,14 @@ def untried(demand: Demand, every: list[Option], limit_bytes: int) -> list[Optio
 
 
 def exactly(demand: Demand, every: list[Option], limit_bytes: int) -> list[Option]:
-    """The smallest option, where it was measured and fits without what is there to be safe."""
+    """The smallest option, if its engine was measured and it fits without safety margins."""
     least = min(every, key=lambda option: option.needed_bytes)
     known = bool(demand.calibration.of(least.plan.engine)) and demand.before_bytes <= limit_bytes
     return [least] if known and least.estimate.process_bytes - SPARE_BYTES <= limit_bytes else []
 
 
 def descending(every: Sequence[Option]) -> list[Option]:
-    """The first option, and after it each that needs noticeably less than all before."""
+    """The first option, then each that needs noticeably less memory than all before."""
     ladder = [every[0]]
     for option in every[1:]:
         if option.needed_bytes <= NOTICEABLY * ladder[-1].needed_bytes:
@@ -291,14 +295,14 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
     largest = ", ".join(f"{name} {in_gb(size)}" for name, size in parts[:3] if size >= 5_000_000)
     if demand.forward:
         return (
-            f"--max-memory: evaluating does not fit into {in_gb(limit_bytes)}; the least that "
-            f"would do is {in_gb(rounded_up(least.needed_bytes))} ({largest}); give that, or "
-            f"shorter rows than those of up to {max(demand.lengths)} tokens"
+            f"--max-memory: evaluating does not fit into {in_gb(limit_bytes)}; at least "
+            f"{in_gb(rounded_up(least.needed_bytes))} is needed ({largest}); raise the limit, or "
+            f"shorten the rows (now up to {max(demand.lengths)} tokens)"
         )
     if demand.before_bytes == least.needed_bytes:
         return (
-            f"--max-memory: quantizing the model does not fit into {in_gb(limit_bytes)}; the least "
-            f"that would do is {in_gb(rounded_up(least.needed_bytes))}; give that, or close other "
+            f"--max-memory: quantizing the model does not fit into {in_gb(limit_bytes)}; at least "
+            f"{in_gb(rounded_up(least.needed_bytes))} is needed; raise the limit, or close other "
             "programs"
         )
     advice = [f"shorten the rows (--max-seq-length, now up to {max(demand.lengths)} tokens)"]
@@ -307,21 +311,21 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
     if demand.training.blocks > 1 or demand.training.rank > 8:
         advice.append("adapt less (--lora-rank, --lora-layers, --lora-targets)")
     if not demand.facts.quantized:
-        advice.append("take a 4-bit model")
+        advice.append("use a 4-bit model")
     return (
-        f"--max-memory: nothing fits into {in_gb(limit_bytes)}; the least that would do is "
-        f"{in_gb(rounded_up(least.needed_bytes))} ({largest}); give that, or "
+        f"--max-memory: nothing fits into {in_gb(limit_bytes)}; at least "
+        f"{in_gb(rounded_up(least.needed_bytes))} is needed ({largest}); raise the limit, or "
         f"{', or '.join(advice)}"
     )
 
 
 def rounded_up(size_bytes: int) -> int:
-    """To the next hundredth of a GB, so that what is printed is enough the next time too."""
+    """Round up to hundredths of a GB, so that the printed limit is enough the next time."""
     return -(-(size_bytes + VARIES_BYTES) // 10_000_000) * 10_000_000
 
 
 def words(plan: Plan, longest: int) -> str:
-    """A plan as people read it: `staged, 2 rows of 512 tokens at once, spilling`."""
+    """A plan as text: `staged, 2 rows of 512 tokens at once, block inputs on disk`."""
     rows = max(1, plan.micro_tokens // longest)
     counted = f"{rows} row{'s' if rows > 1 else ''} of {longest} tokens at once"
     return f"{plan.engine}, {counted}{', block inputs on disk' if plan.spill else ''}"
@@ -329,9 +333,9 @@ def words(plan: Plan, longest: int) -> str:
 
 @dataclass
 class Corrections:
-    """What the first steps showed of each bucket: measured work over estimated, at most.
+    """Measured work over estimated work, by bucket: the maximum over the steps so far.
 
-    A bucket that was not seen yet is as far off as the worst that was.
+    A bucket without a measurement uses the largest ratio of all others, at least 1.
     """
 
     demand: Demand
@@ -340,7 +344,7 @@ class Corrections:
     ratios: dict[int, float] = field(default_factory=dict)
 
     def learn(self, rows: int, tokens: int, measured_mlx_bytes: int) -> bool:
-        """Whether it is more than was known of rows of so many tokens."""
+        """Record a measured peak; return whether it raised the ratio of this bucket."""
         found = of_rows(self.demand, self.plan, rows, tokens)
         held = found.mlx_bytes - found.work_bytes
         ratio = (measured_mlx_bytes - held) / max(1, found.work_bytes)
@@ -353,7 +357,7 @@ class Corrections:
         return self.ratios.get(tokens, max([1.0, *self.ratios.values()]))
 
     def rows(self, tokens: int) -> int:
-        """The most rows of so many tokens that fit, by what is known now; at least one group."""
+        """The maximum number of rows of `tokens` tokens that fit; at least one group."""
         together = self.demand.rows_together
         rows = whole_groups(self.plan.rows(tokens, self.demand.batch_size), together)
         while rows > together and self.expected_bytes(rows, tokens) > self.limit_bytes:
@@ -361,7 +365,7 @@ class Corrections:
         return rows
 
     def expected_bytes(self, rows: int, tokens: int) -> int:
-        """Of the process, corrected."""
+        """The estimated peak of the process, corrected by the measured ratios."""
         found = of_rows(self.demand, self.plan, rows, tokens)
         excess = max(0.0, self.ratio(tokens) - 1) * found.work_bytes
         return int(found.process_bytes + excess)

@@ -1,8 +1,8 @@
-"""Gauges -> MemorySample, in bytes: what MLX counts and what the process really holds.
+"""Read the memory gauges of MLX, the process and the system, in bytes.
 
-A gauge that is missing or fails gives None: it must neither end a run nor be guessed.
-What only a Mac can tell comes from `rusage` and `sysctl`, for which tests put recorded
-values. Those of Linux are files, under folders that are arguments.
+A gauge that is missing or fails gives None: it must not end a run, and is not guessed. Values
+that only macOS has come from `rusage` and `sysctl`, which tests replace with recorded values.
+Values of Linux come from files, under folders that are arguments.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from your_ai.memory.sample import MemorySample
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 PAGE_BYTES = resource.getpagesize()
-UNLIMITED_BYTES = 1 << 60  # control groups of version 1 without a limit report more than this
+UNLIMITED_BYTES = 1 << 60  # cgroups of version 1 without a limit report more than this
 
-# Where macOS's struct rusage_info_v4 has the footprint now, and its lifetime maximum.
+# Offsets of the current footprint and its lifetime maximum in macOS's struct rusage_info_v4.
 RUSAGE_INFO_V4 = 4
-RUSAGE_BYTES = 512  # 296 in fact: room for a system that writes more
+RUSAGE_BYTES = 512  # the struct has 296; the rest is room for a system that writes more
 FOOTPRINT_AT, MOST_FOOTPRINT_AT = 72, 240
 
-NORMAL, WARNING, CRITICAL = 1, 2, 4  # pressure, as macOS has it
+NORMAL, WARNING, CRITICAL = 1, 2, 4  # values of memory pressure on macOS
 WARNING_UNDER, CRITICAL_UNDER = 0.07, 0.03  # on Linux, this share of memory left
 
 
 def read() -> MemorySample:
-    """All gauges, now."""
+    """Read all gauges."""
     active, peak = mlx_bytes("get_active_memory"), mlx_bytes("get_peak_memory")
     if active is not None and peak is not None:
-        peak = max(peak, active)  # a peak that was reset is 0 until the next allocation
+        peak = max(peak, active)  # after a reset the peak is 0 until the next allocation
     system = linux_system() if is_linux() else other_system()
     return MemorySample(
         active_bytes=active,
@@ -59,7 +59,7 @@ def read() -> MemorySample:
 
 
 def machine(proc: Path = PROC, cgroups: Path = CGROUPS) -> MachineMemory:
-    """What a limit is found from."""
+    """Read the memory of the machine, to find a limit from."""
     system = linux_system(proc, cgroups) if is_linux() else other_system()
     groups = limited_groups(proc, cgroups) if is_linux() else []
     container = min(groups, key=lambda group: group.limit_bytes, default=None)
@@ -82,10 +82,10 @@ def is_macos() -> bool:
 
 
 def gauge(read: Callable[[], int | None]) -> int | None:
-    """What `read` gives, or None where it fails."""
+    """The result of `read`, or None if it fails."""
     try:
         return read()
-    except Exception:  # of any kind: what goes wrong in a system call is not known here
+    except Exception:  # any kind: a system call can fail in unknown ways
         return None
 
 
@@ -93,12 +93,12 @@ def gauge(read: Callable[[], int | None]) -> int | None:
 
 
 def mlx_bytes(name: str, mlx: ModuleType = mx) -> int | None:
-    """A memory gauge of MLX by its name; older releases have it in mx.metal."""
+    """Read a memory gauge of MLX by name; older releases have it in mx.metal."""
     return gauge(lambda: (getattr(mlx, name, None) or getattr(mlx.metal, name))())
 
 
 def working_set_bytes(mlx: ModuleType = mx) -> int | None:
-    """What Metal recommends that a process uses at most; None on other devices."""
+    """The maximum that Metal recommends for a process; None on other devices."""
 
     def find() -> int | None:
         info = getattr(mlx, "device_info", None) or mlx.metal.device_info
@@ -111,7 +111,7 @@ def working_set_bytes(mlx: ModuleType = mx) -> int | None:
 
 
 def process_bytes() -> int | None:
-    """phys_footprint on macOS, which counts GPU memory and what was compressed; else RSS."""
+    """Memory of this process: RSS, or phys_footprint on macOS (GPU and compressed memory too)."""
     if is_macos():
         return gauge(lambda: footprint(rusage(), FOOTPRINT_AT))
     if is_linux():
@@ -120,9 +120,9 @@ def process_bytes() -> int | None:
 
 
 def process_peak() -> int:
-    """The most memory that this process has held, in bytes, as process_bytes counts it.
+    """Peak memory of this process so far, in bytes, counted as in `process_bytes`.
 
-    Linux's ru_maxrss also counts what the process that started this one held.
+    Linux's ru_maxrss is only a fallback: it also counts memory of the parent process.
     """
     if is_linux():
         found = gauge(lambda: kilobytes(PROC / "self/status")["VmHWM"])
@@ -134,7 +134,7 @@ def process_peak() -> int:
 
 
 def resident_bytes(proc: Path = PROC) -> int:
-    """The resident memory of this process, at the least cost: a thread asks often."""
+    """The resident memory of this process, read quickly, because a thread asks often."""
     file = os.open(f"{proc}/self/statm", os.O_RDONLY)
     try:
         return int(os.read(file, 128).split()[1]) * PAGE_BYTES
@@ -143,7 +143,7 @@ def resident_bytes(proc: Path = PROC) -> int:
 
 
 def rusage() -> bytes:
-    """macOS's struct rusage_info_v4 of this process."""
+    """The struct rusage_info_v4 of this process, on macOS."""
     buffer = ctypes.create_string_buffer(RUSAGE_BYTES)
     if libc().proc_pid_rusage(os.getpid(), RUSAGE_INFO_V4, buffer) != 0:
         raise OSError("proc_pid_rusage failed")
@@ -151,12 +151,12 @@ def rusage() -> bytes:
 
 
 def footprint(rusage: bytes, at: int) -> int | None:
-    """The unsigned 64-bit word at byte `at`; None for 0, which no process holds."""
+    """The unsigned 64-bit word at byte `at`; None for 0, which is impossible."""
     return struct.unpack_from("=Q", rusage, at)[0] or None
 
 
 def sysctl(name: str) -> int:
-    """A 32-bit value of macOS's sysctl."""
+    """A 32-bit value of sysctl, on macOS."""
     value, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     if libc().sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0) != 0:
         raise OSError(f"sysctl {name} failed")
@@ -165,7 +165,7 @@ def sysctl(name: str) -> int:
 
 @functools.cache
 def libc() -> ctypes.CDLL:
-    """What this process has linked: on macOS, all that the system offers in C."""
+    """The libraries linked to this process: on macOS, all of the system's C interface."""
     library = ctypes.CDLL(None)
     pointer = ctypes.c_void_p
     library.proc_pid_rusage.argtypes = [ctypes.c_int, ctypes.c_int, pointer]
@@ -177,7 +177,7 @@ def libc() -> ctypes.CDLL:
 
 
 class System(NamedTuple):
-    """What the machine, and a container around this process, has left."""
+    """Free memory of the machine and of a container around this process."""
 
     available_bytes: int | None
     swap_bytes: int | None
@@ -185,7 +185,7 @@ class System(NamedTuple):
 
 
 def other_system() -> System:
-    """macOS; on any other system the pressure is not known."""
+    """The values on systems other than Linux; the pressure is known only on macOS."""
     return System(
         available_bytes=gauge(lambda: psutil.virtual_memory().available),
         swap_bytes=gauge(lambda: psutil.swap_memory().used),
@@ -196,7 +196,7 @@ def other_system() -> System:
 
 
 def linux_system(proc: Path = PROC, cgroups: Path = CGROUPS) -> System:
-    """What is left is the least over the machine and the control groups; so is the pressure."""
+    """Free memory is the minimum over the machine and the cgroups; pressure is the maximum."""
     try:
         info = kilobytes(proc / "meminfo")
         left = [(info["MemAvailable"], info["MemTotal"])]
@@ -218,19 +218,20 @@ def pressure_of(available_bytes: int, total_bytes: int) -> int:
 
 
 def kilobytes(path: Path) -> dict[str, int]:
-    """The lines `name: number kB` of a file of /proc, in bytes."""
+    """The lines `name: number kB` of a file in /proc, in bytes."""
     rows = (line.split() for line in path.read_text(encoding="utf-8").splitlines())
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[-1:] == ["kB"]}
 
 
-# Control groups of Linux, in which containers and services run
+# Control groups (cgroups) of Linux, in which containers and services run
 
 
 class Group(NamedTuple):
-    """A control group with a limit; used: without file cache, which the system can drop."""
+    """A control group with a limit."""
 
     limit_bytes: int
     used_bytes: int | None
+    """Memory in use, without file cache, which the system can drop."""
 
     @property
     def room_bytes(self) -> int | None:
@@ -238,14 +239,14 @@ class Group(NamedTuple):
 
 
 class StructLayout(NamedTuple):
-    """The names of what is read of a group."""
+    """The names of the files and fields read from a group."""
 
     limits: tuple[str, ...]
     usage: str
     file_cache: tuple[str, ...]
 
 
-# Above memory.high the kernel slows a process to a crawl: as good as a limit.
+# Above memory.high the kernel slows a process down so much that it counts as a limit.
 VERSION_2 = StructLayout(
     ("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")
 )
@@ -257,9 +258,10 @@ VERSION_1 = StructLayout(
 
 
 def limited_groups(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[Group]:
-    """The groups around this process that have a limit, innermost first; none where unreadable.
+    """The groups around this process that have a limit, innermost first; empty if unreadable.
 
-    A container may show its host's path, which it cannot see: its own group is the root then.
+    A container may show a path of its host that does not exist inside it. Its own group is then
+    the root.
     """
     try:
         lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -283,7 +285,7 @@ def limited_groups(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[Group]:
 
 
 def read_group(folder: Path, layout: StructLayout) -> list[Group]:
-    """The group of a folder, or nothing where it has no limit."""
+    """The group of a folder, or nothing if it has no limit."""
     limits = [gauge(lambda name=name: int((folder / name).read_text())) for name in layout.limits]
     known = [limit for limit in limits if limit is not None and limit < UNLIMITED_BYTES]
     if not known:
@@ -302,17 +304,18 @@ def read_group(folder: Path, layout: StructLayout) -> list[Group]:
 
 @dataclass(frozen=True, kw_only=True)
 class Highest:
-    """The most since it was last asked; mlx: active and cache. None where unreadable."""
+    """Peaks since the last call of `Sampler.highest`. None if unreadable."""
 
     process_bytes: int | None
     mlx_bytes: int | None
+    """Active memory plus cache."""
 
 
 class Sampler:
-    """Watches memory from a thread every `every_s`, also while an evaluation runs.
+    """Reads memory from a thread every `every_s` seconds, also while MLX evaluates.
 
-    It reads three counters and evaluates nothing. Where the process holds more than
-    `panic_bytes`, it clears MLX's cache; `cleared` says how often it has.
+    It reads three counters and evaluates nothing. If the process uses more than `panic_bytes`,
+    it clears MLX's cache; `cleared` counts how often.
     """
 
     def __init__(self, every_s: float = 0.05, panic_bytes: int | None = None) -> None:
@@ -334,7 +337,7 @@ class Sampler:
         self._thread.join()
 
     def highest(self) -> Highest:
-        """The most since the last call, this moment included."""
+        """The peaks since the last call, including now."""
         self.look()
         with self._lock:
             found = Highest(process_bytes=self._process, mlx_bytes=self._mlx)
@@ -342,7 +345,7 @@ class Sampler:
         return found
 
     def look(self) -> None:
-        """One reading of the gauges, and what it calls for."""
+        """Read the gauges once; clear the cache if needed."""
         active, cache = mlx_bytes("get_active_memory"), mlx_bytes("get_cache_memory")
         process = process_bytes()
         held = None if active is None or cache is None else active + cache
@@ -351,7 +354,7 @@ class Sampler:
             self._mlx = most(self._mlx, held)
         if self.panic_bytes is None or process is None or process <= self.panic_bytes:
             return
-        if cache != 0:  # there may be some where it cannot be read
+        if cache != 0:  # if it cannot be read, it may be more than 0
             with contextlib.suppress(Exception):
                 mx.clear_cache()
                 self.cleared += 1
@@ -362,5 +365,5 @@ class Sampler:
 
 
 def most(a: int | None, b: int | None) -> int | None:
-    """The larger of what is known."""
+    """The larger value, ignoring None; None if both are."""
     return max((x for x in (a, b) if x is not None), default=None)

@@ -1,4 +1,4 @@
-"""What the gauges show at one moment. No mlx here: policies and fixtures are made of these."""
+"""One reading of all memory gauges. No mlx here: policies and test fixtures use it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySample:
-    """In bytes, None where a gauge cannot be read.
-
-    active: live MLX buffers; peak: the most of them since it was last reset; cache: freed
-    but kept by MLX; process: what the system counts against this process (phys_footprint on
-    macOS, resident memory on Linux); available: what the machine, or the container, could
-    still give; swap: in use by the whole machine. pressure, as macOS has it: 1 normal,
-    2 warning, 4 critical.
-    """
+    """One reading of all memory gauges, in bytes. None if a gauge cannot be read."""
 
     active_bytes: int | None = None
+    """Live MLX buffers."""
     peak_bytes: int | None = None
+    """The peak of live MLX buffers since the last reset."""
     cache_bytes: int | None = None
+    """Freed buffers that MLX keeps."""
     process_bytes: int | None = None
+    """Memory of this process: phys_footprint on macOS, resident memory on Linux."""
     available_bytes: int | None = None
+    """Memory that the machine, or the container, can still provide."""
     swap_bytes: int | None = None
+    """Swap in use by the whole machine."""
     pressure: int | None = None
+    """Memory pressure as on macOS: 1 normal, 2 warning, 4 critical."""
 
     @property
     def unreadable(self) -> tuple[str, ...]:
@@ -31,5 +31,5 @@ class MemorySample:
 
 
 def in_gb(size_bytes: float) -> str:
-    """`21.34 GB`, of 10^9 bytes."""
+    """`21.34 GB`; a GB is 10^9 bytes."""
     return f"{size_bytes / 1e9:.2f} GB"

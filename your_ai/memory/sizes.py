@@ -1,18 +1,19 @@
-"""The sizes of the pieces that a model is computed in: engines cut by them, estimates use them."""
+"""Sizes of the slices in which a model is computed, shared by the engines and the estimates."""
 
 from __future__ import annotations
 
-DEQUANTIZED_SLICE_BYTES = 2 << 20  # of a quantized weight; MLX holds a few of them at a time
-HEAD_SLICE_BYTES = 4 << 20  # of the vocabulary: of weights, or of logits
-HEAD_ROWS = 1024  # hidden states that meet the head together: enough to keep it cheap
-FEWEST_FEATURES = 512  # of an MLP's slice, so that matrix products stay efficient
-# Queries of attention at once; more waste work above the diagonal, fewer slow the matmuls.
+DEQUANTIZED_SLICE_BYTES = 2 << 20  # slice of a quantized weight; a few exist at a time
+HEAD_SLICE_BYTES = 4 << 20  # slice of the head, of its weights or of the logits
+HEAD_ROWS = 1024  # hidden states that go through the head together: enough to keep it cheap
+FEWEST_FEATURES = 512  # minimum features of an MLP slice, so that matmuls stay efficient
+# Query positions of attention computed together. More waste work above the diagonal; fewer slow
+# the matmuls.
 QUERY_BLOCK = 64
-LEAN_QUERY_BLOCK = 32  # where memory is dearer than time: 30% less of it, in 15% more time
-FEWEST_QUERIES = 16  # however long the row
-SCORE_BYTES = 16 << 20  # of a block's attention scores; some five arrays of that size are alive
-CPU_TOKENS = 96  # of a row, from where on blocks of queries are faster on the CPU
-METAL_TOKENS = 192  # from here on they hold 40% less, in 6% more time (measured on the CPU)
-UPDATE_BYTES = 4 << 20  # of parameters that the optimizer updates together
-PREFILL_TOKENS = 256  # of a prompt at once
-CACHE_STEP = 256  # tokens by which keys and values grow in mlx-lm
+LEAN_QUERY_BLOCK = 32  # for engines that save memory: 30% less memory, 15% more time
+FEWEST_QUERIES = 16  # minimum, for any sequence length
+SCORE_BYTES = 16 << 20  # attention scores of one query block; about five such arrays are alive
+CPU_TOKENS = 96  # sequence length from which query blocks are faster on the CPU
+METAL_TOKENS = 192  # from here they use 40% less memory in 6% more time (measured on the CPU)
+UPDATE_BYTES = 4 << 20  # parameters that the optimizer updates together
+PREFILL_TOKENS = 256  # tokens of a prompt processed together
+CACHE_STEP = 256  # tokens by which the KV cache of mlx-lm grows
