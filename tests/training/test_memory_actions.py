@@ -1,4 +1,4 @@
-"""The memory governor in a run: what it looks at, what it does, and what it tells."""
+"""The memory governor in a run: the gauges it reads, its actions, and its events."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAMPLE = MemorySample(
 
 
 class Sampler:
-    """In place of the thread: says what it is told to."""
+    """Replaces the sampler thread, with a fixed peak."""
 
     highest_bytes: int | None = 350 * MB
 
@@ -51,7 +51,7 @@ class Governed(NamedTuple):
 
 @pytest.fixture
 def governed(configure, data_folder, monkeypatch) -> Callable[..., Governed]:
-    """A governor of a run that is prepared; what it calls is noted."""
+    """Make the governor of a prepared run; its calls are recorded."""
     write_rows(data_folder / "train.jsonl", [chat("Ask", "Yes" + " please" * i) for i in range(4)])
     monkeypatch.setattr(plan, "NOTICEABLY", 0.9999)
     closing: list[EventLog] = []
@@ -84,7 +84,7 @@ def governed(configure, data_folder, monkeypatch) -> Callable[..., Governed]:
 
 @pytest.fixture
 def decided(monkeypatch) -> Callable[..., list[Observation]]:
-    """Lets the policy decide what a test wants; the observations it was given."""
+    """Replace the policy's decisions with given ones; return the observations it receives."""
     seen: list[Observation] = []
 
     def let(*kinds: str, notices: tuple[str, ...] = ()) -> list[Observation]:
@@ -104,7 +104,7 @@ def batches_of(governor: Governor, step: int = 0) -> list[Any]:
 
 
 def actions_of(run: RunFolder) -> list[events.Action]:
-    """Those that a number of steps alone did not call for."""
+    """The actions that were not scheduled."""
     return [a for a in events_of(run, events.Action) if not a.cause.startswith("every ")]
 
 
@@ -123,7 +123,7 @@ def notices_of(run: RunFolder) -> list[str]:
         ("reload_lora", ["drop", "reload", "collect"], 7),
     ],
 )
-def test_each_cheap_action_frees_what_it_says(governed, decided, kind, calls, read_bytes):
+def test_each_cheap_action_frees_its_memory(governed, decided, kind, calls, read_bytes):
     decided(kind)
     made = governed()
     made.governor.look()
@@ -136,7 +136,7 @@ def test_each_cheap_action_frees_what_it_says(governed, decided, kind, calls, re
 
 
 @pytest.mark.parametrize("kind", LARGE)
-def test_a_large_action_is_the_callers(governed, decided, kind):
+def test_large_action_is_returned_to_the_caller(governed, decided, kind):
     decided("clear_cache", kind)
     made = governed()
     made.governor.look()
@@ -146,9 +146,7 @@ def test_a_large_action_is_the_callers(governed, decided, kind):
     assert [action.kind for action in events_of(made.run, events.Action)] == ["clear_cache"]
 
 
-def test_the_watch_is_what_the_policy_gives_and_what_actions_make_of_it(
-    governed, decided, monkeypatch
-):
+def test_watch_is_updated_by_the_policy_and_after_each_action(governed, decided, monkeypatch):
     decided("clear_cache", "reload_lora")
     made = governed()
     given: list[tuple[Any, ...]] = []
@@ -164,7 +162,7 @@ def test_the_watch_is_what_the_policy_gives_and_what_actions_make_of_it(
     assert made.governor.watch.decisions == 79
 
 
-def test_notices_are_written(governed, decided):
+def test_notices_of_the_policy_are_written_as_events(governed, decided):
     decided(notices=("first", "second"))
     made = governed()
     made.governor.look()
@@ -172,7 +170,7 @@ def test_notices_are_written(governed, decided):
     assert notices_of(made.run)[-2:] == ["first", "second"]
 
 
-def test_a_boundary_shows_the_policy_what_was_looked_at(governed, decided):
+def test_policy_receives_the_latest_readings(governed, decided):
     seen = decided()
     made = governed()
     assert made.governor.look() == (SAMPLE, 350 * MB)
@@ -185,7 +183,7 @@ def test_a_boundary_shows_the_policy_what_was_looked_at(governed, decided):
 
 
 @pytest.mark.parametrize(("level", "shrink", "grow"), [(0, True, False), (1, True, True)])
-def test_the_policy_knows_whether_there_are_other_plans(governed, decided, level, shrink, grow):
+def test_policy_knows_whether_other_plans_exist(governed, decided, level, shrink, grow):
     seen = decided()
     made = governed(level)
     made.governor.look()
@@ -202,7 +200,7 @@ def test_the_smallest_plan_cannot_shrink(governed, decided):
 
 
 @pytest.mark.parametrize(("where", "counts"), [("off", False), ("memory", True), ("disk", False)])
-def test_a_prefix_cache_in_memory_is_no_leak(governed, decided, where, counts):
+def test_only_a_prefix_cache_in_memory_counts_as_kept_bytes(governed, decided, where, counts):
     seen = decided()
     made = governed(prefix_cache=where, lora_layers=1)
     batches = batches_of(made.governor)
@@ -213,7 +211,7 @@ def test_a_prefix_cache_in_memory_is_no_leak(governed, decided, where, counts):
     assert (seen[0].kept_bytes > 0) == counts
 
 
-def test_the_policy_has_the_settings_and_the_limit(governed):
+def test_policy_uses_the_settings_and_the_limit(governed):
     settings = {"reload_interval": 3, "reload_at": 0.5, "clear_cache_every": 7, "max_memory": 9}
     policy = governed(leak_threshold_mb=20, leak_warmup=2, **settings).governor.policy
     assert policy.limit_bytes == 9 * GB
@@ -221,7 +219,7 @@ def test_the_policy_has_the_settings_and_the_limit(governed):
     assert (policy.leak_threshold_bytes, policy.leak_warmup) == (20 * MB, 2)
 
 
-def test_steps_that_need_more_than_estimated_get_fewer_rows(governed, decided):
+def test_rows_shrink_after_a_step_that_needs_more_than_estimated(governed, decided):
     decided()
     made = governed(batch_size=4, max_memory=1.0)
     batches = batches_of(made.governor)
@@ -233,7 +231,7 @@ def test_steps_that_need_more_than_estimated_get_fewer_rows(governed, decided):
     assert len(batches_of(made.governor)) > 1
 
 
-def test_a_peak_that_cannot_be_read_teaches_nothing(governed, decided):
+def test_unreadable_peak_changes_no_correction(governed, decided):
     decided()
     made = governed(batch_size=4)
     batches = batches_of(made.governor)
@@ -243,7 +241,7 @@ def test_a_peak_that_cannot_be_read_teaches_nothing(governed, decided):
     assert made.governor.corrections.ratios == {}
 
 
-def test_a_run_that_goes_on_remembers_what_it_learned_until_then(governed, decided):
+def test_resumed_run_has_the_corrections_learned_up_to_its_step(governed, decided):
     decided()
     made = governed(batch_size=4)
     batches, governor = batches_of(made.governor), made.governor
@@ -251,7 +249,7 @@ def test_a_run_that_goes_on_remembers_what_it_learned_until_then(governed, decid
         governor.seen = dataclasses.replace(SAMPLE, peak_bytes=peak_bytes), None
         governor.after_step(step, batches)
     seen = events_of(made.run, events.Corrected)
-    assert [event.step for event in seen] == [1, 3]  # the second was no more than the first
+    assert [event.step for event in seen] == [1, 3]  # the second peak was not higher
 
     def ratios(step: int) -> dict[int, float]:
         again = memory_actions.govern(governor.prepared, Sampler(), governor.log, Watch(), step)
@@ -264,10 +262,10 @@ def test_a_run_that_goes_on_remembers_what_it_learned_until_then(governed, decid
     other = dataclasses.replace(plan, micro_tokens=plan.micro_tokens + 1)
     planned = events_of(made.run, events.Planned)[-1]
     governor.log.write(dataclasses.replace(planned, micro_tokens=other.micro_tokens))
-    assert ratios(3) == {}  # they were of another plan
+    assert ratios(3) == {}  # they belong to another plan
 
 
-def test_the_peak_is_that_of_one_step(governed):
+def test_peak_is_reset_before_each_step(governed):
     made = governed()
     mx.eval(mx.ones(40 * MB // 4))
     assert mx.get_peak_memory() >= 40 * MB
@@ -276,7 +274,7 @@ def test_the_peak_is_that_of_one_step(governed):
     assert mx.get_peak_memory() < 40 * MB
 
 
-def test_what_cannot_be_read_is_told_as_none_held():
+def test_action_event_reports_0_bytes_for_an_unreadable_gauge():
     action = told(MemoryAction(kind="clear_cache", cause="c"), 3, MemorySample(), SAMPLE, 0.5)
     assert (action.before_bytes, action.after_bytes) == (0, 300 * MB)
     assert (action.step, action.kind, action.seconds, action.read_bytes) == (
@@ -287,21 +285,21 @@ def test_what_cannot_be_read_is_told_as_none_held():
     )
 
 
-def test_a_replan_says_why():
+def test_replan_contains_its_cause_and_step():
     replan = Replan(MemoryAction(kind="restart", cause="memory grows"), 3, Watch())
     assert (str(replan), replan.action.kind, replan.step) == ("memory grows", "restart", 3)
 
 
-def test_the_actions_that_are_told_are_the_policys():
+def test_cheap_actions_are_exactly_the_handled_ones():
     assert set(KINDS) - set(LARGE) == {"clear_cache", "drop_compiled", "reload_lora"}
 
 
-# -- gauges that fail, or lie, in a run
+# -- gauges that fail or show wrong values
 
 
 @pytest.fixture
 def quick(configure, data_folder, monkeypatch) -> Callable[..., Any]:
-    """A config of a few short steps, with a smaller plan at hand."""
+    """A config of a few short steps, for which a smaller plan exists."""
     monkeypatch.setattr(plan, "NOTICEABLY", 0.9999)
     write_rows(data_folder / "train.jsonl", [chat(f"Ask {i}", "Yes") for i in range(8)])
     (data_folder / "valid.jsonl").unlink()
@@ -313,8 +311,8 @@ def quick(configure, data_folder, monkeypatch) -> Callable[..., Any]:
 
 
 PROCESS = "the memory of the process cannot be read"
-ACTIVE = "MLX counts 0 bytes in use"
-BLIND = "no gauge shows what the process holds"
+ACTIVE = "MLX reports 0 bytes in use"
+BLIND = "no gauge shows the memory of the process"
 
 
 def without_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,10 +334,10 @@ def without_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
 def active_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
     mlx_bytes = probe.mlx_bytes
 
-    def lying(name: str, *mlx: Any) -> int | None:
+    def zero(name: str, *mlx: Any) -> int | None:
         return 0 if name == "get_active_memory" else mlx_bytes(name, *mlx)
 
-    monkeypatch.setattr(probe, "mlx_bytes", lying)
+    monkeypatch.setattr(probe, "mlx_bytes", zero)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +353,9 @@ def active_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda value: "-".join(getattr(v, "__name__", "") for v in value) or "none",
 )
-def test_gauges_that_fail_are_told_once_and_end_no_run(quick, monkeypatch, failures, notices):
+def test_failing_gauges_give_one_notice_and_do_not_end_the_run(
+    quick, monkeypatch, failures, notices
+):
     whole = train(quick(run="whole"))
     run = folder.create(quick())
     with monkeypatch.context() as patch:
@@ -369,7 +369,7 @@ def test_gauges_that_fail_are_told_once_and_end_no_run(quick, monkeypatch, failu
     assert losses_of(run) == losses_of(whole)
 
 
-def test_without_any_gauge_the_cache_is_cleared_at_every_step(quick, monkeypatch):
+def test_cache_is_cleared_every_step_if_no_gauge_works(quick, monkeypatch):
     run = folder.create(quick(clear_cache_every=0))
     with monkeypatch.context() as patch:
         without_process(patch)
@@ -380,7 +380,7 @@ def test_without_any_gauge_the_cache_is_cleared_at_every_step(quick, monkeypatch
     assert all(action.cause.startswith(BLIND) for action in actions)
 
 
-def test_gauges_that_cannot_be_read_are_missing_from_the_steps(quick, monkeypatch):
+def test_step_events_contain_none_for_unreadable_gauges(quick, monkeypatch):
     run = folder.create(quick())
     with monkeypatch.context() as patch:
         without_process(patch)
@@ -390,7 +390,7 @@ def test_gauges_that_cannot_be_read_are_missing_from_the_steps(quick, monkeypatc
         assert step.active_bytes > 0
 
 
-def test_a_gauge_that_fails_in_the_middle_is_told_then(quick, monkeypatch):
+def test_gauge_that_fails_during_the_run_gives_a_notice_then(quick, monkeypatch):
     run = folder.create(quick())
     process_bytes = probe.process_bytes
 
@@ -405,11 +405,11 @@ def test_a_gauge_that_fails_in_the_middle_is_told_then(quick, monkeypatch):
     assert 0 < place < len(kinds) - 1
 
 
-# -- pressure that rises
+# -- rising memory pressure
 
 
 def ramp(monkeypatch: pytest.MonkeyPatch, run: RunFolder, *pressures: int | None) -> None:
-    """The system's pressure at the end of each step; normal after the last."""
+    """Simulate the system's pressure at the end of each step; normal after the last value."""
     read = probe.read
 
     def pressed() -> MemorySample:
@@ -419,7 +419,7 @@ def ramp(monkeypatch: pytest.MonkeyPatch, run: RunFolder, *pressures: int | None
     monkeypatch.setattr(probe, "read", pressed)
 
 
-def test_pressure_climbs_the_ladder(quick, monkeypatch):
+def test_rising_pressure_takes_the_actions_in_order(quick, monkeypatch):
     run = folder.create(quick(max_steps=9))
     with monkeypatch.context() as patch:
         ramp(patch, run, 1, 1, 2, 2, 2, 4)
@@ -431,15 +431,15 @@ def test_pressure_climbs_the_ladder(quick, monkeypatch):
         (6, "smaller_plan"),
     ]
     assert [a.cause for a in found] == [
-        "the system's memory pressure is 2, a warning",
-        "the system's memory pressure is 2, a warning",
-        "the system's memory pressure is 4, critical",
+        "the system's memory pressure is 2 (warning)",
+        "the system's memory pressure is 2 (warning)",
+        "the system's memory pressure is 4 (critical)",
     ]
     assert [event.level for event in events_of(run, events.Planned)] == [0, 1]
     assert [event.step for event in events_of(run, events.Step)] == list(range(1, 10))
 
 
-def test_critical_pressure_takes_the_cheap_rungs_at_once(quick, monkeypatch):
+def test_critical_pressure_takes_the_cheap_actions_together(quick, monkeypatch):
     run = folder.create(quick())
     with monkeypatch.context() as patch:
         ramp(patch, run, 1, 4, 4)
@@ -451,7 +451,7 @@ def test_critical_pressure_takes_the_cheap_rungs_at_once(quick, monkeypatch):
     ]
 
 
-def test_pressure_changes_no_loss(quick, monkeypatch):
+def test_pressure_does_not_change_the_losses(quick, monkeypatch):
     whole = train(quick(run="whole", max_steps=9))
     run = folder.create(quick(max_steps=9))
     with monkeypatch.context() as patch:
@@ -460,7 +460,7 @@ def test_pressure_changes_no_loss(quick, monkeypatch):
     assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-5)
 
 
-def test_unknown_pressure_is_none(quick, monkeypatch):
+def test_unknown_pressure_causes_no_action(quick, monkeypatch):
     run = folder.create(quick())
     with monkeypatch.context() as patch:
         ramp(patch, run, *[None] * 6)
@@ -478,7 +478,7 @@ def test_notices_are_not_repeated_under_the_next_plan(quick, monkeypatch):
     assert len([text for text in notices_of(run) if text.startswith(ACTIVE)]) == 1
 
 
-def test_a_larger_plan_is_taken_again_after_long_plenty(quick, monkeypatch):
+def test_larger_plan_returns_after_many_steps_with_low_memory(quick, monkeypatch):
     run = folder.create(quick(max_steps=70))
     with monkeypatch.context() as patch:
         ramp(patch, run, 4, 4)
@@ -493,7 +493,7 @@ def test_a_larger_plan_is_taken_again_after_long_plenty(quick, monkeypatch):
 
 @pytest.fixture
 def uneven(configure, data_folder) -> Callable[..., Any]:
-    """Rows whose lengths differ 20-fold, of which eight are wanted at once."""
+    """A config with rows whose lengths differ 20-fold, and a batch size of eight."""
     rows = [chat("Ask", "Yes") for _ in range(8)]
     rows += [chat("Ask", "Yes" + " please" * (380 + i)) for i in range(8)]
     write_rows(data_folder / "train.jsonl", rows)
@@ -508,7 +508,7 @@ def uneven(configure, data_folder) -> Callable[..., Any]:
 
 @pytest.fixture
 def shapes(monkeypatch) -> list[tuple[int, int]]:
-    """Of every micro-batch that is trained."""
+    """The shape of every trained micro-batch."""
     found: list[tuple[int, int]] = []
     accumulate = recipe.accumulate
 
@@ -521,12 +521,12 @@ def shapes(monkeypatch) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("engine", ["fused", "staged"])
-def test_a_small_limit_splits_long_batches_and_drops_no_row(uneven, shapes, monkeypatch, engine):
+def test_small_limit_splits_long_batches_and_drops_no_row(uneven, shapes, monkeypatch, engine):
     demands: list[plan.Demand] = []
     demand_of = budget.demand_of
 
     def watched(*args: Any, **options: Any) -> plan.Demand:
-        """What Python holds, which goes up and down, is kept as it was."""
+        """Keep python_bytes constant, since it varies."""
         found = demand_of(*args, **options)
         held = {} if not demands else {"python_bytes": demands[-1].python_bytes}
         demands.append(dataclasses.replace(found, **held))
@@ -553,8 +553,8 @@ def test_a_small_limit_splits_long_batches_and_drops_no_row(uneven, shapes, monk
     assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-4)
 
 
-def test_rows_that_are_split_are_each_there_once(governed, decided):
-    """Whatever the corrections leave, for every step of an epoch."""
+def test_split_batches_contain_each_row_once(governed, decided):
+    """For every step of an epoch, whatever the corrections are."""
     decided()
     made = governed(batch_size=4, grad_accumulation=2, max_memory=1.0)
     plan_of_steps = made.governor.prepared.schedule

@@ -1,3 +1,5 @@
+"""Optimizers, learning rate schedules, clipping and loss scaling."""
+
 from __future__ import annotations
 
 import math
@@ -29,7 +31,7 @@ def gradients(step: int) -> dict[str, mx.array]:
     return {"a": mx.random.normal((4, 3)), "b": mx.random.normal((2,))}
 
 
-def test_adamw_equals_the_paper():
+def test_adamw_matches_the_formulas_of_the_paper():
     config = TrainConfig(optimizer="adamw", learning_rate=0.1, weight_decay=0.2)
     network = Two()
     built = optimizer.build_optimizer(config, network.trainable_parameters())
@@ -46,7 +48,7 @@ def test_adamw_equals_the_paper():
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_uses_the_rate_it_is_given(name):
+def test_every_optimizer_uses_the_given_learning_rate(name):
     def moved(rate: float) -> float:
         network = Two()
         config = TrainConfig(optimizer=name)
@@ -72,7 +74,7 @@ def test_every_optimizer_uses_weight_decay(name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_put_back_goes_on_bit_for_bit(name):
+def test_restored_optimizer_continues_bit_for_bit(name):
     def start() -> tuple:
         network = Two()
         built = optimizer.build_optimizer(TrainConfig(optimizer=name), network.parameters())
@@ -84,7 +86,7 @@ def test_state_put_back_goes_on_bit_for_bit(name):
             saved = network.parameters(), optimizer.optimizer_arrays(built)
         update(gradients(step), 1.0, 0.1)
     other, other_built, other_update = start()
-    other_update(gradients(9), 1.0, 0.1)  # already compiled when the state is put back
+    other_update(gradients(9), 1.0, 0.1)  # compiled before the state is restored
     other.update(saved[0])
     optimizer.set_optimizer_arrays(other_built, saved[1])
     for step in range(3, 6):
@@ -93,7 +95,7 @@ def test_state_put_back_goes_on_bit_for_bit(name):
     assert mx.array_equal(network.b, other.b)
 
 
-def test_the_norm_is_global_and_in_float32():
+def test_gradient_norm_is_global_and_in_float32():
     grads = {"a": mx.full((300,), 300.0, mx.float16), "b": [mx.array([4.0]), {}]}
     norm = optimizer.global_norm(grads)
     assert norm.item() == pytest.approx(math.sqrt(300 * 300.0**2 + 16), rel=1e-6)
@@ -102,7 +104,7 @@ def test_the_norm_is_global_and_in_float32():
 @pytest.mark.parametrize(
     ("norm", "most", "factor"), [(10, 1, 0.1), (0.5, 1, 1), (0, 1, 1), (1e9, 0, 1)]
 )
-def test_clipping(norm, most, factor):
+def test_clip_factor_limits_the_norm(norm, most, factor):
     assert optimizer.clip_factor(norm, most) == pytest.approx(factor, rel=1e-5)
 
 
@@ -111,7 +113,7 @@ def rates(**settings) -> list[float]:
     return [optimizer.learning_rate(config, step, 10) for step in range(10)]
 
 
-def test_schedules():
+def test_learning_rate_schedules_have_the_right_values():
     assert rates() == [1.0] * 10
     assert rates(lr_schedule="linear") == pytest.approx([1 - i / 10 for i in range(10)])
     cosine = rates(lr_schedule="cosine")
@@ -120,14 +122,14 @@ def test_schedules():
     assert 0 < cosine[9] < 0.05
 
 
-def test_warm_up_rises_to_the_peak_and_is_never_0():
+def test_warmup_rises_to_the_peak_and_is_never_0():
     warm = rates(lr_schedule="linear", warmup_steps=4)
     assert warm[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert warm[9] == pytest.approx(1 - 5 / 6)
     assert min(rates(warmup_steps=50)) > 0
 
 
-def test_float16_searches_for_its_scale_without_giving_up():
+def test_overflow_in_float16_halves_the_loss_scale_without_giving_up():
     state = optimizer.first_state(mx.float16)
     first = state.loss_scale
     for _ in range(8):
@@ -135,14 +137,14 @@ def test_float16_searches_for_its_scale_without_giving_up():
     assert (state.loss_scale, state.skipped, state.skipped_in_a_row) == (first / 256, 8, 0)
 
 
-def test_a_loss_that_is_not_finite_counts_towards_giving_up():
+def test_non_finite_loss_counts_towards_giving_up():
     state = optimizer.after_skipped_step(optimizer.first_state(mx.float16), loss=math.nan)
     assert state.skipped_in_a_row == 1
-    state = optimizer.after_skipped_step(TrainState(), loss=1.0)  # float32: nothing to search
+    state = optimizer.after_skipped_step(TrainState(), loss=1.0)  # float32 has no loss scale
     assert state.skipped_in_a_row == 1
 
 
-def test_the_scale_grows_again_and_other_types_have_none():
+def test_loss_scale_grows_again_only_in_float16():
     state = TrainState(loss_scale=8.0, good_steps=optimizer.LOSS_SCALE_GROWS_AFTER - 1)
     assert optimizer.after_finite_step(state, mx.float16).loss_scale == 16.0
     assert optimizer.after_finite_step(state, mx.bfloat16).loss_scale == 8.0
@@ -151,7 +153,7 @@ def test_the_scale_grows_again_and_other_types_have_none():
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZER_WORK))
 @pytest.mark.parametrize("rank", [16, 512])
-def test_the_memory_of_an_update_is_what_is_estimated(name, rank):
+def test_memory_of_an_update_is_within_its_estimate(name, rank):
     layers = {"q_proj": (512, 512), "up_proj": (512, 1536), "down_proj": (1536, 512)}
     model = nn.Module()
     model.layers = [nn.Module() for _ in range(3)]

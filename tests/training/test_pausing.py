@@ -1,3 +1,5 @@
+"""Pausing a run between two steps."""
+
 from __future__ import annotations
 
 import threading
@@ -28,12 +30,12 @@ def later(action) -> None:
     threading.Timer(0.3, action).start()
 
 
-def test_a_run_that_is_not_asked_to_does_not_wait(run, log):
+def test_run_without_a_pause_request_does_not_wait(run, log):
     pause(run, 1, log, Stop())
     assert events_of(run, events.Paused) == []
 
 
-def test_a_pause_lasts_until_it_is_withdrawn(run, log):
+def test_pause_lasts_until_the_request_is_withdrawn(run, log):
     requests.ask(run, requests.PAUSE)
     began = time.monotonic()
     later(lambda: requests.withdraw(run, requests.PAUSE))
@@ -44,7 +46,7 @@ def test_a_pause_lasts_until_it_is_withdrawn(run, log):
     assert continued.seconds >= 0.29
 
 
-def test_a_stop_signal_ends_a_pause(run, log):
+def test_stop_signal_ends_a_pause(run, log):
     stop = Stop()
     requests.ask(run, requests.PAUSE)
     later(lambda: setattr(stop, "received", 2))
@@ -52,7 +54,7 @@ def test_a_stop_signal_ends_a_pause(run, log):
     assert len(events_of(run, events.Continued)) == 1
 
 
-def test_a_folder_that_is_deleted_ends_a_pause(run, log):
+def test_deleting_the_request_file_ends_a_pause(run, log):
     requests.ask(run, requests.PAUSE)
     later((run.path / requests.PAUSE).unlink)
     pause(run, 3, log, Stop())

@@ -1,4 +1,4 @@
-"""`your_ai plan`: what it shows, and what it refuses in one line."""
+"""`your_ai plan`: its output, and its errors of one line."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ COMPONENTS = {
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch) -> None:
-    """One with 16 GB, half of them free, and a process in which nothing ran before."""
-    told = MachineMemory(ram_bytes=16 * GB, available_bytes=8 * GB)
-    monkeypatch.setattr(probe, "machine", lambda: told)
+    """A machine with 16 GB, half of it free, and a fresh process."""
+    memory = MachineMemory(ram_bytes=16 * GB, available_bytes=8 * GB)
+    monkeypatch.setattr(probe, "machine", lambda: memory)
     monkeypatch.setattr(budget, "python_bytes", lambda: 140_000_000)
 
 
 def files() -> set[str]:
-    """In the folder of the test, but not in its store."""
+    """The files in the folder of the test, without its store."""
     return {str(path) for path in Path().rglob("*") if path.parts[0] != "home"}
 
 
 def shown(capsys, *arguments: object) -> str:
-    """What `your_ai plan` prints, in one line of single blanks; it changes nothing."""
+    """The output of `your_ai plan` with single spaces; checks that it changes no file."""
     before = files()
     status, out, error = call(capsys, "plan", *map(str, arguments))
     assert (status, error) == (0, "")
@@ -74,12 +74,12 @@ def shown(capsys, *arguments: object) -> str:
 
 
 def planned(capsys, *arguments: object) -> dict[str, Any]:
-    """The same as one JSON object."""
+    """The JSON output of `your_ai plan`."""
     return json.loads(shown(capsys, *arguments, "--json"))
 
 
 def refused(capsys, *arguments: object) -> str:
-    """The one line on stderr with which it fails, and changes nothing."""
+    """The line on stderr if `your_ai plan` fails; checks that it changes no file."""
     before = files()
     status, out, error = call(capsys, "plan", *map(str, arguments))
     assert (status, out) == (2, "")
@@ -88,10 +88,10 @@ def refused(capsys, *arguments: object) -> str:
     return error
 
 
-# What it shows
+# Output
 
 
-def test_without_options_it_is_of_the_demo(capsys):
+def test_plan_without_options_shows_the_demo(capsys):
     text = shown(capsys)
     assert text.startswith("limit 7.6 GB: ")
     assert re.search(r"chosen fused, \d+ rows of \d+ tokens at once \d\.\d\d GB 1\.00", text)
@@ -101,7 +101,7 @@ def test_without_options_it_is_of_the_demo(capsys):
     assert "reads " not in text
 
 
-def test_json_is_one_object(capsys):
+def test_json_output_is_one_object(capsys):
     status, out, error = call(capsys, "plan", "--json")
     assert (status, error, out.count("\n")) == (0, "", 1)
     found = json.loads(out)
@@ -112,7 +112,7 @@ def test_json_is_one_object(capsys):
     assert found["smaller"].keys() == PLAN
 
 
-def test_figures_add_up(capsys):
+def test_components_add_up_to_the_peak(capsys):
     found = planned(capsys, "--plan", "staged")
     for option in (found, found["smaller"]):
         components = option["components"]
@@ -127,45 +127,46 @@ def test_figures_add_up(capsys):
     assert found["smaller"]["needed_bytes"] < found["needed_bytes"]
 
 
-def test_a_plan_that_reads_files_says_so(capsys):
+def test_streamed_plan_shows_the_bytes_it_reads(capsys):
     assert re.search(
-        r"reads \d\.\d\d GB of the model's files a micro-batch", shown(capsys, "--plan", "streamed")
+        r"reads \d\.\d\d GB of the model's files per micro-batch",
+        shown(capsys, "--plan", "streamed"),
     )
 
 
-def test_lengths_are_those_of_the_data(capsys, tiny_model, data_folder):
-    """And the plan is the one that training takes."""
+def test_sequence_lengths_come_from_the_data(capsys, tiny_model, data_folder):
+    """The rows of data_folder have at most 160 tokens."""
     options = ("--model", tiny_model, "--data", data_folder, "--lora-layers", 2)
     found = planned(capsys, *options, "--batch-size", 2)
     assert re.fullmatch(r"fused, 2 rows of (64|96|128|160) tokens at once", found["text"])
 
 
-def test_the_plan_is_the_one_that_training_takes(capsys, configure):
+def test_shown_plan_is_the_one_that_training_uses(capsys, configure):
     settings = {"batch_size": 8, "plan": "staged", "max_steps": 1, "lora_layers": 2}
     run = train(configure(**settings))
-    (told,) = events_of(run, events.Planned)
+    (event,) = events_of(run, events.Planned)
     config = run.read_config()
     options = ("--batch-size", 8, "--plan", "staged", "--lora-layers", 2, "--lora-rank", 4)
     found = planned(capsys, "--model", config.model, "--data", config.data, *options)
-    assert told.text.startswith(found["text"])
+    assert event.text.startswith(found["text"])
     held = found["process_peak_bytes"] - found["components"]["python"]
-    assert 0 < held < told.estimate_bytes
+    assert 0 < held < event.estimate_bytes
 
 
 @pytest.mark.parametrize("tokens", [1, 128, 1000])
-def test_rows_of_a_length_without_looking_at_data(capsys, tiny_model, tokens):
+def test_seq_len_replaces_reading_the_data(capsys, tiny_model, tokens):
     options = ("--model", tiny_model, "--data", "nowhere", "--seq-len", tokens)
     found = planned(capsys, *options, "--batch-size", 3)
     assert found["text"] == f"fused, 3 rows of {tokens} tokens at once"
     assert found["rows_at_once"] == 3
 
 
-def test_without_data_rows_are_as_long_as_they_may_be(capsys, tiny_model):
+def test_max_seq_length_is_used_without_data(capsys, tiny_model):
     found = planned(capsys, "--model", tiny_model, "--max-seq-length", 300)
     assert found["text"] == "fused, 4 rows of 300 tokens at once"
 
 
-def test_a_shape_needs_no_model(capsys):
+def test_shape_option_needs_no_model_folder(capsys):
     found = planned(capsys, "--shape", "tiny", "--max-seq-length", 300)
     assert found["text"] == "fused, 4 rows of 300 tokens at once"
     assert found["components"]["weights"] < planned(capsys, "--shape", "tiny", "--bits", 0)[
@@ -173,8 +174,7 @@ def test_a_shape_needs_no_model(capsys):
     ]["weights"] / 3  # fmt: skip
 
 
-def test_less_memory_is_a_smaller_plan(capsys):
-    """Down to what is left, with what the process of these tests holds."""
+def test_smaller_limit_gives_a_smaller_plan(capsys):
     rows = ("--seq-len", 1024)
     most = planned(capsys, *rows)
     less = planned(capsys, *rows, "--max-memory", most["needed_bytes"] / GB - 0.02)
@@ -183,14 +183,14 @@ def test_less_memory_is_a_smaller_plan(capsys):
     assert less["larger"]["text"] == most["text"]
 
 
-def test_a_prefix_cache_in_memory_is_counted(capsys, tiny_model, data_folder):
+def test_prefix_cache_in_memory_is_counted(capsys, tiny_model, data_folder):
     options = ("--model", tiny_model, "--data", data_folder, "--lora-layers", 1)
     kept = planned(capsys, *options, "--prefix-cache", "memory")["components"]["prefix cache"]
     assert kept > 10 * 20 * 64 * 4  # ten rows of more than 20 tokens
     assert planned(capsys, *options)["components"]["prefix cache"] == 0
 
 
-def test_no_weight_is_read(capsys, tmp_path, data_folder):
+def test_plan_reads_no_weights(capsys, tmp_path, data_folder):
     folder = make_model(tmp_path / "large", bits=None, hidden_size=512, intermediate_size=1024)
     gc.collect()
     mx.clear_cache()
@@ -201,7 +201,7 @@ def test_no_weight_is_read(capsys, tmp_path, data_folder):
     assert mx.get_peak_memory() - before < 1e6
 
 
-# What it refuses
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_no_weight_is_read(capsys, tmp_path, data_folder):
         (("--max-memory", -1), "--max-memory -1.0: must be a number above 0"),
         (("--max-memory", "nan"), "--max-memory nan: must be a number above 0"),
         (("--max-memory", "abc"), "--max-memory: expected a number, found 'abc'"),
-        (("--max-memory", ENOUGH), "this machine has 16 GB of memory; give at most 16, or --force"),
-        (("--max-memory", 0.05), "nothing fits into 0.05 GB; the least that would do is"),
+        (("--max-memory", ENOUGH), "this machine has 16 GB of memory; use at most 16, or --force"),
+        (("--max-memory", 0.05), "nothing fits into 0.05 GB; at least 0."),
         (("--max-memory", 0.05, "--json"), "nothing fits into 0.05 GB"),
         (("--max-memory", 0.05, "--plan", "fused"), "use --plan auto"),
         (("--seq-len", 0), "--seq-len"),
@@ -228,31 +228,31 @@ def test_no_weight_is_read(capsys, tmp_path, data_folder):
         (("--lora-targets", "q_prj"), "did you mean q_proj?"),
     ],
 )
-def test_wrong_input_is_one_line(capsys, options, message):
+def test_wrong_input_gives_one_line_of_error(capsys, options, message):
     assert message in refused(capsys, *options)
 
 
-def test_a_shape_that_will_be_quantized_can_be_streamed(capsys):
+def test_shape_with_quantize_can_be_streamed(capsys):
     shape = ("--shape", "tiny", "--bits", 0, "--quantize", 4, "--seq-len", 16)
     assert planned(capsys, *shape, "--plan", "streamed")["plan"] == "streamed"
 
 
-def test_more_memory_than_there_is_can_be_forced(capsys):
+def test_force_accepts_more_memory_than_the_machine_has(capsys):
     found = planned(capsys, "--max-memory", ENOUGH, "--force")
     assert found["limit_bytes"] == ENOUGH * GB
     assert "this machine has only 16 GB" in found["notices"][0]
     assert "this machine has only 16 GB" in shown(capsys, "--max-memory", ENOUGH, "--force")
 
 
-def test_what_a_refusal_asks_for_is_enough_the_next_time():
-    """In processes of their own, of which each holds a little more or less."""
+def test_limit_named_in_a_refusal_is_enough_the_next_time():
+    """In separate processes, whose memory differs slightly."""
     command = [sys.executable, "-m", "your_ai", "plan", "--shape", "tiny", "--seq-len", "64"]
 
     def tried(limit_gb: str) -> subprocess.CompletedProcess[str]:
         limited = [*command, "--max-memory", limit_gb, "--json"]
         return subprocess.run(limited, capture_output=True, text=True, check=False)
 
-    asked = re.search(r"the least that would do is (\d+\.\d\d) GB", tried("0.01").stderr)
+    asked = re.search(r"at least (\d+\.\d\d) GB is needed", tried("0.01").stderr)
     assert asked is not None
     done = tried(asked[1])
     assert (done.returncode, done.stderr) == (0, "")
@@ -260,8 +260,8 @@ def test_what_a_refusal_asks_for_is_enough_the_next_time():
     assert found["process_peak_bytes"] <= found["needed_bytes"] <= found["limit_bytes"]
 
 
-def test_the_least_that_is_named_is_enough_to_quantize_the_model_first(tmp_path, data_folder):
-    """A shard of this one takes more than its training does."""
+def test_limit_named_in_a_refusal_includes_quantizing_the_model(tmp_path, data_folder):
+    """Quantizing a shard of this model needs more memory than training it."""
     folder = make_model(tmp_path / "wide", "mistral", None, hidden_size=512, vocab_size=16_000)
     options = ["--model", folder, "--data", data_folder, "--quantize", 8, "--max-steps", 1]
     options += ["--lora-layers", 1, "--lora-targets", "q_proj", "--batch-size", 1]
@@ -274,7 +274,7 @@ def test_the_least_that_is_named_is_enough_to_quantize_the_model_first(tmp_path,
     named = [LEAST.search(tried(command, "0.02").stderr) for command in ("plan", "train")]
     assert None not in named
     least, other = (found[1] for found in named)
-    assert float(least) == pytest.approx(float(other), abs=0.011)  # one process holds 1 MB more
+    assert float(least) == pytest.approx(float(other), abs=0.011)  # one process uses 1 MB more
     assert tried("plan", least).returncode == 0
     assert tried("train", least).returncode == 0
     (copy,) = (Path("home") / "quantized").iterdir()

@@ -1,4 +1,4 @@
-"""The recipe, on a tiny model: exact resume, exact accumulation, and what stops a run."""
+"""Training of a tiny model: exact resume, exact accumulation, notices and schedules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_resuming_is_bit_identical(configure, optimizer):
         "optimizer": optimizer,
         "lora_dropout": 0.2,
         "batch_size": 2,
-        "grad_accumulation": 2,  # three steps an epoch: the run is cut in mid-epoch
+        "grad_accumulation": 2,  # three steps per epoch: the run stops within an epoch
         "lora_targets": "all-linear",
     }
     whole = train(configure(run="whole", max_steps=7, **settings))
@@ -48,8 +48,8 @@ def test_resuming_is_bit_identical(configure, optimizer):
 
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_resuming_fills_a_prefix_cache_with_the_same_numbers(configure, where):
-    """After the first epoch, whose batches are others than those of the next."""
+def test_resuming_with_a_prefix_cache_is_bit_identical(configure, where):
+    """The run stops after the first epoch; the batches of the next one are different."""
     settings = {"prefix_cache": where, "lora_layers": 1, "batch_size": 2, "grad_accumulation": 2}
     whole = train(configure(run="whole", max_steps=8, **settings))
     cut = train(configure(run="cut", max_steps=5, **settings))
@@ -58,7 +58,7 @@ def test_resuming_fills_a_prefix_cache_with_the_same_numbers(configure, where):
     assert final_files(cut) == final_files(whole)
 
 
-def test_validating_and_saving_more_often_changes_nothing(configure):
+def test_frequent_validation_and_saving_do_not_change_the_result(configure):
     settings = {"max_steps": 6, "lora_dropout": 0.2}
     seldom = train(configure(run="seldom", eval_every=0, save_every=0, **settings))
     often = train(configure(run="often", eval_every=1, save_every=1, keep=1, **settings))
@@ -70,8 +70,8 @@ def test_validating_and_saving_more_often_changes_nothing(configure):
     assert validations[-1].loss == last.loss
 
 
-def test_a_step_is_an_update_whatever_it_accumulates(configure):
-    """Ten rows and four a step: three steps an epoch, the last of them short."""
+def test_a_step_is_one_update_with_any_accumulation(configure):
+    """Ten rows, four per step: three steps per epoch, the last one short."""
     run = train(configure(max_steps=None, epochs=2, batch_size=1, grad_accumulation=4))
     steps = events_of(run, events.Step)
     assert [(event.step, event.epoch) for event in steps] == [
@@ -87,14 +87,14 @@ def trained_tokens(run: RunFolder) -> int:
     return sum(int(Encoder(tokenizer).encode(row).trained.sum()) for row in rows)
 
 
-def test_a_split_batch_is_the_joint_batch(configure):
+def test_accumulated_micro_batches_equal_one_large_batch(configure):
     settings = {"max_steps": 6, "lora_dropout": 0.2, "lora_targets": "all-linear"}
     joint = train(configure(run="joint", batch_size=4, **settings))
     split = train(configure(run="split", batch_size=1, grad_accumulation=4, **settings))
     assert losses_of(split) == pytest.approx(losses_of(joint), rel=1e-4)
 
 
-def test_fewer_rows_than_a_batch_are_all_trained(configure, data_folder):
+def test_data_smaller_than_a_batch_is_trained_completely(configure, data_folder):
     write_rows(data_folder / "train.jsonl", [chat("a", "b"), chat("c", "d")])
     run = train(configure(batch_size=8, grad_accumulation=2, max_steps=None, epochs=3))
     assert [event.trained_tokens for event in events_of(run, events.Step)] == [4, 4, 4]
@@ -103,7 +103,7 @@ def test_fewer_rows_than_a_batch_are_all_trained(configure, data_folder):
 @pytest.mark.parametrize(
     ("too_long", "told"), [("truncate", "were truncated"), ("split", "were split")]
 )
-def test_what_is_cut_is_counted_and_told_once(configure, data_folder, too_long, told):
+def test_rows_over_max_seq_length_give_one_notice(configure, data_folder, too_long, told):
     write_rows(data_folder / "valid.jsonl", [chat("a", "b")])
     run = train(configure(max_seq_length=40, too_long=too_long))
     notices = [event.text for event in events_of(run, events.Notice) if told in event.text]
@@ -112,7 +112,7 @@ def test_what_is_cut_is_counted_and_told_once(configure, data_folder, too_long, 
     assert "of 10 rows were longer than --max-seq-length 40" in notices[0]
 
 
-def test_the_gradient_is_clipped_by_its_global_norm(configure):
+def test_gradient_is_clipped_by_its_global_norm(configure):
     settings = {"max_steps": 1, "optimizer": "sgd", "learning_rate": 1.0}
     run = train(configure(run="clipped", max_grad_norm=1e-3, **settings))
     moved = {}
@@ -120,7 +120,7 @@ def test_the_gradient_is_clipped_by_its_global_norm(configure):
         start = mx.load(str(run.checkpoints / "step-000000" / checkpoint.ADAPTERS))[name]
         moved[name] = mx.square(array - start).sum().item()
     (step,) = events_of(run, events.Step)
-    assert step.grad_norm > 1e-3  # as it was before clipping
+    assert step.grad_norm > 1e-3  # the norm before clipping
     assert sum(moved.values()) ** 0.5 == pytest.approx(1e-3, rel=1e-2)
 
 
@@ -134,7 +134,7 @@ def test_half_precision_trains_and_resumes(configure, dtype):
     assert losses_of(whole) == pytest.approx(losses_of(full), rel=0.05)
 
 
-def test_the_learning_rate_follows_the_schedule(configure):
+def test_learning_rate_follows_the_schedule(configure):
     run = train(configure(max_steps=4, lr_schedule="linear", warmup_steps=2, learning_rate=0.09))
     rates = [event.learning_rate for event in events_of(run, events.Step)]
     assert rates == pytest.approx([0.03, 0.06, 0.09, 0.045])

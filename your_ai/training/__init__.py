@@ -1,1 +1,1 @@
-"""A training run: prepared, trained step by step, measured, saved."""
+"""The training process: prepare, train step by step, validate, save, act on memory."""

@@ -1,6 +1,6 @@
-"""Before training: measure micro-batches, the smallest first, until the plan is known to hold.
+"""Before training: measure micro-batches, the smallest first, until the plan is known to fit.
 
-The gradients of each are computed and forgotten, so that training is what it would be without.
+The gradients of each are computed and discarded, so that training is the same as without it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from your_ai.run import events
 from your_ai.training.memory_actions import Replan
 from your_ai.training.prepare import Prepared, tell
 
-MEASURED = "measured"  # the kind of Action that asks for another plan
+MEASURED = "measured"  # the kind of an Action that requests another plan
 
 
 def calibrated(
     prepared: Prepared, log: events.EventLog, level: int, watch: Watch, step: int
 ) -> Prepared:
-    """`prepared`, with the most rows at once that fit by what was measured.
+    """Return `prepared` with the largest micro-batches that fit, by measurements.
 
-    Nothing is measured where the limit is far away, where it was before, or where a run goes on
-    under the plan that it had. step: from which it goes on. Raises Replan where another engine
-    is the fastest that fits.
+    step: the step from which the run continues.
+
+    Measures nothing if the limit is far away, if the shapes were measured before, or if the run
+    continues under the plan it had. Raises Replan if another engine is the fastest that fits.
     """
     budget = prepared.budget
     if budget.kept:
@@ -71,11 +72,11 @@ def calibrated(
 
 
 def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> int:
-    """The most that the gradients of a micro-batch hold of MLX's buffers, in bytes."""
+    """Compute the gradients of a micro-batch; return the peak of MLX's buffers, in bytes."""
     log.write(events.Stage(text=f"measuring {shape.rows} x {shape.tokens} tokens"))
     batch = batch_of(shape, prepared.config.packing)
     allocator.give_back_at_once()
-    mx.set_cache_limit(0)  # what it keeps is held on top; `allocator.hold` sets it again
+    mx.set_cache_limit(0)  # cached buffers would add to the peak; `allocator.hold` resets it
     mx.clear_cache()
     mx.reset_peak_memory()
     with unchanged(prepared.store):
@@ -87,7 +88,7 @@ def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> int:
 
 
 def batch_of(shape: Shape, packing: bool) -> Batch:
-    """A micro-batch of this shape, every token of which is trained."""
+    """A micro-batch of this shape; all its tokens are trained."""
     rows, tokens = shape
     text = np.arange(rows * (tokens + 1), dtype=np.uint32) % TRIED_TOKENS
     starts = np.arange(rows + 1) * (tokens + 1)

@@ -1,7 +1,7 @@
-"""Between two steps: look at the gauges, ask memory.governor, and do what it says.
+"""Between two steps: read the gauges, ask memory.governor, and carry out its actions.
 
-What frees memory in place is done here. A smaller or larger plan and a restart are the
-caller's: they begin from a checkpoint.
+Actions that free memory in place are done here. A change of plan and a restart are left to the
+caller, because they start from a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from your_ai.run import events, exits, requests
 from your_ai.run.folder import RunFolder
 from your_ai.training.prepare import Prepared
 
-TELL_S, TELL_PAUSED_S = 2.0, 60.0  # between two readings that are written
-LOOK_S = 0.2
+WRITE_S, WRITE_PAUSED_S = 2.0, 60.0  # seconds between two readings that are written
+CHECK_S = 0.2  # seconds between two checks whether a reading is due
 
 
 class Replan(Exception):
-    """The run is to go on under another plan, or in another process: `action` says which.
+    """The run must continue under another plan or in another process; `action` says which.
 
-    step: that of the checkpoint it goes on from; watch: what the policy is to remember of
-    before; failed: it is so after an error, and not by the policy.
+    step: the step of the checkpoint from which it continues.
+    watch: the state that the policy keeps.
+    failed: whether the cause is an error, not the policy.
     """
 
     def __init__(self, action: MemoryAction, step: int, watch: Watch, failed: bool = False) -> None:
@@ -57,7 +58,7 @@ class Replan(Exception):
 
 @dataclass
 class Governor:
-    """Watches one process under one plan; the state that the policy and the estimates keep."""
+    """Watches one process under one plan, and keeps the state of the policy and estimates."""
 
     prepared: Prepared
     policy: Policy
@@ -68,19 +69,19 @@ class Governor:
     seen: tuple[MemorySample, int | None] = (MemorySample(), None)
 
     def rows_at(self, tokens: int) -> int:
-        """The most rows of so many tokens that fit, by what the steps so far have shown."""
+        """The maximum number of rows of `tokens` tokens that fit, by the steps so far."""
         return self.corrections.rows(tokens)
 
     def before_step(self) -> None:
         mx.reset_peak_memory()
 
     def look(self) -> tuple[MemorySample, int | None]:
-        """The gauges, and the most that the process held since the last look."""
+        """Read the gauges, and the peak of the process since the last call."""
         self.seen = probe.read(), self.sampler.highest().process_bytes
         return self.seen
 
     def after_step(self, step: int, batches: list[Batch]) -> MemoryAction | None:
-        """Free what the policy asks for; what the caller is to do."""
+        """Carry out the policy's cheap actions; return the large action for the caller, if any."""
         sample, highest_bytes = self.seen
         if sample.peak_bytes:
             rows, tokens = max((batch.tokens.shape for batch in batches), key=lambda s: s[0] * s[1])
@@ -121,7 +122,7 @@ class Governor:
 def govern(
     prepared: Prepared, sampler: probe.Sampler, log: events.EventLog, watch: Watch, step: int = 0
 ) -> Governor:
-    """step: from which the run goes on, with what it had learned until then."""
+    """The governor of a run that continues from `step`, with its corrections up to then."""
     budget = prepared.budget
     limit_bytes, plan = budget.limit.limit_bytes, budget.choice.option.plan
     corrections = Corrections(budget.demand, plan, limit_bytes, learned(log, plan, step))
@@ -136,9 +137,9 @@ def govern(
 
 
 def learned(log: events.EventLog, plan: Plan, step: int) -> dict[int, float]:
-    """The corrections of a run up to a step, since it has trained under this plan.
+    """The corrections that a run learned under this plan, up to a step.
 
-    So that it splits the batches after a kill as it would have without.
+    With them it splits batches after a kill in the same way as without the kill.
     """
     ratios: dict[int, float] = {}
     for event in (record.event for record in events.tail(log.path)[0]):
@@ -171,17 +172,17 @@ def told(
 
 @contextlib.contextmanager
 def telling_gauges(folder: RunFolder, log: events.EventLog) -> Iterator[None]:
-    """Write the gauges from a thread whenever nothing else was written for a while."""
+    """Write the gauges from a thread whenever no other event was written for a while."""
     over = threading.Event()
 
-    def tell() -> None:
-        while not over.wait(LOOK_S):
+    def write_gauges() -> None:
+        while not over.wait(CHECK_S):
             paused = requests.is_asked(folder, requests.PAUSE)
-            if time.monotonic() >= log.written_at + (TELL_PAUSED_S if paused else TELL_S):
-                with contextlib.suppress(RunError):  # a full disk: the next step meets it too
+            if time.monotonic() >= log.written_at + (WRITE_PAUSED_S if paused else WRITE_S):
+                with contextlib.suppress(RunError):  # the next step reports a full disk as well
                     log.write(events.Gauges(**asdict(probe.read())))
 
-    thread = threading.Thread(target=tell, name="gauges", daemon=True)
+    thread = threading.Thread(target=write_gauges, name="gauges", daemon=True)
     thread.start()
     try:
         yield
@@ -193,9 +194,9 @@ def telling_gauges(folder: RunFolder, log: events.EventLog) -> Iterator[None]:
 def within_limit(
     folder: RunFolder, config: TrainConfig
 ) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """End this process before it passes --max-memory: its supervisor goes on, smaller.
+    """End this process before it exceeds --max-memory; its supervisor continues, smaller.
 
-    Gives what is to be called once the limit is known to be enough for what comes before.
+    Yields a function that starts watching. Call it once the run is known to fit.
     """
     if config.max_memory is None:
         return contextlib.nullcontext(lambda: None)
@@ -203,8 +204,8 @@ def within_limit(
 
     def end(held_bytes: int) -> None:
         held, limit = in_gb(held_bytes), in_gb(limit_bytes)
-        with contextlib.suppress(BaseException):  # whatever state the process is in
-            text = f"the process held {held} of {limit} within a step: ending it before the limit"
+        with contextlib.suppress(BaseException):  # the process must end in any case
+            text = f"the process used {held} of {limit} within a step: ending it before the limit"
             with contextlib.closing(events.EventLog(folder.events)) as log:
                 log.write(events.Notice(text=text))
         os._exit(exits.OUT_OF_MEMORY)

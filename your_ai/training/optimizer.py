@@ -1,7 +1,7 @@
-"""The update: schedule, clipping, loss scaling, and mlx's optimizers.
+"""The update: learning rate schedule, clipping, loss scaling, and MLX's optimizers.
 
-A step has two halves, so that nothing changes unless all of it is finite: the
-gradients' norm is measured first, and only then are they applied.
+The norm of the gradients is measured first, and they are applied only if it is finite. So a step
+that is not finite changes nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Update = Callable[[Any, float, float], None]  # (gradients, factor, learning rat
 
 
 def build_optimizer(config: TrainConfig, parameters: dict) -> optim.Optimizer:
-    """The configured optimizer, its state made for `parameters`.
+    """The configured optimizer, with its state initialized for `parameters`.
 
-    AdamW and Adam correct their bias, as the papers and every other library do; the
-    learning rate is set before each update.
+    AdamW and Adam use bias correction, as in the papers and other libraries. The learning rate
+    is set before each update.
     """
     rate, decay = config.learning_rate, config.weight_decay
     makers: dict[str, Callable[[], optim.Optimizer]] = {
@@ -52,9 +52,9 @@ def build_optimizer(config: TrainConfig, parameters: dict) -> optim.Optimizer:
 
 
 def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
-    """The rate of step `step` (from 0) of `steps`: linear warm-up, then the schedule.
+    """The learning rate of step `step` (from 0) of `steps`: linear warm-up, then the schedule.
 
-    linear and cosine fall to 0 just after the last step.
+    The linear and cosine schedules reach 0 just after the last step.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     if step < warmup:
@@ -73,16 +73,16 @@ def global_norm(grads: Any) -> mx.array:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients of norm `norm` are multiplied with; max_norm 0 never clips."""
+    """The factor on gradients of norm `norm`; max_norm 0 never clips."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
 def make_update(model: nn.Module, optimizer: optim.Optimizer) -> Update:
-    """update(grads, factor, rate): one step of the optimizer on factor x grads, evaluated.
+    """Return update(grads, factor, rate): one optimizer step on factor x grads, evaluated.
 
-    A few parameters of one block at a time, so that old and new state of the whole never
-    exist together, and blocks that are alike share compiled updates. The optimizers of mlx
-    treat each parameter by itself.
+    It updates a few parameters of one block at a time. So the old and new state of all
+    parameters never exist together, and blocks of the same shape share compiled updates. MLX's
+    optimizers treat each parameter separately, so the result is the same.
     """
     states = leaves(optimizer.state)
 
@@ -125,10 +125,10 @@ def make_update(model: nn.Module, optimizer: optim.Optimizer) -> Update:
 
 
 def groups(sizes: Mapping[str, int]) -> list[list[tuple[str, str]]]:
-    """Parameters that are updated together: of one block, and of at most UPDATE_BYTES.
+    """Group the parameters to update together: of one block, and of about UPDATE_BYTES at most.
 
-    sizes: bytes of each parameter by its name; a larger one is alone. Each is given as (the
-    part of its name that is the block's, name).
+    sizes: bytes of each parameter, by name. A parameter over UPDATE_BYTES is a group by itself.
+    Returns groups of (prefix of the name that belongs to the block, name).
     """
     found: list[list[tuple[str, str]]] = []
     last, room = None, 0
@@ -143,7 +143,7 @@ def groups(sizes: Mapping[str, int]) -> list[list[tuple[str, str]]]:
 
 
 def leaves(state: dict[str, Any]) -> dict[str, dict[str, mx.array]]:
-    """The state of each parameter by its path: the dicts themselves, to be changed in place."""
+    """The optimizer state of each parameter, by path: the dicts themselves, to change in place."""
     found: dict[str, dict[str, mx.array]] = {}
 
     def walk(node: Any, path: str) -> None:
@@ -160,24 +160,24 @@ def leaves(state: dict[str, Any]) -> dict[str, dict[str, mx.array]]:
 
 
 def optimizer_arrays(optimizer: optim.Optimizer) -> dict[str, mx.array]:
-    """The optimizer's state by name, for a checkpoint."""
+    """The optimizer state as arrays by name, for a checkpoint."""
     return dict(tree_flatten(optimizer.state))
 
 
 def set_optimizer_arrays(optimizer: optim.Optimizer, arrays: dict[str, mx.array]) -> None:
-    """Put back what `optimizer_arrays` gave. Raises ValueError where the names differ."""
+    """Restore the result of `optimizer_arrays`. Raises ValueError if the names differ."""
     if set(arrays) != set(optimizer_arrays(optimizer)):
-        raise ValueError("the checkpoint's optimizer state is of another optimizer or model")
+        raise ValueError("the optimizer state in the checkpoint is for another optimizer or model")
     for name, array in arrays.items():
         *path, leaf = name.split(".")
-        node = optimizer.state  # filled in place: compiled updates refer to it
+        node = optimizer.state  # changed in place, because compiled updates refer to it
         for part in path:
             node = node[int(part) if isinstance(node, list) else part]
         node[leaf] = array
 
 
 def first_state(dtype: mx.Dtype) -> TrainState:
-    """The state of a run that has not begun; float16 needs its loss scaled."""
+    """The state before the first step; float16 needs loss scaling."""
     return TrainState(loss_scale=FIRST_LOSS_SCALE if dtype == mx.float16 else 1.0)
 
 
@@ -190,10 +190,10 @@ def after_finite_step(state: TrainState, dtype: mx.Dtype) -> TrainState:
 
 
 def after_skipped_step(state: TrainState, loss: float) -> TrainState:
-    """A step of a non-finite loss or gradient.
+    """The state after a step with a non-finite loss or gradient.
 
-    In float16 a finite loss means that its scale was too high: halving it is the normal
-    search for one that fits, so that it does not count towards giving up.
+    In float16, a finite loss means that the loss scale was too high. Halving it is the normal
+    search for a good scale, so such a step does not count towards giving up.
     """
     searching = math.isfinite(loss) and state.loss_scale > 1
     return replace(

@@ -1,4 +1,4 @@
-"""A run that waits between two steps, as its user asked."""
+"""Pause a run between two steps, at the request of the user."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ POLL_S = 0.1
 
 
 def pause(folder: RunFolder, step: int, log: events.EventLog, stop: Stop) -> None:
-    """Wait for as long as the run is asked to; the model stays, freed buffers go.
+    """Wait while a pause is requested. The model stays in memory; freed buffers are released.
 
-    The step is saved already, so that a request to save has nothing to wait for.
+    The step is already saved, so requests to save are withdrawn.
     """
     if not requests.is_asked(folder, requests.PAUSE):
         return

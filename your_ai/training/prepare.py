@@ -1,4 +1,4 @@
-"""Everything a run needs, checked and loaded: the cheapest checks first."""
+"""Check and load everything that a run needs, the cheapest checks first."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from your_ai.nets.saved_adapter import base_files
 from your_ai.run import events
 from your_ai.training import optimizer
 
-TELL_EVERY_S = 5.0
-SAMPLE_TOKENS = 128  # of an answer beyond twice the expected one
-PREFIX = "prefix"  # the folder of a prefix cache on disk, in that of its run
+PROGRESS_EVERY_S = 5.0
+SAMPLE_TOKENS = 128  # an answer may have this many tokens plus twice the expected answer's
+PREFIX = "prefix"  # the folder of a prefix cache on disk, inside the run folder
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that the loop needs, checked and loaded."""
+    """Everything that the training loop needs, checked and loaded."""
 
     config: TrainConfig
     model: nn.Module
@@ -74,7 +74,7 @@ class Prepared:
     depends_on: dict[str, dict[str, str]]
 
     def rows_at(self, tokens: int) -> int:
-        """How many rows of so many tokens go through together under the plan."""
+        """Rows of `tokens` tokens in one micro-batch under the plan."""
         return self.budget.choice.option.plan.rows(tokens, self.budget.demand.batch_size)
 
     def started_event(self, step: int) -> events.Started:
@@ -94,8 +94,8 @@ class Prepared:
 def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int = 0) -> Prepared:
     """Check and load everything, the cheapest first.
 
-    folder: the run's, for what is kept on disk while it runs. level: how many plans that
-    fit are passed over.
+    folder: the run folder, for files that exist only while it runs.
+    level: the number of faster plans that fit but are skipped.
     """
     check_splits(config)
     base = find_model(config.model)
@@ -109,7 +109,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     schedule = schedule_of(config, data)
     steps = count_steps(config, schedule)
     if config.warmup_steps >= steps:
-        text = f"--warmup-steps {config.warmup_steps}: the run ends first, after {steps} steps"
+        text = f"--warmup-steps {config.warmup_steps}: the run has only {steps} steps"
         log.write(events.Notice(text=text))
 
     past = past_of(log, config, level)
@@ -132,7 +132,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     )
     model.try_out(network, adapters, config)
     allocator.free()
-    if built.plan != plan.engine:  # the model cannot be taken apart: is there room?
+    if built.plan != plan.engine:  # the model cannot be split into parts: plan again
         budget = planned_again(budget, built.plan, level, past)
         tell(budget, config, log)
     for text in built.notices:
@@ -165,12 +165,12 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
 
 
 def opened_for(config: TrainConfig, base: Path, log: events.EventLog) -> Opened:
-    """The model in `base`, quantized first where the settings ask for it."""
+    """The model in `base`, quantized first if configured."""
     check_model(base)
     dtype = model.compute_dtype(config.dtype)
     log.write(events.Stage(text=f"loading {config.model}"))
     if dtype != mx.float32 and mx.default_device().type == mx.cpu:
-        text = "the CPU computes many times slower in half precision; --dtype float32 is quick"
+        text = "half precision is many times slower on the CPU; use --dtype float32"
         log.write(events.Notice(text=text))
     weights = base if config.quantize is None else quantized(config.quantize, base, config, log)
     return open_model(weights, dtype)
@@ -186,16 +186,16 @@ def schedule_of(config: TrainConfig, data: RunData) -> Schedule:
 
 
 def announce(budget: Budget, past: PriorPlans, config: TrainConfig, log: events.EventLog) -> None:
-    """Write what was measured, the limit and the plan; hold MLX to them."""
+    """Write the measurements, the limit and the plan; set MLX's limits."""
     for found in budget.demand.calibration.measurements:
-        if not past.begun and found not in past.measurements:  # what the run depends on
+        if not past.begun and found not in past.measurements:  # the run depends on these
             log.write(events.Measured(**asdict(found)))
     chosen = tell(budget, config, log)
     allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, chosen.estimate.beside_bytes)
 
 
 def graphs_within(budget: Budget) -> Graphs:
-    """Compiled graphs of the plan in force, as many as there is room for."""
+    """A cache of compiled graphs, with as much room as the plan leaves."""
     workload, engine = workload_of(budget.demand), budget.choice.option.plan.engine
 
     def size_of(shape: GraphShape) -> int:
@@ -212,7 +212,7 @@ def store_maker(
     data: RunData,
     folder: Path,
 ) -> Callable[[int], Store] | None:
-    """f(hidden_size) -> the prefix cache that the settings ask for; None where they do not."""
+    """Return f(hidden_size) -> the configured prefix cache, or None if it is off."""
     kind = config.prefix_cache
     if kind == "off":
         return None
@@ -230,22 +230,22 @@ def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads, and what its memory depends on of that.
-
-    examples: of each split, as tokens; samples: the prompts that are answered; lengths: T of
-    every bucket; tokens: of all texts; answer_tokens: of the longest sample prompt with its
-    answer, 0 where there are none.
-    """
+    """The data of a run, and the sizes that decide its memory."""
 
     examples: dict[str, Examples]
+    """The tokenized rows of each split."""
     samples: list[SamplePrompt]
+    """The prompts for sample answers."""
     lengths: list[int]
+    """The sequence length T of every bucket."""
     tokens: int
+    """Tokens of all texts together."""
     answer_tokens: int
+    """Tokens of the longest sample prompt with its answer; 0 if there are no samples."""
 
 
 def check_splits(config: TrainConfig) -> dict[str, Path]:
-    """The files of --data by split. Raises UserError where one that is needed is missing."""
+    """The files of --data by split. Raises UserError if a required one is missing."""
     splits = find_splits(config.data)
     for wanted in ("samples", "exact_match"):
         if getattr(config, wanted) and "test" not in splits:
@@ -260,9 +260,11 @@ def read_data(
     files: dict[str, str],
     write: Callable[[events.Event], None],
 ) -> RunData:
-    """The rows of --data as tokens, as `train` and `plan` see them.
+    """The tokenized rows of --data, for `train` and `plan`.
 
-    files: the model's, by their checksums; write: is told of what was read and cut.
+    files: the checksums of the model's files.
+    write: receives events about progress and shortened rows.
+
     Raises UserError for rows that cannot be trained.
     """
     splits = check_splits(config)
@@ -278,7 +280,7 @@ def read_data(
     if config.packing:
         longest = max(longest, config.max_seq_length)
     model.check_positions(network, longest, f"--max-seq-length {config.max_seq_length}")
-    allocator.free()  # what tokenizing left
+    allocator.free()  # memory that tokenizing left
     if not examples["train"].weights.any():
         raise UserError(f"{splits['train']}: every row has weight 0: there is nothing to train")
     return RunData(
@@ -300,9 +302,9 @@ def budget_of_run(
     past: PriorPlans | None = None,
     before_bytes: int = 0,
 ) -> Budget:
-    """What a run on `data` may hold, and its plan. Raises UserError where nothing fits.
+    """The limit and the plan of a run on `data`. Raises UserError if nothing fits.
 
-    before_bytes: what the process holds before it trains.
+    before_bytes: peak memory of the process before it trains.
     """
     return budget_of(
         config,
@@ -321,8 +323,10 @@ def budget_of_run(
 def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None) -> Budget:
     """The budget of a run of the model in `folder`; no weight is read.
 
-    seq_len: T of all rows. Without it they are those of --data, and without data as long as
-    --max-seq-length allows. Raises UserError where nothing fits.
+    seq_len: the sequence length T of all rows. By default the lengths come from --data, or
+        without data from --max-seq-length.
+
+    Raises UserError if nothing fits.
     """
     if seq_len is not None and seq_len < 1:
         raise UserError(f"--seq-len {seq_len}: must be at least 1")
@@ -332,14 +336,14 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
         network, streamable = opened.network, opened.can_stream
     else:
         network, _, input_bytes = quantized_lazily(folder, config.quantize)
-        streamable = True  # the copy that is trained has the weights as they are held
+        streamable = True  # the quantized copy contains the weights in the form the model uses
         if not place_of_copy(folder, config.quantize).is_dir():
             arrays = dict(tree_flatten(network.parameters()))
             before_bytes = process_bytes_of(input_bytes + largest_shard(arrays))
     tokenizer = None
-    if any(folder.glob("tokenizer*")):  # what it takes counts; shapes of `bench` have none
+    if any(folder.glob("tokenizer*")):  # its memory counts; models made by `bench` have none
         tokenizer = model.load_tokenizer_of(folder)
-    model.add_adapters(network, config)  # whose faults are the user's
+    model.add_adapters(network, config)  # checks the settings of the adapters
     if seq_len is None and config.data:
         files = fingerprint(folder)
         data = read_data(config, network, tokenizer, files, lambda _: None)
@@ -351,39 +355,39 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
 
 
 def quantized(bits: int, base: Path, config: TrainConfig, log: events.EventLog) -> Path:
-    """The folder of the model's quantized copy; how much of it there is is told."""
-    told_at = time.monotonic()
+    """Make the quantized copy of the model, reporting progress; return its folder."""
+    written_at = time.monotonic()
     try:
         for progress in make_copy(base, bits, config.max_memory, config.force):
-            if time.monotonic() - told_at > TELL_EVERY_S:
+            if time.monotonic() - written_at > PROGRESS_EVERY_S:
                 done = f"{in_gb(progress.done_bytes)} of {in_gb(progress.total_bytes)}"
                 log.write(events.Stage(text=f"quantizing {config.model}: {done}"))
-                told_at = time.monotonic()
+                written_at = time.monotonic()
     except UserError:
-        planned_budget(config, base)  # where memory is too little: names the least for all of it
+        planned_budget(config, base)  # if memory is too small, this names the limit for all of it
         raise
     return place_of_copy(base, bits)
 
 
 def lengths_of(examples: Iterable[Examples]) -> list[int]:
-    """T of every bucket of any of them."""
+    """The sequence length T of every bucket of all examples."""
     return sorted({int(t) for found in examples for t in bucket_edges(found.lengths - 1)})
 
 
 def asked_of_memory(config: TrainConfig) -> str:
-    """The settings that decide which plan is chosen, as text."""
+    """The settings that decide the plan, as text."""
     return f"--max-memory {config.max_memory} --plan {config.plan} --spill {config.spill}"
 
 
 def past_of(log: events.EventLog, config: TrainConfig, level: int) -> PriorPlans:
-    """What the run has planned and measured before, in this process or an earlier one.
+    """The earlier plan and measurements of the run, in this process or an earlier one.
 
-    Its plan is the one that it had when it last trained at this level, by the same settings.
+    The plan is the one it had when it last trained, if the level and settings are the same.
     """
-    told = [record.event for record in events.tail(log.path)[0]]
-    starts = [at for at, event in enumerate(told) if isinstance(event, events.Started)]
-    measured = [asdict(event) for event in told if isinstance(event, events.Measured)]
-    plans = [e for e in told[: starts[-1] if starts else 0] if isinstance(e, events.Planned)]
+    written = [record.event for record in events.tail(log.path)[0]]
+    starts = [at for at, event in enumerate(written) if isinstance(event, events.Started)]
+    measured = [asdict(event) for event in written if isinstance(event, events.Measured)]
+    plans = [e for e in written[: starts[-1] if starts else 0] if isinstance(e, events.Planned)]
     plan = None
     if plans and plans[-1].level == level and plans[-1].asked == asked_of_memory(config):
         plan = Plan(plans[-1].plan, plans[-1].micro_tokens, plans[-1].spill)
@@ -391,7 +395,7 @@ def past_of(log: events.EventLog, config: TrainConfig, level: int) -> PriorPlans
 
 
 def tell(budget: Budget, config: TrainConfig, log: events.EventLog) -> Option:
-    """Write what the limit and the plan are, and why; the plan's option."""
+    """Write the limit and the plan with their reasons; return the option of the plan."""
     limit, choice = budget.limit, budget.choice
     log.write(events.Limit(limit_bytes=limit.limit_bytes, reason=limit.reason))
     for text in limit.notices:
@@ -414,7 +418,7 @@ def tell(budget: Budget, config: TrainConfig, log: events.EventLog) -> Option:
 def prefix_store(
     kind: str, folder: Path, key: dict[str, str], tokens: int, hidden_size: int, dtype: mx.Dtype
 ) -> Store:
-    """A cache for texts of `tokens` in all. Raises UserError where the disk is too small."""
+    """A cache for texts with `tokens` tokens in all. Raises UserError if the disk is too small."""
     if kind == "memory":
         return MemoryStore()
     store = DiskStore(folder, key, hidden_size, dtype)
@@ -424,7 +428,7 @@ def prefix_store(
 
 
 def count_steps(config: TrainConfig, schedule: Schedule) -> int:
-    """Where the run ends: at --max-steps or after --epochs, whichever comes first."""
+    """The last step: --max-steps or the end of --epochs, whichever comes first."""
     by_epochs = None if config.epochs is None else config.epochs * schedule.steps_per_epoch
     limits = [n for n in (config.max_steps, by_epochs) if n is not None]
     return min(limits, default=schedule.steps_per_epoch)
@@ -438,19 +442,19 @@ def load_split(
     files: dict[str, str],
     write: Callable[[events.Event], None],
 ) -> Examples:
-    """The examples of one file; what was cut from its rows is told once.
+    """The examples of one file; writes one notice if rows were shortened.
 
-    Test rows are always masked: an exact match is of the answer.
+    Test rows are always masked, because an exact match compares only the answer.
     """
 
-    def told(rows: Iterator[Row]) -> Iterator[Row]:
+    def with_progress(rows: Iterator[Row]) -> Iterator[Row]:
         text = f"reading {path.name}"
         write(events.Stage(text=text))
-        told_at = time.monotonic()
+        written_at = time.monotonic()
         for count, row in enumerate(rows):
-            if time.monotonic() - told_at > TELL_EVERY_S:
+            if time.monotonic() - written_at > PROGRESS_EVERY_S:
                 write(events.Stage(text=f"{text}: {count:,} rows"))
-                told_at = time.monotonic()
+                written_at = time.monotonic()
             yield row
 
     examples = load_examples(
@@ -460,7 +464,7 @@ def load_split(
         config.max_seq_length,
         config.too_long,
         store() / "cache",
-        told,
+        with_progress,
     )
     tally = examples.tally
     if tally.truncated or tally.split:
@@ -476,13 +480,13 @@ def load_split(
 
 
 def answer_room(tokenizer: Any, sample: SamplePrompt) -> tuple[int, int]:
-    """Most tokens of the answer to a prompt, and of both together."""
+    """Maximum tokens of the answer to a prompt, and of prompt and answer together."""
     answer = 2 * len(token_ids(tokenizer, sample.expected, "a test row")) + SAMPLE_TOKENS
     return answer, answer + len(token_ids(tokenizer, sample.rendered, "a test row", False))
 
 
 def sample_prompts(path: Path | None, encoder: Encoder, count: int) -> list[SamplePrompt]:
-    """The first `count` test rows that ask something."""
+    """Prompts from the first `count` test rows that have one."""
     if path is None or count == 0:
         return []
     prompts = map(encoder.prompt_of, read_rows(path, encoder.limit))

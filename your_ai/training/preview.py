@@ -1,4 +1,4 @@
-"""`your_ai plan`: what a run would hold, and how it would be computed, before it is begun."""
+"""`your_ai plan`: show the memory and the plan of a run before it starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from your_ai.memory.sample import in_gb
 
 
 def described(budget: Budget, option: Option) -> dict[str, Any]:
-    """A plan for programs, in bytes; cost: arithmetic of a step over that of a fused one."""
+    """A plan as data for programs, in bytes; step_cost is relative to the fused engine."""
     plan, demand = option.plan, budget.demand
     return {
         "plan": plan.engine,
@@ -44,7 +44,7 @@ def as_json(budget: Budget) -> dict[str, Any]:
 
 
 def table(budget: Budget) -> RenderableType:
-    """The plan in force, its bytes by component, and the plans beside it."""
+    """The chosen plan, its bytes by component, and the next smaller and larger plans."""
     choice = budget.choice
     longest = max(budget.demand.lengths)
     parts = Table(box=None, pad_edge=False)
@@ -65,5 +65,5 @@ def table(budget: Budget) -> RenderableType:
     reads = read_bytes(budget.demand.facts, budget.demand.training, choice.option.plan)
     lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices, "", parts, "", beside]
     if reads:
-        lines.append(f"reads {in_gb(reads)} of the model's files a micro-batch")
+        lines.append(f"reads {in_gb(reads)} of the model's files per micro-batch")
     return Group(*lines)

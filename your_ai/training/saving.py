@@ -1,4 +1,4 @@
-"""The state of a run, out to its folder and back."""
+"""Save the state of a run to its folder, and restore it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from your_ai.training.prepare import Prepared
 
 
 def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> TrainState:
-    """The state to begin from: the newest whole checkpoint's, put in place, or a new one.
+    """Restore the newest intact checkpoint and return its state, or return a first state.
 
-    Raises UserError for a run that cannot be resumed, or not with this model and data.
+    Raises UserError if the run cannot be resumed, or not with this model and data.
     """
     check_resumable(folder)
     path, faults = checkpoint.newest(folder.checkpoints)
     for problem in faults:
-        log.write(events.Notice(text=f"{problem}; going one checkpoint back"))
+        log.write(events.Notice(text=f"{problem}; using the checkpoint before it"))
     if path is None:
         return optimizer.first_state(prepared.dtype)
     saved = checkpoint.load(path)
@@ -32,23 +32,23 @@ def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> Trai
         if changed:
             raise UserError(
                 f"--resume {folder.name}: the {kind} changed since the run began "
-                f"({', '.join(changed)}); put it back, or begin a new run"
+                f"({', '.join(changed)}); restore it, or start a new run"
             )
     if saved.state.step > prepared.steps:
-        raise UserError(f"{folder.path}: has done {saved.state.step} steps already; ask for more")
+        raise UserError(f"{folder.path}: has done {saved.state.step} steps already; set more steps")
     model.set_adapters(prepared.model, saved.adapters)
     optimizer.set_optimizer_arrays(prepared.optimizer, saved.optimizer)
     return saved.state
 
 
 def saved_step(folder: RunFolder) -> int:
-    """That of the newest checkpoint, 0 where there is none."""
+    """The step of the newest checkpoint; 0 if there is none."""
     found = checkpoint.list_checkpoints(folder.checkpoints)
     return checkpoint.step_of(found[0]) if found else 0
 
 
 def is_save_due(folder: RunFolder, config: TrainConfig, step: int) -> bool:
-    """After `step`: as the settings say, as the user asked, or before a pause."""
+    """Whether to save after `step`: by the settings, at a request, or before a pause."""
     asked = requests.withdraw(folder, requests.SAVE)
     return asked or requests.is_asked(folder, requests.PAUSE) or is_due(config.save_every, step)
 
@@ -71,10 +71,10 @@ def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.E
 
 
 def keep_settings(folder: RunFolder, config: TrainConfig, steps: int, log: events.EventLog) -> None:
-    """Write the settings of a run that is resumed; a schedule that moves its end is told."""
+    """Write the settings of a resumed run; notify if the end of the schedule moves."""
     before = folder.read_config()
     folder.change_config(config)
     moved = (before.max_steps, before.epochs) != (config.max_steps, config.epochs)
     if config.lr_schedule != "constant" and moved:
-        text = f"the learning rate now falls to 0 at step {steps}, not where it did"
+        text = f"the learning rate now falls to 0 at step {steps}, because the run's length changed"
         log.write(events.Notice(text=text))

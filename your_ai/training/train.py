@@ -1,8 +1,8 @@
 """The recipe of a training run, top to bottom.
 
-`python -m your_ai.training.train RUN` carries out the run whose folder holds a config.yaml, as
-`your_ai.session.supervisor` starts it. It writes events and never prints: who shows them reads
-runs/RUN/events.jsonl.
+`your_ai.session.supervisor` starts `python -m your_ai.training.train RUN`, which trains the run
+with the config.yaml in its folder. It writes events to runs/RUN/events.jsonl and never prints;
+other processes read and show them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from your_ai.training.saving import is_save_due, keep_settings, restore, save, s
 from your_ai.training.validation import show_test_rows, validate
 
 MAX_SKIPPED_IN_A_ROW = 5
-MAX_OUT_OF_MEMORY = 3  # in a row, without a checkpoint between
+MAX_OUT_OF_MEMORY = 3  # in a row, without a checkpoint in between
 
 
 def run(
@@ -69,11 +69,13 @@ def run(
     sampler: probe.Sampler,
     begin_guard: Callable[[], None],
 ) -> events.Finished:
-    """Train, or go on training, the run in `folder`, and return how it ended.
+    """Train or resume the run in `folder`, and return how it ended.
 
-    level: how many plans that fit are passed over. Raises UserError for bad input, before
-    anything but the events is written; Replan where the run is to go on from the checkpoint
-    just saved, under another plan; RunError where it cannot go on.
+    level: the number of faster plans that fit but are skipped.
+
+    Raises UserError for bad input, before it writes anything except events. Raises Replan if the
+    run must continue from the checkpoint just saved, under another plan. Raises RunError if it
+    cannot continue.
     """
     began = time.perf_counter()
     clean(folder.path)
@@ -88,7 +90,7 @@ def run(
     log.write(prepared.started_event(state.step))
     stop.graceful = True
     if state.step == 0:
-        save(folder, prepared, state, log)  # whatever happens next can be resumed
+        save(folder, prepared, state, log)  # from now on the run can be resumed
         show_test_rows("before", prepared, log, stop)
 
     fill_prefix(prepared, state.step, log, stop)
@@ -99,12 +101,12 @@ def run(
                 f"{folder.path}: {state.skipped_in_a_row} steps in a row were not finite, the last "
                 f"was step {state.step}; the last good checkpoint is "
                 f"{checkpoint.newest(folder.checkpoints)[0]}; lower --learning-rate or look at "
-                "the data, and begin a new run"
+                "the data, and start a new run"
             )
         try:
             wanted = governor.after_step(state.step, batches) if batches else None
         except RunError:
-            save(folder, prepared, state, log)  # what cannot be read again is not the adapters
+            save(folder, prepared, state, log)  # the base cannot be read; the adapters are good
             raise
         last = state.step == prepared.steps
         if last or is_due(config.eval_every, state.step):
@@ -115,18 +117,18 @@ def run(
             raise Replan(wanted, state.step, Watch(told=governor.watch.told))
         if not last:
             pause(folder, state.step, log, stop)
-    if stop and saved_step(folder) != state.step:  # it came after that was looked at
+    if stop and saved_step(folder) != state.step:  # the signal came after the check for saving
         save(folder, prepared, state, log)
 
     if state.skipped == prepared.steps:
-        raise RunError(f"{folder.path}: not one of {prepared.steps} steps changed a weight")
+        raise RunError(f"{folder.path}: none of the {prepared.steps} steps changed a weight")
     if stop:
         reason, adapter = f"stopped by {stop.name}", ""
     else:
         show_test_rows("after", prepared, log, stop)
         arrays = model.adapter_arrays(prepared.model)
         checkpoint.save_adapter(folder.adapter, arrays, prepared.adapters.config, state.step)
-        prefix.remove(folder.path / PREFIX)  # a run that is stopped keeps it
+        prefix.remove(folder.path / PREFIX)  # a stopped run keeps it
         reason, adapter = "done", str(folder.adapter)
     seconds = time.perf_counter() - began
     finished = events.Finished(step=state.step, reason=reason, adapter=adapter, seconds=seconds)
@@ -135,7 +137,7 @@ def run(
 
 
 def fill_prefix(prepared: Prepared, step: int, log: events.EventLog, stop: Stop) -> None:
-    """Fill the prefix cache with the texts of the next epoch, where that saves reading."""
+    """Fill the prefix cache with the texts of the next epoch, if the engine supports it."""
     if prepared.engine.fill is None:
         return
 
@@ -153,10 +155,10 @@ def train_step(
     state: TrainState,
     log: events.EventLog,
 ) -> tuple[TrainState, list[Batch]]:
-    """One optimizer update over the rows of step `state.step`: the state after it, its batches.
+    """One optimizer update over the rows of step `state.step`; return the new state and batches.
 
-    A step whose loss or gradients are not finite, or whose rows all have weight 0,
-    changes neither the adapters nor the optimizer, and has none.
+    If the loss or the gradients are not finite, or all rows have weight 0, neither the adapters
+    nor the optimizer change, and no batches are returned.
     """
     began = time.perf_counter()
     config, index = prepared.config, state.step
@@ -182,7 +184,7 @@ def train_step(
     clip = optimizer.clip_factor(norm, config.max_grad_norm)
     update(grads, clip / state.loss_scale, rate)
     del grads
-    mx.synchronize()  # errors of the device arrive late: here, before the step is trusted
+    mx.synchronize()  # device errors arrive late: wait for them before the step counts as done
     sample, highest_bytes = governor.look()
     log.write(
         events.Step(
@@ -206,10 +208,11 @@ def train_step(
 
 @dataclass
 class Totals:
-    """What is summed over the micro-batches of a step: the loss, and (sum, count) of metrics."""
+    """Sums over the micro-batches of a step."""
 
     loss: float = 0.0
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """(sum, count) of each metric, by name."""
 
     def add(self, sums: Sums) -> None:
         self.loss += sums.loss.item()
@@ -218,12 +221,12 @@ class Totals:
             self.metrics[name] = (before[0] + value.item(), before[1] + count.item())
 
     def means(self) -> dict[str, float]:
-        """Each metric; those that nothing of the step counts for are left out."""
+        """The mean of each metric, without those whose count is 0."""
         return {name: value / count for name, (value, count) in self.metrics.items() if count}
 
 
 def accumulate(engine: Engine, batches: list[Batch], scale: float, seed: int) -> tuple[Totals, Any]:
-    """What is summed over all micro-batches, and the gradients of `scale` times the loss."""
+    """The sums over all micro-batches, and the gradients of `scale` times the loss."""
     totals, total = Totals(), None
     for batch in batches:
         sums, grads = engine.gradients(batch, scale, seed)
@@ -247,14 +250,16 @@ def train_until_done(
     level: int = 0,
     begin_guard: Callable[[], None] = lambda: None,
 ) -> int:
-    """Train `folder` with `config`, under one plan after the other; the exit status.
+    """Train `folder` with `config`, under one plan after another; return the exit status.
 
-    level: how many plans that fit are passed over; begin_guard: is called once the run is
-    known to fit. After an out-of-memory error the run goes
-    on from its last checkpoint, under the next smaller plan.
+    level: the number of faster plans that fit but are skipped.
+    begin_guard: is called once the run is known to fit.
+
+    After an out-of-memory error the run continues from its last checkpoint under the next smaller
+    plan.
     """
     with locked(folder), contextlib.closing(events.EventLog(folder.events)) as log:
-        text = "stopping after this step; once more to leave at once"
+        text = "stopping after this step; signal again to stop immediately"
         stop.on_first = lambda: log.write(events.Notice(text=text))
         failed_at, watch = [], Watch()
         try:
@@ -266,8 +271,8 @@ def train_until_done(
                     if config.supervise:
                         return exits.RESTART
                     raise RunError(
-                        f"{folder.path}: {wanted.action.cause}; everything is saved, and only "
-                        "another process has this memory back: your_ai train --resume "
+                        f"{folder.path}: {wanted.action.cause}; everything is saved, but only a "
+                        "new process can free this memory: your_ai train --resume "
                         f"{folder.reference}"
                     )
                 watch = wanted.watch
@@ -289,7 +294,7 @@ def train_under_plan(
     watch: Watch,
     begin_guard: Callable[[], None],
 ) -> events.Finished | Replan:
-    """`run` under one plan: how it ended, or what it is to go on as. Holds nothing after."""
+    """Call `run` under one plan; return how it ended, or how to continue. Frees its memory."""
     try:
         with probe.Sampler() as sampler, telling_gauges(folder, log):
             return run(folder, config, log, stop, level, watch, sampler, begin_guard)
@@ -298,25 +303,25 @@ def train_under_plan(
     except (RuntimeError, MemoryError) as error:
         reason = explain(model.first_line(error))
         if not lacked_memory(error):
-            if type(error) is not RuntimeError:  # its subclasses are Python's, and our fault
+            if type(error) is not RuntimeError:  # Python's subclasses of it are bugs of this code
                 raise
             raise RunError(f"{folder.path}: {reason}") from error
         action, before = MemoryAction(kind="smaller_plan", cause=reason), probe.read()
         wanted = Replan(action, saved_step(folder), watch, failed=True)
     began = time.perf_counter()
-    allocator.free()  # the model went with the exception that is over now
+    allocator.free()  # nothing refers to the model any more: the exception is gone
     after = probe.read()
     log.write(told(wanted.action, wanted.step, before, after, time.perf_counter() - began))
     return wanted
 
 
 def main() -> None:
-    """Carry out one run; errors are one line on stderr."""
+    """Train one run; print errors as one line on stderr."""
     parser = argparse.ArgumentParser(prog="python -m your_ai.training.train")
     parser.add_argument("run")
-    parser.add_argument("--level", type=int, default=0, help="plans that are passed over")
-    parser.add_argument("--settings", help="all of them as JSON, instead of config.yaml's")
-    parser.add_argument("--parent-fd", type=int, help="a pipe that ends with the supervisor")
+    parser.add_argument("--level", type=int, default=0, help="number of plans to skip")
+    parser.add_argument("--settings", help="all settings as JSON, instead of config.yaml")
+    parser.add_argument("--parent-fd", type=int, help="a pipe that closes with the supervisor")
     given = parser.parse_args()
     faulthandler.enable()
     try:

@@ -1,4 +1,4 @@
-"""What a run measures of its model beside the steps: validation loss, answers, exact match."""
+"""Measure the model between steps: validation loss, sample answers, exact match."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def validate(prepared: Prepared, step: int, log: events.EventLog, stop: Stop) ->
 
 
 def show_test_rows(when: str, prepared: Prepared, log: events.EventLog, stop: Stop) -> None:
-    """Answers to a few test prompts, and exact match over all test rows, where asked for."""
+    """Write answers to a few test prompts, and exact match over all test rows, if configured."""
     answers = []
     for sample in prepared.samples:
         if stop:
