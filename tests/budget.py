@@ -34,7 +34,7 @@ EVERY_S = 0.01
 PATIENCE_S = 900.0
 MB = 10**6
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "mistral", "gemma3_text", "qwen3_moe")
-LEAST = re.compile(r"the least that would do is ([0-9.]+) GB")
+LEAST = re.compile(r"at least ([0-9.]+) GB is needed")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ def test_a_run_without_an_adapter_names_its_checkpoints(run, capsys):
 
 def test_the_minimum_memory_in_the_error_message_is_enough(run, capsys):
     _, _, error = call(capsys, "eval", "r", "--max-memory", "0.01")
-    least = re.search(r"the least that would do is ([0-9.]+) GB", error)[1]
+    least = re.search(r"at least ([0-9.]+) GB is needed", error)[1]
     assert call(capsys, "eval", "r", "--max-memory", least)[0] == 0
 
 

@@ -1,4 +1,4 @@
-"""Runs in processes of their own, and what they leave behind."""
+"""Run training in separate processes, and inspect the files they leave."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ COMMAND = "from your_ai.cli import main; main()"
 def started(
     config: TrainConfig, run: str, before: str = "", supervise: bool = False
 ) -> Iterator[subprocess.Popen]:
-    """`your_ai train` in a process of its own, killed when the block ends.
+    """Start `your_ai train` in a process that is killed when the block ends.
 
-    before: Python to run in it first. supervise: it starts another one, which trains.
+    before: Python source that the process runs first.
+    supervise: the process starts a second one, which trains.
     """
     preset = Path(f"{run}.yaml")
     preset.write_text(to_yaml(dataclasses.replace(config, run="", supervise=supervise)))
@@ -51,21 +52,21 @@ def started(
 
 
 def wait_until(process: subprocess.Popen, done: Callable[[], object]) -> None:
-    """Wait for something to be true while the process runs."""
+    """Wait until `done()` is true, while the process runs."""
     deadline = time.monotonic() + PATIENCE_S
     while not done():
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.002)
 
 
 def wait_for(process: subprocess.Popen, run: RunFolder, kind: type, count: int = 1) -> None:
-    """Wait until the run has told of `count` events of a kind."""
+    """Wait until the run has written `count` events of a kind."""
     wait_until(process, lambda: len(events_of(run, kind)) >= count)
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """The command line in this process: its exit status, output, and errors."""
+    """Run the command line in this process; return its exit status, stdout and stderr."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as caught:
         cli.main(list(arguments))
@@ -74,7 +75,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 
 
 def final_files(run: RunFolder) -> dict[str, bytes]:
-    """The finished adapter, and all that the newest checkpoint carries on."""
+    """The finished adapter, and the state in the newest checkpoint."""
     newest = checkpoint.list_checkpoints(run.checkpoints)[0]
     state = json.loads((newest / checkpoint.STATE).read_text())["state"]
     return {

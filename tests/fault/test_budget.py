@@ -1,4 +1,4 @@
-"""A few of the random runs of tests/budget.py, which has many more: none above its limit."""
+"""A few random runs of tests/budget.py stay under their limits; the script runs many more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.budget import ROOT, Case, case_of, line_of, run_case
 
-# Coefficients of the estimates multiplied before the training process uses them.
+# Multiplies the coefficients of the estimates by FACTOR, before the training process uses them.
 FALSIFIED = """
 from your_ai.memory import coefficients
 
@@ -45,7 +45,7 @@ SMALL = Case(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [304, 316, 322])
-def test_a_random_run_stays_under_its_limit(seed, tmp_path):
+def test_random_run_stays_under_its_limit(seed, tmp_path):
     found = run_case(case_of(seed), tmp_path)
     assert not found.fault, line_of(found)
     assert found.samples > 50
@@ -53,22 +53,22 @@ def test_a_random_run_stays_under_its_limit(seed, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.2, 3.0])
-def test_with_false_coefficients_the_plan_is_that_of_the_true_ones(factor, tmp_path):
-    false, true = (
+def test_wrong_coefficients_lead_to_the_same_plan_as_correct_ones(factor, tmp_path):
+    wrong, correct = (
         run_case(SMALL, tmp_path / str(each), f"FACTOR = {each}\n{FALSIFIED}", limit_gb=0.3)
         for each in (factor, 1.0)
     )
-    assert not false.fault, line_of(false)
-    assert false.plans[-1] == true.plans[-1]
+    assert not wrong.fault, line_of(wrong)
+    assert wrong.plans[-1] == correct.plans[-1]
 
 
-def test_a_seed_is_one_case():
+def test_same_seed_gives_the_same_case():
     assert case_of(7) == case_of(7)
     assert dataclasses.asdict(case_of(7)) != dataclasses.asdict(case_of(8))
 
 
 @pytest.mark.slow
-def test_a_run_that_is_resumed_under_a_near_limit_measures_once(tmp_path):
+def test_run_resumed_under_a_tight_limit_measures_each_shape_once(tmp_path):
     before = f"FACTOR = 0.2\n{FALSIFIED}"
     assert not run_case(SMALL, tmp_path, before, limit_gb=2).fault
     command = [sys.executable, "-m", "your_ai", "train", "--resume", "r"]

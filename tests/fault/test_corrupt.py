@@ -1,4 +1,4 @@
-"""Damaged and changed files: what is damaged is named and done without, what changed is refused."""
+"""Damaged checkpoints are named and skipped; a changed model or changed data is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEWEST = "step-000004"
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """A run that nothing happened to, and what it was made of."""
+    """An undisturbed run, with its model and data."""
 
     run: RunFolder
     model: Path
@@ -61,7 +61,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 @pytest.fixture
 def cut(undisturbed: Undisturbed) -> RunFolder:
-    """The run as it was after step 4, with checkpoints of steps 0, 2 and 4."""
+    """The run after step 4, with checkpoints of steps 0, 2 and 4."""
     run = RunFolder(RUNS / "r")
     shutil.copytree(undisturbed.run.path, run.path)
     shutil.rmtree(run.adapter)
@@ -83,13 +83,13 @@ def flip_a_bit(path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*CONTENT, checkpoint.CHECKSUMS])
 @pytest.mark.parametrize("damage", [cut_short, flip_a_bit, Path.unlink])
-def test_a_run_goes_on_before_a_damaged_checkpoint(cut, undisturbed, damage, name):
+def test_run_resumes_from_the_checkpoint_before_a_damaged_one(cut, undisturbed, damage, name):
     damage(cut.checkpoints / NEWEST / name)
     assert resume(cut) == 0
     (started,) = events_of(cut, events.Started)
     assert started.step == 2
     (notice,) = events_of(cut, events.Notice)
-    # A flipped checksum is one that its file no longer has: the file is what is named.
+    # A flipped bit in the checksums makes another file look damaged, and that one is named.
     named = str(cut.checkpoints / NEWEST)
     if (damage, name) != (flip_a_bit, checkpoint.CHECKSUMS):
         named = str(cut.checkpoints / NEWEST / name)
@@ -97,21 +97,21 @@ def test_a_run_goes_on_before_a_damaged_checkpoint(cut, undisturbed, damage, nam
     assert final_files(cut) == final_files(undisturbed.run)
 
 
-def test_a_damaged_checkpoint_is_replaced_by_a_whole_one(cut):
+def test_damaged_checkpoint_is_replaced_by_an_intact_one(cut):
     flip_a_bit(cut.checkpoints / NEWEST / checkpoint.ADAPTERS)
     resume(cut)
     assert [checkpoint.fault(p) for p in checkpoint.list_checkpoints(cut.checkpoints)] == [None] * 4
 
 
-def test_a_damaged_checkpoint_does_not_count_among_those_kept(cut):
-    """The run is stopped again before it comes to where the damaged one is."""
+def test_damaged_checkpoint_does_not_count_for_keep(cut):
+    """The run stops again before it reaches the step of the damaged one."""
     flip_a_bit(cut.checkpoints / NEWEST / checkpoint.ADAPTERS)
     resume(cut, max_steps=3, keep=1)
     path, _ = checkpoint.newest(cut.checkpoints)
     assert path == cut.checkpoints / "step-000003"
 
 
-def test_where_every_checkpoint_is_damaged_the_run_is_refused(cut, capsys):
+def test_run_is_refused_if_every_checkpoint_is_damaged(cut, capsys):
     paths = checkpoint.list_checkpoints(cut.checkpoints)
     for path in paths:
         flip_a_bit(path / checkpoint.ADAPTERS)
@@ -122,14 +122,14 @@ def test_where_every_checkpoint_is_damaged_the_run_is_refused(cut, capsys):
         assert str(path / checkpoint.ADAPTERS) in error
 
 
-def test_a_refused_run_is_left_as_it_was(cut, capsys):
+def test_refused_run_keeps_its_checkpoints(cut, capsys):
     for path in checkpoint.list_checkpoints(cut.checkpoints):
         flip_a_bit(path / checkpoint.ADAPTERS)
     call(capsys, "train", "--resume", "r")
     assert len(checkpoint.list_checkpoints(cut.checkpoints)) == 3
 
 
-def test_a_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(cut, undisturbed, monkeypatch):
+def test_undeletable_checkpoint_does_not_stop_the_run(cut, undisturbed, monkeypatch):
     unlink = os.unlink
 
     def fail(path, **options):
@@ -145,14 +145,14 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_stop_the_run(cut, undistur
     assert final_files(cut) == final_files(undisturbed.run)
 
 
-def test_a_model_that_was_moved_is_the_same(cut, undisturbed, own_folder):
+def test_moved_model_counts_as_the_same(cut, undisturbed, own_folder):
     moved = shutil.copytree(undisturbed.model, own_folder / "moved")
     assert resume(cut, model=str(moved)) == 0
     assert final_files(cut) == final_files(undisturbed.run)
 
 
 def change(path: Path) -> None:
-    """Another content, as fit to be used."""
+    """Change the content of a file so that it is still valid."""
     content = path.read_bytes()
     if path.suffix == ".safetensors":
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -169,7 +169,7 @@ def refusal(run: RunFolder, **changes: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "chat_template.jinja"])
-def test_a_model_that_changed_is_refused(cut, undisturbed, own_folder, name):
+def test_changed_model_is_refused(cut, undisturbed, own_folder, name):
     other = shutil.copytree(undisturbed.model, own_folder / "other")
     change(other / name)
     text = refusal(cut, model=str(other))
@@ -177,20 +177,20 @@ def test_a_model_that_changed_is_refused(cut, undisturbed, own_folder, name):
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "valid.jsonl"])
-def test_data_that_changed_is_refused(cut, undisturbed, own_folder, name):
+def test_changed_data_is_refused(cut, undisturbed, own_folder, name):
     other = shutil.copytree(undisturbed.data, own_folder / "other")
     change(other / name)
     text = refusal(cut, data=str(other))
     assert f"--resume r: the data changed since the run began ({name})" in text
 
 
-def test_data_that_lost_a_file_is_refused(cut, undisturbed, own_folder):
+def test_missing_data_file_is_refused(cut, undisturbed, own_folder):
     other = shutil.copytree(undisturbed.data, own_folder / "other")
     (other / "valid.jsonl").unlink()
     assert "the data changed since the run began (valid.jsonl)" in refusal(cut, data=str(other))
 
 
-def test_what_is_refused_can_go_on_once_it_is_put_back(cut, undisturbed, own_folder):
+def test_refused_run_resumes_with_the_original_data(cut, undisturbed, own_folder):
     other = shutil.copytree(undisturbed.data, own_folder / "other")
     change(other / "train.jsonl")
     refusal(cut, data=str(other))
@@ -210,7 +210,7 @@ def test_what_is_refused_can_go_on_once_it_is_put_back(cut, undisturbed, own_fol
     ],
     ids=lambda flags: flags[0],
 )
-def test_a_flag_that_may_not_change_is_refused(cut, capsys, flags):
+def test_changing_a_fixed_option_is_refused(cut, capsys, flags):
     before = cut.config.read_bytes()
     status, _, error = call(capsys, "train", "--resume", "r", *flags)
     assert status == 2
@@ -219,20 +219,20 @@ def test_a_flag_that_may_not_change_is_refused(cut, capsys, flags):
     assert cut.config.read_bytes() == before
 
 
-def test_a_flag_may_be_given_again_as_it_was(cut, undisturbed, capsys):
+def test_repeating_an_option_with_the_same_value_is_accepted(cut, undisturbed, capsys):
     status, _, error = call(capsys, "train", "--resume", "r", "--learning-rate", "0.01")
     assert (status, error) == (0, "")
     assert final_files(cut) == final_files(undisturbed.run)
 
 
-def test_fewer_steps_than_are_done_are_refused(cut, capsys):
+def test_fewer_steps_than_done_are_refused(cut, capsys):
     status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "1")
     assert status == 2
     assert len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "lock"])
-def test_a_file_of_garbage_in_the_run_folder_does_no_harm(cut, undisturbed, capsys, name):
+def test_garbage_in_a_file_of_the_run_folder_does_no_harm(cut, undisturbed, capsys, name):
     (cut.path / name).write_bytes(b"\0\xff[{" * 1000)
     status, _, error = call(capsys, "train", "--resume", "r")
     assert (status, error) == (0, "")

@@ -1,4 +1,4 @@
-"""A full disk: what was saved stays whole, nothing half is left, and one line says it."""
+"""A full disk: saved files stay intact, no partial files remain, and the error is one line."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from your_ai.run.folder import RunFolder, locked
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 DISK_BYTES = 2 << 20
-ROOM_BYTES = 48 << 10  # for events and the like, but for no checkpoint at this rank
+ROOM_BYTES = 48 << 10  # enough for events, but not for a checkpoint at this rank
 LARGE_RANK = 32
-Room = Callable[[int], AbstractContextManager[None]]  # at most so many bytes can be written
+Room = Callable[[int], AbstractContextManager[None]]  # argument: bytes that can still be written
 
 
 def make(step: int) -> SavedCheckpoint:
@@ -55,7 +55,7 @@ def bytes_of(folder: Path) -> dict[Path, bytes]:
 
 @contextlib.contextmanager
 def full_at(call: int) -> Iterator[list[str]]:
-    """There is no room at the `call`-th call that writes; gives what was called."""
+    """Let the `call`-th call that writes fail; yields the names of the calls so far."""
     called: list[str] = []
 
     def limited(module: object, name: str, error: Exception) -> None:
@@ -79,7 +79,7 @@ def full_at(call: int) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("there", ["nothing", "one of that step"])
-def test_a_full_disk_at_any_stage_of_saving_leaves_whole_checkpoints(own_folder, there):
+def test_full_disk_at_any_stage_of_saving_leaves_intact_checkpoints(own_folder, there):
     checkpoint.save(own_folder, make(2))
     if there == "one of that step":
         checkpoint.save(own_folder, make(4))
@@ -102,7 +102,7 @@ def test_a_full_disk_at_any_stage_of_saving_leaves_whole_checkpoints(own_folder,
 
 @contextlib.contextmanager
 def file_limit(size_bytes: int) -> Iterator[None]:
-    """No file may grow beyond a size: to who writes it, that is a full disk."""
+    """Limit the size of files: for the writer, this is the same as a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -113,7 +113,7 @@ def file_limit(size_bytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def filled(disk: Path, room_bytes: int) -> Iterator[None]:
-    """A disk with a file on it that leaves but so much room."""
+    """Fill a disk with a file so that only `room_bytes` are free."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - room_bytes)
@@ -125,9 +125,9 @@ def filled(disk: Path, room_bytes: int) -> Iterator[None]:
 
 @pytest.fixture(params=["a small disk", "a limit on files"])
 def room(request, own_folder, monkeypatch) -> Iterator[Room]:
-    """Limits what can be written in the working folder, which is on a small disk.
+    """Limits the free space in the working folder, which is on a small disk.
 
-    Where no such disk can be mounted, as that is for root alone, files have a limit.
+    Only root can mount such a disk; other users get a limit on the size of files.
     """
     disk = own_folder / "disk"
     disk.mkdir()
@@ -144,7 +144,7 @@ def room(request, own_folder, monkeypatch) -> Iterator[Room]:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_whatever_room_is_left_a_checkpoint_is_whole_or_not_there(room):
+def test_checkpoint_is_complete_or_absent_for_any_free_space(room):
     place = Path("checkpoints")
     checkpoint.save(place, make(2))
     before = bytes_of(place)
@@ -165,7 +165,7 @@ def test_whatever_room_is_left_a_checkpoint_is_whole_or_not_there(room):
     assert saved > 0
 
 
-def test_a_run_whose_disk_is_full_goes_on_once_there_is_room(configure, room, capsys):
+def test_run_stopped_by_a_full_disk_resumes_once_there_is_space(configure, room, capsys):
     settings = {"lora_dropout": 0.2, "save_every": 1, "keep": 9, "lora_rank": LARGE_RANK}
     run = train(configure(run="r", max_steps=2, **settings))
     before = bytes_of(run.checkpoints)
@@ -183,7 +183,7 @@ def test_a_run_whose_disk_is_full_goes_on_once_there_is_room(configure, room, ca
     assert final_files(run) == final_files(whole)
 
 
-def test_a_new_run_on_a_full_disk_is_refused_and_leaves_nothing(room, configure, capsys, tmp_path):
+def test_new_run_on_a_full_disk_is_refused_and_leaves_nothing(room, configure, capsys, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(to_yaml(configure()).replace("run: r\n", ""))
     with room(0):
@@ -196,7 +196,7 @@ def test_a_new_run_on_a_full_disk_is_refused_and_leaves_nothing(room, configure,
 
 @contextlib.contextmanager
 def no_room_for(module: object, name: str, after: int = 0) -> Iterator[None]:
-    """A function that writes raises, from the call after `after` on."""
+    """Let a function that writes fail, after the first `after` calls."""
     whole, calls = getattr(module, name), 0
 
     def write(*arguments, **options):
@@ -211,7 +211,7 @@ def no_room_for(module: object, name: str, after: int = 0) -> Iterator[None]:
         yield
 
 
-def assert_one_clear_line(status: int, error: str) -> None:
+def assert_one_line_of_error(status: int, error: str) -> None:
     assert status in (1, 2)
     assert len(error.splitlines()) == 1
     assert os.strerror(errno.ENOSPC) in error
@@ -224,24 +224,24 @@ def stopped(configure: Callable[..., TrainConfig]) -> RunFolder:
     return train(configure(run="r", max_steps=2, save_every=1))
 
 
-def test_an_event_that_cannot_be_written_is_one_clear_line(stopped, capsys):
+def test_unwritable_event_gives_one_line_of_error(stopped, capsys):
     with no_room_for(os, "write", after=4):
         status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "9")
-    assert_one_clear_line(status, error)
+    assert_one_line_of_error(status, error)
     assert resume(stopped, max_steps=4) == 0
 
 
-def test_resuming_on_a_full_disk_is_one_clear_line(stopped, capsys):
+def test_resuming_on_a_full_disk_gives_one_line_of_error(stopped, capsys):
     config = stopped.config.read_bytes()
     with no_room_for(Path, "write_text"):
         status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "9")
-    assert_one_clear_line(status, error)
+    assert_one_line_of_error(status, error)
     assert stopped.config.read_bytes() == config
 
 
-def test_an_adapter_that_cannot_be_written_leaves_the_one_before(stopped):
+def test_failed_write_of_the_adapter_leaves_the_old_one(stopped):
     before = bytes_of(stopped.adapter)
-    checkpoints = 2  # calls: for its adapter and its optimizer
+    checkpoints = 2  # calls for a checkpoint: its adapter and its optimizer
     with no_room_for(mx, "save_safetensors", after=checkpoints), pytest.raises(RunError) as caught:
         resume(stopped, max_steps=3)
     assert str(stopped.adapter) in str(caught.value)
@@ -251,7 +251,7 @@ def test_an_adapter_that_cannot_be_written_leaves_the_one_before(stopped):
     assert bytes_of(stopped.adapter) != before
 
 
-def test_a_run_can_be_locked_on_a_full_disk_or_is_refused(stopped):
+def test_failed_lock_on_a_full_disk_does_not_block_later_locks(stopped):
     (stopped.path / "lock").unlink()
     with file_limit(0), contextlib.suppress(UserError, RunError), locked(stopped):
         pass

@@ -1,4 +1,4 @@
-"""kill -9 at any moment: a run goes on from its last whole checkpoint, to the same result."""
+"""kill -9 at any moment: a run resumes from its last intact checkpoint, with the same result."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from your_ai.run import checkpoint, events, folder
 from your_ai.run.checkpoint import SavedCheckpoint, TrainState
 from your_ai.run.folder import RUNS, RunFolder
 
-# Saves a checkpoint, and kills itself at the n-th call that changes what is on the disk.
-# Half of what a write would have written is then there.
+# Saves a checkpoint, and kills itself at the n-th call that changes the disk. If that call
+# writes a file, half of the file is left.
 SAVE_AND_DIE = """
 import os, signal, sys, tempfile
 from pathlib import Path
@@ -77,13 +77,13 @@ checkpoint.save(
 
 @pytest.fixture
 def settings() -> dict[str, object]:
-    """Dropout, accumulation, and steps that are cut in mid-epoch."""
+    """Dropout, accumulation, and a kill within an epoch."""
     return {"lora_dropout": 0.2, "grad_accumulation": 2, "save_every": 2, "lora_layers": 1}
 
 
 @pytest.mark.parametrize("there", ["nothing", "a whole one", "a damaged one"])
-def test_a_kill_at_any_stage_of_saving_leaves_a_whole_checkpoint(own_folder, there):
-    """there: what is in the place of the new checkpoint."""
+def test_kill_at_any_stage_of_saving_leaves_an_intact_checkpoint(own_folder, there):
+    """there: the checkpoint that already exists at the new one's path."""
     first = own_folder / "first"
     old = SavedCheckpoint(TrainState(step=2), {"a": mx.full((64, 64), 2.0)}, {}, {}, {})
     checkpoint.save(first, old)
@@ -111,8 +111,8 @@ def test_a_kill_at_any_stage_of_saving_leaves_a_whole_checkpoint(own_folder, the
     assert (loaded.state.step, loaded.adapters["a"].max()) == (4, 4)
 
 
-def test_a_killed_process_resumes_exactly(configure, settings):
-    """Killed in mid-run, its last event half written, and resumed from the command line."""
+def test_killed_process_resumes_exactly(configure, settings):
+    """The run is killed, half of an event line is appended, and the command line resumes it."""
     run = RunFolder(RUNS / "killed")
     with started(configure(max_steps=ENDLESS, **settings), "killed") as process:
         wait_for(process, run, events.Step, 5)
@@ -132,7 +132,7 @@ def test_a_killed_process_resumes_exactly(configure, settings):
     assert losses_of(run) == losses_of(whole)
     assert leftovers(run) == []
     lines = run.events.read_bytes().splitlines()
-    assert sum(events.from_line(line) is None for line in lines) == 1  # the half one
+    assert sum(events.from_line(line) is None for line in lines) == 1  # the half line
 
 
 BEFORE_ANYTHING = """
@@ -158,7 +158,7 @@ checkpoint.save = die
 @pytest.mark.parametrize(
     "when", [BEFORE_ANYTHING, BEFORE_THE_FIRST_CHECKPOINT], ids=["start", "first checkpoint"]
 )
-def test_a_run_killed_before_its_first_checkpoint_begins_again(configure, settings, when):
+def test_run_killed_before_its_first_checkpoint_starts_again(configure, settings, when):
     settings["max_steps"] = 3
     with started(configure(**settings), "killed", before=when) as process:
         process.wait()
@@ -169,20 +169,20 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(configure, settin
     assert final_files(run) == final_files(train(configure(run="whole", **settings)))
 
 
-def test_a_run_with_nothing_but_its_config_begins_again(configure):
+def test_run_with_only_a_config_starts_from_the_beginning(configure):
     run = folder.create(configure(run="bare", max_steps=2))
     assert resume(run) == 0
     assert final_files(run) == final_files(train(configure(run="whole", max_steps=2)))
 
 
-def test_a_finished_run_that_is_resumed_stays_as_it_is(configure):
+def test_resuming_a_finished_run_changes_nothing(configure):
     run = train(configure(max_steps=2))
     before = final_files(run)
     assert resume(run) == 0
     assert final_files(run) == before
 
 
-def test_what_a_killed_process_left_is_deleted(configure):
+def test_temporary_files_of_a_killed_process_are_deleted(configure):
     run = folder.create(configure(max_steps=1))
     for parent in (run.path, run.checkpoints):
         for name in ("step-000004-x", "adapter-y.old"):
@@ -191,25 +191,25 @@ def test_what_a_killed_process_left_is_deleted(configure):
     assert leftovers(run) == []
 
 
-def test_a_run_that_another_process_works_on_is_refused(configure, capsys, monkeypatch):
+def test_run_in_use_by_another_process_is_refused(configure, capsys, monkeypatch):
     monkeypatch.setattr(folder, "LOCK_WAIT_S", 0.1)
     run = RunFolder(RUNS / "r")
     with started(configure(max_steps=ENDLESS), "r") as process:
         wait_for(process, run, events.Step)
         status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "9")
         before = steps_done(run)
-        wait_until(process, lambda: steps_done(run) > before)  # undisturbed
+        wait_until(process, lambda: steps_done(run) > before)  # the first process continues
     assert status == 2
     assert f"process {process.pid} is working on this run" in error
     assert len(error.splitlines()) == 1
     assert run.read_config().max_steps == ENDLESS
 
 
-def test_a_run_folder_that_is_deleted_is_one_clear_line(configure):
+def test_deleted_run_folder_gives_one_line_of_error(configure):
     run = RunFolder(RUNS / "r")
     with started(configure(max_steps=150, save_every=60), "r") as process:
         wait_for(process, run, events.Step, 3)
-        run.path.rename("elsewhere")  # a deletion that takes no time
+        run.path.rename("elsewhere")  # like a deletion, but instant
         _, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert error.startswith("error: runs/r")

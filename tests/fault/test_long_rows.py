@@ -1,4 +1,4 @@
-"""A row of megabytes is tokenized under the limit, the first time as any other."""
+"""Rows of several megabytes are tokenized under the memory limit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def long_text(characters: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_long_row_is_trained_below_the_limit(own_folder):
-    """Tokenized at once, it takes 362 MB."""
+def test_long_row_is_trained_below_the_limit(own_folder):
+    """Tokenized in one piece, it would need 362 MB."""
     rows = write_rows(own_folder / "d.jsonl", [{"text": long_text(1_800_000)}, {"text": "Short"}])
     command = [
         *("train", "--model", "demo", "--data", str(rows), "--too-long", "split"),
@@ -37,7 +37,7 @@ def test_a_long_row_is_trained_below_the_limit(own_folder):
 
 
 @pytest.mark.parametrize("length", [SIZES.window - 1, SIZES.window + 1, 10 * SIZES.window])
-def test_a_long_row_has_the_tokens_of_its_text(own_folder, demo_tokenizer, length):
+def test_pieces_of_a_long_row_have_the_tokens_of_its_text(own_folder, demo_tokenizer, length):
     text = long_text(length)
     path = write_rows(own_folder / "d.jsonl", [{"text": text}])
     found = load_examples(path, Encoder(demo_tokenizer), "t", 64, "split", own_folder / "c")
@@ -47,7 +47,7 @@ def test_a_long_row_has_the_tokens_of_its_text(own_folder, demo_tokenizer, lengt
     assert joined.tolist() == [*whole, demo_tokenizer.eos_token_id]
 
 
-def test_a_long_answer_is_trained_where_it_stands(own_folder, demo_tokenizer):
+def test_only_the_answer_of_a_long_row_is_trained(own_folder, demo_tokenizer):
     answer = long_text(3 * SIZES.window)
     asked = [{"role": "user", "content": long_text(2 * SIZES.window)}]
     row = {"messages": [*asked, {"role": "assistant", "content": answer}]}

@@ -1,4 +1,4 @@
-"""Memory that runs out, leaks, or takes the process with it: the run ends as if it had not."""
+"""Out-of-memory errors, leaks and kills: the run ends with the same result as without them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STEPS = 5
 
 
 class Failure:
-    """Fails at some of the calls, counted from 1, or at every one; the error is a new one."""
+    """Raises a new error at the given calls (counted from 1), or at every call if none is given."""
 
     def __init__(self, *calls: int, kind: type = RuntimeError, text: str = OUT_OF_MEMORY) -> None:
         self.calls, self.count = calls, 0
@@ -55,7 +55,7 @@ class Failure:
 
 
 def fail_in_gradients(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None:
-    """Once they were asked for: their graph is there, and not evaluated."""
+    """Fail after the graph of the gradients was built, before it is evaluated."""
     prepare = recipe.prepare
 
     def prepared(*args: Any) -> Any:
@@ -74,7 +74,7 @@ def fail_in_gradients(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None])
 
 
 def fail_at_synchronize(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None:
-    """After the update: the weights are no longer those of the step before."""
+    """Fail after the update, when the weights have already changed."""
     synchronize = mx.synchronize
 
     def failing(*args: Any) -> None:
@@ -85,7 +85,7 @@ def fail_at_synchronize(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None
 
 
 def fail_in(name: str) -> Callable[[pytest.MonkeyPatch, Callable[[], None]], None]:
-    """Before a function of the recipe."""
+    """Return a patch that fails before a function of the recipe."""
 
     def patch(monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]) -> None:
         function = getattr(recipe, name)
@@ -106,7 +106,7 @@ PLACES = pytest.mark.parametrize(
 
 @pytest.fixture
 def planned(configure, data_folder, monkeypatch) -> Callable[..., Any]:
-    """A config of a few steps under one of many plans; small ones, which differ by little."""
+    """A config of a few steps with many possible plans that differ by little memory."""
     monkeypatch.setattr(plan, "NOTICEABLY", 0.9999)
     rows = [chat(f"Ask {i}", "Say" + " please" * i) for i in range(8)]
     write_rows(data_folder / "train.jsonl", rows)
@@ -144,7 +144,7 @@ def levels_of(run: RunFolder) -> list[int]:
 
 
 def actions_of(run: RunFolder, *kinds: str) -> list[events.Action]:
-    """Those that a number of steps alone did not call for."""
+    """The actions that were not scheduled."""
     found = [a for a in events_of(run, events.Action) if not a.cause.startswith("every ")]
     return [action for action in found if not kinds or action.kind in kinds]
 
@@ -160,12 +160,12 @@ def assert_close(run: RunFolder, other: RunFolder) -> None:
         assert mx.allclose(array, theirs[name], rtol=1e-5, atol=1e-5).item(), name
 
 
-# -- an error of memory
+# -- out-of-memory errors
 
 
 @PLACES
 @pytest.mark.parametrize("step", [1, 3, STEPS])
-def test_the_run_goes_on_under_the_next_smaller_plan(planned, monkeypatch, place, step):
+def test_run_continues_under_the_next_smaller_plan(planned, monkeypatch, place, step):
     whole = train(planned(run="whole"))
     run = folder.create(planned())
     with monkeypatch.context() as patch:
@@ -176,13 +176,13 @@ def test_the_run_goes_on_under_the_next_smaller_plan(planned, monkeypatch, place
     assert action.kind == "smaller_plan"
     assert "Insufficient Memory" in action.cause
     assert [event.step for event in events_of(run, events.Started)] == [0, step - 1]
-    assert steps_of(run) == [1, 2, 3, 4, 5]  # every one is saved, and none is done twice
+    assert steps_of(run) == [1, 2, 3, 4, 5]  # each step is saved, and none is done twice
     assert losses_of(run) == pytest.approx(losses_of(whole), rel=1e-5)
     assert_close(run, whole)
 
 
 @PLACES
-def test_it_goes_on_from_the_last_checkpoint(planned, monkeypatch, place):
+def test_run_continues_from_the_last_checkpoint(planned, monkeypatch, place):
     whole = train(planned(run="whole"))
     run = folder.create(planned(save_every=2))
     with monkeypatch.context() as patch:
@@ -194,8 +194,8 @@ def test_it_goes_on_from_the_last_checkpoint(planned, monkeypatch, place):
 
 
 @PLACES
-def test_no_bit_of_a_failed_step_is_left(planned, monkeypatch, place):
-    """The same plan again shows that nothing but the checkpoint is carried on."""
+def test_failed_step_leaves_no_trace(planned, monkeypatch, place):
+    """Running the same plan again shows that only the checkpoint is used."""
     settings = {"plan": "staged", "batch_size": 1, "grad_accumulation": 8, "lora_dropout": 0.1}
     whole = train(planned(run="whole", **settings))
     run = folder.create(planned(**settings))
@@ -203,12 +203,12 @@ def test_no_bit_of_a_failed_step_is_left(planned, monkeypatch, place):
         place(patch, Failure(11 if place is fail_in_gradients else 2))
         assert train_until_done(run) == exits.DONE
     assert len(actions_of(run)) == 1
-    assert levels_of(run) == [0, 0]  # there is no smaller one
+    assert levels_of(run) == [0, 0]  # there is no smaller plan
     assert final_files(run) == final_files(whole)
 
 
 @pytest.mark.parametrize("name", ["prepare", "show_test_rows", "save", "validate", "fill_prefix"])
-def test_it_may_be_anywhere_in_the_run(planned, monkeypatch, name):
+def test_error_may_occur_anywhere_in_the_run(planned, monkeypatch, name):
     whole = train(planned(run="whole", eval_every=2))
     run = folder.create(planned(eval_every=2))
     with monkeypatch.context() as patch:
@@ -225,12 +225,12 @@ def test_it_may_be_anywhere_in_the_run(planned, monkeypatch, name):
         ("eval", "load"),
         ("allclose", "split"),
         ("allclose", "parts_of"),
-        ("eval", "_agrees"),  # of head
+        ("eval", "_agrees"),  # in the check of the head
         ("eval", "try_out"),
     ],
 )
-def test_it_may_be_while_the_model_is_loaded(planned, monkeypatch, operation, inside):
-    """Which is no fault of the model, nor of the user, nor a reason to run it in another way."""
+def test_error_may_occur_while_the_model_loads(planned, monkeypatch, operation, inside):
+    """It must not count as an error of the model or the user, or as a reason for another engine."""
     run, failure = folder.create(planned(max_steps=2)), Failure(1)
     function = getattr(mx, operation)
 
@@ -247,8 +247,8 @@ def test_it_may_be_while_the_model_is_loaded(planned, monkeypatch, operation, in
     assert steps_of(run) == [1, 2]
 
 
-def test_it_may_be_while_a_checkpoint_is_written(planned, monkeypatch):
-    """Which is no fault of the disk; what was half written is gone."""
+def test_error_may_occur_while_a_checkpoint_is_written(planned, monkeypatch):
+    """It must not count as an error of the disk; partial files are removed."""
     whole = train(planned(run="whole"))
     run = folder.create(planned())
     save, failure = mx.save_safetensors, Failure(6)
@@ -277,7 +277,7 @@ def test_it_may_be_while_a_checkpoint_is_written(planned, monkeypatch):
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_whatever_the_run_keeps_beside_is_carried_on(planned, monkeypatch, settings):
+def test_other_state_of_the_run_is_continued(planned, monkeypatch, settings):
     whole = train(planned(run="whole", **settings))
     run = folder.create(planned(**settings))
     with monkeypatch.context() as patch:
@@ -289,8 +289,8 @@ def test_whatever_the_run_keeps_beside_is_carried_on(planned, monkeypatch, setti
     assert_close(run, whole)
 
 
-def test_what_was_freed_is_told(planned, monkeypatch):
-    """From when the plan failed to when its model was gone."""
+def test_action_event_reports_the_freed_memory(planned, monkeypatch):
+    """The bytes before are read when the plan fails, the bytes after once its model is freed."""
     run = folder.create(planned())
     held: list[mx.array] = []
     failure = Failure(3)
@@ -309,7 +309,7 @@ def test_what_was_freed_is_told(planned, monkeypatch):
     assert action.before_bytes - action.after_bytes > 90 * MB
 
 
-def test_the_action_is_told_of_the_step_it_was_in(planned, monkeypatch):
+def test_action_event_names_the_last_completed_step(planned, monkeypatch):
     run = folder.create(planned())
     with monkeypatch.context() as patch:
         fail_in_gradients(patch, Failure(4))
@@ -319,7 +319,7 @@ def test_the_action_is_told_of_the_step_it_was_in(planned, monkeypatch):
 
 
 @PLACES
-def test_errors_with_checkpoints_between_are_not_in_a_row(planned, monkeypatch, place):
+def test_errors_with_checkpoints_in_between_do_not_add_up(planned, monkeypatch, place):
     run = folder.create(planned(max_steps=7))
     after = {1, 2, 3, 4, 5}
     failure = Failure()
@@ -340,7 +340,9 @@ def test_errors_with_checkpoints_between_are_not_in_a_row(planned, monkeypatch, 
 
 
 @PLACES
-def test_at_the_smallest_plan_the_process_says_so(planned, monkeypatch, capfd, place):
+def test_repeated_errors_under_the_smallest_plan_end_the_process(
+    planned, monkeypatch, capfd, place
+):
     run = folder.create(planned())
     with monkeypatch.context() as patch:
         failure = Failure()
@@ -355,11 +357,11 @@ def test_at_the_smallest_plan_the_process_says_so(planned, monkeypatch, capfd, p
     assert not run.adapter.exists()
     path, faults = checkpoint.newest(run.checkpoints)
     assert (path, faults) == (run.checkpoints / "step-000001", [])
-    assert train_until_done(run) == exits.DONE  # with more memory
+    assert train_until_done(run) == exits.DONE  # now with enough memory
     assert_close(run, train(planned(run="whole")))
 
 
-def test_another_error_is_no_reason_for_a_smaller_plan(planned, monkeypatch):
+def test_other_errors_do_not_cause_a_smaller_plan(planned, monkeypatch):
     run = folder.create(planned())
     with monkeypatch.context() as patch:
         fail_in_gradients(patch, Failure(2, text="[matmul] Shapes do not match."))
@@ -385,7 +387,7 @@ def test_another_error_is_no_reason_for_a_smaller_plan(planned, monkeypatch):
     ],
     ids=["malloc", "buffer", "resources", "bad_alloc", "python"],
 )
-def test_every_way_to_run_out_is_known(planned, monkeypatch, kind, text):
+def test_every_kind_of_memory_error_is_recognized(planned, monkeypatch, kind, text):
     run = folder.create(planned(max_steps=2))
     with monkeypatch.context() as patch:
         fail_in_gradients(patch, Failure(2, kind=kind, text=text))
@@ -393,8 +395,8 @@ def test_every_way_to_run_out_is_known(planned, monkeypatch, kind, text):
     assert [action.kind for action in actions_of(run)] == ["smaller_plan"]
 
 
-def test_a_stop_while_the_smaller_plan_loads_is_heeded(planned, monkeypatch):
-    """And the run goes on later, without a step lost."""
+def test_stop_signal_while_the_smaller_plan_loads_is_obeyed(planned, monkeypatch):
+    """The run can be resumed later without losing a step."""
     whole = train(planned(run="whole"))
     run, stop = folder.create(planned()), Stop()
     calls = itertools.count(1)
@@ -413,8 +415,8 @@ def test_a_stop_while_the_smaller_plan_loads_is_heeded(planned, monkeypatch):
     assert_close(run, whole)
 
 
-def test_the_command_line_ends_cleanly_too(planned, monkeypatch, capsys):
-    """In this process, as a debugger has it."""
+def test_unsupervised_command_ends_with_one_line_of_error(planned, monkeypatch, capsys):
+    """Training runs in this process, as in a debugger."""
     folder.create(planned(supervise=False))
     with monkeypatch.context() as patch:
         fail_in_gradients(patch, Failure())
@@ -452,8 +454,8 @@ recipe.prepare = prepared
 """
 
 
-def test_what_python_holds_more_by_then_does_not_end_the_run(planned, monkeypatch):
-    """The least plan fitted when the run began, so it must not be refused in the middle."""
+def test_growth_of_python_memory_does_not_end_the_run(planned, monkeypatch):
+    """The smallest plan fitted at the start of the run, so it must not be refused later."""
     budgets: list[Budget] = []
     budget_of = preparing.budget_of
     with monkeypatch.context() as patch:
@@ -471,11 +473,11 @@ def test_what_python_holds_more_by_then_does_not_end_the_run(planned, monkeypatc
     assert_close(run, whole)
 
 
-# -- what is left of the plan before
+# -- memory of the previous plan
 
 
 @pytest.mark.parametrize("how", ["an error", "the governor"])
-def test_the_model_before_is_gone_when_the_next_is_loaded(planned, monkeypatch, how):
+def test_old_model_is_freed_before_the_next_one_loads(planned, monkeypatch, how):
     models: list[weakref.ref] = []
     alive: list[list[bool]] = []
     active: list[int] = []
@@ -503,7 +505,7 @@ def test_the_model_before_is_gone_when_the_next_is_loaded(planned, monkeypatch, 
 
 
 def ask_for_a_smaller_plan(patch: pytest.MonkeyPatch, run: RunFolder, after: int) -> None:
-    """Let the system's pressure be critical from step `after` on, until the plan is changed."""
+    """Simulate critical memory pressure from step `after` until the plan changes."""
     read = probe.read
 
     def pressed() -> Any:
@@ -513,7 +515,7 @@ def ask_for_a_smaller_plan(patch: pytest.MonkeyPatch, run: RunFolder, after: int
     patch.setattr(probe, "read", pressed)
 
 
-def test_a_smaller_plan_that_the_governor_wants_loses_no_step(planned, monkeypatch):
+def test_smaller_plan_of_the_governor_loses_no_step(planned, monkeypatch):
     whole = train(planned(run="whole"))
     run = folder.create(planned(save_every=0))
     with monkeypatch.context() as patch:
@@ -526,7 +528,7 @@ def test_a_smaller_plan_that_the_governor_wants_loses_no_step(planned, monkeypat
     assert_close(run, whole)
 
 
-# -- a leak
+# -- leaks
 
 LEAKY = """
 import sys
@@ -549,7 +551,7 @@ if {where!r} in sys.orig_argv:
 
 @pytest.fixture
 def leak(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Lets each step keep so many bytes alive, until the test is over."""
+    """Makes each step leak a number of bytes, until the test is over."""
     kept: list[mx.array] = []
     global_norm = optimizer.global_norm
 
@@ -567,15 +569,15 @@ def leak(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 
 def room_gb(room_bytes: int) -> float:
-    """A limit that leaves so much above what this process holds."""
+    """A limit that leaves `room_bytes` above the memory of this process."""
     gc.collect()
     mx.clear_cache()
     return (probe.process_bytes() + room_bytes) / 1e9
 
 
 @pytest.mark.parametrize("gauge", ["right", "failing", "frozen"])
-def test_a_leak_is_noticed_within_ten_steps(quick, leak, monkeypatch, gauge):
-    """gauge: that of the process; MLX's own count goes on."""
+def test_leak_is_noticed_within_ten_steps(quick, leak, monkeypatch, gauge):
+    """gauge: the gauge of the process; MLX's own gauges still work."""
     leak(60 * MB)
     config = quick(max_steps=40, max_memory=room_gb(800 * MB), save_every=100, supervise=True)
     run = folder.create(config)
@@ -594,7 +596,7 @@ def test_a_leak_is_noticed_within_ten_steps(quick, leak, monkeypatch, gauge):
     assert sum(isinstance(event, events.Step) for event in events_of(run)[:noticed]) <= 10
 
 
-def test_a_leak_climbs_the_ladder_and_leaves_everything_saved(quick, leak):
+def test_leak_takes_each_action_in_order_and_saves_everything(quick, leak):
     leak(30 * MB)
     limit = room_gb(800 * MB)
     settings = {"max_memory": limit, "leak_threshold_mb": 20, "clear_cache_every": 0}
@@ -610,8 +612,8 @@ def test_a_leak_climbs_the_ladder_and_leaves_everything_saved(quick, leak):
     assert highest < limit * 1e9
 
 
-def test_a_run_that_cannot_be_restarted_does_not_outgrow_its_limit(quick, leak):
-    """Without a supervisor a leak cannot be mended: the run ends, saved, before it is too late."""
+def test_leaking_run_without_supervisor_ends_before_its_limit(quick, leak):
+    """Without a supervisor it cannot restart: it saves and ends before it reaches the limit."""
     leak(60 * MB)
     limit = room_gb(800 * MB)
     run = folder.create(quick(max_steps=40, max_memory=limit, save_every=100, supervise=False))
@@ -625,9 +627,9 @@ def test_a_run_that_cannot_be_restarted_does_not_outgrow_its_limit(quick, leak):
 
 
 class Watcher:
-    """Watches the training processes of a run from outside, every few milliseconds.
+    """Reads the memory of a run's training processes from outside, every few milliseconds.
 
-    highest: the most that each held, in bytes, by its process id.
+    highest: the peak memory of each process in bytes, by process id.
     """
 
     def __init__(self, run: RunFolder, every_s: float = 0.01) -> None:
@@ -657,7 +659,7 @@ class Watcher:
 
 
 def working_on(run: RunFolder) -> int | None:
-    """The process that holds the run, as far as it says."""
+    """The id of the process that has locked the run, if it can be read."""
     try:
         return int((run.path / "lock").read_text())
     except (OSError, ValueError):
@@ -665,7 +667,7 @@ def working_on(run: RunFolder) -> int | None:
 
 
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    """Let every Python process that is started run `source` first."""
+    """Make every new Python process run `source` first."""
     place = tmp_path / "site"
     place.mkdir()
     (place / "sitecustomize.py").write_text(source)
@@ -674,7 +676,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) ->
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_a_leaking_process_is_replaced_and_never_over_the_limit(quick, tmp_path, monkeypatch):
+def test_leaking_process_is_restarted_before_its_limit(quick, tmp_path, monkeypatch):
     config = quick(max_steps=14, max_memory=0.9, save_every=100)
     whole = train(dataclasses.replace(config, run="whole", max_memory=None))
     environment(tmp_path, monkeypatch, LEAKY.format(where="your_ai.training.train", size=60 * MB))
@@ -703,8 +705,8 @@ if "your_ai.training.train" in sys.orig_argv:
 """
 
 
-def test_a_run_that_never_has_enough_memory_ends_in_one_line(planned, tmp_path, monkeypatch):
-    """After every plan, in several processes."""
+def test_run_without_enough_memory_gives_one_line_of_error(planned, tmp_path, monkeypatch):
+    """It tries every plan, in several processes."""
     environment(tmp_path, monkeypatch, EXHAUSTED)
     run = RunFolder(RUNS / "r")
     with started(planned(), "r", supervise=True) as process:
@@ -722,7 +724,7 @@ def test_a_run_that_never_has_enough_memory_ends_in_one_line(planned, tmp_path, 
 
 
 def killed_at_random(run: RunFolder, process: subprocess.Popen, kills: int, seed: int) -> list[int]:
-    """Kill the training process so often, each time once it has got on; the steps done by then."""
+    """Kill the training process `kills` times, after progress each time; return steps at kills."""
     draw = random.Random(seed)
     done: list[int] = []
     killed: set[int] = set()
@@ -753,7 +755,7 @@ def killed_at_random(run: RunFolder, process: subprocess.Popen, kills: int, seed
         ),
     ],
 )
-def test_a_run_that_is_killed_again_and_again_ends_by_itself(quick, kills):
+def test_supervised_run_finishes_after_repeated_kills(quick, kills):
     steps = 20 * kills
     settings = {"max_steps": steps, "save_every": 2, "lora_dropout": 0.1, "grad_accumulation": 2}
     run = RunFolder(RUNS / "killed")
@@ -769,8 +771,8 @@ def test_a_run_that_is_killed_again_and_again_ends_by_itself(quick, kills):
     assert leftovers(run) == []
 
 
-def test_a_run_that_is_resumed_after_everything_is_the_same(quick):
-    """Killed with its supervisor, and gone on with by hand."""
+def test_run_killed_with_its_supervisor_resumes_exactly(quick):
+    """It is resumed by hand."""
     settings = {"max_steps": 40, "save_every": 2}
     run = RunFolder(RUNS / "killed")
     with started(quick(**settings), "killed", supervise=True) as process:

@@ -1,4 +1,4 @@
-"""NaN and infinity: such a step changes nothing, and many of them in a row end the run."""
+"""NaN and infinity: such a step changes nothing, and five in a row end the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from your_ai.training import optimizer
 from your_ai.training import train as recipe
 
 NAN, INFINITY = float("nan"), float("inf")
-Result = tuple[Sums, Any]  # what is summed, and the gradients
+Result = tuple[Sums, Any]  # sums of the loss and metrics, and the gradients
 Spoil = Callable[[Result], Result]
 
 
@@ -38,7 +38,7 @@ def gradients_of(value: float) -> Spoil:
 
 
 def one_gradient_of(value: float) -> Spoil:
-    """In one element of one array alone."""
+    """Replace only one element of one gradient."""
 
     def spoil(result: Result) -> Result:
         *others, (name, array) = tree_flatten(result[1])
@@ -52,7 +52,7 @@ def one_gradient_of(value: float) -> Spoil:
 def spoil_steps(
     monkeypatch: pytest.MonkeyPatch, steps: Iterable[int], spoil: Spoil, micro_batch: int = 0
 ) -> None:
-    """Let a micro-batch of some steps (from 1) have another loss or other gradients."""
+    """Replace the loss or the gradients of one micro-batch in some steps (counted from 1)."""
     prepare, spoiled = recipe.prepare, set(steps)
 
     def prepare_spoiled(config, log, folder, level):
@@ -112,7 +112,7 @@ def in_float16(settings, smallest_model, data_folder, monkeypatch) -> dict[str, 
         (one_gradient_of(NAN), "the gradient norm nan"),
         (one_gradient_of(INFINITY), "the gradient norm inf"),
         (one_gradient_of(-INFINITY), "the gradient norm inf"),
-        # Finite, but the sum of their squares is not.
+        # Finite gradients, but the sum of their squares is infinite.
         (gradients_of(1e30), "the gradient norm inf"),
     ],
     ids=[
@@ -126,7 +126,7 @@ def in_float16(settings, smallest_model, data_folder, monkeypatch) -> dict[str, 
         "gradients too large",
     ],
 )
-def test_a_step_that_is_not_finite_changes_nothing(configure, settings, monkeypatch, spoil, words):
+def test_non_finite_step_changes_nothing(configure, settings, monkeypatch, spoil, words):
     spoil_steps(monkeypatch, [2], spoil)
     run = train(configure(run="r", max_steps=3, **settings))
     assert carried(run, 2) == carried(run, 1)
@@ -135,7 +135,7 @@ def test_a_step_that_is_not_finite_changes_nothing(configure, settings, monkeypa
     assert words in skipped.reason
 
 
-def test_the_steps_after_it_are_finite_and_change_something(configure, settings, monkeypatch):
+def test_steps_after_a_skipped_step_train_normally(configure, settings, monkeypatch):
     spoil_steps(monkeypatch, [2], gradients_of(NAN))
     run = train(configure(run="r", max_steps=4, **settings))
     assert sorted(losses_of(run)) == [1, 3, 4]
@@ -152,7 +152,9 @@ def test_one_bad_micro_batch_skips_its_step(configure, settings, monkeypatch):
     assert carried(run, 2) == carried(run, 1)
 
 
-def test_five_in_a_row_stop_the_run_and_name_a_checkpoint(configure, settings, monkeypatch):
+def test_five_skipped_steps_in_a_row_stop_the_run_and_name_a_checkpoint(
+    configure, settings, monkeypatch
+):
     spoil_steps(monkeypatch, range(3, 20), loss_of(NAN))
     run = folder.create(configure(run="r", max_steps=20, **settings))
     with pytest.raises(RunError) as caught:
@@ -164,7 +166,9 @@ def test_five_in_a_row_stop_the_run_and_name_a_checkpoint(configure, settings, m
     assert [event.in_a_row for event in events_of(run, events.Skipped)] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_that_stops_so_ends_with_one_line(configure, settings, monkeypatch, capsys):
+def test_run_stopped_by_skipped_steps_gives_one_line_of_error(
+    configure, settings, monkeypatch, capsys
+):
     spoil_steps(monkeypatch, range(1, 20), loss_of(NAN))
     folder.create(configure(run="r", max_steps=20, **settings))
     status, _, error = call(capsys, "train", "--resume", "r")
@@ -173,7 +177,7 @@ def test_a_run_that_stops_so_ends_with_one_line(configure, settings, monkeypatch
     assert len(error.splitlines()) == 1
 
 
-def test_the_checkpoint_that_is_named_is_there_where_few_are_kept(configure, monkeypatch):
+def test_named_checkpoint_exists_even_with_keep_1(configure, monkeypatch):
     spoil_steps(monkeypatch, range(1, 20), loss_of(NAN))
     run = folder.create(configure(run="r", max_steps=20, save_every=1, keep=1))
     with pytest.raises(RunError) as caught:
@@ -182,7 +186,7 @@ def test_the_checkpoint_that_is_named_is_there_where_few_are_kept(configure, mon
     assert checkpoint.fault(Path(named[1])) is None
 
 
-def test_after_four_and_a_good_one_the_run_goes_on(configure, settings, monkeypatch):
+def test_good_step_resets_the_count_of_skipped_steps(configure, settings, monkeypatch):
     spoil_steps(monkeypatch, [1, 2, 3, 4, 6, 7, 8, 9], loss_of(NAN))
     run = train(configure(run="r", max_steps=10, **settings))
     assert sorted(losses_of(run)) == [5, 10]
@@ -190,14 +194,14 @@ def test_after_four_and_a_good_one_the_run_goes_on(configure, settings, monkeypa
     assert newest_state(run).skipped == 8
 
 
-def test_a_resumed_run_goes_on_counting(configure, settings, monkeypatch):
+def test_resumed_run_continues_the_count_of_skipped_steps(configure, settings, monkeypatch):
     spoil_steps(monkeypatch, range(2, 20), loss_of(NAN))
     run = train(configure(run="r", max_steps=3, **settings))
     with pytest.raises(RunError, match="the last was step 6"):
         resume(run, max_steps=20)
 
 
-def test_steps_without_weight_are_no_fault(configure, in_float16, data_folder):
+def test_steps_without_weight_do_not_count_towards_giving_up(configure, in_float16, data_folder):
     rows = [chat(f"Question {i}", "Answer", weight=0) for i in range(7)]
     write_rows(data_folder / "train.jsonl", [*rows, chat("Question", "Answer")])
     run = train(configure(run="r", max_steps=8, **in_float16))
@@ -206,7 +210,7 @@ def test_steps_without_weight_are_no_fault(configure, in_float16, data_folder):
 
 
 def test_float16_finds_a_loss_scale_that_fits(configure, in_float16, monkeypatch):
-    """The real thing: with too large a scale, gradients in float16 overflow."""
+    """Without simulation: gradients in float16 really overflow if the scale is too large."""
     monkeypatch.setattr(optimizer, "FIRST_LOSS_SCALE", 2.0**40)
     run = train(configure(run="r", max_steps=40, **in_float16))
     skipped = events_of(run, events.Skipped)
@@ -219,7 +223,7 @@ def test_float16_finds_a_loss_scale_that_fits(configure, in_float16, monkeypatch
 @pytest.mark.parametrize(
     "spoil", [gradients_of(INFINITY), one_gradient_of(NAN)], ids=["all inf", "one nan"]
 )
-def test_an_overflow_in_float16_halves_the_scale_alone(configure, in_float16, monkeypatch, spoil):
+def test_overflow_in_float16_changes_only_the_loss_scale(configure, in_float16, monkeypatch, spoil):
     spoil_steps(monkeypatch, range(2, 10), spoil)
     run = train(configure(run="r", max_steps=9, **in_float16))
     assert carried(run, 9) == carried(run, 1)
@@ -228,15 +232,15 @@ def test_an_overflow_in_float16_halves_the_scale_alone(configure, in_float16, mo
     assert (state.skipped, state.skipped_in_a_row) == (8, 0)
 
 
-def test_a_loss_that_is_not_finite_counts_in_float16_too(configure, in_float16, monkeypatch):
+def test_non_finite_loss_counts_in_float16_too(configure, in_float16, monkeypatch):
     spoil_steps(monkeypatch, range(1, 20), loss_of(NAN))
     run = folder.create(configure(run="r", max_steps=20, **in_float16))
     with pytest.raises(RunError, match="5 steps in a row"):
         resume(run)
 
 
-def test_overflow_at_the_smallest_scale_counts(configure, in_float16, monkeypatch):
-    """There is nothing left to search for."""
+def test_overflow_at_the_smallest_loss_scale_counts(configure, in_float16, monkeypatch):
+    """There is no smaller scale left to try."""
     monkeypatch.setattr(optimizer, "FIRST_LOSS_SCALE", 4.0)
     spoil_steps(monkeypatch, range(1, 20), gradients_of(INFINITY))
     run = folder.create(configure(run="r", max_steps=20, **in_float16))
@@ -253,6 +257,6 @@ def test_resuming_in_float16_keeps_the_loss_scale(configure, in_float16, monkeyp
     assert newest_state(cut).loss_scale == optimizer.FIRST_LOSS_SCALE / 2
     resume(cut, max_steps=7)
     assert newest_state(cut) == newest_state(whole)
-    assert newest_state(cut).loss_scale == optimizer.FIRST_LOSS_SCALE  # after three good ones
+    assert newest_state(cut).loss_scale == optimizer.FIRST_LOSS_SCALE  # after three good steps
     assert final_files(cut) == final_files(whole)
     assert losses_of(cut) == losses_of(whole)

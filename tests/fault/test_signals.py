@@ -1,4 +1,4 @@
-"""Ctrl-C and other stop signals: the step is finished and saved, and nothing is lost."""
+"""Ctrl-C and other stop signals: the step is finished and saved; nothing is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from your_ai.run import checkpoint, events, folder, stopping
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.training import train as recipe
 
-# Sends itself SIGINT after the first batch of a validation, and goes on once that is noted.
+# Sends itself SIGINT after the first batch of a validation, and continues once it is recorded.
 INTERRUPT_A_VALIDATION = """
 import os, signal, time
 from pathlib import Path
@@ -46,7 +46,7 @@ def interrupted_batches(*arguments):
 
 measures.in_order_of_length = interrupted_batches
 """
-# Sends itself SIGINT while it waits for the disk, the second time that it saves.
+# Sends itself SIGINT while it syncs to the disk, the second time it saves.
 INTERRUPT_A_SAVE = """
 import os, signal
 from your_ai import files
@@ -73,7 +73,7 @@ def settings() -> dict[str, object]:
 
 
 def stopped(process: subprocess.Popen, number: int) -> tuple[str, str]:
-    """Send a signal and wait for the end: what was printed, and the errors."""
+    """Send a signal and wait for the end; return stdout and stderr."""
     process.send_signal(number)
     return process.communicate(timeout=PATIENCE_S)
 
@@ -118,7 +118,7 @@ def test_ctrl_c_in_validation_ends_it_and_saves(configure, settings):
     assert_resumes_exactly(run, configure, settings)
 
 
-def test_ctrl_c_while_saving_saves_whole(configure, settings):
+def test_ctrl_c_while_saving_leaves_intact_checkpoints(configure, settings):
     config = configure(max_steps=ENDLESS, **settings)
     with started(config, "r", before=INTERRUPT_A_SAVE) as process:
         output, error = process.communicate(timeout=PATIENCE_S)
@@ -131,10 +131,10 @@ def test_ctrl_c_while_saving_saves_whole(configure, settings):
     assert_resumes_exactly(run, configure, settings)
 
 
-def test_a_second_ctrl_c_leaves_at_once(configure, data_folder):
+def test_second_ctrl_c_stops_immediately(configure, data_folder):
     rows = [chat(f"Question {i}", "Answer " * 10) for i in range(80)]
     write_rows(data_folder / "train.jsonl", rows)
-    # A step of a second or more, which a first Ctrl-C waits for.
+    # A step takes a second or more, and the first Ctrl-C waits for it.
     config = configure(max_steps=ENDLESS, grad_accumulation=40, save_every=1, lora_layers=1)
     run = RunFolder(RUNS / "r")
     with started(config, "r") as process:
@@ -143,12 +143,12 @@ def test_a_second_ctrl_c_leaves_at_once(configure, data_folder):
         wait_for(process, run, events.Notice)
         _, error = stopped(process, signal.SIGINT)
     assert (process.returncode, error) == (128 + signal.SIGINT, "")
-    assert steps_done(run) == 1  # the second was not waited for
+    assert steps_done(run) == 1  # the second step was not finished
     assert checkpoint.newest(run.checkpoints) == (run.checkpoints / "step-000001", [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_loading_leaves_nothing(configure, data_folder, number):
+def test_signal_while_loading_leaves_no_run_folder(configure, data_folder, number):
     rows = [chat(f"Question {i}", "Answer") for i in range(20_000)]  # some seconds to read
     write_rows(data_folder / "train.jsonl", rows)
     with started(configure(), "r") as process:
@@ -161,7 +161,7 @@ def test_a_signal_while_loading_leaves_nothing(configure, data_folder, number):
 
 
 def signal_in(monkeypatch: pytest.MonkeyPatch, module: object, name: str, number: int) -> None:
-    """Let this process send itself a signal when it first calls a function."""
+    """Make this process send itself a signal at its first call of a function."""
     function = getattr(module, name)
     waiting = [number]
 
@@ -186,9 +186,7 @@ def test_each_signal_has_its_exit_status(configure, settings, monkeypatch, capsy
     assert checkpoint.newest(run.checkpoints)[1] == []
 
 
-def test_ctrl_c_while_a_resumed_run_loads_leaves_it_as_it_was(
-    configure, settings, monkeypatch, capsys
-):
+def test_ctrl_c_while_a_resumed_run_loads_changes_nothing(configure, settings, monkeypatch, capsys):
     run = train(configure(run="r", max_steps=2, **settings))
     before = final_files(run)
     with monkeypatch.context() as patch:
@@ -196,7 +194,7 @@ def test_ctrl_c_while_a_resumed_run_loads_leaves_it_as_it_was(
         status, _, error = call(capsys, "train", "--resume", "r", "--max-steps", "4")
     assert status == 128 + signal.SIGINT
     assert len(error.splitlines()) == 1
-    assert "nothing was kept" not in error  # all that was is
+    assert "nothing was kept" not in error  # everything was kept
     assert final_files(run) == before
     assert_resumes_exactly(run, configure, settings)
 
@@ -209,8 +207,8 @@ def test_ctrl_c_after_the_last_step_loses_nothing(configure, settings, monkeypat
     assert final_files(run) == final_files(train(configure(run="w", max_steps=2, **settings)))
 
 
-def test_a_signal_after_the_run_is_noted_in_no_other_file(configure, own_folder):
-    """The event log is closed by then, and what is opened next may have its descriptor."""
+def test_signal_after_the_run_writes_to_no_other_file(configure, own_folder):
+    """The event log is closed by then; files opened later may reuse its descriptor."""
     stop = stopping.Stop()
     config = configure(run="r", max_steps=1)
     recipe.train_until_done(folder.create(config), config, stop)

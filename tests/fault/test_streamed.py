@@ -1,4 +1,4 @@
-"""Files that go while a run streams from them."""
+"""Model files that are deleted or truncated while a run streams from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from your_ai.training import train as recipe
 
 @pytest.fixture
 def own_model(tmp_path: Path) -> Path:
-    """A model that may be spoilt."""
+    """A model that a test may damage."""
     return make_model(tmp_path / "model")
 
 
@@ -38,7 +38,9 @@ def cut(file: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [Path.unlink, cut], ids=["gone", "cut"])
-def test_the_run_ends_in_one_line_and_resumes(configure, own_model, monkeypatch, spoil):
+def test_run_with_a_missing_or_cut_model_file_ends_and_resumes(
+    configure, own_model, monkeypatch, spoil
+):
     settings = {"model": str(own_model), "plan": "streamed", "save_every": 1}
     whole = train(configure(run="whole", **settings))
     file = own_model / "model.safetensors"
