@@ -137,7 +137,7 @@ def run(
 
 
 def fill_prefix(prepared: Prepared, step: int, log: events.EventLog, stop: Stop) -> None:
-    """Fill the prefix cache with the texts of the next epoch, if the engine supports it."""
+    """Fill the prefix cache with the texts of the next epoch, if the engine streams weights."""
     if prepared.engine.fill is None:
         return
 
