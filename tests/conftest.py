@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import json
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -69,6 +71,9 @@ MEMORY_LIMIT, CACHE_LIMIT = mx.set_memory_limit(1 << 40), mx.set_cache_limit(1 <
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
+# Processes that tests start compile the package's modules once, not each again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 TYPES = {"llama-untied": "llama", "qwen2-tied": "qwen2"}
 MODULES = {"mistral": "llama"}  # mlx-lm runs it with that code
 
@@ -84,6 +89,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files with slow tests first, so that none of them is the last to end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """Spare each gc.collect(), which every training run calls, all that was imported by now."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +160,7 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 @pytest.fixture
 def data_folder(own_folder: Path) -> Path:
     """Ten rows of different lengths to train on, and three to validate."""
-    rows = [chat(f"Question {i}" + " please" * (5 * i), f"Answer {i}" * (i + 1)) for i in range(10)]
+    rows = [chat(f"Ask {i}" + " please" * (2 * i), f"Answer {i}" * (i // 3 + 1)) for i in range(10)]
     write_rows(own_folder / "data" / "train.jsonl", rows)
     write_rows(own_folder / "data" / "valid.jsonl", rows[:3])
     write_rows(own_folder / "data" / "test.jsonl", rows[3:5])
