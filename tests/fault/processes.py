@@ -21,6 +21,7 @@ from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 
 PATIENCE_S = 60.0
+POLL_S = 0.005
 ENDLESS = 1_000_000  # steps
 COMMAND = "from your_ai.cli import main; main()"
 
@@ -57,12 +58,27 @@ def wait_until(process: subprocess.Popen, done: Callable[[], object]) -> None:
     while not done():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "the condition never became true"
-        time.sleep(0.002)
+        time.sleep(POLL_S)
 
 
 def wait_for(process: subprocess.Popen, run: RunFolder, kind: type, count: int = 1) -> None:
     """Wait until the run has written `count` events of a kind."""
-    wait_until(process, lambda: len(events_of(run, kind)) >= count)
+    told = Told(run)
+    wait_until(process, lambda: sum(isinstance(event, kind) for event in told.read()) >= count)
+
+
+@dataclasses.dataclass
+class Told:
+    """The events of a run, each line read once."""
+
+    run: RunFolder
+    events: list[events.Event] = dataclasses.field(default_factory=list)
+    offset: int = 0
+
+    def read(self) -> list[events.Event]:
+        records, self.offset = events.tail(self.run.events, self.offset)
+        self.events += [record.event for record in records]
+        return self.events
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -53,6 +53,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
             "learning_rate": 1e-2,
             "save_every": 2,
             "keep": 9,
+            "supervise": False,
         }
         write_rows(place / "data" / "valid.jsonl", rows[:3])
         run = train(build(settings, "test"))
@@ -115,7 +116,7 @@ def test_run_is_refused_if_every_checkpoint_is_damaged(cut, capsys):
     paths = checkpoint.list_checkpoints(cut.checkpoints)
     for path in paths:
         flip_a_bit(path / checkpoint.ADAPTERS)
-    status, _, error = call(capsys, "train", "--resume", "r")
+    status, _, error = call(capsys, "train", "--resume", "r", "--supervise")
     assert status == 2
     assert len(error.splitlines()) == 1
     for path in paths:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,10 +27,10 @@ from your_ai.run import checkpoint, events, folder
 from your_ai.run.checkpoint import SavedCheckpoint, TrainState
 from your_ai.run.folder import RUNS, RunFolder
 
-# Saves a checkpoint, and kills itself at the n-th call that changes the disk. If that call
-# writes a file, half of the file is left.
+# Saves a checkpoint in forks, of which the n-th kills itself at the n-th call that changes what is
+# on the disk, until one comes to its end. Half of what a write would have written is then there.
 SAVE_AND_DIE = """
-import os, signal, sys, tempfile
+import itertools, os, signal, sys, tempfile
 from pathlib import Path
 
 import mlx.core as mx
@@ -41,13 +40,13 @@ from your_ai.run import checkpoint
 calls = 0
 
 
-def deadly(module, name, file_of=None):
+def deadly(module, name, last, file_of=None):
     whole = getattr(module, name)
 
     def call(*args, **options):
         global calls
         calls += 1
-        if calls == int(sys.argv[2]):
+        if calls == last:
             if file_of is not None:
                 whole(*args, **options)
                 os.truncate(file_of(args), os.path.getsize(file_of(args)) // 2)
@@ -57,21 +56,38 @@ def deadly(module, name, file_of=None):
     setattr(module, name, call)
 
 
-deadly(os, "fsync")
-deadly(os, "rename")
-deadly(tempfile, "mkdtemp")
-deadly(mx, "save_safetensors", lambda args: args[0])
-deadly(Path, "write_text", lambda args: args[0])
-checkpoint.save(
-    Path(sys.argv[1]),
-    checkpoint.SavedCheckpoint(
-        state=checkpoint.TrainState(step=4),
-        adapters={"a": mx.full((64, 64), 4.0)},
-        optimizer={"m": mx.full((64, 64), 4.0)},
-        adapter_config={},
-        depends_on={},
-    ),
-)
+def save(place, last):
+    deadly(os, "fsync", last)
+    deadly(os, "rename", last)
+    deadly(tempfile, "mkdtemp", last)
+    deadly(mx, "save_safetensors", last, lambda args: args[0])
+    deadly(Path, "write_text", last, lambda args: args[0])
+    checkpoint.save(
+        place,
+        checkpoint.SavedCheckpoint(
+            state=checkpoint.TrainState(step=4),
+            adapters={"a": mx.full((64, 64), 4.0)},
+            optimizer={"m": mx.full((64, 64), 4.0)},
+            adapter_config={},
+            depends_on={},
+        ),
+    )
+
+
+for number in itertools.count(1):
+    place = Path(f"kill-{number}")
+    os.system(f"cp -r first {place}")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            save(place, number)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(place, status, flush=True)
+    if status != -signal.SIGKILL:
+        break
 """
 
 
@@ -92,10 +108,12 @@ def test_kill_at_any_stage_of_saving_leaves_an_intact_checkpoint(own_folder, the
     if there == "a damaged one":
         (first / "step-000004" / checkpoint.STATE).write_text("")
 
-    killed = 0
-    while True:
-        place = shutil.copytree(first, own_folder / f"kill-{killed + 1}")
-        child = subprocess.run([sys.executable, "-c", SAVE_AND_DIE, str(place), str(killed + 1)])
+    told = subprocess.check_output([sys.executable, "-c", SAVE_AND_DIE], text=True)
+    *killed, saved = [line.split() for line in told.splitlines()]
+    assert saved[1] == "0"
+    for name, status in (*killed, saved):
+        assert status == str(int(-signal.SIGKILL)) or name == saved[0]
+        place = own_folder / name
         path, faults = checkpoint.newest(place)
         assert path is not None
         assert faults == [] or there == "a damaged one"
@@ -103,15 +121,11 @@ def test_kill_at_any_stage_of_saving_leaves_an_intact_checkpoint(own_folder, the
         assert (loaded.state.step, loaded.adapters["a"].max()) in [(2, 2), (4, 2), (4, 4)]
         clean(place)
         assert {p.name for p in place.iterdir()} <= {"step-000002", "step-000004"}
-        if child.returncode == 0:
-            break
-        assert child.returncode == -signal.SIGKILL
-        killed += 1
-    assert killed >= 12  # 5 files and 2 folders synced, 5 written, made and renamed
+    assert len(killed) >= 12  # 5 files and 2 folders synced, 5 written, made and renamed
     assert (loaded.state.step, loaded.adapters["a"].max()) == (4, 4)
 
 
-def test_killed_process_resumes_exactly(configure, settings):
+def test_killed_process_resumes_exactly(configure, settings, capsys):
     """The run is killed, half of an event line is appended, and the command line resumes it."""
     run = RunFolder(RUNS / "killed")
     with started(configure(max_steps=ENDLESS, **settings), "killed") as process:
@@ -124,9 +138,8 @@ def test_killed_process_resumes_exactly(configure, settings):
     (run.checkpoints / f"{TEMPORARY}step-000099-x").mkdir()
 
     steps = steps_done(run) + 3
-    command = [sys.executable, "-m", "your_ai", "train", "--resume", "killed"]
-    done = subprocess.run([*command, "--max-steps", str(steps)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    status, _, error = call(capsys, "train", "--resume", "killed", "--max-steps", str(steps))
+    assert status == 0, error
     whole = train(configure(run="whole", max_steps=steps, **settings))
     assert final_files(run) == final_files(whole)
     assert losses_of(run) == losses_of(whole)

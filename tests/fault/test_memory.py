@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,15 @@ import pytest
 
 import your_ai
 from tests.conftest import chat, events_of, losses_of, resume, train, write_rows
-from tests.fault.processes import PATIENCE_S, call, final_files, leftovers, started, wait_until
+from tests.fault.processes import (
+    PATIENCE_S,
+    Told,
+    call,
+    final_files,
+    leftovers,
+    started,
+    wait_until,
+)
 from your_ai.errors import RunError
 from your_ai.memory import plan, probe
 from your_ai.memory.budget import LATER_BYTES, Budget
@@ -131,6 +140,27 @@ def quick(configure, data_folder) -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture(scope="module")
+def trained() -> dict[str, RunFolder]:
+    """The runs of `undisturbed`, by their settings."""
+    return {}
+
+
+@pytest.fixture
+def undisturbed(planned, trained, tmp_path_factory) -> Callable[..., RunFolder]:
+    """The run of some settings that nothing happens to, trained for the first test that asks."""
+
+    def find(**settings: Any) -> RunFolder:
+        key = repr(settings)
+        if key not in trained:
+            run = train(planned(run="whole", **settings))
+            place = tmp_path_factory.mktemp("trained") / "whole"
+            trained[key] = RunFolder(shutil.copytree(run.path, place))
+        return trained[key]
+
+    return find
+
+
 def train_until_done(run: RunFolder, stop: Stop | None = None) -> int:
     return recipe.train_until_done(run, run.read_config(), Stop() if stop is None else stop)
 
@@ -165,8 +195,10 @@ def assert_close(run: RunFolder, other: RunFolder) -> None:
 
 @PLACES
 @pytest.mark.parametrize("step", [1, 3, STEPS])
-def test_run_continues_under_the_next_smaller_plan(planned, monkeypatch, place, step):
-    whole = train(planned(run="whole"))
+def test_run_continues_under_the_next_smaller_plan(
+    planned, undisturbed, monkeypatch, place, step
+):
+    whole = undisturbed()
     run = folder.create(planned())
     with monkeypatch.context() as patch:
         place(patch, Failure(step))
@@ -182,8 +214,8 @@ def test_run_continues_under_the_next_smaller_plan(planned, monkeypatch, place, 
 
 
 @PLACES
-def test_run_continues_from_the_last_checkpoint(planned, monkeypatch, place):
-    whole = train(planned(run="whole"))
+def test_run_continues_from_the_last_checkpoint(planned, undisturbed, monkeypatch, place):
+    whole = undisturbed()
     run = folder.create(planned(save_every=2))
     with monkeypatch.context() as patch:
         place(patch, Failure(4))
@@ -194,10 +226,10 @@ def test_run_continues_from_the_last_checkpoint(planned, monkeypatch, place):
 
 
 @PLACES
-def test_failed_step_leaves_no_trace(planned, monkeypatch, place):
+def test_failed_step_leaves_no_trace(planned, undisturbed, monkeypatch, place):
     """Running the same plan again shows that only the checkpoint is used."""
     settings = {"plan": "staged", "batch_size": 1, "grad_accumulation": 8, "lora_dropout": 0.1}
-    whole = train(planned(run="whole", **settings))
+    whole = undisturbed(**settings)
     run = folder.create(planned(**settings))
     with monkeypatch.context() as patch:
         place(patch, Failure(11 if place is fail_in_gradients else 2))
@@ -208,8 +240,8 @@ def test_failed_step_leaves_no_trace(planned, monkeypatch, place):
 
 
 @pytest.mark.parametrize("name", ["prepare", "show_test_rows", "save", "validate", "fill_prefix"])
-def test_error_may_occur_anywhere_in_the_run(planned, monkeypatch, name):
-    whole = train(planned(run="whole", eval_every=2))
+def test_error_may_occur_anywhere_in_the_run(planned, undisturbed, monkeypatch, name):
+    whole = undisturbed(eval_every=2)
     run = folder.create(planned(eval_every=2))
     with monkeypatch.context() as patch:
         fail_in(name)(patch, Failure(1))
@@ -247,9 +279,9 @@ def test_error_may_occur_while_the_model_loads(planned, monkeypatch, operation, 
     assert steps_of(run) == [1, 2]
 
 
-def test_error_may_occur_while_a_checkpoint_is_written(planned, monkeypatch):
+def test_error_may_occur_while_a_checkpoint_is_written(planned, undisturbed, monkeypatch):
     """It must not count as an error of the disk; partial files are removed."""
-    whole = train(planned(run="whole"))
+    whole = undisturbed()
     run = folder.create(planned())
     save, failure = mx.save_safetensors, Failure(6)
 
@@ -277,8 +309,8 @@ def test_error_may_occur_while_a_checkpoint_is_written(planned, monkeypatch):
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_other_state_of_the_run_is_continued(planned, monkeypatch, settings):
-    whole = train(planned(run="whole", **settings))
+def test_other_state_of_the_run_is_continued(planned, undisturbed, monkeypatch, settings):
+    whole = undisturbed(**settings)
     run = folder.create(planned(**settings))
     with monkeypatch.context() as patch:
         fail_at_synchronize(patch, Failure(3))
@@ -341,7 +373,7 @@ def test_errors_with_checkpoints_in_between_do_not_add_up(planned, monkeypatch, 
 
 @PLACES
 def test_repeated_errors_under_the_smallest_plan_end_the_process(
-    planned, monkeypatch, capfd, place
+    planned, undisturbed, monkeypatch, capfd, place
 ):
     run = folder.create(planned())
     with monkeypatch.context() as patch:
@@ -358,7 +390,7 @@ def test_repeated_errors_under_the_smallest_plan_end_the_process(
     path, faults = checkpoint.newest(run.checkpoints)
     assert (path, faults) == (run.checkpoints / "step-000001", [])
     assert train_until_done(run) == exits.DONE  # now with enough memory
-    assert_close(run, train(planned(run="whole")))
+    assert_close(run, undisturbed())
 
 
 def test_other_errors_do_not_cause_a_smaller_plan(planned, monkeypatch):
@@ -395,9 +427,9 @@ def test_every_kind_of_memory_error_is_recognized(planned, monkeypatch, kind, te
     assert [action.kind for action in actions_of(run)] == ["smaller_plan"]
 
 
-def test_stop_signal_while_the_smaller_plan_loads_is_obeyed(planned, monkeypatch):
+def test_stop_signal_while_the_smaller_plan_loads_is_obeyed(planned, undisturbed, monkeypatch):
     """The run can be resumed later without losing a step."""
-    whole = train(planned(run="whole"))
+    whole = undisturbed()
     run, stop = folder.create(planned()), Stop()
     calls = itertools.count(1)
 
@@ -515,8 +547,8 @@ def ask_for_a_smaller_plan(patch: pytest.MonkeyPatch, run: RunFolder, after: int
     patch.setattr(probe, "read", pressed)
 
 
-def test_smaller_plan_of_the_governor_loses_no_step(planned, monkeypatch):
-    whole = train(planned(run="whole"))
+def test_smaller_plan_of_the_governor_loses_no_step(planned, undisturbed, monkeypatch):
+    whole = undisturbed()
     run = folder.create(planned(save_every=0))
     with monkeypatch.context() as patch:
         ask_for_a_smaller_plan(patch, run, after=2)
@@ -728,17 +760,19 @@ def killed_at_random(run: RunFolder, process: subprocess.Popen, kills: int, seed
     draw = random.Random(seed)
     done: list[int] = []
     killed: set[int] = set()
+    told = Told(run)
+
+    def last_step() -> int:
+        return max((e.step for e in told.read() if isinstance(e, events.Step)), default=0)
+
     for _ in range(kills):
-        enough = max(steps_of(run), default=0) + draw.randint(3, 8)
-        wait_until(
-            process,
-            lambda: max(steps_of(run), default=0) >= enough and working_on(run) not in killed,  # noqa: B023
-        )
+        enough = last_step() + draw.randint(3, 8)
+        wait_until(process, lambda: last_step() >= enough and working_on(run) not in killed)  # noqa: B023
         time.sleep(draw.uniform(0, 0.05))
         pid = working_on(run)
         os.kill(pid, signal.SIGKILL)
         killed.add(pid)
-        done.append(max(steps_of(run)))
+        done.append(last_step())
     return done
 
 

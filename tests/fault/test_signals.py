@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 
 import pytest
@@ -21,50 +23,12 @@ from tests.fault.processes import (
     steps_done,
     wait_for,
 )
+from your_ai import files
 from your_ai.config import TrainConfig
+from your_ai.evaluation import dataset_scores
 from your_ai.run import checkpoint, events, folder, stopping
 from your_ai.run.folder import RUNS, RunFolder
 from your_ai.training import train as recipe
-
-# Sends itself SIGINT after the first batch of a validation, and continues once it is recorded.
-INTERRUPT_A_VALIDATION = """
-import os, signal, time
-from pathlib import Path
-from your_ai.evaluation import dataset_scores as measures
-
-batches = measures.in_order_of_length
-
-
-def interrupted_batches(*arguments):
-    first, *others = batches(*arguments)
-    yield first
-    os.kill(os.getpid(), signal.SIGINT)
-    while "stopping" not in Path("runs/r/events.jsonl").read_text():
-        time.sleep(0.001)
-    yield from others
-
-
-measures.in_order_of_length = interrupted_batches
-"""
-# Sends itself SIGINT while it syncs to the disk, the second time it saves.
-INTERRUPT_A_SAVE = """
-import os, signal
-from your_ai import files
-
-sync, saved = files.sync, 0
-
-
-def interrupted_sync(path):
-    global saved
-    if path.name == "adapters.safetensors":
-        saved += 1
-        if saved == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-    sync(path)
-
-
-files.sync = interrupted_sync
-"""
 
 
 @pytest.fixture
@@ -103,12 +67,23 @@ def test_sigterm_in_training_finishes_the_step_and_saves(configure, settings):
     assert_resumes_exactly(run, configure, settings)
 
 
-def test_ctrl_c_in_validation_ends_it_and_saves(configure, settings):
-    config = configure(max_steps=ENDLESS, eval_every=3, **settings)
-    run = RunFolder(RUNS / "r")
-    with started(config, "r", before=INTERRUPT_A_VALIDATION) as process:
-        output, error = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, error) == (128 + signal.SIGINT, "")
+def test_ctrl_c_in_validation_ends_it_and_saves(configure, settings, monkeypatch, capsys):
+    """After its first batch; the next waits until that is noted."""
+    run = folder.create(configure(run="r", max_steps=ENDLESS, eval_every=3, **settings))
+    batches = dataset_scores.in_order_of_length
+
+    def interrupted_batches(*arguments):
+        first, *others = batches(*arguments)
+        yield first
+        os.kill(os.getpid(), signal.SIGINT)
+        while not events_of(run, events.Notice):
+            time.sleep(0.001)
+        yield from others
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset_scores, "in_order_of_length", interrupted_batches)
+        status, output, error = call(capsys, "train", "--resume", "r")
+    assert (status, error) == (128 + signal.SIGINT, "")
     assert output.splitlines()[-2:] == [
         "stopped by Ctrl-C after step 3; everything is saved. Continue with:",
         "  your_ai train --resume r",
@@ -118,16 +93,25 @@ def test_ctrl_c_in_validation_ends_it_and_saves(configure, settings):
     assert_resumes_exactly(run, configure, settings)
 
 
-def test_ctrl_c_while_saving_leaves_intact_checkpoints(configure, settings):
-    config = configure(max_steps=ENDLESS, **settings)
-    with started(config, "r", before=INTERRUPT_A_SAVE) as process:
-        output, error = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, error) == (128 + signal.SIGINT, "")
+def test_ctrl_c_while_saving_leaves_intact_checkpoints(configure, settings, monkeypatch, capsys):
+    """While it waits for the disk, the second time that it saves."""
+    run = folder.create(configure(run="r", max_steps=ENDLESS, **settings))
+    sync, saved = files.sync, itertools.count(1)
+
+    def interrupted_sync(path):
+        if path.name == checkpoint.ADAPTERS and next(saved) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        sync(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync", interrupted_sync)
+        status, output, error = call(capsys, "train", "--resume", "r")
+    assert (status, error) == (128 + signal.SIGINT, "")
     assert output.splitlines()[-1] == "  your_ai train --resume r"
-    run = RunFolder(RUNS / "r")
     for path in checkpoint.list_checkpoints(run.checkpoints):
         assert checkpoint.fault(path) is None
     assert leftovers(run) == []
+    assert next(saved) > 2
     assert_resumes_exactly(run, configure, settings)
 
 
@@ -212,8 +196,8 @@ def test_signal_after_the_run_writes_to_no_other_file(configure, own_folder):
     stop = stopping.Stop()
     config = configure(run="r", max_steps=1)
     recipe.train_until_done(folder.create(config), config, stop)
-    with contextlib.ExitStack() as files:
-        others = [files.enter_context((own_folder / str(i)).open("wb")) for i in range(9)]
+    with contextlib.ExitStack() as opened:
+        others = [opened.enter_context((own_folder / str(i)).open("wb")) for i in range(9)]
         with contextlib.suppress(Exception):
             stop.on_first()
         assert [os.fstat(other.fileno()).st_size for other in others] == [0] * 9
