@@ -18,6 +18,12 @@ SHORT = ("bench", "--shape", "tiny", "--seq-len", 32, "--steps", 3, "--lora-laye
 LONG = ("--seq-len", 512, "--against", "none", "--json")
 
 
+@pytest.fixture(autouse=True)
+def rounds(request, monkeypatch) -> None:
+    """One round of all contenders, where a test does not ask for more."""
+    monkeypatch.setattr(bench, "ROUNDS", getattr(request, "param", 1))
+
+
 @pytest.mark.parametrize("supervised", [1.0, 0.3])
 def test_all_contenders_follow_the_same_losses(capsys, supervised):
     """This compares our training with mlx-lm's trainer, with and without checkpointing."""
@@ -53,6 +59,7 @@ def test_twenty_steps_of_each_plan_follow_mlx_lm(tmp_path, bits):
         assert ours == pytest.approx(peers, rel=1e-4), plan
 
 
+@pytest.mark.parametrize("rounds", [2], indirect=True)
 def test_packed_trains_the_same_rows_as_unpacked(capsys):
     assert call(*SHORT, "--plan", "unpacked,packed", *LONG) == 0
     unpacked, packed = json.loads(capsys.readouterr().out)["rows"]
