@@ -21,11 +21,14 @@ from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
 from your_ai import cli
 from your_ai.config import TrainConfig, build, packaged
+from your_ai.data import rows as row_files
+from your_ai.hub import find
 from your_ai.memory.budget import python_bytes
 from your_ai.run import events, folder
 from your_ai.run.events import Event
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
+from your_ai.session import attach
 from your_ai.training.train import train_until_done
 
 DEMO_FOLDER = packaged("models", "demo")
@@ -165,6 +168,32 @@ def data_folder(own_folder: Path) -> Path:
     write_rows(own_folder / "data" / "valid.jsonl", rows[:3])
     write_rows(own_folder / "data" / "test.jsonl", rows[3:5])
     return own_folder / "data"
+
+
+def copy_demo(folder: Path, **rows: int) -> Path:
+    """The embedded demo below `folder` as in a checkout, with few rows of its files."""
+    place = shutil.copytree(DEMO_FOLDER, folder / "models" / "demo")
+    for name, count in ({"train": 40, "valid": 8, "test": 4} | rows).items():
+        path = place / "data" / f"{name}.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
+    return place
+
+
+@pytest.fixture
+def small_demo(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In this process, which trains here, a demo of few rows."""
+    place = copy_demo(own_folder)
+
+    def found(*parts: str) -> Path:
+        return own_folder.joinpath(*parts) if parts[0] == "models" else packaged(*parts)
+
+    def train_here(folder, settings, console, *, detach=False, as_json=False) -> int:
+        return attach.train_here(folder, settings, console, as_json)
+
+    for module in (row_files, find):
+        monkeypatch.setattr(module, "packaged", found)
+    monkeypatch.setattr(attach, "train", train_here)
+    return place
 
 
 @pytest.fixture

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 import your_ai
-from tests.conftest import DEMO_FOLDER
 
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def test_examples_in_the_docs_run(capsys):
+def test_examples_in_the_docs_run(capsys, small_demo):
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "api.md").read_text(), re.S)
     assert len(blocks) == 3
     names: dict[str, object] = {}
@@ -70,8 +69,8 @@ def test_too_small_limit_is_refused_with_the_minimum():
         your_ai.plan(model="demo", data="demo", max_memory=0.01)
 
 
-def test_settings_override_the_config_and_show_can_be_off(capsys):
-    config = your_ai.TrainConfig(model="demo", data=str(DEMO_FOLDER / "data"), max_steps=9)
+def test_settings_override_the_config_and_show_can_be_off(capsys, data_folder):
+    config = your_ai.TrainConfig(model="demo", data=str(data_folder), max_steps=9)
     run = your_ai.train(config, max_steps=1, exact_match=False, show=False)
     assert run.steps == [1]
     assert run.config.max_steps == 1
@@ -82,11 +81,11 @@ def test_settings_override_the_config_and_show_can_be_off(capsys):
     assert isinstance(base, str)
 
 
-def test_train_works_in_another_thread():
+def test_train_works_in_another_thread(data_folder):
     found: list[your_ai.Run] = []
 
     def work() -> None:
-        found.append(your_ai.train(model="demo", data="demo", max_steps=1, show=False))
+        found.append(your_ai.train(model="demo", data=str(data_folder), max_steps=1, show=False))
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
-from tests.conftest import DEMO_FOLDER, call, make_model
+from tests.conftest import call, make_model
 from your_ai.config import packaged
 
 STAND_IN = "models/Meta-Llama-3.1-8B-Instruct-4bit"
@@ -14,8 +12,7 @@ PRESETS = sorted(path.stem for path in packaged("configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_preset_trains_one_step(own_folder, preset):
+def test_preset_trains_one_step(own_folder, small_demo, preset):
     make_model(own_folder / STAND_IN, num_hidden_layers=4)
-    shutil.copytree(DEMO_FOLDER / "data", own_folder / "data")
-    extra = [] if preset == "demo" else ["--data", "data"]
+    extra = [] if preset == "demo" else ["--data", small_demo / "data"]
     assert call("train", "--config", preset, "--max-steps", 1, *extra) == 0

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import DEMO_FOLDER, chat, make_model, write_rows
+from tests.conftest import chat, copy_demo, make_model, write_rows
 
 CHECKOUT = Path(__file__).parent.parent
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
-ROWS = {"train": 24, "valid": 8, "test": 4}  # of the demo; the longest run takes 20
 
 # Runs commands one after the other in this process, with the demo and its preset that are below
 # the working folder; ends with the first that fails. What trains does so in this process, too.
@@ -67,10 +65,7 @@ def test_first_two_commands_install_and_test():
 def test_other_commands_run(own_folder):
     # A small substitute in the place of the real model, and the demo model as in a checkout.
     make_model(own_folder / "models/Meta-Llama-3.1-8B-Instruct-4bit", num_hidden_layers=4)
-    shutil.copytree(DEMO_FOLDER, own_folder / "models/demo")
-    for name, count in ROWS.items():
-        path = own_folder / f"models/demo/data/{name}.jsonl"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
+    copy_demo(own_folder, train=24)  # the longest run takes 20
     preset = (CHECKOUT / "configs/demo.yaml").read_text()
     assert "\nbatch_size: 16\n" in preset
     (own_folder / "configs").mkdir()

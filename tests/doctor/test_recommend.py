@@ -188,10 +188,16 @@ def test_nothing_is_recommended_if_no_model_fits():
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.floats(0.3, 150), st.floats(0.3, 150), st.sampled_from([2, 4]))
-def test_more_memory_never_gives_worse_recommendations(a, b, float_bytes):
+@given(
+    st.floats(0.3, 150),
+    st.floats(0.3, 150),
+    st.sampled_from([2, 4]),
+    st.lists(st.sampled_from(sorted(known())), min_size=1, max_size=5, unique=True),
+)
+def test_more_memory_never_gives_worse_recommendations(a, b, float_bytes, aliases):
+    models = [known()[alias] for alias in aliases]
     less, more = (
-        recommend(MachineRoom(MemoryLimit(int(gb * 1e9), "asked"), float_bytes))
+        recommend(MachineRoom(MemoryLimit(int(gb * 1e9), "asked"), float_bytes), models)
         for gb in sorted((a, b))
     )
     worst, best = tiers(less), tiers(more)

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
@@ -125,6 +125,7 @@ def test_a_long_error_keeps_its_beginning_and_end():
     assert len(error.getvalue()) < 600
 
 
+@settings(max_examples=20)
 @given(st.text(min_size=3000, max_size=5000) | st.just("a b " * 1_000_000))
 def test_the_length_of_every_error_is_bounded(text):
     with captured() as (_, error):
