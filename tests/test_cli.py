@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import call, chat, make_model, write_rows
+from tests.conftest import call, chat, events_of, make_model, write_rows
+from your_ai.run import events
+from your_ai.run.folder import RunFolder
 
 ADAPTER = Path("runs/first/adapter/adapters.safetensors")
 
@@ -136,6 +138,8 @@ def test_supervised_run_resumes_with_other_settings(capsys, options):
     assert call(*options, "--run", "first", "--max-steps", 2) == 0
     assert call("train", "--resume", "first", "--max-steps", 3) == 0
     assert "resuming at step 2" in capsys.readouterr().out
+    steps = events_of(RunFolder(Path("runs/first")), events.Step)
+    assert [event.step for event in steps] == [1, 2, 3]
     before = Path("runs/first/config.yaml").read_bytes()
     assert call("train", "--resume", "first", "--max-steps", 1) == 2
     assert "has done 3 steps already" in capsys.readouterr().err

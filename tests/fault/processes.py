@@ -20,7 +20,7 @@ from your_ai.files import TEMPORARY
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 POLL_S = 0.005
 ENDLESS = 1_000_000  # steps
 COMMAND = "from your_ai.cli import main; main()"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import shlex
@@ -152,10 +151,15 @@ def test_ctrl_z_without_a_shell_does_not_suspend(arguments, run):
         assert terminal.is_as_it_was
 
 
-def test_dumb_terminal_gets_lines(arguments, run):
+def test_dumb_terminal_gets_lines_and_reads_no_keys(arguments, run):
     with on_terminal(*arguments, TERM="dumb") as terminal:
         terminal.wait_for("step 1/")
         assert OPENED not in terminal.written
+        assert terminal.is_as_it_was
+        terminal.press("q")
+        done = len(events_of(run, events.Step))
+        terminal.wait_for(lambda: len(events_of(run, events.Step)) > done)
+        assert terminal.process.poll() is None
         terminal.press("\x03")
         assert terminal.end() == 130
         assert b"\x1b" not in terminal.written
@@ -217,26 +221,22 @@ def test_json_output_has_every_event_and_nothing_else(configure, run):
     assert printed[-1]["event"] == "finished"
 
 
-def test_stop_during_a_pause_loses_no_step(arguments, run):
+def test_paused_run_stays_paused_if_a_resume_is_refused_and_a_stop_loses_no_step(
+    arguments, run
+):
     your_ai(*arguments, "--detach")
     wait_until(lambda: len(events_of(run, events.Step)) > 2)
-    requests.ask(run, requests.PAUSE)
-    wait_until(lambda: events_of(run, events.Paused))
-    (paused,) = events_of(run, events.Paused)
-    assert checkpoint.step_of(checkpoint.list_checkpoints(run.checkpoints)[0]) == paused.step
-    your_ai("runs", "stop", "r")
-    wait_until(lambda: not is_running(run))
-    assert events_of(run, events.Finished)[0].step == paused.step
-
-
-def test_refused_resume_leaves_the_run_paused(arguments, run):
-    your_ai(*arguments, "--detach")
     requests.ask(run, requests.PAUSE)
     wait_until(lambda: events_of(run, events.Paused))
     second = your_ai("train", "--resume", "r")
     assert second.returncode == 2
     assert "is working on this run" in second.stderr
     assert events_of(run, events.Continued) == []
+    (paused,) = events_of(run, events.Paused)
+    assert checkpoint.step_of(checkpoint.list_checkpoints(run.checkpoints)[0]) == paused.step
+    your_ai("runs", "stop", "r")
+    wait_until(lambda: not is_running(run))
+    assert events_of(run, events.Finished)[0].step == paused.step
 
 
 def test_repeated_sighup_finishes_the_run_once(arguments, run):
@@ -283,16 +283,6 @@ def test_signal_during_startup_leaves_no_run_folder(arguments, run):
     assert not run.path.exists()
 
 
-def test_without_a_screen_keys_are_not_read(arguments, run):
-    with on_terminal(*arguments, TERM="dumb") as terminal:
-        terminal.wait_for("step 1/")
-        assert terminal.is_as_it_was
-        terminal.press("q")
-        done = len(events_of(run, events.Step))
-        terminal.wait_for(lambda: len(events_of(run, events.Step)) > done)
-        assert terminal.process.poll() is None
-
-
 def test_watch_shows_why_a_detached_run_failed(arguments, run):
     your_ai(*arguments, "--detach")
     wait_until(lambda: events_of(run, events.Step))
@@ -334,6 +324,9 @@ def test_watching_does_not_change_the_run_and_follows_it_to_its_end(arguments, r
         terminal.press("\x03")
         assert terminal.end() == 0
         assert terminal.is_as_it_was
+    # Nor does a watcher whose output is closed, which ends.
+    command = f"{sys.executable} -m your_ai watch r --json | head -1"
+    subprocess.run(["sh", "-c", command], capture_output=True, timeout=PATIENCE_S, check=True)
     assert is_running(run)
     with on_terminal("watch", "r") as terminal:
         terminal.wait_for("step")
@@ -357,12 +350,6 @@ def test_folder_deleted_while_watched_is_reported_in_one_line(arguments, run):
         os.kill(pid, signal.SIGKILL)
     assert watching.returncode == 1
     assert error == "error: runs/r: was deleted while it was watched\n"
-
-
-def test_watch_ends_if_its_output_is_closed(arguments, run):
-    your_ai(*arguments, "--detach")
-    command = f"{sys.executable} -m your_ai watch r --json | head -1"
-    subprocess.run(["sh", "-c", command], capture_output=True, timeout=20, check=True)
 
 
 def test_rm_without_an_answer_removes_nothing(finished):
@@ -397,12 +384,3 @@ def test_watch_and_runs_do_not_import_mlx(finished):
             [sys.executable, "-c", code, *command], capture_output=True, text=True
         )
         assert done.stdout.splitlines()[-1] == "False", done
-
-
-def test_changed_settings_reach_the_training_process(configure, run):
-    config = dataclasses.replace(configure(supervise=True, run=""), max_steps=2)
-    Path("short.yaml").write_text(to_yaml(config))
-    your_ai("train", "--config", "short.yaml", "--run", "r")
-    done = your_ai("train", "--resume", "r", "--max-steps", "4")
-    assert done.returncode == 0
-    assert [step.step for step in events_of(run, events.Step)] == [1, 2, 3, 4]
