@@ -292,7 +292,7 @@ def drop_by_drop(answerer: Answerer) -> None:
 @pytest.mark.parametrize(
     ("answer", "asking_s"),
     [
-        (silent, download.ASKING_S),
+        (silent, 2.5),
         (drop_by_drop, 2.5),
         (lambda answerer: send(answerer, 503), 2.5),
     ],
