@@ -173,7 +173,7 @@ def data_folder(own_folder: Path) -> Path:
 def copy_demo(folder: Path, **rows: int) -> Path:
     """The embedded demo below `folder` as in a checkout, with few rows of its files."""
     place = shutil.copytree(DEMO_FOLDER, folder / "models" / "demo")
-    for name, count in ({"train": 40, "valid": 8, "test": 4} | rows).items():
+    for name, count in ({"train": 40, "valid": 4, "test": 2} | rows).items():
         path = place / "data" / f"{name}.jsonl"
         path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
     return place
