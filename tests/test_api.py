@@ -69,7 +69,7 @@ def test_too_small_limit_is_refused_with_the_minimum():
         your_ai.plan(model="demo", data="demo", max_memory=0.01)
 
 
-def test_settings_override_the_config_and_show_can_be_off(capsys, data_folder):
+def test_settings_override_the_config_and_show_can_be_off(capsys, small_demo, data_folder):
     config = your_ai.TrainConfig(model="demo", data=str(data_folder), max_steps=9)
     run = your_ai.train(config, max_steps=1, exact_match=False, show=False)
     assert run.steps == [1]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from tests.conftest import call
 from your_ai.doctor import bench
@@ -25,10 +27,15 @@ def rounds(request, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("supervised", "peers"), [(1.0, ["mlx-lm", "mlx-lm-checkpoint"]), (0.3, ["mlx-lm"])]
+    ("supervised", "peers", "rounds"),
+    [(1.0, ["mlx-lm", "mlx-lm-checkpoint"], 1), (0.3, ["mlx-lm"], 2)],
+    indirect=["rounds"],
 )
 def test_all_contenders_follow_the_same_losses(capsys, supervised, peers):
-    """This compares our training with mlx-lm's trainer, with and without checkpointing."""
+    """This compares our training with mlx-lm's trainer, with and without checkpointing.
+
+    Their table gives ratios to each peer.
+    """
     options = ("--lora-targets", "all-linear", "--supervised", supervised, "--json")
     options += ("--against", ",".join(peers))
     assert call(*SHORT, "--bits", 0, *options) == 0
@@ -39,6 +46,11 @@ def test_all_contenders_follow_the_same_losses(capsys, supervised, peers):
         assert row["losses"][-1] < row["losses"][0]
         assert 0 < row["seconds_min"] <= row["seconds_median"]
         assert row["process_mb"] > row["peak_mb"] > 0
+    console = Console(file=io.StringIO(), width=80)
+    console.print(bench.table([bench.BenchRow(**row) for row in rows]))
+    text = console.file.getvalue()
+    assert "fused" in text
+    assert text.count("vs") == len(peers)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +86,6 @@ def test_packed_trains_the_same_rows_as_unpacked(capsys):
     )  # mean over rows, mean over tokens
     tokens = [row["tokens_per_s"] * row["seconds_median"] for row in (unpacked, packed)]
     assert tokens[0] == pytest.approx(tokens[1])
-
-
-@pytest.mark.parametrize("rounds", [2], indirect=True)
-def test_the_table_gives_ratios_to_each_peer(capsys):
-    assert call(*SHORT, "--against", "mlx-lm") == 0
-    text = capsys.readouterr().out
-    assert "fused" in text
-    assert "vs" in text
 
 
 @pytest.mark.parametrize(
