@@ -4,22 +4,40 @@ import dataclasses
 import json
 import math
 import shutil
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from tests.conftest import make_model, train
+from tests.conftest import chat, make_model, train, write_rows
+from your_ai.config import build
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.nets import saved_adapter
 from your_ai.nets.model import load_base
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run import checkpoint
+from your_ai.run.folder import RunFolder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_model):
+    """The folder of a run of three steps."""
+    root = tmp_path_factory.mktemp("trained")
+    data = write_rows(root / "train.jsonl", [chat(f"Ask {i}", "Yes") for i in range(4)])
+    settings = {"model": str(tiny_model), "data": str(data), "run": "r", "max_steps": 3}
+    settings |= {"batch_size": 2, "learning_rate": 0.05, "lora_layers": 2, "lora_rank": 4}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setenv("YOUR_AI_HOME", str(root / "home"))
+        train(build({**settings, "save_every": 1, "supervise": False}, "test"))
+    return root / "runs" / "r"
 
 
 @pytest.fixture
-def run(configure):
-    return train(configure(max_steps=3, learning_rate=0.05, save_every=1))
+def run(trained, own_folder):
+    """That run, in the folder of the test."""
+    return RunFolder(shutil.copytree(trained, Path("runs") / "r"))
 
 
 def without_record(folder):
