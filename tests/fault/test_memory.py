@@ -195,9 +195,7 @@ def assert_close(run: RunFolder, other: RunFolder) -> None:
 
 @PLACES
 @pytest.mark.parametrize("step", [1, 3, STEPS])
-def test_run_continues_under_the_next_smaller_plan(
-    planned, undisturbed, monkeypatch, place, step
-):
+def test_run_continues_under_the_next_smaller_plan(planned, undisturbed, monkeypatch, place, step):
     whole = undisturbed()
     run = folder.create(planned())
     with monkeypatch.context() as patch:

@@ -221,9 +221,7 @@ def test_json_output_has_every_event_and_nothing_else(configure, run):
     assert printed[-1]["event"] == "finished"
 
 
-def test_paused_run_stays_paused_if_a_resume_is_refused_and_a_stop_loses_no_step(
-    arguments, run
-):
+def test_paused_run_stays_paused_if_a_resume_is_refused_and_a_stop_loses_no_step(arguments, run):
     your_ai(*arguments, "--detach")
     wait_until(lambda: len(events_of(run, events.Step)) > 2)
     requests.ask(run, requests.PAUSE)
