@@ -19,7 +19,7 @@ LAYERS = [
     ["gates"],
     ["config"],
     ["run"],
-    ["hub", "data", "doctor.shapes", "nets.numerics"],
+    ["hub", "data", "nets.numerics"],
     ["memory", "objectives"],
     ["nets"],
     ["dashboard", "trackers"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 
 import mlx.core as mx
 import pytest
@@ -10,6 +11,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from tests.conftest import MODULES
+from your_ai.hub.architectures import tensors_of_config
 from your_ai.hub.registry import (
     Known,
     alias_of,
@@ -41,13 +43,14 @@ def test_no_repository_has_two_aliases():
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.alias)
-def test_the_shapes_give_the_stated_number_of_parameters(model: Known):
-    assert model.shape_parameters == pytest.approx(model.parameters, rel=0.03)
+def test_tensors_have_the_stated_number_of_parameters(model: Known):
+    count = sum(math.prod(entry.shape) for entry in tensors_of_config(config_of(model)))
+    assert count == pytest.approx(model.parameters, rel=0.03)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.alias)
-def test_mlx_lm_builds_a_model_with_exactly_these_shapes(model: Known):
-    """Arrays are not evaluated, so they have shapes but no memory."""
+def test_mlx_lm_builds_exactly_the_tensors_of_a_known_model(model: Known):
+    """Nothing is evaluated: the arrays have shapes and take no memory."""
     config = config_of(model)
     name = MODULES.get(model.model_type, model.model_type)
     module = importlib.import_module(f"mlx_lm.models.{name}")
@@ -55,16 +58,10 @@ def test_mlx_lm_builds_a_model_with_exactly_these_shapes(model: Known):
     if model.tied:
         built.pop("lm_head", None)  # as mlx-lm does if the files have no head
     weights = dict(tree_flatten(built.parameters()))
-    assert sum(weight.size for weight in weights.values()) == model.shape_parameters
-    last = f"layers.{model.layers - 1}."
-    linears = {
-        name.split(last)[1].removesuffix(".weight"): weight.shape[::-1]
-        for name, weight in weights.items()
-        if last in name and weight.ndim == 2
-    }
-    assert linears == model.linears
+    expected = {entry.name: entry.shape for entry in tensors_of_config(config)}
+    assert {name: tuple(weight.shape) for name, weight in weights.items()} == expected
     if model.bits is None:
-        assert 2 * model.shape_parameters == model.bytes_on_disk
+        assert 2 * sum(weight.size for weight in weights.values()) == model.bytes_on_disk
         return
     nn.quantize(built, model.group_size, model.bits)
     sizes = [

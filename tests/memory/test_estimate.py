@@ -24,10 +24,11 @@ from tests.memory.test_facts import tensors_in, write_headers
 from your_ai.config import TrainConfig
 from your_ai.doctor import bench
 from your_ai.doctor.fit_memory import errors, read_peaks
-from your_ai.doctor.shapes import GROUP_SIZE, SHAPES, make_shape
+from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.weights import tensors_of
+from your_ai.hub.architectures import GROUP_SIZE
 from your_ai.memory.calibration import Shape
 from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.estimate import (

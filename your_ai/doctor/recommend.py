@@ -20,6 +20,7 @@ from rich.text import Text
 from your_ai.config import FIELDS, flag
 from your_ai.doctor.machine import MachineInfo, limit_of
 from your_ai.errors import UserError
+from your_ai.hub.architectures import GROUP_SIZE
 from your_ai.hub.registry import Known, config_of, known
 from your_ai.memory import limit as limits
 from your_ai.memory.estimate import Training
@@ -33,7 +34,6 @@ GIB = 1 << 30
 WORKING_SET_SHARE, LARGE_WORKING_SET_SHARE, LARGE_BYTES = 2 / 3, 3 / 4, 33 * GIB
 CARD_SHARE = 0.95  # usable share of the free memory of an NVIDIA card
 PYTHON_BYTES = 250_000_000  # a process without a model: 140 MB on Linux, plus a GPU's share
-GROUP_SIZE = 64
 DATA = "my-data/"
 COMFORT_SHARE = 0.9  # of the limit, because estimates for an unmeasured device are rough
 SHOWN = 4  # models per tier

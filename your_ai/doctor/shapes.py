@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from your_ai.files import whole_folder
+from your_ai.hub.architectures import GROUP_SIZE
+from your_ai.hub.registry import config_of, known
 from your_ai.rng import derive_seed
 
-GROUP_SIZE = 64
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -41,27 +43,21 @@ def llama(hidden: int, blocks: int, heads: int, kv: int, mlp: int, vocabulary: i
     }
 
 
-# From the public configurations of these models. The first four are not of any model.
+def of_known(alias: str, **more: Any) -> dict[str, Any]:
+    """The configuration of a model of the registry, without its quantization."""
+    return {**config_of(replace(known()[alias], bits=None)), **more}
+
+
+# The first four are not published models.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": llama(128, 4, 4, 2, 384, 1024),
     "small": llama(1024, 16, 16, 8, 2816, 32000),
     "narrow": llama(256, 6, 4, 2, 768, 16000),
     "wide": llama(1024, 4, 16, 4, 2816, 32000),
-    "qwen2.5-0.5b": {
-        **llama(896, 24, 14, 2, 4864, 151936),
-        "model_type": "qwen2",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "max_position_embeddings": 32768,
-    },
-    "llama-3.2-1b": llama(
-        2048, 16, 32, 8, 8192, 128256, rope_scaling={**LLAMA3_ROPE, "factor": 32.0}
-    ),
-    "llama-3.1-8b": llama(
-        4096, 32, 32, 8, 14336, 128256,
-        rope_scaling={**LLAMA3_ROPE, "factor": 8.0}, tie_word_embeddings=False,
-    ),
-}  # fmt: skip
+    "qwen2.5-0.5b": of_known("qwen2.5-0.5b"),
+    "llama-3.2-1b": of_known("llama-1b", rope_scaling={**LLAMA3_ROPE, "factor": 32.0}),
+    "llama-3.1-8b": of_known("llama-8b", rope_scaling={**LLAMA3_ROPE, "factor": 8.0}),
+}
 
 
 def make_shape(name: str, bits: int, dtype: str, folder: Path) -> Path:

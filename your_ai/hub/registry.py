@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from your_ai.hub.architectures import GROUP_SIZE, tensor_bytes, tensors_of_config
+
 DATA = Path(__file__).with_name("registry.yaml")
 FLOAT_BYTES = 2  # bfloat16, the dtype of all of them
 NEAR = 0.5  # minimum similarity, from 0 to 1, to suggest a name in place of another
@@ -47,57 +49,13 @@ class Known:
     """The other entries of the model's config.json."""
 
     @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of each linear layer of a block, by its name in mlx-lm."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        if self.model_type == "phi3":
-            return {
-                "self_attn.qkv_proj": (self.hidden, queries + 2 * keys),
-                "self_attn.o_proj": (queries, self.hidden),
-                "mlp.gate_up_proj": (self.hidden, 2 * self.inner),
-                "mlp.down_proj": (self.inner, self.hidden),
-            }
-        return {
-            "self_attn.q_proj": (self.hidden, queries),
-            "self_attn.k_proj": (self.hidden, keys),
-            "self_attn.v_proj": (self.hidden, keys),
-            "self_attn.o_proj": (queries, self.hidden),
-            "mlp.gate_proj": (self.hidden, self.inner),
-            "mlp.up_proj": (self.hidden, self.inner),
-            "mlp.down_proj": (self.inner, self.hidden),
-        }
-
-    @property
-    def block_vectors(self) -> int:
-        """The parameters of a block that are never quantized: norms and biases."""
-        norms = (4 if self.model_type.startswith("gemma") else 2) * self.hidden
-        if self.model_type in ("qwen3", "gemma3_text"):
-            norms += 2 * self.head_dim  # norms of the queries and of the keys
-        if self.model_type == "qwen2":
-            norms += (self.heads + 2 * self.kv_heads) * self.head_dim  # biases
-        return norms
-
-    @property
-    def vocabulary_parameters(self) -> int:
-        """The parameters of the embedding and, if not tied, the head."""
-        return self.vocabulary * self.hidden * (1 if self.tied else 2)
-
-    @property
-    def shape_parameters(self) -> int:
-        """The number of parameters, computed from the shapes."""
-        linears = sum(inputs * outputs for inputs, outputs in self.linears.values())
-        blocks = self.layers * (linears + self.block_vectors)
-        return blocks + self.vocabulary_parameters + self.hidden  # the last is the final norm
-
-    @property
     def bytes_on_disk(self) -> int:
-        """Bytes of the weights, computed. Each quantized group also has a scale and a bias."""
-        vectors = self.layers * self.block_vectors + self.hidden
-        matrices = self.shape_parameters - vectors
-        if self.bits is None or self.group_size is None:
-            return FLOAT_BYTES * (matrices + vectors)
-        groups = matrices // self.group_size
-        return matrices * self.bits // 8 + FLOAT_BYTES * (2 * groups + vectors)
+        """Bytes of the weight files, computed from the shapes of the tensors."""
+        group_size = self.group_size or GROUP_SIZE
+        return sum(
+            tensor_bytes(entry, FLOAT_BYTES, self.bits, group_size)
+            for entry in tensors_of_config(config_of(self))
+        )
 
 
 @functools.cache

@@ -10,18 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.gates.foreign import BLOCK, EXPERT, Entry, read_header, read_json
+from your_ai.hub.architectures import GROUP_SIZE, tensor_bytes, tensors_of_config
+from your_ai.hub.figures import HEADS, HIDDEN
 
 # Tensors next to the text model in files of other libraries; mlx-lm ignores them.
 LEFT_OUT = re.compile(r"(?:^|\.)(?:vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
-HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim")  # names in config.json
-HEADS = ("num_attention_heads", "n_head", "n_heads")
-SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4,
-         "I16": 2, "U16": 2}  # fmt: skip
-FLOATS = ("F64", "F32", "F16", "BF16")
 VOCABULARY = ("embed_tokens", "lm_head")
-GROUP_SIZE = 64
-BIASED_IF_ASKED = ("llama", "mistral", "smollm3")  # mlx-lm runs all of them with the same code
-KNOWN = (*BIASED_IF_ASKED, "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ def facts_of_config(
     disk_bytes is the size of the weights in that dtype. Raises ValueError if the layers of the
     architecture are not known here.
     """
-    entries = list(entries_of_config({**config, **(config.get("text_config") or {})}))
+    entries = list(tensors_of_config({**config, **(config.get("text_config") or {})}))
     found = facts_from(entries, config, float_bytes, bits, 0, group_size)
     return replace(found, disk_bytes=found.weights_bytes)
 
@@ -120,7 +114,7 @@ def facts_from(
     by_block: dict[int, int] = {}
     vocabulary_bytes = rest_bytes = 0
     for entry in entries:
-        size = held_bytes(entry, float_bytes, quantize, group_size)
+        size = tensor_bytes(entry, float_bytes, quantize, group_size)
         match = BLOCK.search(entry.name)
         if match is not None:
             by_block[int(match[1])] = by_block.get(int(match[1]), 0) + size
@@ -176,56 +170,6 @@ def norms_of(entries: list[Entry], hidden: int) -> int:
     return max(2, *counts.values()) if counts else 2
 
 
-def entries_of_config(config: dict[str, Any]) -> Iterator[Entry]:
-    """The unquantized tensors of a model with this configuration."""
-    kind, hidden, vocabulary = config["model_type"], config["hidden_size"], config["vocab_size"]
-    if kind not in KNOWN:
-        raise ValueError(f"{kind}: the layers of this architecture are not known here")
-    yield Entry("model.embed_tokens.weight", "F32", (vocabulary, hidden))
-    for block in range(config["num_hidden_layers"]):
-        for name, shape in block_shapes(config).items():
-            yield Entry(f"model.layers.{block}.{name}", "F32", shape)
-    yield Entry("model.norm.weight", "F32", (hidden,))
-    if not config.get("tie_word_embeddings", kind != "phi3"):
-        yield Entry("lm_head.weight", "F32", (vocabulary, hidden))
-
-
-def block_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of a block, by name, as in mlx-lm's code of KNOWN."""
-    kind, hidden, wide = config["model_type"], config["hidden_size"], config["intermediate_size"]
-    heads = config["num_attention_heads"]
-    size = config.get("head_dim") or hidden // heads  # of a head
-    queries, keys = heads * size, (config.get("num_key_value_heads") or heads) * size
-    if kind == "phi3":
-        into = {"qkv_proj": queries + 2 * keys}
-        mlp = {"gate_up_proj": (2 * wide, hidden), "down_proj": (hidden, wide)}
-    else:
-        into = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        mlp = dict.fromkeys(("gate_proj", "up_proj"), (wide, hidden))
-        mlp["down_proj"] = (hidden, wide)
-    attention = {name: (outputs, hidden) for name, outputs in into.items()}
-    attention["o_proj"] = (hidden, queries)
-    layers = {f"self_attn.{name}": shape for name, shape in attention.items()}
-    layers |= {f"mlp.{name}": shape for name, shape in mlp.items()}
-    found: dict[str, tuple[int, ...]] = {f"{n}.weight": shape for n, shape in layers.items()}
-    for name, (outputs, _) in layers.items():
-        if name.startswith("mlp."):
-            biased = config.get("mlp_bias", False)
-        elif kind == "qwen2":
-            biased = not name.endswith("o_proj")
-        else:
-            biased = kind in BIASED_IF_ASKED and config.get("attention_bias", False)
-        if biased:
-            found[f"{name}.bias"] = (outputs,)
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if kind.startswith("gemma"):
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    found |= {f"{name}.weight": (hidden,) for name in norms}
-    if kind in ("qwen3", "gemma3_text"):
-        found |= {f"self_attn.{name}.weight": (size,) for name in ("q_norm", "k_norm")}
-    return found
-
-
 def first_of(config: dict[str, Any], names: tuple[str, ...], default: int) -> Any:
     found = (config[name] for name in names if config.get(name) is not None)
     return next(found, default)
@@ -278,20 +222,6 @@ def linears_of(
     }
     experts = {name: (n * sizes[name][0], n * sizes[name][1]) for name, n in counts.items()}
     return linears, experts
-
-
-def held_bytes(
-    entry: Entry, float_bytes: int, quantize: int | None, group_size: int = GROUP_SIZE
-) -> int:
-    """Bytes of a tensor in memory, with scales and biases if it will be quantized."""
-    count = math.prod(entry.shape)
-    if entry.kind not in FLOATS:
-        return count * SIZES.get(entry.kind, 1)
-    matrix = entry.name.endswith(".weight") and len(entry.shape) in (2, 3)
-    can = matrix and entry.shape[-1] % group_size == 0
-    if quantize is not None and can:
-        return count * quantize // 8 + 2 * float_bytes * count // group_size
-    return count * float_bytes
 
 
 def layers_named(facts: ModelFacts, targets: tuple[str, ...]) -> list[tuple[int, int]]:

@@ -20,6 +20,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 
 from your_ai.errors import UserError
+from your_ai.hub.architectures import GROUP_SIZE
 from your_ai.hub.check import check_model
 from your_ai.modelfiles import unfinished
 from your_ai.modelfiles.shards import Lazy, WriteProgress, load_as_written, read_bytes, write_model
@@ -27,7 +28,7 @@ from your_ai.modelfiles.unfinished import Work
 from your_ai.nets.model import first_line
 
 BITS = (2, 3, 4, 5, 6, 8)
-GROUP_SIZE, GROUP_SIZES = 64, (32, 64, 128)
+GROUP_SIZES = (32, 64, 128)
 RECORD = "quantized.json"
 
 
