@@ -1,7 +1,7 @@
-"""Packages of trackers that write each call as a line of JSON into the file $CALLS.
+"""Fake packages of trackers that write each call as a line of JSON into the file $CALLS.
 
-$FAULTS says of each what goes wrong: `wandb:init` raises there, `wandb:log` at each log,
-`wandb:hang` never returns from one, `wandb:first` raises the first time it is opened.
+$FAULTS names what fails: `wandb:init` and `wandb:log` raise in these calls, `wandb:hang` never
+returns from a log call, and `wandb:first` exits the first time the package is opened.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ def note(package, call, **fields):
         time.sleep(600)
     with open(os.environ["CALLS"], "a") as file:
         file.write(json.dumps([package, call, fields]) + "\\n")
+
+
+def settings(prefix):
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
 """
 
 WANDB = """
-from faketracker import note
-
-
-class Settings:
-    def __init__(self, **fields):
-        self.fields = fields
+from faketracker import note, settings
 
 
 class Table:
@@ -55,8 +54,8 @@ class Run:
         note("wandb", "finish", exit_code=exit_code)
 
 
-def init(*, settings, **fields):
-    note("wandb", "init", **fields, settings=settings.fields)
+def init(**fields):
+    note("wandb", "init", **fields, **settings("WANDB_"))
     return Run()
 
 
@@ -65,7 +64,7 @@ def teardown():
 """
 
 SWANLAB = """
-from faketracker import note
+from faketracker import note, settings
 
 
 class Text:
@@ -83,7 +82,7 @@ class Run:
 
 
 def init(**fields):
-    note("swanlab", "init", **fields)
+    note("swanlab", "init", **fields, **settings("SWANLAB_"))
     return Run()
 """
 
@@ -117,7 +116,7 @@ OFTEN = "from your_ai.trackers import sending\nsending.POLL_S = 0.1\n"
 
 
 def write(folder: Path) -> Path:
-    """The packages as modules in `folder`, which is to come first in the path.
+    """Write the packages as modules to `folder`, which must come first in sys.path.
 
     A process that has it there looks for new events often.
     """
@@ -129,7 +128,7 @@ def write(folder: Path) -> Path:
 
 
 def calls(path: Path, package: str, call: str = "") -> list[dict[str, Any]]:
-    """The fields of what was called of a package, as the file $CALLS tells."""
+    """The arguments of each call of a package, from the file $CALLS."""
     lines = path.read_text().splitlines() if path.exists() else []
-    told = map(json.loads, lines)
-    return [fields for p, c, fields in told if p == package and call in ("", c)]
+    made = map(json.loads, lines)
+    return [fields for p, c, fields in made if p == package and call in ("", c)]

@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from tests.dashboard.frames import step
 from your_ai.run import events
 from your_ai.run.events import Event
-from your_ai.trackers.rows import StepFigures, Texts, TrackerRow, UploadProgress, after
+from your_ai.trackers.rows import SoFar, TextTable, TrackerRow, after
 
 
-def rows_of(*told: Event) -> list[TrackerRow]:
-    progress, rows = UploadProgress(), []
-    for event in told:
-        progress, row = after(progress, event)
+def rows_of(*logged: Event) -> list[TrackerRow]:
+    past, rows = SoFar(), []
+    for event in logged:
+        past, row = after(past, event)
         rows += [] if row is None else [row]
     return rows
 
 
-def progress_after(*told: Event) -> UploadProgress:
-    return reduce(lambda progress, event: after(progress, event)[0], told, UploadProgress())
+def past_after(*logged: Event) -> SoFar:
+    return reduce(lambda past, event: after(past, event)[0], logged, SoFar())
 
 
 def action(before_bytes: int, after_bytes: int) -> events.Action:
@@ -43,11 +43,11 @@ def finished(reason: str = "done") -> events.Finished:
     return events.Finished(step=1, reason=reason, adapter="", seconds=1.0)
 
 
-def test_a_step_is_sent_with_its_figures():
+def test_a_step_is_sent_with_its_metrics():
     limit = events.Limit(limit_bytes=8_000_000_000, reason="")
-    told = step(3, epoch=2, highest_bytes=6_000_000_000)
-    assert rows_of(limit, told) == [
-        StepFigures(
+    third = step(3, epoch=2, highest_bytes=6_000_000_000)
+    assert rows_of(limit, third) == [
+        TrackerRow(
             3,
             {
                 "train/loss": 1.25,
@@ -73,7 +73,7 @@ def test_metrics_of_an_objective_are_sent_by_their_names():
     assert row.values["train/rewards/margins"] == 0.25
 
 
-def test_a_gauge_that_was_not_read_is_not_sent():
+def test_missing_memory_readings_are_not_sent():
     [row] = rows_of(step(1, process_bytes=None, cache_bytes=None))
     assert [name for name in row.values if name.startswith("memory/")] == ["memory/active_gb"]
 
@@ -83,7 +83,7 @@ def test_a_step_that_took_no_time_has_a_finite_speed():
     assert row.values["train/tokens_per_s"] == pytest.approx(2e11)
 
 
-def test_the_governor_is_counted_over_the_run():
+def test_governor_actions_are_counted_over_the_whole_run():
     rows = rows_of(action(3_000_000_000, 1_000_000_000), step(1), action(1, 2), step(2))
     counted = [(r.values["governor/actions"], r.values["governor/freed_gb"]) for r in rows]
     assert counted == [(1, 2.0), (2, 2.0)]
@@ -91,7 +91,7 @@ def test_the_governor_is_counted_over_the_run():
 
 @pytest.mark.parametrize("make", [step, validation])
 @given(numbers=st.lists(st.integers(1, 9)))
-def test_steps_grow_whatever_is_done_again(make, numbers):
+def test_steps_always_increase_even_if_some_are_repeated(make, numbers):
     sent = [row.step for row in rows_of(*map(make, numbers))]
     assert sent == sorted(set(sent))
     assert set(sent) <= set(numbers)
@@ -100,31 +100,32 @@ def test_steps_grow_whatever_is_done_again(make, numbers):
 
 def test_a_validation_is_sent_after_its_step():
     rows = rows_of(step(5), validation(5, 0.5))
-    assert rows[1] == StepFigures(5, {"validation/loss": 0.5})
+    assert rows[1] == TrackerRow(5, {"validation/loss": 0.5})
 
 
-def test_exact_match_stands_at_the_ends_of_the_run():
+def test_exact_match_is_sent_at_step_0_and_at_the_last_step():
     before = events.ExactMatch(when="before", correct=0, rows=4)
     end = events.ExactMatch(when="after", correct=3, rows=4)
     rows = rows_of(before, step(7), end)
-    assert rows[0] == StepFigures(0, {"test/exact_match": 0.0})
-    assert rows[2] == StepFigures(7, {"test/exact_match": 0.75})
+    assert rows[0] == TrackerRow(0, {"test/exact_match": 0.0})
+    assert rows[2] == TrackerRow(7, {"test/exact_match": 0.75})
 
 
-def test_exact_match_of_no_rows_is_none_right():
+def test_exact_match_of_no_rows_is_0():
     [row] = rows_of(events.ExactMatch(when="before", correct=0, rows=0))
     assert row.values == {"test/exact_match": 0.0}
 
 
-def test_samples_are_a_table():
-    told = events.Samples(when="after", prompts=["p", "q"], answers=["a", "b"], expected=["e", "f"])
-    assert rows_of(step(2), told)[1] == Texts(
-        2, "samples/after", ("prompt", "answer", "expected"), (("p", "a", "e"), ("q", "b", "f"))
+def test_samples_are_sent_as_a_table():
+    samples = events.Samples(
+        when="after", prompts=["p", "q"], answers=["a", "b"], expected=["e", "f"]
     )
+    table = TextTable(("prompt", "answer", "expected"), (("p", "a", "e"), ("q", "b", "f")))
+    assert rows_of(step(2), samples)[1] == TrackerRow(2, {"samples/after": table})
 
 
 @pytest.mark.parametrize(
-    ("told", "ended"),
+    ("logged", "ended"),
     [
         ([], ""),
         ([finished("stopped by SIGINT")], "stopped by SIGINT"),
@@ -135,8 +136,8 @@ def test_samples_are_a_table():
         ([events.Died(step=1, reason="killed", level=1)], ""),
     ],
 )  # fmt: skip
-def test_how_the_run_ended_is_known(told, ended):
-    assert progress_after(*told).ended == ended
+def test_the_reason_for_the_end_of_the_run_is_known(logged, ended):
+    assert past_after(*logged).ended == ended
 
 
 def test_other_events_are_not_sent():

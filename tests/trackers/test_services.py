@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 
 from tests.trackers import fakes
-from your_ai.trackers.rows import StepFigures, Texts
-from your_ai.trackers.services import OPEN, About, Tracker, markdown
+from your_ai.config import TrainConfig
+from your_ai.run.folder import RunFolder, create
+from your_ai.trackers.rows import TextTable, TrackerRow
+from your_ai.trackers.services import OPEN, Tracker, markdown
 
 VARIABLES = ("WANDB_", "SWANLAB_")
-TABLE = Texts(4, "samples/after", ("prompt", "answer"), (("a|b", "c\nd"),))
+TABLE = TextTable(("prompt", "answer"), (("a|b", "c\nd"),))
+SAMPLES = TrackerRow(4, {"samples/after": TABLE})
 
 
 @pytest.fixture
 def called(own_folder, monkeypatch):
-    """The file with the calls, of fakes that are imported instead of the packages."""
+    """The file with the calls of the fakes, which are imported instead of the packages."""
     for name in [*fakes.SOURCES]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(fakes.write(own_folder / "fakes")))
@@ -25,70 +28,80 @@ def called(own_folder, monkeypatch):
         monkeypatch.delenv(name)
     path = own_folder / "calls"
     monkeypatch.setenv("CALLS", str(path))
-    monkeypatch.setenv("SWANLAB_TERMINAL_PROXY_TYPE", "none")  # as it is set, and unset after
+    before = dict(os.environ)
     yield path
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
     for name in fakes.SOURCES:
         sys.modules.pop(name, None)
 
 
 def opened(name: str) -> Tracker:
-    return OPEN[name](About(Path("/runs/r"), "r", "cafe", {"seed": 3, "epochs": None}))
+    folder = RunFolder(Path("runs/r"))
+    if not folder.path.exists():
+        create(TrainConfig(data="rows.jsonl", run="r", seed=3))
+    return OPEN[name](folder, "cafe")
 
 
-def test_wandb_is_told_of_the_run(called):
+def place_of(folder: Path, name: str) -> str:
+    return str((folder / "runs" / "r").resolve() / name).rstrip("/")
+
+
+def test_wandb_gets_the_run_and_its_settings(called, own_folder):
     opened("wandb")
-    assert fakes.calls(called, "wandb", "init") == [
-        {
-            "project": "your_ai",
-            "name": "r",
-            "id": "cafe",
-            "resume": "allow",
-            "dir": "/runs/r",
-            "config": {"seed": 3, "epochs": None},
-            "allow_val_change": True,
-            "settings": {"console": "off"},
-        }
-    ]
+    [given] = fakes.calls(called, "wandb", "init")
+    assert given.pop("config")["seed"] == 3
+    assert given == {
+        "allow_val_change": True,
+        "WANDB_PROJECT": "your_ai",
+        "WANDB_NAME": "r",
+        "WANDB_RUN_ID": "cafe",
+        "WANDB_RESUME": "allow",
+        "WANDB_DIR": place_of(own_folder, ""),
+        "WANDB_CONSOLE": "off",
+    }
 
 
-def test_wandbs_steps_are_a_metric(called):
-    opened("wandb").figures(StepFigures(7, {"train/loss": 0.5}))
+def test_wandb_gets_the_step_as_a_metric(called):
+    opened("wandb").log(TrackerRow(7, {"train/loss": 0.5}))
     assert {"name": "*", "step_metric": "step"} in fakes.calls(called, "wandb", "define_metric")
     assert fakes.calls(called, "wandb", "log") == [{"step": 7, "train/loss": 0.5}]
 
 
-def test_wandb_forgets_a_run_that_it_could_not_open(called, monkeypatch):
+def test_wandb_is_torn_down_if_a_run_cannot_be_opened(called, monkeypatch):
     monkeypatch.setenv("FAULTS", "wandb:init")
     with pytest.raises(OSError, match="away"):
         opened("wandb")
     assert len(fakes.calls(called, "wandb", "teardown")) == 1
 
 
-def test_wandb_has_tables(called):
-    opened("wandb").texts(TABLE)
+def test_wandb_gets_tables(called):
+    opened("wandb").log(SAMPLES)
     content = {"columns": ["prompt", "answer"], "data": [["a|b", "c\nd"]]}
     assert fakes.calls(called, "wandb", "log") == [{"step": 4, "samples/after": content}]
 
 
-def test_swanlab_is_told_of_the_run(called):
+def test_swanlab_gets_the_run_and_its_settings(called, own_folder):
     opened("swanlab")
-    assert fakes.calls(called, "swanlab", "init") == [
-        {
-            "project": "your_ai",
-            "name": "r",
-            "id": "cafe",
-            "resume": "allow",
-            "log_dir": "/runs/r/swanlog",
-            "config": {"seed": 3},
-            "reinit": True,
-        }
-    ]
+    [given] = fakes.calls(called, "swanlab", "init")
+    config = given.pop("config")
+    assert config["seed"] == 3
+    assert None not in config.values()
+    assert given == {
+        "reinit": True,
+        "SWANLAB_PROJ_NAME": "your_ai",
+        "SWANLAB_EXP_NAME": "r",
+        "SWANLAB_RUN_ID": "cafe",
+        "SWANLAB_RESUME": "allow",
+        "SWANLAB_LOGDIR": place_of(own_folder, "swanlog"),
+        "SWANLAB_TERMINAL_PROXY_TYPE": "none",
+    }
 
 
-def test_swanlab_logs_at_steps(called):
+def test_swanlab_logs_with_the_step(called):
     tracker = opened("swanlab")
-    tracker.figures(StepFigures(7, {"train/loss": 0.5}))
-    tracker.texts(TABLE)
+    tracker.log(TrackerRow(7, {"train/loss": 0.5}))
+    tracker.log(SAMPLES)
     assert fakes.calls(called, "swanlab", "log") == [
         {"step": 7, "train/loss": 0.5},
         {"step": 4, "samples/after": markdown(TABLE)},
@@ -96,32 +109,22 @@ def test_swanlab_logs_at_steps(called):
 
 
 @pytest.mark.parametrize(
-    ("name", "variable", "argument"),
-    [
-        ("wandb", "WANDB_PROJECT", "project"),
-        ("wandb", "WANDB_NAME", "name"),
-        ("wandb", "WANDB_RUN_ID", "id"),
-        ("wandb", "WANDB_RESUME", "resume"),
-        ("wandb", "WANDB_DIR", "dir"),
-        ("swanlab", "SWANLAB_PROJECT_NAME", "project"),
-        ("swanlab", "SWANLAB_PROJ_NAME", "project"),
-        ("swanlab", "SWANLAB_EXP_NAME", "name"),
-        ("swanlab", "SWANLAB_RUN_ID", "id"),
-        ("swanlab", "SWANLAB_LOG_DIR", "log_dir"),
-    ],
+    ("name", "variable"), [("wandb", "WANDB_PROJECT"), ("swanlab", "SWANLAB_PROJ_NAME")]
 )
-def test_the_users_environment_wins(called, monkeypatch, name, variable, argument):
-    monkeypatch.setenv(variable, "theirs")
+@pytest.mark.parametrize(("users", "used"), [("theirs", "theirs"), ("", "your_ai")])
+def test_environment_variables_of_the_user_win(called, monkeypatch, name, variable, users, used):
+    monkeypatch.setenv(variable, users)
     opened(name)
     [given] = fakes.calls(called, name, "init")
-    assert given.get(argument, "theirs") == "theirs"  # SwanLab's own code reads the variable
+    assert given[variable] == used
+    assert "project" not in given
 
 
 @pytest.mark.parametrize(
     ("ended", "wandb", "swanlab"),
     [("done", 0, "success"), ("stopped by SIGINT", 1, "aborted"), ("", 1, "crashed")],
 )
-def test_how_the_run_ended_is_told(called, ended, wandb, swanlab):
+def test_trackers_get_the_reason_for_the_end_of_the_run(called, ended, wandb, swanlab):
     for name in OPEN:
         opened(name).close(ended)
     assert fakes.calls(called, "wandb", "finish") == [{"exit_code": wandb}]
@@ -129,15 +132,17 @@ def test_how_the_run_ended_is_told(called, ended, wandb, swanlab):
     assert fakes.calls(called, "tensorboardX", "text")[-1]["text"] == (ended or "unknown")
 
 
-def test_tensorboard_lies_in_the_runs_folder(called):
+def test_tensorboard_files_are_in_the_folder_of_the_run(called, own_folder):
     tracker = opened("tensorboard")
-    tracker.figures(StepFigures(7, {"train/loss": 0.5}))
-    assert fakes.calls(called, "tensorboardX", "init") == [{"logdir": "/runs/r/tensorboard"}]
+    tracker.log(TrackerRow(7, {"train/loss": 0.5}))
+    assert fakes.calls(called, "tensorboardX", "init") == [
+        {"logdir": place_of(own_folder, "tensorboard")}
+    ]
     logged = fakes.calls(called, "tensorboardX", "log")
     assert logged == [{"name": "train/loss", "value": 0.5, "step": 7}]
 
 
-def test_a_table_is_markdown_with_a_row_on_a_line():
+def test_each_row_of_a_markdown_table_is_one_line():
     assert markdown(TABLE).splitlines() == [
         "| prompt | answer |",
         "| --- | --- |",
@@ -146,16 +151,17 @@ def test_a_table_is_markdown_with_a_row_on_a_line():
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("tensorboardX"), reason="is not installed")
-def test_tensorboards_files_hold_the_figures(own_folder):
+def test_tensorboard_files_contain_the_metrics(own_folder):
     from tensorboardX.proto.event_pb2 import Event
 
-    tracker = OPEN["tensorboard"](About(own_folder, "r", "cafe", {"seed": 3}))
+    folder = create(TrainConfig(data="rows.jsonl", run="r"))
+    tracker = OPEN["tensorboard"](folder, "cafe")
     for number in (1, 2):
-        tracker.figures(StepFigures(number, {"train/loss": number / 2}))
-    tracker.texts(TABLE)
+        tracker.log(TrackerRow(number, {"train/loss": number / 2}))
+    tracker.log(SAMPLES)
     tracker.close("done")
 
-    [path] = (own_folder / "tensorboard").iterdir()
+    [path] = (folder.path / "tensorboard").iterdir()
     data, at, found = path.read_bytes(), 0, []
     while at < len(data):  # size, checksum of the size, record, checksum of the record
         size = int.from_bytes(data[at : at + 8], "little")

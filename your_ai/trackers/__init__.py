@@ -1,1 +1,1 @@
-"""What services that keep figures of runs are sent, and how each of them takes it."""
+"""Sends the metrics of a run to wandb, SwanLab and TensorBoard, from a separate process."""

@@ -8,93 +8,81 @@ from your_ai.run import events
 from your_ai.run.events import Event
 
 GB = 1e9
-SAMPLES = ("prompt", "answer", "expected")
 
 
 @dataclass(frozen=True)
-class StepFigures:
-    """Numbers of a step; memory in GB (1e9 bytes)."""
-
-    step: int
-    values: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Texts:
-    """A table of a step."""
-
-    step: int
-    name: str
+class TextTable:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
 
-TrackerRow = StepFigures | Texts
+@dataclass(frozen=True)
+class TrackerRow:
+    """What one event adds to a tracker."""
+
+    step: int
+    values: dict[str, float | TextTable]
+    """By the name of the metric. Memory is in GB (1e9 bytes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class UploadProgress:
-    """How far a tracker has got: all that going on from there needs.
+class SoFar:
+    """What later rows need to know of earlier events."""
 
-    offset: in events.jsonl, in bytes; step and validated: the highest steps whose figures
-    were sent, of training and of validation; actions and freed_bytes: of the governor since
-    the run began; limit_bytes: that holds now; ended: how the run ended, empty while it
-    goes on.
-    """
-
-    offset: int = 0
     step: int = 0
+    """The highest training step."""
     validated: int = 0
+    """The highest step with a validation."""
     actions: int = 0
+    """Actions of the memory governor since the run began."""
     freed_bytes: int = 0
+    """Bytes that these actions freed."""
     limit_bytes: int | None = None
     ended: str = ""
+    """Why the run ended; empty while it continues."""
 
 
-def after(progress: UploadProgress, event: Event) -> tuple[UploadProgress, TrackerRow | None]:
-    """The progress after one more event, and what is sent for it.
+def after(past: SoFar, event: Event) -> tuple[SoFar, TrackerRow | None]:
+    """What is known after one more event, and the row for it.
 
-    A step that is done again, since the run went on from a checkpoint, is not sent again:
-    trackers want steps that grow, and its figures are those that they have.
+    A step that is repeated after a resume gives no row: trackers need increasing steps, and
+    they have its metrics already.
     """
+    row = None
     match event:
-        case events.Step() if event.step > progress.step:
-            return replace(progress, step=event.step), StepFigures(
-                event.step, of_step(progress, event)
-            )
-        case events.Validation() if event.step > progress.validated:
-            values = {"validation/loss": event.loss}
-            return replace(progress, validated=event.step), StepFigures(event.step, values)
+        case events.Step() if event.step > past.step:
+            past = replace(past, step=event.step)
+            row = TrackerRow(event.step, metrics_of(past, event))
+        case events.Validation() if event.step > past.validated:
+            past = replace(past, validated=event.step)
+            row = TrackerRow(event.step, {"validation/loss": event.loss})
         case events.ExactMatch():
             share = event.correct / max(1, event.rows)
-            return progress, StepFigures(at(event.when, progress), {"test/exact_match": share})
+            row = TrackerRow(step_at(event.when, past), {"test/exact_match": share})
         case events.Samples():
-            rows = zip(event.prompts, event.answers, event.expected, strict=False)
-            texts = tuple(tuple(map(str, row)) for row in rows)
-            step, name = at(event.when, progress), f"samples/{event.when}"
-            return progress, Texts(step, name, SAMPLES, texts)
+            texts = zip(event.prompts, event.answers, event.expected, strict=False)
+            rows = tuple(tuple(map(str, row)) for row in texts)
+            table = TextTable(("prompt", "answer", "expected"), rows)
+            row = TrackerRow(step_at(event.when, past), {f"samples/{event.when}": table})
         case events.Limit():
-            return replace(progress, limit_bytes=event.limit_bytes), None
+            past = replace(past, limit_bytes=event.limit_bytes)
         case events.Action():
-            freed = max(0, event.before_bytes - event.after_bytes)
-            total = progress.freed_bytes + freed
-            return replace(progress, actions=progress.actions + 1, freed_bytes=total), None
+            freed = past.freed_bytes + max(0, event.before_bytes - event.after_bytes)
+            past = replace(past, actions=past.actions + 1, freed_bytes=freed)
         case events.Started():
-            return replace(progress, ended=""), None
-        case events.Died(level=None):
-            return replace(progress, ended=event.reason), None
-        case events.Finished():
-            return replace(progress, ended=event.reason), None
-    return progress, None
+            past = replace(past, ended="")
+        case events.Died(level=None) | events.Finished():
+            past = replace(past, ended=event.reason)
+    return past, row
 
 
-def of_step(progress: UploadProgress, step: events.Step) -> dict[str, float]:
+def metrics_of(past: SoFar, step: events.Step) -> dict[str, float | TextTable]:
     sizes = {
         "active": step.active_bytes,
         "cache": step.cache_bytes,
         "process": step.process_bytes,
         "highest": step.highest_bytes,
-        "limit": progress.limit_bytes,
+        "limit": past.limit_bytes,
     }
     return {
         "train/loss": step.loss,
@@ -105,11 +93,11 @@ def of_step(progress: UploadProgress, step: events.Step) -> dict[str, float]:
         "train/epoch": step.epoch,
         **{f"train/{name}": value for name, value in step.metrics.items()},
         **{f"memory/{name}_gb": size / GB for name, size in sizes.items() if size is not None},
-        "governor/actions": progress.actions,
-        "governor/freed_gb": progress.freed_bytes / GB,
+        "governor/actions": past.actions,
+        "governor/freed_gb": past.freed_bytes / GB,
     }
 
 
-def at(when: str, progress: UploadProgress) -> int:
-    """The step that what was measured before or after the training belongs to."""
-    return 0 if when == "before" else progress.step
+def step_at(when: str, past: SoFar) -> int:
+    """The step of a measurement `before` or `after` the training."""
+    return 0 if when == "before" else past.step

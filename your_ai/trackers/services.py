@@ -1,151 +1,133 @@
-"""wandb, SwanLab and TensorBoard, behind the same three functions.
+"""wandb, SwanLab and TensorBoard behind the same two functions.
 
-Each package is imported when its tracker is opened, in the trackers' process alone. What its
-users set in its environment variables wins over what is said here.
+The packages queue, upload and retry by themselves. Each is imported when its tracker is
+opened, and only in the trackers' process. Our settings are defaults of the packages' own
+environment variables, so that what the user sets there wins.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from your_ai.trackers.rows import StepFigures, Texts
+from your_ai.run.folder import RunFolder
+from your_ai.trackers.rows import TextTable, TrackerRow
 
 PROJECT = "your_ai"
 PACKAGES = {"wandb": "wandb", "swanlab": "swanlab", "tensorboard": "tensorboardX"}
-DONE = "done"  # how a run ends that did all its steps
-TENSORBOARD_FLUSH_S = 2
-
-
-@dataclass(frozen=True)
-class About:
-    """What a tracker is told of a run first.
-
-    folder: of the run, for the tracker's own files; identity: the same for as long as the
-    run lives, through every resumption.
-    """
-
-    folder: Path
-    name: str
-    identity: str
-    config: Mapping[str, Any]
+DONE = "done"  # the reason of a run that finished all its steps
+TENSORBOARD_FLUSH_S = 2  # the default of 120 s is too slow to watch
 
 
 @dataclass(frozen=True)
 class Tracker:
-    """An open tracker; each function may raise whatever its package does.
+    """An open tracker. Both functions may raise whatever the package raises."""
 
-    close: with how the run ended, empty where that is not known.
-    """
-
-    figures: Callable[[StepFigures], None]
-    texts: Callable[[Texts], None]
+    log: Callable[[TrackerRow], None]
     close: Callable[[str], None]
+    """Takes the reason why the run ended, empty if it is not known."""
 
 
-def open_wandb(about: About) -> Tracker:
-    """Steps are a figure of their own: wandb's count only grows, also over resumptions."""
+def open_wandb(folder: RunFolder, identity: str) -> Tracker:
+    """wandb's own step may only increase by log calls, so our step is a metric."""
+    set_defaults(
+        WANDB_PROJECT=PROJECT,
+        WANDB_NAME=folder.name,
+        WANDB_RUN_ID=identity,
+        WANDB_RESUME="allow",
+        WANDB_DIR=str(folder.path.resolve()),
+        WANDB_CONSOLE="off",  # the output of this process is not the run's
+    )
     import wandb
 
-    def chosen(variable: str, default: str) -> str:
-        return os.environ.get(variable) or default
-
     try:
-        run = wandb.init(
-            project=chosen("WANDB_PROJECT", PROJECT),
-            name=chosen("WANDB_NAME", about.name),
-            id=chosen("WANDB_RUN_ID", about.identity),
-            resume=chosen("WANDB_RESUME", "allow"),
-            dir=chosen("WANDB_DIR", str(about.folder)),
-            config=dict(about.config),
-            allow_val_change=True,  # what may differ on a resumption
-            settings=wandb.Settings(console="off"),  # this process' output is not the run's
-        )
+        # A resumed run may have other settings.
+        run = wandb.init(config=asdict(folder.read_config()), allow_val_change=True)
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
     except BaseException:
-        wandb.teardown()  # its service takes the id for one in use otherwise
+        wandb.teardown()  # else the next init fails: the id is in use
         raise
 
-    def texts(table: Texts) -> None:
-        rows = [list(row) for row in table.rows]
-        content = wandb.Table(columns=list(table.columns), data=rows)
-        run.log({"step": table.step, table.name: content})
+    def shown(value: float | TextTable) -> Any:
+        if not isinstance(value, TextTable):
+            return value
+        return wandb.Table(columns=list(value.columns), data=[list(row) for row in value.rows])
 
-    return Tracker(
-        figures=lambda row: run.log({"step": row.step, **row.values}),
-        texts=texts,
-        close=lambda ended: run.finish(exit_code=int(ended != DONE)),
+    def log(row: TrackerRow) -> None:
+        run.log({"step": row.step, **{name: shown(value) for name, value in row.values.items()}})
+
+    return Tracker(log, lambda ended: run.finish(exit_code=int(ended != DONE)))
+
+
+def open_swanlab(folder: RunFolder, identity: str) -> Tracker:
+    set_defaults(
+        SWANLAB_PROJ_NAME=PROJECT,
+        SWANLAB_EXP_NAME=folder.name,
+        SWANLAB_RUN_ID=identity,
+        SWANLAB_RESUME="allow",
+        SWANLAB_LOGDIR=str(folder.path.resolve() / "swanlog"),
+        SWANLAB_TERMINAL_PROXY_TYPE="none",  # the output of this process is not the run's
     )
-
-
-def open_swanlab(about: About) -> Tracker:
-    os.environ.setdefault("SWANLAB_TERMINAL_PROXY_TYPE", "none")  # as for wandb's console
     import swanlab
 
-    defaults = {
-        "project": (PROJECT, "SWANLAB_PROJECT_NAME", "SWANLAB_PROJ_NAME"),
-        "name": (about.name, "SWANLAB_EXPERIMENT_NAME", "SWANLAB_EXP_NAME"),
-        "id": (about.identity, "SWANLAB_RUN_ID"),
-        "resume": ("allow", "SWANLAB_RUN_RESUME", "SWANLAB_RESUME"),
-        "log_dir": (str(about.folder / "swanlog"), "SWANLAB_LOG_DIR", "SWANLAB_LOGDIR"),
-    }
-    chosen = {
-        name: value
-        for name, (value, *variables) in defaults.items()
-        if not any(os.environ.get(variable) for variable in variables)
-    }
-    config = {name: value for name, value in about.config.items() if value is not None}
-    run = swanlab.init(config=config, reinit=True, **chosen)
+    config = {n: value for n, value in asdict(folder.read_config()).items() if value is not None}
+    run = swanlab.init(config=config, reinit=True)
+
+    def shown(value: float | TextTable) -> Any:
+        return swanlab.Text(markdown(value)) if isinstance(value, TextTable) else value
+
+    def log(row: TrackerRow) -> None:
+        run.log({name: shown(value) for name, value in row.values.items()}, step=row.step)
 
     def close(ended: str) -> None:
-        if ended == DONE:
-            run.finish()
-        elif ended:
-            run.finish(state="aborted")
+        if ended:
+            run.finish(state="success" if ended == DONE else "aborted")
         else:
             run.finish(state="crashed", error="the run did not say how it ended")
 
-    return Tracker(
-        figures=lambda row: run.log(row.values, step=row.step),
-        texts=lambda table: run.log({table.name: swanlab.Text(markdown(table))}, step=table.step),
-        close=close,
-    )
+    return Tracker(log, close)
 
 
-def open_tensorboard(about: About) -> Tracker:
+def open_tensorboard(folder: RunFolder, identity: str) -> Tracker:
     from tensorboardX import SummaryWriter
 
-    writer = SummaryWriter(str(about.folder / "tensorboard"), flush_secs=TENSORBOARD_FLUSH_S)
-    settings = tuple((name, str(value)) for name, value in about.config.items())
-    writer.add_text("config", markdown(Texts(0, "config", ("setting", "value"), settings)), 0)
+    writer = SummaryWriter(
+        str(folder.path.resolve() / "tensorboard"), flush_secs=TENSORBOARD_FLUSH_S
+    )
+    settings = tuple((name, str(value)) for name, value in asdict(folder.read_config()).items())
+    writer.add_text("config", markdown(TextTable(("setting", "value"), settings)), 0)
 
-    def figures(row: StepFigures) -> None:
+    def log(row: TrackerRow) -> None:
         for name, value in row.values.items():
-            writer.add_scalar(name, value, row.step)
+            if isinstance(value, TextTable):
+                writer.add_text(name, markdown(value), row.step)
+            else:
+                writer.add_scalar(name, value, row.step)
 
     def close(ended: str) -> None:
         writer.add_text("status", ended or "unknown")
         writer.close()
 
-    return Tracker(
-        figures=figures,
-        texts=lambda table: writer.add_text(table.name, markdown(table), table.step),
-        close=close,
-    )
+    return Tracker(log, close)
 
 
-OPEN: dict[str, Callable[[About], Tracker]] = {
+# identity: the run's id in the tracker, which stays the same when the run is resumed.
+OPEN: dict[str, Callable[[RunFolder, str], Tracker]] = {
     "wandb": open_wandb,
     "swanlab": open_swanlab,
     "tensorboard": open_tensorboard,
 }
 
 
-def markdown(table: Texts) -> str:
+def set_defaults(**variables: str) -> None:
+    """Set environment variables that are not set, or empty."""
+    os.environ.update({name: v for name, v in variables.items() if not os.environ.get(name)})
+
+
+def markdown(table: TextTable) -> str:
     """The table as Markdown, each row on one line."""
 
     def line(cells: tuple[str, ...]) -> str:

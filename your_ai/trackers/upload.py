@@ -1,284 +1,261 @@
-"""The trackers' process: tails a run's events and sends them to services that keep figures.
+"""The process of a tracker: follows a run's events and sends them to a service for metrics.
 
-It reads the run alone and is read by nobody, so that a service that is away, or a package
-that hangs, can neither stop nor slow a run. Of the run's folder it writes trackers.log,
-trackers.json (what has been sent, so that a resumed run goes on as the same one there),
-trackers.lock, and the trackers' own files: tensorboard/, wandb/ and swanlog/.
+It only reads the run, and the run never waits for it. So a service that is away, or a package
+that hangs, raises or exits, can neither stop nor slow the run, nor another tracker. In the
+run's folder it writes trackers.log, trackers-NAME.json (how many events the tracker has, so
+that a resumed run continues as the same one there), trackers-NAME.lock, and the tracker's own
+tensorboard/, wandb/ or swanlog/.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
+import fcntl
 import importlib.util
 import json
-import math
 import os
 import secrets
-import signal
+import shlex
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from your_ai.config import nearest
 from your_ai.errors import RunError, UserError
-from your_ai.files import read_text
+from your_ai.files import open_to_append, read_text
+from your_ai.gates.console import echo
 from your_ai.run import events
 from your_ai.run.events import EventLog
-from your_ai.run.folder import RunFolder, is_running, locked
-from your_ai.trackers.rows import UploadProgress
-from your_ai.trackers.sending import again, line, say, send
-from your_ai.trackers.services import PACKAGES
+from your_ai.run.folder import RunFolder, is_running
+from your_ai.trackers.rows import SoFar, TrackerRow, after
+from your_ai.trackers.services import OPEN, PACKAGES, Tracker
 
-NAMES = ("wandb", "swanlab", "tensorboard")
+NAMES = tuple(OPEN)
 LOG = "trackers.log"
-LOCK = "trackers.lock"
-STATE = "trackers.json"
 STATE_BYTES = 1 << 20
-LOOK_S = 0.25  # between two looks at whether the run goes on
-LAST_S = 600.0  # to send what there is, once the run has ended,
-VANISHED_S = 5.0  # or once its folder is gone
+POLL_S = 1.0
+RETRY_S = 300.0  # before a tracker that failed is opened again
+LAST_S = 600.0  # to send the rest after the run has ended
 NICENESS = 10
-TURNS = (events.Started, events.Finished)
+MESSAGE_CHARACTERS = 300
 
 
 def check(names: Sequence[str]) -> None:
-    """Raises UserError for a name that is unknown, or whose package is not installed."""
+    """Raise UserError for an unknown name, or one whose package is not installed."""
     for name in names:
         if name not in NAMES:
             raise UserError(
                 f"--report-to {name}: no such tracker{nearest(name, NAMES)} "
-                f"(there are {', '.join(NAMES)})"
+                f"(choose from {', '.join(NAMES)})"
             )
         package = PACKAGES[name]
         spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:  # a folder of its files is not the package
+        if spec is None or spec.origin is None:  # a folder with this name is not the package
             raise UserError(
                 f"--report-to {name}: the package {package} is not installed; "
                 f"pip install 'your_ai[{name}]'"
             )
 
 
-def start(folder: RunFolder, names: Sequence[str], pid: int) -> subprocess.Popen | None:
-    """Start the trackers' process for a run that process `pid` supervises.
+@contextlib.contextmanager
+def tracked(
+    folder: RunFolder, names: Sequence[str], received: Sequence[int] = ()
+) -> Iterator[None]:
+    """Send the run's events while the block lasts; a notice says if some were not sent.
 
-    None where there are no names, or where it cannot be started, which trackers.log tells.
+    received: signals received so far; one more ends the wait for the last events.
     """
-    if not names:
-        return None
+    processes = [process for name in names if (process := start(folder, name)) is not None]
+    try:
+        yield
+    finally:
+        fault = finish(folder, processes, received=received)
+        if fault is not None and folder.events.exists():
+            with contextlib.suppress(RunError), contextlib.closing(EventLog(folder.events)) as log:
+                log.write(events.Notice(text=fault))
+
+
+def start(folder: RunFolder, name: str) -> subprocess.Popen | None:
+    """Start the process of a tracker; None if that fails, which trackers.log says."""
     path = folder.path / LOG
-    command = [sys.executable, "-m", "your_ai.trackers.upload", str(folder.path), ",".join(names)]
-    # It begins with SIGTERM blocked, so that one of finish() waits until it can be heeded.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    command = [sys.executable, "-m", "your_ai.trackers.upload", str(folder.path), name]
     try:
         with path.open("ab") as log:
             return subprocess.Popen(
-                [*command, "--until", str(pid)],
-                stdin=subprocess.DEVNULL,
+                [*command, "--supervised"],
+                stdin=subprocess.PIPE,  # says when the run has ended; closes if this process dies
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
     except OSError as error:
         with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as log:
-            log.write(line(f"the trackers cannot be started ({error.strerror})"))
+            log.write(line(f"{name}: cannot be started ({error.strerror})"))
         return None
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def finish(
-    process: subprocess.Popen | None, patience_s: float = 30.0, received: Sequence[int] = ()
+    folder: RunFolder,
+    processes: Sequence[subprocess.Popen],
+    patience_s: float = 30.0,
+    received: Sequence[int] = (),
 ) -> str | None:
-    """Let the trackers send the last events; a sentence for the user where they did not.
+    """Wait until the trackers have the last events; a message for the user if they do not.
 
-    Those that need longer than `patience_s` seconds are left to themselves: they end when
-    all is sent, at the latest LAST_S seconds after this. received: of signals; one more ends
-    the wait.
+    A process that needs more than `patience_s` seconds is left alone. It ends when all is
+    sent, and after LAST_S seconds at the latest.
     """
-    if process is None:
-        return None
-    log = Path(process.args[3]) / LOG  # as start() has it
-    process.terminate()
-    before, deadline = len(received), time.monotonic() + patience_s
-    while (status := process.poll()) is None and time.monotonic() < deadline:
-        if len(received) > before:
-            break
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended already
+            process.stdin.write(b"\n")
+            process.stdin.close()
+    before, deadline, log = len(received), time.monotonic() + patience_s, folder.path / LOG
+    while None in (statuses := {process.poll() for process in processes}):
+        if len(received) > before or time.monotonic() > deadline:
+            minutes = f"{LAST_S / 60:.0f}"
+            return f"the trackers are still sending, for at most {minutes} minutes; see {log}"
         time.sleep(0.02)
-    if status is None:
-        return (
-            "the trackers are still sending, and go on for at most "
-            f"{LAST_S / 60:.0f} minutes; see {log}"
-        )
-    if status == 0 or not log.exists():
+    if statuses <= {0} or not log.exists():
         return None
-    return f"not all was sent to the trackers; {log} says why"
-
-
-@contextlib.contextmanager
-def tracked(
-    folder: RunFolder, names: Sequence[str], received: Sequence[int] = ()
-) -> Iterator[None]:
-    """Send what happens in the run while the block lasts; what was not sent is noted there."""
-    process = start(folder, names, os.getpid())
-    try:
-        yield
-    finally:
-        fault = finish(process, received=received)
-        if fault is not None and folder.events.exists():
-            with contextlib.suppress(RunError), contextlib.closing(EventLog(folder.events)) as log:
-                log.write(events.Notice(text=fault))
+    return f"not everything was sent to the trackers; {log} says why"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m your_ai.trackers.upload")
     parser.add_argument("run", help="folder of the run")
-    parser.add_argument("names", help="trackers, separated by commas")
-    parser.add_argument("--until", type=int, help="process that supervises the run")
+    parser.add_argument("tracker", choices=NAMES)
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    names = list(dict.fromkeys(given.names.split(",")))
-    if not set(names) <= set(NAMES):
-        parser.error(f"trackers are {', '.join(NAMES)}")
-    told: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    with contextlib.suppress(OSError):
+    folder, name = RunFolder(Path(given.run)), given.tracker
+    pipe = None
+    if given.supervised:  # the package must not read the pipe as its standard input
+        pipe = os.dup(0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    status, over = 1, threading.Event()
+    threading.Thread(target=watch, args=(folder, name, pipe, over), daemon=True).start()
+    with contextlib.suppress(OSError):  # the folder is gone, or cannot be written
         os.nice(NICENESS)
-    folder = RunFolder(Path(given.run))
-    with contextlib.ExitStack() as stack:
-        supervisor = find_process(given.until)
-        alone = wait_for_turn(stack, folder)
-        status = report(folder, names, supervisor, told) if alone else 1
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(status)  # a thread that hangs, or a package's last wishes, would hold it here
+        with open_to_append(folder.path / f"trackers-{name}.lock") as lock:
+            wait_for_turn(lock.fileno(), name)
+            status = 0 if send(folder, name, over) else 1
+    leave(status)
 
 
-def wait_for_turn(stack: contextlib.ExitStack, folder: RunFolder) -> bool:
-    """Hold the run's trackers; False where an earlier process does, or the folder is gone."""
-    deadline = time.monotonic() + LAST_S + VANISHED_S
-    told = ""
-    while time.monotonic() < deadline and folder.path.exists():
+def watch(folder: RunFolder, name: str, pipe: int | None, over: threading.Event) -> None:
+    """Set `over` when the run has ended, and leave LAST_S later, whatever the tracker does.
+
+    pipe: gets a byte when the run has ended, and is closed if the supervisor died. None for a
+    run without a supervisor.
+    """
+    if pipe is None or not os.read(pipe, 1):
+        while is_running(folder):  # training continues without the supervisor
+            time.sleep(POLL_S)
+    over.set()
+    time.sleep(LAST_S)
+    say(f"{name}: did not finish in {LAST_S:.0f} s; {again(folder, name)}")
+    leave(1)
+
+
+def leave(status: int) -> None:
+    """Exit without threads and exit handlers, which could hang."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)
+
+
+def wait_for_turn(lock: int, name: str) -> None:
+    """Wait for an earlier process that still sends the run's events to this tracker."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say(f"{name}: another process is sending the events of this run; waiting for it")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def send(folder: RunFolder, name: str, over: threading.Event) -> bool:
+    """Send the run's events until it is over; whether the tracker has all of them.
+
+    The tracker is opened with the first row, so that a run that never began leaves no trace.
+    The packages retry uploads by themselves, but not the start of a run. So a tracker that
+    raised is opened again after RETRY_S, and once more when the run is over.
+    """
+    identity, sent = load(folder, name)
+    past, count, offset = SoFar(), 0, 0
+    waiting: deque[tuple[int, TrackerRow]] = deque()
+    tracker: Tracker | None = None
+    while folder.path.exists():
+        last = over.is_set()
         try:
-            stack.enter_context(locked(folder, LOCK))
-            return True
-        except UserError as error:
-            if str(error) != told:
-                say(str(error))
-            told = str(error)
-            time.sleep(LOOK_S)
-    return False
+            records, offset = events.tail(folder.events, offset)
+            for record in records:
+                past, row = after(past, record.event)
+                count += 1
+                if row is not None and count > sent:
+                    waiting.append((count, row))
+            while waiting:
+                if tracker is None:
+                    save(folder, name, identity, sent)
+                    tracker = OPEN[name](folder, identity)
+                tracker.log(waiting[0][1])
+                sent, _ = waiting.popleft()
+                save(folder, name, identity, sent)
+            if last:
+                if tracker is not None:
+                    tracker.close(past.ended)
+                return True
+            over.wait(POLL_S)
+        except BaseException as error:  # packages raise anything, even SystemExit
+            fault = " ".join(f"{type(error).__name__}: {error}".split())[:MESSAGE_CHARACTERS]
+            then = again(folder, name) if last else f"next try in {RETRY_S:.0f} s"
+            say(f"{name}: {fault}; {then}")
+            with contextlib.suppress(BaseException):
+                if tracker is not None:
+                    tracker.close(past.ended)
+            tracker = None
+            if last:
+                return False
+            over.wait(RETRY_S)
+    return True
 
 
-def find_process(pid: int | None) -> psutil.Process | None:
-    """A process as it is now: one that gets its number later is another."""
+def load(folder: RunFolder, name: str) -> tuple[str, int]:
+    """The run's id in the tracker, and how many of its events the tracker has."""
     try:
-        return None if pid is None else psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return None
+        kept = json.loads(read_text(state_of(folder, name), STATE_BYTES))
+        return str(kept["id"]), int(kept["events"])
+    except (OSError, ValueError, LookupError, TypeError):  # missing or damaged
+        return secrets.token_hex(8), 0
 
 
-def report(
-    folder: RunFolder, names: Sequence[str], supervisor: psutil.Process | None, told: list[int]
-) -> int:
-    """Send until the run has ended and all is sent; 0 where every tracker has all of it.
-
-    told: is given what asks to end. Each tracker has a thread, and reads the events by itself.
-    """
-    kept = load(folder)
-    identity = kept.setdefault("id", secrets.token_hex(8))
-    progress = {name: restored(kept.get(name)) for name in names}
-    over, done = threading.Event(), set[str]()
-    threads = {
-        name: threading.Thread(
-            target=send, args=(folder, name, identity, progress, over, done), daemon=True
-        )
-        for name in names
-    }
-    end = size_of(folder.events)
-    finished, deadline = False, math.inf
-    for thread in threads.values():
-        thread.start()
-    while any(t.is_alive() for t in threads.values()) and time.monotonic() < deadline:
-        with contextlib.suppress(UserError):
-            records, end = events.tail(folder.events, end)
-            turns = [r.event for r in records if isinstance(r.event, TURNS)]
-            finished = isinstance(turns[-1], events.Finished) if turns else finished
-        vanished = not folder.path.exists()
-        if vanished or told or has_ended(folder, supervisor, finished):
-            over.set()
-            deadline = min(deadline, time.monotonic() + (VANISHED_S if vanished else LAST_S))
-        kept = save(folder, kept, progress)
-        time.sleep(LOOK_S)
-    save(folder, kept, progress)
-    if not folder.path.exists():
-        return 0
-    for name in (name for name, thread in threads.items() if thread.is_alive()):
-        say(f"{name}: was not done in {LAST_S:.0f} s; {again(folder, name)}")
-    return 0 if done == set(names) else 1
-
-
-def has_ended(folder: RunFolder, supervisor: psutil.Process | None, finished: bool) -> bool:
-    """Whether nobody works on the run, or will.
-
-    finished: whether it told of its end since this process began.
-    """
-    gone = supervisor is None or not is_alive(supervisor)
-    free = not is_running(folder)
-    return (gone and free) or (finished and (gone or free))
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def load(folder: RunFolder) -> dict[str, Any]:
-    """What trackers.json holds; nothing where it is missing or damaged."""
-    try:
-        kept = json.loads(read_text(folder.path / STATE, STATE_BYTES))
-    except (OSError, ValueError):
-        return {}
-    return kept if isinstance(kept, dict) and isinstance(kept.get("id"), str) else {}
-
-
-def restored(fields: object) -> UploadProgress:
-    try:
-        return UploadProgress(**fields)  # type: ignore[arg-type]
-    except TypeError:  # of another version: the tracker is sent everything
-        return UploadProgress()
-
-
-def save(
-    folder: RunFolder, kept: dict[str, Any], progress: dict[str, UploadProgress]
-) -> dict[str, Any]:
-    """Write trackers.json where it is not as it should be; what it holds."""
-    now = {**kept, **{name: dataclasses.asdict(reached) for name, reached in progress.items()}}
-    if now == kept:
-        return kept
-    path = folder.path / STATE
-    try:
-        path.with_suffix(".tmp").write_text(json.dumps(now), encoding="utf-8")
+def save(folder: RunFolder, name: str, identity: str, sent: int) -> None:
+    path = state_of(folder, name)
+    with contextlib.suppress(OSError):  # a full disk: the next row tries again
+        path.with_suffix(".tmp").write_text(json.dumps({"id": identity, "events": sent}))
         os.replace(path.with_suffix(".tmp"), path)
-    except OSError:  # a full disk: tried again with the next event
-        return kept
-    return now
 
 
-def size_of(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+def state_of(folder: RunFolder, name: str) -> Path:
+    return folder.path / f"trackers-{name}.json"
+
+
+def again(folder: RunFolder, name: str) -> str:
+    run = shlex.quote(str(folder.path))
+    return f"send the rest later: python -m your_ai.trackers.upload {run} {name}"
+
+
+def line(text: str) -> str:
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
+
+
+def say(text: str) -> None:
+    """Write a line to trackers.log, which is the output of this process."""
+    with contextlib.suppress(OSError, ValueError):
+        echo(line(text), nl=False)
 
 
 if __name__ == "__main__":
