@@ -24,7 +24,7 @@ LAYERS = [
     ["nets"],
     ["dashboard", "trackers"],
     ["memory.budget", "engine", "training.optimizer"],
-    ["modelfiles"],
+    ["modelfiles", "publish.card"],
     ["generation"],
     ["evaluation"],
     ["export", "serving"],

@@ -50,24 +50,27 @@ def sums_of(folder: Path) -> dict[str, str]:
 # Contents
 
 
-def test_the_card_names_base_and_run_but_no_local_path(tmp_path, trained):
+def test_the_card_names_base_and_run_but_no_path(tmp_path, trained):
     out = written(trained, tmp_path / "out")
     card = (out / "README.md").read_text()
-    assert "`model` with the LoRA adapter (rank 4) of the run `drawn` after step 3" in card
+    assert "A model with a LoRA adapter (rank 4, alpha " in card
+    assert "in its weights, made from the " in card
+    assert "model `model`" in card
+    assert "from step 3 of the run `drawn`" in card
     assert "The adapted layers have 8 bits; the others are as they were." in card
     for path in out.iterdir():
         if path.suffix != ".safetensors":
             assert str(tmp_path) not in path.read_text(), path.name
 
 
-def test_the_card_links_a_base_from_the_hub(tmp_path, data_folder, monkeypatch):
+def test_the_card_links_to_a_base_on_the_hub(tmp_path, data_folder, monkeypatch):
     make_model(tmp_path / "models" / "Small-1B", bits=None)
     trained = drawn_run(tmp_path / "models" / "Small-1B", data_folder)
     named = trained.config.__class__(**{**vars(trained.config), "model": "someone/Small-1B"})
     trained.folder.write_config(named)
     card = (written(open_trained("drawn"), tmp_path / "out") / "README.md").read_text()
     assert card.startswith("---\nbase_model: someone/Small-1B\n")
-    assert "[someone/Small-1B](https://huggingface.co/someone/Small-1B) with" in card
+    assert "[someone/Small-1B](https://huggingface.co/someone/Small-1B)." in card
     assert card.count("quantized") == 0
 
 

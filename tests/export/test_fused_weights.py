@@ -292,7 +292,7 @@ def test_a_run_that_quantized_is_fused_into_its_quantized_copy(tmp_path, data_fo
     out = written(trained, tmp_path / "out", "dequantized")
     network, _ = generate.load_run(trained)
     assert_near(logits_of(out), network(TOKENS))
-    assert "`model`, quantized to 4 bits, with the LoRA adapter" in (out / "README.md").read_text()
+    assert "trained on a copy of the base quantized to 4 bits" in (out / "README.md").read_text()
 
 
 def test_fused_lazily_computes_nothing_yet(tmp_path, data_folder):

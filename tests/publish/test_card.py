@@ -1,17 +1,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 
 from tests.dashboard.frames import record, step
+from your_ai import __version__
 from your_ai.config import TrainConfig
 from your_ai.hub.registry import known
-from your_ai.publish.card import Base, Subject, card, figures_of, up_to
+from your_ai.publish.card import Base, Method, Subject, card, exported_card, figures_of, up_to
 from your_ai.run import events
+from your_ai.run.folder import RunFolder
 
 
 def started() -> events.Started:
@@ -60,7 +66,7 @@ def card_of(**changes: object) -> str:
     return card(dataclasses.replace(SUBJECT, **changes))
 
 
-def test_the_hub_reads_what_it_needs():
+def test_the_metadata_is_what_the_hub_reads():
     data = ModelCard(card(SUBJECT)).data
     assert data.base_model == LLAMA
     assert data.base_model_relation == "adapter"
@@ -70,7 +76,7 @@ def test_the_hub_reads_what_it_needs():
     assert data.license is None
 
 
-def test_a_base_that_the_hub_does_not_know_is_not_named_to_it():
+def test_a_base_that_is_not_on_the_hub_is_not_in_the_metadata():
     text = card_of(base=Base("my-folder"))
     assert ModelCard(text).data.base_model is None
     assert "`my-folder`" in text
@@ -81,7 +87,7 @@ def test_a_base_that_the_hub_does_not_know_is_not_named_to_it():
     [
         "| steps | 3 |",
         "| rows of data | 9 |",
-        "| loss | 3.0000 at first, 1.0000 at last |",
+        "| loss | 3.0000 at first, 1.0000 at the end |",
         "| best validation loss | 1.2500 at step 3 |",
         "| exact match | 25% before, 75% after, on 4 test rows |",
         "| `lora_rank` | 16 |",
@@ -93,24 +99,24 @@ def test_a_base_that_the_hub_does_not_know_is_not_named_to_it():
         "`your_ai eval RUN`",
     ],
 )
-def test_a_card_tells(line):
+def test_a_card_contains(line):
     assert line in card(SUBJECT)
 
 
-def test_sums_are_of_all_steps():
+def test_tokens_are_summed_over_all_steps():
     steps = SUBJECT.figures.steps
     tokens, trained = sum(s.tokens for s in steps), sum(s.trained_tokens for s in steps)
-    assert f"| tokens | {tokens:,}, of which {trained:,} were learned |" in card(SUBJECT)
+    assert f"| tokens | {tokens:,}, {trained:,} of them trained on |" in card(SUBJECT)
 
 
-def test_without_pictures_there_is_a_table_of_the_curve():
+def test_a_table_replaces_missing_pictures_of_the_curve():
     lines = card_of(curves=()).splitlines()
     assert "| 1 | 3.0000 |  |" in lines
     assert "| 2 | 2.0000 | 2.5000 |" in lines
     assert "| 3 | 1.0000 | 1.2500 |" in lines
 
 
-def test_a_long_curve_is_a_short_table_with_the_last_step():
+def test_the_table_of_a_long_curve_is_short_and_ends_with_the_last_step():
     records = [record(event) for event in (started(), *(step(n) for n in range(1, 96)))]
     text = card_of(curves=(), figures=figures_of(records))
     rows = [
@@ -120,7 +126,7 @@ def test_a_long_curve_is_a_short_table_with_the_last_step():
     assert rows[-1].startswith("| 95 |")
 
 
-def test_an_evaluation_is_told_side_by_side():
+def test_an_evaluation_shows_base_and_adapter_side_by_side():
     text = card_of(evaluation=MEASURED)
     assert "On 1,200 held-out rows, with intervals of 95% confidence." in text
     assert "Better than the base on 700 of them, worse on 400, equal on 100." in text
@@ -131,49 +137,49 @@ def test_an_evaluation_is_told_side_by_side():
 
 
 @pytest.mark.parametrize(
-    ("trained_on", "told"),
+    ("trained_on", "text"),
     [
         (0, "On 1,200 held-out rows, with"),
-        (7, "On 1,200 rows, 7 of which it was trained on, with"),
+        (7, "On 1,200 rows, 7 of them in the training data, with"),
         (None, "On 1,200 rows, with"),
     ],
 )
-def test_rows_are_held_out_where_that_is_known(trained_on, told):
-    assert told in card_of(evaluation=MEASURED | {"in_training_data": trained_on})
+def test_rows_are_called_held_out_only_if_that_is_known(trained_on, text):
+    assert text in card_of(evaluation=MEASURED | {"in_training_data": trained_on})
 
 
-def test_one_row_alone_has_a_value():
+def test_a_single_row_has_a_value_without_an_interval():
     side = {"value": 0.5, "low": None, "high": None}
     measured = MEASURED | {"measures": {"loss": dict.fromkeys(("base", "adapter"), side)}}
     assert "| Loss | 0.5000 | 0.5000 |  |" in card_of(evaluation=measured)
 
 
-def test_the_rows_of_an_evaluation_are_not_quoted():
+def test_rows_of_an_evaluation_are_not_in_the_card():
     assert "vault" not in card_of(evaluation=MEASURED)
 
 
-def test_what_is_not_finite_is_told_and_nothing_breaks():
+def test_a_loss_that_is_not_finite_is_shown():
     records = [record(started()), record(step(1, loss=math.nan)), record(validation(1, math.inf))]
     text = card_of(figures=figures_of(records), curves=())
     assert "best validation" not in text
     assert "| 1 | nan | inf |" in text
 
 
-def test_no_text_breaks_out_of_its_cell():
+def test_no_text_can_end_its_table_cell_or_begin_markup():
     nasty = "a|b # c <script>"
     text = card_of(config=TrainConfig(lora_targets=(nasty,)), base=Base("x`|y\n# z"))
     assert "| `lora_targets` | a b # c script |" in text
     assert not any(line.startswith(("# c", "# z")) for line in text.splitlines())
 
 
-def test_a_checkpoint_is_told_of_as_it_was():
+def test_results_of_a_checkpoint_end_at_its_step():
     figures = figures_of(up_to(RECORDS, 2))
     assert [s.step for s in figures.steps] == [1, 2]
     assert [v.step for v in figures.validations] == [2]
     assert [m.when for m in figures.matches] == ["before"]
 
 
-def test_all_of_a_run_is_up_to_its_last_step():
+def test_up_to_the_last_step_keeps_all_events():
     assert up_to(RECORDS, 3) == RECORDS
 
 
@@ -191,3 +197,93 @@ def test_each_kind_says_how_it_is_used(kind, library, used):
     assert used in text
     assert "## Evaluation" not in text
     assert yaml.safe_load(text.split("---")[1])["pipeline_tag"] == "text-generation"
+
+
+# Of folders on this machine
+
+
+def exported(folder: Path, kind: str, library: str | None = None, **changes: Any) -> str:
+    """The card of a folder made from a run with a DoRA adapter.
+
+    base_bits: bits of the base's own files, None if they are not quantized.
+    """
+    bits = changes.pop("base_bits", None)
+    base = folder / "ba`se|1"
+    base.mkdir(parents=True)
+    config = {"model_type": "llama"} | ({"quantization": {"bits": bits}} if bits else {})
+    (base / "config.json").write_text(json.dumps(config))
+    adapter = SimpleNamespace(is_dora=True, rank=4, scale=2.0, step=3)
+    trained = SimpleNamespace(
+        folder=RunFolder(folder / "mine"), config=TrainConfig(**changes), adapter=adapter,
+        base=base, hub_name=None,
+    )  # fmt: skip
+    return exported_card(trained, kind, library)
+
+
+@pytest.mark.parametrize(
+    ("kind", "library", "what", "used"),
+    [
+        (
+            "adapter", None, "A DoRA adapter (rank 4, alpha 8) for the llama model `base 1`.",
+            "--adapter-path PATH/OF/THIS/FOLDER",
+        ),
+        (
+            "peft", None, "A DoRA adapter (rank 4, alpha 8) in PEFT's format for the llama",
+            'PeftModel.from_pretrained(base, "PATH/OF/THIS/FOLDER")',
+        ),
+        (
+            "model", None, "A model with a DoRA adapter (rank 4, alpha 8) in its weights, made",
+            "mlx_lm.generate --model PATH/OF/THIS/FOLDER",
+        ),
+        (
+            "model", "transformers", "The licence is that of the base.",
+            'AutoTokenizer.from_pretrained("PATH/OF/THIS/FOLDER")',
+        ),
+    ],
+)  # fmt: skip
+def test_the_card_of_a_folder_says_what_it_is_and_how_to_use_it(
+    tmp_path, kind, library, what, used
+):
+    text = exported(tmp_path, kind, library)
+    assert what in text
+    assert used in text
+    assert f"Written by your_ai {__version__} from step 3 of the run `mine`." in text
+    assert str(tmp_path) not in text
+    assert "Evaluation" not in text
+    assert "<!--" not in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "library", "changes", "note"),
+    [
+        ("adapter", None, {"quantize": 4}, "on a copy of the base quantized to 4 bits."),
+        ("peft", None, {"quantize": 4}, "on weights of 4 bits. PEFT adds it to weights that are"),
+        ("peft", None, {"base_bits": 8}, "on weights of 8 bits. PEFT"),
+        ("model", None, {"quantize": 4}, "on a copy of the base quantized to 4 bits."),
+        (
+            "model",
+            "transformers",
+            {"base_bits": 4},
+            "on weights of 4 bits; here none are quantized.",
+        ),
+    ],
+)
+def test_the_card_of_a_folder_says_if_training_used_quantized_weights(
+    tmp_path, kind, library, changes, note
+):
+    assert f"It was trained {note}" in exported(tmp_path, kind, library, **changes)
+
+
+def test_peft_is_not_given_a_base_whose_files_are_quantized():
+    subject = Subject(kind="peft", run="r", base=Base("x", "some/quantized"))
+    assert 'from_pretrained("some/quantized")' in card(subject)
+    text = card(dataclasses.replace(subject, base_is_quantized=True))
+    assert 'from_pretrained("PATH/TO/BASE")' in text
+
+
+def test_names_in_the_card_of_a_folder_cannot_begin_markup():
+    base = Base("b", model_type="<script>\n# x")
+    text = card(Subject(kind="adapter", run="a`|b\n# c", base=base, method=Method("LoRA", 1, 2)))
+    assert "# a` b # c" in text
+    assert not any(line.startswith(("# c", "# x")) for line in text.splitlines())
+    assert "<script>" not in text

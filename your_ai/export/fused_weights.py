@@ -30,11 +30,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from your_ai.errors import UserError
-from your_ai.export.fused_card import card_of
 from your_ai.modelfiles.quantized_copies import quantized_copy
 from your_ai.modelfiles.shards import Lazy, load_as_written, read_bytes
 from your_ai.nets.model import LINEAR
 from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter, read_adapter
+from your_ai.publish.card import exported_card
 from your_ai.rng import derive_seed
 
 AUTO, SAME, DEQUANTIZED = "auto", "same", "dequantized"
@@ -120,8 +120,17 @@ def fused_lazily(
             "total_size": sum(array.nbytes for array in written.values()),
             "total_parameters": parameters,
         },
-        card=card_of(trained, to if quantized else None),
+        card=exported_card(trained, "model", note=note_on(to) if quantized else ""),
     )
+
+
+def note_on(to: str) -> str:
+    """A sentence for the card about the weights of a base that was quantized."""
+    notes = {
+        SAME: "The adapted layers are quantized as they were.",
+        DEQUANTIZED: "No layer is quantized.",
+    }
+    return notes.get(to, f"The adapted layers have {to} bits; the others are as they were.")
 
 
 # Choosing the changes

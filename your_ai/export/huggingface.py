@@ -15,7 +15,6 @@ from typing import Any
 import mlx.core as mx
 
 from your_ai.errors import UserError
-from your_ai.export import card
 from your_ai.export.fused_weights import AUTO, DEQUANTIZED, base_of, fused_lazily
 from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS, check_names
 from your_ai.files import sha256
@@ -23,6 +22,7 @@ from your_ai.modelfiles import unfinished
 from your_ai.modelfiles.shards import WriteProgress, write_model
 from your_ai.modelfiles.unfinished import Work
 from your_ai.nets.saved_adapter import Trained
+from your_ai.publish.card import exported_card
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
 
 RECORD = "exported.json"
@@ -50,7 +50,8 @@ def write(
         )
     lazy = fused_lazily(trained, DEQUANTIZED, dtype, max_memory_gb)
     config = config_of(lazy.config, kind, next(iter(lazy.arrays.values())).dtype)
-    lazy = replace(lazy, config=config, card=card.of_model(trained, trained.hub_name))
+    card = exported_card(trained, "model", "transformers")
+    lazy = replace(lazy, config=config, card=card)
     sums = [sha256(trained.adapter.folder / name) for name in (ADAPTERS, ADAPTER_CONFIG)]
     source, settings = base_of(trained, max_memory_gb), [*sums, dtype]
     yield from write_model(

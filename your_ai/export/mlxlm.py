@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from your_ai.export import card
 from your_ai.files import whole_folder
 from your_ai.modelfiles.targets import unwritable
 from your_ai.nets.saved_adapter import Trained
+from your_ai.publish.card import CARD, exported_card
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, write_json
 
 
@@ -25,6 +25,6 @@ def write(trained: Trained, target: Path) -> None:
         with whole_folder(target) as folder:
             shutil.copyfile(trained.adapter.folder / ADAPTERS, folder / ADAPTERS)
             write_json(folder / ADAPTER_CONFIG, config)
-            (folder / card.README).write_text(card.of_mlx(trained, base), encoding="utf-8")
+            (folder / CARD).write_text(exported_card(trained, "adapter"), encoding="utf-8")
     except OSError as error:
         raise unwritable(target, error) from error

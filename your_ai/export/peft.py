@@ -15,7 +15,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from your_ai.export import card
 from your_ai.export.names import (
     block_of,
     check_dense,
@@ -27,6 +26,7 @@ from your_ai.hub.names import HubName
 from your_ai.modelfiles.targets import unwritable
 from your_ai.nets.model import first_line
 from your_ai.nets.saved_adapter import Trained
+from your_ai.publish.card import CARD, exported_card
 from your_ai.run.checkpoint import ADAPTER_CONFIG, write_json
 
 ADAPTER_MODEL = "adapter_model.safetensors"
@@ -49,7 +49,7 @@ def write(trained: Trained, target: Path) -> None:
         with whole_folder(target) as folder:
             save_arrays(folder / ADAPTER_MODEL, arrays)
             write_json(folder / ADAPTER_CONFIG, config_of(trained, base))
-            (folder / card.README).write_text(card.of_peft(trained, base), encoding="utf-8")
+            (folder / CARD).write_text(exported_card(trained, "peft"), encoding="utf-8")
     except OSError as error:
         raise unwritable(target, error) from error
 

@@ -1,6 +1,6 @@
-"""What is known of an adapter or a model -> its card, the README.md of its repo. Pure.
+"""Model cards: the README.md of a repository on the hub, and of an exported or fused folder.
 
-A card names no file, folder or row of the user's.
+A card names no file, folder or row of the user.
 """
 
 from __future__ import annotations
@@ -11,19 +11,25 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from your_ai.config import TrainConfig
+from your_ai import __version__
+from your_ai.config import DEMO, TrainConfig
 from your_ai.dashboard.history import decimal, finite, read
 from your_ai.dashboard.view import duration, memory, percent
+from your_ai.gates.foreign import read_json
 from your_ai.hub.registry import alias_of, known
 from your_ai.publish.user_section import BEGIN, END, front_matter, sealed
 from your_ai.run import events
 
+if TYPE_CHECKING:  # it loads MLX
+    from your_ai.nets.saved_adapter import Trained
+
 CARD = "README.md"
 CardKind = Literal["adapter", "model", "peft", "gguf"]
 
-CURVE_POINTS = 10  # in a table, where no picture can be drawn
+HERE = "PATH/OF/THIS/FOLDER"
+CURVE_POINTS = 10  # in the table that replaces the pictures of the curves
 SETTINGS = (
     *("lora_rank", "lora_alpha", "lora_layers", "lora_targets", "lora_dropout", "use_dora"),
     *("optimizer", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay"),
@@ -37,55 +43,128 @@ SIDES = ("base", "adapter", "difference")
 
 @dataclass(frozen=True)
 class Base:
-    """The model that was trained on: its name, and its id on the hub where that is known."""
+    """The base model."""
 
     name: str
     repo: str | None = None
+    """Repository on the hub, if known."""
+    model_type: str | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """How the adapter changes the base."""
+
+    name: str
+    """LoRA or DoRA."""
+    rank: int
+    alpha: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardFigures:
-    """What is told of a training: its steps up to the adapter's, as they counted.
-
-    steps, validations: in order; rows: of the training data; matches: exact match before and
-    after, where it was measured.
-    """
+    """Results of a training run up to the step of the adapter."""
 
     steps: Sequence[events.Step]
+    """In order."""
     validations: Sequence[events.Validation]
+    """In order."""
     rows: int | None = None
+    """Rows of training data."""
     parameters: int | None = None
+    """Trainable parameters."""
     matches: tuple[events.ExactMatch, ...] = ()
+    """Exact match before and after training, if measured."""
 
     @property
     def peak_bytes(self) -> int | None:
-        held = [step.highest_bytes or step.process_bytes for step in self.steps]
-        return max((size for size in held if size is not None), default=None)
+        sizes = [step.highest_bytes or step.process_bytes for step in self.steps]
+        return max((size for size in sizes if size is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a card is about.
+    """What a card is about. Whatever is None is not known."""
 
-    step, config, figures, evaluation: None where they are not known; library: that reads it,
-    where it is not the kind's own; curves: names of the pictures in the repo; evaluation: what
-    `your_ai eval` found for this step; files: names of the weights.
-    """
-
-    repo: str
     kind: CardKind
+    repo: str | None = None
+    """Repository that is pushed to; None for a folder on this machine."""
+    run: str = ""
+    """Name of the run, for a folder on this machine."""
     base: Base | None = None
+    method: Method | None = None
     step: int | None = None
     config: TrainConfig | None = None
     figures: CardFigures | None = None
     library: str | None = None
+    """Library that loads the files, if it is not the usual one of the kind."""
     curves: Sequence[str] = ()
+    """Names of the pictures in the repository."""
     evaluation: Mapping[str, Any] | None = None
+    """Results of `your_ai eval` for this step."""
     files: Sequence[str] = ()
+    """Names of the files with weights."""
+    notes: Sequence[str] = ()
+    """Sentences that follow the introduction."""
+    base_is_quantized: bool = False
+    """The files of the base are quantized, so that PEFT cannot load them."""
+
+    @property
+    def name(self) -> str:
+        return self.repo.split("/")[1] if self.repo is not None else cell(self.run)
+
+
+def exported_card(
+    trained: Trained, kind: CardKind, library: str | None = None, note: str = ""
+) -> str:
+    """The card of a folder that was exported or fused from a run.
+
+    note: a sentence about the weights of a fused model.
+    """
+    config = read_json(trained.base / "config.json", "a model folder has one")
+    found, copied = config.get("quantization"), trained.config.quantize
+    bits = copied or (found.get("bits") if isinstance(found, dict) else None)
+    notes = [note] if note else []
+    if bits and kind == "peft":
+        notes.append(
+            f"It was trained on weights of {bits} bits. PEFT adds it to weights that are not "
+            "quantized, so answers may differ a little."
+        )
+    elif bits and library == "transformers":
+        notes.append(f"It was trained on weights of {bits} bits; here none are quantized.")
+    elif copied:
+        notes.append(f"It was trained on a copy of the base quantized to {copied} bits.")
+    if kind == "model":
+        notes.append("The licence is that of the base.")
+    return card(
+        Subject(
+            kind=kind,
+            run=trained.folder.name,
+            base=dataclasses.replace(base_of(trained), model_type=str(config.get("model_type"))),
+            method=method_of(trained),
+            step=trained.adapter.step,
+            library=library,
+            notes=notes,
+            base_is_quantized=copied is None and bits is not None,
+        )
+    )
+
+
+def base_of(trained: Trained) -> Base:
+    """The base by its repository on the hub if known, else by the name of its folder."""
+    found = trained.hub_name
+    name = DEMO if trained.config.model == DEMO else trained.base.absolute().name
+    return Base(name, found.repo if found is not None else None)
+
+
+def method_of(trained: Trained) -> Method:
+    adapter = trained.adapter
+    name = "DoRA" if adapter.is_dora else "LoRA"
+    return Method(name, adapter.rank, adapter.scale * adapter.rank)
 
 
 def figures_of(records: Sequence[events.Record]) -> CardFigures:
-    """The figures of a training, from its events."""
+    """The results of a training run, from its events."""
     past = read(records)
     state = past.state
     matches = tuple(m for m in (state.match_before, state.match_after) if m is not None)
@@ -99,7 +178,7 @@ def figures_of(records: Sequence[events.Record]) -> CardFigures:
 
 
 def up_to(records: Iterable[events.Record], step: int) -> list[events.Record]:
-    """The events without what was done, or measured, after `step`."""
+    """The events without steps and measurements after `step`."""
     kept, reached = [], 0
     for record in records:
         event = record.event
@@ -112,22 +191,22 @@ def up_to(records: Iterable[events.Record], step: int) -> list[events.Record]:
 
 
 def card(subject: Subject) -> str:
-    """The whole card, with a part for the user that is still to be written."""
+    """The whole card. One that is pushed has a section for the user to write."""
     parts = [
-        f"# {subject.repo.split('/')[1]}",
+        f"# {subject.name}",
         introduction(subject),
         "## How to use it",
         *usage(subject),
         *training(subject),
-        *evaluation(subject),
-        own_part(subject),
     ]
+    if subject.repo is not None:
+        parts += [*evaluation(subject), user_section(subject)]
     body = "\n\n".join(parts) + "\n"
-    return front_matter(metadata(subject)) + sealed(body)
+    return front_matter(metadata(subject)) + (sealed(body) if subject.repo is not None else body)
 
 
 def metadata(subject: Subject) -> dict[str, Any]:
-    """What the hub reads of a card. The licence is for the user to give."""
+    """The metadata that the hub reads. The user has to add the licence."""
     from huggingface_hub import ModelCardData
 
     library = subject.library or {"peft": "peft", "gguf": None}.get(subject.kind, "mlx")
@@ -144,68 +223,73 @@ def metadata(subject: Subject) -> dict[str, Any]:
 
 
 def introduction(subject: Subject) -> str:
+    method, base = subject.method, subject.base
+    adapter = f"A {method.name if method else 'LoRA'} adapter"
+    sizes = f" (rank {method.rank}, alpha {method.alpha:g})" if method else ""
     what = {
-        "adapter": "A LoRA adapter",
-        "peft": "A LoRA adapter in PEFT's format",
+        "adapter": f"{adapter}{sizes}",
+        "peft": f"{adapter}{sizes} in PEFT's format",
         "gguf": "GGUF files",
-        "model": "A model, a LoRA adapter fused into it",
+        "model": f"A model with a{adapter[1:]}{sizes} in its weights",
     }[subject.kind]
-    if subject.kind == "adapter" and subject.config is not None and subject.config.use_dora:
-        what = "A DoRA adapter"
-    base = subject.base
     of = ""
     if base is not None:
-        where = (
-            f"[{base.repo}](https://huggingface.co/{base.repo})" if base.repo else code(base.name)
-        )
-        of = f" for {where}" if subject.kind != "model" else f", made of {where}"
+        of = f"{', made from' if subject.kind == 'model' else ' for'} {linked(base)}"
     by = "Written by your_ai."
-    if subject.config is not None and subject.step is not None:
+    if subject.repo is None:
+        step = f"step {subject.step:,} of " if subject.step is not None else ""
+        by = f"Written by your_ai {__version__} from {step}the run {code(subject.run)}."
+    elif subject.config is not None and subject.step is not None:
         by = f"Trained with your_ai through MLX: {subject.step:,} steps."
-    return f"{what}{of}. {by}"
+    return " ".join([f"{what}{of}.", by, *subject.notes])
+
+
+def linked(base: Base) -> str:
+    if base.repo:
+        return f"[{base.repo}](https://huggingface.co/{base.repo})"
+    kind = f"the {cell(base.model_type)} model " if base.model_type else ""
+    return f"{kind}{code(base.name)}"
 
 
 def usage(subject: Subject) -> list[str]:
-    """How to run it elsewhere, as commands."""
-    repo, name = subject.repo, subject.repo.split("/")[1]
+    """Commands or code that use the files."""
+    repo, base = subject.repo, subject.base
+    place = repo or HERE
+    fetch, folder = ([], HERE) if repo is None else (
+        [f"hf download {repo} --local-dir {subject.name}"], subject.name
+    )  # fmt: skip
     ask = '--prompt "..."'
     if subject.kind == "gguf":
         files = "\n".join(f"- {code(file)}" for file in subject.files)
-        fetch = f"hf download {repo} --local-dir {name}"
-        return [fenced(fetch), f"For llama.cpp and what is built on it:\n\n{files}"]
+        return [fenced("\n".join(fetch)), f"For llama.cpp and what is built on it:\n\n{files}"]
     if subject.kind == "model" and subject.library == "transformers":
-        load = f"AutoModelForCausalLM.from_pretrained({json.dumps(repo)})"
+        load = f"AutoModelForCausalLM.from_pretrained({json.dumps(place)})"
         take = "from transformers import AutoModelForCausalLM, AutoTokenizer"
-        tokenizer = f"AutoTokenizer.from_pretrained({json.dumps(repo)})"
-        text = f"{take}\n\ntokenizer = {tokenizer}\nmodel = {load}"
-        return [fenced(text, "python")]
+        tokenizer = f"AutoTokenizer.from_pretrained({json.dumps(place)})"
+        return [fenced(f"{take}\n\ntokenizer = {tokenizer}\nmodel = {load}", "python")]
     if subject.kind == "model":
-        return [fenced(f"mlx_lm.generate --model {repo} {ask}")]
-    base = subject.base
+        return [fenced(f"mlx_lm.generate --model {place} {ask}")]
     model = "PATH/TO/BASE" if base is None else base.repo or f"PATH/TO/{cell(base.name)}"
     if subject.kind == "peft":
+        model = "PATH/TO/BASE" if subject.base_is_quantized else model
         return [
             fenced(
                 "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
                 f"base = AutoModelForCausalLM.from_pretrained({json.dumps(model)})\n"
-                f"model = PeftModel.from_pretrained(base, {json.dumps(repo)})",
+                f"model = PeftModel.from_pretrained(base, {json.dumps(place)})",
                 "python",
             )
         ]
-    found = [
-        fenced(
-            f"hf download {repo} --local-dir {name}\n"
-            f"mlx_lm.generate --model {shlex.quote(model)} --adapter-path {name} {ask}"
-        )
-    ]
+    ask = f"mlx_lm.generate --model {shlex.quote(model)} --adapter-path {folder} {ask}"
+    found = [fenced("\n".join([*fetch, ask]))]
     if subject.config is not None:
-        again = f"your_ai train --config {name}/config.yaml --data YOUR-DATA"
-        found += ["The same training on data of your own, with your_ai:", fenced(again)]
+        again = f"your_ai train --config {folder}/config.yaml --data YOUR-DATA"
+        found += ["The same training on your own data, with your_ai:", fenced(again)]
     return found
 
 
 def training(subject: Subject) -> list[str]:
-    """Figures, curves and settings, as far as they are known."""
+    """Results, curves and settings, as far as they are known."""
     parts = []
     if subject.figures is not None and subject.figures.steps:
         parts += ["## Training", table(("", ""), figure_rows(subject.figures))]
@@ -216,8 +300,8 @@ def training(subject: Subject) -> list[str]:
             parts.append(curve_table(subject.figures))
     if subject.config is not None:
         settings = dataclasses.asdict(subject.config)
-        told = [(code(name), settings[name]) for name in SETTINGS]
-        rows = [(name, shown(value)) for name, value in told if value is not None]
+        chosen = [(code(name), settings[name]) for name in SETTINGS]
+        rows = [(name, shown(value)) for name, value in chosen if value is not None]
         parts += ["## Settings", table(("setting", "value"), rows)]
         parts.append("`config.yaml` has all of them.")
     return parts
@@ -229,9 +313,12 @@ def figure_rows(figures: CardFigures) -> list[tuple[str, str]]:
     rows = [
         ("steps", f"{steps[-1].step:,}"),
         ("rows of data", f"{figures.rows:,}" if figures.rows is not None else ""),
-        ("tokens", f"{tokens:,}, of which {trained:,} were learned"),
+        ("tokens", f"{tokens:,}, {trained:,} of them trained on"),
         ("trainable parameters", f"{figures.parameters:,}" if figures.parameters else ""),
-        ("loss", f"{decimal(steps[0].loss)} at first, {decimal(steps[-1].loss)} at last"),
+        (
+            "loss",
+            f"{decimal(steps[0].loss)} at first, {decimal(steps[-1].loss)} at the end",
+        ),
     ]
     best = min(finite(figures.validations), key=lambda v: v.loss, default=None)
     if best is not None:
@@ -239,13 +326,13 @@ def figure_rows(figures: CardFigures) -> list[tuple[str, str]]:
     if figures.matches:
         shares = " before, ".join(percent(match) for match in figures.matches)
         rows.append(("exact match", f"{shares} after, on {figures.matches[-1].rows:,} test rows"))
-    rows.append(("memory at most", memory(figures.peak_bytes) if figures.peak_bytes else ""))
-    rows.append(("time in steps", duration(sum(step.seconds for step in steps))))
+    rows.append(("peak memory", memory(figures.peak_bytes) if figures.peak_bytes else ""))
+    rows.append(("training time", duration(sum(step.seconds for step in steps))))
     return [(name, value) for name, value in rows if value]
 
 
 def curve_table(figures: CardFigures) -> str:
-    """A few steps of the curve, the last among them, with the last validation before each."""
+    """A few steps of the curve and the last one, each with the validation before it."""
     steps = figures.steps
     every = -(-len(steps) // CURVE_POINTS)
     rows, seen = [], list(figures.validations)
@@ -259,7 +346,7 @@ def curve_table(figures: CardFigures) -> str:
 
 
 def evaluation(subject: Subject) -> list[str]:
-    """The base against the adapter, where it was measured for this step."""
+    """The base compared with the adapter, if it was measured for this step."""
     if subject.step is None:
         return []
     found = subject.evaluation
@@ -267,16 +354,16 @@ def evaluation(subject: Subject) -> list[str]:
         return [
             "## Evaluation",
             "Not measured yet: `your_ai eval RUN` compares base and adapter on held-out rows, "
-            "and the next push tells of it here.",
+            "and the next push adds the result here.",
         ]
     rows = []
     for name, sides in found["measures"].items():
         title = TITLES.get(name, str(found.get("metric_name") or name).rpartition(":")[2])
         rows.append((cell(title), *(interval(sides.get(side)) for side in SIDES)))
-    trained_on = found.get("in_training_data")  # None where that is not known
+    trained_on = found.get("in_training_data")  # None if not known
     text = f"On {found['rows']:,} {'held-out rows' if trained_on == 0 else 'rows'}"
     if trained_on:
-        text += f", {trained_on:,} of which it was trained on"
+        text += f", {trained_on:,} of them in the training data"
     if isinstance(found.get("confidence"), float):
         text += f", with intervals of {100 * found['confidence']:g}% confidence"
     counts = [found.get(name) for name in ("better", "worse", "equal")]
@@ -289,7 +376,7 @@ def evaluation(subject: Subject) -> list[str]:
 
 
 def interval(side: Any) -> str:
-    """`0.5 [0.4, 0.6]`, or `0.5` alone of one row; "" where it was not measured."""
+    """`0.5 [0.4, 0.6]`, or `0.5` for a single row; "" if it was not measured."""
     if not isinstance(side, dict):
         return ""
     found = [side.get(name) for name in ("value", "low", "high")]
@@ -297,8 +384,8 @@ def interval(side: Any) -> str:
     return f"{value} [{low}, {high}]" if value and low and high else value
 
 
-def own_part(subject: Subject) -> str:
-    """What only the user can say, to be filled in."""
+def user_section(subject: Subject) -> str:
+    """The section that the user fills in."""
     alias = alias_of(subject.base.repo) if subject.base and subject.base.repo else None
     of_base = f" That of the base model is {known()[alias].licence}." if alias else ""
     return "\n\n".join(
@@ -330,7 +417,7 @@ def code(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """A text that ends no cell and begins no markup."""
+    """A text that cannot end a table cell or begin markup."""
     return re.sub(r"[|<>\[\]\s]+", " ", text).strip()
 
 

@@ -26,7 +26,17 @@ from your_ai.gates.foreign import JSON_BYTES, leaves, read_bytes, read_json
 from your_ai.hub.find import REPO
 from your_ai.modelfiles.targets import unwritable
 from your_ai.nets.saved_adapter import Trained
-from your_ai.publish.card import CARD, Base, CardKind, Subject, card, figures_of, up_to
+from your_ai.publish.card import (
+    CARD,
+    Base,
+    CardKind,
+    Subject,
+    base_of,
+    card,
+    figures_of,
+    method_of,
+    up_to,
+)
 from your_ai.publish.user_section import split
 from your_ai.run import events
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, CHECKSUMS, STATE, STEP_NAME
@@ -80,6 +90,7 @@ def of_run(trained: Trained, repo: str) -> Contents:
         repo=repo,
         kind="adapter",
         base=base,
+        method=method_of(trained),
         step=step,
         config=config,
         figures=figures,
@@ -99,13 +110,6 @@ def of_run(trained: Trained, repo: str) -> Contents:
         files["config.yaml"] = settings_of(config, base).encode("utf-8", "replace")
     what = f"adapter of step {step}" if config is not None else "adapter"
     return Contents(files, what, (note,) if note else ())
-
-
-def base_of(trained: Trained) -> Base:
-    """The base by its id on the hub where that is known, else by the name of its folder."""
-    found = trained.hub_name
-    name = DEMO if trained.config.model == DEMO else trained.base.absolute().name
-    return Base(name, found.repo if found is not None else None)
 
 
 def settings_of(config: TrainConfig, base: Base) -> str:
