@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.headers import write_with_header
 from your_ai.errors import UserError
 from your_ai.gates import foreign
 from your_ai.gates.foreign import (
@@ -195,19 +196,13 @@ def test_a_file_beyond_the_maximum_size_is_refused(tmp_path):
 # Headers
 
 
-def write_file(path: Path, header: object, size: int) -> Path:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
-    return path
-
-
 def tensor(shape: object, offsets: object, kind: object = "F32") -> dict[str, object]:
     return {"dtype": kind, "shape": shape, "data_offsets": offsets}
 
 
 def test_tensors_are_returned_in_the_order_of_their_bytes(tmp_path):
     header = {"b": tensor([2], [4, 12]), "a": tensor([], [0, 4]), "__metadata__": {"x": "y"}}
-    path = write_file(tmp_path / "f", header, 12)
+    path = write_with_header(tmp_path / "f", header, 12)
     base = path.stat().st_size - 12
     found = [(e.name, e.kind, e.shape, e.start - base, e.end - base) for e in read_header(path)]
     assert found == [("a", "F32", (), 0, 4), ("b", "F32", (2,), 4, 12)]
@@ -245,7 +240,7 @@ def test_tensors_are_returned_in_the_order_of_their_bytes(tmp_path):
     ids=range(25),
 )
 def test_a_header_that_does_not_match_its_file_is_refused(tmp_path, header, reason):
-    path = write_file(tmp_path / "f", header, 8)
+    path = write_with_header(tmp_path / "f", header, 8)
     with pytest.raises(UserError, match=reason) as caught:
         read_header(path)
     assert str(caught.value).startswith(f"{path}: ")
@@ -280,7 +275,7 @@ TENSOR = st.fixed_dictionaries(
     size=st.integers(0, 20),
 )
 def test_any_accepted_header_covers_every_byte_of_the_file_once(tmp_path, header, size):
-    path = write_file(tmp_path / "f", header, size)
+    path = write_with_header(tmp_path / "f", header, size)
     try:
         entries = read_header(path)
     except UserError:
@@ -296,9 +291,28 @@ def test_any_accepted_header_covers_every_byte_of_the_file_once(tmp_path, header
 @SAME_FOLDER
 @given(data=st.binary(max_size=100), at=st.integers(0, 100), change=st.binary(max_size=9))
 def test_a_damaged_file_is_read_or_raises_UserError(tmp_path, data, at, change):
-    whole = write_file(tmp_path / "f", {"a": tensor([4], [0, 4], "U8")}, 4).read_bytes()
+    whole = write_with_header(tmp_path / "f", {"a": tensor([4], [0, 4], "U8")}, 4).read_bytes()
     (tmp_path / "f").write_bytes(whole[:at] + change + whole[at + len(change) :] + data)
     try:
         read_header(tmp_path / "f")
     except UserError as error:
         assert "\n" not in str(error)  # noqa: PT017
+
+
+def test_any_flipped_bit_of_a_header_is_at_most_refused(tmp_path):
+    path = write_with_header(tmp_path / "f", {"a": tensor([24], [0, 24], "U8")}, 24)
+    whole, refusals = path.read_bytes(), 0
+    for bit in range(8 * (len(whole) - 24)):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        try:
+            read_header(path)
+        except UserError:
+            refusals += 1
+    assert refusals > len(whole)
+
+
+def test_a_file_may_have_no_tensor(tmp_path):
+    header = {"__metadata__": {"format": "mlx"}}
+    assert read_header(write_with_header(tmp_path / "f", header, 0)) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from tests.headers import with_header
 from tests.hub.repos import Account, Repo
 from tests.hub.server import Hub
 from your_ai.hub import download
@@ -23,8 +23,7 @@ LARGE_BYTES = 300_000
 def safetensors(data: bytes = bytes(range(24)), header: object = None, name: str = "a") -> bytes:
     """A safetensors file with one tensor of this name. header: replaces the right header."""
     own = {name: {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}
-    text = json.dumps(own if header is None else header).encode()
-    return struct.pack("<Q", len(text)) + text + data
+    return with_header(own if header is None else header, data)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +15,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from tests.conftest import EXTRA, make_model
+from tests.headers import write_with_header
 from your_ai.config import TrainConfig
 from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.gates.foreign import DTYPE_BITS
@@ -43,10 +43,8 @@ def write_headers(folder: Path, tensors: Tensors, config: Mapping[str, Any], sha
         end = at + math.prod(shape) * DTYPE_BITS[kind] // 8
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, end]}
         at = end
-    text = json.dumps({"__metadata__": {"format": "mlx"}, **header}).encode()
-    path = folder / f"model{shard}.safetensors"
-    path.write_bytes(len(text).to_bytes(8, "little") + text)
-    os.truncate(path, path.stat().st_size + at)
+    header["__metadata__"] = {"format": "mlx"}
+    write_with_header(folder / f"model{shard}.safetensors", header, at)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

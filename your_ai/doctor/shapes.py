@@ -16,6 +16,7 @@ from your_ai.files import whole_folder
 from your_ai.hub.architectures import GROUP_SIZE
 from your_ai.hub.registry import config_of, known
 from your_ai.rng import derive_seed
+from your_ai.run.checkpoint import save_arrays
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -84,7 +85,6 @@ def make_shape(name: str, bits: int, dtype: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with whole_folder(target) as temporary:
         for block, arrays in shards.items():
-            path = temporary / f"model-{block}.safetensors"
-            mx.save_safetensors(str(path), arrays, {"format": "mlx"})
+            save_arrays(temporary / f"model-{block}.safetensors", arrays)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return target

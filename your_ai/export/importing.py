@@ -24,8 +24,7 @@ from your_ai.export import peft_config
 from your_ai.export.names import block_of, check_names, name_in_block
 from your_ai.export.peft import ADAPTER_MODEL, PREFIX, SUFFIXES
 from your_ai.files import sha256, sync
-from your_ai.gates.foreign import read_json
-from your_ai.hub.check import AGAIN, check_safetensors
+from your_ai.gates.foreign import read_header, read_json
 from your_ai.hub.find import Missing, find_model
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.modelfiles.targets import unwritable
@@ -141,10 +140,10 @@ def read_arrays(file: Path) -> dict[str, mx.array]:
     if not file.exists():
         raise UserError(f"{file}: is missing; every PEFT adapter has this file")
     try:
-        check_safetensors(file)
+        read_header(file)
         return mx.load(str(file))
     except UserError as error:
-        raise UserError(f"{str(error).removesuffix(AGAIN)}; get the adapter again") from error
+        raise UserError(f"{error}; get the adapter again") from error
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{file}: cannot be read ({model.first_line(error)})") from error
 

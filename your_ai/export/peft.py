@@ -9,7 +9,6 @@ in the file.
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ from your_ai.export.names import (
 from your_ai.files import whole_folder
 from your_ai.hub.names import HubName
 from your_ai.modelfiles.targets import unwritable
-from your_ai.nets.model import first_line
 from your_ai.nets.saved_adapter import Trained
 from your_ai.publish.card import CARD, exported_card
-from your_ai.run.checkpoint import ADAPTER_CONFIG, write_json
+from your_ai.run.checkpoint import ADAPTER_CONFIG, save_arrays, write_json
 
 ADAPTER_MODEL = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -47,19 +45,11 @@ def write(trained: Trained, target: Path) -> None:
     base = trained.hub_name
     try:
         with whole_folder(target) as folder:
-            save_arrays(folder / ADAPTER_MODEL, arrays)
+            save_arrays(folder / ADAPTER_MODEL, arrays, "pt")
             write_json(folder / ADAPTER_CONFIG, config_of(trained, base))
             (folder / CARD).write_text(exported_card(trained, "peft"), encoding="utf-8")
     except OSError as error:
         raise unwritable(target, error) from error
-
-
-def save_arrays(path: Path, arrays: dict[str, mx.array]) -> None:
-    """Write a safetensors file in PyTorch's format. Raises OSError if it cannot be written."""
-    try:
-        mx.save_safetensors(str(path), arrays, {"format": "pt"})
-    except RuntimeError as error:  # MLX raises this if the disk is full
-        raise OSError(errno.ENOSPC, first_line(error)) from error
 
 
 def arrays_of(layers: dict[str, dict[str, mx.array]]) -> dict[str, mx.array]:

@@ -70,7 +70,11 @@ def check_model(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder}: has no {WEIGHTS}, {found}; convert it to safetensors")
     entries: dict[str, Entry] = {}
     for shard in shards:
-        for entry in check_safetensors(shard):
+        try:
+            found = read_header(shard)
+        except UserError as error:
+            raise UserError(f"{error}{AGAIN}") from error
+        for entry in found:
             if entry.name in entries:
                 raise UserError(
                     f"{shard}: tensor {shown(entry.name)} is also in another file of the model; "
@@ -171,11 +175,3 @@ def can_run(model_type: str) -> bool:
     from mlx_lm.utils import MODEL_REMAPPING  # imported here: it loads mlx, and few models need it
 
     return model_type in MODEL_REMAPPING
-
-
-def check_safetensors(path: Path) -> list[Entry]:
-    """Return the tensors of a weights file. Raises UserError if the header does not match it."""
-    try:
-        return read_header(path)
-    except UserError as error:
-        raise UserError(f"{error}{AGAIN}") from error

@@ -42,6 +42,7 @@ from your_ai.memory.sample import in_gb
 from your_ai.modelfiles.targets import check_target, unwritable
 from your_ai.modelfiles.unfinished import Work, check_disk, finished_shards, locked, write_record
 from your_ai.nets.model import first_line, load_tokenizer_of, positions_of
+from your_ai.run.checkpoint import save_arrays
 
 LIBRARIES = ("mlx", "mlx-lm")  # other versions of these may compute or name tensors differently
 INDEX = "model.safetensors.index.json"
@@ -230,12 +231,10 @@ def save_shard(path: Path, arrays: dict[str, mx.array]) -> str:
     """Write a shard, complete or not at all; return its sha256. Raises OSError if it fails."""
     part = path.with_name("part.safetensors")
     try:
-        mx.save_safetensors(str(part), arrays, {"format": "mlx"})
+        save_arrays(part, arrays)
         sync(part)
         digest = sha256(part)
         os.replace(part, path)
-    except RuntimeError as error:  # MLX raises this if the disk is full
-        raise OSError(errno.ENOSPC, first_line(error)) from error
     finally:
         part.unlink(missing_ok=True)
     return digest

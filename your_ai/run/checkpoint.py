@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import re
 import shutil
@@ -106,17 +107,29 @@ def _write_folder(
     try:
         with whole_folder(target) as folder:
             for name, content in arrays.items():
-                mx.save_safetensors(str(folder / name), dict(content), {"format": "mlx"})
+                save_arrays(folder / name, content)
             for name, value in texts.items():
                 write_json(folder / name, value)
             write_json(folder / CHECKSUMS, {n: sha256(folder / n) for n in (*arrays, *texts)})
-    except (OSError, RuntimeError) as error:  # mlx raises RuntimeError on a full disk
-        if lacked_memory(error):  # out-of-memory errors of the device arrive late
-            raise
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
+        reason = error.strerror or error
         raise RunError(
             f"{target}: cannot be written ({reason}); free some disk space, then resume the run"
         ) from error
+
+
+def save_arrays(path: Path, arrays: Mapping[str, mx.array], library: str = "mlx") -> None:
+    """Write arrays as a safetensors file.
+
+    library: whose layout the arrays have, mlx or pt. Raises OSError if the file cannot be
+    written, which MLX raises as a RuntimeError.
+    """
+    try:
+        mx.save_safetensors(str(path), dict(arrays), {"format": library})
+    except RuntimeError as error:
+        if lacked_memory(error):  # arrays that are not computed yet are computed here
+            raise
+        raise OSError(errno.ENOSPC, " ".join(str(error).split())) from error
 
 
 def write_json(path: Path, value: Any) -> None:
