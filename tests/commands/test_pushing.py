@@ -80,7 +80,7 @@ def test_pushes_an_adapter_folder(hub, account, finished, capsys):
     ("arguments", "word"),
     [
         (("nothing", REPO), "no run named nothing"),
-        (("RUN", "mine"), "is no repo of the hub"),
+        (("RUN", "mine"), "is not a repository name"),
         (("RUN", REPO, "--checkpoint", "9"), "no such checkpoint; checkpoints: step-000003"),
         (("ADAPTER", REPO, "--checkpoint", "9"), "only works with a run"),
     ],
@@ -182,7 +182,7 @@ def test_supervisor_pushes_only_a_finished_run(
 @pytest.mark.parametrize(
     ("repo", "token", "word"),
     [
-        ("mine", "right", "is no repo of the hub"),
+        ("mine", "right", "is not a repository name"),
         (REPO, "", "hf auth login"),
         (REPO, "wrong", "does not take your token"),
         ("nobody/mine", "right", "may not write to nobody"),

@@ -1,4 +1,4 @@
-"""A finished run of somebody whose folders and rows nobody is to see."""
+"""A finished run whose folders and rows must stay private."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from your_ai.config import build
 from your_ai.publish.contents import Contents
 from your_ai.run.folder import RunFolder
 
-# Of folders, files, the run, and rows: none of them may reach the hub.
+# Words from folders, files, the run and its rows. None of them may reach the hub.
 PRIVATE = ("cellar", "patients", "visits", "vault", "noon")
 
 
 @pytest.fixture(scope="session")
 def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run of three steps with a checkpoint of each, in a folder of its own."""
+    """A run of three steps with a checkpoint after each, in a separate folder."""
     home = tmp_path_factory.mktemp("cellar")
     rows = [chat(f"When does vault {i} open?", "At noon " * (i + 1)) for i in range(6)]
     write_rows(home / "patients" / "train.jsonl", rows)

@@ -1,4 +1,4 @@
-"""The push after a run, by the process that started the run."""
+"""The push after a run, from the process that started the run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(own_folder):
 
 @pytest.fixture
 def child(monkeypatch):
-    """Let the child do what a test wants instead of a push; what it was asked for."""
+    """Run the test's code instead of a push; gives the list of commands that were asked for."""
     asked = []
     push_status = after.push_status
 
@@ -48,15 +48,15 @@ def child(monkeypatch):
     return pretend
 
 
-def told(run):
+def notices_of(run):
     return [event.text for event in events_of(run, events.Notice)]
 
 
-def test_what_the_push_says_is_told_as_events(run, child):
+def test_notes_of_the_push_become_notices(run, child):
     asked = child(NOTES)
     after.push_finished(run, REPO, [])
     assert asked[0][1:] == ["-m", "your_ai", "push", str(run.path), REPO]
-    assert told(run) == [f"pushing to {REPO}", "a note", "pushed to somewhere (private)"]
+    assert notices_of(run) == [f"pushing to {REPO}", "a note", "pushed to somewhere (private)"]
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,16 @@ def test_what_the_push_says_is_told_as_events(run, child):
         ("import os; os.kill(os.getpid(), 9)", "ended with status -9"),
     ],
 )
-def test_a_push_that_fails_says_what_to_do(run, child, code, word):
+def test_a_failed_push_says_what_to_do(run, child, code, word):
     child(code)
     with pytest.raises(RunError) as caught:
         after.push_finished(run, REPO, [])
     assert word in str(caught.value)
     assert f"your_ai push {run.path} {REPO}" in str(caught.value)
-    assert told(run)[-1] == str(caught.value)
+    assert notices_of(run)[-1] == str(caught.value)
 
 
-def test_a_command_that_is_told_already_is_told_once(run, child):
+def test_the_command_is_not_repeated_in_the_message(run, child):
     again = f"your_ai push {run.path} {REPO}"
     child(f"import sys; print('error: cut; do it again: {again}'); sys.exit(1)")
     with pytest.raises(RunError) as caught:
@@ -84,7 +84,7 @@ def test_a_command_that_is_told_already_is_told_once(run, child):
     assert str(caught.value).count(again) == 1
 
 
-def test_a_log_that_cannot_be_written_is_told(run, child):
+def test_a_log_that_cannot_be_written_is_an_error(run, child):
     child(NOTES)
     (run.path / "process.log").mkdir()
     with pytest.raises(RunError, match=r"process.log: cannot be written.*push it with: your_ai"):
@@ -102,7 +102,7 @@ def test_a_signal_ends_the_push(run, child):
     assert time.monotonic() - start < 20
 
 
-def test_one_that_heeds_no_signal_is_killed(run, monkeypatch):
+def test_a_push_that_ignores_signals_is_killed(run, monkeypatch):
     monkeypatch.setattr(after, "PATIENCE_S", 0.2)
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
     with (run.path / "log").open("wb") as log:
@@ -111,7 +111,7 @@ def test_one_that_heeds_no_signal_is_killed(run, monkeypatch):
     assert time.monotonic() - start < 20
 
 
-def test_a_run_whose_events_cannot_be_written_is_pushed_all_the_same(run, child, monkeypatch):
+def test_a_run_whose_events_cannot_be_written_is_still_pushed(run, child, monkeypatch):
     def full(*_: object) -> None:
         raise RunError("No space left on device")
 

@@ -37,7 +37,7 @@ def trained(finished) -> Trained:
 
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch):
-    """Drawing takes most of the time: the one test that is about it draws."""
+    """Only one test draws the curves, because drawing takes most of the time."""
     drawn = contents.curves_of
     monkeypatch.setattr(contents, "curves_of", lambda records: {})
     return drawn
@@ -45,7 +45,7 @@ def without_pictures(monkeypatch):
 
 @pytest.fixture
 def measured(finished):
-    """What evaluations found: written for the run, and taken away again."""
+    """Writes results of an evaluation for the run, and removes them after the test."""
     yield lambda found: evaluation.write(finished, found)
     evaluation.place(finished).unlink(missing_ok=True)
 
@@ -54,11 +54,11 @@ def read(content: bytes | Path) -> bytes:
     return content.read_bytes() if isinstance(content, Path) else content
 
 
-def test_what_is_sent_of_a_run(trained):
+def test_a_run_sends_adapter_settings_and_card(trained):
     assert set(of_run(trained, REPO).files) == FILES
 
 
-def test_pictures_are_drawn(trained, without_pictures, monkeypatch):
+def test_pictures_of_the_curves_are_sent(trained, without_pictures, monkeypatch):
     pytest.importorskip("matplotlib", reason="draws the curves")
     monkeypatch.setattr(contents, "curves_of", without_pictures)
     files = of_run(trained, REPO).files
@@ -68,7 +68,7 @@ def test_pictures_are_drawn(trained, without_pictures, monkeypatch):
     assert b"![Loss](curves-loss.png)" in files[CARD]
 
 
-def test_without_what_draws_there_is_a_table(trained, without_pictures, monkeypatch):
+def test_without_matplotlib_the_card_has_a_table(trained, without_pictures, monkeypatch):
     def missing(*_: object) -> None:
         raise UserError("reports need matplotlib")
 
@@ -87,21 +87,21 @@ def test_nothing_private_is_sent(trained, measured, finished):
     assert [word for word in hidden if word.lower().encode() in sent] == []
 
 
-def test_the_adapter_is_the_run_s(trained):
+def test_the_adapter_that_is_sent_is_that_of_the_run(trained):
     found = read_adapter(write(of_run(trained, REPO)))
     assert found.config == {**trained.adapter.config, "model": trained.base.name}
     assert found.arrays.keys() == trained.adapter.arrays.keys()
     assert all(mx.array_equal(found.arrays[n], a) for n, a in trained.adapter.arrays.items())
 
 
-def test_the_settings_train_again(trained):
+def test_the_settings_that_are_sent_can_train_again(trained):
     folder = write(of_run(trained, REPO))
     config = build(read_yaml(folder / "config.yaml"), "test")
     assert config.decisive() == trained.config.decisive()
     assert (config.run, config.data, config.push_to) == ("", "", "")
 
 
-def test_a_checkpoint_is_told_of_as_it_was(finished):
+def test_the_card_of_a_checkpoint_ends_at_its_step(finished):
     sent = of_run(open_trained(str(finished.path), "1"), REPO)
     assert sent.what == "adapter of step 1"
     assert b"| steps | 1 |" in sent.files[CARD]
@@ -110,24 +110,24 @@ def test_a_checkpoint_is_told_of_as_it_was(finished):
     )
 
 
-def test_an_evaluation_of_the_checkpoint_is_told(finished, measured):
+def test_an_evaluation_of_the_checkpoint_is_in_its_card(finished, measured):
     measured(MEASURED | {"step": None, "checkpoint": "step-000001"})
     assert b"held-out rows" in of_run(open_trained(str(finished.path), "1"), REPO).files[CARD]
-    assert "is of step 1" in of_run(open_trained(str(finished.path)), REPO).notes[0]
+    assert "is for step 1" in of_run(open_trained(str(finished.path)), REPO).notes[0]
 
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({"step": 2}, "is of step 2, not of step 3"), ({"measures": None}, "is damaged")],
+    [({"step": 2}, "is for step 2, not for step 3"), ({"measures": None}, "is damaged")],
 )
-def test_an_evaluation_of_no_use_is_told(trained, measured, changes, word):
+def test_an_evaluation_that_cannot_be_used_gives_a_note(trained, measured, changes, word):
     measured(MEASURED | changes)
     sent = of_run(trained, REPO)
     assert word in sent.notes[0]
     assert b"Not measured yet" in sent.files[CARD]
 
 
-def test_a_base_is_named_as_the_hub_has_it(trained):
+def test_the_base_is_named_by_its_repository(trained):
     known_one = dataclasses.replace(trained.config, model="llama-8b")
     found = base_of(dataclasses.replace(trained, config=known_one))
     assert found.repo == known()["llama-8b"].repo
@@ -150,7 +150,7 @@ def test_an_imported_run_has_no_settings_of_its_own(finished, trained):
 
 @pytest.fixture
 def folder(own_folder: Path) -> Path:
-    """What an export might look like, with things of the user's beside it."""
+    """An exported folder that also has private files of the user."""
     made = own_folder / "cellar"
     made.mkdir()
     named = {"base_model_name_or_path": "/cellar/llama", "peft_type": "LORA", "r": 4}
@@ -163,15 +163,16 @@ def folder(own_folder: Path) -> Path:
     return made
 
 
-def test_of_a_folder_only_what_is_of_an_adapter_is_sent(folder):
+def test_only_the_files_of_an_adapter_are_sent_from_its_folder(folder):
     sent = of_folder(folder, REPO)
     assert set(sent.files) == {CARD, "adapter_config.json", "adapter_model.safetensors"}
     assert sent.notes == (
-        "not sent, since it is of no PEFT adapter: optimizer.safetensors, train.jsonl",
+        "not sent, because it does not belong to a PEFT adapter: "
+        "optimizer.safetensors, train.jsonl",
     )
 
 
-def test_of_a_folder_no_path_is_sent(folder):
+def test_no_path_is_sent_from_a_folder(folder):
     sent = of_folder(folder, REPO)
     assert json.loads(sent.files["adapter_config.json"])["base_model_name_or_path"] == "llama"
     together = b"".join(map(read, sent.files.values()))
@@ -186,12 +187,12 @@ def test_a_config_without_paths_is_sent_as_it_is(folder):
     assert b"base_model: a/b" in sent.files[CARD]
 
 
-def test_what_a_folder_says_of_its_base_is_told(folder):
+def test_the_base_in_the_card_of_a_folder_is_kept(folder):
     (folder / "adapter_config.json").write_text("{}")
     assert b"base_model: a/b" in of_folder(folder, REPO).files[CARD]
 
 
-def test_what_mlx_lm_s_trainer_keeps_of_its_data_is_not_sent(folder):
+def test_settings_of_mlx_lm_s_trainer_about_data_are_not_sent(folder):
     (folder / "adapter_config.json").write_text(
         json.dumps({"lora_parameters": {"rank": 4}, "num_layers": 2, "data": "customers/x"})
     )
@@ -200,12 +201,12 @@ def test_what_mlx_lm_s_trainer_keeps_of_its_data_is_not_sent(folder):
     assert sent == {"lora_parameters": {"rank": 4}, "num_layers": 2}
 
 
-def test_a_checkpoint_is_no_folder_to_push(finished):
+def test_a_checkpoint_folder_is_refused(finished):
     with pytest.raises(UserError, match="push its run, with --checkpoint step-000003"):
         of_folder(finished.checkpoints / "step-000003", REPO)
 
 
-def test_folders_and_runs_are_told_apart(folder, finished):
+def test_is_folder_is_false_for_runs(folder, finished):
     assert is_folder(str(folder))
     assert is_folder(str(finished.adapter))
     assert not is_folder(str(finished.path))
@@ -214,13 +215,13 @@ def test_folders_and_runs_are_told_apart(folder, finished):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '"x"'])
-def test_a_damaged_config_is_told(folder, text):
+def test_a_damaged_config_is_an_error(folder, text):
     (folder / "adapter_config.json").write_text(text)
     with pytest.raises(UserError, match=r"adapter_config\.json"):
         of_folder(folder, REPO)
 
 
-def test_paths_are_found_however_deep():
+def test_paths_are_replaced_at_any_depth():
     found = {"a": [{"b": "/x/y"}, "~/z"], "c": "org/name", "d": 1.5, "e": "../up"}
     assert without_paths(found) == {"a": [{"b": "y"}, "z"], "c": "org/name", "d": 1.5, "e": "up"}
 

@@ -1,1 +1,1 @@
-"""What a run has learned, on the hub: its files, its card, and the push itself."""
+"""Pushes a run or a folder to the Hugging Face Hub, and writes model cards."""

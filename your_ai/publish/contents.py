@@ -1,8 +1,8 @@
-"""Which files a push sends, and what is in them: nothing of the user's data, folders or machine.
+"""The files that a push sends. They say nothing of the user's data, folders or machine.
 
-Of a run: the adapter as mlx-lm reads it, its settings, curves and card. Of a folder that
-`your_ai fuse` or `your_ai export` wrote: the files that such a folder has, and a card. What
-is not named here is never sent.
+A run sends its adapter in mlx-lm's format, its settings, curves and card. A folder written by
+`your_ai fuse` or `your_ai export` sends the files of its format and a card. Files that are not
+named here are never sent.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ CURVES = "curves"
 PEFT_ADAPTERS = "adapter_model.safetensors"
 LIBRARIES = ("mlx", "peft", "transformers")
 CONFIGS = ("config.json", ADAPTER_CONFIG)
-# What mlx-lm reads of an adapter's settings, and we do. mlx-lm's trainer puts all of its own
-# there, the places of the data among them.
+# The settings of an adapter that mlx-lm and your_ai read. mlx-lm's trainer writes all of its
+# settings there, with the paths of the data.
 ADAPTER_KEYS = ("fine_tune_type", "model", "num_layers", "lora_parameters", "step", "base_files")
-# Of a folder: by what it is, the files that make it so, and those beside them that are sent.
+# The files that show the kind of a folder, and the other files that are sent.
 MARKS: dict[CardKind, str] = {
     "peft": PEFT_ADAPTERS,
     "adapter": ADAPTERS,
@@ -66,18 +66,18 @@ BESIDE = (
 
 @dataclass(frozen=True)
 class Contents:
-    """What is sent: for each name in the repo its bytes, or the file that has them.
-
-    what: in a few words, for the commit; notes: what the user should know of it.
-    """
+    """What is sent."""
 
     files: dict[str, bytes | Path]
+    """The content, or the file that has it, by its name in the repository."""
     what: str
+    """A few words for the commit message."""
     notes: tuple[str, ...] = ()
+    """What the user should know."""
 
 
 def of_run(trained: Trained, repo: str) -> Contents:
-    """What is sent of a run. Raises UserError where its events or files cannot be read."""
+    """What is sent for a run. Raises UserError if its events or files cannot be read."""
     adapter, step = trained.adapter, trained.adapter.step or 0
     base = base_of(trained)
     records, _ = events.tail(trained.folder.events)
@@ -113,7 +113,7 @@ def of_run(trained: Trained, repo: str) -> Contents:
 
 
 def settings_of(config: TrainConfig, base: Base) -> str:
-    """The settings as `--config` reads them, without what is of this machine or its user."""
+    """The settings as `--config` reads them, without those of this machine or its user."""
     data = DEMO if config.data == DEMO else ""
     free = dataclasses.replace(
         config, model=base.repo or base.name, data=data, run="", report_to=(), push_to=""
@@ -122,17 +122,17 @@ def settings_of(config: TrainConfig, base: Base) -> str:
 
 
 def curves_of(records: Sequence[events.Record]) -> dict[str, bytes]:
-    """The charts as PNG files by name; none where what draws them is not installed."""
+    """The curves as PNG files by name; empty if matplotlib is not installed."""
     try:
         with tempfile.TemporaryDirectory(prefix="your_ai-") as folder:
             written = write_plots(records, Path(folder), CURVES)
             return {path.name: path.read_bytes() for path in written}
-    except (UserError, OSError):  # told by a table in their place
+    except (UserError, OSError):  # the card has a table instead
         return {}
 
 
 def measured(folder: RunFolder, step: int) -> tuple[dict[str, Any] | None, str]:
-    """What `your_ai eval` found for this step, or None, and a note where it is of no use."""
+    """Results of `your_ai eval` for this step or None, and a note if they cannot be used."""
     found = record.read(folder)
     if found is None:
         return None, ""
@@ -140,20 +140,20 @@ def measured(folder: RunFolder, step: int) -> tuple[dict[str, Any] | None, str]:
     sound = isinstance(sides, dict) and all(isinstance(side, dict) for side in sides.values())
     path = record.place(folder)
     if not (sound and isinstance(rows, int)):
-        return None, f"{path}: is damaged, and left out of the card; measure again: your_ai eval"
-    name = found.get("checkpoint")  # of a checkpoint, whose step is in its name alone
+        return None, f"{path}: is damaged and not in the card; measure again: your_ai eval"
+    name = found.get("checkpoint")  # only the name of a checkpoint has its step
     of = checkpoint_step(Path(name)) if STEP_NAME.fullmatch(str(name)) else found.get("step")
     if of != step:
-        why = f"is of step {of}, not of step {step}"
-        return None, f"{path}: {why}, and left out of the card; measure again: your_ai eval"
+        why = f"is for step {of}, not for step {step}"
+        return None, f"{path}: {why}, so it is not in the card; measure again: your_ai eval"
     return found, ""
 
 
-# Of a folder
+# Folders
 
 
 def is_folder(name: str) -> bool:
-    """Whether `name` is a folder with a model or an adapter, and not a run."""
+    """Whether `name` is a folder with a model or an adapter, but not a run."""
     path = Path(name)
     is_run = any((place / "config.yaml").is_file() for place in (RUNS / name, path))
     return path.is_dir() and not is_run and kind_of(path) is not None
@@ -162,20 +162,20 @@ def is_folder(name: str) -> bool:
 def kind_of(folder: Path) -> CardKind | None:
     try:
         names = [path.name for path in folder.iterdir()]
-    except OSError:  # not ours to read
+    except OSError:  # no permission to read it
         return None
     kinds = (kind for kind, mark in MARKS.items() if any(fnmatch(n, mark) for n in names))
     return next(kinds, None)
 
 
 def of_folder(folder: Path, repo: str) -> Contents:
-    """What is sent of a folder with a model or an adapter.
+    """What is sent for a folder with a model or an adapter.
 
-    Raises UserError for a checkpoint, and for what cannot be read.
+    Raises UserError for a checkpoint, and for files that cannot be read.
     """
     kind = kind_of(folder)
     if kind is None:
-        raise UserError(f"{folder}: holds no model and no adapter")
+        raise UserError(f"{folder}: has no model and no adapter")
     if (folder / STATE).exists():
         raise UserError(f"{folder}: is a checkpoint; push its run, with --checkpoint {folder.name}")
     patterns = (MARKS[kind], *BESIDE)
@@ -190,11 +190,11 @@ def of_folder(folder: Path, repo: str) -> Contents:
         if name in files:
             config = read_json(folder / name, "it is sent")
             base = base_in(config) or base
-            told = without_paths(config)
+            cleaned = without_paths(config)
             if name == ADAPTER_CONFIG and "lora_parameters" in config:
-                told = {key: told[key] for key in ADAPTER_KEYS if key in told}
-            if told != config:
-                files[name] = as_json(told)
+                cleaned = {key: cleaned[key] for key in ADAPTER_KEYS if key in cleaned}
+            if cleaned != config:
+                files[name] = as_json(cleaned)
     subject = Subject(
         repo=repo,
         kind=kind,
@@ -205,7 +205,11 @@ def of_folder(folder: Path, repo: str) -> Contents:
     files[CARD] = card(subject).encode("utf-8", "replace")
     ours = (*files, CHECKSUMS)
     left = [path.name for path in there if path.name not in ours and path.name[0] != "."]
-    note = f"not sent, since it is of no {what_of(kind)}: {', '.join(left)}" if left else ""
+    note = (
+        f"not sent, because it does not belong to a {what_of(kind)}: {', '.join(left)}"
+        if left
+        else ""
+    )
     return Contents(files, what_of(kind), (note,) if note else ())
 
 
@@ -214,7 +218,7 @@ def what_of(kind: CardKind) -> str:
 
 
 def front_of(path: Path) -> dict[str, Any]:
-    """What the card of a folder tells the hub; nothing where there is none that can be read."""
+    """The metadata of a folder's card; empty if there is none that can be read."""
     try:
         return split(read_bytes(path, JSON_BYTES).decode("utf-8"))[0] or {}
     except (OSError, ValueError, UserError):
@@ -234,15 +238,15 @@ def base_in(config: dict[str, Any]) -> Base | None:
 
 
 def check_own(path: Path, folder: Path) -> None:
-    """Raise UserError for a file that is a link to one elsewhere, which may be private."""
+    """Raise UserError for a link to a file outside of the folder, which may be private."""
     if leaves(path, folder):
         raise UserError(
-            f"{path}: is a link to {path.resolve()}, which is not sent; put the file itself there"
+            f"{path}: is a link to {path.resolve()}, which is not sent; replace it with the file"
         )
 
 
 def without_paths(value: Any) -> Any:
-    """A value of JSON whose texts that are paths of this machine have become their last part."""
+    """A JSON value in which each path of this machine is replaced by its last part."""
     if isinstance(value, dict):
         return {name: without_paths(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -257,9 +261,9 @@ def as_json(value: Any) -> bytes:
 
 
 def write(contents: Contents) -> Path:
-    """The folder that would be sent, in a new place; large files are links to what they are.
+    """Write what would be sent to a new folder, with links to large files.
 
-    Raises UserError, and leaves nothing, where it cannot be written.
+    Raises UserError, and leaves nothing, if it cannot be written.
     """
     folder = Path(tempfile.gettempdir())
     try:

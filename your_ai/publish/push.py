@@ -1,7 +1,7 @@
-"""Files -> a repo of the hub, in one commit, through huggingface_hub.
+"""Pushes files to a repository of the hub in one commit, through huggingface_hub.
 
-Nothing of a push that was cut can be seen but a new repo without files: the same command
-does it again, and sends no large file twice.
+A push that was interrupted leaves at most a new repository without files. The same command
+repeats it, and sends no large file twice.
 """
 
 from __future__ import annotations
@@ -33,42 +33,45 @@ if TYPE_CHECKING:
     from your_ai.publish.contents import Contents
 
 MAIN = "main"
-ASK_S = 5.0  # for an answer to who we are, before training
-WAIT_S = 120.0  # for any other answer: a commit of many files takes the hub a while
+ASK_S = 5.0  # for the check of the account before training
+WAIT_S = 120.0  # for other answers: the hub needs time for a commit of many files
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 ACCOUNT_BYTES, CARD_BYTES = MB, 16 * MB  # of the hub's answers
-READERS = ("read", "no_access")  # roles
+READERS = ("read", "no_access")  # roles that may not write
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """url: of the repo; changed: whether there was anything new; notes: for the user."""
+    """The result of a push."""
 
     url: str
+    """URL of the repository."""
     private: bool
     changed: bool
+    """Whether there was anything new."""
     notes: tuple[str, ...] = ()
+    """What the user should know."""
 
 
-# Before
+# Checks before a push
 
 
 def check_repo(repo: str, label: str) -> None:
-    """Raise UserError, which begins with `label`, for what is no name of a repo, ORG/NAME."""
+    """Raise UserError, which begins with `label`, if `repo` is not a name like ORG/NAME."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     if not REPO.fullmatch(repo):
-        raise UserError(f"{label}: is no repo of the hub; give your name there, too: ORG/NAME")
+        raise UserError(f"{label}: is not a repository name; write it as ORG/NAME")
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
         reason = str(error).split(": '")[0].rstrip(".")
-        raise UserError(f"{label}: is no name that the hub takes ({reason})") from error
+        raise UserError(f"{label}: the hub does not allow this name ({reason})") from error
 
 
 def check_token(repo: str) -> None:
-    """Raise UserError where nothing can be pushed from here: offline, or not logged in."""
+    """Raise UserError if a push is not possible: offline, or not logged in."""
     check_endpoint()
     from huggingface_hub import constants, get_token
 
@@ -76,17 +79,16 @@ def check_token(repo: str) -> None:
         raise UserError(f"{repo}: HF_HUB_OFFLINE is set; unset it to push")
     try:
         token = get_token()
-    except Exception as error:  # of any kind: some tokens are asked for, and renewed
+    except Exception as error:  # of any kind: some tokens are requested or renewed here
         raise UserError(f"{repo}: no token for the hub ({reason_of(error)}); {LOG_IN}") from error
     if not token:
         raise UserError(f"{repo}: you are not logged in to the hub; {LOG_IN}")
 
 
 def check_account(repo: str) -> str:
-    """Whether the hub knows who would push to `repo` and lets them, in one quick question.
+    """Ask the hub whether the user may push to `repo`, in one quick request.
 
-    A note where that cannot be found out now, else "". Raises UserError where it is certain
-    that they may not.
+    Return a note if the hub cannot say now, else "". Raises UserError if the user may not.
     """
     check_repo(repo, f"--push-to {repo}")
     check_token(repo)
@@ -96,27 +98,27 @@ def check_account(repo: str) -> str:
     url = f"{constants.ENDPOINT}/api/whoami-v2"
     try:
         account = parse_json(read_answer(url, build_hf_headers(), ACCOUNT_BYTES, timeout=ASK_S))
-    except Exception as error:  # of any kind: its transport's come through
+    except Exception as error:  # of any kind, also from the transport
         if status_of(error) in (401, 403):
-            raise told(error, repo, "") from error
+            raise explained(error, repo, "") from error
         reason = reason_of(error)
-        return f"--push-to {repo}: not checked, since the hub cannot be asked now ({reason})"
+        return f"--push-to {repo}: not checked, because the hub does not answer now ({reason})"
     check_rights(repo, account)
     return ""
 
 
 def check_rights(repo: str, account: Any) -> None:
-    """Raise UserError where what the hub tells of an account means that it may not push.
+    """Raise UserError if the hub's answer about an account means that it may not push.
 
-    A token with rights of its own kind (fine-grained) may hide some of them: the push tells.
+    A fine-grained token may hide some of its rights; then the push itself shows it.
     """
     try:
         name, role = account["name"], account["auth"]["accessToken"]["role"]
         roles = {org["name"].lower(): org.get("roleInOrg", "") for org in account["orgs"]}
     except (LookupError, TypeError, AttributeError):
-        return  # of another kind of login
+        return  # another kind of login
     if role == "read":
-        raise UserError(f"{repo}: your token for the hub may only read; make one that may write")
+        raise UserError(f"{repo}: your token for the hub can only read; create one that can write")
     owner = repo.split("/")[0]
     if role != "write" or owner.lower() == name.lower():
         return
@@ -137,11 +139,13 @@ def push(
     revision: str | None = None,
     message: str = "",
 ) -> Pushed:
-    """Make the repo where it is not there, and send it all in one commit.
+    """Create the repository if it is missing, and send everything in one commit.
 
-    again: the command that does it once more, for errors; public: a new repo, which is
-    private else; revision: a branch, made where it is not there. Raises UserError for what
-    the user can mend, RunError where another try may go well.
+    again: the command that repeats the push, for error messages.
+    public: make a new repository public instead of private.
+    revision: a branch, created if it is missing.
+
+    Raises UserError if the user has to fix something, RunError if another try may succeed.
     """
     check_repo(repo, repo)
     check_token(repo)
@@ -160,11 +164,11 @@ def push(
                 text, note = merged(theirs, ours)
                 notes += [f"{repo}: {note}"] if note else []
                 if text == theirs:
-                    del files[CARD]  # nor is it checked again by the hub
+                    del files[CARD]  # so the hub does not check it again
                 else:
                     files[CARD] = text.encode("utf-8", "replace")
             if public and info.get("private") and not is_new:
-                notes.append(f"{repo}: is private and stays so; --public is for a new repo")
+                notes.append(f"{repo}: stays private; --public only works for a new repository")
             done = api.create_commit(
                 repo,
                 [CommitOperationAdd(name, content) for name, content in files.items()],
@@ -174,8 +178,8 @@ def push(
             )
         except (UserError, RunError):
             raise
-        except Exception as error:  # of any kind: its transport's and those of hf_xet come through
-            raise told(error, repo, again) from error
+        except Exception as error:  # of any kind, also from the transport and hf_xet
+            raise explained(error, repo, again) from error
     at = f"/tree/{branch}" if branch != MAIN else ""
     return Pushed(
         url=f"{api.endpoint}/{repo}{at}",
@@ -186,7 +190,7 @@ def push(
 
 
 def make(api: Any, repo: str, branch: str, public: bool) -> bool:
-    """Make the repo and the branch where they are not there; whether the repo is new."""
+    """Create the repository and the branch if they are missing; whether the repository is new."""
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
     is_new = False
@@ -205,7 +209,7 @@ def make(api: Any, repo: str, branch: str, public: bool) -> bool:
 
 
 def read_card(repo: str, commit: str) -> str:
-    """The README.md of a repo."""
+    """The README.md of a repository."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
@@ -216,9 +220,9 @@ def read_card(repo: str, commit: str) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[list[str]]:
-    """Without the client's own words; its warnings, in a line each, once the block has ended.
+    """Silence the client; give its warnings, one line each, when the block has ended.
 
-    Bars of progress are for terminals.
+    Progress bars are only shown on terminals.
     """
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
@@ -244,16 +248,16 @@ def quiet() -> Iterator[list[str]]:
             enable_progress_bars()
 
 
-def told(error: Exception, repo: str, again: str) -> UserError | RunError:
-    """An error of the hub's client as what the user can do."""
+def explained(error: Exception, repo: str, again: str) -> UserError | RunError:
+    """Turn an error of the hub's client into a message that says what to do."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # of the upload of a large file
+        error = error.__cause__  # from the upload of a large file
     status, owner = status_of(error), repo.split("/")[0]
     said = first_line(getattr(error, "server_message", None) or "")
     because = f" ({said})" if said else ""
-    once_more = f"do it again: {again}"
+    once_more = f"try again: {again}"
     if isinstance(error, errors.OfflineModeIsEnabled):
         return UserError(f"{repo}: HF_HUB_OFFLINE is set; unset it to push")
     if isinstance(error, errors.LocalTokenNotFoundError):
@@ -263,24 +267,24 @@ def told(error: Exception, repo: str, again: str) -> UserError | RunError:
     if status == 403:
         return UserError(
             f"{repo}: the hub does not let you write to {owner}{because}; give your token that "
-            "right, or push to a name of your own"
+            "right, or push to your own name"
         )
     if status == 404:
-        return UserError(f"{repo}: is not on the hub, or not for this account{because}")
+        return UserError(f"{repo}: is not on the hub, or not visible to this account{because}")
     if status in (409, 412):
-        return RunError(f"{repo}: was changed by another just now; {once_more}")
+        return RunError(f"{repo}: somebody else changed it just now; {once_more}")
     if is_unreachable(error):
         return UserError(
             f"{repo}: the hub cannot be reached at {constants.ENDPOINT} ({reason_of(error)}); "
             f"check the network, HF_ENDPOINT and proxies, then {once_more}"
         )
     if is_passing(error) or isinstance(error, json.JSONDecodeError):
-        return RunError(f"{repo}: the push was cut ({reason_of(error)}); {once_more}")
+        return RunError(f"{repo}: the push was interrupted ({reason_of(error)}); {once_more}")
     if status is not None:
-        return UserError(f"{repo}: the hub refused it with {status}{because}")
+        return UserError(f"{repo}: the hub refused the push with {status}{because}")
     if isinstance(error, ValueError) and "README.md" in str(error):
         lines = " ".join(str(error).split())
-        return UserError(f"{repo}: {lines} Mend the top of README.md there, then {once_more}")
+        return UserError(f"{repo}: {lines} Fix the metadata of README.md there, then {once_more}")
     reason = first_line(str(error)) or type(error).__name__
     return RunError(f"{repo}: the push failed ({reason}); {once_more}")
 

@@ -1,6 +1,6 @@
-"""The part of a card that is the user's own, between two marks: later pushes keep it. Pure.
+"""The section of a card that belongs to the user, between two marks. Pure.
 
-All else of a card is written anew. A seal over it tells whether somebody changed it.
+Pushes keep this section and replace the rest. A checksum of the rest shows if it was edited.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ BEGIN = "<!-- yours: a push keeps what you write between this mark and the next 
 END = "<!-- end of yours -->"
 YOURS = re.compile(f"{re.escape(BEGIN)}(.*){re.escape(END)}", re.DOTALL)
 SEAL = re.compile(r"<!-- made by your_ai ([0-9a-f]{16}); [^\n]*-->")
-FRONT = re.compile(r"\A\s*---\n(.*?)\n---[ \t]*(?:\n|\Z)", re.DOTALL)  # as the hub has it
+FRONT = re.compile(r"\A\s*---\n(.*?)\n---[ \t]*(?:\n|\Z)", re.DOTALL)  # as on the hub
 
 
 def merged(old: str, new: str) -> tuple[str, str]:
-    """The new card with what is the user's in the old one, and what the user should know.
+    """The new card with the user's section of the old one, and a note for the user.
 
-    The note is empty where nothing of the user's is lost. A card that has no such part is
-    the user's own, and stays as it is.
+    The note is empty if nothing of the user's is lost. A card without such a section is the
+    user's own and stays unchanged.
     """
     front, body = split(old.replace("\r\n", "\n"))
     own = YOURS.search(body)
     if own is None or front is None:
-        return old, "README.md is not one of your_ai's, and stays; delete it there to have one"
+        return (
+            old,
+            "README.md was not made by your_ai and stays; delete it there to get a model card",
+        )
     fresh, rest = split(new)
     tags = [
         *fresh.get("tags", []),
@@ -39,12 +42,12 @@ def merged(old: str, new: str) -> tuple[str, str]:
     text = front_matter(data) + rest[:begin] + own[1] + rest[end:]
     seal = SEAL.search(body)
     if seal is None or seal[1] != checksum(body):
-        return text, "what was changed in README.md outside of its marked part was replaced"
+        return text, "edits of README.md outside of the marked section were replaced"
     return text, ""
 
 
 def split(text: str) -> tuple[dict[str, Any] | None, str]:
-    """The front matter of a card and its body; None where it cannot be read."""
+    """The front matter of a card and its body; None if the front matter cannot be read."""
     found = FRONT.match(text)
     if found is None:
         return {}, text
@@ -60,13 +63,14 @@ def listed(value: Any) -> list[Any]:
 
 
 def sealed(body: str) -> str:
-    """A body that tells whether it was changed outside of the user's part."""
-    seal = f"<!-- made by your_ai {checksum(body)}; a push writes all of it anew but your part -->"
+    """The body with a checksum of everything outside of the user's section."""
+    kept = "a push replaces everything outside of your section"
+    seal = f"<!-- made by your_ai {checksum(body)}; {kept} -->"
     return f"{seal}\n\n{body}"
 
 
 def checksum(body: str) -> str:
-    """Of what is not the user's, however its ends are spaced."""
+    """A checksum of everything outside of the user's section, without spaces at line ends."""
     text = YOURS.sub("", SEAL.sub("", body))
     lines = [line.rstrip() for line in text.strip().splitlines()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
