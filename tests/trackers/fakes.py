@@ -112,7 +112,7 @@ SOURCES = {
 }
 
 
-OFTEN = "from your_ai.trackers import sending\nsending.POLL_S = 0.1\n"
+OFTEN = "from your_ai.trackers import upload\nupload.POLL_S = 0.1\n"
 
 
 def write(folder: Path) -> Path:
