@@ -254,10 +254,8 @@ def linked(base: Base) -> str:
 def usage(subject: Subject) -> list[str]:
     """Commands or code that use the files."""
     repo, base = subject.repo, subject.base
-    place = repo or HERE
-    fetch, folder = ([], HERE) if repo is None else (
-        [f"hf download {repo} --local-dir {subject.name}"], subject.name
-    )  # fmt: skip
+    place, folder = (repo, subject.name) if repo else (HERE, HERE)
+    fetch = [f"hf download {repo} --local-dir {folder}"] if repo else []
     ask = '--prompt "..."'
     if subject.kind == "gguf":
         files = "\n".join(f"- {code(file)}" for file in subject.files)
