@@ -247,7 +247,7 @@ def test_a_hostile_run_folder_gives_a_report_without_control_characters(hostile_
     assert not controls_terminal((hostile_run.path / "report.html").read_text())
 
 
-@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("command", ["train --no-supervise", "plan"])
 @pytest.mark.parametrize(
     "row", [{HOSTILE: 1}, {"messages": HOSTILE}, {"messages": [{"role": HOSTILE, "content": "a"}]}]
 )
@@ -255,7 +255,7 @@ def test_hostile_data_prints_no_control_characters(
     configure, data_folder, capfd, tiny_model, command, row
 ):
     write_rows(data_folder / "train.jsonl", [row])
-    text = shown_by(capfd, command, "--model", tiny_model, "--data", data_folder)
+    text = shown_by(capfd, *command.split(), "--model", tiny_model, "--data", data_folder)
     assert "error: " in text
     assert not controls_terminal(text)
 

@@ -155,8 +155,12 @@ def test_loss_scale_grows_again_only_in_float16():
 @pytest.mark.parametrize("rank", [16, 512])
 def test_memory_of_an_update_is_within_its_estimate(name, rank):
     layers = {"q_proj": (512, 512), "up_proj": (512, 1536), "down_proj": (1536, 512)}
+    blocks, updates = 3, 2
+    if (name, rank) == ("muon", 512):  # seconds for each matrix; those of one layer go together
+        layers = {"up_proj": layers["up_proj"]}
+        blocks = updates = 1
     model = nn.Module()
-    model.layers = [nn.Module() for _ in range(3)]
+    model.layers = [nn.Module() for _ in range(blocks)]
     for block in model.layers:
         for layer, (inputs, outputs) in layers.items():
             block[layer] = nn.Module()
@@ -169,10 +173,10 @@ def test_memory_of_an_update_is_within_its_estimate(name, rank):
     update = optimizer.make_update(model, built)
     del parameters, block
     held, peaks = mx.get_active_memory(), []
-    for _ in range(2):
+    for _ in range(updates):
         mx.reset_peak_memory()
         update(grads, 1.0, 1e-4)
         peaks.append(mx.get_peak_memory() - held)
-    facts = ModelFacts(3, layers, 512, 768, 8, 4, 1, 3, 1, 1, 1, False)
-    training = Training(blocks=3, rank=rank, targets=("all-linear",), optimizer=name)
+    facts = ModelFacts(blocks, layers, 512, 768, 8, 4, 1, 3, 1, 1, 1, False)
+    training = Training(blocks=blocks, rank=rank, targets=("all-linear",), optimizer=name)
     assert max(peaks) <= 1.1 * update_bytes(facts, training) + 200_000
