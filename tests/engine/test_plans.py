@@ -72,16 +72,31 @@ def by_plan(
     return loss, dict(tree_flatten(total)), alone
 
 
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Makes a model, and the loss and gradients of the fused engine; once for each case."""
+    made = {}
+
+    def make(architecture: str, bits: int | None, dora: bool, dropout: float):
+        case = (architecture, bits, dora, dropout)
+        if case not in made:
+            place = tmp_path_factory.mktemp("case")
+            folder = make_model(place / "m", architecture, bits)
+            network, tokenizer, adapters = load(folder, use_dora=dora, lora_dropout=dropout)
+            dequantize_on_the_cpu(network)  # as `build_engine` does
+            made[case] = folder, *engine_loss(network, adapters, encode(tokenizer, place), seed=3)
+        return made[case]
+
+    return make
+
+
 @pytest.mark.parametrize("plan", ["fused", "staged", "streamed"])
 @pytest.mark.parametrize(("architecture", "bits", "dora", "dropout"), CASES)
 def test_every_plan_gives_the_loss_and_gradients_of_the_fused_engine(
-    tmp_path, architecture, bits, dora, dropout, plan
+    tmp_path, reference, architecture, bits, dora, dropout, plan
 ):
-    folder = make_model(tmp_path / "m", architecture, bits)
+    folder, expected, expected_grads = reference(architecture, bits, dora, dropout)
     settings = {"use_dora": dora, "lora_dropout": dropout}
-    network, tokenizer, adapters = load(folder, **settings)
-    dequantize_on_the_cpu(network)  # as `build_engine` does
-    expected, expected_grads = engine_loss(network, adapters, encode(tokenizer, tmp_path), seed=3)
     loss, grads, alone = by_plan(folder, tmp_path, plan, **settings)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert grads.keys() == expected_grads.keys()
@@ -96,11 +111,10 @@ def test_every_plan_gives_the_loss_and_gradients_of_the_fused_engine(
     ("architecture", "bits", "dora", "dropout"), [*CASES[:5], ("gemma3_text", 4, False, 0.1)]
 )
 def test_packed_texts_give_the_same_gradients_as_separate_rows(
-    tmp_path, architecture, bits, dora, dropout, plan
+    tmp_path, reference, architecture, bits, dora, dropout, plan
 ):
-    folder = make_model(tmp_path / "m", architecture, bits)
+    folder, expected, expected_grads = reference(architecture, bits, dora, dropout)
     settings = {"use_dora": dora, "lora_dropout": dropout}
-    expected, expected_grads, _ = by_plan(folder, tmp_path, "fused", **settings)
     loss, grads, _ = by_plan(folder, tmp_path, plan, packed=256, **settings)
     assert loss == pytest.approx(expected, rel=1e-5)
     for name, grad in grads.items():
