@@ -29,7 +29,7 @@ def test_fuse_writes_a_model_and_measures_the_difference(trained, capsys):
     printed = capsys.readouterr()
     lines = printed.out.splitlines()[-5:]
     assert lines[0] == "out"
-    assert lines[1] == "valid.jsonl: 3 rows, 40 positions"
+    assert lines[1] == "valid.jsonl: 3 rows, 22 positions"
     assert [line.split(":")[0] for line in lines[2:]] == ["loss", "logits", "most likely token"]
     assert "warning" not in printed.err
     assert check_model(Path("out"))["quantization"]["model.layers.2.mlp.up_proj"]["bits"] == 8
