@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from tests.conftest import chat, make_model, write_rows
+from tests.conftest import make_model, write_rows
 from tests.export.fused_runs import drawn_run
 from tests.modelfiles.large import MB, make_large, watched
 from your_ai.errors import UserError
@@ -217,11 +217,20 @@ def test_a_disk_that_is_too_small_is_an_error(tmp_path, trained, monkeypatch):
 # In little memory
 
 
+FUSE = """
+from your_ai import cli
+from your_ai.data import batches
+
+batches.MULTIPLE = 4  # so that the short row is little work
+cli.main()
+"""
+
+
 def test_fuse_writes_and_measures_a_model_larger_than_its_memory_limit(tmp_path, data_folder):
-    write_rows(data_folder / "valid.jsonl", [chat("How much?", "42")])
+    write_rows(data_folder / "valid.jsonl", [{"text": "42"}])
     model = make_large(tmp_path / "large", bits=4, blocks=6)
     drawn_run(model, data_folder, strength=0.01, lora_layers=6, max_seq_length=256)
-    line = [sys.executable, "-m", "your_ai", "fuse", "drawn", "out", "--to", "dequantized"]
+    line = [sys.executable, "-c", FUSE, "fuse", "drawn", "out", "--to", "dequantized"]
     line += ["--dtype", "float32"]
     low = subprocess.run(
         [*line, "--max-memory", "0.05"], capture_output=True, text=True, check=False

@@ -146,7 +146,8 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
     halves = [split(network) for network in networks]
     sums = DifferenceSums()
     edges = bucket_edges(examples.lengths - 1)
-    for batch in micro_batches(examples, chosen, lambda _: room.rows, edges):
+    rows_at_once = min(room.rows, len(chosen))  # what is missing to them would be padding
+    for batch in micro_batches(examples, chosen, lambda _: rows_at_once, edges):
         places = places_of(batch)
         hidden = [
             hidden_at(network, half, batch, places)
