@@ -128,7 +128,7 @@ def test_large_int_is_kept_exactly():
 
 def test_max_row_bytes_may_change_on_resume():
     assert resumed(TrainConfig(data="d"), {"max_row_bytes": "9"}).max_row_bytes == 9
-    assert "max_row_bytes" not in TrainConfig().decisive()
+    assert "max_row_bytes" not in TrainConfig().fixed_on_resume()
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 
 from your_ai import files
-from your_ai.files import TEMPORARY, clean, sha256, whole_folder
+from your_ai.files import TEMPORARY, atomic_folder, clean, sha256
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def write_whole(target: Path, text: str = "new", error: type[BaseException] | None = None) -> None:
-    with whole_folder(target) as folder:
+def write_atomically(
+    target: Path, text: str = "new", error: type[BaseException] | None = None
+) -> None:
+    with atomic_folder(target) as folder:
         (folder / "file").write_text(text)
         if error is not None:
             raise error
@@ -38,7 +40,7 @@ def test_sha256_of_a_missing_file_raises(own_folder):
 
 def test_folder_appears_when_it_is_complete(own_folder):
     target = own_folder / "target"
-    with whole_folder(target) as folder:
+    with atomic_folder(target) as folder:
         (folder / "file").write_text("new")
         assert not target.exists()
     assert (target / "file").read_text() == "new"
@@ -48,20 +50,20 @@ def test_folder_appears_when_it_is_complete(own_folder):
 def test_missing_parent_folder_is_not_created(own_folder):
     """It may be a run folder that was deleted meanwhile."""
     with pytest.raises(FileNotFoundError):
-        write_whole(own_folder / "gone" / "target")
+        write_atomically(own_folder / "gone" / "target")
     assert names(own_folder) == []
 
 
 def test_folder_can_be_read_by_others(own_folder):
-    write_whole(own_folder / "target")
+    write_atomically(own_folder / "target")
     assert stat.S_IMODE((own_folder / "target").stat().st_mode) == 0o755
 
 
 def test_existing_folder_is_replaced_completely(own_folder):
     target = own_folder / "target"
-    with whole_folder(target) as folder:
+    with atomic_folder(target) as folder:
         (folder / "of the old").write_text("old")
-    write_whole(target)
+    write_atomically(target)
     assert names(target) == ["file"]
     assert names(own_folder) == ["target"]
 
@@ -69,21 +71,21 @@ def test_existing_folder_is_replaced_completely(own_folder):
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_error_while_writing_leaves_nothing(own_folder, error):
     with pytest.raises(error):
-        write_whole(own_folder / "target", error=error)
+        write_atomically(own_folder / "target", error=error)
     assert names(own_folder) == []
 
 
 def test_error_while_writing_keeps_the_old_folder(own_folder):
-    write_whole(own_folder / "target", "old")
+    write_atomically(own_folder / "target", "old")
     with pytest.raises(ZeroDivisionError):
-        write_whole(own_folder / "target", error=ZeroDivisionError)
+        write_atomically(own_folder / "target", error=ZeroDivisionError)
     assert (own_folder / "target" / "file").read_text() == "old"
     assert names(own_folder) == ["target"]
 
 
 def test_failed_replacement_keeps_the_old_folder(own_folder, monkeypatch):
     target = own_folder / "target"
-    write_whole(target, "old")
+    write_atomically(target, "old")
     rename = os.rename
 
     def fail_to_move_in(source, to):
@@ -93,7 +95,7 @@ def test_failed_replacement_keeps_the_old_folder(own_folder, monkeypatch):
 
     monkeypatch.setattr(os, "rename", fail_to_move_in)
     with pytest.raises(OSError, match="Input/output"):
-        write_whole(target)
+        write_atomically(target)
     assert (target / "file").read_text() == "old"
     assert names(own_folder) == ["target"]
 
@@ -103,7 +105,7 @@ def test_files_are_synced_before_the_folder_is_renamed(own_folder, monkeypatch):
     sync, rename = files.sync, os.rename
     monkeypatch.setattr(files, "sync", lambda path: (done.append(path.name), sync(path)))
     monkeypatch.setattr(os, "rename", lambda a, b: (done.append("rename"), rename(a, b)))
-    with whole_folder(own_folder / "target") as folder:
+    with atomic_folder(own_folder / "target") as folder:
         (folder / "a").write_text("a")
         (folder / "b").write_text("b")
     renamed = done.index("rename")

@@ -146,7 +146,7 @@ class TrainConfig:
     def rows_per_step(self) -> int:
         return self.batch_size * self.grad_accumulation
 
-    def decisive(self) -> dict[str, str]:
+    def fixed_on_resume(self) -> dict[str, str]:
         """The settings that must not change when a run is resumed, as text."""
         free = (*RESUMABLE, "run")
         return {n: repr(v) for n, v in dataclasses.asdict(self).items() if n not in free}

@@ -29,19 +29,19 @@ def is_out_of_memory(reason: str) -> bool:
     return any(text in reason for text in OUT_OF_MEMORY)
 
 
-def lacked_memory(error: BaseException) -> bool:
+def is_memory_error(error: BaseException) -> bool:
     """Whether an error means that there was not enough memory."""
     mlx = type(error) is RuntimeError and is_out_of_memory(str(error))
     return mlx or isinstance(error, MemoryError)
 
 
 @contextlib.contextmanager
-def forgiving() -> Iterator[None]:
+def suppress_model_errors() -> Iterator[None]:
     """Suppress errors from a model's code, except those about too little memory."""
     try:
         yield
     except Exception as error:  # an architecture's code may raise anything
-        if lacked_memory(error):
+        if is_memory_error(error):
             raise
 
 

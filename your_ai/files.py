@@ -36,7 +36,7 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder, which becomes `target` if the block ends without an error.
 
     The files are synced before the rename. An existing `target` is replaced.
@@ -99,16 +99,16 @@ def open_to_append(path: Path) -> BinaryIO:
     return open(descriptor, "a+b", buffering=0)
 
 
-def read_text(path: Path, most_bytes: int, errors: str = "strict") -> str:
+def read_text(path: Path, max_bytes: int, errors: str = "strict") -> str:
     """Read a small text file in UTF-8.
 
-    Raises OSError also if it is not a regular file or has more than `most_bytes`, and
+    Raises OSError also if it is not a regular file or has more than `max_bytes`, and
     UnicodeDecodeError if it is not UTF-8.
     """
     with open_regular(path) as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise OSError(errno.EFBIG, f"has more than {most_bytes:,} bytes", str(path))
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, f"has more than {max_bytes:,} bytes", str(path))
     return data.decode("utf-8", errors)
 
 

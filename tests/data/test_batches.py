@@ -26,7 +26,7 @@ from your_ai.data.batches import (
     packed_length,
     padded_targets,
 )
-from your_ai.data.examples import Examples, Tally
+from your_ai.data.examples import Examples, RowCounts
 
 
 def make_examples(lengths: list[int], seed: int = 0) -> Examples:
@@ -38,7 +38,7 @@ def make_examples(lengths: list[int], seed: int = 0) -> Examples:
     trained[starts[1:] - 1] = True  # the end of an answer
     tokens = np.arange(1, starts[-1] + 1, dtype=np.uint32)
     weights = rng.choice(np.array([0, 0.25, 1, 3], np.float32), len(lengths))
-    return Examples(tokens, trained, starts, weights, Tally())
+    return Examples(tokens, trained, starts, weights, RowCounts())
 
 
 LENGTHS = st.integers(1, 30).flatmap(
@@ -331,7 +331,7 @@ def test_the_weight_of_many_targets_is_exact():
 
 def test_the_first_token_is_never_a_target():
     tokens, trained = np.arange(1, 4, dtype=np.uint32), np.ones(3, bool)
-    one = Examples(tokens, trained, np.array([0, 3]), np.ones(1, np.float32), Tally())
+    one = Examples(tokens, trained, np.array([0, 3]), np.ones(1, np.float32), RowCounts())
     batch = make_batch(one, np.array([0]), 1, bucket_edges(one.lengths - 1))
     assert batch.targets[: batch.trained_tokens].tolist() == [2, 3]
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.conftest import chat, write_rows
 from your_ai.data import examples
 from your_ai.data.encode import EncodedRow, Encoder
-from your_ai.data.examples import Examples, Tally, fit, load_examples
+from your_ai.data.examples import Examples, RowCounts, fit, load_examples
 from your_ai.data.rows import ROW_LIMIT, Row, RowLimit
 from your_ai.errors import UserError
 from your_ai.files import sha256
@@ -113,7 +113,7 @@ def test_each_piece_of_a_row_has_its_weight():
 
 
 def test_the_tally_counts_short_rows():
-    assert load(Plain(), *SHORT).tally == Tally(rows=3, examples=3, tokens=9, trained_tokens=4)
+    assert load(Plain(), *SHORT).tally == RowCounts(rows=3, examples=3, tokens=9, trained_tokens=4)
 
 
 def test_examples_are_memory_mapped():
@@ -441,7 +441,7 @@ LONG_ROWS = (
 
 def test_the_tally_counts_truncated_rows():
     loaded = load(Plain(), *LONG_ROWS, max_seq_length=3, too_long="truncate")
-    assert loaded.tally == Tally(
+    assert loaded.tally == RowCounts(
         rows=4, examples=3, truncated=3, dropped=1, tokens=9, trained_tokens=2 + 1 + 2
     )
 
@@ -450,7 +450,7 @@ def test_the_tally_counts_split_rows():
     loaded = load(Plain(), *LONG_ROWS, max_seq_length=3, too_long="split")
     # The pieces are tokens 1-3, 3-5 and 5-7. Of the second row only the last piece has a target,
     # of the third row the first and the last.
-    assert loaded.tally == Tally(
+    assert loaded.tally == RowCounts(
         rows=4, examples=7, split=3, dropped=3, tokens=3 + 2 + 6 + 9, trained_tokens=2 + 1 + 2 + 6
     )
 

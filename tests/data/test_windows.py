@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, proces
 from tokenizers import pre_tokenizers as pre
 
 from tests.conftest import DEMO_FOLDER
-from your_ai.data.windows import Sizes, Unjoinable, tokenize, tokenize_ids
+from your_ai.data.windows import CannotJoin, Sizes, tokenize, tokenize_ids
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -167,7 +167,7 @@ def test_a_text_without_a_split_gives_the_same_tokens(kind, run):
 
 @pytest.mark.parametrize("kind", ["unigram", "word-piece"])
 def test_windows_that_cannot_be_joined_safely_are_refused(kind):
-    with pytest.raises(Unjoinable):
+    with pytest.raises(CannotJoin):
         tokenize_ids(tokenizer(kind), "abc" * 20_000, False, SMALL)
 
 

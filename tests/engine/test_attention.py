@@ -19,7 +19,7 @@ from mlx_lm.generate import generate_step
 from tests.conftest import SMALL, make_model
 from your_ai.config import TrainConfig
 from your_ai.engine import attention as blockwise
-from your_ai.engine.attention import BlockwiseAttention, attention, put_blockwise, wanted
+from your_ai.engine.attention import BlockwiseAttention, attention, replace_attention, wanted
 from your_ai.nets import model
 from your_ai.nets.parts import Mask, arrays_of, parts_of, put, skeleton
 
@@ -244,14 +244,14 @@ def test_model_output_is_unchanged_by_put_blockwise(everywhere, architecture):
     network = network_of(architecture)
     tokens = mx.random.randint(0, 700, (2, 20))
     expected, names = network(tokens), [name for name, _ in tree_flatten(network.parameters())]
-    assert put_blockwise(network) == 2
+    assert replace_attention(network) == 2
     assert [name for name, _ in tree_flatten(network.parameters())] == names
     assert relative_error(network(tokens), expected) < 1e-5
 
 
 def test_packed_texts_equal_the_same_texts_in_separate_rows(everywhere):
     network = network_of("qwen3")
-    put_blockwise(network)
+    replace_attention(network)
     parts = parts_of(network, network.model.embed_tokens.as_linear)
     tokens = mx.random.randint(0, 700, (1, 20))
     packed = parts.run_blocks(tokens, SEGMENTS)
@@ -261,14 +261,14 @@ def test_packed_texts_equal_the_same_texts_in_separate_rows(everywhere):
 
 def test_unknown_attention_layers_are_not_replaced():
     network = network_of("gemma2")
-    assert put_blockwise(network) == 0
+    assert replace_attention(network) == 0
     assert not any(isinstance(m, BlockwiseAttention) for m in network.modules())
 
 
 def test_put_blockwise_twice_changes_nothing():
     network = network_of("llama")
-    assert put_blockwise(network) == 2
-    assert put_blockwise(network) == 0
+    assert replace_attention(network) == 2
+    assert replace_attention(network) == 0
 
 
 def test_generation_with_a_cache_is_unchanged(everywhere):
@@ -279,7 +279,7 @@ def test_generation_with_a_cache_is_unchanged(everywhere):
         return [int(token) for token, _ in steps]
 
     expected = generate()
-    put_blockwise(network)
+    replace_attention(network)
     assert generate() == expected
 
 
@@ -306,7 +306,7 @@ def test_adapters_inside_attention_get_equal_gradients(everywhere, tmp_path):
     def gradients(put: bool) -> dict[str, mx.array]:
         network, _ = model.load_base(tmp_path / "m", mx.float32)
         model.add_adapters(network, TrainConfig(lora_layers=2, lora_targets=("all-linear",)))
-        assert not put or put_blockwise(network, lean=True) == 3
+        assert not put or replace_attention(network, lean=True) == 3
         mx.random.seed(1)
         network.update(
             tree_map(lambda p: p + 0.05 * normal(*p.shape), network.trainable_parameters())
@@ -329,7 +329,7 @@ def test_skeleton_uses_the_arrays_put_into_it(monkeypatch, mask):
     one, other = network_of("llama").layers
     x = normal(1, 9, CONFIG["hidden_size"])
     expected = other(x, mask)
-    put_blockwise(one)
+    replace_attention(one)
     twin = skeleton(one)
     put(twin, arrays_of(other))
     assert relative_error(twin(x, mask), expected) < 1e-5

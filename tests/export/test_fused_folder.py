@@ -17,7 +17,7 @@ from tests.conftest import make_model, write_rows
 from tests.export.fused_runs import drawn_run
 from tests.modelfiles.large import MB, make_large, watched
 from your_ai.errors import UserError
-from your_ai.export.fused_folder import fuse, left_behind, work_of
+from your_ai.export.fused_folder import fuse, interrupted_message, work_of
 from your_ai.files import sha256
 from your_ai.hub.check import check_model
 from your_ai.modelfiles import shards
@@ -162,7 +162,7 @@ def test_fusing_continues_after_a_kill_to_the_same_bytes(tmp_path, trained, smal
     done = subprocess.run([sys.executable, "-c", KILLED], check=False)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    assert "run the same command to continue from 0.00 GB" in left_behind(tmp_path / "out")
+    assert "run the same command to continue from 0.00 GB" in interrupted_message(tmp_path / "out")
     steps = list(fuse(trained, tmp_path / "out", "dequantized"))
     assert 0 < steps[0].kept_bytes == steps[0].done_bytes < steps[0].total_bytes
     assert sums_of(tmp_path / "out") == wanted

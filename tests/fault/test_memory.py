@@ -256,7 +256,7 @@ def test_error_may_occur_anywhere_in_the_run(planned, undisturbed, monkeypatch, 
         ("allclose", "split"),
         ("allclose", "parts_of"),
         ("eval", "_agrees"),  # in the check of the head
-        ("eval", "try_out"),
+        ("eval", "check_forward_pass"),
     ],
 )
 def test_error_may_occur_while_the_model_loads(planned, monkeypatch, operation, inside):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.conftest import make_model
 from tests.generation.test_generate import Parrot, train_in
 from your_ai.config import build
-from your_ai.engine.weights import reads_its_vocabulary
+from your_ai.engine.weights import streams_vocabulary
 from your_ai.errors import RunError, UserError
 from your_ai.generation import chat, generate
-from your_ai.generation.chat import CacheMemory, ChatLine, Conversation, Talker, Turn
+from your_ai.generation.chat import CacheMemory, ChatLine, ChatSession, Conversation, Turn
 from your_ai.generation.generate import Sampling
 from your_ai.nets import model
 from your_ai.nets.saved_adapter import open_trained
@@ -29,12 +29,12 @@ def tokens_of(responses) -> list[int]:
     return [response.token for response in responses]
 
 
-def talker_of(folder: Path, **more) -> Talker:
+def talker_of(folder: Path, **more) -> ChatSession:
     network, tokenizer = model.load_base(folder, mx.float32)
-    return Talker(network, None, tokenizer, Sampling(max_tokens=9), **more)
+    return ChatSession(network, None, tokenizer, Sampling(max_tokens=9), **more)
 
 
-def talk(talker: Talker, forgets: bool, stop_after: int = 99) -> list[list[int]]:
+def talk(talker: ChatSession, forgets: bool, stop_after: int = 99) -> list[list[int]]:
     """The tokens of each answer in a conversation; forgets: start with an empty cache each time."""
     conversation, answers = Conversation("Be brief."), []
     for question in QUESTIONS:
@@ -93,7 +93,7 @@ def test_failed_answer_discards_the_cache(demo_tokenizer):
             return super().__call__(tokens, cache)
 
     parrot = Failing(demo_tokenizer, "one two three four")
-    talker = Talker(parrot, None, demo_tokenizer, Sampling())
+    talker = ChatSession(parrot, None, demo_tokenizer, Sampling())
     with pytest.raises(RunError):
         list(talker.answer(Conversation(), "Say it"))
     assert talker.memory.layers is None
@@ -146,11 +146,11 @@ def test_base_answers_with_the_same_conversation(run):
 
 def test_base_answers_with_streamed_weights(run, monkeypatch):
     held = chat.open_talker(open_trained(str(run.path)), Sampling(max_tokens=8))
-    monkeypatch.setattr(generate, "hold_generation", lambda *_: True)
+    monkeypatch.setattr(generate, "limit_generation", lambda *_: True)
     streamed = chat.open_talker(
         open_trained(str(run.path)), Sampling(max_tokens=8), max_memory_gb=1.0
     )
-    assert reads_its_vocabulary(streamed.model)
+    assert streams_vocabulary(streamed.model)
     for adapted in (True, False):
         answers = [t.answer(Conversation(), "Question 1", adapted) for t in (held, streamed)]
         assert tokens_of(answers[0]) == tokens_of(answers[1])

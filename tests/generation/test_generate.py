@@ -186,7 +186,7 @@ def test_sampling_values_out_of_range_are_refused(values):
 
 
 def test_find_base_returns_settings_and_model_folder(run, tiny_model):
-    config, base = generate.find_base(str(run.path))
+    config, base = generate.find_base_model(str(run.path))
     assert (config.run, base) == ("r", tiny_model)
 
 

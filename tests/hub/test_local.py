@@ -13,7 +13,7 @@ import pytest
 from tests.hub.conftest import NAME, REPO, model_files
 from tests.hub.server import Fault, Repo
 from your_ai.errors import UserError
-from your_ai.hub.download import download, lock_of, taken
+from your_ai.hub.download import download, open_lock, taken
 from your_ai.hub.find import models_root
 from your_ai.hub.local import local_models, remove_model
 
@@ -170,7 +170,7 @@ def test_a_link_to_a_model_is_not_removed(model):
 
 
 def test_a_model_is_not_removed_during_its_download(stopped):
-    with lock_of(models_root() / NAME) as lock:
+    with open_lock(models_root() / NAME) as lock:
         assert taken(lock)
         assert "is being downloaded; stop the download first" in refused(REPO)
     assert stopped.exists()

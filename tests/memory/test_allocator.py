@@ -99,7 +99,7 @@ import mlx.core as mx
 from your_ai.memory import allocator, probe
 
 mx.set_cache_limit(0)
-allocator.give_back_at_once()
+allocator.return_freed_buffers()
 mx.eval(mx.zeros(1_000_000))
 before = probe.process_bytes()
 kept = []
@@ -125,6 +125,6 @@ def test_freed_buffers_return_to_the_system():
 
 
 def test_give_back_at_once_can_be_called_twice():
-    allocator.give_back_at_once()
-    allocator.give_back_at_once()
+    allocator.return_freed_buffers()
+    allocator.return_freed_buffers()
     assert mx.ones(10).sum().item() == 10

@@ -18,7 +18,7 @@ from your_ai.memory.budget import (
     budget_of,
     budget_of_evaluation,
     demand_of,
-    hold_generation,
+    limit_generation,
     limit_of,
     python_bytes,
     row_limit,
@@ -188,7 +188,7 @@ def held(monkeypatch) -> list[tuple[int, int, int]]:
     """The arguments of each call of `allocator.hold`, which is replaced."""
     calls: list[tuple[int, int, int]] = []
     monkeypatch.setattr(allocator, "hold", lambda *sizes: calls.append(sizes))
-    monkeypatch.setattr(allocator, "give_back_at_once", lambda: None)
+    monkeypatch.setattr(allocator, "return_freed_buffers", lambda: None)
     return calls
 
 
@@ -212,13 +212,13 @@ def large() -> ModelFacts:
 
 
 def test_generation_keeps_weights_in_memory_if_they_fit(large, held):
-    assert not hold_generation(large, 512, 6, can_stream=True)
+    assert not limit_generation(large, 512, 6, can_stream=True)
     needed = HELD + LATER_BYTES + generation_bytes(large, 512) + large.weights_bytes
     assert held == [(6 * GB, needed, HELD + LATER_BYTES)]
 
 
 def test_generation_streams_weights_if_they_do_not_fit(large, held):
-    assert hold_generation(large, 512, 2, can_stream=True)
+    assert limit_generation(large, 512, 2, can_stream=True)
     streamed = weights_bytes(large, "streamed")
     needed = HELD + LATER_BYTES + generation_bytes(large, 512) + streamed
     assert held == [(2 * GB, needed, HELD + LATER_BYTES)]
@@ -227,11 +227,11 @@ def test_generation_streams_weights_if_they_do_not_fit(large, held):
 @pytest.mark.parametrize(("can_stream", "limit_gb"), [(True, 0.2), (False, 3)])
 def test_generation_error_names_a_limit_that_is_enough(large, held, can_stream, limit_gb):
     with pytest.raises(UserError, match="--max-tokens") as caught:
-        hold_generation(large, 512, limit_gb, can_stream)
+        limit_generation(large, 512, limit_gb, can_stream)
     text = str(caught.value)
     assert text.startswith(f"--max-memory {limit_gb}: generating with this model needs ")
     asked = float(text.split("needs ")[1].split(" GB")[0])
-    assert hold_generation(large, 512, asked, can_stream) == can_stream
+    assert limit_generation(large, 512, asked, can_stream) == can_stream
     assert len(held) == 1
 
 

@@ -25,15 +25,15 @@ from your_ai.memory.calibration import (
     extrapolated,
     next_shape,
 )
-from your_ai.memory.calibration_steps import is_certain, measured, settle
+from your_ai.memory.calibration_steps import is_certain, measure_and_choose, measured
 from your_ai.memory.estimate import Plan
 from your_ai.memory.plan import (
     ENGINES,
     Demand,
     choose,
     estimate_of,
+    estimate_rows,
     largest_shape,
-    of_rows,
     options,
 )
 
@@ -86,7 +86,7 @@ def settled(machine: Machine, demand: Demand, limit_bytes: int) -> tuple[Demand,
     for _ in range(8):
         choice = choose(demand, limit_bytes)
         before = choice.option.plan
-        demand, choice = settle(demand, choice, limit_bytes, 0, machine.peak_bytes)
+        demand, choice = measure_and_choose(demand, choice, limit_bytes, 0, machine.peak_bytes)
         plan = choice.option.plan
         if (plan.engine, plan.spill) == (before.engine, before.spill):
             return demand, plan
@@ -227,12 +227,12 @@ def test_unmeasured_engine_uses_the_ratio_of_the_other_family():
 def test_measurements_correct_the_estimates():
     demand = demand_of_two_lengths()
     plan = Plan("staged", 2048)
-    before = of_rows(demand, plan, 1, 512).work_bytes
+    before = estimate_rows(demand, plan, 1, 512).work_bytes
     peak = estimate_of(demand, plan, 1, 512, work_ratio=2.0, gradients_only=True).mlx_bytes
     found = measured(demand, plan, Shape(1, 512), peak)
     assert found.ratio == pytest.approx(2.0, rel=1e-3)
     corrected = replace(demand, calibration=Calibration((found,)))
-    assert of_rows(corrected, plan, 1, 512).work_bytes > 1.5 * before
+    assert estimate_rows(corrected, plan, 1, 512).work_bytes > 1.5 * before
 
 
 # The file

@@ -18,7 +18,7 @@ from tests.conftest import EXTRA, make_model
 from tests.headers import write_with_header
 from your_ai.config import TrainConfig
 from your_ai.doctor.shapes import SHAPES, make_shape
-from your_ai.gates.foreign import DTYPE_BITS
+from your_ai.gates.untrusted import DTYPE_BITS
 from your_ai.memory.facts import (
     ModelFacts,
     adapters_named,

@@ -22,7 +22,7 @@ from your_ai.memory.plan import (
     Demand,
     can_begin,
     choose,
-    of_rows,
+    estimate_rows,
     options,
     rounded_up,
     with_margin,
@@ -132,7 +132,7 @@ def test_every_bucket_fits_with_its_margin(data):
     option = choose(demand, data.draw(limits_for(demand))).option
     for tokens in demand.lengths:
         rows = option.plan.rows(tokens, demand.batch_size)
-        found = of_rows(demand, option.plan, rows, tokens)
+        found = estimate_rows(demand, option.plan, rows, tokens)
         assert with_margin(found) <= option.needed_bytes
 
 
@@ -394,7 +394,7 @@ def corrections(limit_bytes: int | None = None) -> Corrections:
 
 def measured(found: Corrections, rows: int, tokens: int, ratio: float) -> int:
     """The peak of a step whose work used `ratio` times its estimate."""
-    estimated = of_rows(found.demand, found.plan, rows, tokens)
+    estimated = estimate_rows(found.demand, found.plan, rows, tokens)
     return int(estimated.mlx_bytes + (ratio - 1) * estimated.work_bytes)
 
 

@@ -140,10 +140,10 @@ def test_missing_working_set_gives_none(device_info):
 # macOS, recorded
 
 
-def rusage_info(now_bytes: int, most_bytes: int) -> bytes:
+def rusage_info(now_bytes: int, max_bytes: int) -> bytes:
     """A struct rusage_info_v4: a UUID of 16 bytes, then 35 unsigned 64-bit words."""
     words = list(range(1, 36))
-    words[7], words[28] = now_bytes, most_bytes
+    words[7], words[28] = now_bytes, max_bytes
     return bytes(16) + struct.pack("=35Q", *words) + bytes(216)
 
 

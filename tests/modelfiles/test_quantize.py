@@ -23,7 +23,7 @@ from your_ai.errors import RunError, UserError
 from your_ai.files import sha256
 from your_ai.hub.check import check_model
 from your_ai.modelfiles import shards, unfinished
-from your_ai.modelfiles.quantize import RECORD, left_behind, quantize, work_of
+from your_ai.modelfiles.quantize import RECORD, interrupted_message, quantize, work_of
 from your_ai.modelfiles.shards import INDEX
 from your_ai.modelfiles.unfinished import locked
 from your_ai.nets.model import load_base
@@ -341,7 +341,7 @@ def test_work_with_other_bits_starts_over(tmp_path, source, small_shards):
 
 def test_interrupted_user_is_told_how_to_continue(tmp_path, source, small_shards, monkeypatch):
     target = tmp_path / "out"
-    assert left_behind(target).endswith("run the same command to start again")
+    assert interrupted_message(target).endswith("run the same command to start again")
     evaluate, calls = mx.eval, iter(range(1000))
 
     def interrupted(*arrays: mx.array) -> None:
@@ -352,7 +352,7 @@ def test_interrupted_user_is_told_how_to_continue(tmp_path, source, small_shards
     monkeypatch.setattr(shards.mx, "eval", interrupted)
     with pytest.raises(KeyboardInterrupt):
         written(source, target)
-    assert "run the same command to continue from 0.00 GB, or remove" in left_behind(target)
+    assert "run the same command to continue from 0.00 GB, or remove" in interrupted_message(target)
     monkeypatch.setattr(shards.mx, "eval", evaluate)
     assert next(quantize(source, target, 4)).kept_bytes > 0
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from your_ai.errors import UserError
-from your_ai.modelfiles.targets import check_target, unwritable
+from your_ai.modelfiles.targets import check_target, write_error
 
 
 @pytest.fixture
@@ -93,9 +93,9 @@ def test_unwritable_parent_folder_is_refused(tmp_path, monkeypatch):
     ],
 )
 def test_write_error_says_what_to_do(tmp_path, error, advice):
-    assert advice in str(unwritable(tmp_path, error))
+    assert advice in str(write_error(tmp_path, error))
 
 
 def test_write_error_says_how_to_continue():
-    full = unwritable("out", OSError(errno.ENOSPC, "No space left on device"), goes_on=True)
+    full = write_error("out", OSError(errno.ENOSPC, "No space left on device"), goes_on=True)
     assert "free some disk space, then run the same command to continue" in str(full)

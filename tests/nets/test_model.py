@@ -246,7 +246,7 @@ def test_model_that_fails_on_a_short_row_is_refused(tiny_model):
     config = TrainConfig(lora_layers=1, lora_dropout=0.5)
     network, _ = model.load_base(tiny_model, mx.float32)
     adapters = model.add_adapters(network, config)
-    model.try_out(network, adapters, config)
+    model.check_forward_pass(network, adapters, config)
     assert adapters.dropout_keys.current is None
 
     class Stepwise(nn.Module):
@@ -256,11 +256,11 @@ def test_model_that_fails_on_a_short_row_is_refused(tiny_model):
             return network.layers[-1].self_attn.q_proj(mx.zeros((1, 64)))
 
     with pytest.raises(UserError, match="--lora-dropout: not supported with these --lora-targets"):
-        model.try_out(Stepwise(), adapters, config)
+        model.check_forward_pass(Stepwise(), adapters, config)
     network.model.layers = []
     del network.model["norm"]
     with pytest.raises(UserError, match="the model fails on a short row"):
-        model.try_out(network, adapters, config)
+        model.check_forward_pass(network, adapters, config)
 
 
 # -- custom code in a model folder

@@ -19,7 +19,7 @@ from tests.engine.test_fused import chat, load, relative_error
 from tests.objectives.dpo import DPO
 from your_ai.data.batches import Batch, make_schedule
 from your_ai.data.encode import Encoder
-from your_ai.data.examples import Examples, Tally, load_examples
+from your_ai.data.examples import Examples, RowCounts, load_examples
 from your_ai.engine.build import build_engine
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import tensors_of
@@ -213,7 +213,7 @@ def test_groups_stay_together_in_any_batch(lengths, batch_size, pairs_per_step, 
     starts = np.cumsum([0, *sizes])
     text = np.repeat(np.arange(len(sizes), dtype=np.uint32), sizes)  # the token id is the row
     trained = np.ones(len(text), bool)
-    examples = Examples(text, trained, starts, np.ones(len(sizes), np.float32), Tally())
+    examples = Examples(text, trained, starts, np.ones(len(sizes), np.float32), RowCounts())
     schedule = make_schedule(
         examples, batch_size, 2 * pairs_per_step, seed, packed, rows_together=2
     )

@@ -16,7 +16,7 @@ from your_ai.publish import after_training as after
 from your_ai.run import events
 from your_ai.run.exits import USER
 from your_ai.run.folder import RunFolder
-from your_ai.run.stopping import noted_signals
+from your_ai.run.stopping import recorded_signals
 
 REPO = "someone/mine"
 NOTES = """
@@ -93,7 +93,7 @@ def test_a_log_that_cannot_be_written_is_an_error(run, child):
 
 def test_a_signal_ends_the_push(run, child):
     child("import time; time.sleep(60)")
-    with noted_signals() as received:
+    with recorded_signals() as received:
         kill = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
         kill.start()
         start = time.monotonic()

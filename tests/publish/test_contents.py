@@ -97,7 +97,7 @@ def test_the_adapter_that_is_sent_is_that_of_the_run(trained):
 def test_the_settings_that_are_sent_can_train_again(trained):
     folder = write(of_run(trained, REPO))
     config = build(read_yaml(folder / "config.yaml"), "test")
-    assert config.decisive() == trained.config.decisive()
+    assert config.fixed_on_resume() == trained.config.fixed_on_resume()
     assert (config.run, config.data, config.push_to) == ("", "", "")
 
 

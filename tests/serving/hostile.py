@@ -386,7 +386,7 @@ def main() -> None:
 def attack(port: int, server: psutil.Process, rng: random.Random, requests: int) -> int:
     """Send the requests and print the table; return the number of wrong answers."""
     assert is_well(port)
-    first_bytes = most_bytes = server.memory_info().rss
+    first_bytes = max_bytes = server.memory_info().rss
     answers, faults = defaultdict(list), []
     slow_ones = list(slow(rng)) if requests >= 20 else []
     with ThreadPoolExecutor(max(1, len(slow_ones))) as pool:
@@ -397,7 +397,7 @@ def attack(port: int, server: psutil.Process, rng: random.Random, requests: int)
             answer = send(port, hostile)
             answers[kind, answer.status].append(answer.seconds)
             faults += [fault(hostile, answer)]
-            most_bytes = max(most_bytes, server.memory_info().rss)
+            max_bytes = max(max_bytes, server.memory_info().rss)
             if not is_well(port):
                 faults.append(f"{hostile.name}: the server no longer answers")
                 break
@@ -410,7 +410,7 @@ def attack(port: int, server: psutil.Process, rng: random.Random, requests: int)
         shown = status or "left"
         print(f"{kind:<10}{shown:>8}{len(seconds):>10}{max(seconds):>10.2f}")
     print(f"worst latency {max(map(max, answers.values())):.2f} s")
-    megabytes = [size / 1e6 for size in (first_bytes, most_bytes, server.memory_info().rss)]
+    megabytes = [size / 1e6 for size in (first_bytes, max_bytes, server.memory_info().rss)]
     print("memory: {:.0f} MB at first, {:.0f} at the peak, {:.0f} at the end".format(*megabytes))
     print(f"wrong answers: {len(faults)}", *faults, sep="\n  ")
     return len(faults)

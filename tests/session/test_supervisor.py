@@ -23,8 +23,15 @@ from your_ai.errors import RunError, UserError
 from your_ai.run import events
 from your_ai.run.exits import CRASHED, DONE, FAILED, OUT_OF_MEMORY, RESTART, USER
 from your_ai.run.folder import RunFolder
-from your_ai.run.stopping import SIGNALS, Interrupted, noted_signals
-from your_ai.session.supervisor import Decision, Life, Lost, after_death, next_life, supervise
+from your_ai.run.stopping import SIGNALS, Interrupted, recorded_signals
+from your_ai.session.supervisor import (
+    Decision,
+    Life,
+    Lost,
+    after_death,
+    summarize_process,
+    supervise,
+)
 
 PATIENCE_S = 20.0
 
@@ -114,12 +121,12 @@ import sys
 from pathlib import Path
 
 from your_ai.run.folder import RunFolder
-from your_ai.run.stopping import Interrupted, noted_signals
+from your_ai.run.stopping import Interrupted, recorded_signals
 from your_ai.session.supervisor import supervise
 
 
 try:
-    with noted_signals() as received:
+    with recorded_signals() as received:
         sys.exit(supervise(RunFolder(Path(sys.argv[1])), received, command=sys.argv[2:]))
 except Interrupted as interrupted:
     print("before the first step")
@@ -141,7 +148,7 @@ def children(run: RunFolder, *lives: str) -> list[str]:
 
 
 def supervised(run: RunFolder, *lives: str) -> int:
-    with noted_signals() as received:
+    with recorded_signals() as received:
         return supervise(run, received, command=children(run, *lives))
 
 
@@ -511,14 +518,14 @@ LIMIT = events.Limit(limit_bytes=1000, reason="")
     ],
 )
 def test_memory_use_is_taken_from_the_last_samples(written, used, critical):
-    life = next_life(Life(), 0, -9, written)
+    life = summarize_process(Life(), 0, -9, written)
     assert (life.used, life.critical) == (used, critical)
 
 
 def test_repeated_checkpoint_does_not_count_as_new():
     before = Life(checkpoint=10, step=17)
     again = events.Checkpoint(step=5, folder="", seconds=1.0)
-    assert next_life(before, 0, -9, [again]).checkpoint == 10
+    assert summarize_process(before, 0, -9, [again]).checkpoint == 10
 
 
 KILLED = Life(status=-signal.SIGKILL, level=1, moved=True, step=17, checkpoint=10)

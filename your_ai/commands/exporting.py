@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_trained_with_note
 from your_ai.commands.progress import show_bytes
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, open_console
@@ -65,7 +65,7 @@ def export(
 
     target = default_target(find(run).name, to, fused, dtype) if out is None else out
     check_target(target, force, is_file=to == "gguf")
-    trained = open_noted(run, checkpoint, model)
+    trained = open_trained_with_note(run, checkpoint, model)
     spare_the_run(trained, trained.base, target)
     write(trained, target, to, fused, dtype, max_memory, force)
     echo(target)
@@ -113,7 +113,7 @@ def write(
         try:
             show_bytes("exporting", steps, open_console())
         except KeyboardInterrupt:
-            echo_error(huggingface.left_behind(target))
+            echo_error(huggingface.interrupted_message(target))
             raise
     elif fused:
         from your_ai.export import gguf

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_trained_with_note
 from your_ai.commands.progress import show_bytes
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, echo_json, open_console
@@ -56,13 +56,13 @@ def fuse(
 
     from your_ai.export import fused_folder as folder
 
-    trained = open_noted(run, checkpoint, model)
+    trained = open_trained_with_note(run, checkpoint, model)
     console = open_console(stderr=True)
     steps = folder.fuse(trained, out, to, dtype, max_memory, force)
     try:
         show_bytes("fusing", steps, console)
     except KeyboardInterrupt:
-        echo_error(folder.left_behind(out))
+        echo_error(folder.interrupted_message(out))
         raise
     found = measured(trained, out, to, max_memory, console) if measure else None
     if as_json:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_trained_with_note
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, echo_json
 from your_ai.gates.text import quoted, shortened
@@ -176,7 +176,7 @@ def chat(
     from your_ai.generation.generate import Sampling
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    trained = open_noted(run, checkpoint, model)
+    trained = open_trained_with_note(run, checkpoint, model)
     talker = chatting.open_talker(trained, sampling, max_memory)
     conversation = chatting.Conversation(system)
     talker.check(conversation)

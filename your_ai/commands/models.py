@@ -127,7 +127,7 @@ def quantize(
     try:
         show_bytes("quantizing", steps, open_console())
     except KeyboardInterrupt:
-        echo_error(quantize.left_behind(target))
+        echo_error(quantize.interrupted_message(target))
         raise
     echo(target)
 

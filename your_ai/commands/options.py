@@ -60,7 +60,7 @@ def with_settings(*first: inspect.Parameter) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def open_noted(run: str, checkpoint: str | None, model: str | None) -> Trained:
+def open_trained_with_note(run: str, checkpoint: str | None, model: str | None) -> Trained:
     """Call `open_trained`, and print its note for the user on stderr."""
     from your_ai.nets.saved_adapter import open_trained
 

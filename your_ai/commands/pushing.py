@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, open_noted
+from your_ai.commands.options import CHECKPOINT, MODEL, open_trained_with_note
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error
 
@@ -74,5 +74,5 @@ def gather(run: str, repo: str, checkpoint: str | None, model: str | None) -> Co
                 raise UserError(f"{name} {value}: only works with a run, and {run} is a folder")
         return of_folder(Path(run), repo)
 
-    trained = open_noted(run, checkpoint, model)
+    trained = open_trained_with_note(run, checkpoint, model)
     return of_run(trained, repo)

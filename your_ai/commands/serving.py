@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from your_ai.commands.generating import TEMPERATURE, TOP_P
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_noted
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_trained_with_note
 from your_ai.gates.console import echo, echo_error
 
 
@@ -42,14 +42,14 @@ def serve(
 ) -> None:
     """Serve a run over the OpenAI API, with mlx-lm's server."""
     from your_ai.generation.generate import Sampling
-    from your_ai.run.stopping import noted_signals
+    from your_ai.run.stopping import recorded_signals
     from your_ai.serving import server as serving
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     origins = serving.Origins(tuple(o.strip() for o in allowed_origins.split(",") if o.strip()))
-    trained = open_noted(run, checkpoint, model)
+    trained = open_trained_with_note(run, checkpoint, model)
     log_to_stderr(log_level)
-    with noted_signals() as received, serving.listen(host, port) as server:
+    with recorded_signals() as received, serving.listen(host, port) as server:
         provider = serving.RunProvider(trained, serving.options(sampling, origins))
         if not server.is_local:
             echo_error("warning: other machines can reach the model; anyone may use it")

@@ -18,7 +18,7 @@ from rich.text import Text
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo, echo_error, open_console
 from your_ai.gates.text import printable
-from your_ai.generation.chat import COMMANDS, Conversation, Responses, Talker, parse
+from your_ai.generation.chat import COMMANDS, ChatSession, Conversation, Responses, parse
 from your_ai.nets.saved_adapter import Trained
 
 WIDE = 72  # columns; a terminal this wide shows two answers side by side
@@ -94,7 +94,7 @@ def banner(trained: Trained) -> str:
     return f"{trained.folder.name}, step {trained.adapter.step}; {HINT}"
 
 
-def talk(talker: Talker, conversation: Conversation, greeting: str) -> None:
+def talk(talker: ChatSession, conversation: Conversation, greeting: str) -> None:
     """Answer the lines of standard input until it ends, or until /exit."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     screen = Screen(open_console(), interactive)
@@ -155,7 +155,7 @@ def read() -> Iterator[str]:
 
 
 def take(
-    talker: Talker, conversation: Conversation, line: str, screen: Screen
+    talker: ChatSession, conversation: Conversation, line: str, screen: Screen
 ) -> Conversation | None:
     """Return the conversation after a line; None if the line ends it."""
     typed = parse(line)
@@ -187,7 +187,9 @@ def take(
     return conversation
 
 
-def ask(talker: Talker, conversation: Conversation, question: str, screen: Screen) -> Conversation:
+def ask(
+    talker: ChatSession, conversation: Conversation, question: str, screen: Screen
+) -> Conversation:
     """Show the answer while it is generated; return the conversation with it."""
     talker.asked += 1
     answer = Answer(ADAPTER, talker.answer(conversation, question))

@@ -24,7 +24,7 @@ from your_ai.run.events import Record
 POLL_S = 0.25
 CLOCK_S = 1.0  # between two drawings without new events
 REPORT_EVERY_S = 5.0  # between the lines of steps
-PAUSE_KEY, GO_ON_KEY = "p pause", "p continue"
+PAUSE_KEY, CONTINUE_KEY = "p pause", "p continue"
 Style = Literal["screen", "notebook", "lines", "json"]
 
 
@@ -155,7 +155,7 @@ class Follower:
         if not is_new and size == self.drawn_size and abs(now - self.drawn_at) < CLOCK_S:
             return
         self.drawn_at, self.drawn_size = now, size
-        keys = self.keys.replace(PAUSE_KEY, GO_ON_KEY) if self.state.paused else self.keys
+        keys = self.keys.replace(PAUSE_KEY, CONTINUE_KEY) if self.state.paused else self.keys
         frame = screen(
             self.state, self.name, size.width, size.height, now, unicode=self.unicode, keys=keys
         )

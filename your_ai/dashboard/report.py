@@ -56,7 +56,7 @@ def write_report(records: Sequence[events.Record], name: str, config_text: str, 
         light=LIGHT,
         dark=DARK,
     )
-    write_whole(out, printable(page).encode())
+    write_atomically(out, printable(page).encode())
 
 
 def write_plots(records: Sequence[events.Record], folder: Path, name: str) -> list[Path]:
@@ -70,7 +70,7 @@ def write_plots(records: Sequence[events.Record], folder: Path, name: str) -> li
         file = io.BytesIO()
         if render(key, past, file, format="png", dpi=200, metadata={"Software": None}):
             written.append(folder / f"{name}-{key}.png")
-            write_whole(written[-1], file.getvalue())
+            write_atomically(written[-1], file.getvalue())
     return written
 
 
@@ -83,7 +83,7 @@ def require(*modules: str) -> None:
         raise UserError(text) from error
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     temporary = path.parent / f"{TEMPORARY}report-{os.getpid()}"
     try:
         path.parent.mkdir(exist_ok=True)

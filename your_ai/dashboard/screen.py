@@ -117,7 +117,7 @@ def condition(page: Page, state: ViewState, now: float) -> list[TextPart]:
         done = state.finished.reason == "done"
         style = "bold green" if done else "bold red"
         return [(f"{glyphs.ended} {'finished' if done else 'stopped'}", style)]
-    if state.is_lost:
+    if state.gave_up:
         return [(f"{glyphs.ended} died", "bold red")]
     if state.paused:
         return [(f"{glyphs.waiting} paused", "bold yellow")]
@@ -308,7 +308,7 @@ def late(state: ViewState, now: float) -> list[str]:
     step, usual_s, since = state.step, state.step_s, state.stepped_at
     if step is None or usual_s is None or since is None or step.step >= step.steps:
         return []
-    if state.finished or state.is_lost or state.paused or state.stage != "training":
+    if state.finished or state.gave_up or state.paused or state.stage != "training":
         return []
     waited_s = now - since
     if not waited_s > max(LATE_S, LATE * usual_s):

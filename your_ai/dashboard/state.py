@@ -88,7 +88,7 @@ class ViewState:
     actions: tuple[events.Action, ...] = ()
     notices: tuple[str, ...] = ()
     deaths: tuple[events.Died, ...] = ()
-    is_lost: bool = False
+    gave_up: bool = False
     """Whether the training process died and is not restarted."""
     paused: bool = False
     validation: events.Validation | None = None
@@ -157,7 +157,7 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
         case events.Gauges():
             return with_gauges(state, event, event.process_bytes)
         case events.Stage():
-            return {"stage": event.text, "finished": None, "paused": False, "is_lost": False}
+            return {"stage": event.text, "finished": None, "paused": False, "gave_up": False}
         case events.Notice():
             return {"notices": (*state.notices, event.text)[-KEPT:]}
         case events.Limit():
@@ -168,8 +168,8 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
             why = event.cause if event.kind in REPLANS else state.replanned
             return {"actions": (*state.actions, event)[-KEPT:], "replanned": why}
         case events.Died():
-            deaths, is_lost = (*state.deaths, event), event.level is None
-            return {"deaths": deaths, "replanned": event.reason, "is_lost": is_lost}
+            deaths, gave_up = (*state.deaths, event), event.level is None
+            return {"deaths": deaths, "replanned": event.reason, "gave_up": gave_up}
         case events.Started():
             fresh = dict.fromkeys(("smooth_loss", "tokens_per_s", "step_s", "finished"))
             return {**fresh, "steps_seen": 0, "started": event, "stage": "training"}

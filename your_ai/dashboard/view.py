@@ -100,7 +100,7 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
     finished = state.finished
     if finished is None:
         where = f" after step {state.step.step}" if state.step else ""
-        if state.is_lost:
+        if state.gave_up:
             parts.append(f"died{where}: {state.deaths[-1].reason}")
             return [*parts, "Continue with:", resuming(run)]
         return [*parts, f"ended{where} before it was finished. Continue with:", resuming(run)]

@@ -21,7 +21,7 @@ import numpy as np
 
 from your_ai.data.rows import ROW_LIMIT, Chat, Pair, Row, RowLimit, Text
 from your_ai.data.template import TEMPLATE_CHARACTERS, TemplateRefused, render
-from your_ai.data.windows import SIZES, Tokens, Unjoinable, tokenize, tokenize_ids
+from your_ai.data.windows import SIZES, CannotJoin, Tokens, tokenize, tokenize_ids
 from your_ai.errors import UserError
 from your_ai.gates.token_ids import check_ids
 
@@ -262,7 +262,7 @@ def naming(where: str) -> Iterator[None]:
         yield
     except TypeError as error:  # a JSON escape can be half of a surrogate pair
         raise UserError(f"{where}: contains half of a character (a lone \\ud8..)") from error
-    except Unjoinable as error:
+    except CannotJoin as error:
         raise UserError(
             f"{where}: this tokenizer cannot process the long text in parts; split the row"
         ) from error

@@ -20,7 +20,7 @@ import numpy as np
 from your_ai.data.encode import EncodedRow, Encoder
 from your_ai.data.rows import FLOAT32_MAX, Row, checked_sha256, read_rows
 from your_ai.errors import UserError
-from your_ai.files import sha256, whole_folder
+from your_ai.files import atomic_folder, sha256
 
 FORMAT = 2  # increase it when the encoding of rows changes, so that old caches are not used
 KEEP_CACHE_DAYS = 30
@@ -32,7 +32,7 @@ REPLACING_TRIES = 5
 
 
 @dataclass(frozen=True)
-class Tally:
+class RowCounts:
     """Counts of what happened to the rows of a file."""
 
     rows: int = 0
@@ -57,7 +57,7 @@ class Examples:
     """(n + 1,) int64: example i is [starts[i], starts[i + 1])."""
     weights: np.ndarray
     """(n,) float32."""
-    tally: Tally
+    tally: RowCounts
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -89,8 +89,15 @@ def load_examples(
     Raises UserError for a bad row; then nothing is left in the cache.
     """
     content = checked_sha256(path, encoder.limit)
-    decisive = [FORMAT, content, tokenizer_sha256, encoder.mask_prompt, max_seq_length, too_long]
-    key = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
+    fixed_on_resume = [
+        FORMAT,
+        content,
+        tokenizer_sha256,
+        encoder.mask_prompt,
+        max_seq_length,
+        too_long,
+    ]
+    key = hashlib.sha256(json.dumps(fixed_on_resume).encode()).hexdigest()[:32]
     folder = cache / "examples" / key
     examples = open_examples(folder)
     if examples is None or not has_tokens(examples, encoder.vocabulary):
@@ -99,7 +106,7 @@ def load_examples(
             for row in watch(read_rows(path, encoder.limit))
             for piece, outcome in fit(encoder.encode(row), max_seq_length, too_long, row.where)
         )
-        forget_old(folder.parent)
+        delete_unused(folder.parent)
         examples = write_examples(folder, pieces)
     if len(examples) == 0:
         raise UserError(
@@ -139,12 +146,12 @@ def write_examples(
     folder: Path, pieces: Iterator[tuple[EncodedRow | None, float, str]]
 ) -> Examples:
     """Write the pieces to a temporary folder, rename it to `folder`, and open it."""
-    counts = dict.fromkeys(asdict(Tally()), 0)
+    counts = dict.fromkeys(asdict(RowCounts()), 0)
     lengths, weights = array("q", [0]), array("f")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (
-            whole_folder(folder) as temporary,
+            atomic_folder(folder) as temporary,
             (temporary / "tokens.bin").open("wb") as tokens_file,
             (temporary / "trained.bin").open("wb") as trained_file,
         ):
@@ -199,7 +206,7 @@ def open_examples(folder: Path) -> Examples | None:
     try:
         with (folder / TALLY).open("rb") as file:
             content = json.loads(file.read(TALLY_BYTES))
-        tally = Tally(**content["tally"])
+        tally = RowCounts(**content["tally"])
         if not all(type(count) is int and count >= 0 for count in asdict(tally).values()):
             return None
         if content["sha256"] != {name: sha256(folder / name) for name in ARRAYS}:
@@ -220,7 +227,7 @@ def open_examples(folder: Path) -> Examples | None:
     if not can_be_trained(folder / "trained.bin", starts):
         return None
     with contextlib.suppress(OSError):
-        os.utime(folder)  # marks it as used, for `forget_old`
+        os.utime(folder)  # marks it as used, for `delete_unused`
     return Examples(tokens, trained, starts, weights, tally)
 
 
@@ -270,7 +277,7 @@ def map_array(path: Path, dtype: Any, size: int) -> np.ndarray:
     return np.memmap(path, dtype, mode="r") if size else np.zeros(0, dtype)
 
 
-def forget_old(folder: Path) -> None:
+def delete_unused(folder: Path) -> None:
     """Delete tokenized rows (private data!) and leftovers unused for KEEP_CACHE_DAYS."""
     oldest = time.time() - KEEP_CACHE_DAYS * 86400
     for entry in folder.iterdir() if folder.is_dir() else ():

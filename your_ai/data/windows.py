@@ -24,7 +24,7 @@ import numpy as np
 GROWTH = 8  # maximum factor by which windows grow
 
 
-class Unjoinable(Exception):
+class CannotJoin(Exception):
     """Two windows have no place where they can be joined, even at the maximum size."""
 
 
@@ -78,7 +78,7 @@ def tokenize(backend: Any, text: str, special: bool, sizes: Sizes = SIZES) -> To
 
     backend: from the `tokenizers` library, with truncation and padding off.
     special: add the tokenizer's special tokens, with offsets 0.
-    Raises Unjoinable for a long text that cannot be tokenized in windows, and TypeError for a text
+    Raises CannotJoin for a long text that cannot be tokenized in windows, and TypeError for a text
     with half of a surrogate pair.
     """
     return Tokens(*gathered(backend, text, special, sizes, ("ids", "starts", "ends")))
@@ -112,7 +112,7 @@ def gathered(
                 for name, buffer in zip(names, buffers, strict=True):
                     buffer += memoryview(getattr(part, name)).cast("B")
             break
-        except Unjoinable:
+        except CannotJoin:
             if grown.window >= GROWTH * sizes.window:
                 raise
             grown = Sizes(2 * grown.window, 4 * grown.overlap, grown.agreement)
@@ -141,7 +141,7 @@ def read_window(backend: Any, text: str, start: int, size: int) -> Window:
 
 
 def joined(backend: Any, text: str, sizes: Sizes) -> Iterator[Tokens]:
-    """Yield the tokens of a text in parts, window by window. Raises Unjoinable."""
+    """Yield the tokens of a text in parts, window by window. Raises CannotJoin."""
     is_bpe = type(backend.model).__name__ == "BPE" and not backend.model.dropout
     window, begin = read_window(backend, text, 0, sizes.window), 0
     while window.end < len(text):
@@ -172,7 +172,7 @@ def next_start(window: Window, sizes: Sizes) -> int:
 def find_join(first: Window, second: Window, agreement: int, is_bpe: bool) -> tuple[int, int]:
     """Find where to join two windows: the index, in each window, of the first token from `second`.
 
-    Raises Unjoinable if there is no such place.
+    Raises CannotJoin if there is no such place.
     """
     start = int(second.tokens.starts[0]) if len(second.tokens) else first.end
     middle = (start + first.end) // 2
@@ -180,7 +180,7 @@ def find_join(first: Window, second: Window, agreement: int, is_bpe: bool) -> tu
     before = agreeing(first.tokens, second.tokens, ours, theirs, -1)
     after = agreeing(first.tokens, second.tokens, ours, theirs, 1)
     if min(before, after) < agreement:
-        raise Unjoinable
+        raise CannotJoin
     near = np.arange(agreement - before, after - agreement + 1)  # far enough from differences
     both = first.splits[ours + near] & second.splits[theirs + near]
     if both.any():
@@ -188,7 +188,7 @@ def find_join(first: Window, second: Window, agreement: int, is_bpe: bool) -> tu
     elif is_bpe:
         shift = 0
     else:
-        raise Unjoinable
+        raise CannotJoin
     return ours + shift, theirs + shift
 
 
@@ -215,7 +215,7 @@ def added(backend: Any, text: str) -> tuple[Tokens, Tokens]:
     for count in range(extra + 1):
         if whole[count : count + len(plain)] == plain:
             return special_tokens(whole[:count]), special_tokens(whole[count + len(plain) :])
-    raise Unjoinable
+    raise CannotJoin
 
 
 def special_tokens(ids: list[int]) -> Tokens:

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from your_ai.config import TrainConfig, coerce, flag, nearest
 from your_ai.data.batches import Batch, RowsAt, make_schedule, micro_batches
-from your_ai.data.examples import Examples, Tally
+from your_ai.data.examples import Examples, RowCounts
 from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
@@ -233,7 +233,7 @@ def contest_batches(contest: Contest, tokens: np.ndarray, rows_at: RowsAt) -> li
     trained[:, -contest.targets :] = True
     starts = np.arange(len(tokens) + 1) * tokens.shape[1]
     weights = np.ones(len(tokens), np.float32)
-    examples = Examples(tokens.reshape(-1), trained.reshape(-1), starts, weights, Tally())
+    examples = Examples(tokens.reshape(-1), trained.reshape(-1), starts, weights, RowCounts())
     rows = np.arange(len(tokens))
     return list(micro_batches(examples, rows, rows_at, np.array([contest.seq_len])))
 
@@ -248,7 +248,7 @@ def updates_of(
     starts = np.cumsum([0, *rng.integers(SHORTEST, LONGEST + 1, SHORT_ROWS)])
     tokens = rng.integers(0, vocabulary, starts[-1], dtype=np.uint32)
     weights = np.ones(SHORT_ROWS, np.float32)
-    examples = Examples(tokens, np.ones(len(tokens), bool), starts, weights, Tally())
+    examples = Examples(tokens, np.ones(len(tokens), bool), starts, weights, RowCounts())
     if contender == "packed":
         return [make_schedule(examples, 1, SHORT_ROWS, 0, contest.seq_len).batches_of(0)]
     one_by_one = make_schedule(examples, 1, 1, 0)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from your_ai.files import whole_folder
+from your_ai.files import atomic_folder
 from your_ai.hub.architectures import GROUP_SIZE
 from your_ai.hub.registry import config_of, known
 from your_ai.rng import derive_seed
@@ -83,7 +83,7 @@ def make_shape(name: str, bits: int, dtype: str, folder: Path) -> Path:
         block = path.split("layers.")[1].split(".")[0] if "layers." in path else "rest"
         shards.setdefault(block, {})[path] = array
     folder.mkdir(parents=True, exist_ok=True)
-    with whole_folder(target) as temporary:
+    with atomic_folder(target) as temporary:
         for block, arrays in shards.items():
             save_arrays(temporary / f"model-{block}.safetensors", arrays)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -308,7 +308,7 @@ class BlockwiseAttention(nn.Module):
         return q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2)
 
 
-def put_blockwise(module: nn.Module, lean: bool = False) -> int:
+def replace_attention(module: nn.Module, lean: bool = False) -> int:
     """Replace the attention layers in `module` whose layout is known; return their number."""
     found = [
         (parent, name, child)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.engine.attention import put_blockwise
+from your_ai.engine.attention import replace_attention
 from your_ai.engine.compiled import Graphs
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.fused import fused_engine
@@ -76,17 +76,17 @@ def build_engine(
         if plan == "staged":
             vocabulary = stream_vocabulary(model, tensors or {})
         load(model)
-    found = taken_apart(model, blocks)
+    found = split_model(model, blocks)
     if vocabulary and (found.parts is None or not isinstance(found.head, LinearHead)):
         put_layers(model, vocabulary)
         load(model)
-        found = taken_apart(model, blocks)
+        found = split_model(model, blocks)
     halves, parts, head = found.halves, found.parts, found.head
     if not halves.hidden:
         notices.append(
             "the model cannot be split before its head: logits are computed for all tokens"
         )
-    if packing and (parts is None or not keeps_texts_apart(parts, model)):
+    if packing and (parts is None or not packing_is_exact(parts, model)):
         raise UserError(f"--packing: {NO_PARTS}, so packed texts would mix; train without it")
     if parts is None and plan == "streamed":
         raise UserError(f"--plan streamed: {NO_PARTS}; train with --plan fused")
@@ -104,7 +104,7 @@ def build_engine(
         )
         return Built(joined.engine(), plan, tuple(notices), store)
     if plan == "fused":
-        put_blockwise(model)
+        replace_attention(model)
         engine = fused_engine(model, halves, dropout_keys, objective, parts, head, graphs)
         return Built(engine, plan, tuple(notices))
     inputs = [] if spill is None else Spilled(spill)
@@ -121,7 +121,7 @@ def load(model: nn.Module) -> None:
     mx.eval(model.parameters())
 
 
-class TakenApart(NamedTuple):
+class SplitModel(NamedTuple):
     """A model split before its head, and split into blocks."""
 
     halves: Split
@@ -133,17 +133,17 @@ class TakenApart(NamedTuple):
     """0 if the model cannot be split before its head."""
 
 
-def taken_apart(model: nn.Module, blocks: list[nn.Module] | None) -> TakenApart:
+def split_model(model: nn.Module, blocks: list[nn.Module] | None) -> SplitModel:
     halves = split(model)
     if not halves.hidden:
-        return TakenApart(halves, None, halves.head, 0)
+        return SplitModel(halves, None, halves.head, 0)
     parts = parts_of(model, halves.head, blocks)
     hidden = halves.trunk(mx.zeros((1, 2), mx.int32))  # only its shape is used; never evaluated
     head = linear_head(halves.head, hidden.shape[-1], hidden.dtype) or halves.head
-    return TakenApart(halves, parts, head, hidden.shape[-1])
+    return SplitModel(halves, parts, head, hidden.shape[-1])
 
 
-def keeps_texts_apart(parts: Parts, model: nn.Module) -> bool:
+def packing_is_exact(parts: Parts, model: nn.Module) -> bool:
     """Whether two texts packed into one row give the same logits as each text alone.
 
     Runs the model's own blocks: the blocks of a streamed model read their weights and free them.

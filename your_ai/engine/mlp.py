@@ -193,7 +193,7 @@ def features_of_dropout(mlp: nn.Module, part: slice) -> Arrays:
     return {f"{OUTWARD}.dropout._features": mx.arange(part.start, part.stop, dtype=mx.uint32)}
 
 
-def put_sliced(block: nn.Module, dropout_keys: DropoutKeys) -> None:
+def replace_mlps(block: nn.Module, dropout_keys: DropoutKeys) -> None:
     """Replace the trained MLPs of a block with SlicedMLPs, where possible."""
     for name in ("mlp", "feed_forward"):
         child = block.get(name)

@@ -1,7 +1,7 @@
 """Load a model folder. Training, evaluation, generation, bench and doctor all load models here.
 
 Call `open_model`, then add adapters to its network (`nets.model.add_adapters`, or a saved
-adapter), then call `build.build_engine` to train or `for_answers` to generate.
+adapter), then call `build.build_engine` to train or `prepare_for_generation` to generate.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def open_model(folder: Path, dtype: mx.Dtype) -> Opened:
     return Opened(folder, network, config, dtype, tensors, can_stream(network, tensors))
 
 
-def for_answers(opened: Opened, streams: bool) -> nn.Module:
+def prepare_for_generation(opened: Opened, streams: bool) -> nn.Module:
     """Prepare the network for generation; streams: read weights from their files per token."""
     network = opened.network
     network.eval()

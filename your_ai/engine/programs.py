@@ -15,9 +15,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from your_ai.engine.attention import put_blockwise
+from your_ai.engine.attention import replace_attention
 from your_ai.engine.compiled import Graphs, GraphShape
-from your_ai.engine.mlp import put_sliced
+from your_ai.engine.mlp import replace_mlps
 from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.parts import Arrays, Call, Parts, arrays_of, put, skeleton, structure
 
@@ -56,9 +56,9 @@ def program(
 ) -> Program:
     """Make the program of a block; lean: save memory at the cost of time."""
     template = skeleton(block)
-    put_blockwise(template, lean)
+    replace_attention(template, lean)
     if lean:
-        put_sliced(template, dropout_keys)
+        replace_mlps(template, dropout_keys)
 
     def run(frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras) -> mx.array:
         put(template, frozen)

@@ -24,7 +24,7 @@ from your_ai.engine.fused import row_keys
 from your_ai.engine.prefix import Span, Store, assemble, missing, padded, spans_of
 from your_ai.engine.programs import Extras, Programs, frozen_arrays, trained_arrays
 from your_ai.engine.protocol import Engine
-from your_ai.engine.weights import reads_its_vocabulary
+from your_ai.engine.weights import streams_vocabulary
 from your_ai.nets.dora import dora_layers, norms_of
 from your_ai.nets.head import LinearHead
 from your_ai.nets.losses import Head
@@ -118,7 +118,7 @@ class Staged:
         self.dora = [dora_layers(block) for block in self.blocks]
         self.first = next(i for i, block in enumerate(self.blocks) if trained_arrays(block))
         self.frozen, self.trained = range(self.first), range(self.first, len(self.blocks))
-        self.reads_files = reads_its_vocabulary(model)
+        self.reads_files = streams_vocabulary(model)
         self.has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
         sample = parts.embed(mx.zeros((1, 1), mx.int32))  # only for its shape and dtype
         self.hidden_size, self.dtype = sample.shape[-1], sample.dtype

@@ -27,7 +27,7 @@ from mlx.utils import tree_flatten
 
 from your_ai.errors import RunError, UserError
 from your_ai.files import read_at
-from your_ai.gates.foreign import read_header
+from your_ai.gates.untrusted import read_header
 from your_ai.nets.dora import draw
 from your_ai.nets.head import HeadSlice, LinearHead, dense, part_of
 from your_ai.nets.parts import Arrays, StandIn, arrays_of, put
@@ -295,7 +295,7 @@ def put_layers(model: nn.Module, layers: dict[str, nn.Module]) -> None:
 
 
 @contextlib.contextmanager
-def answering(model: nn.Module) -> Iterator[None]:
+def last_position_only(model: nn.Module) -> Iterator[None]:
     """Compute logits only at the last position until the `with` block ends, for generation.
 
     A head in memory is lazy, so the logits of a prompt are never computed. A head in a file
@@ -311,5 +311,5 @@ def answering(model: nn.Module) -> Iterator[None]:
             layer.last_only = False
 
 
-def reads_its_vocabulary(model: nn.Module) -> bool:
+def streams_vocabulary(model: nn.Module) -> bool:
     return any(isinstance(module, StreamedLayer) for module in model.modules())

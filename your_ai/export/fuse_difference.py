@@ -20,7 +20,7 @@ from your_ai.data.batches import Batch, bucket_edges, micro_batches
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, load_examples
 from your_ai.data.rows import find_splits
-from your_ai.engine.opened import for_answers, open_model
+from your_ai.engine.opened import open_model, prepare_for_generation
 from your_ai.errors import UserError
 from your_ai.export.fused_weights import base_of
 from your_ai.gates.token_ids import vocabulary_of
@@ -142,7 +142,7 @@ def difference(trained: Trained, fused: Path, max_memory_gb: float | None = None
         networks[1].update(base.parameters())  # share the weights of the base
     put_adapter(networks[1], trained.adapter)
     for opened in models:
-        for_answers(opened, room.streams)
+        prepare_for_generation(opened, room.streams)
     halves = [split(network) for network in networks]
     sums = DifferenceSums()
     edges = bucket_edges(examples.lengths - 1)

@@ -48,9 +48,9 @@ def fuse(
     yield from write_model(lazy, source, work, settings, max_memory_gb, False, replaces=force)
 
 
-def left_behind(target: Path) -> str:
+def interrupted_message(target: Path) -> str:
     """The message for a user who interrupted `fuse`."""
-    return unfinished.left_behind(work_of(target))
+    return unfinished.interrupted_message(work_of(target))
 
 
 def work_of(target: Path) -> Work:

@@ -31,7 +31,7 @@ from your_ai.export.names import check_dense
 from your_ai.files import TEMPORARY, sync
 from your_ai.memory import allocator
 from your_ai.modelfiles.shards import WriteProgress, compute, hold_memory
-from your_ai.modelfiles.targets import unwritable
+from your_ai.modelfiles.targets import write_error
 from your_ai.modelfiles.unfinished import check_disk
 from your_ai.nets.model import load_network, load_tokenizer_of
 from your_ai.nets.saved_adapter import Trained, put_adapter
@@ -206,7 +206,7 @@ def writing(target: Path, described: Description) -> Iterator[GGUFWriter]:
             os.replace(path, target)
             sync(target.parent)
     except OSError as error:
-        raise unwritable(target, error) from error
+        raise write_error(target, error) from error
 
 
 @contextlib.contextmanager

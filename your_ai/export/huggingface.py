@@ -59,9 +59,9 @@ def write(
     )
 
 
-def left_behind(target: Path) -> str:
+def interrupted_message(target: Path) -> str:
     """The message for a user who interrupted `write`."""
-    return unfinished.left_behind(work_of(target))
+    return unfinished.interrupted_message(work_of(target))
 
 
 def work_of(target: Path) -> Work:

@@ -24,10 +24,10 @@ from your_ai.export import peft_config
 from your_ai.export.names import block_of, check_names, name_in_block
 from your_ai.export.peft import ADAPTER_MODEL, PREFIX, SUFFIXES
 from your_ai.files import sha256, sync
-from your_ai.gates.foreign import read_header, read_json
+from your_ai.gates.untrusted import read_header, read_json
 from your_ai.hub.find import Missing, find_model
 from your_ai.hub.fingerprint import fingerprint
-from your_ai.modelfiles.targets import unwritable
+from your_ai.modelfiles.targets import write_error
 from your_ai.nets import model
 from your_ai.nets.saved_adapter import Adapter, base_files, check_base, put_layers, read_adapter
 from your_ai.run import checkpoint, events, folder
@@ -66,7 +66,7 @@ def import_adapter(source: Path, base: str | None = None, name: str | None = Non
         raise UserError(
             f"{path}: is not a PEFT or mlx-lm adapter config; give the folder of such an adapter"
         )
-    found = find_base(source, base, named)
+    found = find_base_model(source, base, named)
     if settings is not None:
         check_names(found)
     network, _ = model.load_network(found, mx.float32)
@@ -82,7 +82,7 @@ def import_adapter(source: Path, base: str | None = None, name: str | None = Non
     return write(source, file, adapter, name)
 
 
-def find_base(source: Path, given: str | None, named: Any) -> Path:
+def find_base_model(source: Path, given: str | None, named: Any) -> Path:
     """The folder of the base model: `given`, or else the model that the adapter names."""
     if given is not None:
         return find_model(given)
@@ -257,7 +257,7 @@ def write(source: Path, file: Path, adapter: Adapter, name: str | None) -> RunFo
         cause = error.__cause__ or error
         number = getattr(cause, "errno", errno.ENOSPC)  # MLX gives no errno if the disk is full
         reason = OSError(number, getattr(cause, "strerror", None) or model.first_line(cause))
-        raise unwritable(target.path, reason) from error
+        raise write_error(target.path, reason) from error
     return target
 
 

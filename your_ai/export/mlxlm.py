@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from your_ai.files import whole_folder
-from your_ai.modelfiles.targets import unwritable
+from your_ai.files import atomic_folder
+from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained
 from your_ai.publish.card import CARD, exported_card
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, write_json
@@ -22,9 +22,9 @@ def write(trained: Trained, target: Path) -> None:
     if base is not None:  # never write the local path of the model
         config["model"] = base.repo
     try:
-        with whole_folder(target) as folder:
+        with atomic_folder(target) as folder:
             shutil.copyfile(trained.adapter.folder / ADAPTERS, folder / ADAPTERS)
             write_json(folder / ADAPTER_CONFIG, config)
             (folder / CARD).write_text(exported_card(trained, "adapter"), encoding="utf-8")
     except OSError as error:
-        raise unwritable(target, error) from error
+        raise write_error(target, error) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from your_ai.errors import UserError
-from your_ai.gates.foreign import read_json
+from your_ai.gates.untrusted import read_json
 from your_ai.memory.facts import BLOCK, entries_of
 from your_ai.nets.saved_adapter import Trained
 

@@ -20,9 +20,9 @@ from your_ai.export.names import (
     check_names,
     modules_of,
 )
-from your_ai.files import whole_folder
+from your_ai.files import atomic_folder
 from your_ai.hub.names import HubName
-from your_ai.modelfiles.targets import unwritable
+from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained
 from your_ai.publish.card import CARD, exported_card
 from your_ai.run.checkpoint import ADAPTER_CONFIG, save_arrays, write_json
@@ -44,12 +44,12 @@ def write(trained: Trained, target: Path) -> None:
     arrays = arrays_of(trained.adapter.layers)
     base = trained.hub_name
     try:
-        with whole_folder(target) as folder:
+        with atomic_folder(target) as folder:
             save_arrays(folder / ADAPTER_MODEL, arrays, "pt")
             write_json(folder / ADAPTER_CONFIG, config_of(trained, base))
             (folder / CARD).write_text(exported_card(trained, "peft"), encoding="utf-8")
     except OSError as error:
-        raise unwritable(target, error) from error
+        raise write_error(target, error) from error
 
 
 def arrays_of(layers: dict[str, dict[str, mx.array]]) -> dict[str, mx.array]:

@@ -1,6 +1,6 @@
 """A conversation with a run, and optionally with its base model for comparison.
 
-The conversation is a frozen `Conversation`. A `Talker` has the model and its KV cache, so only
+The conversation is a frozen `Conversation`. A `ChatSession` has the model and its KV cache, so only
 the new part of a conversation is prefilled.
 """
 
@@ -16,17 +16,17 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from your_ai.config import nearest
-from your_ai.engine.weights import put_layers, reads_its_vocabulary
+from your_ai.engine.weights import put_layers, streams_vocabulary
 from your_ai.errors import UserError
 from your_ai.generation.generate import (
     SEEDS,
     Message,
     Sampling,
+    check_text,
     context_tokens,
     load_run,
     prompt_tokens,
     respond,
-    whole_text,
     with_system,
 )
 from your_ai.nets.saved_adapter import Trained
@@ -93,14 +93,14 @@ def parse(line: str) -> ChatLine:
     """Parse an input line. Raises UserError for an unknown command."""
     line = line.rstrip()
     if not line.startswith("/"):
-        return ChatLine("", whole_text(line.strip(), "the question"))
+        return ChatLine("", check_text(line.strip(), "the question"))
     word, _, rest = line[1:].partition(" ")
     name = {"quit": "exit", "bye": "exit", "?": "help"}.get(word, word)
     known = {command.split()[0] for command in COMMANDS}
     if name not in known:
         hint = nearest(name, known) or "; /help lists them"
         raise UserError(f"/{word}: no such command{hint} (to send it as text, begin with a space)")
-    rest = whole_text(rest.strip(), f"/{word}")
+    rest = check_text(rest.strip(), f"/{word}")
     if name == "base" and rest not in ("", "on", "off"):
         raise UserError(f"/base {rest}: use /base, /base on or /base off")
     return ChatLine(name, rest)
@@ -162,7 +162,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass
-class Talker:
+class ChatSession:
     """The model of a run, its base model, and the KV cache of each."""
 
     model: nn.Module
@@ -180,7 +180,7 @@ class Talker:
 
     def check(self, conversation: Conversation) -> None:
         """Raise UserError if the conversation cannot be used, e.g. if the template refuses it."""
-        whole_text(conversation.system, "--system")
+        check_text(conversation.system, "--system")
         self.prompt(conversation, "Hello")
 
     def prompt(self, conversation: Conversation, question: str) -> list[int]:
@@ -223,7 +223,9 @@ class Talker:
         return count < self.sampling.max_tokens
 
 
-def open_talker(trained: Trained, sampling: Sampling, max_memory_gb: float | None = None) -> Talker:
+def open_talker(
+    trained: Trained, sampling: Sampling, max_memory_gb: float | None = None
+) -> ChatSession:
     """Load the model of a run for a conversation. Raises UserError like `load_run`."""
     most = context_tokens(trained.base)
     held = 0
@@ -232,6 +234,6 @@ def open_talker(trained: Trained, sampling: Sampling, max_memory_gb: float | Non
         held = 2 * most  # for the model and its base
     model, tokenizer = load_run(trained, True, max_memory_gb, held)
     base = None
-    if reads_its_vocabulary(model):  # streamed: the adapter cannot be turned off in its blocks
+    if streams_vocabulary(model):  # streamed: the adapter cannot be turned off in its blocks
         base, _ = load_run(trained, False, max_memory_gb, held)
-    return Talker(model, base, tokenizer, sampling, most)
+    return ChatSession(model, base, tokenizer, sampling, most)

@@ -19,14 +19,14 @@ from your_ai.config import TrainConfig
 from your_ai.data.encode import token_ids
 from your_ai.data.rows import decode_line, parse_turns, text_field
 from your_ai.data.template import TemplateRefused, render
-from your_ai.engine.opened import for_answers, open_model
-from your_ai.engine.weights import answering
-from your_ai.errors import RunError, UserError, lacked_memory
-from your_ai.gates.foreign import read_json
+from your_ai.engine.opened import open_model, prepare_for_generation
+from your_ai.engine.weights import last_position_only
+from your_ai.errors import RunError, UserError, is_memory_error
 from your_ai.gates.text import shortened
 from your_ai.gates.token_ids import EMBEDDINGS, HEADS, check_ids, rows_of, vocabulary_of
+from your_ai.gates.untrusted import read_json
 from your_ai.hub.find import find_model
-from your_ai.memory.budget import hold_generation
+from your_ai.memory.budget import limit_generation
 from your_ai.memory.facts import facts_of
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.modelfiles.quantized_copies import quantized_copy
@@ -115,14 +115,14 @@ def parse_prompt(row: dict, where: str) -> Prompt:
     if not messages:
         raise UserError(f"{where}: {key}: has only assistant messages; add a user message")
     for message in messages:
-        whole_text(text_field(message, "content", where), where)
+        check_text(text_field(message, "content", where), where)
     return Prompt(where, messages)
 
 
 def text_prompt(text: str, where: str) -> Prompt:
     if not text.strip():
         raise UserError(f"{where}: is empty; enter some text")
-    return Prompt(where, [{"role": "user", "content": whole_text(text, where)}])
+    return Prompt(where, [{"role": "user", "content": check_text(text, where)}])
 
 
 def decoded(data: bytes, where: str) -> str:
@@ -132,7 +132,7 @@ def decoded(data: bytes, where: str) -> str:
         raise UserError(f"{where}: is not UTF-8 text") from error
 
 
-def whole_text(text: str, where: str) -> str:
+def check_text(text: str, where: str) -> str:
     """Check a text and return it.
 
     Raises UserError for a lone surrogate, which tokenizers refuse, and for a text that is longer
@@ -154,7 +154,7 @@ def with_system(messages: list[Message], system: str) -> list[Message]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def find_base(run: str, base: str | None = None) -> tuple[TrainConfig, Path]:
+def find_base_model(run: str, base: str | None = None) -> tuple[TrainConfig, Path]:
     """The settings of a run and the folder of its base model; the run needs no adapter.
 
     base: the current location of the base model, if it has moved.
@@ -195,10 +195,10 @@ def load(
     streams = False
     if max_memory_gb is not None:
         facts = facts_of(base, dtype.size)
-        streams = hold_generation(facts, tokens, max_memory_gb, opened.can_stream)
+        streams = limit_generation(facts, tokens, max_memory_gb, opened.can_stream)
     if adapter is not None:
         put_adapter(model, adapter)
-    return for_answers(opened, streams), tokenizer
+    return prepare_for_generation(opened, streams), tokenizer
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def open_answerer(
         trained = open_trained(run, checkpoint, model)
         config, base, used, note = trained.config, trained.base, trained.adapter, trained.note
     else:
-        config, base = find_base(run, model)
+        config, base = find_base_model(run, model)
     network, tokenizer = load(config, base, used, max_memory_gb, room_tokens)
     return Answerer(network, tokenizer, context_tokens(base), note or "")
 
@@ -334,7 +334,7 @@ def respond(
     check_ids(prompt, vocabulary_of(model), tokenizer, "the prompt")
     mx.random.seed(sampling.seed)
     try:
-        with answering(model):
+        with last_position_only(model):
             yield from stream_generate(
                 model,
                 tokenizer,
@@ -345,7 +345,7 @@ def respond(
                 prompt_cache=cache,
             )
     except (RuntimeError, MemoryError) as error:
-        if not lacked_memory(error):
+        if not is_memory_error(error):
             raise
         raise RunError(
             f"out of memory ({first_line(error)}); use a shorter prompt, a smaller --max-tokens, "

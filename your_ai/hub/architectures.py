@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from your_ai.gates.foreign import DTYPE_BITS, Entry
+from your_ai.gates.untrusted import DTYPE_BITS, Entry
 
 GROUP_SIZE = 64  # MLX's default for quantized weights
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.errors import UserError
-from your_ai.gates.foreign import (
+from your_ai.gates.text import shown
+from your_ai.gates.untrusted import (
     INDEX_BYTES,
     JSON_BYTES,
     MB,
     Entry,
-    Excessive,
+    TooLarge,
     is_large,
     name_fault,
     parse_json,
@@ -24,8 +25,7 @@ from your_ai.gates.foreign import (
     read_header,
     read_json,
 )
-from your_ai.gates.text import shown
-from your_ai.hub.figures import check_figures
+from your_ai.hub.config_values import check_config_values
 
 AGAIN = "; download the model again"
 WEIGHTS = "model*.safetensors"
@@ -57,9 +57,9 @@ def check_model(folder: Path) -> dict[str, Any]:
     """
     config_path = folder / "config.json"
     config = read_json(config_path, "a model folder has one")
-    check_figures(config_path, config)
-    check_named(config_path, config)
-    check_beside(folder)
+    check_config_values(config_path, config)
+    check_references(config_path, config)
+    check_tokenizer_files(folder)
     shards = sorted(folder.glob(WEIGHTS))
     index = folder / INDEX
     if index.is_file():
@@ -81,7 +81,7 @@ def check_model(folder: Path) -> dict[str, Any]:
                     "keep only one of these files"
                 )
             entries[entry.name] = entry
-    check_figures(config_path, config, entries.values())
+    check_config_values(config_path, config, entries.values())
     return config
 
 
@@ -103,7 +103,7 @@ def indexed(index: Path) -> set[str]:
     return names
 
 
-def check_beside(folder: Path) -> None:
+def check_tokenizer_files(folder: Path) -> None:
     """Raise UserError for a tokenizer or config file that is too large, or names code or paths.
 
     transformers and mlx-lm read these files, open the files that they name, and import the
@@ -122,12 +122,12 @@ def check_beside(folder: Path) -> None:
             with contextlib.suppress(OSError, ValueError):
                 try:
                     content = parse_json(read_bytes(path, JSON_BYTES))
-                except Excessive as error:
+                except TooLarge as error:
                     raise UserError(f"{path}: cannot be read as JSON ({error})") from error
-                check_named(path, content)
+                check_references(path, content)
 
 
-def check_named(path: Path, content: Any) -> None:
+def check_references(path: Path, content: Any) -> None:
     """Raise UserError if a file of a model makes transformers or mlx-lm open or run other files."""
     if not isinstance(content, dict):
         return

@@ -22,11 +22,11 @@ from typing import BinaryIO, Literal
 from your_ai.config import DEMO
 from your_ai.errors import UserError
 from your_ai.files import sha256, sync
-from your_ai.gates.foreign import name_fault, read_json
 from your_ai.gates.text import shown
+from your_ai.gates.untrusted import name_fault, read_json
 from your_ai.hub import remote
 from your_ai.hub.check import AGAIN, can_run, check_model
-from your_ai.hub.figures import check_figures
+from your_ai.hub.config_values import check_config_values
 from your_ai.hub.find import cached_file, cached_model, models_root, repo_of
 from your_ai.hub.record import (
     RECORD,
@@ -118,7 +118,7 @@ def downloading(
     record = read_record(target) if found else None
     listing = yield from ask(at, repo, record.revision if record is not None else asked)
 
-    with lock_of(target) as lock:
+    with open_lock(target) as lock:
         while not taken(lock):
             yield replace(at, doing="waiting")
             time.sleep(POLL_S)
@@ -195,7 +195,7 @@ def faults_of(
 
 
 @contextlib.contextmanager
-def lock_of(target: Path) -> Iterator[BinaryIO]:
+def open_lock(target: Path) -> Iterator[BinaryIO]:
     """Open the lock file for downloads into `target`."""
     path = target.with_name(f"{LOCK}{target.name}")
     with writing(target):
@@ -222,7 +222,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise remote.unwritable(path, error) from error
+        raise remote.write_error(path, error) from error
 
 
 def ask(at: DownloadProgress, repo: str, asked: str) -> Generator[DownloadProgress, None, Listing]:
@@ -365,7 +365,7 @@ def check_type(listing: Listing, folder: Path) -> None:
         if not can_run(kind):
             text = shown(kind)
             raise UserError(f"{listing.repo}: has model_type {text}, which mlx-lm does not support")
-        check_figures(folder / "config.json", config)
+        check_config_values(folder / "config.json", config)
     except UserError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -417,7 +417,7 @@ def fetch_part(
                 yield replace(at, done_bytes=before + done)
         except UserError as error:
             raise UserError(
-                f"{error}; {going_on(at.name, before + part_size(part, file))}"
+                f"{error}; {how_to_continue(at.name, before + part_size(part, file))}"
             ) from error
         except Exception as error:  # of any class: errors of the HTTP library are not wrapped
             if not is_passing(error):
@@ -428,7 +428,7 @@ def fetch_part(
             if failures >= (FEW if never else len(WAITS_S)):
                 raise UserError(
                     f"{at.name}: {reason_of(error)}, {failures} times in a row; "
-                    f"{going_on(at.name, before + now)}"
+                    f"{how_to_continue(at.name, before + now)}"
                 ) from error
             wait_s = WAITS_S[failures]
             note = f"{file.name}: {reason_of(error)}; trying again in {wait_s:g} s"
@@ -436,7 +436,7 @@ def fetch_part(
             time.sleep(wait_s)
 
 
-def going_on(name: str, kept_bytes: int) -> str:
+def how_to_continue(name: str, kept_bytes: int) -> str:
     """Say how much of a stopped download is kept, and how to continue it."""
     return f"{size_text(kept_bytes)} are kept; continue with: your_ai download {name}"
 

@@ -13,9 +13,9 @@ from typing import Literal
 from your_ai.config import DEMO
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
-from your_ai.gates.foreign import read_json
+from your_ai.gates.untrusted import read_json
 from your_ai.hub.check import can_run
-from your_ai.hub.download import INCOMPLETE, lock_of, taken
+from your_ai.hub.download import INCOMPLETE, open_lock, taken
 from your_ai.hub.find import FOLDER, REPO, cached_model, model_roots, put_model
 from your_ai.hub.record import RECORD, fault_of, read_record
 from your_ai.hub.registry import alias_of, known, size_text
@@ -177,7 +177,7 @@ def remove_folders(folder: Path, incomplete: Path) -> int:
     root = folder.parent
     clean(root, older_than_s=HOUR_S)  # leftovers of a removal that was killed
     freed = 0
-    with lock_of(folder) as lock:
+    with open_lock(folder) as lock:
         if not taken(lock):
             raise UserError(f"{folder}: is being downloaded; stop the download first")
         for path in (folder, incomplete):

@@ -16,7 +16,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
-from your_ai.hub.download import DownloadProgress, going_on
+from your_ai.hub.download import DownloadProgress, how_to_continue
 from your_ai.hub.registry import size_text
 
 LINE_PERCENT = 10  # progress between two lines, when there is no bar
@@ -41,7 +41,7 @@ def show(steps: Generator[DownloadProgress, None, Path], console: Console) -> Pa
                 shown(last)
     except KeyboardInterrupt:
         if last is not None:
-            text = f"stopped; {going_on(last.name, last.done_bytes)}"
+            text = f"stopped; {how_to_continue(last.name, last.done_bytes)}"
             console.print(text, markup=False, highlight=False)
         raise
 

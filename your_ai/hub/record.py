@@ -9,7 +9,7 @@ from pathlib import Path
 
 from your_ai.errors import UserError
 from your_ai.files import sha256
-from your_ai.gates.foreign import INDEX_BYTES, is_hash, name_fault, read_json
+from your_ai.gates.untrusted import INDEX_BYTES, is_hash, name_fault, read_json
 from your_ai.hub.check import AGAIN, check_model, has_tokenizer
 
 RECORD = ".your_ai.json"

@@ -18,8 +18,8 @@ from typing import Any
 
 from your_ai.errors import UserError
 from your_ai.files import write_at
-from your_ai.gates.foreign import MB, clash, is_hash, name_fault, parse_json, path_fault
 from your_ai.gates.text import shown
+from your_ai.gates.untrusted import MB, clash, is_hash, name_fault, parse_json, path_fault
 from your_ai.hub.check import WEIGHTS, found_instead, has_tokenizer
 from your_ai.hub.find import WANTED
 
@@ -262,7 +262,7 @@ def receive(listing: Listing, file: RemoteFile, part: Path) -> Iterator[int]:
     try:
         opened = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
-        raise unwritable(part, error) from error
+        raise write_error(part, error) from error
     try:
         done = os.fstat(opened).st_size
         headers = build_hf_headers()
@@ -280,7 +280,7 @@ def receive(listing: Listing, file: RemoteFile, part: Path) -> Iterator[int]:
                 try:
                     write_at(opened, memoryview(chunk), done)
                 except OSError as error:
-                    raise unwritable(part, error) from error
+                    raise write_error(part, error) from error
                 done += len(chunk)
                 yield done
     finally:
@@ -289,7 +289,7 @@ def receive(listing: Listing, file: RemoteFile, part: Path) -> Iterator[int]:
         raise Cut(f"the hub sent only {done} of {file.size_bytes} bytes of {file.name}")
 
 
-def unwritable(path: Path, error: OSError) -> UserError:
+def write_error(path: Path, error: OSError) -> UserError:
     return UserError(f"{path}: cannot be written ({error.strerror})")
 
 

@@ -15,7 +15,7 @@ CACHE_SHARE = 0.5
 TIGHT = 0.5  # share of the limit; above it, glibc must return freed buffers immediately
 
 
-def give_back_at_once() -> None:
+def return_freed_buffers() -> None:
     """Make glibc return large buffers to the system as soon as they are freed.
 
     By default glibc raises its threshold whenever a large buffer is freed, and keeps buffers
@@ -53,6 +53,6 @@ def hold(limit_bytes: int, needed_bytes: int, beside_bytes: int) -> None:
     of the limit, glibc keeps no freed buffers either.
     """
     if needed_bytes > TIGHT * limit_bytes:
-        give_back_at_once()
+        return_freed_buffers()
     mx.set_memory_limit(max(1, limit_bytes - beside_bytes))
     mx.set_cache_limit(int(max(0, limit_bytes - needed_bytes) * CACHE_SHARE))

@@ -228,7 +228,9 @@ def budget_of_evaluation(
     return Budget(limit, demand, choose(demand, limit.limit_bytes))
 
 
-def hold_generation(facts: ModelFacts, tokens: int, max_memory_gb: float, can_stream: bool) -> bool:
+def limit_generation(
+    facts: ModelFacts, tokens: int, max_memory_gb: float, can_stream: bool
+) -> bool:
     """Limit MLX's memory for generation; return whether the weights must be streamed.
 
     tokens: tokens of prompt and completion together.

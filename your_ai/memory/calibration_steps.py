@@ -36,7 +36,7 @@ Measure = Callable[[Plan, Shape], int]  # the peak of MLX's buffers, in bytes
 Note = Callable[[Measurement], None]
 
 
-def settle(
+def measure_and_choose(
     demand: Demand,
     choice: Choice,
     limit_bytes: int,

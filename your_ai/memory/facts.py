@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from your_ai.gates.foreign import BLOCK, EXPERT, Entry, read_header, read_json
+from your_ai.gates.untrusted import BLOCK, EXPERT, Entry, read_header, read_json
 from your_ai.hub.architectures import GROUP_SIZE, tensor_bytes, tensors_of_config
-from your_ai.hub.figures import HEADS, HIDDEN
+from your_ai.hub.config_values import HEADS, HIDDEN
 
 # Tensors next to the text model in files of other libraries; mlx-lm ignores them.
 LEFT_OUT = re.compile(r"(?:^|\.)(?:vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")

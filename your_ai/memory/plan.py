@@ -116,7 +116,7 @@ def largest(demand: Demand, plan: Plan) -> Estimate:
     found = []
     for tokens in demand.lengths:
         rows = plan.rows(tokens, demand.batch_size)
-        found.append(of_rows(demand, plan, rows, tokens))
+        found.append(estimate_rows(demand, plan, rows, tokens))
     return max(found, key=with_margin)
 
 
@@ -126,7 +126,7 @@ def largest_shape(demand: Demand, plan: Plan) -> Shape:
     return max(shapes, key=lambda shape: (shape.size, shape.tokens))
 
 
-def of_rows(demand: Demand, plan: Plan, rows: int, tokens: int) -> Estimate:
+def estimate_rows(demand: Demand, plan: Plan, rows: int, tokens: int) -> Estimate:
     """The estimate of a micro-batch, corrected by the measurements on this machine."""
     ratio = ratio_of(demand, plan, Shape(rows, tokens))
     return estimate_of(demand, plan, rows, tokens, work_ratio=ratio)
@@ -229,7 +229,11 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
             return Choice(option, level, smaller, above[-1] if above else None)
     fitting = [option for option in every if option.needed_bytes <= limit_bytes]
     fitting = [option for option in fitting if can_begin(demand, option, limit_bytes)] or fitting
-    fitting = fitting or untried(demand, every, limit_bytes) or exactly(demand, every, limit_bytes)
+    fitting = (
+        fitting
+        or unmeasured(demand, every, limit_bytes)
+        or fits_exactly(demand, every, limit_bytes)
+    )
     if not fitting:
         raise UserError(refusal(demand, every, limit_bytes))
     ladder = descending(every[every.index(fitting[0]) :])
@@ -257,7 +261,7 @@ def can_begin(demand: Demand, option: Option, limit_bytes: int) -> bool:
     return found.process_bytes + (times - 1) * grows <= limit_bytes
 
 
-def untried(demand: Demand, every: list[Option], limit_bytes: int) -> list[Option]:
+def unmeasured(demand: Demand, every: list[Option], limit_bytes: int) -> list[Option]:
     """The smallest option of an engine without measurements, if its uncorrected estimate fits.
 
     Measurements of other engines are not a reason to refuse it.
@@ -273,7 +277,7 @@ def untried(demand: Demand, every: list[Option], limit_bytes: int) -> list[Optio
     return sorted(found, key=lambda option: option.needed_bytes)[:1]
 
 
-def exactly(demand: Demand, every: list[Option], limit_bytes: int) -> list[Option]:
+def fits_exactly(demand: Demand, every: list[Option], limit_bytes: int) -> list[Option]:
     """The smallest option, if its engine was measured and it fits without safety margins."""
     least = min(every, key=lambda option: option.needed_bytes)
     known = bool(demand.calibration.of(least.plan.engine)) and demand.before_bytes <= limit_bytes
@@ -345,7 +349,7 @@ class Corrections:
 
     def learn(self, rows: int, tokens: int, measured_mlx_bytes: int) -> bool:
         """Record a measured peak; return whether it raised the ratio of this bucket."""
-        found = of_rows(self.demand, self.plan, rows, tokens)
+        found = estimate_rows(self.demand, self.plan, rows, tokens)
         held = found.mlx_bytes - found.work_bytes
         ratio = (measured_mlx_bytes - held) / max(1, found.work_bytes)
         more = ratio > self.ratios.get(tokens, -math.inf)
@@ -366,6 +370,6 @@ class Corrections:
 
     def expected_bytes(self, rows: int, tokens: int) -> int:
         """The estimated peak of the process, corrected by the measured ratios."""
-        found = of_rows(self.demand, self.plan, rows, tokens)
+        found = estimate_rows(self.demand, self.plan, rows, tokens)
         excess = max(0.0, self.ratio(tokens) - 1) * found.work_bytes
         return int(found.process_bytes + excess)

@@ -51,9 +51,9 @@ def quantize(
     yield from quantize_into(source, target, bits, group_size, max_memory_gb, force, waits=False)
 
 
-def left_behind(target: Path) -> str:
+def interrupted_message(target: Path) -> str:
     """The message for a user who has interrupted `quantize`."""
-    return unfinished.left_behind(work_of(target))
+    return unfinished.interrupted_message(work_of(target))
 
 
 def work_of(target: Path) -> Work:

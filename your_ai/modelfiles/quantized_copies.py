@@ -23,7 +23,7 @@ from your_ai.hub.find import store
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.modelfiles.quantize import RECORD, check_source, quantize_into, work_of
 from your_ai.modelfiles.shards import WriteProgress
-from your_ai.modelfiles.targets import unwritable
+from your_ai.modelfiles.targets import write_error
 from your_ai.modelfiles.unfinished import locked, read_record
 
 KEEP_DAYS = 30
@@ -49,7 +49,7 @@ def make_copy(
     """
     check_source(source, bits, GROUP_SIZE)
     target = place_of_copy(source, bits)
-    forget_old(target.parent, but=target)
+    delete_unused(target.parent, but=target)
     if not use(target):
         yield from quantize_into(source, target, bits, GROUP_SIZE, max_memory_gb, force, waits=True)
 
@@ -78,11 +78,11 @@ def use(folder: Path) -> bool:
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise unwritable(folder, error, goes_on=True) from error
+        raise write_error(folder, error, goes_on=True) from error
     return False
 
 
-def forget_old(folder: Path, but: Path) -> None:
+def delete_unused(folder: Path, but: Path) -> None:
     """Delete the copies, complete or not, that were not used for a month."""
     oldest = time.time() - KEEP_DAYS * 86400
     for path in folder.iterdir() if folder.is_dir() else ():

@@ -29,9 +29,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
-from your_ai.errors import RunError, UserError, lacked_memory
+from your_ai.errors import RunError, UserError, is_memory_error
 from your_ai.files import sha256, sync
-from your_ai.gates.foreign import leaves
+from your_ai.gates.untrusted import leaves
 from your_ai.hub.check import check_model
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory import allocator
@@ -39,7 +39,7 @@ from your_ai.memory.budget import limit_of, python_bytes
 from your_ai.memory.facts import entries_of
 from your_ai.memory.plan import rounded_up
 from your_ai.memory.sample import in_gb
-from your_ai.modelfiles.targets import check_target, unwritable
+from your_ai.modelfiles.targets import check_target, write_error
 from your_ai.modelfiles.unfinished import Work, check_disk, finished_shards, locked, write_record
 from your_ai.nets.model import first_line, load_tokenizer_of, positions_of
 from your_ai.run.checkpoint import save_arrays
@@ -133,7 +133,7 @@ def write_model(
             finish(source, work.folder, lazy, shards, tokenizer)
             put_in_place(work, replaces)
     except OSError as error:
-        raise unwritable(target, error, goes_on=True) from error
+        raise write_error(target, error, goes_on=True) from error
 
 
 def cut(sizes: dict[str, int]) -> dict[str, list[str]]:
@@ -219,7 +219,7 @@ def compute(source: Path, array: mx.array) -> None:
     try:
         mx.eval(array)
     except RuntimeError as error:
-        if lacked_memory(error):
+        if is_memory_error(error):
             raise UserError(f"{source}: not enough memory; close other programs") from error
         raise RunError(
             f"{source}: can no longer be read ({first_line(error)}); restore its files, then run "

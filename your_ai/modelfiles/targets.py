@@ -52,7 +52,7 @@ def is_replaceable(folder: Path) -> bool:
     return not found or (marked and weighty and known)
 
 
-def unwritable(target: Path, error: OSError, goes_on: bool = False) -> UserError:
+def write_error(target: Path, error: OSError, goes_on: bool = False) -> UserError:
     """The error for a target that cannot be written; goes_on: the same command can continue."""
     full = error.errno == errno.ENOSPC or "No space" in str(error)
     again = ", then run the same command to continue" if goes_on else ", then try again"

@@ -19,7 +19,7 @@ from typing import Any
 
 from your_ai.errors import UserError
 from your_ai.files import sha256, sync
-from your_ai.gates.foreign import JSON_BYTES, is_hash, name_fault, parse_json, read_bytes
+from your_ai.gates.untrusted import JSON_BYTES, is_hash, name_fault, parse_json, read_bytes
 from your_ai.memory.plan import rounded_up
 from your_ai.memory.sample import in_gb
 
@@ -154,7 +154,7 @@ def check_disk(target: Path, needed_bytes: int) -> None:
         )
 
 
-def left_behind(work: Work) -> str:
+def interrupted_message(work: Work) -> str:
     """The message for a user who has interrupted the work."""
     if not read_record(work.record)["shards"]:
         return f"{work.target}: stopped; run the same command to start again"

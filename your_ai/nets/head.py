@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.errors import forgiving
+from your_ai.errors import suppress_model_errors
 from your_ai.memory.sizes import HEAD_SLICE_BYTES
 
 DENSE = (nn.Linear, nn.Embedding)
@@ -191,7 +191,7 @@ def linear_head(head: nn.Module, hidden_size: int, dtype: mx.Dtype) -> LinearHea
     """
     hidden = mx.random.normal((5, hidden_size), key=mx.random.key(0)).astype(dtype)
     for path in _candidates(head):
-        with forgiving():  # an architecture with another layout
+        with suppress_model_errors():  # an architecture with another layout
             found = _taken_apart(head, path, hidden)
             if _agrees(found, head, hidden):
                 return found

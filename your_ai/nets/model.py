@@ -24,11 +24,11 @@ from transformers import dynamic_module_utils
 
 from your_ai.config import DEFAULT_LAYERS, TrainConfig, nearest
 from your_ai.data.batches import MULTIPLE
-from your_ai.errors import UserError, forgiving, lacked_memory
-from your_ai.gates.foreign import read_json
+from your_ai.errors import UserError, is_memory_error, suppress_model_errors
 from your_ai.gates.text import shortened, shown
 from your_ai.gates.token_ids import rows_of, vocabulary_of
-from your_ai.hub.check import check_beside, check_model
+from your_ai.gates.untrusted import read_json
+from your_ai.hub.check import check_model, check_tokenizer_files
 from your_ai.nets.dora import put_dora
 from your_ai.rng import derive_seed
 
@@ -63,7 +63,7 @@ def load_tokenizer_of(folder: Path, eos_token_ids: Any = None) -> Any:
 
     Raises UserError if it cannot be loaded.
     """
-    check_beside(folder)
+    check_tokenizer_files(folder)
     try:
         check_class(folder)
         options = {"trust_remote_code": False}
@@ -395,7 +395,7 @@ def text_of_shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else " x ".join(map(str, shape))
 
 
-def try_out(model: nn.Module, adapters: Adapters, config: TrainConfig) -> None:
+def check_forward_pass(model: nn.Module, adapters: Adapters, config: TrainConfig) -> None:
     """Run the model on a short row, as in training. Raises UserError if it fails."""
     model.train()
     tokens = mx.arange(TRIED_TOKENS)[None]
@@ -403,7 +403,7 @@ def try_out(model: nn.Module, adapters: Adapters, config: TrainConfig) -> None:
     try:
         mx.eval(model(tokens))
     except Exception as error:  # the code of an architecture may raise any type
-        if lacked_memory(error):
+        if is_memory_error(error):
             raise
         if config.lora_dropout > 0 and "dropout" in str(error):
             what = f"--lora-dropout: not supported with these --lora-targets ({first_line(error)})"
@@ -442,7 +442,7 @@ def split(model: nn.Module) -> Split:
     result differs from the model's logits, the whole model is the trunk.
     """
     tokens = mx.arange(4)[None]
-    with forgiving():  # an architecture with another layout
+    with suppress_model_errors():  # an architecture with another layout
         candidate = _split(model)
         ours, whole = candidate.head(candidate.trunk(tokens)), model(tokens)
         if ours.shape == whole.shape and mx.allclose(ours, whole, rtol=1e-3, atol=1e-3).item():

@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from your_ai.errors import forgiving
+from your_ai.errors import suppress_model_errors
 
 Arrays = dict[str, mx.array]  # by path in a block, e.g. `self_attn.q_proj.weight`
 PASSING = ("_training", "_kept")  # attributes of layers that do not change what they compute
@@ -235,7 +235,7 @@ def parts_of(
     head: (B, T, D) finished hidden states -> logits, from `model.split`.
     blocks: modules to use as the blocks, if `model.layers` contains stand-ins.
     """
-    with forgiving():  # an architecture with another layout
+    with suppress_model_errors():  # an architecture with another layout
         inner = model.language_model if "language_model" in model else model
         parts = Parts(trunk=inner.model, blocks=list(inner.model.layers), head=head)
         tokens = mx.array([[3, 1, 2, 0, 1, 3]])

@@ -17,8 +17,8 @@ import mlx.nn as nn
 
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
-from your_ai.gates.foreign import JSON_BYTES, parse_json, read_bytes, read_header
 from your_ai.gates.text import shown
+from your_ai.gates.untrusted import JSON_BYTES, parse_json, read_bytes, read_header
 from your_ai.hub.find import find_model
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.hub.names import HubName, hub_name

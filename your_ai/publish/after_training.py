@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from your_ai.errors import RunError, UserError
 from your_ai.run import events
-from your_ai.run.child import POLL_S, open_log, read_log, told_error
+from your_ai.run.child import POLL_S, open_log, read_log, reported_error
 from your_ai.run.events import EventLog
 from your_ai.run.exits import DONE
 from your_ai.run.folder import RunFolder
@@ -41,7 +41,7 @@ def push_finished(folder: RunFolder, repo: str, received: Sequence[int]) -> None
     except (OSError, UserError) as error:  # from the log, or from starting a process
         status, output, why = None, "", str(error)
     else:
-        why = "stopped" if status is None else str(told_error(folder, status, output))
+        why = "stopped" if status is None else str(reported_error(folder, status, output))
     for line in output.splitlines():
         if line.startswith(("note: ", "pushed to ")):
             notice(folder, line.removeprefix("note: "))

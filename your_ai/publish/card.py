@@ -17,7 +17,7 @@ from your_ai import __version__
 from your_ai.config import DEMO, TrainConfig
 from your_ai.dashboard.history import decimal, finite, read
 from your_ai.dashboard.view import duration, memory, percent
-from your_ai.gates.foreign import read_json
+from your_ai.gates.untrusted import read_json
 from your_ai.hub.registry import alias_of, known
 from your_ai.publish.user_section import BEGIN, END, front_matter, sealed
 from your_ai.run import events

@@ -22,9 +22,9 @@ from your_ai.config import DEMO, TrainConfig, to_yaml
 from your_ai.dashboard.report import write_plots
 from your_ai.errors import UserError
 from your_ai.evaluation import record
-from your_ai.gates.foreign import JSON_BYTES, leaves, read_bytes, read_json
+from your_ai.gates.untrusted import JSON_BYTES, leaves, read_bytes, read_json
 from your_ai.hub.find import REPO
-from your_ai.modelfiles.targets import unwritable
+from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained
 from your_ai.publish.card import (
     CARD,
@@ -276,5 +276,5 @@ def write(contents: Contents) -> Path:
     except OSError as error:
         if folder.name.startswith("your_ai-push-"):
             shutil.rmtree(folder, ignore_errors=True)
-        raise unwritable(folder, error) from error
+        raise write_error(folder, error) from error
     return folder

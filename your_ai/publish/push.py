@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from your_ai.errors import RunError, UserError
-from your_ai.gates.foreign import MB, parse_json
+from your_ai.gates.untrusted import MB, parse_json
 from your_ai.hub.find import REPO
 from your_ai.hub.remote import (
     check_endpoint,

@@ -24,8 +24,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from your_ai.errors import RunError, UserError, lacked_memory
-from your_ai.files import read_text, sha256, whole_folder
+from your_ai.errors import RunError, UserError, is_memory_error
+from your_ai.files import atomic_folder, read_text, sha256
 
 ADAPTERS = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -105,7 +105,7 @@ def _write_folder(
     target: Path, arrays: Mapping[str, Mapping[str, mx.array]], texts: Mapping[str, Any]
 ) -> None:
     try:
-        with whole_folder(target) as folder:
+        with atomic_folder(target) as folder:
             for name, content in arrays.items():
                 save_arrays(folder / name, content)
             for name, value in texts.items():
@@ -127,7 +127,7 @@ def save_arrays(path: Path, arrays: Mapping[str, mx.array], library: str = "mlx"
     try:
         mx.save_safetensors(str(path), dict(arrays), {"format": library})
     except RuntimeError as error:
-        if lacked_memory(error):  # arrays that are not computed yet are computed here
+        if is_memory_error(error):  # arrays that are not computed yet are computed here
             raise
         raise OSError(errno.ENOSPC, " ".join(str(error).split())) from error
 

@@ -77,7 +77,7 @@ def started(arguments: list[str], folder: RunFolder, log: BinaryIO) -> Iterator[
         yield Child(process, pipe)
 
 
-def told_error(folder: RunFolder, status: int, output: str) -> Exception:
+def reported_error(folder: RunFolder, status: int, output: str) -> Exception:
     """Turn the output of a failed child into an exception to raise."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

@@ -104,7 +104,7 @@ def stop_signals() -> Iterator[Stop]:
 
 
 @contextlib.contextmanager
-def noted_signals() -> Iterator[list[int]]:
+def recorded_signals() -> Iterator[list[int]]:
     """Collect the stop signals until the block ends; then restore the signal handlers.
 
     A closing terminal may send SIGHUP twice, from the shell and from the system; that counts

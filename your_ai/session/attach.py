@@ -22,13 +22,13 @@ from rich.console import Console
 
 from your_ai.config import TrainConfig
 from your_ai.dashboard.keys import Keyboard, keyboard
-from your_ai.dashboard.live import GO_ON_KEY, PAUSE_KEY, Follower, following, style_for
+from your_ai.dashboard.live import CONTINUE_KEY, PAUSE_KEY, Follower, following, style_for
 from your_ai.errors import RunError, UserError
 from your_ai.run import child, events, requests
 from your_ai.run.child import POLL_S, Child
 from your_ai.run.exits import DONE, FAILED
 from your_ai.run.folder import RunFolder, discard, is_running
-from your_ai.run.stopping import SIGNALS, Interrupted, noted_signals, stop_signals
+from your_ai.run.stopping import SIGNALS, Interrupted, recorded_signals, stop_signals
 
 KEYS = f"q detach   c checkpoint   {PAUSE_KEY}"
 GRACE_S = 3.0  # a run may have no process for so long while it restarts
@@ -113,7 +113,7 @@ def train(
     _, offset = events.tail(folder.events)
     command = [sys.executable, "-m", "your_ai.session.supervisor", str(folder.path)]
     command += ["--settings", json.dumps(dataclasses.asdict(settings))]
-    with child.open_log(folder) as log, noted_signals() as received:
+    with child.open_log(folder) as log, recorded_signals() as received:
         start = log.seek(0, os.SEEK_END)
         with child.started(command, folder, log) as supervisor, terminal(follower) as shown:
             while supervisor.process.poll() is None:
@@ -124,7 +124,7 @@ def train(
                 if not received and ("q" in pressed or (detach and has_begun)):
                     shown.put_away()
                     return leave(supervisor, folder, None if as_json else console)
-                heed(pressed, folder)
+                handle_keys(pressed, folder)
             follower.catch_up(at_once=True)
         status = supervisor.process.returncode
         recorded = [record.event for record in events.tail(folder.events, offset)[0]]
@@ -143,7 +143,7 @@ def train(
             f"{folder.reference}"
         )
     if number not in SIGNALS:
-        raise child.told_error(folder, status, output)
+        raise child.reported_error(folder, status, output)
     if not any(isinstance(event, events.Started) for event in recorded):
         raise Interrupted(number)
     if any(isinstance(event, events.Finished) for event in recorded):
@@ -197,7 +197,7 @@ def train_here(
             stop.on_second = lambda: follower.leave(folder.reference)
             status = train_until_done(folder, settings, stop)
         if status == DONE and settings.push_to:
-            with noted_signals() as received:
+            with recorded_signals() as received:
                 try:
                     push_finished(folder, settings.push_to, received)
                 except RunError as error:  # raised after the summary
@@ -224,7 +224,7 @@ def leave(supervisor: Child, folder: RunFolder, console: Console | None) -> int:
     return DONE
 
 
-def heed(pressed: str, folder: RunFolder) -> None:
+def handle_keys(pressed: str, folder: RunFolder) -> None:
     """Carry out the requests of the keys, if the run's folder can be written."""
     with contextlib.suppress(UserError):
         if "c" in pressed:
@@ -241,7 +241,7 @@ def watch(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
     style = style_for(console, as_json)
     follower = Follower(folder.events, console, style, KEYS.replace("detach", "leave"))
     seen_at = time.monotonic()
-    with noted_signals() as received, terminal(follower) as shown:
+    with recorded_signals() as received, terminal(follower) as shown:
         while not received and follower.failure is None:
             if not folder.path.exists():
                 raise RunError(f"{folder.path}: was deleted while it was watched")
@@ -253,7 +253,7 @@ def watch(folder: RunFolder, console: Console, *, as_json: bool = False) -> int:
             pressed = shown.read()
             if "q" in pressed:
                 return DONE
-            heed(pressed, folder)
+            handle_keys(pressed, folder)
         follower.catch_up(at_once=True)
     return ended(folder, follower, received)
 
@@ -265,13 +265,13 @@ def replay(folder: RunFolder, console: Console, speed: float, *, as_json: bool =
     follower = Follower(folder.events, console, style, from_start=True)
     follower.offset = end
     shown_until, clock, last, paused = 0, 0.0, time.monotonic(), False
-    with noted_signals() as received, terminal(follower) as shown:
+    with recorded_signals() as received, terminal(follower) as shown:
         while shown_until < len(records) and not received and follower.failure is None:
             pressed = shown.read(FRAME_S)
             if "q" in pressed:
                 return DONE
             paused ^= pressed.count("p") % 2 == 1
-            follower.keys = f"q leave   {GO_ON_KEY if paused else PAUSE_KEY}"
+            follower.keys = f"q leave   {CONTINUE_KEY if paused else PAUSE_KEY}"
             last, passed = time.monotonic(), time.monotonic() - last
             if not paused:
                 clock += passed * speed

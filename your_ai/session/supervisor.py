@@ -22,12 +22,12 @@ from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error, echo_traceback
 from your_ai.publish.after_training import push_finished
 from your_ai.run import events, requests
-from your_ai.run.child import LOG, POLL_S, Lost, open_log, read_log, started, told_error
+from your_ai.run.child import LOG, POLL_S, Lost, open_log, read_log, reported_error, started
 from your_ai.run.events import Event, EventLog, Step
 from your_ai.run.exits import CRASHED, DONE, FAILED, LOST, OUT_OF_MEMORY, RESTART, USER
 from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, find, locked
 from your_ai.run.parent import watch_parent
-from your_ai.run.stopping import SIGNALS, Interrupted, noted_signals
+from your_ai.run.stopping import SIGNALS, Interrupted, recorded_signals
 from your_ai.trackers.upload import tracked
 
 MAX_IN_A_ROW = 3  # deaths without a new checkpoint, or restarts without a step
@@ -101,11 +101,11 @@ def supervise(
             arguments += ["--settings", settings] if settings else []
             status = run_child(arguments, folder, log, received)
             records, offset = events.tail(folder.events, offset)
-            life = next_life(life, level, status, [record.event for record in records])
+            life = summarize_process(life, level, status, [record.event for record in records])
             if status == DONE:
                 return DONE
             if status in (FAILED, USER):
-                raise told_error(folder, status, read_log(log, log_start))
+                raise reported_error(folder, status, read_log(log, log_start))
             if stop_signal(status) is not None:
                 break
 
@@ -142,7 +142,7 @@ def run_child(
     return child.process.returncode
 
 
-def next_life(before: Life, level: int, status: int, written: Sequence[Event]) -> Life:
+def summarize_process(before: Life, level: int, status: int, written: Sequence[Event]) -> Life:
     """Summarize the process after `before`, started at `level`, from the events it wrote."""
 
     def of(*kinds: type) -> list[Event]:
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--settings", default="", help="all settings, as JSON")
     parser.add_argument("--parent-fd", type=int, help="a pipe that closes when the parent ends")
     given = parser.parse_args()
-    with noted_signals() as received:
+    with recorded_signals() as received:
         sys.exit(supervise_run(given.run, given.settings, given.parent_fd, received))
 
 

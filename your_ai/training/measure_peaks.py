@@ -11,12 +11,12 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.data.batches import Batch, make_schedule
-from your_ai.data.examples import Examples, Tally
+from your_ai.data.examples import Examples, RowCounts
 from your_ai.engine.prefix import unchanged
 from your_ai.memory import allocator
 from your_ai.memory import calibration_file as measurements
 from your_ai.memory.calibration import Calibration, Measurement, Shape
-from your_ai.memory.calibration_steps import settle
+from your_ai.memory.calibration_steps import measure_and_choose
 from your_ai.memory.estimate import Plan
 from your_ai.memory.governor import MemoryAction, Watch
 from your_ai.memory.sample import in_gb
@@ -55,7 +55,9 @@ def calibrated(
             measurements.keep(budget.measurements, Calibration(tuple(found)))
 
     limit_bytes = budget.limit.limit_bytes
-    demand, choice = settle(budget.demand, budget.choice, limit_bytes, level, measure, note)
+    demand, choice = measure_and_choose(
+        budget.demand, budget.choice, limit_bytes, level, measure, note
+    )
     if demand is budget.demand:
         return prepared
     option = choice.option
@@ -75,7 +77,7 @@ def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> int:
     """Compute the gradients of a micro-batch; return the peak of MLX's buffers, in bytes."""
     log.write(events.Stage(text=f"measuring {shape.rows} x {shape.tokens} tokens"))
     batch = batch_of(shape, prepared.config.packing)
-    allocator.give_back_at_once()
+    allocator.return_freed_buffers()
     mx.set_cache_limit(0)  # cached buffers would add to the peak; `allocator.hold` resets it
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -94,6 +96,6 @@ def batch_of(shape: Shape, packing: bool) -> Batch:
     starts = np.arange(rows + 1) * (tokens + 1)
     trained = np.ones(len(text), bool)
     weights = np.ones(rows, np.float32)
-    examples = Examples(text, trained, starts, weights, Tally())
+    examples = Examples(text, trained, starts, weights, RowCounts())
     packed = rows * tokens if packing else None
     return make_schedule(examples, rows, rows, 0, packed).batches_of(0)[0]

@@ -130,7 +130,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         spill=folder if plan.spill else None,
         graphs=graphs,
     )
-    model.try_out(network, adapters, config)
+    model.check_forward_pass(network, adapters, config)
     allocator.free()
     if built.plan != plan.engine:  # the model cannot be split into parts: plan again
         budget = planned_again(budget, built.plan, level, past)
@@ -159,7 +159,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         depends_on={
             "model": files,
             "data": {path.name: sha256(path) for name, path in splits if name != "test"},
-            "settings": config.decisive(),
+            "settings": config.fixed_on_resume(),
         },
     )
 

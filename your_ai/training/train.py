@@ -26,7 +26,7 @@ from your_ai.config import TrainConfig, build, is_due
 from your_ai.data.batches import Batch
 from your_ai.engine import prefix
 from your_ai.engine.protocol import Engine
-from your_ai.errors import RunError, UserError, explain, lacked_memory
+from your_ai.errors import RunError, UserError, explain, is_memory_error
 from your_ai.files import clean
 from your_ai.gates.console import echo_error, echo_traceback
 from your_ai.memory import allocator, probe
@@ -302,7 +302,7 @@ def train_under_plan(
         before, wanted = probe.read(), Replan(replan.action, replan.step, replan.watch)
     except (RuntimeError, MemoryError) as error:
         reason = explain(model.first_line(error))
-        if not lacked_memory(error):
+        if not is_memory_error(error):
             if type(error) is not RuntimeError:  # Python's subclasses of it are bugs of this code
                 raise
             raise RunError(f"{folder.path}: {reason}") from error

@@ -138,7 +138,7 @@ def read_bytes(path: Path, most: int) -> bytes:
         return file.read(most + 1)[:most]
 
 
-class Excessive(ValueError):
+class TooLarge(ValueError):
     """The JSON has more parts or deeper nesting than a valid file."""
 
 
@@ -146,18 +146,18 @@ def parse_json(data: bytes, unique: bool = False, parts: int = JSON_PARTS) -> An
     """Parse untrusted JSON.
 
     unique: reject objects that have a key twice.
-    Raises ValueError with a reason if it is not valid JSON, and Excessive if it is too large.
+    Raises ValueError with a reason if it is not valid JSON, and TooLarge if it is too large.
     """
     if sum(data.count(mark) for mark in (b"{", b"[", b",", b":")) > parts:
-        raise Excessive(f"it has more than {parts} parts")
+        raise TooLarge(f"it has more than {parts} parts")
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys if unique else None)
     except UnicodeDecodeError as error:
         raise ValueError("it is not UTF-8") from error
     except RecursionError as error:
-        raise Excessive(f"it is nested deeper than {JSON_DEPTH}") from error
+        raise TooLarge(f"it is nested deeper than {JSON_DEPTH}") from error
     if isinstance(value, dict | list) and is_deeper(value, JSON_DEPTH):
-        raise Excessive(f"it is nested deeper than {JSON_DEPTH}")
+        raise TooLarge(f"it is nested deeper than {JSON_DEPTH}")
     return value
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.conftest import EXTRA, SMALL
 from your_ai.errors import UserError
-from your_ai.gates.foreign import Entry
-from your_ai.hub.figures import MOST_BLOCKS, REAL, WHOLE, check_figures
+from your_ai.gates.untrusted import Entry
+from your_ai.hub.config_values import MOST_BLOCKS, REAL, WHOLE, check_config_values
 from your_ai.hub.registry import config_of, known
 
 PATH = Path("config.json")
@@ -64,18 +64,18 @@ HONEST = {
 
 @pytest.mark.parametrize("alias", list(known()))
 def test_configs_of_all_registry_models_pass(alias):
-    check_figures(PATH, config_of(known()[alias]))
+    check_config_values(PATH, config_of(known()[alias]))
 
 
 @pytest.mark.parametrize("architecture", EXTRA)
 def test_configs_of_all_test_architectures_pass(architecture):
     kind = architecture.removesuffix("-untied").removesuffix("-tied")
-    check_figures(PATH, {"model_type": kind, **SMALL, **EXTRA[architecture]})
+    check_config_values(PATH, {"model_type": kind, **SMALL, **EXTRA[architecture]})
 
 
 @pytest.mark.parametrize("what", HONEST)
 def test_unusual_entries_of_published_configs_pass(what):
-    check_figures(PATH, LLAMA | HONEST[what])
+    check_config_values(PATH, LLAMA | HONEST[what])
 
 
 WRONG = [
@@ -128,7 +128,7 @@ WRONG = [
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=range(len(WRONG)))
 def test_the_error_names_the_key_of_an_impossible_value(key, value):
     with pytest.raises(UserError) as caught:
-        check_figures(PATH, LLAMA | {"head_dim": None} | {key: value})
+        check_config_values(PATH, LLAMA | {"head_dim": None} | {key: value})
     text = str(caught.value)
     assert text.startswith("config.json: ")
     assert key in text or "num_" in key
@@ -141,11 +141,13 @@ def entries(*names: str) -> list[Entry]:
 
 def test_a_config_with_far_more_blocks_than_the_files_is_refused():
     with pytest.raises(UserError, match=r"num_hidden_layers 1000: .* have only 3 blocks"):
-        check_figures(PATH, LLAMA | {"num_hidden_layers": 1000}, entries("model.layers.2.a.weight"))
+        check_config_values(
+            PATH, LLAMA | {"num_hidden_layers": 1000}, entries("model.layers.2.a.weight")
+        )
 
 
 def test_a_config_with_a_few_more_blocks_than_the_files_passes():
-    check_figures(PATH, LLAMA | {"num_hidden_layers": 8}, entries("model.layers.3.a.weight"))
+    check_config_values(PATH, LLAMA | {"num_hidden_layers": 8}, entries("model.layers.3.a.weight"))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_a_config_with_a_few_more_blocks_than_the_files_passes():
 )
 def test_a_tensor_name_with_an_impossible_index_is_refused(name):
     with pytest.raises(UserError, match=r"has a tensor model\.layers"):
-        check_figures(PATH, LLAMA, entries(name))
+        check_config_values(PATH, LLAMA, entries(name))
 
 
 SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
@@ -176,7 +178,7 @@ KEYS = [*WHOLE, *REAL, "quantization", "quantization_config", "rope_scaling", "r
 def test_any_config_that_passes_has_values_within_bounds(config):
     config = json.loads(json.dumps({"model_type": "llama", **config}))
     try:
-        check_figures(PATH, config)
+        check_config_values(PATH, config)
     except UserError as error:
         assert "\n" not in str(error)  # noqa: PT017
         return

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.errors import UserError
-from your_ai.gates.foreign import BLOCK, EXPERT, Entry
 from your_ai.gates.text import shown
+from your_ai.gates.untrusted import BLOCK, EXPERT, Entry
 
 MOST_BLOCKS = 1024
 MOST_EXPERTS = 100_000
@@ -56,7 +56,7 @@ MODEL_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 PARTS_DEEP = 2
 
 
-def check_figures(
+def check_config_values(
     path: Path, config: dict[str, Any], entries: Iterable[Entry] | None = None
 ) -> None:
     """Raise UserError, with the file and the key, for numbers that no real model has.

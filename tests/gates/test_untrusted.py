@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.headers import write_with_header
 from your_ai.errors import UserError
-from your_ai.gates import foreign
-from your_ai.gates.foreign import (
+from your_ai.gates.text import shown
+from your_ai.gates.untrusted import (
     DTYPE_BITS,
     clash,
     is_hash,
@@ -27,7 +27,6 @@ from your_ai.gates.foreign import (
     read_header,
     read_json,
 )
-from your_ai.gates.text import shown
 
 SAME_FOLDER = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
