@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.headers import write_with_header
 from your_ai.errors import UserError
+from your_ai.gates import untrusted
 from your_ai.gates.text import shown
 from your_ai.gates.untrusted import (
     DTYPE_BITS,
@@ -187,7 +188,7 @@ def test_pipes_and_devices_are_refused(tmp_path):
 
 def test_a_file_beyond_the_maximum_size_is_refused(tmp_path):
     with (tmp_path / "a.json").open("wb") as file:
-        file.truncate(foreign.JSON_BYTES + 1)
+        file.truncate(untrusted.JSON_BYTES + 1)
     with pytest.raises(UserError, match="the maximum is"):
         read_json(tmp_path / "a.json", "")
 
