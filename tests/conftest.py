@@ -102,8 +102,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run each test in its own folder, with its own store."""
+    """Run each test in its own folder, with its own store.
+
+    What it writes in this process is not waited for: it need not outlast the machine.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "fsync", os.fstat)
     monkeypatch.setenv("YOUR_AI_HOME", str(tmp_path / "home"))
     python_bytes.cache_clear()  # it is measured once per process, but each test needs its own value
     mx.set_memory_limit(MEMORY_LIMIT)

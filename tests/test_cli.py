@@ -141,7 +141,7 @@ def test_supervised_run_resumes_with_other_settings(capsys, options):
     steps = events_of(RunFolder(Path("runs/first")), events.Step)
     assert [event.step for event in steps] == [1, 2, 3]
     before = Path("runs/first/config.yaml").read_bytes()
-    assert call("train", "--resume", "first", "--max-steps", 1) == 2
+    assert call("train", "--resume", "first", "--max-steps", 1, "--no-supervise") == 2
     assert "has done 3 steps already" in capsys.readouterr().err
     assert Path("runs/first/config.yaml").read_bytes() == before
 
