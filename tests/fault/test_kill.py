@@ -220,7 +220,7 @@ def test_run_in_use_by_another_process_is_refused(configure, capsys, monkeypatch
 
 def test_deleted_run_folder_gives_one_line_of_error(configure):
     run = RunFolder(RUNS / "r")
-    with started(configure(max_steps=150, save_every=60), "r") as process:
+    with started(configure(max_steps=100, save_every=40), "r") as process:
         wait_for(process, run, events.Step, 3)
         run.path.rename("elsewhere")  # like a deletion, but instant
         _, error = process.communicate(timeout=PATIENCE_S)
