@@ -30,10 +30,10 @@ from your_ai.objectives.sft import SUPERVISED
 PAIRS = [
     chat("Short question", "Short answer"),
     chat("Short question", "An answer that is rejected"),
-    chat("A much longer question " * 6, "An answer " * 9),
-    chat("A much longer question " * 6, "No"),
+    chat("A much longer question " * 3, "An answer " * 4),
+    chat("A much longer question " * 3, "No"),
     chat("One more", "Yes"),
-    chat("One more", "Perhaps, " * 12),
+    chat("One more", "Perhaps, " * 6),
 ]
 DROPOUT_SEED = 3
 
@@ -95,11 +95,11 @@ def expected_dpo(folder, tmp_path_factory) -> tuple[float, dict[str, mx.array]]:
         *(("fused", None, False, batch_size) for batch_size in (2, 4, 5, 6)),
         *(("staged", None, False, batch_size) for batch_size in (2, 5)),
         ("fused", None, True, 4),
-        ("fused", 128, False, 4),
-        ("staged", 512, False, 6),
+        ("fused", 64, False, 4),
+        ("staged", 256, False, 6),
         ("streamed", None, True, 2),
         ("streamed", None, True, 6),
-        ("streamed", 128, False, 5),
+        ("streamed", 64, False, 5),
     ],
 )
 def test_dpo_under_every_plan_equals_a_plain_implementation(
