@@ -33,7 +33,7 @@ NAME = "qwen-demo-20270115"
 LIMIT = events.Limit(limit_bytes=7_000_000_000, reason="--max-memory 7")
 PLANNED = events.Planned(
     plan="fused", micro_tokens=1920, spill=False, level=0, estimate_bytes=5_600_000_000,
-    text="fused, 4 rows of 480 tokens at once: needs 5.60 GB",
+    text="fused, micro-batches of 4 x 480 tokens: needs 5.60 GB",
     asked="--max-memory 7 --plan auto --spill False",
 )  # fmt: skip
 STARTED = events.Started(

@@ -370,12 +370,12 @@ def test_rounded_up_limit_is_enough(size_bytes):
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        (Plan("fused", 4096), "fused, 8 rows of 512 tokens at once"),
-        (Plan("staged", 512), "staged, 1 row of 512 tokens at once"),
-        (Plan("staged", 100), "staged, 1 row of 512 tokens at once"),
+        (Plan("fused", 4096), "fused, micro-batches of 8 x 512 tokens"),
+        (Plan("staged", 512), "staged, micro-batches of 1 x 512 tokens"),
+        (Plan("staged", 100), "staged, micro-batches of 1 x 512 tokens"),
         (
             Plan("streamed", 1024, True),
-            "streamed, 2 rows of 512 tokens at once, block inputs on disk",
+            "streamed, micro-batches of 2 x 512 tokens, block inputs on disk",
         ),
     ],
 )

@@ -94,7 +94,7 @@ def refused(capsys, *arguments: object) -> str:
 def test_plan_without_options_shows_the_demo(capsys):
     text = shown(capsys)
     assert text.startswith("limit 7.6 GB: ")
-    assert re.search(r"chosen fused, \d+ rows of \d+ tokens at once \d\.\d\d GB 1\.00", text)
+    assert re.search(r"chosen fused, micro-batches of \d+ x \d+ tokens \d\.\d\d GB 1\.00", text)
     assert re.search(r"estimated peak \d+", text)
     assert "smaller " in text
     assert "larger " not in text
@@ -138,7 +138,7 @@ def test_sequence_lengths_come_from_the_data(capsys, tiny_model, data_folder):
     """The rows of data_folder have at most 160 tokens."""
     options = ("--model", tiny_model, "--data", data_folder, "--lora-layers", 2)
     found = planned(capsys, *options, "--batch-size", 2)
-    assert re.fullmatch(r"fused, 2 rows of (64|96|128|160) tokens at once", found["text"])
+    assert re.fullmatch(r"fused, micro-batches of 2 x (64|96|128|160) tokens", found["text"])
 
 
 def test_shown_plan_is_the_one_that_training_uses(capsys, configure):
@@ -157,18 +157,18 @@ def test_shown_plan_is_the_one_that_training_uses(capsys, configure):
 def test_seq_len_replaces_reading_the_data(capsys, tiny_model, tokens):
     options = ("--model", tiny_model, "--data", "nowhere", "--seq-len", tokens)
     found = planned(capsys, *options, "--batch-size", 3)
-    assert found["text"] == f"fused, 3 rows of {tokens} tokens at once"
+    assert found["text"] == f"fused, micro-batches of 3 x {tokens} tokens"
     assert found["rows_at_once"] == 3
 
 
 def test_max_seq_length_is_used_without_data(capsys, tiny_model):
     found = planned(capsys, "--model", tiny_model, "--max-seq-length", 300)
-    assert found["text"] == "fused, 4 rows of 300 tokens at once"
+    assert found["text"] == "fused, micro-batches of 4 x 300 tokens"
 
 
 def test_shape_option_needs_no_model_folder(capsys):
     found = planned(capsys, "--shape", "tiny", "--max-seq-length", 300)
-    assert found["text"] == "fused, 4 rows of 300 tokens at once"
+    assert found["text"] == "fused, micro-batches of 4 x 300 tokens"
     assert found["components"]["weights"] < planned(capsys, "--shape", "tiny", "--bits", 0)[
         "components"
     ]["weights"] / 3  # fmt: skip

@@ -329,10 +329,10 @@ def rounded_up(size_bytes: int) -> int:
 
 
 def words(plan: Plan, longest: int) -> str:
-    """A plan as text: `staged, 2 rows of 512 tokens at once, block inputs on disk`."""
+    """A plan as text: `staged, micro-batches of 2 x 512 tokens, block inputs on disk`."""
     rows = max(1, plan.micro_tokens // longest)
-    counted = f"{rows} row{'s' if rows > 1 else ''} of {longest} tokens at once"
-    return f"{plan.engine}, {counted}{', block inputs on disk' if plan.spill else ''}"
+    disk = ", block inputs on disk" if plan.spill else ""
+    return f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}"
 
 
 @dataclass
