@@ -252,7 +252,7 @@ def test_damaged_token_cache_is_rebuilt(capsys, options, own_folder):
 
 def test_half_precision_on_the_cpu_prints_a_note(capsys, options):
     assert call(*options, "--run", "a", "--max-steps", 1, "--dtype", "bfloat16") == 0
-    assert "--dtype float32 is quick" in capsys.readouterr().out
+    assert "use --dtype float32" in capsys.readouterr().out
 
 
 def test_exact_match_is_independent_of_prompt_masking(capsys, options):

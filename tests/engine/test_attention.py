@@ -19,7 +19,7 @@ from mlx_lm.generate import generate_step
 from tests.conftest import SMALL, make_model
 from your_ai.config import TrainConfig
 from your_ai.engine import attention as blockwise
-from your_ai.engine.attention import BlockwiseAttention, attention, replace_attention, wanted
+from your_ai.engine.attention import BlockwiseAttention, attention, needs_blocks, replace_attention
 from your_ai.nets import model
 from your_ai.nets.parts import Mask, arrays_of, parts_of, put, skeleton
 
@@ -57,7 +57,7 @@ TEXTS = [slice(0, 5), slice(5, 14), slice(14, 20)]
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use small query blocks for rows of any length."""
-    monkeypatch.setattr(blockwise, "wanted", lambda *_: True)
+    monkeypatch.setattr(blockwise, "needs_blocks", lambda *_: True)
     monkeypatch.setattr(blockwise, "QUERY_BLOCK", 7)
 
 
@@ -325,7 +325,7 @@ def test_adapters_inside_attention_get_equal_gradients(everywhere, tmp_path):
 
 @pytest.mark.parametrize("mask", ["causal", None], ids=["blocks", "base"])
 def test_skeleton_uses_the_arrays_put_into_it(monkeypatch, mask):
-    monkeypatch.setattr(blockwise, "wanted", lambda *_: mask == "causal")
+    monkeypatch.setattr(blockwise, "needs_blocks", lambda *_: mask == "causal")
     one, other = network_of("llama").layers
     x = normal(1, 9, CONFIG["hidden_size"])
     expected = other(x, mask)
@@ -359,7 +359,7 @@ OLD, NEW = (0, 32, 1), (0, 32, 4)
 def test_wanted_depends_on_device_version_length_and_mask(
     expected, device, version, tokens, segments, window
 ):
-    assert wanted(device, version, tokens, segments, window) is expected
+    assert needs_blocks(device, version, tokens, segments, window) is expected
 
 
 def test_detects_mlx_version_and_device():

@@ -188,7 +188,7 @@ def test_norms_follow_the_adapter_after_each_update(tiny_model, made, monkeypatc
         return losses
 
     kept = run()
-    monkeypatch.setattr(dora.Kept, "of", lambda self, *adapter: None)
+    monkeypatch.setattr(dora.NormCache, "of", lambda self, *adapter: None)
     assert run() == kept
     assert len(set(kept)) > 8
 

@@ -21,7 +21,7 @@ from your_ai.gates.untrusted import (
     DTYPE_BITS,
     clash,
     is_hash,
-    leaves,
+    links_outside,
     name_fault,
     parse_json,
     path_fault,
@@ -122,7 +122,7 @@ def test_leaves_detects_links_to_files_outside(tmp_path):
     (folder / "out").symlink_to(other)
     (folder / "own").write_text("own")
     (folder / "in").symlink_to(folder / "own")
-    assert [leaves(folder / n, folder) for n in ("out", "own", "in")] == [True, False, False]
+    assert [links_outside(folder / n, folder) for n in ("out", "own", "in")] == [True, False, False]
 
 
 def test_a_link_to_the_blobs_of_the_cache_counts_as_inside(tmp_path):
@@ -132,8 +132,8 @@ def test_a_link_to_the_blobs_of_the_cache_counts_as_inside(tmp_path):
     for name in ("a" * 64, "private"):
         (blobs / name).write_text("x")
         (snapshot / name).symlink_to(blobs / name)
-    assert not leaves(snapshot / ("a" * 64), snapshot)
-    assert leaves(snapshot / "private", snapshot)
+    assert not links_outside(snapshot / ("a" * 64), snapshot)
+    assert links_outside(snapshot / "private", snapshot)
 
 
 # JSON

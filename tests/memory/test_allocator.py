@@ -42,20 +42,20 @@ def limits_now() -> tuple[int, int]:
     ],
 )
 def test_hold_sets_the_memory_and_cache_limits_of_mlx(limits, limit, needed, python, memory, cache):
-    allocator.hold(limit, needed, python)
+    allocator.set_limits(limit, needed, python)
     assert limits_now() == (memory, cache)
 
 
 def test_cache_limit_never_exceeds_what_the_plan_leaves(limits):
     for needed in range(0, 1000 * MB, 90 * MB):
-        allocator.hold(1000 * MB, needed, 0)
+        allocator.set_limits(1000 * MB, needed, 0)
         _, cache = limits_now()
         assert 0 <= cache <= 1000 * MB - needed
 
 
 def test_mlx_still_computes_beyond_its_memory_limit(limits):
     """The limit is a guideline: MLX allocates beyond it if it must."""
-    allocator.hold(MB, MB, 2 * MB)
+    allocator.set_limits(MB, MB, 2 * MB)
     assert mx.ones((1000, 1000)).sum().item() == MB
 
 

@@ -185,9 +185,9 @@ def test_quantizing_on_load_reduces_the_weights(tmp_path):
 
 @pytest.fixture
 def held(monkeypatch) -> list[tuple[int, int, int]]:
-    """The arguments of each call of `allocator.hold`, which is replaced."""
+    """The arguments of each call of `allocator.set_limits`, which is replaced."""
     calls: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(allocator, "hold", lambda *sizes: calls.append(sizes))
+    monkeypatch.setattr(allocator, "set_limits", lambda *sizes: calls.append(sizes))
     monkeypatch.setattr(allocator, "return_freed_buffers", lambda: None)
     return calls
 

@@ -382,7 +382,8 @@ def test_peaks_of_an_evaluation_measured_here_are_estimated(
     (batch,) = bench.contest_batches(contest, drawn, lambda _: rows)
     mx.clear_cache()
     mx.reset_peak_memory()
-    mx.eval(built.engine.score(batch))
+    for _ in range(3):  # how far MLX runs ahead depends on who else computes
+        mx.eval(built.engine.score(batch))
     peak = mx.get_peak_memory() - before
     facts = facts_of(tiny_shape, 4)
     training = training_of(facts, layers, targets)

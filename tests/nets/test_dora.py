@@ -21,7 +21,7 @@ from tests.engine.test_fused import relative_error
 from your_ai.engine import dequantized
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.nets import dora
-from your_ai.nets.dora import DoRA, dora_layers, given, norms_of, put_dora, row_norms
+from your_ai.nets.dora import DoRA, dora_layers, norms_of, put_dora, row_norms, use_norms
 from your_ai.nets.parts import skeleton, structure
 
 AFFINE = [("affine", size, bits) for size, bits in itertools.product((32, 64), (2, 3, 4, 5, 6, 8))]
@@ -210,7 +210,7 @@ def test_no_dense_weight_is_allocated(monkeypatch, kind, compiled):
 
     assert held(lambda: [row_norms(layer.linear)]) < 5 << 20
     layers = [("layer", layer)]
-    with given(layers, norms_of(layers)):
+    with use_norms(layers, norms_of(layers)):
         assert held(lambda: gradients(layer, x, compiled)) < 8 << 20
 
 
@@ -275,7 +275,7 @@ def test_given_norms_are_used_until_the_with_block_ends(layer, computed):
     norms = {name: 2 * array for name, array in norms_of(layers).items()}
     names = [name for name, _ in tree_flatten(layer.parameters())]
     computed.clear()
-    with contextlib.suppress(KeyError), given(layers, norms):
+    with contextlib.suppress(KeyError), use_norms(layers, norms):
         assert mx.allclose(2 * (layer(x) - layer.linear.bias), expected, atol=1e-5)
         assert [name for name, _ in tree_flatten(layer.parameters())] == names
         raise KeyError

@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from tests.dashboard.frames import step
 from your_ai.run import events
 from your_ai.run.events import Event
-from your_ai.trackers.rows import SoFar, TextTable, TrackerRow, after
+from your_ai.trackers.rows import TextTable, TrackerRow, UploadState, after
 
 
 def rows_of(*logged: Event) -> list[TrackerRow]:
-    past, rows = SoFar(), []
+    past, rows = UploadState(), []
     for event in logged:
         past, row = after(past, event)
         rows += [] if row is None else [row]
     return rows
 
 
-def past_after(*logged: Event) -> SoFar:
-    return reduce(lambda past, event: after(past, event)[0], logged, SoFar())
+def past_after(*logged: Event) -> UploadState:
+    return reduce(lambda past, event: after(past, event)[0], logged, UploadState())
 
 
 def action(before_bytes: int, after_bytes: int) -> events.Action:

@@ -20,7 +20,7 @@ from your_ai.run.events import EventLog
 from your_ai.run.folder import RunFolder
 from your_ai.training import memory_actions, prepare
 from your_ai.training import train as recipe
-from your_ai.training.memory_actions import Governor, Replan, told
+from your_ai.training.memory_actions import Governor, Replan, action_event
 
 MB, GB = 10**6, 10**9
 SAMPLE = MemorySample(
@@ -275,7 +275,9 @@ def test_peak_is_reset_before_each_step(governed):
 
 
 def test_action_event_reports_0_bytes_for_an_unreadable_gauge():
-    action = told(MemoryAction(kind="clear_cache", cause="c"), 3, MemorySample(), SAMPLE, 0.5)
+    action = action_event(
+        MemoryAction(kind="clear_cache", cause="c"), 3, MemorySample(), SAMPLE, 0.5
+    )
     assert (action.before_bytes, action.after_bytes) == (0, 300 * MB)
     assert (action.step, action.kind, action.seconds, action.read_bytes) == (
         3,
@@ -548,7 +550,7 @@ def test_small_limit_splits_long_batches_and_drops_no_row(uneven, shapes, monkey
 
     found = [option for option in plan.options(demands[0]) if not option.plan.spill]
     needed = {option.plan.rows(longest, 8): option.needed_bytes for option in found}
-    limit = (needed[2] + needed[4]) / 2 / 1e9
+    limit = (needed[1] + needed[2]) / 2 / 1e9
     run = train(uneven(plan=engine, max_memory=limit, reload_at=1.0, clear_cache_every=0))
     rows = {tokens: max(b for b, t in shapes if t == tokens) for _, tokens in shapes}
     assert rows[most] == 8

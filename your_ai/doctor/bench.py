@@ -276,7 +276,7 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
         plan, spill = chosen.plan.engine, chosen.plan.spill
         rows_at = partial(chosen.plan.rows, batch_size=contest.batch_size)
         beside_bytes = chosen.estimate.beside_bytes
-        allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, beside_bytes)
+        allocator.set_limits(budget.limit.limit_bytes, chosen.needed_bytes, beside_bytes)
     built = build_engine(
         network,
         adapters.dropout_keys,

@@ -176,7 +176,7 @@ def _scores(
 # -- use in models ------------------------------------------------------------------------
 
 
-def wanted(
+def needs_blocks(
     device: str,
     mlx_version: tuple[int, ...],
     tokens: int,
@@ -266,7 +266,7 @@ class BlockwiseAttention(nn.Module):
     """An attention layer of mlx-lm that also accepts a `Mask`. Same children and attributes.
 
     It calls the original class for generation with a KV cache, for masks other than a `Mask`
-    or "causal", and where `wanted` is false.
+    or "causal", and where `needs_blocks` is false.
     """
 
     takes_segments = True
@@ -289,7 +289,7 @@ class BlockwiseAttention(nn.Module):
         if cache is not None or not isinstance(seen, Mask):
             return self._base.__call__(self, x, mask, cache)
         packed = seen.segments is not None
-        if not wanted(device(), mlx_version(), tokens, packed, seen.window):
+        if not needs_blocks(device(), mlx_version(), tokens, packed, seen.window):
             return self._base.__call__(self, x, "causal", None)
         q, k, v = self._heads(x)
         queries = LEAN_QUERY_BLOCK if self._lean else None

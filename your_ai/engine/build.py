@@ -20,7 +20,7 @@ from your_ai.engine.spill import Spilled
 from your_ai.engine.staged import FusedAboveCache, Staged
 from your_ai.engine.weights import FileTensor, put_layers, stream, stream_vocabulary
 from your_ai.errors import UserError
-from your_ai.nets.dora import draw
+from your_ai.nets.dora import compute_magnitudes
 from your_ai.nets.head import LinearHead, linear_head
 from your_ai.nets.losses import Head
 from your_ai.nets.model import DropoutKeys, Split, split
@@ -115,7 +115,7 @@ def build_engine(
 def load(model: nn.Module) -> None:
     """Read a model's weights block by block, which uses little memory beyond the weights."""
     for block in model.layers:
-        draw(block)
+        compute_magnitudes(block)
         mx.eval(block.parameters())
         mx.clear_cache()
     mx.eval(model.parameters())

@@ -16,7 +16,7 @@ from your_ai.data.batches import Batch
 from your_ai.engine import target_pass
 from your_ai.engine.compiled import Graphs, shape_of
 from your_ai.engine.protocol import Engine
-from your_ai.nets.dora import dora_layers, given, norms_of
+from your_ai.nets.dora import dora_layers, norms_of, use_norms
 from your_ai.nets.losses import Head
 from your_ai.nets.model import DropoutKeys, Split, TokenKeys
 from your_ai.nets.parts import Arrays, Parts
@@ -47,7 +47,7 @@ def fused_engine(
         """Make f(norms, *args), which gives the DoRA layers their norms and calls `function`."""
 
         def run(norms: Arrays, *args: Any) -> Any:
-            with given(dora, norms):
+            with use_norms(dora, norms):
                 return function(*args)
 
         return run

@@ -28,7 +28,7 @@ from mlx.utils import tree_flatten
 from your_ai.errors import RunError, UserError
 from your_ai.files import read_at
 from your_ai.gates.untrusted import read_header
-from your_ai.nets.dora import draw
+from your_ai.nets.dora import compute_magnitudes
 from your_ai.nets.head import HeadSlice, LinearHead, dense, part_of
 from your_ai.nets.parts import Arrays, StandIn, arrays_of, put
 
@@ -243,7 +243,7 @@ def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Mo
     weights = Streamed(files, rest)
     for index, block in enumerate(blocks):
         put(block, weights.load(index))
-        draw(block)
+        compute_magnitudes(block)
         mx.eval(block.trainable_parameters(), rest[index])
         unread.append(weights.load(index))
         put(block, unread[index])

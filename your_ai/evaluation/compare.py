@@ -189,7 +189,7 @@ def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
 def hold(budget: Budget) -> None:
     chosen = budget.choice.option
     beside_bytes = chosen.estimate.beside_bytes
-    allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, beside_bytes)
+    allocator.set_limits(budget.limit.limit_bytes, chosen.needed_bytes, beside_bytes)
 
 
 def put_new_layers(network: nn.Module, adapter: Adapter) -> None:

@@ -230,7 +230,7 @@ def hold(
     half = (limit - least) // 2
     rows = min(ROWS_AT_ONCE, 1 + half // row)
     positions = min(POSITIONS_AT_ONCE, FEWEST_POSITIONS + half // position)
-    allocator.hold(limit, least + (rows - 1) * row + positions * position, python_bytes())
+    allocator.set_limits(limit, least + (rows - 1) * row + positions * position, python_bytes())
     return DifferenceRoom(streams, rows, positions)
 
 

@@ -106,7 +106,7 @@ def is_large(path: Path, most: int) -> bool:
     return not stat.S_ISREG(status.st_mode) or status.st_size > most
 
 
-def leaves(path: Path, folder: Path) -> bool:
+def links_outside(path: Path, folder: Path) -> bool:
     """Whether a file in a folder is a link to a file outside the folder.
 
     Snapshots in the Hugging Face cache link to their own `blobs` folder, which counts as inside.

@@ -40,9 +40,9 @@ from your_ai.hub.record import (
 )
 from your_ai.hub.registry import size_text
 from your_ai.hub.remote import (
-    Excess,
     Listing,
     RemoteFile,
+    TooManyBytes,
     explain,
     is_passing,
     is_unreachable,
@@ -424,7 +424,7 @@ def fetch_part(
                 raise explain(error, at.name, listing.repo, asked) from error
             now = part_size(part, file)
             failures = 0 if now > here else failures + 1
-            never = isinstance(error, Excess) or (is_unreachable(error) and not now)
+            never = isinstance(error, TooManyBytes) or (is_unreachable(error) and not now)
             if failures >= (FEW if never else len(WAITS_S)):
                 raise UserError(
                     f"{at.name}: {reason_of(error)}, {failures} times in a row; "

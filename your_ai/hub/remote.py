@@ -59,11 +59,11 @@ class Listing:
         return sum(file.size_bytes for file in self.files)
 
 
-class Cut(Exception):
+class ConnectionCut(Exception):
     """The hub sent fewer or more bytes than it announced."""
 
 
-class Excess(Cut):
+class TooManyBytes(ConnectionCut):
     """The hub sent more bytes than it announced."""
 
 
@@ -276,7 +276,9 @@ def receive(listing: Listing, file: RemoteFile, part: Path) -> Iterator[int]:
             for chunk in response.iter_raw():
                 if done + len(chunk) > file.size_bytes:
                     os.ftruncate(opened, 0)  # it is unknown which bytes are right
-                    raise Excess(f"the hub sent more than {file.size_bytes} bytes for {file.name}")
+                    raise TooManyBytes(
+                        f"the hub sent more than {file.size_bytes} bytes for {file.name}"
+                    )
                 try:
                     write_at(opened, memoryview(chunk), done)
                 except OSError as error:
@@ -286,7 +288,7 @@ def receive(listing: Listing, file: RemoteFile, part: Path) -> Iterator[int]:
     finally:
         os.close(opened)
     if done != file.size_bytes:
-        raise Cut(f"the hub sent only {done} of {file.size_bytes} bytes of {file.name}")
+        raise ConnectionCut(f"the hub sent only {done} of {file.size_bytes} bytes of {file.name}")
 
 
 def write_error(path: Path, error: OSError) -> UserError:
@@ -316,7 +318,7 @@ def is_passing(error: Exception) -> bool:
         return any(text in str(error) for text in CUTS)
     if kinds & {"UnsupportedProtocol", "LocalProtocolError", "DecodingError"}:
         return False
-    return isinstance(error, Cut) or "TransportError" in kinds
+    return isinstance(error, ConnectionCut) or "TransportError" in kinds
 
 
 def reason_of(error: Exception) -> str:

@@ -42,7 +42,7 @@ def free(collect: bool = True) -> None:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def hold(limit_bytes: int, needed_bytes: int, beside_bytes: int) -> None:
+def set_limits(limit_bytes: int, needed_bytes: int, beside_bytes: int) -> None:
     """Set MLX's memory limit and cache limit from the limit of the process.
 
     needed_bytes: memory that the plan needs, of the whole process.

@@ -248,5 +248,5 @@ def limit_generation(
             f"{in_gb(rounded_up(least))}; raise the limit to that, or lower --max-tokens"
         )
     streams = resident > limit
-    allocator.hold(limit, streamed if streams else resident, python_bytes())
+    allocator.set_limits(limit, streamed if streams else resident, python_bytes())
     return streams

@@ -29,10 +29,10 @@ def read(path: Path) -> Calibration:
         content = json.loads(read_text(path, MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return Calibration()
-    return Calibration(tuple(believed(content if isinstance(content, list) else [])))
+    return Calibration(tuple(valid_measurements(content if isinstance(content, list) else [])))
 
 
-def believed(entries: Iterable[Any]) -> Iterator[Measurement]:
+def valid_measurements(entries: Iterable[Any]) -> Iterator[Measurement]:
     """The valid measurements among `entries`."""
     for entry in entries:
         with contextlib.suppress(ValueError, TypeError):

@@ -351,18 +351,18 @@ def steady_growth_bytes(window_medians: Sequence[int]) -> float:
     return median(b - a for a, b in pairwise(window_medians)) * (len(window_medians) - 1)
 
 
-def believed(gauge: int | None) -> int | None:
+def plausible(gauge: int | None) -> int | None:
     """The value of a gauge, or None if it is 0: impossible while a model is loaded."""
     return gauge if gauge is not None and gauge > 0 else None
 
 
 def process_bytes(sample: MemorySample, baseline_bytes: int = 0) -> int | None:
     """Memory of the process: the system's figure, but at least MLX's own."""
-    live, cache = believed(sample.active_bytes), sample.cache_bytes or 0
-    process = believed(sample.process_bytes)
+    live, cache = plausible(sample.active_bytes), sample.cache_bytes or 0
+    process = plausible(sample.process_bytes)
     if process is not None:
         return max(process, (live or 0) + cache)
-    live = live or believed(sample.peak_bytes)
+    live = live or plausible(sample.peak_bytes)
     return None if live is None else live + cache + baseline_bytes
 
 
@@ -375,14 +375,14 @@ def held_bytes(sample: MemorySample, baseline_bytes: int = 0) -> int | None:
 def highest_bytes(observation: Observation) -> int | None:
     """Peak memory of the process since the last boundary; None if it cannot be read."""
     now = process_bytes(observation.sample, observation.baseline_bytes)
-    seen = believed(observation.highest_process_bytes)
+    seen = plausible(observation.highest_process_bytes)
     return max((b for b in (now, seen) if b is not None), default=None)
 
 
 def has_headroom(policy: Policy, observation: Observation) -> bool:
     """Whether all gauges are plausible and show low memory use."""
-    sample, seen = observation.sample, believed(observation.highest_process_bytes)
-    if None in (believed(sample.process_bytes), seen) or sample.active_bytes == 0:
+    sample, seen = observation.sample, plausible(observation.highest_process_bytes)
+    if None in (plausible(sample.process_bytes), seen) or sample.active_bytes == 0:
         return False
     low = highest_bytes(observation) < PLENTY * policy.limit_bytes
     return low and (sample.pressure or 0) < WARNING
@@ -393,7 +393,7 @@ def gauge_notes(observation: Observation) -> dict[str, str]:
     sample, notes = observation.sample, {}
     if highest_bytes(observation) is None:
         notes["blind"] = "no gauge shows the memory of the process: clearing the cache every step"
-    elif believed(sample.process_bytes) is None:
+    elif plausible(sample.process_bytes) is None:
         notes["process"] = (
             "the memory of the process cannot be read: using MLX's own count plus "
             f"{in_gb(observation.baseline_bytes)} for the rest"

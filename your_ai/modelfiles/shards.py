@@ -31,7 +31,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from your_ai.errors import RunError, UserError, is_memory_error
 from your_ai.files import sha256, sync
-from your_ai.gates.untrusted import leaves
+from your_ai.gates.untrusted import links_outside
 from your_ai.hub.check import check_model
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory import allocator
@@ -187,7 +187,7 @@ def hold_memory(doing: str, needed_bytes: int, max_memory_gb: float | None, forc
             f"--max-memory: {doing} this model takes {least}, more than {in_gb(limit)}; "
             "raise --max-memory, or close other programs"
         )
-    allocator.hold(limit, needed_bytes, python_bytes())
+    allocator.set_limits(limit, needed_bytes, python_bytes())
 
 
 def write_shards(
@@ -250,7 +250,7 @@ def finish(
     save_tokenizer(tokenizer, folder)
     for pattern in ("*.py", "generation_config.json"):
         for path in source.glob(pattern):
-            if path.is_file() and not leaves(path, source):
+            if path.is_file() and not links_outside(path, source):
                 shutil.copy(path, folder)
     if lazy.card is None:
         mlx_lm_utils.create_model_card(folder, None)

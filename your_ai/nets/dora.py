@@ -35,7 +35,7 @@ TINY = 1e-30  # replaces 0 in a denominator
 NORMS = "_norms"  # the attribute for given norms; not a parameter
 
 
-class Kept:
+class NormCache:
     """A cache of the norms for the latest adapter of a layer.
 
     It holds only weak references to the adapter. They identify it, because optimizers replace
@@ -63,7 +63,7 @@ class DoRA(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept = Kept()
+        self._kept = NormCache()
 
     @staticmethod
     def from_base(base: DoRALinear) -> DoRA:
@@ -177,7 +177,7 @@ def dora_layers(module: nn.Module) -> Layers:
     return [(path, child) for path, child in module.named_modules() if isinstance(child, DoRA)]
 
 
-def draw(module: nn.Module) -> None:
+def compute_magnitudes(module: nn.Module) -> None:
     """Compute the initial magnitudes (the norms of the weights), layer by layer."""
     for _, layer in dora_layers(module):
         mx.eval(layer.m)
@@ -200,7 +200,7 @@ def norms_of(layers: Layers, frozen: Arrays | None = None) -> Arrays:
 
 
 @contextlib.contextmanager
-def given(layers: Layers, norms: Arrays) -> Iterator[None]:
+def use_norms(layers: Layers, norms: Arrays) -> Iterator[None]:
     """Make the layers use these norms, from `norms_of`, until the `with` block ends."""
     for path, layer in layers:
         layer[NORMS] = norms[f"{path}.{NORMS}"]

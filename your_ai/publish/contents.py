@@ -22,7 +22,7 @@ from your_ai.config import DEMO, TrainConfig, to_yaml
 from your_ai.dashboard.report import write_plots
 from your_ai.errors import UserError
 from your_ai.evaluation import record
-from your_ai.gates.untrusted import JSON_BYTES, leaves, read_bytes, read_json
+from your_ai.gates.untrusted import JSON_BYTES, links_outside, read_bytes, read_json
 from your_ai.hub.find import REPO
 from your_ai.modelfiles.targets import write_error
 from your_ai.nets.saved_adapter import Trained
@@ -239,7 +239,7 @@ def base_in(config: dict[str, Any]) -> Base | None:
 
 def check_own(path: Path, folder: Path) -> None:
     """Raise UserError for a link to a file outside of the folder, which may be private."""
-    if leaves(path, folder):
+    if links_outside(path, folder):
         raise UserError(
             f"{path}: is a link to {path.resolve()}, which is not sent; replace it with the file"
         )

@@ -26,7 +26,7 @@ class TrackerRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoFar:
+class UploadState:
     """What later rows need to know of earlier events."""
 
     step: int = 0
@@ -42,7 +42,7 @@ class SoFar:
     """Why the run ended; empty while it continues."""
 
 
-def after(past: SoFar, event: Event) -> tuple[SoFar, TrackerRow | None]:
+def after(past: UploadState, event: Event) -> tuple[UploadState, TrackerRow | None]:
     """What is known after one more event, and the row for it.
 
     A step that is repeated after a resume gives no row: trackers need increasing steps, and
@@ -76,7 +76,7 @@ def after(past: SoFar, event: Event) -> tuple[SoFar, TrackerRow | None]:
     return past, row
 
 
-def metrics_of(past: SoFar, step: events.Step) -> dict[str, float | TextTable]:
+def metrics_of(past: UploadState, step: events.Step) -> dict[str, float | TextTable]:
     sizes = {
         "active": step.active_bytes,
         "cache": step.cache_bytes,
@@ -98,6 +98,6 @@ def metrics_of(past: SoFar, step: events.Step) -> dict[str, float | TextTable]:
     }
 
 
-def step_at(when: str, past: SoFar) -> int:
+def step_at(when: str, past: UploadState) -> int:
     """The step of a measurement `before` or `after` the training."""
     return 0 if when == "before" else past.step

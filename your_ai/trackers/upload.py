@@ -32,7 +32,7 @@ from your_ai.gates.console import echo
 from your_ai.run import events
 from your_ai.run.events import EventLog
 from your_ai.run.folder import RunFolder, is_running
-from your_ai.trackers.rows import SoFar, TrackerRow, after
+from your_ai.trackers.rows import TrackerRow, UploadState, after
 from your_ai.trackers.services import OPEN, PACKAGES, Tracker
 
 NAMES = tuple(OPEN)
@@ -185,7 +185,7 @@ def send(folder: RunFolder, name: str, over: threading.Event) -> bool:
     raised is opened again after RETRY_S, and once more when the run is over.
     """
     identity, sent = load(folder, name)
-    past, count, offset = SoFar(), 0, 0
+    past, count, offset = UploadState(), 0, 0
     waiting: deque[tuple[int, TrackerRow]] = deque()
     tracker: Tracker | None = None
     while folder.path.exists():

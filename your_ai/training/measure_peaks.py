@@ -23,7 +23,7 @@ from your_ai.memory.sample import in_gb
 from your_ai.nets.model import TRIED_TOKENS
 from your_ai.run import events
 from your_ai.training.memory_actions import Replan
-from your_ai.training.prepare import Prepared, tell
+from your_ai.training.prepare import Prepared, write_plan
 
 MEASURED = "measured"  # the kind of an Action that requests another plan
 
@@ -64,12 +64,12 @@ def calibrated(
     if (option.plan.engine, option.plan.spill) != (plan.engine, plan.spill):
         cause = f"measured: {option.plan.engine} needs {in_gb(option.needed_bytes)}"
         raise Replan(MemoryAction(kind=MEASURED, cause=cause), step, watch)
-    allocator.hold(limit_bytes, option.needed_bytes, option.estimate.beside_bytes)
+    allocator.set_limits(limit_bytes, option.needed_bytes, option.estimate.beside_bytes)
     allocator.free()
     budget = replace(budget, demand=demand, choice=choice)
     prepared.graphs.room_bytes = budget.graphs_room_bytes
     if option.plan != plan:
-        tell(budget, prepared.config, log)
+        write_plan(budget, prepared.config, log)
     return replace(prepared, budget=budget)
 
 
@@ -78,7 +78,7 @@ def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> int:
     log.write(events.Stage(text=f"measuring {shape.rows} x {shape.tokens} tokens"))
     batch = batch_of(shape, prepared.config.packing)
     allocator.return_freed_buffers()
-    mx.set_cache_limit(0)  # cached buffers would add to the peak; `allocator.hold` resets it
+    mx.set_cache_limit(0)  # cached buffers would add to the peak; `allocator.set_limits` resets it
     mx.clear_cache()
     mx.reset_peak_memory()
     with unchanged(prepared.store):

@@ -116,7 +116,7 @@ class Governor:
         allocator.free(collect=action.kind != "clear_cache")
         after = probe.read()
         self.watch = acted(self.policy, self.watch, action, before, after)
-        self.log.write(told(action, step, before, after, time.perf_counter() - began, read))
+        self.log.write(action_event(action, step, before, after, time.perf_counter() - began, read))
 
 
 def govern(
@@ -151,7 +151,7 @@ def learned(log: events.EventLog, plan: Plan, step: int) -> dict[int, float]:
     return ratios
 
 
-def told(
+def action_event(
     action: MemoryAction,
     step: int,
     before: MemorySample,

@@ -33,7 +33,7 @@ from your_ai.hub.find import find_model, store
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import Budget, PriorPlans, budget_of, row_limit
-from your_ai.memory.calibration_file import believed
+from your_ai.memory.calibration_file import valid_measurements
 from your_ai.memory.estimate import Plan, graphs_bytes
 from your_ai.memory.plan import Option, choose, words, workload_of
 from your_ai.memory.sample import in_gb
@@ -134,7 +134,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     allocator.free()
     if built.plan != plan.engine:  # the model cannot be split into parts: plan again
         budget = planned_again(budget, built.plan, level, past)
-        tell(budget, config, log)
+        write_plan(budget, config, log)
     for text in built.notices:
         log.write(events.Notice(text=text))
     splits = find_splits(config.data).items()
@@ -190,8 +190,10 @@ def announce(budget: Budget, past: PriorPlans, config: TrainConfig, log: events.
     for found in budget.demand.calibration.measurements:
         if not past.begun and found not in past.measurements:  # the run depends on these
             log.write(events.Measured(**asdict(found)))
-    chosen = tell(budget, config, log)
-    allocator.hold(budget.limit.limit_bytes, chosen.needed_bytes, chosen.estimate.beside_bytes)
+    chosen = write_plan(budget, config, log)
+    allocator.set_limits(
+        budget.limit.limit_bytes, chosen.needed_bytes, chosen.estimate.beside_bytes
+    )
 
 
 def graphs_within(budget: Budget) -> Graphs:
@@ -391,10 +393,10 @@ def past_of(log: events.EventLog, config: TrainConfig, level: int) -> PriorPlans
     plan = None
     if plans and plans[-1].level == level and plans[-1].asked == asked_of_memory(config):
         plan = Plan(plans[-1].plan, plans[-1].micro_tokens, plans[-1].spill)
-    return PriorPlans(plan, tuple(believed(measured)), bool(starts))
+    return PriorPlans(plan, tuple(valid_measurements(measured)), bool(starts))
 
 
-def tell(budget: Budget, config: TrainConfig, log: events.EventLog) -> Option:
+def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Option:
     """Write the limit and the plan with their reasons; return the option of the plan."""
     limit, choice = budget.limit, budget.choice
     log.write(events.Limit(limit_bytes=limit.limit_bytes, reason=limit.reason))

@@ -44,9 +44,9 @@ from your_ai.training.measure_peaks import calibrated
 from your_ai.training.memory_actions import (
     Governor,
     Replan,
+    action_event,
     govern,
     telling_gauges,
-    told,
     within_limit,
 )
 from your_ai.training.optimizer import Update
@@ -311,7 +311,7 @@ def train_under_plan(
     began = time.perf_counter()
     allocator.free()  # nothing refers to the model any more: the exception is gone
     after = probe.read()
-    log.write(told(wanted.action, wanted.step, before, after, time.perf_counter() - began))
+    log.write(action_event(wanted.action, wanted.step, before, after, time.perf_counter() - began))
     return wanted
 
 
