@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -388,14 +387,13 @@ def loss(hidden, scale):
     return losses.trainable_loss(hidden, targets, SUPERVISED, scale, head).loss
 both = mx.value_and_grad(loss)
 mx.eval(mx.compile(both, inputs=[layer.state])(mx.ones((8, 8)), mx.array(1.0)))
+mapped = {line.split()[-1] for line in open("/proc/self/maps") if line.endswith(".so\\n")}
+print(*(path for path in mapped if "/mlx/" in path and "site-packages" not in path), sep="\\n")
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only there kernels are compiled to files")
-def test_all_slices_share_compiled_kernels(tmp_path):
+def test_all_slices_share_compiled_kernels():
     """A number that differs between slices would be compiled into separate kernels."""
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", COUNT_KERNELS], check=True, env=environment)
-    kernels = list(tmp_path.rglob("*.so"))
-    assert len(kernels) < 30, "for 30 slices"
+    done = subprocess.run([sys.executable, "-c", COUNT_KERNELS], capture_output=True, check=True)
+    assert 5 < len(done.stdout.splitlines()) < 30, "for 30 slices"
