@@ -494,7 +494,7 @@ def test_the_tally_matches_the_examples(tmp_path_factory, rows, window, too_long
 
 # Memory
 
-MANY = 200_000
+MANY = 60_000
 
 
 def test_encoding_many_rows_keeps_few_objects_alive():

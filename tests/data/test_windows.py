@@ -137,7 +137,7 @@ def tokenizer(kind: str) -> Tokenizer:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(seed=st.integers(0, 2**32), length=st.integers(2000, 12_000), special=st.booleans())
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_windows_give_the_same_tokens_as_the_whole_text(kind, seed, length, special):
     text = text_of(random.Random(seed), length)
     whole = tokenizer(kind).encode(text, add_special_tokens=special)
@@ -160,7 +160,7 @@ RUNS = {
 @pytest.mark.parametrize("kind", ["demo", "gpt-2", "llama-3", "qwen", "llama-2"])
 def test_a_text_without_a_split_gives_the_same_tokens(kind, run):
     """One pre-token, or digits in groups of three that depend on the start of the run."""
-    text = "x " + RUNS[run] * (20_000 // len(RUNS[run])) + "1"
+    text = "x " + RUNS[run] * (12_000 // len(RUNS[run])) + "1"
     whole = tokenizer(kind).encode(text, add_special_tokens=False)
     assert tokenize_ids(tokenizer(kind), text, False, SMALL).tolist() == whole.ids
 

@@ -369,7 +369,8 @@ def test_full_disk_keeps_the_texts_stored_before(own_folder, killed, monkeypatch
     if killed:  # before the incomplete rest is cut off
         monkeypatch.setattr(DiskStore, "_cut", lambda self: None)
     sizes = np.cumsum([len(t) * D * 4 + 32 for t in TEXTS])
-    for room_bytes in range(int(sizes[-1])):
+    near = {int(size) + more for size in sizes[:-1] for more in (-33, -32, -31, -1, 0, 1)}
+    for room_bytes in sorted(near | {*range(0, int(sizes[-1]), 7), int(sizes[-1]) - 1}):
         folder = own_folder / str(room_bytes)
         store = disk(folder)
         with room_for(room_bytes), pytest.raises(RunError) as caught:
