@@ -17,8 +17,7 @@ from tests.engine.test_attention import relative_error
 from your_ai.engine import mlp
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.mlp import SlicedMLP, can_be_sliced
-from your_ai.nets.dora import DoRA, dora_layers, norms_of
-from your_ai.nets.dora import given as given_norms
+from your_ai.nets.dora import DoRA, dora_layers, norms_of, use_norms
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.parts import put
 
@@ -133,7 +132,7 @@ def test_slices_with_dora_equal_the_whole_mlp(monkeypatch, bits, bias, dropout, 
     monkeypatch.setattr(mlp, "FEWEST_FEATURES", 128)
     sliced = SlicedMLP.from_base(network, keys)
     layers = dora_layers(network) if are_given else []
-    with given_norms(layers, norms_of(layers)):
+    with use_norms(layers, norms_of(layers)):
         found = gradients(sliced, keys, x, drawn)
     for ours, theirs in zip(found, expected, strict=True):
         assert relative_error(ours, theirs) < 1e-5
@@ -144,7 +143,7 @@ def test_slicing_with_dora_lowers_peak_memory():
 
     def peak(network: nn.Module, keys: DropoutKeys) -> int:
         layers = dora_layers(network)
-        with given_norms(layers, norms_of(layers)):
+        with use_norms(layers, norms_of(layers)):
             mx.eval(network.parameters(), x)
             mx.reset_peak_memory()
             before = mx.get_active_memory()

@@ -160,7 +160,7 @@ def test_evaluation_fits_into_a_limit_too_small_for_training(run):
     limit_gb = (least + 1) / 1e9
     with pytest.raises(UserError, match="nothing fits into"):
         budget_of(replace(config, max_memory=limit_gb), found.base, mx.float32, lengths)
-    assert compared(run, max_memory_gb=limit_gb).plan.startswith("streamed, 1 row")
+    assert compared(run, max_memory_gb=limit_gb).plan.startswith("streamed, micro-batches of 1 x ")
     with pytest.raises(UserError, match="evaluating does not fit into"):
         compared(run, max_memory_gb=(least - 1) / 1e9)
 
