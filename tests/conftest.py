@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import gc
 import importlib
@@ -9,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,8 +76,15 @@ MEMORY_LIMIT, CACHE_LIMIT = mx.set_memory_limit(1 << 40), mx.set_cache_limit(1 <
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
-# Processes that tests start compile the package's modules once, not each again.
+# Processes that tests start compile the package's modules once, not each again, and share what
+# is slow when they start; see quick_start/sitecustomize.py.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+if "YOUR_AI_TESTS_CACHE" not in os.environ:  # not in xdist's workers
+    os.environ["YOUR_AI_TESTS_CACHE"] = cache = tempfile.mkdtemp(prefix="your_ai-tests-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent / "quick_start"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
 
 TYPES = {"llama-untied": "llama", "qwen2-tied": "qwen2"}
 MODULES = {"mistral": "llama"}  # mlx-lm runs it with that code

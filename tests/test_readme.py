@@ -25,6 +25,7 @@ from pathlib import Path
 from your_ai import cli, config
 from your_ai.data import rows
 from your_ai.doctor import bench
+from your_ai.doctor.shapes import llama
 from your_ai.hub import find
 from your_ai.session import attach
 
@@ -33,6 +34,7 @@ attach.train = lambda folder, settings, console, detach=False, as_json=False: (
     attach.train_here(folder, settings, console, as_json)
 )
 bench.ROUNDS = 1
+bench.SHAPES["tiny"] = llama(64, 2, 4, 2, 128, 512)
 for program, *arguments in json.loads(sys.argv[1]):
     sys.argv = [program, *arguments]
     main = cli.main if program == "your_ai" else importlib.import_module(program).main
@@ -65,11 +67,13 @@ def test_first_two_commands_install_and_test():
 def test_other_commands_run(own_folder):
     # A small substitute in the place of the real model, and the demo model as in a checkout.
     make_model(own_folder / "models/Meta-Llama-3.1-8B-Instruct-4bit", num_hidden_layers=4)
-    copy_demo(own_folder, train=24)  # the longest run takes 20
+    copy_demo(own_folder, train=24, valid=2, test=1)  # the longest run takes 20
     preset = (CHECKOUT / "configs/demo.yaml").read_text()
-    assert "\nbatch_size: 16\n" in preset
+    for found, less in (("size: 16\n", "size: 2\n"), ("samples: 4\n", "samples: 1\n")):
+        assert found in preset
+        preset = preset.replace(found, less)
     (own_folder / "configs").mkdir()
-    (own_folder / "configs/demo.yaml").write_text(preset.replace("size: 16\n", "size: 2\n"))
+    (own_folder / "configs/demo.yaml").write_text(preset)
     write_rows(own_folder / "my-data/train.jsonl", [chat("a", "b"), chat("c", "d")])
     (own_folder / "my-run.yaml").write_text("data: my-data\nmax_steps: 1\nrun: mine\n")
     rest = json.dumps([shlex.split(command) for command in commands()[2:]])

@@ -355,7 +355,7 @@ def describe(kind: Any) -> str:
 def default_text(name: str) -> str:
     """Return ` [default: 4]` for a setting that has a default, else an empty string."""
     value = FIELDS[name].default
-    if value in (None, ""):
+    if value in (None, "", ()):
         return ""
     text = ",".join(value) if isinstance(value, tuple) else str(value)
     return f" [default: {'on' if value is True else 'off' if value is False else text}]"

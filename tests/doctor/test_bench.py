@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.conftest import call
 from your_ai.doctor import bench
-from your_ai.doctor.shapes import make_shape
+from your_ai.doctor.shapes import llama, make_shape
 from your_ai.errors import UserError
 from your_ai.files import sha256
 
@@ -21,22 +21,19 @@ LONG = ("--seq-len", 512, "--steps", 2, "--lora-layers", 1, "--against", "none",
 
 
 @pytest.fixture(autouse=True)
-def rounds(request, monkeypatch) -> None:
-    """One round of all contenders, where a test does not ask for more."""
-    monkeypatch.setattr(bench, "ROUNDS", getattr(request, "param", 1))
+def quick(monkeypatch) -> None:
+    """One round of all contenders, on a smaller model."""
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setitem(bench.SHAPES, "tiny", llama(64, 2, 4, 2, 128, 512))
 
 
-@pytest.mark.parametrize(
-    ("supervised", "peers", "rounds"),
-    [(1.0, ["mlx-lm", "mlx-lm-checkpoint"], 1), (0.3, ["mlx-lm"], 2)],
-    indirect=["rounds"],
-)
-def test_all_contenders_follow_the_same_losses(capsys, supervised, peers):
+def test_all_contenders_follow_the_same_losses(capsys):
     """This compares our training with mlx-lm's trainer, with and without checkpointing.
 
     Their table gives ratios to each peer.
     """
-    options = ("--lora-targets", "all-linear", "--supervised", supervised, "--json")
+    peers = ["mlx-lm", "mlx-lm-checkpoint"]
+    options = ("--lora-targets", "all-linear", "--supervised", 0.3, "--json")
     options += ("--against", ",".join(peers))
     assert call(*SHORT, "--bits", 0, *options) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -76,6 +73,16 @@ def test_twenty_steps_of_each_plan_follow_mlx_lm(tmp_path, bits, plans):
     for plan in plans:
         ours = [loss for loss, *_ in bench.run_ours(contest, plan)]
         assert ours == pytest.approx(peers, rel=1e-4), plan
+
+
+def test_rounds_are_combined():
+    """Without the first step of each round, which compiles."""
+    first = {"seconds": [9.0, 2.0, 3.0], "peak_bytes": 5_000_000, "process_bytes": 8_000_000}
+    first |= {"tokens": 30, "losses": [2.0, 1.0]}
+    other = {**first, "seconds": [9.0, 1.0, 4.0], "peak_bytes": 6_000_000}
+    row = bench.combine("fused", [first, other])
+    assert (row.seconds_median, row.seconds_min, row.tokens_per_s) == (2.5, 1.0, 12.0)
+    assert (row.peak_mb, row.process_mb, row.losses) == (6.0, 8.0, [2.0, 1.0])
 
 
 def test_packed_trains_the_same_rows_as_unpacked(capsys):

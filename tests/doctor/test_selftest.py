@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.machines import CPU, MACS, STORE
-from your_ai.doctor import selftest
+from your_ai.doctor import checks, selftest, shapes
 from your_ai.doctor.selftest import (
     CHECKS,
     Failed,
@@ -64,8 +64,11 @@ def temporary(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder with the self-test's model, and the figures about it."""
+    """A folder with the self-test's model, smaller here, and the figures about it."""
     place = tmp_path_factory.mktemp("selftest")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(shapes.SHAPES, checks.SHAPE, shapes.llama(64, 2, 4, 2, 128, 1024))
+        shapes.make_shape(checks.SHAPE, checks.BITS, "float32", place)
     return place, selftest.asked("model", place, time.monotonic() + SOON_S)["figures"]
 
 

@@ -385,7 +385,7 @@ def test_an_invalid_address_is_refused_immediately(hub, monkeypatch, capsys, val
         with pytest.raises(SystemExit) as ended:
             cli.main(command)
         assert ended.value.code == 2
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < MOST_S / 2  # nothing is tried again
     assert capsys.readouterr().err.count("HF_ENDPOINT") >= 1
     assert hub.requests == []
 

@@ -1,0 +1,42 @@
+"""`doctor --fit-memory` measures models in other processes and keeps what was fitted to them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.conftest import call
+from your_ai.doctor import measure_memory
+from your_ai.errors import RunError
+
+
+@pytest.fixture(autouse=True)
+def one_small_model(monkeypatch):
+    monkeypatch.setattr(measure_memory, "MODELS", (("tiny", 4),))
+
+
+def test_plans_use_what_was_measured_and_fitted(own_folder, capsys):
+    assert call("doctor", "--fit-memory", "--json") == 0
+    fitted = json.loads(capsys.readouterr().out)
+    assert fitted["peaks"] >= measure_memory.FEWEST
+    assert -0.5 < fitted["lowest"] <= 0 <= fitted["highest"] < 0.5
+    assert fitted["file"] == str(own_folder / "home" / "memory.json")
+    plan = ("plan", "--shape", "tiny", "--seq-len", 256, "--json")
+    assert call(*plan) == 0
+    ours = json.loads(capsys.readouterr().out)
+    (own_folder / "home" / "memory.json").unlink()
+    assert call(*plan) == 0
+    packaged = json.loads(capsys.readouterr().out)
+    assert ours["needed_bytes"] != packaged["needed_bytes"]
+
+
+def test_failed_process_is_reported_and_nothing_is_kept(own_folder, monkeypatch):
+    monkeypatch.setattr(measure_memory, "MODELS", (("huge", 4),))
+    assert call("doctor", "--fit-memory") == 1
+    assert not (own_folder / "home").exists()
+
+
+def test_too_few_peaks_are_not_fitted():
+    with pytest.raises(RunError, match="only 0 cases"):
+        measure_memory.fitted_to([])
