@@ -168,7 +168,7 @@ def write_data(case: Case, folder: Path) -> None:
 
 def run_case(case: Case, folder: Path, before: str = "", limit_gb: float | None = None) -> Outcome:
     """Run a case in `folder`. before: Python code that each of its processes runs first."""
-    from tests.conftest import make_model
+    from tests.conftest import make_model, write_site
 
     found = Outcome(case=case)
     began = time.perf_counter()
@@ -178,10 +178,7 @@ def run_case(case: Case, folder: Path, before: str = "", limit_gb: float | None 
     environment["OPENBLAS_NUM_THREADS"] = environment.get("OPENBLAS_NUM_THREADS", "1")
     if BLAS.exists():
         environment["LD_PRELOAD"] = str(BLAS)
-    if before:
-        (folder / "site").mkdir()
-        (folder / "site" / "sitecustomize.py").write_text(before)
-        environment["PYTHONPATH"] += os.pathsep + str(folder / "site")
+    environment["PYTHONPATH"] += os.pathsep + str(write_site(folder / "site", before))
 
     def call(command: str, limit_gb: float, *more: str) -> list[str]:
         return [

@@ -76,6 +76,7 @@ MEMORY_LIMIT, CACHE_LIMIT = mx.set_memory_limit(1 << 40), mx.set_cache_limit(1 <
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
+QUICK_START = Path(__file__).parent / "quick_start" / "sitecustomize.py"
 # Processes that tests start compile the package's modules once, not each again, and share what
 # is slow when they start; see quick_start/sitecustomize.py.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -83,7 +84,7 @@ if "YOUR_AI_TESTS_CACHE" not in os.environ:  # not in xdist's workers
     os.environ["YOUR_AI_TESTS_CACHE"] = cache = tempfile.mkdtemp(prefix="your_ai-tests-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent / "quick_start"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [str(QUICK_START.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
 
 TYPES = {"llama-untied": "llama", "qwen2-tied": "qwen2"}
@@ -158,6 +159,14 @@ def make_model(
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 4-bit llama of three blocks with random weights."""
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def write_site(place: Path, source: str) -> Path:
+    """A folder for PYTHONPATH that makes each process run `source` first."""
+    place.mkdir()
+    begin = f"import runpy\nrunpy.run_path({str(QUICK_START)!r})\n"
+    (place / "sitecustomize.py").write_text(begin + source)
+    return place
 
 
 def chat(question: str, answer: str, **more: Any) -> dict[str, Any]:

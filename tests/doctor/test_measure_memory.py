@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 
 from tests.conftest import call
-from your_ai.doctor import measure_memory
+from your_ai.doctor import measure_memory, shapes
 from your_ai.errors import RunError
 
 
 @pytest.fixture(autouse=True)
-def one_small_model(monkeypatch):
+def one_small_model(tmp_path, monkeypatch):
+    """The only model to measure, made beforehand."""
     monkeypatch.setattr(measure_memory, "MODELS", (("tiny", 4),))
+    monkeypatch.setitem(shapes.SHAPES, "tiny", shapes.llama(64, 2, 4, 2, 128, 512))
+    place = tmp_path / "shapes"
+    shapes.make_shape("tiny", 4, "float32", place)
+    there = contextlib.nullcontext(str(place))
+    monkeypatch.setattr(measure_memory.tempfile, "TemporaryDirectory", lambda **_: there)
 
 
 def test_plans_use_what_was_measured_and_fitted(own_folder, capsys):
@@ -22,7 +29,7 @@ def test_plans_use_what_was_measured_and_fitted(own_folder, capsys):
     assert fitted["peaks"] >= measure_memory.FEWEST
     assert -0.5 < fitted["lowest"] <= 0 <= fitted["highest"] < 0.5
     assert fitted["file"] == str(own_folder / "home" / "memory.json")
-    plan = ("plan", "--shape", "tiny", "--seq-len", 256, "--json")
+    plan = ("plan", "--shape", "tiny", "--seq-len", 4096, "--json")
     assert call(*plan) == 0
     ours = json.loads(capsys.readouterr().out)
     (own_folder / "home" / "memory.json").unlink()

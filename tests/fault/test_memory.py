@@ -22,7 +22,7 @@ import mlx.core as mx
 import pytest
 
 import your_ai
-from tests.conftest import chat, events_of, losses_of, resume, train, write_rows
+from tests.conftest import chat, events_of, losses_of, resume, train, write_rows, write_site
 from tests.fault.processes import (
     PATIENCE_S,
     Told,
@@ -698,9 +698,7 @@ def working_on(run: RunFolder) -> int | None:
 
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """Make every new Python process run `source` first."""
-    place = tmp_path / "site"
-    place.mkdir()
-    (place / "sitecustomize.py").write_text(source)
+    place = write_site(tmp_path / "site", source)
     package = Path(your_ai.__file__).parent.parent
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), str(package)]))
 
