@@ -775,7 +775,7 @@ def killed_at_random(run: RunFolder, process: subprocess.Popen, kills: int, seed
 @pytest.mark.parametrize(
     "kills",
     [
-        3,
+        2,
         pytest.param(
             10,
             marks=[

@@ -362,7 +362,7 @@ def test_peaks_measured_here_are_estimated(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("tokens", "rows", "adapted"), [(128, 4, FEW), (512, 2, ALL)])
+@pytest.mark.parametrize(("tokens", "rows", "adapted"), [(128, 4, FEW), (256, 2, ALL)])
 def test_peaks_of_an_evaluation_measured_here_are_estimated(
     tiny_shape, engine, tokens, rows, adapted
 ):
