@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import chat, events_of, train, write_rows
+from tests.conftest import chat, events_of, train, write_rows, write_site
 from tests.fault.processes import ENDLESS, started, wait_for
 from tests.terminal import CLOSED, OPENED, on_terminal
 from your_ai.config import to_yaml
@@ -279,6 +279,15 @@ def test_signal_during_startup_leaves_no_run_folder(arguments, run):
         130, "stopped before the first step; nothing was changed\n",
     )  # fmt: skip
     assert not run.path.exists()
+
+
+def test_signal_before_the_supervisor_handles_any_leaves_no_run_folder(
+    tmp_path, arguments, run, monkeypatch
+):
+    """Python ends with status 1, not by the signal, if it comes while it starts."""
+    slow = "import sys, time\nif 'your_ai.session.supervisor' in sys.orig_argv: time.sleep(30)\n"
+    monkeypatch.setenv("PYTHONPATH", str(write_site(tmp_path / "site", slow)))
+    test_signal_during_startup_leaves_no_run_folder(arguments, run)
 
 
 def test_watch_shows_why_a_detached_run_failed(arguments, run):

@@ -342,7 +342,7 @@ def test_fifty_long_runs_are_listed_within_seconds():
     found = run_list.rows()
     took_s = time.process_time() - began
     assert [each.step for each in found] == [800] * 50
-    assert took_s < 2.4  # less than 1.2 on an idle machine
+    assert took_s < 5  # less than 1.2 on an idle machine
 
 
 # --- The newest

@@ -80,8 +80,7 @@ def started(arguments: list[str], folder: RunFolder, log: BinaryIO) -> Iterator[
 def reported_error(folder: RunFolder, status: int, output: str) -> Exception:
     """Turn the output of a failed child into an exception to raise."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if told:
+    if told := errors_in(output):
         kinds = {USER: UserError, LOST: Lost}
         return kinds.get(status, RunError)(told[-1])
     last = f" ({lines[-1]})" if lines else ""
@@ -89,6 +88,12 @@ def reported_error(folder: RunFolder, status: int, output: str) -> Exception:
         f"{folder.path}: a process of the run ended with status {status}{last}; its output is "
         f"in {folder.path / LOG}"
     )
+
+
+def errors_in(output: str) -> list[str]:
+    """The errors that a child printed, without the word error."""
+    lines = [line.strip() for line in output.splitlines()]
+    return [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
 
 
 def open_log(folder: RunFolder) -> BinaryIO:

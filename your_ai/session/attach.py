@@ -143,6 +143,8 @@ def train(
             f"{folder.reference}"
         )
     if number not in SIGNALS:
+        if received and not recorded and not child.errors_in(output):
+            raise Interrupted(received[0])  # while Python started, which then ends with status 1
         raise child.reported_error(folder, status, output)
     if not any(isinstance(event, events.Started) for event in recorded):
         raise Interrupted(number)
