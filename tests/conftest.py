@@ -23,7 +23,7 @@ from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
 from your_ai import cli
 from your_ai.config import TrainConfig, build, packaged
-from your_ai.data import rows as row_files
+from your_ai.data import sources
 from your_ai.hub import find
 from your_ai.memory.budget import python_bytes
 from your_ai.run import events, folder
@@ -212,7 +212,7 @@ def small_demo(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def train_here(folder, settings, console, *, detach=False, as_json=False) -> int:
         return attach.train_here(folder, settings, console, as_json)
 
-    for module in (row_files, find):
+    for module in (sources, find):
         monkeypatch.setattr(module, "packaged", found)
     monkeypatch.setattr(attach, "train", train_here)
     return place

@@ -19,7 +19,8 @@ LAYERS = [
     ["gates"],
     ["config"],
     ["run"],
-    ["hub", "data", "nets.numerics"],
+    ["hub", "nets.numerics"],
+    ["data"],
     ["memory", "objectives"],
     ["nets"],
     ["dashboard", "trackers"],
@@ -38,7 +39,15 @@ LAYERS = [
 ]
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_MLX = [
-    *("cli", "config", "data.batches", "data.encode", "gates.token_ids", "run.events"),
+    *(
+        "cli",
+        "config",
+        "data.batches",
+        "data.encode",
+        "data.sources",
+        "gates.token_ids",
+        "run.events",
+    ),
     *("memory.facts", "memory.estimate", "memory.plan", "memory.limit", "memory.governor"),
     *("memory.calibration", "memory.calibration_file", "doctor.recommend"),
     *("hub.download", "hub.local", "evaluation.record", "dashboard.live", "trackers.upload"),

@@ -210,8 +210,10 @@ def train(config: TrainConfig | str | None = None, *, show: bool = True, **setti
     UserError for bad input, before anything is written, and RunError where training fails.
     """
     resolved = _settings(config, settings)
+    from your_ai.data.sources import checked_settings
     from your_ai.hub.find import find_model
 
+    resolved = checked_settings(resolved, every_row=False)
     find_model(resolved.model)
     return _train(folders.create(resolved), resolved, new=True, show=show)
 

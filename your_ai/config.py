@@ -41,7 +41,25 @@ class TrainConfig:
     """All settings of a training run."""
 
     model: str = setting("llama-8b", "Model: an alias, a folder, or a Hugging Face id.")
-    data: str = setting("", "Folder with train.jsonl (and valid.jsonl, test.jsonl), or one file.")
+    data: str = setting(
+        "",
+        "Training data: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md), or a "
+        "folder with train.jsonl (and valid.jsonl, test.jsonl); several separated by commas, each "
+        "with =SHARE for how often its rows are used; - reads standard input.",
+    )
+    valid: str = setting(
+        "",
+        "Validation data, or none; default: the folder's valid.jsonl, or else 2% of the rows are "
+        "held out (20 to 500 rows).",
+    )
+    columns: tuple[str, ...] = setting(
+        (),
+        "What the columns are, e.g. prompt=question,completion=answer (also text, messages, system "
+        "and weight); default: guessed from their names.",
+    )
+    prompt_template: str = setting(
+        "", "File with a Jinja template that makes the prompt from the columns of a row."
+    )
     run: str = setting("", "Name of the run; default: made of model, data and time.")
 
     max_steps: int | None = setting(None, "Stop after this many steps (optimizer updates).")
@@ -149,7 +167,12 @@ class TrainConfig:
     def fixed_on_resume(self) -> dict[str, str]:
         """The settings that must not change when a run is resumed, as text."""
         free = (*RESUMABLE, "run")
-        return {n: repr(v) for n, v in dataclasses.asdict(self).items() if n not in free}
+        values = dataclasses.asdict(self)
+        return {
+            name: repr(value)
+            for name, value in values.items()
+            if name not in free and (name not in ADDED or value != ADDED[name])
+        }
 
 
 def is_due(every: int, step: int) -> bool:
@@ -166,8 +189,11 @@ RESUMABLE = (
     *("max_steps", "epochs", "eval_every", "save_every", "keep", "samples", "exact_match"),
     *("model", "data", "spill", "plan", "max_memory", "force", "reload_interval", "reload_at"),
     *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise", "report_to"),
-    *("push_to", "max_row_bytes"),
+    *("push_to", "max_row_bytes", "valid", "prompt_template"),
 )
+
+# Settings that old runs do not have, with the values that they trained with.
+ADDED: dict[str, Any] = {"valid": "none", "columns": ()}
 
 
 def flag(name: str) -> str:

@@ -85,6 +85,17 @@ EMPTY_REASONING = REASONING.replace(
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ text }}",
 )
 
+# As Qwen3: reasoning is a field of the message, and shown only after the last question.
+REASONING_FIELD = (
+    "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}"
+    "{% if m.reasoning_content and loop.index0 > ns.asked %}"
+    "{{ '<think>\n' ~ m.reasoning_content.strip() ~ '\n</think>\n\n' }}{% endif %}"
+    "{{ m.content ~ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 # The text of earlier turns is changed, so they cannot be located.
 SHOUTING = REASONING.replace("text.split('</think>')[-1].lstrip()", "text | upper")
 
@@ -530,6 +541,44 @@ def test_empty_reasoning_added_by_the_template_is_trained():
         "ok<|im_end|>",
         "<think>\n\n</think>\n\nno<|im_end|>",
     ]
+
+
+def with_reasoning(row: Row, *reasoning: str | None) -> Row:
+    """The row with reasoning_content in its answers."""
+    answers = [m for m in row.content.messages if m["role"] == "assistant"]
+    for message, text in zip(answers, reasoning, strict=True):
+        message["reasoning_content"] = text
+    return row
+
+
+def test_a_field_of_reasoning_is_trained_where_the_template_shows_it():
+    tokenizer = make_tokenizer(REASONING_FIELD, REASONING_TOKENS)
+    row = with_reasoning(chat_row("hi", "ok", "re", "no"), "dropped", " b\n")
+    encoded = Encoder(tokenizer).encode(row)
+    assert trained_texts(tokenizer, encoded) == [
+        "ok<|im_end|>",
+        "<think>\nb\n</think>\n\nno<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_field_of_reasoning_that_the_template_omits_is_refused(demo_tokenizer, masked):
+    row = with_reasoning(chat_row("hi", "ok"), "because")
+    with pytest.raises(UserError, match=r"messages\[1\]: .* omits reasoning_content; remove it"):
+        Encoder(demo_tokenizer, mask_prompt=masked).encode(row)
+    for nothing in ("", " \n", None):
+        Encoder(demo_tokenizer).encode(with_reasoning(chat_row("hi", "ok"), nothing))
+
+
+def test_a_rewritten_turn_with_a_field_of_reasoning_is_located():
+    """Its reasoning is trained, too, or the row is refused."""
+    drops = REASONING_FIELD.replace("loop.index0 > ns.asked", "loop.last")
+    tokenizer = make_tokenizer(drops, REASONING_TOKENS)
+    row = chat_row("hi", "ok")
+    row.content.messages.append({"role": "tool", "content": "result"})
+    row.content.messages.append({"role": "assistant", "content": "no"})
+    with pytest.raises(UserError, match="omits reasoning_content"):
+        Encoder(tokenizer).encode(with_reasoning(row, "first thought", "second"))
 
 
 def test_the_error_names_a_turn_that_cannot_be_located():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import chat, write_rows
-from your_ai.config import DEMO
 from your_ai.data import rows
 from your_ai.data.rows import (
     ROW_LIMIT,
@@ -25,7 +23,6 @@ from your_ai.data.rows import (
     RowLimit,
     Text,
     checked_sha256,
-    find_splits,
     read_rows,
 )
 from your_ai.errors import UserError
@@ -452,67 +449,3 @@ def test_any_object_is_parsed_or_refused_in_one_line(row):
 def test_any_line_is_parsed_or_raises_UserError(line):
     with contextlib.suppress(UserError):
         ROW_LIMIT.parse(line, "rows:1")
-
-
-# Splits
-
-
-def test_splits_of_a_folder_are_found(data_folder):
-    assert find_splits(str(data_folder)) == {
-        "train": data_folder / "train.jsonl",
-        "valid": data_folder / "valid.jsonl",
-        "test": data_folder / "test.jsonl",
-    }
-
-
-def test_missing_splits_are_left_out():
-    write_rows(Path("data/train.jsonl"), [chat("q", "a")])
-    assert find_splits("data") == {"train": Path("data/train.jsonl")}
-
-
-def test_a_single_file_is_the_train_split():
-    path = write_rows(Path("mine.jsonl"), [chat("q", "a")])
-    assert find_splits("mine.jsonl") == {"train": path}
-
-
-def test_a_tilde_in_the_path_is_expanded(own_folder, monkeypatch):
-    monkeypatch.setenv("HOME", str(own_folder))
-    path = write_rows(own_folder / "mine" / "train.jsonl", [chat("q", "a")])
-    assert find_splits("~/mine") == {"train": path}
-
-
-@pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_the_demo_data_can_be_read(split):
-    assert all(isinstance(row.content, Chat) for row in read_rows(find_splits(DEMO)[split]))
-
-
-def test_a_missing_folder_is_refused():
-    with pytest.raises(UserError, match="--data nowhere: no such file or folder"):
-        find_splits("nowhere")
-
-
-def test_a_folder_without_train_jsonl_is_refused():
-    write_rows(Path("data/valid.jsonl"), [chat("q", "a")])
-    with pytest.raises(UserError, match=r"--data data: the folder has no train\.jsonl"):
-        find_splits("data")
-
-
-def test_invalid_data_paths_are_refused(own_folder):
-    os.mkfifo("fifo")
-    Path("loop").symlink_to("loop")
-    Path("d/train.jsonl").mkdir(parents=True)
-    long, home = "a" * 5000, "~nobody-is-here/x"
-    for data in (
-        "fifo",
-        "loop",
-        "d",
-        "/dev/zero",
-        "/dev/null",
-        long,
-        "a\0b",
-        home,
-        "/proc/1/mem/x",
-    ):
-        with pytest.raises(UserError, match=r"^--data ") as caught:
-            find_splits(data)
-        assert len(str(caught.value)) < 500

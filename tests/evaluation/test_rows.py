@@ -41,7 +41,7 @@ def test_a_folder_gives_its_test_file_or_else_its_valid_file(own_folder):
     for name, expected in (("train", None), ("valid", "valid"), ("test", "test")):
         write_rows(own_folder / "d" / f"{name}.jsonl", [chat("a", "b")])
         if expected is None:
-            with pytest.raises(UserError, match=r"has no test\.jsonl and no valid"):
+            with pytest.raises(UserError, match=r"no rows for a test or for validation"):
                 choose_file("d", config_of("elsewhere"))
         else:
             assert choose_file("d", config_of("elsewhere")).name == f"{expected}.jsonl"
@@ -58,9 +58,12 @@ def test_the_demo_has_test_rows():
     assert choose_file(DEMO, config_of("d")) == DEMO_FOLDER / "data" / "test.jsonl"
 
 
-def test_a_run_trained_on_a_single_file_needs_other_data(own_folder):
-    write_rows(own_folder / "rows.jsonl", [chat("a", "b")])
-    with pytest.raises(UserError, match=r"single file of training rows, rows.jsonl; give another"):
+def test_a_run_trained_on_a_single_file_is_measured_on_the_rows_held_out(own_folder):
+    rows = [chat(f"a{i}", "b") for i in range(60)]
+    write_rows(own_folder / "rows.jsonl", rows)
+    assert choose_file(None, config_of("rows.jsonl")).name == "valid.jsonl"
+    write_rows(own_folder / "rows.jsonl", rows[:3])
+    with pytest.raises(UserError, match=r"--data rows.jsonl: has no rows for a test"):
         choose_file(None, config_of("rows.jsonl"))
 
 

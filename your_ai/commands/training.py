@@ -38,11 +38,10 @@ def train(
         folder = folders.find(resume)
         folders.check_resumable(folder)
         settings = resumed(folder.read_config(), flags)
-        check(settings, detach)
+        settings = check(settings, detach)
         find_or_fetch(settings.model, console, bool(yes))
     else:
-        settings = resolve(flags, config)
-        check(settings, detach)
+        settings = check(resolve(flags, config), detach)
         find_or_fetch(settings.model, console, bool(yes))
         folder = folders.create(settings)
         if settings.model == settings.data == DEMO and settings.exact_match and not as_json:
@@ -55,8 +54,12 @@ def train(
     )
 
 
-def check(settings: TrainConfig, detach: bool) -> None:
-    """Raise UserError for problems that would otherwise be found after the folder is created."""
+def check(settings: TrainConfig, detach: bool) -> TrainConfig:
+    """The settings, with data that can be read again.
+
+    Raises UserError for problems that would otherwise be found after a model was downloaded or the
+    folder of the run created.
+    """
     if detach and not settings.supervise:
         raise UserError(
             "--detach: cannot be combined with --no-supervise, which trains in this process"
@@ -70,6 +73,10 @@ def check(settings: TrainConfig, detach: bool) -> None:
 
         if note := check_account(settings.push_to):
             echo_error(f"note: {note}")
+    from your_ai.data.sources import checked_settings
+    from your_ai.hub.find import is_local
+
+    return checked_settings(settings, every_row=not is_local(settings.model))
 
 
 train.__signature__ = with_settings(  # type: ignore[attr-defined]

@@ -155,6 +155,7 @@ class Encoder:
                 "use an instruct model, or rows of prompt + completion or text"
             )
         text = self._render(chat.messages, chat.tools, where)
+        check_reasoning(text, chat, where)
         tokens = self._tokenize(text, where, special=False)
         if not self.mask_prompt:
             return tokens.ids, np.ones(len(tokens), bool)
@@ -234,11 +235,12 @@ class Encoder:
     def _span_by_sentinel(self, text: str, chat: Chat, index: int, where: str) -> tuple[int, int]:
         marked = list(chat.messages)
         marked[index] = {**chat.messages[index], "content": SENTINEL}
-        calls = marked[index].pop("tool_calls", None)
+        # The span contains these too, so it must start at the beginning of the turn.
+        more = [marked[index].pop(key, None) for key in ("tool_calls", "reasoning_content")]
         other = self._render(marked, chat.tools, where)
         start = common_prefix(text, other)
         end = len(text) - common_prefix(text[start:][::-1], other[start:][::-1])
-        if calls:  # the span contains them too, so it must start at the beginning of the turn
+        if any(more):
             before = self._render(chat.messages[:index], chat.tools, where, answer_next=True)
             shown = text.startswith(before) and start == len(before)
         else:
@@ -326,6 +328,21 @@ def trained_turns(chat: Chat) -> list[int]:
         if message["role"] == "assistant" and index >= chat.first_trained
         if message.get("weight", 1)
     ]
+
+
+def check_reasoning(text: str, chat: Chat, where: str) -> None:
+    """Raise UserError if the template, which rendered `text`, leaves out the last reasoning.
+
+    Templates may leave out that of turns before the last question.
+    """
+    asked = [i for i, message in enumerate(chat.messages) if message["role"] == "user"]
+    for index in range(asked[-1] if asked else 0, len(chat.messages)):
+        reasoning = (chat.messages[index].get("reasoning_content") or "").strip()
+        if reasoning and reasoning not in text:
+            raise UserError(
+                f"{where}: messages[{index}]: the model's chat template omits reasoning_content; "
+                "remove it, or choose a model whose template shows it"
+            )
 
 
 def has_answer(content: Chat | Pair | Text) -> bool:

@@ -1,4 +1,4 @@
-"""JSONL files -> rows: find the files of a data folder, and check each line as it is read.
+"""JSONL files -> rows: each line is checked as it is read.
 
 Data is not trusted. The length of a line is limited before it is read. Its nesting and keys are
 checked before they are used.
@@ -10,18 +10,18 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from your_ai.config import DEMO, FIELDS, packaged
+from your_ai.config import FIELDS
 from your_ai.errors import UserError
 from your_ai.gates.text import quoted, shortened
 
-SPLITS = ("train", "valid", "test")
 FLOAT32_MAX = 3.4028234663852886e38
 MAX_DEPTH = 64  # nesting of objects and lists; JSON schemas of tools have about 20 levels
 BLOCK_BYTES = 1 << 20
+ORIGIN = "your_ai: from"  # the key of a converted row's place, as `file:line`
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -57,52 +57,23 @@ class RowLimit:
 
     def parse(self, line: bytes, where: str) -> Row:
         """Parse a line. Raises UserError if it is not a valid row, or is too large."""
-        size, is_long = len(line), len(line) > SHORT_BYTES
-        costs = STRUCTURE_MEMORY.items() if is_long else ()
-        structure = sum(cost * line.count(character) for character, cost in costs)
-        self.check_room(size, LINE_MEMORY * size + structure, where)
-        row = parse_row(decode_line(line, where), where)
+        size = len(line)
+        self.check_line(line, where)
+        content, place = decode_row(line, where)
+        row = replace(parse_row(content, place), line=int(where.rpartition(":")[2]))
         memory = TEXT_MEMORY if isinstance(row.content, Text) else CHAT_MEMORY
         self.check_room(size, memory * size, where)
         return row
 
+    def check_line(self, line: bytes, where: str) -> None:
+        """Raise UserError if parsing a line as JSON needs more memory than is left."""
+        size, is_long = len(line), len(line) > SHORT_BYTES
+        costs = STRUCTURE_MEMORY.items() if is_long else ()
+        structure = sum(cost * line.count(character) for character, cost in costs)
+        self.check_room(size, LINE_MEMORY * size + structure, where)
+
 
 ROW_LIMIT = RowLimit()
-
-
-def find_splits(data: str) -> dict[str, Path]:
-    """Return the file of each split.
-
-    data: a folder with train.jsonl and optionally valid.jsonl and test.jsonl, or one file of
-    training rows, or `demo` for the rows of the demo.
-    Raises UserError if there is no training data.
-    """
-    path = find_data(data)
-    if path.is_file():
-        return {"train": path}
-    splits = {s: path / f"{s}.jsonl" for s in SPLITS if (path / f"{s}.jsonl").is_file()}
-    if "train" not in splits:
-        raise UserError(f"--data {shortened(data)}: the folder has no train.jsonl")
-    return splits
-
-
-def find_data(data: str) -> Path:
-    """Return the file or folder given by --data. Raises UserError for anything else."""
-    label = f"--data {shortened(data)}"
-    if data == DEMO:
-        return packaged("models", "demo", "data")
-    try:
-        path = Path(data).expanduser()
-        path.stat()
-    except FileNotFoundError as error:
-        raise UserError(f"{label}: no such file or folder") from error
-    except OSError as error:
-        raise UserError(f"{label}: cannot be read ({error.strerror})") from error
-    except (RuntimeError, ValueError) as error:  # no such user's home; a null character
-        raise UserError(f"{label}: is not a path ({error})") from error
-    if not path.is_file() and not path.is_dir():
-        raise UserError(f"{label}: is not a regular file; give a .jsonl file")
-    return path
 
 
 @dataclass(frozen=True)
@@ -131,9 +102,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Row:
-    where: str  # file:line, for messages
+    """A row of a data file."""
+
+    where: str
+    """file:line of the user's file, for messages."""
     content: Chat | Pair | Text
     weight: float
+    line: int = 0
+    """Its line in the file that was read, from 1."""
 
 
 def read_rows(path: Path, limit: RowLimit = ROW_LIMIT) -> Iterator[Row]:
@@ -157,21 +133,26 @@ def read_lines(path: Path, limit: RowLimit) -> Iterator[tuple[str, bytes]]:
 
     Raises UserError if the file cannot be read or a line is too long.
     """
-    number = 0
     try:
         with path.open("rb") as file:
-            while line := file.readline(limit.row_bytes + 1):
-                number += 1
-                where = f"{path}:{number}"
-                if len(line) > limit.row_bytes and line.rstrip(b"\r\n") == line:
-                    raise limit.too_long(where)
-                if number == 1:
-                    line = line.removeprefix(BYTE_ORDER_MARK)
-                if line.strip():
-                    yield where, line
-                del line
+            yield from lines_of(file, path, limit)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def lines_of(file: BinaryIO, path: Path, limit: RowLimit) -> Iterator[tuple[str, bytes]]:
+    """Like `read_lines`, for an open file. path: its name in messages."""
+    number = 0
+    while line := file.readline(limit.row_bytes + 1):
+        number += 1
+        where = f"{path}:{number}"
+        if len(line) > limit.row_bytes and line.rstrip(b"\r\n") == line:
+            raise limit.too_long(where)
+        if number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+        if line.strip():
+            yield where, line
+        del line
 
 
 def checked_sha256(path: Path, limit: RowLimit) -> str:
@@ -224,9 +205,14 @@ def read_json(text: str, label: str, hint: str = "") -> Any:
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", "a number too long, or nested too deeply")
         raise UserError(f"{label}: is not valid JSON ({reason}){hint}") from error
+    check_depth(text, value, label)
+    return value
+
+
+def check_depth(text: str, value: Any, label: str) -> None:
+    """Raise UserError if a value, parsed from `text`, is nested too deeply."""
     if text.count("[") + text.count("{") > MAX_DEPTH and depth_of(value) > MAX_DEPTH:
         raise UserError(f"{label}: is nested too deeply; the maximum is {MAX_DEPTH} levels")
-    return value
 
 
 def depth_of(value: Any) -> int:
@@ -250,6 +236,22 @@ def decode_line(line: bytes, where: str) -> dict:
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected a JSON object, found {type(row).__name__}")
     return row
+
+
+def decode_row(line: bytes, where: str) -> tuple[dict, str]:
+    """The object in a line, and the place that it was converted from, or else `where`."""
+    row = decode_line(line, where)
+    place = row.pop(ORIGIN, None)
+    return row, place if isinstance(place, str) else where
+
+
+def read_first_row(path: Path, limit: RowLimit) -> bool:
+    """Whether the first row is in a known format. Raises UserError if it cannot be read."""
+    for where, line in read_lines(path, limit):
+        limit.check_line(line, where)
+        row, _ = decode_row(line, where)
+        return any(all(key in row for key in keys) for keys in FORMATS)
+    raise UserError(f"{path}: the file is empty; give at least one row")
 
 
 def parse_row(row: dict, where: str) -> Row:
@@ -318,6 +320,10 @@ def parse_message(message: Any, where: str) -> dict:
         content = ""
     if not isinstance(content, str):
         raise UserError(f"{where}: content: expected text, found {type(content).__name__}")
+    reasoning = message.get("reasoning_content")
+    if reasoning is not None and not isinstance(reasoning, str):
+        found = type(reasoning).__name__
+        raise UserError(f"{where}: reasoning_content: expected text, found {found}")
     if message.get("weight", 1) not in (0, 1):  # as at OpenAI: 0 excludes an assistant turn
         found = quoted(message["weight"])
         raise UserError(f"{where}: weight {found}: the weight of a message must be 0 or 1")

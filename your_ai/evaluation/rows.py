@@ -20,13 +20,12 @@ from your_ai.data.rows import (
     Row,
     Text,
     checked_sha256,
-    decode_line,
-    find_data,
-    find_splits,
+    decode_row,
     parse_row,
     read_lines,
     read_rows,
 )
+from your_ai.data.sources import find_splits, is_file
 from your_ai.errors import UserError
 from your_ai.hub.find import store
 
@@ -61,6 +60,8 @@ class EvaluationRows:
     """Of the file."""
     lines: np.ndarray
     """(m,): the line number of each row in the file."""
+    places: list[str]
+    """The file and line that each row came from, for messages."""
     asks: np.ndarray
     """(m,) bool: whether the row asks for an answer."""
     trained: EncodedRows
@@ -76,7 +77,7 @@ class EvaluationRows:
         return len(self.lines)
 
     def where(self, row: int) -> str:
-        return f"{self.path.name}:{self.lines[row]}"
+        return self.places[row].rpartition("/")[2]
 
     @cached_property
     def trained_tokens(self) -> np.ndarray:
@@ -102,32 +103,33 @@ class EvaluationRows:
             raise changed(self.path)
         for where, line in read_lines(self.path, self.encoder.limit):
             if (number := line_of(where)) in wanted:
-                content = decode_line(line, where)
-                yield wanted.pop(number), parse_row(content, where), content
+                content, place = decode_row(line, where)
+                yield wanted.pop(number), parse_row(content, place), content
         if wanted:
             raise changed(self.path)
 
 
 def choose_file(given: str | None, config: TrainConfig) -> Path:
-    """Choose the file of rows to measure: from --data, or else from the run's data.
+    """Choose the JSONL file of rows to measure: from --data, or else from the run's data.
 
-    given: the value of --data: a .jsonl file, `demo`, or a folder. A folder's test.jsonl is
-    preferred to its valid.jsonl. Raises UserError if there is no such file.
+    given: the value of --data; like the run's, its columns are those of the run. A folder's test
+    rows are preferred to its validation rows. Raises UserError if there are no such rows.
     """
     data = config.data if given is None else given
     if not data:
-        raise UserError("the run has no data; give a .jsonl file with --data")
-    path = find_data(data)
-    if given is not None and path.is_file():
-        return path
-    if path.is_file():
-        raise UserError(
-            f"the run's data is a single file of training rows, {data}; give another with --data"
-        )
+        raise UserError("the run has no data; give a file with --data")
+    if given is None:
+        files = find_splits(config).files
+    else:
+        files = find_splits(replace(config, data=given, valid=""), to_train=False).files
     for name in PREFERRED:
-        if (path / f"{name}.jsonl").is_file():
-            return path / f"{name}.jsonl"
-    raise UserError(f"--data {data}: the folder has no test.jsonl and no valid.jsonl; give a file")
+        if name in files:
+            return files[name]
+    if given is not None and is_file(given):
+        return files["train"]
+    raise UserError(
+        f"--data {data}: has no rows for a test or for validation; give a file of them with --data"
+    )
 
 
 def load_rows(
@@ -141,7 +143,7 @@ def load_rows(
     trained = load(path, encoder, config, tokenizer_sha256)
     if not trained.weights.any():
         raise UserError(f"{path}: every row has weight 0: there is nothing to measure")
-    lines, asking, row_of = origins(path, encoder, config, trained)
+    lines, places, asking, row_of = origins(path, encoder, config, trained)
     kept, row_of = np.unique(row_of, return_inverse=True)  # the other rows have nothing to train
     found = answers = EncodedRows(trained, row_of)
     answered = kept
@@ -155,7 +157,9 @@ def load_rows(
             answered = kept[:0]
     asking = asking[kept]
     has_answer = asking & np.isin(kept, answered)
-    return EvaluationRows(path, content, lines[kept], asking, found, answers, has_answer, encoder)
+    places = [places[row] for row in kept]
+    lines = lines[kept]
+    return EvaluationRows(path, content, lines, places, asking, found, answers, has_answer, encoder)
 
 
 def load(path: Path, encoder: Encoder, config: TrainConfig, tokenizer_sha256: str) -> Examples:
@@ -165,16 +169,18 @@ def load(path: Path, encoder: Encoder, config: TrainConfig, tokenizer_sha256: st
 
 def origins(
     path: Path, encoder: Encoder, config: TrainConfig, examples: Examples
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the line of each row, whether it asks for an answer, and the row of each example (n,).
+) -> tuple[np.ndarray, list[str], np.ndarray, np.ndarray]:
+    """Return the line of each row, its place for messages, whether it asks for an answer, and the
+    row of each example (n,).
 
     If some rows were split or dropped, all rows are encoded again to count their examples.
     Raises UserError if the examples do not come from this file.
     """
     whole = examples.tally.split == examples.tally.dropped == 0
-    lines, asking, row_of = [], [], []
+    lines, places, asking, row_of = [], [], [], []
     for place, row in enumerate(read_rows(path, encoder.limit)):
-        lines.append(line_of(row.where))
+        lines.append(row.line)
+        places.append(row.where)
         asking.append(asks(row))
         pieces = 1
         if not whole:
@@ -183,7 +189,7 @@ def origins(
         row_of += [place] * pieces
     if len(row_of) != len(examples):
         raise changed(path)
-    return np.array(lines), np.array(asking), np.array(row_of)
+    return np.array(lines), places, np.array(asking), np.array(row_of)
 
 
 def line_of(where: str) -> int:
@@ -239,7 +245,7 @@ def in_training_data(
     if not config.data:
         return None
     try:
-        path = find_splits(config.data)["train"]
+        path = find_splits(config).files["train"]
         seen = load(path, rows.encoder, config, tokenizer_sha256)
     except UserError:
         return None

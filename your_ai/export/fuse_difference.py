@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from your_ai.data.batches import Batch, bucket_edges, micro_batches
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, load_examples
-from your_ai.data.rows import find_splits
+from your_ai.data.sources import find_splits
 from your_ai.engine.opened import open_model, prepare_for_generation
 from your_ai.errors import UserError
 from your_ai.export.fused_weights import base_of
@@ -174,7 +174,7 @@ def examples_of(
     config = trained.config
     if not config.data:
         raise UserError(f"{trained.folder.path}: has no data")
-    splits = find_splits(config.data)
+    splits = find_splits(config).files
     name = next(name for name in SPLITS if name in splits)
     limit = row_limit(config.max_row_bytes, max_memory_gb)
     masked = config.mask_prompt or name == "test"

@@ -103,6 +103,15 @@ def find_model(name: str) -> Path:
     raise Missing(message, repo, size)
 
 
+def is_local(name: str) -> bool:
+    """Whether `find_model` finds the model. Raises UserError for a name that is not a model's."""
+    try:
+        find_model(name)
+    except Missing:
+        return False
+    return True
+
+
 def put_model(repo: str) -> Path | None:
     """The folder of a repository's model in `model_roots()`, complete or not."""
     for root in model_roots():

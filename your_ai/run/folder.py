@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from your_ai.config import DEMO, TrainConfig, build, nearest, read_yaml, to_yaml
+from your_ai.config import ADDED, DEMO, TrainConfig, build, nearest, read_yaml, to_yaml
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean, open_regular, open_to_append, read_text, sync
 from your_ai.gates.text import shortened
@@ -69,7 +69,7 @@ class RunFolder:
         if not self.config_text().endswith("...\n"):
             # Defaults for the missing settings would describe a different run.
             raise UserError(f"{self.config}: is cut short")
-        return build(read_yaml(self.config), str(self.config))
+        return build(ADDED | read_yaml(self.config), str(self.config))
 
     def config_text(self, errors: str = "strict") -> str:
         """The text of config.yaml. Raises UserError if it cannot be read or is too large."""

@@ -18,7 +18,8 @@ from your_ai.config import TrainConfig, flag
 from your_ai.data.batches import Schedule, bucket_edges, make_schedule
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.examples import Examples, load_examples
-from your_ai.data.rows import Row, find_splits, read_rows
+from your_ai.data.rows import Row, read_rows
+from your_ai.data.sources import Splits, find_splits
 from your_ai.engine.build import build_engine
 from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.opened import Opened, open_model
@@ -97,7 +98,8 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     folder: the run folder, for files that exist only while it runs.
     level: the number of faster plans that fit but are skipped.
     """
-    check_splits(config)
+    for text in check_splits(config).notes:
+        log.write(events.Notice(text=text))
     base = find_model(config.model)
     opened = opened_for(config, base, log)
     network, tokenizer = opened.network, opened.tokenizer()
@@ -137,7 +139,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         write_plan(budget, config, log)
     for text in built.notices:
         log.write(events.Notice(text=text))
-    splits = find_splits(config.data).items()
+    splits = find_splits(config).files.items()
     return Prepared(
         config=config,
         model=network,
@@ -246,11 +248,11 @@ class RunData:
     """Tokens of the longest sample prompt with its answer; 0 if there are no samples."""
 
 
-def check_splits(config: TrainConfig) -> dict[str, Path]:
+def check_splits(config: TrainConfig) -> Splits:
     """The files of --data by split. Raises UserError if a required one is missing."""
-    splits = find_splits(config.data)
+    splits = find_splits(config)
     for wanted in ("samples", "exact_match"):
-        if getattr(config, wanted) and "test" not in splits:
+        if getattr(config, wanted) and "test" not in splits.files:
             raise UserError(f"{flag(wanted)}: --data {config.data} has no test.jsonl")
     return splits
 
@@ -269,7 +271,7 @@ def read_data(
 
     Raises UserError for rows that cannot be trained.
     """
-    splits = check_splits(config)
+    splits = check_splits(config).files
     limit = row_limit(config.max_row_bytes, config.max_memory, config.force)
     encoder = Encoder(tokenizer, config.mask_prompt, vocabulary_of(network), limit)
     samples = sample_prompts(splits.get("test"), encoder, config.samples)

@@ -1,0 +1,179 @@
+"""Columns become rows: as --columns says, or as their names tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from your_ai.data.columns import Layout, guess, layout_of, parse_columns
+from your_ai.data.rows import parse_row
+from your_ai.errors import UserError
+
+PAIR = {"prompt": "p", "completion": "c"}
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("names", "roles"),
+    [
+        (("question", "answer"), {"prompt": "question", "completion": "answer"}),
+        (("id", "Question ", "ANSWER"), {"prompt": "Question ", "completion": "ANSWER"}),
+        (("instruction", "response"), {"prompt": "instruction", "completion": "response"}),
+        (("input", "output"), {"prompt": "input", "completion": "output"}),
+        (("query", "target", "text"), {"prompt": "query", "completion": "target"}),
+        (("content",), {"text": "content"}),
+        (("dialog", "id"), {"messages": "dialog"}),
+        (
+            ("system", "question", "answer"),
+            {"prompt": "question", "completion": "answer", "system": "system"},
+        ),
+    ],
+)
+def test_roles_are_guessed_from_the_names(names, roles):
+    assert guess(names, "here") == roles
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("question",), ("answer",), ()])
+def test_names_that_do_not_tell_are_refused_with_the_option_that_does(names):
+    with pytest.raises(UserError, match=r"^here: unknown row format.*--columns prompt=COLUMN"):
+        guess(names, "here")
+
+
+def test_rows_in_a_known_format_are_kept():
+    for row in (PAIR, {"messages": TURNS, "id": 1}, {"text": "t", "question": "?", "answer": "!"}):
+        assert Layout().row_of(row, "here") == row
+
+
+def test_each_kind_of_record_is_guessed_once_and_reported():
+    layout = Layout()
+    for _ in range(2):
+        assert layout.row_of({"question": "p", "answer": "c", "id": 7}, "x") == {**PAIR, "id": 7}
+        assert layout.row_of({"body": "t"}, "y") == {"text": "t"}
+    assert layout.notes() == [
+        "guessed from the names of the columns: prompt = question, completion = answer",
+        "guessed from the names of the columns: text = body",
+    ]
+
+
+def test_named_columns_win_over_those_that_look_like_a_format():
+    layout = layout_of(("prompt=q", "completion=a"), "")
+    record = {"q": "p", "a": "c", "messages": TURNS, "text": "t", "prompt": "other", "id": "i"}
+    assert layout.row_of(record, "here") == {**PAIR, "id": "i"}
+    assert layout.notes() == []
+
+
+def test_a_system_prompt_becomes_a_message():
+    layout = layout_of(("prompt=q", "completion=a", "system=s"), "")
+    (row,) = [layout.row_of({"q": "q", "a": "a", "s": "Be brief"}, "here")]
+    assert row["messages"] == [{"role": "system", "content": "Be brief"}, *TURNS]
+    assert layout.row_of({"q": "q", "a": "a", "s": ""}, "here") == {"messages": TURNS}
+    with_turns = layout_of(("messages=m", "system=s"), "")
+    row = with_turns.row_of({"m": TURNS, "s": "Be brief"}, "here")
+    assert parse_row(row, "here").content.messages[0]["content"] == "Be brief"
+
+
+def test_values_that_tables_only_have_as_text_are_parsed():
+    record = {"messages": '[{"role": "user", "content": "q"}]', "weight": "0.5"}
+    assert Layout().row_of(record, "x")["messages"] == [{"role": "user", "content": "q"}]
+    assert parse_row(Layout().row_of({"prompt": "p", "completion": "c", "weight": "2"}, "x"), "x")
+    layout = layout_of(("prompt=q", "completion=a", "weight=w"), "")
+    assert layout.row_of({"q": 1, "a": 42, "w": "2"}, "x") == {
+        "prompt": "1", "completion": "42", "weight": 2.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"q": "p"}, "has no column a, which is to be the completion; columns: q"),
+        ({"q": "p", "a": None}, "column a: expected text, found nothing"),
+        ({"q": "p", "a": 1.5}, "column a: expected text, found float"),
+        ({"q": "p", "a": True}, "column a: expected text, found bool"),
+        ({"q": "p", "a": "c", "weight": "heavy"}, "weight: expected a number, found heavy"),
+    ],
+)
+def test_cells_that_are_no_text_are_refused(record, reason):
+    with pytest.raises(UserError, match=f"^here: {reason}"):
+        layout_of(("prompt=q", "completion=a"), "").row_of(record, "here")
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        (("question",), "expected ROLE=COLUMN, like prompt=question"),
+        (("prompt=",), "expected ROLE=COLUMN"),
+        (("promt=q", "completion=a"), "unknown role promt; did you mean prompt"),
+        (("zzz=q",), "expected one of: messages, prompt"),
+        (("prompt=q", "prompt=r"), "names the prompt twice"),
+        (("prompt=q",), "names prompt; name prompt and completion, or text, or messages"),
+        (("text=q", "completion=a"), "names text and completion; name"),
+        (("completion=a",), "names no prompt; add prompt=COLUMN"),
+    ],
+)
+def test_columns_that_cannot_be_meant_are_refused(columns, reason):
+    with pytest.raises(UserError, match=rf"^--columns.*{reason}"):
+        layout_of(columns, "")
+
+
+def test_spaces_around_columns_are_ignored():
+    assert parse_columns((" prompt = my question ", "completion=a")) == {
+        "prompt": "my question",
+        "completion": "a",
+    }
+
+
+# Templates
+
+
+def template(text: str) -> str:
+    Path("t.jinja").write_text(text)
+    return "t.jinja"
+
+
+def test_a_template_makes_the_prompt_of_all_columns():
+    name = template("{% if context %}{{ context }}\n{% endif %}Q: {{ question | upper }}")
+    layout = layout_of((), name)
+    record = {"context": "C", "question": "why", "answer": "so"}
+    assert layout.row_of(record, "x") == {
+        "context": "C", "question": "why", "prompt": "C\nQ: WHY", "completion": "so",
+    }  # fmt: skip
+    layout = layout_of(("completion=context",), name)
+    assert layout.row_of(record, "x")["completion"] == "C"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{{ nothing }}", "'nothing' is undefined; columns: question, answer"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "[Rr]ange"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "takes more than",
+        ),
+        ("  ", "renders an empty prompt"),
+        ("{{ 1 / 0 }}", "division by zero"),
+    ],
+)
+def test_a_template_that_fails_names_the_row(monkeypatch, text, reason):
+    monkeypatch.setattr("your_ai.data.columns.TEMPLATE_SECONDS", 0.3)
+    layout = layout_of((), template(text))
+    with pytest.raises(UserError, match=rf"^here: --prompt-template t\.jinja: .*{reason}"):
+        layout.row_of({"question": "q", "answer": "a"}, "here")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"{{ a ", "line 1: "), (b"\xff", "is not UTF-8 text"), (None, "cannot be read")],
+)
+def test_a_template_that_is_not_one_is_refused(content, reason):
+    if content is not None:
+        Path("t.jinja").write_bytes(content)
+    with pytest.raises(UserError, match=rf"^--prompt-template t\.jinja: {reason}"):
+        layout_of((), "t.jinja")
+
+
+def test_a_template_and_a_prompt_column_exclude_each_other():
+    with pytest.raises(UserError, match=r"^--columns prompt=...: cannot be combined"):
+        layout_of(("prompt=q", "completion=a"), template("x"))

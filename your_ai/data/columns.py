@@ -1,0 +1,246 @@
+"""Records -> rows in a known format: which column is the prompt, which the answer.
+
+--columns says so; what it does not say is guessed from the names of the columns, and the guess is
+reported. --prompt-template renders the prompt from all columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from your_ai.config import nearest
+from your_ai.data.rows import FORMATS, read_json
+from your_ai.data.template import TooSlow, limited_memory, limited_time
+from your_ai.errors import UserError
+from your_ai.files import read_text
+from your_ai.gates.text import shortened
+
+# What a column can be, and the names that it often has, the most telling first.
+NAMES: dict[str, tuple[str, ...]] = {
+    "messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat"),
+    "prompt": ("prompt", "question", "instruction", "query", "input", "user", "human", "request"),
+    "completion": (
+        *("completion", "answer", "response", "output", "reply", "assistant", "target"),
+        *("solution", "expected", "label"),
+    ),
+    "text": ("text", "content", "document", "body"),
+}
+ROLES = (*NAMES, "system", "weight")
+COMPLETE = ({"messages"}, {"prompt", "completion"}, {"text"})  # what a row needs
+FORMAT_KEYS = {key for keys in FORMATS for key in keys}
+TEMPLATE_BYTES = 1 << 20
+TEMPLATE_SECONDS = 3.0
+TEMPLATE_ROOM_BYTES = 1 << 28
+
+
+@dataclass
+class Layout:
+    """How records become rows."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Role -> column, as given by --columns."""
+    render_prompt: Callable[[Mapping[str, Any], str], str] | None = None
+    """(record, where) -> prompt, of --prompt-template."""
+    guesses: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
+    """The roles that were guessed, by the columns of the records."""
+
+    def row_of(self, record: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The record as a row in one of the known formats, with its other columns kept.
+
+        Raises UserError if the record has not the columns for it.
+        """
+        if self.render_prompt is None and not self.columns and is_known(record):
+            return parsed_texts(record, where)
+        roles = dict(self.columns) or self.guessed(record, where)
+        taken = {*roles.values(), *FORMAT_KEYS}
+        row = {name: value for name, value in record.items() if name not in taken}
+        for role, column in roles.items():
+            if column not in record:
+                raise UserError(
+                    f"{where}: has no column {shortened(column)}, which is to be the {role}; "
+                    f"columns: {listed(record)}"
+                )
+            row[role] = as_text(record[column], column, where) if role != "messages" else None
+        if "messages" in roles:
+            row["messages"] = record[roles["messages"]]
+        if self.render_prompt is not None:
+            row["prompt"] = self.render_prompt(record, where)
+        if roles.get("system"):
+            row = with_system(row, where)
+        return parsed_texts(row, where)
+
+    def guessed(self, record: Mapping[str, Any], where: str) -> dict[str, str]:
+        """The roles of the record's columns by their names; raises UserError if they do not tell.
+
+        With a template, only the completion is wanted.
+        """
+        key = tuple(record)
+        if key not in self.guesses:
+            self.guesses[key] = guess(key, where, answer_only=self.render_prompt is not None)
+        return self.guesses[key]
+
+    def notes(self) -> list[str]:
+        """What was guessed, a line for each kind of record."""
+        said = dict.fromkeys(
+            ", ".join(f"{role} = {column}" for role, column in found.items())
+            for found in self.guesses.values()
+        )
+        return [f"guessed from the names of the columns: {text}" for text in said]
+
+
+def layout_of(columns: Sequence[str], prompt_template: str) -> Layout:
+    """The layout of --columns and --prompt-template. Raises UserError if they are wrong."""
+    roles = parse_columns(columns)
+    if not prompt_template:
+        if set(roles) - {"system", "weight"} == {"completion"}:
+            raise UserError("--columns: names no prompt; add prompt=COLUMN")
+        return Layout(roles)
+    if taken := {"prompt", "messages", "text"} & set(roles):
+        raise UserError(
+            f"--columns {min(taken)}=...: cannot be combined with --prompt-template, which makes "
+            "the prompt"
+        )
+    return Layout(roles, template_of(prompt_template))
+
+
+def parse_columns(columns: Sequence[str]) -> dict[str, str]:
+    """Parse ("prompt=question", "completion=answer"). Raises UserError."""
+    roles: dict[str, str] = {}
+    for part in columns:
+        role, separator, column = (text.strip() for text in part.partition("="))
+        if not separator or not column:
+            raise UserError(
+                f"--columns {shortened(part)}: expected ROLE=COLUMN, like prompt=question"
+            )
+        if role not in ROLES:
+            hint = nearest(role, ROLES) or f"; expected one of: {', '.join(ROLES)}"
+            raise UserError(f"--columns {shortened(part)}: unknown role {shortened(role)}{hint}")
+        if role in roles:
+            raise UserError(f"--columns: names the {role} twice")
+        roles[role] = column
+    needed = set(roles) - {"system", "weight"}
+    if roles and not any(needed == complete for complete in COMPLETE):
+        if needed == {"completion"}:
+            return roles  # enough with --prompt-template
+        wanted = "prompt and completion, or text, or messages"
+        raise UserError(f"--columns: names {' and '.join(roles)}; name {wanted}")
+    return roles
+
+
+def guess(names: Collection[str], where: str, answer_only: bool = False) -> dict[str, str]:
+    """Guess which columns make a row, from their names, whatever their case.
+
+    Raises UserError if there is no column for it, naming those that are there.
+    """
+    by_name = {name.strip().lower().replace(" ", "_"): name for name in names}
+    found = {
+        role: next((by_name[known] for known in known_names if known in by_name), None)
+        for role, known_names in NAMES.items()
+    }
+    wanted = ({"completion"},) if answer_only else COMPLETE
+    for complete in wanted:
+        roles = {role: found[role] for role in NAMES if role in complete}
+        if all(roles.values()):
+            system = {"system": by_name["system"]} if "system" in by_name else {}
+            return {**roles, **system} if complete != {"text"} else roles  # type: ignore[dict-item]
+    example = "completion=COLUMN" if answer_only else "prompt=COLUMN,completion=COLUMN"
+    raise UserError(
+        f"{where}: unknown row format; keys found: {listed(names)}; say what they are with "
+        f"--columns {example}"
+    )
+
+
+def listed(names: Collection[str]) -> str:
+    return shortened(", ".join(names)) or "none"
+
+
+def is_known(record: Mapping[str, Any]) -> bool:
+    """Whether the record has the keys of a known format."""
+    return any(all(key in record for key in keys) for keys in FORMATS)
+
+
+def as_text(value: Any, column: str, where: str) -> str:
+    """A cell as text. Raises UserError for what has no obvious text."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    kind = "nothing" if value is None else type(value).__name__
+    raise UserError(f"{where}: column {shortened(column)}: expected text, found {kind}")
+
+
+def parsed_texts(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The row with those fields as values that tables can only have as text."""
+    row = dict(row)
+    for key in ("messages", "conversations"):
+        if isinstance(row.get(key), str):
+            row[key] = read_json(row[key], f"{where}: {key}")
+    if isinstance(row.get("weight"), str):
+        try:
+            row["weight"] = float(row["weight"])
+        except ValueError as error:
+            text = shortened(row["weight"]) or "nothing"
+            raise UserError(f"{where}: weight: expected a number, found {text}") from error
+    return row
+
+
+def with_system(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """The row as a chat that begins with its system prompt."""
+    if "text" in row and "prompt" not in row and "messages" not in row:
+        raise UserError(f"{where}: --columns system: a text has no system prompt")
+    system = row.pop("system")
+    turns = row.pop("messages", None)
+    if turns is None:
+        asked, answer = row.pop("prompt"), row.pop("completion")
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    elif isinstance(turns, str):
+        turns = read_json(turns, f"{where}: messages")
+    if not isinstance(turns, list):
+        raise UserError(f"{where}: messages: expected a list of messages")
+    first = [{"role": "system", "content": system}] if system else []
+    return {**row, "messages": first + turns}
+
+
+def template_of(name: str) -> Callable[[Mapping[str, Any], str], str]:
+    """Read a Jinja template, which runs in a sandbox. Raises UserError if it is not valid."""
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    path = Path(name).expanduser()
+    label = f"--prompt-template {shortened(name)}"
+    try:
+        source = read_text(path, TEMPLATE_BYTES)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{label}: is not UTF-8 text") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{label}: cannot be read ({reason})") from error
+    environment = ImmutableSandboxedEnvironment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    try:
+        template = environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"{label}: line {error.lineno}: {error.message}") from error
+
+    def render(record: Mapping[str, Any], where: str) -> str:
+        try:
+            with limited_time(TEMPLATE_SECONDS), limited_memory(TEMPLATE_ROOM_BYTES):
+                text = template.render(dict(record))
+        except TooSlow:
+            raise UserError(f"{where}: {label}: takes more than {TEMPLATE_SECONDS:g} s") from None
+        except jinja2.UndefinedError as error:
+            raise UserError(
+                f"{where}: {label}: {error.message}; columns: {listed(record)}"
+            ) from error
+        except Exception as error:  # templates may raise anything
+            reason = shortened(" ".join(str(error).split()) or type(error).__name__)
+            raise UserError(f"{where}: {label}: {reason}") from error
+        if not text.strip():
+            raise UserError(f"{where}: {label}: renders an empty prompt")
+        return text
+
+    return render

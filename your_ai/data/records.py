@@ -1,0 +1,424 @@
+"""Files of any known form -> records: one JSON-like object each, with the place it came from.
+
+The forms: JSON lines, a JSON array, CSV, TSV, Parquet, Arrow, and plain text; text forms may be
+compressed with gzip. Nothing here knows what a record means; `columns.py` makes rows of them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import datetime
+import gzip
+import io
+import json
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from your_ai.data.rows import (
+    BYTE_ORDER_MARK,
+    Repeated,
+    RowLimit,
+    check_depth,
+    decode_line,
+    lines_of,
+    unique,
+)
+from your_ai.errors import UserError
+from your_ai.gates.text import quoted, shortened
+
+Record = tuple[str, dict[str, Any]]  # `file:row`, for messages; and the object
+
+SUFFIXES = {
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    **dict.fromkeys((".arrow", ".feather"), "arrow"),
+    **dict.fromkeys((".txt", ".md"), "text"),
+}
+GZIP = b"\x1f\x8b"
+MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
+HEAD_BYTES = 1 << 16
+BATCH_ROWS = 256  # rows of a Parquet or Arrow file that are in memory together
+DELIMITERS = ",;\t|"
+WAYS_OUT = "give .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt or .md"
+
+
+def form_of(path: Path) -> str:
+    """The form of a file, by its content where that is unmistakable, or else by its name.
+
+    Raises UserError if neither tells, if they contradict each other, or if it cannot be read.
+    """
+    head = head_of(path)
+    by_name = SUFFIXES.get(suffix_of(path))
+    for magic, form in MAGIC.items():
+        if head.startswith(magic):
+            return form
+    if by_name in ("parquet", "arrow"):
+        raise UserError(f"{path}: is not {by_name.title()}, though its name says so; {WAYS_OUT}")
+    begins = text_of(head).lstrip()[:1]
+    if by_name == "text" and not is_json_line(head):
+        return by_name
+    if begins == "[":
+        return "json"
+    if begins == "{":
+        return "jsonl"
+    if by_name in ("csv", "tsv", "text"):
+        return by_name
+    if looks_like_csv(text_of(head)):
+        if by_name is None:
+            return "csv"
+        raise UserError(f"{path}: this looks like CSV; rename it to end in .csv")
+    if by_name is not None:
+        return by_name  # its reader says what is wrong with it
+    raise UserError(f"{path}: unknown form of data; {WAYS_OUT}")
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix that names the form, in lower case, without .gz."""
+    name = path.name.lower().removesuffix(".gz")
+    return Path(name).suffix
+
+
+def head_of(path: Path) -> bytes:
+    """The first bytes of a file, decompressed. Raises UserError if it cannot be read."""
+    with opened(path) as file:
+        return file.read(HEAD_BYTES)
+
+
+def is_compressed(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(GZIP)) == GZIP
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def text_of(head: bytes) -> str:
+    """The beginning of a file as text, for a guess."""
+    encoding = encoding_of(head)
+    return head.decode(encoding, errors="replace").removeprefix("\ufeff")
+
+
+def encoding_of(head: bytes) -> str:
+    """utf-8, or utf-16 as its byte order mark says (spreadsheets write it as "Unicode text")."""
+    marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return "utf-16" if head.startswith(marks) else "utf-8"
+
+
+def is_json_line(head: bytes) -> bool:
+    """Whether the first line that is not blank is a JSON object."""
+    first = next((line for line in head.splitlines() if line.strip()), b"")
+    with contextlib.suppress(ValueError, RecursionError):
+        return isinstance(json.loads(first), dict)
+    return False
+
+
+def looks_like_csv(text: str) -> bool:
+    """Whether two lines have the same number of the same delimiter."""
+    first, second = ([*text.splitlines(), "", ""])[:2]
+    return any(first.count(d) and first.count(d) == second.count(d) for d in DELIMITERS)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file, decompressed if it is gzip's. Raises UserError if it cannot be read."""
+    try:
+        with gzip.open(path) if is_compressed(path) else path.open("rb") as file:
+            yield file  # type: ignore[misc]
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: is damaged or cut short ({error})") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def read_records(path: Path, limit: RowLimit) -> Iterator[Record]:
+    """Yield the records of a file, in order.
+
+    Raises UserError with file and row for what cannot be read, or is larger than `limit`.
+    """
+    found = False
+    for record in READERS[form_of(path)](path, limit):
+        found = True
+        yield record
+    if not found:
+        raise UserError(f"{path}: the file is empty; give at least one row")
+
+
+def read_jsonl(path: Path, limit: RowLimit) -> Iterator[Record]:
+    with opened(path) as file:
+        for where, line in lines_of(file, path, limit):
+            limit.check_line(line, where)
+            yield where, decode_line(line, where)
+
+
+def read_json(path: Path, limit: RowLimit) -> Iterator[Record]:
+    """Yield the objects of a JSON array, of which only one is in memory."""
+    with opened(path) as file:
+        window = JsonWindow(io.TextIOWrapper(file, encoding="utf-8-sig"), path, limit)
+        window.take("[", path)
+        number = 0
+        while window.next() != "]" or number:
+            where = f"{path}: row {number + 1}"
+            value = window.value(where)
+            if not isinstance(value, dict):
+                raise UserError(f"{where}: expected an object, found {type(value).__name__}")
+            yield where, value
+            number += 1
+            if window.next() == "]":
+                break
+            window.take(",", where)
+        window.take("]", path)
+        if rest := window.next():
+            raise UserError(f"{path}: has {quoted(rest)} after the end of the array")
+
+
+class JsonWindow:
+    """The part of a JSON text that is being parsed."""
+
+    def __init__(self, reader: io.TextIOWrapper, path: Path, limit: RowLimit) -> None:
+        self.reader, self.path, self.limit = reader, path, limit
+        self.decoder = json.JSONDecoder(object_pairs_hook=unique)
+        self.text, self.ended = "", False
+
+    def read(self) -> None:
+        """Read as much again as is there, so that a long value is not parsed many times."""
+        try:
+            block = self.reader.read(max(HEAD_BYTES, len(self.text)))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.path}: is not UTF-8 text") from error
+        self.text, self.ended = self.text + block, not block
+
+    def next(self) -> str:
+        """The next character that is not white space; empty at the end."""
+        self.text = self.text.lstrip()
+        while not self.text and not self.ended:
+            self.read()
+            self.text = self.text.lstrip()
+        return self.text[:1]
+
+    def take(self, expected: str, where: object) -> None:
+        if (found := self.next()) != expected:
+            what = f"found {quoted(found)}" if found else "the file ends"
+            raise UserError(f"{where}: expected {expected} here, but {what}")
+        self.text = self.text[1:]
+
+    def value(self, where: str) -> Any:
+        """Parse the next value. Raises UserError, whose message begins with `where`."""
+        self.next()
+        while True:
+            try:
+                value, end = self.decoder.raw_decode(self.text)
+                if end < len(self.text) or self.ended:  # else a number may go on
+                    break
+            except Repeated as error:
+                raise UserError(f"{where}: {error}") from error
+            except (ValueError, RecursionError) as error:
+                if self.ended or isinstance(error, RecursionError):
+                    reason = getattr(error, "msg", "nested too deeply")
+                    raise UserError(f"{where}: is not valid JSON ({reason})") from error
+            if len(self.text) > self.limit.row_bytes:
+                raise self.limit.too_long(where)
+            self.read()
+        if end > self.limit.row_bytes:
+            raise self.limit.too_long(where)
+        check_depth(self.text[:end], value, where)
+        self.text = self.text[end:]
+        return value
+
+
+def read_csv(path: Path, limit: RowLimit, delimiter: str | None = None) -> Iterator[Record]:
+    """Yield the lines of a table, whose first line names the columns."""
+    with opened(path) as file:
+        head = file.read(HEAD_BYTES)
+        file.seek(0)
+        encoding = encoding_of(head)
+        lines = io.TextIOWrapper(file, encoding.replace("utf-8", "utf-8-sig"), newline="")
+        if delimiter is None:
+            delimiter = likely_delimiter(text_of(head))
+        limit_before = csv.field_size_limit(limit.row_bytes)
+        reader = csv.reader(bounded(lines, path, limit), delimiter=delimiter, strict=True)
+        try:
+            names: list[str] = []
+            for cells in reader:
+                where = f"{path}:{reader.line_num}"
+                if not any(cells):
+                    continue
+                if not names:
+                    names = checked_names(cells, where)
+                    continue
+                if len(cells) != len(names):
+                    raise UserError(
+                        f"{where}: has {len(cells)} cells, but the first line names "
+                        f"{len(names)} columns; is a quote or a delimiter missing?"
+                    )
+                if sum(map(len, cells)) > limit.row_bytes:
+                    raise limit.too_long(where)
+                yield where, dict(zip(names, cells, strict=True))
+        except csv.Error as error:
+            where = f"{path}:{reader.line_num}"
+            if "field limit" in str(error):
+                raise limit.too_long(where) from error
+            raise UserError(f"{where}: is not valid CSV ({error})") from error
+        except UnicodeError as error:
+            raise UserError(
+                f"{path}:{reader.line_num + 1}: is not UTF-8 text; save the table as UTF-8 (in "
+                "Excel: CSV UTF-8)"
+            ) from error
+        finally:
+            csv.field_size_limit(limit_before)
+
+
+def bounded(lines: io.TextIOWrapper, path: Path, limit: RowLimit) -> Iterator[str]:
+    """The lines of a text, of limited length."""
+    number = 0
+    while line := lines.readline(limit.row_bytes + 1):
+        number += 1
+        if len(line) > limit.row_bytes and not line.endswith(("\n", "\r")):
+            raise limit.too_long(f"{path}:{number}")
+        yield line
+
+
+def likely_delimiter(text: str) -> str:
+    """The delimiter that the first line has most often; a comma if it has none."""
+    first = re.sub(r'"[^"]*"', "", next((x for x in text.splitlines() if x.strip()), ""))
+    return max(DELIMITERS, key=first.count) if first else ","
+
+
+def checked_names(cells: list[str], where: str) -> list[str]:
+    """The names of the columns. Raises UserError for one that is missing or there twice."""
+    names = [cell.strip() for cell in cells]
+    while names and not names[-1]:
+        raise UserError(f"{where}: column {len(names)} has no name; the first line must name all")
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{where}: has two columns {shortened(name or 'without a name')}")
+    return names
+
+
+def read_tsv(path: Path, limit: RowLimit) -> Iterator[Record]:
+    return read_csv(path, limit, "\t")
+
+
+def read_parquet(path: Path, limit: RowLimit) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    with arrow_errors(path, "Parquet"):
+        file = pa.parquet.ParquetFile(path)
+        if file.metadata.num_columns == 0:
+            return
+        yield from rows_of(path, file.iter_batches(BATCH_ROWS), limit)
+
+
+def read_arrow(path: Path, limit: RowLimit) -> Iterator[Record]:
+    """Yield the rows of an Arrow file, or of a stream, as `datasets` saves them."""
+    import pyarrow as pa
+
+    with arrow_errors(path, "Arrow"), pa.OSFile(str(path)) as source:
+        if head_of(path).startswith(b"ARROW1"):
+            file = pa.ipc.open_file(source)
+            batches = (file.get_batch(index) for index in range(file.num_record_batches))
+        else:
+            batches = iter(pa.ipc.open_stream(source))
+        parts = (
+            batch.slice(start, BATCH_ROWS)
+            for batch in batches
+            for start in range(0, batch.num_rows, BATCH_ROWS)
+        )
+        yield from rows_of(path, parts, limit)
+
+
+@contextlib.contextmanager
+def arrow_errors(path: Path, name: str) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = shortened(" ".join(str(error).split()))
+        raise UserError(f"{path}: is not a whole {name} file ({reason})") from error
+
+
+def rows_of(path: Path, batches: Iterator[Any], limit: RowLimit) -> Iterator[Record]:
+    """Yield the rows of Arrow's batches, without the columns in which they have nothing."""
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            number += 1
+            where = f"{path}: row {number}"
+            plain = {name: as_json(value) for name, value in row.items() if value is not None}
+            if size_of(plain) > limit.row_bytes:
+                raise limit.too_long(where)
+            yield where, plain
+
+
+def as_json(value: Any) -> Any:
+    """A value of Arrow as JSON has it; objects without the fields that have no value."""
+    if isinstance(value, dict):
+        return {str(name): as_json(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list | tuple):
+        return [as_json(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, datetime.date | datetime.time | datetime.timedelta | Decimal):
+        return str(value)
+    if isinstance(value, bytes):
+        return None  # images and sounds are not text
+    return value
+
+
+def size_of(value: Any) -> int:
+    """About how many characters a value takes as JSON."""
+    if isinstance(value, dict):
+        return sum(len(name) + size_of(part) for name, part in value.items())
+    if isinstance(value, list):
+        return sum(map(size_of, value))
+    return len(value) if isinstance(value, str) else 8
+
+
+def read_text(path: Path, limit: RowLimit) -> Iterator[Record]:
+    """Yield the paragraphs of a text, which are separated by blank lines."""
+    with opened(path) as file:
+        first, parts, size = 1, [], 0
+        for number, line in enumerate(iter(lambda: file.readline(limit.row_bytes + 1), b""), 1):
+            if number == 1:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            if line.strip():
+                first = first if parts else number
+                parts.append(line)
+                size += len(line)
+                if size > limit.row_bytes:
+                    raise limit.too_long(f"{path}:{first}")
+                continue
+            if parts:
+                yield paragraph(parts, f"{path}:{first}")
+            parts, size = [], 0
+        if parts:
+            yield paragraph(parts, f"{path}:{first}")
+
+
+def paragraph(lines: list[bytes], where: str) -> Record:
+    try:
+        return where, {"text": b"".join(lines).decode("utf-8").strip()}
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: is not UTF-8 text") from error
+
+
+READERS: dict[str, Callable[[Path, RowLimit], Iterator[Record]]] = {
+    "jsonl": read_jsonl,
+    "json": read_json,
+    "csv": read_csv,
+    "tsv": read_tsv,
+    "parquet": read_parquet,
+    "arrow": read_arrow,
+    "text": read_text,
+}

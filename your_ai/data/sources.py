@@ -1,0 +1,446 @@
+"""What --data and --valid name -> one JSONL file for each split.
+
+A folder or file of JSON lines is used as it is. Everything else (other forms, several files,
+--columns, --prompt-template, validation rows to hold out) is written once as JSON lines, each row
+checked and with the place that it came from, into the store's cache, under a name made of the
+content of all files and of the settings. So a run that resumes finds the same rows or notices that
+they changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from your_ai.config import DEMO, TrainConfig, packaged
+from your_ai.data.columns import Layout, layout_of
+from your_ai.data.examples import delete_unused
+from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
+from your_ai.data.rows import ORIGIN, RowLimit, parse_row, read_first_row, read_rows
+from your_ai.errors import UserError
+from your_ai.files import atomic_folder, read_text, sha256
+from your_ai.gates.text import shortened
+
+SPLITS = ("train", "valid", "test")
+# The names of a split's files, up to a dash, underscore or dot: train-00000-of-00002.parquet.
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "valid": ("valid", "validation", "val", "dev"),
+    "test": ("test", "eval"),
+}
+NONE = "none"  # the value of --valid
+HELD_OUT_SHARE, LEAST_HELD_OUT, MOST_HELD_OUT = 0.02, 20, 500  # of the rows; rows
+ROWS_PER_HELD_OUT = 2  # with fewer rows than this for each, none is held out
+MOST_SHARE = 100.0
+FORMAT = 1  # increase it when rows are converted differently, so that old copies are not used
+ABOUT = "about.json"
+ABOUT_BYTES = 1 << 20
+HASH_BYTES = 8
+STDIN = "-"
+Progress = Callable[[str, int], None]  # (file, rows done)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files that --data names together."""
+
+    splits: dict[str, tuple[Path, ...]]
+    """The files of each split."""
+    share: float = 1.0
+    """How often each training row is used in an epoch."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The JSONL file of each split: train, and where there is one valid and test."""
+
+    files: dict[str, Path]
+    notes: tuple[str, ...] = ()
+    """What the user should know: columns that were guessed, rows that were held out."""
+
+
+def find_splits(
+    config: TrainConfig, *, to_train: bool = True, progress: Progress = lambda *_: None
+) -> Splits:
+    """Find the rows of a run; convert them first if they are not JSON lines in a known format.
+
+    to_train: there must be training rows, of which some may be held out.
+    Raises UserError if there is no training data, for a row that cannot be used, and for columns
+    or a template that do not fit the rows.
+    """
+    layout = layout_of(config.columns, config.prompt_template)
+    sources = sources_of(config.data, to_train)
+    valid = () if config.valid in ("", NONE) else files_in(config.valid, "--valid")
+    if valid:
+        sources = [replace(s, splits=without(s.splits, "valid")) for s in sources]
+        sources[0].splits["valid"] = valid
+    elif config.valid == NONE:
+        sources = [replace(s, splits=without(s.splits, "valid")) for s in sources]
+    holds_out = to_train and config.valid == "" and not any("valid" in s.splits for s in sources)
+    limit = RowLimit(config.max_row_bytes)
+    if (plain := plain_files(sources, config, limit)) is not None and not holds_out:
+        return Splits(plain)
+    return converted(sources, layout, config, holds_out, limit, progress)
+
+
+def checked_settings(config: TrainConfig, every_row: bool) -> TrainConfig:
+    """The settings with data that can be read again: standard input is kept in a file.
+
+    every_row: check rows also if they need not be converted, as before a model is downloaded.
+    Raises UserError for data, columns or a template that cannot be used.
+    """
+    if config.data == STDIN:
+        from your_ai.hub.find import store
+
+        config = replace(config, data=str(save_stdin(store())))
+    if STDIN in (config.valid, config.prompt_template):
+        raise UserError("-: only --data reads standard input; give a file")
+    splits = find_splits(config)
+    limit = RowLimit(config.max_row_bytes)
+    for path in splits.files.values() if every_row else ():
+        for _ in read_rows(path, limit):
+            pass
+    return config
+
+
+def plain_files(
+    sources: list[Source], config: TrainConfig, limit: RowLimit
+) -> dict[str, Path] | None:
+    """The file of each split if all are used as they are; None if they are to be converted."""
+    if len(sources) > 1 or config.columns or config.prompt_template or sources[0].share != 1:
+        return None
+    for files in sources[0].splits.values():
+        is_plain = len(files) == 1 and form_of(files[0]) == "jsonl" and not is_compressed(files[0])
+        if not is_plain or not read_first_row(files[0], limit):
+            return None
+    return {split: files[0] for split, files in sources[0].splits.items()}
+
+
+def without(splits: dict[str, tuple[Path, ...]], name: str) -> dict[str, tuple[Path, ...]]:
+    return {split: files for split, files in splits.items() if split != name}
+
+
+# What --data names
+
+
+def sources_of(data: str, to_train: bool = True) -> list[Source]:
+    """The sources of --data, separated by commas, each with =SHARE. Raises UserError.
+
+    to_train: each must have training rows.
+    """
+    label = f"--data {shortened(data)}"
+    if data == DEMO or exists(data):
+        return [source_of(data, label, to_train)]
+    found = []
+    for part in data.split(","):
+        name, share = part.strip(), 1.0
+        before, separator, number = name.rpartition("=")
+        if separator and not exists(name):
+            with contextlib.suppress(ValueError):
+                name, share = before, float(number)
+        if not name:
+            raise UserError(f"{label}: names nothing between two commas")
+        if not 0 < share <= MOST_SHARE:
+            raise UserError(
+                f"{label}: {share:g} times the rows of {shortened(name)}; use a number above 0, up "
+                f"to {MOST_SHARE:g}"
+            )
+        source = source_of(name, f"--data {shortened(name)}", to_train)
+        found.append(replace(source, share=share))
+    return found
+
+
+def exists(name: str) -> bool:
+    try:
+        return Path(name).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):
+        return False
+
+
+def is_file(name: str) -> bool:
+    return name != DEMO and exists(name) and Path(name).expanduser().is_file()
+
+
+def source_of(name: str, label: str, to_train: bool) -> Source:
+    """The files of one part of --data: a file, a folder of splits, or a folder of texts."""
+    path = packaged("models", "demo", "data") if name == DEMO else find_path(name, label)
+    if path.is_file():
+        return Source({"train": (path,)})
+    files = data_files(path)
+    splits: dict[str, tuple[Path, ...]] = {}
+    for split, names in SPLIT_NAMES.items():
+        of_split = tuple(file for file in files if split_part(file) in names)
+        if of_split:
+            splits[split] = of_split
+    if "train" in splits or (splits and not to_train):
+        return Source(splits)
+    texts = tuple(file for file in files if SUFFIXES[suffix_of(file)] == "text")
+    if texts and not splits:
+        return Source({"train": texts})
+    raise UserError(
+        f"{label}: the folder has no train.jsonl (or train.csv, train.parquet ...), and no .txt or "
+        ".md files"
+    )
+
+
+def files_in(name: str, label: str) -> tuple[Path, ...]:
+    """The files of --valid: a file, or all texts in a folder."""
+    path = find_path(name, f"{label} {shortened(name)}")
+    if path.is_file():
+        return (path,)
+    if files := tuple(data_files(path)):
+        return files
+    raise UserError(f"{label} {shortened(name)}: the folder has no data; give a file")
+
+
+def find_path(name: str, label: str) -> Path:
+    """The file or folder with this name. Raises UserError for anything else."""
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except FileNotFoundError as error:
+        raise UserError(f"{label}: no such file or folder") from error
+    except OSError as error:
+        raise UserError(f"{label}: cannot be read ({error.strerror})") from error
+    except (RuntimeError, ValueError) as error:  # no such user's home; a null character
+        raise UserError(f"{label}: is not a path ({error})") from error
+    if not path.is_file() and not path.is_dir():
+        raise UserError(f"{label}: is not a regular file; give a data file or a folder")
+    return path
+
+
+def data_files(folder: Path) -> list[Path]:
+    """The data files below a folder, in order of their names; hidden ones do not count."""
+    try:
+        found = [
+            Path(place, name)
+            for place, folders, names in os.walk(folder)
+            for name in names
+            if not any(part.startswith(".") for part in Path(place, name).relative_to(folder).parts)
+        ]
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
+    return sorted(path for path in found if suffix_of(path) in SUFFIXES and path.is_file())
+
+
+def split_part(path: Path) -> str:
+    """The part of a file's name that can name a split: `train` of train-00000-of-00002.parquet."""
+    name = path.name.lower()
+    return name[: min((name.find(c) for c in "-_." if c in name), default=len(name))]
+
+
+def save_stdin(folder: Path, file: BinaryIO | None = None) -> Path:
+    """Keep what standard input has, so that the run can be resumed. Returns the file.
+
+    Raises UserError if there is nothing, or it cannot be written.
+    """
+    file = sys.stdin.buffer if file is None else file
+    place = folder / "stdin"
+    digest = hashlib.sha256()
+    partial = place / f".tmp-{os.getpid()}"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as target:
+            while block := file.read(1 << 20):
+                digest.update(block)
+                target.write(block)
+            size = target.tell()
+        if not size:
+            raise UserError("--data -: standard input is empty")
+        path = place / f"{digest.hexdigest()[:32]}.data"
+        partial.replace(path)
+        return path
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written ({error.strerror})") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+# Conversion
+
+
+def converted(
+    sources: list[Source],
+    layout: Layout,
+    config: TrainConfig,
+    holds_out: bool,
+    limit: RowLimit,
+    progress: Progress,
+) -> Splits:
+    """Write the rows as JSON lines into the cache, unless they are there already."""
+    from your_ai.hub.find import store
+
+    folder = store() / "cache" / "data" / key_of(sources, config, holds_out)
+    if (there := read_converted(folder)) is not None:
+        return there
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        delete_unused(folder.parent)
+        with atomic_folder(folder) as temporary:
+            notes = convert(sources, layout, holds_out, limit, temporary, progress)
+            names = [s for s in SPLITS if (temporary / f"{s}.jsonl").exists()]
+            sums = {name: sha256(temporary / f"{name}.jsonl") for name in names}
+            (temporary / ABOUT).write_text(json.dumps({"notes": notes, "sha256": sums}))
+    except OSError as error:
+        if (there := read_converted(folder)) is not None:
+            return there  # another process has written the same rows in the meantime
+        raise UserError(
+            f"{folder.parent}: cannot write the rows there ({error.strerror}); free some space, or "
+            "set YOUR_AI_HOME to another folder"
+        ) from error
+    there = read_converted(folder)
+    if there is None:
+        raise UserError(f"{folder}: the rows cannot be read back; delete the folder")
+    return there
+
+
+def read_converted(folder: Path) -> Splits | None:
+    """The rows that were converted before; None if they are missing or damaged."""
+    try:
+        about = json.loads(read_text(folder / ABOUT, ABOUT_BYTES))
+        files = {name: folder / f"{name}.jsonl" for name in about["sha256"]}
+        if any(checksum(files[name]) != about["sha256"][name] for name in files):
+            return None
+        os.utime(folder)  # marks it as used, for `delete_unused`
+        return Splits(files, tuple(map(str, about["notes"])))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def key_of(sources: list[Source], config: TrainConfig, holds_out: bool) -> str:
+    """A name for the rows: equal for the same content and settings."""
+    template = config.prompt_template and checksum(Path(config.prompt_template).expanduser())
+    content: list[Any] = [FORMAT, list(config.columns), template, holds_out]
+    for source in sources:
+        files = {
+            split: [(form_of(path), path.name, checksum(path)) for path in paths]
+            for split, paths in source.splits.items()
+        }
+        content.append([source.share, files])
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+
+
+def checksum(path: Path) -> str:
+    """The sha256 of a file, computed again only if it has changed. Raises UserError."""
+    try:
+        status = path.stat()
+        return known_checksum(path, status.st_size, status.st_mtime_ns, status.st_ino)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+@lru_cache(maxsize=256)
+def known_checksum(path: Path, *_: int) -> str:
+    return sha256(path)
+
+
+@dataclass
+class Written:
+    """The rows of a split that were written so far."""
+
+    file: BinaryIO
+    hashes: array
+    """Of each row, HASH_BYTES each as a number."""
+    shares: array
+
+
+def convert(
+    sources: list[Source],
+    layout: Layout,
+    holds_out: bool,
+    limit: RowLimit,
+    folder: Path,
+    progress: Progress,
+) -> list[str]:
+    """Write the rows of all splits below `folder`; return notes for the user."""
+    hashes, shares = array("Q"), array("d")
+    for split in SPLITS:
+        paths = [(path, source) for source in sources for path in source.splits.get(split, ())]
+        if not paths:
+            continue
+        with (folder / f"{split}.jsonl").open("wb") as file:
+            for path, source in paths:
+                for line, hashed in rows_in(path, layout, limit, progress):
+                    file.write(line)
+                    if split == "train":
+                        hashes.append(hashed)
+                        shares.append(source.share)
+    notes = layout.notes()
+    count = held_out_count(len(hashes)) if holds_out else 0
+    if holds_out:
+        notes.append(held_out_note(count, len(hashes)))
+    if count or any(share != 1 for share in shares):
+        divide(folder, np.array(hashes), np.array(shares), count)
+    return notes
+
+
+def rows_in(
+    path: Path, layout: Layout, limit: RowLimit, progress: Progress
+) -> Iterator[tuple[bytes, int]]:
+    """Yield each row of a file as a JSON line with its place, and the hash of its content.
+
+    Raises UserError for a row that is in no known format.
+    """
+    for count, (where, record) in enumerate(read_records(path, limit)):
+        progress(path.name, count)
+        row = layout.row_of(record, where)
+        parsed = parse_row(row, where)
+        digest = hashlib.blake2b(
+            json.dumps(asdict(parsed.content), sort_keys=True).encode(), digest_size=HASH_BYTES
+        )
+        text = json.dumps({**row, ORIGIN: where}, ensure_ascii=False, default=str)
+        try:
+            line = text.encode()
+        except UnicodeEncodeError:  # half of a character; the encoder says so
+            line = json.dumps({**row, ORIGIN: where}, default=str).encode()
+        yield line + b"\n", int.from_bytes(digest.digest(), "little")
+
+
+def held_out_count(rows: int) -> int:
+    """How many of the training rows are held out for validation."""
+    count = min(MOST_HELD_OUT, max(LEAST_HELD_OUT, round(HELD_OUT_SHARE * rows)))
+    return count if rows >= ROWS_PER_HELD_OUT * count else 0
+
+
+def held_out_note(count: int, rows: int) -> str:
+    if count:
+        return f"{count} of {rows:,} rows are held out for validation; --valid none trains on all"
+    return f"no validation rows: {rows} rows are too few to hold some out; give --valid FILE"
+
+
+def divide(folder: Path, hashes: np.ndarray, shares: np.ndarray, count: int) -> None:
+    """Move rows with the lowest hashes from train to valid, and repeat rows by their share.
+
+    Rows that are equal have the same hash, so they stay together. A fraction of a share keeps the
+    rows whose hash says so.
+    """
+    highest = np.sort(hashes)[count - 1] if count else 0
+    turned = (hashes * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)
+    fraction = turned.astype(np.float64) / 2**53  # of each row, in [0, 1)
+    copies = np.floor(shares) + (fraction < shares % 1)
+    train, valid = folder / "train.jsonl", folder / "valid.jsonl"
+    every = folder / "all.jsonl"
+    train.rename(every)
+    with contextlib.ExitStack() as stack:
+        rows = stack.enter_context(every.open("rb"))
+        kept = stack.enter_context(train.open("wb"))
+        held = stack.enter_context(valid.open("wb")) if count else None
+        for line, hashed, times in zip(rows, hashes, copies, strict=True):
+            if held is not None and hashed <= highest:
+                held.write(line)
+            else:
+                kept.write(line * int(times))
+        if not kept.tell():
+            raise UserError("--data: no training row is left; use a larger share")
+    every.unlink()
