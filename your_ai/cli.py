@@ -21,6 +21,7 @@ from your_ai.commands import (
     pushing,
     runs,
     serving,
+    surveying,
     training,
 )
 from your_ai.errors import RunError, UserError
@@ -52,6 +53,7 @@ def root(
 
 app.command()(training.train)
 app.command()(training.plan)
+app.command()(surveying.data)
 app.command()(generating.generate)
 app.command()(generating.chat)
 app.command("eval")(evaluating.evaluate)

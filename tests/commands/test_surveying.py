@@ -1,0 +1,90 @@
+"""`your_ai data` shows what training would see, and refuses nothing that it can count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import call, chat, train, write_rows
+from tests.data.test_records import write_csv
+
+
+def shown(capsys, *arguments: object) -> dict:
+    capsys.readouterr()
+    assert call("data", *arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_rows_are_counted_by_what_training_would_do_with_them(capsys, tiny_model):
+    rows = [
+        chat("Ask", "Yes"),
+        chat("Ask", "Yes"),
+        chat("Ask", " "),
+        {"prompt": "Ask", "completion": "No"},
+        {"text": "word " * 40},
+        {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "because"}]},
+    ]
+    write_rows(Path("d/train.jsonl"), rows)
+    write_rows(Path("d/valid.jsonl"), [chat("Ask", "Yes"), chat("Ask", "Maybe")])
+    found = shown(capsys, "d", "--model", tiny_model, "--max-seq-length", 32)
+    split = found["splits"]["train"]
+    assert split["kinds"] == {"chat": 4, "prompt + completion": 1, "text": 1}
+    assert (split["rows"], split["duplicates"], split["empty"]) == (6, 1, 1)
+    assert (split["refused"], split["too_long"]) == (1, 1)
+    assert split["problem"].endswith("train.jsonl:3: no answer or no text")
+    assert found["splits"]["valid"]["in_training"] == 1
+    assert sum(count for *_, count in split["histogram"]) == 4
+    assert split["lengths"]["most"] > 40
+    assert split["trained_tokens"] < split["total"]
+
+
+def test_drawn_rows_mark_what_is_trained(capsys, tiny_model):
+    write_csv(Path("a.csv"), [{"question": f"Ask {i}", "answer": f"Yes {i}"} for i in range(9)])
+    found = shown(capsys, "a.csv", "--model", tiny_model, "--draw", 2)
+    assert [row["where"] for row in found["drawn"]] == ["a.csv:2", "a.csv:10"]
+    parts = found["drawn"][0]["parts"]
+    assert [part["trained"] for part in parts] == [False, True]
+    assert "Ask 0" in parts[0]["text"]
+    assert parts[1]["text"] == "Yes 0<|end|>"
+    assert call("data", "a.csv", "--model", tiny_model, "--draw", 1) == 0
+    text = capsys.readouterr().out
+    assert "guessed from the names of the columns: prompt = question" in text
+    assert "[[Yes 0<|end|>]]" in text
+    assert "an epoch: 3 steps of 4 rows\n" in text
+
+
+def test_without_a_model_lengths_are_in_characters(capsys):
+    write_rows(Path("a.jsonl"), [{"prompt": "123", "completion": "45"}, chat("1", "2")])
+    assert shown(capsys, "a.jsonl")["splits"]["train"]["lengths"]["most"] == 5
+    assert call("data", "a.jsonl") == 0
+    output = capsys.readouterr()
+    assert "characters per row: 2 to 5" in output.out
+    assert "llama-8b is not on this machine" in output.err
+
+
+def test_an_epoch_is_timed_by_the_newest_run_of_the_model(capsys, configure, tiny_model):
+    train(configure())
+    assert call("data", "data", "--model", tiny_model) == 0
+    assert "at the speed of the newest run" in capsys.readouterr().out
+    assert call("data", "data", "--model", "demo") == 0
+    assert "at the speed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere",), "--data nowhere: no such file"),
+        (("a.csv", "--columns", "promt=q"), "did you mean prompt"),
+        (("a.csv", "--model", "nothing-here"), "--model nothing-here"),
+        (("a.csv", "--max-seq-length", "1"), "must be at least 2"),
+        (("a.csv", "--prompt-template", "none.jinja"), "cannot be read"),
+    ],
+)
+def test_wrong_arguments_are_one_line(capsys, arguments, message):
+    write_csv(Path("a.csv"), [{"question": "q", "answer": "a"}])
+    assert call("data", *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,161 @@
+"""`your_ai data`."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from your_ai.config import FIELDS, TrainConfig, build, coerce
+from your_ai.errors import RunError, UserError
+from your_ai.gates.console import echo_error, echo_json, open_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from your_ai.data.survey import SplitSurvey, Survey
+
+STEPS = 50  # the last of a run, for its speed
+BAR = 40  # characters of the longest bar
+NAMES = {"train": "training", "valid": "validation", "test": "test"}
+
+
+def text_of(name: str) -> str:
+    return FIELDS[name].metadata["help"]
+
+
+def data(
+    path: Annotated[str, typer.Argument(help=text_of("data"), metavar="DATA")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model whose tokenizer and chat template to use; default: llama-8b."),
+    ] = None,
+    valid: Annotated[str, typer.Option(help=text_of("valid"))] = "",
+    columns: Annotated[str, typer.Option(help=text_of("columns"), metavar="NAMES")] = "",
+    prompt_template: Annotated[str, typer.Option(help=text_of("prompt_template"))] = "",
+    mask_prompt: Annotated[bool, typer.Option(help=text_of("mask_prompt"))] = True,
+    max_seq_length: Annotated[int, typer.Option(help=text_of("max_seq_length"))] = 2048,
+    draw: Annotated[int, typer.Option(help="Number of rows to show.", min=0, max=1000)] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what training would see of the data: rows, lengths, problems, and what is trained."""
+    from your_ai.data import survey as surveying
+    from your_ai.data.sources import checked_settings, find_splits
+
+    settings = {"data": path, "valid": valid, "prompt_template": prompt_template}
+    settings |= {"columns": coerce("columns", columns, "--columns")}
+    settings |= {"mask_prompt": mask_prompt, "max_seq_length": max_seq_length}
+    if model is not None:
+        settings["model"] = model
+    config = checked_settings(build(settings, "settings"), every_row=False)
+    tokenizer = tokenizer_of(config, named=model is not None)
+    found = surveying.survey(find_splits(config), config, tokenizer, draw)
+    if as_json:
+        echo_json(surveying.as_json(found, config))
+    else:
+        show(found, config, open_console())
+
+
+def tokenizer_of(config: TrainConfig, named: bool) -> object | None:
+    """The tokenizer of the model; None, with a note, if no model was named and it is not here."""
+    from your_ai.hub.find import Missing, find_model
+
+    name = "demo" if config.data == "demo" and not named else config.model
+    try:
+        folder = find_model(name)
+    except Missing:
+        if named:
+            raise
+        echo_error(
+            f"note: {name} is not on this machine: lengths are in characters; name a model with "
+            "--model to see tokens"
+        )
+        return None
+    from your_ai.nets.model import load_tokenizer_of
+
+    return load_tokenizer_of(folder)
+
+
+def show(found: Survey, config: TrainConfig, console: Console) -> None:
+    from rich.text import Text
+
+    for note in found.notes:
+        console.print(note)
+    for name, split in found.splits.items():
+        show_split(name, split, found.unit, config, console)
+    colored = console.color_system is not None
+    for row in found.drawn:
+        console.print(f"\n{row.where} ({'green' if colored else 'in [[ ]]'}: trained)")
+        line = Text()
+        for text, trained in row.parts:
+            marked = f"[[{text}]]" if trained and not colored else text
+            line.append(marked, style="bold green" if trained else "dim")
+        console.print(line)
+
+
+def show_split(
+    name: str, split: SplitSurvey, unit: str, config: TrainConfig, console: Console
+) -> None:
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in split.kinds.items())
+    console.print(f"\n{NAMES[name]}: {kinds}")
+    for count, what in (
+        (split.duplicates, "equal to a row before"),
+        (split.in_training, "also in the training data"),
+        (split.empty, "without an answer or a text: training refuses them"),
+        (split.refused, "that training refuses"),
+        (split.too_long, f"longer than --max-seq-length {config.max_seq_length}: see --too-long"),
+    ):
+        if count:
+            console.print(f"  {count:,} {what}")
+    if split.problem:
+        console.print(f"  first: {split.problem}", soft_wrap=True)
+    if not split.lengths:
+        return
+    least, median, most_of_them, most = split.quantiles()
+    from your_ai.dashboard.view import duration
+
+    console.print(
+        f"  {unit} per row: {least:,} to {most:,}, median {median:,}, 95% up to {most_of_them:,}"
+    )
+    total = sum(split.lengths)
+    if unit == "tokens":
+        share = split.trained_tokens / total
+        steps = -(-len(split.lengths) // config.rows_per_step)
+        console.print(
+            f"  tokens: {total:,}, of which {split.trained_tokens:,} are trained ({share:.0%})"
+        )
+        if name == "train":
+            seconds = seconds_of(total, config.model)
+            took = (
+                ""
+                if seconds is None
+                else f", about {duration(seconds)} at the speed of the newest run"
+            )
+            console.print(f"  an epoch: {steps:,} steps of {config.rows_per_step} rows{took}")
+    bins = split.histogram()
+    highest = max(count for *_, count in bins)
+    for begin, end, count in bins:
+        bar = "#" * round(BAR * count / highest)
+        console.print(f"  {begin:>7,} - {end - 1:>7,}  {count:>8,}  {bar}")
+
+
+def seconds_of(tokens: int, model: str) -> float | None:
+    """How long training on so many tokens takes at the speed of the newest run of this model.
+
+    None if there is no such run, or it has no steps yet.
+    """
+    from your_ai.dashboard import history
+    from your_ai.run import events
+    from your_ai.session import run_list
+
+    try:
+        run = run_list.newest()
+        if Path(run.read_config().model).name != Path(model).name:
+            return None
+        steps = history.read(events.tail(run.events)[0]).steps[-STEPS:]
+    except (UserError, RunError, OSError):
+        return None
+    speeds = [step.tokens / step.seconds for step in steps if step.seconds > 0 and step.tokens]
+    return tokens / statistics.median(speeds) if speeds else None

@@ -1,0 +1,224 @@
+"""What training would see of the data: counts, lengths, problems, and a few rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from your_ai.config import TrainConfig
+from your_ai.data.encode import EncodedRow, Encoder, has_answer, pair_to_chat
+from your_ai.data.rows import Pair, Row, RowLimit, read_rows
+from your_ai.data.sources import SPLITS, Splits
+from your_ai.errors import UserError
+
+DRAWN_TOKENS = 400  # of a row that is shown
+KINDS = {"Chat": "chat", "Pair": "prompt + completion", "Text": "text"}
+QUANTILES = {"least": 0.0, "median": 0.5, "p95": 0.95, "most": 1.0}
+BINS = 12  # at most, of a histogram
+
+
+@dataclass(frozen=True)
+class DrawnRow:
+    """A row as the model sees it."""
+
+    where: str
+    parts: tuple[tuple[str, bool], ...]
+    """(text, whether it is trained), in order; cut off after DRAWN_TOKENS."""
+
+
+@dataclass
+class SplitSurvey:
+    """The rows of a split."""
+
+    rows: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    duplicates: int = 0
+    """Rows that are equal to one before them."""
+    in_training: int = 0
+    """Rows of another split that are also training rows."""
+    empty: int = 0
+    """Rows without an answer or a text."""
+    refused: int = 0
+    """Other rows that training would refuse."""
+    problem: str = ""
+    """Why training would refuse the first of the empty and refused rows."""
+    too_long: int = 0
+    """Rows with more than --max-seq-length tokens."""
+    trained_tokens: int = 0
+    lengths: array = field(default_factory=lambda: array("q"))
+    """Of each row that can be encoded: its tokens, or characters without a tokenizer."""
+
+    def quantiles(self) -> list[int]:
+        """The least length, the median, the 95th percentile, and the largest; empty if no rows."""
+        lengths = np.frombuffer(self.lengths, np.int64)
+        return (
+            np.quantile(lengths, list(QUANTILES.values())).astype(int).tolist()
+            if len(lengths)
+            else []
+        )
+
+    def histogram(self) -> list[tuple[int, int, int]]:
+        """(from, below, rows) of lengths, in at most BINS bins whose width is a power of two."""
+        lengths = np.frombuffer(self.lengths, np.int64)
+        if not len(lengths):
+            return []
+        least, most = int(lengths.min()), int(lengths.max())
+        width = 1
+        while most // width - least // width >= BINS:
+            width *= 2
+        first = least // width
+        counts = np.bincount(lengths // width - first)
+        return [
+            ((first + i) * width, (first + i + 1) * width, int(n)) for i, n in enumerate(counts)
+        ]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What `your_ai data` shows."""
+
+    splits: dict[str, SplitSurvey]
+    drawn: tuple[DrawnRow, ...]
+    notes: tuple[str, ...]
+    unit: str
+    """Of lengths: tokens, or characters without a tokenizer."""
+
+
+def survey(found: Splits, config: TrainConfig, tokenizer: Any | None, draw: int) -> Survey:
+    """Read all rows once.
+
+    tokenizer: of the model; None leaves out what needs one. draw: how many training rows to show,
+    spread over the whole file.
+    Raises UserError for a row that is in no known format.
+    """
+    limit = RowLimit(config.max_row_bytes)
+    encoder = None
+    if tokenizer is not None:
+        encoder = Encoder(tokenizer, config.mask_prompt, limit=limit)
+    splits: dict[str, SplitSurvey] = {}
+    trained: set[bytes] = set()
+    places: list[int] = []
+    for name in SPLITS:
+        if name not in found.files:
+            continue
+        seen = trained if name == "train" else set()
+        splits[name] = split = SplitSurvey()
+        for row in read_rows(found.files[name], limit):
+            if count(split, row, encoder, config.max_seq_length, seen, trained):
+                places.append(row.line if name == "train" else 0)
+    wanted = spread([place for place in places if place], draw)
+    drawn = []
+    if encoder is not None:
+        for row in read_rows(found.files["train"], limit):
+            if row.line in wanted:
+                drawn.append(draw_row(row.where, encoder.encode(row), tokenizer))
+            if len(drawn) == len(wanted):
+                break
+    unit = "characters" if encoder is None else "tokens"
+    return Survey(splits, tuple(drawn), found.notes, unit)
+
+
+def count(
+    split: SplitSurvey,
+    row: Row,
+    encoder: Encoder | None,
+    max_tokens: int,
+    seen: set[bytes],
+    trained: set[bytes],
+) -> bool:
+    """Add a row to the counts; whether it can be trained."""
+    content = row.content
+    text = json.dumps(asdict(content), sort_keys=True)
+    split.rows += 1
+    split.kinds[KINDS[type(content).__name__]] += 1
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    split.duplicates += digest in seen
+    split.in_training += seen is not trained and digest in trained
+    seen.add(digest)
+    if not has_answer(pair_to_chat(content) if isinstance(content, Pair) else content):
+        split.empty += 1
+        split.problem = split.problem or f"{row.where}: no answer or no text"
+        return False
+    if encoder is None:
+        split.lengths.append(characters_of(content))
+        return True
+    try:
+        encoded = encoder.encode(row)
+    except UserError as error:
+        split.refused += 1
+        split.problem = split.problem or str(error)
+        return False
+    split.lengths.append(len(encoded.tokens))
+    split.too_long += len(encoded.tokens) > max_tokens
+    split.trained_tokens += int(encoded.trained.sum())
+    return True
+
+
+def characters_of(content: Any) -> int:
+    """The characters of all texts of a row."""
+    if isinstance(content, Pair):
+        return len(content.prompt) + len(content.completion)
+    if hasattr(content, "messages"):
+        return sum(len(message["content"]) for message in content.messages)
+    return len(content.text)
+
+
+def spread(places: list[int], count: int) -> set[int]:
+    """`count` of the places, at equal distances."""
+    if not places or not count:
+        return set()
+    chosen = np.linspace(0, len(places) - 1, min(count, len(places))).round().astype(int)
+    return {places[index] for index in chosen}
+
+
+def draw_row(where: str, encoded: EncodedRow, tokenizer: Any) -> DrawnRow:
+    """The text of a row in parts that are trained or not."""
+    tokens, trained = encoded.tokens[:DRAWN_TOKENS], encoded.trained[:DRAWN_TOKENS]
+    edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
+    parts = [
+        (tokenizer.decode(tokens[begin:end].tolist()), bool(trained[begin]))
+        for begin, end in pairwise(edges)
+        if end > begin
+    ]
+    if len(encoded.tokens) > DRAWN_TOKENS:
+        parts.append((f" ... {len(encoded.tokens) - DRAWN_TOKENS:,} more tokens", False))
+    return DrawnRow(where, tuple(parts))
+
+
+def as_json(found: Survey, config: TrainConfig) -> dict[str, Any]:
+    """The survey for programs."""
+    return {
+        "unit": found.unit,
+        "notes": list(found.notes),
+        "max_seq_length": config.max_seq_length,
+        "splits": {
+            name: {
+                "rows": split.rows,
+                "kinds": dict(split.kinds),
+                "duplicates": split.duplicates,
+                "in_training": split.in_training,
+                "empty": split.empty,
+                "refused": split.refused,
+                "problem": split.problem,
+                "too_long": split.too_long,
+                "lengths": dict(
+                    zip(("least", "median", "p95", "most"), split.quantiles(), strict=False)
+                ),
+                "histogram": split.histogram(),
+                "total": sum(split.lengths),
+                "trained_tokens": split.trained_tokens,
+            }
+            for name, split in found.splits.items()
+        },
+        "drawn": [
+            {"where": row.where, "parts": [{"text": t, "trained": y} for t, y in row.parts]}
+            for row in found.drawn
+        ],
+    }
