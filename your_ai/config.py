@@ -45,7 +45,8 @@ class TrainConfig:
         "",
         "Training data: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md), or a "
         "folder with train.jsonl (and valid.jsonl, test.jsonl); several separated by commas, each "
-        "with =SHARE for how often its rows are used; - reads standard input.",
+        "with =SHARE for how often its rows are used; hf:OWNER/NAME is a dataset of the hub; - "
+        "reads standard input.",
     )
     valid: str = setting(
         "",

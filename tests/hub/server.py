@@ -21,8 +21,13 @@ from tests.hub.repos import Account, Fault, Repo, Request, git_hash
 from tests.hub.uploads import Uploads
 
 LFS_SUFFIX = ".safetensors"
-ANSWERS = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
-ASKED = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/(?P<what>revision|tree)/(?P<revision>[^/]+)")
+ANSWERS = re.compile(
+    r"/(?P<repo>(datasets/)?[^/]+/[^/]+)/resolve/(?P<revision>refs/convert/[^/]+|[^/]+)/(?P<file>.+)"
+)
+ASKED = re.compile(
+    r"/api/(models/)?(?P<repo>(datasets/)?[^/]+/[^/]+)/(?P<what>revision|tree)"
+    r"/(?P<revision>refs/convert/[^/]+|[^/]+)"
+)
 BLOCK_BYTES = 1 << 14
 
 

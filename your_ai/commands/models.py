@@ -22,14 +22,23 @@ app = typer.Typer(name="models", help="List, verify or remove models.")
 
 
 def download(
-    name: Annotated[str, typer.Argument(help="An alias, or a repo id on the hub.")],
+    name: Annotated[
+        str, typer.Argument(help="An alias, a repo id on the hub, or a dataset: hf:OWNER/NAME.")
+    ],
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit; default: main.")
     ] = None,
     to: Annotated[Path | None, typer.Option(help="Output folder; default: one in models/.")] = None,
 ) -> None:
-    """Download a model and check its hashes. Continues an interrupted download."""
-    fetch(name, open_console(), revision, to)
+    """Download a model or dataset and check its hashes. Continues an interrupted download."""
+    from your_ai.data.hub_datasets import PREFIX
+
+    if not name.startswith(PREFIX):
+        fetch(name, open_console(), revision, to)
+        return
+    if revision is not None or to is not None:
+        raise UserError(f"{name}: give the revision as {name}@REVISION; --to is for models")
+    fetch_dataset(name, open_console())
 
 
 def fetch(name: str, console: Console, revision: str | None = None, to: Path | None = None) -> Path:
@@ -37,6 +46,34 @@ def fetch(name: str, console: Console, revision: str | None = None, to: Path | N
     from your_ai.hub import progress
 
     return progress.show(downloads.downloading(name, revision, to), console)
+
+
+def fetch_dataset(name: str, console: Console) -> Path:
+    from your_ai.data import hub_datasets
+    from your_ai.hub import progress
+
+    return progress.show(hub_datasets.downloading(name), console)
+
+
+def fetch_datasets(data: str, console: Console, yes: bool) -> None:
+    """Download the datasets in --data that are missing, after asking the user."""
+    from your_ai.data import hub_datasets, sources
+    from your_ai.hub.registry import size_text
+
+    for name in sources.names_in(data):
+        if not name.startswith(hub_datasets.PREFIX):
+            continue
+        try:
+            hub_datasets.find_dataset(name)
+        except hub_datasets.MissingDataset:
+            if not yes:
+                if not (sys.stdin.isatty() and sys.stdout.isatty()):
+                    raise
+                found = hub_datasets.remote_listing(name)
+                size = f"{size_text(found.size_bytes)} in {len(found.files)} files"
+                if not confirm(f"{name} is not on this machine ({size}); download it?"):
+                    raise
+            fetch_dataset(name, console)
 
 
 def find_or_fetch(name: str, console: Console, yes: bool) -> Path:

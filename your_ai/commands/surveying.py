@@ -39,8 +39,10 @@ def data(
     max_seq_length: Annotated[int, typer.Option(help=text_of("max_seq_length"))] = 2048,
     draw: Annotated[int, typer.Option(help="Number of rows to show.", min=0, max=1000)] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    yes: Annotated[bool, typer.Option(help="Download a missing dataset without asking.")] = False,
 ) -> None:
     """Show what training would see of the data: rows, lengths, problems, and what is trained."""
+    from your_ai.commands.models import fetch_datasets
     from your_ai.data import survey as surveying
     from your_ai.data.sources import checked_settings, find_splits
 
@@ -49,6 +51,7 @@ def data(
     settings |= {"mask_prompt": mask_prompt, "max_seq_length": max_seq_length}
     if model is not None:
         settings["model"] = model
+    fetch_datasets(path, open_console(stderr=True), yes)
     config = checked_settings(build(settings, "settings"), every_row=False)
     tokenizer = tokenizer_of(config, named=model is not None)
     found = surveying.survey(find_splits(config), config, tokenizer, draw)

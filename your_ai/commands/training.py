@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from your_ai.commands.models import find_or_fetch
+from your_ai.commands.models import fetch_datasets, find_or_fetch
 from your_ai.commands.options import option, with_settings
 from your_ai.config import DEMO, TrainConfig, resolve, resumed
 from your_ai.errors import UserError
@@ -38,10 +38,13 @@ def train(
         folder = folders.find(resume)
         folders.check_resumable(folder)
         settings = resumed(folder.read_config(), flags)
+        fetch_datasets(settings.data, console, bool(yes))
         settings = check(settings, detach)
         find_or_fetch(settings.model, console, bool(yes))
     else:
-        settings = check(resolve(flags, config), detach)
+        settings = resolve(flags, config)
+        fetch_datasets(settings.data, console, bool(yes))
+        settings = check(settings, detach)
         find_or_fetch(settings.model, console, bool(yes))
         folder = folders.create(settings)
         if settings.model == settings.data == DEMO and settings.exact_match and not as_json:
@@ -89,7 +92,7 @@ train.__signature__ = with_settings(  # type: ignore[attr-defined]
     ),
     option("detach", "--detach", bool | None, "Leave when training has begun; the run continues."),
     option("as_json", "--json", bool | None, "Print events as JSON lines, for programs."),
-    option("yes", "--yes", bool | None, "Download a missing model without asking."),
+    option("yes", "--yes", bool | None, "Download a missing model or dataset without asking."),
 )
 
 

@@ -26,6 +26,7 @@ import numpy as np
 from your_ai.config import DEMO, TrainConfig, packaged
 from your_ai.data.columns import Layout, layout_of
 from your_ai.data.examples import delete_unused
+from your_ai.data.hub_datasets import PREFIX, find_dataset, split_named
 from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
 from your_ai.data.rows import ORIGIN, RowLimit, parse_row, read_first_row, read_rows
 from your_ai.errors import UserError
@@ -33,12 +34,6 @@ from your_ai.files import atomic_folder, read_text, sha256
 from your_ai.gates.text import shortened
 
 SPLITS = ("train", "valid", "test")
-# The names of a split's files, up to a dash, underscore or dot: train-00000-of-00002.parquet.
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "valid": ("valid", "validation", "val", "dev"),
-    "test": ("test", "eval"),
-}
 NONE = "none"  # the value of --valid
 HELD_OUT_SHARE, LEAST_HELD_OUT, MOST_HELD_OUT = 0.02, 20, 500  # of the rows; rows
 ROWS_PER_HELD_OUT = 2  # with fewer rows than this for each, none is held out
@@ -139,16 +134,25 @@ def sources_of(data: str, to_train: bool = True) -> list[Source]:
 
     to_train: each must have training rows.
     """
-    label = f"--data {shortened(data)}"
-    if data == DEMO or exists(data):
-        return [source_of(data, label, to_train)]
     found = []
+    for name, share in names_in(data).items():
+        source = source_of(name, f"--data {shortened(name)}", to_train)
+        found.append(replace(source, share=share))
+    return found
+
+
+def names_in(data: str) -> dict[str, float]:
+    """The parts of --data, and how often each one's rows are used. Raises UserError."""
+    if data == DEMO or exists(data):
+        return {data: 1.0}
+    found: dict[str, float] = {}
     for part in data.split(","):
         name, share = part.strip(), 1.0
         before, separator, number = name.rpartition("=")
         if separator and not exists(name):
             with contextlib.suppress(ValueError):
                 name, share = before, float(number)
+        label = f"--data {shortened(data)}"
         if not name:
             raise UserError(f"{label}: names nothing between two commas")
         if not 0 < share <= MOST_SHARE:
@@ -156,8 +160,7 @@ def sources_of(data: str, to_train: bool = True) -> list[Source]:
                 f"{label}: {share:g} times the rows of {shortened(name)}; use a number above 0, up "
                 f"to {MOST_SHARE:g}"
             )
-        source = source_of(name, f"--data {shortened(name)}", to_train)
-        found.append(replace(source, share=share))
+        found[name] = found.get(name, 0.0) + share
     return found
 
 
@@ -174,15 +177,19 @@ def is_file(name: str) -> bool:
 
 def source_of(name: str, label: str, to_train: bool) -> Source:
     """The files of one part of --data: a file, a folder of splits, or a folder of texts."""
-    path = packaged("models", "demo", "data") if name == DEMO else find_path(name, label)
+    if name == DEMO:
+        path = packaged("models", "demo", "data")
+    else:
+        is_remote = name.startswith(PREFIX) and not exists(name)
+        path = find_dataset(name) if is_remote else find_path(name, label)
     if path.is_file():
         return Source({"train": (path,)})
     files = data_files(path)
-    splits: dict[str, tuple[Path, ...]] = {}
-    for split, names in SPLIT_NAMES.items():
-        of_split = tuple(file for file in files if split_part(file) in names)
-        if of_split:
-            splits[split] = of_split
+    splits = {
+        split: of_split
+        for split in SPLITS
+        if (of_split := tuple(file for file in files if split_named(file.name) == split))
+    }
     if "train" in splits or (splits and not to_train):
         return Source(splits)
     texts = tuple(file for file in files if SUFFIXES[suffix_of(file)] == "text")
@@ -232,12 +239,6 @@ def data_files(folder: Path) -> list[Path]:
     except OSError as error:
         raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
     return sorted(path for path in found if suffix_of(path) in SUFFIXES and path.is_file())
-
-
-def split_part(path: Path) -> str:
-    """The part of a file's name that can name a split: `train` of train-00000-of-00002.parquet."""
-    name = path.name.lower()
-    return name[: min((name.find(c) for c in "-_." if c in name), default=len(name))]
 
 
 def save_stdin(folder: Path, file: BinaryIO | None = None) -> Path:

@@ -15,9 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from your_ai.config import DEMO
 from your_ai.errors import UserError
@@ -58,6 +59,7 @@ WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # between attempts that bring no bytes, be
 POLL_S = 0.2
 MARGIN_PERCENT = 5  # free disk space required in addition, as a share of the download
 FEW = 2  # attempts when another one is unlikely to succeed
+T = TypeVar("T")
 TRIES = 2  # attempts for a file whose hash is wrong
 
 
@@ -225,13 +227,19 @@ def writing(path: Path) -> Iterator[None]:
         raise remote.write_error(path, error) from error
 
 
-def ask(at: DownloadProgress, repo: str, asked: str) -> Generator[DownloadProgress, None, Listing]:
-    """Get the file list of a repository within ASKING_S. Tries once if the hub is unreachable."""
+def ask(
+    at: DownloadProgress, repo: str, asked: str, listed: Callable[[str], T] | None = None
+) -> Generator[DownloadProgress, None, T]:
+    """Get the file list of a repository within ASKING_S. Tries once if the hub is unreachable.
+
+    listed: asks the hub at a revision; default: for a model's files.
+    """
+    question: Callable[[str], Any] = listed or partial(remote.ask, repo)
     until = time.monotonic() + ASKING_S
     for wait_s in (*WAITS_S, None):
         try:
             yield at
-            return in_time(lambda: remote.ask(repo, asked), until - time.monotonic())
+            return in_time(lambda: question(asked), until - time.monotonic())
         except UserError as error:
             raise UserError(f"{at.name}: {error}") from error
         except Exception as error:  # of any class: errors of the HTTP library are not wrapped
@@ -244,13 +252,13 @@ def ask(at: DownloadProgress, repo: str, asked: str) -> Generator[DownloadProgre
     raise AssertionError("the last wait is None")
 
 
-def in_time(function: Callable[[], Listing], seconds: float) -> Listing:
+def in_time(function: Callable[[], T], seconds: float) -> T:
     """Call the function in a thread and return its result. Abandon the thread on timeout.
 
     The timeout of the HTTP library applies to each read, so a server that sends a byte now and
     then never exceeds it. Raises UserError on timeout.
     """
-    found: Queue[Listing | Exception] = Queue()
+    found: Queue[T | Exception] = Queue()
 
     def run() -> None:
         try:
@@ -379,7 +387,9 @@ def fetch(
 ) -> Generator[DownloadProgress, None, DownloadProgress]:
     """Download one file, across interruptions. Moves it into place once its hash is right."""
     part = place_in(folder / PARTS, file.hash)
-    cached = cached_file(listing.repo, listing.revision, file.name)
+    cached = None
+    if listing.kind == "model":
+        cached = cached_file(listing.repo, listing.revision, file.name)
     if cached is not None and not os.path.lexists(part):
         with writing(part):
             shutil.copyfile(cached, part)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from your_ai.errors import UserError
 from your_ai.files import write_at
@@ -42,17 +42,20 @@ class RemoteFile:
     size_bytes: int
     hash: str
     """sha256 of a large (LFS) file, git's blob hash of a small file."""
+    path: str = ""
+    """Its path in the repository, if it has another name here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The files of a model to download."""
+    """The files of a model or dataset to download."""
 
     repo: str
     revision: str
     """The commit."""
     files: tuple[RemoteFile, ...]
     """In the order of download."""
+    kind: Literal["model", "dataset"] = "model"
 
     @property
     def size_bytes(self) -> int:
@@ -162,7 +165,9 @@ def ask(repo: str, revision: str) -> Listing:
     return listing_of(repo, described(repo, revision))
 
 
-def described(repo: str, revision: str, **options: Any) -> dict[str, Any]:
+def described(
+    repo: str, revision: str, kind: Literal["model", "dataset"] = "model", **options: Any
+) -> dict[str, Any]:
     """Get the hub's description of a repository.
 
     `sha` is a hash and `siblings` a list of objects; other entries may have any type.
@@ -172,7 +177,7 @@ def described(repo: str, revision: str, **options: Any) -> dict[str, Any]:
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers
 
-    place = f"{constants.ENDPOINT}/api/models/{repo}/revision"
+    place = f"{constants.ENDPOINT}/api/{kind}s/{repo}/revision"
     url = f"{place}/{urllib.parse.quote(revision, safe='')}"
     return object_in(
         repo, read_answer(url, build_hf_headers(), LISTING_BYTES, params={"blobs": True}, **options)
@@ -268,7 +273,9 @@ def receive(listing: Listing, file: RemoteFile, part: Path) -> Iterator[int]:
         headers = build_hf_headers()
         if done:
             headers["Range"] = f"bytes={done}-"
-        url = hf_hub_url(listing.repo, file.name, revision=listing.revision)
+        url = hf_hub_url(
+            listing.repo, file.path or file.name, repo_type=listing.kind, revision=listing.revision
+        )
         with answered(url, headers) as response:
             if done and response.status_code != 206:  # the server does not support ranges
                 done = 0
