@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import make_model
+from tests.conftest import make_model, write_rows
 from tests.fault.processes import call
 from tests.hub.conftest import LARGE_BYTES, NAME, REPO, hub, model_files, no_hub  # noqa: F401
 from tests.hub.server import Repo
@@ -110,3 +111,20 @@ def test_train_asks_on_a_terminal_before_downloading(hub, configure, tiny_model,
         terminal.press(f"{answer}\n")
         assert terminal.end() == (0 if answer == "y" else 2)
     assert (models_root() / NAME).exists() == (answer == "y")
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "message"),
+    [
+        ({"messages": "nonsense"}, [], "train.jsonl:2: messages: expected a list"),
+        ({"a": "b"}, [], "train.jsonl:2: unknown row format"),
+        ({"prompt": "a", "completion": "b"}, ["--columns", "text=c"], "has no column c"),
+        ({"text": "a"}, ["--prompt-template", "none.jinja"], "cannot be read"),
+    ],
+)
+def test_data_is_checked_before_a_model_is_downloaded(hub, capsys, row, flags, message):  # noqa: F811
+    write_rows(Path("data/train.jsonl"), [{"prompt": "a", "completion": "b"}, row])
+    assert call(capsys, "train", "--model", REPO, "--data", "data", "--yes", *flags)[0] == 2
+    assert hub.requests == []
+    assert not models_root().exists()
+    assert not Path("runs").exists()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import call
 from tests.data.test_records import written
-from tests.hub.conftest import *  # noqa: F403  (the fixtures of a local hub)
+from tests.hub.conftest import hub, no_hub  # noqa: F401
 from tests.hub.repos import Fault, Repo
 from tests.hub.server import Hub
 from your_ai.config import TrainConfig
@@ -49,7 +49,7 @@ def prompts(name: str = NAME) -> dict[str, list[str]]:
 
 
 @pytest.fixture
-def dataset(hub: Hub) -> Repo:
+def dataset(hub: Hub) -> Repo:  # noqa: F811
     """A dataset of two Parquet files to train on and one to validate."""
     repo = Repo(
         {
@@ -65,7 +65,7 @@ def dataset(hub: Hub) -> Repo:
     return repo
 
 
-def test_a_dataset_is_downloaded_once_and_trained_like_a_folder(hub, dataset):
+def test_a_dataset_is_downloaded_once_and_trained_like_a_folder(hub, dataset):  # noqa: F811
     folder = fetched()
     assert sorted(path.suffix for path in folder.iterdir() if path.name[0] != ".") == [
         ".parquet", ".parquet", ".parquet",
@@ -77,7 +77,7 @@ def test_a_dataset_is_downloaded_once_and_trained_like_a_folder(hub, dataset):
     assert not any("extra" in request.path for request in hub.requests)
 
 
-def test_an_interrupted_download_continues(hub, dataset):
+def test_an_interrupted_download_continues(hub, dataset):  # noqa: F811
     file = "data/train-00001-of-00002.parquet"
     hub.faults[file] = Fault(cuts=[100, 300])
     fetched()
@@ -85,7 +85,7 @@ def test_an_interrupted_download_continues(hub, dataset):
     assert prompts()["train"] == ["p0", "p1", "p2", "p3"]
 
 
-def test_damaged_bytes_are_refused(hub, dataset):
+def test_damaged_bytes_are_refused(hub, dataset):  # noqa: F811
     file = "data/train-00001-of-00002.parquet"
     hub.faults[file] = Fault(content=bytes(len(dataset.files[file])))
     with pytest.raises(UserError, match="has another hash than the hub says"):
@@ -95,13 +95,13 @@ def test_damaged_bytes_are_refused(hub, dataset):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".json", ".jsonl.gz"])
-def test_other_forms_are_taken_where_there_is_no_parquet(hub, suffix):
+def test_other_forms_are_taken_where_there_is_no_parquet(hub, suffix):  # noqa: F811
     hub.repos[f"datasets/{REPO}"] = Repo({f"some{suffix}": content(suffix), "a.txt": b"no"})
     fetched()
     assert prompts() == {"train": ["p0", "p1"]}
 
 
-def test_configurations_are_chosen_by_name(hub):
+def test_configurations_are_chosen_by_name(hub):  # noqa: F811
     files = {
         f"{config}/{split}-0.parquet": content(".parquet", start)
         for start, (config, split) in enumerate([("en", "train"), ("de", "train"), ("de", "test")])
@@ -115,7 +115,7 @@ def test_configurations_are_chosen_by_name(hub):
     assert prompts(f"{NAME}:de") == {"train": ["p1", "p2"], "test": ["p2", "p3"]}
 
 
-def test_the_hubs_own_conversion_is_used_for_other_forms(hub):
+def test_the_hubs_own_conversion_is_used_for_other_forms(hub):  # noqa: F811
     converted = Repo({"default/train/0000.parquet": content(".parquet")}, sha="b" * 40)
     repo = Repo({"script.py": b""}, branches={hub_datasets.CONVERTED: converted})
     hub.repos[f"datasets/{REPO}"] = repo
@@ -123,7 +123,7 @@ def test_the_hubs_own_conversion_is_used_for_other_forms(hub):
     assert prompts() == {"train": ["p0", "p1"]}
 
 
-def test_a_revision_has_its_own_folder(hub, dataset):
+def test_a_revision_has_its_own_folder(hub, dataset):  # noqa: F811
     dataset.branches["v1"] = Repo({"train.csv": content(".csv", 7)}, sha="c" * 40)
     fetched(f"{NAME}@v1")
     assert prompts(f"{NAME}@v1") == {"train": ["p7", "p8"]}
@@ -150,7 +150,7 @@ def test_other_names_are_refused(name):
         ("train.csv", {"lfs": [1]}, "has a hash|does not describe"),
     ],
 )
-def test_a_malicious_list_is_refused(hub, dataset, path, more, reason):
+def test_a_malicious_list_is_refused(hub, dataset, path, more, reason):  # noqa: F811
     sibling = {"rfilename": path, "size": 3, "blobId": "a" * 40, **more}
     answer = {"sha": "a" * 40, "siblings": [sibling]}
     hub.odd["api"] = lambda answerer: answerer.answer(answer)
@@ -158,7 +158,7 @@ def test_a_malicious_list_is_refused(hub, dataset, path, more, reason):
         fetched()
 
 
-def test_a_missing_dataset_says_how_to_get_it(hub, dataset, tiny_model, capsys):
+def test_a_missing_dataset_says_how_to_get_it(hub, dataset, tiny_model, capsys):  # noqa: F811
     options = ("--data", NAME, "--model", tiny_model, "--max-steps", 1, "--lora-layers", 1)
     assert call("train", *options) == 2
     assert f"your_ai download {NAME}" in capsys.readouterr().err
@@ -170,6 +170,6 @@ def test_a_missing_dataset_says_how_to_get_it(hub, dataset, tiny_model, capsys):
     assert call("download", NAME, "--to", "x") == 2
 
 
-def test_an_unknown_dataset_is_one_line(hub):
+def test_an_unknown_dataset_is_one_line(hub):  # noqa: F811
     with pytest.raises(UserError, match="is not on the hub; if it is private"):
         fetched("hf:nobody/nothing")

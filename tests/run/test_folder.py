@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from your_ai.config import TrainConfig
+from your_ai.config import ADDED, TrainConfig
 from your_ai.errors import UserError
 from your_ai.run import folder as folders
 from your_ai.run.folder import RUNS, RunFolder, create, default_name, discard, find, locked
@@ -60,6 +60,16 @@ def test_a_written_config_is_read_back():
     run.write_config(changed)
     assert run.read_config() == changed
     assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
+
+
+def test_settings_that_an_old_run_does_not_have_are_those_it_trained_with():
+    run = create(TrainConfig(model="m", data="d", run="r"))
+    lines = run.config.read_text().splitlines(keepends=True)
+    names = tuple(f"{name}:" for name in ADDED)
+    run.config.write_text("".join(line for line in lines if not line.startswith(names)))
+    config = run.read_config()
+    assert {name: getattr(config, name) for name in ADDED} == ADDED
+    assert not ADDED.keys() & config.fixed_on_resume().keys()
 
 
 def test_a_failed_config_write_keeps_the_old_config(monkeypatch):

@@ -104,7 +104,7 @@ def test_signal_stops_the_run_and_restores_the_terminal(arguments, run, number):
 
 
 def test_error_is_printed_on_the_restored_terminal(arguments, run):
-    Path("data/train.jsonl").write_text("{\n")
+    write_rows(Path("data/train.jsonl"), [chat("Ask", "too long" * 9000)])
     with on_terminal(*arguments) as terminal:
         assert terminal.end() == 2
         assert terminal.is_as_it_was

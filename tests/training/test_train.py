@@ -17,8 +17,10 @@ from tests.conftest import (
     train,
     write_rows,
 )
+from tests.data.test_records import written
 from your_ai.data.encode import Encoder
 from your_ai.data.rows import read_rows
+from your_ai.files import sha256
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 
@@ -138,3 +140,18 @@ def test_learning_rate_follows_the_schedule(configure):
     run = train(configure(max_steps=4, lr_schedule="linear", warmup_steps=2, learning_rate=0.09))
     rates = [event.learning_rate for event in events_of(run, events.Step)]
     assert rates == pytest.approx([0.03, 0.06, 0.09, 0.045])
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_every_form_of_data_trains_the_adapter_of_its_jsonl_twin(configure, form):
+    pairs = [{"prompt": f"Ask {i}", "completion": f"Answer {i}"} for i in range(50)]
+    twin = write_rows(Path("twin.jsonl"), pairs)
+    columns = [{"question": r["prompt"], "Answer": r["completion"], "id": "7"} for r in pairs]
+    other = written(f"other.{form}", columns)
+    runs = [train(configure(data=str(path), run=path.stem)) for path in (twin, other)]
+    first, second = (sha256(run.adapter / "adapters.safetensors") for run in runs)
+    assert first == second
+    notices = [event.text for event in events_of(runs[1], events.Notice)]
+    assert any("prompt = question, completion = Answer" in text for text in notices)
+    assert any("20 of 50 rows are held out" in text for text in notices)
+    assert events_of(runs[1], events.Validation)

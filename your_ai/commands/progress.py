@@ -1,14 +1,19 @@
-"""A progress bar of the bytes written."""
+"""How far a command is: bytes written, rows read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
+
+from your_ai.gates.console import echo_error
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from your_ai.modelfiles.shards import WriteProgress
+
+EVERY_S = 5.0  # between two lines
 
 
 def show_bytes(doing: str, steps: Iterable[WriteProgress], console: Console) -> None:
@@ -22,3 +27,16 @@ def show_bytes(doing: str, steps: Iterable[WriteProgress], console: Console) -> 
         task = bar.add_task(doing, total=None)
         for step in steps:
             bar.update(task, completed=step.done_bytes, total=step.total_bytes)
+
+
+def rows_read() -> Callable[[str, int], None]:
+    """A function of (file, rows) that prints a line on stderr every few seconds."""
+    printed_at = time.monotonic()
+
+    def report(name: str, rows: int) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at > EVERY_S:
+            echo_error(f"reading {name}: {rows:,} rows")
+            printed_at = time.monotonic()
+
+    return report

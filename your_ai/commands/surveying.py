@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from your_ai.commands.progress import rows_read
 from your_ai.config import FIELDS, TrainConfig, build, coerce
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
@@ -52,7 +53,7 @@ def data(
     if model is not None:
         settings["model"] = model
     fetch_datasets(path, open_console(stderr=True), yes)
-    config = checked_settings(build(settings, "settings"), every_row=False)
+    config = checked_settings(build(settings, "settings"), False, rows_read())
     tokenizer = tokenizer_of(config, named=model is not None)
     found = surveying.survey(find_splits(config), config, tokenizer, draw)
     if as_json:

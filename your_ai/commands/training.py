@@ -8,6 +8,7 @@ import typer
 
 from your_ai.commands.models import fetch_datasets, find_or_fetch
 from your_ai.commands.options import option, with_settings
+from your_ai.commands.progress import rows_read
 from your_ai.config import DEMO, TrainConfig, resolve, resumed
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
@@ -79,7 +80,7 @@ def check(settings: TrainConfig, detach: bool) -> TrainConfig:
     from your_ai.data.sources import checked_settings
     from your_ai.hub.find import is_local
 
-    return checked_settings(settings, every_row=not is_local(settings.model))
+    return checked_settings(settings, not is_local(settings.model), rows_read())
 
 
 train.__signature__ = with_settings(  # type: ignore[attr-defined]

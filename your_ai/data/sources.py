@@ -89,7 +89,9 @@ def find_splits(
     return converted(sources, layout, config, holds_out, limit, progress)
 
 
-def checked_settings(config: TrainConfig, every_row: bool) -> TrainConfig:
+def checked_settings(
+    config: TrainConfig, every_row: bool, progress: Progress = lambda *_: None
+) -> TrainConfig:
     """The settings with data that can be read again: standard input is kept in a file.
 
     every_row: check rows also if they need not be converted, as before a model is downloaded.
@@ -101,11 +103,11 @@ def checked_settings(config: TrainConfig, every_row: bool) -> TrainConfig:
         config = replace(config, data=str(save_stdin(store())))
     if STDIN in (config.valid, config.prompt_template):
         raise UserError("-: only --data reads standard input; give a file")
-    splits = find_splits(config)
+    splits = find_splits(config, progress=progress)
     limit = RowLimit(config.max_row_bytes)
     for path in splits.files.values() if every_row else ():
-        for _ in read_rows(path, limit):
-            pass
+        for count, _ in enumerate(read_rows(path, limit)):
+            progress(path.name, count)
     return config
 
 
