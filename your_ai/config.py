@@ -50,8 +50,8 @@ class TrainConfig:
     )
     valid: str = setting(
         "",
-        "Validation data, or none; default: the folder's valid.jsonl, or else 2% of the rows are "
-        "held out (20 to 500 rows).",
+        "Validation data: a file, none, or folder for that in --data; default: that in --data, or "
+        "else 2% of the rows are held out (20 to 500 rows).",
     )
     columns: tuple[str, ...] = setting(
         (),
@@ -194,7 +194,7 @@ RESUMABLE = (
 )
 
 # Settings that old runs do not have, with the values that they trained with.
-ADDED: dict[str, Any] = {"valid": "none", "columns": ()}
+ADDED: dict[str, Any] = {"valid": "folder", "columns": ()}
 
 
 def flag(name: str) -> str:

@@ -68,6 +68,13 @@ def test_valid_none_leaves_out_the_validation_rows(data_folder):
     assert set(found("data").files) == {"train", "test"}
 
 
+def test_valid_folder_holds_nothing_out(data_folder):
+    assert set(found("data", "folder").files) == {"train", "valid", "test"}
+    write_rows(data_folder / "train.jsonl", pairs(60))
+    (data_folder / "valid.jsonl").unlink()
+    assert set(found("data", "folder").files) == {"train", "test"}
+
+
 def test_home_directory_is_expanded(data_folder, monkeypatch):
     monkeypatch.setenv("HOME", str(data_folder.parent))
     assert found("~/data/train.jsonl").files == {"train": data_folder / "train.jsonl"}

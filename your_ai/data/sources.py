@@ -34,7 +34,7 @@ from your_ai.files import atomic_folder, read_text, sha256
 from your_ai.gates.text import shortened
 
 SPLITS = ("train", "valid", "test")
-NONE = "none"  # the value of --valid
+NONE, FOLDER = "none", "folder"  # values of --valid: no validation, or only what --data has
 HELD_OUT_SHARE, LEAST_HELD_OUT, MOST_HELD_OUT = 0.02, 20, 500  # of the rows; rows
 ROWS_PER_HELD_OUT = 2  # with fewer rows than this for each, none is held out
 MOST_SHARE = 100.0
@@ -76,7 +76,7 @@ def find_splits(
     """
     layout = layout_of(config.columns, config.prompt_template)
     sources = sources_of(config.data, to_train)
-    valid = () if config.valid in ("", NONE) else files_in(config.valid, "--valid")
+    valid = () if config.valid in ("", NONE, FOLDER) else files_in(config.valid, "--valid")
     if valid:
         sources = [replace(s, splits=without(s.splits, "valid")) for s in sources]
         sources[0].splits["valid"] = valid
