@@ -63,6 +63,21 @@ def test_named_columns_win_over_those_that_look_like_a_format():
     assert layout.notes() == []
 
 
+def test_rows_in_a_known_format_may_lack_the_named_columns():
+    layout = layout_of(("prompt=q", "completion=a"), "")
+    assert layout.row_of({"text": "t"}, "here") == {"text": "t"}
+    assert layout.row_of({"q": "p", "a": "c", "text": "t"}, "here") == PAIR
+
+
+def test_a_column_called_weight_counts_only_in_a_known_format_or_by_name():
+    assert "weight" not in Layout().row_of({"question": "q", "answer": "a", "weight": "3"}, "x")
+    assert Layout().row_of({**PAIR, "weight": "3"}, "x")["weight"] == 3.0
+    layout = layout_of(("text=t", "weight=w"), "")
+    assert layout.row_of({"t": "x", "w": "0.5"}, "x") == {"text": "x", "weight": 0.5}
+    with pytest.raises(UserError, match="weight: expected a number, found heavy"):
+        layout.row_of({"t": "x", "w": "heavy"}, "x")
+
+
 def test_a_system_prompt_becomes_a_message():
     layout = layout_of(("prompt=q", "completion=a", "system=s"), "")
     (row,) = [layout.row_of({"q": "q", "a": "a", "s": "Be brief"}, "here")]
@@ -90,7 +105,6 @@ def test_values_that_tables_only_have_as_text_are_parsed():
         ({"q": "p", "a": None}, "column a: expected text, found nothing"),
         ({"q": "p", "a": 1.5}, "column a: expected text, found float"),
         ({"q": "p", "a": True}, "column a: expected text, found bool"),
-        ({"q": "p", "a": "c", "weight": "heavy"}, "weight: expected a number, found heavy"),
     ],
 )
 def test_cells_that_are_no_text_are_refused(record, reason):

@@ -101,6 +101,25 @@ def test_empty_cells_of_a_table_are_texts_and_those_of_arrow_are_not_there():
     assert read(Path("a.parquet")) == [{"b": [{"d": 1.5}]}, {"a": "x"}]
 
 
+def test_the_line_that_names_the_delimiter_is_not_a_row():
+    Path("a.csv").write_text("sep=;\r\na;b,c\r\n1;2\r\n")
+    assert read(Path("a.csv")) == [{"a": "1", "b,c": "2"}]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_of_a_table_may_end_in_any_way(end):
+    Path("a.csv").write_bytes(f'a,b{end}1,"x{end}y"{end}{end},,{end}'.replace(",,", ",").encode())
+    assert read(Path("a.csv")) == [{"a": "1", "b": f"x{end}y"}]
+
+
+def test_text_of_arrow_that_is_not_utf_8_is_refused():
+    broken = pa.array([b"\xff"]).cast(pa.binary()).view(pa.binary())
+    column = pa.StringArray.from_buffers(1, broken.buffers()[1], broken.buffers()[2])
+    pq.write_table(pa.table({"text": column}), "a.parquet")
+    with pytest.raises(UserError, match=r"^a\.parquet: is not a whole Parquet file \(.*utf-8"):
+        read(Path("a.parquet"))
+
+
 def test_content_tells_the_form_where_the_name_is_wrong():
     Path("rows.csv").write_bytes(lines_of(ROWS))
     assert form_of(Path("rows.csv")) == "jsonl"

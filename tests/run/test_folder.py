@@ -72,6 +72,23 @@ def test_settings_that_an_old_run_does_not_have_are_those_it_trained_with():
     assert not ADDED.keys() & config.fixed_on_resume().keys()
 
 
+def test_paths_of_data_are_absolute(own_folder):
+    for name in ("a.csv", "b.csv", "t.jinja", "c,d.csv"):
+        Path(name).write_text("x")
+    here = str(own_folder)
+    for given, expected in (
+        ("a.csv", f"{here}/a.csv"),
+        ("a.csv=2, b.csv,hf:o/n", f"{here}/a.csv=2,{here}/b.csv,hf:o/n"),
+        ("c,d.csv", f"{here}/c,d.csv"),
+        ("gone.csv,hf:o/n=2", "gone.csv,hf:o/n=2"),
+        ("demo", "demo"),
+    ):
+        config = TrainConfig(model="m", data=given, valid="b.csv", prompt_template="t.jinja")
+        found = folders.with_absolute_paths(config)
+        assert found.data == expected
+        assert (found.valid, found.prompt_template) == (f"{here}/b.csv", f"{here}/t.jinja")
+
+
 def test_a_failed_config_write_keeps_the_old_config(monkeypatch):
     run = create(CONFIG)
     write_text = Path.write_text

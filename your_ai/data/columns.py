@@ -50,12 +50,16 @@ class Layout:
     def row_of(self, record: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The record as a row in one of the known formats, with its other columns kept.
 
+        A record in a known format that lacks the columns of --columns is used as it is, since
+        files may be mixed. Of others, a column called weight does not weigh the loss unless
+        --columns says so: it may be the weight of a parcel.
         Raises UserError if the record has not the columns for it.
         """
-        if self.render_prompt is None and not self.columns and is_known(record):
+        has_columns = self.columns and all(column in record for column in self.columns.values())
+        if self.render_prompt is None and not has_columns and is_known(record):
             return parsed_texts(record, where)
         roles = dict(self.columns) or self.guessed(record, where)
-        taken = {*roles.values(), *FORMAT_KEYS}
+        taken = {*roles.values(), *FORMAT_KEYS, "weight"}
         row = {name: value for name, value in record.items() if name not in taken}
         for role, column in roles.items():
             if column not in record:

@@ -49,6 +49,7 @@ MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 HEAD_BYTES = 1 << 16
 BATCH_ROWS = 256  # rows of a Parquet or Arrow file that are in memory together
 DELIMITERS = ",;\t|"
+SEPARATOR = re.compile(r"sep=([,;\t|])\r?\n", re.IGNORECASE)
 WAYS_OUT = "give .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt or .md"
 
 
@@ -242,6 +243,9 @@ def read_csv(path: Path, limit: RowLimit, delimiter: str | None = None) -> Itera
         file.seek(0)
         encoding = encoding_of(head)
         lines = io.TextIOWrapper(file, encoding.replace("utf-8", "utf-8-sig"), newline="")
+        if named := SEPARATOR.match(text_of(head)):  # Excel's line that names the delimiter
+            delimiter = named[1]
+            lines.readline()
         if delimiter is None:
             delimiter = likely_delimiter(text_of(head))
         limit_before = csv.field_size_limit(limit.row_bytes)
@@ -343,7 +347,7 @@ def arrow_errors(path: Path, name: str) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         reason = shortened(" ".join(str(error).split()))
         raise UserError(f"{path}: is not a whole {name} file ({reason})") from error
 

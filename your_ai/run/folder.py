@@ -161,12 +161,28 @@ def creating(name: str, config: TrainConfig) -> Iterator[RunFolder]:
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """Make the paths of model and data absolute, so that they work from any folder."""
-    paths = {
-        name: os.path.realpath(os.path.expanduser(value))
-        for name, value in (("model", config.model), ("data", config.data))
-        if value not in ("", DEMO) and os.path.exists(os.path.expanduser(value))
-    }
+    names = ("model", "data", "valid", "prompt_template")
+    paths = {name: absolute(getattr(config, name)) for name in names}
+    parts = config.data.split(",")
+    if paths["data"] == config.data and len(parts) > 1:
+        found = [absolute_part(part.strip()) for part in parts]
+        if not any("," in part for part in found):  # it would be read as two parts
+            paths["data"] = ",".join(found)
     return dataclasses.replace(config, **paths)
+
+
+def absolute(value: str) -> str:
+    """The absolute path of what exists; anything else unchanged."""
+    path = os.path.expanduser(value)
+    return os.path.realpath(path) if value not in ("", DEMO) and os.path.exists(path) else value
+
+
+def absolute_part(part: str) -> str:
+    """Like `absolute`, for one of several parts of --data, which may end in =SHARE."""
+    if (found := absolute(part)) != part:
+        return found
+    name, equals, share = part.rpartition("=")
+    return absolute(name) + equals + share
 
 
 def check_resumable(folder: RunFolder) -> None:
