@@ -115,3 +115,14 @@ def test_skipped_steps_and_notices_have_lines():
         "step 4 was skipped: the loss is nan (2 so far)"
     )
     assert view.event_line(events.Notice(text="mind"), ViewState()) == "note: mind"
+
+
+def test_a_run_of_one_row_and_one_step_is_said_in_the_singular():
+    one = events.Started(
+        step=0, steps=1, steps_per_epoch=1, model="m", rows=1, trainable_parameters=1,
+        dtype="float32", plan="fused",
+    )  # fmt: skip
+    text = "training: m, 1 row, 1 step, 1 trainable parameter, float32"
+    assert view.event_line(one, ViewState()) == text
+    finished = events.Finished(step=1, reason="done", adapter="a", seconds=9.0)
+    assert "done: 1 step in 9 s" in drawn(*view.summary(state_of(one, finished), "r"), width=100)

@@ -156,7 +156,7 @@ def test_a_loss_that_is_not_finite_is_noted_and_not_averaged(run, found, bad):
     assert summary["worst"][0]["adapter_loss"] is None
     assert [summary[kind] for kind in ("better", "worse", "equal")] == [0, 3, 2]
     (text,) = notes(found)
-    assert "adapter: 1 of 5 rows have a loss that is not finite, the first is rows.jsonl:1" in text
+    assert "adapter: 1 of 5 rows has a loss that is not finite, the first is rows.jsonl:1" in text
     record.as_text(summary)
 
 

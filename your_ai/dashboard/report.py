@@ -22,7 +22,7 @@ from your_ai.dashboard.history import (
 from your_ai.dashboard.view import duration, memory, percent
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, sync
-from your_ai.gates.text import printable
+from your_ai.gates.text import counted, printable
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Step
 
@@ -38,7 +38,8 @@ def write_report(records: Sequence[events.Record], name: str, config_text: str, 
     past = read(records)
     folder = jinja2.FileSystemLoader(Path(__file__).parent)
     pages = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    pages.filters |= {f.__name__: f for f in (memory, duration, percent, decimal, finite)}
+    used = (memory, duration, percent, decimal, finite, counted)
+    pages.filters |= {function.__name__: function for function in used}
     page = pages.get_template("report.html.j2").render(
         name=name,
         past=past,

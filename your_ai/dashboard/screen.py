@@ -33,6 +33,7 @@ from your_ai.dashboard.page import (
     resampled,
 )
 from your_ai.dashboard.state import ViewState
+from your_ai.gates.text import counted
 from your_ai.run import events
 
 LATE, LATE_S = 4.0, 10.0  # a step is late after this many times the usual time, and this long
@@ -250,7 +251,7 @@ def result(page: Page, state: ViewState) -> str:
         return clean(page, state.finished.reason if state.finished else "")
     if state.match_after is not None:
         return view.match_text(state.match_before, state.match_after)
-    return f"{state.finished.step} steps in {span(state.finished.seconds)}"
+    return f"{counted(state.finished.step, 'step')} in {span(state.finished.seconds)}"
 
 
 def action_rows(page: Page, state: ViewState) -> list[ScreenRow]:

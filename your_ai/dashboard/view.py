@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from your_ai.dashboard.state import ViewState
+from your_ai.gates.text import counted
 from your_ai.run import events
 from your_ai.run.events import Event
 
@@ -71,8 +72,9 @@ def event_line(event: Event, state: ViewState) -> str | None:
         case events.Started():
             where = f"resuming at step {event.step}" if event.step else "training"
             return (
-                f"{where}: {event.model}, {event.rows} rows, {event.steps} steps, "
-                f"{event.trainable_parameters:,} trainable parameters, {event.dtype}"
+                f"{where}: {event.model}, {counted(event.rows, 'row')}, "
+                f"{counted(event.steps, 'step')}, "
+                f"{counted(event.trainable_parameters, 'trainable parameter')}, {event.dtype}"
             )
         case events.Step():
             return step_text(event, state.tokens_per_s or 0.0, state.seconds_left or 0.0)
@@ -109,7 +111,7 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
         return [*parts, what, resuming(run)]
     if state.samples_after is not None:
         parts.append(samples_table(state.samples_before, state.samples_after))
-    parts.append(f"done: {finished.step} steps in {duration(finished.seconds)}")
+    parts.append(f"done: {counted(finished.step, 'step')} in {duration(finished.seconds)}")
     if state.highest_bytes is not None:
         limit = f" of {memory(state.limit.limit_bytes)}" if state.limit else ""
         parts.append(f"peak memory: {memory(state.highest_bytes)}{limit}")
@@ -130,7 +132,7 @@ def leaving_text(run: str) -> str:
 
 def match_text(before: events.ExactMatch | None, after: events.ExactMatch) -> str:
     start = f"{percent(before)} before, " if before else ""
-    return f"exact match: {start}{percent(after)} after ({after.rows} held-out rows)"
+    return f"exact match: {start}{percent(after)} after ({counted(after.rows, 'held-out row')})"
 
 
 def percent(match: events.ExactMatch) -> str:

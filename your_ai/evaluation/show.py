@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from your_ai.evaluation.compare import EvaluationProgress
+from your_ai.gates.text import counted
 
 SYSTEMS = ("base", "adapter", "difference")
 SHARES = ("exact_match",)  # shown in percent
@@ -56,18 +57,18 @@ def report(found: dict[str, Any], run: str) -> RenderableType:
     step = "" if found["step"] is None else f", step {found['step']}"
     lines: list[RenderableType] = [
         Text(
-            f"{run}{step}, on {found['data']}: {found['rows']:,} rows, "
-            f"{found['trained_tokens']:,} supervised tokens"
+            f"{run}{step}, on {found['data']}: {counted(found['rows'], 'row')}, "
+            f"{counted(found['trained_tokens'], 'supervised token')}"
         ),
         "",
         measured,
         "",
         Text(
             f"In brackets: {100 * found['confidence']:g}% confidence intervals, from "
-            f"{found['resamples']:,} resamples of the rows."
+            f"{counted(found['resamples'], 'resample')} of the rows."
         ),
         Text(
-            f"With the adapter the loss is lower in {found['better']:,} rows, higher in "
+            f"With the adapter the loss is lower in {counted(found['better'], 'row')}, higher in "
             f"{found['worse']:,}, the same in {found['equal']:,}."
         ),
     ]

@@ -14,6 +14,7 @@ from your_ai.evaluation import record
 from your_ai.evaluation.bootstrap import Interval, Paired, paired
 from your_ai.evaluation.compare import Comparison, RowMeasures
 from your_ai.evaluation.rows import EvaluationRows, asked_and_expected
+from your_ai.gates.text import counted
 from your_ai.nets.saved_adapter import Trained
 
 # Tolerance for equal losses per token, absolute and relative: plans and batch sizes may differ
@@ -146,9 +147,10 @@ def notes(found: Comparison) -> list[str]:
     for name, measured in (("base", found.base), ("adapter", found.adapter)):
         bad = np.flatnonzero(~np.isfinite(measured.losses))
         if len(bad):
+            verb = "has" if len(bad) == 1 else "have"
             texts.append(
-                f"{name}: {len(bad)} of {len(rows)} rows have a loss that is not finite, the first "
-                f"is {rows.where(bad[0])}: the mean loss is unknown"
+                f"{name}: {len(bad):,} of {counted(len(rows), 'row')} {verb} a loss that is not "
+                f"finite, the first is {rows.where(bad[0])}: the mean loss is unknown"
             )
     if found.leaked is None:
         texts.append(
@@ -156,8 +158,9 @@ def notes(found: Comparison) -> list[str]:
             "them"
         )
     elif found.leaked:
+        verbs = ("is", "it says") if found.leaked == 1 else ("are", "they say")
         texts.append(
-            f"{found.leaked} of {len(rows)} rows are also in the run's training data: they say "
-            "little about new rows"
+            f"{found.leaked:,} of {counted(len(rows), 'row')} {verbs[0]} also in the run's "
+            f"training data: {verbs[1]} little about new rows"
         )
     return texts

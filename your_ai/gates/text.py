@@ -61,6 +61,11 @@ def quoted(value: object, most: int = VALUE_CHARACTERS) -> str:
         return f"{type(value).__name__} of a size that cannot be shown"
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Format a count and its noun: `1 row`, `2,000 rows`. plural: default: the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
 def message_line(text: object) -> str:
     """Format a message as one line of bounded length. Long values in it lose their middle."""
     text = shortened(text, 100 * LINE_CHARACTERS)  # bounds the time of the next lines

@@ -17,6 +17,7 @@ from your_ai import __version__
 from your_ai.config import DEMO, TrainConfig
 from your_ai.dashboard.history import decimal, finite, read
 from your_ai.dashboard.view import duration, memory, percent
+from your_ai.gates.text import counted
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.registry import alias_of, known
 from your_ai.publish.user_section import BEGIN, END, front_matter, sealed
@@ -240,7 +241,7 @@ def introduction(subject: Subject) -> str:
         step = f"step {subject.step:,} of " if subject.step is not None else ""
         by = f"Written by your_ai {__version__} from {step}the run {code(subject.run)}."
     elif subject.config is not None and subject.step is not None:
-        by = f"Trained with your_ai through MLX: {subject.step:,} steps."
+        by = f"Trained with your_ai through MLX: {counted(subject.step, 'step')}."
     return " ".join([f"{what}{of}.", by, *subject.notes])
 
 
@@ -323,7 +324,8 @@ def figure_rows(figures: CardFigures) -> list[tuple[str, str]]:
         rows.append(("best validation loss", f"{decimal(best.loss)} at step {best.step:,}"))
     if figures.matches:
         shares = " before, ".join(percent(match) for match in figures.matches)
-        rows.append(("exact match", f"{shares} after, on {figures.matches[-1].rows:,} test rows"))
+        tested = counted(figures.matches[-1].rows, "test row")
+        rows.append(("exact match", f"{shares} after, on {tested}"))
     rows.append(("peak memory", memory(figures.peak_bytes) if figures.peak_bytes else ""))
     rows.append(("training time", duration(sum(step.seconds for step in steps))))
     return [(name, value) for name, value in rows if value]

@@ -24,7 +24,7 @@ from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.dashboard.view import duration, memory
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
-from your_ai.gates.text import printable
+from your_ai.gates.text import counted, printable
 from your_ai.run import events
 from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked, owner
@@ -292,7 +292,7 @@ def ago(seconds: float) -> str:
     days = int(seconds // DAY_S)
     if not days:
         return f"{duration(seconds)} ago"
-    return f"{days} days ago" if days > 1 else "1 day ago"
+    return f"{counted(days, 'day')} ago"
 
 
 def short_model(model: str) -> str:
