@@ -126,3 +126,10 @@ def test_a_run_of_one_row_and_one_step_is_said_in_the_singular():
     assert view.event_line(one, ViewState()) == text
     finished = events.Finished(step=1, reason="done", adapter="a", seconds=9.0)
     assert "done: 1 step in 9 s" in drawn(*view.summary(state_of(one, finished), "r"), width=100)
+
+
+def test_lines_keep_the_digits_of_small_losses():
+    small = step(3, loss=0.0004)
+    assert "loss 0.000400 " in view.event_line(small, state_of(STARTED, small))
+    checked = events.Validation(step=4, loss=0.0312, trained_tokens=9, seconds=1.0)
+    assert view.event_line(checked, ViewState()) == "step 4: validation loss 0.0312"

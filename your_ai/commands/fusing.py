@@ -12,7 +12,7 @@ from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_trained_with_n
 from your_ai.commands.progress import show_bytes
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, echo_json, open_console
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, loss_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,8 +115,8 @@ def warning_of(found: Difference, out: Path, to: str) -> str:
 def lines_of(found: Difference) -> list[str]:
     return [
         f"{found.file}: {counted(found.rows, 'row')}, {counted(found.positions, 'position')}",
-        f"loss: {found.base_loss:.4g} base, {found.adapted_loss:.4g} base + adapter, "
-        f"{found.fused_loss:.4g} fused",
+        f"loss: {loss_text(found.base_loss)} base, {loss_text(found.adapted_loss)} base + adapter, "
+        f"{loss_text(found.fused_loss)} fused",
         f"logits: changed by {found.effect:.2g} in training, {found.mean:.2g} in fusing (at most "
         f"{found.largest:.2g}); {found.kept:.1%} of the trained change is kept",
         f"most likely token: the same at {found.agreement:.1%} of the positions",

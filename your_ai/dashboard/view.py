@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from your_ai.dashboard.state import ViewState
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, loss_text
 from your_ai.run import events
 from your_ai.run.events import Event
 
@@ -41,7 +41,7 @@ def step_text(step: events.Step, tokens_per_s: float, seconds_left: float) -> st
     return "  ".join(
         [
             f"step {step.step}/{step.steps}",
-            f"loss {step.loss:.4f}",
+            f"loss {loss_text(step.loss)}",
             *(f"{name} {value:.4g}" for name, value in step.metrics.items()),
             f"{tokens_per_s:.0f} tokens/s",
             f"{duration(seconds_left)} left",
@@ -81,7 +81,7 @@ def event_line(event: Event, state: ViewState) -> str | None:
         case events.Skipped():
             return f"step {event.step} was skipped: {event.reason} ({event.total} so far)"
         case events.Validation():
-            return f"step {event.step}: validation loss {event.loss:.4f}"
+            return f"step {event.step}: validation loss {loss_text(event.loss)}"
         case events.Paused():
             return f"step {event.step}: paused"
         case events.Continued():

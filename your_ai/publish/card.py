@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from your_ai import __version__
 from your_ai.config import DEMO, TrainConfig
-from your_ai.dashboard.history import decimal, finite, read
+from your_ai.dashboard.history import finite, read
 from your_ai.dashboard.view import duration, memory, percent
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, loss_text
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.registry import alias_of, known
 from your_ai.publish.user_section import BEGIN, END, front_matter, sealed
@@ -316,12 +316,12 @@ def figure_rows(figures: CardFigures) -> list[tuple[str, str]]:
         ("trainable parameters", f"{figures.parameters:,}" if figures.parameters else ""),
         (
             "loss",
-            f"{decimal(steps[0].loss)} at first, {decimal(steps[-1].loss)} at the end",
+            f"{loss_text(steps[0].loss)} at first, {loss_text(steps[-1].loss)} at the end",
         ),
     ]
     best = min(finite(figures.validations), key=lambda v: v.loss, default=None)
     if best is not None:
-        rows.append(("best validation loss", f"{decimal(best.loss)} at step {best.step:,}"))
+        rows.append(("best validation loss", f"{loss_text(best.loss)} at step {best.step:,}"))
     if figures.matches:
         shares = " before, ".join(percent(match) for match in figures.matches)
         tested = counted(figures.matches[-1].rows, "test row")
@@ -340,7 +340,7 @@ def curve_table(figures: CardFigures) -> str:
         before = [v for v in seen if v.step <= step.step]
         seen = [v for v in seen if v.step > step.step]
         rows.append(
-            (f"{step.step:,}", decimal(step.loss), decimal(before[-1].loss) if before else "")
+            (f"{step.step:,}", loss_text(step.loss), loss_text(before[-1].loss) if before else "")
         )
     return table(("step", "loss", "validation loss"), rows)
 
@@ -380,7 +380,7 @@ def interval(side: Any) -> str:
     if not isinstance(side, dict):
         return ""
     found = [side.get(name) for name in ("value", "low", "high")]
-    value, low, high = (decimal(n) if isinstance(n, int | float) else "" for n in found)
+    value, low, high = (loss_text(n) if isinstance(n, int | float) else "" for n in found)
     return f"{value} [{low}, {high}]" if value and low and high else value
 
 

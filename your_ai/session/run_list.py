@@ -24,7 +24,7 @@ from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.dashboard.view import duration, memory
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
-from your_ai.gates.text import counted, printable
+from your_ai.gates.text import counted, loss_text, printable
 from your_ai.run import events
 from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked, owner
@@ -235,9 +235,9 @@ COLUMNS: dict[str, Callable[[RunRow, float], str]] = {
     "run": lambda row, now: printable(row.name, one_line=True),
     "state": lambda row, now: row.state,
     "step": lambda row, now: UNKNOWN if row.step is None else f"{row.step}/{row.steps or '?'}",
-    "loss": lambda row, now: known(row.last_loss, "{:.4f}".format),
-    "best": lambda row, now: known(row.best_loss, "{:.4f}".format),
-    "validation": lambda row, now: known(row.best_validation, "{:.4f}".format),
+    "loss": lambda row, now: known(row.last_loss, loss_text),
+    "best": lambda row, now: known(row.best_loss, loss_text),
+    "validation": lambda row, now: known(row.best_validation, loss_text),
     "peak of limit": lambda row, now: peak_of_limit(row),
     "worked": lambda row, now: known(row.seconds, duration),
     "changed": lambda row, now: known(row.changed_at, lambda at: ago(now - at)),
