@@ -42,6 +42,13 @@ def test_evaluates_a_run_on_its_own_test_rows(run, capsys):
     assert "note: 2 of 8 rows are also in the run's training data" in error
 
 
+def test_without_a_name_the_newest_run_is_evaluated(run, capsys):
+    status, out, error = call(capsys, "eval", "--resamples", "10")
+    assert status == 0
+    assert out.startswith("r, step 40, on test.jsonl: 8 rows, ")
+    assert error.splitlines()[0] == "run: r (the newest)"
+
+
 def test_json_output_equals_the_evaluation_saved_in_the_run(run, capsys):
     status, out, _ = call(capsys, "eval", "r", "--json", "--worst", "1", "--confidence", "0.5")
     assert status == 0

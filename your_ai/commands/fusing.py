@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_trained_with_note
+from your_ai.commands.options import (
+    CHECKPOINT,
+    MODEL,
+    NEWEST,
+    open_trained_with_note,
+    run_or_newest,
+)
 from your_ai.commands.progress import show_bytes
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, echo_json, open_console
@@ -22,8 +28,11 @@ if TYPE_CHECKING:
 
 
 def fuse(
-    run: Annotated[str, RUN],
-    out: Annotated[Path, typer.Argument(help="The folder to write.", metavar="OUT")],
+    run: Annotated[str | None, NEWEST] = None,
+    out: Annotated[
+        Path | None,
+        typer.Argument(help="The folder to write; default: RUN-fused.", metavar="OUT"),
+    ] = None,
     to: Annotated[
         str,
         typer.Option(
@@ -57,7 +66,8 @@ def fuse(
 
     from your_ai.export import fused_folder as folder
 
-    trained = open_trained_with_note(run, checkpoint, model)
+    trained = open_trained_with_note(run_or_newest(run), checkpoint, model)
+    out = Path(f"{trained.folder.name}-fused") if out is None else out
     console = open_console(stderr=True)
     steps = folder.fuse(trained, out, to, dtype, max_memory, force)
     try:

@@ -84,10 +84,39 @@ def newest(runs: Path = RUNS) -> RunFolder:
 
     Raises UserError if there are no runs.
     """
+    return by_age(runs)[0]
+
+
+def newest_trained(runs: Path = RUNS) -> tuple[RunFolder, bool]:
+    """Return the newest run with an adapter or a checkpoint, and whether it is `newest`.
+
+    Raises UserError if there is none.
+    """
+    found = by_age(runs)
+    trained = next((folder for folder in found if is_trained(folder)), None)
+    if trained is None:
+        raise UserError(
+            f"no run in {runs} has an adapter or a checkpoint; the newest is "
+            f"{found[0].reference}: your_ai watch shows it"
+        )
+    return trained, trained == found[0]
+
+
+def by_age(runs: Path) -> list[RunFolder]:
+    """The runs in `runs`, running ones first, then the last changed. Raises UserError if none."""
     found = folders(runs)
     if not found:
         raise UserError(f"no runs in {runs}; start one: your_ai train")
-    return max(found, key=lambda folder: (is_running(folder), touched_at(folder) or 0.0))
+    key = {folder: (is_running(folder), touched_at(folder) or 0.0) for folder in found}
+    return sorted(found, key=key.__getitem__, reverse=True)
+
+
+def is_trained(folder: RunFolder) -> bool:
+    """Whether a run has a config and an adapter or a checkpoint, intact or not."""
+    with contextlib.suppress(OSError):
+        saved = os.path.isdir(folder.adapter) or any(folder.checkpoints.glob("step-*"))
+        return saved and os.path.isfile(folder.config)
+    return False
 
 
 def folders(runs: Path) -> list[RunFolder]:
