@@ -70,7 +70,7 @@ def test_summary_ends_with_the_exact_match():
         events.Finished(step=10, reason="done", adapter="runs/r/adapter", seconds=61.0),
     )
     text = drawn(*view.summary(state, "r"), width=80)
-    assert text[-1] == "exact match: 3% before, 97% after (64 held-out rows)"
+    assert text[-1] == "exact match: 3% [1, 11] before, 97% [89, 99] after (64 held-out rows)"
     assert "adapter: runs/r/adapter" in text
     row = next(line for line in text if "[p]" in line)
     assert row.index("old") < row.index("new")

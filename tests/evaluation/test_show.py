@@ -65,6 +65,11 @@ def test_base_and_adapter_are_shown_side_by_side(shown):
     ]
 
 
+def test_the_report_names_the_kinds_of_intervals(shown):
+    assert "In brackets: 95% confidence intervals, from 2,000 resamples of the rows." in shown
+    assert "Those of the shares of base and adapter are Wilson intervals." in shown
+
+
 def test_the_report_fits_80_columns(shown):
     assert max(map(len, shown)) <= 80
 

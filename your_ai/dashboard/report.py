@@ -18,7 +18,8 @@ from your_ai.dashboard.history import (
     read,
     smoothed,
 )
-from your_ai.dashboard.view import duration, memory, percent
+from your_ai.dashboard.shares import match_share
+from your_ai.dashboard.view import duration, memory
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, sync
 from your_ai.gates.text import counted, loss_text, printable
@@ -37,7 +38,7 @@ def write_report(records: Sequence[events.Record], name: str, config_text: str, 
     past = read(records)
     folder = jinja2.FileSystemLoader(Path(__file__).parent)
     pages = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    used = (memory, duration, percent, loss_text, finite, counted)
+    used = (memory, duration, match_share, loss_text, finite, counted)
     pages.filters |= {function.__name__: function for function in used}
     page = pages.get_template("report.html.j2").render(
         name=name,

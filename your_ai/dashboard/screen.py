@@ -250,7 +250,7 @@ def result(page: Page, state: ViewState) -> str:
     if state.finished is None or state.finished.reason != "done":
         return clean(page, state.finished.reason if state.finished else "")
     if state.match_after is not None:
-        return view.match_text(state.match_before, state.match_after)
+        return view.match_text(state.match_before, state.match_after, "row")  # to fit 80 columns
     return f"{counted(state.finished.step, 'step')} in {span(state.finished.seconds)}"
 
 

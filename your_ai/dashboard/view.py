@@ -6,6 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.state import ViewState
 from your_ai.gates.text import counted, loss_text
 from your_ai.run import events
@@ -130,13 +131,15 @@ def leaving_text(run: str) -> str:
     return f"stopped immediately; continue from the last checkpoint: your_ai train --resume {run}"
 
 
-def match_text(before: events.ExactMatch | None, after: events.ExactMatch) -> str:
-    start = f"{percent(before)} before, " if before else ""
-    return f"exact match: {start}{percent(after)} after ({counted(after.rows, 'held-out row')})"
+def match_text(
+    before: events.ExactMatch | None, after: events.ExactMatch, noun: str = "held-out row"
+) -> str:
+    """Return the line with the shares, and their 95% Wilson intervals in brackets.
 
-
-def percent(match: events.ExactMatch) -> str:
-    return f"{100 * match.correct / max(1, match.rows):.0f}%"
+    noun: what is counted.
+    """
+    start = f"{match_share(before)} before, " if before else ""
+    return f"exact match: {start}{match_share(after)} after ({counted(after.rows, noun)})"
 
 
 def samples_table(before: events.Samples | None, after: events.Samples) -> Table:

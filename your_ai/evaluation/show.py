@@ -70,12 +70,19 @@ def report(found: dict[str, Any], run: str) -> RenderableType:
             f"In brackets: {100 * found['confidence']:g}% confidence intervals, from "
             f"{counted(found['resamples'], 'resample')} of the rows."
         ),
+        *about_shares(found["measures"]),
         Text(
             f"With the adapter the loss is lower in {counted(found['better'], 'row')}, higher in "
             f"{found['worse']:,}, the same in {found['equal']:,}."
         ),
     ]
     return Group(*lines, *worst(found["worst"]))
+
+
+def about_shares(measures: dict[str, Any]) -> list[Text]:
+    if not any(name in SHARES for name in measures):
+        return []
+    return [Text("Those of the shares of base and adapter are Wilson intervals.")]
 
 
 def cell(name: str, system: str, interval: dict[str, float | None]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from your_ai.dashboard.shares import wilson
 from your_ai.errors import UserError
 from your_ai.evaluation import record
 from your_ai.evaluation.bootstrap import Interval, Paired, paired
@@ -73,7 +74,8 @@ def measures(found: Comparison, settings: SummarySettings) -> dict[str, dict[str
     """The means over all rows of base, adapter and their difference, by measure.
 
     The loss is the validation loss: the mean over trained tokens, each with its row's weight.
-    Exact match and the metric are unweighted means over the rows that ask for an answer.
+    Exact match and the metric are unweighted means over the rows that ask for an answer. Shares,
+    which are exact match and a metric that is 0 or 1 in every row, have Wilson intervals.
     """
     rows, base, adapter = found.rows, found.base, found.adapter
 
@@ -89,7 +91,26 @@ def measures(found: Comparison, settings: SummarySettings) -> dict[str, dict[str
         pairs["exact_match"] = over(rows.has_answer, ones, base.exact, adapter.exact)
     if base.scores is not None and adapter.scores is not None:
         pairs["metric"] = over(rows.asks, ones, base.scores, adapter.scores)
-    return {name: pair.intervals(settings.confidence) for name, pair in pairs.items()}
+    found = {name: pair.intervals(settings.confidence) for name, pair in pairs.items()}
+    if "exact_match" in found:
+        found["exact_match"] |= share_intervals(found["exact_match"], rows.has_answer, settings)
+    if "metric" in found and are_shares(rows.asks, base.scores, adapter.scores):
+        found["metric"] |= share_intervals(found["metric"], rows.asks, settings)
+    return found
+
+
+def are_shares(chosen: np.ndarray, *scores: np.ndarray | None) -> bool:
+    """Whether all scores of the chosen rows are 0 or 1."""
+    return all(values is not None and np.isin(values[chosen], (0, 1)).all() for values in scores)
+
+
+def share_intervals(
+    found: dict[str, Interval], chosen: np.ndarray, settings: SummarySettings
+) -> dict[str, Interval]:
+    """The Wilson intervals of base and adapter; their difference keeps its paired bootstrap."""
+    rows, confidence = int(chosen.sum()), settings.confidence
+    values = {system: found[system].value for system in ("base", "adapter")}
+    return {name: Interval(v, *wilson(v, rows, confidence)) for name, v in values.items()}
 
 
 def as_json(interval: Interval) -> dict[str, float | None]:

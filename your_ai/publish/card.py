@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from your_ai import __version__
 from your_ai.config import DEMO, TrainConfig
 from your_ai.dashboard.history import finite, read
-from your_ai.dashboard.view import duration, memory, percent
+from your_ai.dashboard.shares import match_share
+from your_ai.dashboard.view import duration, memory
 from your_ai.gates.text import counted, loss_text
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.registry import alias_of, known
@@ -323,7 +324,7 @@ def figure_rows(figures: CardFigures) -> list[tuple[str, str]]:
     if best is not None:
         rows.append(("best validation loss", f"{loss_text(best.loss)} at step {best.step:,}"))
     if figures.matches:
-        shares = " before, ".join(percent(match) for match in figures.matches)
+        shares = " before, ".join(match_share(match) for match in figures.matches)
         tested = counted(figures.matches[-1].rows, "test row")
         rows.append(("exact match", f"{shares} after, on {tested}"))
     rows.append(("peak memory", memory(figures.peak_bytes) if figures.peak_bytes else ""))
