@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from your_ai.errors import UserError
-from your_ai.gates.text import counted
 from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
 from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate import Estimate, Plan, Training, Workload, estimate, step_cost
@@ -302,7 +301,7 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
         return (
             f"--max-memory: evaluating does not fit into {in_gb(limit_bytes)}; at least "
             f"{in_gb(rounded_up(least.needed_bytes))} is needed ({largest}); raise the limit, or "
-            f"shorten the rows (now up to {counted(max(demand.lengths), 'token')})"
+            f"shorten the rows (now up to {max(demand.lengths)} tokens)"
         )
     if demand.before_bytes == least.needed_bytes:
         return (
@@ -310,8 +309,7 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
             f"{in_gb(rounded_up(least.needed_bytes))} is needed; raise the limit, or close other "
             "programs"
         )
-    longest = counted(max(demand.lengths), "token")
-    advice = [f"shorten the rows (--max-seq-length, now up to {longest})"]
+    advice = [f"shorten the rows (--max-seq-length, now up to {max(demand.lengths)} tokens)"]
     if demand.engine != "auto":
         advice.insert(0, "use --plan auto")
     if demand.training.blocks > 1 or demand.training.rank > 8:
