@@ -41,7 +41,7 @@ BAD_ROWS = {
         '{"messages": [{"role": "user", "content": "hi"}]}',
         r"train.jsonl:2: no token to train",
     ),
-    "too long": (json.dumps({"text": "word " * 500}), r"train.jsonl:2: \d+ tokens, more than"),
+    "too long": (json.dumps({"text": "word " * 500}), r"train.jsonl:2: [\d,]+ tokens, more than"),
 }
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from your_ai.errors import UserError
-from your_ai.gates.text import quoted, shortened
+from your_ai.gates.text import counted, quoted, shortened
 from your_ai.gates.yaml_files import read_yaml
 
 DEMO = "demo"
@@ -266,7 +266,8 @@ def check(config: TrainConfig) -> None:
 
 def check_texts(name: str, texts: tuple[str, ...]) -> None:
     if len(texts) > NAMES:
-        raise UserError(f"{flag(name)}: {len(texts):,} names; at most {NAMES:,} are allowed")
+        count = counted(len(texts), "name")
+        raise UserError(f"{flag(name)}: {count}; at most {NAMES:,} are allowed")
     for text in texts:
         if len(text) > TEXT_CHARACTERS:
             raise UserError(

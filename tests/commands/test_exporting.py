@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -34,6 +35,15 @@ def test_default_folder_is_named_after_run_and_format(run, capsys, to, file):
     assert capsys.readouterr().out == f"r-{to}\n"
     assert Path(f"r-{to}", file).is_file()
     assert Path(f"r-{to}", "README.md").read_text().startswith("---\nlibrary_name: ")
+
+
+def test_without_a_name_the_newest_run_with_an_adapter_is_exported(run, capsys):
+    shutil.copytree(run.path, run.path.with_name("s"), ignore=shutil.ignore_patterns("adapter"))
+    os.utime("runs/s/config.yaml")
+    assert call("export", "--to", "peft") == 0
+    out, error = capsys.readouterr()
+    assert out == "r-peft\n"
+    assert error == "run: r (the newest with an adapter or a checkpoint)\n"
 
 
 def test_run_given_by_path_is_exported_under_its_name(run, capsys):

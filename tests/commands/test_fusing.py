@@ -77,6 +77,22 @@ def test_no_measure_skips_the_measurement(trained, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out) == {"target": "out", "difference": None}
 
 
+def test_without_names_the_newest_run_is_fused_into_a_folder_named_after_it(trained, capsys):
+    assert call("fuse", "--to", "same", "--no-measure") == 0
+    printed = capsys.readouterr()
+    assert printed.out == "drawn-fused\n"
+    assert printed.err.splitlines()[0] == "run: drawn (the newest)"
+    check_model(Path("drawn-fused"))
+
+
+def test_one_name_alone_is_always_the_run(trained, capsys):
+    """So that a mistyped run is not taken for the name of a new folder."""
+    assert call("fuse", "drown", "--to", "same", "--no-measure") == 2
+    assert "no run named drown in runs; did you mean drawn?" in capsys.readouterr().err
+    assert call("fuse", "drawn", "--to", "same", "--no-measure") == 0
+    assert capsys.readouterr().out == "drawn-fused\n"
+
+
 def test_missing_data_skips_the_measurement_with_a_note(trained, data_folder, capsys):
     shutil.rmtree(data_folder)
     assert call("fuse", "drawn", "out") == 0

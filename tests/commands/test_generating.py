@@ -111,8 +111,18 @@ def test_invalid_input_is_refused(run, capsys, arguments, message):
         raise AssertionError(refused(capsys, run.path, *arguments))
 
 
-def test_missing_run_is_refused_with_an_example(capsys):
-    assert "your_ai generate RUN" in refused(capsys, "--prompt", "a")
+def test_without_a_name_the_newest_run_answers(run, capsys):
+    runs = Path("runs")
+    runs.mkdir()
+    (runs / "r").symlink_to(run.path)
+    assert call("generate", "--prompt", "Question 1", *SHORT) == 0
+    out, error = capsys.readouterr()
+    assert out == answers_of(run, "Question 1")[0] + "\n"
+    assert error.splitlines()[0] == "run: r (the newest)"
+
+
+def test_without_a_name_and_without_runs_it_is_refused(capsys):
+    assert "no runs in runs; start one: your_ai train" in refused(capsys, "--prompt", "a")
 
 
 def test_empty_standard_input_is_refused(run, capsys, stdin):

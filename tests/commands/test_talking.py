@@ -137,3 +137,13 @@ def test_ctrl_c_stops_the_answer_but_not_the_conversation(run):
         terminal.press("/exit\n")
         assert terminal.end() == 0
         assert terminal.is_as_it_was
+
+
+def test_without_a_name_the_newest_run_chats(run, capsys, own_folder, monkeypatch):
+    (own_folder / "runs").mkdir()
+    (own_folder / "runs" / "r").symlink_to(run.path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Question 1\n"))
+    assert call("chat", "--max-tokens", 5) == 0
+    out, error = capsys.readouterr()
+    assert out == answers_of(run, "Question 1")[0] + "\n"
+    assert error.splitlines()[0] == "run: r (the newest)"

@@ -134,7 +134,7 @@ def test_report_begins_with_the_main_figures(page):
         "Peak memory 5.40 GB 90% of the limit, 6.00 GB",
         "Speed 100 tokens/s 2,200 tokens in total",
         "Running time 58 s since 2026-09-21 14:13 UTC",
-        "Exact match 97% after, 2% before",
+        "Exact match 97% [89, 99] after, 2% [0, 8] before",
     ):
         assert shown in text
 

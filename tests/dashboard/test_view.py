@@ -70,7 +70,7 @@ def test_summary_ends_with_the_exact_match():
         events.Finished(step=10, reason="done", adapter="runs/r/adapter", seconds=61.0),
     )
     text = drawn(*view.summary(state, "r"), width=80)
-    assert text[-1] == "exact match: 3% before, 97% after (64 held-out rows)"
+    assert text[-1] == "exact match: 3% [1, 11] before, 97% [89, 99] after (64 held-out rows)"
     assert "adapter: runs/r/adapter" in text
     row = next(line for line in text if "[p]" in line)
     assert row.index("old") < row.index("new")
@@ -115,3 +115,21 @@ def test_skipped_steps_and_notices_have_lines():
         "step 4 was skipped: the loss is nan (2 so far)"
     )
     assert view.event_line(events.Notice(text="mind"), ViewState()) == "note: mind"
+
+
+def test_a_run_of_one_row_and_one_step_is_said_in_the_singular():
+    one = events.Started(
+        step=0, steps=1, steps_per_epoch=1, model="m", rows=1, trainable_parameters=1,
+        dtype="float32", plan="fused",
+    )  # fmt: skip
+    text = "training: m, 1 row, 1 step, 1 trainable parameter, float32"
+    assert view.event_line(one, ViewState()) == text
+    finished = events.Finished(step=1, reason="done", adapter="a", seconds=9.0)
+    assert "done: 1 step in 9 s" in drawn(*view.summary(state_of(one, finished), "r"), width=100)
+
+
+def test_lines_keep_the_digits_of_small_losses():
+    small = step(3, loss=0.0004)
+    assert "loss 0.000400 " in view.event_line(small, state_of(STARTED, small))
+    checked = events.Validation(step=4, loss=0.0312, trained_tokens=9, seconds=1.0)
+    assert view.event_line(checked, ViewState()) == "step 4: validation loss 0.0312"

@@ -143,7 +143,7 @@ DAMAGED = {
     "cut gzip": ("a.csv.gz", gzip.compress(b"a,b\n" + b"1,2\n" * 9999)[:-20], "cut short"),
     "gzip of noise": ("a.csv.gz", b"\x1f\x8b\x08" + bytes(40), "damaged"),
     "too many cells": ("a.csv", b"a,b\n1,2\n1,2,3\n", r"a\.csv:3: has 3 cells"),
-    "too few cells": ("a.csv", b"a,b\n1\n", r"a\.csv:2: has 1 cells"),
+    "too few cells": ("a.csv", b"a,b\n1\n", r"a\.csv:2: has 1 cell,"),
     "a column twice": ("a.csv", b"a,a\n1,2\n", "two columns a"),
     "a column without a name": ("a.csv", b"a,\n1,2\n", "column 2 has no name"),
     "an open quote": ("a.csv", b'a,b\n1,"2\n3,4\n', "is not valid CSV"),

@@ -112,8 +112,8 @@ def test_a_row_without_trained_tokens_after_truncation_is_left_out(own_folder, d
     assert found.lines.tolist() == [1, 3]
     assert found.weights.tolist() == [1, 3]
     text = cut_text(found, config_of(path, **settings))
-    assert "1 of 3 rows were longer" in text
-    assert "1 have nothing left to measure" in text
+    assert "1 of 3 rows was longer" in text
+    assert "1 has nothing left to measure" in text
 
 
 def test_exact_match_uses_only_answers_when_prompts_are_trained_too(own_folder, demo_tokenizer):

@@ -65,6 +65,11 @@ def test_base_and_adapter_are_shown_side_by_side(shown):
     ]
 
 
+def test_the_report_names_the_kinds_of_intervals(shown):
+    assert "In brackets: 95% confidence intervals, from 2,000 resamples of the rows." in shown
+    assert "Those of the shares of base and adapter are Wilson intervals." in shown
+
+
 def test_the_report_fits_80_columns(shown):
     assert max(map(len, shown)) <= 80
 
@@ -107,3 +112,17 @@ def test_progress_bar_is_only_drawn_on_a_terminal():
             update(EvaluationProgress("reading [x]"))
             update(EvaluationProgress("base: losses", 3, 8))
         assert ("base: losses" in console.file.getvalue()) is terminal
+
+
+def test_intervals_of_small_losses_keep_their_digits_in_80_columns():
+    small = {"value": 0.0004123, "low": 0.0003801, "high": 0.0004456}
+    base = {"value": 1.5, "low": 1.25, "high": 1.75}
+    losses = {"base": base, "adapter": small, "difference": small}
+    console = open_console(file=io.StringIO())
+    console.width = 80
+    console.print(report({**FOUND, "measures": {"loss": losses}, "worst": []}, "first"))
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert lines[3:5] == [
+        "loss 1.500 0.000412 +0.000412",
+        "[1.250, 1.750] [0.000380, 0.000446] [0.000380, 0.000446]",
+    ]

@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import chat, write_rows
 from your_ai.config import TrainConfig
+from your_ai.dashboard.shares import wilson
 from your_ai.data.encode import Encoder
 from your_ai.evaluation import record
 from your_ai.evaluation.compare import Comparison, RowMeasures
@@ -73,6 +74,26 @@ def test_exact_match_counts_only_rows_that_ask_for_an_answer(run, found):
     assert value(summary, "exact_match", "base") == 1 / 4
     assert value(summary, "exact_match", "adapter") == 3 / 4
     assert value(summary, "exact_match", "difference") == 1 / 2
+
+
+def test_shares_have_wilson_intervals_and_their_difference_a_bootstrap(run, found):
+    measured = summarize(run, found, SETTINGS)["measures"]["exact_match"]
+    for system, share in (("base", 1 / 4), ("adapter", 3 / 4)):
+        low, high = wilson(share, 4, 0.9)
+        assert measured[system] == {"value": share, "low": low, "high": high}
+    assert measured["difference"]["low"] == 0  # of 4 rows, 2 got better
+    assert measured["difference"]["high"] == 1
+
+
+@pytest.mark.parametrize(("one", "is_share"), [(1.0, True), (0.5, False)])
+def test_a_metric_of_zeros_and_ones_is_a_share(run, found, one, is_share):
+    base = replace(found.base, scores=np.array([0, 0, np.nan, one, 0]), answers={})
+    adapter = replace(found.adapter, scores=np.array([1, 1, np.nan, 1, 1]), answers={})
+    found = replace(found, base=base, adapter=adapter, metric_name="m:f")
+    measured = summarize(run, found, SETTINGS)["measures"]["metric"]["adapter"]
+    assert measured["value"] == 1
+    assert measured["high"] == 1
+    assert (measured["low"] < 1) is is_share
 
 
 def test_a_metric_is_the_mean_over_rows_that_ask_for_an_answer(run, found):
@@ -156,7 +177,7 @@ def test_a_loss_that_is_not_finite_is_noted_and_not_averaged(run, found, bad):
     assert summary["worst"][0]["adapter_loss"] is None
     assert [summary[kind] for kind in ("better", "worse", "equal")] == [0, 3, 2]
     (text,) = notes(found)
-    assert "adapter: 1 of 5 rows have a loss that is not finite, the first is rows.jsonl:1" in text
+    assert "adapter: 1 of 5 rows has a loss that is not finite, the first is rows.jsonl:1" in text
     record.as_text(summary)
 
 

@@ -231,5 +231,5 @@ def test_malformed_adapter_config_is_refused(run, text):
 def test_arrays_that_their_header_does_not_describe_are_refused(run):
     with (run.adapter / checkpoint.ADAPTERS).open("ab") as file:
         file.write(b"x")
-    with pytest.raises(UserError, match="1 bytes do not belong to a tensor"):
+    with pytest.raises(UserError, match="1 byte does not belong to a tensor"):
         saved_adapter.read_adapter(run.adapter)

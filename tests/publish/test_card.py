@@ -89,7 +89,7 @@ def test_a_base_that_is_not_on_the_hub_is_not_in_the_metadata():
         "| rows of data | 9 |",
         "| loss | 3.0000 at first, 1.0000 at the end |",
         "| best validation loss | 1.2500 at step 3 |",
-        "| exact match | 25% before, 75% after, on 4 test rows |",
+        "| exact match | 25% [5, 70] before, 75% [30, 95] after, on 4 test rows |",
         "| `lora_rank` | 16 |",
         "![Loss](curves-loss.png)",
         "![Learning rate](curves-learning-rate.png)",

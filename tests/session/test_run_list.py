@@ -366,6 +366,23 @@ def test_newest_without_runs_raises():
         run_list.newest()
 
 
+def test_newest_trained_has_an_adapter_or_a_checkpoint():
+    older, newer, newest = (made(name, STARTED, at=NOW + i) for i, name in enumerate("abc"))
+    with pytest.raises(UserError, match=r"^no run in runs has an adapter or a checkpoint; .* c: "):
+        run_list.newest_trained()
+    older.adapter.mkdir()
+    assert run_list.newest_trained() == (older, False)
+    (newer.checkpoints / "step-000003").mkdir(parents=True)
+    assert run_list.newest_trained() == (newer, False)
+    newest.adapter.mkdir()
+    assert run_list.newest_trained() == (newest, True)
+
+
+def test_newest_trained_without_runs_raises():
+    with pytest.raises(UserError, match=r"^no runs in runs; start one: your_ai train$"):
+        run_list.newest_trained()
+
+
 # --- The table
 
 

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN
+from your_ai.commands.options import CHECKPOINT, MODEL, NEWEST, run_or_newest
 from your_ai.gates.console import echo_error, echo_json, open_console
 
 
 def evaluate(
-    run: Annotated[str, RUN],
+    run: Annotated[str | None, NEWEST] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -55,16 +55,18 @@ def evaluate(
     from your_ai.evaluation import show
     from your_ai.evaluation.record import EvaluationNotKept
 
+    name = run_or_newest(run)
+
     def report(measured: dict[str, Any]) -> None:
         if as_json:
             echo_json(measured, indent=2)
         else:
-            open_console().print(show.report(measured, api.load_run(run).name))
+            open_console().print(show.report(measured, api.load_run(name).name))
 
     try:
         with show.progress_bar(open_console(stderr=True)) as update:
             measured = api.evaluate(
-                run,
+                name,
                 data,
                 metric=metric,
                 batch_size=batch_size,

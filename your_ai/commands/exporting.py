@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_trained_with_note
+from your_ai.commands.options import (
+    CHECKPOINT,
+    MODEL,
+    NEWEST,
+    open_trained_with_note,
+    run_or_newest,
+)
 from your_ai.commands.progress import show_bytes
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, open_console
@@ -25,7 +31,8 @@ FIXED = {"hf": "fused always", "mlx": "the adapter", "peft": "the adapter"}
 
 
 def export(
-    run: Annotated[str, RUN],
+    run: Annotated[str | None, NEWEST] = None,
+    *,
     to: Annotated[
         Format,
         typer.Option(
@@ -63,9 +70,10 @@ def export(
     from your_ai.modelfiles.targets import check_target
     from your_ai.run.folder import find
 
-    target = default_target(find(run).name, to, fused, dtype) if out is None else out
+    name = run_or_newest(run)
+    target = default_target(find(name).name, to, fused, dtype) if out is None else out
     check_target(target, force, is_file=to == "gguf")
-    trained = open_trained_with_note(run, checkpoint, model)
+    trained = open_trained_with_note(name, checkpoint, model)
     spare_the_run(trained, trained.base, target)
     write(trained, target, to, fused, dtype, max_memory, force)
     echo(target)

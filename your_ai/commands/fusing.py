@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_trained_with_note
+from your_ai.commands.options import (
+    CHECKPOINT,
+    MODEL,
+    NEWEST,
+    open_trained_with_note,
+    run_or_newest,
+)
 from your_ai.commands.progress import show_bytes
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, echo_json, open_console
+from your_ai.gates.text import counted, loss_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,8 +28,11 @@ if TYPE_CHECKING:
 
 
 def fuse(
-    run: Annotated[str, RUN],
-    out: Annotated[Path, typer.Argument(help="The folder to write.", metavar="OUT")],
+    run: Annotated[str | None, NEWEST] = None,
+    out: Annotated[
+        Path | None,
+        typer.Argument(help="The folder to write; default: RUN-fused.", metavar="OUT"),
+    ] = None,
     to: Annotated[
         str,
         typer.Option(
@@ -56,7 +66,8 @@ def fuse(
 
     from your_ai.export import fused_folder as folder
 
-    trained = open_trained_with_note(run, checkpoint, model)
+    trained = open_trained_with_note(run_or_newest(run), checkpoint, model)
+    out = Path(f"{trained.folder.name}-fused") if out is None else out
     console = open_console(stderr=True)
     steps = folder.fuse(trained, out, to, dtype, max_memory, force)
     try:
@@ -113,9 +124,9 @@ def warning_of(found: Difference, out: Path, to: str) -> str:
 
 def lines_of(found: Difference) -> list[str]:
     return [
-        f"{found.file}: {found.rows} rows, {found.positions:,} positions",
-        f"loss: {found.base_loss:.4g} base, {found.adapted_loss:.4g} base + adapter, "
-        f"{found.fused_loss:.4g} fused",
+        f"{found.file}: {counted(found.rows, 'row')}, {counted(found.positions, 'position')}",
+        f"loss: {loss_text(found.base_loss)} base, {loss_text(found.adapted_loss)} base + adapter, "
+        f"{loss_text(found.fused_loss)} fused",
         f"logits: changed by {found.effect:.2g} in training, {found.mean:.2g} in fusing (at most "
         f"{found.largest:.2g}); {found.kept:.1%} of the trained change is kept",
         f"most likely token: the same at {found.agreement:.1%} of the positions",

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_trained_with_note
+from your_ai.commands.options import (
+    CHECKPOINT,
+    MODEL,
+    NEWEST,
+    open_trained_with_note,
+    run_or_newest,
+)
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, echo_json
 from your_ai.gates.text import quoted, shortened
@@ -28,7 +34,7 @@ MAX_MEMORY = typer.Option(help="Memory limit of this process, in GB.")
 
 
 def generate(
-    run: Annotated[str | None, RUN] = None,
+    run: Annotated[str | None, NEWEST] = None,
     named: Annotated[
         str | None, typer.Option("--run", help="Same as RUN; kept for older scripts.")
     ] = None,
@@ -93,10 +99,7 @@ def generate(
 def which_run(run: str | None, named: str | None) -> str:
     if run is not None and named is not None and run != named:
         raise UserError(f"--run {named}: RUN says {run}; give one of them")
-    found = run if run is not None else named
-    if found is None:
-        raise UserError("give a run: your_ai generate RUN; your_ai runs lists them")
-    return found
+    return run_or_newest(run if run is not None else named)
 
 
 def gather(prompt: str | None, prompts: str | None) -> list[Prompt]:
@@ -160,7 +163,7 @@ def show(responses: Any) -> None:
 
 
 def chat(
-    run: Annotated[str, RUN],
+    run: Annotated[str | None, NEWEST] = None,
     system: Annotated[str, SYSTEM] = "",
     max_tokens: Annotated[int, MAX_TOKENS] = 512,
     temperature: Annotated[float, TEMPERATURE] = 0.0,
@@ -176,7 +179,7 @@ def chat(
     from your_ai.generation.generate import Sampling
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    trained = open_trained_with_note(run, checkpoint, model)
+    trained = open_trained_with_note(run_or_newest(run), checkpoint, model)
     talker = chatting.open_talker(trained, sampling, max_memory)
     conversation = chatting.Conversation(system)
     talker.check(conversation)

@@ -24,6 +24,9 @@ METAVARS = {
 
 # For commands that use the adapter of a run.
 RUN = typer.Argument(help="The run: its name in runs/, or its folder.", metavar="RUN")
+NEWEST = typer.Argument(
+    help="The run: its name in runs/, or its folder; default: the newest.", metavar="RUN"
+)
 CHECKPOINT = typer.Option(
     help="Use this checkpoint: step-000120, or latest; default: the finished adapter."
 )
@@ -58,6 +61,21 @@ def with_settings(*first: inspect.Parameter) -> inspect.Signature:
                 metavar = metavar.replace(words, short)
             parameters.append(option(name, flag(name), str | None, help, metavar=metavar))
     return inspect.Signature(parameters)
+
+
+def run_or_newest(run: str | None) -> str:
+    """Return `run`, or else the newest run with an adapter or a checkpoint, named on stderr.
+
+    Raises UserError if there is no such run.
+    """
+    from your_ai.session.run_list import newest_trained
+
+    if run is not None:
+        return run
+    folder, is_newest = newest_trained()
+    which = "the newest" if is_newest else "the newest with an adapter or a checkpoint"
+    echo_error(f"run: {folder.name} ({which})")
+    return folder.name
 
 
 def open_trained_with_note(run: str, checkpoint: str | None, model: str | None) -> Trained:

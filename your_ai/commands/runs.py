@@ -10,6 +10,7 @@ import typer
 
 from your_ai.errors import UserError
 from your_ai.gates.console import confirm, echo, echo_json, open_console
+from your_ai.gates.text import counted
 
 if TYPE_CHECKING:
     from your_ai.run.folder import RunFolder
@@ -129,7 +130,8 @@ def remove(folders: list[RunFolder], yes: bool) -> None:
 
     for folder in folders:
         echo(f"  {folder.path}")
-    if not yes and not confirm(f"remove {count(folders)}, with checkpoints and adapters?"):
+    runs_text = counted(len(folders), "run")
+    if not yes and not confirm(f"remove {runs_text}, with checkpoints and adapters?"):
         echo("nothing was removed")
         raise typer.Exit(1)
     removed, freed, faults = [], 0, []
@@ -139,10 +141,6 @@ def remove(folders: list[RunFolder], yes: bool) -> None:
             removed.append(folder)
         except UserError as error:
             faults.append(error)
-    echo(f"removed {count(removed)}, {memory(freed)}")
+    echo(f"removed {counted(len(removed), 'run')}, {memory(freed)}")
     if faults:
         raise UserError("; ".join(map(str, faults)))
-
-
-def count(folders: list[RunFolder]) -> str:
-    return f"{len(folders)} run{'' if len(folders) == 1 else 's'}"

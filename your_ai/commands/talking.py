@@ -17,7 +17,7 @@ from rich.text import Text
 
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo, echo_error, open_console
-from your_ai.gates.text import printable
+from your_ai.gates.text import counted, printable
 from your_ai.generation.chat import COMMANDS, ChatSession, Conversation, Responses, parse
 from your_ai.nets.saved_adapter import Trained
 
@@ -198,9 +198,11 @@ def ask(
     else:
         show(answer, screen)
     if answer.ended == "length" and talker.is_full(answer.tokens):
-        screen.note(f"the conversation has reached its limit of {talker.most_tokens} tokens")
+        limit = counted(talker.most_tokens or 0, "token")
+        screen.note(f"the conversation has reached its limit of {limit}")
     elif answer.ended == "length":
-        screen.note(f"cut at {answer.tokens} tokens; raise --max-tokens for longer answers")
+        cut_at = counted(answer.tokens, "token")
+        screen.note(f"cut at {cut_at}; raise --max-tokens for longer answers")
     elif answer.ended == STOPPED:
         screen.note("stopped" if answer.text else "stopped before the answer began; not kept")
     return conversation.followed_by(question, answer.text) if answer.text else conversation

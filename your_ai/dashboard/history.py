@@ -86,10 +86,6 @@ def plan_changes(past: RunHistory) -> Iterator[tuple[float, int, Planned, str]]:
                 last, cause = event, ""
 
 
-def decimal(value: float) -> str:
-    return f"{value:.4f}" if 0.01 <= abs(value) < 1e4 else f"{value:.3g}"
-
-
 def finite(recorded: Sequence[Any]) -> list[Any]:
     """Keep the steps or validations whose loss can be drawn."""
     return [event for event in recorded if abs(event.loss) < LARGEST]

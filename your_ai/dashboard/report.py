@@ -11,7 +11,6 @@ from time import gmtime, strftime
 
 from your_ai.dashboard.charts import CHARTS, DARK, LIGHT, render, svg
 from your_ai.dashboard.history import (
-    decimal,
     ending,
     finite,
     losses,
@@ -19,10 +18,11 @@ from your_ai.dashboard.history import (
     read,
     smoothed,
 )
-from your_ai.dashboard.view import duration, memory, percent
+from your_ai.dashboard.shares import match_share
+from your_ai.dashboard.view import duration, memory
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, sync
-from your_ai.gates.text import printable
+from your_ai.gates.text import counted, loss_text, printable
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Step
 
@@ -38,7 +38,8 @@ def write_report(records: Sequence[events.Record], name: str, config_text: str, 
     past = read(records)
     folder = jinja2.FileSystemLoader(Path(__file__).parent)
     pages = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    pages.filters |= {f.__name__: f for f in (memory, duration, percent, decimal, finite)}
+    used = (memory, duration, match_share, loss_text, finite, counted)
+    pages.filters |= {function.__name__: function for function in used}
     page = pages.get_template("report.html.j2").render(
         name=name,
         past=past,

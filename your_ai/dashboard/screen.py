@@ -33,6 +33,7 @@ from your_ai.dashboard.page import (
     resampled,
 )
 from your_ai.dashboard.state import ViewState
+from your_ai.gates.text import counted, loss_text
 from your_ai.run import events
 
 LATE, LATE_S = 4.0, 10.0  # a step is late after this many times the usual time, and this long
@@ -249,8 +250,8 @@ def result(page: Page, state: ViewState) -> str:
     if state.finished is None or state.finished.reason != "done":
         return clean(page, state.finished.reason if state.finished else "")
     if state.match_after is not None:
-        return view.match_text(state.match_before, state.match_after)
-    return f"{state.finished.step} steps in {span(state.finished.seconds)}"
+        return view.match_text(state.match_before, state.match_after, "row")  # to fit 80 columns
+    return f"{counted(state.finished.step, 'step')} in {span(state.finished.seconds)}"
 
 
 def action_rows(page: Page, state: ViewState) -> list[ScreenRow]:
@@ -327,16 +328,12 @@ def change(before_bytes: int, after_bytes: int) -> str:
     return size if size == "0 MB" else f"{'-' if freed > 0 else '+'}{size}"
 
 
-def loss_text(loss: float | None) -> str:
-    if loss is None:
-        return "?"
-    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.3g}"
-
-
 def brief(value: float) -> str:
-    """Format as 7.34, 0.51 or 4e-4."""
+    """Format as 7.34, 0.51, 0.00042 or 4e-7."""
     if value == 0 or 0.01 <= abs(value) < 1000:
         return f"{value:.{3 if abs(value) >= 1 else 2}g}"
+    if 1e-6 <= abs(value) < 0.01:
+        return f"{value:.{1 - math.floor(math.log10(abs(value)))}f}"
     digits, power = f"{value:.0e}".split("e")
     return f"{digits}e{int(power)}"
 

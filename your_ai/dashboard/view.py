@@ -6,7 +6,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.state import ViewState
+from your_ai.gates.text import counted, loss_text
 from your_ai.run import events
 from your_ai.run.events import Event
 
@@ -40,7 +42,7 @@ def step_text(step: events.Step, tokens_per_s: float, seconds_left: float) -> st
     return "  ".join(
         [
             f"step {step.step}/{step.steps}",
-            f"loss {step.loss:.4f}",
+            f"loss {loss_text(step.loss)}",
             *(f"{name} {value:.4g}" for name, value in step.metrics.items()),
             f"{tokens_per_s:.0f} tokens/s",
             f"{duration(seconds_left)} left",
@@ -71,15 +73,16 @@ def event_line(event: Event, state: ViewState) -> str | None:
         case events.Started():
             where = f"resuming at step {event.step}" if event.step else "training"
             return (
-                f"{where}: {event.model}, {event.rows} rows, {event.steps} steps, "
-                f"{event.trainable_parameters:,} trainable parameters, {event.dtype}"
+                f"{where}: {event.model}, {counted(event.rows, 'row')}, "
+                f"{counted(event.steps, 'step')}, "
+                f"{counted(event.trainable_parameters, 'trainable parameter')}, {event.dtype}"
             )
         case events.Step():
             return step_text(event, state.tokens_per_s or 0.0, state.seconds_left or 0.0)
         case events.Skipped():
             return f"step {event.step} was skipped: {event.reason} ({event.total} so far)"
         case events.Validation():
-            return f"step {event.step}: validation loss {event.loss:.4f}"
+            return f"step {event.step}: validation loss {loss_text(event.loss)}"
         case events.Paused():
             return f"step {event.step}: paused"
         case events.Continued():
@@ -109,7 +112,7 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
         return [*parts, what, resuming(run)]
     if state.samples_after is not None:
         parts.append(samples_table(state.samples_before, state.samples_after))
-    parts.append(f"done: {finished.step} steps in {duration(finished.seconds)}")
+    parts.append(f"done: {counted(finished.step, 'step')} in {duration(finished.seconds)}")
     if state.highest_bytes is not None:
         limit = f" of {memory(state.limit.limit_bytes)}" if state.limit else ""
         parts.append(f"peak memory: {memory(state.highest_bytes)}{limit}")
@@ -128,13 +131,15 @@ def leaving_text(run: str) -> str:
     return f"stopped immediately; continue from the last checkpoint: your_ai train --resume {run}"
 
 
-def match_text(before: events.ExactMatch | None, after: events.ExactMatch) -> str:
-    start = f"{percent(before)} before, " if before else ""
-    return f"exact match: {start}{percent(after)} after ({after.rows} held-out rows)"
+def match_text(
+    before: events.ExactMatch | None, after: events.ExactMatch, noun: str = "held-out row"
+) -> str:
+    """Return the line with the shares, and their 95% Wilson intervals in brackets.
 
-
-def percent(match: events.ExactMatch) -> str:
-    return f"{100 * match.correct / max(1, match.rows):.0f}%"
+    noun: what is counted.
+    """
+    start = f"{match_share(before)} before, " if before else ""
+    return f"exact match: {start}{match_share(after)} after ({counted(after.rows, noun)})"
 
 
 def samples_table(before: events.Samples | None, after: events.Samples) -> Table:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from your_ai.data.examples import Examples
+from your_ai.gates.text import counted
 from your_ai.rng import derive_seed
 
 MULTIPLE = 32  # lengths are padded to a multiple of this
@@ -201,7 +202,8 @@ def make_schedule(
     Raises ValueError if the examples or `rows_per_step` are not a multiple of `rows_together`.
     """
     if len(examples) % rows_together or rows_per_step % rows_together:
-        raise ValueError(f"{len(examples)} rows cannot be split into groups of {rows_together}")
+        rows = counted(len(examples), "row")
+        raise ValueError(f"{rows} cannot be split into groups of {rows_together}")
     inputs = examples.lengths - 1
     edges = bucket_edges(inputs)
     buckets = np.searchsorted(edges, group_lengths(inputs, rows_together))
@@ -286,7 +288,7 @@ def first_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
     room: list[int] = []
     for index, size in enumerate(sizes.tolist()):
         if size > capacity:
-            raise ValueError(f"a row of {size} tokens does not fit into {capacity}")
+            raise ValueError(f"a row of {counted(size, 'token')} does not fit into {capacity}")
         fits = next((i for i, left in enumerate(room) if size <= left), None)
         if fits is None:
             groups.append([index])

@@ -23,6 +23,7 @@ from your_ai.data.rows import ROW_LIMIT, Chat, Pair, Row, RowLimit, Text
 from your_ai.data.template import TEMPLATE_CHARACTERS, TemplateRefused, render
 from your_ai.data.windows import SIZES, CannotJoin, Tokens, tokenize, tokenize_ids
 from your_ai.errors import UserError
+from your_ai.gates.text import counted
 from your_ai.gates.token_ids import check_ids
 
 # A fixed date: templates that print today's date would give other tokens tomorrow, so a resumed
@@ -191,9 +192,10 @@ class Encoder:
         for index in trained_turns(chat):
             found.append(self._turn_span(text, chat, index, where))
             if time.thread_time() - began > SPANS_SECONDS:
+                messages = counted(len(chat.messages), "message")
                 raise UserError(
-                    f"{where}: finding the answers in {len(chat.messages):,} messages takes more "
-                    f"than {SPANS_SECONDS:g} s; split the chat, or use --no-mask-prompt"
+                    f"{where}: finding the answers in {messages} takes more than "
+                    f"{SPANS_SECONDS:g} s; split the chat, or use --no-mask-prompt"
                 )
         return found
 

@@ -21,6 +21,7 @@ from your_ai.data.encode import EncodedRow, Encoder
 from your_ai.data.rows import FLOAT32_MAX, Row, checked_sha256, read_rows
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, sha256
+from your_ai.gates.text import counted
 
 FORMAT = 2  # increase it when the encoding of rows changes, so that old caches are not used
 KEEP_CACHE_DAYS = 30
@@ -129,8 +130,8 @@ def fit(
         return
     if too_long == "error":
         raise UserError(
-            f"{where}: {len(tokens)} tokens, more than --max-seq-length {max_seq_length}; "
-            "raise it, or use --too-long truncate or split"
+            f"{where}: {counted(len(tokens), 'token')}, more than --max-seq-length "
+            f"{max_seq_length}; raise it, or use --too-long truncate or split"
         )
     step = max_seq_length - 1
     starts = [0] if too_long == "truncate" else range(0, len(tokens) - 1, step)

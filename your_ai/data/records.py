@@ -31,7 +31,7 @@ from your_ai.data.rows import (
     unique,
 )
 from your_ai.errors import UserError
-from your_ai.gates.text import quoted, shortened
+from your_ai.gates.text import counted, quoted, shortened
 
 Record = tuple[str, dict[str, Any]]  # `file:row`, for messages; and the object
 
@@ -261,8 +261,8 @@ def read_csv(path: Path, limit: RowLimit, delimiter: str | None = None) -> Itera
                     continue
                 if len(cells) != len(names):
                     raise UserError(
-                        f"{where}: has {len(cells)} cells, but the first line names "
-                        f"{len(names)} columns; is a quote or a delimiter missing?"
+                        f"{where}: has {counted(len(cells), 'cell')}, but the first line names "
+                        f"{counted(len(names), 'column')}; is a quote or a delimiter missing?"
                     )
                 if sum(map(len, cells)) > limit.row_bytes:
                     raise limit.too_long(where)

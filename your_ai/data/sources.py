@@ -31,7 +31,7 @@ from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records,
 from your_ai.data.rows import ORIGIN, RowLimit, parse_row, read_first_row, read_rows
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, read_text, sha256
-from your_ai.gates.text import shortened
+from your_ai.gates.text import counted, shortened
 
 SPLITS = ("train", "valid", "test")
 NONE, FOLDER = "none", "folder"  # values of --valid: no validation, or only what --data has
@@ -418,8 +418,10 @@ def held_out_count(rows: int) -> int:
 
 def held_out_note(count: int, rows: int) -> str:
     if count:
-        return f"{count} of {rows:,} rows are held out for validation; --valid none trains on all"
-    return f"no validation rows: {rows} rows are too few to hold some out; give --valid FILE"
+        held_out = f"{count:,} of {counted(rows, 'row is', 'rows are')} held out for validation"
+        return f"{held_out}; --valid none trains on all"
+    few = counted(rows, "row is", "rows are")
+    return f"no validation rows: {few} too few to hold some out; give --valid FILE"
 
 
 def divide(folder: Path, hashes: np.ndarray, shares: np.ndarray, count: int) -> None:

@@ -37,6 +37,7 @@ from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.protocol import Engine
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_json
+from your_ai.gates.text import loss_text
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
@@ -162,7 +163,7 @@ def table(rows: list[BenchRow]) -> Table:
         drawn.add_row(
             row.contender, f"{row.peak_mb:.0f}", f"{row.process_mb:.0f}",
             f"{row.seconds_median:.3f}", f"{row.seconds_min:.3f}", f"{row.tokens_per_s:.0f}",
-            f"{row.losses[-1]:.4f}", *ratios,
+            loss_text(row.losses[-1]), *ratios,
         )  # fmt: skip
     return drawn
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from your_ai.doctor.machine import MIB, MachineInfo, limit_of
+from your_ai.gates.text import counted
 from your_ai.memory import limit as limits
 from your_ai.memory.limit import GB, roughly, system_bytes
 
@@ -238,7 +239,7 @@ def as_json(machine: MachineInfo, found: list[Finding]) -> dict[str, Any]:
 def facts(machine: MachineInfo) -> dict[str, str]:
     """Describe the machine in a few lines, by topic."""
     system = "macOS" if machine.system == MAC else machine.system
-    cores = f"{machine.cores} cores" if machine.cores else None
+    cores = counted(machine.cores, "core") if machine.cores else None
     sizes = (
         (machine.ram_bytes, "RAM"),
         (machine.recommended_bytes, "recommended working set"),

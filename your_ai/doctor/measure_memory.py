@@ -26,6 +26,7 @@ from your_ai.engine.opened import open_model
 from your_ai.errors import RunError
 from your_ai.files import replace_text
 from your_ai.gates.console import echo_json
+from your_ai.gates.text import counted
 from your_ai.hub.find import store
 from your_ai.memory import budget, coefficients
 from your_ai.memory.calibration import FAR, Shape
@@ -79,7 +80,8 @@ def peaks_of_process(name: str, bits: int, place: Path) -> Iterator[Peak]:
 def fitted_to(peaks: Sequence[Peak]) -> Fitted:
     """Fit this machine's coefficients. Raises RunError for too few peaks."""
     if len(peaks) < FEWEST:
-        raise RunError(f"only {len(peaks)} cases fit into this machine's free memory; close others")
+        fitting = counted(len(peaks), "case fits", "cases fit")
+        raise RunError(f"only {fitting} into this machine's free memory; close others")
     found = fit_memory.fit(peaks, coefficients.PACKAGED)
     off = fit_memory.errors(peaks, found)
     return Fitted(
@@ -105,7 +107,7 @@ def describe(peak: Peak) -> str:
     kind = "evaluation" if peak.kind == "evaluation" else "training"
     return (
         f"{peak.rows} x {peak.tokens} tokens, hidden size {peak.facts.hidden}, {peak.engine}, "
-        f"{peak.training.blocks} blocks adapted, {kind}: {peak.peak_bytes / 1e6:.1f} MB"
+        f"{counted(peak.training.blocks, 'block')} adapted, {kind}: {peak.peak_bytes / 1e6:.1f} MB"
     )
 
 

@@ -25,6 +25,7 @@ import psutil
 
 from your_ai.doctor.findings import facts
 from your_ai.doctor.machine import MachineInfo
+from your_ai.gates.text import counted
 from your_ai.memory.sample import in_gb
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
@@ -313,7 +314,7 @@ def report(lines: Sequence[ReportLine], machine: MachineInfo) -> str:
     if machine.blas:
         about["BLAS"] = Path(machine.blas).parent.name
     counts = {mark: sum(line.ok is ok for line in lines) for ok, mark in MARKS.items()}
-    passed = f"{counts['ok']} of {len(lines)} checks passed"
+    passed = f"{counts['ok']} of {counted(len(lines), 'check')} passed"
     left = f", {counts['-']} not done" if counts["-"] else ""
     width = max(map(len, about), default=0)
     return "\n".join(

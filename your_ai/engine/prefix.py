@@ -35,6 +35,7 @@ import numpy as np
 from your_ai.data.batches import MULTIPLE, PADDING, round_up
 from your_ai.errors import RunError, UserError
 from your_ai.files import read_at, write_at
+from your_ai.gates.text import counted
 
 FORMAT = "2"  # version of the files and of the computation of hidden states
 KEY, HIDDEN, INDEX = "prefix.json", "hidden.bin", "index.bin"
@@ -154,7 +155,8 @@ class DiskStore:
     def put(self, tokens: np.ndarray, hidden: mx.array) -> None:
         """Raises RunError if the disk is full; texts stored before stay readable."""
         if not len(tokens) or hidden.shape != (len(tokens), self.hidden_size):
-            raise ValueError(f"{len(tokens)} tokens with hidden states of {hidden.shape}")
+            count = counted(len(tokens), "token")
+            raise ValueError(f"{count} with hidden states of {hidden.shape}")
         if hidden.dtype != self.dtype:
             raise ValueError(f"hidden states of {hidden.dtype} in a cache of {self.dtype}")
         digest = digest_of(tokens)

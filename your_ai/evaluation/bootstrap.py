@@ -1,5 +1,8 @@
 """Confidence intervals of means over rows: the paired percentile bootstrap. Imports only numpy.
 
+Shares, such as exact match, have Wilson intervals instead (`dashboard/shares.py`), except for the
+difference between base and adapter.
+
 A resample draws as many rows as the file has, with replacement, and computes the mean again.
 This is repeated `resamples` times. The interval at confidence 0.95 contains the middle 95% of
 these means (Efron & Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3). Base and

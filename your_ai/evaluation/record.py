@@ -7,7 +7,11 @@
  "metric_name": name or null, "better", "worse", "equal": counts of rows by their loss,
  "in_training_data": count of rows, or null if unknown, "worst": [...]}
 
-A number that is not finite is null. `worst` quotes the data. Imports neither mlx nor numpy.
+low and high are the bounds of the interval at `confidence`: of the paired bootstrap over rows, or
+Wilson's for base and adapter where the measure is a share (exact_match, and a metric that is 0 or
+1 in every row). A number that is not finite is null. `worst` quotes the data.
+
+Imports neither mlx nor numpy.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from your_ai.data.rows import (
 )
 from your_ai.data.sources import find_splits, is_file
 from your_ai.errors import UserError
+from your_ai.gates.text import counted
 from your_ai.hub.find import store
 
 PREFERRED = ("test", "valid")  # files of a data folder, in order of preference
@@ -226,13 +227,17 @@ def cut_text(rows: EvaluationRows, config: TrainConfig) -> str:
     tally = rows.trained.examples.tally
     if not tally.truncated and not tally.split:
         return ""
-    done = "truncated" if tally.truncated else "split"
+    count = tally.truncated + tally.split
+    verb = "was" if count == 1 else "were"
+    done = f"{verb} truncated" if tally.truncated else f"{verb} split"
     text = (
-        f"{rows.path.name}: {tally.truncated + tally.split} of {tally.rows} rows were longer than "
-        f"the run's --max-seq-length {config.max_seq_length} and were {done}"
+        f"{rows.path.name}: {count:,} of {counted(tally.rows, 'row')} {verb} longer than "
+        f"the run's --max-seq-length {config.max_seq_length} and {done}"
     )
     left_out = tally.rows - len(rows)
-    return f"{text}; {left_out} have nothing left to measure" if left_out else text
+    if left_out:
+        text += f"; {counted(left_out, 'has', 'have')} nothing left to measure"
+    return text
 
 
 def in_training_data(

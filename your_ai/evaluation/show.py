@@ -13,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from your_ai.evaluation.compare import EvaluationProgress
+from your_ai.gates.text import counted, loss_text
 
 SYSTEMS = ("base", "adapter", "difference")
+WIDTHS = (21, 21, 24)  # of their cells in 80 columns; the interval of a wider one gets its own line
 SHARES = ("exact_match",)  # shown in percent
 
 
@@ -51,47 +53,55 @@ def report(found: dict[str, Any], run: str) -> RenderableType:
         label = name.replace("_", " ")
         if name == "metric":  # show the function's name, from module:function
             label = found["metric_name"].rpartition(":")[2]
-        cells = (cell(name, system, systems[system]) for system in SYSTEMS)
-        measured.add_row(Text(label), *cells)
+        cells = [cell(name, system, systems[system]) for system in SYSTEMS]
+        if any(len(text) > most for text, most in zip(cells, WIDTHS, strict=True)):
+            cells = [text.replace(" [", "\n[") for text in cells]
+        measured.add_row(Text(label), *map(Text, cells))
     step = "" if found["step"] is None else f", step {found['step']}"
     lines: list[RenderableType] = [
         Text(
-            f"{run}{step}, on {found['data']}: {found['rows']:,} rows, "
-            f"{found['trained_tokens']:,} supervised tokens"
+            f"{run}{step}, on {found['data']}: {counted(found['rows'], 'row')}, "
+            f"{counted(found['trained_tokens'], 'supervised token')}"
         ),
         "",
         measured,
         "",
         Text(
             f"In brackets: {100 * found['confidence']:g}% confidence intervals, from "
-            f"{found['resamples']:,} resamples of the rows."
+            f"{counted(found['resamples'], 'resample')} of the rows."
         ),
+        *about_shares(found["measures"]),
         Text(
-            f"With the adapter the loss is lower in {found['better']:,} rows, higher in "
+            f"With the adapter the loss is lower in {counted(found['better'], 'row')}, higher in "
             f"{found['worse']:,}, the same in {found['equal']:,}."
         ),
     ]
     return Group(*lines, *worst(found["worst"]))
 
 
-def cell(name: str, system: str, interval: dict[str, float | None]) -> Text:
+def about_shares(measures: dict[str, Any]) -> list[Text]:
+    if not any(name in SHARES for name in measures):
+        return []
+    return [Text("Those of the shares of base and adapter are Wilson intervals.")]
+
+
+def cell(name: str, system: str, interval: dict[str, float | None]) -> str:
     """`0.412 [0.380, 0.445]`, or `41.2% [38.0, 44.5]`."""
     share = name in SHARES
-    value, low, high = (
-        number(None if found is None else 100 * found, 1) if share else number(found)
-        for found in (interval["value"], interval["low"], interval["high"])
-    )
+    bounds = (interval["value"], interval["low"], interval["high"])
+    value, low, high = map(percentage if share else number, bounds)
     sign = "+" if system == "difference" and (interval["value"] or 0) > 0 else ""
-    return Text(f"{sign}{value}{'%' if share else ''} [{low}, {high}]")
+    return f"{sign}{value}{'%' if share else ''} [{low}, {high}]"
 
 
-def number(value: float | None, digits: int | None = None) -> str:
-    """Format a number with `digits` decimals, or else with four digits in total."""
-    if value is None:
-        return "?"
-    if digits is None:
-        digits = max(0, 4 - len(str(int(abs(value)))))
-    return f"{value:.3e}" if abs(value) >= 1e5 else f"{value:.{digits}f}"
+def percentage(share: float | None) -> str:
+    return "?" if share is None else f"{100 * share:.1f}"
+
+
+def number(value: float | None) -> str:
+    """Format a loss, perplexity or metric in few characters: `12.34`, `0.412`, `0.000412`."""
+    whole_digits = 1 if value is None else len(str(int(abs(value))))
+    return loss_text(value, max(0, 4 - whole_digits))
 
 
 def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from your_ai.dashboard.shares import wilson
 from your_ai.errors import UserError
 from your_ai.evaluation import record
 from your_ai.evaluation.bootstrap import Interval, Paired, paired
 from your_ai.evaluation.compare import Comparison, RowMeasures
 from your_ai.evaluation.rows import EvaluationRows, asked_and_expected
+from your_ai.gates.text import counted
 from your_ai.nets.saved_adapter import Trained
 
 # Tolerance for equal losses per token, absolute and relative: plans and batch sizes may differ
@@ -72,7 +74,8 @@ def measures(found: Comparison, settings: SummarySettings) -> dict[str, dict[str
     """The means over all rows of base, adapter and their difference, by measure.
 
     The loss is the validation loss: the mean over trained tokens, each with its row's weight.
-    Exact match and the metric are unweighted means over the rows that ask for an answer.
+    Exact match and the metric are unweighted means over the rows that ask for an answer. Shares,
+    which are exact match and a metric that is 0 or 1 in every row, have Wilson intervals.
     """
     rows, base, adapter = found.rows, found.base, found.adapter
 
@@ -88,7 +91,26 @@ def measures(found: Comparison, settings: SummarySettings) -> dict[str, dict[str
         pairs["exact_match"] = over(rows.has_answer, ones, base.exact, adapter.exact)
     if base.scores is not None and adapter.scores is not None:
         pairs["metric"] = over(rows.asks, ones, base.scores, adapter.scores)
-    return {name: pair.intervals(settings.confidence) for name, pair in pairs.items()}
+    found = {name: pair.intervals(settings.confidence) for name, pair in pairs.items()}
+    if "exact_match" in found:
+        found["exact_match"] |= share_intervals(found["exact_match"], rows.has_answer, settings)
+    if "metric" in found and are_shares(rows.asks, base.scores, adapter.scores):
+        found["metric"] |= share_intervals(found["metric"], rows.asks, settings)
+    return found
+
+
+def are_shares(chosen: np.ndarray, *scores: np.ndarray | None) -> bool:
+    """Whether all scores of the chosen rows are 0 or 1."""
+    return all(values is not None and np.isin(values[chosen], (0, 1)).all() for values in scores)
+
+
+def share_intervals(
+    found: dict[str, Interval], chosen: np.ndarray, settings: SummarySettings
+) -> dict[str, Interval]:
+    """The Wilson intervals of base and adapter; their difference keeps its paired bootstrap."""
+    rows, confidence = int(chosen.sum()), settings.confidence
+    values = {system: found[system].value for system in ("base", "adapter")}
+    return {name: Interval(v, *wilson(v, rows, confidence)) for name, v in values.items()}
 
 
 def as_json(interval: Interval) -> dict[str, float | None]:
@@ -146,9 +168,10 @@ def notes(found: Comparison) -> list[str]:
     for name, measured in (("base", found.base), ("adapter", found.adapter)):
         bad = np.flatnonzero(~np.isfinite(measured.losses))
         if len(bad):
+            verb = "has" if len(bad) == 1 else "have"
             texts.append(
-                f"{name}: {len(bad)} of {len(rows)} rows have a loss that is not finite, the first "
-                f"is {rows.where(bad[0])}: the mean loss is unknown"
+                f"{name}: {len(bad):,} of {counted(len(rows), 'row')} {verb} a loss that is not "
+                f"finite, the first is {rows.where(bad[0])}: the mean loss is unknown"
             )
     if found.leaked is None:
         texts.append(
@@ -156,8 +179,9 @@ def notes(found: Comparison) -> list[str]:
             "them"
         )
     elif found.leaked:
+        verbs = ("is", "it says") if found.leaked == 1 else ("are", "they say")
         texts.append(
-            f"{found.leaked} of {len(rows)} rows are also in the run's training data: they say "
-            "little about new rows"
+            f"{found.leaked:,} of {counted(len(rows), 'row')} {verbs[0]} also in the run's "
+            f"training data: {verbs[1]} little about new rows"
         )
     return texts

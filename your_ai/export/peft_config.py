@@ -15,7 +15,7 @@ import regex
 
 from your_ai.config import nearest
 from your_ai.errors import UserError
-from your_ai.gates.text import shown
+from your_ai.gates.text import counted, shown
 
 READ = (
     *("peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora"),
@@ -129,7 +129,8 @@ def texts(path: Path, config: dict[str, Any], key: str) -> tuple[str, ...] | str
     if not isinstance(value, str):
         raise UserError(fault)
     if len(value) > PATTERN_CHARACTERS:
-        raise UserError(f"{path}: {key}: is a pattern of {len(value)} characters; list the layers")
+        length = counted(len(value), "character")
+        raise UserError(f"{path}: {key}: is a pattern of {length}; list the layers")
     compiled(value, fault)
     return value
 

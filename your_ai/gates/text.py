@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 VALUE_CHARACTERS = 200  # maximum length of an untrusted value in a message
 WORD_CHARACTERS = 400  # maximum length without a space, such as a path
 LINE_CHARACTERS = 2000  # maximum length of a message
@@ -59,6 +61,27 @@ def quoted(value: object, most: int = VALUE_CHARACTERS) -> str:
         return printable(shortened(repr(value), most), one_line=True)
     except (ValueError, RecursionError):  # an int with more digits than Python converts
         return f"{type(value).__name__} of a size that cannot be shown"
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Format a count and its noun: `1 row`, `2,000 rows`. plural: default: the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def loss_text(loss: float | None, decimals: int = 4) -> str:
+    """Format a loss or perplexity: `decimals` from 0.1 up, or else three significant digits.
+
+    `1.2500`, `0.0412`, `0.000400`, `35945`; `?` for None. Only values below 1e-6, and from 1e6
+    on, have an exponent.
+    """
+    if loss is None:
+        return "?"
+    size = abs(loss)
+    if size == 0 or 0.1 <= size < 1e4:
+        return f"{loss:.{decimals}f}"
+    if 1e-6 <= size < 0.1:
+        return f"{loss:.{2 - math.floor(math.log10(size))}f}"
+    return f"{loss:.0f}" if 1e4 <= size < 1e6 else f"{loss:.3g}"
 
 
 def message_line(text: object) -> str:

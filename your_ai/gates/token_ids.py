@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from your_ai.errors import UserError
-from your_ai.gates.text import shortened
+from your_ai.gates.text import counted, shortened
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -59,6 +59,6 @@ def check_ids(ids: Any, vocabulary: int | None, tokenizer: Any, where: str) -> N
         text = shortened(str(tokenizer.convert_ids_to_tokens([number])[0])) if number >= 0 else ""
         raise UserError(
             f"{where}: has token id {number}{f' ({text})' if text else ''}, but the model has "
-            f"{vocabulary} tokens; use the model's own tokenizer, or a model whose embedding was "
-            "resized for added tokens"
+            f"{counted(vocabulary, 'token')}; use the model's own tokenizer, or a model whose "
+            "embedding was resized for added tokens"
         )

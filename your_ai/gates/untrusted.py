@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.errors import UserError
-from your_ai.gates.text import shown
+from your_ai.gates.text import counted, shown
 
 NAME_BYTES = 255  # maximum length of a file name on common file systems
 PATH_CHARACTERS = 1024
@@ -258,7 +258,8 @@ def read_header(path: Path) -> list[Entry]:
     if at > size:
         raise UserError(f"{path}: is cut short or damaged")
     if at < size:
-        raise UserError(f"{path}: is damaged ({size - at} bytes do not belong to a tensor)")
+        unused = counted(size - at, "byte does", "bytes do")
+        raise UserError(f"{path}: is damaged ({unused} not belong to a tensor)")
     return entries
 
 
@@ -282,7 +283,8 @@ def entry_of(path: Path, name: str, described: Any, base: int) -> Entry:
         raise damaged("has invalid data_offsets")
     bits = math.prod(shape) * DTYPE_BITS[kind]
     if bits != 8 * (offsets[1] - offsets[0]):
-        raise damaged(f"has {offsets[1] - offsets[0]} bytes, which does not match its shape")
+        size = counted(offsets[1] - offsets[0], "byte")
+        raise damaged(f"has {size}, which does not match its shape")
     return Entry(name, kind, tuple(shape), base + offsets[0], base + offsets[1])
 
 

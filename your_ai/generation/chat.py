@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from your_ai.config import nearest
 from your_ai.engine.weights import put_layers, streams_vocabulary
 from your_ai.errors import UserError
+from your_ai.gates.text import counted
 from your_ai.generation.generate import (
     SEEDS,
     Message,
@@ -188,7 +189,7 @@ class ChatSession:
         tokens = prompt_tokens(self.tokenizer, conversation.messages(question))
         if self.most_tokens is not None and len(tokens) >= self.most_tokens:
             raise UserError(
-                f"the conversation has {len(tokens)} tokens, and the limit is "
+                f"the conversation has {counted(len(tokens), 'token')}, and the limit is "
                 f"{self.most_tokens}; /reset starts a new one"
             )
         return tokens

@@ -22,7 +22,7 @@ from your_ai.data.template import TemplateRefused, render
 from your_ai.engine.opened import open_model, prepare_for_generation
 from your_ai.engine.weights import last_position_only
 from your_ai.errors import RunError, UserError, is_memory_error
-from your_ai.gates.text import shortened
+from your_ai.gates.text import counted, shortened
 from your_ai.gates.token_ids import EMBEDDINGS, HEADS, check_ids, rows_of, vocabulary_of
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.find import find_model
@@ -258,7 +258,8 @@ def check_answers(model: nn.Module, tokenizer: Any, base: Path) -> None:
     """
     most, answers = rows_of(model, EMBEDDINGS), rows_of(model, HEADS)
     if most is not None and answers is not None and answers > most:
-        raise UserError(f"{base}: its head has {answers} tokens, but its embedding {most}")
+        head = counted(answers, "token")
+        raise UserError(f"{base}: its head has {head}, but its embedding {most:,}")
     if tokenizer.has_chat_template:
         with contextlib.suppress(TemplateRefused):  # some templates need other messages
             prompt_tokens(tokenizer, [{"role": "user", "content": "Hello"}], str(base))
@@ -309,7 +310,7 @@ def fit(
         return tokens, sampling
     if len(tokens) >= context:
         raise UserError(
-            f"{prompt.where}: has {len(tokens)} tokens; the model's context is {context}"
+            f"{prompt.where}: has {counted(len(tokens), 'token')}; the model's context is {context}"
         )
     most = min(sampling.max_tokens, context - len(tokens))
     return tokens, replace(sampling, max_tokens=most)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.errors import UserError
-from your_ai.gates.text import shown
+from your_ai.gates.text import counted, shown
 from your_ai.gates.untrusted import BLOCK, EXPERT, Entry
 
 MOST_BLOCKS = 1024
@@ -190,7 +190,8 @@ def check_tensors(path: Path, config: dict[str, Any], entries: Iterable[Entry]) 
     for key in LAYERS:
         stated = text.get(key, config.get(key))
         if isinstance(stated, int) and blocks and stated > 2 * blocks + 16:
-            raise UserError(f"{path}: {key} {stated}: the model's files have only {blocks} blocks")
+            found = counted(blocks, "block")
+            raise UserError(f"{path}: {key} {stated}: the model's files have only {found}")
 
 
 def wrong(path: Path, key: str, value: Any, wanted: str) -> UserError:

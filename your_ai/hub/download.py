@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 from your_ai.config import DEMO
 from your_ai.errors import UserError
 from your_ai.files import sha256, sync
-from your_ai.gates.text import shown
+from your_ai.gates.text import counted, shown
 from your_ai.gates.untrusted import name_fault, read_json
 from your_ai.hub import remote
 from your_ai.hub.check import AGAIN, can_run, check_model
@@ -151,7 +151,8 @@ def downloading(
         yield replace(at, doing="checking", file="")
         with writing(folder):
             put(listing, folder, target, asked)
-    note = f"{size_text(at.total_bytes)} in {at.files} files, each checked by its hash: {target}"
+    files = counted(at.files, "file")
+    note = f"{size_text(at.total_bytes)} in {files}, each checked by its hash: {target}"
     yield replace(at, note=note)
     return target
 
@@ -303,7 +304,7 @@ def keep(
                 drop([path])
         begun += part_size(part, file)
     if kept or begun:
-        files = f"{at.done_files} of {at.files} files"
+        files = f"{at.done_files} of {counted(at.files, 'file')}"
         size = f"{size_text(kept + begun)} of {size_text(at.total_bytes)}"
         yield replace(at, done_bytes=kept + begun, note=f"kept from before: {files}, {size}")
     return replace(at, done_bytes=kept)

@@ -16,6 +16,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
+from your_ai.gates.text import counted
 from your_ai.hub.download import DownloadProgress, how_to_continue
 from your_ai.hub.registry import size_text
 
@@ -100,4 +101,4 @@ def doing(at: DownloadProgress) -> str:
 def line(at: DownloadProgress) -> str:
     """`llama-8b: 1.20 GB of 4.52 GB, 2 of 5 files`."""
     size = f"{size_text(at.done_bytes)} of {size_text(at.total_bytes)}"
-    return f"{at.name}: {size}, {at.done_files} of {at.files} files"
+    return f"{at.name}: {size}, {at.done_files} of {counted(at.files, 'file')}"

@@ -30,6 +30,7 @@ from statistics import median
 from typing import Literal, get_args
 
 from your_ai.config import TrainConfig
+from your_ai.gates.text import counted
 from your_ai.memory.sample import MemorySample, in_gb
 
 ActionKind = Literal[
@@ -311,7 +312,7 @@ def large_action(
     if calm and observation.can_grow and "larger_plan" not in watch.told:
         cause = f"process stayed under {PLENTY:.0%} of the limit of {in_gb(limit)}"
         return MemoryAction(
-            kind="larger_plan", cause=f"{cause} for {watch.steps_with_headroom} steps"
+            kind="larger_plan", cause=f"{cause} for {counted(watch.steps_with_headroom, 'step')}"
         )
     return None
 
@@ -323,7 +324,7 @@ def scheduled(policy: Policy, step: int) -> dict[ActionKind, str]:
         ("clear_cache", policy.clear_cache_every),
     ):
         if every and step % every == 0:
-            return {kind: f"every {every} steps"}
+            return {kind: f"every {counted(every, 'step')}" if every > 1 else "every step"}
     return {}
 
 

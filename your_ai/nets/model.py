@@ -25,7 +25,7 @@ from transformers import dynamic_module_utils
 from your_ai.config import DEFAULT_LAYERS, TrainConfig, nearest
 from your_ai.data.batches import MULTIPLE
 from your_ai.errors import UserError, is_memory_error, suppress_model_errors
-from your_ai.gates.text import shortened, shown
+from your_ai.gates.text import counted, shortened, shown
 from your_ai.gates.token_ids import rows_of, vocabulary_of
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.check import check_model, check_tokenizer_files
@@ -169,8 +169,9 @@ def check_positions(model: nn.Module, tokens: int, label: str) -> None:
     padded = -(-(tokens - 1) // MULTIPLE) * MULTIPLE
     if places is not None and padded > places:
         raise UserError(
-            f"{label}: a row has {tokens} tokens, but the model has {places} position embeddings; "
-            f"use --max-seq-length {places // MULTIPLE * MULTIPLE} and --too-long truncate or split"
+            f"{label}: a row has {counted(tokens, 'token')}, but the model has "
+            f"{counted(places, 'position embedding')}; use --max-seq-length "
+            f"{places // MULTIPLE * MULTIPLE} and --too-long truncate or split"
         )
 
 
@@ -280,7 +281,8 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
         count = min(DEFAULT_LAYERS, len(blocks))
     if count > len(blocks):
         raise UserError(
-            f"--lora-layers {count}: the model has {len(blocks)} blocks; use {len(blocks)} or all"
+            f"--lora-layers {count}: the model has {counted(len(blocks), 'block')}; use "
+            f"{len(blocks)} or all"
         )
     keys = find_targets(blocks[len(blocks) - count :], config)
     check_rank(blocks[len(blocks) - count :], keys, config.lora_rank)

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from your_ai import __version__
 from your_ai.config import DEMO, TrainConfig
-from your_ai.dashboard.history import decimal, finite, read
-from your_ai.dashboard.view import duration, memory, percent
+from your_ai.dashboard.history import finite, read
+from your_ai.dashboard.shares import match_share
+from your_ai.dashboard.view import duration, memory
+from your_ai.gates.text import counted, loss_text
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.registry import alias_of, known
 from your_ai.publish.user_section import BEGIN, END, front_matter, sealed
@@ -240,7 +242,7 @@ def introduction(subject: Subject) -> str:
         step = f"step {subject.step:,} of " if subject.step is not None else ""
         by = f"Written by your_ai {__version__} from {step}the run {code(subject.run)}."
     elif subject.config is not None and subject.step is not None:
-        by = f"Trained with your_ai through MLX: {subject.step:,} steps."
+        by = f"Trained with your_ai through MLX: {counted(subject.step, 'step')}."
     return " ".join([f"{what}{of}.", by, *subject.notes])
 
 
@@ -315,15 +317,16 @@ def figure_rows(figures: CardFigures) -> list[tuple[str, str]]:
         ("trainable parameters", f"{figures.parameters:,}" if figures.parameters else ""),
         (
             "loss",
-            f"{decimal(steps[0].loss)} at first, {decimal(steps[-1].loss)} at the end",
+            f"{loss_text(steps[0].loss)} at first, {loss_text(steps[-1].loss)} at the end",
         ),
     ]
     best = min(finite(figures.validations), key=lambda v: v.loss, default=None)
     if best is not None:
-        rows.append(("best validation loss", f"{decimal(best.loss)} at step {best.step:,}"))
+        rows.append(("best validation loss", f"{loss_text(best.loss)} at step {best.step:,}"))
     if figures.matches:
-        shares = " before, ".join(percent(match) for match in figures.matches)
-        rows.append(("exact match", f"{shares} after, on {figures.matches[-1].rows:,} test rows"))
+        shares = " before, ".join(match_share(match) for match in figures.matches)
+        tested = counted(figures.matches[-1].rows, "test row")
+        rows.append(("exact match", f"{shares} after, on {tested}"))
     rows.append(("peak memory", memory(figures.peak_bytes) if figures.peak_bytes else ""))
     rows.append(("training time", duration(sum(step.seconds for step in steps))))
     return [(name, value) for name, value in rows if value]
@@ -338,7 +341,7 @@ def curve_table(figures: CardFigures) -> str:
         before = [v for v in seen if v.step <= step.step]
         seen = [v for v in seen if v.step > step.step]
         rows.append(
-            (f"{step.step:,}", decimal(step.loss), decimal(before[-1].loss) if before else "")
+            (f"{step.step:,}", loss_text(step.loss), loss_text(before[-1].loss) if before else "")
         )
     return table(("step", "loss", "validation loss"), rows)
 
@@ -378,7 +381,7 @@ def interval(side: Any) -> str:
     if not isinstance(side, dict):
         return ""
     found = [side.get(name) for name in ("value", "low", "high")]
-    value, low, high = (decimal(n) if isinstance(n, int | float) else "" for n in found)
+    value, low, high = (loss_text(n) if isinstance(n, int | float) else "" for n in found)
     return f"{value} [{low}, {high}]" if value and low and high else value
 
 

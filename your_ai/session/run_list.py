@@ -24,7 +24,7 @@ from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.dashboard.view import duration, memory
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
-from your_ai.gates.text import printable
+from your_ai.gates.text import counted, loss_text, printable
 from your_ai.run import events
 from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked, owner
@@ -84,10 +84,39 @@ def newest(runs: Path = RUNS) -> RunFolder:
 
     Raises UserError if there are no runs.
     """
+    return by_age(runs)[0]
+
+
+def newest_trained(runs: Path = RUNS) -> tuple[RunFolder, bool]:
+    """Return the newest run with an adapter or a checkpoint, and whether it is `newest`.
+
+    Raises UserError if there is none.
+    """
+    found = by_age(runs)
+    trained = next((folder for folder in found if is_trained(folder)), None)
+    if trained is None:
+        raise UserError(
+            f"no run in {runs} has an adapter or a checkpoint; the newest is "
+            f"{found[0].reference}: your_ai watch shows it"
+        )
+    return trained, trained == found[0]
+
+
+def by_age(runs: Path) -> list[RunFolder]:
+    """The runs in `runs`, running ones first, then the last changed. Raises UserError if none."""
     found = folders(runs)
     if not found:
         raise UserError(f"no runs in {runs}; start one: your_ai train")
-    return max(found, key=lambda folder: (is_running(folder), touched_at(folder) or 0.0))
+    key = {folder: (is_running(folder), touched_at(folder) or 0.0) for folder in found}
+    return sorted(found, key=key.__getitem__, reverse=True)
+
+
+def is_trained(folder: RunFolder) -> bool:
+    """Whether a run has a config and an adapter or a checkpoint, intact or not."""
+    with contextlib.suppress(OSError):
+        saved = os.path.isdir(folder.adapter) or any(folder.checkpoints.glob("step-*"))
+        return saved and os.path.isfile(folder.config)
+    return False
 
 
 def folders(runs: Path) -> list[RunFolder]:
@@ -235,9 +264,9 @@ COLUMNS: dict[str, Callable[[RunRow, float], str]] = {
     "run": lambda row, now: printable(row.name, one_line=True),
     "state": lambda row, now: row.state,
     "step": lambda row, now: UNKNOWN if row.step is None else f"{row.step}/{row.steps or '?'}",
-    "loss": lambda row, now: known(row.last_loss, "{:.4f}".format),
-    "best": lambda row, now: known(row.best_loss, "{:.4f}".format),
-    "validation": lambda row, now: known(row.best_validation, "{:.4f}".format),
+    "loss": lambda row, now: known(row.last_loss, loss_text),
+    "best": lambda row, now: known(row.best_loss, loss_text),
+    "validation": lambda row, now: known(row.best_validation, loss_text),
     "peak of limit": lambda row, now: peak_of_limit(row),
     "worked": lambda row, now: known(row.seconds, duration),
     "changed": lambda row, now: known(row.changed_at, lambda at: ago(now - at)),
@@ -292,7 +321,7 @@ def ago(seconds: float) -> str:
     days = int(seconds // DAY_S)
     if not days:
         return f"{duration(seconds)} ago"
-    return f"{days} days ago" if days > 1 else "1 day ago"
+    return f"{counted(days, 'day')} ago"
 
 
 def short_model(model: str) -> str:

@@ -28,6 +28,7 @@ from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import FileTensor
 from your_ai.errors import UserError
 from your_ai.files import sha256
+from your_ai.gates.text import counted
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
@@ -111,7 +112,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     schedule = schedule_of(config, data)
     steps = count_steps(config, schedule)
     if config.warmup_steps >= steps:
-        text = f"--warmup-steps {config.warmup_steps}: the run has only {steps} steps"
+        text = f"--warmup-steps {config.warmup_steps}: the run has only {counted(steps, 'step')}"
         log.write(events.Notice(text=text))
 
     past = past_of(log, config, level)
@@ -457,7 +458,7 @@ def load_split(
         written_at = time.monotonic()
         for count, row in enumerate(rows):
             if time.monotonic() - written_at > PROGRESS_EVERY_S:
-                write(events.Stage(text=f"{text}: {count:,} rows"))
+                write(events.Stage(text=f"{text}: {counted(count, 'row')}"))
                 written_at = time.monotonic()
             yield row
 
@@ -472,13 +473,15 @@ def load_split(
     )
     tally = examples.tally
     if tally.truncated or tally.split:
-        done = "truncated" if tally.truncated else "split"
+        count = tally.truncated + tally.split
+        verb = "was" if count == 1 else "were"
+        done = f"{verb} truncated" if tally.truncated else f"{verb} split"
         text = (
-            f"{path.name}: {tally.truncated + tally.split} of {tally.rows} rows were longer than "
-            f"--max-seq-length {config.max_seq_length} and were {done}"
+            f"{path.name}: {count:,} of {counted(tally.rows, 'row')} {verb} longer than "
+            f"--max-seq-length {config.max_seq_length} and {done}"
         )
         if tally.dropped:
-            text += f"; {tally.dropped} pieces with nothing left to train were dropped"
+            text += f"; {counted(tally.dropped, 'piece')} with nothing left to train: dropped"
         write(events.Notice(text=text))
     return examples
 

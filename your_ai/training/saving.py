@@ -6,6 +6,7 @@ import time
 
 from your_ai.config import TrainConfig, is_due
 from your_ai.errors import UserError
+from your_ai.gates.text import counted
 from your_ai.nets import model
 from your_ai.run import checkpoint, events, requests
 from your_ai.run.checkpoint import SavedCheckpoint, TrainState
@@ -35,7 +36,8 @@ def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> Trai
                 f"({', '.join(changed)}); restore it, or start a new run"
             )
     if saved.state.step > prepared.steps:
-        raise UserError(f"{folder.path}: has done {saved.state.step} steps already; set more steps")
+        done = counted(saved.state.step, "step")
+        raise UserError(f"{folder.path}: has done {done} already; set more steps")
     model.set_adapters(prepared.model, saved.adapters)
     optimizer.set_optimizer_arrays(prepared.optimizer, saved.optimizer)
     return saved.state

@@ -121,7 +121,7 @@ def run(
         save(folder, prepared, state, log)
 
     if state.skipped == prepared.steps:
-        raise RunError(f"{folder.path}: none of the {prepared.steps} steps changed a weight")
+        raise RunError(f"{folder.path}: no step of {prepared.steps:,} changed a weight")
     if stop:
         reason, adapter = f"stopped by {stop.name}", ""
     else:
