@@ -118,7 +118,7 @@ def test_train_asks_on_a_terminal_before_downloading(hub, configure, tiny_model,
     [
         ({"messages": "nonsense"}, [], "train.jsonl:2: messages: expected a list"),
         ({"a": "b"}, [], "train.jsonl:2: unknown row format"),
-        ({"prompt": "a", "completion": "b"}, ["--columns", "text=c"], "has no column c"),
+        ({"a": "b"}, ["--columns", "text=c"], "has no column c"),
         ({"text": "a"}, ["--prompt-template", "none.jinja"], "cannot be read"),
     ],
 )

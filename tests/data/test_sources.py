@@ -300,12 +300,14 @@ def test_empty_standard_input_is_refused(own_folder):
         ("a.csv", {"valid": "nowhere"}, "--valid nowhere: no such file"),
         ("a.csv", {"valid": "empty"}, "the folder has no data"),
         ("a.csv", {"columns": ("prompt=nope", "completion=answer")}, r"a\.csv:2: has no column"),
+        ("b.csv", {"columns": ("text=c",)}, "--columns: no row has c; all have a known format"),
         ("odd.csv", {}, r"odd\.csv:2: unknown row format; keys found: x, y"),
     ],
 )
 def test_data_that_cannot_be_used_is_refused(data, settings, reason):
     written("a.csv", ROWS)
     write_csv(Path("odd.csv"), [{"x": "1", "y": "2"}])
+    write_csv(Path("b.csv"), pairs(2))
     Path("empty").mkdir()
     with pytest.raises(UserError, match=reason):
         found(data, **{"valid": "none", **settings})

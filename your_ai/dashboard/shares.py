@@ -33,7 +33,7 @@ def wilson(share: float, rows: int, confidence: float = CONFIDENCE) -> tuple[flo
 
 def match_share(match: events.ExactMatch) -> str:
     """Format an exact match with its interval: `97% [89, 99]`."""
-    share = match.correct / max(1, match.rows)
+    share = min(1.0, max(0.0, match.correct / max(1, match.rows)))  # events are not trusted
     low, high = wilson(share, match.rows)
     digits = 1 if high - low < NARROW else 0
     return f"{100 * share:.{digits}f}% [{100 * low:.{digits}f}, {100 * high:.{digits}f}]"

@@ -44,6 +44,8 @@ class Layout:
     """Role -> column, as given by --columns."""
     render_prompt: Callable[[Mapping[str, Any], str], str] | None = None
     """(record, where) -> prompt, of --prompt-template."""
+    unused: bool = True
+    """Whether no record had the columns so far."""
     guesses: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
     """The roles that were guessed, by the columns of the records."""
 
@@ -58,6 +60,7 @@ class Layout:
         has_columns = self.columns and all(column in record for column in self.columns.values())
         if self.render_prompt is None and not has_columns and is_known(record):
             return parsed_texts(record, where)
+        self.unused = False
         roles = dict(self.columns) or self.guessed(record, where)
         taken = {*roles.values(), *FORMAT_KEYS, "weight"}
         row = {name: value for name, value in record.items() if name not in taken}

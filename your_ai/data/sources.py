@@ -379,6 +379,9 @@ def convert(
                     if split == "train":
                         hashes.append(hashed)
                         shares.append(source.share)
+    if layout.columns and layout.unused:
+        wanted = " and ".join(layout.columns.values())
+        raise UserError(f"--columns: no row has {shortened(wanted)}; all have a known format")
     notes = layout.notes()
     count = held_out_count(len(hashes)) if holds_out else 0
     if holds_out:
