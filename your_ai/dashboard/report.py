@@ -19,7 +19,7 @@ from your_ai.dashboard.history import (
     read,
     smoothed,
 )
-from your_ai.dashboard.view import duration, memory, percent
+from your_ai.dashboard.view import duration, memory, percent, result_lines
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, sync
 from your_ai.gates.text import printable
@@ -44,6 +44,7 @@ def write_report(records: Sequence[events.Record], name: str, config_text: str, 
         past=past,
         state=past.state,
         ending=ending(past),
+        results=result_lines(past.state) if ending(past)[0] == "finished" else [],
         began=strftime("%Y-%m-%d %H:%M UTC", gmtime(past.state.began_at or 0)),
         done=[step for _, step in past.of(Step)],
         means=smoothed(losses(past)),
