@@ -225,7 +225,7 @@ def test_printed_command_is_correct_from_any_folder(capsys, options, own_folder,
     assert "try it: your_ai chat first; evaluate it: your_ai eval first" in capsys.readouterr().out
     (own_folder / "else where").mkdir()
     monkeypatch.chdir(own_folder / "else where")
-    assert call("train", "--resume", own_folder / "runs" / "first") == 0
+    assert call("train", "--resume", own_folder / "runs" / "first", "--max-steps", 2) == 0
     out = capsys.readouterr().out
     assert f"your_ai chat {own_folder}/runs/first;" in out
 

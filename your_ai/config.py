@@ -154,7 +154,11 @@ class TrainConfig:
 
     eval_every: int = setting(100, "Steps between validations; 0 = only at the end.")
     save_every: int = setting(100, "Steps between checkpoints; 0 = only at the end.")
-    keep: int = setting(3, "Number of checkpoints to keep.")
+    keep: int = setting(3, "Number of checkpoints to keep, besides the best one.")
+    keep_best: bool = setting(
+        True, "Use the checkpoint with the best validation loss as the result, not the last."
+    )
+    patience: int = setting(0, "Stop after this many validations without a better loss; 0 = never.")
     samples: int = setting(0, "Number of test prompts to answer before and after training.")
     exact_match: bool = setting(False, "Measure exact match on the test rows before and after.")
 
@@ -176,6 +180,13 @@ class TrainConfig:
         }
 
 
+def last_step(config: TrainConfig, steps_per_epoch: int) -> int:
+    """The last step: --max-steps or the end of --epochs, whichever comes first."""
+    by_epochs = None if config.epochs is None else config.epochs * steps_per_epoch
+    limits = [n for n in (config.max_steps, by_epochs) if n is not None]
+    return min(limits, default=steps_per_epoch)
+
+
 def is_due(every: int, step: int) -> bool:
     """Whether something that happens every `every` steps (0 = never) happens at this step."""
     return every > 0 and step % every == 0
@@ -185,16 +196,17 @@ FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 TYPES = typing.get_type_hints(TrainConfig)
 
 # Settings that may change when a run is resumed. The number of steps only affects a learning
-# rate that decays. Model and data may have moved, but must have the same bytes.
+# rate that decays. Model and data may have moved, but must have the same bytes. keep_best and
+# patience decide which step is the result and when the run ends, but not what a step computes.
 RESUMABLE = (
     *("max_steps", "epochs", "eval_every", "save_every", "keep", "samples", "exact_match"),
     *("model", "data", "spill", "plan", "max_memory", "force", "reload_interval", "reload_at"),
     *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise", "report_to"),
-    *("push_to", "max_row_bytes", "valid", "prompt_template"),
+    *("push_to", "max_row_bytes", "valid", "prompt_template", "keep_best", "patience"),
 )
 
 # Settings that old runs do not have, with the values that they trained with.
-ADDED: dict[str, Any] = {"valid": "folder", "columns": ()}
+ADDED: dict[str, Any] = {"valid": "folder", "columns": (), "keep_best": False, "patience": 0}
 
 
 def flag(name: str) -> str:
@@ -223,6 +235,7 @@ BOUNDS = {
     "eval_every": (0, LARGEST),
     "save_every": (0, LARGEST),
     "keep": (1, 1_000_000),
+    "patience": (0, LARGEST),
     "samples": (0, 1_000_000),
     "reload_interval": (0, LARGEST),
     "clear_cache_every": (0, LARGEST),

@@ -60,6 +60,12 @@ def test_json_output_equals_the_evaluation_saved_in_the_run(run, capsys):
     assert json.loads(other)["measures"] != json.loads(out)["measures"]
 
 
+def test_best_checkpoint_can_be_evaluated(run, capsys):
+    best = checkpoint.best_step(run.checkpoints)
+    found = json.loads(call(capsys, "eval", "r", "--json", "--checkpoint", "best")[1])
+    assert (found["step"], found["checkpoint"]) == (best, f"step-{best:06d}")
+
+
 def test_checkpoint_option_evaluates_that_checkpoint(run, capsys):
     out = json.loads(call(capsys, "eval", "r", "--json", "--checkpoint", "20")[1])
     assert (out["step"], out["checkpoint"]) == (20, "step-000020")

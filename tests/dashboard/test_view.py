@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -133,3 +135,35 @@ def test_lines_keep_the_digits_of_small_losses():
     assert "loss 0.000400 " in view.event_line(small, state_of(STARTED, small))
     checked = events.Validation(step=4, loss=0.0312, trained_tokens=9, seconds=1.0)
     assert view.event_line(checked, ViewState()) == "step 4: validation loss 0.0312"
+
+
+def validation(at: int, loss: float) -> events.Validation:
+    return events.Validation(step=at, loss=loss, trained_tokens=9, seconds=1.0)
+
+
+def told(*losses: float, trained: float = 1.25) -> list[str]:
+    """The result of a run with these validation losses at steps 5, 10, ..."""
+    found = [validation(5 * n, loss) for n, loss in enumerate(losses, 1)]
+    started = dataclasses.replace(STARTED, more="a higher --learning-rate, or more --epochs")
+    return view.result_lines(state_of(started, step(1), *found, step(99, loss=trained)))
+
+
+def test_result_has_the_last_and_the_best_validation_loss():
+    assert told() == []
+    assert told(1.0) == ["validation loss: 1.0000 at the end"]
+    assert told(1.0, 0.5) == ["validation loss: 0.5000 at the end, the best"]
+    assert told(1.0, 0.5, 0.75) == ["validation loss: 0.7500 at the end, best 0.5000 at step 10"]
+    assert told(math.nan) == ["validation loss: nan at the end"]
+
+
+def test_run_that_barely_learned_is_told_what_to_try():
+    (_, line) = told(1.0, 0.995)
+    assert line == "barely learned: try a higher --learning-rate, or more --epochs"
+    assert len(told(1.0, 0.98)) == 1
+    assert len(told(1.0, 1.5)) == 1  # it moved, in the wrong direction
+    assert len(told(1.0, 0.995, trained=0.5)) == 1  # it learned before the first validation
+
+
+def test_summary_names_the_step_of_a_best_adapter():
+    end = events.Finished(step=10, reason="done", adapter="a", seconds=9.0, adapter_step=5)
+    assert "adapter: a (of step 5, the best)" in drawn(*view.summary(state_of(step(10), end), "r"))

@@ -93,8 +93,9 @@ for number in itertools.count(1):
 
 @pytest.fixture
 def settings() -> dict[str, object]:
-    """Dropout, accumulation, and a kill within an epoch."""
-    return {"lora_dropout": 0.2, "grad_accumulation": 2, "save_every": 2, "lora_layers": 1}
+    """Dropout, accumulation, validations, and a kill within an epoch."""
+    often = {"save_every": 2, "eval_every": 3}
+    return {"lora_dropout": 0.2, "grad_accumulation": 2, "lora_layers": 1, **often}
 
 
 @pytest.mark.parametrize("there", ["nothing", "a whole one", "a damaged one"])

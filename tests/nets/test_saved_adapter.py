@@ -95,6 +95,11 @@ def test_latest_is_the_newest_complete_checkpoint(run):
     assert open_trained("r", "latest").adapter.folder == run.checkpoints / "step-000002"
 
 
+def test_best_of_a_run_without_validation_is_an_error(run):
+    with pytest.raises(UserError, match=r"--checkpoint best: runs/r recorded no validation loss"):
+        open_trained("r", "best")
+
+
 @pytest.mark.parametrize("chosen", ["9", "step-", "nonsense", ""])
 def test_missing_checkpoint_is_reported(run, chosen):
     with pytest.raises(UserError, match="no such checkpoint; checkpoints: step-000003"):

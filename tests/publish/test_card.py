@@ -179,6 +179,14 @@ def test_results_of_a_checkpoint_end_at_its_step():
     assert [m.when for m in figures.matches] == ["before"]
 
 
+def test_exact_match_after_training_stays_if_it_is_of_that_step():
+    match = events.ExactMatch(when="after", correct=1, rows=2)
+    end = events.Finished(step=3, reason="done", adapter="a", seconds=1.0, adapter_step=2)
+    told = [*RECORDS, events.Record(0.0, match), events.Record(0.0, end)]
+    assert match in figures_of(up_to(told, 2)).matches
+    assert match not in figures_of(up_to(told, 1)).matches
+
+
 def test_up_to_the_last_step_keeps_all_events():
     assert up_to(RECORDS, 3) == RECORDS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -204,6 +205,24 @@ def test_prune_keeps_the_newest(own_folder):
         "step-000004",
         "step-000003",
     ]
+
+
+@pytest.mark.parametrize(("best", "kept"), [(1, [4, 1]), (4, [4]), (9, [4]), (None, [4])])
+def test_prune_never_deletes_the_best(own_folder, best, kept):
+    save(own_folder, 1, 2, 3, 4)
+    checkpoint.prune(own_folder, step=4, keep=1, best=best)
+    assert list(map(checkpoint.step_of, checkpoint.list_checkpoints(own_folder))) == kept
+
+
+def test_best_step_is_that_of_the_newest_readable_state(own_folder):
+    assert checkpoint.best_step(own_folder) is None
+    for step, best in ((2, 2), (4, 2), (6, 6)):
+        saved = make(step)
+        state = dataclasses.replace(saved.state, best_loss=1.0, best_step=best)
+        checkpoint.save(own_folder, dataclasses.replace(saved, state=state))
+    assert checkpoint.best_step(own_folder) == 6
+    (own_folder / "step-000006" / checkpoint.STATE).write_text("{")
+    assert checkpoint.best_step(own_folder) == 2
 
 
 def test_prune_deletes_skipped_checkpoints(own_folder):

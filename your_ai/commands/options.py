@@ -28,7 +28,7 @@ NEWEST = typer.Argument(
     help="The run: its name in runs/, or its folder; default: the newest.", metavar="RUN"
 )
 CHECKPOINT = typer.Option(
-    help="Use this checkpoint: step-000120, or latest; default: the finished adapter."
+    help="Use this checkpoint: step-000120, best, or latest; default: the finished adapter."
 )
 MODEL = typer.Option(help="Folder of the run's model, if it was moved.")
 

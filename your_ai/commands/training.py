@@ -28,6 +28,7 @@ def train(
 ) -> None:
     """Train LoRA adapters. Without a model and without data, trains the embedded demo."""
     from your_ai.run import folder as folders
+    from your_ai.session.finished import already_finished
 
     console = open_console()
     detach, as_json = bool(detach), bool(as_json)
@@ -39,6 +40,9 @@ def train(
         folder = folders.find(resume)
         folders.check_resumable(folder)
         settings = resumed(folder.read_config(), flags)
+        if done := already_finished(folder, settings):
+            echo_error(f"note: {done}")
+            raise typer.Exit()
         fetch_datasets(settings.data, console, bool(yes))
         settings = check(settings, detach)
         find_or_fetch(settings.model, console, bool(yes))

@@ -19,7 +19,7 @@ from your_ai.dashboard.history import (
     smoothed,
 )
 from your_ai.dashboard.shares import match_share
-from your_ai.dashboard.view import duration, memory
+from your_ai.dashboard.view import duration, memory, result_lines
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, sync
 from your_ai.gates.text import counted, loss_text, printable
@@ -45,6 +45,7 @@ def write_report(records: Sequence[events.Record], name: str, config_text: str, 
         past=past,
         state=past.state,
         ending=ending(past),
+        results=result_lines(past.state) if ending(past)[0] == "finished" else [],
         began=strftime("%Y-%m-%d %H:%M UTC", gmtime(past.state.began_at or 0)),
         done=[step for _, step in past.of(Step)],
         means=smoothed(losses(past)),

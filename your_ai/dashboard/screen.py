@@ -42,7 +42,17 @@ WIDE = 30.0  # highest loss / lowest loss above which the curve is logarithmic
 KEPT = (
     *("header", "process", "gauge", "step", "loss", "time", "warning", "keys", "legend"),
     "metrics",
-    *("memory curve", "loss curve", "warnings", "plan", "result", "action", "saved", "why"),
+    *(
+        "memory curve",
+        "loss curve",
+        "warnings",
+        "plan",
+        "result",
+        "results",
+        "action",
+        "saved",
+        "why",
+    ),
     *("actions", "gap", "note", "limit", "machine", "more actions", "notes"),
 )
 RANKS = {kind: rank for rank, kind in enumerate(KEPT)}
@@ -223,6 +233,11 @@ def plan_rows(page: Page, state: ViewState) -> list[ScreenRow]:
         )
     if state.finished is not None:
         rows.append(ScreenRow("result", line(page, "end", [(result(page, state), "bold")])))
+        if state.finished.reason == "done":
+            rows += [
+                ScreenRow("results", line(page, "", [(clean(page, text), "")], inline=False))
+                for text in view.result_lines(state)
+            ]
     return rows
 
 

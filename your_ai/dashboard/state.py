@@ -19,6 +19,7 @@ GETTING_ON = (events.Started, events.Step, events.Skipped, events.Continued)
 REPLANS = ("smaller_plan", "larger_plan", "restart", "measured")
 SWAP_GROWTH_BYTES = 500_000_000  # growth since the run began that is worth a warning
 WARNING_PRESSURE = 2
+BARELY, BARELY_TRAINED = 0.01, 0.05  # a smaller change of the losses is not worth a run
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,13 @@ class ViewState:
     gave_up: bool = False
     """Whether the training process died and is not restarted."""
     paused: bool = False
+    first_loss: float | None = None
+    """Mean loss of the first steps."""
+    first_validation: events.Validation | None = None
     validation: events.Validation | None = None
     best_validation: float | None = None
+    best_step: int | None = None
+    """The step of `best_validation`."""
     skipped: events.Skipped | None = None
     checkpoint: events.Checkpoint | None = None
     samples_before: events.Samples | None = None
@@ -108,6 +114,19 @@ class ViewState:
         if self.step is None or self.step_s is None:
             return None
         return (self.step.steps - self.step.step) * self.step_s
+
+    @property
+    def barely_learned(self) -> bool:
+        """Whether neither the validation loss nor the training loss has moved."""
+        first, last = self.first_validation, self.validation
+        if first is None or last is None or first.step == last.step:
+            return False
+        return (
+            is_close(first.loss, last.loss, BARELY)
+            and is_close(first.loss, self.best_validation, BARELY)
+            # Most may have been learned before the first validation.
+            and is_close(self.first_loss, self.smooth_loss, BARELY_TRAINED)
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -178,8 +197,7 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
         case events.Continued():
             return {"paused": False}
         case events.Validation():
-            best = least(state.best_validation, event.loss)
-            return {"validation": event, "best_validation": best}
+            return after_validation(state, event)
         case events.Skipped():
             return {"skipped": event}
         case events.Checkpoint():
@@ -204,10 +222,18 @@ def after_step(state: ViewState, step: events.Step) -> dict[str, Any]:
         "steps_seen": seen,
         "smooth_loss": smooth_loss,
         "best_loss": least(state.best_loss, smooth_loss),
+        "first_loss": smooth_loss if step.step <= SMOOTH_OVER else state.first_loss,
         "losses": state.losses.add(step.loss),
         "tokens_per_s": smooth(state.tokens_per_s, speed, seen),
         "step_s": smooth(state.step_s, step.seconds, seen),
     }
+
+
+def after_validation(state: ViewState, event: events.Validation) -> dict[str, Any]:
+    best, lowest = {}, state.best_validation
+    if math.isfinite(event.loss) and (lowest is None or event.loss < lowest):
+        best = {"best_validation": event.loss, "best_step": event.step}
+    return {"validation": event, "first_validation": state.first_validation or event, **best}
 
 
 def with_gauges(
@@ -226,6 +252,13 @@ def smooth(mean: float | None, value: float, seen: int) -> float:
     if mean is None or not math.isfinite(mean):
         return value
     return mean + (value - mean) / min(seen, SMOOTH_OVER)
+
+
+def is_close(before: float | None, after: float | None, share: float) -> bool:
+    """Whether a loss changed by less than this share of it; False if one is not known."""
+    if before is None or after is None:
+        return False
+    return abs(before - after) < share * abs(before)
 
 
 def least(a: float | None, b: float) -> float:

@@ -82,7 +82,8 @@ def event_line(event: Event, state: ViewState) -> str | None:
         case events.Skipped():
             return f"step {event.step} was skipped: {event.reason} ({event.total} so far)"
         case events.Validation():
-            return f"step {event.step}: validation loss {loss_text(event.loss)}"
+            best = ", the best so far" if event.best else ""
+            return f"step {event.step}: validation loss {loss_text(event.loss)}{best}"
         case events.Paused():
             return f"step {event.step}: paused"
         case events.Continued():
@@ -116,11 +117,34 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
     if state.highest_bytes is not None:
         limit = f" of {memory(state.limit.limit_bytes)}" if state.limit else ""
         parts.append(f"peak memory: {memory(state.highest_bytes)}{limit}")
-    parts.append(f"adapter: {finished.adapter}")
+    parts += result_lines(state)
+    parts.append(f"adapter: {finished.adapter}{which_adapter(finished)}")
     parts.append(f"try it: your_ai chat {run}; evaluate it: your_ai eval {run}")
     if state.match_after is not None:
         parts.append(match_text(state.match_before, state.match_after))
     return parts
+
+
+def result_lines(state: ViewState) -> list[str]:
+    """The validation losses of a finished run, and what to try if it barely learned."""
+    if state.validation is None:
+        return []
+    text = f"validation loss: {loss_text(state.validation.loss)} at the end"
+    best = state.best_validation
+    if best is not None and state.best_step != state.validation.step:
+        text += f", best {loss_text(best)} at step {state.best_step}"
+    elif best is not None and state.first_validation != state.validation:
+        text += ", the best"
+    if not state.barely_learned:
+        return [text]
+    ways = (state.started.more if state.started else "") or "a higher --learning-rate"
+    return [text, f"barely learned: try {ways}"]
+
+
+def which_adapter(finished: events.Finished) -> str:
+    """Say which step an adapter is of, if it is not of the last."""
+    step = finished.adapter_step
+    return "" if step in (None, finished.step) else f" (of step {step}, the best)"
 
 
 def resuming(run: str) -> str:

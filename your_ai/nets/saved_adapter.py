@@ -112,7 +112,8 @@ def open_trained(run: str, chosen: str | None = None, base: str | None = None) -
 def choose_adapter(folder: RunFolder, chosen: str | None = None) -> tuple[Path, str]:
     """The folder of the run's finished adapter, and a note if a newer checkpoint exists.
 
-    chosen: `step-000120`, `120`, or `latest` for the newest complete checkpoint.
+    chosen: `step-000120`, `120`, `best` for the lowest validation loss, or `latest` for the newest
+        complete checkpoint.
 
     Raises UserError, which lists the checkpoints, if there is no complete adapter.
     """
@@ -122,7 +123,10 @@ def choose_adapter(folder: RunFolder, chosen: str | None = None) -> tuple[Path, 
     finished = checkpoint.adapter_step(folder.adapter)
     if finished is None:
         raise UserError(f"{folder.path}: {reason_for_none(folder)}; {offer(folder, there)}")
-    if there and checkpoint.step_of(there[0]) > finished:
+    is_best = (
+        checkpoint.best_step(folder.checkpoints) == finished and folder.read_config().keep_best
+    )
+    if there and checkpoint.step_of(there[0]) > finished and not is_best:
         newest = there[0].name
         text = f"using the finished adapter of step {finished}; {newest} is newer (--checkpoint)"
         return folder.adapter, text
@@ -130,6 +134,7 @@ def choose_adapter(folder: RunFolder, chosen: str | None = None) -> tuple[Path, 
 
 
 def choose_checkpoint(folder: RunFolder, there: list[Path], chosen: str) -> Path:
+    """The folder of a checkpoint, as in `choose_adapter`."""
     if chosen == "latest":
         found, _ = checkpoint.newest(folder.checkpoints)
         if found is None:
@@ -137,6 +142,11 @@ def choose_checkpoint(folder: RunFolder, there: list[Path], chosen: str) -> Path
         return found
     number = chosen.removeprefix("step-")
     step = int(number) if number.isdecimal() else -1
+    if chosen == "best":
+        best = checkpoint.best_step(folder.checkpoints)
+        if best is None:
+            raise UserError(f"--checkpoint best: {folder.path} recorded no validation loss yet")
+        step, chosen = best, f"best (step {best})"
     wanted = [path for path in there if checkpoint.step_of(path) == step]
     if not wanted:
         raise UserError(

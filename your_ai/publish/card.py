@@ -180,10 +180,17 @@ def figures_of(records: Sequence[events.Record]) -> CardFigures:
 
 
 def up_to(records: Iterable[events.Record], step: int) -> list[events.Record]:
-    """The events without steps and measurements after `step`."""
-    kept, reached = [], 0
+    """The events without steps and measurements after `step`.
+
+    An exact match after training stays if it is of the adapter of `step`.
+    """
+    kept, reached, match = [], 0, None
     for record in records:
         event = record.event
+        if isinstance(event, events.ExactMatch):
+            match = record
+        elif isinstance(event, events.Finished) and event.adapter_step == step and match:
+            kept += [match] * (match not in kept)
         if isinstance(event, events.Started | events.Step | events.Validation | events.Skipped):
             reached = event.step
         last_words = isinstance(event, events.ExactMatch) and event.when == "after"

@@ -1,4 +1,4 @@
-"""Checkpoints: written atomically, verified when read, and only the newest few are kept.
+"""Checkpoints: written atomically, verified when read; only the newest few and the best are kept.
 
 checkpoints/step-000120/
     adapters.safetensors, adapter_config.json   readable by mlx-lm
@@ -50,6 +50,14 @@ class TrainState:
     """For dynamic loss scaling in float16."""
     good_steps: int = 0
     """For dynamic loss scaling in float16."""
+    best_loss: float | None = None
+    """The lowest validation loss so far; None before the first that is finite."""
+    best_step: int | None = None
+    """The step of `best_loss`."""
+    without_better: int = 0
+    """Number of validations since `best_loss`, none of which was lower."""
+    validation_due: bool = False
+    """Whether the validation after this step is still to be done, because it was interrupted."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ def save(folder: Path, checkpoint: SavedCheckpoint) -> Path:
 
     If it cannot be written, raises RunError and leaves no new files behind.
     """
-    target = folder / f"step-{checkpoint.state.step:06d}"
+    target = path_at(folder, checkpoint.state.step)
     with contextlib.suppress(OSError):  # writing into it below gives a better error
         folder.mkdir(exist_ok=True)
     state = {"state": dataclasses.asdict(checkpoint.state), "depends_on": checkpoint.depends_on}
@@ -142,6 +150,10 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
+def path_at(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
+
+
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
@@ -199,11 +211,39 @@ def load(path: Path) -> SavedCheckpoint:
     return checkpoint
 
 
-def prune(folder: Path, step: int, keep: int) -> None:
+def load_adapters(path: Path) -> dict[str, mx.array]:
+    """The adapters of an intact checkpoint, by name, without the optimizer's arrays."""
+    adapters = mx.load(str(path / ADAPTERS))
+    mx.eval(adapters)
+    return adapters
+
+
+def load_state(path: Path) -> TrainState | None:
+    """The state in a checkpoint; None if it cannot be read."""
+    try:
+        return TrainState(**json.loads(read_text(path / STATE, JSON_BYTES))["state"])
+    except (OSError, TypeError, LookupError, ValueError, RecursionError):
+        return None
+
+
+def best_step(folder: Path) -> int | None:
+    """The step with the lowest validation loss, as the newest readable checkpoint records it.
+
+    None if there was no validation yet.
+    """
+    states = filter(None, map(load_state, list_checkpoints(folder)))
+    return next((state.best_step for state in states), None)
+
+
+def prune(folder: Path, step: int, keep: int, best: int | None = None) -> None:
     """Delete all but the newest `keep` checkpoints up to `step`; ignore deletion errors.
+
+    best: the step of a checkpoint that is kept in any case.
 
     Checkpoints after `step` are damaged: they were skipped when the run resumed from `step`.
     """
-    ours = [path for path in list_checkpoints(folder) if step_of(path) <= step]
-    for path in set(list_checkpoints(folder)) - set(ours[:keep]):
+    there = list_checkpoints(folder)
+    ours = [path for path in there if step_of(path) <= step]
+    kept = {*ours[:keep], *(path for path in ours if step_of(path) == best)}
+    for path in set(there) - kept:
         shutil.rmtree(path, ignore_errors=True)

@@ -124,6 +124,8 @@ class Started:
     trainable_parameters: int
     dtype: str
     plan: str
+    more: str = ""
+    """In words, what would make this run learn more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +207,8 @@ class Validation:
     loss: float
     trained_tokens: int
     seconds: float
+    best: bool = False
+    """Whether the loss is lower than at every validation before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +246,8 @@ class Finished:
     """done, or what stopped the run."""
     adapter: str
     seconds: float
+    adapter_step: int | None = None
+    """The step of the adapter: the best or the last; None if none was written."""
 
 
 Event = (

@@ -24,11 +24,13 @@ from your_ai.config import TrainConfig
 from your_ai.dashboard.keys import Keyboard, keyboard
 from your_ai.dashboard.live import CONTINUE_KEY, PAUSE_KEY, Follower, following, style_for
 from your_ai.errors import RunError, UserError
+from your_ai.gates.console import echo_error
 from your_ai.run import child, events, requests
 from your_ai.run.child import POLL_S, Child
 from your_ai.run.exits import DONE, FAILED
 from your_ai.run.folder import RunFolder, discard, is_running
 from your_ai.run.stopping import SIGNALS, Interrupted, recorded_signals, stop_signals
+from your_ai.session.finished import already_finished
 
 KEYS = f"q detach   c checkpoint   {PAUSE_KEY}"
 GRACE_S = 3.0  # a run may have no process for so long while it restarts
@@ -168,6 +170,9 @@ def train_and_show(
 
     new: the folder was created for this call, and is deleted if training never begins.
     """
+    if not new and (done := already_finished(folder, settings)):
+        echo_error(f"note: {done}")
+        return DONE
     try:
         if settings.supervise:
             return train(folder, settings, console, detach=detach, as_json=as_json)

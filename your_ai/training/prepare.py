@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from your_ai.config import TrainConfig, flag
+from your_ai.config import TrainConfig, flag, last_step
 from your_ai.data.batches import Schedule, bucket_edges, make_schedule
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.examples import Examples, load_examples
@@ -90,7 +90,20 @@ class Prepared:
             trainable_parameters=sum(array.size for array in arrays.values()),
             dtype=str(self.dtype).removeprefix("mlx.core."),
             plan=self.engine_name,
+            more=ways_to_learn_more(self.config, self.adapters, len(self.model.layers)),
         )
+
+
+def ways_to_learn_more(config: TrainConfig, adapters: model.Adapters, blocks: int) -> str:
+    """Settings to try if a run barely learns, without those that it has.
+
+    blocks: number of blocks of the model.
+    """
+    targets = [] if config.lora_targets == ("all-linear",) else ["--lora-targets all-linear"]
+    layers = ["--lora-layers all"] if adapters.config["num_layers"] < blocks else []
+    longer = "--epochs" if config.max_steps is None else "--max-steps"
+    ways = ["a higher --learning-rate", " ".join(targets + layers), f"or more {longer}"]
+    return ", ".join(filter(None, ways))
 
 
 def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int = 0) -> Prepared:
@@ -110,9 +123,13 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     adapters = replace(adapters, config={**adapters.config, "base_files": base_files(files)})
     data = read_data(config, network, tokenizer, files, log.write)
     schedule = schedule_of(config, data)
-    steps = count_steps(config, schedule)
+    steps = last_step(config, schedule.steps_per_epoch)
     if config.warmup_steps >= steps:
         text = f"--warmup-steps {config.warmup_steps}: the run has only {counted(steps, 'step')}"
+        log.write(events.Notice(text=text))
+
+    if config.patience and "valid" not in data.examples:
+        text = "--patience: has no effect, because there are no validation rows"
         log.write(events.Notice(text=text))
 
     past = past_of(log, config, level)
@@ -430,13 +447,6 @@ def prefix_store(
     held = store.bytes_held // needed_bytes(1, hidden_size, dtype)
     check_room(folder, max(0, tokens - held), hidden_size, dtype)
     return store
-
-
-def count_steps(config: TrainConfig, schedule: Schedule) -> int:
-    """The last step: --max-steps or the end of --epochs, whichever comes first."""
-    by_epochs = None if config.epochs is None else config.epochs * schedule.steps_per_epoch
-    limits = [n for n in (config.max_steps, by_epochs) if n is not None]
-    return min(limits, default=schedule.steps_per_epoch)
 
 
 def load_split(

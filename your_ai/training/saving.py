@@ -67,9 +67,31 @@ def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.E
             depends_on=prepared.depends_on,
         ),
     )
-    checkpoint.prune(folder.checkpoints, state.step, prepared.config.keep)
+    best = state.best_step if prepared.config.keep_best else None
+    checkpoint.prune(folder.checkpoints, state.step, prepared.config.keep, best)
     seconds = time.perf_counter() - began
     log.write(events.Checkpoint(step=state.step, folder=str(path), seconds=seconds))
+
+
+def use_result(
+    folder: RunFolder, prepared: Prepared, state: TrainState, log: events.EventLog
+) -> int:
+    """Give the model the adapters that are the result of the run; return their step.
+
+    These are the ones with the best validation loss, or the last ones: without validations, with
+    --no-keep-best, and with a notice if the checkpoint of the best is damaged or gone.
+    """
+    best = state.best_step
+    if not prepared.config.keep_best or best is None or best == state.step:
+        return state.step
+    path = checkpoint.path_at(folder.checkpoints, best)
+    problem = checkpoint.fault(path)
+    if problem is not None:
+        text = f"{problem}; using the adapter of the last step, {state.step}, instead of the best"
+        log.write(events.Notice(text=text))
+        return state.step
+    model.set_adapters(prepared.model, checkpoint.load_adapters(path))
+    return best
 
 
 def keep_settings(folder: RunFolder, config: TrainConfig, steps: int, log: events.EventLog) -> None:

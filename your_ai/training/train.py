@@ -52,8 +52,15 @@ from your_ai.training.memory_actions import (
 from your_ai.training.optimizer import Update
 from your_ai.training.pausing import pause
 from your_ai.training.prepare import PREFIX, Prepared, prepare
-from your_ai.training.saving import is_save_due, keep_settings, restore, save, saved_step
-from your_ai.training.validation import show_test_rows, validate
+from your_ai.training.saving import (
+    is_save_due,
+    keep_settings,
+    restore,
+    save,
+    saved_step,
+    use_result,
+)
+from your_ai.training.validation import is_enough, show_test_rows, validate
 
 MAX_SKIPPED_IN_A_ROW = 5
 MAX_OUT_OF_MEMORY = 3  # in a row, without a checkpoint in between
@@ -94,7 +101,10 @@ def run(
         show_test_rows("before", prepared, log, stop)
 
     fill_prefix(prepared, state.step, log, stop)
-    while state.step < prepared.steps and not stop:
+    if state.validation_due:
+        state = validate(prepared, state, log, stop)
+        save(folder, prepared, state, log)
+    while state.step < prepared.steps and not (stop or is_enough(config, state)):
         state, batches = train_step(prepared, governor, update, state, log)
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise RunError(
@@ -103,15 +113,18 @@ def run(
                 f"{checkpoint.newest(folder.checkpoints)[0]}; lower --learning-rate or look at "
                 "the data, and start a new run"
             )
+        last = state.step == prepared.steps
+        due = prepared.valid is not None and (last or is_due(config.eval_every, state.step))
+        state = replace(state, validation_due=due)
         try:
             wanted = governor.after_step(state.step, batches) if batches else None
         except RunError:
             save(folder, prepared, state, log)  # the base cannot be read; the adapters are good
             raise
-        last = state.step == prepared.steps
-        if last or is_due(config.eval_every, state.step):
-            validate(prepared, state.step, log, stop)
-        if last or stop or wanted or is_save_due(folder, config, state.step):
+        state = validate(prepared, state, log, stop)
+        last = last or is_enough(config, state)
+        best = config.keep_best and state.best_step == state.step
+        if last or stop or wanted or best or is_save_due(folder, config, state.step):
             save(folder, prepared, state, log)
         if wanted and not (last or stop):
             raise Replan(wanted, state.step, Watch(told=governor.watch.told))
@@ -120,20 +133,35 @@ def run(
     if stop and saved_step(folder) != state.step:  # the signal came after the check for saving
         save(folder, prepared, state, log)
 
-    if state.skipped == prepared.steps:
-        raise RunError(f"{folder.path}: no step of {prepared.steps:,} changed a weight")
+    is_early = state.step < prepared.steps
+    if state.skipped == state.step and not (stop and is_early):
+        raise RunError(f"{folder.path}: no step of {state.step:,} changed a weight")
     if stop:
-        reason, adapter = f"stopped by {stop.name}", ""
+        reason, adapter, result_step = f"stopped by {stop.name}", "", None
     else:
+        if is_early:
+            log.write(events.Notice(text=reason_of_early_end(state)))
+        result_step = use_result(folder, prepared, state, log)
         show_test_rows("after", prepared, log, stop)
         arrays = model.adapter_arrays(prepared.model)
-        checkpoint.save_adapter(folder.adapter, arrays, prepared.adapters.config, state.step)
+        checkpoint.save_adapter(folder.adapter, arrays, prepared.adapters.config, result_step)
         prefix.remove(folder.path / PREFIX)  # a stopped run keeps it
         reason, adapter = "done", str(folder.adapter)
-    seconds = time.perf_counter() - began
-    finished = events.Finished(step=state.step, reason=reason, adapter=adapter, seconds=seconds)
+    finished = events.Finished(
+        step=state.step,
+        reason=reason,
+        adapter=adapter,
+        seconds=time.perf_counter() - began,
+        adapter_step=result_step,
+    )
     log.write(finished)
     return finished
+
+
+def reason_of_early_end(state: TrainState) -> str:
+    """Why --patience ended the run."""
+    text = f"stopped after {state.without_better} validations without improvement"
+    return text if state.best_step is None else f"{text}; best at step {state.best_step}"
 
 
 def fill_prefix(prepared: Prepared, step: int, log: events.EventLog, stop: Stop) -> None:

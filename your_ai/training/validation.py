@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import math
 import time
+from dataclasses import replace
 
+from your_ai.config import TrainConfig
 from your_ai.evaluation import dataset_scores as measures
 from your_ai.generation import generate
 from your_ai.run import events
+from your_ai.run.checkpoint import TrainState
 from your_ai.run.stopping import Stop
 from your_ai.training.prepare import Prepared, answer_room
 
 
-def validate(prepared: Prepared, step: int, log: events.EventLog, stop: Stop) -> None:
-    if prepared.valid is None:
-        return
+def validate(prepared: Prepared, state: TrainState, log: events.EventLog, stop: Stop) -> TrainState:
+    """Measure the validation loss that is due after `state.step`; return the state with it.
+
+    If asked to stop, the validation is still due, and a resumed run does it first.
+    """
+    if prepared.valid is None or not state.validation_due:
+        return replace(state, validation_due=False)
     began = time.perf_counter()
     measured = measures.mean_loss(prepared.engine, prepared.valid, prepared.rows_at, stop)
-    if measured is not None:
-        log.write(
-            events.Validation(
-                step=step,
-                loss=measured.loss,
-                trained_tokens=measured.trained_tokens,
-                seconds=time.perf_counter() - began,
-            )
+    if measured is None:
+        return replace(state, validation_due=bool(stop))
+    state = after_validation(replace(state, validation_due=False), measured.loss)
+    log.write(
+        events.Validation(
+            step=state.step,
+            loss=measured.loss,
+            trained_tokens=measured.trained_tokens,
+            seconds=time.perf_counter() - began,
+            best=state.best_step == state.step,
         )
+    )
+    return state
+
+
+def after_validation(state: TrainState, loss: float) -> TrainState:
+    """The state with one more validation loss. One that is not finite is never the best."""
+    lowest = math.inf if state.best_loss is None else state.best_loss
+    if math.isfinite(loss) and loss < lowest:
+        return replace(state, best_loss=loss, best_step=state.step, without_better=0)
+    return replace(state, without_better=state.without_better + 1)
+
+
+def is_enough(config: TrainConfig, state: TrainState) -> bool:
+    """Whether --patience ends the run after `state.step`."""
+    return 0 < config.patience <= state.without_better
 
 
 def show_test_rows(when: str, prepared: Prepared, log: events.EventLog, stop: Stop) -> None:

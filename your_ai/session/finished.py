@@ -1,0 +1,50 @@
+"""Recognize a run that has nothing left to do, without loading its model."""
+
+from __future__ import annotations
+
+from your_ai.config import TrainConfig, last_step
+from your_ai.run import events
+from your_ai.run.folder import RunFolder, is_running, with_absolute_paths
+
+# Settings that decide only how long a run trains.
+LENGTH = ("max_steps", "epochs", "patience")
+
+
+def already_finished(folder: RunFolder, config: TrainConfig) -> str:
+    """Say in one line that a run has done all that `config` asks for; empty if not.
+
+    It is only recognized if the other settings are those of the run, its adapter is intact, and
+    it has no trackers or hub to send the rest to.
+    """
+    told = [record.event for record in events.tail(folder.events)[0]]
+    ends = [e for e in told if isinstance(e, events.Started | events.Died | events.Finished)]
+    starts = [e for e in ends if isinstance(e, events.Started)]
+    if not starts or not isinstance(ends[-1], events.Finished) or ends[-1].reason != "done":
+        return ""
+    if config.report_to or config.push_to or is_running(folder):
+        return ""
+    saved, wanted = folder.read_config(), with_absolute_paths(config)
+    if any(
+        getattr(saved, name) != getattr(wanted, name)
+        for name in TrainConfig.__dataclass_fields__
+        if name not in LENGTH
+    ):
+        return ""
+    from your_ai.run import checkpoint  # it loads MLX, which is not needed for a run that goes on
+
+    end = ends[-1]
+    there = checkpoint.list_checkpoints(folder.checkpoints)
+    state = checkpoint.load_state(there[0]) if there else None
+    result = end.step if end.adapter_step is None else end.adapter_step
+    if state is None or state.step != end.step or state.validation_due:
+        return ""
+    enough = 0 < config.patience <= state.without_better
+    if not enough and state.step != last_step(config, starts[-1].steps_per_epoch):
+        return ""
+    if checkpoint.adapter_step(folder.adapter) != result:
+        return ""
+    return (
+        f"{folder.path}: already finished, with {end.step} steps; to train longer, resume it with "
+        f"more {'--epochs' if config.max_steps is None else '--max-steps'}"
+        f"{' or --patience 0' if enough else ''}"
+    )
