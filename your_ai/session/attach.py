@@ -115,7 +115,7 @@ def train(
     _, offset = events.tail(folder.events)
     command = [sys.executable, "-m", "your_ai.session.supervisor", str(folder.path)]
     command += ["--settings", json.dumps(dataclasses.asdict(settings))]
-    with child.open_log(folder) as log, recorded_signals() as received:
+    with recorded_signals() as received, child.open_log(folder) as log:
         start = log.seek(0, os.SEEK_END)
         with child.started(command, folder, log) as supervisor, terminal(follower) as shown:
             while supervisor.process.poll() is None:
