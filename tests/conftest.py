@@ -72,8 +72,13 @@ EXTRA = {
 # MLX's default limits. The limits that a test sets would affect all tests after it.
 MEMORY_LIMIT, CACHE_LIMIT = mx.set_memory_limit(1 << 40), mx.set_cache_limit(1 << 40)
 
-# No deadlines: the machine may be busy.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# No deadlines: the machine may be busy. YOUR_AI_SLOW=1 tries more examples.
+settings.register_profile(
+    "suite",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=200 if os.environ.get("YOUR_AI_SLOW") else 60,
+)
 settings.load_profile("suite")
 
 QUICK_START = Path(__file__).parent / "quick_start" / "sitecustomize.py"

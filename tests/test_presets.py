@@ -14,5 +14,5 @@ PRESETS = sorted(path.stem for path in packaged("configs").glob("*.yaml"))
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_trains_one_step(own_folder, small_demo, preset):
     make_model(own_folder / STAND_IN, num_hidden_layers=4)
-    extra = [] if preset == "demo" else ["--data", small_demo / "data"]
+    extra = ["--batch-size", 2] if preset == "demo" else ["--data", small_demo / "data"]
     assert call("train", "--config", preset, "--max-steps", 1, *extra) == 0

@@ -48,7 +48,10 @@ def losses(monkeypatch) -> dict[int, float]:
 
 
 @pytest.fixture
-def settings() -> dict[str, object]:
+def settings(data_folder) -> dict[str, object]:
+    """Of runs of ten short steps."""
+    write_rows(data_folder / "train.jsonl", [chat(f"Ask {i}", "Yes") for i in range(20)])
+    write_rows(data_folder / "valid.jsonl", [chat("Ask", "Yes")])
     return {"max_steps": 10, "eval_every": 2, "save_every": 0, "keep": 1, "lora_dropout": 0.2}
 
 
