@@ -111,6 +111,26 @@ def test_a_row_remembers_its_place():
     assert places(splits.files["train"])[:3] == ["b.parquet: row 1", "b.parquet: row 2", "a.csv:2"]
 
 
+def test_rows_do_not_depend_on_where_their_files_are(tmp_path, monkeypatch):
+    """A run that resumes from another folder, or without its cache, finds the same bytes."""
+    written("one.csv", pairs(50))
+    Path("d").mkdir()
+    for name in ("train.csv", "valid.csv"):
+        written(name, pairs(3)).rename(Path("d", name))
+    made = [bytes_of(find_splits(TrainConfig(data=data))) for data in ("one.csv", "d", "d,one.csv")]
+    monkeypatch.setenv("YOUR_AI_HOME", "elsewhere")
+    Path("moved").mkdir()
+    for name in ("one.csv", "d"):
+        Path(name).rename(Path("moved", name))
+    moved = tmp_path / "moved"
+    for data, before in zip(
+        (f"{moved}/one.csv", f"{moved}/d", f"{moved}/d,{moved}/one.csv"), made, strict=True
+    ):
+        splits = find_splits(TrainConfig(data=data))
+        assert bytes_of(splits) == before
+        assert places(splits.files["train"])[0] in ("one.csv:2", "train.csv:2", "one.csv:3")
+
+
 def test_other_columns_are_kept_with_a_row():
     write_csv(Path("a.csv"), [{"question": "q", "answer": "a", "level": "3"}])
     (line,) = found("a.csv").files["train"].read_text().splitlines()

@@ -52,6 +52,8 @@ class Source:
 
     splits: dict[str, tuple[Path, ...]]
     """The files of each split."""
+    folder: Path
+    """What their names are relative to, so that rows do not depend on where it is."""
     share: float = 1.0
     """How often each training row is used in an epoch."""
 
@@ -76,12 +78,10 @@ def find_splits(
     """
     layout = layout_of(config.columns, config.prompt_template)
     sources = sources_of(config.data, to_train)
-    valid = () if config.valid in ("", NONE, FOLDER) else files_in(config.valid, "--valid")
-    if valid:
+    if config.valid not in ("", FOLDER):
         sources = [replace(s, splits=without(s.splits, "valid")) for s in sources]
-        sources[0].splits["valid"] = valid
-    elif config.valid == NONE:
-        sources = [replace(s, splits=without(s.splits, "valid")) for s in sources]
+    if config.valid not in ("", FOLDER, NONE):
+        sources.append(validation_source(config.valid))
     holds_out = to_train and config.valid == "" and not any("valid" in s.splits for s in sources)
     limit = RowLimit(config.max_row_bytes)
     if (plain := plain_files(sources, config, limit)) is not None and not holds_out:
@@ -185,7 +185,7 @@ def source_of(name: str, label: str, to_train: bool) -> Source:
         is_remote = name.startswith(PREFIX) and not exists(name)
         path = find_dataset(name) if is_remote else find_path(name, label)
     if path.is_file():
-        return Source({"train": (path,)})
+        return Source({"train": (path,)}, path.parent)
     files = data_files(path)
     splits = {
         split: of_split
@@ -193,24 +193,25 @@ def source_of(name: str, label: str, to_train: bool) -> Source:
         if (of_split := tuple(file for file in files if split_named(file.name) == split))
     }
     if "train" in splits or (splits and not to_train):
-        return Source(splits)
+        return Source(splits, path)
     texts = tuple(file for file in files if SUFFIXES[suffix_of(file)] == "text")
     if texts and not splits:
-        return Source({"train": texts})
+        return Source({"train": texts}, path)
     raise UserError(
         f"{label}: the folder has no train.jsonl (or train.csv, train.parquet ...), and no .txt or "
         ".md files"
     )
 
 
-def files_in(name: str, label: str) -> tuple[Path, ...]:
-    """The files of --valid: a file, or all texts in a folder."""
-    path = find_path(name, f"{label} {shortened(name)}")
+def validation_source(name: str) -> Source:
+    """The files of --valid: a file, or all data files in a folder."""
+    label = f"--valid {shortened(name)}"
+    path = find_path(name, label)
     if path.is_file():
-        return (path,)
+        return Source({"valid": (path,)}, path.parent)
     if files := tuple(data_files(path)):
-        return files
-    raise UserError(f"{label} {shortened(name)}: the folder has no data; give a file")
+        return Source({"valid": files}, path)
+    raise UserError(f"{label}: the folder has no data; give a file")
 
 
 def find_path(name: str, label: str) -> Path:
@@ -374,7 +375,8 @@ def convert(
             continue
         with (folder / f"{split}.jsonl").open("wb") as file:
             for path, source in paths:
-                for line, hashed in rows_in(path, layout, limit, progress):
+                name = os.path.relpath(path, source.folder)
+                for line, hashed in rows_in(path, name, layout, limit, progress):
                     file.write(line)
                     if split == "train":
                         hashes.append(hashed)
@@ -392,10 +394,11 @@ def convert(
 
 
 def rows_in(
-    path: Path, layout: Layout, limit: RowLimit, progress: Progress
+    path: Path, name: str, layout: Layout, limit: RowLimit, progress: Progress
 ) -> Iterator[tuple[bytes, int]]:
     """Yield each row of a file as a JSON line with its place, and the hash of its content.
 
+    name: the file's in the place of a row.
     Raises UserError for a row that is in no known format.
     """
     for count, (where, record) in enumerate(read_records(path, limit)):
@@ -405,11 +408,12 @@ def rows_in(
         digest = hashlib.blake2b(
             json.dumps(asdict(parsed.content), sort_keys=True).encode(), digest_size=HASH_BYTES
         )
-        text = json.dumps({**row, ORIGIN: where}, ensure_ascii=False, default=str)
+        row[ORIGIN] = name + where.removeprefix(str(path))
+        text = json.dumps(row, ensure_ascii=False, default=str)
         try:
             line = text.encode()
         except UnicodeEncodeError:  # half of a character; the encoder says so
-            line = json.dumps({**row, ORIGIN: where}, default=str).encode()
+            line = json.dumps(row, default=str).encode()
         yield line + b"\n", int.from_bytes(digest.digest(), "little")
 
 
