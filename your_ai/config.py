@@ -23,6 +23,7 @@ from your_ai.gates.yaml_files import read_yaml
 
 DEMO = "demo"
 DEFAULT_LAYERS = 4  # of --lora-layers
+NONE, FOLDER = "none", "folder"  # values of --valid: no validation, or only what --data has
 
 
 def packaged(*parts: str) -> Path:
@@ -206,7 +207,7 @@ RESUMABLE = (
 )
 
 # Settings that old runs do not have, with the values that they trained with.
-ADDED: dict[str, Any] = {"valid": "folder", "columns": (), "keep_best": False, "patience": 0}
+ADDED: dict[str, Any] = {"valid": FOLDER, "columns": (), "keep_best": False, "patience": 0}
 
 
 def flag(name: str) -> str:

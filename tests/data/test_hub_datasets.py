@@ -18,6 +18,7 @@ from your_ai.data.hub_datasets import downloading, find_dataset, parse_name, rem
 from your_ai.data.rows import read_rows
 from your_ai.data.sources import find_splits
 from your_ai.errors import UserError
+from your_ai.hub.download import result_of
 
 REPO = "someone/some-data"
 NAME = f"hf:{REPO}"
@@ -35,12 +36,7 @@ def content(suffix: str, start: int = 0) -> bytes:
 
 
 def fetched(name: str = NAME) -> Path:
-    steps = downloading(name)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+    return result_of(downloading(name))
 
 
 def prompts(name: str = NAME) -> dict[str, list[str]]:

@@ -215,10 +215,7 @@ def network_of(architecture: str) -> nn.Module:
 
 
 def attention_of(architecture: str) -> nn.Module:
-    try:
-        return network_of(architecture).layers[0].self_attn
-    except ModuleNotFoundError:
-        pytest.skip("not in this version of mlx-lm")
+    return network_of(architecture).layers[0].self_attn
 
 
 @pytest.mark.parametrize("architecture", [*(n.split(".")[0] for n in blockwise.LAYOUTS), *OTHERS])

@@ -89,6 +89,13 @@ def test_paths_of_data_are_absolute(own_folder):
         assert (found.valid, found.prompt_template) == (f"{here}/b.csv", f"{here}/t.jinja")
 
 
+@pytest.mark.parametrize("word", ["none", "folder"])
+def test_words_of_valid_are_no_paths(word):
+    Path(word).mkdir()
+    config = TrainConfig(model="m", data="d", valid=word)
+    assert folders.with_absolute_paths(config).valid == word
+
+
 def test_a_failed_config_write_keeps_the_old_config(monkeypatch):
     run = create(CONFIG)
     write_text = Path.write_text

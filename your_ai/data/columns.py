@@ -70,14 +70,12 @@ class Layout:
                     f"{where}: has no column {shortened(column)}, which is to be the {role}; "
                     f"columns: {listed(record)}"
                 )
-            row[role] = as_text(record[column], column, where) if role != "messages" else None
-        if "messages" in roles:
-            row["messages"] = record[roles["messages"]]
+            value = record[column]
+            row[role] = value if role == "messages" else as_text(value, column, where)
         if self.render_prompt is not None:
             row["prompt"] = self.render_prompt(record, where)
-        if roles.get("system"):
-            row = with_system(row, where)
-        return parsed_texts(row, where)
+        row = parsed_texts(row, where)
+        return with_system(row, where) if "system" in roles else row
 
     def guessed(self, record: Mapping[str, Any], where: str) -> dict[str, str]:
         """The roles of the record's columns by their names; raises UserError if they do not tell.
@@ -203,8 +201,6 @@ def with_system(row: dict[str, Any], where: str) -> dict[str, Any]:
     if turns is None:
         asked, answer = row.pop("prompt"), row.pop("completion")
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-    elif isinstance(turns, str):
-        turns = read_json(turns, f"{where}: messages")
     if not isinstance(turns, list):
         raise UserError(f"{where}: messages: expected a list of messages")
     first = [{"role": "system", "content": system}] if system else []

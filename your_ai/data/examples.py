@@ -179,14 +179,18 @@ def write_examples(
     except OSError as error:
         if (theirs := wait_for_examples(folder)) is not None:
             return theirs  # another run has written the same rows in the meantime
-        raise UserError(
-            f"{folder.parent}: cannot write tokenized rows there ({error.strerror}); free some "
-            "space, or set YOUR_AI_HOME to another folder"
-        ) from error
+        raise unwritable(folder.parent, "tokenized rows", error) from error
     examples = wait_for_examples(folder)
     if examples is None:
         raise UserError(f"{folder}: the tokenized rows cannot be read back; delete the folder")
     return examples
+
+
+def unwritable(folder: Path, what: str, error: OSError) -> UserError:
+    return UserError(
+        f"{folder}: cannot write {what} there ({error.strerror}); free some space, or set "
+        "YOUR_AI_HOME to another folder"
+    )
 
 
 def wait_for_examples(folder: Path) -> Examples | None:

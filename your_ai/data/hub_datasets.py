@@ -7,9 +7,7 @@ is one that --data takes.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, replace
@@ -18,20 +16,12 @@ from typing import Any
 
 from your_ai.data.records import SUFFIXES
 from your_ai.errors import UserError
-from your_ai.files import sha256, sync
 from your_ai.gates.text import shortened, shown
 from your_ai.gates.untrusted import is_hash, path_fault
 from your_ai.hub import download, remote
 from your_ai.hub.download import INCOMPLETE, PARTS, DownloadProgress
 from your_ai.hub.find import PART, store
-from your_ai.hub.record import (
-    RECORD,
-    FilesRecord,
-    RecordedFile,
-    read_record,
-    size_fault,
-    write_record,
-)
+from your_ai.hub.record import RECORD, read_record, size_fault
 from your_ai.hub.registry import size_text
 from your_ai.hub.remote import MOST_FILE_BYTES, Listing, RemoteFile
 
@@ -124,7 +114,7 @@ def downloading(given: str) -> Generator[DownloadProgress, None, Path]:
             if not download.place_in(folder, file.name).exists():
                 at = yield from download.fetch(at, listing, file, folder, asked)
         with download.writing(folder):
-            put(listing, folder, target, asked)
+            download.move(listing, folder, target, asked)
     size = size_text(listing.size_bytes)
     yield replace(
         at, note=f"{size} in {len(listing.files)} files, each checked by its hash: {target}"
@@ -134,12 +124,7 @@ def downloading(given: str) -> Generator[DownloadProgress, None, Path]:
 
 def remote_listing(given: str) -> Listing:
     """What would be downloaded. Raises UserError if the hub does not say."""
-    steps = ask(DownloadProgress(name=given), parse_name(given))
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+    return download.result_of(ask(DownloadProgress(name=given), parse_name(given)))
 
 
 def ask(at: DownloadProgress, name: DatasetName) -> Generator[DownloadProgress, None, Listing]:
@@ -248,18 +233,3 @@ def file_of(repo: str, path: str, sibling: dict[str, Any]) -> RemoteFile:
     if large is not None and len(str(hashed)) != 64:
         raise UserError(f"{repo}: {shown(path)}: has a hash '{shown(hashed)}'; refused")
     return RemoteFile(path, size_bytes, str(hashed))
-
-
-def put(listing: Listing, folder: Path, target: Path, asked: str) -> None:
-    """Move the downloaded files to `target`, with a record of them."""
-    files = {
-        file.name: RecordedFile(file.size_bytes, sha256(folder / file.name))
-        for file in listing.files
-    }
-    record = FilesRecord(repo=listing.repo, asked=asked, revision=listing.revision, files=files)
-    write_record(folder, record)
-    shutil.rmtree(folder / PARTS)
-    for path in (folder / RECORD, folder):
-        sync(path)
-    os.rename(folder, target)
-    sync(target.parent)

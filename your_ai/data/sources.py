@@ -23,9 +23,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from your_ai.config import DEMO, TrainConfig, packaged
+from your_ai.config import DEMO, FOLDER, NONE, TrainConfig, packaged
 from your_ai.data.columns import Layout, layout_of
-from your_ai.data.examples import delete_unused
+from your_ai.data.examples import delete_unused, unwritable
 from your_ai.data.hub_datasets import PREFIX, find_dataset, split_named
 from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
 from your_ai.data.rows import ORIGIN, RowLimit, parse_row, read_first_row, read_rows
@@ -34,7 +34,6 @@ from your_ai.files import atomic_folder, read_text, sha256
 from your_ai.gates.text import counted, shortened
 
 SPLITS = ("train", "valid", "test")
-NONE, FOLDER = "none", "folder"  # values of --valid: no validation, or only what --data has
 HELD_OUT_SHARE, LEAST_HELD_OUT, MOST_HELD_OUT = 0.02, 20, 500  # of the rows; rows
 ROWS_PER_HELD_OUT = 2  # with fewer rows than this for each, none is held out
 MOST_SHARE = 100.0
@@ -299,10 +298,7 @@ def converted(
     except OSError as error:
         if (there := read_converted(folder)) is not None:
             return there  # another process has written the same rows in the meantime
-        raise UserError(
-            f"{folder.parent}: cannot write the rows there ({error.strerror}); free some space, or "
-            "set YOUR_AI_HOME to another folder"
-        ) from error
+        raise unwritable(folder.parent, "the rows", error) from error
     there = read_converted(folder)
     if there is None:
         raise UserError(f"{folder}: the rows cannot be read back; delete the folder")

@@ -89,7 +89,11 @@ def download(name: str, revision: str | None = None, to: str | Path | None = Non
     to: the folder for the model. Default: a folder named after the repository in `models_root()`.
     Raises UserError if the model cannot be downloaded.
     """
-    steps = downloading(name, revision, to)
+    return result_of(downloading(name, revision, to))
+
+
+def result_of(steps: Generator[DownloadProgress, None, T]) -> T:
+    """Run a download, without showing its progress, and return its result."""
     while True:
         try:
             next(steps)
@@ -462,6 +466,11 @@ def put(listing: Listing, folder: Path, target: Path, asked: str) -> None:
     except UserError as error:
         fault = str(error).removesuffix(AGAIN)
         raise UserError(f"{listing.repo}: is not complete on the hub ({fault})") from error
+    move(listing, folder, target, asked)
+
+
+def move(listing: Listing, folder: Path, target: Path, asked: str) -> None:
+    """Move the downloaded files to `target`, with a record of them. Raises OSError."""
     files = {
         file.name: RecordedFile(
             file.size_bytes, file.hash if len(file.hash) == 64 else sha256(folder / file.name)

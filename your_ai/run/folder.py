@@ -16,7 +16,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from your_ai.config import ADDED, DEMO, TrainConfig, build, nearest, read_yaml, to_yaml
+from your_ai.config import (
+    ADDED,
+    DEMO,
+    FOLDER,
+    NONE,
+    TrainConfig,
+    build,
+    nearest,
+    read_yaml,
+    to_yaml,
+)
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean, open_regular, open_to_append, read_text, sync
 from your_ai.gates.text import shortened
@@ -161,8 +171,10 @@ def creating(name: str, config: TrainConfig) -> Iterator[RunFolder]:
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """Make the paths of model and data absolute, so that they work from any folder."""
-    names = ("model", "data", "valid", "prompt_template")
+    names = ("model", "data", "prompt_template")
     paths = {name: absolute(getattr(config, name)) for name in names}
+    if config.valid not in (NONE, FOLDER):  # words, whatever files are there
+        paths["valid"] = absolute(config.valid)
     parts = config.data.split(",")
     if paths["data"] == config.data and len(parts) > 1:
         found = [absolute_part(part.strip()) for part in parts]
