@@ -22,8 +22,9 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
 from your_ai import cli
-from your_ai.config import TrainConfig, build, packaged
+from your_ai.config import TrainConfig, build
 from your_ai.data import sources
+from your_ai.files import packaged
 from your_ai.hub import find
 from your_ai.memory.budget import python_bytes
 from your_ai.run import events, folder

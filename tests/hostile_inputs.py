@@ -26,7 +26,8 @@ from typing import Any
 
 import psutil
 
-from your_ai.config import FIELDS, TYPES, TrainConfig, flag, packaged, to_yaml
+from your_ai.config import FIELDS, TYPES, TrainConfig, flag, to_yaml
+from your_ai.files import packaged
 
 DEMO = packaged("models", "demo")
 LIMIT_GB = 0.3

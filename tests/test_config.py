@@ -6,20 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai import config as config_module
 from your_ai.config import (
     BOUNDS,
     FIELDS,
     TrainConfig,
     build,
     flag,
-    packaged,
-    read_yaml,
     resolve,
     resumed,
     to_yaml,
 )
 from your_ai.errors import UserError
+from your_ai.files import packaged
+from your_ai.gates.yaml_files import read_yaml
 
 
 def test_flags_override_the_file_and_the_file_overrides_defaults(own_folder):
@@ -179,7 +178,7 @@ def test_presets_are_valid_and_commented(preset):
     assert path.read_text().startswith("#")
 
 
-@pytest.mark.parametrize("name", sorted(config_module.BOUNDS))
+@pytest.mark.parametrize("name", sorted(BOUNDS))
 @pytest.mark.parametrize("value", ["9" * 30, "1e300", 10**400])
 def test_very_large_number_is_refused_with_a_short_message(name, value):
     with pytest.raises(UserError, match=f"^--{name.replace('_', '-')}") as caught:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import call, make_model
-from your_ai.config import packaged
+from your_ai.files import packaged
 
 STAND_IN = "models/Meta-Llama-3.1-8B-Instruct-4bit"
 PRESETS = sorted(path.stem for path in packaged("configs").glob("*.yaml"))

@@ -22,14 +22,15 @@ RUN_COMMANDS = """
 import importlib, json, sys
 from pathlib import Path
 
-from your_ai import cli, config
+from your_ai import cli
+from your_ai.config import reading
 from your_ai.data import sources
 from your_ai.doctor import bench
 from your_ai.doctor.shapes import llama
 from your_ai.hub import find
 from your_ai.session import attach
 
-config.packaged = sources.packaged = find.packaged = lambda *parts: Path(*parts).resolve()
+reading.packaged = sources.packaged = find.packaged = lambda *parts: Path(*parts).resolve()
 attach.train = lambda folder, settings, console, detach=False, as_json=False: (
     attach.train_here(folder, settings, console, as_json)
 )

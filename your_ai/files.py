@@ -17,6 +17,13 @@ from typing import BinaryIO
 TEMPORARY = ".tmp-"
 
 
+def packaged(*parts: str) -> Path:
+    """Path of a file that ships with your_ai: in the wheel, or at the top of a checkout."""
+    here = Path(__file__).parent
+    inside = here.joinpath("_packaged", *parts)
+    return inside if inside.exists() else here.parent.joinpath(*parts)
+
+
 def sha256(path: Path) -> str:
     """SHA-256 checksum of a file, as hex. Raises OSError if the file cannot be read."""
     digest = hashlib.sha256()

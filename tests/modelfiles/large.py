@@ -13,7 +13,7 @@ import mlx.core as mx
 import psutil
 
 from tests.conftest import TOKENIZER_FILES
-from your_ai.config import packaged
+from your_ai.files import packaged
 
 MB = 10**6
 LARGE = {

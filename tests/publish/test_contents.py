@@ -10,9 +10,10 @@ import mlx.core as mx
 import pytest
 
 from tests.publish.conftest import PRIVATE
-from your_ai.config import DEMO, build, read_yaml
+from your_ai.config import DEMO, build
 from your_ai.errors import UserError
 from your_ai.evaluation import record as evaluation
+from your_ai.gates.yaml_files import read_yaml
 from your_ai.hub.registry import known
 from your_ai.nets.saved_adapter import Trained, open_trained, read_adapter
 from your_ai.publish import contents

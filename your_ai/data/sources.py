@@ -23,14 +23,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from your_ai.config import DEMO, FOLDER, NONE, TrainConfig, packaged
+from your_ai.config import DEMO, FOLDER, NONE, TrainConfig
 from your_ai.data.columns import Layout, layout_of
 from your_ai.data.examples import delete_unused, unwritable
 from your_ai.data.hub_datasets import PREFIX, find_dataset, split_named
 from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
 from your_ai.data.rows import ORIGIN, RowLimit, parse_row, read_first_row, read_rows
 from your_ai.errors import UserError
-from your_ai.files import atomic_folder, read_text, sha256
+from your_ai.files import atomic_folder, packaged, read_text, sha256
 from your_ai.gates.text import counted, shortened
 
 SPLITS = ("train", "valid", "test")

@@ -19,7 +19,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from your_ai.config import packaged
 from your_ai.data.batches import Batch
 from your_ai.doctor import bench
 from your_ai.doctor.bench import Contest
@@ -29,6 +28,7 @@ from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
 from your_ai.engine.weights import FileTensor
+from your_ai.files import packaged
 from your_ai.gates.console import echo_json
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import probe

@@ -6,8 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from your_ai.config import DEMO, packaged
+from your_ai.config import DEMO
 from your_ai.errors import UserError
+from your_ai.files import packaged
 from your_ai.hub.check import AGAIN
 from your_ai.hub.record import fault_of, read_record
 from your_ai.hub.registry import alias_of, known, nearest_aliases, size_text

@@ -24,12 +24,12 @@ from your_ai.config import (
     TrainConfig,
     build,
     nearest,
-    read_yaml,
     to_yaml,
 )
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean, open_regular, open_to_append, read_text, sync
 from your_ai.gates.text import shortened
+from your_ai.gates.yaml_files import read_yaml
 
 RUNS = Path("runs")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -19,12 +19,12 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.config import read_yaml
 from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.dashboard.view import duration, memory
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
 from your_ai.gates.text import counted, loss_text, printable
+from your_ai.gates.yaml_files import read_yaml
 from your_ai.run import events
 from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked, owner

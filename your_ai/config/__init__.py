@@ -1,0 +1,59 @@
+"""The settings of a run.
+
+`settings.py` declares them with defaults and checks; `reading.py` reads them from YAML, presets
+and flags.
+"""
+
+from your_ai.config.reading import (
+    build,
+    coerce,
+    default_text,
+    describe,
+    find_preset,
+    resolve,
+    resumed,
+    to_yaml,
+)
+from your_ai.config.settings import (
+    ADDED,
+    BOUNDS,
+    DEFAULT_LAYERS,
+    DEMO,
+    FIELDS,
+    FOLDER,
+    NONE,
+    RESUMABLE,
+    TYPES,
+    TrainConfig,
+    check,
+    flag,
+    is_due,
+    last_step,
+    nearest,
+)
+
+__all__ = [
+    "ADDED",
+    "BOUNDS",
+    "DEFAULT_LAYERS",
+    "DEMO",
+    "FIELDS",
+    "FOLDER",
+    "NONE",
+    "RESUMABLE",
+    "TYPES",
+    "TrainConfig",
+    "build",
+    "check",
+    "coerce",
+    "default_text",
+    "describe",
+    "find_preset",
+    "flag",
+    "is_due",
+    "last_step",
+    "nearest",
+    "resolve",
+    "resumed",
+    "to_yaml",
+]
