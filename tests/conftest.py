@@ -237,6 +237,7 @@ def configure(tiny_model: Path, data_folder: Path) -> Callable[..., TrainConfig]
             "batch_size": 2,
             "learning_rate": 1e-2,
             "lora_layers": 2,
+            "lora_targets": ["q_proj"],
             "lora_rank": 4,
             "supervise": False,
         }

@@ -56,14 +56,14 @@ def read_text(text: str) -> dict:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"batch_size": "abc"}, "--batch-size: expected a whole number, found 'abc'"),
+        ({"batch_size": "abc"}, "--batch-size: expected a whole number or auto, found 'abc'"),
         ({"batch_size": "1.5"}, "--batch-size: expected a whole number"),
         ({"batch_size": "0"}, "--batch-size 0: must be at least 1"),
         ({"learning_rate": "-1"}, "--learning-rate -1.0: must be a number above 0"),
         ({"learning_rate": "nan"}, "--learning-rate nan"),
         ({"learning_rate": "inf"}, "--learning-rate inf"),
         ({"lora_layers": "0"}, "--lora-layers 0: must be at least 1, or all"),
-        ({"lora_layers": "some"}, "expected a whole number or all, found 'some'"),
+        ({"lora_layers": "some"}, "expected a whole number or all or auto, found 'some'"),
         ({"lora_dropout": "1"}, "--lora-dropout 1.0: must be at least 0 and under 1"),
         ({"lora_targets": ","}, "--lora-targets: is empty"),
         ({"lora_targets": "all-linear,q_proj"}, "give it alone"),
@@ -135,7 +135,7 @@ def test_max_row_bytes_may_change_on_resume():
     [
         ("batchsize: 3", "c.yaml: unknown key batchsize; did you mean batch_size?"),
         ("learning-rate: 3", "unknown key learning-rate; did you mean learning_rate?"),
-        ("batch_size: many", "c.yaml: batch_size: expected a whole number, found 'many'"),
+        ("batch_size: many", "c.yaml: batch_size: expected a whole number or auto, found 'many'"),
         ("use_dora: 1", "use_dora: expected true or false, found 1"),
         ("- 1", "expected `key: value` lines"),
         ("a: [", "c.yaml:1: is not valid YAML"),
@@ -164,11 +164,27 @@ def test_data_is_required_with_a_model():
 
 
 def test_resume_may_change_the_number_of_steps_but_not_the_seed():
-    saved = TrainConfig(data="d", max_steps=4, seed=1)
+    saved = TrainConfig(data="d", max_steps=4, epochs=None, seed=1)
     assert resumed(saved, {"max_steps": "9"}) == dataclasses.replace(saved, max_steps=9)
     assert resumed(saved, {"seed": "1"}) == saved
     with pytest.raises(UserError, match="--seed 2: the run started with 1"):
         resumed(saved, {"seed": "2"})
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "limits"),
+    [
+        ((4, None), {"epochs": 2}, (None, 2)),
+        ((None, 3), {"max_steps": 9}, (9, None)),
+        ((4, 3), {"max_steps": 9, "epochs": 2}, (9, 2)),
+        ((4, 3), {"seed": 0}, (4, 3)),
+        ((None, "auto"), {"max_steps": 9}, (9, "auto")),
+    ],
+)
+def test_on_resume_a_limit_in_steps_replaces_one_in_epochs(saved, given, limits):
+    steps, epochs = saved
+    found = resumed(TrainConfig(data="d", max_steps=steps, epochs=epochs), given)
+    assert (found.max_steps, found.epochs) == limits
 
 
 @pytest.mark.parametrize("preset", sorted(p.stem for p in packaged("configs").glob("*.yaml")))

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from your_ai.config import TrainConfig, build, resolve, resumed
+from your_ai.config import TrainConfig, build, defaults, resolve, resumed
 from your_ai.errors import RunError, UserError, explain
 from your_ai.gates.console import open_console
 from your_ai.run import events
@@ -41,6 +41,10 @@ class PlannedRun:
     """The least memory limit under which this plan is chosen."""
     components: dict[str, int]
     """The estimated peak of the process, in bytes by component."""
+    rank: int
+    """The rank of the adapters, smaller than asked for only where it is automatic."""
+    blocks: int
+    """How many of the last blocks have adapters."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +243,8 @@ def plan(
         limit_bytes=budget.limit.limit_bytes,
         needed_bytes=option.needed_bytes,
         components=dict(option.estimate.components),
+        rank=budget.demand.training.rank,
+        blocks=budget.demand.training.blocks,
     )
 
 
@@ -276,7 +282,7 @@ def evaluate(
     trained = _trained(_run(run).path, checkpoint, model)
     path = rows.choose_file(None if data is None else str(data), trained.config)
     request = Request(
-        batch_size=batch_size or trained.config.batch_size,
+        batch_size=batch_size or defaults.sized(trained.config, 0).batch_size,
         max_memory_gb=max_memory,
         metric=None if metric is None else load_metric(metric),
         max_tokens=max_tokens,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.machines import CPU, CUDA, GIB, MACS, RECORDED
-from your_ai.config import TrainConfig, resolve
+from your_ai.config import TrainConfig, defaults, resolve
 from your_ai.doctor import recommend as recommending
 from your_ai.doctor.machine import limit_of
 from your_ai.doctor.recommend import (
@@ -25,6 +25,7 @@ from your_ai.doctor.recommend import (
     TIERS,
     MachineRoom,
     Recommendation,
+    first_that_fits,
     recommend,
     room_here,
     room_of,
@@ -34,7 +35,7 @@ from your_ai.hub.registry import config_of, known
 from your_ai.memory.budget import demand_of
 from your_ai.memory.facts import ModelFacts, facts_of_config, layers_named
 from your_ai.memory.limit import MemoryLimit
-from your_ai.memory.plan import choose, words
+from your_ai.memory.plan import words
 
 LIGHT_LOADED = """
 import sys, time
@@ -130,14 +131,24 @@ def test_the_planner_gives_the_same_plan_for_each_recommended_command(name):
         config, facts = asked(each), facts_for(each, room)
         assert config.model == each.known.alias
         assert layers_named(facts, config.lora_targets)
-        demand = demand_of(config, facts, [config.max_seq_length])
-        demand = dataclasses.replace(demand, python_bytes=PYTHON_BYTES, sliced=room.sliced)
-        option = choose(demand, room.limit.limit_bytes).option
+        demand, choice = first_that_fits(
+            (
+                dataclasses.replace(
+                    demand_of(smaller, facts, [config.max_seq_length]),
+                    python_bytes=PYTHON_BYTES,
+                    sliced=room.sliced,
+                )
+                for smaller in defaults.adapters(config, facts.blocks)
+            ),
+            room.limit.limit_bytes,
+        )
+        option = choice.option
         assert words(option.plan, each.seq_len) == each.plan
         assert option.needed_bytes == each.needed_bytes <= room.limit.limit_bytes
         assert each.peak_bytes == option.estimate.process_bytes <= each.needed_bytes
         assert each.seq_len == config.max_seq_length <= each.known.context
-        assert (demand.training.blocks, each.batch) == (each.layers, config.batch_size)
+        assert (demand.training.blocks, demand.training.rank) == (each.layers, each.rank)
+        assert each.batch == defaults.sized(config, 0).batch_size
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -149,13 +160,13 @@ def test_the_largest_model_with_weights_in_memory_comes_first(name):
     assert ranks == sorted(ranks)
     for each in found:
         from_disk = "streamed" in each.plan or "disk" in each.plan
-        assert from_disk == (each.tier == "slow")
+        assert from_disk == (each.tier in ("slow", "light"))
 
 
 @pytest.mark.parametrize(
     ("gb", "first", "llama"),
     [
-        (8, "qwen3-4b", "light"),
+        (8, "qwen3-4b", "slow"),
         (16, "gemma2-9b", "full"),
         (24, "phi4", "full"),
         (36, "phi4", "full"),
@@ -171,8 +182,8 @@ def test_recommendations_for_macs_by_size(gb, first, llama):
 
 def test_an_8_gb_mac_streams_models_that_are_too_large():
     slow = [each for each in recommend(room_of(8)) if each.tier == "slow"]
-    assert {each.known.alias for each in slow} == {"phi4", "gemma2-9b"}
-    assert all(each.plan.startswith("streamed") for each in slow)
+    assert {"phi4", "gemma2-9b", "llama-8b"} <= {each.known.alias for each in slow}
+    assert all("streamed" in each.plan or "on disk" in each.plan for each in slow)
 
 
 def test_every_known_model_fits_into_128_gb():
@@ -216,25 +227,17 @@ def test_the_ranking_does_not_depend_on_the_order_of_the_models():
 
 
 def test_the_tier_of_a_model_improves_with_memory_to_spare():
-    """Limits below, at and a tenth above what Llama 3.1 8B needs with few adapted layers."""
+    """The tiers of Llama 3.1 8B, the worst first; it needs 8.84 GB with its weights in memory."""
     model = [known()["llama-8b"]]
-    slow = recommend(MachineRoom(MemoryLimit(int(4.4e9), "")), model)
-    tight = recommend(MachineRoom(MemoryLimit(int(5.2e9), "")), model)
-    light = recommend(MachineRoom(MemoryLimit(int(5.8e9), "")), model)
-    assert [r[0].tier for r in (slow, tight, light)] == ["slow", "tight", "light"]
+    limits = (1.6, 4.4, 6.4, 9.9)
+    found = [recommend(MachineRoom(MemoryLimit(int(gb * 1e9), "")), model) for gb in limits]
+    assert [each[0].tier for each in found] == ["light", "slow", "tight", "full"]
 
 
 def test_a_short_context_is_not_exceeded():
     model = dataclasses.replace(known()["llama-1b"], context=512)
     (only,) = recommend(room_of(16), [model])
     assert only.seq_len == 512
-
-
-def test_a_joint_layer_of_queries_and_values_is_adapted():
-    """Phi has such layers, and a command with q_proj would be refused."""
-    found = {each.known.alias: each for each in recommend(room_of(16))}
-    assert found["phi4"].tier == "light"
-    assert found["phi4"].targets == ("qkv_proj",)
 
 
 @pytest.mark.parametrize("alias", list(known()))
@@ -274,7 +277,7 @@ def test_only_a_few_models_per_tier_are_shown():
     found = recommend(room)
     text = shown(room, found, most=2)
     assert f"{TIERS['full']} ({len(names(found, 'full')) - 2} more)" in text
-    assert f"{TIERS['light']}\n" in text
+    assert f"{TIERS['tight']}\n" in text
     assert text.count("your_ai train") == 2 + 1 + 2
 
 

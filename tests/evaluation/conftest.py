@@ -35,6 +35,8 @@ SETTINGS = {
     "lora_rank": 4,
     "lora_targets": ("all-linear",),
     "supervise": False,
+    "warmup_steps": 0,
+    "eval_every": 0,
 }
 
 

@@ -20,7 +20,8 @@ RANK, ALPHA = 4, 10.0  # unequal, and alpha / rank is not an exact float for eve
 
 def make_run(base: Path, name: str = "r", **settings: Any) -> RunFolder:
     """Create a finished run on `base` in the current folder."""
-    first = {"model": str(base), "data": "", "run": name, "lora_layers": 2, "lora_rank": RANK}
+    first = {"model": str(base), "data": "", "run": name, "lora_layers": 2, "lora_rank": RANK,
+             "lora_targets": "q_proj"}  # fmt: skip
     config = build({**first, "lora_alpha": ALPHA, **settings}, "test")
     network, _ = load_network(base, mx.float32)
     adapters = add_adapters(network, config)

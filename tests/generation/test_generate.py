@@ -39,6 +39,8 @@ def train_in(folder: Path, base: Path, **settings) -> RunFolder:
         "learning_rate": 0.05,
         "batch_size": 2,
         "lora_rank": 4,
+        "lora_targets": "q_proj",
+        "warmup_steps": 0,
         "supervise": False,
     }
     with pytest.MonkeyPatch.context() as patch:

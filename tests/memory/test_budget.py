@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import mlx.core as mx
 import pytest
 
@@ -26,7 +24,7 @@ from your_ai.memory.budget import (
 from your_ai.memory.estimate import Training, generation_bytes, weights_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MachineMemory
-from your_ai.memory.plan import options
+from your_ai.memory.plan import DoesNotFit, options
 
 MB, GB = 10**6, 10**9
 HELD = 100 * MB
@@ -80,15 +78,11 @@ def test_max_memory_above_the_machines_ram_needs_force(tiny_model):
 # The demand
 
 
-@pytest.mark.parametrize(("layers", "blocks"), [(None, 3), (2, 2), ("all", 3)])
+@pytest.mark.parametrize(("layers", "blocks"), [(None, 3), (2, 2), ("all", 3), ("auto", 3)])
 def test_lora_layers_decides_the_number_of_adapted_blocks(facts, layers, blocks):
-    """The model has three blocks; the default is four, limited to all blocks."""
+    """The model has three blocks; None is four in old runs, limited to all blocks."""
     config = TrainConfig(lora_layers=layers)
     assert demand_of(config, facts, [64]).training.blocks == blocks
-
-
-def test_four_blocks_are_adapted_by_default(facts):
-    assert demand_of(TrainConfig(), replace(facts, blocks=9), [64]).training.blocks == 4
 
 
 def test_demand_contains_the_settings(facts):
@@ -140,6 +134,41 @@ def test_packed_row_counts_as_several_rows_of_the_longest_text(facts, longest, r
 
 
 # The budget
+
+
+def needed(tiny_model, **settings) -> float:
+    """The smallest limit, in GB, for the smallest plan of a run with these settings."""
+    every = options(found(tiny_model, **settings).demand)
+    return (min(option.needed_bytes for option in every) + 1) / GB
+
+
+def adapters(tiny_model, limit_gb, **settings) -> tuple[int, int]:
+    training = found(tiny_model, max_memory=limit_gb, **settings).demand.training
+    return training.rank, training.blocks
+
+
+def test_every_plan_is_tried_before_a_smaller_rank_and_fewer_blocks_come_last(tiny_model):
+    full = needed(tiny_model, lora_rank=16, lora_layers="all")
+    rank_4 = needed(tiny_model, lora_rank=4, lora_layers="all")
+    one_block = needed(tiny_model, lora_rank=4, lora_layers=1)
+    assert one_block < rank_4 < full
+    assert adapters(tiny_model, full) == (16, 3)
+    assert found(tiny_model, max_memory=full).choice.option.plan.engine == "streamed"
+    assert adapters(tiny_model, full - 1e-6)[0] in (8, 4)
+    assert adapters(tiny_model, rank_4) == (4, 3)
+    assert adapters(tiny_model, rank_4 - 1e-6) == (4, 1)
+    with pytest.raises(DoesNotFit):
+        adapters(tiny_model, one_block - 1e-6)
+
+
+@pytest.mark.parametrize("settings", [{"lora_rank": 16}, {"lora_layers": "all"}])
+def test_settings_that_were_given_are_not_reduced(tiny_model, settings):
+    other = {"lora_rank": 4, "lora_layers": 1}  # the smallest that automatic settings become
+    given = needed(tiny_model, **{**other, **settings})
+    with pytest.raises(DoesNotFit):
+        adapters(tiny_model, given - 1e-6, **settings)
+    rank, blocks = adapters(tiny_model, given, **settings)
+    assert settings in ({"lora_rank": rank}, {"lora_layers": "all" if blocks == 3 else blocks})
 
 
 def test_plan_is_fused_if_memory_is_plentiful(tiny_model):

@@ -158,13 +158,13 @@ def test_adapters_patch_no_class(tiny_model):
     assert {c: c.__call__ for c in before} == before
 
 
-def test_adapts_four_blocks_by_default_or_all_if_fewer(tmp_path, tiny_model):
-    def adapted_blocks(folder) -> int:
-        network, _ = model.load_base(folder, mx.float32)
-        return model.add_adapters(network, TrainConfig()).config["num_layers"]
-
-    assert adapted_blocks(tiny_model) == 3
-    assert adapted_blocks(make_model(tmp_path / "m", num_hidden_layers=6)) == 4
+@pytest.mark.parametrize(
+    ("blocks", "layers", "adapted"), [(6, "auto", 6), (6, "all", 6), (6, 2, 2), (6, None, 4)]
+)
+def test_adapts_all_blocks_by_default_and_four_in_old_runs(tmp_path, blocks, layers, adapted):
+    network, _ = model.load_base(make_model(tmp_path / "m", num_hidden_layers=blocks), mx.float32)
+    config = TrainConfig(lora_layers=layers)
+    assert model.add_adapters(network, config).config["num_layers"] == adapted
 
 
 def test_unknown_architecture_is_named_in_the_error(tmp_path):

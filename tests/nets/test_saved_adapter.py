@@ -133,7 +133,7 @@ def test_without_recorded_files_a_base_of_another_shape_is_refused(run, tmp_path
     without_record(run.adapter)
     found = open_trained("r", base=str(other))
     network, _ = load_base(found.base, mx.float32)
-    with pytest.raises(UserError, match=r"lora_a is 64 x 4, expected 128 x 4"):
+    with pytest.raises(UserError, match=r"expected (128 x 4|4 x 128)"):
         saved_adapter.put_adapter(network, found.adapter)
 
 

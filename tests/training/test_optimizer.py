@@ -109,7 +109,7 @@ def test_clip_factor_limits_the_norm(norm, most, factor):
 
 
 def rates(**settings) -> list[float]:
-    config = TrainConfig(learning_rate=1.0, **settings)
+    config = TrainConfig(learning_rate=1.0, **{"warmup_steps": 0, **settings})
     return [optimizer.learning_rate(config, step, 10) for step in range(10)]
 
 

@@ -27,6 +27,8 @@ PLAN = {
     "rows_at_once",
     "spill",
     "text",
+    "rank",
+    "blocks",
     "components",
     "mlx_peak_bytes",
     "process_peak_bytes",

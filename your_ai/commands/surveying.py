@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from your_ai.commands.progress import rows_read
-from your_ai.config import FIELDS, TrainConfig, build, coerce
+from your_ai.config import FIELDS, TrainConfig, build, coerce, defaults
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
 
@@ -126,6 +126,7 @@ def show_split(
     total = sum(split.lengths)
     if unit == "tokens":
         share = split.trained_tokens / total
+        config = defaults.sized(config, len(split.lengths))
         steps = -(-len(split.lengths) // config.rows_per_step)
         console.print(
             f"  tokens: {total:,}, of which {split.trained_tokens:,} are trained ({share:.0%})"

@@ -1,9 +1,10 @@
 """The settings of a run.
 
 `settings.py` declares them with defaults and checks; `reading.py` reads them from YAML, presets
-and flags.
+and flags; `defaults.py` chooses those that are automatic.
 """
 
+from your_ai.config import defaults
 from your_ai.config.reading import (
     build,
     coerce,
@@ -16,8 +17,8 @@ from your_ai.config.reading import (
 )
 from your_ai.config.settings import (
     ADDED,
+    AUTO,
     BOUNDS,
-    DEFAULT_LAYERS,
     DEMO,
     FIELDS,
     FOLDER,
@@ -34,8 +35,8 @@ from your_ai.config.settings import (
 
 __all__ = [
     "ADDED",
+    "AUTO",
     "BOUNDS",
-    "DEFAULT_LAYERS",
     "DEMO",
     "FIELDS",
     "FOLDER",
@@ -47,6 +48,7 @@ __all__ = [
     "check",
     "coerce",
     "default_text",
+    "defaults",
     "describe",
     "find_preset",
     "flag",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from your_ai.config.settings import (
+    AUTO,
     DEMO,
     FIELDS,
     RESUMABLE,
@@ -28,6 +29,7 @@ from your_ai.files import packaged
 from your_ai.gates.text import quoted, shortened
 from your_ai.gates.yaml_files import read_yaml
 
+LENGTHS = {"max_steps", "epochs"}
 NUMBER_CHARACTERS = 100  # of a number that is given as text
 
 
@@ -174,9 +176,13 @@ def to_yaml(config: TrainConfig) -> str:
 def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
     """Apply flags to the saved config of a run that is resumed.
 
+    A new limit in steps replaces one in epochs, and the other way round.
     Raises UserError if a flag would change what the run computes.
     """
-    changes = {}
+    changes: dict[str, Any] = {}
+    if len(limits := flags.keys() & LENGTHS) == 1:
+        (other,) = LENGTHS - limits
+        changes = {} if getattr(saved, other) == AUTO else {other: None}
     for name, value in flags.items():
         value = coerce(name, value, flag(name))
         if value == getattr(saved, name):

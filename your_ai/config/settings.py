@@ -16,7 +16,8 @@ from your_ai.errors import UserError
 from your_ai.gates.text import counted, quoted, shortened
 
 DEMO = "demo"
-DEFAULT_LAYERS = 4  # of --lora-layers
+AUTO = "auto"  # chosen when the run starts, by config/defaults.py, and recorded in its settings
+OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs
 NONE, FOLDER = "none", "folder"  # values of --valid: no validation, or only what --data has
 
 
@@ -52,10 +53,16 @@ class TrainConfig:
     run: str = setting("", "Name of the run; default: made of model, data and time.")
 
     max_steps: int | None = setting(None, "Stop after this many steps (optimizer updates).")
-    epochs: int | None = setting(
-        None, "Stop after this many passes over the data; 1 if no limit is given."
+    epochs: int | Literal["auto"] | None = setting(
+        AUTO,
+        "Stop after this many passes over the data; auto: 1 to 10, fewer the more rows there are, "
+        "or as many as --max-steps needs.",
     )
-    batch_size: int = setting(4, "Rows in a micro-batch.")
+    batch_size: int | Literal["auto"] = setting(
+        AUTO,
+        "Rows in a micro-batch, which is split where memory is short; auto: 4, or 8 from 5,000 "
+        "rows, or 16 from 50,000.",
+    )
     grad_accumulation: int = setting(1, "Micro-batches in a step.")
     max_seq_length: int = setting(2048, "Maximum sequence length, in tokens.")
     too_long: Literal["error", "truncate", "split"] = setting(
@@ -69,13 +76,19 @@ class TrainConfig:
     )
     mask_prompt: bool = setting(True, "Train on the completions only, in rows that have prompts.")
 
-    lora_rank: int = setting(16, "Rank of the adapters.")
-    lora_alpha: float = setting(32.0, "Scale the adapters by alpha / rank.")
-    lora_layers: int | Literal["all"] | None = setting(
-        None, "Number of last blocks to adapt, or all; default: 4, or all if the model has fewer."
+    lora_rank: int | Literal["auto"] = setting(
+        AUTO, "Rank of the adapters; auto: 16, or 8 or 4 if no plan fits into the memory limit."
+    )
+    lora_alpha: float = setting(
+        32.0, "Scale the adapters by alpha / rank; a smaller automatic rank keeps the scale."
+    )
+    lora_layers: int | Literal["all", "auto"] | None = setting(
+        AUTO,
+        "Number of last blocks to adapt, or all; auto: all, or fewer if not even rank 4 fits into "
+        "the memory limit.",
     )
     lora_targets: tuple[str, ...] = setting(
-        ("q_proj",), "Layers to adapt, separated by commas, or all-linear."
+        ("all-linear",), "Layers to adapt, separated by commas, or all-linear."
     )
     lora_dropout: float = setting(0.0, "Dropout on the input of the adapters.")
     use_dora: bool = setting(False, "Train weight-decomposed adapters (DoRA).")
@@ -83,11 +96,15 @@ class TrainConfig:
     optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon", "lion"] = setting(
         "adamw", "Optimizer, from mlx.optimizers."
     )
-    learning_rate: float = setting(1e-4, "Peak learning rate.")
+    learning_rate: float = setting(2e-4, "Peak learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = setting(
         "constant", "Learning rate after the warm-up: constant, or decaying to 0 at the last step."
     )
-    warmup_steps: int = setting(0, "Steps over which the learning rate rises linearly from 0.")
+    warmup_steps: int | Literal["auto"] = setting(
+        AUTO,
+        "Steps over which the learning rate rises linearly from 0; auto: a tenth of the run, at "
+        "most 10.",
+    )
     weight_decay: float = setting(0.0, "Weight decay.")
     max_grad_norm: float = setting(1.0, "Clip the gradient to this global norm; 0 = no clipping.")
 
@@ -140,7 +157,10 @@ class TrainConfig:
     )
     seed: int = setting(0, "Seed of all random choices.")
 
-    eval_every: int = setting(100, "Steps between validations; 0 = only at the end.")
+    eval_every: int | Literal["auto"] = setting(
+        AUTO,
+        "Steps between validations; 0 = only at the end; auto: a tenth of the run, 10 to 100.",
+    )
     save_every: int = setting(100, "Steps between checkpoints; 0 = only at the end.")
     keep: int = setting(3, "Number of checkpoints to keep, besides the best one.")
     keep_best: bool = setting(
@@ -155,6 +175,8 @@ class TrainConfig:
 
     @property
     def rows_per_step(self) -> int:
+        """Rows of a step, once the batch size is known."""
+        assert self.batch_size != AUTO
         return self.batch_size * self.grad_accumulation
 
     def fixed_on_resume(self) -> dict[str, str]:

@@ -12,28 +12,24 @@ from rich.text import Text
 
 from your_ai.doctor.machine import read_machine
 from your_ai.doctor.recommend import (
-    FULL,
-    LIGHT,
-    PYTHON_BYTES,
+    USUAL,
     MachineRoom,
-    Profile,
+    demands,
+    first_that_fits,
     recommend,
     room_here,
-    targets_of,
     tier_of,
 )
 from your_ai.errors import UserError
 from your_ai.hub.local import Local, local_models
 from your_ai.hub.registry import Known, known, size_text
-from your_ai.memory.estimate import Training
-from your_ai.memory.facts import ModelFacts, facts_of
-from your_ai.memory.plan import Demand, choose
+from your_ai.memory.facts import facts_of
 
 WORDS = {  # for recommend's tiers
     "full": "yes",
-    "light": "few layers",
     "tight": "barely",
     "slow": "slowly",
+    "light": "small adapters",
     "": "no",
 }
 STYLES = {"yes": "green", "no": "red"}
@@ -114,33 +110,12 @@ def fit_of_folder(folder: Path, room: MachineRoom) -> str | None:
         return None
     if not facts.blocks or not facts.linears:
         return None
-    for profile in (FULL, LIGHT):
-        tier = tier_under(facts, profile, room)
-        if tier is not None and tier != "slow":
-            return WORDS[tier]
-    return WORDS[tier or ""]
-
-
-def tier_under(facts: ModelFacts, profile: Profile, room: MachineRoom) -> str | None:
-    """The tier of a model trained with this profile; None if it does not fit."""
-    training = Training(
-        blocks=min(profile.layers or facts.blocks, facts.blocks),
-        rank=profile.rank,
-        targets=targets_of(facts, profile),
-    )
-    demand = Demand(
-        facts=facts,
-        training=training,
-        lengths=(profile.seq_len,),
-        batch_size=profile.batch,
-        rows_per_step=profile.batch,
-        python_bytes=PYTHON_BYTES,
-    )
-    try:
-        choose(demand, room.limit.limit_bytes)
-    except UserError:
-        return None
-    return tier_of(demand, room.limit.limit_bytes) or profile.name
+    limit_bytes = room.limit.limit_bytes
+    found = first_that_fits(demands(facts, USUAL, room), limit_bytes)
+    if found is None:
+        return WORDS[""]
+    demand, _ = found
+    return WORDS[tier_of(demand, limit_bytes) or USUAL.name]
 
 
 def as_json(found: Sequence[ModelRow]) -> list[dict[str, Any]]:

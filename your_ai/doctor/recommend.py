@@ -1,11 +1,13 @@
 """`your_ai recommend`: which known models can train in a machine's memory, and how.
 
-Every model is planned with three profiles, and the best one that fits is shown. This module
-only estimates: it does not import mlx and loads nothing.
+Every model is planned as `your_ai train` does by default, for rows of 2,048 tokens, and where that
+leaves room also for long rows. This module only estimates: it does not import mlx and loads
+nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -17,16 +19,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.config import FIELDS, flag
+from your_ai.config import FIELDS, TrainConfig, defaults
 from your_ai.doctor.machine import MachineInfo, limit_of
 from your_ai.errors import UserError
 from your_ai.hub.architectures import GROUP_SIZE
 from your_ai.hub.registry import Known, config_of, known
 from your_ai.memory import limit as limits
 from your_ai.memory.estimate import Training
-from your_ai.memory.facts import ModelFacts, facts_of_config, names_of
+from your_ai.memory.facts import ModelFacts, facts_of_config
 from your_ai.memory.limit import MemoryLimit
-from your_ai.memory.plan import Demand, choose, options, words
+from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, options, words
 from your_ai.memory.sample import in_gb
 
 GIB = 1 << 30
@@ -44,26 +46,20 @@ COLUMNS = {"model": 12, "tokens": 6, "rank": 4, "layers": 6, "targets": 13, "nee
 
 @dataclass(frozen=True)
 class Profile:
-    """Typical settings for training."""
+    """The rows that a run trains."""
 
     name: str
-    rank: int
-    layers: int | None
-    """How many of the last blocks are adapted; None for all."""
-    targets: tuple[str, ...]
     seq_len: int
     batch: int
 
 
-FULL = Profile("full", 16, None, ("all-linear",), 2048, 4)
-LIGHT = Profile("light", 8, 16, ("q_proj", "v_proj"), 1024, 4)
-LONG = Profile("long", 16, None, ("all-linear",), 8192, 1)
+USUAL, LONG = Profile("full", 2048, 4), Profile("long", 8192, 1)
 TIERS = {  # the best first
     "full": "weights in memory, LoRA on all linear layers",
-    "light": "weights in memory, fewer adapted layers and shorter rows",
     "tight": "weights in memory, with less than a tenth of the limit to spare",
     "long": "long rows",
     "slow": "slow: weights or block inputs are read from disk",
+    "light": "slow, with smaller adapters: a lower rank, or fewer blocks",
 }
 RANKS = {tier: rank for rank, tier in enumerate(TIERS)}
 
@@ -146,8 +142,7 @@ def recommend(room: MachineRoom, models: Iterable[Known] | None = None) -> list[
 def of_model(model: Known, room: MachineRoom) -> Iterator[Recommendation]:
     config = config_of(model)
     facts = facts_of_config(config, model.bits, model.group_size or GROUP_SIZE, room.float_bytes)
-    found = [planned(model, facts, profile, room) for profile in (FULL, LIGHT)]
-    best = min((r for r in found if r is not None), key=lambda r: RANKS[r.tier], default=None)
+    best = planned(model, facts, USUAL, room)
     if best is None:
         return
     yield best
@@ -157,41 +152,51 @@ def of_model(model: Known, room: MachineRoom) -> Iterator[Recommendation]:
             yield long
 
 
-def demand_of(model: Known, facts: ModelFacts, profile: Profile, room: MachineRoom) -> Demand:
-    """The demand of a run that trains a model with this profile."""
-    return Demand(
-        facts=facts,
-        training=Training(
-            blocks=min(profile.layers or facts.blocks, facts.blocks),
-            rank=profile.rank,
-            targets=targets_of(facts, profile),
-        ),
-        lengths=(min(profile.seq_len, model.context),),
-        batch_size=profile.batch,
-        rows_per_step=profile.batch,
-        python_bytes=PYTHON_BYTES,
-        sliced=room.sliced,
-    )
+def demands(
+    facts: ModelFacts, profile: Profile, room: MachineRoom, context: int | None = None
+) -> Iterator[Demand]:
+    """The demands of runs with each size of adapters that `train` would try, the largest first.
+
+    context: the longest sequence of the model, in tokens.
+    """
+    seq_len = profile.seq_len if context is None else min(profile.seq_len, context)
+    for config in defaults.adapters(TrainConfig(), facts.blocks):
+        yield Demand(
+            facts=facts,
+            training=Training(
+                blocks=defaults.adapted_blocks(config, facts.blocks),
+                rank=config.lora_rank,
+                targets=config.lora_targets,
+            ),
+            lengths=(seq_len,),
+            batch_size=profile.batch,
+            rows_per_step=profile.batch,
+            python_bytes=PYTHON_BYTES,
+            sliced=room.sliced,
+        )
 
 
-def targets_of(facts: ModelFacts, profile: Profile) -> tuple[str, ...]:
-    """The profile's targets, or qkv_proj if the model has queries and values in one layer."""
-    return profile.targets if names_of(facts, profile.targets) else ("qkv_proj",)
+def first_that_fits(wanted: Iterable[Demand], limit_bytes: int) -> tuple[Demand, Choice] | None:
+    """The first demand that fits under any plan, with its plan; None if none does."""
+    for demand in wanted:
+        with contextlib.suppress(DoesNotFit):
+            return demand, choose(demand, limit_bytes)
+    return None
 
 
 def planned(
     model: Known, facts: ModelFacts, profile: Profile, room: MachineRoom
 ) -> Recommendation | None:
     """The recommendation for a model with this profile; None if it does not fit."""
-    demand = demand_of(model, facts, profile, room)
-    try:
-        choice = choose(demand, room.limit.limit_bytes)
-    except UserError:
+    limit_bytes = room.limit.limit_bytes
+    found = first_that_fits(demands(facts, profile, room, model.context), limit_bytes)
+    if found is None:
         return None
+    demand, choice = found
     training, (seq_len,) = demand.training, demand.lengths
     return Recommendation(
         known=model,
-        tier=tier_of(demand, room.limit.limit_bytes) or profile.name,
+        tier=tier_of(demand, limit_bytes) or profile.name,
         rank=training.rank,
         layers=training.blocks,
         targets=training.targets,
@@ -206,7 +211,10 @@ def planned(
 
 
 def tier_of(demand: Demand, limit_bytes: int) -> str:
-    """slow or tight; empty if the weights fit into memory with room to spare."""
+    """light, slow or tight; empty if all fits into memory with room to spare."""
+    full = (defaults.RANKS[0], demand.facts.blocks)
+    if (demand.training.rank, demand.training.blocks) != full:
+        return "light"
     whole = [o for o in options(demand) if o.plan.engine != "streamed" and not o.plan.spill]
     least = min(option.needed_bytes for option in whole)
     if least > limit_bytes:
@@ -215,20 +223,12 @@ def tier_of(demand: Demand, limit_bytes: int) -> str:
 
 
 def command_of(model: Known, demand: Demand) -> str:
-    """The command that starts the training, without settings that equal the defaults."""
-    training = demand.training
-    settings = {
-        "lora_rank": training.rank,
-        "lora_layers": "all" if training.blocks == demand.facts.blocks else training.blocks,
-        "lora_targets": training.targets,
-        "max_seq_length": demand.lengths[0],
-        "batch_size": demand.batch_size,
-    }
+    """The command that starts the training; it chooses the size of the adapters by itself."""
     flags = [f"--model {model.alias} --data {DATA}"]
-    for name, value in settings.items():
-        if value != FIELDS[name].default:
-            text = ",".join(value) if isinstance(value, tuple) else value
-            flags.append(f"{flag(name)} {text}")
+    if demand.lengths[0] != FIELDS["max_seq_length"].default:
+        flags.append(f"--max-seq-length {demand.lengths[0]}")
+    if demand.batch_size != USUAL.batch:
+        flags.append(f"--batch-size {demand.batch_size}")
     return f"your_ai train {' '.join(flags)}"
 
 

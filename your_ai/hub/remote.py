@@ -350,7 +350,7 @@ def explain(error: Exception, name: str, repo: str, revision: str) -> UserError:
             "log in with `hf auth login`, and try again"
         )
     if isinstance(error, errors.DisabledRepoError):
-        return UserError(f"{name}: {repo} is disabled on the hub; choose another model")
+        return UserError(f"{name}: {repo} is disabled on the hub; choose another")
     if isinstance(error, errors.RevisionNotFoundError):
         return UserError(f"{name}: {repo} has no revision {revision}; omit --revision")
     if isinstance(error, errors.RepositoryNotFoundError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from your_ai.config import DEFAULT_LAYERS, TrainConfig
+from your_ai.config import TrainConfig, defaults
 from your_ai.data.rows import RowLimit
 from your_ai.errors import UserError
 from your_ai.hub.find import store
@@ -21,7 +22,7 @@ from your_ai.memory.coefficients import FILE, Coefficients, for_machine
 from your_ai.memory.estimate import Plan, Training, generation_bytes, weights_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit
-from your_ai.memory.plan import Choice, Demand, choose, rounded_up
+from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.sft import SUPERVISED
@@ -103,7 +104,7 @@ def demand_of(
     answer_tokens: tokens of the longest sample prompt with its answer.
     before_bytes: as in Demand.
     """
-    blocks = facts.blocks if config.lora_layers == "all" else config.lora_layers
+    config = defaults.sized(defaults.largest(config, facts.blocks), rows=0)
     lengths, batch_size = tuple(sorted(set(lengths))), config.batch_size
     if config.packing:  # count a packed row as several rows of the longest text
         lengths = lengths[-1:]
@@ -112,7 +113,7 @@ def demand_of(
     return Demand(
         facts=facts,
         training=Training(
-            blocks=min(DEFAULT_LAYERS, facts.blocks) if blocks is None else blocks,
+            blocks=defaults.adapted_blocks(config, facts.blocks),
             rank=config.lora_rank,
             targets=config.lora_targets,
             optimizer=config.optimizer,
@@ -148,29 +149,40 @@ def budget_of(
     answer_tokens: int = 0,
     before_bytes: int = 0,
 ) -> Budget:
-    """The budget of a run of the model in `folder`. Raises UserError if nothing fits.
+    """The budget of a run of the model in `folder`, with the largest adapters that fit.
+
+    Where rank or blocks are automatic, `training` of its demand has those that were chosen. Every
+    plan is tried before smaller adapters: a plan costs time, but does not change what is learned.
 
     past: earlier plan and measurements of the run, if it is resumed.
-    The other arguments are as in `demand_of` and `choose`.
+    The other arguments are as in `demand_of` and `choose`. Raises DoesNotFit if nothing fits.
     """
     past = past or PriorPlans()
     limit = limit_of(config.max_memory, config.force)
     facts = facts_of(folder, dtype.size, config.quantize)
-    demand = demand_of(
-        config,
-        facts,
-        lengths,
-        can_stream=can_stream,
-        prefix_tokens=prefix_tokens,
-        answer_tokens=answer_tokens,
-        before_bytes=before_bytes,
-    )
-    path = measurements.file_of(store() / "measured", measured_key(config, demand, dtype))
-    known = () if past.begun else measurements.read(path).measurements
-    every = tuple(dict.fromkeys((*known, *past.measurements)))
-    demand = replace(demand, calibration=Calibration(every))
-    choice = choose(demand, limit.limit_bytes, level, past.plan)
-    return Budget(limit, demand, choice, path, past.begun and choice.option.plan == past.plan)
+
+    def budget_with(config: TrainConfig) -> Budget:
+        demand = demand_of(
+            config,
+            facts,
+            lengths,
+            can_stream=can_stream,
+            prefix_tokens=prefix_tokens,
+            answer_tokens=answer_tokens,
+            before_bytes=before_bytes,
+        )
+        path = measurements.file_of(store() / "measured", measured_key(config, demand, dtype))
+        known = () if past.begun else measurements.read(path).measurements
+        every = tuple(dict.fromkeys((*known, *past.measurements)))
+        demand = replace(demand, calibration=Calibration(every))
+        choice = choose(demand, limit.limit_bytes, level, past.plan)
+        return Budget(limit, demand, choice, path, past.begun and choice.option.plan == past.plan)
+
+    *larger, smallest = defaults.adapters(config, facts.blocks)
+    for each in larger:
+        with contextlib.suppress(DoesNotFit):
+            return budget_with(each)
+    return budget_with(smallest)
 
 
 def measured_key(config: TrainConfig, demand: Demand, dtype: mx.Dtype) -> list[str]:

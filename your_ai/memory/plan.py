@@ -26,6 +26,10 @@ NOTICEABLY = 0.97  # a smaller plan needs at most this share of the memory of th
 VARIES_BYTES = 2_000_000  # difference in memory between two starts of the same process
 
 
+class DoesNotFit(UserError):
+    """No plan fits into the memory limit."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Demand:
     """Everything about a run that decides how much memory it needs."""
@@ -212,7 +216,7 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
         margin, so that a process that uses a little more memory when it resumes splits batches
         in the same way.
 
-    Raises UserError if nothing fits.
+    Raises DoesNotFit if nothing fits.
     """
     every = options(demand)
     if not every:
@@ -235,7 +239,7 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
         or fits_exactly(demand, every, limit_bytes)
     )
     if not fitting:
-        raise UserError(refusal(demand, every, limit_bytes))
+        raise DoesNotFit(refusal(demand, every, limit_bytes))
     ladder = descending(every[every.index(fitting[0]) :])
     level = min(level, len(ladder) - 1)
     above = [o for o in every[: every.index(ladder[level])] if o not in ladder[:level]]

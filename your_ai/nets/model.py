@@ -22,7 +22,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, load_tokenizer
 from transformers import dynamic_module_utils
 
-from your_ai.config import DEFAULT_LAYERS, TrainConfig, nearest
+from your_ai.config import TrainConfig, defaults, nearest
 from your_ai.data.batches import MULTIPLE
 from your_ai.errors import UserError, is_memory_error, suppress_model_errors
 from your_ai.gates.text import counted, shortened, shown
@@ -273,19 +273,10 @@ class Adapters:
 def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
     """Add LoRA (or DoRA) layers, initialized from the seed, to a frozen model.
 
-    Raises UserError if a target matches no layer, or if the model has fewer blocks.
+    Raises UserError as `adapted_layers` does.
     """
-    blocks = model.layers
-    count = len(blocks) if config.lora_layers == "all" else config.lora_layers
-    if count is None:
-        count = min(DEFAULT_LAYERS, len(blocks))
-    if count > len(blocks):
-        raise UserError(
-            f"--lora-layers {count}: the model has {counted(len(blocks), 'block')}; use "
-            f"{len(blocks)} or all"
-        )
-    keys = find_targets(blocks[len(blocks) - count :], config)
-    check_rank(blocks[len(blocks) - count :], keys, config.lora_rank)
+    config = defaults.largest(config, len(model.layers))
+    count, keys = adapted_layers(model, config)
     parameters = {
         "rank": config.lora_rank,
         "scale": config.lora_alpha / config.lora_rank,
@@ -309,6 +300,26 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
             "lora_parameters": parameters,
         },
     )
+
+
+def adapted_layers(model: nn.Module, config: TrainConfig) -> tuple[int, tuple[str, ...]]:
+    """How many of the last blocks get adapters, and on which layers, as paths in a block.
+
+    Raises UserError if a target matches no layer, if the model has fewer blocks, or if the rank is
+    larger than the layers.
+    """
+    blocks = model.layers
+    config = defaults.largest(config, len(blocks))
+    count = defaults.adapted_blocks(config, len(blocks))
+    if count > len(blocks):
+        raise UserError(
+            f"--lora-layers {count}: the model has {counted(len(blocks), 'block')}; use "
+            f"{len(blocks)} or all"
+        )
+    adapted = blocks[len(blocks) - count :]
+    keys = find_targets(adapted, config)
+    check_rank(adapted, keys, config.lora_rank)
+    return count, keys
 
 
 def put_adapter_layers(

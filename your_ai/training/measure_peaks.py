@@ -19,6 +19,7 @@ from your_ai.memory.calibration import Calibration, Measurement, Shape
 from your_ai.memory.calibration_steps import measure_and_choose
 from your_ai.memory.estimate import Plan
 from your_ai.memory.governor import MemoryAction, Watch
+from your_ai.memory.plan import DoesNotFit
 from your_ai.memory.sample import in_gb
 from your_ai.nets.model import TRIED_TOKENS
 from your_ai.run import events
@@ -36,7 +37,8 @@ def calibrated(
     step: the step from which the run continues.
 
     Measures nothing if the limit is far away, if the shapes were measured before, or if the run
-    continues under the plan it had. Raises Replan if another engine is the fastest that fits.
+    continues under the plan it had. Raises Replan if another engine is the fastest that fits, or
+    if nothing fits with these adapters.
     """
     budget = prepared.budget
     if budget.kept:
@@ -55,9 +57,15 @@ def calibrated(
             measurements.keep(budget.measurements, Calibration(tuple(found)))
 
     limit_bytes = budget.limit.limit_bytes
-    demand, choice = measure_and_choose(
-        budget.demand, budget.choice, limit_bytes, level, measure, note
-    )
+    try:
+        demand, choice = measure_and_choose(
+            budget.demand, budget.choice, limit_bytes, level, measure, note
+        )
+    except DoesNotFit as error:
+        if len(found) == len(budget.demand.calibration.measurements):
+            raise
+        # `prepare` knows more now: it chooses smaller adapters where it may, or refuses the run.
+        raise Replan(MemoryAction(kind=MEASURED, cause=str(error)), step, watch) from error
     if demand is budget.demand:
         return prepared
     option = choice.option

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from your_ai.config import TrainConfig, flag, last_step
+from your_ai.config import TrainConfig, defaults, flag, last_step
 from your_ai.data.batches import Schedule, bucket_edges, make_schedule
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.examples import Examples, load_examples
@@ -117,13 +117,15 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     base = find_model(config.model)
     opened = opened_for(config, base, log)
     network, tokenizer = opened.network, opened.tokenizer()
-    adapters = model.add_adapters(network, config)
+    model.adapted_layers(network, config)  # checks the settings of the adapters
 
-    files = fingerprint(base)
-    adapters = replace(adapters, config={**adapters.config, "base_files": base_files(files)})
+    asked, files = config, fingerprint(base)
     data = read_data(config, network, tokenizer, files, log.write)
+    rows = len(data.examples["train"])
+    config = defaults.sized(config, rows)
     schedule = schedule_of(config, data)
     steps = last_step(config, schedule.steps_per_epoch)
+    config = defaults.timed(config, steps)
     if config.warmup_steps >= steps:
         text = f"--warmup-steps {config.warmup_steps}: the run has only {counted(steps, 'step')}"
         log.write(events.Notice(text=text))
@@ -136,6 +138,16 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     budget = budget_of_run(
         config, opened.folder, opened.dtype, data, opened.can_stream, level, past
     )
+    training, blocks = budget.demand.training, len(network.layers)
+    if config.prefix_cache != "off" and training.blocks == blocks:
+        text = "--prefix-cache: caches nothing, because all blocks have adapters; see --lora-layers"
+        log.write(events.Notice(text=text))
+    config = defaults.with_adapters(config, training.rank, training.blocks, blocks)
+    limit = in_gb(budget.limit.limit_bytes)
+    for text in defaults.words(asked, config, rows, steps, blocks, limit):
+        log.write(events.Notice(text=text))
+    adapters = model.add_adapters(network, config)
+    adapters = replace(adapters, config={**adapters.config, "base_files": base_files(files)})
     announce(budget, past, config, log)
     graphs = graphs_within(budget)
     make_store = store_maker(config, opened, adapters, files, data, folder)
@@ -365,11 +377,13 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
     tokenizer = None
     if any(folder.glob("tokenizer*")):  # its memory counts; models made by `bench` have none
         tokenizer = model.load_tokenizer_of(folder)
-    model.add_adapters(network, config)  # checks the settings of the adapters
+    model.adapted_layers(network, config)  # checks the settings of the adapters
     if seq_len is None and config.data:
         files = fingerprint(folder)
         data = read_data(config, network, tokenizer, files, lambda _: None)
+        config = defaults.sized(config, len(data.examples["train"]))
     else:
+        config = defaults.sized(config, 0)
         longest = config.max_seq_length if seq_len is None else seq_len
         answers = longest + SAMPLE_TOKENS if config.samples else 0
         data = RunData({}, [], [longest], 0, answers)

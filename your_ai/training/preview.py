@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from your_ai.gates.text import counted
 from your_ai.memory.budget import Budget
 from your_ai.memory.estimate import read_bytes
 from your_ai.memory.limit import text
@@ -22,6 +23,8 @@ def described(budget: Budget, option: Option) -> dict[str, Any]:
         "rows_at_once": plan.rows(max(demand.lengths), demand.batch_size),
         "spill": plan.spill,
         "text": words(plan, max(demand.lengths)),
+        "rank": demand.training.rank,
+        "blocks": demand.training.blocks,
         "components": option.estimate.components,
         "mlx_peak_bytes": option.estimate.mlx_bytes,
         "process_peak_bytes": option.estimate.process_bytes,
@@ -63,7 +66,11 @@ def table(budget: Budget) -> RenderableType:
             row = (words(option.plan, longest), in_gb(option.needed_bytes), f"{option.cost:.2f}")
             beside.add_row(name, *row)
     reads = read_bytes(budget.demand.facts, budget.demand.training, choice.option.plan)
-    lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices, "", parts, "", beside]
+    training, blocks = budget.demand.training, budget.demand.facts.blocks
+    which = "all" if training.blocks == blocks else f"the last {training.blocks} of"
+    adapters = f"adapters: rank {training.rank} in {which} {counted(blocks, 'block')}"
+    lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices]
+    lines += [adapters, "", parts, "", beside]
     if reads:
         lines.append(f"reads {in_gb(reads)} of the model's files per micro-batch")
     return Group(*lines)

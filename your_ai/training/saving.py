@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from your_ai.config import TrainConfig, is_due
+from your_ai.config import AUTO, TrainConfig, is_due
 from your_ai.errors import UserError
 from your_ai.gates.text import counted
 from your_ai.nets import model
@@ -95,10 +95,11 @@ def use_result(
 
 
 def keep_settings(folder: RunFolder, config: TrainConfig, steps: int, log: events.EventLog) -> None:
-    """Write the settings of a resumed run; notify if the end of the schedule moves."""
+    """Write what was chosen or changed; notify if the end of the schedule of a run moves."""
     before = folder.read_config()
     folder.change_config(config)
-    moved = (before.max_steps, before.epochs) != (config.max_steps, config.epochs)
+    began = before.epochs != AUTO  # else nothing was recorded yet
+    moved = began and (before.max_steps, before.epochs) != (config.max_steps, config.epochs)
     if config.lr_schedule != "constant" and moved:
         text = f"the learning rate now falls to 0 at step {steps}, because the run's length changed"
         log.write(events.Notice(text=text))

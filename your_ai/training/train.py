@@ -23,6 +23,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from your_ai.config import TrainConfig, build, is_due
+from your_ai.config.defaults import recorded
 from your_ai.data.batches import Batch
 from your_ai.engine import prefix
 from your_ai.engine.protocol import Engine
@@ -87,7 +88,9 @@ def run(
     began = time.perf_counter()
     clean(folder.path)
     clean(folder.checkpoints)
+    config = recorded(config, folder.read_config())
     prepared = prepare(config, log, folder.path, level)
+    config = prepared.config
     begin_guard()
     prepared = calibrated(prepared, log, level, watch, saved_step(folder))
     state = restore(folder, prepared, log)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from your_ai.config import AUTO, TrainConfig, defaults
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "epochs"),
+    [(1, 4, 10), (150, 4, 10), (640, 4, 4), (1_999, 4, 2), (2_000, 4, 1), (5_000, 8, 1),
+     (50_000, 16, 1), (10**9, 16, 1)],
+)  # fmt: skip
+def test_batch_and_epochs_follow_from_the_number_of_rows(rows, batch, epochs):
+    found = defaults.sized(TrainConfig(), rows)
+    assert (found.batch_size, found.epochs) == (batch, epochs)
+
+
+def test_a_limit_in_steps_is_the_only_limit():
+    assert defaults.sized(TrainConfig(max_steps=7), 100).epochs is None
+    assert defaults.sized(TrainConfig(max_steps=7, epochs=2), 100).epochs == 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "every"), [(1, 0, 10), (20, 2, 10), (160, 10, 16), (90_000, 10, 100)]
+)
+def test_warmup_and_validations_follow_from_the_number_of_steps(steps, warmup, every):
+    found = defaults.timed(TrainConfig(), steps)
+    assert (found.warmup_steps, found.eval_every) == (warmup, every)
+
+
+@given(rows=st.integers(0, 10**7), steps=st.integers(1, 10**7), blocks=st.integers(1, 200))
+def test_given_settings_never_change_and_automatic_ones_are_all_chosen(rows, steps, blocks):
+    given = {"batch_size": 3, "epochs": 2, "warmup_steps": 5, "eval_every": 7, "lora_rank": 5}
+    for config in (TrainConfig(), TrainConfig(lora_layers=1, **given)):
+        sized = defaults.timed(defaults.sized(config, rows), steps)
+        for found in defaults.adapters(sized, blocks):
+            for name in defaults.CHOSEN:
+                value, asked = getattr(found, name), getattr(config, name)
+                assert value != AUTO
+                assert asked in (AUTO, value)
+
+
+def test_adapters_shrink_in_rank_first_and_in_blocks_last():
+    found = list(defaults.adapters(TrainConfig(lora_alpha=32), 7))
+    sizes = [(each.lora_rank, each.lora_layers) for each in found]
+    assert sizes == [(16, "all"), (8, "all"), (4, "all"), (4, 3), (4, 1)]
+    assert {each.lora_alpha / each.lora_rank for each in found} == {2.0}
+
+
+def test_what_was_recorded_is_not_chosen_again():
+    before = defaults.with_adapters(TrainConfig(batch_size=8, epochs=3), 4, 2, 6)
+    found = defaults.recorded(TrainConfig(epochs=9), before)
+    assert (found.batch_size, found.epochs) == (8, 9)
+    assert (found.lora_rank, found.lora_alpha, found.lora_layers) == (4, 8.0, 2)
+
+
+def test_the_words_say_what_was_chosen_and_why():
+    asked = TrainConfig()
+    sized = defaults.timed(defaults.sized(asked, 640), 640)
+    usual = defaults.with_adapters(sized, 16, 6, 6)
+    line = (
+        "chosen for 640 training rows: 4 rows per step, 4 epochs (640 steps), 10 steps to warm up"
+    )
+    assert defaults.words(asked, usual, 640, 640, 6, "9 GB") == [line]
+    small = defaults.with_adapters(sized, 4, 3, 6)
+    assert defaults.words(asked, small, 640, 640, 6, "9 GB") == [
+        line,
+        "chosen for a limit of 9 GB: rank 4 in the last 3 of 6 blocks, because no plan fits with "
+        "rank 16 in all 6 blocks",
+    ]
+    assert defaults.words(usual, usual, 640, 640, 6, "9 GB") == []
