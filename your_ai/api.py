@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from your_ai.config import TrainConfig, build, resolve, resumed
 from your_ai.errors import RunError, UserError, explain
-from your_ai.gates.console import open_console
+from your_ai.gates.console import echo_error, open_console
 from your_ai.run import events
 from your_ai.run import folder as folders
 from your_ai.run.folder import RunFolder
@@ -41,6 +41,8 @@ class PlannedRun:
     """The least memory limit under which this plan is chosen."""
     components: dict[str, int]
     """The estimated peak of the process, in bytes by component."""
+    notes: tuple[str, ...] = ()
+    """What each key of a file of mlx-lm became, and what differs."""
 
 
 @dataclass(frozen=True)
@@ -203,13 +205,15 @@ def load_run(name: str | Path) -> Run:
 def train(config: TrainConfig | str | None = None, *, show: bool = True, **settings: Any) -> Run:
     """Train LoRA adapters, and return the run when it has ended.
 
-    config: a TrainConfig, or the name of a preset or YAML file; settings: those of `TrainConfig`
-    by name, which win over it. Without a model and data the embedded demo is trained. show:
-    the dashboard, or its lines where there is no terminal. An interrupt, such as Ctrl-C or
-    stopping a notebook's cell, finishes the step and saves: `Run.resume` continues. Raises
-    UserError for bad input, before anything is written, and RunError where training fails.
+    config: a TrainConfig, or the name of a preset or YAML file (also one of mlx-lm); settings:
+    those of `TrainConfig` by name, which win over it. Without a model and data the embedded demo
+    is trained. show: the dashboard, or its lines where there is no terminal. An interrupt, such as
+    Ctrl-C or stopping a notebook's cell, finishes the step and saves: `Run.resume` continues.
+    Raises UserError for bad input, before anything is written, and RunError where training fails.
     """
-    resolved = _settings(config, settings)
+    resolved, notes = _settings(config, settings)
+    for text in notes if show else ():
+        echo_error(f"note: {text}")
     from your_ai.data.sources import checked_settings
     from your_ai.hub.find import find_model
 
@@ -226,7 +230,7 @@ def plan(
     Arguments as for `train`. seq_len: the length of every row, in tokens, instead of looking at
     the data. Raises UserError where nothing fits into the limit, with the least that would.
     """
-    resolved = _settings(config, settings, needs_data=False)
+    resolved, notes = _settings(config, settings, needs_data=False)
     from your_ai.hub.find import find_model
     from your_ai.memory.plan import words
     from your_ai.training.prepare import planned_budget
@@ -239,6 +243,7 @@ def plan(
         limit_bytes=budget.limit.limit_bytes,
         needed_bytes=option.needed_bytes,
         components=dict(option.estimate.components),
+        notes=tuple(notes),
     )
 
 
@@ -312,14 +317,16 @@ def _trained(path: Path, checkpoint: str | None, model: str | None) -> Trained:
 
 def _settings(
     config: TrainConfig | str | None, settings: dict[str, Any], needs_data: bool = True
-) -> TrainConfig:
+) -> tuple[TrainConfig, list[str]]:
+    """The settings of a new run, and notes for the user about the file they are from."""
     unknown = [name for name in settings if name not in TrainConfig.__dataclass_fields__]
     if unknown:
         build(settings, "settings")  # names the nearest
     settings = {n: str(v) if isinstance(v, Path) else v for n, v in settings.items()}
     if isinstance(config, TrainConfig):
-        return resolve(asdict(config) | settings, None, needs_data)
-    return resolve(settings, config, needs_data)
+        return resolve(asdict(config) | settings, None, needs_data), []
+    notes: list[str] = []
+    return resolve(settings, config, needs_data, notes.append), notes
 
 
 def _train(folder: RunFolder, settings: TrainConfig, *, new: bool, show: bool) -> Run:

@@ -1,14 +1,12 @@
 """The settings of a run.
 
-`settings.py` declares them with defaults and checks; `reading.py` reads them from YAML, presets
-and flags.
+`settings.py` declares them with defaults and checks; `values.py` converts values to their types;
+`reading.py` reads them from YAML, presets and flags; `mlxlm.py` translates files of mlx-lm.
 """
 
 from your_ai.config.reading import (
     build,
-    coerce,
     default_text,
-    describe,
     find_preset,
     resolve,
     resumed,
@@ -31,6 +29,7 @@ from your_ai.config.settings import (
     last_step,
     nearest,
 )
+from your_ai.config.values import coerce, describe
 
 __all__ = [
     "ADDED",

@@ -217,9 +217,17 @@ RESUMABLE = (
 
 # Settings that old runs do not have, with the values that they trained with.
 ADDED: dict[str, Any] = {
-    **{"valid": FOLDER, "columns": (), "keep_best": False, "patience": 0},
-    **{"lr_end": 0.0, "lr_decay_steps": None, "lr_decay_rate": 0.1, "warmup_init": None},
-    **{"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8},
+    "valid": FOLDER,
+    "columns": (),
+    "keep_best": False,
+    "patience": 0,
+    "lr_end": 0.0,
+    "lr_decay_steps": None,
+    "lr_decay_rate": 0.1,
+    "warmup_init": None,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
     "adam_bias_correction": True,
 }
 
