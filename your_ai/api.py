@@ -326,7 +326,7 @@ def _settings(
     if isinstance(config, TrainConfig):
         return resolve(asdict(config) | settings, None, needs_data), []
     notes: list[str] = []
-    return resolve(settings, config, needs_data, notes.append), notes
+    return resolve(settings, config, needs_data, on_note=notes.append), notes
 
 
 def _train(folder: RunFolder, settings: TrainConfig, *, new: bool, show: bool) -> Run:

@@ -33,6 +33,7 @@ from your_ai.data.rows import read_rows
 from your_ai.data.sources import find_splits
 from your_ai.errors import UserError
 from your_ai.nets.model import adapter_arrays, add_adapters
+from your_ai.session import attach
 from your_ai.training import optimizer
 
 EXAMPLE = """
@@ -464,12 +465,17 @@ def test_any_file_is_translated_or_refused(values):
 
 
 def test_plan_and_train_print_the_notes(capsys, tiny_model, monkeypatch):
+    monkeypatch.setattr(attach, "train_and_show", lambda *_, **__: 0)
     Path("c.yaml").write_text(f"model: {tiny_model}\ndata: chats\niters: 9\nnum_layers: 2\n")
     assert call("plan", "--config", "c.yaml", "--json") == 0
     out, err = capsys.readouterr()
     assert json.loads(out)
     assert err.startswith("note: c.yaml is a file of mlx-lm; model: --model ")
     assert api.plan("c.yaml").notes[0] == err.splitlines()[0].removeprefix("note: ")
+    assert call("train", "--config", "c.yaml", "--run", "a") == 0
+    assert capsys.readouterr().err == err
+    api.train("c.yaml", run="b", show=False)
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -515,4 +521,7 @@ def test_rows_of_a_dataset_are_used_to_validate():
     config = TrainConfig(data="pairs", valid="hf:someone/pairs#train[-2:]", columns=columns)
     rows = list(read_rows(find_splits(config).files["valid"]))
     assert [row.content.completion for row in rows] == ["Say 11", "Say 12"]
+    name = "hf:someone/more#validation[:1]"
+    files = find_splits(TrainConfig(data=name, columns=columns), to_train=False).files
+    assert [row.content.completion for row in read_rows(files["valid"])] == ["Say 30"]
     assert SplitRows("train").bounds(0) == (0, 0)

@@ -187,7 +187,7 @@ def source_of(name: str, label: str, to_train: bool) -> Source:
         path = packaged("models", "demo", "data")
     else:
         if is_dataset(name) and (rows := parse_name(name).rows) is not None:
-            return part_of_dataset(name, rows, "train", label)
+            return part_of_dataset(name, rows, "train" if to_train else rows.split, label)
         path = find_dataset(name) if is_dataset(name) else find_path(name, label)
     if path.is_file():
         return Source({"train": (path,)}, path.parent)
