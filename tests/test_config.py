@@ -73,6 +73,18 @@ def read_text(text: str) -> dict:
         ({"max_seq_length": "1"}, "--max-seq-length 1: must be at least 2"),
         ({"keep": "0"}, "--keep 0: must be at least 1"),
         ({"max_grad_norm": "nan"}, "--max-grad-norm nan"),
+        ({"lr_end": "-1", "lr_schedule": "linear"}, "--lr-end -1.0: must be at least 0"),
+        ({"lr_end": "1e-7"}, "--lr-end: --lr-schedule constant does not use it; choose linear or"),
+        ({"lr_decay_steps": "9"}, "--lr-decay-steps: --lr-schedule constant does not use it"),
+        ({"lr_decay_steps": "0", "lr_schedule": "linear"}, "--lr-decay-steps 0: must be from 1"),
+        ({"lr_decay_rate": "2"}, "--lr-decay-rate 2.0: must be above 0 and at most 1"),
+        (
+            {"warmup_init": "1e-7", "warmup_steps": "0"},
+            "--warmup-init: there is no warm-up; give --warmup-steps",
+        ),
+        ({"adam_beta1": "1"}, "--adam-beta1 1.0: must be at least 0 and under 1"),
+        ({"adam_epsilon": "0"}, "--adam-epsilon 0.0: must be above 0"),
+        ({"adam_beta2": "0.9", "optimizer": "sgd"}, "--adam-beta2: --optimizer sgd does not use"),
     ],
 )
 def test_invalid_values_are_named(flags, message):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from your_ai.config import TrainConfig, build, defaults, resolve, resumed
 from your_ai.errors import RunError, UserError, explain
-from your_ai.gates.console import open_console
+from your_ai.gates.console import echo_error, open_console
 from your_ai.run import events
 from your_ai.run import folder as folders
 from your_ai.run.folder import RunFolder
@@ -45,6 +45,8 @@ class PlannedRun:
     """The rank of the adapters, smaller than asked for only where it is automatic."""
     blocks: int
     """How many of the last blocks have adapters."""
+    notes: tuple[str, ...] = ()
+    """What each key of a file of mlx-lm became, and what differs."""
 
 
 @dataclass(frozen=True)
@@ -207,13 +209,15 @@ def load_run(name: str | Path) -> Run:
 def train(config: TrainConfig | str | None = None, *, show: bool = True, **settings: Any) -> Run:
     """Train LoRA adapters, and return the run when it has ended.
 
-    config: a TrainConfig, or the name of a preset or YAML file; settings: those of `TrainConfig`
-    by name, which win over it. Without a model and data the embedded demo is trained. show:
-    the dashboard, or its lines where there is no terminal. An interrupt, such as Ctrl-C or
-    stopping a notebook's cell, finishes the step and saves: `Run.resume` continues. Raises
-    UserError for bad input, before anything is written, and RunError where training fails.
+    config: a TrainConfig, or the name of a preset or YAML file (also one of mlx-lm); settings:
+    those of `TrainConfig` by name, which win over it. Without a model and data the embedded demo
+    is trained. show: the dashboard, or its lines where there is no terminal. An interrupt, such as
+    Ctrl-C or stopping a notebook's cell, finishes the step and saves: `Run.resume` continues.
+    Raises UserError for bad input, before anything is written, and RunError where training fails.
     """
-    resolved = _settings(config, settings)
+    resolved, notes = _settings(config, settings)
+    for text in notes if show else ():
+        echo_error(f"note: {text}")
     from your_ai.data.sources import checked_settings
     from your_ai.hub.find import find_model
 
@@ -230,7 +234,7 @@ def plan(
     Arguments as for `train`. seq_len: the length of every row, in tokens, instead of looking at
     the data. Raises UserError where nothing fits into the limit, with the least that would.
     """
-    resolved = _settings(config, settings, needs_data=False)
+    resolved, notes = _settings(config, settings, needs_data=False)
     from your_ai.hub.find import find_model
     from your_ai.memory.plan import words
     from your_ai.training.prepare import planned_budget
@@ -245,6 +249,7 @@ def plan(
         components=dict(option.estimate.components),
         rank=budget.demand.training.rank,
         blocks=budget.demand.training.blocks,
+        notes=tuple(notes),
     )
 
 
@@ -282,7 +287,7 @@ def evaluate(
     trained = _trained(_run(run).path, checkpoint, model)
     path = rows.choose_file(None if data is None else str(data), trained.config)
     request = Request(
-        batch_size=batch_size or defaults.sized(trained.config, 0).batch_size,
+        batch_size=batch_size or defaults.batch_size(trained.config, rows=0),
         max_memory_gb=max_memory,
         metric=None if metric is None else load_metric(metric),
         max_tokens=max_tokens,
@@ -318,14 +323,16 @@ def _trained(path: Path, checkpoint: str | None, model: str | None) -> Trained:
 
 def _settings(
     config: TrainConfig | str | None, settings: dict[str, Any], needs_data: bool = True
-) -> TrainConfig:
+) -> tuple[TrainConfig, list[str]]:
+    """The settings of a new run, and notes for the user about the file they are from."""
     unknown = [name for name in settings if name not in TrainConfig.__dataclass_fields__]
     if unknown:
         build(settings, "settings")  # names the nearest
     settings = {n: str(v) if isinstance(v, Path) else v for n, v in settings.items()}
     if isinstance(config, TrainConfig):
-        return resolve(asdict(config) | settings, None, needs_data)
-    return resolve(settings, config, needs_data)
+        return resolve(asdict(config) | settings, None, needs_data), []
+    notes: list[str] = []
+    return resolve(settings, config, needs_data, on_note=notes.append), notes
 
 
 def _train(folder: RunFolder, settings: TrainConfig, *, new: bool, show: bool) -> Run:

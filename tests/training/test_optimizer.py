@@ -6,8 +6,11 @@ import math
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as mlx_optimizers
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx.utils import tree_map
 
 from your_ai.config import TrainConfig
@@ -45,6 +48,22 @@ def test_adamw_matches_the_formulas_of_the_paper():
         x = x - 0.1 * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.999**step)) + 1e-8)
         update(gradients(step), 0.5, 0.1)
     assert np.array(network.a) == pytest.approx(x, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_settings_of_adam_reach_mlx(name):
+    values = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 0.1}
+    config = TrainConfig(optimizer=name, adam_bias_correction=False, **values)
+    network, reference = Two(), Two()
+    built = optimizer.build_optimizer(config, network.trainable_parameters())
+    update = optimizer.make_update(network, built)
+    kind = {"adam": mlx_optimizers.Adam, "adamw": mlx_optimizers.AdamW}[name]
+    more = {"weight_decay": 0.0} if name == "adamw" else {}
+    theirs = kind(0.1, betas=[0.8, 0.9], eps=0.1, **more)
+    for step in range(3):
+        update(gradients(step), 1.0, 0.1)
+        theirs.update(reference, gradients(step))
+    assert mx.allclose(network.a, reference.a, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -127,6 +146,53 @@ def test_warmup_rises_to_the_peak_and_is_never_0():
     assert warm[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert warm[9] == pytest.approx(1 - 5 / 6)
     assert min(rates(warmup_steps=50)) > 0
+
+
+def test_a_decay_ends_at_its_rate_and_stays_there():
+    assert rates(lr_schedule="linear", lr_end=0.5)[5] == pytest.approx(0.75)
+    assert rates(lr_schedule="linear", lr_end=0.5, lr_decay_steps=4)[3:6] == [0.625, 0.5, 0.5]
+    assert rates(lr_schedule="cosine", lr_end=0.5, lr_decay_steps=4)[4:] == [0.5] * 6
+    assert rates(lr_schedule="cosine", lr_end=0.5, lr_decay_steps=4)[2] == pytest.approx(0.75)
+
+
+def test_exponential_and_step_multiply_the_rate():
+    smooth = rates(lr_schedule="exponential", lr_decay_rate=0.25, lr_decay_steps=4)
+    assert smooth == pytest.approx([0.25 ** (i / 4) for i in range(10)])
+    steps = rates(lr_schedule="step", lr_decay_rate=0.5, lr_decay_steps=4)
+    assert steps == [1.0] * 4 + [0.5] * 4 + [0.25] * 2
+    assert rates(lr_schedule="step", warmup_steps=2)[2:] == [1.0] * 8
+
+
+def test_warmup_init_is_the_rate_of_the_first_step():
+    warm = rates(warmup_steps=5, warmup_init=0.2, lr_schedule="linear")
+    assert warm[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert rates(warmup_steps=1, warmup_init=0.2)[:2] == [0.2, 1.0]
+
+
+def learning_rate_before(config: TrainConfig, step: int, steps: int) -> float:
+    """The formulas of the runs before there were --lr-end, --lr-decay-steps and --warmup-init."""
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    progress = (step - warmup) / max(1, steps - warmup)
+    if config.lr_schedule == "linear":
+        return peak * (1 - progress)
+    if config.lr_schedule == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * progress))
+    return peak
+
+
+@given(
+    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    peak=st.floats(1e-9, 10),
+    warmup=st.integers(0, 50),
+    steps=st.integers(1, 60),
+)
+def test_learning_rates_of_older_runs_are_the_same_to_the_bit(schedule, peak, warmup, steps):
+    config = TrainConfig(lr_schedule=schedule, learning_rate=peak, warmup_steps=warmup)
+    for step in range(steps):
+        before = learning_rate_before(config, step, steps)
+        assert optimizer.learning_rate(config, step, steps) == before
 
 
 def test_overflow_in_float16_halves_the_loss_scale_without_giving_up():

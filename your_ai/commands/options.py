@@ -46,7 +46,7 @@ def with_settings(*first: inspect.Parameter) -> inspect.Signature:
         "config",
         "--config",
         str | None,
-        "YAML file, or the name of a preset; command-line options override it.",
+        "YAML file, also one of mlx-lm, or the name of a preset; command-line options override it.",
         metavar="FILE",
     )
     parameters = [config, *first]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from your_ai.commands.progress import rows_read
 from your_ai.config import DEMO, TrainConfig, resolve, resumed
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DEMO_NOTE = """\
 The embedded demo: a small model learns to turn orders into JSON records.
@@ -41,14 +44,14 @@ def train(
         folders.check_resumable(folder)
         settings = resumed(folder.read_config(), flags)
         if done := already_finished(folder, settings):
-            echo_error(f"note: {done}")
+            echo_note(done)
             raise typer.Exit()
-        fetch_datasets(settings.data, console, bool(yes))
+        fetch_data(settings, console, bool(yes))
         settings = check(settings, detach)
         find_or_fetch(settings.model, console, bool(yes))
     else:
-        settings = resolve(flags, config)
-        fetch_datasets(settings.data, console, bool(yes))
+        settings = resolve(flags, config, on_note=echo_note)
+        fetch_data(settings, console, bool(yes))
         settings = check(settings, detach)
         find_or_fetch(settings.model, console, bool(yes))
         folder = folders.create(settings)
@@ -60,6 +63,19 @@ def train(
     raise typer.Exit(
         attach.train_and_show(folder, settings, console, new=new, detach=detach, as_json=as_json)
     )
+
+
+def echo_note(text: str) -> None:
+    echo_error(f"note: {text}")
+
+
+def fetch_data(settings: TrainConfig, console: Console, yes: bool) -> None:
+    """Download the datasets in --data and --valid that are missing, after asking the user."""
+    from your_ai.data.sources import is_dataset
+
+    fetch_datasets(settings.data, console, yes)
+    if is_dataset(settings.valid):
+        fetch_datasets(settings.valid, console, yes)
 
 
 def check(settings: TrainConfig, detach: bool) -> TrainConfig:
@@ -80,7 +96,7 @@ def check(settings: TrainConfig, detach: bool) -> TrainConfig:
         from your_ai.publish.push import check_account
 
         if note := check_account(settings.push_to):
-            echo_error(f"note: {note}")
+            echo_note(note)
     from your_ai.data.sources import checked_settings
     from your_ai.hub.find import is_local
 
@@ -112,7 +128,7 @@ def plan(
     """Show the plan and the memory of a run, by component, without loading the model."""
     flags = {name: value for name, value in flags.items() if value is not None}
     named = {"model": shape} if shape is not None else {}  # without a model: the demo's preset
-    settings = resolve(flags | named, config, needs_data=False)
+    settings = resolve(flags | named, config, needs_data=False, on_note=echo_note)
     from your_ai.hub.find import find_model
     from your_ai.training import preview
     from your_ai.training.prepare import planned_budget

@@ -1,15 +1,14 @@
 """The settings of a run.
 
-`settings.py` declares them with defaults and checks; `reading.py` reads them from YAML, presets
-and flags; `defaults.py` chooses those that are automatic.
+`settings.py` declares them with defaults and checks; `values.py` converts values to their types;
+`reading.py` reads them from YAML, presets and flags; `mlxlm.py` translates files of mlx-lm;
+`defaults.py` chooses those that are automatic.
 """
 
 from your_ai.config import defaults
 from your_ai.config.reading import (
     build,
-    coerce,
     default_text,
-    describe,
     find_preset,
     resolve,
     resumed,
@@ -32,6 +31,7 @@ from your_ai.config.settings import (
     last_step,
     nearest,
 )
+from your_ai.config.values import coerce, describe
 
 __all__ = [
     "ADDED",

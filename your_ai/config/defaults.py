@@ -26,13 +26,18 @@ def sized(config: TrainConfig, rows: int) -> TrainConfig:
 
     rows: rows of the training data, after splitting and without those left out.
     """
-    batch, epochs = config.batch_size, config.epochs
-    if batch == AUTO:
-        batch = next(size for least, size in BATCHES if rows >= least)
+    epochs = config.epochs
     if epochs == AUTO:
         passes = min(MOST_EPOCHS, -(-ROWS_TRAINED // max(1, rows)))
         epochs = passes if config.max_steps is None else None
-    return dataclasses.replace(config, batch_size=batch, epochs=epochs)
+    return dataclasses.replace(config, batch_size=batch_size(config, rows), epochs=epochs)
+
+
+def batch_size(config: TrainConfig, rows: int) -> int:
+    """Rows of a micro-batch, for so many training rows."""
+    if config.batch_size != AUTO:
+        return config.batch_size
+    return next(size for least, size in BATCHES if rows >= least)
 
 
 def timed(config: TrainConfig, steps: int) -> TrainConfig:

@@ -97,15 +97,36 @@ class TrainConfig:
         "adamw", "Optimizer, from mlx.optimizers."
     )
     learning_rate: float = setting(2e-4, "Peak learning rate.")
-    lr_schedule: Literal["constant", "linear", "cosine"] = setting(
-        "constant", "Learning rate after the warm-up: constant, or decaying to 0 at the last step."
+    lr_schedule: Literal["constant", "linear", "cosine", "exponential", "step"] = setting(
+        "constant",
+        "Learning rate after the warm-up: constant, decaying to --lr-end (linear, cosine), or "
+        "multiplied by --lr-decay-rate (exponential; step: all at once).",
+    )
+    lr_end: float = setting(0.0, "Learning rate at the end of a linear or cosine decay.")
+    lr_decay_steps: int | None = setting(
+        None,
+        "Steps of a linear or cosine decay, or between two multiplications by --lr-decay-rate; "
+        "default: those from the warm-up to the last step.",
+    )
+    lr_decay_rate: float = setting(
+        0.1, "Factor on the learning rate for every --lr-decay-steps of exponential or step."
     )
     warmup_steps: int | Literal["auto"] = setting(
         AUTO,
-        "Steps over which the learning rate rises linearly from 0; auto: a tenth of the run, at "
-        "most 10.",
+        "Steps over which the learning rate rises linearly; auto: a tenth of the run, at most 10.",
+    )
+    warmup_init: float | None = setting(
+        None,
+        "Learning rate of the first warm-up step, the last one having the peak; default: it rises "
+        "from 0 just before the first step to the peak just after the last.",
     )
     weight_decay: float = setting(0.0, "Weight decay.")
+    adam_beta1: float = setting(0.9, "Decay of the mean of the gradients, for adam and adamw.")
+    adam_beta2: float = setting(0.999, "Decay of the mean of their squares, for adam and adamw.")
+    adam_epsilon: float = setting(1e-8, "Added to the denominator, for adam and adamw.")
+    adam_bias_correction: bool = setting(
+        True, "Correct the bias of both means in the first steps, for adam and adamw."
+    )
     max_grad_norm: float = setting(1.0, "Clip the gradient to this global norm; 0 = no clipping.")
 
     max_memory: float | None = setting(
@@ -216,7 +237,20 @@ RESUMABLE = (
 )
 
 # Settings that old runs do not have, with the values that they trained with.
-ADDED: dict[str, Any] = {"valid": FOLDER, "columns": (), "keep_best": False, "patience": 0}
+ADDED: dict[str, Any] = {
+    "valid": FOLDER,
+    "columns": (),
+    "keep_best": False,
+    "patience": 0,
+    "lr_end": 0.0,
+    "lr_decay_steps": None,
+    "lr_decay_rate": 0.1,
+    "warmup_init": None,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "adam_bias_correction": True,
+}
 
 
 def flag(name: str) -> str:
@@ -282,8 +316,52 @@ def check(config: TrainConfig) -> None:
         raise UserError("--lora-targets: all-linear includes every other name; give it alone")
     if config.optimizer == "adam" and config.weight_decay:
         raise UserError("--weight-decay: --optimizer adam does not support it; use adamw")
+    check_adam(config)
+    check_schedule(config)
     if config.spill and config.plan == "fused":
         raise UserError("--spill: --plan fused has no block inputs to offload; use --plan staged")
+
+
+def check_adam(config: TrainConfig) -> None:
+    for name in ("adam_beta1", "adam_beta2"):
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            raise UserError(f"{flag(name)} {value}: must be at least 0 and under 1")
+    if not 0 < config.adam_epsilon <= 1:
+        raise UserError(f"--adam-epsilon {config.adam_epsilon}: must be above 0 and at most 1")
+    for name in ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_bias_correction"):
+        if config.optimizer not in ("adam", "adamw") and not has_default(config, name):
+            raise UserError(f"{flag(name)}: --optimizer {config.optimizer} does not use it")
+
+
+def check_schedule(config: TrainConfig) -> None:
+    """Raise UserError for a learning rate out of range, or that the schedule does not use."""
+    for name in ("lr_end", "warmup_init"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value <= LARGEST:
+            raise UserError(f"{flag(name)} {value}: must be at least 0, up to {LARGEST:,}")
+    if not 0 < config.lr_decay_rate <= 1:
+        raise UserError(f"--lr-decay-rate {config.lr_decay_rate}: must be above 0 and at most 1")
+    if config.lr_decay_steps is not None and not 1 <= config.lr_decay_steps <= LARGEST:
+        number = quoted(config.lr_decay_steps)
+        raise UserError(f"--lr-decay-steps {number}: must be from 1 to {LARGEST:,}")
+    users = {
+        "lr_end": ("linear", "cosine"),
+        "lr_decay_steps": ("linear", "cosine", "exponential", "step"),
+        "lr_decay_rate": ("exponential", "step"),
+    }
+    for name, schedules in users.items():
+        if config.lr_schedule not in schedules and not has_default(config, name):
+            raise UserError(
+                f"{flag(name)}: --lr-schedule {config.lr_schedule} does not use it; choose "
+                f"{' or '.join(schedules)}"
+            )
+    if config.warmup_init is not None and not config.warmup_steps:
+        raise UserError("--warmup-init: there is no warm-up; give --warmup-steps")
+
+
+def has_default(config: TrainConfig, name: str) -> bool:
+    return getattr(config, name) == FIELDS[name].default
 
 
 def check_texts(name: str, texts: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, as `hf:OWNER/NAME[:CONFIG][@REVISION]`.
+"""Datasets of the Hugging Face hub, as `hf:OWNER/NAME[:CONFIG][@REVISION][#SPLIT[FROM:TO]]`.
 
 Their files are downloaded like those of models: continued after interruptions, checked by their
 hashes, and in place only when complete. In the folder they are named by their split, so the folder
@@ -26,10 +26,16 @@ from your_ai.hub.registry import size_text
 from your_ai.hub.remote import MOST_FILE_BYTES, Listing, RemoteFile
 
 PREFIX = "hf:"
-FORM = f"{PREFIX}OWNER/NAME[:CONFIG][@REVISION]"
+FORM = f"{PREFIX}OWNER/NAME[:CONFIG][@REVISION][#SPLIT[FROM:TO]]"
 NAME = re.compile(
     rf"{PREFIX}(?P<repo>{PART}/{PART})(?::(?P<config>[\w.+-]{{1,100}}))?"
-    r"(?:@(?P<revision>[\w./-]{1,100}))?"
+    r"(?:@(?P<revision>[\w./-]{1,100}))?(?:#(?P<rows>.*))?"
+)
+PLACE = r"-?[0-9]{1,12}"
+ROWS = re.compile(
+    rf"(?P<split>\w{{1,100}})"
+    rf"(?:\[(?P<first>{PLACE})?:(?P<past>{PLACE})?\]"
+    rf"|\[(?:(?P<first_percent>{PLACE})%)?:(?:(?P<past_percent>{PLACE})%)?\])?"
 )
 # The names of a split's files, up to a dash, underscore or dot: train-00000-of-00002.parquet.
 SPLIT_NAMES = {
@@ -47,6 +53,30 @@ class MissingDataset(UserError):
 
 
 @dataclass(frozen=True)
+class SplitRows:
+    """Rows of a split: `train[:80%]`, `train[-100:]`, `train`."""
+
+    split: str
+    """train, valid or test."""
+    first: int | None = None
+    past: int | None = None
+    """The first row and the one after the last; negative: from the end; None: all."""
+    percent: bool = False
+    """Whether both are in percent of the rows, rounded to the nearest row."""
+
+    def bounds(self, count: int) -> tuple[int, int]:
+        """The first row and the one after the last, of `count` rows."""
+
+        def place(value: int | None, otherwise: int) -> int:
+            if value is None:
+                return otherwise
+            row = round(value * count / 100) if self.percent else value
+            return min(max(count + row, 0) if row < 0 else row, count)
+
+        return place(self.first, 0), place(self.past, count)
+
+
+@dataclass(frozen=True)
 class DatasetName:
     """What `hf:...` names."""
 
@@ -54,6 +84,8 @@ class DatasetName:
     repo: str
     config: str | None
     revision: str | None
+    rows: SplitRows | None = None
+    """Only these rows; None: every split."""
 
     @property
     def folder(self) -> Path:
@@ -68,7 +100,22 @@ def parse_name(given: str) -> DatasetName:
     found = NAME.fullmatch(given)
     if found is None or ".." in given:
         raise UserError(f"--data {shortened(given)}: expected {FORM}")
-    return DatasetName(given, found["repo"], found["config"], found["revision"])
+    rows = None if found["rows"] is None else parse_rows(given, found["rows"])
+    return DatasetName(given, found["repo"], found["config"], found["revision"], rows)
+
+
+def parse_rows(given: str, text: str) -> SplitRows:
+    """Parse `train[:80%]`. Raises UserError if it is not of this form."""
+    found = ROWS.fullmatch(text)
+    if found is None:
+        raise UserError(f"--data {shortened(given)}: expected {FORM}, like #train[:80%]")
+    split = next((s for s, names in SPLIT_NAMES.items() if found["split"] in names), None)
+    if split is None:
+        raise UserError(f"--data {shortened(given)}: the split is none of train, validation, test")
+    places = found["first"], found["past"]
+    percents = found["first_percent"], found["past_percent"]
+    first, past = (None if p is None else int(p) for p in (percents if any(percents) else places))
+    return SplitRows(split, first, past, any(percents))
 
 
 def find_dataset(given: str) -> Path:

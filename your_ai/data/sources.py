@@ -16,8 +16,9 @@ import os
 import sys
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,7 +27,7 @@ import numpy as np
 from your_ai.config import DEMO, FOLDER, NONE, TrainConfig
 from your_ai.data.columns import Layout, layout_of
 from your_ai.data.examples import delete_unused, unwritable
-from your_ai.data.hub_datasets import PREFIX, find_dataset, split_named
+from your_ai.data.hub_datasets import PREFIX, SplitRows, find_dataset, parse_name, split_named
 from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
 from your_ai.data.rows import ORIGIN, RowLimit, parse_row, read_first_row, read_rows
 from your_ai.errors import UserError
@@ -55,6 +56,8 @@ class Source:
     """What their names are relative to, so that rows do not depend on where it is."""
     share: float = 1.0
     """How often each training row is used in an epoch."""
+    rows: SplitRows | None = None
+    """Only these rows of the files, if not None."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ def find_splits(
     if config.valid not in ("", FOLDER):
         sources = [replace(s, splits=without(s.splits, "valid")) for s in sources]
     if config.valid not in ("", FOLDER, NONE):
-        sources.append(validation_source(config.valid))
+        sources += validation_sources(config.valid)
     holds_out = to_train and config.valid == "" and not any("valid" in s.splits for s in sources)
     limit = RowLimit(config.max_row_bytes)
     if (plain := plain_files(sources, config, limit)) is not None and not holds_out:
@@ -114,7 +117,9 @@ def plain_files(
     sources: list[Source], config: TrainConfig, limit: RowLimit
 ) -> dict[str, Path] | None:
     """The file of each split if all are used as they are; None if they are to be converted."""
-    if len(sources) > 1 or config.columns or config.prompt_template or sources[0].share != 1:
+    if len(sources) > 1 or config.columns or config.prompt_template:
+        return None
+    if sources[0].share != 1 or sources[0].rows is not None:
         return None
     for files in sources[0].splits.values():
         is_plain = len(files) == 1 and form_of(files[0]) == "jsonl" and not is_compressed(files[0])
@@ -181,8 +186,9 @@ def source_of(name: str, label: str, to_train: bool) -> Source:
     if name == DEMO:
         path = packaged("models", "demo", "data")
     else:
-        is_remote = name.startswith(PREFIX) and not exists(name)
-        path = find_dataset(name) if is_remote else find_path(name, label)
+        if is_dataset(name) and (rows := parse_name(name).rows) is not None:
+            return part_of_dataset(name, rows, "train" if to_train else rows.split, label)
+        path = find_dataset(name) if is_dataset(name) else find_path(name, label)
     if path.is_file():
         return Source({"train": (path,)}, path.parent)
     files = data_files(path)
@@ -202,9 +208,34 @@ def source_of(name: str, label: str, to_train: bool) -> Source:
     )
 
 
-def validation_source(name: str) -> Source:
-    """The files of --valid: a file, or all data files in a folder."""
+def is_dataset(name: str) -> bool:
+    """Whether a part of --data or --valid names a dataset of the hub."""
+    return name.startswith(PREFIX) and not exists(name)
+
+
+def part_of_dataset(name: str, rows: SplitRows, split: str, label: str) -> Source:
+    """Rows of a dataset of the hub, to be used as `split`."""
+    folder = find_dataset(name)
+    files = tuple(f for f in data_files(folder) if split_named(f.name) == rows.split)
+    if not files:
+        raise UserError(f"{label}: the dataset has no {rows.split} split")
+    return Source({split: files}, folder, rows=rows)
+
+
+def validation_sources(name: str) -> list[Source]:
+    """The files of --valid: a file, all data files in a folder, or rows of datasets of the hub."""
     label = f"--valid {shortened(name)}"
+    if is_dataset(name):
+        parts = [(part.strip(), parse_name(part.strip()).rows) for part in name.split(",")]
+        return [
+            part_of_dataset(part, rows or SplitRows("valid"), "valid", label)
+            for part, rows in parts
+        ]
+    return [validation_source(name, label)]
+
+
+def validation_source(name: str, label: str) -> Source:
+    """A file, or all data files in a folder."""
     path = find_path(name, label)
     if path.is_file():
         return Source({"valid": (path,)}, path.parent)
@@ -327,7 +358,8 @@ def key_of(sources: list[Source], config: TrainConfig, holds_out: bool) -> str:
             split: [(form_of(path), path.name, checksum(path)) for path in paths]
             for split, paths in source.splits.items()
         }
-        content.append([source.share, files])
+        rows = [] if source.rows is None else [astuple(source.rows)]
+        content.append([source.share, files, *rows])
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
@@ -366,13 +398,12 @@ def convert(
     """Write the rows of all splits below `folder`; return notes for the user."""
     hashes, shares = array("Q"), array("d")
     for split in SPLITS:
-        paths = [(path, source) for source in sources for path in source.splits.get(split, ())]
-        if not paths:
+        used = [source for source in sources if source.splits.get(split)]
+        if not used:
             continue
         with (folder / f"{split}.jsonl").open("wb") as file:
-            for path, source in paths:
-                name = os.path.relpath(path, source.folder)
-                for line, hashed in rows_in(path, name, layout, limit, progress):
+            for source in used:
+                for line, hashed in rows_in(source, split, layout, limit, progress):
                     file.write(line)
                     if split == "train":
                         hashes.append(hashed)
@@ -390,27 +421,50 @@ def convert(
 
 
 def rows_in(
-    path: Path, name: str, layout: Layout, limit: RowLimit, progress: Progress
+    source: Source, split: str, layout: Layout, limit: RowLimit, progress: Progress
 ) -> Iterator[tuple[bytes, int]]:
-    """Yield each row of a file as a JSON line with its place, and the hash of its content.
+    """Yield each row of a split as a JSON line with its place, and the hash of its content.
 
-    name: the file's in the place of a row.
     Raises UserError for a row that is in no known format.
     """
-    for count, (where, record) in enumerate(read_records(path, limit)):
-        progress(path.name, count)
+    for path, where, record in records_in(source, split, limit, progress):
         row = layout.row_of(record, where)
         parsed = parse_row(row, where)
         digest = hashlib.blake2b(
             json.dumps(asdict(parsed.content), sort_keys=True).encode(), digest_size=HASH_BYTES
         )
-        row[ORIGIN] = name + where.removeprefix(str(path))
+        row[ORIGIN] = os.path.relpath(path, source.folder) + where.removeprefix(str(path))
         text = json.dumps(row, ensure_ascii=False, default=str)
         try:
             line = text.encode()
         except UnicodeEncodeError:  # half of a character; the encoder says so
             line = json.dumps(row, default=str).encode()
         yield line + b"\n", int.from_bytes(digest.digest(), "little")
+
+
+def records_in(
+    source: Source, split: str, limit: RowLimit, progress: Progress
+) -> Iterator[tuple[Path, str, dict[str, Any]]]:
+    """Yield (file, place, record) of a split; only those that the source wants.
+
+    Raises UserError if it wants none of them.
+    """
+
+    def every() -> Iterator[tuple[Path, str, dict[str, Any]]]:
+        for path in source.splits[split]:
+            for count, (where, record) in enumerate(read_records(path, limit)):
+                progress(path.name, count)
+                yield path, where, record
+
+    if source.rows is None:
+        yield from every()
+        return
+    count = sum(1 for _ in every())
+    first, past = source.rows.bounds(count)
+    if first >= past:
+        has = f"{source.folder.name}: the {source.rows.split} split has {counted(count, 'row')}"
+        raise UserError(f"{has}, none of them in the part that was named")
+    yield from islice(every(), first, past)
 
 
 def held_out_count(rows: int) -> int:

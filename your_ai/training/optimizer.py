@@ -31,13 +31,17 @@ Update = Callable[[Any, float, float], None]  # (gradients, factor, learning rat
 def build_optimizer(config: TrainConfig, parameters: dict) -> optim.Optimizer:
     """The configured optimizer, with its state initialized for `parameters`.
 
-    AdamW and Adam use bias correction, as in the papers and other libraries. The learning rate
-    is set before each update.
+    The learning rate is set before each update.
     """
     rate, decay = config.learning_rate, config.weight_decay
+    adam: dict[str, Any] = {
+        "betas": [config.adam_beta1, config.adam_beta2],
+        "eps": config.adam_epsilon,
+        "bias_correction": config.adam_bias_correction,
+    }
     makers: dict[str, Callable[[], optim.Optimizer]] = {
-        "adamw": lambda: optim.AdamW(rate, weight_decay=decay, bias_correction=True),
-        "adam": lambda: optim.Adam(rate, bias_correction=True),
+        "adamw": lambda: optim.AdamW(rate, weight_decay=decay, **adam),
+        "adam": lambda: optim.Adam(rate, **adam),
         "sgd": lambda: optim.SGD(rate, weight_decay=decay),
         "adafactor": lambda: optim.Adafactor(
             rate, weight_decay=decay, scale_parameter=False, relative_step=False
@@ -54,16 +58,26 @@ def build_optimizer(config: TrainConfig, parameters: dict) -> optim.Optimizer:
 def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
     """The learning rate of step `step` (from 0) of `steps`: linear warm-up, then the schedule.
 
-    The linear and cosine schedules reach 0 just after the last step.
+    Without --lr-decay-steps, the linear and cosine schedules reach --lr-end just after the last
+    step. With --warmup-init, the first and the last step of the warm-up have that rate and the
+    peak; without it, 0 and the peak would be one step outside of it.
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
-    if step < warmup:
+    peak, end = config.learning_rate, config.lr_end
+    warmup, first = config.warmup_steps, config.warmup_init
+    if step < warmup and first is None:
         return peak * (step + 1) / (warmup + 1)
-    progress = (step - warmup) / max(1, steps - warmup)
+    if step < warmup:
+        return first + (peak - first) * step / max(1, warmup - 1)
+    decayed, length = step - warmup, config.lr_decay_steps or max(1, steps - warmup)
+    progress = min(1.0, decayed / length)
     if config.lr_schedule == "linear":
-        return peak * (1 - progress)
+        return end + (peak - end) * (1 - progress)
     if config.lr_schedule == "cosine":
-        return peak * 0.5 * (1 + math.cos(math.pi * progress))
+        return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
+    if config.lr_schedule == "exponential":
+        return peak * config.lr_decay_rate ** (decayed / length)
+    if config.lr_schedule == "step":
+        return peak * config.lr_decay_rate ** (decayed // length)
     return peak
 
 

@@ -100,6 +100,9 @@ def keep_settings(folder: RunFolder, config: TrainConfig, steps: int, log: event
     folder.change_config(config)
     began = before.epochs != AUTO  # else nothing was recorded yet
     moved = began and (before.max_steps, before.epochs) != (config.max_steps, config.epochs)
-    if config.lr_schedule != "constant" and moved:
-        text = f"the learning rate now falls to 0 at step {steps}, because the run's length changed"
+    decays = config.lr_schedule != "constant" and config.warmup_steps < steps
+    if decays and config.lr_decay_steps is None and moved:
+        end = optimizer.learning_rate(config, steps, steps)
+        reason = "because the run's length changed"
+        text = f"the learning rate now falls to {end:g} at step {steps}, {reason}"
         log.write(events.Notice(text=text))
