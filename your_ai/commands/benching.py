@@ -22,8 +22,12 @@ def bench(
     seq_len: Annotated[int, typer.Option(help="Sequence length, in tokens.", min=2)] = 256,
     batch_size: Annotated[int, typer.Option(help="Rows per step.", min=1)] = 1,
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.", min=1)] = 16,
-    lora_layers: Annotated[str, typer.Option(help="Number of last blocks to adapt, or all.")] = "4",
-    lora_targets: Annotated[str, typer.Option(help="Layers to adapt, as for `train`.")] = "q_proj",
+    lora_layers: Annotated[
+        str, typer.Option(help="Number of last blocks to adapt, or all.")
+    ] = "all",
+    lora_targets: Annotated[
+        str, typer.Option(help="Layers to adapt, as for `train`.")
+    ] = "all-linear",
     plan: Annotated[
         str, typer.Option(help="Plans of your_ai to measure, separated by commas.")
     ] = "fused",
