@@ -15,7 +15,8 @@ def document() -> str:
         "# Commands",
         "",
         "Made by `python docs/make_cli.py > docs/cli.md`. Every option of `train` is also the key",
-        "of a YAML file, with underscores: `--batch-size 8` is `batch_size: 8`.",
+        "of a YAML file, with underscores: `--batch-size 8` is `batch_size: 8`. Only `--from` has",
+        "another key, `from_adapter`.",
     ]
     for name, command in typer.main.get_command(app).commands.items():
         parts += section(name, command)

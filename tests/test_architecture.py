@@ -52,7 +52,7 @@ WITHOUT_MLX = [
     *("memory.calibration", "memory.calibration_file", "doctor.recommend"),
     *("hub.download", "hub.local", "evaluation.record", "dashboard.live", "trackers.upload"),
     *("publish.after_training", "publish.push"),
-    *("session.supervisor", "session.attach", "session.run_list"),
+    *("session.supervisor", "session.attach", "session.run_list", "session.new_run"),
 ]
 OWN_NAMES = ("self", "cls", "os", "twin")  # twin: a copy of self under construction
 HEAVY = ["mlx", "mlx_lm", "transformers", "numpy", "yaml", "huggingface_hub"]

@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from your_ai.config import TrainConfig, build, defaults, resolve, resumed
+from your_ai.config import ADAPTER_SETTINGS, FIELDS, TrainConfig, build, defaults, resumed
 from your_ai.errors import RunError, UserError, explain
 from your_ai.gates.console import echo_error, open_console
 from your_ai.run import events
 from your_ai.run import folder as folders
 from your_ai.run.folder import RunFolder
+from your_ai.session import new_run
 
 if TYPE_CHECKING:
     from your_ai.dashboard.history import RunHistory
@@ -223,7 +224,7 @@ def train(config: TrainConfig | str | None = None, *, show: bool = True, **setti
 
     resolved = checked_settings(resolved, every_row=False)
     find_model(resolved.model)
-    return _train(folders.create(resolved), resolved, new=True, show=show)
+    return _train(new_run.create(resolved), resolved, new=True, show=show)
 
 
 def plan(
@@ -330,9 +331,13 @@ def _settings(
         build(settings, "settings")  # names the nearest
     settings = {n: str(v) if isinstance(v, Path) else v for n, v in settings.items()}
     if isinstance(config, TrainConfig):
-        return resolve(asdict(config) | settings, None, needs_data), []
+        whole = asdict(config)
+        if settings.get("from_adapter", config.from_adapter):  # a default is not a choice
+            free = ("model", *ADAPTER_SETTINGS)
+            whole = {n: v for n, v in whole.items() if n not in free or v != FIELDS[n].default}
+        return new_run.resolve(whole | settings, None, needs_data), []
     notes: list[str] = []
-    return resolve(settings, config, needs_data, on_note=notes.append), notes
+    return new_run.resolve(settings, config, needs_data, notes.append), notes
 
 
 def _train(folder: RunFolder, settings: TrainConfig, *, new: bool, show: bool) -> Run:

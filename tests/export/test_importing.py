@@ -128,7 +128,7 @@ def test_the_run_gets_the_settings_of_the_adapter(source, tiny_model):
     said = (config.model, config.data, config.run, config.lora_rank, config.lora_alpha)
     assert said == (str(tiny_model), "", "back", 4, 10.0)
     assert (config.lora_layers, config.lora_targets) == (2, ("self_attn.q_proj",))
-    record = json.loads(folder.imported.read_text())
+    record = json.loads(folder.origin("imported").read_text())
     assert record["from"] == "tuned"
     assert sorted(record["files"]) == ["adapter_config.json", "adapter_model.safetensors"]
 

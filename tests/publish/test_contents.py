@@ -137,11 +137,11 @@ def test_the_base_is_named_by_its_repository(trained):
 
 
 def test_an_imported_run_has_no_settings_of_its_own(finished, trained):
-    finished.imported.write_text("{}")
+    finished.origin("imported").write_text("{}")
     try:
         sent = of_run(trained, REPO)
     finally:
-        finished.imported.unlink()
+        finished.origin("imported").unlink()
     assert "config.yaml" not in sent.files
     assert not any(text in sent.files[CARD] for text in (b"## Settings", b"Trained with"))
 

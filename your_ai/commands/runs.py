@@ -93,7 +93,10 @@ def rm(
 @app.command()
 def prune(
     states: Annotated[
-        str, typer.Option(help="Only runs with this status: died, stopped, finished or imported.")
+        str,
+        typer.Option(
+            help="Only runs with this status: died, stopped, finished, imported or merged."
+        ),
     ] = "died,stopped",
     older_than: Annotated[
         float, typer.Option(help="Only runs unchanged for this many days.", min=0.0)

@@ -9,9 +9,10 @@ import typer
 from your_ai.commands.models import fetch_datasets, find_or_fetch
 from your_ai.commands.options import option, with_settings
 from your_ai.commands.progress import rows_read
-from your_ai.config import DEMO, TrainConfig, resolve, resumed
+from your_ai.config import DEMO, TrainConfig, resumed
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
+from your_ai.session import new_run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,11 +51,11 @@ def train(
         settings = check(settings, detach)
         find_or_fetch(settings.model, console, bool(yes))
     else:
-        settings = resolve(flags, config, on_note=echo_note)
+        settings = new_run.resolve(flags, config, on_note=echo_note)
         fetch_data(settings, console, bool(yes))
         settings = check(settings, detach)
         find_or_fetch(settings.model, console, bool(yes))
-        folder = folders.create(settings)
+        folder = new_run.create(settings)
         if settings.model == settings.data == DEMO and settings.exact_match and not as_json:
             console.print(DEMO_NOTE, markup=False)
     new = resume is None
@@ -128,7 +129,7 @@ def plan(
     """Show the plan and the memory of a run, by component, without loading the model."""
     flags = {name: value for name, value in flags.items() if value is not None}
     named = {"model": shape} if shape is not None else {}  # without a model: the demo's preset
-    settings = resolve(flags | named, config, needs_data=False, on_note=echo_note)
+    settings = new_run.resolve(flags | named, config, needs_data=False, on_note=echo_note)
     from your_ai.hub.find import find_model
     from your_ai.training import preview
     from your_ai.training.prepare import planned_budget

@@ -15,7 +15,9 @@ from your_ai.config.reading import (
     to_yaml,
 )
 from your_ai.config.settings import (
+    ADAPTER_SETTINGS,
     ADDED,
+    ALL_LINEAR,
     AUTO,
     BOUNDS,
     DEMO,
@@ -34,7 +36,9 @@ from your_ai.config.settings import (
 from your_ai.config.values import coerce, describe
 
 __all__ = [
+    "ADAPTER_SETTINGS",
     "ADDED",
+    "ALL_LINEAR",
     "AUTO",
     "BOUNDS",
     "DEMO",

@@ -66,7 +66,6 @@ DATASET_KEYS = (
 )
 TRAIN_ROWS, VALID_ROWS = "train[:80%]", "train[-10%:]"  # of hf_dataset, by mlx-lm's default
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-ADAPTERS = "adapters.safetensors"
 
 # Options of mlx-lm's optimizers that we do not have, with the value that we use.
 FIXED_OPTIONS: dict[str, dict[str, Any]] = {
@@ -557,14 +556,9 @@ def columns_of(file: MlxlmFile, given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def adapter(file: MlxlmFile) -> dict[str, Any]:
-    """The folder of the adapter to begin with."""
-    if not file.has("resume_adapter_file"):
-        return {}
-    path = Path(file.text("resume_adapter_file"))
-    if path.name != ADAPTERS:
-        text = f"{quoted(str(path))}: give a file {ADAPTERS} with its adapter_config.json beside it"
-        raise file.error("resume_adapter_file", text)
-    return {"from_adapter": str(path.parent)}
+    """The file of the adapter to begin with; adapter_config.json beside it describes it."""
+    given = file.has("resume_adapter_file")
+    return {"from_adapter": file.text("resume_adapter_file")} if given else {}
 
 
 def report_to(file: MlxlmFile) -> dict[str, Any]:

@@ -6,13 +6,16 @@ This module does not import mlx.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from your_ai.config.mlxlm import is_mlxlm, translated
 from your_ai.config.settings import (
+    ADAPTER_SETTINGS,
+    ALL_LINEAR,
     AUTO,
     DEMO,
     FIELDS,
@@ -60,8 +63,7 @@ def default_text(name: str) -> str:
     value = FIELDS[name].default
     if value in (None, "", ()):
         return ""
-    text = ",".join(value) if isinstance(value, tuple) else str(value)
-    return f" [default: {'on' if value is True else 'off' if value is False else text}]"
+    return f" [default: {as_text(value)}]"
 
 
 def resolve(
@@ -69,16 +71,19 @@ def resolve(
     preset: str | None,
     needs_data: bool = True,
     on_note: Callable[[str], object] = lambda text: None,
+    settings_of_adapter: Callable[[str, str | None], Mapping[str, Any]] | None = None,
 ) -> TrainConfig:
     """Return the settings of a new run: defaults, then the preset, then the flags.
+
+    settings_of_adapter: takes the values of --from and --model (None if not given), and returns the
+        settings that the run takes over from the adapter.
 
     Uses the demo's preset if no preset and no data are given, and no model or the demo's model.
     preset: a name, or a file with our keys or with those of mlx-lm; on_note is then called with
     what each became and what differs.
+    Raises UserError if the preset or a flag contradicts the adapter at --from.
     """
     settings: dict[str, Any] = {}
-    if preset is None and flags.get("model", DEMO) == DEMO and "data" not in flags:
-        preset = DEMO
     if preset is not None:
         path = find_preset(preset)
         settings = read_yaml(path)
@@ -89,10 +94,66 @@ def resolve(
                 on_note(text)
         build(settings, str(path))  # so that an error about a key names the file
     settings = settings | {name: coerce(name, value, flag(name)) for name, value in flags.items()}
+    source = build(settings, "settings").from_adapter
+    if source and settings_of_adapter is None:
+        raise UserError(f"{flag('from_adapter')} {source}: only works with train and plan")
+    if source and settings_of_adapter is not None:
+        taken = settings_of_adapter(source, settings.get("model"))
+        check_agreement(source, build(settings, "settings"), settings.keys(), taken)
+        free = {name for name in ADAPTER_SETTINGS if settings.get(name) in (None, AUTO)}
+        given = {name: value for name, value in settings.items() if name not in free}
+        settings = {**taken, **given, "from_adapter": taken["from_adapter"]}
+    if preset is None and settings.get("model", DEMO) == DEMO and "data" not in settings:
+        settings = read_yaml(find_preset(DEMO)) | settings
     config = build(settings, "settings")
     if needs_data and not config.data:
         raise UserError("--data is missing: give a folder with train.jsonl, or one .jsonl file")
     return config
+
+
+def check_agreement(
+    source: str, config: TrainConfig, given: Iterable[str], taken: Mapping[str, Any]
+) -> None:
+    """Raise UserError if a setting that the user gave contradicts the adapter at `source`.
+
+    given: the names of these settings; their values are in `config`.
+    taken: the adapter's settings. `auto` agrees with each of them. `all` and `all-linear` are compared later, with the model.
+    """
+    for name in ADAPTER_SETTINGS:
+        if name not in given:
+            continue
+        ours, theirs = getattr(config, name), taken[name]
+        if name == "lora_targets":
+            agrees = ours == (ALL_LINEAR,) or same_targets(ours, theirs)
+        elif name == "lora_layers":
+            agrees = ours in (None, AUTO, "all", theirs)
+        elif name == "lora_alpha":
+            agrees = math.isclose(ours, theirs)
+        else:
+            agrees = ours in (AUTO, theirs)
+        if not agrees:
+            raise UserError(
+                f"{flag(name)} {as_text(ours)}: the adapter of {flag('from_adapter')} "
+                f"{shortened(source)} has {as_text(theirs)}; leave the setting out"
+            )
+
+
+def same_targets(targets: Iterable[str], names: Iterable[str]) -> bool:
+    """Whether --lora-targets selects each of the layer names, and nothing else."""
+    targets, names = set(targets), set(names)
+
+    def selects(target: str, name: str) -> bool:
+        return name == target or name.endswith("." + target)
+
+    used = all(any(selects(target, name) for name in names) for target in targets)
+    return used and all(any(selects(target, name) for target in targets) for name in names)
+
+
+def as_text(value: Any) -> str:
+    """The value of a setting as the user would write it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return shortened(",".join(value) if isinstance(value, tuple) else str(value)) or "none"
 
 
 def to_yaml(config: TrainConfig) -> str:
@@ -121,8 +182,8 @@ def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
         if name not in RESUMABLE:
             allowed = ", ".join(flag(n) for n in RESUMABLE)
             raise UserError(
-                f"{flag(name)} {value}: the run started with {getattr(saved, name)}, which "
-                f"cannot change on --resume (these may change: {allowed})"
+                f"{flag(name)} {value}: the run started with {as_text(getattr(saved, name))}, "
+                f"which cannot change on --resume (these may change: {allowed})"
             )
         changes[name] = value
     return dataclasses.replace(saved, **changes)

@@ -1,7 +1,8 @@
 """The settings of a run: declared, given defaults and checked in this one place.
 
 Each setting is a field of `TrainConfig`. Its name is the YAML key, its name with dashes is the
-command-line flag, and its help text serves both. This module does not import mlx.
+command-line flag (except those in FLAGS), and its help text serves both. This module does not
+import mlx.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from your_ai.errors import UserError
 from your_ai.gates.text import counted, quoted, shortened
 
 DEMO = "demo"
+ALL_LINEAR = "all-linear"  # of --lora-targets
 AUTO = "auto"  # chosen when the run starts, by config/defaults.py, and recorded in its settings
 OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs
 NONE, FOLDER = "none", "folder"  # values of --valid: no validation, or only what --data has
@@ -51,6 +53,11 @@ class TrainConfig:
         "", "File with a Jinja template that makes the prompt from the columns of a row."
     )
     run: str = setting("", "Name of the run; default: made of model, data and time.")
+    from_adapter: str = setting(
+        "",
+        "Start from this adapter: a run, or a folder of your_ai, mlx-lm or PEFT. Its rank, alpha, "
+        "blocks, layers and base model become the run's.",
+    )
 
     max_steps: int | None = setting(None, "Stop after this many steps (optimizer updates).")
     epochs: int | Literal["auto"] | None = setting(
@@ -250,11 +257,17 @@ ADDED: dict[str, Any] = {
     "adam_beta2": 0.999,
     "adam_epsilon": 1e-8,
     "adam_bias_correction": True,
+    "from_adapter": "",
 }
+
+# Settings that decide which adapter layers a model has.
+ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_layers", "lora_targets", "use_dora")
+
+FLAGS = {"from_adapter": "--from"}  # `from` cannot be the name of a field
 
 
 def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
@@ -312,7 +325,7 @@ def check(config: TrainConfig) -> None:
         raise UserError(f"--lora-layers {number}: must be at least 1, or all for every block")
     if not config.lora_targets:
         raise UserError("--lora-targets: is empty; try q_proj or all-linear")
-    if "all-linear" in config.lora_targets and len(config.lora_targets) > 1:
+    if ALL_LINEAR in config.lora_targets and len(config.lora_targets) > 1:
         raise UserError("--lora-targets: all-linear includes every other name; give it alone")
     if config.optimizer == "adam" and config.weight_decay:
         raise UserError("--weight-decay: --optimizer adam does not support it; use adamw")

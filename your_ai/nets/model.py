@@ -22,7 +22,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, load_tokenizer
 from transformers import dynamic_module_utils
 
-from your_ai.config import TrainConfig, defaults, nearest
+from your_ai.config import ALL_LINEAR, TrainConfig, defaults, nearest
 from your_ai.data.batches import MULTIPLE
 from your_ai.errors import UserError, is_memory_error, suppress_model_errors
 from your_ai.gates.text import counted, shortened, shown
@@ -32,7 +32,6 @@ from your_ai.hub.check import check_model, check_tokenizer_files
 from your_ai.nets.dora import put_dora
 from your_ai.rng import derive_seed
 
-ALL_LINEAR = "all-linear"
 TOKENIZER_CLASS = re.compile(r"(?!Auto|Rag)\w*(?:Tokenizer|TokenizerFast|Backend)")
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 POSITIONS = ("wpe", "position_embeddings", "embed_positions")

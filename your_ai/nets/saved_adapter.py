@@ -109,11 +109,14 @@ def open_trained(run: str, chosen: str | None = None, base: str | None = None) -
     return Trained(folder, config, adapter, found, note)
 
 
-def choose_adapter(folder: RunFolder, chosen: str | None = None) -> tuple[Path, str]:
+def choose_adapter(
+    folder: RunFolder, chosen: str | None = None, by_folder: bool = False
+) -> tuple[Path, str]:
     """The folder of the run's finished adapter, and a note if a newer checkpoint exists.
 
     chosen: `step-000120`, `120`, `best` for the lowest validation loss, or `latest` for the newest
         complete checkpoint.
+    by_folder: the user chooses a checkpoint by its folder, not with --checkpoint.
 
     Raises UserError, which lists the checkpoints, if there is no complete adapter.
     """
@@ -122,7 +125,9 @@ def choose_adapter(folder: RunFolder, chosen: str | None = None) -> tuple[Path, 
         return choose_checkpoint(folder, there, chosen), ""
     finished = checkpoint.adapter_step(folder.adapter)
     if finished is None:
-        raise UserError(f"{folder.path}: {reason_for_none(folder)}; {offer(folder, there)}")
+        raise UserError(
+            f"{folder.path}: {reason_for_none(folder)}; {offer(folder, there, by_folder)}"
+        )
     is_best = (
         checkpoint.best_step(folder.checkpoints) == finished and folder.read_config().keep_best
     )
@@ -166,12 +171,15 @@ def reason_for_none(folder: RunFolder) -> str:
     return f"its adapter is damaged ({fault or 'its step is missing'})"
 
 
-def offer(folder: RunFolder, there: list[Path]) -> str:
-    """What the user can do about a run without an adapter."""
+def offer(folder: RunFolder, there: list[Path], by_folder: bool) -> str:
+    """What the user can do about a run without an adapter; see `choose_adapter`."""
     finish = f"finish it: your_ai train --resume {folder.reference}"
     if not there:
         return f"it has no checkpoint either; {finish}"
-    return f"{listed(there)}; choose one with --checkpoint {there[0].name}, or {finish}"
+    how = (
+        f"give one as {there[0]}" if by_folder else f"choose one with --checkpoint {there[0].name}"
+    )
+    return f"{listed(there)}; {how}, or {finish}"
 
 
 def listed(there: list[Path]) -> str:
@@ -180,12 +188,14 @@ def listed(there: list[Path]) -> str:
     return f"checkpoints: {', '.join(names[:LISTED]) or 'none'}{more}"
 
 
-def read_adapter(folder: Path) -> Adapter:
+def read_adapter(folder: Path, file: Path | None = None) -> Adapter:
     """Read an adapter folder in mlx-lm's layout, from your_ai or another tool.
+
+    file: the file with its arrays; default: adapters.safetensors.
 
     Raises UserError if a file is missing or damaged, or is not a LoRA or DoRA adapter.
     """
-    path, file = folder / checkpoint.ADAPTER_CONFIG, folder / checkpoint.ADAPTERS
+    path, file = folder / checkpoint.ADAPTER_CONFIG, file or folder / checkpoint.ADAPTERS
     try:
         config = parse_json(read_bytes(path, JSON_BYTES))
         entries = read_header(file) if file.exists() else []

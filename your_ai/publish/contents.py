@@ -84,7 +84,7 @@ def of_run(trained: Trained, repo: str) -> Contents:
     records = up_to(records, step)
     figures = figures_of(records)
     pictures = curves_of(records) if figures.steps else {}
-    config = trained.config if not trained.folder.imported.exists() else None
+    config = None if trained.folder.untrained else trained.config
     found, note = measured(trained.folder, step)
     subject = Subject(
         repo=repo,
@@ -116,7 +116,13 @@ def settings_of(config: TrainConfig, base: Base) -> str:
     """The settings as `--config` reads them, without those of this machine or its user."""
     data = DEMO if config.data == DEMO else ""
     free = dataclasses.replace(
-        config, model=base.repo or base.name, data=data, run="", report_to=(), push_to=""
+        config,
+        model=base.repo or base.name,
+        data=data,
+        run="",
+        from_adapter="",
+        report_to=(),
+        push_to="",
     )
     return to_yaml(free)
 

@@ -12,9 +12,11 @@ import shlex
 import shutil
 import tempfile
 import time
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from your_ai.config import (
     ADDED,
@@ -37,6 +39,7 @@ LOCK = "lock"  # locked by the training process
 SUPERVISOR_LOCK = "supervisor.lock"  # locked by the supervisor
 CONFIG_BYTES = 1 << 20
 PID_BYTES = 32  # maximum size of a lock file
+Untrained = Literal["imported", "merged"]
 LOCK_WAIT_S = 5.0  # a killed process takes a moment to release its lock
 
 
@@ -70,9 +73,19 @@ class RunFolder:
         return self.path / "adapter"
 
     @property
-    def imported(self) -> Path:
-        """Where the adapter came from. This file exists only in imported runs."""
-        return self.path / "imported.json"
+    def start(self) -> Path:
+        """The adapter that the run starts from. This folder exists only with --from."""
+        return self.path / "start"
+
+    def origin(self, kind: Untrained) -> Path:
+        """The file that says where the adapter of an imported or merged run came from."""
+        return self.path / f"{kind}.json"
+
+    @property
+    def untrained(self) -> Untrained | None:
+        """How a run got its adapter that was not trained here; None for other runs."""
+        kinds = typing.get_args(Untrained)
+        return next((kind for kind in kinds if os.path.isfile(self.origin(kind))), None)
 
     def read_config(self) -> TrainConfig:
         """The settings of the run. Raises UserError if the file is damaged."""
@@ -198,9 +211,12 @@ def absolute_part(part: str) -> str:
 
 
 def check_resumable(folder: RunFolder) -> None:
-    """Raise UserError for an imported run."""
-    if folder.imported.exists():
-        raise UserError(f"{folder.path}: was imported and cannot be resumed; start a new run")
+    """Raise UserError for an imported or merged run."""
+    if folder.untrained is not None:
+        raise UserError(
+            f"{folder.path}: was {folder.untrained} and cannot be resumed; start a new run with "
+            f"--from {folder.reference}"
+        )
 
 
 def find(run: str) -> RunFolder:

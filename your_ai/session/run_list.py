@@ -29,7 +29,7 @@ from your_ai.run import events
 from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, is_running, locked, owner
 
-ENDED = ("finished", "stopped", "died", "imported")
+ENDED = ("finished", "stopped", "died", "imported", "merged")
 STATES = ("running", "paused", *ENDED)
 SILENCE_S = 60.0  # a working process writes its gauges more often than this
 LAST_BYTES = 1 << 14  # at the end of events.jsonl, to read the last event from
@@ -180,8 +180,8 @@ def last_of(happened: Sequence[Event], *kinds: type) -> Any:
 def state_of(folder: RunFolder, running: bool, state: ViewState, happened: Sequence[Event]) -> str:
     if running:
         return "paused" if state.paused else "running"
-    if os.path.isfile(folder.imported):
-        return "imported"
+    if folder.untrained is not None:
+        return folder.untrained
     # A resume that fails before training begins does not change the state.
     ended = last_of(happened, events.Started, events.Finished)
     if not isinstance(ended, events.Finished):

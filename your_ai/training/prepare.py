@@ -44,7 +44,8 @@ from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.modelfiles.shards import largest_shard, process_bytes_of
 from your_ai.nets import model
 from your_ai.nets.saved_adapter import base_files
-from your_ai.run import events
+from your_ai.run import checkpoint, events
+from your_ai.run.folder import RunFolder
 from your_ai.training import optimizer
 
 PROGRESS_EVERY_S = 5.0
@@ -147,6 +148,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     for text in defaults.words(asked, config, rows, steps, blocks, limit):
         log.write(events.Notice(text=text))
     adapters = model.add_adapters(network, config)
+    start = begin_from(RunFolder(folder), network) if config.from_adapter else {}
     adapters = replace(adapters, config={**adapters.config, "base_files": base_files(files)})
     announce(budget, past, config, log)
     graphs = graphs_within(budget)
@@ -192,8 +194,22 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
             "model": files,
             "data": {path.name: sha256(path) for name, path in splits if name != "test"},
             "settings": config.fixed_on_resume(),
+            **start,
         },
     )
+
+
+def begin_from(folder: RunFolder, network: nn.Module) -> dict[str, dict[str, str]]:
+    """Set the adapters to those that the run starts from; return the checksums of their files.
+
+    A resumed run then continues with the adapters of its checkpoint. Raises UserError if a file
+    is damaged or missing.
+    """
+    names = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG)
+    if (fault := checkpoint.fault(folder.start, names)) is not None:
+        raise UserError(f"{fault}; restore it, or start a new run")
+    model.set_adapters(network, checkpoint.load_adapters(folder.start))
+    return {"first adapter": {name: sha256(folder.start / name) for name in names}}
 
 
 def opened_for(config: TrainConfig, base: Path, log: events.EventLog) -> Opened:

@@ -25,6 +25,8 @@ def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> Trai
     for problem in faults:
         log.write(events.Notice(text=f"{problem}; using the checkpoint before it"))
     if path is None:
+        if source := prepared.config.from_adapter:
+            log.write(events.Notice(text=f"starting from the adapter {source}"))
         return optimizer.first_state(prepared.dtype)
     saved = checkpoint.load(path)
     for kind, now in prepared.depends_on.items():

@@ -1,0 +1,70 @@
+"""Training from an adapter: under every plan, it continues what the adapter's run did."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import mlx.core as mx
+import pytest
+
+from tests.conftest import events_of, losses_of, resume, train
+from your_ai.errors import UserError
+from your_ai.nets.saved_adapter import read_adapter
+from your_ai.run import events
+from your_ai.run.stopping import Stop
+from your_ai.session import new_run
+from your_ai.training.train import train_until_done
+
+# Plain gradient descent over all rows in each step: its only state is the adapter.
+WHOLE = {"batch_size": 10, "optimizer": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
+WHOLE |= {"eval_every": 0, "save_every": 0, "valid": "none"}
+
+
+def train_from(source, configure, **settings):
+    config = configure(**WHOLE, run="new", max_steps=2, **settings)
+    flags = dataclasses.asdict(config) | {"from_adapter": str(source)}
+    for name in ("lora_alpha", "lora_layers", "lora_rank", "lora_targets", "use_dora"):
+        flags.pop(name)
+    config = new_run.resolve(flags, None)
+    run = new_run.create(config)
+    train_until_done(run, config, Stop())
+    return run
+
+
+@pytest.mark.parametrize(
+    ("plan", "use_dora"),
+    [("fused", False), ("staged", False), ("streamed", False), ("staged", True)],
+)
+def test_two_steps_from_two_steps_are_four_steps(configure, plan, use_dora):
+    adapted = {"use_dora": use_dora, "lora_targets": ("q_proj", "mlp.up_proj")}
+    whole = train(configure(**WHOLE, run="whole", max_steps=4, **adapted))
+    train(configure(**WHOLE, run="half", max_steps=2, **adapted))
+    run = train_from("half", configure, plan=plan)
+    losses, wanted = losses_of(run), losses_of(whole)
+    assert losses[1] == pytest.approx(wanted[3], rel=1e-5)
+    assert losses[2] == pytest.approx(wanted[4], rel=1e-5)
+    ours, theirs = read_adapter(run.adapter).arrays, read_adapter(whole.adapter).arrays
+    for name, array in theirs.items():
+        assert mx.allclose(ours[name], array, rtol=1e-4, atol=1e-6), name
+
+
+def test_first_checkpoint_is_the_adapter_it_starts_from(configure):
+    train(configure(**WHOLE, run="half", max_steps=1))
+    run = train_from("half", configure, keep=5)
+    first = read_adapter(run.checkpoints / "step-000000").arrays
+    for name, array in read_adapter(run.start).arrays.items():
+        assert mx.array_equal(first[name], array)
+    texts = [event.text for event in events_of(run, events.Notice)]
+    assert "starting from the adapter half" in texts
+
+
+def test_run_resumes_without_its_source_but_not_without_its_copy(configure):
+    half = train(configure(**WHOLE, run="half", max_steps=1))
+    run = train_from("half", configure)
+    shutil.rmtree(half.path)
+    resume(run, max_steps=3)
+    assert sorted(losses_of(run)) == [1, 2, 3]
+    shutil.rmtree(run.start)
+    with pytest.raises(UserError, match=r"start/checksums.json: is missing; restore it, or start"):
+        resume(run, max_steps=4)

@@ -1,0 +1,103 @@
+"""Create runs whose adapter was imported or merged, and not trained here.
+
+Like a trained run, such a run has a config.yaml and an adapter. It also has `imported.json` or
+`merged.json`, which says where the adapter came from. It cannot be resumed, because it has no
+data and no optimizer state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from your_ai.config import TrainConfig
+from your_ai.errors import RunError, UserError
+from your_ai.export.names import name_in_block
+from your_ai.files import sync
+from your_ai.modelfiles.targets import write_error
+from your_ai.nets import model
+from your_ai.nets.saved_adapter import Adapter
+from your_ai.run import checkpoint, events, folder
+from your_ai.run.folder import RunFolder, Untrained
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the adapter of a run came from."""
+
+    kind: Untrained
+    record: dict[str, Any]
+    """What the run's imported.json or merged.json says."""
+    text: str
+    """The same in a few words, for the run's events."""
+
+
+def check_new(name: str, option: str) -> None:
+    """Raise UserError if there cannot be a new run of this name; option: what gave the name."""
+    target = folder.place_of(name)
+    if os.path.lexists(target.path):
+        raise UserError(f"{option} {name}: {target.path} exists; choose another name")
+
+
+def create(name: str, config: TrainConfig, adapter: Adapter, origin: Origin) -> RunFolder:
+    """Create the run's folder, completely or not at all.
+
+    Raises UserError if the name is taken or the folder cannot be written.
+    """
+    target = folder.place_of(name)
+    with creating_with_arrays(name, config) as new:
+        checkpoint.save_adapter(new.adapter, adapter.arrays, adapter.config, step=0)
+        path = new.origin(origin.kind)
+        checkpoint.write_json(path, origin.record)
+        sync(path)
+        log_end(new, target, origin.text)
+    return target
+
+
+@contextlib.contextmanager
+def creating_with_arrays(name: str, config: TrainConfig) -> Iterator[RunFolder]:
+    """Like `folder.creating`, for a block that also saves an adapter."""
+    try:
+        with folder.creating(name, config) as new:
+            yield new
+    except RunError as error:  # its text explains how to resume, which is impossible here
+        cause = error.__cause__ or error
+        number = getattr(cause, "errno", errno.ENOSPC)  # MLX gives no errno if the disk is full
+        reason = OSError(number, getattr(cause, "strerror", None) or model.first_line(cause))
+        raise write_error(folder.place_of(name).path, reason) from error
+
+
+def settings_of(adapter: Adapter, name: str, path: Path) -> TrainConfig:
+    """The settings with which training would have created this adapter.
+
+    path: of the file with the adapter's settings. Raises UserError, naming it, if training
+    refuses such a setting.
+    """
+    parameters, count = adapter.config["lora_parameters"], int(adapter.config["num_layers"])
+    keys = parameters.get("keys") or {name_in_block(layer) for layer in adapter.layers}
+    try:
+        return TrainConfig(
+            model=adapter.config["model"],
+            run=name,
+            lora_rank=adapter.rank,
+            lora_alpha=adapter.scale * adapter.rank,
+            lora_layers=count if count > 0 else "all",
+            lora_targets=tuple(sorted(keys)),
+            lora_dropout=float(parameters.get("dropout", 0.0)),
+            use_dora=adapter.is_dora,
+        )
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def log_end(new: RunFolder, target: RunFolder, text: str) -> None:
+    """Log that the run has finished, so that watching it ends immediately."""
+    end = events.Finished(step=0, reason="done", adapter=str(target.adapter), seconds=0.0)
+    with contextlib.closing(events.EventLog(new.events)) as log:
+        log.write(events.Notice(text=f"{text}; nothing was trained here"))
+        log.write(end)

@@ -1,0 +1,43 @@
+"""Settings and folder of a new run, which may start from an adapter (--from).
+
+Loads MLX only for an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from your_ai.config import TrainConfig
+from your_ai.config import resolve as resolve_settings
+from your_ai.run import folder
+from your_ai.run.folder import RunFolder
+
+
+def resolve(
+    flags: Mapping[str, Any],
+    preset: str | None,
+    needs_data: bool = True,
+    on_note: Callable[[str], object] = lambda text: None,
+) -> TrainConfig:
+    """Like `config.resolve`; takes over the settings of the adapter at --from."""
+    return resolve_settings(flags, preset, needs_data, on_note, settings_of_adapter)
+
+
+def settings_of_adapter(source: str, base: str | None) -> dict[str, Any]:
+    from your_ai.export import starting
+
+    return starting.settings_of(source, base)
+
+
+def create(config: TrainConfig) -> RunFolder:
+    """Create the folder of a new run, with a copy of the adapter that it starts from.
+
+    Raises UserError if the name is taken, the folder cannot be written, or the adapter does not
+    fit the model.
+    """
+    if not config.from_adapter:
+        return folder.create(config)
+    from your_ai.export import starting
+
+    return starting.create(config)
