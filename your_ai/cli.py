@@ -17,6 +17,7 @@ from your_ai.commands import (
     exporting,
     fusing,
     generating,
+    merging,
     models,
     pushing,
     runs,
@@ -61,6 +62,7 @@ app.command()(serving.serve)
 app.command()(fusing.fuse)
 app.command()(exporting.export)
 app.command("import")(exporting.import_adapter)
+app.command()(merging.merge)
 app.command()(pushing.push)
 app.command()(benching.bench)
 app.command()(models.download)

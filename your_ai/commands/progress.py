@@ -1,4 +1,4 @@
-"""How far a command is: bytes written, rows read."""
+"""How far a command is: bytes written, rows read, layers done."""
 
 from __future__ import annotations
 
@@ -37,6 +37,19 @@ def rows_read() -> Callable[[str, int], None]:
         nonlocal printed_at
         if time.monotonic() - printed_at > EVERY_S:
             echo_error(f"reading {name}: {rows:,} rows")
+            printed_at = time.monotonic()
+
+    return report
+
+
+def layers_done(doing: str) -> Callable[[int, int], None]:
+    """A function of (done, total) that prints a line on stderr every few seconds."""
+    printed_at = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at > EVERY_S:
+            echo_error(f"{doing}: {done:,} of {total:,} layers")
             printed_at = time.monotonic()
 
     return report

@@ -126,7 +126,7 @@ def exported_card(
     config = read_json(trained.base / "config.json", "a model folder has one")
     found, copied = config.get("quantization"), trained.config.quantize
     bits = copied or (found.get("bits") if isinstance(found, dict) else None)
-    notes = [note] if note else []
+    notes = [*origin_notes(trained), *([note] if note else [])]
     if bits and kind == "peft":
         notes.append(
             f"It was trained on weights of {bits} bits. PEFT adds it to weights that are not "
@@ -163,6 +163,13 @@ def method_of(trained: Trained) -> Method:
     adapter = trained.adapter
     name = "DoRA" if adapter.is_dora else "LoRA"
     return Method(name, adapter.rank, adapter.scale * adapter.rank)
+
+
+def origin_notes(trained: Trained) -> list[str]:
+    """A sentence about the adapters that the run's adapter was made from, if any."""
+    if trained.folder.untrained == "merged":
+        return ["It was merged from other adapters."]
+    return ["Its training began from another adapter."] if trained.config.from_adapter else []
 
 
 def figures_of(records: Sequence[events.Record]) -> CardFigures:

@@ -35,6 +35,7 @@ from your_ai.publish.card import (
     card,
     figures_of,
     method_of,
+    origin_notes,
     up_to,
 )
 from your_ai.publish.user_section import split
@@ -96,6 +97,7 @@ def of_run(trained: Trained, repo: str) -> Contents:
         figures=figures,
         curves=tuple(pictures),
         evaluation=found,
+        notes=origin_notes(trained),
     )
     check_own(adapter.folder / ADAPTERS, adapter.folder)
     known = {key: adapter.config[key] for key in ADAPTER_KEYS if key in adapter.config}
