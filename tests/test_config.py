@@ -212,3 +212,13 @@ def test_very_large_number_is_refused_with_a_short_message(name, value):
     with pytest.raises(UserError, match=f"^--{name.replace('_', '-')}") as caught:
         resolve({name: value}, None)
     assert len(str(caught.value)) < 600
+
+
+def test_from_is_only_for_what_can_read_adapters():
+    with pytest.raises(UserError, match=r"^--from x: only works with train and plan"):
+        resolve({"from_adapter": "x", "data": "d"}, None)
+
+
+def test_old_runs_did_not_start_from_an_adapter():
+    assert "from_adapter" not in TrainConfig().fixed_on_resume()
+    assert TrainConfig(from_adapter="x").fixed_on_resume()["from_adapter"] == "'x'"

@@ -136,6 +136,23 @@ def test_the_base_is_named_by_its_repository(trained):
     assert (base_of(demo).name, base_of(demo).repo) == (DEMO, None)
 
 
+def test_the_card_says_that_training_began_from_an_adapter_without_its_name(trained):
+    config = dataclasses.replace(trained.config, from_adapter="/home/me/vault")
+    sent = of_run(dataclasses.replace(trained, config=config), REPO)
+    assert b"Its training began from another adapter." in sent.files[CARD]
+    assert b"vault" not in sent.files["config.yaml"]
+
+
+def test_the_card_says_that_an_adapter_was_merged(finished, trained):
+    finished.origin("merged").write_text("{}")
+    try:
+        sent = of_run(trained, REPO)
+    finally:
+        finished.origin("merged").unlink()
+    assert b"It was merged from other adapters." in sent.files[CARD]
+    assert "config.yaml" not in sent.files
+
+
 def test_an_imported_run_has_no_settings_of_its_own(finished, trained):
     finished.origin("imported").write_text("{}")
     try:

@@ -8,7 +8,8 @@ import shutil
 import mlx.core as mx
 import pytest
 
-from tests.conftest import events_of, losses_of, resume, train
+from tests.conftest import call, events_of, losses_of, resume, train
+from tests.export.runs import make_run
 from your_ai.errors import UserError
 from your_ai.nets.saved_adapter import read_adapter
 from your_ai.run import events
@@ -68,3 +69,13 @@ def test_run_resumes_without_its_source_but_not_without_its_copy(configure):
     shutil.rmtree(run.start)
     with pytest.raises(UserError, match=r"start/checksums.json: is missing; restore it, or start"):
         resume(run, max_steps=4)
+
+
+def test_command_line_trains_from_a_run(tiny_model, data_folder, capsys):
+    make_run(tiny_model, "first")
+    given = ("--data", data_folder, "--max-steps", 1, "--no-supervise")
+    assert call("train", "--from", "first", "--run", "second", *given) == 0
+    assert call("train", "--from", "first", "--lora-rank", 9, *given) == 2
+    assert "error: --lora-rank 9: the adapter of --from first has 4" in capsys.readouterr().err
+    assert call("train", "--resume", "second", "--from", "other", "--no-supervise") == 2
+    assert "--from other: the run started with first, which" in capsys.readouterr().err

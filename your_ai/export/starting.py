@@ -7,8 +7,8 @@ and an objective can use them as its frozen reference.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -59,13 +59,9 @@ def settings_of(source: str, base: str | None) -> dict[str, Any]:
 
 def lasting_name(source: str, files: AdapterFiles) -> str:
     """The source so that it means the same in any folder, except for runs in `runs`."""
-    if files.run is None:
-        return adapter_path(source)
-    return files.run.name if files.run.path.parent == RUNS else adapter_path(source)
-
-
-def adapter_path(source: str) -> str:
-    return str(Path(source).expanduser().resolve())
+    if files.run is not None and files.run.path.parent == RUNS:
+        return files.run.name
+    return os.path.realpath(os.path.expanduser(source))
 
 
 def check_trainable(files: AdapterFiles, adapter: Adapter) -> None:
@@ -78,8 +74,10 @@ def check_trainable(files: AdapterFiles, adapter: Adapter) -> None:
                 f"{files.file}: adapts {shown(path)}, which is outside of the model's blocks; "
                 f"{ALIKE}"
             )
-        if parts.keys() != ({"lora_a", "lora_b"} | ({"m"} if adapter.is_dora else set())):
-            raise UserError(f"{files.file}: {shown(path)} has {', '.join(sorted(parts))}")
+        wanted = {"lora_a", "lora_b", *(["m"] if adapter.is_dora else [])}
+        if parts.keys() != wanted:
+            have, need = (", ".join(sorted(names)) for names in (parts, wanted))
+            raise UserError(f"{files.file}: {shown(path)} has {have}, but needs {need}")
         found = rank_of(parts)
         if found != adapter.rank:
             raise UserError(
