@@ -117,7 +117,8 @@ def check_agreement(
     """Raise UserError if a setting that the user gave contradicts the adapter at `source`.
 
     given: the names of these settings; their values are in `config`.
-    taken: the adapter's settings. `auto` agrees with each of them. `all` and `all-linear` are compared later, with the model.
+    taken: the adapter's settings. `auto` agrees with each of them; `all` and `all-linear` are
+        compared later, with the model.
     """
     for name in ADAPTER_SETTINGS:
         if name not in given:
