@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.conftest import DEMO_FOLDER, make_model
+from tests.conftest import DEMO_FOLDER, make_model, write_rows
 from tests.export.runs import make_run, make_trained
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
@@ -279,7 +279,24 @@ def test_defaults_of_a_python_config_do_not_contradict(tiny_model):
     from your_ai.api import _settings
 
     make_run(tiny_model)
-    config = _settings(TrainConfig(data="d", from_adapter="r"), {})
+    config, _ = _settings(TrainConfig(data="d", from_adapter="r"), {})
     assert (config.lora_rank, config.model) == (4, str(tiny_model))
     with pytest.raises(UserError, match="--lora-rank 8"):
         _settings(dataclasses.replace(config, lora_rank=8), {})
+
+
+def test_file_of_mlx_lm_may_name_the_adapter_to_resume(tiny_model):
+    trained = make_trained(tiny_model)
+    mlxlm.write(trained, Path("tuned"))
+    write_rows(Path("chats/train.jsonl"), [{"text": "a"}])
+    file = f"model: {tiny_model}\ndata: chats\nnum_layers: 2\niters: 3\n"
+    file += "resume_adapter_file: tuned/adapters.safetensors\n"
+    parameters = "lora_parameters: {rank: %d, scale: 2.5, dropout: 0.0, keys: [self_attn.q_proj]}"
+    Path("c.yaml").write_text(file + parameters % 4)
+    run = new_run.create(new_run.resolve({"run": "new"}, "c.yaml"))
+    assert same(read_adapter(run.start).arrays, trained.adapter.arrays)
+    Path("c.yaml").write_text(file + parameters % 8)
+    with pytest.raises(
+        UserError, match=r"^--lora-rank 8: the adapter of --from tuned/adapters.saf"
+    ):
+        new_run.resolve({}, "c.yaml")
