@@ -15,7 +15,7 @@ import mlx.nn as nn
 import mlx.optimizers as mlx_optimizers
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mlx_lm import lora
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
@@ -452,6 +452,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(mlxlm.KEYS)), VALUES, min_size=1, max_size=3))
+@example({"batch_size": 10**5000})
 def test_any_file_is_translated_or_refused(values):
     problem = ""
     try:

@@ -17,7 +17,7 @@ from typing import Any
 from your_ai.config.settings import FIELDS, FOLDER, NONE, flag, nearest
 from your_ai.config.values import as_number, coerce
 from your_ai.errors import UserError
-from your_ai.gates.text import counted, quoted, shortened
+from your_ai.gates.text import counted, quoted, shortened, shown
 
 # CONFIG_DEFAULTS of mlx_lm/lora.py; a test compares them.
 DEFAULTS: dict[str, Any] = {
@@ -241,7 +241,7 @@ def as_flags(settings: Mapping[str, Any]) -> str:
 def as_flag(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return flag(name) if value else f"--no-{flag(name)[2:]}"
-    return f"{flag(name)} {','.join(value) if isinstance(value, tuple) else value}"
+    return f"{flag(name)} {','.join(value) if isinstance(value, tuple) else shown(value)}"
 
 
 # Each group of keys -> our settings
