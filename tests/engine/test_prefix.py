@@ -206,6 +206,30 @@ def test_cache_with_a_different_hidden_size_is_emptied(folder):
     assert not any(map(store.has, TEXTS))
 
 
+def test_caches_with_other_keys_share_a_folder(own_folder):
+    def opened(**changes: str) -> DiskStore:
+        key = {**MODEL, **changes}
+        place = prefix.shared_place(own_folder / "shared", key, D, mx.float32)
+        return DiskStore(place, key, D, mx.float32, shared=True)
+
+    for key, texts in (({}, TEXTS), ({"frozen_blocks": "5"}, TEXTS[:1])):
+        store = opened(**key)
+        fill(store, texts)
+        store.close()
+    whole, one = opened(), opened(frozen_blocks="5")
+    assert held(whole, TEXTS) == [True] * len(TEXTS)
+    assert held(one, TEXTS) == [True] + [False] * (len(TEXTS) - 1)
+
+
+def test_shared_cache_is_used_by_one_run_at_a_time(own_folder, monkeypatch):
+    monkeypatch.setattr(prefix, "LOCK_WAIT_S", 0.0)
+    first = DiskStore(own_folder / "c", MODEL, D, mx.float32, shared=True)
+    with pytest.raises(UserError, match="another run is using"):
+        DiskStore(own_folder / "c", MODEL, D, mx.float32, shared=True)
+    first.close()
+    DiskStore(own_folder / "c", MODEL, D, mx.float32, shared=True).close()
+
+
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_cache_without_a_valid_key_is_emptied(folder, content):
     (folder / prefix.KEY).unlink()

@@ -20,9 +20,11 @@ from tests.conftest import (
 from tests.data.test_records import written
 from your_ai.data.encode import Encoder
 from your_ai.data.rows import read_rows
+from your_ai.engine.prefix import DiskStore
 from your_ai.files import sha256
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
+from your_ai.training.prepare import PREFIX
 
 
 def final_files(run: RunFolder) -> dict[str, bytes]:
@@ -58,6 +60,21 @@ def test_resuming_with_a_prefix_cache_is_bit_identical(configure, where):
     assert resume(cut, max_steps=8) == 0
     assert losses_of(cut) == losses_of(whole)
     assert final_files(cut) == final_files(whole)
+
+
+def test_runs_with_a_shared_prefix_cache_compute_the_prefix_once(configure, monkeypatch):
+    settings = {"prefix_cache": "disk", "lora_layers": 1, "max_steps": 6, "eval_every": 3}
+    shared = {**settings, "prefix_cache_folder": "shared"}
+    first = train(configure(run="first", **shared, learning_rate=1e-3))
+    put = []
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskStore, "put", lambda self, tokens, hidden: put.append(tokens))
+        second = train(configure(run="second", **shared))
+    assert put == []
+    alone = train(configure(run="alone", **settings))
+    assert losses_of(second) == pytest.approx(losses_of(alone), rel=1e-6)
+    assert losses_of(first) != pytest.approx(losses_of(alone), rel=1e-6)
+    assert not (second.path / PREFIX).exists()
 
 
 def test_frequent_validation_and_saving_do_not_change_the_result(configure):

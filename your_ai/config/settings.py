@@ -177,6 +177,11 @@ class TrainConfig:
         "Cache the activations below the first adapted block, so that those blocks run only once "
         "for each text: in memory, or on disk in the run's folder.",
     )
+    prefix_cache_folder: str = setting(
+        "",
+        "Folder for --prefix-cache disk that runs share, one at a time; it is kept at the end. "
+        "Default: in the run's folder.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "Data type to compute in; auto is float32 on the CPU and bfloat16 on a GPU."
     )
@@ -241,6 +246,7 @@ RESUMABLE = (
     *("model", "data", "spill", "plan", "max_memory", "force", "reload_interval", "reload_at"),
     *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise", "report_to"),
     *("push_to", "max_row_bytes", "valid", "prompt_template", "keep_best", "patience"),
+    "prefix_cache_folder",
 )
 
 # Settings that old runs do not have, with the values that they trained with.
@@ -258,6 +264,7 @@ ADDED: dict[str, Any] = {
     "adam_epsilon": 1e-8,
     "adam_bias_correction": True,
     "from_adapter": "",
+    "prefix_cache_folder": "",
 }
 
 # Settings that decide which adapter layers a model has.
@@ -331,6 +338,8 @@ def check(config: TrainConfig) -> None:
         raise UserError("--weight-decay: --optimizer adam does not support it; use adamw")
     check_adam(config)
     check_schedule(config)
+    if config.prefix_cache_folder and config.prefix_cache != "disk":
+        raise UserError("--prefix-cache-folder: is only used with --prefix-cache disk")
     if config.spill and config.plan == "fused":
         raise UserError("--spill: --plan fused has no block inputs to offload; use --plan staged")
 

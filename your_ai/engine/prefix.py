@@ -8,7 +8,8 @@ without padding, with the tokens as the key, in memory or in a folder:
     index.bin       one record per text, written after its hidden states
 
 The cache is written without fsync: each text is checked when it is read, and a damaged one is
-computed again. A folder has only one writer, because the run is locked.
+computed again. A folder has only one writer, because the run is locked, or else a folder that
+several runs share.
 
 Shapes: B rows, T tokens per row, n tokens per text, D hidden size.
 """
@@ -16,29 +17,33 @@ Shapes: B rows, T tokens per row, n tokens per text, D hidden size.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import math
 import os
 import shutil
 import struct
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from your_ai.data.batches import MULTIPLE, PADDING, round_up
 from your_ai.errors import RunError, UserError
-from your_ai.files import read_at, write_at
+from your_ai.files import open_to_append, read_at, write_at
 from your_ai.gates.text import counted
 
 FORMAT = "2"  # version of the files and of the computation of hidden states
 KEY, HIDDEN, INDEX = "prefix.json", "hidden.bin", "index.bin"
+LOCK = "lock"  # of a folder that several runs share
+LOCK_WAIT_S = 5.0  # a killed process takes a moment to release its lock
 RECORD = struct.Struct("<16sQII")  # digest, offset, tokens, crc32 of the hidden states
 ROOM_BYTES = 1_000_000_000  # disk space reserved for checkpoints
 INSTEAD = "or train with --prefix-cache off"
@@ -103,11 +108,17 @@ class DiskStore:
     key: everything the hidden states depend on, except the tokens. If the folder has a
     different key or cannot be read, it is emptied, and `emptied` gives the reason.
     `faults` counts texts that were damaged when read.
-    Raises RunError if the folder cannot be written.
+    shared: other runs may use the folder too, but not at the same time.
+    Raises RunError if the folder cannot be written, and UserError if another run is using it.
     """
 
     def __init__(
-        self, folder: Path, key: dict[str, str], hidden_size: int, dtype: mx.Dtype
+        self,
+        folder: Path,
+        key: dict[str, str],
+        hidden_size: int,
+        dtype: mx.Dtype,
+        shared: bool = False,
     ) -> None:
         self.folder, self.hidden_size, self.dtype = folder, hidden_size, dtype
         self.emptied, self.faults, self.keeps = "", 0, True
@@ -120,6 +131,7 @@ class DiskStore:
             "cache_dtype": str(dtype).removeprefix("mlx.core."),
         }
         try:
+            self._lock = locked_file(folder) if shared else None
             there = any(p.exists() and p.stat().st_size for p in (folder / HIDDEN, folder / INDEX))
             reason = self._links() or _difference(folder / KEY, full_key) or self._open()
             if reason:
@@ -180,6 +192,8 @@ class DiskStore:
     def close(self) -> None:
         self._data.close()
         self._index.close()
+        if self._lock is not None:
+            self._lock.close()
 
     @property
     def _row_bytes(self) -> int:
@@ -216,7 +230,8 @@ class DiskStore:
             return f"its files cannot be read ({error.strerror})"
         if self._places or not whole:
             return None
-        self.close()
+        self._data.close()
+        self._index.close()
         return "its files are damaged"
 
     def _links(self) -> str | None:
@@ -250,6 +265,34 @@ def _difference(path: Path, key: dict[str, str]) -> str | None:
         return f"its {KEY} cannot be read"
     others = [name for name in {**key, **found} if found.get(name) != key.get(name)]
     return f"it was made with a different {', '.join(others)}" if others else None
+
+
+def shared_place(folder: Path, key: dict[str, str], hidden_size: int, dtype: mx.Dtype) -> Path:
+    """The cache with this key in a folder of caches; its name is a hash of the key."""
+    parts = json.dumps([sorted(key.items()), hidden_size, str(dtype)])
+    return folder / blake2b(parts.encode(), digest_size=8).hexdigest()
+
+
+def locked_file(folder: Path) -> BinaryIO:
+    """Lock a cache that several runs share, until the file is closed or this process ends.
+
+    Raises UserError if another run has locked it, and OSError if the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open_to_append(folder / LOCK)
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise UserError(
+                    f"--prefix-cache-folder: another run is using {folder}; wait for it, or give "
+                    "another folder"
+                ) from None
+            time.sleep(0.1)
 
 
 def remove(folder: Path) -> None:

@@ -188,6 +188,10 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     paths = {name: absolute(getattr(config, name)) for name in names}
     if config.valid not in (NONE, FOLDER):  # words, whatever files are there
         paths["valid"] = absolute(config.valid)
+    if config.prefix_cache_folder:  # it may not exist yet
+        paths["prefix_cache_folder"] = os.path.realpath(
+            os.path.expanduser(config.prefix_cache_folder)
+        )
     parts = config.data.split(",")
     if paths["data"] == config.data and len(parts) > 1:
         found = [absolute_part(part.strip()) for part in parts]

@@ -23,7 +23,14 @@ from your_ai.data.sources import Splits, find_splits
 from your_ai.engine.build import build_engine
 from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.opened import Opened, open_model
-from your_ai.engine.prefix import DiskStore, MemoryStore, Store, check_room, needed_bytes
+from your_ai.engine.prefix import (
+    DiskStore,
+    MemoryStore,
+    Store,
+    check_room,
+    needed_bytes,
+    shared_place,
+)
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import FileTensor
 from your_ai.errors import UserError
@@ -263,12 +270,22 @@ def store_maker(
     folder: Path,
 ) -> Callable[[int], Store] | None:
     """Return f(hidden_size) -> the configured prefix cache, or None if it is off."""
-    kind = config.prefix_cache
+    kind, shared = config.prefix_cache, config.prefix_cache_folder
     if kind == "off":
         return None
     frozen = len(opened.network.layers) - adapters.config["num_layers"]
     key = files | {"frozen blocks": str(frozen), "--quantize": str(config.quantize)}
-    return lambda size: prefix_store(kind, folder / PREFIX, key, data.tokens, size, opened.dtype)
+
+    def make(size: int) -> Store:
+        if kind == "memory":
+            return MemoryStore()
+        place = shared_place(Path(shared), key, size, opened.dtype) if shared else folder / PREFIX
+        store = DiskStore(place, key, size, opened.dtype, shared=bool(shared))
+        held = store.bytes_held // needed_bytes(1, size, opened.dtype)
+        check_room(place, max(0, data.tokens - held), size, opened.dtype)
+        return store
+
+    return make
 
 
 def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> Budget:
@@ -465,18 +482,6 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
         )
     )
     return choice.option
-
-
-def prefix_store(
-    kind: str, folder: Path, key: dict[str, str], tokens: int, hidden_size: int, dtype: mx.Dtype
-) -> Store:
-    """A cache for texts with `tokens` tokens in all. Raises UserError if the disk is too small."""
-    if kind == "memory":
-        return MemoryStore()
-    store = DiskStore(folder, key, hidden_size, dtype)
-    held = store.bytes_held // needed_bytes(1, hidden_size, dtype)
-    check_room(folder, max(0, tokens - held), hidden_size, dtype)
-    return store
 
 
 def load_split(
