@@ -24,6 +24,7 @@ from your_ai.commands import (
     serving,
     surveying,
     training,
+    tuning,
 )
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo, echo_error, echo_traceback, guard_libraries
@@ -54,6 +55,7 @@ def root(
 
 app.command()(training.train)
 app.command()(training.plan)
+app.command()(tuning.tune)
 app.command()(surveying.data)
 app.command()(generating.generate)
 app.command()(generating.chat)

@@ -184,13 +184,23 @@ def set_time_axis(axes: Axes, past: RunHistory) -> None:
 
 def render(key: str, past: RunHistory, file: IO, **options: Any) -> str:
     """Draw a chart into a file and return its caption; without data, write nothing, return ""."""
+    _, size, draw_chart = CHARTS[key]
+    return render_figure(key, size, lambda canvas: draw_chart(canvas, past), file, **options)
+
+
+def render_figure(
+    key: str, size: tuple[float, float], draw_on: Callable[[Figure], str], file: IO, **options: Any
+) -> str:
+    """Call `draw_on`, which returns a caption, for a figure of `size` inches; save the figure.
+
+    Without a caption, write nothing. Return the caption.
+    """
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    _, size, draw_chart = CHARTS[key]
     with style.context(["default", STYLE | {"svg.hashsalt": key}]):
         canvas = Figure(figsize=size, layout="constrained")
-        caption = draw_chart(canvas, past)
+        caption = draw_on(canvas)
         if caption:
             canvas.savefig(file, **options)
     return caption
@@ -198,8 +208,17 @@ def render(key: str, past: RunHistory, file: IO, **options: Any) -> str:
 
 def svg(key: str, past: RunHistory) -> tuple[str, str]:
     """Return a chart as an SVG element for the page, and its caption; "" without data."""
+    _, size, draw_chart = CHARTS[key]
+    return svg_figure(key, size, lambda canvas: draw_chart(canvas, past))
+
+
+def svg_figure(
+    key: str, size: tuple[float, float], draw_on: Callable[[Figure], str]
+) -> tuple[str, str]:
+    """Return a figure as an SVG element whose ids begin with `key`, and its caption."""
     file = io.StringIO()
-    caption = render(key, past, file, format="svg", transparent=True, metadata={"Date": None})
+    options = {"format": "svg", "transparent": True, "metadata": {"Date": None}}
+    caption = render_figure(key, size, draw_on, file, **options)
     head = rf'<svg viewBox="\1" role="img" aria-label="{escape(caption)}">'
     text = re.sub(r'\A.*?<svg [^>]*viewBox="([^"]*)"[^>]*>', head, file.getvalue(), flags=re.S)
     text = re.sub(r"<(metadata|style).*?</\1>|font-family:[^;\"]*", "", text, flags=re.S)

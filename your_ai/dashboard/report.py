@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from time import gmtime, strftime
+from typing import TYPE_CHECKING
 
 from your_ai.dashboard.charts import CHARTS, DARK, LIGHT, render, svg
 from your_ai.dashboard.history import (
@@ -26,6 +27,9 @@ from your_ai.gates.text import counted, loss_text, printable
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Step
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 
 def write_report(records: Sequence[events.Record], name: str, config_text: str, out: Path) -> None:
     """Write the page about the run `name` to `out`, completely or not at all.
@@ -33,14 +37,9 @@ def write_report(records: Sequence[events.Record], name: str, config_text: str, 
     Raises UserError if matplotlib or jinja2 is not installed, or if `out` cannot be written.
     """
     require("matplotlib", "jinja2")
-    import jinja2
-
     past = read(records)
-    folder = jinja2.FileSystemLoader(Path(__file__).parent)
-    pages = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     used = (memory, duration, match_share, loss_text, finite, counted)
-    pages.filters |= {function.__name__: function for function in used}
-    page = pages.get_template("report.html.j2").render(
+    page = template("report.html.j2", *used).render(
         name=name,
         past=past,
         state=past.state,
@@ -55,10 +54,18 @@ def write_report(records: Sequence[events.Record], name: str, config_text: str, 
         deaths=past.of(Died),
         notices=past.of(events.Notice, Skipped),
         config_text=config_text,
-        light=LIGHT,
-        dark=DARK,
     )
     write_atomically(out, printable(page).encode())
+
+
+def template(name: str, *filters: Callable[..., object]) -> Template:
+    """The template of a page, which knows the colors. filters: functions that it uses, by name."""
+    import jinja2
+
+    folder = jinja2.FileSystemLoader(Path(__file__).parent)
+    pages = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    pages.filters |= {function.__name__: function for function in filters}
+    return pages.get_template(name, globals={"light": LIGHT, "dark": DARK})
 
 
 def write_plots(records: Sequence[events.Record], folder: Path, name: str) -> list[Path]:

@@ -32,6 +32,7 @@ PACKAGES = {  # the packages of each extra
     "report": ("matplotlib", "jinja2"),
     "swanlab": ("swanlab",),
     "tensorboard": ("tensorboardX",),
+    "tune": ("optuna",),
     "wandb": ("wandb",),
 }
 MIB = 1 << 20

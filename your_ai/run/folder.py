@@ -242,8 +242,11 @@ def discard(folder: RunFolder) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: RunFolder, name: str = LOCK) -> Iterator[None]:
-    """Lock the run for this process. Raises UserError if another process has locked it."""
+def locked(folder: RunFolder, name: str = LOCK, what: str = "run") -> Iterator[None]:
+    """Lock the run for this process. Raises UserError if another process has locked it.
+
+    what: the folder is one of, for the message.
+    """
     try:
         file = open_to_append(folder.path / name)
     except OSError as error:
@@ -259,7 +262,7 @@ def locked(folder: RunFolder, name: str = LOCK) -> Iterator[None]:
                     file.seek(0)
                     pid = file.read(PID_BYTES).decode(errors="replace").strip() or "unknown"
                     raise UserError(
-                        f"{folder.path}: process {pid} is working on this run; wait for it, "
+                        f"{folder.path}: process {pid} is working on this {what}; wait for it, "
                         "or stop it"
                     ) from None
                 time.sleep(0.1)

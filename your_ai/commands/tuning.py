@@ -1,0 +1,211 @@
+"""`your_ai tune`."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from your_ai.commands import training
+from your_ai.commands.models import fetch_datasets, find_or_fetch
+from your_ai.commands.options import option, with_settings
+from your_ai.config import TrainConfig, flag, resolve
+from your_ai.errors import UserError
+from your_ai.gates.console import echo_error, echo_json, open_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+    from your_ai.dashboard.state import ViewState
+    from your_ai.dashboard.trials import TrialRow
+    from your_ai.session.tuning import TuneFolder
+
+TRIALS = 20
+REFUSED = {  # settings that a tune cannot have, with the reason
+    "run": "a tune has several runs; use --name",
+    "push_to": "a tune has several adapters; push the best one afterwards: your_ai push",
+    "supervise": "each trial trains in its own processes",
+    "keep_best": "the value of a trial is its best validation loss",
+}
+
+
+def tune(
+    config: str | None,
+    trials: int | None,
+    name: str | None,
+    resume: str | None,
+    timeout: float | None,
+    as_json: bool | None,
+    yes: bool | None,
+    **flags: Any,
+) -> None:
+    """Find a learning rate, rank, layers and schedule: train trials, keep the best adapter."""
+    from your_ai.session import tune_study, tuning
+
+    tune_study.require_optuna()
+    console, as_json = open_console(), bool(as_json)
+    flags = {name: value for name, value in flags.items() if value is not None}
+    check_numbers(trials, timeout)
+    new = resume is None
+    if resume is not None:
+        given = [("--config", config is not None), ("--name", name is not None)]
+        given += [(flag(setting), True) for setting in flags]
+        for other in (other for other, is_given in given if is_given):
+            raise UserError(
+                f"--resume {resume}: cannot be combined with {other}; only --trials may change"
+            )
+        folder = tuning.find_tune(resume)
+    else:
+        settings = resolve(flags, config)
+        check_settings(settings, flags)
+        fetch_datasets(settings.data, console, bool(yes))
+        settings = training.check(settings, detach=False)
+        find_or_fetch(settings.model, console, bool(yes))
+        folder = tuning.create_tune(settings, name or "", sorted(flags), trials or TRIALS)
+    try:
+        with shown(console, as_json, folder) as view:
+            rows, received = tuning.tune(folder, view, trials=trials, minutes=timeout)
+    except BaseException:
+        if new and not folder.trial(0).checkpoints.exists():  # training never began
+            shutil.rmtree(folder.path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                tuning.TUNES.rmdir()
+        raise
+    if received:
+        echo_error(f"stopped; continue with: your_ai tune --resume {folder.reference}")
+        raise typer.Exit(128 + received)
+    finish(folder, rows, console, as_json)
+
+
+def check_numbers(trials: int | None, timeout: float | None) -> None:
+    from your_ai.session.tune_study import MOST_TRIALS
+
+    if trials is not None and not 1 <= trials <= MOST_TRIALS:
+        raise UserError(f"--trials {trials}: must be at least 1 and at most {MOST_TRIALS:,}")
+    if timeout is not None and not 0 < timeout < 1e9:
+        raise UserError(f"--timeout {timeout}: must be a number of minutes above 0")
+
+
+def check_settings(settings: TrainConfig, flags: Mapping[str, Any]) -> None:
+    """Raise UserError for settings that a tune cannot have, and if nothing is left to search."""
+    from your_ai.session.tune_study import SEARCHED
+
+    defaults = TrainConfig()
+    for name, reason in REFUSED.items():
+        if getattr(settings, name) != getattr(defaults, name):
+            raise UserError(f"{flag(name)}: {reason}")
+    if set(SEARCHED) <= set(flags):
+        names = ", ".join(map(flag, SEARCHED))
+        raise UserError(f"nothing is left to search: leave out one of {names}")
+
+
+def finish(folder: TuneFolder, rows: Sequence[TrialRow], console: Console, as_json: bool) -> None:
+    """Write the report; show the trials, the best settings, and what to do with them."""
+    from your_ai.dashboard.trial_report import write_trial_report
+    from your_ai.dashboard.trials import best_of, settings_text, trials_json, trials_table
+
+    report = None
+    try:
+        write_trial_report(rows, folder.name, folder.best.read_text("utf-8"), folder.report)
+        report = str(folder.report)
+    except (UserError, OSError) as error:
+        echo_error(f"note: no report: {error}")
+    best = best_of(rows)
+    if as_json:
+        echo_json(
+            {
+                "tune": folder.name,
+                "folder": str(folder.path),
+                "trials": trials_json(rows),
+                "best": None if best is None else best.number,
+                "preset": str(folder.best),
+                "report": report,
+            }
+        )
+        return
+    console.print(trials_table(rows, console.width))
+    if best is not None:
+        run = folder.trial(best.number).reference
+        for line in (
+            f"best: trial {best.number:03}: {settings_text(best.settings)}",
+            f"  its adapter: {folder.trial(best.number).adapter}",
+            f"  your_ai generate {run}",
+            f"  your_ai train --config {folder.best}",
+        ):
+            console.print(line, soft_wrap=True)
+    if report is not None:
+        console.print(f"report: {report}", soft_wrap=True)
+
+
+class TuneLines:
+    """Prints a line for each trial, and on a terminal what the present one does."""
+
+    def __init__(self, console: Console, status: Status | None, folder: TuneFolder) -> None:
+        self.console, self.status, self.folder = console, status, folder
+
+    def progress(self, number: int, settings: Mapping[str, Any], state: ViewState) -> None:
+        if self.status is not None:
+            from your_ai.dashboard.trials import progress_text
+
+            self.status.update(progress_text(number, settings, state))
+
+    def ended(self, rows: Sequence[TrialRow], row: TrialRow) -> None:
+        from your_ai.dashboard.trials import line
+
+        self.console.print(line(row), soft_wrap=True)
+
+
+class Silent:
+    """Shows nothing, for --json."""
+
+    def progress(self, number: int, settings: Mapping[str, Any], state: ViewState) -> None: ...
+
+    def ended(self, rows: Sequence[TrialRow], row: TrialRow) -> None: ...
+
+
+@contextlib.contextmanager
+def shown(console: Console, as_json: bool, folder: TuneFolder) -> Any:
+    """Yield a view of the tune."""
+    if as_json:
+        yield Silent()
+        return
+    console.print(f"tune {folder.name}: {folder.path}", soft_wrap=True)
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield TuneLines(console, status, folder)
+    else:
+        yield TuneLines(console, None, folder)
+
+
+tune.__signature__ = with_settings(  # type: ignore[attr-defined]
+    option(
+        "trials",
+        "--trials",
+        int | None,
+        f"Number of trials in all. [default: {TRIALS}]",
+        metavar="N",
+    ),
+    option(
+        "name", "--name", str | None, "Name of the tune; default: made of model, data and time."
+    ),
+    option(
+        "resume",
+        "--resume",
+        str | None,
+        "Continue this tune, with its settings; --trials may give more trials.",
+        metavar="NAME",
+    ),
+    option(
+        "timeout",
+        "--timeout",
+        float | None,
+        "Begin no trial after this many minutes.",
+        metavar="MINUTES",
+    ),
+    option("as_json", "--json", bool | None, "Print one JSON object at the end."),
+    option("yes", "--yes", bool | None, "Download a missing model or dataset without asking."),
+)

@@ -1,0 +1,154 @@
+"""The trials of a tune as lines, a table, and JSON. Pure: uses no terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from your_ai.dashboard.state import ViewState
+from your_ai.dashboard.view import duration, memory
+from your_ai.gates.text import loss_text, printable
+
+UNKNOWN = "-"
+GAP = 2  # between columns
+TO_THE_LEFT = ("trial", "state")
+STYLES = {"pruned": "dim", "failed": "red"}
+HEADS = {  # of the columns of settings
+    "learning_rate": "rate",
+    "lora_rank": "rank",
+    "lora_layers": "layers",
+    "lr_schedule": "schedule",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRow:
+    """A trial of a tune; unknown values are None."""
+
+    number: int
+    state: str
+    """finished, pruned or failed."""
+    validation_loss: float | None
+    """The lowest of its run."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What was searched, by the name of the setting."""
+    step: int | None = None
+    """The last step, of `steps`."""
+    steps: int | None = None
+    seconds: float | None = None
+    """Running time."""
+    peak_bytes: int | None = None
+    """Peak memory of the training process."""
+    limit_bytes: int | None = None
+    reason: str = ""
+    """Why it failed or was pruned."""
+    is_best: bool = False
+
+
+def best_of(rows: Sequence[TrialRow]) -> TrialRow | None:
+    """The finished trial with the lowest loss, the first of equals; None if there is none."""
+    finished = [row for row in rows if row.state == "finished" and row.validation_loss is not None]
+    return min(finished, key=lambda row: (row.validation_loss, row.number), default=None)
+
+
+def marked(rows: Sequence[TrialRow]) -> list[TrialRow]:
+    """The rows, of which the best is marked."""
+    best = best_of(rows)
+    number = None if best is None else best.number
+    return [dataclasses.replace(row, is_best=row.number == number) for row in rows]
+
+
+def value_text(name: str, value: Any) -> str:
+    """Format a setting: `2.1e-04`, `16`, `all`."""
+    if name == "learning_rate" and isinstance(value, float):
+        return f"{value:.2e}"
+    return printable(value, one_line=True)
+
+
+def settings_text(settings: dict[str, Any]) -> str:
+    """Format settings as `learning rate 2.10e-04, rank 16`; the first trial has the defaults."""
+    return ", ".join(f"{HEADS[name]} {value_text(name, v)}" for name, v in settings.items())
+
+
+def peak_of_limit(row: TrialRow) -> str:
+    peak = known(row.peak_bytes, memory)
+    return peak if row.limit_bytes is None else f"{peak} of {memory(row.limit_bytes)}"
+
+
+def line(row: TrialRow) -> str:
+    """One line about a trial that has ended."""
+    parts = [f"{row.state} ({row.reason})" if row.reason else row.state]
+    if row.validation_loss is not None:
+        best = " (the best so far)" if row.is_best else ""
+        parts.append(f"validation loss {loss_text(row.validation_loss)}{best}")
+    if row.seconds is not None:
+        parts.append(duration(row.seconds))
+    if row.peak_bytes is not None:
+        parts.append(f"peak {peak_of_limit(row)}")
+    name = f"trial {row.number:03}" + (" (the default)" if row.number == 0 else "")
+    return f"{name}: {settings_text(row.settings)}: {', '.join(parts)}"
+
+
+def trials_table(rows: Sequence[TrialRow], width: int = 80) -> Table:
+    """A table of the trials, the best ones first, with the columns that fit into `width`."""
+    names = [name for name in HEADS if any(name in row.settings for row in rows)]
+    ordered = by_loss(rows)
+    columns = {
+        "trial": [f"{row.number:03}" for row in ordered],
+        "state": ["best" if row.is_best else row.state for row in ordered],
+        "loss": [known(row.validation_loss, loss_text) for row in ordered],
+    }
+    for name in names:
+        columns[HEADS[name]] = [
+            value_text(name, row.settings[name]) if name in row.settings else UNKNOWN
+            for row in ordered
+        ]
+    columns["step"] = [f"{known(row.step, str)}/{known(row.steps, str)}" for row in ordered]
+    columns["time"] = [known(row.seconds, duration) for row in ordered]
+    columns["peak of limit"] = [peak_of_limit(row) for row in ordered]
+    for head in ("step", "time", "peak of limit"):
+        if sum(GAP + max(map(len, [name, *cells])) for name, cells in columns.items()) > width:
+            columns.pop(head)
+
+    drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+    for head in columns:
+        drawn.add_column(head, justify="left" if head in TO_THE_LEFT else "right", no_wrap=True)
+    for index, row in enumerate(ordered):
+        style = "bold" if row.is_best else STYLES.get(row.state, "")
+        drawn.add_row(*(Text(cells[index], style) for cells in columns.values()))
+    return drawn
+
+
+def known(value: Any, text: Callable[[Any], str]) -> str:
+    return UNKNOWN if value is None else text(value)
+
+
+def by_loss(rows: Sequence[TrialRow]) -> list[TrialRow]:
+    """Finished trials by their loss, then pruned ones, then failed ones."""
+    order = {"finished": 0, "pruned": 1, "failed": 2}
+
+    def key(row: TrialRow) -> tuple[int, float, int]:
+        loss = float("inf") if row.validation_loss is None else row.validation_loss
+        return order.get(row.state, 2), loss, row.number
+
+    return sorted(rows, key=key)
+
+
+def trials_json(rows: Sequence[TrialRow]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def progress_text(number: int, settings: Mapping[str, Any], state: ViewState) -> str:
+    """What a trial is doing now, as one line."""
+    parts = [f"trial {number:03}", settings_text(dict(settings)) or "the default settings"]
+    parts.append(
+        state.stage if state.step is None else f"step {state.step.step}/{state.step.steps}"
+    )
+    if state.best_validation is not None:
+        parts.append(f"validation loss {loss_text(state.best_validation)}")
+    return ": ".join(parts[:2]) + "; " + ", ".join(parts[2:])
