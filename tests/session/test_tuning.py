@@ -311,7 +311,7 @@ def test_changed_tune_is_refused(folder, change, message):
         (["--name", "../x"], "--name ../x: use at most 100"),
         (["--name", "t"], "--name t: tunes/t exists"),
         (["--run", "r"], "--run: a tune has several runs"),
-        (["--no-supervise"], "--supervise: each trial"),
+        (["--no-supervise"], "--no-supervise: each trial"),
         (["--push-to", "a/b"], "--push-to: a tune has several adapters"),
         (["--valid", "none"], "has no validation rows"),
         (["--learning-rate", "1", "--lora-rank", "4", "--lora-layers", "all", "--lr-schedule",

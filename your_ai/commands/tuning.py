@@ -96,8 +96,10 @@ def check_settings(settings: TrainConfig, flags: Mapping[str, Any]) -> None:
 
     defaults = TrainConfig()
     for name, reason in REFUSED.items():
-        if getattr(settings, name) != getattr(defaults, name):
-            raise UserError(f"{flag(name)}: {reason}")
+        value = getattr(settings, name)
+        if value != getattr(defaults, name):
+            given = f"--no-{flag(name)[2:]}" if value is False else flag(name)
+            raise UserError(f"{given}: {reason}")
     if set(SEARCHED) <= set(flags):
         names = ", ".join(map(flag, SEARCHED))
         raise UserError(f"nothing is left to search: leave out one of {names}")

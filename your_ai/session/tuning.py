@@ -61,6 +61,7 @@ from your_ai.session.tune_study import SEARCHED, ToldTrial, TuneAbout, TuneStudy
 
 TUNES = Path("tunes")
 TUNE_LOCK = "tune.lock"
+FOUND = (*SEARCHED, "lora_alpha")  # alpha follows the rank
 PATIENCE = 3  # signals that a supervisor receives before it is killed
 MAX_LOST = 3  # times in a row that the supervisor of a trial may be killed
 
@@ -560,11 +561,11 @@ def preset(name: str, config: TrainConfig, best: TrialRow, rows: Sequence[TrialR
     defaults = TrainConfig()
     values = {
         field: list(value) if isinstance(value, tuple) else value
-        for field in (*SEARCHED, *FIELDS)
-        if (value := getattr(config, field)) != getattr(defaults, field) or field in SEARCHED
+        for field in FIELDS
+        if (value := getattr(config, field)) != getattr(defaults, field) or field in FOUND
     }
     values.pop("run", None)
-    searched = {field: values.pop(field) for field in SEARCHED}
+    found = {field: values.pop(field) for field in FOUND}
     first = next((row.validation_loss for row in rows if row.number == 0), None)
 
     def text(part: Mapping[str, Any]) -> str:
@@ -578,5 +579,5 @@ def preset(name: str, config: TrainConfig, best: TrialRow, rows: Sequence[TrialR
     ]
     return (
         "\n".join(re.sub(r"[^\x20-\x7e]", "?", line) for line in lines)
-        + f"\n\n# Searched:\n{text(searched)}\n# The same in all trials:\n{text(values)}"
+        + f"\n\n# Searched:\n{text(found)}\n# The same in all trials:\n{text(values)}"
     )
