@@ -60,7 +60,7 @@ def tune(
             )
         folder = tuning.find_tune(resume)
     else:
-        settings = resolve(flags, config)
+        settings = resolve(flags, config, on_note=training.echo_note)
         check_settings(settings, flags)
         fetch_datasets(settings.data, console, bool(yes))
         settings = training.check(settings, detach=False)

@@ -484,9 +484,14 @@ class Tuning:
         steps = max((e.step for e in recorded(first, events.Step)), default=0)
         trial, settings = self.study.next_trial(space, base.seed, steps)
         folder = self.folder.trial(trial.number)
-        self.begin(folder, tune_study.settings_of(base, settings, self.about.fixed))
         watch = TrialWatch(folder, lambda at, loss: not self.study.report(trial, at, loss))
-        end = self.train(folder, watch, settings)
+        try:
+            config = tune_study.settings_of(base, settings, self.about.fixed)
+        except UserError as error:  # together they contradict another setting
+            end = TrialEnd(tune_study.FAILED, None, str(error))
+        else:
+            self.begin(folder, config)
+            end = self.train(folder, watch, settings)
         self.study.tell(trial.number, end.state, end.value, end.reason)
         return trial.number
 
