@@ -83,3 +83,13 @@ def test_report_shows_every_trial_and_loads_nothing(own_folder, rows):
     if rows is ROWS:
         assert page.count("<figure") == 5
         assert "best: trial 003, validation loss 0.2500; with the default settings 0.5000" in page
+
+
+def test_wide_ranges_have_readable_logarithmic_axes(own_folder):
+    pytest.importorskip("matplotlib", reason="draws the report")
+    rows = [row(n, 10.0**-n, settings={"learning_rate": 10.0**-n}) for n in range(4)]
+    write_trial_report(marked(rows), "a tune", "", own_folder / "report.html")
+    page = (own_folder / "report.html").read_text()
+    assert page.count("validation loss (log scale)</text>") == 2
+    assert "mathdefault" not in page
+    assert ">0.01</text>" in page

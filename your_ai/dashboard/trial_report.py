@@ -69,6 +69,8 @@ def draw_setting(canvas: Figure, rows: Sequence[TrialRow], setting: str) -> str:
     known = [row for row in rows if setting in row.settings]
     if setting == "learning_rate":
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
         mark(axes, [(row, row.settings[setting]) for row in known])
     else:
         values = sorted({row.settings[setting] for row in known}, key=order)
@@ -93,3 +95,8 @@ def mark(axes: Axes, points: Sequence[tuple[TrialRow, float]]) -> None:
         draw(axes, at, "blue", 0, marker=marker, markersize=5, label=state)
     best = [(x, row.validation_loss) for row, x in points if row.is_best]
     draw(axes, best, "green", 0, marker="o", markersize=9, fillstyle="none", label="best")
+    losses = [row.validation_loss for row, _ in points if row.validation_loss is not None]
+    if losses and 0 < 10 * min(losses) < max(losses):
+        axes.set(yscale="log", ylabel="validation loss (log scale)")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
