@@ -53,7 +53,7 @@ WITHOUT_MLX = [
     *("hub.download", "hub.local", "evaluation.record", "dashboard.live", "trackers.upload"),
     *("publish.after_training", "publish.push"),
     *("session.supervisor", "session.attach", "session.run_list", "session.new_run"),
-    *("session.supervisor", "session.attach", "session.run_list", "session.tuning"),
+    "session.tuning",
 ]
 OWN_NAMES = ("self", "cls", "os", "twin")  # twin: a copy of self under construction
 HEAVY = ["mlx", "mlx_lm", "transformers", "numpy", "yaml", "huggingface_hub"]

@@ -314,6 +314,7 @@ def test_changed_tune_is_refused(folder, change, message):
         (["--no-supervise"], "--no-supervise: each trial"),
         (["--push-to", "a/b"], "--push-to: a tune has several adapters"),
         (["--valid", "none"], "has no validation rows"),
+        (["--from", "r"], "--from r: only works with train and plan"),
         (["--learning-rate", "1", "--lora-rank", "4", "--lora-layers", "all", "--lr-schedule",
           "linear"], "nothing is left to search"),
     ],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from your_ai.commands import training
-from your_ai.commands.models import fetch_datasets, find_or_fetch
+from your_ai.commands.models import find_or_fetch
 from your_ai.commands.options import option, with_settings
 from your_ai.config import TrainConfig, flag, resolve
 from your_ai.errors import UserError
@@ -62,7 +62,7 @@ def tune(
     else:
         settings = resolve(flags, config, on_note=training.echo_note)
         check_settings(settings, flags)
-        fetch_datasets(settings.data, console, bool(yes))
+        training.fetch_data(settings, console, bool(yes))
         settings = training.check(settings, detach=False)
         find_or_fetch(settings.model, console, bool(yes))
         folder = tuning.create_tune(settings, name or "", sorted(flags), trials or TRIALS)
