@@ -82,6 +82,9 @@ class TrainConfig:
     lora_alpha: float = setting(
         32.0, "Scale the adapters by alpha / rank; a smaller automatic rank keeps the scale."
     )
+    use_rslora: bool = setting(
+        False, "Scale the adapters by alpha / sqrt(rank) instead (rsLoRA), for high ranks."
+    )
     lora_layers: int | Literal["all", "auto"] | None = setting(
         AUTO,
         "Number of last blocks to adapt, or all; auto: all, or fewer if not even rank 4 fits into "
@@ -250,6 +253,7 @@ ADDED: dict[str, Any] = {
     "adam_beta2": 0.999,
     "adam_epsilon": 1e-8,
     "adam_bias_correction": True,
+    "use_rslora": False,
 }
 
 
