@@ -100,6 +100,12 @@ class TrainConfig:
         "adamw", "Optimizer, from mlx.optimizers."
     )
     learning_rate: float = setting(2e-4, "Peak learning rate.")
+    loraplus_ratio: float = setting(
+        1.0, "The B matrices of the adapters learn this many times as fast (LoRA+), e.g. 16."
+    )
+    layerwise_lr_decay: float = setting(
+        1.0, "Each block learns this many times as fast as the block above it, e.g. 0.9."
+    )
     lr_schedule: Literal["constant", "linear", "cosine", "exponential", "step"] = setting(
         "constant",
         "Learning rate after the warm-up: constant, decaying to --lr-end (linear, cosine), or "
@@ -254,6 +260,8 @@ ADDED: dict[str, Any] = {
     "adam_epsilon": 1e-8,
     "adam_bias_correction": True,
     "use_rslora": False,
+    "loraplus_ratio": 1.0,
+    "layerwise_lr_decay": 1.0,
 }
 
 
@@ -276,6 +284,7 @@ BOUNDS = {
     "max_seq_length": (2, 1 << 24),
     "max_row_bytes": (1, 1 << 32),
     "lora_rank": (1, 65_536),
+    "loraplus_ratio": (1, 1_000_000),
     "warmup_steps": (0, LARGEST),
     "weight_decay": (0, LARGEST),
     "max_grad_norm": (0, LARGEST),
@@ -309,6 +318,9 @@ def check(config: TrainConfig) -> None:
             check_texts(name, (value,) if kind is str else value)
     if not 0 < config.reload_at <= 1:
         raise UserError(f"--reload-at {config.reload_at}: must be above 0 and at most 1")
+    if not 0 < config.layerwise_lr_decay <= 1:
+        decay = config.layerwise_lr_decay
+        raise UserError(f"--layerwise-lr-decay {decay}: must be above 0 and at most 1")
     if not 0 <= config.lora_dropout < 1:
         raise UserError(f"--lora-dropout {config.lora_dropout}: must be at least 0 and under 1")
     if isinstance(config.lora_layers, int) and not 1 <= config.lora_layers <= LARGEST:

@@ -36,8 +36,9 @@ CURVE_POINTS = 10  # in the table that replaces the pictures of the curves
 SETTINGS = (
     *("lora_rank", "lora_alpha", "use_rslora", "lora_layers", "lora_targets", "lora_dropout"),
     "use_dora",
-    *("optimizer", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay"),
-    *("max_grad_norm", "batch_size", "grad_accumulation", "max_seq_length", "packing"),
+    *("optimizer", "learning_rate", "loraplus_ratio", "layerwise_lr_decay", "lr_schedule"),
+    *("warmup_steps", "weight_decay", "max_grad_norm"),
+    *("batch_size", "grad_accumulation", "max_seq_length", "packing"),
     *("mask_prompt", "dtype", "quantize", "seed"),
 )
 TITLES = {"loss": "Loss", "perplexity": "Perplexity", "exact_match": "Exact match"}

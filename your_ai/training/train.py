@@ -95,7 +95,8 @@ def run(
     prepared = calibrated(prepared, log, level, watch, saved_step(folder))
     state = restore(folder, prepared, log)
     governor = govern(prepared, sampler, log, watch, state.step)
-    update = optimizer.make_update(prepared.model, prepared.optimizer)
+    factors = optimizer.rate_factors(config, prepared.model)
+    update = optimizer.make_update(prepared.model, prepared.optimizer, factors)
     keep_settings(folder, config, prepared.steps, log)
     log.write(prepared.started_event(state.step))
     stop.graceful = True
