@@ -86,6 +86,8 @@ def read_text(text: str) -> dict:
         ({"adam_epsilon": "0"}, "--adam-epsilon 0.0: must be above 0"),
         ({"adam_beta2": "0.9", "optimizer": "sgd"}, "--adam-beta2: --optimizer sgd does not use"),
         ({"loraplus_ratio": "nan"}, "--loraplus-ratio nan"),
+        ({"neftune_alpha": "inf"}, "--neftune-alpha inf: must be at most"),
+        ({"neftune_alpha": "5", "prefix_cache": "disk"}, "--neftune-alpha: the noise changes"),
         ({"layerwise_lr_decay": "0"}, "--layerwise-lr-decay 0.0: must be above 0 and at most 1"),
         ({"layerwise_lr_decay": "1.5"}, "--layerwise-lr-decay 1.5: must be above 0 and at most 1"),
         ({"layerwise_lr_decay": "nan"}, "--layerwise-lr-decay nan"),

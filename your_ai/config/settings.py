@@ -96,6 +96,10 @@ class TrainConfig:
     lora_dropout: float = setting(0.0, "Dropout on the input of the adapters.")
     use_dora: bool = setting(False, "Train weight-decomposed adapters (DoRA).")
 
+    neftune_alpha: float = setting(
+        0.0, "Noise on the embeddings in training (NEFTune), e.g. 5; 0 = none."
+    )
+
     optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon", "lion"] = setting(
         "adamw", "Optimizer, from mlx.optimizers."
     )
@@ -262,6 +266,7 @@ ADDED: dict[str, Any] = {
     "use_rslora": False,
     "loraplus_ratio": 1.0,
     "layerwise_lr_decay": 1.0,
+    "neftune_alpha": 0.0,
 }
 
 
@@ -285,6 +290,7 @@ BOUNDS = {
     "max_row_bytes": (1, 1 << 32),
     "lora_rank": (1, 65_536),
     "loraplus_ratio": (1, 1_000_000),
+    "neftune_alpha": (0, 1_000_000),
     "warmup_steps": (0, LARGEST),
     "weight_decay": (0, LARGEST),
     "max_grad_norm": (0, LARGEST),
@@ -334,6 +340,11 @@ def check(config: TrainConfig) -> None:
         raise UserError("--weight-decay: --optimizer adam does not support it; use adamw")
     check_adam(config)
     check_schedule(config)
+    if config.neftune_alpha and config.prefix_cache != "off":
+        raise UserError(
+            "--neftune-alpha: the noise changes in each step, so nothing can be cached; use "
+            "--prefix-cache off"
+        )
     if config.spill and config.plan == "fused":
         raise UserError("--spill: --plan fused has no block inputs to offload; use --plan staged")
 

@@ -75,6 +75,14 @@ class Batch:
         )
 
     @property
+    def text_lengths(self) -> np.ndarray:
+        """The input tokens of each token's text: (B, 1), or (B, T) if packed; at least 1."""
+        if not self.packed:
+            return np.maximum(self.lengths, 1)[:, None]
+        _, inverse, counts = np.unique(self.rows, return_inverse=True, return_counts=True)
+        return counts[inverse].reshape(self.rows.shape)
+
+    @property
     def weight(self) -> float:
         """The sum of the targets' weights, the denominator of a loss over this batch."""
         return float(self.weights.sum(dtype=np.float64))

@@ -35,7 +35,7 @@ HERE = "PATH/OF/THIS/FOLDER"
 CURVE_POINTS = 10  # in the table that replaces the pictures of the curves
 SETTINGS = (
     *("lora_rank", "lora_alpha", "use_rslora", "lora_layers", "lora_targets", "lora_dropout"),
-    "use_dora",
+    *("use_dora", "neftune_alpha"),
     *("optimizer", "learning_rate", "loraplus_ratio", "layerwise_lr_decay", "lr_schedule"),
     *("warmup_steps", "weight_decay", "max_grad_norm"),
     *("batch_size", "grad_accumulation", "max_seq_length", "packing"),

@@ -161,6 +161,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         make_store,
         spill=folder if plan.spill else None,
         graphs=graphs,
+        neftune_alpha=config.neftune_alpha,
     )
     model.check_forward_pass(network, adapters, config)
     allocator.free()
