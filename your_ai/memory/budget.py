@@ -131,6 +131,7 @@ def demand_of(
         sliced=mx.default_device().type == mx.cpu,
         rows_together=objective.rows_together,
         scores="scores" in objective.phases,
+        noise=config.neftune_alpha > 0,
         before_bytes=before_bytes,
         coefficients=coefficients_here(),
     )
