@@ -18,6 +18,7 @@ from your_ai.gates.text import counted, quoted, shortened
 DEMO = "demo"
 AUTO = "auto"  # chosen when the run starts, by config/defaults.py, and recorded in its settings
 OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs
+LOSS, EXACT_MATCH = "loss", "exact_match"  # values of --best-metric
 NONE, FOLDER = "none", "folder"  # values of --valid: no validation, or only what --data has
 
 
@@ -198,9 +199,15 @@ class TrainConfig:
     save_every: int = setting(100, "Steps between checkpoints; 0 = only at the end.")
     keep: int = setting(3, "Number of checkpoints to keep, besides the best one.")
     keep_best: bool = setting(
-        True, "Use the checkpoint with the best validation loss as the result, not the last."
+        True, "Use the checkpoint with the best validation as the result, not the last."
     )
-    patience: int = setting(0, "Stop after this many validations without a better loss; 0 = never.")
+    best_metric: str = setting(
+        LOSS,
+        "What the best validation is: loss; exact_match, the share of rows answered exactly; or "
+        "your own metric as module:function, higher is better, for which the first 64 rows are "
+        "answered.",
+    )
+    patience: int = setting(0, "Stop after this many validations without a better one; 0 = never.")
     samples: int = setting(0, "Number of test prompts to answer before and after training.")
     exact_match: bool = setting(False, "Measure exact match on the test rows before and after.")
 
@@ -263,6 +270,7 @@ ADDED: dict[str, Any] = {
     "adam_beta2": 0.999,
     "adam_epsilon": 1e-8,
     "adam_bias_correction": True,
+    "best_metric": LOSS,
     "use_rslora": False,
     "loraplus_ratio": 1.0,
     "layerwise_lr_decay": 1.0,
@@ -340,6 +348,11 @@ def check(config: TrainConfig) -> None:
         raise UserError("--weight-decay: --optimizer adam does not support it; use adamw")
     check_adam(config)
     check_schedule(config)
+    if config.best_metric not in (LOSS, EXACT_MATCH) and ":" not in config.best_metric:
+        raise UserError(
+            f"--best-metric {quoted(config.best_metric)}: must be loss, exact_match or "
+            f"module:function{nearest(config.best_metric, (LOSS, EXACT_MATCH))}"
+        )
     if config.neftune_alpha and config.prefix_cache != "off":
         raise UserError(
             "--neftune-alpha: the noise changes in each step, so nothing can be cached; use "

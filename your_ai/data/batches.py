@@ -242,10 +242,14 @@ def micro_batches(
 
 
 def in_order_of_length(examples: Examples, rows_at: RowsAt) -> Iterator[Batch]:
-    """Return every example once, in a fixed order, the longest first. For validation."""
+    """Return every example once, in the order of `by_length`. For validation."""
     edges = bucket_edges(examples.lengths - 1)
-    order = np.argsort(-examples.lengths, kind="stable")
-    return micro_batches(examples, order, rows_at, edges)
+    return micro_batches(examples, by_length(examples), rows_at, edges)
+
+
+def by_length(examples: Examples) -> np.ndarray:
+    """(n,) the indices of the examples in a fixed order, the longest first."""
+    return np.argsort(-examples.lengths, kind="stable")
 
 
 def padded_length(examples: Examples, rows: np.ndarray, edges: np.ndarray) -> int:

@@ -344,6 +344,9 @@ def figure_rows(figures: CardFigures) -> list[tuple[str, str]]:
     best = min(finite(figures.validations), key=lambda v: v.loss, default=None)
     if best is not None:
         rows.append(("best validation loss", f"{loss_text(best.loss)} at step {best.step:,}"))
+    chosen = [found for found in figures.validations if found.best][-1:]
+    for name, value in chosen[0].metrics.items() if chosen else ():
+        rows.append((f"best {cell(name)}", f"{value:.4g} at step {chosen[0].step:,}"))
     if figures.matches:
         shares = " before, ".join(match_share(match) for match in figures.matches)
         tested = counted(figures.matches[-1].rows, "test row")
