@@ -85,6 +85,12 @@ def read_text(text: str) -> dict:
         ({"adam_beta1": "1"}, "--adam-beta1 1.0: must be at least 0 and under 1"),
         ({"adam_epsilon": "0"}, "--adam-epsilon 0.0: must be above 0"),
         ({"adam_beta2": "0.9", "optimizer": "sgd"}, "--adam-beta2: --optimizer sgd does not use"),
+        ({"loraplus_ratio": "nan"}, "--loraplus-ratio nan"),
+        ({"neftune_alpha": "inf"}, "--neftune-alpha inf: must be at most"),
+        ({"neftune_alpha": "5", "prefix_cache": "disk"}, "--neftune-alpha: the noise changes"),
+        ({"layerwise_lr_decay": "0"}, "--layerwise-lr-decay 0.0: must be above 0 and at most 1"),
+        ({"layerwise_lr_decay": "1.5"}, "--layerwise-lr-decay 1.5: must be above 0 and at most 1"),
+        ({"layerwise_lr_decay": "nan"}, "--layerwise-lr-decay nan"),
     ],
 )
 def test_invalid_values_are_named(flags, message):

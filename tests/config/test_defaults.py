@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +49,8 @@ def test_adapters_shrink_in_rank_first_and_in_blocks_last():
     sizes = [(each.lora_rank, each.lora_layers) for each in found]
     assert sizes == [(16, "all"), (8, "all"), (4, "all"), (4, 3), (4, 1)]
     assert {each.lora_alpha / each.lora_rank for each in found} == {2.0}
+    rslora = defaults.adapters(TrainConfig(lora_alpha=32, use_rslora=True), 7)
+    assert {each.lora_alpha / math.sqrt(each.lora_rank) for each in rslora} == {8.0}
 
 
 def test_what_was_recorded_is_not_chosen_again():

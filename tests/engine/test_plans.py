@@ -46,8 +46,9 @@ def small_pieces(monkeypatch):
 
 
 def by_plan(
-    folder: Path, tmp_path: Path, plan: str, packed=None, batch_size=5, spill=None, **settings
-):
+    folder: Path, tmp_path: Path, plan: str, packed=None, batch_size=5, spill=None,
+    neftune_alpha=0.0, **settings,
+):  # fmt: skip
     """(loss, gradients, loss without gradients) of the same step, through `build_engine`."""
     network, tokenizer, adapters = load(folder, **settings)
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
@@ -58,6 +59,7 @@ def by_plan(
         packing=packed is not None,
         tensors=tensors,
         spill=spill,
+        neftune_alpha=neftune_alpha,
     )
     assert built.plan == plan
     examples = encode(tokenizer, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import mlx.core as mx
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import make_model
-from tests.export.runs import make_trained
+from tests.export.runs import ALPHA, make_trained
 from your_ai.errors import UserError
 from your_ai.export import peft, peft_config
 
@@ -70,6 +71,22 @@ def test_alpha_survives_the_rounding_of_the_scale(alpha, rank):
     found = peft.whole((alpha / rank) * rank)
     assert found == pytest.approx(alpha, rel=1e-12)
     assert isinstance(found, int) == alpha.is_integer()
+
+
+@pytest.mark.parametrize("rank", [4, 6])
+def test_rslora_is_exported_as_an_alpha_that_every_reader_divides_by_the_rank(
+    tiny_model, tmp_path, rank
+):
+    """llama.cpp and others ignore use_rslora, so the exported alpha contains the scale."""
+    trained = make_trained(tiny_model, use_rslora=True, lora_rank=rank)
+    assert trained.adapter.scale == ALPHA / math.sqrt(rank)
+    _, _, config = written(trained, tmp_path / "out")
+    assert config["use_rslora"] is False
+    assert config["lora_alpha"] / config["r"] == pytest.approx(trained.adapter.scale, rel=1e-15)
+    settings = peft_config.read(tmp_path / "adapter_config.json", config)
+    assert settings.scale == config["lora_alpha"] / rank
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"(rank {rank}, alpha 10, rsLoRA: scale {trained.adapter.scale:g})" in card
 
 
 def test_experts_are_refused_before_anything_is_written(tmp_path):

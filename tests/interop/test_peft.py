@@ -64,6 +64,13 @@ def test_all_linear_layers_of_the_last_blocks(tmp_path):
     assert largest(logits(trained), torch_logits(adapted(base, tmp_path / "out"))) < TOLERANCE
 
 
+def test_rslora_has_the_same_scale_in_peft(tmp_path):
+    base = make_base(tmp_path / "base", "qwen2")
+    trained = make_trained(base, use_rslora=True, lora_rank=6)
+    peft.write(trained, tmp_path / "out")
+    assert largest(logits(trained), torch_logits(adapted(base, tmp_path / "out"))) < TOLERANCE
+
+
 def test_an_adapter_of_a_quantized_base_fits_the_dequantized_one(tiny_model, tmp_path):
     trained = make_trained(tiny_model, use_dora=True)
     peft.write(trained, tmp_path / "out")

@@ -32,6 +32,7 @@ from your_ai.hub.architectures import GROUP_SIZE
 from your_ai.memory.calibration import Shape
 from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.estimate import (
+    NOISE_ARRAYS,
     OPTIMIZER_STATES,
     Estimate,
     Plan,
@@ -46,6 +47,8 @@ from your_ai.memory.estimate import (
 )
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.nets import model
+from your_ai.nets.model import TokenKeys
+from your_ai.nets.neftune import uniform_noise
 from your_ai.training import optimizer
 from your_ai.training.measure_peaks import batch_of
 
@@ -113,6 +116,26 @@ def changed(case: tuple[Workload, Plan, int, int], **options: Any) -> Estimate:
 
 
 # Of any
+
+
+def test_memory_of_noise_on_the_embeddings_is_within_its_estimate():
+    size, keys = 512, TokenKeys(mx.zeros((4, 1), mx.uint32), mx.arange(256, dtype=mx.uint32)[None])
+    x, lengths = mx.zeros((4, 256, size), mx.bfloat16), mx.full((4, 1), 256)
+    mx.eval(keys, x, lengths)
+    gc.collect()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(x + uniform_noise(5.0, keys, lengths, size).astype(x.dtype))
+    assert mx.get_peak_memory() - before <= 1.05 * NOISE_ARRAYS * 4 * x.size
+
+
+@given(cases())
+def test_noise_on_the_embeddings_is_part_of_the_estimate(case):
+    facts, rows, tokens = case[0].facts, case[2], case[3]
+    found, without = changed(case, noise=True), changed(case)
+    assert found.mlx_bytes >= int(NOISE_ARRAYS * 4 * rows * tokens * facts.hidden)
+    assert found.process_bytes >= without.process_bytes
 
 
 def test_it_needs_no_mlx():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from your_ai.config import TrainConfig
 from your_ai.memory.estimate import OPTIMIZER_WORK, Training, update_bytes
@@ -90,6 +91,63 @@ def test_every_optimizer_uses_weight_decay(name):
         return network.a
 
     assert not mx.allclose(after(0.0), after(0.9), rtol=1e-4)
+
+
+class Adapted(nn.Module):
+    """Three blocks; the last two have a DoRA layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Module() for _ in range(3)]
+        for index, block in enumerate(self.layers[1:]):
+            mx.random.seed(index)
+            block.q_proj = nn.Module()
+            block.q_proj.lora_a = mx.random.normal((6, 2))
+            block.q_proj.lora_b = mx.random.normal((2, 4))
+            block.q_proj.m = mx.random.normal((4,))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_with_different_rates_are_updated_as_by_several_optimizers_of_mlx(name):
+    settings = {"optimizer": name, "weight_decay": 0.0 if name == "adam" else 0.2}
+    config = TrainConfig(loraplus_ratio=4.0, layerwise_lr_decay=0.5, **settings)
+    network, theirs = Adapted(), Adapted()
+    found = optimizer.rate_factors(config, network)
+    assert found == {
+        "layers.1.q_proj.lora_a": 0.5, "layers.1.q_proj.lora_b": 2.0, "layers.1.q_proj.m": 0.5,
+        "layers.2.q_proj.lora_a": 1.0, "layers.2.q_proj.lora_b": 4.0, "layers.2.q_proj.m": 1.0,
+    }  # fmt: skip
+    built = optimizer.build_optimizer(config, network.trainable_parameters())
+    update = optimizer.make_update(network, built, found)
+    alone = {}
+    for path, array in tree_flatten(theirs.parameters()):
+        one = dataclasses.replace(config, learning_rate=0.1 * found[path])
+        alone[path] = optimizer.build_optimizer(one, {"x": array})
+    for step in range(3):
+        mx.random.seed(step)
+        grads = tree_map(lambda p: mx.random.normal(p.shape), network.parameters())
+        update(grads, 1.0, 0.1)
+        for (path, array), (_, grad) in zip(
+            tree_flatten(theirs.parameters()), tree_flatten(grads), strict=True
+        ):
+            changed = alone[path].apply_gradients({"x": grad}, {"x": array})["x"]
+            theirs.update(tree_unflatten([(path, changed)]))
+    for path, array in tree_flatten(network.parameters()):
+        expected = dict(tree_flatten(theirs.parameters()))[path]
+        assert mx.allclose(array, expected, rtol=1e-5, atol=1e-6), path
+
+
+def test_blocks_with_different_rates_share_a_compiled_update(monkeypatch):
+    config = TrainConfig(loraplus_ratio=4.0, layerwise_lr_decay=0.5)
+    network, traced = Adapted(), []
+    built = optimizer.build_optimizer(config, network.trainable_parameters())
+    apply_single = built.apply_single
+    monkeypatch.setattr(
+        built, "apply_single", lambda *given: traced.append(1) or apply_single(*given)
+    )
+    update = optimizer.make_update(network, built, optimizer.rate_factors(config, network))
+    update(tree_map(mx.ones_like, network.parameters()), 1.0, 0.1)
+    assert len(traced) == 3  # the parameters of one block
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -7,6 +7,7 @@ All linear layers of all blocks are adapted, with rank 16, unless memory is too 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from your_ai.config.settings import AUTO, OLD_LAYERS, TrainConfig
@@ -55,7 +56,7 @@ def adapters(config: TrainConfig, blocks: int) -> Iterator[TrainConfig]:
 
     blocks: number of blocks of the model.
 
-    An automatic rank is reduced before an automatic number of blocks. The scale alpha / rank stays.
+    An automatic rank is reduced before an automatic number of blocks. The scale stays.
     """
     ranks = RANKS if config.lora_rank == AUTO else (config.lora_rank,)
     for rank in ranks:
@@ -73,10 +74,16 @@ def with_adapters(config: TrainConfig, rank: int, count: int, blocks: int) -> Tr
     """
     alpha, layers = config.lora_alpha, config.lora_layers
     if config.lora_rank == AUTO:
-        alpha *= rank / RANKS[0]
+        alpha = alpha_of_same_scale(config, RANKS[0], rank)
     if layers == AUTO:
         layers = "all" if count == blocks else count
     return dataclasses.replace(config, lora_rank=rank, lora_alpha=alpha, lora_layers=layers)
+
+
+def alpha_of_same_scale(config: TrainConfig, before: int, rank: int) -> float:
+    """The alpha with which adapters of `rank` have the scale of those of rank `before`."""
+    ratio = rank / before
+    return config.lora_alpha * (math.sqrt(ratio) if config.use_rslora else ratio)
 
 
 def largest(config: TrainConfig, blocks: int) -> TrainConfig:

@@ -20,6 +20,7 @@ DEMO = "demo"
 ALL_LINEAR = "all-linear"  # of --lora-targets
 AUTO = "auto"  # chosen when the run starts, by config/defaults.py, and recorded in its settings
 OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs
+LOSS, EXACT_MATCH = "loss", "exact_match"  # values of --best-metric
 NONE, FOLDER = "none", "folder"  # values of --valid: no validation, or only what --data has
 
 
@@ -89,6 +90,9 @@ class TrainConfig:
     lora_alpha: float = setting(
         32.0, "Scale the adapters by alpha / rank; a smaller automatic rank keeps the scale."
     )
+    use_rslora: bool = setting(
+        False, "Scale the adapters by alpha / sqrt(rank) instead (rsLoRA), for high ranks."
+    )
     lora_layers: int | Literal["all", "auto"] | None = setting(
         AUTO,
         "Number of last blocks to adapt, or all; auto: all, or fewer if not even rank 4 fits into "
@@ -100,10 +104,20 @@ class TrainConfig:
     lora_dropout: float = setting(0.0, "Dropout on the input of the adapters.")
     use_dora: bool = setting(False, "Train weight-decomposed adapters (DoRA).")
 
+    neftune_alpha: float = setting(
+        0.0, "Noise on the embeddings in training (NEFTune), e.g. 5; 0 = none."
+    )
+
     optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon", "lion"] = setting(
         "adamw", "Optimizer, from mlx.optimizers."
     )
     learning_rate: float = setting(2e-4, "Peak learning rate.")
+    loraplus_ratio: float = setting(
+        1.0, "The B matrices of the adapters learn this many times as fast (LoRA+), e.g. 16."
+    )
+    layerwise_lr_decay: float = setting(
+        1.0, "Each block learns this many times as fast as the block above it, e.g. 0.9."
+    )
     lr_schedule: Literal["constant", "linear", "cosine", "exponential", "step"] = setting(
         "constant",
         "Learning rate after the warm-up: constant, decaying to --lr-end (linear, cosine), or "
@@ -197,9 +211,15 @@ class TrainConfig:
     save_every: int = setting(100, "Steps between checkpoints; 0 = only at the end.")
     keep: int = setting(3, "Number of checkpoints to keep, besides the best one.")
     keep_best: bool = setting(
-        True, "Use the checkpoint with the best validation loss as the result, not the last."
+        True, "Use the checkpoint with the best validation as the result, not the last."
     )
-    patience: int = setting(0, "Stop after this many validations without a better loss; 0 = never.")
+    best_metric: str = setting(
+        LOSS,
+        "What the best validation is: loss; exact_match, the share of rows answered exactly; or "
+        "your own metric as module:function, higher is better, for which the first 64 rows are "
+        "answered.",
+    )
+    patience: int = setting(0, "Stop after this many validations without a better one; 0 = never.")
     samples: int = setting(0, "Number of test prompts to answer before and after training.")
     exact_match: bool = setting(False, "Measure exact match on the test rows before and after.")
 
@@ -265,10 +285,17 @@ ADDED: dict[str, Any] = {
     "adam_bias_correction": True,
     "from_adapter": "",
     "prefix_cache_folder": "",
+    "best_metric": LOSS,
+    "use_rslora": False,
+    "loraplus_ratio": 1.0,
+    "layerwise_lr_decay": 1.0,
+    "neftune_alpha": 0.0,
 }
 
 # Settings that decide which adapter layers a model has.
-ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_layers", "lora_targets", "use_dora")
+ADAPTER_SETTINGS = (
+    *("lora_rank", "lora_alpha", "use_rslora", "lora_layers", "lora_targets", "use_dora"),
+)
 
 FLAGS = {"from_adapter": "--from"}  # `from` cannot be the name of a field
 
@@ -292,6 +319,8 @@ BOUNDS = {
     "max_seq_length": (2, 1 << 24),
     "max_row_bytes": (1, 1 << 32),
     "lora_rank": (1, 65_536),
+    "loraplus_ratio": (1, 1_000_000),
+    "neftune_alpha": (0, 1_000_000),
     "warmup_steps": (0, LARGEST),
     "weight_decay": (0, LARGEST),
     "max_grad_norm": (0, LARGEST),
@@ -325,6 +354,9 @@ def check(config: TrainConfig) -> None:
             check_texts(name, (value,) if kind is str else value)
     if not 0 < config.reload_at <= 1:
         raise UserError(f"--reload-at {config.reload_at}: must be above 0 and at most 1")
+    if not 0 < config.layerwise_lr_decay <= 1:
+        decay = config.layerwise_lr_decay
+        raise UserError(f"--layerwise-lr-decay {decay}: must be above 0 and at most 1")
     if not 0 <= config.lora_dropout < 1:
         raise UserError(f"--lora-dropout {config.lora_dropout}: must be at least 0 and under 1")
     if isinstance(config.lora_layers, int) and not 1 <= config.lora_layers <= LARGEST:
@@ -340,6 +372,16 @@ def check(config: TrainConfig) -> None:
     check_schedule(config)
     if config.prefix_cache_folder and config.prefix_cache != "disk":
         raise UserError("--prefix-cache-folder: is only used with --prefix-cache disk")
+    if config.best_metric not in (LOSS, EXACT_MATCH) and ":" not in config.best_metric:
+        raise UserError(
+            f"--best-metric {quoted(config.best_metric)}: must be loss, exact_match or "
+            f"module:function{nearest(config.best_metric, (LOSS, EXACT_MATCH))}"
+        )
+    if config.neftune_alpha and config.prefix_cache != "off":
+        raise UserError(
+            "--neftune-alpha: the noise changes in each step, so nothing can be cached; use "
+            "--prefix-cache off"
+        )
     if config.spill and config.plan == "fused":
         raise UserError("--spill: --plan fused has no block inputs to offload; use --plan staged")
 

@@ -157,6 +157,8 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
     if state.validation is not None:
         best = f", best {loss_text(state.best_validation)}"
         fields.insert(3, Field(2, loss_text(state.validation.loss), "validation ", best, ""))
+        for name, value in state.validation.metrics.items():
+            fields.insert(4, Field(2, f"{value:.4g}", f"{clean(page, name)} ", style=""))
     rows.append(
         ScreenRow("loss", line(page, "loss", in_fields(page, fields, beside(page, "loss"))))
     )

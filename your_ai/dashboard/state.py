@@ -99,6 +99,8 @@ class ViewState:
     best_validation: float | None = None
     best_step: int | None = None
     """The step of `best_validation`."""
+    best_checked: events.Validation | None = None
+    """The best validation by --best-metric."""
     skipped: events.Skipped | None = None
     checkpoint: events.Checkpoint | None = None
     samples_before: events.Samples | None = None
@@ -233,6 +235,8 @@ def after_validation(state: ViewState, event: events.Validation) -> dict[str, An
     best, lowest = {}, state.best_validation
     if math.isfinite(event.loss) and (lowest is None or event.loss < lowest):
         best = {"best_validation": event.loss, "best_step": event.step}
+    if event.best:
+        best["best_checked"] = event
     return {"validation": event, "first_validation": state.first_validation or event, **best}
 
 

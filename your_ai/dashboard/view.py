@@ -83,7 +83,8 @@ def event_line(event: Event, state: ViewState) -> str | None:
             return f"step {event.step} was skipped: {event.reason} ({event.total} so far)"
         case events.Validation():
             best = ", the best so far" if event.best else ""
-            return f"step {event.step}: validation loss {loss_text(event.loss)}{best}"
+            metrics = "".join(f", {name} {value:.4g}" for name, value in event.metrics.items())
+            return f"step {event.step}: validation loss {loss_text(event.loss)}{metrics}{best}"
         case events.Paused():
             return f"step {event.step}: paused"
         case events.Continued():
@@ -135,10 +136,22 @@ def result_lines(state: ViewState) -> list[str]:
         text += f", best {loss_text(best)} at step {state.best_step}"
     elif best is not None and state.first_validation != state.validation:
         text += ", the best"
+    lines = [text, *metric_lines(state.validation, state.best_checked)]
     if not state.barely_learned:
-        return [text]
+        return lines
     ways = (state.started.more if state.started else "") or "a higher --learning-rate"
-    return [text, f"barely learned: try {ways}"]
+    return [*lines, f"barely learned: try {ways}"]
+
+
+def metric_lines(last: events.Validation, best: events.Validation | None) -> list[str]:
+    """The other values of the last validation and of the best one."""
+    found = []
+    for name, value in last.metrics.items():
+        text = f"{name} of the validation rows: {value:.4g} at the end"
+        if best is not None and best.step != last.step and name in best.metrics:
+            text += f", best {best.metrics[name]:.4g} at step {best.step}"
+        found.append(text)
+    return found
 
 
 def which_adapter(finished: events.Finished) -> str:

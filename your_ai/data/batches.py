@@ -75,6 +75,14 @@ class Batch:
         )
 
     @property
+    def text_lengths(self) -> np.ndarray:
+        """The input tokens of each token's text: (B, 1), or (B, T) if packed; at least 1."""
+        if not self.packed:
+            return np.maximum(self.lengths, 1)[:, None]
+        _, inverse, counts = np.unique(self.rows, return_inverse=True, return_counts=True)
+        return counts[inverse].reshape(self.rows.shape)
+
+    @property
     def weight(self) -> float:
         """The sum of the targets' weights, the denominator of a loss over this batch."""
         return float(self.weights.sum(dtype=np.float64))
@@ -234,10 +242,14 @@ def micro_batches(
 
 
 def in_order_of_length(examples: Examples, rows_at: RowsAt) -> Iterator[Batch]:
-    """Return every example once, in a fixed order, the longest first. For validation."""
+    """Return every example once, in the order of `by_length`. For validation."""
     edges = bucket_edges(examples.lengths - 1)
-    order = np.argsort(-examples.lengths, kind="stable")
-    return micro_batches(examples, order, rows_at, edges)
+    return micro_batches(examples, by_length(examples), rows_at, edges)
+
+
+def by_length(examples: Examples) -> np.ndarray:
+    """(n,) the indices of the examples in a fixed order, the longest first."""
+    return np.argsort(-examples.lengths, kind="stable")
 
 
 def padded_length(examples: Examples, rows: np.ndarray, edges: np.ndarray) -> int:

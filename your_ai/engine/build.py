@@ -24,6 +24,7 @@ from your_ai.nets.dora import compute_magnitudes
 from your_ai.nets.head import LinearHead, linear_head
 from your_ai.nets.losses import Head
 from your_ai.nets.model import DropoutKeys, Split, split
+from your_ai.nets.neftune import neftune_of
 from your_ai.nets.parts import Parts, parts_of
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.sft import SUPERVISED
@@ -54,6 +55,7 @@ def build_engine(
     spill: Path | None = None,
     graphs: Graphs | None = None,
     objective: Objective = SUPERVISED,
+    neftune_alpha: float = 0.0,
 ) -> Built:
     """Build the engine of `plan` for a model with adapters.
 
@@ -65,7 +67,8 @@ def build_engine(
     make_store: hidden size -> the frozen-prefix cache; None for no cache.
     spill: a folder for block inputs, for a staged or streamed plan.
     graphs: the cache of compiled graphs; by default it keeps all of them.
-    Raises UserError if the model does not support the plan or packing.
+    neftune_alpha: of the noise on the embeddings in training; 0 for none.
+    Raises UserError if the model does not support the plan, packing or noise.
     """
     notices: list[str] = []
     dequantize_on_the_cpu(model)
@@ -93,6 +96,7 @@ def build_engine(
     if parts is None and plan == "staged":
         notices.append(f"--plan staged: {NO_PARTS}; training with --plan fused")
         plan = "fused"
+    neftune = neftune_of(model, halves.trunk if parts is None else parts.embed, neftune_alpha)
     store = None
     if make_store is not None and parts is None:
         notices.append(f"--prefix-cache: {NO_PARTS}; training without it")
@@ -105,10 +109,12 @@ def build_engine(
         return Built(joined.engine(), plan, tuple(notices), store)
     if plan == "fused":
         replace_attention(model)
-        engine = fused_engine(model, halves, dropout_keys, objective, parts, head, graphs)
+        engine = fused_engine(model, halves, dropout_keys, objective, parts, head, graphs, neftune)
         return Built(engine, plan, tuple(notices))
     inputs = [] if spill is None else Spilled(spill)
-    staged = Staged(model, parts, dropout_keys, objective, head, weights, store, inputs, graphs)
+    staged = Staged(
+        model, parts, dropout_keys, objective, head, weights, store, inputs, graphs, neftune=neftune
+    )
     return Built(staged.engine(), plan, tuple(notices), store)
 
 

@@ -19,6 +19,7 @@ from your_ai.engine.protocol import Engine
 from your_ai.nets.dora import dora_layers, norms_of, use_norms
 from your_ai.nets.losses import Head
 from your_ai.nets.model import DropoutKeys, Split, TokenKeys
+from your_ai.nets.neftune import Neftune, noise_added
 from your_ai.nets.parts import Arrays, Parts
 from your_ai.objectives.objective import Objective, Sums, Targets
 from your_ai.rng import derive_seed
@@ -32,12 +33,14 @@ def fused_engine(
     parts: Parts | None = None,
     head: Head | None = None,
     graphs: Graphs | None = None,
+    neftune: Neftune | None = None,
 ) -> Engine:
     """An engine that compiles one graph for forward and backward, per batch shape.
 
     parts: the model in parts; packed batches need them to keep their texts separate.
     head: the head as a `LinearHead`, if `head.linear_head` found one; by default split.head.
     graphs: the cache of compiled graphs.
+    neftune: noise on the embeddings in training.
     """
     head = head or split.head
     graphs = Graphs() if graphs is None else graphs
@@ -61,10 +64,13 @@ def fused_engine(
             raise ValueError("a packed batch needs the parts of the model, but they are missing")
         return parts.finish(parts.run_blocks(tokens, segments, max_segment_tokens))
 
-    def trainable_loss(inputs, targets, rows, places, scale):
+    def trainable_loss(inputs, targets, rows, places, lengths, scale):
         model.train()
-        dropout_keys.set(TokenKeys(rows, places))
-        sums = target_pass.trainable_loss(trunk(*inputs), Targets(*targets), objective, scale, head)
+        keys = TokenKeys(rows, places)
+        dropout_keys.set(keys)
+        with noise_added(neftune, keys, lengths):
+            hidden = trunk(*inputs)
+        sums = target_pass.trainable_loss(hidden, Targets(*targets), objective, scale, head)
         dropout_keys.set(None)
         model.eval()
         return sums
@@ -91,10 +97,12 @@ def fused_engine(
 
     def gradients(batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
         keys = mx.array(row_keys(step_seed, batch.rows)), mx.array(batch.places)
+        lengths = None if neftune is None else mx.array(batch.text_lengths)
         parameters = model.trainable_parameters()
         sums, grads = compiled(loss_and_gradients, batch, trained=True)(
-            norms_of(dora), _inputs(batch), Targets.of(batch), *keys, mx.array(scale, mx.float32)
-        )
+            norms_of(dora), _inputs(batch), Targets.of(batch), *keys, lengths,
+            mx.array(scale, mx.float32),
+        )  # fmt: skip
         model.update(parameters)  # tracing replaced them with placeholders
         return Sums(*sums), grads
 

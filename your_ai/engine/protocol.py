@@ -22,9 +22,9 @@ class Engine:
     objective: Objective
     gradients: Callable[[Batch, float, int], tuple[Sums, Any]]
     """(batch, scale, step_seed) -> the sums, and the gradients of `scale` times the loss, as a
-    tree of the trainable parameters. step_seed is the seed of dropout."""
+    tree of the trainable parameters. step_seed is the seed of dropout and noise."""
     loss: Callable[[Batch], Sums]
-    """Only the sums, without dropout."""
+    """Only the sums, without dropout and noise."""
     predictions: Callable[[Batch], mx.array]
     """(S,) the most likely token at each target."""
     score: Callable[[Batch], tuple[mx.array, mx.array]]

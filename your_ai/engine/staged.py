@@ -28,7 +28,8 @@ from your_ai.engine.weights import streams_vocabulary
 from your_ai.nets.dora import dora_layers, norms_of
 from your_ai.nets.head import LinearHead
 from your_ai.nets.losses import Head
-from your_ai.nets.model import DropoutKeys, KeyedDropout
+from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
+from your_ai.nets.neftune import Neftune, noise_added
 from your_ai.nets.parts import Arrays, Parts
 from your_ai.objectives.objective import Objective, Sums, Targets
 
@@ -68,6 +69,8 @@ class BatchRows(NamedTuple):
     shape: GraphShape
     """The key of their compiled graphs."""
     extras: Extras
+    noise: Extras
+    """The keys and lengths of NEFTune's noise; empty without it, and outside training."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Staged:
     inputs: the stack that keeps the inputs of the trained blocks.
     graphs: the cache of compiled graphs.
     lean: save memory at the cost of time.
+    neftune: noise on the embeddings in training; not with a store.
     """
 
     def __init__(
@@ -106,8 +110,11 @@ class Staged:
         inputs: Inputs | None = None,
         graphs: Graphs | None = None,
         lean: bool = True,
+        neftune: Neftune | None = None,
     ) -> None:
-        self.objective = objective
+        if store is not None and neftune is not None:
+            raise ValueError("cached hidden states would have the noise of one step in every step")
+        self.objective, self.parts, self.neftune = objective, parts, neftune
         self.blocks, self.store = parts.blocks, store
         self.weights = weights or Resident(self.blocks)
         self.inputs = [] if inputs is None else inputs
@@ -123,7 +130,7 @@ class Staged:
         sample = parts.embed(mx.zeros((1, 1), mx.int32))  # only for its shape and dtype
         self.hidden_size, self.dtype = sample.shape[-1], sample.dtype
         self.head, self.state = finished(parts, head), [parts.outside]
-        self._embed = self._compiled(parts.embed)
+        self._embed = self._compiled(self._embedded)
         self._head_gradient = self._compiled(self._loss_and_gradient)
         self._head_loss = self._compiled(self._loss)
         self._most_likely = self._compiled(self._predictions)
@@ -173,6 +180,12 @@ class Staged:
         """Apply `function` to the last hidden states and the targets."""
         rows = self._rows(batch)
         return function(rows.shape, self._forward(batch, rows), Targets.of(batch))
+
+    def _embedded(self, tokens: mx.array, noise: Extras) -> mx.array:
+        """(B, T) -> (B, T, D) input of the first block."""
+        keys = TokenKeys(noise["keys"], noise["places"]) if noise else None
+        with noise_added(self.neftune, keys, noise.get("lengths")):
+            return self.parts.embed(tokens)
 
     def _loss_and_gradient(self, hidden, targets, scale):
         targets = Targets(*targets)
@@ -229,13 +242,13 @@ class Staged:
         If the numbers depended on the batch, they would change when a resumed run fills its
         cache again.
         """
-        every = [BatchRows(row, GraphShape(*row.shape), {}) for row in map(padded, texts)]
+        every = [BatchRows(row, GraphShape(*row.shape), {}, {}) for row in map(padded, texts)]
         found = self._from_tokens(every)
         return [hidden[0, : len(text)] for text, hidden in zip(texts, found, strict=True)]
 
     def _from_tokens(self, every: list[BatchRows]) -> list[mx.array]:
         """The input of the first trained block for each of `every`."""
-        hidden = [self._embed(rows.shape, mx.array(rows.tokens)) for rows in every]
+        hidden = [self._embed(rows.shape, mx.array(rows.tokens), rows.noise) for rows in every]
         mx.eval(hidden)
         self._run(hidden, every, self.frozen)
         return hidden
@@ -273,15 +286,21 @@ class Staged:
         return arrays | norms_of(self.dora[index], arrays)
 
     def _rows(self, batch: Batch, step_seed: int | None = None) -> BatchRows:
-        """The rows of a batch; step_seed: the seed of dropout, None outside training."""
+        """The rows of a batch; step_seed: the seed of dropout and noise, None outside training."""
         found: Extras = {}
+        keys: Extras = {}
+        noise: Extras = {}
         if batch.segments is not None:
             found["segments"] = mx.array(batch.segments)
-        if step_seed is not None and self.has_dropout:
-            found["keys"] = mx.array(row_keys(step_seed, batch.rows))
-            found["places"] = mx.array(batch.places)
+        if step_seed is not None:
+            keys["keys"] = mx.array(row_keys(step_seed, batch.rows))
+            keys["places"] = mx.array(batch.places)
+            if self.has_dropout:
+                found |= keys
+            if self.neftune is not None:
+                noise = {**keys, "lengths": mx.array(batch.text_lengths)}
         shape = shape_of(batch, trained=True)._replace(targets=0)  # blocks see no targets
-        return BatchRows(batch.tokens, shape, found)
+        return BatchRows(batch.tokens, shape, found, noise)
 
     def _tree(self, found: dict[int, Arrays]) -> Any:
         """The gradients of the blocks as a tree like the model's parameters."""

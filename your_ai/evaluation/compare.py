@@ -42,7 +42,6 @@ from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
 from your_ai.nets.saved_adapter import Adapter, Trained
 
-ANSWER_TOKENS = 128  # an answer may have this many tokens more than twice the expected one
 T = TypeVar("T")
 
 
@@ -258,7 +257,7 @@ def answer_limit(tokenizer: Any, prompt: SamplePrompt, request: Request) -> int:
     """The maximum number of tokens in the answer to a prompt."""
     if request.max_tokens is not None:
         return request.max_tokens
-    return 2 * len(token_ids(tokenizer, prompt.expected, "a row")) + ANSWER_TOKENS
+    return 2 * len(token_ids(tokenizer, prompt.expected, "a row")) + generate.ANSWER_TOKENS
 
 
 def most_tokens(rows: EvaluationRows, tokenizer: Any, request: Request) -> int:

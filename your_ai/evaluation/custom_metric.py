@@ -27,6 +27,8 @@ class Metric:
 
     name: str
     function: Callable[[str, str, dict], Any]
+    option: str = "--metric"
+    """The option that named the function, for messages."""
 
     def score(self, answer: str, expected: str, row: dict, where: str) -> float:
         """Score an answer. Raises UserError, naming the row, if the function fails.
@@ -37,28 +39,36 @@ class Metric:
             with contextlib.redirect_stdout(sys.stderr):
                 found = self.function(answer, expected, row)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
-            raise UserError(f"{where}: --metric {self.name} raised {described(error)}") from error
+            raise UserError(
+                f"{where}: {self.option} {self.name} raised {described(error)}"
+            ) from error
         if not isinstance(found, (Real, np.bool_)):
             text = f"{type(found).__name__} {found!r}" if found is not None else "None"
-            raise UserError(f"{where}: --metric {self.name} returned {text[:80]}, not a number")
+            raise UserError(
+                f"{where}: {self.option} {self.name} returned {text[:80]}, not a number"
+            )
         try:
             number = float(found)
         except (OverflowError, ValueError):  # an int or a fraction too large for a float
             number = math.inf
         if not math.isfinite(number):
-            raise UserError(f"{where}: --metric {self.name} returned {number}, not a finite number")
+            raise UserError(
+                f"{where}: {self.option} {self.name} returned {number}, not a finite number"
+            )
         return number
 
 
-def load_metric(name: str) -> Metric:
+def load_metric(name: str, option: str = "--metric") -> Metric:
     """Import the function of `module:function`. Modules in the current folder come first.
+
+    option: the option that names it, for messages.
 
     Raises UserError if the module cannot be imported or has no such function.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name.isidentifier():
         raise UserError(
-            f"--metric {name}: give module:function, e.g. metrics:score for `def score(answer, "
+            f"{option} {name}: give module:function, e.g. metrics:score for `def score(answer, "
             "expected, row)` in metrics.py"
         )
     here = os.getcwd()
@@ -68,7 +78,7 @@ def load_metric(name: str) -> Metric:
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         reason = described(error)
-        raise UserError(f"--metric {name}: {module_name} cannot be imported ({reason})") from error
+        raise UserError(f"{option} {name}: {module_name} cannot be imported ({reason})") from error
     finally:
         sys.path.remove(here)
         # The function may import modules from here later. At the end of the path, the folder
@@ -78,8 +88,8 @@ def load_metric(name: str) -> Metric:
     if not callable(function):
         known = [n for n, value in vars(module).items() if callable(value)]
         hint = nearest(function_name, known)
-        raise UserError(f"--metric {name}: {module_name} has no function {function_name}{hint}")
-    return Metric(name, function)
+        raise UserError(f"{option} {name}: {module_name} has no function {function_name}{hint}")
+    return Metric(name, function, option)
 
 
 def described(error: BaseException) -> str:

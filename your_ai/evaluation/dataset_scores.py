@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from your_ai.data.batches import RowsAt, bucket_edges, in_order_of_length, micro_batches
+from your_ai.data.batches import (
+    RowsAt,
+    bucket_edges,
+    by_length,
+    in_order_of_length,
+    micro_batches,
+)
 from your_ai.data.examples import Examples
 from your_ai.engine.protocol import Engine
 from your_ai.run.stopping import Stop
@@ -39,21 +45,31 @@ def mean_loss(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -
 
 
 def exact_matches(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -> int | None:
-    """Count the examples whose answer greedy decoding would reproduce exactly.
+    """Count the examples of `exact_examples`; None if asked to stop."""
+    exact = exact_examples(engine, examples, rows_at, stop)
+    return None if exact is None else int(exact.sum())
+
+
+def exact_examples(
+    engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop
+) -> np.ndarray | None:
+    """(n,) bool: whether greedy decoding would reproduce the answer of each example exactly.
 
     Greedy decoding gives the expected answer if and only if each of its tokens, including the
     end token, is the most likely one after the tokens before it. One forward pass shows this.
     Returns None if asked to stop.
     """
-    correct = 0
+    exact, done = np.ones(len(examples), bool), 0
+    order = by_length(examples)
     for batch in in_order_of_length(examples, rows_at):
         if stop:
             return None
         n = batch.trained_tokens
         rows = batch.positions[:n] // batch.tokens.shape[1]
         wrong = np.array(engine.predictions(batch))[:n] != batch.targets[:n]
-        correct += len(set(rows) - set(rows[wrong]))
-    return correct
+        exact[order[done + rows[wrong]]] = False
+        done += len(batch.tokens)
+    return exact
 
 
 @dataclass(frozen=True)
@@ -74,7 +90,7 @@ def scored(
     Yields how many examples are done. The functions compiled for one shape are dropped before
     the next shape, because they are large and rarely used again.
     """
-    order = np.argsort(-examples.lengths, kind="stable")
+    order = by_length(examples)
     losses, exact = np.zeros(len(order)), np.ones(len(order), bool)
     done, shape = 0, None
     for batch in micro_batches(examples, order, rows_at, bucket_edges(examples.lengths - 1)):

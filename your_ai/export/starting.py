@@ -51,6 +51,7 @@ def settings_of(source: str, base: str | None) -> dict[str, Any]:
         "model": found,
         "lora_rank": adapter.rank,
         "lora_alpha": adapter.scale * adapter.rank,
+        "use_rslora": False,  # alpha has its scale
         "lora_layers": blocks_counted(adapter),
         "lora_targets": tuple(sorted({name_in_block(path) for path in adapter.layers})),
         "use_dora": adapter.is_dora,

@@ -27,13 +27,17 @@ def rows_of(model: nn.Module, names: tuple[str, ...]) -> int | None:
     """The minimum number of rows of modules with these names outside the blocks, or None."""
     found = []
     for path, module in model.named_modules():
-        *owners, leaf = path.split(".")
-        if leaf in names and not any(owner.isdecimal() for owner in owners):
+        if path.rpartition(".")[2] in names and is_outside_blocks(path):
             if "weight" in module:
                 found.append(module["weight"].shape[0])
             elif "rows" in vars(module):  # an embedding that stays in its file
                 found.append(vars(module)["rows"].shape[0])
     return min(found, default=None)
+
+
+def is_outside_blocks(path: str) -> bool:
+    """Whether the path of a module has no index of a block before its name."""
+    return not any(owner.isdecimal() for owner in path.split(".")[:-1])
 
 
 def vocabulary_of(model: nn.Module) -> int | None:

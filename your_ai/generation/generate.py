@@ -16,7 +16,7 @@ from mlx_lm.generate import GenerationResponse
 from mlx_lm.sample_utils import make_sampler
 
 from your_ai.config import TrainConfig
-from your_ai.data.encode import token_ids
+from your_ai.data.encode import SamplePrompt, token_ids
 from your_ai.data.rows import decode_line, parse_turns, text_field
 from your_ai.data.template import TemplateRefused, render
 from your_ai.engine.opened import open_model, prepare_for_generation
@@ -39,6 +39,7 @@ TEMPLATE_BYTES = 1 << 30  # maximum memory of a chat template
 PROMPT_CHARACTERS = 4_000_000  # maximum length of one prompt
 TEMPLATE_TOKENS = 200  # upper estimate of the tokens a chat template adds per message
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
+ANSWER_TOKENS = 128  # an answer may have this many tokens more than twice the expected one
 SEEDS = 1 << 64  # MLX accepts seeds below this
 
 Message = dict[str, Any]  # role and content, as chat templates expect
@@ -375,3 +376,9 @@ def answer(model: nn.Module, tokenizer: Any, prompt: str, max_tokens: int) -> st
     """The whole answer to a rendered prompt."""
     tokens = token_ids(tokenizer, prompt, "the prompt", special=False)
     return "".join(stream(model, tokenizer, tokens, max_tokens)).strip()
+
+
+def answer_room(tokenizer: Any, sample: SamplePrompt) -> tuple[int, int]:
+    """Maximum tokens of the answer to a prompt, and of prompt and answer together."""
+    answer = 2 * len(token_ids(tokenizer, sample.expected, "a row")) + ANSWER_TOKENS
+    return answer, answer + len(token_ids(tokenizer, sample.rendered, "a row", False))

@@ -131,6 +131,7 @@ def demand_of(
         sliced=mx.default_device().type == mx.cpu,
         rows_together=objective.rows_together,
         scores="scores" in objective.phases,
+        noise=config.neftune_alpha > 0,
         before_bytes=before_bytes,
         coefficients=coefficients_here(),
     )
@@ -190,6 +191,7 @@ def measured_key(config: TrainConfig, demand: Demand, dtype: mx.Dtype) -> list[s
     facts = replace(demand.facts, disk_bytes=0)
     training = replace(demand.training, optimizer="adamw")  # does not affect activations
     settings = (config.packing, config.prefix_cache, config.lora_dropout > 0)
+    settings += ("neftune",) if config.neftune_alpha > 0 else ()
     parts = (demand.coefficients, dtype, facts, training, *settings)
     return [*machine_key(), *map(str, parts)]
 

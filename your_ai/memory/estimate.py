@@ -41,6 +41,7 @@ DORA_NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not 
 GRAPH_BYTES = 85_000  # operations of one slice that waits to be evaluated
 FORWARD_GRAPH = 0.4  # size of a graph without a backward pass, relative to one with it
 GRAPHS_MARGIN = 1.25
+NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to the embeddings
 GENERATION_BYTES = 500_000  # small arrays of generation
 WORK = ("activations", "block work", "head chunk")  # components that depend on coefficients
 BESIDE = ("graphs", "cache", "python")  # components that are not live MLX buffers
@@ -91,6 +92,8 @@ class Workload:
     """Evaluation only: no gradients and no optimizer."""
     scores: bool = False
     """The step also scores its rows without gradients."""
+    noise: bool = False
+    """Noise is added to the embeddings."""
     sliced: bool = False
     """Quantized weights are dequantized in slices, as on the CPU, so that graphs are larger."""
     coefficients: Coefficients = PACKAGED
@@ -153,6 +156,10 @@ def estimate(
         phases = fused_phases(workload, rows, tokens, gradients)
     else:
         phases = staged_phases(workload, plan, rows, tokens, gradients)
+    if workload.noise and not forward:
+        hidden = rows * tokens * facts.hidden
+        noise = NOISE_ARRAYS * 4 * hidden + hidden * facts.float_bytes
+        phases.append({"gradients": gradients - adapters, "block work": noise})
     if workload.scores and not forward:
         phases += forward_phases(workload, plan, rows, tokens)
     if not (forward or gradients_only):

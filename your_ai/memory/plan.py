@@ -62,6 +62,8 @@ class Demand:
     """Rows of a group, which is never split."""
     scores: bool = False
     """Whether rows are also scored without gradients."""
+    noise: bool = False
+    """Whether training adds noise to the embeddings."""
     before_bytes: int = 0
     """Peak memory before training, if the model is quantized first."""
     calibration: Calibration = field(default=Calibration())
@@ -190,6 +192,7 @@ def workload_of(demand: Demand) -> Workload:
         answer_tokens=demand.answer_tokens,
         forward=demand.forward,
         scores=demand.scores,
+        noise=demand.noise,
         sliced=demand.sliced,
         coefficients=demand.coefficients,
     )

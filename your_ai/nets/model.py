@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import glob
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -278,7 +279,7 @@ def add_adapters(model: nn.Module, config: TrainConfig) -> Adapters:
     count, keys = adapted_layers(model, config)
     parameters = {
         "rank": config.lora_rank,
-        "scale": config.lora_alpha / config.lora_rank,
+        "scale": lora_scale(config),
         "dropout": config.lora_dropout,
         "keys": list(keys),
     }
@@ -319,6 +320,13 @@ def adapted_layers(model: nn.Module, config: TrainConfig) -> tuple[int, tuple[st
     keys = find_targets(adapted, config)
     check_rank(adapted, keys, config.lora_rank)
     return count, keys
+
+
+def lora_scale(config: TrainConfig) -> float:
+    """The factor of the product of A and B: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+    return config.lora_alpha / (
+        math.sqrt(config.lora_rank) if config.use_rslora else config.lora_rank
+    )
 
 
 def put_adapter_layers(

@@ -52,7 +52,7 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """The factor of the product of A and B: alpha / r."""
+        """The factor of the product of A and B: alpha / r, or alpha / sqrt(r) with rsLoRA."""
         return float(self.config["lora_parameters"]["scale"])
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,9 +34,11 @@ CardKind = Literal["adapter", "model", "peft", "gguf"]
 HERE = "PATH/OF/THIS/FOLDER"
 CURVE_POINTS = 10  # in the table that replaces the pictures of the curves
 SETTINGS = (
-    *("lora_rank", "lora_alpha", "lora_layers", "lora_targets", "lora_dropout", "use_dora"),
-    *("optimizer", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay"),
-    *("max_grad_norm", "batch_size", "grad_accumulation", "max_seq_length", "packing"),
+    *("lora_rank", "lora_alpha", "use_rslora", "lora_layers", "lora_targets", "lora_dropout"),
+    *("use_dora", "neftune_alpha"),
+    *("optimizer", "learning_rate", "loraplus_ratio", "layerwise_lr_decay", "lr_schedule"),
+    *("warmup_steps", "weight_decay", "max_grad_norm"),
+    *("batch_size", "grad_accumulation", "max_seq_length", "packing"),
     *("mask_prompt", "dtype", "quantize", "seed"),
 )
 TITLES = {"loss": "Loss", "perplexity": "Perplexity", "exact_match": "Exact match"}
@@ -61,6 +64,15 @@ class Method:
     """LoRA or DoRA."""
     rank: int
     alpha: float
+    """As the run was given it; with rsLoRA the scale is alpha / sqrt(rank)."""
+    rslora: bool = False
+
+    @property
+    def sizes(self) -> str:
+        """Rank and scale in words."""
+        text = f"rank {self.rank}, alpha {self.alpha:g}"
+        scale = self.alpha / math.sqrt(self.rank)
+        return f"{text}, rsLoRA: scale {scale:g}" if self.rslora else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +174,9 @@ def base_of(trained: Trained) -> Base:
 def method_of(trained: Trained) -> Method:
     adapter = trained.adapter
     name = "DoRA" if adapter.is_dora else "LoRA"
-    return Method(name, adapter.rank, adapter.scale * adapter.rank)
+    rslora = trained.config.use_rslora
+    divisor = math.sqrt(adapter.rank) if rslora else adapter.rank
+    return Method(name, adapter.rank, adapter.scale * divisor, rslora)
 
 
 def origin_notes(trained: Trained) -> list[str]:
@@ -241,7 +255,7 @@ def metadata(subject: Subject) -> dict[str, Any]:
 def introduction(subject: Subject) -> str:
     method, base = subject.method, subject.base
     adapter = f"A {method.name if method else 'LoRA'} adapter"
-    sizes = f" (rank {method.rank}, alpha {method.alpha:g})" if method else ""
+    sizes = f" ({method.sizes})" if method else ""
     what = {
         "adapter": f"{adapter}{sizes}",
         "peft": f"{adapter}{sizes} in PEFT's format",
@@ -337,6 +351,9 @@ def figure_rows(figures: CardFigures) -> list[tuple[str, str]]:
     best = min(finite(figures.validations), key=lambda v: v.loss, default=None)
     if best is not None:
         rows.append(("best validation loss", f"{loss_text(best.loss)} at step {best.step:,}"))
+    chosen = [found for found in figures.validations if found.best][-1:]
+    for name, value in chosen[0].metrics.items() if chosen else ():
+        rows.append((f"best {cell(name)}", f"{value:.4g} at step {chosen[0].step:,}"))
     if figures.matches:
         shares = " before, ".join(match_share(match) for match in figures.matches)
         tested = counted(figures.matches[-1].rows, "test row")

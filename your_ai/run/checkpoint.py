@@ -51,11 +51,13 @@ class TrainState:
     good_steps: int = 0
     """For dynamic loss scaling in float16."""
     best_loss: float | None = None
-    """The lowest validation loss so far; None before the first that is finite."""
+    """The validation loss at `best_step`; None before the first that is finite."""
+    best_value: float | None = None
+    """The value of --best-metric at `best_step`; None if that is the loss."""
     best_step: int | None = None
-    """The step of `best_loss`."""
+    """The step of the best validation so far."""
     without_better: int = 0
-    """Number of validations since `best_loss`, none of which was lower."""
+    """Number of validations since `best_step`, none of which was better."""
     validation_due: bool = False
     """Whether the validation after this step is still to be done, because it was interrupted."""
 
@@ -227,7 +229,7 @@ def load_state(path: Path) -> TrainState | None:
 
 
 def best_step(folder: Path) -> int | None:
-    """The step with the lowest validation loss, as the newest readable checkpoint records it.
+    """The step with the best validation, as the newest readable checkpoint records it.
 
     None if there was no validation yet.
     """

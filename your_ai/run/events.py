@@ -208,7 +208,9 @@ class Validation:
     trained_tokens: int
     seconds: float
     best: bool = False
-    """Whether the loss is lower than at every validation before it."""
+    """Whether it is better than every validation before it."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The value of --best-metric by its name, if that is not the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from your_ai.config import TYPES, TrainConfig, coerce
+from your_ai.config import TYPES, TrainConfig, coerce, defaults
 from your_ai.errors import RunError, UserError
 from your_ai.gates.untrusted import is_large
 from your_ai.rng import derive_seed
@@ -105,10 +105,10 @@ def allowed(base: TrainConfig, name: str, choices: Sequence[Any]) -> tuple[Any, 
 
 
 def settings_of(base: TrainConfig, chosen: Mapping[str, Any], fixed: Sequence[str]) -> TrainConfig:
-    """`base` with the chosen settings. The scale alpha / rank stays, unless alpha is fixed."""
+    """`base` with the chosen settings. The adapters' scale stays, unless alpha is fixed."""
     alpha = base.lora_alpha
     if "lora_alpha" not in fixed and "lora_rank" in chosen:
-        alpha *= chosen["lora_rank"] / base.lora_rank
+        alpha = defaults.alpha_of_same_scale(base, base.lora_rank, chosen["lora_rank"])
     return dataclasses.replace(base, **{**chosen, "lora_alpha": alpha})
 
 

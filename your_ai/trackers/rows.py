@@ -55,7 +55,8 @@ def after(past: UploadState, event: Event) -> tuple[UploadState, TrackerRow | No
             row = TrackerRow(event.step, metrics_of(past, event))
         case events.Validation() if event.step > past.validated:
             past = replace(past, validated=event.step)
-            row = TrackerRow(event.step, {"validation/loss": event.loss})
+            metrics = {f"validation/{name}": value for name, value in event.metrics.items()}
+            row = TrackerRow(event.step, {"validation/loss": event.loss, **metrics})
         case events.ExactMatch():
             share = event.correct / max(1, event.rows)
             row = TrackerRow(step_at(event.when, past), {"test/exact_match": share})

@@ -91,23 +91,45 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 
-def make_update(model: nn.Module, optimizer: optim.Optimizer) -> Update:
+def rate_factors(config: TrainConfig, model: nn.Module) -> dict[str, float]:
+    """The learning rate of each trained parameter, relative to that of the step.
+
+    LoRA+ (Hayou et al., 2024) raises the rate of B alone, which begins at 0. DoRA's magnitudes
+    begin at the norms of the base's weights, so they learn as fast as A.
+
+    Layer-wise decay (Howard and Ruder, 2018) counts from the last block of the model, so that a
+    block has the same rate however many blocks are adapted.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = [f"{names[id(block)]}." for block in model.layers]
+    last, found = len(blocks) - 1, {}
+    for name, _ in tree_flatten(model.trainable_parameters()):
+        index = next((i for i, block in enumerate(blocks) if name.startswith(block)), last)
+        ratio = config.loraplus_ratio if name.endswith(".lora_b") else 1.0
+        found[name] = ratio * config.layerwise_lr_decay ** (last - index)
+    return found
+
+
+def make_update(
+    model: nn.Module, optimizer: optim.Optimizer, factors: Mapping[str, float] | None = None
+) -> Update:
     """Return update(grads, factor, rate): one optimizer step on factor x grads, evaluated.
+
+    factors: of the learning rate of each parameter, as from `rate_factors`; default: 1.
 
     It updates a few parameters of one block at a time. So the old and new state of all
     parameters never exist together, and blocks of the same shape share compiled updates. MLX's
     optimizers treat each parameter separately, so the result is the same.
     """
-    states = leaves(optimizer.state)
+    states, factors = leaves(optimizer.state), factors or {}
 
-    def apply(grads: Any, parameters: Any, state: Any, step: Any, rate: Any, factor: Any) -> Any:
+    def apply(grads: Any, parameters: Any, state: Any, step: Any, rates: Any, factor: Any) -> Any:
         kept = {name: optimizer.state[name] for name in ("step", "learning_rate")}
-        optimizer.state.update(step=step, learning_rate=rate)
         grads = {name: grad * factor.astype(grad.dtype) for name, grad in grads.items()}
-        changed = {
-            name: optimizer.apply_single(grads[name], parameters[name], state[name])
-            for name in grads
-        }
+        changed = {}
+        for name, grad in grads.items():
+            optimizer.state.update(step=step, learning_rate=rates[name])
+            changed[name] = optimizer.apply_single(grad, parameters[name], state[name])
         optimizer.state.update(kept)
         return changed, state
 
@@ -126,7 +148,7 @@ def make_update(model: nn.Module, optimizer: optim.Optimizer) -> Update:
                 {short[name]: parameters.pop(name) for name in short},
                 {short[name]: states[name] for name in short},
                 step,
-                mx.array(rate, mx.float32),
+                {short[name]: mx.array(rate * factors.get(name, 1.0)) for name in short},
                 mx.array(factor, mx.float32),
             )
             for name in short:

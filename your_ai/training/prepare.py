@@ -14,9 +14,9 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from your_ai.config import TrainConfig, defaults, flag, last_step
+from your_ai.config import EXACT_MATCH, LOSS, TrainConfig, defaults, flag, last_step
 from your_ai.data.batches import Schedule, bucket_edges, make_schedule
-from your_ai.data.encode import Encoder, SamplePrompt, token_ids
+from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, load_examples
 from your_ai.data.rows import Row, read_rows
 from your_ai.data.sources import Splits, find_splits
@@ -37,6 +37,7 @@ from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.gates.text import counted
 from your_ai.gates.token_ids import vocabulary_of
+from your_ai.generation.generate import ANSWER_TOKENS, answer_room
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
@@ -54,9 +55,9 @@ from your_ai.nets.saved_adapter import base_files
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 from your_ai.training import optimizer
+from your_ai.training.best_metric import BestMetric, best_metric_of
 
 PROGRESS_EVERY_S = 5.0
-SAMPLE_TOKENS = 128  # an answer may have this many tokens plus twice the expected answer's
 PREFIX = "prefix"  # the folder of a prefix cache on disk, inside the run folder
 
 
@@ -78,6 +79,7 @@ class Prepared:
     optimizer: Optimizer
     schedule: Schedule
     valid: Examples | None
+    best_metric: BestMetric | None
     test: Examples | None
     samples: list[SamplePrompt]
     steps: int
@@ -170,6 +172,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         make_store,
         spill=folder if plan.spill else None,
         graphs=graphs,
+        neftune_alpha=config.neftune_alpha,
     )
     model.check_forward_pass(network, adapters, config)
     allocator.free()
@@ -194,6 +197,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         optimizer=optimizer.build_optimizer(config, network.trainable_parameters()),
         schedule=schedule,
         valid=data.examples.get("valid"),
+        best_metric=data.best_metric,
         test=data.examples.get("test"),
         samples=data.samples,
         steps=steps,
@@ -303,12 +307,14 @@ class RunData:
     """The tokenized rows of each split."""
     samples: list[SamplePrompt]
     """The prompts for sample answers."""
+    best_metric: BestMetric | None
+    """What --best-metric measures; None for the loss."""
     lengths: list[int]
     """The sequence length T of every bucket."""
     tokens: int
     """Tokens of all texts together."""
     answer_tokens: int
-    """Tokens of the longest sample prompt with its answer; 0 if there are no samples."""
+    """Tokens of the longest prompt to answer, with its answer; 0 if nothing is generated."""
 
 
 def check_splits(config: TrainConfig) -> Splits:
@@ -317,6 +323,11 @@ def check_splits(config: TrainConfig) -> Splits:
     for wanted in ("samples", "exact_match"):
         if getattr(config, wanted) and "test" not in splits.files:
             raise UserError(f"{flag(wanted)}: --data {config.data} has no test.jsonl")
+    if config.best_metric != LOSS and "valid" not in splits.files:
+        raise UserError(
+            f"--best-metric {config.best_metric}: there are no validation rows; give some with "
+            "--valid, or use --best-metric loss"
+        )
     return splits
 
 
@@ -343,6 +354,9 @@ def read_data(
         for name, path in splits.items()
         if name != "test" or config.exact_match
     }
+    best = None
+    if "valid" in splits:
+        best = best_metric_of(config, splits["valid"], encoder, tokenizer_fingerprint(files))
     longest = max(int(found.lengths.max()) for found in examples.values())
     if config.packing:
         longest = max(longest, config.max_seq_length)
@@ -350,12 +364,15 @@ def read_data(
     allocator.free()  # memory that tokenizing left
     if not examples["train"].weights.any():
         raise UserError(f"{splits['train']}: every row has weight 0: there is nothing to train")
+    asked = [*samples, *(best.prompts if best else ())]
+    scored = [*examples.values(), *([best.rows.answers.examples] if best else [])]
     return RunData(
         examples=examples,
         samples=samples,
-        lengths=lengths_of(examples.values()),
+        best_metric=best,
+        lengths=lengths_of(scored),
         tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
-        answer_tokens=max((answer_room(tokenizer, s)[1] for s in samples), default=0),
+        answer_tokens=max((answer_room(tokenizer, prompt)[1] for prompt in asked), default=0),
     )
 
 
@@ -418,8 +435,9 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
     else:
         config = defaults.sized(config, 0)
         longest = config.max_seq_length if seq_len is None else seq_len
-        answers = longest + SAMPLE_TOKENS if config.samples else 0
-        data = RunData({}, [], [longest], 0, answers)
+        generates = config.samples or config.best_metric not in (LOSS, EXACT_MATCH)
+        answers = longest + ANSWER_TOKENS if generates else 0
+        data = RunData({}, [], None, [longest], 0, answers)
     return budget_of_run(config, folder, dtype, data, streamable, before_bytes=before_bytes)
 
 
@@ -529,12 +547,6 @@ def load_split(
             text += f"; {counted(tally.dropped, 'piece')} with nothing left to train: dropped"
         write(events.Notice(text=text))
     return examples
-
-
-def answer_room(tokenizer: Any, sample: SamplePrompt) -> tuple[int, int]:
-    """Maximum tokens of the answer to a prompt, and of prompt and answer together."""
-    answer = 2 * len(token_ids(tokenizer, sample.expected, "a test row")) + SAMPLE_TOKENS
-    return answer, answer + len(token_ids(tokenizer, sample.rendered, "a test row", False))
 
 
 def sample_prompts(path: Path | None, encoder: Encoder, count: int) -> list[SamplePrompt]:

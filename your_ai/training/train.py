@@ -95,7 +95,8 @@ def run(
     prepared = calibrated(prepared, log, level, watch, saved_step(folder))
     state = restore(folder, prepared, log)
     governor = govern(prepared, sampler, log, watch, state.step)
-    update = optimizer.make_update(prepared.model, prepared.optimizer)
+    factors = optimizer.rate_factors(config, prepared.model)
+    update = optimizer.make_update(prepared.model, prepared.optimizer, factors)
     keep_settings(folder, config, prepared.steps, log)
     log.write(prepared.started_event(state.step))
     stop.graceful = True
@@ -121,10 +122,10 @@ def run(
         state = replace(state, validation_due=due)
         try:
             wanted = governor.after_step(state.step, batches) if batches else None
-        except RunError:
-            save(folder, prepared, state, log)  # the base cannot be read; the adapters are good
+            state = validate(prepared, state, log, stop)
+        except (RunError, UserError):  # the base cannot be read, or the user's metric failed
+            save(folder, prepared, state, log)  # the adapters are good
             raise
-        state = validate(prepared, state, log, stop)
         last = last or is_enough(config, state)
         best = config.keep_best and state.best_step == state.step
         if last or stop or wanted or best or is_save_due(folder, config, state.step):

@@ -8,15 +8,17 @@ from dataclasses import replace
 
 from your_ai.config import TrainConfig
 from your_ai.evaluation import dataset_scores as measures
+from your_ai.evaluation.compare import Ready
 from your_ai.generation import generate
 from your_ai.run import events
 from your_ai.run.checkpoint import TrainState
 from your_ai.run.stopping import Stop
-from your_ai.training.prepare import Prepared, answer_room
+from your_ai.training import best_metric
+from your_ai.training.prepare import Prepared
 
 
 def validate(prepared: Prepared, state: TrainState, log: events.EventLog, stop: Stop) -> TrainState:
-    """Measure the validation loss that is due after `state.step`; return the state with it.
+    """Measure the loss and --best-metric that are due after `state.step`; return the state.
 
     If asked to stop, the validation is still due, and a resumed run does it first.
     """
@@ -26,7 +28,14 @@ def validate(prepared: Prepared, state: TrainState, log: events.EventLog, stop: 
     measured = measures.mean_loss(prepared.engine, prepared.valid, prepared.rows_at, stop)
     if measured is None:
         return replace(state, validation_due=bool(stop))
-    state = after_validation(replace(state, validation_due=False), measured.loss)
+    value, metrics = None, {}
+    if prepared.best_metric is not None:
+        ready = Ready(prepared.model, prepared.tokenizer, prepared.engine, prepared.rows_at)
+        value = best_metric.measured(prepared.best_metric, ready, stop)
+        if value is None:
+            return state
+        metrics[prepared.best_metric.name] = value
+    state = after_validation(replace(state, validation_due=False), measured.loss, value)
     log.write(
         events.Validation(
             step=state.step,
@@ -34,16 +43,25 @@ def validate(prepared: Prepared, state: TrainState, log: events.EventLog, stop: 
             trained_tokens=measured.trained_tokens,
             seconds=time.perf_counter() - began,
             best=state.best_step == state.step,
+            metrics=metrics,
         )
     )
     return state
 
 
-def after_validation(state: TrainState, loss: float) -> TrainState:
-    """The state with one more validation loss. One that is not finite is never the best."""
-    lowest = math.inf if state.best_loss is None else state.best_loss
-    if math.isfinite(loss) and loss < lowest:
-        return replace(state, best_loss=loss, best_step=state.step, without_better=0)
+def after_validation(state: TrainState, loss: float, value: float | None = None) -> TrainState:
+    """The state after one more validation; value: of --best-metric, if that is not the loss.
+
+    The higher value is better, and of equal values the one with the lower loss. A loss that is
+    not finite is never the best.
+    """
+    is_first = state.best_loss is None
+    if math.isfinite(loss) and (
+        is_first or (value or 0.0, -loss) > (state.best_value or 0.0, -state.best_loss)
+    ):
+        return replace(
+            state, best_loss=loss, best_value=value, best_step=state.step, without_better=0
+        )
     return replace(state, without_better=state.without_better + 1)
 
 
@@ -58,7 +76,7 @@ def show_test_rows(when: str, prepared: Prepared, log: events.EventLog, stop: St
     for sample in prepared.samples:
         if stop:
             return
-        limit, _ = answer_room(prepared.tokenizer, sample)
+        limit, _ = generate.answer_room(prepared.tokenizer, sample)
         answers.append(generate.answer(prepared.model, prepared.tokenizer, sample.rendered, limit))
     if answers:
         log.write(

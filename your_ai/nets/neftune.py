@@ -1,0 +1,132 @@
+"""NEFTune: uniform noise on the token embeddings, in training only (Jain et al., 2023).
+
+    embedding + alpha / sqrt(L * D) * u,    u uniform in [-1, 1) for each token and feature
+
+L counts the tokens of the text itself, without padding, as the authors' code does. The noise is a
+pure function of the same keys as dropout, so it does not depend on how a step is split, padded,
+packed or recomputed. It is added to what the embedding layer returns, before any scale of the
+architecture.
+
+The layer is replaced only while the trunk runs in a training pass. So a tied head, validation and
+generation always have the unchanged layer.
+
+Shapes: B rows, T tokens per row, D hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from your_ai.errors import UserError
+from your_ai.gates.token_ids import EMBEDDINGS, is_outside_blocks
+from your_ai.nets.model import TRIED_TOKENS, TokenKeys, dropout_bits, uint32
+from your_ai.rng import derive_seed
+
+LAYER = derive_seed("neftune") % 2**32  # among the keys of the layers with dropout
+UNIFORM_BITS = 24  # that float32 can represent exactly
+TRIED_ALPHA = 1e3  # of the noise that tests a model
+
+
+class NoisyEmbedding(nn.Module):
+    """Replaces an embedding layer, with the same attributes, and adds `noise` to its output."""
+
+    def __init__(self, embedding: nn.Module, noise: Callable[[int], mx.array]) -> None:
+        """noise: D -> (B, T, D) float32."""
+        vars(self).update(vars(embedding))
+        dict.update(self, embedding)
+        vars(self)["_embedding"], vars(self)["_noise"] = embedding, noise
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """(B, T) -> (B, T, D)"""
+        x = self._embedding(tokens)
+        return x + self._noise(x.shape[-1]).astype(x.dtype)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self._embedding.as_linear(x)
+
+
+@dataclass(frozen=True)
+class Neftune:
+    """The noise on the embedding layer of a model."""
+
+    alpha: float
+    owner: nn.Module
+    """The module that has the embedding layer."""
+    name: str
+    """The attribute of `owner` that is the layer."""
+
+    @contextlib.contextmanager
+    def added(self, keys: TokenKeys, lengths: mx.array) -> Iterator[None]:
+        """Add the noise to the embeddings until the `with` block ends.
+
+        keys: of exactly the tokens that are embedded.
+        lengths: the tokens of each token's text; broadcasts to (B, T).
+        """
+        embedding = self.owner[self.name]
+
+        def noise(size: int) -> mx.array:
+            return uniform_noise(self.alpha, keys, lengths, size)
+
+        self.owner[self.name] = NoisyEmbedding(embedding, noise)
+        try:
+            yield
+        finally:
+            self.owner[self.name] = embedding
+
+
+def uniform_noise(alpha: float, keys: TokenKeys, lengths: mx.array, size: int) -> mx.array:
+    """(B, T, D) float32 noise; size: D."""
+    bits = dropout_bits(keys, uint32(LAYER), mx.arange(size, dtype=mx.uint32))
+    uniform = (bits >> (32 - UNIFORM_BITS)).astype(mx.float32) * 2.0 ** (1 - UNIFORM_BITS) - 1
+    return (alpha / mx.sqrt(lengths.astype(mx.float32) * size))[..., None] * uniform
+
+
+def noise_added(
+    neftune: Neftune | None, keys: TokenKeys | None, lengths: mx.array | None
+) -> contextlib.AbstractContextManager[None]:
+    """`neftune.added`, or nothing without noise or outside training."""
+    if neftune is None or keys is None or lengths is None:
+        return contextlib.nullcontext()
+    return neftune.added(keys, lengths)
+
+
+def neftune_of(
+    model: nn.Module, embed: Callable[[mx.array], mx.array], alpha: float
+) -> Neftune | None:
+    """The noise of a model; None if alpha is 0.
+
+    embed: tokens (B, T) -> any result of the embeddings of `model`, to see that the noise works.
+    Raises UserError if the embedding layer cannot be found.
+    """
+    if alpha == 0:
+        return None
+    modules = dict(model.named_modules())
+    paths = [
+        path
+        for path, layer in modules.items()
+        if path.rpartition(".")[2] in EMBEDDINGS and is_outside_blocks(path)
+        if "weight" in layer or "rows" in vars(layer)
+    ]
+    if len(paths) == 1:
+        owner, _, name = paths[0].rpartition(".")
+        found = Neftune(alpha, modules[owner], name)
+        if changes(replace(found, alpha=TRIED_ALPHA), embed):
+            return found
+    raise UserError(
+        "--neftune-alpha: the embedding layer of this model cannot be found; train without it"
+    )
+
+
+def changes(neftune: Neftune, embed: Callable[[mx.array], mx.array]) -> bool:
+    """Whether the noise changes what `embed` returns."""
+    tokens = mx.arange(TRIED_TOKENS)[None]
+    keys = TokenKeys(mx.zeros((1, 1), mx.uint32), tokens.astype(mx.uint32))
+    plain = embed(tokens)
+    with neftune.added(keys, mx.full((1, 1), TRIED_TOKENS)):
+        noisy = embed(tokens)
+    return not mx.array_equal(plain, noisy).item()
