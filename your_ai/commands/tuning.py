@@ -30,6 +30,7 @@ REFUSED = {  # settings that a tune cannot have, with the reason
     "push_to": "a tune has several adapters; push the best one afterwards: your_ai push",
     "supervise": "each trial trains in its own processes",
     "keep_best": "the value of a trial is its best validation loss",
+    "best_metric": "the value of a trial is its best validation loss",
 }
 
 
