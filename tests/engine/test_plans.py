@@ -257,7 +257,7 @@ def test_streamed_model_keeps_no_frozen_weights_in_memory(tmp_path, architecture
     network, _ = model.load_network(folder, mx.float32)
     tensors = tensors_of(network, folder)
     before = mx.get_active_memory()
-    adapters = model.add_adapters(network, TrainConfig(lora_layers="all"))
+    adapters = model.add_adapters(network, TrainConfig(lora_layers="all", lora_targets=("q_proj",)))
     mx.reset_peak_memory()
     build_engine(network, adapters.dropout_keys, "streamed", packing, tensors)
     mx.eval(network(mx.array([[3, 1, 2, 0]])))
@@ -281,7 +281,7 @@ def test_staged_model_leaves_embedding_and_head_in_their_files(tmp_path, archite
     folder = make_model(tmp_path / "m", architecture, bits)
     network, _ = model.load_network(folder, mx.float32)
     tensors = tensors_of(network, folder)
-    adapters = model.add_adapters(network, TrainConfig(lora_layers="all"))
+    adapters = model.add_adapters(network, TrainConfig(lora_layers="all", lora_targets=("q_proj",)))
     assert build_engine(network, adapters.dropout_keys, "staged", tensors=tensors).plan == "staged"
     held = [name for name, _ in tree_flatten(network.parameters())]
     assert not [name for name in held if "embed_tokens" in name or "lm_head" in name]

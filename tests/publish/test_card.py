@@ -45,7 +45,7 @@ SUBJECT = Subject(
     kind="adapter",
     base=Base("some-folder", LLAMA),
     step=3,
-    config=TrainConfig(),
+    config=TrainConfig(lora_rank=16),
     figures=figures_of(RECORDS),
     curves=("curves-loss.png", "curves-learning-rate.png"),
 )
