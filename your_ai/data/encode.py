@@ -19,7 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from your_ai.data.rows import ROW_LIMIT, Chat, Pair, Row, RowLimit, Text
+from your_ai.data.preferences import Kind
+from your_ai.data.rows import (
+    ROW_LIMIT,
+    Chat,
+    Labeled,
+    Pair,
+    Preference,
+    Row,
+    RowLimit,
+    Text,
+)
 from your_ai.data.template import TEMPLATE_CHARACTERS, TemplateRefused, render
 from your_ai.data.windows import SIZES, CannotJoin, Tokens, tokenize, tokenize_ids
 from your_ai.errors import UserError
@@ -66,10 +76,16 @@ class Encoder:
     vocabulary: int | None = None
     """The vocabulary size of the model, or None if not known."""
     limit: RowLimit = ROW_LIMIT
+    kind: Kind = "answers"
+    """What the rows are. Of pairs and labels, the prompt is always masked."""
 
     def __post_init__(self) -> None:
         if getattr(self.tokenizer, "backend_tokenizer", None) is None:
             raise UserError("the model's tokenizer has no tokenizer.json, which training needs")
+
+    @property
+    def masks_prompt(self) -> bool:
+        return self.mask_prompt or self.kind != "answers"
 
     @cached_property
     def backend(self) -> Any:
@@ -85,26 +101,46 @@ class Encoder:
         ids = sorted(self.tokenizer.eos_token_ids)
         return tuple(t for t in self.tokenizer.convert_ids_to_tokens(ids) if t)
 
-    def encode(self, row: Row) -> EncodedRow:
-        """Encode a row. Raises UserError with the row's place if it has nothing to train."""
+    def encode_all(self, row: Row) -> list[EncodedRow]:
+        """Encode the texts of a row: two for a preference, the chosen first, else one."""
         content = row.content
+        if isinstance(content, Preference):
+            chosen = self._encode(content.chosen, f"{row.where}: chosen")
+            rejected = self._encode(content.rejected, f"{row.where}: rejected")
+            if np.array_equal(chosen.tokens, rejected.tokens):
+                raise UserError(f"{row.where}: chosen and rejected have the same tokens")
+            return [chosen, rejected]
+        return [
+            self._encode(content.answer if isinstance(content, Labeled) else content, row.where)
+        ]
+
+    def encode(self, row: Row) -> EncodedRow:
+        """Encode a row of one text. Raises UserError with its place if it has nothing to train."""
+        (encoded,) = self.encode_all(row)
+        return encoded
+
+    def _encode(self, content: Chat | Pair | Text, where: str) -> EncodedRow:
         if isinstance(content, Pair) and self.tokenizer.has_chat_template:
             content = pair_to_chat(content)
         if isinstance(content, Chat):
-            tokens, trained = self._encode_chat(content, row.where)
+            tokens, trained = self._encode_chat(content, where)
         elif isinstance(content, Pair):
-            tokens, trained = self._encode_pair(content, row.where)
+            tokens, trained = self._encode_pair(content, where)
         else:
-            tokens, trained = self._encode_text(content, row.where)
+            tokens, trained = self._encode_text(content, where)
         trained[:1] = False  # nothing predicts the first token
         if not trained.any() or not has_answer(content):
-            raise UserError(f"{row.where}: no token to train; the row has no answer or no text")
-        check_ids(tokens, self.vocabulary, self.tokenizer, row.where)
+            raise UserError(f"{where}: no token to train; the row has no answer or no text")
+        check_ids(tokens, self.vocabulary, self.tokenizer, where)
         return EncodedRow(tokens, trained)
 
     def prompt_of(self, row: Row) -> SamplePrompt | None:
         """Return the prompt of a row and its answer; None if the row has no prompt."""
         content = row.content
+        if isinstance(content, Preference):
+            content = content.chosen
+        elif isinstance(content, Labeled):
+            content = content.answer
         if isinstance(content, Pair) and self.tokenizer.has_chat_template:
             content = pair_to_chat(content)
         if isinstance(content, Pair):
@@ -146,7 +182,7 @@ class Encoder:
             prompt = tokenize_ids(self.backend, pair.prompt, special=True)
         completion = self._ids(pair.completion, where, special=False, ends=True)
         trained = np.ones(len(prompt) + len(completion), bool)
-        trained[: len(prompt)] = not self.mask_prompt
+        trained[: len(prompt)] = not self.masks_prompt
         return np.concatenate([prompt, completion]), trained
 
     def _encode_chat(self, chat: Chat, where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -158,7 +194,7 @@ class Encoder:
         text = self._render(chat.messages, chat.tools, where)
         check_reasoning(text, chat, where)
         tokens = self._tokenize(text, where, special=False)
-        if not self.mask_prompt:
+        if not self.masks_prompt:
             return tokens.ids, np.ones(len(tokens), bool)
         spans = self._spans(text, chat, where)
         start, end = token_spans(tokens.starts, tokens.ends, len(text))

@@ -13,19 +13,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from your_ai.data.encode import EncodedRow, Encoder
-from your_ai.data.rows import FLOAT32_MAX, Row, checked_sha256, read_rows
+from your_ai.data.preferences import parser_of
+from your_ai.data.rows import FLOAT32_MAX, Labeled, Row, checked_sha256, read_rows
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, sha256
 from your_ai.gates.text import counted
 
-FORMAT = 2  # increase it when the encoding of rows changes, so that old caches are not used
+FORMAT = 3  # increase it when the encoding of rows changes, so that old caches are not used
 KEEP_CACHE_DAYS = 30
-ARRAYS = ("tokens.bin", "trained.bin", "starts.npy", "weights.npy")
+ARRAYS = ("tokens.bin", "trained.bin", "starts.npy", "weights.npy", "labels.npy")
 TALLY = "tally.json"
 TALLY_BYTES = 1 << 16
 BLOCK_BYTES = 1 << 20
@@ -59,6 +60,8 @@ class Examples:
     weights: np.ndarray
     """(n,) float32."""
     tally: RowCounts
+    labels: np.ndarray | None = None
+    """(n,) bool, whether each answer is good; None if the rows have no labels."""
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -95,6 +98,7 @@ def load_examples(
         content,
         tokenizer_sha256,
         encoder.mask_prompt,
+        encoder.kind,
         max_seq_length,
         too_long,
     ]
@@ -102,10 +106,9 @@ def load_examples(
     folder = cache / "examples" / key
     examples = open_examples(folder)
     if examples is None or not has_tokens(examples, encoder.vocabulary):
+        rows = watch(read_rows(path, encoder.limit, parser_of(encoder.kind)))
         pieces = (
-            (piece, row.weight, outcome)
-            for row in watch(read_rows(path, encoder.limit))
-            for piece, outcome in fit(encoder.encode(row), max_seq_length, too_long, row.where)
+            piece for row in rows for piece in pieces_of(row, encoder, max_seq_length, too_long)
         )
         delete_unused(folder.parent)
         examples = write_examples(folder, pieces)
@@ -114,6 +117,36 @@ def load_examples(
             f"{path}: no row has an answer within --max-seq-length {max_seq_length}; raise it"
         )
     return examples
+
+
+class Piece(NamedTuple):
+    """A part of a row that fits, or what is left of one that does not."""
+
+    example: EncodedRow | None
+    """None if it has no target."""
+    weight: float
+    outcome: str
+    """whole, truncated or split; more for every piece of a row but its first."""
+    good: bool | None
+    """The label of its row, if it has one."""
+
+
+def pieces_of(row: Row, encoder: Encoder, max_seq_length: int, too_long: str) -> Iterator[Piece]:
+    """The texts of a row as pieces. Both texts of a pair are kept, or neither."""
+    good = row.content.good if isinstance(row.content, Labeled) else None
+    found = [
+        list(fit(text, max_seq_length, too_long, row.where)) for text in encoder.encode_all(row)
+    ]
+    if len(found) == 1:
+        for example, outcome in found[0]:
+            yield Piece(example, row.weight, outcome, good)
+        return
+    pair = [texts[0] for texts in found]  # rows of pairs are never split
+    outcome = max((outcome for _, outcome in pair), key=("whole", "truncated").index)
+    kept = all(example is not None for example, _ in pair)
+    yield Piece(pair[0][0] if kept else None, row.weight, outcome, good)
+    if kept:
+        yield Piece(pair[1][0], row.weight, "more", good)
 
 
 def fit(
@@ -143,12 +176,10 @@ def fit(
         yield kept, outcome if start == 0 else "more"
 
 
-def write_examples(
-    folder: Path, pieces: Iterator[tuple[EncodedRow | None, float, str]]
-) -> Examples:
+def write_examples(folder: Path, pieces: Iterator[Piece]) -> Examples:
     """Write the pieces to a temporary folder, rename it to `folder`, and open it."""
     counts = dict.fromkeys(asdict(RowCounts()), 0)
-    lengths, weights = array("q", [0]), array("f")
+    lengths, weights, labels = array("q", [0]), array("f"), array("b")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -156,7 +187,7 @@ def write_examples(
             (temporary / "tokens.bin").open("wb") as tokens_file,
             (temporary / "trained.bin").open("wb") as trained_file,
         ):
-            for piece, weight, outcome in pieces:
+            for piece, weight, outcome, good in pieces:
                 counts["rows"] += outcome != "more"
                 counts["truncated"] += outcome == "truncated"
                 counts["split"] += outcome == "split"
@@ -167,11 +198,13 @@ def write_examples(
                 trained_file.write(piece.trained.data)
                 lengths.append(len(piece.tokens))
                 weights.append(weight)
+                labels.extend([] if good is None else [good])
                 counts["tokens"] += len(piece.tokens)
                 counts["trained_tokens"] += int(piece.trained.sum())
             counts["examples"] = len(weights)
             np.save(temporary / "starts.npy", np.cumsum(np.frombuffer(lengths, np.int64)))
             np.save(temporary / "weights.npy", np.array(weights, np.float32))
+            np.save(temporary / "labels.npy", np.array(labels, np.bool_))
             tokens_file.flush()
             trained_file.flush()
             sums = {name: sha256(temporary / name) for name in ARRAYS}
@@ -218,6 +251,7 @@ def open_examples(folder: Path) -> Examples | None:
             return None
         starts = read_array(folder / "starts.npy", np.int64)
         weights = read_array(folder / "weights.npy", np.float32)
+        labels = read_array(folder / "labels.npy", np.bool_)
         total = int(starts[-1])
         tokens = map_array(folder / "tokens.bin", np.uint32, total)
         trained = map_array(folder / "trained.bin", np.bool_, total)
@@ -227,13 +261,15 @@ def open_examples(folder: Path) -> Examples | None:
         return None
     if (np.diff(starts) < 2).any():  # an example needs a target and a token that predicts it
         return None
+    if len(labels) not in (0, len(weights)):
+        return None
     if not ((weights >= 0) & (weights <= FLOAT32_MAX)).all():
         return None
     if not can_be_trained(folder / "trained.bin", starts):
         return None
     with contextlib.suppress(OSError):
         os.utime(folder)  # marks it as used, for `delete_unused`
-    return Examples(tokens, trained, starts, weights, tally)
+    return Examples(tokens, trained, starts, weights, tally, labels if len(labels) else None)
 
 
 def has_tokens(examples: Examples, vocabulary: int | None) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -55,12 +55,12 @@ class RowLimit:
                 f"{max(0, self.room_bytes) / 1e6:,.0f} MB are left; raise --max-memory or split it"
             )
 
-    def parse(self, line: bytes, where: str) -> Row:
+    def parse(self, line: bytes, where: str, parse: ParseRow) -> Row:
         """Parse a line. Raises UserError if it is not a valid row, or is too large."""
         size = len(line)
         self.check_line(line, where)
         content, place = decode_row(line, where)
-        row = replace(parse_row(content, place), line=int(where.rpartition(":")[2]))
+        row = replace(parse(content, place), line=int(where.rpartition(":")[2]))
         memory = TEXT_MEMORY if isinstance(row.content, Text) else CHAT_MEMORY
         self.check_room(size, memory * size, where)
         return row
@@ -101,27 +101,49 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Preference:
+    """Two answers to the same prompt, of which one is preferred."""
+
+    chosen: Chat | Pair
+    rejected: Chat | Pair
+
+
+@dataclass(frozen=True)
+class Labeled:
+    """A prompt and an answer that is good or bad."""
+
+    answer: Chat | Pair
+    good: bool
+
+
+@dataclass(frozen=True)
 class Row:
     """A row of a data file."""
 
     where: str
     """file:line of the user's file, for messages."""
-    content: Chat | Pair | Text
+    content: Chat | Pair | Text | Preference | Labeled
     weight: float
     line: int = 0
     """Its line in the file that was read, from 1."""
 
 
-def read_rows(path: Path, limit: RowLimit = ROW_LIMIT) -> Iterator[Row]:
+ParseRow = Callable[[dict, str], Row]  # (row, where) -> Row; raises UserError
+
+
+def read_rows(
+    path: Path, limit: RowLimit = ROW_LIMIT, parse: ParseRow | None = None
+) -> Iterator[Row]:
     """Yield the rows of a JSONL file, in order. Skips blank lines.
 
+    parse: by default `parse_row`.
     Raises UserError with file and line for a row that is too long, is not a JSON object, is not in
     a known format, or has a field of the wrong type.
     """
     found = False
     for where, line in read_lines(path, limit):
         found = True
-        row = limit.parse(line, where)
+        row = limit.parse(line, where, parse or parse_row)
         del line  # so that a long row is in memory only once
         yield row
     if not found:
@@ -255,7 +277,7 @@ def read_first_row(path: Path, limit: RowLimit) -> bool:
 
 
 def parse_row(row: dict, where: str) -> Row:
-    """Parse a row in any known format. Raises UserError if it is in none of them."""
+    """Parse a row with answers to train on. Raises UserError if it has no known format."""
     for keys, parse in FORMATS.items():
         if all(key in row for key in keys):
             return Row(where, parse(row, where), parse_weight(row, where))

@@ -1,0 +1,158 @@
+"""Rows of preferences, and their texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import write_rows
+from your_ai.data.encode import Encoder
+from your_ai.data.examples import Examples, load_examples
+from your_ai.data.preferences import parse_answers, parse_labels, parse_pairs
+from your_ai.data.rows import Chat, Pair
+from your_ai.errors import UserError
+
+ASKED = {"role": "user", "content": "Why?"}
+YES, NO = ({"role": "assistant", "content": text} for text in ("Because.", "No idea."))
+
+
+def chats(row: dict) -> tuple[Chat, Chat]:
+    content = parse_pairs(row, "here").content
+    return content.chosen, content.rejected
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [ASKED], "chosen": [YES], "rejected": [NO]},
+        {"chosen": [ASKED, YES], "rejected": [ASKED, NO]},
+        {"prompt": [ASKED], "chosen": [ASKED, YES], "rejected": [ASKED, NO]},
+        {"prompt": "Why?", "chosen": [ASKED, YES], "rejected": [ASKED, NO]},
+        {"prompt": "Why?", "chosen": [YES], "rejected": [NO]},
+        {"prompt": [ASKED], "chosen": YES["content"], "rejected": NO["content"]},
+    ],
+)
+def test_every_form_of_chats_gives_the_same_pair(row):
+    chosen, rejected = chats(row)
+    assert [chosen.messages, rejected.messages] == [[ASKED, YES], [ASKED, NO]]
+    assert (chosen.first_trained, rejected.first_trained) == (1, 1)
+
+
+def test_answers_of_several_turns_begin_where_they_differ():
+    more = [YES, {"role": "user", "content": "And?"}, NO]
+    chosen, rejected = chats({"chosen": [ASKED, *more], "rejected": [ASKED, YES, more[1], YES]})
+    assert (chosen.first_trained, rejected.first_trained) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt", "answers"),
+    [
+        ("Q: two? A: yes", "Q: two? A: no", "Q: two? A:", (" yes", " no")),
+        ("Q: two? A:\nyes", "Q: two? A:\nno", "Q: two? A:\n", ("yes", "no")),
+        ("Say yesterday", "Say yes", "Say", (" yesterday", " yes")),
+    ],
+)
+def test_texts_without_a_prompt_are_split_before_the_first_different_word(
+    chosen, rejected, prompt, answers
+):
+    found = chats({"chosen": chosen, "rejected": rejected})
+    assert found == (Pair(prompt, answers[0]), Pair(prompt, answers[1]))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "chosen equals rejected"),
+        ({"prompt": "p", "chosen": "a", "rejected": " "}, "rejected: is empty"),
+        ({"chosen": "yes", "rejected": "no"}, "have no common beginning, and no prompt"),
+        ({"chosen": [YES], "rejected": [NO]}, "have no common beginning, and no prompt"),
+        ({"chosen": [ASKED, YES], "rejected": [ASKED]}, "no common beginning"),
+        ({"prompt": "p", "chosen": [YES], "rejected": "no"}, "two texts or two lists"),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "prompt: expected text"),
+        ({"prompt": "p", "chosen": 3, "rejected": "b"}, "chosen: expected text, found int"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": -1}, "weight -1"),
+        ({"prompt": [ASKED], "chosen": [ASKED], "rejected": [YES]}, "chosen: has no answer"),
+        ({"prompt": "p", "completion": "c"}, "such rows train with --objective sft"),
+        ({"prompt": "p", "completion": "c", "label": True}, "rows train with --objective kto"),
+        ({"question": "p"}, "unknown row format; keys found: question"),
+    ],
+)
+def test_wrong_pairs_are_named_in_one_line(row, message):
+    with pytest.raises(UserError, match=message) as error:
+        parse_pairs(row, "d.jsonl:7")
+    assert str(error.value).startswith("d.jsonl:7: ")
+    assert "\n" not in str(error.value)
+
+
+def test_labels_say_whether_an_answer_is_good():
+    good = parse_labels({"prompt": "p", "completion": "c", "label": True}, "here").content
+    bad = parse_labels({"messages": [ASKED, NO], "label": False, "weight": 2}, "here")
+    assert (good.answer, good.good) == (Pair("p", "c"), True)
+    assert (bad.content.answer.messages, bad.content.good, bad.weight) == ([ASKED, NO], False, 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "p", "completion": "c"}, "label is missing"),
+        ({"prompt": "p", "completion": "c", "label": "good"}, "label: expected true or false"),
+        ({"prompt": "p", "completion": "c", "label": None}, "label: expected true or false"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, "rows train with --objective dpo"),
+        ({"text": "t", "label": True}, "label is missing|needs a prompt|expected"),
+    ],
+)
+def test_wrong_labels_are_named_in_one_line(row, message):
+    with pytest.raises(UserError, match=message):
+        parse_labels(row, "d.jsonl:7")
+
+
+def test_supervised_rows_name_the_objective_of_pairs():
+    with pytest.raises(UserError, match="rows train with --objective dpo"):
+        parse_answers({"prompt": "p", "chosen": "a", "rejected": "b"}, "here")
+    row = {"messages": [ASKED, YES], "chosen": [YES], "rejected": [NO]}
+    assert parse_answers(row, "here").content.messages == [ASKED, YES]
+
+
+def load(folder: Path, tokenizer, rows, kind, size=256, too_long="error") -> Examples:
+    path = write_rows(folder / "train.jsonl", rows)
+    encoder = Encoder(tokenizer, mask_prompt=False, kind=kind)
+    return load_examples(path, encoder, "tokenizer", size, too_long, folder / "cache")
+
+
+def test_a_pair_becomes_two_texts_whose_answers_are_trained(own_folder, demo_tokenizer):
+    rows = [{"prompt": "Why?", "chosen": "Because.", "rejected": "No idea.", "weight": 2}]
+    found = load(own_folder, demo_tokenizer, rows, "pairs")
+    texts = [demo_tokenizer.decode(found[i].tokens[found[i].trained].tolist()) for i in (0, 1)]
+    end = demo_tokenizer.eos_token
+    assert [text.strip() for text in texts] == [f"Because.{end}", f"No idea.{end}"]
+    prompts = [found[i].tokens[~found[i].trained] for i in (0, 1)]
+    assert np.array_equal(*prompts)
+    assert found.weights.tolist() == [2, 2]
+    assert (found.tally.rows, found.tally.examples, found.labels) == (1, 2, None)
+
+
+def test_of_a_pair_that_is_too_long_both_answers_are_dropped(own_folder, demo_tokenizer):
+    rows = [
+        {"prompt": "Why?", "chosen": "Because. " * 9, "rejected": "No."},
+        {"prompt": "Why? " * 60, "chosen": "Yes.", "rejected": "No."},
+    ]
+    found = load(own_folder, demo_tokenizer, rows, "pairs", 40, "truncate")
+    assert (len(found), found.tally.truncated, found.tally.dropped) == (2, 2, 1)
+
+
+def test_labels_are_kept_with_the_texts(own_folder, demo_tokenizer):
+    rows = [{"prompt": "p", "completion": c, "label": c == "good"} for c in ("good", "bad")]
+    for _ in range(2):  # encoded, then from the cache
+        found = load(own_folder, demo_tokenizer, rows, "labels")
+        assert found.labels.tolist() == [True, False]
+
+
+def test_the_rows_of_one_file_may_differ_in_form(own_folder, demo_tokenizer):
+    rows = [{"prompt": "Why?", "chosen": "Yes.", "rejected": "No."},
+            {"chosen": [ASKED, YES], "rejected": [ASKED, NO]}]  # fmt: skip
+    assert len(load(own_folder, demo_tokenizer, rows, "pairs")) == 4
+    with pytest.raises(UserError, match=r"train\.jsonl:3: expected chosen \+ rejected"):
+        load(own_folder, demo_tokenizer, [*rows, json.loads('{"text": "t"}')], "pairs")

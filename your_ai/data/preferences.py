@@ -1,0 +1,169 @@
+"""Rows of preferences: a prompt with a chosen and a rejected answer, or an answer with a label.
+
+The formats are TRL's. Both answers of a pair have the same prompt. In lists of messages without a
+prompt, and in texts without one, it is what both have in common at their beginning.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from your_ai.data.rows import (
+    FORMATS,
+    Chat,
+    Labeled,
+    Pair,
+    ParseRow,
+    Preference,
+    Row,
+    parse_row,
+    parse_tools,
+    parse_turns,
+    parse_weight,
+    text_field,
+)
+from your_ai.errors import UserError
+from your_ai.gates.text import quoted, shortened
+
+Kind = Literal["answers", "pairs", "labels"]  # what the rows of an objective are
+PAIR_KEYS = (("chosen", "rejected"), ("prompt", "chosen", "rejected"))
+LABEL_KEYS = (("prompt", "completion", "label"), ("messages", "label"))
+OBJECTIVES = {"answers": "sft", "pairs": "dpo", "labels": "kto"}  # one that trains such rows
+
+
+def parser_of(kind: Kind) -> ParseRow:
+    """The function that parses rows of one kind."""
+    return {"answers": parse_answers, "pairs": parse_pairs, "labels": parse_labels}[kind]
+
+
+def kind_of(row: dict) -> Kind | None:
+    """The kind of a row, by its keys; None if it has no known format."""
+    if all(key in row for key in PAIR_KEYS[0]):
+        return "pairs"
+    if any(all(key in row for key in keys) for keys in LABEL_KEYS):
+        return "labels"
+    return "answers" if any(all(key in row for key in keys) for keys in FORMATS) else None
+
+
+def parse_answers(row: dict, where: str) -> Row:
+    """Rows of supervised fine-tuning. A pair of answers that is nothing else is refused."""
+    known = any(all(key in row for key in keys) for keys in FORMATS)
+    if not known and kind_of(row) == "pairs":
+        raise refused(where, "an answer", "a chosen and a rejected answer", "pairs")
+    return parse_row(row, where)
+
+
+def parse_pairs(row: dict, where: str) -> Row:
+    """`chosen` and `rejected`: texts, or lists of messages; with or without `prompt`."""
+    if not all(key in row for key in PAIR_KEYS[0]):
+        kind = kind_of(row)
+        if kind is None:
+            keys = shortened(", ".join(row)) or "none"
+            raise UserError(
+                f"{where}: unknown row format; keys found: {keys}; expected chosen + rejected, or "
+                "prompt + chosen + rejected"
+            )
+        text = "a label" if kind == "labels" else "one answer"
+        raise refused(where, "chosen + rejected", text, kind)
+    content = preference_of(row, where)
+    if content.chosen == content.rejected:
+        raise UserError(f"{where}: chosen equals rejected: nothing is preferred")
+    return Row(where, content, parse_weight(row, where))
+
+
+def parse_labels(row: dict, where: str) -> Row:
+    """An answer with a `label`: true for good, false for bad."""
+    kind = kind_of(row)
+    if kind != "labels":
+        if kind is None or "completion" in row or "messages" in row:
+            raise UserError(
+                f"{where}: label is missing: true for a good answer, false for a bad one"
+            )
+        text = "a chosen and a rejected answer" if kind == "pairs" else "no label"
+        raise refused(where, "prompt + completion + label", text, kind)
+    label = row["label"]
+    if label not in (True, False):
+        raise UserError(f"{where}: label: expected true or false, found {quoted(label)}")
+    rest = {key: value for key, value in row.items() if key != "label"}
+    parsed = parse_row(rest, where)
+    if not isinstance(parsed.content, Chat | Pair):
+        raise UserError(f"{where}: a label needs a prompt and an answer")
+    return Row(where, Labeled(parsed.content, bool(label)), parsed.weight)
+
+
+def refused(where: str, wanted: str, found: str, kind: Kind) -> UserError:
+    return UserError(
+        f"{where}: expected {wanted}, found {found}; such rows train with --objective "
+        f"{OBJECTIVES[kind]}"
+    )
+
+
+def preference_of(row: dict, where: str) -> Preference:
+    """Both answers with their prompt."""
+    chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
+    if isinstance(chosen, list) != isinstance(rejected, list):
+        raise UserError(f"{where}: chosen and rejected: expected two texts or two lists")
+    if isinstance(chosen, list):
+        return chats_of(row, prompt, where)
+    texts = (text_field(row, "chosen", where), text_field(row, "rejected", where))
+    if prompt is None:
+        prompt, *texts = shared_text(*texts, where)
+    elif isinstance(prompt, list):
+        asked, tools = parse_turns(prompt, "prompt", where), parse_tools(row, where)
+        answers = ([{"role": "assistant", "content": text}] for text in texts)
+        return Preference(*(Chat(asked + answer, tools, len(asked)) for answer in answers))
+    prompt = text_field({**row, "prompt": prompt}, "prompt", where)
+    for key, text in zip(("chosen", "rejected"), texts, strict=True):
+        if not text.strip():
+            raise UserError(f"{where}: {key}: is empty")
+    return Preference(*(Pair(prompt, text) for text in texts))
+
+
+def chats_of(row: dict, prompt: Any, where: str) -> Preference:
+    """Both answers as chats. The lists may repeat the prompt."""
+    tools = parse_tools(row, where)
+    answers = [parse_turns(row[key], key, where) for key in ("chosen", "rejected")]
+    shared = common_beginning(*answers)
+    if isinstance(prompt, str) and answers[0][0]["role"] == "assistant":
+        asked = [{"role": "user", "content": prompt}]
+        shared = 0
+    elif isinstance(prompt, list):
+        asked = parse_turns(prompt, "prompt", where)
+        if answers[0][: len(asked)] == asked and answers[1][: len(asked)] == asked:
+            asked, shared = [], len(asked)
+        else:
+            shared = 0
+    elif prompt is None or isinstance(prompt, str):  # some data sets repeat the question as prompt
+        asked = []
+        if not shared:
+            raise UserError(f"{where}: chosen and rejected have no common beginning, and no prompt")
+    else:
+        raise UserError(f"{where}: prompt: expected text or messages")
+    chats = [Chat(asked + turns, tools, len(asked) + shared) for turns in answers]
+    for key, chat in zip(("chosen", "rejected"), chats, strict=True):
+        turns = chat.messages[chat.first_trained :]
+        if not any(turn["role"] == "assistant" for turn in turns):
+            raise UserError(f"{where}: {key}: has no answer of the assistant after the prompt")
+    return Preference(*chats)
+
+
+def common_beginning(first: list[dict], second: list[dict]) -> int:
+    """The number of messages that both begin with; never all of the shorter one."""
+    most = min(len(first), len(second)) - 1
+    same = (a == b for a, b in zip(first[:most], second[:most], strict=True))
+    return next((at for at, equal in enumerate(same) if not equal), max(most, 0))
+
+
+def shared_text(chosen: str, rejected: str, where: str) -> tuple[str, str, str]:
+    """Split two texts into the prompt that both begin with, and their answers.
+
+    No word is cut, and a space before the answers belongs to them, as in TRL.
+    """
+    end = len(os.path.commonprefix([chosen, rejected]))  # noqa: RUF071 (characters, as wanted)
+    while end and not chosen[end - 1].isspace():
+        end -= 1
+    prompt = chosen[:end].removesuffix(" ")
+    if not prompt.strip():
+        raise UserError(f"{where}: chosen and rejected have no common beginning, and no prompt")
+    return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
