@@ -36,7 +36,11 @@ class Plain:
     mask_prompt: bool = True
     vocabulary: int | None = None
     limit: RowLimit = ROW_LIMIT
+    kind: str = "answers"
     encoded: list[str] = field(default_factory=list)
+
+    def encode_all(self, row: Row) -> list[EncodedRow]:
+        return [self.encode(row)]
 
     def encode(self, row: Row) -> EncodedRow:
         self.encoded.append(row.where)
@@ -54,8 +58,9 @@ class Refusing:
     mask_prompt: bool = True
     vocabulary: int | None = None
     limit: RowLimit = ROW_LIMIT
+    kind: str = "answers"
 
-    def encode(self, row: Row) -> EncodedRow:
+    def encode_all(self, row: Row) -> list[EncodedRow]:
         raise AssertionError(f"{row.where} was encoded again")
 
 
@@ -503,14 +508,14 @@ def test_encoding_many_rows_keeps_few_objects_alive():
     blocks: list[int] = []
 
     class Copying:
-        mask_prompt, vocabulary, limit = True, None, ROW_LIMIT
+        mask_prompt, vocabulary, limit, kind = True, None, ROW_LIMIT, "answers"
         asked = 0
 
-        def encode(self, row: Row) -> EncodedRow:
+        def encode_all(self, row: Row) -> list[EncodedRow]:
             if self.asked % 10_000 == 0:
                 blocks.append(sys.getallocatedblocks())
             self.asked += 1
-            return EncodedRow(tokens.copy(), trained.copy())
+            return [EncodedRow(tokens.copy(), trained.copy())]
 
     Path("train.jsonl").write_bytes(b'{"text": "1", "weight": 0.5}\n' * MANY)
     assert len(load(Copying())) == MANY

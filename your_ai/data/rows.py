@@ -55,12 +55,12 @@ class RowLimit:
                 f"{max(0, self.room_bytes) / 1e6:,.0f} MB are left; raise --max-memory or split it"
             )
 
-    def parse(self, line: bytes, where: str, parse: ParseRow) -> Row:
+    def parse(self, line: bytes, where: str, parse: ParseRow | None = None) -> Row:
         """Parse a line. Raises UserError if it is not a valid row, or is too large."""
         size = len(line)
         self.check_line(line, where)
         content, place = decode_row(line, where)
-        row = replace(parse(content, place), line=int(where.rpartition(":")[2]))
+        row = replace((parse or parse_row)(content, place), line=int(where.rpartition(":")[2]))
         memory = TEXT_MEMORY if isinstance(row.content, Text) else CHAT_MEMORY
         self.check_room(size, memory * size, where)
         return row
@@ -143,7 +143,7 @@ def read_rows(
     found = False
     for where, line in read_lines(path, limit):
         found = True
-        row = limit.parse(line, where, parse or parse_row)
+        row = limit.parse(line, where, parse)
         del line  # so that a long row is in memory only once
         yield row
     if not found:
