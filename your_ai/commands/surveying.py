@@ -38,6 +38,7 @@ def data(
     prompt_template: Annotated[str, typer.Option(help=text_of("prompt_template"))] = "",
     mask_prompt: Annotated[bool, typer.Option(help=text_of("mask_prompt"))] = True,
     max_seq_length: Annotated[int, typer.Option(help=text_of("max_seq_length"))] = 2048,
+    objective: Annotated[str, typer.Option(help=text_of("objective"))] = "sft",
     draw: Annotated[int, typer.Option(help="Number of rows to show.", min=0, max=1000)] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     yes: Annotated[bool, typer.Option(help="Download a missing dataset without asking.")] = False,
@@ -50,6 +51,7 @@ def data(
     settings = {"data": path, "valid": valid, "prompt_template": prompt_template}
     settings |= {"columns": coerce("columns", columns, "--columns")}
     settings |= {"mask_prompt": mask_prompt, "max_seq_length": max_seq_length}
+    settings |= {"objective": coerce("objective", objective, "--objective")}
     if model is not None:
         settings["model"] = model
     fetch_datasets(path, open_console(stderr=True), yes)
@@ -126,8 +128,9 @@ def show_split(
     total = sum(split.lengths)
     if unit == "tokens":
         share = split.trained_tokens / total
-        config = defaults.sized(config, len(split.lengths))
-        steps = -(-len(split.lengths) // config.rows_per_step)
+        rows = split.rows - split.empty - split.refused
+        config = defaults.sized(config, rows)
+        steps = -(-rows // config.rows_per_step)
         console.print(
             f"  tokens: {total:,}, of which {split.trained_tokens:,} are trained ({share:.0%})"
         )

@@ -84,6 +84,28 @@ class TrainConfig:
     )
     mask_prompt: bool = setting(True, "Train on the completions only, in rows that have prompts.")
 
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo"] = setting(
+        "sft",
+        "What is learned: answers (sft), or which of two answers is preferred (dpo, ipo, simpo, "
+        "orpo).",
+    )
+    beta: float | None = setting(
+        None,
+        "How much a preference counts against staying near the reference (dpo, ipo), or the scale "
+        "of mean log-probabilities (simpo); default: 0.1, or 2 with simpo.",
+    )
+    label_smoothing: float = setting(
+        0.0, "Share of preferences that are taken to be wrong, for dpo and simpo."
+    )
+    simpo_gamma: float = setting(0.5, "Margin between the two answers that simpo wants.")
+    orpo_lambda: float = setting(0.1, "Weight of the odds ratio in orpo.")
+    sft_weight: float = setting(
+        0.0, "Weight of the chosen answers' cross-entropy, added to a loss over pairs."
+    )
+    reference: Literal["start", "none"] = setting(
+        "start", "Reference of dpo and ipo: the model as the run starts, or none."
+    )
+
     lora_rank: int | Literal["auto"] = setting(
         AUTO, "Rank of the adapters; auto: 16, or 8 or 4 if no plan fits into the memory limit."
     )
@@ -232,6 +254,11 @@ class TrainConfig:
         assert self.batch_size != AUTO
         return self.batch_size * self.grad_accumulation
 
+    @property
+    def row_kind(self) -> Literal["answers", "pairs"]:
+        """What the rows of the data are."""
+        return "answers" if self.objective == "sft" else "pairs"
+
     def fixed_on_resume(self) -> dict[str, str]:
         """The settings that must not change when a run is resumed, as text."""
         free = (*RESUMABLE, "run")
@@ -286,6 +313,13 @@ ADDED: dict[str, Any] = {
     "from_adapter": "",
     "prefix_cache_folder": "",
     "best_metric": LOSS,
+    "objective": "sft",
+    "beta": None,
+    "label_smoothing": 0.0,
+    "simpo_gamma": 0.5,
+    "orpo_lambda": 0.1,
+    "sft_weight": 0.0,
+    "reference": "start",
     "use_rslora": False,
     "loraplus_ratio": 1.0,
     "layerwise_lr_decay": 1.0,
@@ -328,11 +362,23 @@ BOUNDS = {
     "eval_every": (0, LARGEST),
     "save_every": (0, LARGEST),
     "keep": (1, 1_000_000),
+    "simpo_gamma": (0, LARGEST),
+    "orpo_lambda": (0, LARGEST),
+    "sft_weight": (0, LARGEST),
     "patience": (0, LARGEST),
     "samples": (0, 1_000_000),
     "reload_interval": (0, LARGEST),
     "clear_cache_every": (0, LARGEST),
     "leak_warmup": (0, LARGEST),
+}
+# Settings of one kind of objective -> the objectives that use it.
+OBJECTIVES_WITH = {
+    "beta": ("dpo", "ipo", "simpo"),
+    "label_smoothing": ("dpo", "simpo"),
+    "simpo_gamma": ("simpo",),
+    "orpo_lambda": ("orpo",),
+    "sft_weight": ("dpo", "ipo", "simpo", "orpo"),
+    "reference": ("dpo", "ipo"),
 }
 TEXT_CHARACTERS, NAMES = 4096, 1000  # limits of a text, and of a list of names
 
@@ -368,6 +414,7 @@ def check(config: TrainConfig) -> None:
         raise UserError("--lora-targets: all-linear includes every other name; give it alone")
     if config.optimizer == "adam" and config.weight_decay:
         raise UserError("--weight-decay: --optimizer adam does not support it; use adamw")
+    check_objective(config)
     check_adam(config)
     check_schedule(config)
     if config.prefix_cache_folder and config.prefix_cache != "disk":
@@ -426,6 +473,32 @@ def check_schedule(config: TrainConfig) -> None:
 
 def has_default(config: TrainConfig, name: str) -> bool:
     return getattr(config, name) == FIELDS[name].default
+
+
+def check_objective(config: TrainConfig) -> None:
+    """Raise UserError for settings of another objective, or out of range."""
+    for name, users in OBJECTIVES_WITH.items():
+        if getattr(config, name) != FIELDS[name].default and config.objective not in users:
+            raise UserError(
+                f"{flag(name)}: --objective {config.objective} does not use it; it is for "
+                f"{', '.join(users)}"
+            )
+    if config.beta is not None and not 0 < config.beta <= LARGEST:
+        raise UserError(f"--beta {config.beta}: must be a number above 0, up to {LARGEST:,}")
+    if not 0 <= config.label_smoothing < 0.5:
+        raise UserError(
+            f"--label-smoothing {config.label_smoothing}: must be at least 0 and under 0.5"
+        )
+    if config.row_kind == "pairs" and config.too_long == "split":
+        raise UserError("--too-long split: the answers of a pair cannot be split; use truncate")
+    for name in ("exact_match", "best_metric"):
+        if config.row_kind == "pairs" and getattr(config, name) != FIELDS[name].default:
+            raise UserError(f"{flag(name)}: not supported with --objective {config.objective}")
+    if config.row_kind == "pairs" and config.lora_dropout:
+        raise UserError(
+            f"--lora-dropout: not supported with --objective {config.objective}, whose two answers "
+            "would be compared under different noise"
+        )
 
 
 def check_texts(name: str, texts: tuple[str, ...]) -> None:

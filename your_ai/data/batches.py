@@ -241,15 +241,18 @@ def micro_batches(
         start += count
 
 
-def in_order_of_length(examples: Examples, rows_at: RowsAt) -> Iterator[Batch]:
+def in_order_of_length(
+    examples: Examples, rows_at: RowsAt, rows_together: int = 1
+) -> Iterator[Batch]:
     """Return every example once, in the order of `by_length`. For validation."""
-    edges = bucket_edges(examples.lengths - 1)
-    return micro_batches(examples, by_length(examples), rows_at, edges)
+    edges, order = bucket_edges(examples.lengths - 1), by_length(examples, rows_together)
+    return micro_batches(examples, order, rows_at, edges, rows_together)
 
 
-def by_length(examples: Examples) -> np.ndarray:
-    """(n,) the indices of the examples in a fixed order, the longest first."""
-    return np.argsort(-examples.lengths, kind="stable")
+def by_length(examples: Examples, rows_together: int = 1) -> np.ndarray:
+    """(n,) the indices of the examples in a fixed order of groups, the longest group first."""
+    lengths = group_lengths(examples.lengths, rows_together)
+    return members(np.argsort(-lengths, kind="stable"), rows_together)
 
 
 def padded_length(examples: Examples, rows: np.ndarray, edges: np.ndarray) -> int:
@@ -328,7 +331,7 @@ def lay_out(
     """Make a batch of `shape` (B, T). Row i begins at starts[i] in the flattened tokens."""
     tokens = np.zeros(shape, np.int32)
     flat = tokens.reshape(-1)
-    positions, targets, weights, texts = [], [], [], []
+    positions, targets, weights, texts, reference = [], [], [], [], []
     lengths = np.zeros(shape[0], np.int64)
     for text, (row, start) in enumerate(zip(rows, starts, strict=True)):
         example = examples[row]
@@ -339,6 +342,8 @@ def lay_out(
         targets.append(example.tokens[1:][at])
         weights.append(np.full(len(at), examples.weights[row], np.float32))
         texts.append(np.full(len(at), text))
+        if examples.reference is not None:
+            reference.append(examples.reference[examples.starts[row] + 1 + at])
         lengths[start // shape[1]] += inputs
     trained = sum(map(len, targets))
     slots = padded_targets(trained, tokens.size)
@@ -352,6 +357,7 @@ def lay_out(
         places=places,
         lengths=lengths,
         trained_tokens=trained,
+        reference=pad(np.concatenate(reference), slots, np.float32) if reference else None,
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.config import nearest
+from your_ai.data.preferences import kind_of
 from your_ai.data.rows import FORMATS, read_json
 from your_ai.data.template import TooSlow, limited_memory, limited_time
 from your_ai.errors import UserError
@@ -164,7 +165,7 @@ def listed(names: Collection[str]) -> str:
 
 def is_known(record: Mapping[str, Any]) -> bool:
     """Whether the record has the keys of a known format."""
-    return any(all(key in record for key in keys) for keys in FORMATS)
+    return kind_of(record) is not None
 
 
 def as_text(value: Any, column: str, where: str) -> str:
@@ -180,7 +181,9 @@ def as_text(value: Any, column: str, where: str) -> str:
 def parsed_texts(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The row with those fields as values that tables can only have as text."""
     row = dict(row)
-    for key in ("messages", "conversations"):
+    keys = ["messages", "conversations"]
+    keys += [key for key in ("prompt", "chosen", "rejected") if looks_like_messages(row.get(key))]
+    for key in keys:
         if isinstance(row.get(key), str):
             row[key] = read_json(row[key], f"{where}: {key}")
     if isinstance(row.get("weight"), str):
@@ -190,6 +193,11 @@ def parsed_texts(row: Mapping[str, Any], where: str) -> dict[str, Any]:
             text = shortened(row["weight"]) or "nothing"
             raise UserError(f"{where}: weight: expected a number, found {text}") from error
     return row
+
+
+def looks_like_messages(value: Any) -> bool:
+    """Whether a text is a list of messages as JSON, as tables have them."""
+    return isinstance(value, str) and value.startswith('[{"') and value.endswith("}]")
 
 
 def with_system(row: dict[str, Any], where: str) -> dict[str, Any]:

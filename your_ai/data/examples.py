@@ -62,6 +62,9 @@ class Examples:
     tally: RowCounts
     labels: np.ndarray | None = None
     """(n,) bool, whether each answer is good; None if the rows have no labels."""
+    reference: np.ndarray | None = None
+    """(N,) float32, the log-probability of each trained token under the reference model, else 0;
+    None without a reference. Memory-mapped."""
 
     def __len__(self) -> int:
         return len(self.weights)

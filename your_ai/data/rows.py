@@ -267,12 +267,12 @@ def decode_row(line: bytes, where: str) -> tuple[dict, str]:
     return row, place if isinstance(place, str) else where
 
 
-def read_first_row(path: Path, limit: RowLimit) -> bool:
-    """Whether the first row is in a known format. Raises UserError if it cannot be read."""
+def read_first_row(path: Path, limit: RowLimit) -> dict[str, Any]:
+    """The first row of a file. Raises UserError if it cannot be read."""
     for where, line in read_lines(path, limit):
         limit.check_line(line, where)
         row, _ = decode_row(line, where)
-        return any(all(key in row for key in keys) for keys in FORMATS)
+        return row
     raise UserError(f"{path}: the file is empty; give at least one row")
 
 

@@ -28,8 +28,9 @@ from your_ai.config import DEMO, FOLDER, NONE, TrainConfig
 from your_ai.data.columns import Layout, layout_of
 from your_ai.data.examples import delete_unused, unwritable
 from your_ai.data.hub_datasets import PREFIX, SplitRows, find_dataset, parse_name, split_named
+from your_ai.data.preferences import kind_of, parser_of
 from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
-from your_ai.data.rows import ORIGIN, RowLimit, parse_row, read_first_row, read_rows
+from your_ai.data.rows import ORIGIN, ParseRow, RowLimit, read_first_row, read_rows
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, packaged, read_text, sha256
 from your_ai.gates.text import counted, shortened
@@ -108,7 +109,7 @@ def checked_settings(
     splits = find_splits(config, progress=progress)
     limit = RowLimit(config.max_row_bytes)
     for path in splits.files.values() if every_row else ():
-        for count, _ in enumerate(read_rows(path, limit)):
+        for count, _ in enumerate(read_rows(path, limit, parser_of(config.row_kind))):
             progress(path.name, count)
     return config
 
@@ -123,7 +124,7 @@ def plain_files(
         return None
     for files in sources[0].splits.values():
         is_plain = len(files) == 1 and form_of(files[0]) == "jsonl" and not is_compressed(files[0])
-        if not is_plain or not read_first_row(files[0], limit):
+        if not is_plain or kind_of(read_first_row(files[0], limit)) is None:
             return None
     return {split: files[0] for split, files in sources[0].splits.items()}
 
@@ -322,7 +323,8 @@ def converted(
         folder.parent.mkdir(parents=True, exist_ok=True)
         delete_unused(folder.parent)
         with atomic_folder(folder) as temporary:
-            notes = convert(sources, layout, holds_out, limit, temporary, progress)
+            parse = parser_of(config.row_kind)
+            notes = convert(sources, layout, holds_out, limit, parse, temporary, progress)
             names = [s for s in SPLITS if (temporary / f"{s}.jsonl").exists()]
             sums = {name: sha256(temporary / f"{name}.jsonl") for name in names}
             (temporary / ABOUT).write_text(json.dumps({"notes": notes, "sha256": sums}))
@@ -353,6 +355,8 @@ def key_of(sources: list[Source], config: TrainConfig, holds_out: bool) -> str:
     """A name for the rows: equal for the same content and settings."""
     template = config.prompt_template and checksum(Path(config.prompt_template).expanduser())
     content: list[Any] = [FORMAT, list(config.columns), template, holds_out]
+    if config.row_kind != "answers":
+        content.append(config.row_kind)
     for source in sources:
         files = {
             split: [(form_of(path), path.name, checksum(path)) for path in paths]
@@ -392,6 +396,7 @@ def convert(
     layout: Layout,
     holds_out: bool,
     limit: RowLimit,
+    parse: ParseRow,
     folder: Path,
     progress: Progress,
 ) -> list[str]:
@@ -403,7 +408,7 @@ def convert(
             continue
         with (folder / f"{split}.jsonl").open("wb") as file:
             for source in used:
-                for line, hashed in rows_in(source, split, layout, limit, progress):
+                for line, hashed in rows_in(source, split, layout, limit, parse, progress):
                     file.write(line)
                     if split == "train":
                         hashes.append(hashed)
@@ -421,7 +426,12 @@ def convert(
 
 
 def rows_in(
-    source: Source, split: str, layout: Layout, limit: RowLimit, progress: Progress
+    source: Source,
+    split: str,
+    layout: Layout,
+    limit: RowLimit,
+    parse: ParseRow,
+    progress: Progress,
 ) -> Iterator[tuple[bytes, int]]:
     """Yield each row of a split as a JSON line with its place, and the hash of its content.
 
@@ -429,7 +439,7 @@ def rows_in(
     """
     for path, where, record in records_in(source, split, limit, progress):
         row = layout.row_of(record, where)
-        parsed = parse_row(row, where)
+        parsed = parse(row, where)
         digest = hashlib.blake2b(
             json.dumps(asdict(parsed.content), sort_keys=True).encode(), digest_size=HASH_BYTES
         )

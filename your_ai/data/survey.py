@@ -14,12 +14,18 @@ import numpy as np
 
 from your_ai.config import TrainConfig
 from your_ai.data.encode import EncodedRow, Encoder, has_answer, pair_to_chat
-from your_ai.data.rows import Pair, Row, RowLimit, read_rows
+from your_ai.data.preferences import parser_of
+from your_ai.data.rows import Pair, Preference, Row, RowLimit, read_rows
 from your_ai.data.sources import SPLITS, Splits
 from your_ai.errors import UserError
 
 DRAWN_TOKENS = 400  # of a row that is shown
-KINDS = {"Chat": "chat", "Pair": "prompt + completion", "Text": "text"}
+KINDS = {
+    "Chat": "chat",
+    "Pair": "prompt + completion",
+    "Text": "text",
+    "Preference": "chosen + rejected",
+}
 QUANTILES = {"least": 0.0, "median": 0.5, "p95": 0.95, "most": 1.0}
 BINS = 12  # at most, of a histogram
 
@@ -101,7 +107,8 @@ def survey(found: Splits, config: TrainConfig, tokenizer: Any | None, draw: int)
     limit = RowLimit(config.max_row_bytes)
     encoder = None
     if tokenizer is not None:
-        encoder = Encoder(tokenizer, config.mask_prompt, limit=limit)
+        encoder = Encoder(tokenizer, config.mask_prompt, limit=limit, kind=config.row_kind)
+    parse = parser_of(config.row_kind)
     splits: dict[str, SplitSurvey] = {}
     trained: set[bytes] = set()
     places: list[int] = []
@@ -110,15 +117,16 @@ def survey(found: Splits, config: TrainConfig, tokenizer: Any | None, draw: int)
             continue
         seen = trained if name == "train" else set()
         splits[name] = split = SplitSurvey()
-        for row in read_rows(found.files[name], limit):
+        for row in read_rows(found.files[name], limit, parse):
             if count(split, row, encoder, config.max_seq_length, seen, trained):
                 places.append(row.line if name == "train" else 0)
     wanted = spread([place for place in places if place], draw)
     drawn = []
     if encoder is not None:
-        for row in read_rows(found.files["train"], limit):
+        for row in read_rows(found.files["train"], limit, parse):
             if row.line in wanted:
-                drawn.append(draw_row(row.where, encoder.encode(row), tokenizer))
+                texts = encoder.encode_all(row)
+                drawn += [draw_row(row.where, text, tokenizer) for text in texts]
             if len(drawn) == len(wanted):
                 break
     unit = "characters" if encoder is None else "tokens"
@@ -142,22 +150,23 @@ def count(
     split.duplicates += digest in seen
     split.in_training += seen is not trained and digest in trained
     seen.add(digest)
-    if not has_answer(pair_to_chat(content) if isinstance(content, Pair) else content):
+    texts = [content.chosen, content.rejected] if isinstance(content, Preference) else [content]
+    if not all(has_answer(pair_to_chat(t) if isinstance(t, Pair) else t) for t in texts):
         split.empty += 1
         split.problem = split.problem or f"{row.where}: no answer or no text"
         return False
     if encoder is None:
-        split.lengths.append(characters_of(content))
+        split.lengths.extend(map(characters_of, texts))
         return True
     try:
-        encoded = encoder.encode(row)
+        every = encoder.encode_all(row)
     except UserError as error:
         split.refused += 1
         split.problem = split.problem or str(error)
         return False
-    split.lengths.append(len(encoded.tokens))
-    split.too_long += len(encoded.tokens) > max_tokens
-    split.trained_tokens += int(encoded.trained.sum())
+    split.lengths.extend(len(encoded.tokens) for encoded in every)
+    split.too_long += any(len(encoded.tokens) > max_tokens for encoded in every)
+    split.trained_tokens += sum(int(encoded.trained.sum()) for encoded in every)
     return True
 
 

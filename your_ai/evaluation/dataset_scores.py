@@ -17,15 +17,19 @@ from your_ai.data.batches import (
 )
 from your_ai.data.examples import Examples
 from your_ai.engine.protocol import Engine
+from your_ai.objectives.objective import Totals
 from your_ai.run.stopping import Stop
 
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """The weighted mean cross-entropy of the trained tokens."""
+    """The loss of an objective over a whole file."""
 
     loss: float
+    """For supervised fine-tuning, the weighted mean cross-entropy of the trained tokens."""
     trained_tokens: int
+    metrics: dict[str, float]
+    """Means of the objective's metrics, by name."""
 
 
 def mean_loss(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -> MeanLoss | None:
@@ -33,15 +37,17 @@ def mean_loss(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -
 
     rows_at: how many rows of a given sequence length go through together.
     """
-    total = weight = 0.0
+    totals, weight = Totals(), 0.0
     trained_tokens = 0
-    for batch in in_order_of_length(examples, rows_at):
+    for batch in in_order_of_length(examples, rows_at, engine.objective.rows_together):
         if stop:
             return None
-        total += engine.loss(batch).loss.item()
+        totals.add(engine.loss(batch))
         weight += engine.objective.denominator([batch])
         trained_tokens += batch.trained_tokens
-    return MeanLoss(total / weight, trained_tokens) if weight > 0 else None
+    if weight <= 0:
+        return None
+    return MeanLoss(totals.loss / weight, trained_tokens, totals.means())
 
 
 def exact_matches(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -> int | None:

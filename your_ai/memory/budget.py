@@ -24,8 +24,7 @@ from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit
 from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, rounded_up
 from your_ai.memory.sample import in_gb
-from your_ai.objectives.objective import Objective
-from your_ai.objectives.sft import SUPERVISED
+from your_ai.objectives.chosen import objective_of
 
 # Threads, BLAS or driver buffers that appear in the first step. A guess on macOS.
 LATER_BYTES = 30_000_000 if probe.is_macos() else 20_000_000
@@ -90,7 +89,6 @@ def demand_of(
     config: TrainConfig,
     facts: ModelFacts,
     lengths: Sequence[int],
-    objective: Objective = SUPERVISED,
     *,
     can_stream: bool = True,
     prefix_tokens: int = 0,
@@ -105,7 +103,9 @@ def demand_of(
     before_bytes: as in Demand.
     """
     config = defaults.sized(defaults.largest(config, facts.blocks), rows=0)
-    lengths, batch_size = tuple(sorted(set(lengths))), config.batch_size
+    objective = objective_of(config)
+    together = objective.rows_together
+    lengths, batch_size = tuple(sorted(set(lengths))), config.batch_size * together
     if config.packing:  # count a packed row as several rows of the longest text
         lengths = lengths[-1:]
         batch_size = max(1, -(-config.max_seq_length // lengths[0]))
@@ -121,7 +121,7 @@ def demand_of(
         ),
         lengths=lengths,
         batch_size=batch_size,
-        rows_per_step=config.rows_per_step,
+        rows_per_step=config.rows_per_step * together,
         engine=config.plan,
         spill=config.spill,
         can_stream=can_stream,
@@ -129,7 +129,7 @@ def demand_of(
         prefix_bytes=kept * facts.hidden * facts.float_bytes,
         answer_tokens=answer_tokens,
         sliced=mx.default_device().type == mx.cpu,
-        rows_together=objective.rows_together,
+        rows_together=together,
         scores="scores" in objective.phases,
         noise=config.neftune_alpha > 0,
         before_bytes=before_bytes,

@@ -82,6 +82,25 @@ class Sums(NamedTuple):
         return Sums(mx.stack([part.loss for part in parts]).sum(), metrics)
 
 
+@dataclass
+class Totals:
+    """Sums over several micro-batches."""
+
+    loss: float = 0.0
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """(sum, count) of each metric, by name."""
+
+    def add(self, sums: Sums) -> None:
+        self.loss += sums.loss.item()
+        for name, (value, count) in sums.metrics.items():
+            before = self.metrics.get(name, (0.0, 0.0))
+            self.metrics[name] = (before[0] + value.item(), before[1] + count.item())
+
+    def means(self) -> dict[str, float]:
+        """The mean of each metric, without those whose count is 0."""
+        return {name: value / count for name, (value, count) in self.metrics.items() if count}
+
+
 @dataclass(frozen=True)
 class Weighed:
     """The result of an objective for the scores of a micro-batch."""

@@ -22,6 +22,9 @@ from your_ai.data.batches import Batch
 from your_ai.objectives.objective import Metrics, Phase, Scores, Targets, Weighed
 
 
+TIE = 1e-5  # rewards that differ by less are equal up to rounding
+
+
 class Pairs(NamedTuple):
     """Sums over the answers of each pair; arrays of (P,) float32, 0 for an empty slot."""
 
@@ -118,11 +121,11 @@ class PairObjective:
 
 
 def metrics(pairs: Pairs, found: PairLosses) -> Metrics:
-    """Means over pairs, with TRL's names. A tie counts as half an accurate pair."""
+    """Means over pairs, with the names of TRL. A tie, up to rounding, is half an accurate pair."""
     there = pairs.weights > 0
     count = there.sum()
     margins = found.chosen_rewards - found.rejected_rewards
-    accurate = (margins > 0) + 0.5 * (margins == 0)
+    accurate = (margins > TIE) + 0.5 * (mx.abs(margins) <= TIE)
     values = {
         "rewards/chosen": found.chosen_rewards,
         "rewards/rejected": found.rejected_rewards,

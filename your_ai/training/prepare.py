@@ -18,6 +18,7 @@ from your_ai.config import EXACT_MATCH, LOSS, TrainConfig, defaults, flag, last_
 from your_ai.data.batches import Schedule, bucket_edges, make_schedule
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, load_examples
+from your_ai.data.preferences import parser_of
 from your_ai.data.rows import Row, read_rows
 from your_ai.data.sources import Splits, find_splits
 from your_ai.engine.build import build_engine
@@ -52,6 +53,7 @@ from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.modelfiles.shards import largest_shard, process_bytes_of
 from your_ai.nets import model
 from your_ai.nets.saved_adapter import base_files
+from your_ai.objectives.chosen import objective_of
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 from your_ai.training import optimizer
@@ -96,7 +98,7 @@ class Prepared:
             steps=self.steps,
             steps_per_epoch=self.schedule.steps_per_epoch,
             model=self.config.model,
-            rows=len(self.schedule.examples),
+            rows=len(self.schedule.examples) // self.schedule.rows_together,
             trainable_parameters=sum(array.size for array in arrays.values()),
             dtype=str(self.dtype).removeprefix("mlx.core."),
             plan=self.engine_name,
@@ -131,7 +133,8 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
 
     asked, files = config, fingerprint(base)
     data = read_data(config, network, tokenizer, files, log.write)
-    rows = len(data.examples["train"])
+    objective = objective_of(config)
+    rows = len(data.examples["train"]) // objective.rows_together
     config = defaults.sized(config, rows)
     schedule = schedule_of(config, data)
     steps = last_step(config, schedule.steps_per_epoch)
@@ -170,6 +173,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         config.packing,
         opened.tensors,
         make_store,
+        objective=objective,
         spill=folder if plan.spill else None,
         graphs=graphs,
         neftune_alpha=config.neftune_alpha,
@@ -239,8 +243,14 @@ def schedule_of(config: TrainConfig, data: RunData) -> Schedule:
     """Which rows each step trains."""
     packed_tokens = config.max_seq_length if config.packing else None
     examples = data.examples["train"]
+    together = objective_of(config).rows_together
     return make_schedule(
-        examples, config.batch_size, config.rows_per_step, config.seed, packed_tokens
+        examples,
+        config.batch_size * together,
+        config.rows_per_step * together,
+        config.seed,
+        packed_tokens,
+        together,
     )
 
 
@@ -347,7 +357,8 @@ def read_data(
     """
     splits = check_splits(config).files
     limit = row_limit(config.max_row_bytes, config.max_memory, config.force)
-    encoder = Encoder(tokenizer, config.mask_prompt, vocabulary_of(network), limit)
+    vocabulary = vocabulary_of(network)
+    encoder = Encoder(tokenizer, config.mask_prompt, vocabulary, limit, config.row_kind)
     samples = sample_prompts(splits.get("test"), encoder, config.samples)
     examples = {
         name: load_split(name, path, config, encoder, files, write)
@@ -431,7 +442,8 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
     if seq_len is None and config.data:
         files = fingerprint(folder)
         data = read_data(config, network, tokenizer, files, lambda _: None)
-        config = defaults.sized(config, len(data.examples["train"]))
+        together = objective_of(config).rows_together
+        config = defaults.sized(config, len(data.examples["train"]) // together)
     else:
         config = defaults.sized(config, 0)
         longest = config.max_seq_length if seq_len is None else seq_len
@@ -553,5 +565,6 @@ def sample_prompts(path: Path | None, encoder: Encoder, count: int) -> list[Samp
     """Prompts from the first `count` test rows that have one."""
     if path is None or count == 0:
         return []
-    prompts = map(encoder.prompt_of, read_rows(path, encoder.limit))
+    rows = read_rows(path, encoder.limit, parser_of(encoder.kind))
+    prompts = map(encoder.prompt_of, rows)
     return list(islice((p for p in prompts if p is not None), count))

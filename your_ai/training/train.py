@@ -15,7 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import chain, takewhile
 from typing import Any
 
@@ -25,15 +25,18 @@ from mlx.utils import tree_map
 from your_ai.config import TrainConfig, build, is_due
 from your_ai.config.defaults import recorded
 from your_ai.data.batches import Batch
+from your_ai.data.examples import Examples
 from your_ai.engine import prefix
 from your_ai.engine.protocol import Engine
 from your_ai.errors import RunError, UserError, explain, is_memory_error
 from your_ai.files import clean
 from your_ai.gates.console import echo_error, echo_traceback
+from your_ai.hub.find import store
 from your_ai.memory import allocator, probe
 from your_ai.memory.governor import MemoryAction, Watch
 from your_ai.nets import model
-from your_ai.objectives.objective import Sums
+from your_ai.objectives.chosen import needs_reference
+from your_ai.objectives.objective import Totals
 from your_ai.rng import derive_seed
 from your_ai.run import checkpoint, events, exits
 from your_ai.run.checkpoint import TrainState
@@ -53,6 +56,7 @@ from your_ai.training.memory_actions import (
 from your_ai.training.optimizer import Update
 from your_ai.training.pausing import pause
 from your_ai.training.prepare import PREFIX, Prepared, prepare
+from your_ai.training.reference import with_reference
 from your_ai.training.saving import (
     is_save_due,
     keep_settings,
@@ -93,6 +97,8 @@ def run(
     config = prepared.config
     begin_guard()
     prepared = calibrated(prepared, log, level, watch, saved_step(folder))
+    if needs_reference(config):
+        prepared = referenced(prepared, log)
     state = restore(folder, prepared, log)
     governor = govern(prepared, sampler, log, watch, state.step)
     factors = optimizer.rate_factors(config, prepared.model)
@@ -160,6 +166,31 @@ def run(
     )
     log.write(finished)
     return finished
+
+
+def referenced(prepared: Prepared, log: events.EventLog) -> Prepared:
+    """The rows with the log-probabilities of their answers under the model as the run starts."""
+    depends_on = {
+        **prepared.depends_on["model"],
+        **prepared.depends_on.get("first adapter", {}),
+        "--quantize": str(prepared.config.quantize),
+        "dtype": str(prepared.dtype),
+    }
+
+    def with_values(examples: Examples) -> Examples:
+        return with_reference(
+            examples,
+            prepared.engine,
+            prepared.rows_at,
+            depends_on,
+            store() / "cache",
+            lambda text: log.write(events.Stage(text=text)),
+        )
+
+    log.write(events.Stage(text="computing the reference"))
+    schedule = replace(prepared.schedule, examples=with_values(prepared.schedule.examples))
+    valid = None if prepared.valid is None else with_values(prepared.valid)
+    return replace(prepared, schedule=schedule, valid=valid)
 
 
 def reason_of_early_end(state: TrainState) -> str:
@@ -236,25 +267,6 @@ def train_step(
         )
     )
     return optimizer.after_finite_step(done, prepared.dtype), batches
-
-
-@dataclass
-class Totals:
-    """Sums over the micro-batches of a step."""
-
-    loss: float = 0.0
-    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """(sum, count) of each metric, by name."""
-
-    def add(self, sums: Sums) -> None:
-        self.loss += sums.loss.item()
-        for name, (value, count) in sums.metrics.items():
-            before = self.metrics.get(name, (0.0, 0.0))
-            self.metrics[name] = (before[0] + value.item(), before[1] + count.item())
-
-    def means(self) -> dict[str, float]:
-        """The mean of each metric, without those whose count is 0."""
-        return {name: value / count for name, (value, count) in self.metrics.items() if count}
 
 
 def accumulate(engine: Engine, batches: list[Batch], scale: float, seed: int) -> tuple[Totals, Any]:

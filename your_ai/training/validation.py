@@ -28,7 +28,7 @@ def validate(prepared: Prepared, state: TrainState, log: events.EventLog, stop: 
     measured = measures.mean_loss(prepared.engine, prepared.valid, prepared.rows_at, stop)
     if measured is None:
         return replace(state, validation_due=bool(stop))
-    value, metrics = None, {}
+    value, metrics = None, dict(measured.metrics)
     if prepared.best_metric is not None:
         ready = Ready(prepared.model, prepared.tokenizer, prepared.engine, prepared.rows_at)
         value = best_metric.measured(prepared.best_metric, ready, stop)

@@ -1,0 +1,31 @@
+"""The objective that the settings choose."""
+
+from __future__ import annotations
+
+from your_ai.config import TrainConfig
+from your_ai.objectives.dpo import DPO, IPO
+from your_ai.objectives.objective import Objective
+from your_ai.objectives.orpo import ORPO
+from your_ai.objectives.sft import SUPERVISED
+from your_ai.objectives.simpo import SimPO
+
+
+def objective_of(config: TrainConfig) -> Objective:
+    """The objective of a run. Its own defaults hold where a setting is None."""
+    beta = {} if config.beta is None else {"beta": config.beta}
+    smoothing, more = config.label_smoothing, config.sft_weight
+    if config.objective == "dpo":
+        return DPO(label_smoothing=smoothing, sft_weight=more, **beta)
+    if config.objective == "ipo":
+        return IPO(sft_weight=more, **beta)
+    if config.objective == "simpo":
+        gamma = config.simpo_gamma
+        return SimPO(gamma=gamma, label_smoothing=smoothing, sft_weight=more, **beta)
+    if config.objective == "orpo":
+        return ORPO(odds_weight=config.orpo_lambda, sft_weight=more)
+    return SUPERVISED
+
+
+def needs_reference(config: TrainConfig) -> bool:
+    """Whether the loss compares with a reference model."""
+    return config.objective in ("dpo", "ipo") and config.reference != "none"

@@ -1,0 +1,101 @@
+"""The reference of a preference loss: log-probabilities under the model as the run starts.
+
+They are computed once, before the first step, while the adapters still have their first values,
+so no second model is needed. They are kept in the cache, for other runs on the same rows and for a
+run that is resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from your_ai.data.batches import RowsAt, by_length, in_order_of_length
+from your_ai.data.examples import Examples, delete_unused, map_array, unwritable
+from your_ai.engine.protocol import Engine
+from your_ai.files import atomic_folder, sha256
+from your_ai.gates.text import counted
+
+FORMAT = 1
+VALUES, ABOUT = "reference.bin", "about.json"
+ABOUT_BYTES = 4096
+PROGRESS_EVERY_S = 5.0
+
+
+def with_reference(
+    examples: Examples,
+    engine: Engine,
+    rows_at: RowsAt,
+    depends_on: dict[str, str],
+    cache: Path,
+    progress: Callable[[str], None],
+) -> Examples:
+    """The examples with their reference, from `cache` if it was computed before.
+
+    engine: has a model whose adapters have their first values.
+    depends_on: what decides the values beside the rows: model, first adapter, data type.
+    Raises UserError if the cache cannot be written.
+    """
+    rows = Path(examples.tokens.filename).parent.name  # made of all that decides the tokens
+    content = json.dumps([FORMAT, rows, sorted(depends_on.items())])
+    folder = cache / "reference" / hashlib.sha256(content.encode()).hexdigest()[:32]
+    values = opened(folder, len(examples.tokens))
+    if values is None:
+        delete_unused(folder.parent)
+        found = computed(examples, engine, rows_at, progress)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_folder(folder) as temporary:
+                found.tofile(temporary / VALUES)
+                about = {"sha256": sha256(temporary / VALUES)}
+                (temporary / ABOUT).write_text(json.dumps(about))
+        except OSError as error:
+            raise unwritable(folder.parent, "reference log-probabilities", error) from error
+        values = found
+    return replace(examples, reference=values)
+
+
+def opened(folder: Path, size: int) -> np.ndarray | None:
+    """The kept values; None if they are missing or damaged."""
+    try:
+        about = json.loads((folder / ABOUT).read_bytes()[:ABOUT_BYTES])
+        if about["sha256"] != sha256(folder / VALUES):
+            return None
+        values = map_array(folder / VALUES, np.float32, size)
+        os.utime(folder)  # marks it as used, for `delete_unused`
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+    return values
+
+
+def computed(
+    examples: Examples, engine: Engine, rows_at: RowsAt, progress: Callable[[str], None]
+) -> np.ndarray:
+    """(N,) float32, the log-probability of each trained token, and 0 for the others."""
+    values = np.zeros(len(examples.tokens), np.float32)
+    order, done, written_at = by_length(examples), 0, time.monotonic()
+    for batch in in_order_of_length(examples, rows_at):
+        rows = order[done : done + int((batch.lengths > 0).sum())]
+        losses, _ = engine.score(batch)
+        mx.eval(losses)
+        at = np.concatenate([examples.starts[row] + places(examples, row) for row in rows])
+        values[at] = -np.array(losses)[: len(at)]
+        done += len(rows)
+        if time.monotonic() - written_at > PROGRESS_EVERY_S:
+            progress(f"computing the reference: {done:,} of {counted(len(order), 'text')}")
+            written_at = time.monotonic()
+    engine.drop()
+    return values
+
+
+def places(examples: Examples, row: int) -> np.ndarray:
+    """Where in a text its trained tokens are."""
+    return np.flatnonzero(examples[row].trained)
