@@ -16,6 +16,7 @@ from your_ai.config import (
     resumed,
     to_yaml,
 )
+from your_ai.config.settings import OBJECTIVES_WITH
 from your_ai.errors import UserError
 from your_ai.files import packaged
 from your_ai.gates.yaml_files import read_yaml
@@ -60,6 +61,14 @@ def read_text(text: str) -> dict:
         ({"batch_size": "1.5"}, "--batch-size: expected a whole number"),
         ({"batch_size": "0"}, "--batch-size 0: must be at least 1"),
         ({"learning_rate": "-1"}, "--learning-rate -1.0: must be a number above 0"),
+        ({"beta": "0.2"}, "--beta: --objective sft does not use it; it is for dpo, ipo, simpo"),
+        ({"objective": "dpo", "beta": "0"}, "--beta 0.0: must be a number above 0"),
+        ({"objective": "ipo", "label_smoothing": "0.1"}, "--label-smoothing: --objective ipo"),
+        ({"objective": "dpo", "label_smoothing": "0.5"}, "at least 0 and under 0.5"),
+        ({"objective": "orpo", "reference": "none"}, "--reference: --objective orpo"),
+        ({"objective": "dpo", "too_long": "split"}, "--too-long split: the answers of a pair"),
+        ({"objective": "dpo", "lora_dropout": "0.1"}, "--lora-dropout: not supported"),
+        ({"objective": "dpo", "exact_match": True}, "--exact-match: not supported"),
         ({"learning_rate": "nan"}, "--learning-rate nan"),
         ({"learning_rate": "inf"}, "--learning-rate inf"),
         ({"lora_layers": "0"}, "--lora-layers 0: must be at least 1, or all"),
@@ -129,13 +138,14 @@ def test_number_with_thousands_of_digits_is_not_a_text():
 @pytest.mark.parametrize("name", BOUNDS)
 def test_number_outside_its_bounds_is_refused(name):
     least, most = BOUNDS[name]
-    assert getattr(build({name: str(most)}, "x"), name) == most
-    assert getattr(build({name: least}, "x"), name) == least
+    users = {"objective": OBJECTIVES_WITH.get(name, ("sft",))[0]}
+    assert getattr(build({**users, name: str(most)}, "x"), name) == most
+    assert getattr(build({**users, name: least}, "x"), name) == least
     for value in (most + 1, 10**12 * (most + 1), 10**5000):
         with pytest.raises(UserError, match=rf"^{flag(name)} .*: must be at most {most:,}"):
-            build({name: value}, "x")
+            build({**users, name: value}, "x")
     with pytest.raises(UserError, match=rf"^{flag(name)} .*: must be at least {least}"):
-        build({name: least - 1}, "x")
+        build({**users, name: least - 1}, "x")
 
 
 def test_large_int_is_kept_exactly():

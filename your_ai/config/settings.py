@@ -259,6 +259,11 @@ class TrainConfig:
         """What the rows of the data are."""
         return "answers" if self.objective == "sft" else "pairs"
 
+    @property
+    def measured_kind(self) -> Literal["answers", "chosen"]:
+        """What an evaluation takes of the rows: of pairs, the chosen answers."""
+        return "answers" if self.row_kind == "answers" else "chosen"
+
     def fixed_on_resume(self) -> dict[str, str]:
         """The settings that must not change when a run is resumed, as text."""
         free = (*RESUMABLE, "run")

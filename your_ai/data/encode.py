@@ -85,7 +85,7 @@ class Encoder:
 
     @property
     def masks_prompt(self) -> bool:
-        return self.mask_prompt or self.kind != "answers"
+        return self.mask_prompt or self.kind in ("pairs", "labels")
 
     @cached_property
     def backend(self) -> Any:

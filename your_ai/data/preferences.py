@@ -26,7 +26,8 @@ from your_ai.data.rows import (
 from your_ai.errors import UserError
 from your_ai.gates.text import quoted, shortened
 
-Kind = Literal["answers", "pairs", "labels"]  # what the rows of an objective are
+# What the rows are: for an objective, or to measure how pairs of answers are answered.
+Kind = Literal["answers", "pairs", "labels", "chosen"]
 PAIR_KEYS = (("chosen", "rejected"), ("prompt", "chosen", "rejected"))
 LABEL_KEYS = (("prompt", "completion", "label"), ("messages", "label"))
 OBJECTIVES = {"answers": "sft", "pairs": "dpo", "labels": "kto"}  # one that trains such rows
@@ -34,7 +35,12 @@ OBJECTIVES = {"answers": "sft", "pairs": "dpo", "labels": "kto"}  # one that tra
 
 def parser_of(kind: Kind) -> ParseRow:
     """The function that parses rows of one kind."""
-    return {"answers": parse_answers, "pairs": parse_pairs, "labels": parse_labels}[kind]
+    return {
+        "answers": parse_answers,
+        "pairs": parse_pairs,
+        "labels": parse_labels,
+        "chosen": parse_chosen,
+    }[kind]
 
 
 def kind_of(row: dict) -> Kind | None:
@@ -70,6 +76,13 @@ def parse_pairs(row: dict, where: str) -> Row:
     if content.chosen == content.rejected:
         raise UserError(f"{where}: chosen equals rejected: nothing is preferred")
     return Row(where, content, parse_weight(row, where))
+
+
+def parse_chosen(row: dict, where: str) -> Row:
+    """Rows with answers; of a pair, the chosen one."""
+    if kind_of(row) != "pairs":
+        return parse_answers(row, where)
+    return Row(where, preference_of(row, where).chosen, parse_weight(row, where))
 
 
 def parse_labels(row: dict, where: str) -> Row:

@@ -118,7 +118,8 @@ def compare(
     network, tokenizer = opened.network, opened.tokenizer()
     tokenized_by = tokenizer_fingerprint(fingerprint(run.base))
     limit = row_limit(config.max_row_bytes, request.max_memory_gb)
-    encoder = Encoder(tokenizer, config.mask_prompt, vocabulary_of(network), limit)
+    vocabulary, kind = vocabulary_of(network), config.measured_kind
+    encoder = Encoder(tokenizer, config.mask_prompt, vocabulary, limit, kind)
     rows = load_rows(path, config, encoder, tokenized_by)
     if request.metric is not None and not rows.asks.any():
         raise UserError(f"{path}: no row asks for an answer; --metric needs rows that do")

@@ -15,13 +15,13 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import bucket_edges
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, fit, load_examples
+from your_ai.data.preferences import parser_of
 from your_ai.data.rows import (
     Chat,
     Row,
     Text,
     checked_sha256,
     decode_row,
-    parse_row,
     read_lines,
     read_rows,
 )
@@ -105,7 +105,7 @@ class EvaluationRows:
         for where, line in read_lines(self.path, self.encoder.limit):
             if (number := line_of(where)) in wanted:
                 content, place = decode_row(line, where)
-                yield wanted.pop(number), parse_row(content, place), content
+                yield wanted.pop(number), parser_of(self.encoder.kind)(content, place), content
         if wanted:
             raise changed(self.path)
 
@@ -179,7 +179,7 @@ def origins(
     """
     whole = examples.tally.split == examples.tally.dropped == 0
     lines, places, asking, row_of = [], [], [], []
-    for place, row in enumerate(read_rows(path, encoder.limit)):
+    for place, row in enumerate(read_rows(path, encoder.limit, parser_of(encoder.kind))):
         lines.append(row.line)
         places.append(row.where)
         asking.append(asks(row))

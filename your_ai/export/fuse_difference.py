@@ -180,7 +180,7 @@ def examples_of(
     masked = config.mask_prompt or name == "test"
     return splits[name], load_examples(
         splits[name],
-        Encoder(tokenizer, masked, vocabulary_of(network), limit),
+        Encoder(tokenizer, masked, vocabulary_of(network), limit, config.measured_kind),
         tokenizer_fingerprint(fingerprint(trained.base)),
         config.max_seq_length,
         config.too_long,

@@ -21,7 +21,6 @@ import numpy as np
 from your_ai.data.batches import Batch
 from your_ai.objectives.objective import Metrics, Phase, Scores, Targets, Weighed
 
-
 TIE = 1e-5  # rewards that differ by less are equal up to rounding
 
 

@@ -1,0 +1,125 @@
+"""Runs that learn preferences: their reference, plans, resuming, and what they show."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+import pytest
+
+from tests.conftest import events_of, losses_of, resume, train, write_rows
+from your_ai.run import checkpoint, events
+from your_ai.training import reference
+
+PAIRS = [
+    {
+        "prompt": f"Question {i} " * (1 + i % 3),
+        "chosen": f"Yes {i}",
+        "rejected": "No " * (1 + i % 4),
+    }
+    for i in range(12)
+]
+OBJECTIVES = ("dpo", "ipo", "simpo", "orpo")
+
+
+@pytest.fixture
+def pairs(own_folder, configure):
+    """A function that makes the config of a run on 12 pairs, with the same 4 as validation."""
+    write_rows(own_folder / "pairs" / "train.jsonl", PAIRS)
+    write_rows(own_folder / "pairs" / "valid.jsonl", PAIRS[:4])
+
+    def make(**settings):
+        first = {"data": str(own_folder / "pairs"), "objective": "dpo", "eval_every": 2}
+        return configure(**{**first, **settings})
+
+    return make
+
+
+def adapter_bytes(run) -> bytes:
+    return (run.adapter / checkpoint.ADAPTERS).read_bytes()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_raises_the_margin(pairs, objective):
+    run = train(pairs(objective=objective, max_steps=8, keep_best=False))
+    first, *_, last = events_of(run, events.Validation)
+    margins = [event.metrics["rewards/margins"] for event in (first, last)]
+    assert margins[0] < margins[1]
+    steps = events_of(run, events.Step)
+    assert {"rewards/accuracies", "logps/chosen"} <= steps[0].metrics.keys()
+
+
+def test_the_first_loss_of_dpo_is_undecided(pairs):
+    first = events_of(train(pairs(max_steps=1)), events.Step)[0]
+    assert first.loss == pytest.approx(math.log(2), abs=1e-5)
+    assert first.metrics["rewards/accuracies"] == 0.5
+    assert first.grad_norm > 0
+
+
+def test_every_plan_learns_the_same(pairs):
+    found = [
+        losses_of(train(pairs(run=name, plan=plan, packing=packing)))
+        for name, plan, packing in (
+            ("a", "fused", False), ("b", "staged", False), ("c", "streamed", False),
+            ("d", "fused", True),
+        )
+    ]  # fmt: skip
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-4)
+
+
+def test_a_step_is_the_same_in_smaller_micro_batches(pairs):
+    whole = train(pairs(run="a", batch_size=4))
+    parts = train(pairs(run="b", batch_size=2, grad_accumulation=2))
+    assert losses_of(parts) == pytest.approx(losses_of(whole), rel=1e-4)
+
+
+def test_the_reference_is_computed_once_for_the_same_rows(pairs, monkeypatch):
+    first = train(pairs(run="a"))
+    monkeypatch.setattr(reference, "computed", None)
+    again = train(pairs(run="b"))
+    assert adapter_bytes(again) == adapter_bytes(first)
+
+
+@pytest.mark.parametrize("damage", ["other", "short", "gone"])
+def test_a_damaged_reference_is_computed_again(pairs, own_folder, damage):
+    first = train(pairs(run="a"))
+    for file in (own_folder / "home" / "cache" / "reference").glob(f"*/{reference.VALUES}"):
+        content = file.read_bytes()
+        changed = {"other": b"\1" + content[1:], "short": content[:-4], "gone": None}[damage]
+        file.unlink() if changed is None else file.write_bytes(changed)
+    assert adapter_bytes(train(pairs(run="b"))) == adapter_bytes(first)
+
+
+def test_a_resumed_run_ends_with_the_same_adapter(pairs):
+    whole = train(pairs(run="a", max_steps=4))
+    part = train(pairs(run="b", max_steps=2))
+    assert resume(part, max_steps=4) == 0
+    assert adapter_bytes(part) == adapter_bytes(whole)
+
+
+def test_an_adapter_that_a_run_starts_from_is_its_reference(pairs, configure):
+    from your_ai.session import new_run
+
+    source = train(configure(run="source", max_steps=3))
+    config = new_run.resolve(
+        {"from_adapter": "source", "data": pairs().data, "objective": "dpo", "max_steps": 1,
+         "batch_size": 2, "run": "r", "supervise": False},
+        None,
+    )  # fmt: skip
+    run = new_run.create(config)
+    from your_ai.run.stopping import Stop
+    from your_ai.training.train import train_until_done
+
+    assert train_until_done(run, config, Stop()) == 0
+    (step,) = events_of(run, events.Step)
+    assert step.loss == pytest.approx(math.log(2), abs=1e-5)
+    start = mx.load(str(source.adapter / checkpoint.ADAPTERS))
+    moved = mx.load(str(run.adapter / checkpoint.ADAPTERS))
+    assert any(not mx.array_equal(start[name], moved[name]).item() for name in start)
+
+
+def test_without_a_reference_none_is_computed(pairs, monkeypatch):
+    monkeypatch.setattr(reference, "computed", None)
+    train(pairs(reference="none", max_steps=1))
+    train(pairs(run="b", objective="simpo", max_steps=1))
