@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
+from tests.kernels import precompile_header
 from your_ai import cli
 from your_ai.config import TrainConfig, build
 from your_ai.data import sources
@@ -92,6 +93,7 @@ if "YOUR_AI_TESTS_CACHE" not in os.environ:  # not in xdist's workers
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(QUICK_START.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
+    precompile_header()
 
 TYPES = {"llama-untied": "llama", "qwen2-tied": "qwen2"}
 MODULES = {"mistral": "llama"}  # mlx-lm runs it with that code
