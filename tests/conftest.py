@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import gc
 import importlib
+import itertools
 import json
 import os
 import shutil
@@ -35,6 +36,7 @@ from your_ai.run.stopping import Stop
 from your_ai.session import attach
 from your_ai.training.train import train_until_done
 
+NUMBERS = itertools.count()  # of the tests
 DEMO_FOLDER = packaged("models", "demo")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 VOCABULARY = 768  # of the demo tokenizer
@@ -116,6 +118,14 @@ def pytest_collection_finish() -> None:
     """Spare each gc.collect(), which every training run calls, all that was imported by now."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new folder. pytest's own lists the folders of all earlier tests to find a free name."""
+    path = tmp_path_factory.getbasetemp() / f"test-{next(NUMBERS)}"
+    path.mkdir()
+    return path
 
 
 @pytest.fixture(autouse=True)
