@@ -53,6 +53,8 @@ SMALL = {
     "max_position_embeddings": 2048,
     "eos_token_id": 1,
 }
+# A quarter of the work, for tests that train or compare gradients.
+TINY = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
 EXTRA = {
     "llama": {"tie_word_embeddings": True},
     "qwen2": {"tie_word_embeddings": False},
@@ -176,7 +178,7 @@ def make_model(
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 4-bit llama of three blocks with random weights."""
-    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", **TINY)
 
 
 def write_site(place: Path, source: str) -> Path:
