@@ -6,6 +6,7 @@ import atexit
 import dataclasses
 import gc
 import importlib
+import itertools
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from hypothesis import HealthCheck, settings
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
+from tests.kernels import precompile_header
 from your_ai import cli
 from your_ai.config import TrainConfig, build
 from your_ai.data import sources
@@ -34,6 +36,7 @@ from your_ai.run.stopping import Stop
 from your_ai.session import attach
 from your_ai.training.train import train_until_done
 
+NUMBERS = itertools.count()  # of the tests
 DEMO_FOLDER = packaged("models", "demo")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 VOCABULARY = 768  # of the demo tokenizer
@@ -50,6 +53,8 @@ SMALL = {
     "max_position_embeddings": 2048,
     "eos_token_id": 1,
 }
+# A quarter of the work, for tests that train or compare gradients.
+TINY = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
 EXTRA = {
     "llama": {"tie_word_embeddings": True},
     "qwen2": {"tie_word_embeddings": False},
@@ -92,6 +97,7 @@ if "YOUR_AI_TESTS_CACHE" not in os.environ:  # not in xdist's workers
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(QUICK_START.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
+    precompile_header()
 
 TYPES = {"llama-untied": "llama", "qwen2-tied": "qwen2"}
 MODULES = {"mistral": "llama"}  # mlx-lm runs it with that code
@@ -114,6 +120,14 @@ def pytest_collection_finish() -> None:
     """Spare each gc.collect(), which every training run calls, all that was imported by now."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new folder. pytest's own lists the folders of all earlier tests to find a free name."""
+    path = tmp_path_factory.getbasetemp() / f"test-{next(NUMBERS)}"
+    path.mkdir()
+    return path
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +178,7 @@ def make_model(
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 4-bit llama of three blocks with random weights."""
-    return make_model(tmp_path_factory.mktemp("models") / "tiny")
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", **TINY)
 
 
 def write_site(place: Path, source: str) -> Path:

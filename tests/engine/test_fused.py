@@ -30,7 +30,7 @@ CASES = [
 ]
 ROWS = [
     chat("Short question", "Short answer"),
-    chat("A much longer question " * 3, "An answer " * 4, weight=2.5),
+    chat("A much longer question " * 2, "An answer " * 3, weight=2.5),
     {"text": "Some plain text, trained from its second token on."},
     chat("Ignored", "With no weight at all", weight=0),
     chat("One more", "Yes"),

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from tests.conftest import chat, events_of, losses_of, make_model, resume, train, write_rows
+from tests.conftest import TINY, chat, events_of, losses_of, make_model, resume, train, write_rows
 from tests.engine.test_compiled import short_batches
 from tests.engine.test_fused import load
 from tests.fault.processes import final_files
@@ -102,7 +102,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int | None, Path]:
     """Models by number of bits."""
     place = tmp_path_factory.mktemp("models")
-    return {bits: make_model(place / f"bits-{bits}", bits=bits) for bits in (4, None)}
+    return {bits: make_model(place / f"bits-{bits}", bits=bits, **TINY) for bits in (4, None)}
 
 
 # -- the function

@@ -260,10 +260,10 @@ def test_converting_in_parts_gives_the_same_file(trained, tmp_path, monkeypatch)
 def test_the_metadata_contains_the_sizes_of_the_model(trained, tmp_path):
     found = fields(written(trained, tmp_path / "m.gguf"))
     wanted = {
-        "block_count": 3, "context_length": 2048, "embedding_length": 64,
-        "feed_forward_length": 128, "attention.head_count": 4, "attention.head_count_kv": 2,
-        "attention.key_length": 16, "attention.value_length": 16, "vocab_size": 768,
-        "rope.dimension_count": 16, "rope.freq_base": 10000.0,
+        "block_count": 3, "context_length": 2048, "embedding_length": 32,
+        "feed_forward_length": 64, "attention.head_count": 4, "attention.head_count_kv": 2,
+        "attention.key_length": 8, "attention.value_length": 8, "vocab_size": 768,
+        "rope.dimension_count": 8, "rope.freq_base": 10000.0,
     }  # fmt: skip
     assert {key: found[f"llama.{key}"] for key in wanted} == wanted
     assert found["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)

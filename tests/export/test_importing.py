@@ -8,7 +8,7 @@ import shutil
 import mlx.core as mx
 import pytest
 
-from tests.conftest import call, make_model, resume
+from tests.conftest import TINY, call, make_model, resume
 from tests.export.runs import logits, make_trained
 from your_ai.errors import UserError
 from your_ai.export import mlxlm, peft
@@ -151,7 +151,7 @@ def test_an_mlx_lm_adapter_folder_is_imported(tiny_model, tmp_path):
 def test_an_mlx_folder_of_another_model_is_refused(tiny_model, tmp_path):
     trained = make_trained(tiny_model)
     mlxlm.write(trained, tmp_path / "tuned")
-    other = make_model(tmp_path / "other", seed=5)
+    other = make_model(tmp_path / "other", seed=5, **TINY)
     with pytest.raises(UserError, match="was trained on a different model"):
         import_adapter(tmp_path / "tuned", str(other), "back")
 
@@ -248,17 +248,17 @@ def test_settings_that_contradict_the_tensors_are_errors(source, tiny_model, set
 @pytest.mark.parametrize(
     ("name", "array", "pattern"),
     [
-        (f"{Q_PROJ}.lora_A.weight", mx.zeros((4, 128)), "lora_a is 128 x 4, expected 64 x 4"),
+        (f"{Q_PROJ}.lora_A.weight", mx.zeros((4, 64)), "lora_a is 64 x 4, expected 32 x 4"),
         (f"{Q_PROJ}.lora_A.weight", mx.zeros((4,)), "lora_A.weight is 4, not a matrix"),
-        (f"{Q_PROJ}.lora_A.weight", mx.full((4, 64), mx.nan), "lora_a contains NaN"),
-        (f"{Q_PROJ}.lora_B.weight", mx.full((64, 4), mx.inf), "lora_b contains NaN or infinity"),
-        (f"{Q_PROJ}.lora_A.weight", mx.zeros((4, 64), mx.int32), "not a floating-point dtype"),
-        (f"{Q_PROJ}.lora_magnitude_vector", mx.ones((64,)), "but use_dora is not set"),
+        (f"{Q_PROJ}.lora_A.weight", mx.full((4, 32), mx.nan), "lora_a contains NaN"),
+        (f"{Q_PROJ}.lora_B.weight", mx.full((32, 4), mx.inf), "lora_b contains NaN or infinity"),
+        (f"{Q_PROJ}.lora_A.weight", mx.zeros((4, 32), mx.int32), "not a floating-point dtype"),
+        (f"{Q_PROJ}.lora_magnitude_vector", mx.ones((32,)), "but use_dora is not set"),
         (f"{Q_PROJ}.lora_E", mx.ones((4, 1)), "which is not a LoRA or DoRA tensor"),
-        (f"{Q_PROJ}.base_layer.weight", mx.ones((64, 64)), "save_embedding_layers=False"),
-        ("base_model.model.lm_head.weight", mx.ones((768, 64)), "a weight of the base model"),
+        (f"{Q_PROJ}.base_layer.weight", mx.ones((32, 32)), "save_embedding_layers=False"),
+        ("base_model.model.lm_head.weight", mx.ones((768, 32)), "a weight of the base model"),
         ("base_model.model.model.embed_tokens.lora_embedding_A", mx.ones((4, 768)), "embedding"),
-        ("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", mx.ones((4, 64)),
+        ("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", mx.ones((4, 32)),
          "layers.7.self_attn.q_proj, a layer that the model does not have"),
     ],
 )  # fmt: skip

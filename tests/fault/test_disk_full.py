@@ -166,7 +166,8 @@ def test_checkpoint_is_complete_or_absent_for_any_free_space(room):
 
 
 def test_run_stopped_by_a_full_disk_resumes_once_there_is_space(configure, room, capsys):
-    settings = {"lora_dropout": 0.2, "save_every": 1, "keep": 9, "lora_rank": LARGE_RANK}
+    large = {"lora_rank": LARGE_RANK, "lora_targets": "q_proj,v_proj"}
+    settings = {"lora_dropout": 0.2, "save_every": 1, "keep": 9, **large}
     run = train(configure(run="r", max_steps=2, **settings))
     before = bytes_of(run.checkpoints)
     with room(ROOM_BYTES):

@@ -116,9 +116,9 @@ def test_python_bytes_without_a_gauge_is_only_the_constant(facts, monkeypatch):
     assert demand_of(TrainConfig(), facts, [64]).python_bytes == LATER_BYTES
 
 
-@pytest.mark.parametrize(("kind", "kept"), [("off", 0), ("memory", 1000 * 64 * 4), ("disk", 0)])
+@pytest.mark.parametrize(("kind", "kept"), [("off", 0), ("memory", 1000 * 32 * 4), ("disk", 0)])
 def test_only_a_prefix_cache_in_memory_is_counted(tiny_model, facts, kind, kept):
-    """The cache has 1000 tokens, each of 64 numbers of 4 bytes."""
+    """The cache has 1000 tokens, each of 32 numbers of 4 bytes."""
     config = TrainConfig(prefix_cache=kind)
     assert demand_of(config, facts, [64], prefix_tokens=1000).prefix_bytes == kept
     budget = budget_of(config, tiny_model, mx.float32, [64], prefix_tokens=1000)

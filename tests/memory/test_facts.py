@@ -142,9 +142,9 @@ def test_linears_are_the_layers_that_get_adapters(tmp_path, architecture, bits):
 
 def test_targets_match_the_same_layers_as_in_training(tiny_model):
     facts = facts_of(tiny_model, 4)
-    assert layers_named(facts, ("q_proj",)) == [(64, 64)]
-    assert layers_named(facts, ("self_attn.v_proj",)) == [(64, 32)]
-    assert layers_named(facts, ("q_proj", "v_proj")) == [(64, 64), (64, 32)]
+    assert layers_named(facts, ("q_proj",)) == [(32, 32)]
+    assert layers_named(facts, ("self_attn.v_proj",)) == [(32, 16)]
+    assert layers_named(facts, ("q_proj", "v_proj")) == [(32, 32), (32, 16)]
     assert sorted(layers_named(facts, ("all-linear",))) == sorted(facts.linears.values())
     assert layers_named(facts, ("proj", "attn.q_proj", "unheard-of")) == []
 

@@ -253,7 +253,7 @@ def test_model_that_fails_on_a_short_row_is_refused(tiny_model):
         """Calls a layer with one token, as some state-space models do."""
 
         def __call__(self, tokens: mx.array) -> mx.array:
-            return network.layers[-1].self_attn.q_proj(mx.zeros((1, 64)))
+            return network.layers[-1].self_attn.q_proj(mx.zeros((1, 32)))
 
     with pytest.raises(UserError, match="--lora-dropout: not supported with these --lora-targets"):
         model.check_forward_pass(Stepwise(), adapters, config)

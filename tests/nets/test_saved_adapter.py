@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.conftest import chat, make_model, train, write_rows
+from tests.conftest import TINY, chat, make_model, train, write_rows
 from your_ai.config import build
 from your_ai.errors import UserError
 from your_ai.files import sha256
@@ -115,7 +115,7 @@ def test_note_mentions_a_newer_checkpoint(run):
 
 
 def test_different_base_of_the_same_shape_is_refused(run, tmp_path):
-    other = make_model(tmp_path / "other", seed=5)
+    other = make_model(tmp_path / "other", seed=5, **TINY)
     with pytest.raises(
         UserError, match=r"a different model than .*other \(model.safetensors differ"
     ):

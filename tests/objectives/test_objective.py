@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx.optimizers import SGD
 from mlx.utils import tree_flatten, tree_map
 
-from tests.conftest import make_model, write_rows
+from tests.conftest import TINY, make_model, write_rows
 from tests.engine.test_fused import chat, load, relative_error
 from tests.objectives.dpo import DPO
 from your_ai.data.batches import Batch, make_schedule
@@ -75,7 +75,7 @@ def reference_engine(network: nn.Module):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "m", "qwen3", 4)
+    return make_model(tmp_path_factory.mktemp("models") / "m", "qwen3", 4, **TINY)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def expected_dpo(folder, tmp_path_factory) -> tuple[float, dict[str, mx.array]]:
 @pytest.mark.parametrize(
     ("plan", "packed", "cached", "batch_size"),
     [  # groups that fill a batch, those that do not, and one batch of all
-        *(("fused", None, False, batch_size) for batch_size in (2, 4, 5, 6)),
+        *(("fused", None, False, batch_size) for batch_size in (2, 5, 6)),
         *(("staged", None, False, batch_size) for batch_size in (2, 5)),
         ("fused", None, True, 4),
         ("fused", 64, False, 4),

@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 
 from tests.budget import LEAST
-from tests.conftest import events_of, make_model, train
+from tests.conftest import TINY, chat, events_of, make_model, train, write_rows
 from tests.fault.processes import call
 from your_ai.memory import budget, probe
 from your_ai.memory.limit import MachineMemory
@@ -188,7 +188,7 @@ def test_smaller_limit_gives_a_smaller_plan(capsys):
 def test_prefix_cache_in_memory_is_counted(capsys, tiny_model, data_folder):
     options = ("--model", tiny_model, "--data", data_folder, "--lora-layers", 1)
     kept = planned(capsys, *options, "--prefix-cache", "memory")["components"]["prefix cache"]
-    assert kept > 10 * 20 * 64 * 4  # ten rows of more than 20 tokens
+    assert kept > 10 * 20 * TINY["hidden_size"] * 4  # ten rows of more than 20 tokens
     assert planned(capsys, *options)["components"]["prefix cache"] == 0
 
 
@@ -265,6 +265,8 @@ def test_limit_named_in_a_refusal_is_enough_the_next_time():
 def test_limit_named_in_a_refusal_includes_quantizing_the_model(tmp_path, data_folder):
     """Quantizing a shard of this model needs more memory than training it."""
     folder = make_model(tmp_path / "wide", "mistral", None, hidden_size=512, vocab_size=16_000)
+    write_rows(data_folder / "train.jsonl", [chat("Ask", "Yes")])
+    (data_folder / "valid.jsonl").unlink()
     options = ["--model", folder, "--data", data_folder, "--quantize", 8, "--max-steps", 1]
     options += ["--lora-layers", 1, "--lora-targets", "q_proj", "--batch-size", 1]
 

@@ -109,7 +109,8 @@ def test_model_that_overfits_keeps_its_best(configure, data_folder):
     """It learns one answer, so the loss of others falls first, if at all, and then rises."""
     write_rows(data_folder / "train.jsonl", [chat(f"Ask {i}", "yes yes yes") for i in range(4)])
     write_rows(data_folder / "valid.jsonl", [chat("Ask 9", "42 17 Oslo")])
-    run = train(configure(max_steps=12, eval_every=2, save_every=0, keep=1))
+    settings = {"learning_rate": 2e-1, "eval_every": 2, "save_every": 0, "keep": 1}
+    run = train(configure(max_steps=12, **settings))
     measured = {event.step: event.loss for event in events_of(run, events.Validation)}
     best = min(measured, key=measured.get)
     assert best < 12

@@ -1,0 +1,37 @@
+"""Spare g++ the slow part of each kernel that MLX compiles for the CPU: reading MLX's headers.
+
+MLX writes each kernel to the folder for temporary files and compiles it there, once per machine;
+the suite needs about 600. g++ takes a precompiled header (50 MB) that lies beside the including
+file, and reads the header itself if it cannot use that. The kernels are the same, byte for byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+
+HEADER = "mlx/backend/cpu/compiled_preamble.h"
+FLAGS = ("-std=c++17", "-O3", "-Wall", "-fPIC")  # as MLX calls g++
+
+
+def precompile_header() -> None:
+    """Precompile the header of all kernels, unless that was done for this version of MLX."""
+    target = Path(tempfile.gettempdir(), "mlx", mx.__version__, "cpu", f"{HEADER}.gch")
+    compiler = shutil.which("g++")
+    if sys.platform != "linux" or compiler is None or target.exists():
+        return
+    include = Path(mx.__file__).parent / "include"
+    partial = target.with_suffix(f".{os.getpid()}")
+    command = [compiler, *FLAGS, f"-I{include}", "-x", "c++-header", include / HEADER]
+    with contextlib.suppress(OSError):  # each kernel then takes longer
+        target.parent.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run([*command, "-o", partial], capture_output=True, check=False)
+        if done.returncode == 0:
+            partial.replace(target)
