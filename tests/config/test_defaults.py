@@ -25,18 +25,20 @@ def test_a_limit_in_steps_is_the_only_limit():
 
 
 @pytest.mark.parametrize(
-    ("steps", "warmup", "every"), [(1, 0, 10), (20, 2, 10), (160, 10, 16), (90_000, 10, 100)]
+    ("rows", "steps", "warmup", "every"),
+    [(3, 1, 0, 10), (80, 20, 2, 20), (640, 160, 10, 64), (100_000, 6_250, 10, 100)],
 )
-def test_warmup_and_validations_follow_from_the_number_of_steps(steps, warmup, every):
-    found = defaults.timed(TrainConfig(), steps)
-    assert (found.warmup_steps, found.eval_every) == (warmup, every)
+def test_warmup_and_validations_follow_from_an_epoch_alone(rows, steps, warmup, every):
+    for limits in ({}, {"max_steps": 5}, {"epochs": 1}):
+        found = defaults.timed(TrainConfig(**limits), rows, steps)
+        assert (found.warmup_steps, found.eval_every) == (warmup, every)
 
 
 @given(rows=st.integers(0, 10**7), steps=st.integers(1, 10**7), blocks=st.integers(1, 200))
 def test_given_settings_never_change_and_automatic_ones_are_all_chosen(rows, steps, blocks):
     given = {"batch_size": 3, "epochs": 2, "warmup_steps": 5, "eval_every": 7, "lora_rank": 5}
     for config in (TrainConfig(), TrainConfig(lora_layers=1, **given)):
-        sized = defaults.timed(defaults.sized(config, rows), steps)
+        sized = defaults.timed(defaults.sized(config, rows), rows, steps)
         for found in defaults.adapters(sized, blocks):
             for name in defaults.CHOSEN:
                 value, asked = getattr(found, name), getattr(config, name)
@@ -62,7 +64,7 @@ def test_what_was_recorded_is_not_chosen_again():
 
 def test_the_words_say_what_was_chosen_and_why():
     asked = TrainConfig()
-    sized = defaults.timed(defaults.sized(asked, 640), 640)
+    sized = defaults.timed(defaults.sized(asked, 640), 640, 160)
     usual = defaults.with_adapters(sized, 16, 6, 6)
     line = (
         "chosen for 640 training rows: 4 rows per step, 4 epochs (640 steps), 10 steps to warm up"

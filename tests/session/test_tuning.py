@@ -72,7 +72,7 @@ class Runner:
 
 def chosen(config: TrainConfig) -> TrainConfig:
     """The settings with what a run chooses for `auto`."""
-    return timed(largest(sized(config, rows=10), blocks=3), STEPS)
+    return timed(largest(sized(config, rows=10), blocks=3), 10, STEPS)
 
 
 def started() -> events.Started:

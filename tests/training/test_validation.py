@@ -10,7 +10,7 @@ import signal
 import mlx.core as mx
 import pytest
 
-from tests.conftest import chat, events_of, resume, train, write_rows
+from tests.conftest import chat, events_of, make_model, resume, train, write_rows
 from your_ai.config import TrainConfig, build, to_yaml
 from your_ai.evaluation.dataset_scores import MeanLoss
 from your_ai.files import read_text, sha256
@@ -105,12 +105,12 @@ def test_without_keep_best_the_last_adapter_is_the_result(configure, settings, l
     assert state_of(run).best_step == 4
 
 
-def test_model_that_overfits_keeps_its_best(configure, data_folder):
+def test_model_that_overfits_keeps_its_best(configure, data_folder, tmp_path):
     """It learns one answer, so the loss of others falls first, if at all, and then rises."""
     write_rows(data_folder / "train.jsonl", [chat(f"Ask {i}", "yes yes yes") for i in range(4)])
     write_rows(data_folder / "valid.jsonl", [chat("Ask 9", "42 17 Oslo")])
-    settings = {"learning_rate": 2e-1, "eval_every": 2, "save_every": 0, "keep": 1}
-    run = train(configure(max_steps=12, **settings))
+    base = make_model(tmp_path / "m")
+    run = train(configure(model=str(base), max_steps=12, eval_every=2, save_every=0, keep=1))
     measured = {event.step: event.loss for event in events_of(run, events.Validation)}
     best = min(measured, key=measured.get)
     assert best < 12

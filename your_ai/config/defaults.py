@@ -29,8 +29,7 @@ def sized(config: TrainConfig, rows: int) -> TrainConfig:
     """
     epochs = config.epochs
     if epochs == AUTO:
-        passes = min(MOST_EPOCHS, -(-ROWS_TRAINED // max(1, rows)))
-        epochs = passes if config.max_steps is None else None
+        epochs = epochs_for(rows) if config.max_steps is None else None
     return dataclasses.replace(config, batch_size=batch_size(config, rows), epochs=epochs)
 
 
@@ -41,12 +40,22 @@ def batch_size(config: TrainConfig, rows: int) -> int:
     return next(size for least, size in BATCHES if rows >= least)
 
 
-def timed(config: TrainConfig, steps: int) -> TrainConfig:
-    """The settings with those that depend on the number of steps of the run."""
+def epochs_for(rows: int) -> int:
+    """Epochs for so many training rows."""
+    return min(MOST_EPOCHS, -(-ROWS_TRAINED // max(1, rows)))
+
+
+def timed(config: TrainConfig, rows: int, steps_per_epoch: int) -> TrainConfig:
+    """The settings with those that depend on the number of steps of an epoch.
+
+    They do not depend on how long the run is to be: so a run that is made longer when it is resumed
+    ends like one that was so long from the start.
+    """
     warmup, every = config.warmup_steps, config.eval_every
     if warmup == AUTO:
-        warmup = min(LONGEST_WARMUP, int(WARMUP_SHARE * steps))
+        warmup = min(LONGEST_WARMUP, int(WARMUP_SHARE * steps_per_epoch))
     if every == AUTO:
+        steps = epochs_for(rows) * steps_per_epoch
         every = min(MOST_STEPS, max(FEWEST_STEPS, steps // VALIDATIONS))
     return dataclasses.replace(config, warmup_steps=warmup, eval_every=every)
 

@@ -156,7 +156,7 @@ class TrainConfig:
     )
     warmup_steps: int | Literal["auto"] = setting(
         AUTO,
-        "Steps over which the learning rate rises linearly; auto: a tenth of the run, at most 10.",
+        "Steps over which the learning rate rises linearly; auto: a tenth of an epoch, at most 10.",
     )
     warmup_init: float | None = setting(
         None,
@@ -228,7 +228,8 @@ class TrainConfig:
 
     eval_every: int | Literal["auto"] = setting(
         AUTO,
-        "Steps between validations; 0 = only at the end; auto: a tenth of the run, 10 to 100.",
+        "Steps between validations; 0 = only at the end; auto: from 10 to 100, more the more rows "
+        "there are.",
     )
     save_every: int = setting(100, "Steps between checkpoints; 0 = only at the end.")
     keep: int = setting(3, "Number of checkpoints to keep, besides the best one.")

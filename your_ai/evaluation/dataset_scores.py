@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -28,7 +28,7 @@ class MeanLoss:
     loss: float
     """For supervised fine-tuning, the weighted mean cross-entropy of the trained tokens."""
     trained_tokens: int
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
     """Means of the objective's metrics, by name."""
 
 

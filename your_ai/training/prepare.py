@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from your_ai.config import EXACT_MATCH, LOSS, TrainConfig, defaults, flag, last_step
+from your_ai.config import AUTO, EXACT_MATCH, LOSS, TrainConfig, defaults, flag, last_step
 from your_ai.data.batches import Schedule, bucket_edges, make_schedule
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, load_examples
@@ -138,8 +138,8 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     config = defaults.sized(config, rows)
     schedule = schedule_of(config, data)
     steps = last_step(config, schedule.steps_per_epoch)
-    config = defaults.timed(config, steps)
-    if config.warmup_steps >= steps:
+    config = defaults.timed(config, rows, schedule.steps_per_epoch)
+    if asked.warmup_steps != AUTO and config.warmup_steps >= steps:
         text = f"--warmup-steps {config.warmup_steps}: the run has only {counted(steps, 'step')}"
         log.write(events.Notice(text=text))
 
