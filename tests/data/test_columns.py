@@ -53,6 +53,7 @@ def test_each_kind_of_record_is_guessed_once_and_reported():
     assert layout.notes() == [
         "guessed from the names of the columns: prompt = question, completion = answer",
         "guessed from the names of the columns: text = body",
+        "columns that are not used: id; see --columns and --prompt-template",
     ]
 
 
@@ -186,6 +187,14 @@ def test_a_template_that_is_not_one_is_refused(content, reason):
         Path("t.jinja").write_bytes(content)
     with pytest.raises(UserError, match=rf"^--prompt-template t\.jinja: {reason}"):
         layout_of((), "t.jinja")
+
+
+@pytest.mark.parametrize(
+    "text", ["{{ 'x' * 3000000000 }}", "{{ 9 ** 3000000000 }}", "{{ 'x' | center(3000000000) }}"]
+)
+def test_constants_of_a_template_do_not_take_all_memory(text):
+    with pytest.raises(UserError, match=r"--prompt-template t\.jinja: "):
+        layout_of((), template(text)).row_of({"answer": "a"}, "here")
 
 
 def test_a_template_and_a_prompt_column_exclude_each_other():

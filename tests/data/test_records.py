@@ -101,6 +101,18 @@ def test_empty_cells_of_a_table_are_texts_and_those_of_arrow_are_not_there():
     assert read(Path("a.parquet")) == [{"b": [{"d": 1.5}]}, {"a": "x"}]
 
 
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_columns_of_the_same_name_are_refused(form):
+    table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
+    if form == "parquet":
+        pq.write_table(table, "a.parquet")
+    else:
+        with pa.OSFile("a.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(UserError, match="has two columns text"):
+        list(read_records(Path(f"a.{form}"), RowLimit()))
+
+
 def test_the_line_that_names_the_delimiter_is_not_a_row():
     Path("a.csv").write_text("sep=;\r\na;b,c\r\n1;2\r\n")
     assert read(Path("a.csv")) == [{"a": "1", "b,c": "2"}]

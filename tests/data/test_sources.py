@@ -18,7 +18,7 @@ from tests.conftest import chat, write_rows
 from tests.data.test_records import ROWS, write_csv, written
 from your_ai.config import DEMO, TrainConfig
 from your_ai.data import sources
-from your_ai.data.rows import Chat, read_rows
+from your_ai.data.rows import ORIGIN, Chat, read_rows
 from your_ai.data.sources import (
     LEAST_HELD_OUT,
     MOST_HELD_OUT,
@@ -27,6 +27,7 @@ from your_ai.data.sources import (
     find_splits,
     held_out_count,
     save_stdin,
+    sources_of,
 )
 from your_ai.errors import UserError
 
@@ -381,3 +382,33 @@ def test_any_rows_are_either_trained_or_held_out(rows, share):
     assert all(held.count(row) in (0, rows.count(int(row))) for row in held)
     if share == int(share):
         assert len(train) + share * len(held) == share * len(rows)
+
+
+def test_columns_that_are_not_used_are_named():
+    Path("t.csv").write_text("context,question,answer,weight\nc,q,a,2\n")
+    guessed, unused, *_ = find_splits(TrainConfig(data="t.csv")).notes
+    assert guessed.startswith("guessed from the names")
+    assert unused.startswith("columns that are not used: context, weight; see --columns")
+
+
+def test_rows_of_equal_files_in_different_folders_name_their_own():
+    for folder in ("one/sub", "two"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "train.csv").write_text("question,answer\nq,a\n")
+    found = [find_splits(TrainConfig(data=name)).files["train"] for name in ("one", "two")]
+    places = [json.loads(path.read_text())[ORIGIN] for path in found]
+    assert places == ["sub/train.csv:2", "train.csv:2"]
+
+
+def test_a_link_to_nothing_is_refused():
+    Path("d").mkdir()
+    Path("d/train.csv").write_text("question,answer\nq,a\n")
+    Path("d/valid.csv").symlink_to("gone.csv")
+    with pytest.raises(UserError, match=r"d/valid\.csv: is a link to a file that does not exist"):
+        find_splits(TrainConfig(data="d"))
+
+
+@pytest.mark.parametrize("data", [" ", ""])
+def test_an_empty_name_is_refused(data):
+    with pytest.raises(UserError, match="--data: is empty"):
+        sources_of(data)

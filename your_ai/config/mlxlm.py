@@ -82,6 +82,12 @@ SCHEDULES = {  # the arguments of mlx's schedules: at least, at most
     "exponential_decay": (2, 2),
     "step_decay": (3, 3),
 }
+# Keys of mlx-lm -> the settings that an adapter to begin with has, too.
+OF_THE_ADAPTER = {
+    "num_layers": ("lora_layers",),
+    "fine_tune_type": ("use_dora",),
+    "lora_parameters": ("lora_rank", "lora_alpha", "lora_targets"),
+}
 RENAMED = {"lora_layers": "num_layers"}  # in files for old versions of mlx-lm
 # What becomes of keys that are no settings here, if the file has them.
 NOT_USED = {
@@ -199,6 +205,10 @@ def translated(given: Mapping[str, Any], source: str) -> Translation:
             became.append(f"{', '.join(named)}: {as_flags(found)}")
         else:
             defaults.append(as_flags({n: v for n, v in found.items() if not is_our_default(n, v)}))
+    if file.has("resume_adapter_file"):  # what the file does not say, the adapter does
+        for key, names in OF_THE_ADAPTER.items():
+            for name in names if not file.has(key) else ():
+                settings.pop(name, None)
     notes = [f"{source} is a file of mlx-lm; {'; '.join(became)}"]
     if any(defaults):
         notes.append(f"not in {source}, so as in mlx-lm: {' '.join(filter(None, defaults))}")

@@ -34,6 +34,8 @@ COMPLETE = ({"messages"}, {"prompt", "completion"}, {"text"})  # what a row need
 FORMAT_KEYS = {key for keys in FORMATS for key in keys}
 TEMPLATE_BYTES = 1 << 20
 TEMPLATE_SECONDS = 3.0
+# In a template: of the length of a text or list and a number, and an exponent.
+LARGEST_PRODUCT = 1 << 20
 TEMPLATE_ROOM_BYTES = 1 << 28
 
 
@@ -94,7 +96,12 @@ class Layout:
             ", ".join(f"{role} = {column}" for role, column in found.items())
             for found in self.guesses.values()
         )
-        return [f"guessed from the names of the columns: {text}" for text in said]
+        notes = [f"guessed from the names of the columns: {text}" for text in said]
+        left = {c for key, roles in self.guesses.items() for c in {*key} - {*roles.values()}}
+        if left:
+            ways = "see --columns and --prompt-template"
+            notes.append(f"columns that are not used: {listed(sorted(left))}; {ways}")
+        return notes
 
 
 def layout_of(columns: Sequence[str], prompt_template: str) -> Layout:
@@ -218,7 +225,7 @@ def with_system(row: dict[str, Any], where: str) -> dict[str, Any]:
 def template_of(name: str) -> Callable[[Mapping[str, Any], str], str]:
     """Read a Jinja template, which runs in a sandbox. Raises UserError if it is not valid."""
     import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
     path = Path(name).expanduser()
     label = f"--prompt-template {shortened(name)}"
@@ -229,13 +236,32 @@ def template_of(name: str) -> Callable[[Mapping[str, Any], str], str]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{label}: cannot be read ({reason})") from error
-    environment = ImmutableSandboxedEnvironment(
+
+    class Environment(ImmutableSandboxedEnvironment):
+        """Limits products, which could take all memory at once, also while it compiles."""
+
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            for value, other in ((left, right), (right, left)):
+                size = len(value) if hasattr(value, "__len__") else operator == "**"
+                if isinstance(other, int) and size * abs(other) > LARGEST_PRODUCT:
+                    raise SecurityError(f"{operator} {other} is too large")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     try:
-        template = environment.from_string(source)
+        with limited_time(TEMPLATE_SECONDS), limited_memory(TEMPLATE_ROOM_BYTES):
+            template = environment.from_string(source)  # it computes constants
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"{label}: line {error.lineno}: {error.message}") from error
+    except TooSlow:
+        raise UserError(f"{label}: takes more than {TEMPLATE_SECONDS:g} s") from None
+    except Exception as error:  # filters of constants may raise anything
+        reason = shortened(" ".join(str(error).split())) or type(error).__name__
+        raise UserError(f"{label}: {reason}") from error
 
     def render(record: Mapping[str, Any], where: str) -> str:
         try:

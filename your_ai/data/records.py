@@ -320,6 +320,7 @@ def read_parquet(path: Path, limit: RowLimit) -> Iterator[Record]:
         file = pa.parquet.ParquetFile(path)
         if file.metadata.num_columns == 0:
             return
+        checked_names(file.schema_arrow.names, str(path))
         yield from rows_of(path, file.iter_batches(BATCH_ROWS), limit)
 
 
@@ -330,9 +331,12 @@ def read_arrow(path: Path, limit: RowLimit) -> Iterator[Record]:
     with arrow_errors(path, "Arrow"), pa.OSFile(str(path)) as source:
         if head_of(path).startswith(b"ARROW1"):
             file = pa.ipc.open_file(source)
+            checked_names(file.schema.names, str(path))
             batches = (file.get_batch(index) for index in range(file.num_record_batches))
         else:
-            batches = iter(pa.ipc.open_stream(source))
+            stream = pa.ipc.open_stream(source)
+            checked_names(stream.schema.names, str(path))
+            batches = iter(stream)
         parts = (
             batch.slice(start, BATCH_ROWS)
             for batch in batches

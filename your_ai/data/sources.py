@@ -150,6 +150,8 @@ def sources_of(data: str, to_train: bool = True) -> list[Source]:
 
 def names_in(data: str) -> dict[str, float]:
     """The parts of --data, and how often each one's rows are used. Raises UserError."""
+    if not data.strip():
+        raise UserError("--data: is empty; give a file or a folder")
     if data == DEMO or exists(data):
         return {data: 1.0}
     found: dict[str, float] = {}
@@ -272,7 +274,11 @@ def data_files(folder: Path) -> list[Path]:
         ]
     except OSError as error:
         raise UserError(f"{folder}: cannot be read ({error.strerror})") from error
-    return sorted(path for path in found if suffix_of(path) in SUFFIXES and path.is_file())
+    named = sorted(path for path in found if suffix_of(path) in SUFFIXES)
+    for path in named:
+        if path.is_symlink() and not path.exists():
+            raise UserError(f"{path}: is a link to a file that does not exist; remove it")
+    return [path for path in named if path.is_file()]
 
 
 def save_stdin(folder: Path, file: BinaryIO | None = None) -> Path:
@@ -359,7 +365,10 @@ def key_of(sources: list[Source], config: TrainConfig, holds_out: bool) -> str:
         content.append(config.row_kind)
     for source in sources:
         files = {
-            split: [(form_of(path), path.name, checksum(path)) for path in paths]
+            split: [
+                (form_of(path), os.path.relpath(path, source.folder), checksum(path))
+                for path in paths
+            ]
             for split, paths in source.splits.items()
         }
         rows = [] if source.rows is None else [astuple(source.rows)]
