@@ -107,6 +107,13 @@ def test_invalid_values_are_named(flags, message):
         resolve({"data": "d", **flags}, None)
 
 
+def test_texts_that_look_like_numbers_are_quoted():
+    """mlx_lm.lora makes PyYAML read 1e5 as a number, for the whole process."""
+    text = to_yaml(TrainConfig(run="1e5", columns=("0E0",)))
+    assert '"1e5"' in text
+    assert '"0E0"' in text
+
+
 WHOLE = st.integers() | st.integers(-(10**60), 10**60)
 ANY = (
     st.none() | st.booleans() | WHOLE | st.floats() | st.text(max_size=20)

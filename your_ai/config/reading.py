@@ -9,8 +9,9 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from your_ai.config.mlxlm import is_mlxlm, translated
 from your_ai.config.settings import (
@@ -24,11 +25,14 @@ from your_ai.config.settings import (
     flag,
     nearest,
 )
-from your_ai.config.values import coerce
+from your_ai.config.values import as_number, coerce
 from your_ai.errors import UserError
 from your_ai.files import packaged
 from your_ai.gates.text import shortened
 from your_ai.gates.yaml_files import read_yaml
+
+if TYPE_CHECKING:
+    import yaml
 
 LENGTHS = {"max_steps", "epochs"}
 
@@ -163,7 +167,24 @@ def to_yaml(config: TrainConfig) -> str:
 
     values = dataclasses.asdict(config)
     values = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, explicit_end=True)
+    options = {"sort_keys": False, "allow_unicode": True, "explicit_end": True}
+    return yaml.dump(values, Dumper=quoting_dumper(), **options)
+
+
+@cache
+def quoting_dumper() -> type[yaml.SafeDumper]:
+    """A dumper that quotes texts such as 1e5, which some readers take for a number."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+        style = '"' if as_number(value, float) is not None else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    return Dumper
 
 
 def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
