@@ -76,7 +76,7 @@ def test_texts_without_a_prompt_are_split_before_the_first_different_word(
         ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": -1}, "weight -1"),
         ({"prompt": [ASKED], "chosen": [ASKED], "rejected": [YES]}, "chosen: has no answer"),
         ({"prompt": "p", "completion": "c"}, "such rows train with --objective sft"),
-        ({"prompt": "p", "completion": "c", "label": True}, "rows train with --objective kto"),
+        ({"prompt": "p", "completion": "c", "label": True}, "no objective trains such rows"),
         ({"question": "p"}, "unknown row format; keys found: question"),
     ],
 )

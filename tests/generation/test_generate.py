@@ -85,8 +85,11 @@ def test_base_answers_without_the_adapter(run, tiny_model):
     base, _ = mlx_lm_load(str(tiny_model))
     tokens = mx.array([generate.chat_prompt(tokenizer, "Question 3")])
     adapted, _ = generate.load_run(open_trained(str(run.path)))
-    assert mx.allclose(network(tokens), base(tokens), rtol=1e-5, atol=1e-5)
-    assert not mx.allclose(network(tokens), adapted(tokens), rtol=1e-3, atol=1e-3)
+    expected = base(tokens)
+    # Products of dequantized weights add up in another order, which depends on the machine.
+    rounding = 1e-5 * mx.abs(expected).max()
+    assert mx.abs(network(tokens) - expected).max() < rounding
+    assert mx.abs(adapted(tokens) - expected).max() > 100 * rounding
 
 
 def test_sampling_depends_on_the_seed(run):

@@ -137,7 +137,7 @@ def test_the_base_is_named_by_its_repository(trained):
 
 
 def test_the_card_says_that_training_began_from_an_adapter_without_its_name(trained):
-    config = dataclasses.replace(trained.config, from_adapter="/home/me/vault")
+    config = dataclasses.replace(trained.config, from_adapter="../vault")
     sent = of_run(dataclasses.replace(trained, config=config), REPO)
     assert b"Its training began from another adapter." in sent.files[CARD]
     assert b"vault" not in sent.files["config.yaml"]

@@ -31,25 +31,22 @@ def show_bytes(doing: str, steps: Iterable[WriteProgress], console: Console) -> 
 
 def rows_read() -> Callable[[str, int], None]:
     """A function of (file, rows) that prints a line on stderr every few seconds."""
-    printed_at = time.monotonic()
-
-    def report(name: str, rows: int) -> None:
-        nonlocal printed_at
-        if time.monotonic() - printed_at > EVERY_S:
-            echo_error(f"reading {name}: {rows:,} rows")
-            printed_at = time.monotonic()
-
-    return report
+    return now_and_then(lambda name, rows: f"reading {name}: {rows:,} rows")
 
 
 def layers_done(doing: str) -> Callable[[int, int], None]:
     """A function of (done, total) that prints a line on stderr every few seconds."""
+    return now_and_then(lambda done, total: f"{doing}: {done:,} of {total:,} layers")
+
+
+def now_and_then(text_of: Callable[..., str]) -> Callable[..., None]:
+    """A function that prints the text of its arguments on stderr every few seconds."""
     printed_at = time.monotonic()
 
-    def report(done: int, total: int) -> None:
+    def report(*arguments: object) -> None:
         nonlocal printed_at
         if time.monotonic() - printed_at > EVERY_S:
-            echo_error(f"{doing}: {done:,} of {total:,} layers")
+            echo_error(text_of(*arguments))
             printed_at = time.monotonic()
 
     return report

@@ -30,7 +30,7 @@ from your_ai.gates.text import quoted, shortened
 Kind = Literal["answers", "pairs", "labels", "chosen"]
 PAIR_KEYS = (("chosen", "rejected"), ("prompt", "chosen", "rejected"))
 LABEL_KEYS = (("prompt", "completion", "label"), ("messages", "label"))
-OBJECTIVES = {"answers": "sft", "pairs": "dpo", "labels": "kto"}  # one that trains such rows
+OBJECTIVES = {"answers": "sft", "pairs": "dpo"}  # one that trains such rows
 
 
 def parser_of(kind: Kind) -> ParseRow:
@@ -106,10 +106,9 @@ def parse_labels(row: dict, where: str) -> Row:
 
 
 def refused(where: str, wanted: str, found: str, kind: Kind) -> UserError:
-    return UserError(
-        f"{where}: expected {wanted}, found {found}; such rows train with --objective "
-        f"{OBJECTIVES[kind]}"
-    )
+    known = OBJECTIVES.get(kind)
+    way = f"such rows train with --objective {known}" if known else "no objective trains such rows"
+    return UserError(f"{where}: expected {wanted}, found {found}; {way}")
 
 
 def preference_of(row: dict, where: str) -> Preference:

@@ -10,6 +10,7 @@ Shapes: S target slots, P = S / 2 slots for pairs, of which the last may be empt
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -91,8 +92,8 @@ class PairLosses(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairObjective:
-    """The part that all losses over pairs share. A subclass defines `of_pairs`."""
+class PairObjective(ABC):
+    """The part that all losses over pairs share."""
 
     sft_weight: float = 0.0
     """Weight of the chosen answers' mean cross-entropy, which is added to the loss."""
@@ -100,8 +101,9 @@ class PairObjective:
     token_local: bool = False
     phases: tuple[Phase, ...] = ("gradients",)
 
+    @abstractmethod
     def of_pairs(self, pairs: Pairs) -> PairLosses:
-        raise NotImplementedError
+        """The loss of each pair, before its weight."""
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         pairs = Pairs.of(scores, targets)
