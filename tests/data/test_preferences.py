@@ -11,8 +11,8 @@ import pytest
 from tests.conftest import write_rows
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, load_examples
-from your_ai.data.preferences import parse_answers, parse_labels, parse_pairs
-from your_ai.data.rows import Chat, Pair
+from your_ai.data.preferences import parse_answers, parse_any, parse_labels, parse_pairs
+from your_ai.data.rows import Chat, Labeled, Pair, Preference
 from your_ai.errors import UserError
 
 ASKED = {"role": "user", "content": "Why?"}
@@ -85,6 +85,32 @@ def test_wrong_pairs_are_named_in_one_line(row, message):
         parse_pairs(row, "d.jsonl:7")
     assert str(error.value).startswith("d.jsonl:7: ")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, Preference),
+        ({"prompt": "p", "completion": "c", "label": False}, Labeled),
+        ({"prompt": "p", "completion": "c"}, Pair),
+        ({"messages": [ASKED, YES]}, Chat),
+    ],
+)
+def test_rows_to_measure_may_have_any_form(row, kind):
+    assert isinstance(parse_any(row, "here").content, kind)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "p", "chosen": "a"}, "d.jsonl:7: unknown row format; keys found: prompt, cho"),
+        ({"prompt": "p", "completion": "c", "label": "good"}, "label: expected true or false"),
+        ({"prompt": "p", "chosen": "a", "rejected": "a"}, "chosen equals rejected"),
+    ],
+)
+def test_rows_to_measure_that_are_wrong_are_named_in_one_line(row, message):
+    with pytest.raises(UserError, match=message):
+        parse_any(row, "d.jsonl:7")
 
 
 def test_labels_say_whether_an_answer_is_good():

@@ -77,7 +77,7 @@ class Encoder:
     """The vocabulary size of the model, or None if not known."""
     limit: RowLimit = ROW_LIMIT
     kind: Kind = "answers"
-    """What the rows are. Of pairs and labels, the prompt is always masked."""
+    """What the rows are. Where there may be pairs or labels, the prompt is always masked."""
 
     def __post_init__(self) -> None:
         if getattr(self.tokenizer, "backend_tokenizer", None) is None:
@@ -85,7 +85,7 @@ class Encoder:
 
     @property
     def masks_prompt(self) -> bool:
-        return self.mask_prompt or self.kind in ("pairs", "labels")
+        return self.mask_prompt or self.kind in ("pairs", "labels", "any")
 
     @cached_property
     def backend(self) -> Any:

@@ -61,7 +61,7 @@ class Examples:
     """(n,) float32."""
     tally: RowCounts
     labels: np.ndarray | None = None
-    """(n,) bool, whether each answer is good; None if the rows have no labels."""
+    """(n,) bool, whether each answer is good; None unless all rows have labels."""
     reference: np.ndarray | None = None
     """(N,) float32, the log-probability of each trained token under the reference model, else 0;
     None without a reference. Memory-mapped."""
@@ -207,7 +207,8 @@ def write_examples(folder: Path, pieces: Iterator[Piece]) -> Examples:
             counts["examples"] = len(weights)
             np.save(temporary / "starts.npy", np.cumsum(np.frombuffer(lengths, np.int64)))
             np.save(temporary / "weights.npy", np.array(weights, np.float32))
-            np.save(temporary / "labels.npy", np.array(labels, np.bool_))
+            known = labels if len(labels) == len(weights) else ()
+            np.save(temporary / "labels.npy", np.array(known, np.bool_))
             tokens_file.flush()
             trained_file.flush()
             sums = {name: sha256(temporary / name) for name in ARRAYS}

@@ -26,8 +26,9 @@ from your_ai.data.rows import (
 from your_ai.errors import UserError
 from your_ai.gates.text import quoted, shortened
 
-# What the rows are: for an objective, or to measure how pairs of answers are answered.
-Kind = Literal["answers", "pairs", "labels", "chosen"]
+# What the rows are: for an objective; or, to measure a model, pairs of which only the chosen
+# answers are used, or rows in any of these forms.
+Kind = Literal["answers", "pairs", "labels", "chosen", "any"]
 PAIR_KEYS = (("chosen", "rejected"), ("prompt", "chosen", "rejected"))
 LABEL_KEYS = (("prompt", "completion", "label"), ("messages", "label"))
 OBJECTIVES = {"answers": "sft", "pairs": "dpo"}  # one that trains such rows
@@ -40,6 +41,7 @@ def parser_of(kind: Kind) -> ParseRow:
         "pairs": parse_pairs,
         "labels": parse_labels,
         "chosen": parse_chosen,
+        "any": parse_any,
     }[kind]
 
 
@@ -83,6 +85,18 @@ def parse_chosen(row: dict, where: str) -> Row:
     if kind_of(row) != "pairs":
         return parse_answers(row, where)
     return Row(where, preference_of(row, where).chosen, parse_weight(row, where))
+
+
+def parse_any(row: dict, where: str) -> Row:
+    """Rows of pairs, of answers with a label, and of answers without one."""
+    kind = kind_of(row)
+    if kind is None:
+        keys = shortened(", ".join(row)) or "none"
+        raise UserError(
+            f"{where}: unknown row format; keys found: {keys}; expected a prompt with chosen + "
+            "rejected, with completion + label, or with an answer"
+        )
+    return parser_of(kind)(row, where)
 
 
 def parse_labels(row: dict, where: str) -> Row:
