@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai.evaluation.bootstrap import Interval, drawn_counts, paired
+from your_ai.evaluation.bootstrap import (
+    Interval,
+    blocks,
+    drawn_counts,
+    generator,
+    mean_difference,
+    paired,
+    paired_apart,
+    ranked_right,
+)
 
 RESAMPLES = 400
 
@@ -120,8 +129,46 @@ def test_values_that_are_not_finite_get_no_interval_and_leave_others_intact(valu
         assert not np.isfinite([found[name].value, found[name].low, found[name].high]).any()
 
 
+# Good and bad rows
+
+
+def plain_auc(good: np.ndarray, bad: np.ndarray) -> float:
+    return ((good[:, None] > bad) + 0.5 * (good[:, None] == bad)).mean()
+
+
+def repeated(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    return np.repeat(values, counts.astype(int))
+
+
+def test_statistics_of_resamples_are_those_of_the_drawn_rows():
+    rng = np.random.default_rng(0)
+    good, bad = rng.integers(0, 5, 6).astype(float), rng.integers(0, 5, 4).astype(float)
+    counts = [drawn_counts(generator(seed), size, 9) for seed, size in ((0, 6), (1, 4))]
+    areas, differences = (f(good, bad, *counts) for f in (ranked_right, mean_difference))
+    for area, difference, *drawn in zip(areas, differences, *counts, strict=True):
+        of_good, of_bad = repeated(good, drawn[0]), repeated(bad, drawn[1])
+        assert area == pytest.approx(plain_auc(of_good, of_bad))
+        assert difference == pytest.approx(of_good.mean() - of_bad.mean())
+
+
+def test_good_and_bad_rows_of_equal_systems_differ_by_exactly_0():
+    values, good = np.random.default_rng(0).normal(size=20), np.arange(20) % 3 == 0
+    for statistic in (ranked_right, mean_difference):
+        found = paired_apart(values, values, good, statistic, 100, 0).intervals(0.9)
+        assert found["difference"] == Interval(0, 0, 0)
+        assert found["base"].low < found["base"].value < found["base"].high
+
+
+@pytest.mark.parametrize("statistic", [ranked_right, mean_difference])
+def test_one_good_row_or_one_that_is_unknown_has_no_interval(statistic):
+    values, good = np.array([1.0, 2, 3]), np.array([True, False, False])
+    found = paired_apart(values, np.array([1, 2, np.nan]), good, statistic, 10, 0).intervals(0.9)
+    assert np.isfinite(found["base"].value)
+    assert np.isnan([found["base"].low, found["adapter"].value]).all()
+
+
 def test_a_resample_draws_as_many_rows_as_there_are():
-    counts = np.concatenate(list(drawn_counts(7, 100_000, 0)))
+    counts = np.concatenate([drawn_counts(generator(0), 7, n) for n in blocks(7, 100_000)])
     assert counts.shape == (100_000, 7)
     assert (counts.sum(axis=1) == 7).all()
     assert counts.mean(axis=0) == pytest.approx(np.ones(7), abs=0.01)

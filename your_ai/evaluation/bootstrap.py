@@ -17,7 +17,7 @@ somewhat too narrow. A single row has no interval.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,7 +84,8 @@ def paired(
         # Subtract the means, so that no digits are lost and equal rows give exactly the mean
         # every time. Sum the difference separately, so that equal systems differ by exactly 0.
         columns = np.stack([base - means[0] * sizes, difference - means[1] * sizes, sizes])
-        counted = drawn_counts(len(sizes), resamples, seed)
+        rng = generator(seed)
+        counted = (drawn_counts(rng, len(sizes), count) for count in blocks(len(sizes), resamples))
         sums = np.concatenate([counts @ columns.T for counts in counted])
         bases, differences = means[:, None] + (sums[:, :2] / sums[:, 2:]).T
         if len(sizes) == 1:
@@ -92,13 +93,79 @@ def paired(
         return Paired(float(of_base), float(of_adapter), np.stack([bases, bases + differences]))
 
 
-def drawn_counts(rows: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """Yield how often each row is drawn, (part of the resamples, rows) float64, for all of them."""
-    rng = np.random.Generator(np.random.PCG64(derive_seed(seed, "bootstrap")))
+Statistic = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+
+def paired_apart(
+    base: np.ndarray,
+    adapter: np.ndarray,
+    good: np.ndarray,
+    statistic: Statistic,
+    resamples: int,
+    seed: int,
+) -> Paired:
+    """Compare the good rows with the bad ones, also for each resample.
+
+    The good and the bad rows are drawn separately, so that no resample lacks one of them.
+
+    base, adapter: (n,) values; good: (n,) bool, with at least one row of each kind.
+    statistic: `mean_difference` or `ranked_right`.
+    """
+    sides = [(values[good], values[~good]) for values in (base, adapter)]
+    sizes = good_rows, bad_rows = int(good.sum()), int((~good).sum())
+    with np.errstate(invalid="ignore"):  # values may be infinite or NaN
+        whole = [statistic(*side, *(np.ones((1, size)) for size in sizes)).item() for side in sides]
+        if min(sizes) == 1:
+            return Paired(*whole, np.full((2, resamples), np.nan))
+        rng, found = generator(seed), []
+        for count in blocks(len(good), resamples):
+            counts = [drawn_counts(rng, size, count) for size in (good_rows, bad_rows)]
+            found.append([statistic(*side, *counts) for side in sides])
+    return Paired(*whole, np.concatenate(found, axis=1))
+
+
+def mean_difference(
+    good: np.ndarray, bad: np.ndarray, good_counts: np.ndarray, bad_counts: np.ndarray
+) -> np.ndarray:
+    """(k,) the mean of the good rows minus that of the bad ones, for each of k resamples.
+
+    good, bad: values of g and of b rows; good_counts, bad_counts: (k, g) and (k, b), how often
+    each row is drawn.
+    """
+    return good_counts @ good / len(good) - bad_counts @ bad / len(bad)
+
+
+def ranked_right(
+    good: np.ndarray, bad: np.ndarray, good_counts: np.ndarray, bad_counts: np.ndarray
+) -> np.ndarray:
+    """(k,) the area under the ROC curve, for each of k resamples; arguments as above.
+
+    It is the share of (good, bad) pairs of rows whose good row has the higher value; a tie counts
+    half. NaN if a value is NaN.
+    """
+    if np.isnan(good).any() or np.isnan(bad).any():
+        return np.full(len(good_counts), np.nan)
+    order = np.argsort(bad)
+    below = np.pad(np.cumsum(bad_counts[:, order], axis=1), ((0, 0), (1, 0)))
+    lower, upper = (np.searchsorted(bad[order], good, side) for side in ("left", "right"))
+    wins = (below[:, lower] + below[:, upper]) / 2  # (k, g): drawn bad rows below each good one
+    return (good_counts * wins).sum(axis=1) / (len(good) * len(bad))
+
+
+def generator(seed: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(derive_seed(seed, "bootstrap")))
+
+
+def blocks(rows: int, resamples: int) -> Iterator[int]:
+    """Yield the sizes of the parts of the resamples that are drawn together."""
     at_once = max(1, ROWS_PER_DRAW // rows)
     for first in range(0, resamples, at_once):
-        count = min(at_once, resamples - first)
-        drawn = rng.integers(rows, size=(count, rows))
-        drawn += rows * np.arange(count)[:, None]
-        counts = np.bincount(drawn.reshape(-1), minlength=count * rows)
-        yield counts.reshape(count, rows).astype(np.float64)
+        yield min(at_once, resamples - first)
+
+
+def drawn_counts(rng: np.random.Generator, rows: int, count: int) -> np.ndarray:
+    """(count, rows) float64: how often each row is drawn, for some of the resamples."""
+    drawn = rng.integers(rows, size=(count, rows))
+    drawn += rows * np.arange(count)[:, None]
+    counts = np.bincount(drawn.reshape(-1), minlength=count * rows)
+    return counts.reshape(count, rows).astype(np.float64)
