@@ -276,7 +276,8 @@ def evaluate(
     data: a .jsonl file or a folder; default: the run's own. metric: `module:function`.
     max_memory: limit of this process, in GB. on_progress, on_note: called with the progress, and
     with what the user should know. `measures` has the value and interval of base, adapter and
-    difference for loss, perplexity and exact_match. Raises UserError and RunError;
+    difference for loss, perplexity and exact_match, and of a run that learns preferences, for
+    rewards/accuracies and others (docs/objectives.md). Raises UserError and RunError;
     EvaluationNotKept, a RunError with the results, if the run's folder cannot be written.
     """
     from your_ai.evaluation import record, rows, summary

@@ -126,3 +126,75 @@ def test_intervals_of_small_losses_keep_their_digits_in_80_columns():
         "loss 1.500 0.000412 +0.000412",
         "[1.250, 1.750] [0.000380, 0.000446] [0.000380, 0.000446]",
     ]
+
+
+# Preferences
+
+PAIR = {
+    "where": "test.jsonl:3", "by": ["margin"], "base_loss": 1.0, "adapter_loss": 1.0,
+    "prompt": "Which?", "expected": "This", "base_answer": None, "answer": None,
+    "base_margin": 0.0, "adapter_margin": -0.4, "rejected": "That",
+}  # fmt: skip
+NAMES = (
+    *("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
+    *("logps/accuracies", "logps/mean_accuracies", "logps/chosen", "logps/rejected", "loss"),
+)
+ABOUT = {"objective": "dpo", "reference": "base", "pairs": 1234, "good": 0, "bad": 0}
+
+
+def shown_preferences(names: tuple[str, ...] = NAMES, **about) -> list[str]:
+    measures = dict.fromkeys(names, dict.fromkeys(SYSTEMS, SHARE))
+    found = {**FOUND, "measures": measures, "preferences": {**ABOUT, **about}, "worst": [PAIR]}
+    console = open_console(file=io.StringIO())
+    console.width = 80
+    console.print(report(found, "first"))
+    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+
+
+def test_accuracy_and_margin_are_shown_and_the_base_is_a_tie():
+    shown = shown_preferences()
+    assert shown[0].endswith("test.jsonl: 1,234 pairs, 56,789 supervised tokens")
+    share, number = "50.0% [25.0, 100.0]", "0.500 [0.250, 1.000]"
+    assert shown[3:8] == [
+        f"accuracy tie {share} +{share}",
+        f"margin 0 {number} +{number}",
+        f"chosen reward 0 {number} +{number}",
+        f"rejected reward 0 {number} +{number}",
+        f"logp accuracy {share} {share} +{share}",
+    ]
+    assert not [line for line in shown if line.startswith("logps")]
+    assert "Rewards are those of dpo, relative to the base, whose own are 0." in shown
+
+
+def test_the_reference_of_the_rewards_is_named():
+    text = " ".join(shown_preferences(reference="start", start={"logps/accuracies": 0.612}))
+    assert "relative to the adapter that the run started from, whose logp accuracy is 61.2%" in text
+    shown = shown_preferences(objective="simpo", reference=None)
+    assert "Rewards are those of simpo, without a reference." in shown
+    assert "accuracy 50.0% [25.0, 100.0] 50.0% [25.0, 100.0] +50.0% [25.0, 100.0]" in shown
+
+
+def test_labels_are_shown_with_good_and_bad_answers():
+    names = ("rewards/auc", "rewards/chosen", "rewards/rejected")
+    shown = shown_preferences(names, pairs=0, good=1000, bad=234)
+    assert "test.jsonl: 1,234 rows (1,000 good, 234 bad), 56,789" in shown[0]
+    assert [line.split(" ")[0] for line in shown[4:7]] == ["AUC", "good", "bad"]
+    assert "Loss, perplexity and exact match are of the good answers." in shown
+
+
+def test_both_answers_of_a_pair_with_a_low_margin_are_quoted():
+    shown = shown_preferences()
+    at = shown.index("Lowest margin with the adapter:")
+    assert shown[at + 1 : at + 5] == [
+        "test.jsonl:3 margin 0.000 -> -0.400",
+        "prompt: Which?",
+        "chosen: This",
+        "rejected: That",
+    ]
+
+
+def test_an_unknown_base_is_not_called_a_tie():
+    measures = {"rewards/margins": {**dict.fromkeys(SYSTEMS, SHARE), "base": NONE}}
+    console = open_console(file=io.StringIO())
+    console.print(report({**FOUND, "measures": measures, "preferences": ABOUT}, "first"))
+    assert "? [?, ?]" in console.file.getvalue()

@@ -154,6 +154,15 @@ def test_a_single_row_has_a_value_without_an_interval():
     assert "| Loss | 0.5000 | 0.5000 |  |" in card_of(evaluation=measured)
 
 
+def test_rewards_of_an_evaluation_are_shown_with_their_reference():
+    measures = {"rewards/accuracies": dict.fromkeys(("base", "adapter"), SIDE)}
+    about = {"objective": "dpo", "reference": "base", "pairs": 9}
+    text = card_of(evaluation=MEASURED | {"measures": measures, "preferences": about})
+    assert "| Accuracy of rewards | 0.5000 [0.2500, 0.7500] |" in text
+    assert "The loss of the good answer is lower than the base's on 700 of them, higher" in text
+    assert "The rewards are those of dpo, relative to the base, whose own are 0." in text
+
+
 def test_rows_of_an_evaluation_are_not_in_the_card():
     assert "vault" not in card_of(evaluation=MEASURED)
 

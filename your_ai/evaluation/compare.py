@@ -1,7 +1,8 @@
 """Compare base and adapter row by row, with one model in memory, under a memory limit.
 
 First the model gets freshly initialized adapter layers, which change nothing, and is measured:
-this is the base. Then the layers get the learned weights, and the model is measured again.
+this is the base. Then the layers get the learned weights, and the model is measured again. If an
+objective compares with the adapter that the run started from, that is measured in between.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from your_ai.config import TrainConfig
 from your_ai.data.batches import RowsAt
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
+from your_ai.data.preferences import Kind
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
@@ -40,7 +42,9 @@ from your_ai.memory.estimate import Training
 from your_ai.memory.plan import choose, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
-from your_ai.nets.saved_adapter import Adapter, Trained
+from your_ai.nets.saved_adapter import Adapter, Trained, read_adapter
+from your_ai.objectives.chosen import needs_reference
+from your_ai.run import checkpoint
 
 T = TypeVar("T")
 
@@ -74,13 +78,15 @@ class RowMeasures:
     """The measurements of one model, base or adapter, over m rows."""
 
     losses: np.ndarray
-    """(m,) float64: the sum of the losses of a row's trained tokens."""
+    """(m,) float64: the sum of the losses of a row's trained tokens; 0 without a good answer."""
     exact: np.ndarray
     """(m,) bool: whether every token of the answer is the most likely one."""
     scores: np.ndarray | None = None
     """(m,) float64: the metric's scores, NaN for rows that ask nothing; None without a metric."""
     answers: dict[int, str] | None = None
     """The generated answers by row index; None without a metric."""
+    bad_losses: np.ndarray | None = None
+    """(m,) float64: as `losses`, of the rows' bad answers; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,8 @@ class Comparison:
     """The memory plan in words."""
     notes: tuple[str, ...]
     """Messages for the user."""
+    start: RowMeasures | None = None
+    """The adapter that the run started from, if the run's rewards compare with it."""
 
 
 def compare(
@@ -118,9 +126,11 @@ def compare(
     network, tokenizer = opened.network, opened.tokenizer()
     tokenized_by = tokenizer_fingerprint(fingerprint(run.base))
     limit = row_limit(config.max_row_bytes, request.max_memory_gb)
-    vocabulary, kind = vocabulary_of(network), config.measured_kind
+    vocabulary = vocabulary_of(network)
+    kind: Kind = "answers" if config.row_kind == "answers" else "any"
     encoder = Encoder(tokenizer, config.mask_prompt, vocabulary, limit, kind)
     rows = load_rows(path, config, encoder, tokenized_by)
+    start = start_of(run) if rows.has_preferences else None
     if request.metric is not None and not rows.asks.any():
         raise UserError(f"{path}: no row asks for an answer; --metric needs rows that do")
     most = max(len(rows.trained.examples), len(rows.answers.examples))
@@ -155,13 +165,17 @@ def compare(
     ready = Ready(
         network, tokenizer, built.engine, partial(plan.rows, batch_size=request.batch_size)
     )
-    base = yield from measured("base", ready, rows, request)
+    base, started = (yield from measured("base", ready, rows, request)), None
+    if start is not None:
+        saved_adapter.set_arrays(network, read_adapter(start))
+        started = yield from measured("start", ready, rows, replace(request, metric=None))
     saved_adapter.set_arrays(network, run.adapter)
     adapter = yield from measured("adapter", ready, rows, request)
     notes = (*budget.limit.notices, cut_text(rows, config))
     text = words(plan, max(budget.demand.lengths))
     name = None if request.metric is None else request.metric.name
-    return Comparison(rows, base, adapter, name, leaked, text, tuple(filter(None, notes)))
+    notes = tuple(filter(None, notes))
+    return Comparison(rows, base, adapter, name, leaked, text, notes, started)
 
 
 class Ready(NamedTuple):
@@ -172,6 +186,19 @@ class Ready(NamedTuple):
     engine: Engine
     rows_at: RowsAt
     """How many rows of a given sequence length go through together."""
+
+
+def start_of(run: Trained) -> Path | None:
+    """The folder of the adapter that the run's rewards compare with; None if it is no adapter.
+
+    Raises UserError if its files are damaged or missing.
+    """
+    if not (run.config.from_adapter and needs_reference(run.config)):
+        return None
+    place = run.folder.start
+    if (fault := checkpoint.fault(place, (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG))) is None:
+        return place
+    raise UserError(f"{fault}; the rewards of this run compare with this adapter: restore it")
 
 
 def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
@@ -219,11 +246,13 @@ def measured(
 
     found = yield from score_part("losses", rows.trained)
     losses = rows.trained.summed(found.losses, len(rows))
+    has_bad = rows.trained.is_bad.any()
+    bad = rows.trained.summed(found.losses, len(rows), bad=True) if has_bad else None
     if rows.answers is not rows.trained:
         found = yield from score_part("exact match", rows.answers)
     exact = np.ones(len(rows), bool)
-    exact[rows.answers.row_of[~found.exact]] = False
-    return RowMeasures(losses, exact, scores, answers)
+    exact[rows.answers.row_of[~found.exact & ~rows.answers.is_bad]] = False
+    return RowMeasures(losses, exact, scores, answers, bad)
 
 
 def with_progress(

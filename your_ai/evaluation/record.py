@@ -7,9 +7,15 @@
  "metric_name": name or null, "better", "worse", "equal": counts of rows by their loss,
  "in_training_data": count of rows, or null if unknown, "worst": [...]}
 
+If the run learns preferences and the rows have some, `measures` begins with those of
+`evaluation.rewards`, the others are of the chosen or good answers, and there is also
+"preferences": {"objective", "reference": "base" | "start" | null, "pairs", "good", "bad": counts
+of rows, "start": {"logps/accuracies"} if it is the reference}, where good and bad are answers with
+a label. Of a pair, an entry of `worst` also has "base_margin", "adapter_margin", "rejected".
+
 low and high are the bounds of the interval at `confidence`: of the paired bootstrap over rows, or
-Wilson's for base and adapter where the measure is a share (exact_match, and a metric that is 0 or
-1 in every row). A number that is not finite is null. `worst` quotes the data.
+Wilson's for base and adapter where the measure is a share (SHARES, and a metric that is 0 or 1 in
+every row). A number that is not finite is null. `worst` quotes the data.
 
 Imports neither mlx nor numpy.
 """
@@ -28,6 +34,8 @@ from your_ai.run.folder import RunFolder
 
 VERSION = 1
 MOST_BYTES = 1 << 26
+ACCURACIES = ("rewards/accuracies", "logps/accuracies", "logps/mean_accuracies")
+SHARES = ("exact_match", *ACCURACIES)  # measures that are shares of rows
 
 
 class EvaluationNotKept(RunError):

@@ -14,10 +14,13 @@ import numpy as np
 from your_ai.config import TrainConfig
 from your_ai.data.batches import bucket_edges
 from your_ai.data.encode import Encoder
-from your_ai.data.examples import Examples, fit, load_examples
+from your_ai.data.examples import Examples, load_examples, pieces_of
 from your_ai.data.preferences import parser_of
 from your_ai.data.rows import (
     Chat,
+    Labeled,
+    Pair,
+    Preference,
     Row,
     Text,
     checked_sha256,
@@ -36,20 +39,33 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """n examples, and the row that each comes from."""
+    """n examples, and the row that each comes from.
+
+    A bad answer is the rejected one of a pair, or one with the label false. All others are good,
+    also those that have no label.
+    """
 
     examples: Examples
     row_of: np.ndarray
     """(n,): indices into `EvaluationRows.lines`."""
+    is_bad: np.ndarray
+    """(n,) bool: whether the answer is bad."""
 
     @property
     def lengths(self) -> list[int]:
         """The sequence length of every bucket."""
         return bucket_edges(self.examples.lengths - 1).tolist()
 
-    def summed(self, values: np.ndarray, rows: int) -> np.ndarray:
-        """Add up the values of the examples, (n,), by row: (m,)."""
-        return np.bincount(self.row_of, values, minlength=rows)
+    @cached_property
+    def target_counts(self) -> np.ndarray:
+        """(n,): the number of trained tokens of each example."""
+        examples = self.examples
+        return np.add.reduceat(examples.trained, examples.starts[:-1], dtype=np.int64)
+
+    def summed(self, values: np.ndarray, rows: int, bad: bool = False) -> np.ndarray:
+        """Add up the values of the good (or the bad) answers, (n,), by row: (m,)."""
+        wanted = self.is_bad == bad
+        return np.bincount(self.row_of[wanted], values[wanted], minlength=rows)
 
 
 @dataclass(frozen=True)
@@ -64,9 +80,11 @@ class EvaluationRows:
     places: list[str]
     """The file and line that each row came from, for messages."""
     asks: np.ndarray
-    """(m,) bool: whether the row asks for an answer."""
+    """(m,) bool: whether the row asks for an answer and has a good one."""
+    is_labeled: np.ndarray
+    """(m,) bool: whether the answer of the row has a label."""
     trained: EncodedRows
-    """The tokens that the run would train on; their loss is measured."""
+    """The tokens that the run would train on; the loss of the good answers is measured."""
     answers: EncodedRows
     """The answers alone; they are compared for an exact match."""
     has_answer: np.ndarray
@@ -82,10 +100,24 @@ class EvaluationRows:
 
     @cached_property
     def trained_tokens(self) -> np.ndarray:
-        """(m,): the number of trained tokens of each row."""
-        examples = self.trained.examples
-        counts = np.add.reduceat(examples.trained, examples.starts[:-1], dtype=np.int64)
-        return self.trained.summed(counts, len(self)).astype(np.int64)
+        """(m,): the number of trained tokens of each row, without those of a bad answer."""
+        return self.trained.summed(self.trained.target_counts, len(self)).astype(np.int64)
+
+    @cached_property
+    def bad_tokens(self) -> np.ndarray:
+        """(m,): the number of tokens of each row's bad answer, 0 if it has none."""
+        counts = self.trained.target_counts
+        return self.trained.summed(counts, len(self), bad=True).astype(np.int64)
+
+    @property
+    def is_pair(self) -> np.ndarray:
+        """(m,) bool: whether the row has a good and a bad answer."""
+        return (self.trained_tokens > 0) & (self.bad_tokens > 0)
+
+    @property
+    def has_preferences(self) -> bool:
+        """Whether any row says which answer is good or bad."""
+        return bool((self.is_pair | self.is_labeled).any())
 
     @cached_property
     def weights(self) -> np.ndarray:
@@ -144,23 +176,32 @@ def load_rows(
     trained = load(path, encoder, config, tokenizer_sha256)
     if not trained.weights.any():
         raise UserError(f"{path}: every row has weight 0: there is nothing to measure")
-    lines, places, asking, row_of = origins(path, encoder, config, trained)
-    kept, row_of = np.unique(row_of, return_inverse=True)  # the other rows have nothing to train
-    found = answers = EncodedRows(trained, row_of)
+    of = origins(path, encoder, config, trained)
+    kept, row_of = np.unique(of.row_of, return_inverse=True)  # the others have nothing to train
+    found = answers = EncodedRows(trained, row_of, of.is_bad)
     answered = kept
-    if not config.mask_prompt:
+    if not encoder.masks_prompt:
         try:
             masking = replace(encoder, mask_prompt=True)
             examples = load(path, masking, config, tokenizer_sha256)
-            *_, answered = origins(path, masking, config, examples)
-            answers = EncodedRows(examples, np.searchsorted(kept, answered))
+            masked = origins(path, masking, config, examples)
+            answered = masked.row_of
+            answers = EncodedRows(examples, np.searchsorted(kept, answered), masked.is_bad)
         except UserError:  # the template does not show where the answers are
             answered = kept[:0]
-    asking = asking[kept]
-    has_answer = asking & np.isin(kept, answered)
-    places = [places[row] for row in kept]
-    lines = lines[kept]
-    return EvaluationRows(path, content, lines, places, asking, found, answers, has_answer, encoder)
+    asking = of.asks[kept]
+    return EvaluationRows(
+        path=path,
+        sha256=content,
+        lines=of.lines[kept],
+        places=[of.places[row] for row in kept],
+        asks=asking,
+        is_labeled=of.is_labeled[kept],
+        trained=found,
+        answers=answers,
+        has_answer=asking & np.isin(kept, answered),
+        encoder=encoder,
+    )
 
 
 def load(path: Path, encoder: Encoder, config: TrainConfig, tokenizer_sha256: str) -> Examples:
@@ -168,29 +209,57 @@ def load(path: Path, encoder: Encoder, config: TrainConfig, tokenizer_sha256: st
     return load_examples(path, encoder, tokenizer_sha256, length, config.too_long, cache)
 
 
-def origins(
-    path: Path, encoder: Encoder, config: TrainConfig, examples: Examples
-) -> tuple[np.ndarray, list[str], np.ndarray, np.ndarray]:
-    """Return the line of each row, its place for messages, whether it asks for an answer, and the
-    row of each example (n,).
+@dataclass(frozen=True)
+class RowOrigins:
+    """All rows of a file, and the n examples that were made from them."""
+
+    lines: np.ndarray
+    """The line number of each row."""
+    places: list[str]
+    """The file and line that each row came from, for messages."""
+    asks: np.ndarray
+    """bool: whether each row asks for an answer and has a good one."""
+    is_labeled: np.ndarray
+    """bool: whether the answer of each row has a label."""
+    row_of: np.ndarray
+    """(n,) the index of the row of each example."""
+    is_bad: np.ndarray
+    """(n,) bool, as in `EncodedRows`."""
+
+
+def origins(path: Path, encoder: Encoder, config: TrainConfig, examples: Examples) -> RowOrigins:
+    """Find the row that each example comes from.
 
     If some rows were split or dropped, all rows are encoded again to count their examples.
     Raises UserError if the examples do not come from this file.
     """
     whole = examples.tally.split == examples.tally.dropped == 0
-    lines, places, asking, row_of = [], [], [], []
+    lines, places, asking, labeled, row_of, bad = [], [], [], [], [], []
     for place, row in enumerate(read_rows(path, encoder.limit, parser_of(encoder.kind))):
         lines.append(row.line)
         places.append(row.where)
         asking.append(asks(row))
-        pieces = 1
+        labeled.append(isinstance(row.content, Labeled))
+        texts = are_bad(row)
+        count = len(texts)
         if not whole:
-            cut = fit(encoder.encode(row), config.max_seq_length, config.too_long, row.where)
-            pieces = sum(piece is not None for piece, _ in cut)
-        row_of += [place] * pieces
+            pieces = pieces_of(row, encoder, config.max_seq_length, config.too_long)
+            count = sum(piece.example is not None for piece in pieces)
+        row_of += [place] * count
+        bad += (texts * count)[:count]
     if len(row_of) != len(examples):
         raise changed(path)
-    return np.array(lines), places, np.array(asking), np.array(row_of)
+    return RowOrigins(
+        np.array(lines), places, np.array(asking), np.array(labeled), np.array(row_of),
+        np.array(bad, bool),
+    )  # fmt: skip
+
+
+def are_bad(row: Row) -> list[bool]:
+    """Whether each text of a row, in the order of `Encoder.encode_all`, is a bad answer."""
+    if isinstance(row.content, Preference):
+        return [False, True]
+    return [isinstance(row.content, Labeled) and not row.content.good]
 
 
 def line_of(where: str) -> int:
@@ -203,8 +272,10 @@ def changed(path: Path) -> UserError:
 
 
 def asks(row: Row) -> bool:
-    """Whether a row asks for an answer and has it, so that `Encoder.prompt_of` works for it."""
-    content = row.content
+    """Whether a row asks for an answer and has a good one: `Encoder.prompt_of` works for it."""
+    if isinstance(row.content, Labeled) and not row.content.good:
+        return False
+    content = answer_of(row)
     if isinstance(content, Chat):
         return content.messages[-1]["role"] == "assistant"
     return not isinstance(content, Text)
@@ -212,14 +283,32 @@ def asks(row: Row) -> bool:
 
 def asked_and_expected(row: Row) -> tuple[str, str]:
     """The question of a row, as a person would type it, and the expected answer."""
+    return asked_and_answered(answer_of(row))
+
+
+def answer_of(row: Row) -> Chat | Pair | Text:
+    """The answer of a row with its prompt: of a pair, the chosen one."""
     content = row.content
+    if isinstance(content, Preference):
+        return content.chosen
+    return content.answer if isinstance(content, Labeled) else content
+
+
+def rejected_answer(row: Row) -> str | None:
+    """The rejected answer of a pair; None for other rows."""
+    content = row.content
+    return asked_and_answered(content.rejected)[1] if isinstance(content, Preference) else None
+
+
+def asked_and_answered(content: Chat | Pair | Text) -> tuple[str, str]:
+    """The question, as a person would type it, and the answer."""
     if isinstance(content, Text):
         return "", content.text
     if not isinstance(content, Chat):
         return content.prompt, content.completion
     *before, last = content.messages
-    expected = last["content"] or json.dumps(last.get("tool_calls", ""), ensure_ascii=False)
-    return before[-1]["content"] if before else "", expected
+    answer = last["content"] or json.dumps(last.get("tool_calls", ""), ensure_ascii=False)
+    return before[-1]["content"] if before else "", answer
 
 
 def cut_text(rows: EvaluationRows, config: TrainConfig) -> str:
@@ -245,20 +334,25 @@ def in_training_data(
 ) -> int | None:
     """Count the rows that the run was trained on; None if its training rows cannot be read.
 
-    Compares hashes of the encoded rows. Only one training row is in memory at a time.
+    Compares hashes of the encoded answers; of a pair, of the chosen one. Only one training row is
+    in memory at a time.
     """
     if not config.data:
         return None
     try:
         path = find_splits(config).files["train"]
-        seen = load(path, rows.encoder, config, tokenizer_sha256)
+        as_trained = replace(rows.encoder, mask_prompt=config.mask_prompt, kind=config.row_kind)
+        seen = load(path, as_trained, config, tokenizer_sha256)
     except UserError:
         return None
     wanted: dict[bytes, list[int]] = {}
-    for row, digest in zip(
-        rows.trained.row_of.tolist(), digests(rows.trained.examples), strict=True
+    texts = rows.trained
+    is_rejected = texts.is_bad & ~rows.is_labeled[texts.row_of]
+    for row, rejected, digest in zip(
+        texts.row_of.tolist(), is_rejected.tolist(), digests(texts.examples), strict=True
     ):
-        wanted.setdefault(digest, []).append(row)
+        if not rejected:
+            wanted.setdefault(digest, []).append(row)
     found = {row for digest in digests(seen) for row in wanted.pop(digest, ())}
     return len(found)
 

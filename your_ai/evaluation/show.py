@@ -12,12 +12,36 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from your_ai.evaluation import record
 from your_ai.evaluation.compare import EvaluationProgress
 from your_ai.gates.text import counted, loss_text
 
 SYSTEMS = ("base", "adapter", "difference")
 WIDTHS = (21, 21, 24)  # of their cells in 80 columns; the interval of a wider one gets its own line
-SHARES = ("exact_match",)  # shown in percent
+LABELS = {  # of measures that are shown under another name than in the record
+    "rewards/accuracies": "accuracy",
+    "rewards/auc": "AUC",
+    "rewards/margins": "margin",
+    "rewards/chosen": "chosen reward",
+    "rewards/rejected": "rejected reward",
+    "logps/accuracies": "logp accuracy",
+    "logps/mean_accuracies": "logp accuracy per token",
+    "exact_match": "exact match",
+}
+OF_LABELS = {"rewards/chosen": "good reward", "rewards/rejected": "bad reward"}
+TIED = ("rewards/accuracies", "rewards/auc")  # a base that is its own reference decides nothing
+MEANINGS = {
+    "pairs": (
+        "Accuracy: pairs whose chosen answer has the higher reward; a tie counts as half.",
+        "Logp accuracy: pairs whose chosen answer is more likely.",
+        "Loss, perplexity and exact match are of the chosen answers.",
+    ),
+    "labels": (
+        "AUC: how often a good answer has a higher reward than a bad one.",
+        "Loss, perplexity and exact match are of the good answers.",
+    ),
+}
+HIDDEN = ("logps/chosen", "logps/rejected")  # their means per token are losses
 
 
 @contextlib.contextmanager
@@ -45,32 +69,22 @@ def progress_bar(console: Console) -> Iterator[Callable[[EvaluationProgress], No
 
 def report(found: dict[str, Any], run: str) -> RenderableType:
     """Render the object that `record` stores. run: the name of the run."""
-    measured = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # to fit 80 columns
-    measured.add_column("", min_width=len("exact match"))
-    for system in SYSTEMS:
-        measured.add_column(system, justify="right", no_wrap=True)
-    for name, systems in found["measures"].items():
-        label = name.replace("_", " ")
-        if name == "metric":  # show the function's name, from module:function
-            label = found["metric_name"].rpartition(":")[2]
-        cells = [cell(name, system, systems[system]) for system in SYSTEMS]
-        if any(len(text) > most for text, most in zip(cells, WIDTHS, strict=True)):
-            cells = [text.replace(" [", "\n[") for text in cells]
-        measured.add_row(Text(label), *map(Text, cells))
+    preferences = found.get("preferences")
     step = "" if found["step"] is None else f", step {found['step']}"
     lines: list[RenderableType] = [
         Text(
-            f"{run}{step}, on {found['data']}: {counted(found['rows'], 'row')}, "
+            f"{run}{step}, on {found['data']}: {row_counts(found['rows'], preferences)}, "
             f"{counted(found['trained_tokens'], 'supervised token')}"
         ),
         "",
-        measured,
+        table(found),
         "",
         Text(
             f"In brackets: {100 * found['confidence']:g}% confidence intervals, from "
             f"{counted(found['resamples'], 'resample')} of the rows."
         ),
         *about_shares(found["measures"]),
+        *about_rewards(preferences),
         Text(
             f"With the adapter the loss is lower in {counted(found['better'], 'row')}, higher in "
             f"{found['worse']:,}, the same in {found['equal']:,}."
@@ -79,15 +93,68 @@ def report(found: dict[str, Any], run: str) -> RenderableType:
     return Group(*lines, *worst(found["worst"]))
 
 
+def table(found: dict[str, Any]) -> Table:
+    """Each measure of base and adapter, and their difference."""
+    measured = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # to fit 80 columns
+    measured.add_column("", min_width=len("exact match"))
+    for system in SYSTEMS:
+        measured.add_column(system, justify="right", no_wrap=True)
+    preferences = found.get("preferences")
+    is_tied = preferences is not None and preferences["reference"] == "base"
+    labels = LABELS if preferences is None or preferences["pairs"] else LABELS | OF_LABELS
+    for name, systems in found["measures"].items():
+        if name in HIDDEN:
+            continue
+        label = labels.get(name, name)
+        if name == "metric":  # show the function's name, from module:function
+            label = found["metric_name"].rpartition(":")[2]
+        cells = [cell(name, system, systems[system]) for system in SYSTEMS]
+        if is_tied and name.startswith("rewards/") and systems["base"]["value"] is not None:
+            cells[0] = "tie" if name in TIED else "0"
+        if any(len(text) > most for text, most in zip(cells, WIDTHS, strict=True)):
+            cells = [text.replace(" [", "\n[") for text in cells]
+        measured.add_row(Text(label), *map(Text, cells))
+    return measured
+
+
 def about_shares(measures: dict[str, Any]) -> list[Text]:
-    if not any(name in SHARES for name in measures):
+    if not any(name in record.SHARES for name in measures):
         return []
     return [Text("Those of the shares of base and adapter are Wilson intervals.")]
 
 
+def row_counts(rows: int, preferences: dict[str, Any] | None) -> str:
+    """The number of rows, by kind: `120 pairs`, or `120 rows (90 good, 30 bad)`."""
+    if preferences is None:
+        return counted(rows, "row")
+    if preferences["pairs"] == rows:
+        return counted(rows, "pair")
+    names = {"pairs": "in pairs", "good": "good", "bad": "bad"}
+    found = [f"{preferences[k]:,} {name}" for k, name in names.items() if preferences[k]]
+    return f"{counted(rows, 'row')} ({', '.join(found)})"
+
+
+def about_rewards(preferences: dict[str, Any] | None) -> list[Text]:
+    """What the rewards compare, and which answers the other measures are of."""
+    if preferences is None:
+        return []
+    objective = f"Rewards are those of {preferences['objective']}"
+    if preferences["reference"] == "base":
+        text = f"{objective}, relative to the base, whose own are 0."
+    elif preferences["reference"] == "start":
+        text = f"{objective}, relative to the adapter that the run started from"
+        share = preferences.get("start", {}).get("logps/accuracies")
+        text += "." if share is None else f", whose logp accuracy is {percentage(share)}%."
+        text += " The base has no adapter."
+    else:
+        text = f"{objective}, without a reference."
+    meanings = MEANINGS["pairs" if preferences["pairs"] else "labels"]
+    return [Text(line) for line in (text, *meanings)]
+
+
 def cell(name: str, system: str, interval: dict[str, float | None]) -> str:
     """`0.412 [0.380, 0.445]`, or `41.2% [38.0, 44.5]`."""
-    share = name in SHARES
+    share = name in record.SHARES
     bounds = (interval["value"], interval["low"], interval["high"])
     value, low, high = map(percentage if share else number, bounds)
     sign = "+" if system == "difference" and (interval["value"] or 0) > 0 else ""
@@ -108,6 +175,7 @@ def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:
     """Render the worst rows, one below the other."""
     found: list[RenderableType] = []
     titles = {
+        "margin": "Lowest margin with the adapter:",
         "loss": "Highest loss per token with the adapter:",
         "change": "Largest increase of the loss by the adapter:",
     }
@@ -117,11 +185,13 @@ def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:
             continue
         found += ["", Text(title)]
         for row in chosen:
-            losses = f"{number(row['base_loss'])} -> {number(row['adapter_loss'])}"
-            found.append(Text(f"  {row['where']}  loss {losses}"))
-            texts = (("prompt", "prompt"), ("expected", "expected"), ("answer", "answered"))
-            for key, label in texts:
-                if row[key]:
+            what = "margin" if kind == "margin" else "loss"
+            values = f"{number(row[f'base_{what}'])} -> {number(row[f'adapter_{what}'])}"
+            found.append(Text(f"  {row['where']}  {what} {values}"))
+            expected = "chosen" if "rejected" in row else "expected"
+            texts = {"prompt": "prompt", "expected": expected, "rejected": "rejected"}
+            for key, label in {**texts, "answer": "answered"}.items():
+                if row.get(key):
                     text = f"    {label + ':':<10}{row[key]}"
                     found.append(Text(text, overflow="ellipsis", no_wrap=True))
     return found

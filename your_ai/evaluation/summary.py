@@ -11,10 +11,11 @@ import numpy as np
 
 from your_ai.dashboard.shares import wilson
 from your_ai.errors import UserError
-from your_ai.evaluation import record
+from your_ai.evaluation import record, rewards
 from your_ai.evaluation.bootstrap import Interval, Paired, paired
 from your_ai.evaluation.compare import Comparison, RowMeasures
-from your_ai.evaluation.rows import EvaluationRows, asked_and_expected
+from your_ai.evaluation.rewards import Judged, judge
+from your_ai.evaluation.rows import EvaluationRows, asked_and_expected, rejected_answer
 from your_ai.gates.text import counted
 from your_ai.nets.saved_adapter import Trained
 
@@ -38,9 +39,11 @@ class SummarySettings:
 def summarize(run: Trained, found: Comparison, settings: SummarySettings) -> dict[str, Any]:
     """Return the object that is stored as evaluation.json."""
     rows, folder = found.rows, run.adapter.folder
+    judged = judge(run.config, found)
     base, adapter = token_losses(rows, found.base), token_losses(rows, found.adapter)
     alike = np.isclose(base, adapter, rtol=ALIKE, atol=ALIKE)
-    lost = np.subtract(adapter, base, out=np.zeros(len(rows)), where=~alike)
+    changed = ~alike & (rows.trained_tokens > 0)
+    lost = np.subtract(adapter, base, out=np.zeros(len(rows)), where=changed)
     return {
         "version": record.VERSION,
         "data": rows.path.name,
@@ -54,28 +57,52 @@ def summarize(run: Trained, found: Comparison, settings: SummarySettings) -> dic
         "checkpoint": folder.name if folder.parent == run.folder.checkpoints else None,
         "measures": {
             name: {system: as_json(interval) for system, interval in intervals.items()}
-            for name, intervals in measures(found, settings).items()
+            for name, intervals in measures(found, judged, settings).items()
         },
         "metric_name": found.metric_name,
         "better": int((lost < 0).sum()),
         "worse": int((lost > 0).sum()),
         "equal": int(alike.sum()),
         "in_training_data": found.leaked,
-        "worst": worst_rows(found, base, adapter, lost, settings),
+        "worst": worst_rows(found, judged, base, adapter, lost, settings),
+        **({} if judged is None else {"preferences": preferences(found, judged)}),
     }
 
 
 def token_losses(rows: EvaluationRows, measured: RowMeasures) -> np.ndarray:
-    """(m,): the mean loss per token of each row; infinite if it is NaN."""
-    return np.nan_to_num(measured.losses / rows.trained_tokens, nan=np.inf, posinf=np.inf)
+    """(m,): the mean loss per token of each row, infinite if it is NaN; NaN without a token."""
+    losses = np.full(len(rows), np.nan)
+    has_tokens = rows.trained_tokens > 0
+    found = measured.losses[has_tokens] / rows.trained_tokens[has_tokens]
+    losses[has_tokens] = np.nan_to_num(found, nan=np.inf, posinf=np.inf)
+    return losses
 
 
-def measures(found: Comparison, settings: SummarySettings) -> dict[str, dict[str, Interval]]:
+def preferences(found: Comparison, judged: Judged) -> dict[str, Any]:
+    """What the rewards are, and the rows that they are measured on."""
+    labeled, good = found.rows.is_labeled, found.rows.trained_tokens > 0
+    about = {
+        "objective": judged.objective,
+        "reference": judged.reference,
+        "pairs": int(judged.is_pair.sum()),
+        "good": int((labeled & good).sum()),
+        "bad": int((labeled & ~good).sum()),
+    }
+    pairs = judged.is_pair & judged.counts
+    if "start" in judged.logps and pairs.any():
+        about["start"] = {"logps/accuracies": finite(judged.likelier("start")[pairs].mean())}
+    return about
+
+
+def measures(
+    found: Comparison, judged: Judged | None, settings: SummarySettings
+) -> dict[str, dict[str, Interval]]:
     """The means over all rows of base, adapter and their difference, by measure.
 
     The loss is the validation loss: the mean over trained tokens, each with its row's weight.
     Exact match and the metric are unweighted means over the rows that ask for an answer. Shares,
-    which are exact match and a metric that is 0 or 1 in every row, have Wilson intervals.
+    which are accuracies, exact match and a metric that is 0 or 1 in every row, have Wilson
+    intervals.
     """
     rows, base, adapter = found.rows, found.base, found.adapter
 
@@ -84,9 +111,11 @@ def measures(found: Comparison, settings: SummarySettings) -> dict[str, dict[str
         return paired(*arrays, settings.resamples, settings.seed)
 
     weights, ones = rows.weights, np.ones(len(rows))
-    weighted = weights * base.losses, weights * adapter.losses
-    loss = over(weights > 0, weights * rows.trained_tokens, *weighted)
-    pairs = {"loss": loss, "perplexity": loss.exp()}
+    sizes = weights * rows.trained_tokens
+    pairs = {} if judged is None else rewards.measures(judged, settings.resamples, settings.seed)
+    if (sizes > 0).any():
+        loss = over(sizes > 0, sizes, weights * base.losses, weights * adapter.losses)
+        pairs |= {"loss": loss, "perplexity": loss.exp()}
     if rows.has_answer.any():
         pairs["exact_match"] = over(rows.has_answer, ones, base.exact, adapter.exact)
     if base.scores is not None and adapter.scores is not None:
@@ -94,6 +123,12 @@ def measures(found: Comparison, settings: SummarySettings) -> dict[str, dict[str
     found = {name: pair.intervals(settings.confidence) for name, pair in pairs.items()}
     if "exact_match" in found:
         found["exact_match"] |= share_intervals(found["exact_match"], rows.has_answer, settings)
+    for name in record.ACCURACIES:
+        if judged is not None and name in found:
+            of = share_intervals(found[name], judged.is_pair & judged.counts, settings)
+            if judged.reference == "base" and name.startswith("rewards/"):
+                of = against_ties(found[name]["base"], of)
+            found[name] |= of
     if "metric" in found and are_shares(rows.asks, base.scores, adapter.scores):
         found["metric"] |= share_intervals(found["metric"], rows.asks, settings)
     return found
@@ -109,8 +144,23 @@ def share_intervals(
 ) -> dict[str, Interval]:
     """The Wilson intervals of base and adapter; their difference keeps its paired bootstrap."""
     rows, confidence = int(chosen.sum()), settings.confidence
-    values = {system: found[system].value for system in ("base", "adapter")}
-    return {name: Interval(v, *wilson(v, rows, confidence)) for name, v in values.items()}
+    values = {system: found[system].value for system in rewards.SYSTEMS}
+    return {
+        name: Interval(v, *wilson(v, rows, confidence))
+        for name, v in values.items()
+        if math.isfinite(v)
+    }
+
+
+def against_ties(base: Interval, shares: dict[str, Interval]) -> dict[str, Interval]:
+    """The intervals of the adapter and of the difference to a base that is its own reference.
+
+    base: ties, without any doubt, so the difference has the adapter's interval, moved.
+    """
+    if (adapter := shares.get("adapter")) is None:
+        return {}
+    moved = (bound - base.value for bound in (adapter.value, adapter.low, adapter.high))
+    return {"adapter": adapter, "difference": Interval(*moved)}
 
 
 def as_json(interval: Interval) -> dict[str, float | None]:
@@ -123,6 +173,7 @@ def finite(value: float) -> float | None:
 
 def worst_rows(
     found: Comparison,
+    judged: Judged | None,
     base: np.ndarray,
     adapter: np.ndarray,
     lost: np.ndarray,
@@ -130,25 +181,38 @@ def worst_rows(
 ) -> list[dict[str, Any]]:
     """The rows with the highest loss with the adapter, then those whose loss rose the most.
 
+    If there are pairs, those with the lowest margins come instead of those with the highest loss.
     base, adapter: (m,) losses per token; lost: (m,) their difference, 0 if they are equal.
     """
-    highest = np.argsort(-adapter, kind="stable")[: settings.worst].tolist()
-    most = np.argsort(-lost, kind="stable")[: settings.worst].tolist()
-    most = [place for place in most if lost[place] > 0]
-    chosen = list(dict.fromkeys([*highest, *most]))
-    texts = dict.fromkeys(chosen, (None, None))
+    is_pair = np.zeros(len(found.rows), bool) if judged is None else judged.is_pair
+    if judged is not None and is_pair.any():
+        by, values = "margin", -judged.margins["adapter"]
+    else:
+        by, values = "loss", adapter
+    highest = [at for at in np.argsort(-values, kind="stable").tolist() if not np.isnan(values[at])]
+    most = [at for at in np.argsort(-lost, kind="stable").tolist() if lost[at] > 0]
+    kinds = {by: highest[: settings.worst], "change": most[: settings.worst]}
+    chosen = list(dict.fromkeys(place for places in kinds.values() for place in places))
+    texts: dict[int, tuple[str | None, ...]] = dict.fromkeys(chosen, (None, None, None))
     with contextlib.suppress(UserError):  # if the file is gone, only the quotes are missing
-        texts |= {place: asked_and_expected(row) for place, row, _ in found.rows.read(chosen)}
+        for place, row, _ in found.rows.read(chosen):
+            texts[place] = (*asked_and_expected(row), rejected_answer(row))
+
+    def of_pair(place: int) -> dict[str, Any]:
+        margins = {f"{s}_margin": finite(judged.margins[s][place]) for s in rewards.SYSTEMS}
+        return {**margins, "rejected": excerpt(texts[place][2])}
+
     return [
         {
             "where": found.rows.where(place),
-            "by": [name for name, kind in (("loss", highest), ("change", most)) if place in kind],
+            "by": [name for name, places in kinds.items() if place in places],
             "base_loss": finite(base[place]),
             "adapter_loss": finite(adapter[place]),
             "prompt": excerpt(texts[place][0]),
             "expected": excerpt(texts[place][1]),
             "base_answer": excerpt((found.base.answers or {}).get(place)),
             "answer": excerpt((found.adapter.answers or {}).get(place)),
+            **(of_pair(place) if is_pair[place] else {}),
         }
         for place in chosen
     ]
@@ -165,13 +229,19 @@ def excerpt(text: str | None) -> str | None:
 def notes(found: Comparison) -> list[str]:
     """Messages for the user about the measurements."""
     texts, rows = list(found.notes), found.rows
-    for name, measured in (("base", found.base), ("adapter", found.adapter)):
-        bad = np.flatnonzero(~np.isfinite(measured.losses))
+    systems = {"base": found.base, "start": found.start, "adapter": found.adapter}
+    for name, measured in systems.items():
+        if measured is None:
+            continue
+        losses, what = measured.losses, "mean loss is"
+        if measured.bad_losses is not None:
+            losses, what = losses + measured.bad_losses, "means are"
+        bad = np.flatnonzero(~np.isfinite(losses))
         if len(bad):
             verb = "has" if len(bad) == 1 else "have"
             texts.append(
                 f"{name}: {len(bad):,} of {counted(len(rows), 'row')} {verb} a loss that is not "
-                f"finite, the first is {rows.where(bad[0])}: the mean loss is unknown"
+                f"finite, the first is {rows.where(bad[0])}: the {what} unknown"
             )
     if found.leaked is None:
         texts.append(

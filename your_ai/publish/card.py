@@ -41,7 +41,20 @@ SETTINGS = (
     *("batch_size", "grad_accumulation", "max_seq_length", "packing"),
     *("mask_prompt", "dtype", "quantize", "seed"),
 )
-TITLES = {"loss": "Loss", "perplexity": "Perplexity", "exact_match": "Exact match"}
+TITLES = {
+    "rewards/accuracies": "Accuracy of rewards",
+    "rewards/auc": "AUC of rewards",
+    "rewards/margins": "Margin of rewards",
+    "rewards/chosen": "Reward, chosen",
+    "rewards/rejected": "Reward, rejected",
+    "logps/accuracies": "Accuracy of log-probabilities",
+    "logps/mean_accuracies": "Accuracy of log-probabilities per token",
+    "logps/chosen": "Log-probability, chosen",
+    "logps/rejected": "Log-probability, rejected",
+    "loss": "Loss",
+    "perplexity": "Perplexity",
+    "exact_match": "Exact match",
+}
 DONE_IN_STEPS = (events.Step, events.Validation, events.Skipped)
 SIDES = ("base", "adapter", "difference")
 
@@ -402,9 +415,26 @@ def evaluation(subject: Subject) -> list[str]:
     if all(isinstance(count, int) for count in counts):
         better, worse, equal = counts
         text += (
-            f". Better than the base on {better:,} of them, worse on {worse:,}, equal on {equal:,}"
+            f". The loss of the good answer is lower than the base's on {better:,} of them, higher "
+            f"on {worse:,}, equal on {equal:,}"
+            if isinstance(found.get("preferences"), dict)
+            else f". Better than the base on {better:,} of them, worse on {worse:,}, equal on "
+            f"{equal:,}"
         )
-    return ["## Evaluation", f"{text}.", table(("", *SIDES), rows)]
+    return ["## Evaluation", f"{text}.{about_rewards(found)}", table(("", *SIDES), rows)]
+
+
+def about_rewards(found: Mapping[str, Any]) -> str:
+    """A sentence about what the rewards of an evaluation compare; "" if there are none."""
+    about = found.get("preferences")
+    if not isinstance(about, dict):
+        return ""
+    references = {
+        "base": "relative to the base, whose own are 0",
+        "start": "relative to the adapter that the training started from",
+    }
+    reference = references.get(str(about.get("reference")), "without a reference")
+    return f" The rewards are those of {cell(str(about.get('objective')))}, {reference}."
 
 
 def interval(side: Any) -> str:

@@ -1,0 +1,178 @@
+"""The rewards of good and bad answers, and how well a model tells them apart.
+
+A reward is what the objective of a run compares: for DPO, beta times the log-ratio to the
+reference. A bad answer is the rejected one of a pair, or one with the label false.
+
+Shapes: m rows; arrays of (2, m) have the values of the good and of the bad answers, NaN where a row
+has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from your_ai.config import TrainConfig
+from your_ai.evaluation.bootstrap import (
+    Paired,
+    mean_difference,
+    paired,
+    paired_apart,
+    ranked_right,
+)
+from your_ai.evaluation.compare import Comparison, RowMeasures
+from your_ai.objectives.chosen import needs_reference, objective_of
+from your_ai.objectives.dpo import DPO
+from your_ai.objectives.pairs import TIE, PairObjective, Pairs
+
+SYSTEMS = ("base", "adapter")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How base and adapter judge the good and the bad answers of the rows."""
+
+    objective: str
+    reference: str | None
+    """What the rewards compare with: base; start, the adapter that the run started from; None."""
+    logps: dict[str, np.ndarray]
+    """By system, also the start if it is the reference, (2, m): the sums of the log-probabilities
+    of the answers."""
+    rewards: dict[str, np.ndarray]
+    """By system, (2, m)."""
+    tokens: np.ndarray
+    """(2, m): the number of tokens of each answer; 0 where there is none."""
+    is_pair: np.ndarray
+    """(m,) bool: whether the row has both answers."""
+    is_labeled: np.ndarray
+    """(m,) bool: whether the row has one answer with a label."""
+    counts: np.ndarray
+    """(m,) bool: whether the row counts; a row of weight 0 does not."""
+
+    @cached_property
+    def margins(self) -> dict[str, np.ndarray]:
+        """By system, (m,): the reward of the chosen answer minus that of the rejected one."""
+        return {name: good - bad for name, (good, bad) in self.rewards.items()}
+
+    def likelier(self, system: str) -> np.ndarray:
+        """(m,): 1 where the chosen answer is more likely than the rejected one, as in `right`."""
+        good, bad = self.logps[system]
+        return right(good - bad)
+
+    def likelier_per_token(self, system: str) -> np.ndarray:
+        """(m,): the same of the log-probabilities per token."""
+        good, bad = self.logps[system] / np.maximum(self.tokens, 1)
+        return right(good - bad)
+
+
+def judge(config: TrainConfig, found: Comparison) -> Judged | None:
+    """The rewards of the answers by the objective of the run; None if no row compares answers."""
+    rows, objective = found.rows, rewarding(config)
+    if not rows.has_preferences:
+        return None
+    tokens = np.stack([rows.trained_tokens, rows.bad_tokens])
+    measured = {"base": found.base, "adapter": found.adapter}
+    if found.start is not None:
+        measured["start"] = found.start
+    logps = {system: logps_of(each, tokens) for system, each in measured.items()}
+    name = None
+    if needs_reference(config):
+        name = "base" if found.start is None else "start"
+    reference = None if name is None else logps[name]
+    return Judged(
+        objective=config.objective,
+        reference=name,
+        logps=logps,
+        rewards={s: rewards_of(objective, logps[s], reference, tokens) for s in SYSTEMS},
+        tokens=tokens,
+        is_pair=rows.is_pair,
+        is_labeled=rows.is_labeled,
+        counts=rows.weights > 0,
+    )
+
+
+def rewarding(config: TrainConfig) -> PairObjective:
+    """The objective that gives the rewards of a run: its own, or DPO if it is not over pairs."""
+    objective = objective_of(config)
+    if isinstance(objective, PairObjective):
+        return objective
+    return DPO() if config.beta is None else DPO(beta=config.beta)
+
+
+def logps_of(measured: RowMeasures, tokens: np.ndarray) -> np.ndarray:
+    """(2, m) the log-probabilities of the good and the bad answers; tokens: (2, m)."""
+    bad = np.zeros_like(measured.losses) if measured.bad_losses is None else measured.bad_losses
+    return np.where(tokens > 0, -np.stack([measured.losses, bad]), np.nan)
+
+
+def rewards_of(
+    objective: PairObjective, logps: np.ndarray, reference: np.ndarray | None, tokens: np.ndarray
+) -> np.ndarray:
+    """(2, m) float64: the rewards of the good and the bad answers, as in training.
+
+    logps, reference, tokens: (2, m); without a reference, answers are not compared with anything.
+    """
+    reference = np.zeros_like(logps) if reference is None else reference
+    with mx.stream(mx.cpu):  # the only device with float64
+        columns = (*logps, *reference, *tokens, np.ones(len(logps[0])))
+        pairs = Pairs(*(mx.array(column, mx.float64) for column in columns))
+        found = objective.of_pairs(pairs)
+        rewards = np.stack([np.array(found.chosen_rewards), np.array(found.rejected_rewards)])
+    return np.where(tokens > 0, rewards, np.nan)
+
+
+# Measures
+
+
+def measures(judged: Judged, resamples: int, seed: int) -> dict[str, Paired]:
+    """The means of base and adapter by measure, most of them with TRL's names.
+
+    rewards/accuracies, logps/accuracies and logps/mean_accuracies are the shares of pairs whose
+    chosen answer has the higher reward, log-probability and log-probability per token. A tie, up to
+    rounding, is half. rewards/auc is the share of all combinations of a good and a bad labeled
+    answer whose good one has the higher reward. Of labels, rewards/margins is the difference of
+    the two means.
+    """
+    there = judged.counts
+    pairs, labeled = judged.is_pair & there, judged.is_labeled & there
+    good, bad = ((pairs | labeled) & (counted > 0) for counted in judged.tokens)
+
+    def over(chosen: np.ndarray, value_of: Callable[[str], np.ndarray]) -> Paired:
+        values = (value_of(system)[chosen] for system in SYSTEMS)
+        return paired(*values, np.ones(chosen.sum()), resamples, seed)
+
+    def apart(statistic: Callable, value_of: Callable[[str], np.ndarray]) -> Paired:
+        values = (value_of(system)[labeled] for system in SYSTEMS)
+        return paired_apart(*values, good[labeled], statistic, resamples, seed)
+
+    def reward(system: str) -> np.ndarray:
+        """(m,) the reward of the answer of each labeled row."""
+        return np.where(good, *judged.rewards[system])
+
+    found: dict[str, Paired] = {}
+    if pairs.any():
+        found["rewards/accuracies"] = over(pairs, lambda s: right(judged.margins[s]))
+        found["rewards/margins"] = over(pairs, lambda s: judged.margins[s])
+    if (labeled & good).any() and (labeled & bad).any():
+        found["rewards/auc"] = apart(ranked_right, lambda s: np.round(reward(s) / TIE))
+        found.setdefault("rewards/margins", apart(mean_difference, reward))
+    for place, (name, rows) in enumerate({"chosen": good, "rejected": bad}.items()):
+        if rows.any():
+            found[f"rewards/{name}"] = over(rows, lambda s, p=place: judged.rewards[s][p])
+    if pairs.any():
+        found["logps/accuracies"] = over(pairs, judged.likelier)
+        found["logps/mean_accuracies"] = over(pairs, judged.likelier_per_token)
+    for place, (name, rows) in enumerate({"chosen": good, "rejected": bad}.items()):
+        if rows.any():
+            found[f"logps/{name}"] = over(rows, lambda s, p=place: judged.logps[s][p])
+    return found
+
+
+def right(margins: np.ndarray) -> np.ndarray:
+    """1 where a margin is above 0, 0.5 where it is 0 up to rounding, else 0; NaN where unknown."""
+    found = (margins > TIE) + 0.5 * (np.abs(margins) <= TIE)
+    return np.where(np.isfinite(margins), found, np.nan)
