@@ -495,10 +495,15 @@ def has_default(config: TrainConfig, name: str) -> bool:
     return getattr(config, name) == FIELDS[name].default
 
 
+def is_used(name: str, objective: str) -> bool:
+    """Whether an objective uses a setting."""
+    return objective in OBJECTIVES_WITH.get(name, (objective,))
+
+
 def check_objective(config: TrainConfig) -> None:
     """Raise UserError for settings of another objective, or out of range."""
     for name, users in OBJECTIVES_WITH.items():
-        if getattr(config, name) != FIELDS[name].default and config.objective not in users:
+        if not (has_default(config, name) or is_used(name, config.objective)):
             raise UserError(
                 f"{flag(name)}: --objective {config.objective} does not use it; it is for "
                 f"{', '.join(users)}"
