@@ -66,9 +66,12 @@ def read_text(text: str) -> dict:
         ({"objective": "ipo", "label_smoothing": "0.1"}, "--label-smoothing: --objective ipo"),
         ({"objective": "dpo", "label_smoothing": "0.5"}, "at least 0 and under 0.5"),
         ({"objective": "orpo", "reference": "none"}, "--reference: --objective orpo"),
-        ({"objective": "dpo", "too_long": "split"}, "--too-long split: the answers of a pair"),
+        ({"objective": "dpo", "too_long": "split"}, "--too-long split: --objective dpo"),
         ({"objective": "dpo", "lora_dropout": "0.1"}, "--lora-dropout: not supported"),
+        ({"objective": "kto", "neftune_alpha": "5"}, "--neftune-alpha: not supported"),
         ({"objective": "dpo", "exact_match": True}, "--exact-match: not supported"),
+        ({"objective": "kto", "reference": "none"}, "--reference: --objective kto"),
+        ({"objective": "dpo", "kto_desirable_weight": "2"}, "--kto-desirable-weight: --objective"),
         ({"learning_rate": "nan"}, "--learning-rate nan"),
         ({"learning_rate": "inf"}, "--learning-rate inf"),
         ({"lora_layers": "0"}, "--lora-layers 0: must be at least 1, or all"),
@@ -135,6 +138,17 @@ def test_any_value_is_within_its_bounds_or_refused(name, value):
     if isinstance(kept, float) or (isinstance(kept, int) and name != "seed"):
         assert 0 <= kept < 1 << 33
     assert build(read_text(to_yaml(config)), "x") == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "rate"),
+    [
+        ({}, 2e-4), ({"objective": "sft"}, 2e-4), ({"objective": "kto"}, 2e-5),
+        ({"objective": "dpo", "learning_rate": "1e-3"}, 1e-3),
+    ],
+)  # fmt: skip
+def test_the_default_learning_rate_is_that_of_the_objective(settings, rate):
+    assert resolve({"data": "d", **settings}, None).learning_rate == rate
 
 
 def test_number_with_thousands_of_digits_is_not_a_text():

@@ -332,7 +332,7 @@ def test_the_weight_of_many_targets_is_exact():
 def test_the_first_token_is_never_a_target():
     tokens, trained = np.arange(1, 4, dtype=np.uint32), np.ones(3, bool)
     one = Examples(tokens, trained, np.array([0, 3]), np.ones(1, np.float32), RowCounts())
-    batch = make_batch(one, np.array([0]), 1, bucket_edges(one.lengths - 1))
+    batch = make_batch(one, np.array([0]), 1, bucket_edges(one.lengths - 1), np.array([0]))
     assert batch.targets[: batch.trained_tokens].tolist() == [2, 3]
 
 

@@ -7,12 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.conftest import write_rows
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, load_examples
-from your_ai.data.preferences import parse_answers, parse_any, parse_labels, parse_pairs
-from your_ai.data.rows import Chat, Labeled, Pair, Preference
+from your_ai.data.preferences import (
+    MOST_WAITING,
+    parse_answers,
+    parse_any,
+    parse_labels,
+    parse_pairs,
+    with_other_answers,
+)
+from your_ai.data.rows import Chat, Labeled, Pair, Preference, Row
 from your_ai.errors import UserError
 
 ASKED = {"role": "user", "content": "Why?"}
@@ -76,7 +85,7 @@ def test_texts_without_a_prompt_are_split_before_the_first_different_word(
         ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": -1}, "weight -1"),
         ({"prompt": [ASKED], "chosen": [ASKED], "rejected": [YES]}, "chosen: has no answer"),
         ({"prompt": "p", "completion": "c"}, "such rows train with --objective sft"),
-        ({"prompt": "p", "completion": "c", "label": True}, "no objective trains such rows"),
+        ({"prompt": "p", "completion": "c", "label": True}, "rows train with --objective kto"),
         ({"question": "p"}, "unknown row format; keys found: question"),
     ],
 )
@@ -138,6 +147,9 @@ def test_wrong_labels_are_named_in_one_line(row, message):
 def test_supervised_rows_name_the_objective_of_pairs():
     with pytest.raises(UserError, match="rows train with --objective dpo"):
         parse_answers({"prompt": "p", "chosen": "a", "rejected": "b"}, "here")
+    with pytest.raises(UserError, match="train such rows with --objective kto"):
+        parse_answers({"prompt": "p", "completion": "c", "label": False}, "here")
+    assert parse_answers({"prompt": "p", "completion": "c", "label": "joy"}, "here")
     row = {"messages": [ASKED, YES], "chosen": [YES], "rejected": [NO]}
     assert parse_answers(row, "here").content.messages == [ASKED, YES]
 
@@ -170,10 +182,77 @@ def test_of_a_pair_that_is_too_long_both_answers_are_dropped(own_folder, demo_to
 
 
 def test_labels_are_kept_with_the_texts(own_folder, demo_tokenizer):
-    rows = [{"prompt": "p", "completion": c, "label": c == "good"} for c in ("good", "bad")]
+    rows = [{"prompt": f"p{c}", "completion": c, "label": c == "good"} for c in ("good", "bad")]
     for _ in range(2):  # encoded, then from the cache
         found = load(own_folder, demo_tokenizer, rows, "labels")
-        assert found.labels.tolist() == [True, False]
+        assert found.labels.tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("label", [True, 1, "1", "true", "True", "TRUE"])
+def test_labels_may_be_text_as_in_tables(label):
+    assert parse_labels({"prompt": "p", "completion": "c", "label": label}, "here").content.good
+
+
+def test_a_label_is_about_what_follows_the_last_question():
+    first = [ASKED, NO, {"role": "user", "content": "And?"}]
+    row = {"messages": [*first, YES], "label": True}
+    assert parse_labels(row, "here").content.answer.first_trained == 3
+    with pytest.raises(UserError, match="no answer of the assistant after the last question"):
+        parse_labels({"messages": first, "label": True}, "here")
+
+
+def labeled(prompt: str, answer: str, as_chat: bool = False) -> Row:
+    row = {"prompt": prompt, "completion": answer, "label": True}
+    if as_chat:
+        row["prompt"] = [{"role": "user", "content": prompt}]
+    return parse_labels(row, f"{prompt}:{answer}")
+
+
+def others_of(rows: list[Row]) -> list[tuple[str, str]]:
+    """(prompt, answer) of the second text of each row."""
+    found = []
+    for row in with_other_answers(iter(rows)):
+        other = row.content.other
+        if isinstance(other, Pair):
+            found.append((other.prompt, other.completion))
+        else:
+            found.append(tuple(turn["content"] for turn in other.messages))
+    return found
+
+
+@given(prompts=st.lists(st.sampled_from("abc"), min_size=2, max_size=12), data=st.data())
+def test_each_row_gets_an_answer_to_another_prompt_where_there_is_one(prompts, data):
+    forms = data.draw(st.lists(st.booleans(), min_size=len(prompts), max_size=len(prompts)))
+    rows = [labeled(p, f"{p}{i}", f) for i, (p, f) in enumerate(zip(prompts, forms, strict=True))]
+    found = others_of(rows)
+    assert [prompt for prompt, _ in found] == prompts
+    answers = [answer for _, answer in found]
+    assert set(answers) <= {f"{p}{i}" for i, p in enumerate(prompts)}
+    for i, (prompt, answer) in enumerate(found):
+        assert answer != f"{prompt}{i}"
+        if len(set(prompts)) > 1 and not any(forms):
+            assert answer[0] != prompt
+
+
+def test_many_rows_of_one_prompt_do_not_wait_for_another():
+    rows = (labeled("a", str(i)) for i in range(MOST_WAITING + 2))
+    first = next(with_other_answers(rows))
+    assert first.content.other == Pair("a", str(MOST_WAITING))
+    assert next(rows).where == f"a:{MOST_WAITING + 1}"
+
+
+def test_a_file_of_one_labeled_row_is_refused():
+    with pytest.raises(UserError, match="the only row"):
+        others_of([labeled("a", "b")])
+
+
+def test_the_answer_of_another_row_is_shortened_where_it_does_not_fit(own_folder, demo_tokenizer):
+    rows = [{"prompt": "Why?", "completion": "Yes. " * n, "label": True} for n in (1, 9)]
+    rows[0]["prompt"] = "Why then, and how?"
+    size = len(load(own_folder, demo_tokenizer, rows, "labels")[2].tokens)
+    found = load(own_folder, demo_tokenizer, rows, "labels", size)
+    assert found.lengths.max() == size
+    assert (len(found), found.tally.truncated) == (4, 0)
 
 
 def test_the_rows_of_one_file_may_differ_in_form(own_folder, demo_tokenizer):

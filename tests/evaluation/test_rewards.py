@@ -46,15 +46,16 @@ OBJECTIVES = [
     TrainConfig(objective="orpo", orpo_lambda=0.7),
 ]  # fmt: skip
 SUMMARY = SummarySettings(resamples=50, confidence=0.9, seed=1, worst=2)
-COMPARED = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
-LOGPS = ("logps/chosen", "logps/rejected")
+COMPARED = (
+    *("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
+    *("logps/chosen", "logps/rejected"),
+)
 
 
-def preference_run(root: Path, model: Path, **settings) -> Path:
-    """Train a run on PAIRS, and validate it on them at its end."""
-    write_rows(root / "data" / "train.jsonl", PAIRS)
-    for name in ("valid", "test"):
-        write_rows(root / "data" / f"{name}.jsonl", PAIRS)
+def preference_run(root: Path, model: Path, rows: list[dict], **settings) -> Path:
+    """Train a run on the rows, and validate it on them at its end."""
+    for name in ("train", "valid", "test"):
+        write_rows(root / "data" / f"{name}.jsonl", rows)
     first = {"model": str(model), "data": str(root / "data"), "max_steps": 4, "keep_best": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
@@ -70,7 +71,7 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def dpo(root, tiny_model) -> Path:
-    return preference_run(root, tiny_model, run="dpo", objective="dpo")
+    return preference_run(root, tiny_model, PAIRS, run="dpo", objective="dpo")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def check_against_validation(run: Path, found: Comparison) -> dict:
     """The summary of a run, whose adapter has the metrics of the run's last validation."""
     values = adapter_values(run, found)
     metrics = events_of(RunFolder(run), events.Validation)[-1].metrics
-    for name in (*COMPARED, *LOGPS):
+    for name in set(COMPARED) & metrics.keys() & values.keys():
         assert values[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), name
     return summarize(open_trained(str(run)), found, SUMMARY)
 
@@ -102,6 +103,17 @@ def test_rewards_of_dpo_are_those_of_validation(dpo, expected):
         "objective": "dpo", "reference": "base", "pairs": 5, "good": 0, "bad": 0,
     }  # fmt: skip
     assert abs(summary["measures"]["rewards/margins"]["adapter"]["value"]) > 0.01
+
+
+def test_rewards_of_kto_are_those_of_validation(tmp_path, tiny_model, monkeypatch):
+    run = preference_run(tmp_path, tiny_model, LABELS, run="kto", objective="kto", max_steps=2)
+    monkeypatch.setenv("YOUR_AI_HOME", str(tmp_path / "home"))
+    found = compared(run)
+    summary = check_against_validation(run, found)
+    assert "rewards/margins" in summary["measures"]
+    assert found.leaked == 7
+    about = summary["preferences"]
+    assert (about["objective"], about["reference"], about["good"]) == ("kto", "base", 4)
 
 
 @pytest.mark.parametrize("config", OBJECTIVES, ids=lambda config: config.objective)
@@ -353,4 +365,4 @@ def test_rows_without_preferences_are_not_judged(own_folder, demo_tokenizer):
 
 
 def test_an_objective_that_is_not_over_pairs_has_the_rewards_of_dpo():
-    assert rewarding(TrainConfig(objective="sft")) == DPO()
+    assert rewarding(TrainConfig(objective="kto", beta=0.3)) == DPO(beta=0.3)

@@ -10,7 +10,7 @@ import sys
 import mlx.core as mx
 import pytest
 
-from tests.conftest import losses_of, resume, train
+from tests.conftest import losses_of, resume, train, write_rows
 from tests.fault.processes import (
     ENDLESS,
     PATIENCE_S,
@@ -23,6 +23,7 @@ from tests.fault.processes import (
     wait_until,
 )
 from your_ai.files import TEMPORARY, clean
+from your_ai.hub.find import store
 from your_ai.run import checkpoint, events, folder
 from your_ai.run.checkpoint import SavedCheckpoint, TrainState
 from your_ai.run.folder import RUNS, RunFolder
@@ -181,6 +182,45 @@ def test_run_killed_before_its_first_checkpoint_starts_again(configure, settings
     assert checkpoint.newest(run.checkpoints) == (None, [])
     assert resume(run) == 0
     assert final_files(run) == final_files(train(configure(run="whole", **settings)))
+
+
+DURING_THE_REFERENCE = """
+import os, signal
+from your_ai.training import reference
+
+whole = reference.computed
+
+def die(*arguments):
+    whole(*arguments)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+reference.computed = die
+"""
+WHILE_THE_REFERENCE_IS_WRITTEN = """
+import os, signal
+from your_ai.training import reference
+
+def die(path):
+    os.truncate(path, os.path.getsize(path) // 2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+reference.sha256 = die
+"""
+
+
+@pytest.mark.parametrize("when", [DURING_THE_REFERENCE, WHILE_THE_REFERENCE_IS_WRITTEN])
+def test_run_killed_while_its_reference_is_computed_starts_again(configure, own_folder, when):
+    rows = [{"prompt": f"Question {i}", "chosen": "Yes", "rejected": "No"} for i in range(4)]
+    data = write_rows(own_folder / "pairs.jsonl", rows)
+    settings = {"objective": "dpo", "data": str(data), "max_steps": 2, "valid": "none"}
+    with started(configure(**settings), "killed", before=when) as process:
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    run = folder.find("killed")
+    assert resume(run) == 0
+    assert final_files(run) == final_files(train(configure(run="whole", **settings)))
+    kept = (store() / "cache" / "reference").iterdir()
+    assert len([path for path in kept if not path.name.startswith(TEMPORARY)]) == 1
 
 
 def test_run_with_only_a_config_starts_from_the_beginning(configure):

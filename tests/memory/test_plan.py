@@ -25,6 +25,7 @@ from your_ai.memory.plan import (
     estimate_rows,
     options,
     rounded_up,
+    rows_of,
     with_margin,
     words,
 )
@@ -516,3 +517,34 @@ def test_refusal_of_an_evaluation_names_a_limit_that_is_enough():
     least = re.search(r"at least ([0-9.]+) GB is needed", str(refused.value))[1]
     choose(forward, int(float(least) * GB))
     assert "shorten the rows (now up to 2048 tokens)" in str(refused.value)
+
+
+PAIRS = replace(DEMAND, batch_size=4, rows_per_step=8, lengths=(2048,), rows_together=2)
+
+
+def test_pairs_are_split_after_everything_else_of_an_engine():
+    tried = [(o.plan.engine, o.plan.spill, rows_of(PAIRS, o.plan, 2048)) for o in options(PAIRS)]
+    of_others = [(engine, spill, rows) for engine, spill in ENGINES[1:] for rows in (4, 2, 1)]
+    assert tried == [("fused", False, 4), ("fused", False, 2), *of_others]
+    only_fused = options(replace(PAIRS, engine="fused"))
+    assert [rows_of(PAIRS, o.plan, 2048) for o in only_fused] == [4, 2, 1]
+
+
+def test_a_limit_under_which_only_one_answer_fits_splits_the_pairs():
+    staged = [o for o in options(PAIRS) if (o.plan.engine, o.plan.spill) == ("staged", False)]
+    pair, single = staged[1:]
+    assert single.needed_bytes < pair.needed_bytes
+    assert single.cost > pair.cost
+    assert choose(PAIRS, pair.needed_bytes).option == pair
+    assert choose(PAIRS, pair.needed_bytes - 1).option == single
+
+
+def test_short_pairs_stay_together_under_a_plan_that_splits_long_ones():
+    demand = replace(PAIRS, lengths=(512, 1024, 2048))
+    plan = Plan("staged", 2048)
+    assert [rows_of(demand, plan, tokens) for tokens in demand.lengths] == [4, 2, 1]
+
+
+def test_measurements_may_split_pairs():
+    found = Corrections(PAIRS, Plan("staged", 2 * 2048), limit_bytes=0)
+    assert found.rows(2048) == 1

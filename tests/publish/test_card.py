@@ -160,7 +160,7 @@ def test_rewards_of_an_evaluation_are_shown_with_their_reference():
     text = card_of(evaluation=MEASURED | {"measures": measures, "preferences": about})
     assert "| Accuracy of rewards | 0.5000 [0.2500, 0.7500] |" in text
     assert "The loss of the good answer is lower than the base's on 700 of them, higher" in text
-    assert "The rewards are those of dpo, relative to the base, whose own are 0." in text
+    assert "The rewards are those of DPO, relative to the base, whose own are 0." in text
 
 
 def test_rows_of_an_evaluation_are_not_in_the_card():

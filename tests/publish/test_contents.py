@@ -136,6 +136,23 @@ def test_the_base_is_named_by_its_repository(trained):
     assert (base_of(demo).name, base_of(demo).repo) == (DEMO, None)
 
 
+@pytest.mark.parametrize(
+    ("objective", "text"),
+    [
+        ("simpo", "SimPO ([arXiv:2405.14734](https://arxiv.org/abs/2405.14734)) on pairs of"),
+        ("kto", "on answers labeled as good or bad."),
+    ],
+)  # fmt: skip
+def test_the_card_says_the_method_and_its_settings(trained, objective, text):
+    settings = {"objective": objective, "beta": 0.3, "exact_match": False}
+    config = dataclasses.replace(trained.config, **settings)
+    sent = of_run(dataclasses.replace(trained, config=config), REPO).files[CARD].decode()
+    assert text in sent
+    assert f"- {objective}\n" in sent
+    assert "| `beta` | 0.3 |" in sent
+    assert "orpo_lambda" not in sent
+
+
 def test_the_card_says_that_training_began_from_an_adapter_without_its_name(trained):
     config = dataclasses.replace(trained.config, from_adapter="../vault")
     sent = of_run(dataclasses.replace(trained, config=config), REPO)

@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import events_of, losses_of, resume, train, write_rows
 from your_ai.run import checkpoint, events
 from your_ai.training import reference
+from your_ai.training.memory_actions import Governor
 
 PAIRS = [
     {
@@ -19,17 +20,23 @@ PAIRS = [
     }
     for i in range(12)
 ]
-OBJECTIVES = ("dpo", "ipo", "simpo", "orpo")
+LABELED = [
+    {"prompt": f"Question {i // 2} " * (1 + i % 3), "completion": text, "label": i % 2 == 0}
+    for i, text in enumerate(["Yes, it is", "No " * 3] * 6)
+]
+OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
 
 
 @pytest.fixture
 def pairs(own_folder, configure):
-    """A function that makes the config of a run on 12 pairs, with the same 4 as validation."""
-    write_rows(own_folder / "pairs" / "train.jsonl", PAIRS)
-    write_rows(own_folder / "pairs" / "valid.jsonl", PAIRS[:4])
+    """A function that makes the config of a run on 12 rows, with the same 4 as validation."""
+    for name, rows in (("pairs", PAIRS), ("labels", LABELED)):
+        write_rows(own_folder / name / "train.jsonl", rows)
+        write_rows(own_folder / name / "valid.jsonl", rows[:4])
 
-    def make(**settings):
-        first = {"data": str(own_folder / "pairs"), "objective": "dpo", "eval_every": 2}
+    def make(objective="dpo", **settings):
+        data = own_folder / ("labels" if objective == "kto" else "pairs")
+        first = {"data": str(data), "objective": objective, "eval_every": 2}
         return configure(**{**first, **settings})
 
     return make
@@ -56,9 +63,10 @@ def test_the_first_loss_of_dpo_is_undecided(pairs):
     assert first.grad_norm > 0
 
 
-def test_every_plan_learns_the_same(pairs):
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_every_plan_learns_the_same(pairs, objective):
     found = [
-        losses_of(train(pairs(run=name, plan=plan, packing=packing)))
+        losses_of(train(pairs(objective, run=name, plan=plan, packing=packing)))
         for name, plan, packing in (
             ("a", "fused", False), ("b", "staged", False), ("c", "streamed", False),
             ("d", "fused", True),
@@ -66,6 +74,20 @@ def test_every_plan_learns_the_same(pairs):
     ]  # fmt: skip
     for other in found[1:]:
         assert other == pytest.approx(found[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo"])
+def test_pairs_that_do_not_fit_into_a_micro_batch_learn_the_same(
+    pairs, monkeypatch, objective, packing
+):
+    whole = train(pairs(objective, run="a", packing=packing))
+    monkeypatch.setattr(Governor, "rows_at", lambda self, tokens: 1)
+    split = train(pairs(objective, run="b", packing=packing))
+    assert losses_of(split) == pytest.approx(losses_of(whole), rel=1e-4)
+    first, second = (events_of(run, events.Step)[-1] for run in (whole, split))
+    assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-3)
+    assert second.metrics == pytest.approx(first.metrics, rel=1e-3, abs=1e-3)
 
 
 def test_a_step_is_the_same_in_smaller_micro_batches(pairs):

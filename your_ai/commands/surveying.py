@@ -12,6 +12,7 @@ from your_ai.commands.progress import rows_read
 from your_ai.config import FIELDS, TrainConfig, build, coerce, defaults
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
+from your_ai.gates.text import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,7 +142,8 @@ def show_split(
                 if seconds is None
                 else f", about {duration(seconds)} at the speed of the newest run"
             )
-            console.print(f"  an epoch: {steps:,} steps of {config.rows_per_step} rows{took}")
+            length = f"{counted(steps, 'step')} of {counted(config.rows_per_step, 'row')}"
+            console.print(f"  an epoch: {length}{took}")
     bins = split.histogram()
     highest = max(count for *_, count in bins)
     for begin, end, count in bins:

@@ -20,7 +20,9 @@ from your_ai.config.settings import (
     AUTO,
     DEMO,
     FIELDS,
+    PREFERENCE_LEARNING_RATE,
     RESUMABLE,
+    SFT,
     TrainConfig,
     flag,
     nearest,
@@ -109,6 +111,8 @@ def resolve(
         settings = {**taken, **given, "from_adapter": taken["from_adapter"]}
     if preset is None and settings.get("model", DEMO) == DEMO and "data" not in settings:
         settings = read_yaml(find_preset(DEMO)) | settings
+    if settings.get("objective", SFT) != SFT:
+        settings = {"learning_rate": PREFERENCE_LEARNING_RATE} | settings
     config = build(settings, "settings")
     if needs_data and not config.data:
         raise UserError("--data is missing: give a folder with train.jsonl, or one .jsonl file")

@@ -20,6 +20,8 @@ DEMO = "demo"
 ALL_LINEAR = "all-linear"  # of --lora-targets
 AUTO = "auto"  # chosen when the run starts, by config/defaults.py, and recorded in its settings
 OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs
+SFT = "sft"  # the value of --objective for supervised fine-tuning
+PREFERENCE_LEARNING_RATE = 2e-5  # the default of all other objectives; docs/objectives.md says why
 LOSS, EXACT_MATCH = "loss", "exact_match"  # values of --best-metric
 NONE, FOLDER = "none", "folder"  # values of --valid: no validation, or only what --data has
 
@@ -84,23 +86,27 @@ class TrainConfig:
     )
     mask_prompt: bool = setting(True, "Train on the completions only, in rows that have prompts.")
 
-    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo"] = setting(
-        "sft",
-        "What is learned: answers (sft), or which of two answers is preferred (dpo, ipo, simpo, "
-        "orpo).",
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto"] = setting(
+        SFT,
+        "What is learned: answers (sft), which of two answers is preferred (dpo, ipo, simpo, "
+        "orpo), or which answers are good and which are bad (kto).",
     )
     beta: float | None = setting(
         None,
-        "How much a preference counts against staying near the reference (dpo, ipo), or the scale "
-        "of mean log-probabilities (simpo); default: 0.1, or 2 with simpo.",
+        "How much a preference counts against staying near the reference (dpo, ipo, kto), or the "
+        "scale of mean log-probabilities (simpo); default: 0.1, or 2 with simpo.",
     )
     label_smoothing: float = setting(
         0.0, "Share of preferences that are taken to be wrong, for dpo and simpo."
     )
     simpo_gamma: float = setting(0.5, "Margin between the two answers that simpo wants.")
     orpo_lambda: float = setting(0.1, "Weight of the odds ratio in orpo.")
+    kto_desirable_weight: float = setting(1.0, "Weight of good answers in kto.")
+    kto_undesirable_weight: float = setting(1.0, "Weight of bad answers in kto.")
     sft_weight: float = setting(
-        0.0, "Weight of the chosen answers' cross-entropy, added to a loss over pairs."
+        0.0,
+        "Weight of the cross-entropy of the chosen or good answers, added to the loss of an "
+        "objective other than sft.",
     )
     reference: Literal["start", "none"] = setting(
         "start", "Reference of dpo and ipo: the model as the run starts, or none."
@@ -133,7 +139,9 @@ class TrainConfig:
     optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon", "lion"] = setting(
         "adamw", "Optimizer, from mlx.optimizers."
     )
-    learning_rate: float = setting(2e-4, "Peak learning rate.")
+    learning_rate: float = setting(
+        2e-4, "Peak learning rate; if not given, 2e-5 for every objective but sft."
+    )
     loraplus_ratio: float = setting(
         1.0, "The B matrices of the adapters learn this many times as fast (LoRA+), e.g. 16."
     )
@@ -256,9 +264,9 @@ class TrainConfig:
         return self.batch_size * self.grad_accumulation
 
     @property
-    def row_kind(self) -> Literal["answers", "pairs"]:
+    def row_kind(self) -> Literal["answers", "pairs", "labels"]:
         """What the rows of the data are."""
-        return "answers" if self.objective == "sft" else "pairs"
+        return {SFT: "answers", "kto": "labels"}.get(self.objective, "pairs")
 
     @property
     def measured_kind(self) -> Literal["answers", "chosen"]:
@@ -324,6 +332,8 @@ ADDED: dict[str, Any] = {
     "label_smoothing": 0.0,
     "simpo_gamma": 0.5,
     "orpo_lambda": 0.1,
+    "kto_desirable_weight": 1.0,
+    "kto_undesirable_weight": 1.0,
     "sft_weight": 0.0,
     "reference": "start",
     "use_rslora": False,
@@ -370,6 +380,8 @@ BOUNDS = {
     "keep": (1, 1_000_000),
     "simpo_gamma": (0, LARGEST),
     "orpo_lambda": (0, LARGEST),
+    "kto_desirable_weight": (0, LARGEST),
+    "kto_undesirable_weight": (0, LARGEST),
     "sft_weight": (0, LARGEST),
     "patience": (0, LARGEST),
     "samples": (0, 1_000_000),
@@ -379,11 +391,13 @@ BOUNDS = {
 }
 # Settings of one kind of objective -> the objectives that use it.
 OBJECTIVES_WITH = {
-    "beta": ("dpo", "ipo", "simpo"),
+    "beta": ("dpo", "ipo", "simpo", "kto"),
     "label_smoothing": ("dpo", "simpo"),
     "simpo_gamma": ("simpo",),
     "orpo_lambda": ("orpo",),
-    "sft_weight": ("dpo", "ipo", "simpo", "orpo"),
+    "kto_desirable_weight": ("kto",),
+    "kto_undesirable_weight": ("kto",),
+    "sft_weight": ("dpo", "ipo", "simpo", "orpo", "kto"),
     "reference": ("dpo", "ipo"),
 }
 TEXT_CHARACTERS, NAMES = 4096, 1000  # limits of a text, and of a list of names
@@ -481,10 +495,15 @@ def has_default(config: TrainConfig, name: str) -> bool:
     return getattr(config, name) == FIELDS[name].default
 
 
+def is_used(name: str, objective: str) -> bool:
+    """Whether an objective uses a setting."""
+    return objective in OBJECTIVES_WITH.get(name, (objective,))
+
+
 def check_objective(config: TrainConfig) -> None:
     """Raise UserError for settings of another objective, or out of range."""
     for name, users in OBJECTIVES_WITH.items():
-        if getattr(config, name) != FIELDS[name].default and config.objective not in users:
+        if not (has_default(config, name) or is_used(name, config.objective)):
             raise UserError(
                 f"{flag(name)}: --objective {config.objective} does not use it; it is for "
                 f"{', '.join(users)}"
@@ -495,16 +514,21 @@ def check_objective(config: TrainConfig) -> None:
         raise UserError(
             f"--label-smoothing {config.label_smoothing}: must be at least 0 and under 0.5"
         )
-    if config.row_kind == "pairs" and config.too_long == "split":
-        raise UserError("--too-long split: the answers of a pair cannot be split; use truncate")
-    for name in ("exact_match", "best_metric"):
-        if config.row_kind == "pairs" and getattr(config, name) != FIELDS[name].default:
-            raise UserError(f"{flag(name)}: not supported with --objective {config.objective}")
-    if config.row_kind == "pairs" and config.lora_dropout:
+    if config.objective == SFT:
+        return
+    if config.too_long == "split":
         raise UserError(
-            f"--lora-dropout: not supported with --objective {config.objective}, whose two answers "
-            "would be compared under different noise"
+            f"--too-long split: --objective {config.objective} compares whole answers; use truncate"
         )
+    for name in ("exact_match", "best_metric"):
+        if not has_default(config, name):
+            raise UserError(f"{flag(name)}: not supported with --objective {config.objective}")
+    for name in ("lora_dropout", "neftune_alpha"):
+        if getattr(config, name):
+            raise UserError(
+                f"{flag(name)}: not supported with --objective {config.objective}, which compares "
+                "log-probabilities that the noise would change"
+            )
 
 
 def check_texts(name: str, texts: tuple[str, ...]) -> None:

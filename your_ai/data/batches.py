@@ -20,6 +20,7 @@ MERGE_PADDING = 0.05  # buckets are merged while this adds less than 5% padding 
 MAX_BUCKETS = 12
 TARGET_LEVELS = 8  # target slots are padded to a multiple of 1/8 of the batch's tokens
 RowsAt = Callable[[int], int]  # sequence length -> maximum rows in a micro-batch
+FIRST_EMPTY = 0x80000000  # the ids in `Batch.rows` of rows without text begin here
 PADDING = 0xFFFFFFFF  # the value in `Batch.rows` at padding of a packed row
 
 
@@ -53,6 +54,10 @@ class Batch:
     trained_tokens: int
     reference: np.ndarray | None = None
     """(S,) float32 log-probabilities of the targets under the reference, if the run has one."""
+    good: np.ndarray | None = None
+    """(S,) bool, the label of the target's row, if the rows have labels."""
+    given: np.ndarray | None = None
+    """(S,) float32 weights of the targets, if a pass that scored them came first."""
 
     @property
     def real_tokens(self) -> int:
@@ -81,6 +86,12 @@ class Batch:
             return np.maximum(self.lengths, 1)[:, None]
         _, inverse, counts = np.unique(self.rows, return_inverse=True, return_counts=True)
         return counts[inverse].reshape(self.rows.shape)
+
+    @property
+    def text_ids(self) -> np.ndarray:
+        """(trained_tokens,) the index in the step of the text of each target."""
+        ids = np.broadcast_to(self.rows, self.tokens.shape).reshape(-1)
+        return ids[self.positions[: self.trained_tokens]]
 
     @property
     def weight(self) -> float:
@@ -122,7 +133,7 @@ class Schedule:
     packed_tokens: int | None = None
     """With packing: the maximum tokens of a micro-batch, whatever `batch_size` is."""
     rows_together: int = 1
-    """The size of a group: consecutive examples that stay in one micro-batch, such as a pair."""
+    """The size of a group: consecutive examples that are weighed together, such as a pair."""
     _orders: dict = field(default_factory=dict, repr=False)  # of the current epoch
 
     @property
@@ -143,7 +154,7 @@ class Schedule:
         return members(groups, self.rows_together)
 
     def batches_of(self, step: int, rows_at: RowsAt | None = None) -> list[Batch]:
-        """The micro-batches of step `step` (from 0).
+        """The micro-batches of step `step` (from 0), with whole groups.
 
         rows_at: the maximum rows in a micro-batch of a given sequence length. None: `batch_size`.
         """
@@ -152,11 +163,38 @@ class Schedule:
             rows_at = rows_at or (lambda _: self.batch_size)
             together = self.rows_together
             return list(micro_batches(self.examples, rows, rows_at, self.edges, together))
-        room = self.packed_tokens
-        if rows_at is not None:
-            longest = int(self.examples.lengths.max()) - 1
-            room = min(room, rows_at(longest) * longest)
+        room = self._packed_room(rows_at)
         return list(packed_batches(self.examples, rows, room, self.rows_together))
+
+    def split_batches_of(self, step: int, rows_at: RowsAt) -> list[Batch]:
+        """The micro-batches of step `step` (from 0), each text by itself.
+
+        The first texts of all groups come first, then the second ones, and so on.
+        """
+        rows, together = self.rows_of(step), self.rows_together
+        if self.packed_tokens is None:
+            return list(split_batches(self.examples, rows, rows_at, self.edges, together))
+        room = self._packed_room(rows_at)
+        parts = (np.arange(len(rows))[place::together] for place in range(together))
+        return [b for ids in parts for b in packed_batches(self.examples, rows, room, ids=ids)]
+
+    def has_room_for_groups(self, step: int, rows_at: RowsAt) -> bool:
+        """Whether every group of step `step` fits into a micro-batch."""
+        together = self.rows_together
+        groups = (self.examples.lengths[self.rows_of(step)] - 1).reshape(-1, together)
+        if self.packed_tokens is None:
+            longest = int(self.edges[np.searchsorted(self.edges, groups.max())])
+            return rows_at(longest) >= together
+        longest = int(self.examples.lengths.max()) - 1
+        return int(groups.sum(axis=1).max()) <= rows_at(longest) * longest
+
+    def _packed_room(self, rows_at: RowsAt | None) -> int:
+        """Tokens of a packed micro-batch."""
+        assert self.packed_tokens is not None
+        if rows_at is None:
+            return self.packed_tokens
+        longest = int(self.examples.lengths.max()) - 1
+        return min(self.packed_tokens, rows_at(longest) * longest)
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if epoch not in self._orders:
@@ -237,8 +275,31 @@ def micro_batches(
         first = rows[start : start + rows_together]
         count = rows_at(padded_length(examples, first, edges))
         count = max(1, count // rows_together) * rows_together
-        yield make_batch(examples, rows[start : start + count], count, edges, start)
+        ids = np.arange(start, min(start + count, len(rows)))
+        yield make_batch(examples, rows[ids], count, edges, ids)
         start += count
+
+
+def split_batches(
+    examples: Examples,
+    rows: np.ndarray,
+    rows_at: RowsAt,
+    edges: np.ndarray,
+    rows_together: int = 1,
+) -> Iterator[Batch]:
+    """Padded batches of `rows` whose groups may be in several batches.
+
+    A batch has only first texts of groups, only second texts, and so on, the longest first.
+    """
+    for place in range(rows_together):
+        part = np.arange(len(rows))[place::rows_together]
+        order = part[np.argsort(-examples.lengths[rows[part]], kind="stable")]
+        start = 0
+        while start < len(order):
+            count = max(1, rows_at(padded_length(examples, rows[order[start : start + 1]], edges)))
+            ids = order[start : start + count]
+            yield make_batch(examples, rows[ids], count, edges, ids)
+            start += count
 
 
 def in_order_of_length(
@@ -261,40 +322,48 @@ def padded_length(examples: Examples, rows: np.ndarray, edges: np.ndarray) -> in
 
 
 def make_batch(
-    examples: Examples, rows: np.ndarray, batch_size: int, edges: np.ndarray, first: int = 0
+    examples: Examples, rows: np.ndarray, batch_size: int, edges: np.ndarray, ids: np.ndarray
 ) -> Batch:
-    """Make one padded batch. first: the index in the step of its first row."""
+    """Make one padded batch. ids: the index in the step of each row."""
     length = padded_length(examples, rows, edges)
+    empty = np.arange(FIRST_EMPTY, FIRST_EMPTY + batch_size - len(ids))
     return lay_out(
         examples,
         rows,
         np.arange(len(rows)) * length,
         (batch_size, length),
-        np.arange(first, first + batch_size, dtype=np.uint32)[:, None],
+        np.append(ids, empty).astype(np.uint32)[:, None],
         np.arange(length, dtype=np.uint32)[None],
     )
 
 
 def packed_batches(
-    examples: Examples, rows: np.ndarray, capacity: int, rows_together: int = 1
+    examples: Examples,
+    rows: np.ndarray,
+    capacity: int,
+    rows_together: int = 1,
+    ids: np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """Pack the `rows` of a step into batches of one long row with at most `capacity` tokens.
 
+    ids: the indices of `rows` to pack; by default all.
+
     If a group has more tokens than this, `capacity` is raised to its size.
     """
+    ids = np.arange(len(rows)) if ids is None else ids
     inputs = examples.lengths[rows] - 1
-    sizes = inputs.reshape(-1, rows_together).sum(axis=1)
+    sizes = inputs[ids].reshape(-1, rows_together).sum(axis=1)
     capacity = max(capacity, int(sizes.max()))
     for groups in first_fit(sizes, capacity):
-        group = members(np.array(groups), rows_together)
+        group = ids[members(np.array(groups), rows_together)]
         ends = np.cumsum(inputs[group])
         starts = ends - inputs[group]
         length = packed_length(int(ends[-1]), capacity)
-        ids = np.full((1, length), PADDING, np.uint32)
-        ids[0, : ends[-1]] = np.repeat(group, inputs[group])
+        by_token = np.full((1, length), PADDING, np.uint32)
+        by_token[0, : ends[-1]] = np.repeat(group, inputs[group])
         places = np.arange(length, dtype=np.uint32)[None]
         places[0, : ends[-1]] -= np.repeat(starts, inputs[group]).astype(np.uint32)
-        yield lay_out(examples, rows[group], starts, (1, length), ids, places)
+        yield lay_out(examples, rows[group], starts, (1, length), by_token, places)
 
 
 def first_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
@@ -331,7 +400,7 @@ def lay_out(
     """Make a batch of `shape` (B, T). Row i begins at starts[i] in the flattened tokens."""
     tokens = np.zeros(shape, np.int32)
     flat = tokens.reshape(-1)
-    positions, targets, weights, texts, reference = [], [], [], [], []
+    positions, targets, weights, texts, reference, good = [], [], [], [], [], []
     lengths = np.zeros(shape[0], np.int64)
     for text, (row, start) in enumerate(zip(rows, starts, strict=True)):
         example = examples[row]
@@ -344,6 +413,8 @@ def lay_out(
         texts.append(np.full(len(at), text))
         if examples.reference is not None:
             reference.append(examples.reference[examples.starts[row] + 1 + at])
+        if examples.labels is not None:
+            good.append(np.full(len(at), examples.labels[row]))
         lengths[start // shape[1]] += inputs
     trained = sum(map(len, targets))
     slots = padded_targets(trained, tokens.size)
@@ -358,6 +429,7 @@ def lay_out(
         lengths=lengths,
         trained_tokens=trained,
         reference=pad(np.concatenate(reference), slots, np.float32) if reference else None,
+        good=pad(np.concatenate(good), slots, np.bool_) if good else None,
     )
 
 

@@ -102,7 +102,9 @@ class Encoder:
         return tuple(t for t in self.tokenizer.convert_ids_to_tokens(ids) if t)
 
     def encode_all(self, row: Row) -> list[EncodedRow]:
-        """Encode the texts of a row: two for a preference, the chosen first, else one."""
+        """Encode the texts of a row: two for a preference, the chosen first; two for a labeled
+        answer if another answer came with it; else one.
+        """
         content = row.content
         if isinstance(content, Preference):
             chosen = self._encode(content.chosen, f"{row.where}: chosen")
@@ -110,9 +112,12 @@ class Encoder:
             if np.array_equal(chosen.tokens, rejected.tokens):
                 raise UserError(f"{row.where}: chosen and rejected have the same tokens")
             return [chosen, rejected]
-        return [
-            self._encode(content.answer if isinstance(content, Labeled) else content, row.where)
-        ]
+        if isinstance(content, Labeled):
+            answer = self._encode(content.answer, row.where)
+            if content.other is None:
+                return [answer]
+            return [answer, self._encode(content.other, f"{row.where}: with another row's answer")]
+        return [self._encode(content, row.where)]
 
     def encode(self, row: Row) -> EncodedRow:
         """Encode a row of one text. Raises UserError with its place if it has nothing to train."""

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from your_ai.data.encode import EncodedRow, Encoder
-from your_ai.data.preferences import parser_of
+from your_ai.data.preferences import parser_of, with_other_answers
 from your_ai.data.rows import FLOAT32_MAX, Labeled, Row, checked_sha256, read_rows
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, sha256
@@ -110,6 +110,7 @@ def load_examples(
     examples = open_examples(folder)
     if examples is None or not has_tokens(examples, encoder.vocabulary):
         rows = watch(read_rows(path, encoder.limit, parser_of(encoder.kind)))
+        rows = with_other_answers(rows) if encoder.kind == "labels" else rows
         pieces = (
             piece for row in rows for piece in pieces_of(row, encoder, max_seq_length, too_long)
         )
@@ -135,21 +136,27 @@ class Piece(NamedTuple):
 
 
 def pieces_of(row: Row, encoder: Encoder, max_seq_length: int, too_long: str) -> Iterator[Piece]:
-    """The texts of a row as pieces. Both texts of a pair are kept, or neither."""
+    """The texts of a row as pieces. Both texts of a group are kept, or neither.
+
+    The answer of another row is shortened if necessary, which is no fault of this row.
+    """
     good = row.content.good if isinstance(row.content, Labeled) else None
-    found = [
-        list(fit(text, max_seq_length, too_long, row.where)) for text in encoder.encode_all(row)
-    ]
-    if len(found) == 1:
-        for example, outcome in found[0]:
+    first, *others = encoder.encode_all(row)
+    if not others:
+        for example, outcome in fit(first, max_seq_length, too_long, row.where):
             yield Piece(example, row.weight, outcome, good)
         return
-    pair = [texts[0] for texts in found]  # rows of pairs are never split
-    outcome = max((outcome for _, outcome in pair), key=("whole", "truncated").index)
-    kept = all(example is not None for example, _ in pair)
-    yield Piece(pair[0][0] if kept else None, row.weight, outcome, good)
+    is_mismatched = isinstance(row.content, Labeled)
+    group = [
+        next(fit(text, max_seq_length, how, row.where))  # texts of groups are never split
+        for text, how in ((first, too_long), (others[0], "truncate" if is_mismatched else too_long))
+    ]
+    examples, outcomes = zip(*group, strict=True)
+    outcome = outcomes[0] if is_mismatched else max(outcomes, key=("whole", "truncated").index)
+    kept = all(example is not None for example in examples)
+    yield Piece(examples[0] if kept else None, row.weight, outcome, good)
     if kept:
-        yield Piece(pair[1][0], row.weight, "more", good)
+        yield Piece(examples[1], row.weight, "more", good)
 
 
 def fit(

@@ -7,6 +7,8 @@ prompt, and in texts without one, it is what both have in common at their beginn
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 from your_ai.data.rows import (
@@ -31,7 +33,9 @@ from your_ai.gates.text import quoted, shortened
 Kind = Literal["answers", "pairs", "labels", "chosen", "any"]
 PAIR_KEYS = (("chosen", "rejected"), ("prompt", "chosen", "rejected"))
 LABEL_KEYS = (("prompt", "completion", "label"), ("messages", "label"))
-OBJECTIVES = {"answers": "sft", "pairs": "dpo"}  # one that trains such rows
+OBJECTIVES = {"answers": "sft", "pairs": "dpo", "labels": "kto"}  # one that trains such rows
+LABELS = {"true": True, "false": False, "1": True, "0": False}  # as text, from tables
+MOST_WAITING = 256  # rows at the beginning of a file that may wait for another prompt
 
 
 def parser_of(kind: Kind) -> ParseRow:
@@ -55,10 +59,17 @@ def kind_of(row: dict) -> Kind | None:
 
 
 def parse_answers(row: dict, where: str) -> Row:
-    """Rows of supervised fine-tuning. A pair of answers that is nothing else is refused."""
+    """Rows of supervised fine-tuning. Refused are rows that are only a pair of answers, and answers
+    that may be bad.
+    """
     known = any(all(key in row for key in keys) for keys in FORMATS)
     if not known and kind_of(row) == "pairs":
         raise refused(where, "an answer", "a chosen and a rejected answer", "pairs")
+    if isinstance(row.get("label"), bool) and kind_of(row) == "labels":
+        raise UserError(
+            f"{where}: has a label, which says whether the answer is good; train such rows with "
+            "--objective kto, or remove label to imitate all of them"
+        )
     return parse_row(row, where)
 
 
@@ -110,19 +121,85 @@ def parse_labels(row: dict, where: str) -> Row:
         text = "a chosen and a rejected answer" if kind == "pairs" else "no label"
         raise refused(where, "prompt + completion + label", text, kind)
     label = row["label"]
-    if label not in (True, False):
+    good = LABELS.get(str(label).lower()) if isinstance(label, bool | int | str) else None
+    if good is None:
         raise UserError(f"{where}: label: expected true or false, found {quoted(label)}")
     rest = {key: value for key, value in row.items() if key != "label"}
+    if isinstance(rest.get("prompt"), list) and isinstance(rest.get("completion"), str):
+        rest["completion"] = [{"role": "assistant", "content": rest["completion"]}]
     parsed = parse_row(rest, where)
     if not isinstance(parsed.content, Chat | Pair):
         raise UserError(f"{where}: a label needs a prompt and an answer")
-    return Row(where, Labeled(parsed.content, bool(label)), parsed.weight)
+    return Row(where, Labeled(judged(parsed.content, where), good), parsed.weight)
+
+
+def judged(content: Chat | Pair, where: str) -> Chat | Pair:
+    """The content with the answer that its label is about: what follows the last question."""
+    if isinstance(content, Pair):
+        return content
+    asked = [at for at, turn in enumerate(content.messages) if turn["role"] == "user"]
+    first = max([content.first_trained, *(at + 1 for at in asked)])
+    if not any(turn["role"] == "assistant" for turn in content.messages[first:]):
+        raise UserError(f"{where}: has no answer of the assistant after the last question")
+    return replace(content, first_trained=first)
+
+
+def with_other_answers(rows: Iterator[Row]) -> Iterator[Row]:
+    """Labeled rows, each with the answer of another row to its own prompt, for the baseline of KTO.
+
+    It is that of the last row before it that has another prompt, or of the first one after it.
+    Raises UserError if there is only one row.
+    """
+    waiting: list[Row] = []  # rows at the beginning, all with the same prompt
+    before = differs = None  # the last row, and the last one whose prompt differs from its prompt
+    for row in rows:
+        if before is not None and prompt_of(row) != prompt_of(before):
+            differs = before
+        if differs is None and len(waiting) < MOST_WAITING:
+            waiting.append(row)
+        else:
+            for early in waiting:
+                yield with_other(early, row)
+            waiting = []
+            yield with_other(row, differs or before)
+        before = row
+    if len(waiting) == 1:
+        raise UserError(
+            f"{waiting[0].where}: the only row; --objective kto compares it with others"
+        )
+    for row, other in zip(waiting, [*waiting[1:], *waiting[:1]], strict=True):
+        yield with_other(row, other)
+
+
+def prompt_of(row: Row) -> Any:
+    """What a labeled answer answers."""
+    content = row.content.answer
+    return (
+        content.prompt if isinstance(content, Pair) else content.messages[: content.first_trained]
+    )
+
+
+def with_other(row: Row, other: Row) -> Row:
+    """A labeled row, with the answer of `other` to its own prompt."""
+    own, given = row.content.answer, other.content.answer
+    if isinstance(given, Pair):
+        turns = [{"role": "assistant", "content": given.completion}]
+    else:
+        turns = given.messages[given.first_trained :]
+    if isinstance(own, Chat):
+        asked = own.messages[: own.first_trained]
+        mismatched = replace(own, messages=asked + turns)
+    else:
+        text = next((t["content"] for t in reversed(turns) if t["content"].strip()), "")
+        mismatched = Pair(own.prompt, text or own.completion)
+    return replace(row, content=replace(row.content, other=mismatched))
 
 
 def refused(where: str, wanted: str, found: str, kind: Kind) -> UserError:
-    known = OBJECTIVES.get(kind)
-    way = f"such rows train with --objective {known}" if known else "no objective trains such rows"
-    return UserError(f"{where}: expected {wanted}, found {found}; {way}")
+    return UserError(
+        f"{where}: expected {wanted}, found {found}; such rows train with --objective "
+        f"{OBJECTIVES[kind]}"
+    )
 
 
 def preference_of(row: dict, where: str) -> Preference:

@@ -114,6 +114,8 @@ class Labeled:
 
     answer: Chat | Pair
     good: bool
+    other: Chat | Pair | None = None
+    """The same prompt with the answer of another row."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import json
 from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from your_ai.config import TrainConfig
 from your_ai.data.encode import EncodedRow, Encoder, has_answer, pair_to_chat
 from your_ai.data.preferences import parser_of
-from your_ai.data.rows import Pair, Preference, Row, RowLimit, read_rows
+from your_ai.data.rows import Labeled, Pair, Preference, Row, RowLimit, read_rows
 from your_ai.data.sources import SPLITS, Splits
 from your_ai.errors import UserError
 
@@ -25,6 +25,7 @@ KINDS = {
     "Pair": "prompt + completion",
     "Text": "text",
     "Preference": "chosen + rejected",
+    "Labeled": "answer + label",
 }
 QUANTILES = {"least": 0.0, "median": 0.5, "p95": 0.95, "most": 1.0}
 BINS = 12  # at most, of a histogram
@@ -123,12 +124,9 @@ def survey(found: Splits, config: TrainConfig, tokenizer: Any | None, draw: int)
     wanted = spread([place for place in places if place], draw)
     drawn = []
     if encoder is not None:
-        for row in read_rows(found.files["train"], limit, parse):
-            if row.line in wanted:
-                texts = encoder.encode_all(row)
-                drawn += [draw_row(row.where, text, tokenizer) for text in texts]
-            if len(drawn) == len(wanted):
-                break
+        rows = (r for r in read_rows(found.files["train"], limit, parse) if r.line in wanted)
+        for row in islice(rows, len(wanted)):
+            drawn += [draw_row(row.where, text, tokenizer) for text in encoder.encode_all(row)]
     unit = "characters" if encoder is None else "tokens"
     return Survey(splits, tuple(drawn), found.notes, unit)
 
@@ -150,7 +148,7 @@ def count(
     split.duplicates += digest in seen
     split.in_training += seen is not trained and digest in trained
     seen.add(digest)
-    texts = [content.chosen, content.rejected] if isinstance(content, Preference) else [content]
+    texts = texts_of(content)
     if not all(has_answer(pair_to_chat(t) if isinstance(t, Pair) else t) for t in texts):
         split.empty += 1
         split.problem = split.problem or f"{row.where}: no answer or no text"
@@ -168,6 +166,13 @@ def count(
     split.too_long += any(len(encoded.tokens) > max_tokens for encoded in every)
     split.trained_tokens += sum(int(encoded.trained.sum()) for encoded in every)
     return True
+
+
+def texts_of(content: Any) -> list[Any]:
+    """The texts of a row: two for a preference."""
+    if isinstance(content, Preference):
+        return [content.chosen, content.rejected]
+    return [content.answer if isinstance(content, Labeled) else content]
 
 
 def characters_of(content: Any) -> int:

@@ -78,6 +78,9 @@ def fused_engine(
     def loss_only(inputs, targets):
         return target_pass.loss(trunk(*inputs), Targets(*targets), objective, head)
 
+    def scored(inputs, targets):
+        return target_pass.log_probabilities(trunk(*inputs), Targets(*targets), head)
+
     def most_likely(inputs, targets):
         return target_pass.predictions(trunk(*inputs), Targets(*targets), head)
 
@@ -91,8 +94,8 @@ def fused_engine(
         return graphs.get(shape, function, lambda: mx.compile(function, inputs=state))
 
     loss_and_gradients = nn.value_and_grad(model, with_norms(trainable_loss))
-    loss_only, most_likely, losses_and_predictions = map(
-        with_norms, (loss_only, most_likely, losses_and_predictions)
+    loss_only, scored, most_likely, losses_and_predictions = map(
+        with_norms, (loss_only, scored, most_likely, losses_and_predictions)
     )
 
     def gradients(batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
@@ -112,13 +115,16 @@ def fused_engine(
     def loss(batch: Batch) -> Sums:
         return Sums(*run(loss_only, batch))
 
+    def log_probabilities(batch: Batch) -> mx.array:
+        return run(scored, batch)
+
     def predictions(batch: Batch) -> mx.array:
         return run(most_likely, batch)
 
     def score(batch: Batch) -> tuple[mx.array, mx.array]:
         return run(losses_and_predictions, batch)
 
-    return Engine(objective, gradients, loss, predictions, score, graphs.drop)
+    return Engine(objective, gradients, loss, log_probabilities, predictions, score, graphs.drop)
 
 
 def _inputs(batch: Batch) -> tuple[mx.array, mx.array | None, int | None]:

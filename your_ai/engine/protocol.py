@@ -25,6 +25,8 @@ class Engine:
     tree of the trainable parameters. step_seed is the seed of dropout and noise."""
     loss: Callable[[Batch], Sums]
     """Only the sums, without dropout and noise."""
+    log_probabilities: Callable[[Batch], mx.array]
+    """(S,) of each target, without dropout and noise."""
     predictions: Callable[[Batch], mx.array]
     """(S,) the most likely token at each target."""
     score: Callable[[Batch], tuple[mx.array, mx.array]]

@@ -133,6 +133,7 @@ class Staged:
         self._embed = self._compiled(self._embedded)
         self._head_gradient = self._compiled(self._loss_and_gradient)
         self._head_loss = self._compiled(self._loss)
+        self._head_scores = self._compiled(self._log_probabilities)
         self._most_likely = self._compiled(self._predictions)
         self._losses_and_predictions = self._compiled(self._score)
 
@@ -140,8 +141,8 @@ class Staged:
         ahead = self.weights.streamed and self.store is not None and self.first > 0
         fill = self.fill if ahead else None
         return Engine(
-            self.objective, self.gradients, self.loss, self.predictions, self.score,
-            self.graphs.drop, fill,
+            self.objective, self.gradients, self.loss, self.log_probabilities, self.predictions,
+            self.score, self.graphs.drop, fill,
         )  # fmt: skip
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
@@ -170,6 +171,9 @@ class Staged:
     def loss(self, batch: Batch) -> Sums:
         return Sums(*self._above(self._head_loss, batch))
 
+    def log_probabilities(self, batch: Batch) -> mx.array:
+        return self._above(self._head_scores, batch)
+
     def predictions(self, batch: Batch) -> mx.array:
         return self._above(self._most_likely, batch)
 
@@ -193,6 +197,9 @@ class Staged:
 
     def _loss(self, hidden, targets):
         return target_pass.loss(hidden, Targets(*targets), self.objective, self.head)
+
+    def _log_probabilities(self, hidden, targets):
+        return target_pass.log_probabilities(hidden, Targets(*targets), self.head)
 
     def _predictions(self, hidden, targets):
         return target_pass.predictions(hidden, Targets(*targets), self.head)

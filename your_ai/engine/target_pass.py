@@ -39,6 +39,11 @@ def loss(hidden: mx.array, targets: Targets, objective: Objective, head: Head) -
     return losses.chunked_loss(at_targets(hidden, targets), targets, objective, head)
 
 
+def log_probabilities(hidden: mx.array, targets: Targets, head: Head) -> mx.array:
+    """(S,) the log-probability of each target, without gradients."""
+    return -losses.chunked_losses(at_targets(hidden, targets), targets.tokens, head)
+
+
 def predictions(hidden: mx.array, targets: Targets, head: Head) -> mx.array:
     """(S,) the most likely token at each target."""
     return losses.chunked_predictions(at_targets(hidden, targets), head)

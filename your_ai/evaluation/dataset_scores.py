@@ -14,9 +14,11 @@ from your_ai.data.batches import (
     by_length,
     in_order_of_length,
     micro_batches,
+    split_batches,
 )
 from your_ai.data.examples import Examples
 from your_ai.engine.protocol import Engine
+from your_ai.engine.scoring import score, weigh
 from your_ai.objectives.objective import Totals
 from your_ai.run.stopping import Stop
 
@@ -37,14 +39,24 @@ def mean_loss(engine: Engine, examples: Examples, rows_at: RowsAt, stop: Stop) -
 
     rows_at: how many rows of a given sequence length go through together.
     """
-    totals, weight = Totals(), 0.0
-    trained_tokens = 0
-    for batch in in_order_of_length(examples, rows_at, engine.objective.rows_together):
+    totals, weight, objective = Totals(), 0.0, engine.objective
+    trained_tokens, texts = 0, []
+    edges, every = bucket_edges(examples.lengths - 1), np.arange(len(examples))
+    if objective.token_local:
+        batches = in_order_of_length(examples, rows_at)
+    else:
+        batches = split_batches(examples, every, rows_at, edges, objective.rows_together)
+    for batch in batches:
         if stop:
             return None
-        totals.add(engine.loss(batch))
-        weight += engine.objective.denominator([batch])
+        if objective.token_local:
+            totals.add(engine.loss(batch))
+        else:
+            texts.append(score(engine, batch))
+        weight += objective.denominator([batch])
         trained_tokens += batch.trained_tokens
+    if texts:
+        totals.add(weigh(objective, texts).sums)
     if weight <= 0:
         return None
     return MeanLoss(totals.loss / weight, trained_tokens, totals.means())

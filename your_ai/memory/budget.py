@@ -104,7 +104,8 @@ def demand_of(
     """
     config = defaults.sized(defaults.largest(config, facts.blocks), rows=0)
     objective = objective_of(config)
-    together = objective.rows_together
+    scored_first = "scores" in objective.phases  # then the texts of a group are independent
+    together = 1 if scored_first else objective.rows_together
     lengths, batch_size = tuple(sorted(set(lengths))), config.batch_size * together
     if config.packing:  # count a packed row as several rows of the longest text
         lengths = lengths[-1:]
@@ -130,7 +131,7 @@ def demand_of(
         answer_tokens=answer_tokens,
         sliced=mx.default_device().type == mx.cpu,
         rows_together=together,
-        scores="scores" in objective.phases,
+        scores=scored_first,
         noise=config.neftune_alpha > 0,
         before_bytes=before_bytes,
         coefficients=coefficients_here(),

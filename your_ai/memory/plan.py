@@ -19,6 +19,7 @@ from your_ai.memory.sample import in_gb
 
 ENGINES = (("fused", False), ("staged", False), ("staged", True), ("streamed", False),
            ("streamed", True))  # fmt: skip
+SCORING_COST = 1 / 3  # of a pass without gradients, relative to a step of the fused engine
 WORK_MARGIN = 0.12  # share of transient activations: an estimate may be a tenth too low
 MEASURED_MARGIN = 0.04  # the same, once something was measured on this machine
 SPARE_BYTES = 10_000_000  # safety in the estimates of memory outside MLX's buffers
@@ -59,7 +60,7 @@ class Demand:
     sliced: bool = False
     """As in `estimate`."""
     rows_together: int = 1
-    """Rows of a group, which is never split."""
+    """Rows of a group, which is only split if nothing else fits."""
     scores: bool = False
     """Whether rows are also scored without gradients."""
     noise: bool = False
@@ -93,6 +94,8 @@ def options(demand: Demand) -> list[Option]:
     rows = [whole_groups(demand.batch_size, together)]
     while rows[-1] > together:
         rows.append(whole_groups(rows[-1] // 2, together))
+    if together > 1:
+        rows.append(1)
     found = []
     for engine, spill in ENGINES:
         wanted = engine == demand.engine or demand.engine == "auto"
@@ -103,8 +106,12 @@ def options(demand: Demand) -> list[Option]:
         if (demand.spill and not spill) or (demand.forward and spill):
             continue
         for count in rows:
+            if count < together and engine == "fused" and demand.engine == "auto":
+                continue  # staged is faster than this, and smaller
             plan = Plan(engine, count * longest, spill)
             cost = 1.0 if demand.forward else step_cost(demand.facts, demand.training, plan)
+            if count < together:
+                cost += SCORING_COST
             most = largest(demand, plan)
             margin = MEASURED_MARGIN if demand.calibration.measurements else WORK_MARGIN
             needed_bytes = max(demand.before_bytes, with_margin(most, margin))
@@ -113,22 +120,27 @@ def options(demand: Demand) -> list[Option]:
 
 
 def whole_groups(rows: int, rows_together: int) -> int:
-    """Round `rows` down to whole groups; at least one group."""
-    return max(1, rows // rows_together) * rows_together
+    """Round `rows` down to whole groups. Less than one group stays as it is."""
+    return rows // rows_together * rows_together if rows >= rows_together else rows
+
+
+def rows_of(demand: Demand, plan: Plan, tokens: int) -> int:
+    """Rows of `tokens` tokens in a micro-batch; fewer than a group only if it does not fit."""
+    return whole_groups(plan.rows(tokens, demand.batch_size), demand.rows_together)
 
 
 def largest(demand: Demand, plan: Plan) -> Estimate:
     """The estimate of the bucket that needs the most memory under `plan`."""
     found = []
     for tokens in demand.lengths:
-        rows = plan.rows(tokens, demand.batch_size)
+        rows = rows_of(demand, plan, tokens)
         found.append(estimate_rows(demand, plan, rows, tokens))
     return max(found, key=with_margin)
 
 
 def largest_shape(demand: Demand, plan: Plan) -> Shape:
     """The micro-batch with the most tokens under `plan`."""
-    shapes = [Shape(plan.rows(t, demand.batch_size), t) for t in demand.lengths]
+    shapes = [Shape(rows_of(demand, plan, t), t) for t in demand.lengths]
     return max(shapes, key=lambda shape: (shape.size, shape.tokens))
 
 
@@ -368,11 +380,13 @@ class Corrections:
         return self.ratios.get(tokens, max([1.0, *self.ratios.values()]))
 
     def rows(self, tokens: int) -> int:
-        """The maximum number of rows of `tokens` tokens that fit; at least one group."""
-        together = self.demand.rows_together
-        rows = whole_groups(self.plan.rows(tokens, self.demand.batch_size), together)
-        while rows > together and self.expected_bytes(rows, tokens) > self.limit_bytes:
-            rows -= together
+        """The maximum number of rows of `tokens` tokens that fit; at least one.
+
+        Whole groups, or less than a group if not even that fits.
+        """
+        rows, together = rows_of(self.demand, self.plan, tokens), self.demand.rows_together
+        while rows > 1 and self.expected_bytes(rows, tokens) > self.limit_bytes:
+            rows -= together if rows > together else 1
         return rows
 
     def expected_bytes(self, rows: int, tokens: int) -> int:

@@ -16,7 +16,15 @@ import mlx.core as mx
 from your_ai.memory.sizes import HEAD_ROWS
 from your_ai.nets.head import HeadSlice, LinearHead
 from your_ai.nets.numerics import exp, sum_in_blocks
-from your_ai.objectives.objective import Metrics, Objective, Scores, Sums, Targets, Weighed
+from your_ai.objectives.objective import (
+    GivenWeights,
+    Metrics,
+    Objective,
+    Scores,
+    Sums,
+    Targets,
+    Weighed,
+)
 
 # A LinearHead, or any function from (1, S, D) hidden states to (1, S, V) logits.
 Head = LinearHead | Callable[[mx.array], mx.array]
@@ -107,6 +115,9 @@ def loss_and_gradient(
     is read from a file. The scale is applied inside, so that float16 gradients are scaled
     before they are rounded. The head is frozen and gets no gradient.
     """
+
+    if targets.given is not None:
+        objective = GivenWeights()
 
     def weigh_part(part: slice) -> Weigh:
         return lambda logp: objective.weigh(Scores(logp), targets.part(part))

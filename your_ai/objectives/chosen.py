@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from your_ai.config import TrainConfig
 from your_ai.objectives.dpo import DPO, IPO
+from your_ai.objectives.kto import KTO
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.orpo import ORPO
 from your_ai.objectives.sft import SUPERVISED
@@ -23,9 +24,12 @@ def objective_of(config: TrainConfig) -> Objective:
         return SimPO(gamma=gamma, label_smoothing=smoothing, sft_weight=more, **beta)
     if config.objective == "orpo":
         return ORPO(odds_weight=config.orpo_lambda, sft_weight=more)
+    if config.objective == "kto":
+        good, bad = config.kto_desirable_weight, config.kto_undesirable_weight
+        return KTO(desirable_weight=good, undesirable_weight=bad, sft_weight=more, **beta)
     return SUPERVISED
 
 
 def needs_reference(config: TrainConfig) -> bool:
     """Whether the loss compares with a reference model."""
-    return config.objective in ("dpo", "ipo") and config.reference != "none"
+    return config.objective in ("dpo", "ipo", "kto") and config.reference != "none"

@@ -18,7 +18,8 @@ import mlx.core as mx
 
 from your_ai.data.batches import Batch
 
-Phase = Literal["gradients", "scores"]  # scores: log-probabilities without gradients
+# A pass of a step over its texts; scores: log-probabilities without gradients.
+Phase = Literal["scores", "gradients"]
 
 
 class Targets(NamedTuple):
@@ -35,11 +36,17 @@ class Targets(NamedTuple):
     a group, such as a pair, are consecutive."""
     reference: mx.array | None = None
     """(S,) float32 log-probabilities under the reference model, for objectives that need them."""
+    good: mx.array | None = None
+    """(S,) bool, the label of each target's row, if the rows have labels."""
+    given: mx.array | None = None
+    """(S,) float32, the weights that `Objective.weigh` gave to these targets after all texts of
+    the step were scored. If there are any, the objective is not asked again."""
 
     @staticmethod
     def of(batch: Batch) -> Targets:
         arrays = map(mx.array, (batch.positions, batch.targets, batch.weights, batch.texts))
-        return Targets(*arrays, None if batch.reference is None else mx.array(batch.reference))
+        optional = (batch.reference, batch.good, batch.given)
+        return Targets(*arrays, *(None if a is None else mx.array(a) for a in optional))
 
     def part(self, part: slice) -> Targets:
         """Some of the targets."""
@@ -121,7 +128,7 @@ class Objective(Protocol):
     """A loss that is a function of log-probabilities. An engine is built for one objective."""
 
     rows_together: int
-    """Number of rows in a group, which is never split: 1, or 2 for pairs."""
+    """Number of texts in a group, which are weighed together: 1, or 2 for pairs."""
 
     token_local: bool
     """Whether the loss is a sum over tokens of a function of each token's log-probability.
@@ -130,7 +137,9 @@ class Objective(Protocol):
     """
 
     phases: tuple[Phase, ...]
-    """The passes of a step over its rows; the memory plan covers the largest."""
+    """The passes of a step; the memory plan covers the largest. With "scores", the weights depend
+    on the whole step: all its texts are scored first, and weighed together. Without it, that is
+    only done for groups that are too large for a micro-batch."""
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         """Compute the loss and weights. Must be pure and use only MLX operations, because it is
@@ -139,3 +148,20 @@ class Objective(Protocol):
     def denominator(self, batches: Sequence[Batch]) -> float:
         """The number that divides the loss of a step, computed from the whole step before its
         gradients."""
+
+
+@dataclass(frozen=True)
+class GivenWeights:
+    """The gradients of targets whose weights are known from a pass that scored them."""
+
+    rows_together: int = 1
+    token_local: bool = True
+    phases: tuple[Phase, ...] = ("gradients",)
+
+    def weigh(self, scores: Scores, targets: Targets) -> Weighed:
+        assert targets.given is not None
+        return Weighed(-(scores.current * targets.given).sum(), targets.given)
+
+    def denominator(self, batches: Sequence[Batch]) -> float:
+        """Not used: the weights are divided by the denominator of their objective."""
+        return 1.0

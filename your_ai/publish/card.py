@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from your_ai import __version__
-from your_ai.config import DEMO, TrainConfig
+from your_ai.config import DEMO, OBJECTIVES_WITH, SFT, TrainConfig, is_used
 from your_ai.dashboard.history import finite, read
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.view import duration, memory
@@ -34,6 +34,7 @@ CardKind = Literal["adapter", "model", "peft", "gguf"]
 HERE = "PATH/OF/THIS/FOLDER"
 CURVE_POINTS = 10  # in the table that replaces the pictures of the curves
 SETTINGS = (
+    *("objective", *OBJECTIVES_WITH),
     *("lora_rank", "lora_alpha", "use_rslora", "lora_layers", "lora_targets", "lora_dropout"),
     *("use_dora", "neftune_alpha"),
     *("optimizer", "learning_rate", "loraplus_ratio", "layerwise_lr_decay", "lr_schedule"),
@@ -41,6 +42,15 @@ SETTINGS = (
     *("batch_size", "grad_accumulation", "max_seq_length", "packing"),
     *("mask_prompt", "dtype", "quantize", "seed"),
 )
+# The paper of each objective of preferences, at arXiv.
+PAPERS = {
+    "dpo": "2305.18290",
+    "ipo": "2310.12036",
+    "simpo": "2405.14734",
+    "orpo": "2403.07691",
+    "kto": "2402.01306",
+}
+OBJECTIVE_NAMES = {"simpo": "SimPO"}  # the others are in capitals
 TITLES = {
     "rewards/accuracies": "Accuracy of rewards",
     "rewards/auc": "AUC of rewards",
@@ -120,6 +130,8 @@ class Subject:
     """Name of the run, for a folder on this machine."""
     base: Base | None = None
     method: Method | None = None
+    objective: str = SFT
+    """What training optimized."""
     step: int | None = None
     config: TrainConfig | None = None
     figures: CardFigures | None = None
@@ -169,6 +181,7 @@ def exported_card(
             run=trained.folder.name,
             base=dataclasses.replace(base_of(trained), model_type=str(config.get("model_type"))),
             method=method_of(trained),
+            objective=objective_of(trained),
             step=trained.adapter.step,
             library=library,
             notes=notes,
@@ -192,11 +205,25 @@ def method_of(trained: Trained) -> Method:
     return Method(name, adapter.rank, adapter.scale * divisor, rslora)
 
 
+def objective_of(trained: Trained) -> str:
+    """The objective of the run; that of supervised fine-tuning for one that trained nothing."""
+    return SFT if trained.folder.untrained else trained.config.objective
+
+
 def origin_notes(trained: Trained) -> list[str]:
-    """A sentence about the adapters that the run's adapter was made from, if any."""
+    """Sentences about how the adapter was made, beyond supervised fine-tuning of the base."""
     if trained.folder.untrained == "merged":
         return ["It was merged from other adapters."]
-    return ["Its training began from another adapter."] if trained.config.from_adapter else []
+    notes, objective = [], objective_of(trained)
+    if objective != SFT:
+        rows = "answers labeled as good or bad" if objective == "kto" else "pairs of answers"
+        name = OBJECTIVE_NAMES.get(objective, objective.upper())
+        paper = PAPERS[objective]
+        link = f"[arXiv:{paper}](https://arxiv.org/abs/{paper})"
+        notes.append(f"It was trained with {name} ({link}) on {rows}.")
+    if trained.config.from_adapter:
+        notes.append("Its training began from another adapter.")
+    return notes
 
 
 def figures_of(records: Sequence[events.Record]) -> CardFigures:
@@ -259,7 +286,12 @@ def metadata(subject: Subject) -> dict[str, Any]:
         base_model=repo,
         library_name=library,
         pipeline_tag="text-generation",
-        tags=[*(["lora"] if subject.kind != "model" else []), *filter(None, [library]), "your_ai"],
+        tags=[
+            *(["lora"] if subject.kind != "model" else []),
+            *([subject.objective] if subject.objective != SFT else []),
+            *filter(None, [library]),
+            "your_ai",
+        ],
         **({"base_model_relation": relation} if repo and relation else {}),
     )
     return data.to_dict()
@@ -341,7 +373,8 @@ def training(subject: Subject) -> list[str]:
             parts.append(curve_table(subject.figures))
     if subject.config is not None:
         settings = dataclasses.asdict(subject.config)
-        chosen = [(code(name), settings[name]) for name in SETTINGS]
+        names = (name for name in SETTINGS if is_used(name, subject.config.objective))
+        chosen = [(code(name), settings[name]) for name in names]
         rows = [(name, shown(value)) for name, value in chosen if value is not None]
         parts += ["## Settings", table(("setting", "value"), rows)]
         parts.append("`config.yaml` has all of them.")
@@ -434,7 +467,9 @@ def about_rewards(found: Mapping[str, Any]) -> str:
         "start": "relative to the adapter that the training started from",
     }
     reference = references.get(str(about.get("reference")), "without a reference")
-    return f" The rewards are those of {cell(str(about.get('objective')))}, {reference}."
+    objective = str(about.get("objective"))
+    name = OBJECTIVE_NAMES.get(objective, cell(objective).upper())
+    return f" The rewards are those of {name}, {reference}."
 
 
 def interval(side: Any) -> str:

@@ -35,6 +35,7 @@ from your_ai.publish.card import (
     card,
     figures_of,
     method_of,
+    objective_of,
     origin_notes,
     up_to,
 )
@@ -92,6 +93,7 @@ def of_run(trained: Trained, repo: str) -> Contents:
         kind="adapter",
         base=base,
         method=method_of(trained),
+        objective=objective_of(trained),
         step=step,
         config=config,
         figures=figures,

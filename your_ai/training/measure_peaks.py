@@ -85,6 +85,9 @@ def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> int:
     """Compute the gradients of a micro-batch; return the peak of MLX's buffers, in bytes."""
     log.write(events.Stage(text=f"measuring {shape.rows} x {shape.tokens} tokens"))
     batch = batch_of(shape, prepared.config.packing)
+    objective = prepared.engine.objective
+    if "scores" in objective.phases or shape.rows < objective.rows_together:
+        batch = replace(batch, given=batch.weights)
     allocator.return_freed_buffers()
     mx.set_cache_limit(0)  # cached buffers would add to the peak; `allocator.set_limits` resets it
     mx.clear_cache()

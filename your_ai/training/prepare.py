@@ -46,7 +46,7 @@ from your_ai.memory import allocator
 from your_ai.memory.budget import Budget, PriorPlans, budget_of, row_limit
 from your_ai.memory.calibration_file import valid_measurements
 from your_ai.memory.estimate import Plan, graphs_bytes
-from your_ai.memory.plan import Option, choose, words, workload_of
+from your_ai.memory.plan import Option, choose, rows_of, words, workload_of
 from your_ai.memory.sample import in_gb
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
@@ -89,7 +89,7 @@ class Prepared:
 
     def rows_at(self, tokens: int) -> int:
         """Rows of `tokens` tokens in one micro-batch under the plan."""
-        return self.budget.choice.option.plan.rows(tokens, self.budget.demand.batch_size)
+        return rows_of(self.budget.demand, self.budget.choice.option.plan, tokens)
 
     def started_event(self, step: int) -> events.Started:
         arrays = model.adapter_arrays(self.model)

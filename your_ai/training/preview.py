@@ -11,7 +11,7 @@ from your_ai.gates.text import counted
 from your_ai.memory.budget import Budget
 from your_ai.memory.estimate import read_bytes
 from your_ai.memory.limit import text
-from your_ai.memory.plan import Option, words
+from your_ai.memory.plan import Option, rows_of, words
 from your_ai.memory.sample import in_gb
 
 
@@ -20,7 +20,7 @@ def described(budget: Budget, option: Option) -> dict[str, Any]:
     plan, demand = option.plan, budget.demand
     return {
         "plan": plan.engine,
-        "rows_at_once": plan.rows(max(demand.lengths), demand.batch_size),
+        "rows_at_once": rows_of(demand, plan, max(demand.lengths)),
         "spill": plan.spill,
         "text": words(plan, max(demand.lengths)),
         "rank": demand.training.rank,

@@ -84,10 +84,10 @@ def computed(
     order, done, written_at = by_length(examples), 0, time.monotonic()
     for batch in in_order_of_length(examples, rows_at):
         rows = order[done : done + int((batch.lengths > 0).sum())]
-        losses, _ = engine.score(batch)
-        mx.eval(losses)
+        found = engine.log_probabilities(batch)
+        mx.eval(found)
         at = np.concatenate([examples.starts[row] + places(examples, row) for row in rows])
-        values[at] = -np.array(losses)[: len(at)]
+        values[at] = np.array(found)[: len(at)]
         done += len(rows)
         if time.monotonic() - written_at > PROGRESS_EVERY_S:
             progress(f"computing the reference: {done:,} of {counted(len(order), 'text')}")

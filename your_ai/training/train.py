@@ -28,6 +28,7 @@ from your_ai.data.batches import Batch
 from your_ai.data.examples import Examples
 from your_ai.engine import prefix
 from your_ai.engine.protocol import Engine
+from your_ai.engine.scoring import with_weights
 from your_ai.errors import RunError, UserError, explain, is_memory_error
 from your_ai.files import clean
 from your_ai.gates.console import echo_error, echo_traceback
@@ -226,8 +227,11 @@ def train_step(
     began = time.perf_counter()
     config, index = prepared.config, state.step
     governor.before_step()
-    batches = prepared.schedule.batches_of(index, governor.rows_at)
-    engine = prepared.engine
+    engine, schedule = prepared.engine, prepared.schedule
+    scored_first = "scores" in engine.objective.phases
+    scored_first = scored_first or not schedule.has_room_for_groups(index, governor.rows_at)
+    batches_of = schedule.split_batches_of if scored_first else schedule.batches_of
+    batches = batches_of(index, governor.rows_at)
     denominator = engine.objective.denominator(batches)
     done = replace(state, step=index + 1)
     if denominator == 0:
@@ -235,7 +239,12 @@ def train_step(
         return replace(done, skipped=state.skipped + 1), []
 
     seed = derive_seed(config.seed, "dropout", index)
-    sums, grads = accumulate(engine, batches, state.loss_scale / denominator, seed)
+    scale = state.loss_scale / denominator
+    if scored_first:
+        weighed, sums = with_weights(engine, batches)
+        _, grads = accumulate(engine, weighed, scale, seed)
+    else:
+        sums, grads = accumulate(engine, batches, scale, seed)
     loss = sums.loss / denominator
     norm = optimizer.global_norm(grads).item() / state.loss_scale
     if not (math.isfinite(loss) and math.isfinite(norm)):
