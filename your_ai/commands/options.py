@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from your_ai.config import FIELDS, TYPES, default_text, describe, flag
+from your_ai.config import FIELDS, OBJECTIVES_WITH, TYPES, default_text, describe, flag
 from your_ai.gates.console import echo_error
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ METAVARS = {
     "a list of names": "NAMES",
     " or ": "|",
 }
+PREFERENCES = "Preferences: only with an --objective other than sft"  # a panel of the help
 
 
 # For commands that use the adapter of a run.
@@ -52,14 +53,15 @@ def with_settings(*first: inspect.Parameter) -> inspect.Signature:
     parameters = [config, *first]
     for name, field in FIELDS.items():
         help = f"{field.metadata['help']}{default_text(name)}"
+        panel = {"rich_help_panel": PREFERENCES} if name in OBJECTIVES_WITH else {}
         if TYPES[name] is bool:
             names = f"{flag(name)}/--no-{flag(name)[2:]}"
-            parameters.append(option(name, names, bool | None, help))
+            parameters.append(option(name, names, bool | None, help, **panel))
         else:
             metavar = describe(TYPES[name])
             for words, short in METAVARS.items():
                 metavar = metavar.replace(words, short)
-            parameters.append(option(name, flag(name), str | None, help, metavar=metavar))
+            parameters.append(option(name, flag(name), str | None, help, metavar=metavar, **panel))
     return inspect.Signature(parameters)
 
 
