@@ -34,6 +34,11 @@ CHECKPOINT = typer.Option(
 MODEL = typer.Option(help="Folder of the run's model, if it was moved.")
 
 
+def text_of(name: str) -> str:
+    """The help of a setting."""
+    return FIELDS[name].metadata["help"]
+
+
 def option(name: str, declaration: str, kind: Any, help: str, **more: Any) -> inspect.Parameter:
     annotation = Annotated[kind, typer.Option(declaration, help=help, **more)]
     return inspect.Parameter(
@@ -51,8 +56,8 @@ def with_settings(*first: inspect.Parameter) -> inspect.Signature:
         metavar="FILE",
     )
     parameters = [config, *first]
-    for name, field in FIELDS.items():
-        help = f"{field.metadata['help']}{default_text(name)}"
+    for name in FIELDS:
+        help = f"{text_of(name)}{default_text(name)}"
         panel = {"rich_help_panel": PREFERENCES} if name in OBJECTIVES_WITH else {}
         if TYPES[name] is bool:
             names = f"{flag(name)}/--no-{flag(name)[2:]}"
