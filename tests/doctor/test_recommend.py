@@ -281,6 +281,16 @@ def test_only_a_few_models_per_tier_are_shown():
     assert text.count("your_ai train") == 2 + 1 + 2
 
 
+def test_pairs_need_room_for_both_answers():
+    (model,) = [each for each in known().values() if each.alias == "qwen2.5-0.5b"]
+    answers, labels, pairs = (
+        recommend(room_of(64), [model], objective)[0] for objective in ("sft", "kto", "dpo")
+    )
+    assert answers.needed_bytes == labels.needed_bytes < pairs.needed_bytes
+    assert pairs.batch == answers.batch
+    assert "--objective dpo" in pairs.command
+
+
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_a_long_command_can_still_be_copied(width):
     command = recommend(room_of(8))[-1].command

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from tests.conftest import events_of, losses_of, resume, train, write_rows
+from your_ai.data.examples import Examples, RowCounts
 from your_ai.run import checkpoint, events
 from your_ai.training import reference
 from your_ai.training.memory_actions import Governor
+from your_ai.training.prepare import imbalance
 
 PAIRS = [
     {
@@ -145,3 +148,20 @@ def test_without_a_reference_none_is_computed(pairs, monkeypatch):
     monkeypatch.setattr(reference, "computed", None)
     train(pairs(reference="none", max_steps=1))
     train(pairs(run="b", objective="simpo", max_steps=1))
+
+
+@pytest.mark.parametrize(
+    ("good", "weights", "text"),
+    [
+        (6, {}, ""), (7, {}, "7 good answers and 5 bad ones: they count the same with "
+                            "--kto-undesirable-weight 1.4"),
+        (9, {"kto_undesirable_weight": 3.0}, ""), (12, {}, "add rows with the other label"),
+        (3, {"kto_desirable_weight": 0.0}, "--kto-desirable-weight"),
+    ],
+)  # fmt: skip
+def test_an_imbalance_of_labels_is_told_with_the_weight_that_mends_it(pairs, good, weights, text):
+    labels = np.repeat(np.arange(12) < good, 2)
+    examples = Examples(None, None, None, None, RowCounts(), labels)
+    found = imbalance(pairs("kto", **weights), examples)
+    assert text in found
+    assert bool(found) == bool(text)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from your_ai.commands.options import text_of
 from your_ai.commands.progress import show_bytes
+from your_ai.config import SFT, coerce
 from your_ai.errors import UserError
 from your_ai.gates.console import confirm, echo, echo_error, echo_json, open_console
 
@@ -174,6 +176,7 @@ def recommend(
         float | None,
         typer.Option(help="Plan for another machine with this much RAM, in GB.", min=0.0),
     ] = None,
+    objective: Annotated[str, typer.Option(help=text_of("objective"))] = SFT,
     every: Annotated[
         bool, typer.Option("--all", help="Show every model that fits, not only the best.")
     ] = False,
@@ -187,7 +190,8 @@ def recommend(
         room = recommending.room_here(read_machine())
     else:
         room = recommending.room_of(memory)
-    found = recommending.recommend(room)
+    objective = coerce("objective", objective, "--objective")
+    found = recommending.recommend(room, objective=objective)
     if as_json:
         echo_json(recommending.as_json(room, found))
     elif every:

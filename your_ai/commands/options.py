@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from your_ai.config import FIELDS, TYPES, default_text, describe, flag
+from your_ai.config import FIELDS, OBJECTIVES_WITH, TYPES, default_text, describe, flag
 from your_ai.gates.console import echo_error
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ METAVARS = {
     "a list of names": "NAMES",
     " or ": "|",
 }
+PREFERENCES = "Preferences: only with an --objective other than sft"  # a panel of the help
 
 
 # For commands that use the adapter of a run.
@@ -31,6 +32,11 @@ CHECKPOINT = typer.Option(
     help="Use this checkpoint: step-000120, best, or latest; default: the finished adapter."
 )
 MODEL = typer.Option(help="Folder of the run's model, if it was moved.")
+
+
+def text_of(name: str) -> str:
+    """The help of a setting."""
+    return FIELDS[name].metadata["help"]
 
 
 def option(name: str, declaration: str, kind: Any, help: str, **more: Any) -> inspect.Parameter:
@@ -50,16 +56,17 @@ def with_settings(*first: inspect.Parameter) -> inspect.Signature:
         metavar="FILE",
     )
     parameters = [config, *first]
-    for name, field in FIELDS.items():
-        help = f"{field.metadata['help']}{default_text(name)}"
+    for name in FIELDS:
+        help = f"{text_of(name)}{default_text(name)}"
+        panel = {"rich_help_panel": PREFERENCES} if name in OBJECTIVES_WITH else {}
         if TYPES[name] is bool:
             names = f"{flag(name)}/--no-{flag(name)[2:]}"
-            parameters.append(option(name, names, bool | None, help))
+            parameters.append(option(name, names, bool | None, help, **panel))
         else:
             metavar = describe(TYPES[name])
             for words, short in METAVARS.items():
                 metavar = metavar.replace(words, short)
-            parameters.append(option(name, flag(name), str | None, help, metavar=metavar))
+            parameters.append(option(name, flag(name), str | None, help, metavar=metavar, **panel))
     return inspect.Signature(parameters)
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from your_ai.commands.options import text_of
 from your_ai.commands.progress import rows_read
-from your_ai.config import FIELDS, TrainConfig, build, coerce, defaults
+from your_ai.config import TrainConfig, build, coerce, defaults
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
 from your_ai.gates.text import counted
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 STEPS = 50  # the last of a run, for its speed
 BAR = 40  # characters of the longest bar
 NAMES = {"train": "training", "valid": "validation", "test": "test"}
-
-
-def text_of(name: str) -> str:
-    return FIELDS[name].metadata["help"]
 
 
 def data(

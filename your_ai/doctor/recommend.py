@@ -19,7 +19,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.config import FIELDS, TrainConfig, defaults
+from your_ai.config import FIELDS, SFT, TrainConfig, defaults
 from your_ai.doctor.machine import MachineInfo, limit_of
 from your_ai.errors import UserError
 from your_ai.hub.architectures import GROUP_SIZE
@@ -51,6 +51,12 @@ class Profile:
     name: str
     seq_len: int
     batch: int
+    objective: str = SFT
+
+    @property
+    def texts_together(self) -> int:
+        """Texts of a row that go through the model together: 2 for pairs."""
+        return 2 if TrainConfig(objective=self.objective).row_kind == "pairs" else 1
 
 
 USUAL, LONG = Profile("full", 2048, 4), Profile("long", 8192, 1)
@@ -129,25 +135,28 @@ def room_here(machine: MachineInfo) -> MachineRoom:
     return MachineRoom(replace(limit, notices=(*limit.notices, notice)), float_bytes=4, sliced=True)
 
 
-def recommend(room: MachineRoom, models: Iterable[Known] | None = None) -> list[Recommendation]:
+def recommend(
+    room: MachineRoom, models: Iterable[Known] | None = None, objective: str = SFT
+) -> list[Recommendation]:
     """What can train in `room`, best first. Each model comes once, or twice with long rows.
 
     The best is the largest model with its weights in memory and every linear layer adapted.
     """
     models = known().values() if models is None else models
-    found = [each for model in models for each in of_model(model, room)]
+    found = [each for model in models for each in of_model(model, room, objective)]
     return sorted(found, key=lambda r: (RANKS[r.tier], -r.known.parameters, r.known.alias))
 
 
-def of_model(model: Known, room: MachineRoom) -> Iterator[Recommendation]:
+def of_model(model: Known, room: MachineRoom, objective: str) -> Iterator[Recommendation]:
+    usual, longer = (replace(profile, objective=objective) for profile in (USUAL, LONG))
     config = config_of(model)
     facts = facts_of_config(config, model.bits, model.group_size or GROUP_SIZE, room.float_bytes)
-    best = planned(model, facts, USUAL, room)
+    best = planned(model, facts, usual, room)
     if best is None:
         return
     yield best
     if best.tier == "full" and model.context > best.seq_len:
-        long = planned(model, facts, LONG, room)
+        long = planned(model, facts, longer, room)
         if long is not None and long.tier == "long":
             yield long
 
@@ -169,8 +178,9 @@ def demands(
                 targets=config.lora_targets,
             ),
             lengths=(seq_len,),
-            batch_size=profile.batch,
-            rows_per_step=profile.batch,
+            batch_size=profile.batch * profile.texts_together,
+            rows_per_step=profile.batch * profile.texts_together,
+            rows_together=profile.texts_together,
             python_bytes=PYTHON_BYTES,
             sliced=room.sliced,
         )
@@ -201,12 +211,12 @@ def planned(
         layers=training.blocks,
         targets=training.targets,
         seq_len=seq_len,
-        batch=demand.batch_size,
+        batch=profile.batch,
         plan=words(choice.option.plan, seq_len),
         needed_bytes=choice.option.needed_bytes,
         peak_bytes=choice.option.estimate.process_bytes,
         step_cost=choice.option.cost,
-        command=command_of(model, demand),
+        command=command_of(model, seq_len, profile),
     )
 
 
@@ -222,13 +232,15 @@ def tier_of(demand: Demand, limit_bytes: int) -> str:
     return "tight" if least > COMFORT_SHARE * limit_bytes else ""
 
 
-def command_of(model: Known, demand: Demand) -> str:
+def command_of(model: Known, seq_len: int, profile: Profile) -> str:
     """The command that starts the training; it chooses the size of the adapters by itself."""
     flags = [f"--model {model.alias} --data {DATA}"]
-    if demand.lengths[0] != FIELDS["max_seq_length"].default:
-        flags.append(f"--max-seq-length {demand.lengths[0]}")
-    if demand.batch_size != USUAL.batch:
-        flags.append(f"--batch-size {demand.batch_size}")
+    if profile.objective != SFT:
+        flags.append(f"--objective {profile.objective}")
+    if seq_len != FIELDS["max_seq_length"].default:
+        flags.append(f"--max-seq-length {seq_len}")
+    if profile.batch != USUAL.batch:
+        flags.append(f"--batch-size {profile.batch}")
     return f"your_ai train {' '.join(flags)}"
 
 

@@ -60,6 +60,7 @@ from your_ai.training import optimizer
 from your_ai.training.best_metric import BestMetric, best_metric_of
 
 PROGRESS_EVERY_S = 5.0
+MOST_IMBALANCE = 4 / 3  # between good and bad answers in KTO; the bound that its authors suggest
 PREFIX = "prefix"  # the folder of a prefix cache on disk, inside the run folder
 
 
@@ -147,6 +148,9 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         text = "--patience: has no effect, because there are no validation rows"
         log.write(events.Notice(text=text))
 
+    if config.objective == "kto" and (text := imbalance(config, data.examples["train"])):
+        log.write(events.Notice(text=text))
+
     past = past_of(log, config, level)
     budget = budget_of_run(
         config, opened.folder, opened.dtype, data, opened.can_stream, level, past
@@ -212,6 +216,22 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
             **start,
         },
     )
+
+
+def imbalance(config: TrainConfig, examples: Examples) -> str:
+    """A notice if good and bad answers count very differently in KTO; else an empty text."""
+    assert examples.labels is not None
+    answers = examples.labels[:: objective_of(config).rows_together]
+    good, bad = int(answers.sum()), int((~answers).sum())
+    counts = f"{counted(good, 'good answer')} and {counted(bad, 'bad one')}"
+    if not (good and bad):
+        return f"{counts}: kto learns from both, so add rows with the other label"
+    sums = good * config.kto_desirable_weight, bad * config.kto_undesirable_weight
+    if max(sums) <= MOST_IMBALANCE * min(sums):
+        return ""
+    few = "kto_desirable_weight" if sums[0] < sums[1] else "kto_undesirable_weight"
+    weight = max(sums) / (good if sums[0] < sums[1] else bad)
+    return f"{counts}: they count the same with {flag(few)} {weight:.2g}"
 
 
 def begin_from(folder: RunFolder, network: nn.Module) -> dict[str, dict[str, str]]:
