@@ -50,6 +50,22 @@ def test_every_form_of_chats_gives_the_same_pair(row):
     assert (chosen.first_trained, rejected.first_trained) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."},
+        {"prompt": [ASKED], "chosen": [YES], "rejected": [NO]},
+        {"prompt": [ASKED], "chosen": "Because.", "rejected": "No idea."},
+        {"chosen": [ASKED, YES], "rejected": [ASKED, NO]},
+    ],
+)
+def test_the_system_prompt_of_a_pair_is_in_its_prompt(row):
+    system = {"role": "system", "content": "Be brief."}
+    chosen, rejected = chats({**row, "system": "Be brief."})
+    assert [chosen.messages, rejected.messages] == [[system, ASKED, YES], [system, ASKED, NO]]
+    assert (chosen.first_trained, rejected.first_trained) == (2, 2)
+
+
 def test_answers_of_several_turns_begin_where_they_differ():
     more = [YES, {"role": "user", "content": "And?"}, NO]
     chosen, rejected = chats({"chosen": [ASKED, *more], "rejected": [ASKED, YES, more[1], YES]})

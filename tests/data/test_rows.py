@@ -421,6 +421,36 @@ def test_a_row_that_needs_too_much_memory_is_refused(line):
     assert list(read_rows(path, RowLimit(room_bytes=40_000_000)))
 
 
+SYSTEM = {"role": "system", "content": "s"}
+ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "completion": "a"},
+        {"instruction": "q", "output": "a"},
+        {"prompt": [ASKED], "completion": [ANSWERED]},
+        {"messages": [ASKED, ANSWERED]},
+        {"messages": [SYSTEM, ASKED, ANSWERED]},
+        {"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"},
+                           {"from": "gpt", "value": "a"}]},
+    ],
+)  # fmt: skip
+def test_a_system_prompt_comes_before_the_question_in_every_form(row):
+    assert content_of({**row, "system": "s"}).messages == [SYSTEM, ASKED, ANSWERED]
+
+
+@pytest.mark.parametrize("system", [None, ""])
+def test_an_empty_system_prompt_is_none(system):
+    assert content_of({"prompt": "q", "completion": "a", "system": system}) == rows.Pair("q", "a")
+
+
+def test_a_system_prompt_that_is_no_text_is_refused():
+    with pytest.raises(UserError, match="system: expected text, found int"):
+        content_of({"prompt": "q", "completion": "a", "system": 7})
+
+
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3)

@@ -19,11 +19,13 @@ from your_ai.data.rows import (
     ParseRow,
     Preference,
     Row,
+    as_chat,
     parse_row,
     parse_tools,
     parse_turns,
     parse_weight,
     text_field,
+    with_system,
 )
 from your_ai.errors import UserError
 from your_ai.gates.text import quoted, shortened
@@ -213,14 +215,15 @@ def preference_of(row: dict, where: str) -> Preference:
     if prompt is None:
         prompt, *texts = shared_text(*texts, where)
     elif isinstance(prompt, list):
-        asked, tools = parse_turns(prompt, "prompt", where), parse_tools(row, where)
+        asked = with_system(row, parse_turns(prompt, "prompt", where), where)
+        tools = parse_tools(row, where)
         answers = ([{"role": "assistant", "content": text}] for text in texts)
         return Preference(*(Chat(asked + answer, tools, len(asked)) for answer in answers))
     prompt = text_field({**row, "prompt": prompt}, "prompt", where)
     for key, text in zip(("chosen", "rejected"), texts, strict=True):
         if not text.strip():
             raise UserError(f"{where}: {key}: is empty")
-    return Preference(*(Pair(prompt, text) for text in texts))
+    return Preference(*(as_chat(row, prompt, text, where) for text in texts))
 
 
 def chats_of(row: dict, prompt: Any, where: str) -> Preference:
@@ -243,7 +246,11 @@ def chats_of(row: dict, prompt: Any, where: str) -> Preference:
             raise UserError(f"{where}: chosen and rejected have no common beginning, and no prompt")
     else:
         raise UserError(f"{where}: prompt: expected text or messages")
-    chats = [Chat(asked + turns, tools, len(asked) + shared) for turns in answers]
+    chats = []
+    for turns in answers:
+        whole = with_system(row, asked + turns, where)
+        first = len(whole) - len(turns) + shared
+        chats.append(Chat(whole, tools, first))
     for key, chat in zip(("chosen", "rejected"), chats, strict=True):
         turns = chat.messages[chat.first_trained :]
         if not any(turn["role"] == "assistant" for turn in turns):

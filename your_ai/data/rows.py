@@ -309,7 +309,23 @@ def text_field(row: dict, key: str, where: str) -> str:
 
 
 def parse_messages(row: dict, where: str) -> Chat:
-    return Chat(parse_turns(row["messages"], "messages", where), parse_tools(row, where))
+    turns = with_system(row, parse_turns(row["messages"], "messages", where), where)
+    return Chat(turns, parse_tools(row, where))
+
+
+def with_system(row: dict, turns: list[dict], where: str) -> list[dict]:
+    """The turns after the system prompt in `system`, unless they begin with one themselves."""
+    if not row.get("system") or (turns[:1] and turns[0]["role"] == "system"):
+        return turns
+    return [{"role": "system", "content": text_field(row, "system", where)}, *turns]
+
+
+def as_chat(row: dict, prompt: str, completion: str, where: str) -> Chat | Pair:
+    """A prompt and its answer; a chat if the row has a system prompt."""
+    if not row.get("system"):
+        return Pair(prompt, completion)
+    asked = with_system(row, [{"role": "user", "content": prompt}], where)
+    return Chat([*asked, {"role": "assistant", "content": completion}], first_trained=len(asked))
 
 
 def parse_tools(row: dict, where: str) -> list | None:
@@ -394,24 +410,23 @@ def parse_sharegpt(row: dict, where: str) -> Chat:
             turn = {"role": SHAREGPT_ROLES.get(role, role), "content": turn.get("value")}
         messages.append(turn)
     parsed = parse_turns(messages, "conversations", where)
-    if row.get("system"):
-        parsed.insert(0, {"role": "system", "content": text_field(row, "system", where)})
-    return Chat(parsed, parse_tools(row, where))
+    return Chat(with_system(row, parsed, where), parse_tools(row, where))
 
 
 def parse_pair(row: dict, where: str) -> Chat | Pair:
     if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
-        prompt = parse_turns(row["prompt"], "prompt", where)
+        prompt = with_system(row, parse_turns(row["prompt"], "prompt", where), where)
         completion = parse_turns(row["completion"], "completion", where)
         return Chat(prompt + completion, parse_tools(row, where), first_trained=len(prompt))
-    return Pair(text_field(row, "prompt", where), text_field(row, "completion", where))
+    texts = (text_field(row, key, where) for key in ("prompt", "completion"))
+    return as_chat(row, *texts, where)
 
 
-def parse_alpaca(row: dict, where: str) -> Pair:
+def parse_alpaca(row: dict, where: str) -> Chat | Pair:
     prompt = text_field(row, "instruction", where)
     if row.get("input"):
         prompt += "\n\n" + text_field(row, "input", where)
-    return Pair(prompt, text_field(row, "output", where))
+    return as_chat(row, prompt, text_field(row, "output", where), where)
 
 
 def parse_text(row: dict, where: str) -> Text:
