@@ -191,6 +191,7 @@ def test_dora_is_refused(tiny_model):
         ((1.0, 1.0), {"rank": 0}, "^--rank 0: must be from 1"),
         ((1.0, 1.0), {"rank": 9}, "^--rank 9: the merged adapter has rank 8; more adds nothing"),
         ((1.0, 1.0), {"name": "a"}, "^--to a: runs/a exists; choose another name"),
+        ((1.0, 1.0), {"name": "../x"}, r"^--to ../x: use at most 100 letters"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(tiny_model, weights, how, pattern):

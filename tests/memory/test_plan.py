@@ -349,6 +349,7 @@ def test_refusal_advises_only_what_would_change_something():
     assert "use --plan auto" in text
     assert "use a 4-bit model" in text
     assert "--lora-rank" not in text
+    assert "--lora-rank" not in refused(replace(DEMAND, given_adapter=True), GB // 10)
 
 
 def test_refusal_names_the_largest_components():

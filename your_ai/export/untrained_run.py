@@ -39,7 +39,7 @@ class Origin:
 
 def check_new(name: str, option: str) -> None:
     """Raise UserError if there cannot be a new run of this name; option: what gave the name."""
-    target = folder.place_of(name)
+    target = folder.place_of(name, option)
     if os.path.lexists(target.path):
         raise UserError(f"{option} {name}: {target.path} exists; choose another name")
 

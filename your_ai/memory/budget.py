@@ -133,6 +133,7 @@ def demand_of(
         rows_together=together,
         scores=scored_first,
         noise=config.neftune_alpha > 0,
+        given_adapter=bool(config.from_adapter),
         before_bytes=before_bytes,
         coefficients=coefficients_here(),
     )

@@ -65,6 +65,8 @@ class Demand:
     """Whether rows are also scored without gradients."""
     noise: bool = False
     """Whether training adds noise to the embeddings."""
+    given_adapter: bool = False
+    """Whether the run starts from an adapter, whose size is given."""
     before_bytes: int = 0
     """Peak memory before training, if the model is quantized first."""
     calibration: Calibration = field(default=Calibration())
@@ -331,7 +333,7 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
     advice = [f"shorten the rows (--max-seq-length, now up to {max(demand.lengths)} tokens)"]
     if demand.engine != "auto":
         advice.insert(0, "use --plan auto")
-    if demand.training.blocks > 1 or demand.training.rank > 8:
+    if not demand.given_adapter and (demand.training.blocks > 1 or demand.training.rank > 8):
         advice.append("adapt less (--lora-rank, --lora-layers, --lora-targets)")
     if not demand.facts.quantized:
         advice.append("use a 4-bit model")

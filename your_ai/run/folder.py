@@ -140,11 +140,14 @@ def create(config: TrainConfig) -> RunFolder:
         return place_of(name)
 
 
-def place_of(name: str) -> RunFolder:
-    """The folder of the run with this name. Raises UserError if the name is invalid."""
+def place_of(name: str, option: str = "--run") -> RunFolder:
+    """The folder of the run with this name. Raises UserError if the name is invalid.
+
+    option: what gave the name.
+    """
     if not NAME.fullmatch(name):
         raise UserError(
-            f"--run {shortened(name)}: use at most 100 letters, digits, dots, dashes and "
+            f"{option} {shortened(name)}: use at most 100 letters, digits, dots, dashes and "
             "underscores"
         )
     return RunFolder(RUNS / name)
