@@ -181,6 +181,8 @@ class Schedule:
     def has_room_for_groups(self, step: int, rows_at: RowsAt) -> bool:
         """Whether every group of step `step` fits into a micro-batch."""
         together = self.rows_together
+        if together == 1:
+            return True
         groups = (self.examples.lengths[self.rows_of(step)] - 1).reshape(-1, together)
         if self.packed_tokens is None:
             longest = int(self.edges[np.searchsorted(self.edges, groups.max())])
