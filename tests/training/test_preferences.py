@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
+import os
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 
 from tests.conftest import events_of, losses_of, resume, train, write_rows
 from your_ai.data.examples import Examples, RowCounts
+from your_ai.errors import UserError
 from your_ai.run import checkpoint, events
 from your_ai.training import reference
 from your_ai.training.memory_actions import Governor
@@ -165,3 +169,25 @@ def test_an_imbalance_of_labels_is_told_with_the_weight_that_mends_it(pairs, goo
     found = imbalance(pairs("kto", **weights), examples)
     assert text in found
     assert bool(found) == bool(text)
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_reference_that_another_run_writes_at_the_same_time_is_no_error(
+    pairs, monkeypatch, is_written
+):
+    whole = reference.atomic_folder
+
+    @contextlib.contextmanager
+    def taken(folder):
+        if is_written:
+            with whole(folder) as temporary:
+                yield temporary
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(reference, "atomic_folder", taken)
+    if is_written:
+        assert len(losses_of(train(pairs(max_steps=1)))) == 1
+    else:
+        with pytest.raises(UserError, match="cannot write reference log-probabilities there"):
+            train(pairs(max_steps=1))

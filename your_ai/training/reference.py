@@ -58,7 +58,8 @@ def with_reference(
                 about = {"sha256": sha256(temporary / VALUES)}
                 (temporary / ABOUT).write_text(json.dumps(about))
         except OSError as error:
-            raise unwritable(folder.parent, "reference log-probabilities", error) from error
+            if opened(folder, len(examples.tokens)) is None:  # another run has not written it
+                raise unwritable(folder.parent, "reference log-probabilities", error) from error
         values = found
     return replace(examples, reference=values)
 
