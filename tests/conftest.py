@@ -151,17 +151,25 @@ def demo_tokenizer() -> Any:
 
 
 def make_model(
-    path: Path, architecture: str = "llama", bits: int | None = 4, seed: int = 0, **changes: Any
+    path: Path,
+    architecture: str = "llama",
+    bits: int | None = 4,
+    seed: int = 0,
+    factor: float = 3,
+    **changes: Any,
 ) -> Path:
-    """Write a model folder with random float32 weights and the demo's tokenizer."""
+    """Write a model folder with random float32 weights and the demo's tokenizer.
+
+    factor: makes the weights larger than by default, so that logits differ and gradients are not
+        tiny. It makes rounding errors larger, too.
+    """
     kind = TYPES.get(architecture, architecture)
     config = {"model_type": kind, **SMALL, **EXTRA[architecture], **changes}
     module = importlib.import_module(f"mlx_lm.models.{MODULES.get(kind, kind)}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config))
-    # Larger than the default initialization, so that logits differ and gradients are not tiny.
     model.update(
-        tree_map(lambda p: 3 * p if p.ndim > 1 else p + 0.1 * mx.random.normal(p.shape),
+        tree_map(lambda p: factor * p if p.ndim > 1 else p + 0.1 * mx.random.normal(p.shape),
                  model.parameters())
     )  # fmt: skip
     if bits is not None:

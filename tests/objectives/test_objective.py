@@ -1,4 +1,4 @@
-"""Objectives in engines, with DPO: every plan gives the gradients of one plain graph."""
+"""Objectives in engines, with DPO. `test_gradients` compares gradients with a plain reading."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.optimizers import SGD
-from mlx.utils import tree_flatten, tree_map
 
-from tests.conftest import TINY, make_model, write_rows
+from tests.conftest import write_rows
 from tests.engine.test_fused import chat, load, relative_error
-from tests.objectives.dpo import DPO
 from your_ai.data.batches import Batch, make_schedule
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, RowCounts, load_examples
 from your_ai.engine.build import build_engine
-from your_ai.engine.prefix import MemoryStore
-from your_ai.engine.weights import tensors_of
 from your_ai.nets import losses, model
+from your_ai.objectives.dpo import DPO
 from your_ai.objectives.objective import Objective, Scores, Targets
 from your_ai.objectives.sft import SUPERVISED
 
@@ -43,27 +40,6 @@ def encode(tokenizer, folder: Path) -> Examples:
     return load_examples(path, Encoder(tokenizer), "tokenizer", 256, "error", folder / "cache")
 
 
-def row_sum(network: nn.Module, tokens: np.ndarray, trained: np.ndarray) -> mx.array:
-    """The sum of a row's log-probabilities, from its full logits."""
-    logits = network(mx.array(tokens[None, :-1].astype(np.int32)))[0]
-    at = np.flatnonzero(trained[1:])
-    scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    return sum(scores[int(t), int(tokens[t + 1])] for t in at)
-
-
-def plain_dpo(network: nn.Module, reference: nn.Module, examples: Examples, beta: float):
-    total = mx.array(0.0)
-    for pair in range(len(examples) // 2):
-        rows = [examples[2 * pair + i] for i in (0, 1)]
-        chosen, rejected = (
-            row_sum(network, row.tokens, row.trained)
-            - mx.stop_gradient(row_sum(reference, row.tokens, row.trained))
-            for row in rows
-        )
-        total = total - nn.log_sigmoid(beta * (chosen - rejected))
-    return total / (len(examples) // 2)
-
-
 def with_reference(batch: Batch, engine) -> Batch:
     found, _ = engine.score(batch)
     return replace(batch, reference=-np.array(found))
@@ -73,76 +49,11 @@ def reference_engine(network: nn.Module):
     return build_engine(network, model.DropoutKeys([None]), "fused").engine
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "m", "qwen3", 4, **TINY)
-
-
-@pytest.fixture(scope="module")
-def expected_dpo(folder, tmp_path_factory) -> tuple[float, dict[str, mx.array]]:
-    """The loss and gradients of a plain implementation, by name."""
-    network, tokenizer, _ = load(folder)
-    base, _ = model.load_base(folder, mx.float32)
-    examples = encode(tokenizer, tmp_path_factory.mktemp("rows"))
-    whole = nn.value_and_grad(network, lambda: plain_dpo(network, base, examples, 0.3))
-    loss, grads = whole()
-    return loss.item(), dict(tree_flatten(grads))
-
-
-@pytest.mark.parametrize(
-    ("plan", "packed", "cached", "batch_size"),
-    [  # groups that fill a batch, those that do not, and one batch of all
-        *(("fused", None, False, batch_size) for batch_size in (2, 5, 6)),
-        *(("staged", None, False, batch_size) for batch_size in (2, 5)),
-        ("fused", None, True, 4),
-        ("fused", 64, False, 4),
-        ("staged", 256, False, 6),
-        ("streamed", None, True, 2),
-        ("streamed", None, True, 6),
-        ("streamed", 64, False, 5),
-    ],
-)
-def test_dpo_under_every_plan_equals_a_plain_implementation(
-    folder, tmp_path, expected_dpo, plan, packed, cached, batch_size
-):
-    expected, expected_grads = expected_dpo
-    network, tokenizer, adapters = load(folder)
-    base, _ = model.load_base(folder, mx.float32)
-    examples = encode(tokenizer, tmp_path)
-
-    engine = build_engine(
-        network,
-        adapters.dropout_keys,
-        plan,
-        packing=packed is not None,
-        tensors=tensors_of(model.load_network(folder, mx.float32)[0], folder),
-        make_store=(lambda _: MemoryStore()) if cached else None,
-        objective=DPO(beta=0.3),
-    ).engine
-    schedule = make_schedule(examples, batch_size, 6, 0, packed, rows_together=2)
-    reference = reference_engine(base)
-    batches = [with_reference(batch, reference) for batch in schedule.batches_of(0)]
-    pairs = engine.objective.denominator(batches)
-    assert pairs == 3
-    loss, grads, correct = 0.0, None, 0.0
-    for batch in batches:
-        sums, part = engine.gradients(batch, 1 / pairs, DROPOUT_SEED)
-        loss += sums.loss.item() / pairs
-        correct += sums.metrics["rewards/accuracies"][0].item()
-        grads = part if grads is None else tree_map(mx.add, grads, part)
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert 0 <= correct <= pairs
-    for name, grad in tree_flatten(grads):
-        assert relative_error(grad, expected_grads[name]) < 1e-5, name
-    alone = sum(engine.loss(batch).loss.item() for batch in batches) / pairs
-    assert alone == pytest.approx(expected, rel=1e-5)
-
-
-def test_update_lowers_the_loss_and_raises_the_margins(folder, tmp_path):
-    network, tokenizer, adapters = load(folder)
+def test_update_lowers_the_loss_and_raises_the_margins(tiny_model, tmp_path):
+    network, tokenizer, adapters = load(tiny_model)
     examples = encode(tokenizer, tmp_path)
     engine = build_engine(network, adapters.dropout_keys, "staged", objective=DPO()).engine
-    base, _ = model.load_base(folder, mx.float32)
+    base, _ = model.load_base(tiny_model, mx.float32)
     (batch,) = make_schedule(examples, 6, 6, 0, rows_together=2).batches_of(0)
     batch = with_reference(batch, reference_engine(base))
     before, grads = engine.gradients(batch, 1 / 3, DROPOUT_SEED)

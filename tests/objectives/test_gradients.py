@@ -1,0 +1,212 @@
+"""Every objective under every plan: the loss and gradients of a plain reading in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+
+from tests.conftest import TINY, make_model
+from tests.engine.test_fused import relative_error
+from tests.objectives.plain import Arrays, plain_gradients, plain_model
+from your_ai.config import TrainConfig
+from your_ai.data.batches import make_schedule
+from your_ai.data.examples import Examples, RowCounts
+from your_ai.engine.build import build_engine
+from your_ai.engine.prefix import MemoryStore
+from your_ai.engine.scoring import with_weights
+from your_ai.engine.weights import FileTensor, tensors_of
+from your_ai.nets import model
+from your_ai.nets.head import LinearHead
+from your_ai.objectives.dpo import DPO, IPO
+from your_ai.objectives.kto import KTO
+from your_ai.objectives.objective import Objective
+from your_ai.objectives.orpo import ORPO
+from your_ai.objectives.sft import SUPERVISED
+from your_ai.objectives.simpo import SimPO
+from your_ai.training.train import accumulate
+
+VOCABULARY = 160
+LENGTHS = [(9, 7, 3), (30, 1, 12), (5, 4, 6), (3, 2, 2)]  # tokens of a prompt and of its answers
+WEIGHTS = [1.0, 2.5, 0.5, 0.0]  # of the pairs
+LABELS = [True, False, True, True]  # of the first answers, for KTO
+TOLERANCE = 1e-5
+
+OBJECTIVES: dict[str, Objective] = {
+    "sft": SUPERVISED,
+    "dpo": DPO(beta=0.05, label_smoothing=0.1),
+    "ipo": IPO(beta=0.3),
+    "simpo": SimPO(beta=0.5, sft_weight=0.5),
+    "orpo": ORPO(odds_weight=0.8),
+    "kto": KTO(beta=0.05, desirable_weight=1.5, undesirable_weight=0.8, sft_weight=0.3),
+}
+MODELS = {  # architecture, bits, DoRA
+    "llama": ("llama", None, False),
+    "llama-dora": ("llama", 4, True),
+    "qwen2": ("qwen2", 4, False),
+    "qwen2-dora": ("qwen2", None, True),
+    "gemma2": ("gemma2", None, False),
+    "gemma2-dora": ("gemma2", 4, True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How a step is computed."""
+
+    plan: str = "fused"
+    rows: int = 8
+    """In a micro-batch."""
+    packed_tokens: int | None = None
+    cached: bool = False
+    """Whether there is a prefix cache."""
+    split: bool = False
+    """Whether texts of a pair may be in different micro-batches."""
+
+
+WAYS = {
+    "fused": Way(),
+    "staged": Way(plan="staged", rows=6),
+    "streamed": Way(plan="streamed"),
+    "cached": Way(cached=True, rows=2),
+    "cached and streamed": Way(plan="streamed", cached=True),
+    "packed": Way(packed_tokens=96),
+    "split": Way(plan="staged", rows=3, split=True),
+    "split and packed": Way(packed_tokens=48, split=True),
+}
+
+
+def cases() -> list[tuple[str, str, str]]:
+    """(objective, way, model), so that any two of them occur together."""
+    names = list(MODELS)
+    return [
+        (objective, way, names[(i + j) % len(names)])
+        for i, objective in enumerate(OBJECTIVES)
+        for j, way in enumerate(WAYS)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut the small vocabulary like a large one."""
+    slices = [(0, 64), (64, 100), (100, VOCABULARY)]
+    monkeypatch.setattr(LinearHead, "slices", lambda head, count: iter(slices))
+
+
+class Made(NamedTuple):
+    """A model, and what is expected of each objective."""
+
+    folder: Path
+    tensors: dict[str, FileTensor]
+    dora: bool
+    expected: Callable[[str], tuple[float, Arrays]]
+    """The name of an objective -> the loss and its gradients by path."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """A function that makes a model by its name, once."""
+
+    @cache
+    def make(name: str) -> Made:
+        architecture, bits, dora = MODELS[name]
+        folder = tmp_path_factory.mktemp("models") / name
+        make_model(folder, architecture, bits, factor=1, **TINY, vocab_size=VOCABULARY)
+        base, _ = model.load_network(folder, mx.float32)
+        tensors, plain = tensors_of(base, folder), plain_model(base)
+        network, _, scale = load(folder, dora)
+        adapters = dict(tree_flatten(network.trainable_parameters()))
+
+        @cache
+        def expected(objective: str) -> tuple[float, Arrays]:
+            examples = make_examples()
+            return plain_gradients(OBJECTIVES[objective], plain, adapters, scale, examples)
+
+        return Made(folder, tensors, dora, expected)
+
+    return make
+
+
+def load(folder: Path, dora: bool) -> tuple[nn.Module, model.DropoutKeys, float]:
+    """A network with random adapters, and the scale of their products."""
+    config = TrainConfig(
+        lora_layers=2, lora_targets=("all-linear",), lora_rank=4, lora_alpha=8.0, use_dora=dora
+    )
+    network, _ = model.load_network(folder, mx.float32)
+    keys = model.add_adapters(network, config).dropout_keys
+    mx.random.seed(1)  # lora_b is initially zero, which would make half the gradients zero
+    network.update(
+        tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters())
+    )
+    mx.eval(network.trainable_parameters())
+    return network, keys, model.lora_scale(config)
+
+
+def make_examples() -> Examples:
+    """Random pairs with random log-probabilities of a reference."""
+    rng = np.random.default_rng(5)
+    texts, trained = [], []
+    for asked, *answers in LENGTHS:
+        prompt = rng.integers(0, VOCABULARY, asked)
+        for count in answers:
+            texts.append(np.append(prompt, rng.integers(0, VOCABULARY, count)))
+            trained.append(np.arange(asked + count) >= asked)
+    tokens = np.concatenate(texts).astype(np.uint32)
+    return Examples(
+        tokens,
+        np.concatenate(trained),
+        np.cumsum([0, *map(len, texts)]),
+        np.repeat(WEIGHTS, 2).astype(np.float32),
+        RowCounts(),
+        labels=np.repeat(LABELS, 2),
+        reference=-rng.gamma(4.0, 2.0, len(tokens)).astype(np.float32),
+    )
+
+
+def computed(objective: Objective, made: Made, way: Way) -> tuple[list[float], Arrays]:
+    """A step of an engine: its loss, in all ways to compute it, and its gradients by path."""
+    network, keys, _ = load(made.folder, made.dora)
+    built = build_engine(
+        network,
+        keys,
+        way.plan,
+        packing=way.packed_tokens is not None,
+        tensors=made.tensors,
+        make_store=(lambda _: MemoryStore()) if way.cached else None,
+        objective=objective,
+    )
+    assert (built.plan, built.notices) == (way.plan, ())
+    examples, engine = make_examples(), built.engine
+    schedule = make_schedule(
+        examples, way.rows, len(examples), 0, way.packed_tokens, objective.rows_together
+    )
+    if way.split or "scores" in objective.phases:
+        batches = schedule.split_batches_of(0, lambda _: way.rows)
+        denominator = objective.denominator(batches)
+        batches, sums = with_weights(engine, batches)
+        _, grads = accumulate(engine, batches, 1 / denominator, 0)
+        losses = [sums.loss]
+    else:
+        batches = schedule.batches_of(0)
+        denominator = objective.denominator(batches)
+        sums, grads = accumulate(engine, batches, 1 / denominator, 0)
+        losses = [sums.loss, sum(engine.loss(batch).loss.item() for batch in batches)]
+    return [loss / denominator for loss in losses], dict(tree_flatten(grads))
+
+
+@pytest.mark.parametrize(("objective", "way", "name"), cases())
+def test_loss_and_gradients_are_those_of_a_plain_reading(made, objective, way, name):
+    losses, grads = computed(OBJECTIVES[objective], made(name), WAYS[way])
+    expected_loss, expected_grads = made(name).expected(objective)
+    assert losses == pytest.approx([expected_loss] * len(losses), rel=TOLERANCE)
+    assert grads.keys() == expected_grads.keys()
+    for path, grad in grads.items():
+        assert relative_error(grad, expected_grads[path]) < TOLERANCE, path
