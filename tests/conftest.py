@@ -83,7 +83,7 @@ settings.register_profile(
     "suite",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    max_examples=200 if os.environ.get("YOUR_AI_SLOW") else 60,
+    max_examples=200 if os.environ.get("YOUR_AI_SLOW") else 20,
 )
 settings.load_profile("suite")
 

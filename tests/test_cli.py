@@ -134,9 +134,8 @@ def test_train_resume_generate(capsys, options, own_folder):
 
 
 def test_supervised_run_resumes_with_other_settings(capsys, options):
-    options.remove("--no-supervise")
     assert call(*options, "--run", "first", "--max-steps", 2) == 0
-    assert call("train", "--resume", "first", "--max-steps", 3) == 0
+    assert call("train", "--resume", "first", "--max-steps", 3, "--supervise") == 0
     assert "resuming at step 2" in capsys.readouterr().out
     steps = events_of(RunFolder(Path("runs/first")), events.Step)
     assert [event.step for event in steps] == [1, 2, 3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import call, make_model
+from tests.conftest import TINY, call, make_model
 from your_ai.files import packaged
 
 STAND_IN = "models/Meta-Llama-3.1-8B-Instruct-4bit"
@@ -13,6 +13,8 @@ PRESETS = sorted(path.stem for path in packaged("configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_preset_trains_one_step(own_folder, small_demo, preset):
-    make_model(own_folder / STAND_IN, num_hidden_layers=4)
-    extra = ["--batch-size", 2] if preset == "demo" else ["--data", small_demo / "data"]
+    make_model(own_folder / STAND_IN, **{**TINY, "num_hidden_layers": 4})
+    extra = (
+        ["--batch-size", 2, "--samples", 1] if preset == "demo" else ["--data", small_demo / "data"]
+    )
     assert call("train", "--config", preset, "--max-steps", 1, *extra) == 0

@@ -13,6 +13,7 @@ import pytest
 from mlx.utils import tree_map
 
 from your_ai.doctor import checks as selfchecks
+from your_ai.doctor import shapes
 from your_ai.doctor.checks import CHECKS, MadeModel
 from your_ai.hub.check import check_model
 from your_ai.nets import model
@@ -35,7 +36,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("selfchecks")
-    selfchecks.make_model(place)
+    with pytest.MonkeyPatch.context() as patch:  # smaller than on a user's machine
+        patch.setitem(shapes.SHAPES, selfchecks.SHAPE, shapes.llama(128, 3, 4, 2, 128, 512))
+        selfchecks.make_model(place)
     return place
 
 

@@ -16,7 +16,7 @@ from your_ai.errors import RunError
 def one_small_model(tmp_path, monkeypatch):
     """The only model to measure, made beforehand."""
     monkeypatch.setattr(measure_memory, "MODELS", (("tiny", 4),))
-    monkeypatch.setitem(shapes.SHAPES, "tiny", shapes.llama(64, 2, 4, 2, 128, 512))
+    monkeypatch.setitem(shapes.SHAPES, "tiny", shapes.llama(64, 2, 1, 1, 64, 256))
     place = tmp_path / "shapes"
     shapes.make_shape("tiny", 4, "float32", place)
     there = contextlib.nullcontext(str(place))

@@ -120,7 +120,7 @@ def test_output_and_gradients_equal_a_plain_softmax(tokens, window, packed):
     assert_equal(arrays(2, 4, 2, tokens), window=window, segments=segments)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(
     batch=st.sampled_from([1, 3]),
     key_heads=st.integers(1, 2),
@@ -176,8 +176,9 @@ def test_large_scores_stay_finite():
         assert mx.isfinite(x).all().item()
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
+@pytest.mark.parametrize(
+    ("compiled", "packed"), [(False, True), (True, False)], ids=["eager packed", "compiled causal"]
+)
 def test_memory_grows_linearly_with_sequence_length(compiled, packed):
     def peak(tokens: int) -> int:
         q, k, v = arrays(1, 1, 1, tokens, size=16)

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from tests.conftest import make_model
+from tests.conftest import TINY, make_model
 from tests.engine.test_compiled import Made, short_batches
 from tests.engine.test_fused import encode, engine_loss, load, relative_error
 from your_ai.data.batches import make_schedule
@@ -106,7 +106,7 @@ def step(made: Made) -> tuple[float, Any]:
 def test_gradients_equal_those_of_mlx_lm_layers(
     tmp_path, monkeypatch, architecture, bits, dropout, plan
 ):
-    folder = make_model(tmp_path / "m", architecture, bits)
+    folder = make_model(tmp_path / "m", architecture, bits, **TINY)
     settings = {"use_dora": True, "lora_dropout": dropout}
     with monkeypatch.context() as patch:
         patch.setattr(model, "put_dora", lambda network: None)
@@ -135,7 +135,7 @@ def test_gradients_equal_those_of_mlx_lm_layers(
 
 @pytest.mark.parametrize("bits", [3, 5, 6])
 def test_trains_models_with_bits_that_do_not_divide_32(tmp_path, made, bits):
-    folder = make_model(tmp_path / "m", "llama", bits)
+    folder = make_model(tmp_path / "m", "llama", bits, **TINY)
     expected, expected_grads = step(made(folder, "fused")[1])
     expected_grads = dict(tree_flatten(expected_grads))
     for plan in ("staged", "streamed"):
@@ -180,7 +180,7 @@ def test_norms_follow_the_adapter_after_each_update(tiny_model, made, monkeypatc
         parameters = network.trainable_parameters()
         update = make_update(network, build_optimizer(model.TrainConfig(), parameters))
         losses = []
-        for _ in range(4):
+        for _ in range(3):
             loss, grads = step(engine)
             update(grads, 1.0, 3e-2)
             alone = sum(engine.engine.loss(batch).loss.item() for batch in engine.batches)
@@ -190,7 +190,7 @@ def test_norms_follow_the_adapter_after_each_update(tiny_model, made, monkeypatc
     kept = run()
     monkeypatch.setattr(dora.NormCache, "of", lambda self, *adapter: None)
     assert run() == kept
-    assert len(set(kept)) > 8
+    assert len(set(kept)) > 6
 
 
 # -- memory
@@ -207,9 +207,7 @@ def held(made: Made) -> int:
     return mx.get_peak_memory()
 
 
-@pytest.mark.parametrize(
-    ("plan", "bits"), [("fused", 4), ("fused", None), ("staged", 4), ("streamed", None)]
-)
+@pytest.mark.parametrize(("plan", "bits"), [("fused", None), ("staged", 4), ("streamed", None)])
 def test_peak_memory_is_close_to_that_of_lora(monkeypatch, wide, made, plan, bits):
     """Measured from loading the model, with slices as small as its weights are."""
     for module, name in ((dora, "SLICE_BYTES"), (dequantized, "DEQUANTIZED_SLICE_BYTES")):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 
-from tests.conftest import chat, make_model, write_rows
+from tests.conftest import TINY, chat, make_model, write_rows
 from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
 from your_ai.data.encode import Encoder
@@ -86,7 +86,7 @@ def relative_error(ours: mx.array, theirs: mx.array) -> float:
 @pytest.mark.parametrize(("architecture", "bits", "dora"), CASES)
 def test_loss_and_gradients_equal_a_plain_implementation(tmp_path, architecture, bits, dora):
     network, tokenizer, adapters = load(
-        make_model(tmp_path / "m", architecture, bits), use_dora=dora
+        make_model(tmp_path / "m", architecture, bits, **TINY), use_dora=dora
     )
     examples = encode(tokenizer, tmp_path)
     expected, expected_grads = nn.value_and_grad(network, lambda: plain_loss(network, examples))()
@@ -98,8 +98,9 @@ def test_loss_and_gradients_equal_a_plain_implementation(tmp_path, architecture,
         assert relative_error(grad, expected_grads[name]) < 1e-5, name
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(("batch_size", "accumulation"), [(2, 3), (1, 5)])
+@pytest.mark.parametrize(
+    ("batch_size", "accumulation", "dropout"), [(2, 3, 0.0), (2, 3, 0.3), (1, 5, 0.3)]
+)
 def test_splitting_into_micro_batches_changes_nothing(
     tmp_path, tiny_model, batch_size, accumulation, dropout
 ):

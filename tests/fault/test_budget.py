@@ -45,25 +45,20 @@ LIMIT_GB = 0.24  # near what it needs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [304, 316, 322])
+@pytest.mark.parametrize("seed", [304, 322])
 def test_random_run_stays_under_its_limit(seed, tmp_path):
     found = run_case(case_of(seed), tmp_path)
     assert not found.fault, line_of(found)
     assert found.samples > 50
 
 
-@pytest.fixture(scope="module")
-def true_plan(tmp_path_factory) -> str:
-    """The plan of the small case as it is."""
-    return run_case(SMALL, tmp_path_factory.mktemp("true"), limit_gb=LIMIT_GB).plans[-1]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", [0.2, 3.0])
-def test_wrong_coefficients_lead_to_the_same_plan_as_correct_ones(factor, tmp_path, true_plan):
-    wrong = run_case(SMALL, tmp_path, f"FACTOR = {factor}\n{FALSIFIED}", limit_gb=LIMIT_GB)
+def test_low_coefficients_lead_to_the_same_plan_as_correct_ones(tmp_path):
+    """tests/memory/test_calibration.py tries many coefficients, without a process."""
+    right = run_case(SMALL, tmp_path / "right", limit_gb=LIMIT_GB)
+    wrong = run_case(SMALL, tmp_path / "wrong", f"FACTOR = 0.2\n{FALSIFIED}", limit_gb=LIMIT_GB)
     assert not wrong.fault, line_of(wrong)
-    assert wrong.plans[-1] == true_plan
+    assert wrong.plans[-1] == right.plans[-1]
 
 
 def test_same_seed_gives_the_same_case():

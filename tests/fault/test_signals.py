@@ -131,14 +131,13 @@ def test_second_ctrl_c_stops_immediately(configure, data_folder):
     assert checkpoint.newest(run.checkpoints) == (run.checkpoints / "step-000001", [])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_while_loading_leaves_no_run_folder(configure, data_folder, number):
-    rows = [chat(f"Question {i}", "Answer") for i in range(20_000)]  # some seconds to read
+def test_signal_while_loading_leaves_no_run_folder(configure, data_folder):
+    rows = [chat(f"Question {i}", "Answer") for i in range(10_000)]  # some seconds to read
     write_rows(data_folder / "train.jsonl", rows)
     with started(configure(), "r") as process:
         wait_for(process, RunFolder(RUNS / "r"), events.Stage, 2)
-        _, error = stopped(process, number)
-    assert process.returncode == 128 + number
+        _, error = stopped(process, signal.SIGTERM)
+    assert process.returncode == 128 + signal.SIGTERM
     assert error.startswith("stopped before the first step")
     assert len(error.splitlines()) == 1
     assert not RUNS.exists()

@@ -35,7 +35,7 @@ def train_from(source, configure, **settings):
 
 @pytest.mark.parametrize(
     ("plan", "use_dora"),
-    [("fused", False), ("staged", False), ("streamed", False), ("staged", True)],
+    [("fused", False), ("streamed", False), ("staged", True)],
 )
 def test_two_steps_from_two_steps_are_four_steps(configure, plan, use_dora):
     adapted = {"use_dora": use_dora, "lora_targets": ("q_proj", "mlp.up_proj")}

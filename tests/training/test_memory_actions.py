@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import chat, events_of, losses_of, resume, train, write_rows
-from your_ai.memory import budget, plan, probe
+from your_ai.memory import budget, governor, plan, probe
 from your_ai.memory.governor import KINDS, LARGE, MemoryAction, Observation, Watch
 from your_ai.memory.probe import Highest
 from your_ai.memory.sample import MemorySample
@@ -488,13 +488,14 @@ def test_notices_are_not_repeated_under_the_next_plan(quick, monkeypatch):
 
 
 def test_larger_plan_returns_after_many_steps_with_low_memory(quick, monkeypatch):
-    run = folder.create(quick(max_steps=70))
+    monkeypatch.setattr(governor, "HEADROOM_STEPS", 12)
+    run = folder.create(quick(max_steps=30))
     with monkeypatch.context() as patch:
         ramp(patch, run, 4, 4)
         resume(run)
     assert [event.level for event in events_of(run, events.Planned)] == [0, 1, 0]
     assert [a.kind for a in actions_of(run)][-2:] == ["smaller_plan", "larger_plan"]
-    assert [event.step for event in events_of(run, events.Step)] == list(range(1, 71))
+    assert [event.step for event in events_of(run, events.Step)] == list(range(1, 31))
 
 
 # -- rows of very different lengths under a small limit
@@ -529,8 +530,7 @@ def shapes(monkeypatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("engine", ["fused", "staged"])
-def test_small_limit_splits_long_batches_and_drops_no_row(uneven, shapes, monkeypatch, engine):
+def test_small_limit_splits_long_batches_and_drops_no_row(uneven, shapes, monkeypatch):
     demands: list[plan.Demand] = []
     demand_of = budget.demand_of
 
@@ -542,7 +542,7 @@ def test_small_limit_splits_long_batches_and_drops_no_row(uneven, shapes, monkey
         return demands[-1]
 
     monkeypatch.setattr(budget, "demand_of", watched)
-    whole = train(uneven(run="whole", plan=engine))
+    whole = train(uneven(run="whole", plan="staged"))
     (short, most), (long, longest) = sorted(set(shapes), key=lambda shape: shape[1])
     assert (short, long) == (8, 8)
     assert longest >= 10 * most
@@ -551,7 +551,7 @@ def test_small_limit_splits_long_batches_and_drops_no_row(uneven, shapes, monkey
     found = [option for option in plan.options(demands[0]) if not option.plan.spill]
     needed = {option.plan.rows(longest, 8): option.needed_bytes for option in found}
     limit = (needed[1] + needed[2]) / 2 / 1e9
-    run = train(uneven(plan=engine, max_memory=limit, reload_at=1.0, clear_cache_every=0))
+    run = train(uneven(plan="staged", max_memory=limit, reload_at=1.0, clear_cache_every=0))
     rows = {tokens: max(b for b, t in shapes if t == tokens) for _, tokens in shapes}
     assert rows[most] == 8
     assert rows[longest] < 8

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import signal
+from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
@@ -53,6 +54,25 @@ def settings(data_folder) -> dict[str, object]:
     write_rows(data_folder / "train.jsonl", [chat(f"Ask {i}", "Yes") for i in range(20)])
     write_rows(data_folder / "valid.jsonl", [chat("Ask", "Yes")])
     return {"max_steps": 10, "eval_every": 2, "save_every": 0, "keep": 1, "lora_dropout": 0.2}
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[int, dict[str, bytes]]:
+    """What `whole_files` finds, by the interval of the checkpoints."""
+    return {}
+
+
+@pytest.fixture
+def whole_files(configure, settings, losses, trained) -> Callable[[int], dict[str, bytes]]:
+    """The files of a run that nothing happens to, trained for the first test that asks."""
+
+    def find(save_every: int) -> dict[str, bytes]:
+        if save_every not in trained:
+            whole = train(configure(**{**settings, "run": "whole", "save_every": save_every}))
+            trained[save_every] = files_of(whole)
+        return trained[save_every]
+
+    return find
 
 
 def steps_kept(run: RunFolder) -> list[int]:
@@ -146,10 +166,10 @@ def test_measures_after_training_are_of_the_adapter_that_is_written(
 
 @pytest.mark.parametrize("stop_at", [1, 2, 4, 6, 9])
 def test_stopped_and_resumed_run_has_the_same_result(
-    configure, settings, losses, monkeypatch, stop_at
+    configure, settings, losses, whole_files, monkeypatch, stop_at
 ):
     """A stop at a step with a validation interrupts it; the resumed run does it first."""
-    whole = train(configure(run="whole", **settings))
+    whole = whole_files(0)
     cut = folder.create(configure(run="cut", **settings))
     stop, write = Stop(), events.EventLog.write
 
@@ -164,18 +184,18 @@ def test_stopped_and_resumed_run_has_the_same_result(
     assert state_of(cut).validation_due == (stop_at % 2 == 0)
     monkeypatch.setattr(events.EventLog, "write", write)
     assert resume(cut) == 0
-    assert files_of(cut) == files_of(whole)
+    assert files_of(cut) == whole
     steps = [event.step for event in events_of(cut, events.Validation)]
     assert steps == [2, 4, 6, 8, 10]
 
 
 @pytest.mark.parametrize("die_at", [3, 4, 5, 7, 9])
 def test_killed_and_resumed_run_has_the_same_result(
-    configure, settings, losses, monkeypatch, die_at
+    configure, settings, losses, whole_files, monkeypatch, die_at
 ):
     """die_at: the number of the checkpoint or validation that is not written any more."""
+    whole = whole_files(3)
     settings["save_every"] = 3
-    whole = train(configure(run="whole", **settings))
     killed = folder.create(configure(run="killed", **settings))
     write, count = events.EventLog.write, 0
 
@@ -191,7 +211,7 @@ def test_killed_and_resumed_run_has_the_same_result(
         train_until_done(killed, killed.read_config(), Stop())
     monkeypatch.setattr(events.EventLog, "write", write)
     assert resume(killed) == 0
-    assert files_of(killed) == files_of(whole)
+    assert files_of(killed) == whole
 
 
 @pytest.mark.parametrize("damage", ["damaged", "gone"])

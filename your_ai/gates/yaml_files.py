@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from copy import deepcopy
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if len(data) > YAML_BYTES:
         raise UserError(f"{path}: has more than {YAML_BYTES:,} bytes, too many for settings")
     try:
-        content = strict_loader()(text).get_single_data()
+        content = deepcopy(parsed(text))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -48,6 +49,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected `key: value` lines, found a {type(content).__name__}")
     return content
+
+
+@lru_cache(maxsize=8)
+def parsed(text: str) -> Any:
+    """The content of a YAML text. A run reads its config.yaml several times, and PyYAML is slow."""
+    return strict_loader()(text).get_single_data()
 
 
 @cache
