@@ -316,7 +316,7 @@ def test_user_text_is_escaped(own_folder):
     assert parsed.text.count(" ".join(NASTY.split())) >= 14
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.characters(exclude_characters="\r\0")))
 def test_any_text_is_shown_unchanged(own_folder, text):
     parsed = Parsed(written(own_folder, [samples("before", "", prompt=text)]))

@@ -499,7 +499,7 @@ def test_the_tally_matches_the_examples(tmp_path_factory, rows, window, too_long
 
 # Memory
 
-MANY = 60_000
+MANY = 30_000
 
 
 def test_encoding_many_rows_keeps_few_objects_alive():
@@ -512,7 +512,7 @@ def test_encoding_many_rows_keeps_few_objects_alive():
         asked = 0
 
         def encode_all(self, row: Row) -> list[EncodedRow]:
-            if self.asked % 10_000 == 0:
+            if self.asked % 5_000 == 0:
                 blocks.append(sys.getallocatedblocks())
             self.asked += 1
             return [EncodedRow(tokens.copy(), trained.copy())]

@@ -59,7 +59,7 @@ def split(pattern: str) -> pre.PreTokenizer:
 
 @cache
 def texts() -> list[str]:
-    return [text_of(random.Random(seed), 4000) for seed in range(20)]
+    return [text_of(random.Random(seed), 4000) for seed in range(8)]
 
 
 def byte_level(before: pre.PreTokenizer, normalizer: normalizers.Normalizer | None = None):
@@ -137,7 +137,7 @@ def tokenizer(kind: str) -> Tokenizer:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(seed=st.integers(0, 2**32), length=st.integers(2000, 12_000), special=st.booleans())
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_windows_give_the_same_tokens_as_the_whole_text(kind, seed, length, special):
     text = text_of(random.Random(seed), length)
     whole = tokenizer(kind).encode(text, add_special_tokens=special)

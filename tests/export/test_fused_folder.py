@@ -218,11 +218,17 @@ def test_a_disk_that_is_too_small_is_an_error(tmp_path, trained, monkeypatch):
 
 
 FUSE = """
+import contextlib, io, sys
 from your_ai import cli
 from your_ai.data import batches
 
 batches.MULTIPLE = 4  # so that the short row is little work
-cli.main()
+refusal = io.StringIO()
+with contextlib.redirect_stderr(refusal), contextlib.suppress(SystemExit):
+    cli.main([*sys.argv[1:], "--max-memory", "0.05"])
+budget = float(refusal.getvalue().split("takes ")[1].split()[0]) + 0.07  # measuring takes more
+print(budget, flush=True)
+cli.main([*sys.argv[1:], "--max-memory", str(budget), "--json"])
 """
 
 
@@ -232,12 +238,8 @@ def test_fuse_writes_and_measures_a_model_larger_than_its_memory_limit(tmp_path,
     drawn_run(model, data_folder, strength=0.01, lora_layers=6, max_seq_length=256)
     line = [sys.executable, "-c", FUSE, "fuse", "drawn", "out", "--to", "dequantized"]
     line += ["--dtype", "float32"]
-    low = subprocess.run(
-        [*line, "--max-memory", "0.05"], capture_output=True, text=True, check=False
-    )
-    budget = float(low.stderr.split("takes ")[1].split()[0]) + 0.07  # measuring takes more
-    command = [*line, "--max-memory", str(budget), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+        budget = float(process.stdout.readline())
         peak = watched(process)
         found = json.loads(process.stdout.read())["difference"]
     assert process.returncode == 0

@@ -102,37 +102,44 @@ def in_float16(settings, smallest_model, data_folder, monkeypatch) -> dict[str, 
     return {**settings, "model": str(smallest_model), "batch_size": 1, "dtype": "float16"}
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (loss_of(NAN), "the loss is nan"),
-        (loss_of(INFINITY), "the loss is inf"),
-        (loss_of(-INFINITY), "the loss is -inf"),
-        (gradients_of(NAN), "the gradient norm nan"),
-        (one_gradient_of(NAN), "the gradient norm nan"),
-        (one_gradient_of(INFINITY), "the gradient norm inf"),
-        (one_gradient_of(-INFINITY), "the gradient norm inf"),
-        # Finite gradients, but the sum of their squares is infinite.
-        (gradients_of(1e30), "the gradient norm inf"),
-    ],
-    ids=[
-        "loss nan",
-        "loss inf",
-        "loss -inf",
-        "gradients nan",
-        "one gradient nan",
-        "one gradient inf",
-        "one gradient -inf",
-        "gradients too large",
-    ],
-)
-def test_non_finite_step_changes_nothing(configure, settings, monkeypatch, spoil, words):
-    spoil_steps(monkeypatch, [2], spoil)
-    run = train(configure(run="r", max_steps=3, **settings))
-    assert carried(run, 2) == carried(run, 1)
-    (skipped,) = events_of(run, events.Skipped)
-    assert (skipped.step, skipped.in_a_row, skipped.total) == (2, 1, 1)
-    assert words in skipped.reason
+SPOILS = {
+    "loss nan": (loss_of(NAN), "the loss is nan"),
+    "loss inf": (loss_of(INFINITY), "the loss is inf"),
+    "loss -inf": (loss_of(-INFINITY), "the loss is -inf"),
+    "gradients nan": (gradients_of(NAN), "the gradient norm nan"),
+    "one gradient nan": (one_gradient_of(NAN), "the gradient norm nan"),
+    "one gradient inf": (one_gradient_of(INFINITY), "the gradient norm inf"),
+    "one gradient -inf": (one_gradient_of(-INFINITY), "the gradient norm inf"),
+    # Finite gradients, but the sum of their squares is infinite.
+    "gradients too large": (gradients_of(1e30), "the gradient norm inf"),
+}
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[RunFolder]:
+    """The run of `spoiled_run`, once it was trained."""
+    return []
+
+
+@pytest.fixture
+def spoiled_run(configure, settings, monkeypatch, trained) -> RunFolder:
+    """A run whose steps 2, 4, 6... are spoiled, each in its way."""
+    if not trained:
+        for number, (spoil, _) in enumerate(SPOILS.values(), 1):
+            spoil_steps(monkeypatch, [2 * number], spoil)
+        run = train(configure(run="r", max_steps=2 * len(SPOILS) + 1, **settings))
+        trained.append(RunFolder(run.path.resolve()))
+    return trained[0]
+
+
+@pytest.mark.parametrize("kind", SPOILS)
+def test_non_finite_step_changes_nothing(spoiled_run, kind):
+    number = list(SPOILS).index(kind) + 1
+    assert carried(spoiled_run, 2 * number) == carried(spoiled_run, 2 * number - 1)
+    assert carried(spoiled_run, 2 * number) != carried(spoiled_run, 2 * number + 1)
+    skipped = events_of(spoiled_run, events.Skipped)[number - 1]
+    assert (skipped.step, skipped.in_a_row, skipped.total) == (2 * number, 1, number)
+    assert SPOILS[kind][1] in skipped.reason
 
 
 def test_steps_after_a_skipped_step_train_normally(configure, settings, monkeypatch):

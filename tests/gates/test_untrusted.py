@@ -30,7 +30,7 @@ from your_ai.gates.untrusted import (
 )
 
 SAME_FOLDER = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

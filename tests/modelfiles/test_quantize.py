@@ -224,8 +224,9 @@ def die_at(patch: pytest.MonkeyPatch, at: int, error: BaseException) -> list[str
     return called
 
 
-def test_interrupted_work_continues_to_the_same_bytes(tmp_path, source, small_shards, monkeypatch):
+def test_interrupted_work_continues_to_the_same_bytes(tmp_path, small_shards, monkeypatch):
     monkeypatch.setattr(shards, "SHARDS", 2)
+    source = make_model(tmp_path / "source", bits=None, num_hidden_layers=1)
     wanted = all_sums(written(source, tmp_path / "whole"))
     target = tmp_path / "out"
     stage = 0
