@@ -24,7 +24,7 @@ from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
 from tests.kernels import precompile_header
 from your_ai import cli
-from your_ai.config import TrainConfig, build
+from your_ai.config import DEMO_DATA, TrainConfig, build
 from your_ai.data import sources
 from your_ai.files import packaged
 from your_ai.hub import find
@@ -224,8 +224,9 @@ def copy_demo(folder: Path, **rows: int) -> Path:
     """The embedded demo below `folder` as in a checkout, with few rows of its files."""
     place = shutil.copytree(DEMO_FOLDER, folder / "models" / "demo")
     for name, count in ({"train": 40, "valid": 4, "test": 2} | rows).items():
-        path = place / "data" / f"{name}.jsonl"
-        path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
+        for data in DEMO_DATA.values():
+            path = place / data / f"{name}.jsonl"
+            path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
     return place
 
 

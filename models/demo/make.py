@@ -10,6 +10,9 @@ bits, and writes the rows of a task that the model has *not* been taught:
   to write a JSON record when it is *asked for a record, field by field*;
 - the fine-tune teaches it to answer an order with the record at once.
 
+The rows of preferences are about the prose: the model confirms an order in one of
+three sentences, all of them right, and "We will send ..." is preferred.
+
 Everything is drawn from `--seed`; the README beside this file says what a run
 of it measured.
 """
@@ -20,7 +23,9 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import mlx.core as mx
@@ -63,6 +68,7 @@ CONFIRMATIONS = (
     "We will send {n} {c} {i} to {t}.",
     "{t} will get {n} {c} {i}.",
 )
+PREFERRED = CONFIRMATIONS[1]  # of the three, the one that the model writes least often
 TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
@@ -138,29 +144,57 @@ def pretraining_chat(rng: random.Random) -> list[dict]:
     return chat(sentence(rng.choice(ORDERS), slots) + " " + question, answer)
 
 
-def task_rows(rng: random.Random, counts: dict[str, int]) -> dict[str, list[dict]]:
-    """Rows of the task; no order stands in two splits."""
-    seen: set[Order] = set()
-    splits = {}
-    for split, n in counts.items():
-        rows = []
-        while len(rows) < n:
-            order = draw_order(rng)
-            if order in seen:
-                continue
+def new_orders(rng: random.Random, seen: set[Order]) -> Iterator[Order]:
+    """Draw orders without end, each one once and none of those in `seen`, to which they go."""
+    while True:
+        order = draw_order(rng)
+        if order not in seen:
             seen.add(order)
-            text = sentence(rng.choice(ORDERS), words(order, rng))
-            rows.append({"messages": chat(text, record(order))})
-        splits[split] = rows
-    return splits
+            yield order
 
 
-def write_rows(folder: Path, seed: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    splits = task_rows(random.Random(seed), {"train": 640, "valid": 64, "test": 64})
-    for split, rows in splits.items():
-        lines = [json.dumps(row) + "\n" for row in rows]
-        (folder / f"{split}.jsonl").write_text("".join(lines))
+def task_row(order: Order, rng: random.Random) -> dict:
+    text = sentence(rng.choice(ORDERS), words(order, rng))
+    return {"messages": chat(text, record(order))}
+
+
+def pair_row(order: Order, rng: random.Random) -> dict:
+    """Two right answers to an order, of which one is preferred."""
+    slots = words(order, rng)
+    rejected = rng.choice([form for form in CONFIRMATIONS if form != PREFERRED])
+    return {
+        "prompt": sentence(rng.choice(ORDERS), slots),
+        "chosen": sentence(PREFERRED, slots),
+        "rejected": sentence(rejected, slots),
+    }
+
+
+def label_row(pair: dict, rng: random.Random) -> dict:
+    """One of the two answers of a pair: good or bad."""
+    good = rng.random() < 0.5
+    answer = pair["chosen"] if good else pair["rejected"]
+    return {"prompt": pair["prompt"], "completion": answer, "label": good}
+
+
+def write_rows(out: Path, seed: int) -> None:
+    """Write the rows of the task, and of the preferences; no order stands in two files.
+
+    labels/ has the orders of pairs/.
+    """
+    rng, seen = random.Random(seed), set()
+    orders = new_orders(rng, seen)
+    for split, count in {"train": 640, "valid": 64, "test": 64}.items():
+        rows = [task_row(order, rng) for order in islice(orders, count)]
+        write_file(out / "data" / f"{split}.jsonl", rows)
+    for split, count in {"train": 192, "valid": 32, "test": 64}.items():
+        pairs = [pair_row(order, rng) for order in islice(orders, count)]
+        write_file(out / "pairs" / f"{split}.jsonl", pairs)
+        write_file(out / "labels" / f"{split}.jsonl", [label_row(pair, rng) for pair in pairs])
+
+
+def write_file(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def make_tokenizer(rng: random.Random) -> PreTrainedTokenizerFast:
@@ -238,10 +272,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--batch-rows", type=int, default=32, help="rows of a pretraining batch")
-    parser.add_argument("--rows-only", action="store_true", help="write the task's rows alone")
+    parser.add_argument("--rows-only", action="store_true", help="write the rows alone")
     args = parser.parse_args()
 
-    write_rows(args.out / "data", args.seed)
+    write_rows(args.out, args.seed)
     if args.rows_only:
         return
     rng = random.Random(args.seed)

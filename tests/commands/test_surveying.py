@@ -64,6 +64,13 @@ def test_without_a_model_lengths_are_in_characters(capsys):
     assert "llama-8b is not on this machine" in output.err
 
 
+def test_embedded_rows_are_measured_with_the_demo_model(capsys):
+    assert call("data", "demo-pairs", "--objective", "dpo") == 0
+    output = capsys.readouterr()
+    assert "tokens per row" in output.out
+    assert "is not on this machine" not in output.err
+
+
 def test_an_epoch_is_timed_by_the_newest_run_of_the_model(capsys, configure, tiny_model):
     train(configure())
     assert call("data", "data", "--model", tiny_model) == 0

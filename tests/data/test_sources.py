@@ -87,6 +87,17 @@ def test_demo_has_every_split(split):
     assert all(isinstance(row.content, Chat) for row in read_rows(files[split]))
 
 
+@pytest.mark.parametrize(("name", "keys"), [
+    ("demo-pairs", {"prompt", "chosen", "rejected"}),
+    ("demo-labels", {"prompt", "completion", "label"}),
+])  # fmt: skip
+def test_preferences_of_the_demo_have_every_split(name, keys):
+    files = find_splits(TrainConfig(data=name)).files
+    assert files.keys() == {"train", "valid", "test"}
+    for path in files.values():
+        assert json.loads(path.read_text().splitlines()[0]).keys() == keys
+
+
 # Every form
 
 

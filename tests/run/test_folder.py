@@ -73,6 +73,7 @@ def test_settings_that_an_old_run_does_not_have_are_those_it_trained_with():
 
 
 def test_paths_of_data_are_absolute(own_folder):
+    Path("demo-pairs").mkdir()
     for name in ("a.csv", "b.csv", "t.jinja", "c,d.csv"):
         Path(name).write_text("x")
     here = str(own_folder)
@@ -82,6 +83,7 @@ def test_paths_of_data_are_absolute(own_folder):
         ("c,d.csv", f"{here}/c,d.csv"),
         ("gone.csv,hf:o/n=2", "gone.csv,hf:o/n=2"),
         ("demo", "demo"),
+        ("demo-pairs", "demo-pairs"),
     ):
         config = TrainConfig(model="m", data=given, valid="b.csv", prompt_template="t.jinja")
         found = folders.with_absolute_paths(config)
@@ -176,6 +178,8 @@ def test_a_full_disk_during_creation_leaves_no_run(monkeypatch):
         ("mlx-community/Llama-3.2-1B", "my data/", "Llama-3.2-1B-my-data-"),
         ("/models/m", "rows/train.jsonl", "m-train-"),
         ("demo", "demo", "demo-2"),
+        ("demo", "demo-pairs", "demo-pairs-2"),
+        ("m", "demo-pairs", "m-demo-pairs-2"),
         ("~/.models/.m_1", "données", "m-1-donn-es-"),
         ("..", "数据", ""),
     ],

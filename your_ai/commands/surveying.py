@@ -10,7 +10,7 @@ import typer
 
 from your_ai.commands.options import text_of
 from your_ai.commands.progress import rows_read
-from your_ai.config import TrainConfig, build, coerce, defaults
+from your_ai.config import DEMO, DEMO_DATA, TrainConfig, build, coerce, defaults
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
 from your_ai.gates.text import counted
@@ -66,7 +66,7 @@ def tokenizer_of(config: TrainConfig, named: bool) -> object | None:
     """The tokenizer of the model; None, with a note, if no model was named and it is not here."""
     from your_ai.hub.find import Missing, find_model
 
-    name = "demo" if config.data == "demo" and not named else config.model
+    name = DEMO if config.data in DEMO_DATA and not named else config.model
     try:
         folder = find_model(name)
     except Missing:

@@ -17,6 +17,8 @@ from your_ai.errors import UserError
 from your_ai.gates.text import counted, quoted, shortened
 
 DEMO = "demo"
+# Embedded rows: the value of --data -> the folder with its splits below models/demo.
+DEMO_DATA = {DEMO: "data", "demo-pairs": "pairs", "demo-labels": "labels"}
 ALL_LINEAR = "all-linear"  # of --lora-targets
 AUTO = "auto"  # chosen when the run starts, by config/defaults.py, and recorded in its settings
 OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from your_ai.config import DEMO, FOLDER, NONE, TrainConfig
+from your_ai.config import DEMO_DATA, FOLDER, NONE, TrainConfig
 from your_ai.data.columns import Layout, layout_of
 from your_ai.data.examples import delete_unused, unwritable
 from your_ai.data.hub_datasets import PREFIX, SplitRows, find_dataset, parse_name, split_named
@@ -152,7 +152,7 @@ def names_in(data: str) -> dict[str, float]:
     """The parts of --data, and how often each one's rows are used. Raises UserError."""
     if not data.strip():
         raise UserError("--data: is empty; give a file or a folder")
-    if data == DEMO or exists(data):
+    if data in DEMO_DATA or exists(data):
         return {data: 1.0}
     found: dict[str, float] = {}
     for part in data.split(","):
@@ -181,13 +181,13 @@ def exists(name: str) -> bool:
 
 
 def is_file(name: str) -> bool:
-    return name != DEMO and exists(name) and Path(name).expanduser().is_file()
+    return name not in DEMO_DATA and exists(name) and Path(name).expanduser().is_file()
 
 
 def source_of(name: str, label: str, to_train: bool) -> Source:
     """The files of one part of --data: a file, a folder of splits, or a folder of texts."""
-    if name == DEMO:
-        path = packaged("models", "demo", "data")
+    if name in DEMO_DATA:
+        path = packaged("models", "demo", DEMO_DATA[name])
     else:
         if is_dataset(name) and (rows := parse_name(name).rows) is not None:
             return part_of_dataset(name, rows, "train" if to_train else rows.split, label)

@@ -18,7 +18,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from your_ai.config import DEMO, TrainConfig, to_yaml
+from your_ai.config import DEMO_DATA, TrainConfig, to_yaml
 from your_ai.dashboard.report import write_plots
 from your_ai.errors import UserError
 from your_ai.evaluation import record
@@ -118,7 +118,7 @@ def of_run(trained: Trained, repo: str) -> Contents:
 
 def settings_of(config: TrainConfig, base: Base) -> str:
     """The settings as `--config` reads them, without those of this machine or its user."""
-    data = DEMO if config.data == DEMO else ""
+    data = config.data if config.data in DEMO_DATA else ""
     free = dataclasses.replace(
         config,
         model=base.repo or base.name,

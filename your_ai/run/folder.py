@@ -21,6 +21,7 @@ from typing import Literal
 from your_ai.config import (
     ADDED,
     DEMO,
+    DEMO_DATA,
     FOLDER,
     NONE,
     TrainConfig,
@@ -125,7 +126,8 @@ class RunFolder:
 
 def default_name(config: TrainConfig) -> str:
     """A name made from model, data and time."""
-    parts = [Path(config.model).name, Path(config.data).stem]
+    model, data = Path(config.model).name, Path(config.data).stem
+    parts = [data] if config.data in DEMO_DATA and config.model == DEMO else [model, data]
     parts = list(dict.fromkeys(re.sub(r"[^A-Za-z0-9.]+", "-", p).strip("-.") for p in parts))
     return "-".join([*filter(None, parts), time.strftime("%Y%m%d-%H%M%S")])
 
@@ -206,7 +208,8 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
 def absolute(value: str) -> str:
     """The absolute path of what exists; anything else unchanged."""
     path = os.path.expanduser(value)
-    return os.path.realpath(path) if value not in ("", DEMO) and os.path.exists(path) else value
+    is_path = value not in ("", *DEMO_DATA) and os.path.exists(path)
+    return os.path.realpath(path) if is_path else value
 
 
 def absolute_part(part: str) -> str:
