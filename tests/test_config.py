@@ -39,6 +39,12 @@ def test_model_demo_gives_the_demo():
     assert resolve({"model": "demo", "data": "d"}, None).exact_match is False
 
 
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo"])
+def test_an_objective_over_pairs_gives_the_demo_with_pairs(objective):
+    config = resolve({"objective": objective}, None)
+    assert (config.model, config.data, config.objective) == ("demo", "demo-pairs", objective)
+
+
 def test_data_without_a_model_gives_the_default_model():
     assert resolve({"data": "d"}, None).model == "llama-8b"
 

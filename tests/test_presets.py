@@ -1,20 +1,61 @@
-"""Each preset in configs/ is trained for one step on a small substitute for its model."""
+"""Each preset in configs/ is trained for one step on a small substitute for its model.
+
+test_demo.py trains those of the demo's preferences.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from tests.conftest import TINY, call, make_model
+from your_ai.config import DEMO, TrainConfig, build
+from your_ai.config.reading import find_preset
+from your_ai.doctor.recommend import PYTHON_BYTES, room_of
 from your_ai.files import packaged
+from your_ai.gates.yaml_files import read_yaml
+from your_ai.hub.architectures import GROUP_SIZE
+from your_ai.hub.registry import config_of, known
+from your_ai.memory.budget import demand_of
+from your_ai.memory.facts import facts_of_config
+from your_ai.memory.plan import choose
 
-STAND_IN = "models/Meta-Llama-3.1-8B-Instruct-4bit"
 PRESETS = sorted(path.stem for path in packaged("configs").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+def settings_of(preset: str) -> TrainConfig:
+    return build(read_yaml(find_preset(preset)), preset)
+
+
+@pytest.mark.parametrize("preset", [p for p in PRESETS if p not in ("demo-dpo", "demo-kto")])
 def test_preset_trains_one_step(own_folder, small_demo, preset):
-    make_model(own_folder / STAND_IN, **{**TINY, "num_hidden_layers": 4})
-    extra = (
-        ["--batch-size", 2, "--samples", 1] if preset == "demo" else ["--data", small_demo / "data"]
-    )
-    assert call("train", "--config", preset, "--max-steps", 1, *extra) == 0
+    config = settings_of(preset)
+    less = ["--max-steps", 1, "--batch-size", 2, "--grad-accumulation", 1, "--force"]
+    if config.model == DEMO:
+        less += ["--samples", 1]
+    else:
+        model = known()[config.model]
+        folder = own_folder / "models" / model.repo.split("/")[1]
+        make_model(folder, model.model_type, **TINY, num_hidden_layers=4)
+        rows = {"answers": "data", "pairs": "pairs"}[config.row_kind]
+        less += ["--data", small_demo / rows]
+    assert call("train", "--config", preset, *less) == 0
+
+
+@pytest.mark.parametrize(("preset", "memory_gb"), [
+    ("llama-8b-dpo-16gb", 16), ("qwen-0.5b-dpo-8gb", 8),
+])  # fmt: skip
+def test_preset_named_after_a_mac_fits_into_its_memory(preset, memory_gb):
+    config = settings_of(preset)
+    model = known()[config.model]
+    facts = facts_of_config(config_of(model), model.bits, model.group_size or GROUP_SIZE, 2)
+    demand = demand_of(config, facts, [config.max_seq_length])
+    demand = replace(demand, python_bytes=PYTHON_BYTES, sliced=False)  # a process on a Mac
+    limit_bytes = int(config.max_memory * 1e9)
+    assert limit_bytes <= room_of(memory_gb).limit.limit_bytes
+    plan = choose(demand, limit_bytes).option.plan
+    assert plan.engine != "streamed"
+    assert not plan.spill
+    rows = config.batch_size * demand.rows_together
+    assert plan.rows(config.max_seq_length, rows) == rows  # no micro-batch is split

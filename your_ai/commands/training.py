@@ -17,8 +17,14 @@ from your_ai.session import new_run
 if TYPE_CHECKING:
     from rich.console import Console
 
+PREFERENCE = 'a small model, which confirms orders, learns to prefer "We will send ..." for that.'
+DEMO_NOTES = {  # by --data
+    "demo": "a small model learns to turn orders into JSON records.",
+    "demo-pairs": PREFERENCE,
+    "demo-labels": PREFERENCE,
+}
 DEMO_NOTE = """\
-The embedded demo: a small model learns to turn orders into JSON records.
+The embedded demo: {note}
 A real model on your own data: your_ai train --model llama-8b --data my-data/"""
 
 
@@ -56,8 +62,9 @@ def train(
         settings = check(settings, detach)
         find_or_fetch(settings.model, console, bool(yes))
         folder = new_run.create(settings)
-        if settings.model == settings.data == DEMO and settings.exact_match and not as_json:
-            console.print(DEMO_NOTE, markup=False)
+        if settings.model == DEMO and settings.data in DEMO_NOTES and not as_json:
+            note = DEMO_NOTE.format(note=DEMO_NOTES[settings.data])
+            console.print(note, markup=False)
     new = resume is None
     from your_ai.session import attach
 

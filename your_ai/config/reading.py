@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import yaml
 
 LENGTHS = {"max_steps", "epochs"}
+DEMO_PRESETS = {"answers": DEMO, "pairs": "demo-dpo", "labels": "demo-kto"}  # by kind of row
 
 
 def find_preset(name: str) -> Path:
@@ -84,7 +85,8 @@ def resolve(
     settings_of_adapter: takes the values of --from and --model (None if not given), and returns the
         settings that the run takes over from the adapter.
 
-    Uses the demo's preset if no preset and no data are given, and no model or the demo's model.
+    Uses a preset of the demo if no preset and no data are given, and no model or the demo's model:
+    the one whose rows the objective trains.
     preset: a name, or a file with our keys or with those of mlx-lm; on_note is then called with
     what each became and what differs.
     Raises UserError if the preset or a flag contradicts the adapter at --from.
@@ -110,7 +112,8 @@ def resolve(
         given = {name: value for name, value in settings.items() if name not in free}
         settings = {**taken, **given, "from_adapter": taken["from_adapter"]}
     if preset is None and settings.get("model", DEMO) == DEMO and "data" not in settings:
-        settings = read_yaml(find_preset(DEMO)) | settings
+        kind = build(settings, "settings").row_kind
+        settings = read_yaml(find_preset(DEMO_PRESETS[kind])) | settings
     if settings.get("objective", SFT) != SFT:
         settings = {"learning_rate": PREFERENCE_LEARNING_RATE} | settings
     config = build(settings, "settings")

@@ -1,0 +1,100 @@
+"""The embedded demo's rows, and what its preferences do to generated answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.conftest import DEMO_FOLDER, call, events_of
+from your_ai.config import DEMO_DATA
+from your_ai.run import events
+from your_ai.run.folder import find
+
+SPLITS = ("train", "valid", "test")
+CONFIRMATIONS = (
+    r"We will send (?P<number>\w+) (?P<goods>.+) to (?P<city>\w+)\.",
+    r"(?P<number>\w+) (?P<goods>.+) will go to (?P<city>\w+)\.",
+    r"(?P<city>\w+) will get (?P<number>\w+) (?P<goods>.+)\.",
+)
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The script that makes the demo."""
+    spec = importlib.util.spec_from_file_location("make_demo", DEMO_FOLDER / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows_of(data: str, *splits: str) -> list[dict]:
+    paths = [DEMO_FOLDER / data / f"{split}.jsonl" for split in splits or SPLITS]
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def confirmed(answer: str) -> tuple[str, str, str]:
+    """The number, goods and city that an answer names."""
+    found = next(filter(None, (re.fullmatch(form, answer) for form in CONFIRMATIONS)))
+    return found["number"].lower(), found["goods"], found["city"]
+
+
+def is_preferred(answer: str) -> bool:
+    return answer.startswith("We will send ")
+
+
+@pytest.mark.parametrize("data", DEMO_DATA.values())
+def test_the_script_writes_the_rows_of_the_demo(tmp_path, script, data):
+    script.write_rows(tmp_path, seed=7)
+    for split in SPLITS:
+        name = Path(data, f"{split}.jsonl")
+        assert (tmp_path / name).read_bytes() == (DEMO_FOLDER / name).read_bytes()
+
+
+def test_both_answers_of_a_pair_are_right_and_one_is_preferred():
+    for row in rows_of("pairs"):
+        number, goods, city = confirmed(row["chosen"])
+        assert confirmed(row["rejected"]) == (number, goods, city)
+        assert all(part in row["prompt"].lower() for part in (number, goods, city.lower()))
+        assert is_preferred(row["chosen"])
+        assert not is_preferred(row["rejected"])
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_labels_judge_one_answer_of_each_pair(split):
+    judged, pairs = rows_of("labels", split), rows_of("pairs", split)
+    for row, pair in zip(judged, pairs, strict=True):
+        answer = pair["chosen" if row["label"] else "rejected"]
+        assert (row["prompt"], row["completion"]) == (pair["prompt"], answer)
+    assert {row["label"] for row in judged} == {True, False}
+
+
+def test_no_order_stands_in_two_files(script):
+    orders = []
+    for row in rows_of("data"):
+        order = json.loads(row["messages"][1]["content"])
+        goods = f"{order['colour']} {script.plural(order['count'], order['item'])}"
+        orders.append((order["count"], goods, order["city"]))
+    for row in rows_of("pairs"):
+        number, goods, city = confirmed(row["chosen"])
+        count = int(number) if number.isdigit() else 1 + script.NUMBERS.index(number)
+        orders.append((count, goods, city))
+    assert len(set(orders)) == len(orders) == 768 + 288
+
+
+@pytest.mark.parametrize("preset", ["demo-dpo"])
+def test_generated_answers_become_those_that_are_preferred(small_demo, preset):
+    less = ["--max-steps", 6, "--batch-size", 4, "--lora-layers", 2, "--eval-every", 0]
+    faster = ["--learning-rate", 3e-3]
+    assert call("train", "--config", preset, "--run", "r", *less, *faster) == 0
+    before, after = events_of(find("r"), events.Samples)
+    wanted = [row["chosen"] for row in rows_of("pairs", "test")[:2]]
+    assert [confirmed(answer) for answer in before.answers] == list(map(confirmed, wanted))
+    assert before.answers != wanted
+    assert after.answers == wanted
+    (end,) = events_of(find("r"), events.Validation)
+    assert end.metrics["rewards/margins"] > 0.05
