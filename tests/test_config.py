@@ -39,10 +39,11 @@ def test_model_demo_gives_the_demo():
     assert resolve({"model": "demo", "data": "d"}, None).exact_match is False
 
 
-@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo"])
-def test_an_objective_over_pairs_gives_the_demo_with_pairs(objective):
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo", "kto"])
+def test_an_objective_alone_gives_the_demo_with_rows_for_it(objective):
     config = resolve({"objective": objective}, None)
-    assert (config.model, config.data, config.objective) == ("demo", "demo-pairs", objective)
+    data = "demo-labels" if objective == "kto" else "demo-pairs"
+    assert (config.model, config.data, config.objective) == ("demo", data, objective)
 
 
 def test_data_without_a_model_gives_the_default_model():

@@ -86,7 +86,7 @@ def test_no_order_stands_in_two_files(script):
     assert len(set(orders)) == len(orders) == 768 + 288
 
 
-@pytest.mark.parametrize("preset", ["demo-dpo"])
+@pytest.mark.parametrize("preset", ["demo-dpo", "demo-kto"])
 def test_generated_answers_become_those_that_are_preferred(small_demo, preset):
     less = ["--max-steps", 6, "--batch-size", 4, "--lora-layers", 2, "--eval-every", 0]
     faster = ["--learning-rate", 3e-3]
