@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
+import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from rich.console import Console
 
 from tests.conftest import call
 from your_ai.doctor import bench
+from your_ai.doctor.contest import Contest, contest_tokens
+from your_ai.doctor.peers import PEERS, run_peer
 from your_ai.doctor.shapes import llama, make_shape
 from your_ai.errors import UserError
 from your_ai.files import sha256
@@ -25,6 +34,19 @@ def quick(monkeypatch) -> None:
     """One round of all contenders, on a smaller model."""
     monkeypatch.setattr(bench, "ROUNDS", 1)
     monkeypatch.setitem(bench.SHAPES, "tiny", llama(64, 2, 4, 2, 128, 512))
+
+
+@pytest.fixture
+def tiny_shape(tmp_path) -> Path:
+    return make_shape("tiny", 4, "float32", tmp_path)
+
+
+def contest_of(folder: Path | str, **changes: Any) -> Contest:
+    contest = Contest(
+        folder=str(folder), dtype="float32", seq_len=16, batch_size=1, lora_rank=8,
+        lora_layers="all", lora_targets="all-linear", supervised=0.5, steps=3,
+    )  # fmt: skip
+    return replace(contest, **changes)
 
 
 def test_all_contenders_follow_the_same_losses(capsys):
@@ -56,33 +78,82 @@ def test_all_contenders_follow_the_same_losses(capsys):
     ids=["float", "4-bit"],
 )
 def test_ten_steps_of_each_plan_follow_mlx_lm(tmp_path, bits, plans):
-    contest = bench.Contest(
-        folder=str(make_shape("tiny", bits, "float32", tmp_path)),
-        dtype="float32",
-        seq_len=16,
-        batch_size=2,
-        lora_rank=8,
-        lora_layers="all",
-        lora_targets="all-linear",
-        supervised=1.0,
-        steps=10,
-        learning_rate=2e-3,
+    folder = make_shape("tiny", bits, "float32", tmp_path)
+    contest = contest_of(
+        folder, seq_len=16, batch_size=2, supervised=1.0, steps=10, learning_rate=2e-3
     )
-    peers = [loss for loss, *_ in bench.run_mlx_lm(contest, checkpointing=False)]
+    peers = [loss for loss, *_ in run_peer(contest, "mlx-lm")]
     assert peers[-1] < 0.9 * peers[0]
     for plan in plans:
         ours = [loss for loss, *_ in bench.run_ours(contest, plan)]
         assert ours == pytest.approx(peers, rel=1e-4), plan
 
 
+def test_pairs_are_measured_beside_rows_of_sft_and_the_estimate(capsys):
+    assert call(*SHORT, "--objective", "dpo", "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["contender"] == "fused"
+    assert row["losses"][0] == pytest.approx(math.log(2), rel=1e-5)  # the reference is the base
+    assert row["losses"][-1] < row["losses"][0]
+    assert row["seconds_per_pair"] == row["seconds_median"]
+    assert 0 < row["rows_seconds_min"] <= row["rows_seconds_median"]
+    assert row["times_rows"] > 0
+    assert row["estimated_mb"] > 0
+    console = Console(file=io.StringIO(), width=80)
+    console.print(bench.table([bench.BenchRow(**row)]))
+    assert "s/pair" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo"])
+def test_plans_follow_the_same_losses_of_pairs(tiny_shape, objective):
+    contest = contest_of(tiny_shape, objective=objective, batch_size=2)
+    fused, staged = (
+        [loss for loss, *_ in bench.run_ours(contest, plan)] for plan in ("fused", "staged")
+    )
+    assert staged == pytest.approx(fused, rel=1e-4)
+    assert fused[-1] < fused[0]
+
+
+@pytest.mark.parametrize("plan", ["unpacked", "packed"])
+def test_short_pairs_are_trained_one_by_one_or_packed(tiny_shape, plan):
+    contest = contest_of(tiny_shape, objective="dpo", seq_len=512, lora_layers="1", steps=1)
+    assert bench.pairs_per_step(contest, plan) == bench.SHORT_ROWS / 2
+    updates = bench.prepare_ours(contest, plan).updates
+    assert len(updates) == (1 if plan == "packed" else bench.SHORT_ROWS / 2)
+    every = [batch for batches in updates for batch in batches]
+    assert all(batch.packed for batch in every) is (plan == "packed")
+    assert sum(int(batch.texts.max()) + 1 for batch in every) == bench.SHORT_ROWS
+
+
+def test_rows_of_sft_share_the_weights_of_pairs_beside_them(tmp_path):
+    folder = make_shape("tiny", 0, "float32", tmp_path)
+    contest = contest_of(folder, objective="dpo", lora_targets="q_proj", lora_rank=1)
+    ready = bench.prepare_ours(contest, "fused")
+    weights_bytes = sum(array.nbytes for _, array in tree_flatten(ready.network.parameters()))
+    before_bytes = mx.get_active_memory()
+    alone = bench.prepare_ours(contest.of_single_rows(), "fused", beside=ready)
+    assert alone.updates[0][0].tokens.shape == ready.updates[0][0].tokens.shape
+    assert mx.get_active_memory() - before_bytes < weights_bytes / 4
+
+
+def test_answers_of_a_pair_have_the_same_prompt():
+    tokens = contest_tokens(contest_of("m", objective="dpo", batch_size=2), vocabulary=512)
+    chosen, rejected = tokens[::2], tokens[1::2]
+    assert tokens.shape == (4, 17)
+    assert np.array_equal(chosen[:, :9], rejected[:, :9])
+    assert not np.array_equal(chosen[:, 9:], rejected[:, 9:])
+
+
 def test_rounds_are_combined():
     """Without the first step of each round, which compiles."""
     first = {"seconds": [9.0, 2.0, 3.0], "peak_bytes": 5_000_000, "process_bytes": 8_000_000}
-    first |= {"tokens": 30, "losses": [2.0, 1.0]}
-    other = {**first, "seconds": [9.0, 1.0, 4.0], "peak_bytes": 6_000_000}
-    row = bench.combine("fused", [first, other])
+    first |= {"tokens": 30, "losses": [2.0, 1.0], "turns": [(2.0, 1.0)], "estimated_bytes": 5e6}
+    other = {**first, "seconds": [9.0, 1.0, 4.0], "peak_bytes": 6_000_000, "turns": [(6.0, 5.0)]}
+    row = bench.combine(contest_of("m", objective="dpo", batch_size=5), "fused", [first, other])
     assert (row.seconds_median, row.seconds_min, row.tokens_per_s) == (2.5, 1.0, 12.0)
     assert (row.peak_mb, row.process_mb, row.losses) == (6.0, 8.0, [2.0, 1.0])
+    assert (row.estimated_mb, row.seconds_per_pair) == (5.0, 0.5)
+    assert (row.rows_seconds_median, row.rows_seconds_min, row.times_rows) == (3.0, 1.0, 1.6)
 
 
 def test_packed_trains_the_same_rows_as_unpacked(capsys):
@@ -104,6 +175,8 @@ def test_packed_trains_the_same_rows_as_unpacked(capsys):
         (("--shape", "tiny", "--bits", 3), "--bits 3: must be 4 or 8"),
         (("--shape", "tiny", "--plan", "fusd"), "did you mean fused"),
         (("--shape", "tiny", "--against", "x"), "--against x: unknown"),
+        (("--shape", "tiny", "--objective", "dop"), "did you mean dpo"),
+        (("--shape", "tiny", "--objective", "dpo", "--plan", "none"), "nothing to measure"),
         (("--shape", "tiny", "--plan", "none", "--against", "none"), "nothing to measure"),
         (("--shape", "tiny", "--dtype", "int8"), "--dtype: expected auto or float32"),
         (("--shape", "tiny", "--model", "demo"), "give --shape or --model"),
@@ -125,6 +198,6 @@ def test_a_shape_is_created_once_and_always_the_same(tmp_path):
 
 
 def test_spaces_around_names_are_ignored():
-    assert bench.named(" mlx-lm , mlx-lm-checkpoint", "against", bench.PEERS) == list(bench.PEERS)
+    assert bench.named(" mlx-lm , mlx-lm-checkpoint", "against", PEERS) == list(PEERS[:2])
     with pytest.raises(UserError):
-        bench.named("mlx", "against", bench.PEERS)
+        bench.named("mlx", "against", PEERS)

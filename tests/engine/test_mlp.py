@@ -14,7 +14,7 @@ from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
 from tests.engine.test_attention import relative_error
-from your_ai.engine import mlp
+from your_ai.engine import dequantized, mlp
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.mlp import SlicedMLP, can_be_sliced
 from your_ai.nets.dora import DoRA, dora_layers, norms_of, use_norms
@@ -166,6 +166,23 @@ def test_slicing_lowers_peak_memory():
         return mx.get_peak_memory() - before
 
     assert peak(SlicedMLP.from_base(network, keys)) < peak(network) / 3
+
+
+def test_projections_in_turn_lower_the_peak_memory_of_the_forward_pass(monkeypatch):
+    """By two of the outputs of an inward projection, if weights are dequantized in slices."""
+    monkeypatch.setattr(dequantized, "DEQUANTIZED_SLICE_BYTES", 1 << 16)
+    network, keys = adapted(4, False, 0.0, inner=2048)
+    x = mx.random.normal((1, 256, HIDDEN))
+
+    def peak(network: nn.Module) -> int:
+        mx.eval(network.parameters(), x)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(network(x))
+        return mx.get_peak_memory() - before
+
+    output_bytes = 4 * 256 * 2048
+    assert peak(SlicedMLP.from_base(network, keys)) < peak(network) - 1.5 * output_bytes
 
 
 @pytest.mark.parametrize(

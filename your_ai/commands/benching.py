@@ -11,6 +11,9 @@ from your_ai.gates.console import echo_json, open_console
 
 
 def bench(
+    objective: Annotated[
+        str, typer.Option(help="What is learned: sft, dpo, ipo, simpo or orpo.")
+    ] = "sft",
     shape: Annotated[
         str | None, typer.Option(help="Shape of a model that is made with random weights.")
     ] = None,
@@ -20,7 +23,7 @@ def bench(
     ] = 4,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     seq_len: Annotated[int, typer.Option(help="Sequence length, in tokens.", min=2)] = 256,
-    batch_size: Annotated[int, typer.Option(help="Rows per step.", min=1)] = 1,
+    batch_size: Annotated[int, typer.Option(help="Rows, or pairs of rows, per step.", min=1)] = 1,
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.", min=1)] = 16,
     lora_layers: Annotated[
         str, typer.Option(help="Number of last blocks to adapt, or all.")
@@ -32,24 +35,33 @@ def bench(
         str, typer.Option(help="Plans of your_ai to measure, separated by commas.")
     ] = "fused",
     supervised: Annotated[
-        float, typer.Option(help="Fraction of the tokens that are trained on.", min=0.0, max=1.0)
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            help="Fraction of each row's tokens that is trained on; default: 1, or 0.5 for pairs.",
+            min=0.0,
+            max=1.0,
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps in each of two rounds.", min=2)] = 4,
     against: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="What to compare with, separated by commas: mlx-lm, mlx-lm-checkpoint; or none."
+            help="What to compare with, separated by commas: mlx-lm, mlx-lm-checkpoint, "
+            "mlx-lm-lora, mlx-lm-lora-checkpoint; or none; default: the first two, or none for "
+            "pairs."
         ),
-    ] = "mlx-lm,mlx-lm-checkpoint",
+    ] = None,
     max_memory: Annotated[
         float | None, typer.Option(help="Memory limit of each process, in GB.", min=0.0)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Compare memory and speed with mlx-lm on this machine, on the same weights and tokens."""
+    """Compare memory and speed with mlx-lm or mlx-lm-lora here, on the same weights and tokens."""
     from your_ai.doctor import bench as measuring
 
-    contenders = measuring.contenders_of(plan, against)
+    contenders = measuring.contenders_of(plan, against, objective)
+    if supervised is None:
+        supervised = 1.0 if objective == "sft" else 0.5
     contest = measuring.Contest(
         folder=str(measuring.weights_of(shape, model, bits, dtype)),
         dtype=dtype,
@@ -61,6 +73,7 @@ def bench(
         supervised=supervised,
         steps=steps,
         max_memory=max_memory,
+        objective=objective,
     )
     contest.train_config()  # raises UserError for invalid settings
     rows = measuring.compare(contest, contenders)

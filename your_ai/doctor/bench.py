@@ -1,4 +1,6 @@
-"""Benchmark against mlx-lm: the same weights, tokens and adapters, each in its own process.
+"""Benchmark against mlx-lm and mlx-lm-lora, on the same weights, tokens and adapters.
+
+Each contender runs in its own process.
 
 `python -m your_ai.doctor.bench` with a Contest as JSON on stdin runs one contender and prints
 one row as JSON.
@@ -6,9 +8,7 @@ one row as JSON.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import json
 import statistics
 import subprocess
@@ -22,14 +22,22 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.optimizers as optim
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 from rich.table import Table
 
-from your_ai.config import TrainConfig, coerce, flag, nearest
-from your_ai.data.batches import Batch, RowsAt, make_schedule, micro_batches
+from your_ai.config import coerce, nearest
+from your_ai.data.batches import Batch, RowsAt, make_schedule
 from your_ai.data.examples import Examples, RowCounts
+from your_ai.doctor.contest import (
+    OBJECTIVES,
+    Contest,
+    batches_of,
+    contest_tokens,
+    examples_of,
+)
+from your_ai.doctor.peers import PEERS, check_peers, run_peer
 from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
@@ -42,56 +50,21 @@ from your_ai.gates.token_ids import vocabulary_of
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
 from your_ai.memory import allocator, probe
-from your_ai.memory.budget import budget_of
+from your_ai.memory.budget import budget_of, demand_of
+from your_ai.memory.estimate import Plan
+from your_ai.memory.facts import facts_of
+from your_ai.memory.plan import estimate_rows
 from your_ai.nets import model
+from your_ai.objectives.chosen import needs_reference, objective_of
 from your_ai.rng import derive_seed
 from your_ai.training import optimizer
 from your_ai.training.optimizer import Update
 
 PLANS = ("auto", "fused", "staged", "streamed", "spilled", "prefix", "unpacked", "packed")
-# unpacked and packed train SHORT_ROWS rows of SHORTEST to LONGEST tokens, each once per step.
+SHORT = ("unpacked", "packed")
+# These train SHORT_ROWS rows of SHORTEST to LONGEST tokens, each once per step.
 SHORT_ROWS, SHORTEST, LONGEST = 16, 40, 120
-PEERS = ("mlx-lm", "mlx-lm-checkpoint")
 ROUNDS = 2  # all contenders in turn, so that a machine that slows down slows them all equally
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contest:
-    """The task of every contender: `steps` updates with AdamW on the same batch."""
-
-    folder: str
-    dtype: str
-    seq_len: int
-    batch_size: int
-    lora_rank: int
-    lora_layers: str
-    """Written as the option of `train`."""
-    lora_targets: str
-    """Written as the option of `train`."""
-    supervised: float
-    """The share of each row's tokens that is trained, at the end of the row."""
-    steps: int
-    max_memory: float | None = None
-    """In GB, for each contender's process. Our plans split the batch; mlx-lm gets MLX's limit."""
-    learning_rate: float = 1e-4
-
-    @property
-    def targets(self) -> int:
-        """Trained tokens per row."""
-        return max(1, round(self.supervised * self.seq_len))
-
-    def train_config(self, plan: str = "auto") -> TrainConfig:
-        """The settings for our engines. Raises UserError if the adapter options are invalid."""
-        text = {"lora_layers": self.lora_layers, "lora_targets": self.lora_targets}
-        return TrainConfig(
-            lora_rank=self.lora_rank,
-            **{name: coerce(name, value, flag(name)) for name, value in text.items()},
-            learning_rate=self.learning_rate,
-            max_grad_norm=0,
-            batch_size=self.batch_size,
-            max_memory=self.max_memory,
-            plan=plan,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +73,7 @@ class BenchRow:
 
     contender: str
     peak_mb: float
-    """MLX's peak memory from the first step on."""
+    """MLX's peak memory from the first step on, in ours with the computation of the reference."""
     process_mb: float
     """Peak memory of the process."""
     seconds_median: float
@@ -109,12 +82,31 @@ class BenchRow:
     """Per step, without the first step, which compiles."""
     tokens_per_s: float
     losses: list[float]
+    estimated_mb: float | None = None
+    """The estimate of `peak_mb`; None for a peer, and for a plan without an estimate."""
+    seconds_per_pair: float | None = None
+    """The median; None for sft."""
+    rows_seconds_median: float | None = None
+    """Per step of sft on the same rows, in turn with steps of pairs; None if not measured."""
+    rows_seconds_min: float | None = None
+    times_rows: float | None = None
+    """The median over these turns of the time of a step of pairs divided by that of sft."""
     within_limit: bool | None = None
 
 
-def contenders_of(plan: str, against: str) -> list[str]:
-    """The contenders named by --plan and --against. Raises UserError."""
-    contenders = [*named(plan, "plan", PLANS), *named(against, "against", PEERS)]
+def contenders_of(plan: str, against: str | None, objective: str) -> list[str]:
+    """The contenders named by --plan and --against. Raises UserError.
+
+    against: None for the peers that are always there, which are those of sft.
+    """
+    if objective not in OBJECTIVES:
+        hint = nearest(objective, OBJECTIVES)
+        raise UserError(f"--objective {objective}: unknown{hint} ({', '.join(OBJECTIVES)})")
+    if against is None:
+        against = "mlx-lm,mlx-lm-checkpoint" if objective == "sft" else "none"
+    peers = named(against, "against", PEERS)
+    check_peers(peers, objective)
+    contenders = [*named(plan, "plan", PLANS), *peers]
     if not contenders:
         raise UserError("--plan and --against name nothing to measure")
     return contenders
@@ -150,22 +142,38 @@ def named(text: str, option: str, known: tuple[str, ...]) -> list[str]:
 
 
 def table(rows: list[BenchRow]) -> Table:
-    """Show the rows. total: of the process; vs: tokens per second divided by the peer's."""
+    """Show the rows.
+
+    est.: the estimate of the peak; total: of the process; x sft: the time of a pair relative to
+    two rows of sft; vs: tokens per second divided by the peer's.
+    """
     peers = [row for row in rows if row.contender in PEERS]
+    of_pairs = any(row.seconds_per_pair is not None for row in rows)
     drawn = Table(box=None, pad_edge=False, collapse_padding=True)
     drawn.add_column("", no_wrap=True)
-    headers = ["peak\nMB", "total\nMB", "s/step", "least", "tokens\n/s", "last\nloss"]
-    headers += [f"vs\n{peer.contender.removeprefix('mlx-lm-')}" for peer in peers]
+    headers = ["peak\nMB", "est.\nMB", "total\nMB", "s/pair" if of_pairs else "s/step"]
+    headers += ["x\nsft"] if of_pairs else ["least"]
+    headers += ["tokens\n/s", "last\nloss"]
+    headers += [f"vs\n{short_name(peer.contender.removeprefix('mlx-lm-'))}" for peer in peers]
     for header in headers:
         drawn.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        ratios = [f"{row.tokens_per_s / peer.tokens_per_s:.2f}" for peer in peers]
+        planned = "" if row.estimated_mb is None else f"{row.estimated_mb:.0f}"
+        times = [f"{row.seconds_median:.3f}", f"{row.seconds_min:.3f}"]
+        if of_pairs:
+            times = [f"{row.seconds_per_pair:.3f}"]
+            times += ["" if row.times_rows is None else f"{row.times_rows:.2f}"]
         drawn.add_row(
-            row.contender, f"{row.peak_mb:.0f}", f"{row.process_mb:.0f}",
-            f"{row.seconds_median:.3f}", f"{row.seconds_min:.3f}", f"{row.tokens_per_s:.0f}",
-            loss_text(row.losses[-1]), *ratios,
+            short_name(row.contender), f"{row.peak_mb:.0f}", planned, f"{row.process_mb:.0f}",
+            *times, f"{row.tokens_per_s:.0f}", loss_text(row.losses[-1]),
+            *(f"{row.tokens_per_s / peer.tokens_per_s:.2f}" for peer in peers),
         )  # fmt: skip
     return drawn
+
+
+def short_name(contender: str) -> str:
+    """The name in two lines if it is long."""
+    return contender.replace("lora-", "lora\n-")
 
 
 def over_limit(contest: Contest, rows: list[BenchRow]) -> list[str]:
@@ -189,7 +197,7 @@ def compare(contest: Contest, contenders: list[str]) -> list[BenchRow]:
     for _ in range(ROUNDS):
         for name in contenders:
             measured[name].append(run_alone(contest, name))
-    rows = [combine(name, rounds) for name, rounds in measured.items()]
+    rows = [combine(contest, name, rounds) for name, rounds in measured.items()]
     if contest.max_memory is None:
         return rows
     limit_mb = 1000 * contest.max_memory
@@ -209,9 +217,13 @@ def run_alone(contest: Contest, contender: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def combine(name: str, rounds: list[dict[str, Any]]) -> BenchRow:
+def combine(contest: Contest, name: str, rounds: list[dict[str, Any]]) -> BenchRow:
     seconds = [s for measured in rounds for s in measured["seconds"][1:]]
-    median = statistics.median(seconds)
+    turns = [turn for measured in rounds for turn in measured["turns"]]
+    median, estimated = statistics.median(seconds), rounds[0]["estimated_bytes"]
+    of_rows = [rows for _, rows in turns]
+    pairs = pairs_per_step(contest, name)
+    times = [of_pairs / rows for of_pairs, rows in turns]
     return BenchRow(
         contender=name,
         peak_mb=max(measured["peak_bytes"] for measured in rounds) / 1e6,
@@ -220,72 +232,115 @@ def combine(name: str, rounds: list[dict[str, Any]]) -> BenchRow:
         seconds_min=min(seconds),
         tokens_per_s=rounds[0]["tokens"] / median,
         losses=rounds[0]["losses"],
+        estimated_mb=None if estimated is None else estimated / 1e6,
+        seconds_per_pair=median / pairs if pairs else None,
+        rows_seconds_median=statistics.median(of_rows) if turns else None,
+        rows_seconds_min=min(of_rows) if turns else None,
+        times_rows=statistics.median(times) if turns else None,
     )
 
 
-def contest_tokens(contest: Contest, vocabulary: int) -> np.ndarray:
-    """(B, T + 1) random tokens, the same for every contender."""
-    rng = np.random.Generator(np.random.PCG64(derive_seed("bench tokens")))
-    return rng.integers(0, vocabulary, (contest.batch_size, contest.seq_len + 1), dtype=np.uint32)
+def pairs_per_step(contest: Contest, contender: str) -> int:
+    """0 for sft."""
+    if contest.rows_together == 1:
+        return 0
+    return SHORT_ROWS // 2 if contender in SHORT else contest.batch_size
 
 
-def contest_batches(contest: Contest, tokens: np.ndarray, rows_at: RowsAt) -> list[Batch]:
-    trained = np.zeros(tokens.shape, bool)
-    trained[:, -contest.targets :] = True
-    starts = np.arange(len(tokens) + 1) * tokens.shape[1]
-    weights = np.ones(len(tokens), np.float32)
-    examples = Examples(tokens.reshape(-1), trained.reshape(-1), starts, weights, RowCounts())
-    rows = np.arange(len(tokens))
-    return list(micro_batches(examples, rows, rows_at, np.array([contest.seq_len])))
-
-
-def updates_of(
-    contest: Contest, contender: str, vocabulary: int, rows_at: RowsAt
-) -> list[list[Batch]]:
-    """The micro-batches of each update of a step. Only unpacked has several updates per step."""
-    if contender not in ("unpacked", "packed"):
-        return [contest_batches(contest, contest_tokens(contest, vocabulary), rows_at)]
+def examples_for(contest: Contest, contender: str, vocabulary: int) -> Examples:
+    """The rows of a step. Those of unpacked and packed are short, and all their tokens trained."""
+    if contender not in SHORT:
+        return examples_of(contest, contest_tokens(contest, vocabulary))
     rng = np.random.Generator(np.random.PCG64(derive_seed("bench rows")))
     starts = np.cumsum([0, *rng.integers(SHORTEST, LONGEST + 1, SHORT_ROWS)])
     tokens = rng.integers(0, vocabulary, starts[-1], dtype=np.uint32)
     weights = np.ones(SHORT_ROWS, np.float32)
-    examples = Examples(tokens, np.ones(len(tokens), bool), starts, weights, RowCounts())
+    return Examples(tokens, np.ones(len(tokens), bool), starts, weights, RowCounts())
+
+
+def updates_of(
+    contest: Contest, contender: str, examples: Examples, rows_at: RowsAt
+) -> list[list[Batch]]:
+    """The micro-batches of each update of a step. Only unpacked has several updates per step."""
+    together = contest.rows_together
     if contender == "packed":
-        return [make_schedule(examples, 1, SHORT_ROWS, 0, contest.seq_len).batches_of(0)]
-    one_by_one = make_schedule(examples, 1, 1, 0)
-    return [one_by_one.batches_of(step) for step in range(SHORT_ROWS)]
+        packed = make_schedule(examples, SHORT_ROWS, SHORT_ROWS, 0, contest.seq_len, together)
+        return [packed.batches_of(0)]
+    if contender == "unpacked":
+        one_by_one = make_schedule(examples, together, together, 0, rows_together=together)
+        return [one_by_one.batches_of(step) for step in range(one_by_one.steps_per_epoch)]
+    return [batches_of(contest, examples, rows_at)]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """One of our plans, with everything that its steps need."""
+
+    contest: Contest
+    network: nn.Module
+    engine: Engine
+    update: Update
+    updates: list[list[Batch]]
+    """The micro-batches of each update of a step."""
+    estimated_bytes: int | None
+    """The estimate of MLX's peak memory, if there is one for this plan."""
+
+    def step(self) -> tuple[float, float, int]:
+        """Do a step; return (loss, seconds, tokens)."""
+        began = time.perf_counter()
+        losses = [
+            one_update(self.engine, self.update, batches, self.contest) for batches in self.updates
+        ]
+        seconds = time.perf_counter() - began
+        tokens = sum(batch.real_tokens for batches in self.updates for batch in batches)
+        return statistics.mean(losses), seconds, tokens
 
 
 def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, int]]:
-    """Yield (loss, seconds, tokens) of each step.
+    """Yield (loss, seconds, tokens) of each step of one of our plans."""
+    ready = prepare_ours(contest, contender)
+    for _ in range(contest.steps):
+        yield ready.step()
+
+
+def prepare_ours(contest: Contest, contender: str, beside: Ready | None = None) -> Ready:
+    """Load the model for one of our plans. From here on, MLX's peak memory is counted.
 
     auto: the fastest plan that fits --max-memory or the machine. spilled: streamed, with block
     inputs on disk. prefix: fused, with a prefix cache in memory. unpacked, packed: fused, on
-    short rows; one row per update, or rows joined up to --seq-len.
+    short rows; one row or pair per update, or rows joined up to --seq-len.
+    beside: shares its weights in memory.
     """
     plan = contender if contender in ("auto", "staged", "streamed") else "fused"
     plan = "streamed" if contender == "spilled" else plan
     spill = contender == "spilled"
-    rows_at = lambda _: contest.batch_size  # noqa: E731
     opened = open_model(Path(contest.folder), getattr(mx, contest.dtype))
     network, config = opened.network, contest.train_config()
     adapters = model.add_adapters(network, config)
+    if beside is not None and plan != "streamed":
+        network.update(beside.network.parameters())
+    wanted = Plan(plan, contest.rows * contest.seq_len, spill)
     if plan == "auto" or contest.max_memory is not None:
         asked = dataclasses.replace(contest.train_config(plan), spill=spill)
         budget = budget_of(asked, opened.folder, opened.dtype, [contest.seq_len])
         chosen = budget.choice.option
-        plan, spill = chosen.plan.engine, chosen.plan.spill
-        rows_at = partial(chosen.plan.rows, batch_size=contest.batch_size)
-        beside_bytes = chosen.estimate.beside_bytes
-        allocator.set_limits(budget.limit.limit_bytes, chosen.needed_bytes, beside_bytes)
+        wanted, estimate = chosen.plan, chosen.estimate
+        rows_at: RowsAt = partial(wanted.rows, batch_size=contest.rows)
+        allocator.set_limits(budget.limit.limit_bytes, chosen.needed_bytes, estimate.beside_bytes)
+    else:
+        facts = facts_of(opened.folder, opened.dtype.size)
+        demand = demand_of(config, facts, [contest.seq_len], can_stream=opened.can_stream)
+        estimate = estimate_rows(demand, wanted, contest.rows, contest.seq_len)
+        rows_at = lambda _: contest.rows  # noqa: E731
     built = build_engine(
         network,
         adapters.dropout_keys,
-        plan,
+        wanted.engine,
         packing=contender == "packed",
         tensors=opened.tensors,
         make_store=(lambda _: MemoryStore()) if contender == "prefix" else None,
-        spill=Path(tempfile.gettempdir()) if spill else None,
+        spill=Path(tempfile.gettempdir()) if wanted.spill else None,
+        objective=objective_of(config),
     )
     if built.notices:
         raise RunError(built.notices[-1])
@@ -294,13 +349,20 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
     adamw = optimizer.build_optimizer(config, network.trainable_parameters())
     update = optimizer.make_update(network, adamw)
     vocabulary = vocabulary_of(network) or opened.config["vocab_size"]
-    updates = updates_of(contest, contender, vocabulary, rows_at)
-    tokens = sum(batch.real_tokens for batches in updates for batch in batches)
+    examples = examples_for(contest, contender, vocabulary)
+    updates = updates_of(contest, contender, examples, rows_at)
     mx.reset_peak_memory()
-    for _ in range(contest.steps):
-        began = time.perf_counter()
-        losses = [one_update(engine, update, batches, contest) for batches in updates]
-        yield statistics.mean(losses), time.perf_counter() - began, tokens
+    if needs_reference(config):
+        updates = [[with_reference(engine, batch) for batch in batches] for batches in updates]
+        engine.drop()
+    known = contender not in (*SHORT, "prefix")
+    return Ready(contest, network, engine, update, updates, estimate.mlx_bytes if known else None)
+
+
+def with_reference(engine: Engine, batch: Batch) -> Batch:
+    """The batch with log-probabilities under the model as it is now."""
+    losses, _ = engine.score(batch)
+    return dataclasses.replace(batch, reference=-np.array(losses))
 
 
 def one_update(engine: Engine, update: Update, batches: list[Batch], contest: Contest) -> float:
@@ -317,65 +379,37 @@ def one_update(engine: Engine, update: Update, batches: list[Batch], contest: Co
     return loss
 
 
-def run_mlx_lm(contest: Contest, checkpointing: bool) -> Iterator[tuple[float, float, int]]:
-    """Do the same with mlx-lm's trainer, unchanged."""
-    from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, train
-
-    if contest.max_memory is not None:
-        mx.set_memory_limit(max(1, int(1e9 * contest.max_memory) - (probe.process_bytes() or 0)))
-    network, settings = model.load_network(Path(contest.folder), getattr(mx, contest.dtype))
-    config = contest.train_config()
-    model.add_adapters(network, config)
-    mx.eval(network.parameters())
-    vocabulary = vocabulary_of(network) or settings["vocab_size"]
-    tokens = mx.array(contest_tokens(contest, vocabulary).astype(np.int32))
-    first = contest.seq_len - contest.targets + 1
-    lengths = mx.array([[first, contest.seq_len]] * contest.batch_size)
-    measured: list[tuple[float, float, int]] = []
-
-    class Collect(TrainingCallback):
-        def on_train_loss_report(self, train_info: dict) -> None:
-            seconds = 1 / train_info["iterations_per_second"]
-            measured.append(
-                (train_info["train_loss"], seconds, contest.batch_size * contest.seq_len)
-            )
-
-    def batches(**_: Any) -> Iterator[tuple[mx.array, mx.array]]:
-        while True:
-            yield tokens, lengths
-
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        options = TrainingArgs(
-            batch_size=contest.batch_size,
-            iters=contest.steps,
-            steps_per_report=1,
-            steps_per_save=contest.steps + 1,
-            adapter_file=str(Path(folder) / "adapters.safetensors"),
-            grad_checkpoint=checkpointing,
-        )
-        adamw = optim.AdamW(contest.learning_rate, weight_decay=0.0, bias_correction=True)
-        adamw.init(network.trainable_parameters())
-        mx.reset_peak_memory()
-        train(
-            network, adamw, train_dataset=[], args=options,
-            iterate_batches=batches, training_callback=Collect(),
-        )  # fmt: skip
-    yield from measured
-
-
 def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
+    """What one contender did, measured in this process."""
+    ready, turns = None, []
     if contender in PEERS:
-        steps = run_mlx_lm(contest, checkpointing=contender == "mlx-lm-checkpoint")
+        steps = run_peer(contest, contender)
     else:
-        steps = run_ours(contest, contender)
+        ready = prepare_ours(contest, contender)
+        steps = [ready.step() for _ in range(contest.steps)]
     losses, seconds, tokens = zip(*steps, strict=True)
-    return {
+    measured = {"peak_bytes": mx.get_peak_memory(), "process_bytes": probe.process_peak()}
+    if ready is not None and contest.rows_together > 1 and compares_with_rows(contest, contender):
+        turns = turns_with_rows(ready, contender)
+    return measured | {
         "losses": losses,
-        "seconds": seconds,
+        "seconds": [*seconds, *(pairs for pairs, _ in turns)],
         "tokens": tokens[-1],
-        "peak_bytes": mx.get_peak_memory(),
-        "process_bytes": probe.process_peak(),
+        "turns": turns,
+        "estimated_bytes": None if ready is None else ready.estimated_bytes,
     }
+
+
+def compares_with_rows(contest: Contest, contender: str) -> bool:
+    """Whether both fit side by side, and a step trains the same rows with the same updates."""
+    return contest.max_memory is None and contender not in (*SHORT, "auto")
+
+
+def turns_with_rows(ready: Ready, contender: str) -> list[tuple[float, float]]:
+    """Seconds of a step of pairs and of one of sft on the same rows, in turn, `steps` times."""
+    alone = prepare_ours(ready.contest.of_single_rows(), contender, beside=ready)
+    alone.step()  # compiles
+    return [(ready.step()[1], alone.step()[1]) for _ in range(ready.contest.steps)]
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ class SlicedMLP(nn.Module):
                 own = skeleton(inside)
                 put(own, cut(arrays, part, inner) | dict(zip(names, trained, strict=True)))
                 put(own, features_of_dropout(own, part))
+                compute_in_turn(own)
                 return self._base.__call__(own, x)
 
             return kept(run)
@@ -96,6 +97,23 @@ class SlicedMLP(nn.Module):
             )
 
         return forward(x, *(arrays[name] for name in names))
+
+
+def compute_in_turn(mlp: nn.Module) -> None:
+    """Change `mlp`, in place, to begin each projection when the one before it is computed.
+
+    MLX would compute both inward projections side by side and keep the arrays of both.
+    """
+    done: list[mx.array] = []
+
+    def in_turn(layer: Callable[[mx.array], mx.array]) -> Callable[[mx.array], mx.array]:
+        def run(x: mx.array) -> mx.array:
+            done[:] = [layer(mx.depends([x], done)[0] if done else x)]
+            return done[0]
+
+        return run
+
+    dict.update(mlp, {name: in_turn(mlp[name]) for name in INWARD})
 
 
 def slices_of(inner: int, about: int) -> list[slice]:

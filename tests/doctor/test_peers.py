@@ -1,0 +1,129 @@
+"""Peers do the task of the benchmark, with their own trainers and what those need."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.conftest import call
+from tests.doctor.test_bench import contest_of
+from your_ai.doctor import bench, peers
+from your_ai.doctor.peers import run_peer
+from your_ai.doctor.shapes import llama, make_shape
+
+PAIRS = ("bench", "--shape", "tiny", "--plan", "none")
+IS_INSTALLED = importlib.util.find_spec("mlx_lm_lora") is not None
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch) -> None:
+    monkeypatch.setitem(bench.SHAPES, "tiny", llama(64, 2, 4, 2, 128, 512))
+
+
+@pytest.mark.parametrize(
+    ("objective", "peer", "message"),
+    [
+        ("dpo", "mlx-lm", "does not train dpo; compare with mlx-lm-lora"),
+        ("simpo", "mlx-lm-checkpoint", "does not train simpo; use none"),
+        ("simpo", "mlx-lm-lora", "does not train simpo; use none"),
+    ],
+)
+def test_a_peer_without_the_objective_is_refused(capsys, objective, peer, message):
+    assert call(*PAIRS, "--objective", objective, "--against", peer) == 2
+    assert f"--against {peer}: it {message}" in capsys.readouterr().err
+
+
+def test_a_missing_peer_is_refused_with_the_command_that_installs_it(capsys, monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda _: None)
+    assert call(*PAIRS, "--objective", "dpo", "--against", "mlx-lm-lora-checkpoint") == 2
+    assert "pip install mlx-lm-lora==5.10.2" in capsys.readouterr().err
+
+
+@dataclass
+class Arguments:
+    """As the trainers of mlx-lm-lora have them."""
+
+    batch_size: int
+    iters: int
+    steps_per_report: int
+    steps_per_save: int
+    adapter_file: str
+    grad_checkpoint: bool
+    max_seq_length: int
+    beta: float = 0.0
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[dict[str, Any]]:
+    """What a substitute for mlx-lm-lora was called with, and what MLX then said of the device."""
+    found: list[dict[str, Any]] = []
+
+    def train(*, args, training_callback, **given: Any) -> None:
+        found.append({**given, "args": args, "device": mx.device_info()})
+        for step in range(args.iters):
+            training_callback.on_train_loss_report(
+                {"train_loss": 1.0 - step, "iterations_per_second": 4.0}
+            )
+
+    for name in ("sft", "dpo", "orpo"):
+        module = ModuleType(f"mlx_lm_lora.trainer.{name}_trainer")
+        vars(module).update({f"train_{name}": train, f"{name.upper()}TrainingArgs": Arguments})
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("mlx_lm_lora", "mlx_lm_lora.trainer"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    return found
+
+
+def test_pairs_reach_mlx_lm_lora_with_a_second_model_as_the_reference(tmp_path, calls):
+    contest = contest_of(
+        make_shape("tiny", 4, "float32", tmp_path), objective="ipo", batch_size=3, steps=2
+    )
+    assert run_peer(contest, "mlx-lm-lora-checkpoint") == [(1.0, 0.25, 96), (0.0, 0.25, 96)]
+    (given,) = calls
+    assert len(given["train_dataset"]) == given["args"].batch_size == 3
+    pair = given["train_dataset"][0]
+    assert len(pair["chosen"]) == len(pair["rejected"]) == given["args"].max_seq_length == 17
+    assert pair["chosen_prompt_length"] == pair["rejected_prompt_length"] == 9
+    assert (given["loss_type"], given["args"].beta) == ("ipo", 0.1)
+    assert given["args"].grad_checkpoint
+    assert not given["ref_model"].trainable_parameters().get("lora_a")
+    assert given["ref_model"] is not given["model"]
+
+
+def test_orpo_and_sft_need_no_reference(tmp_path, calls):
+    folder = make_shape("tiny", 4, "float32", tmp_path)
+    for objective in ("orpo", "sft"):
+        run_peer(contest_of(folder, objective=objective), "mlx-lm-lora")
+    assert all("ref_model" not in given for given in calls)
+    assert calls[0]["args"].beta == 0.1  # lambda
+    assert not calls[0]["args"].grad_checkpoint
+
+
+def test_only_meanwhile_the_device_names_the_size_that_mlx_lm_lora_reads(
+    tmp_path, calls, monkeypatch
+):
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "CPU"})
+    folder = make_shape("tiny", 4, "float32", tmp_path)
+    run_peer(contest_of(folder, objective="orpo"), "mlx-lm-lora")
+    assert calls[0]["device"] == {"device_name": "CPU", peers.WORKING_SET: 0}
+    assert mx.device_info() == {"device_name": "CPU"}
+    monkeypatch.setattr(mx, "device_info", lambda: {peers.WORKING_SET: 7})
+    with peers.working_set_named():
+        assert mx.device_info() == {peers.WORKING_SET: 7}
+
+
+@pytest.mark.skipif(not IS_INSTALLED, reason="needs mlx-lm-lora: pip install mlx-lm-lora")
+@pytest.mark.parametrize("objective", ["sft", "dpo", "ipo", "orpo"])
+def test_mlx_lm_lora_follows_our_losses(tmp_path, objective):
+    contest = contest_of(
+        make_shape("tiny", 0, "float32", tmp_path), objective=objective, batch_size=2, steps=5
+    )
+    ours = [loss for loss, *_ in bench.run_ours(contest, "fused")]
+    theirs = [loss for loss, *_ in run_peer(contest, "mlx-lm-lora")]
+    assert theirs == pytest.approx(ours, rel=1e-4)

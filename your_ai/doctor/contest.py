@@ -1,0 +1,100 @@
+"""The task of a benchmark: the same weights, adapters and random rows for every contender."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from your_ai.config import TrainConfig, coerce, flag
+from your_ai.data.batches import Batch, RowsAt, micro_batches
+from your_ai.data.examples import Examples, RowCounts
+from your_ai.objectives.chosen import objective_of
+from your_ai.rng import derive_seed
+
+OBJECTIVES = ("sft", "dpo", "ipo", "simpo", "orpo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """The task of every contender: `steps` updates with AdamW on the same batch."""
+
+    folder: str
+    dtype: str
+    seq_len: int
+    batch_size: int
+    """Rows of a step, or pairs of rows."""
+    lora_rank: int
+    lora_layers: str
+    """Written as the option of `train`."""
+    lora_targets: str
+    """Written as the option of `train`."""
+    supervised: float
+    """The share of each row's tokens that is trained, at the end of the row."""
+    steps: int
+    max_memory: float | None = None
+    """In GB, for each contender's process. Our plans split the batch; the peers get MLX's limit."""
+    learning_rate: float = 1e-4
+    objective: str = "sft"
+
+    @property
+    def targets(self) -> int:
+        """Trained tokens per row."""
+        return max(1, round(self.supervised * self.seq_len))
+
+    @property
+    def rows_together(self) -> int:
+        """1, or 2 for pairs."""
+        return objective_of(self.train_config()).rows_together
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return self.batch_size * self.rows_together
+
+    def train_config(self, plan: str = "auto") -> TrainConfig:
+        """The settings for our engines. Raises UserError if the adapter options are invalid."""
+        text = {"lora_layers": self.lora_layers, "lora_targets": self.lora_targets}
+        return TrainConfig(
+            lora_rank=self.lora_rank,
+            **{name: coerce(name, value, flag(name)) for name, value in text.items()},
+            learning_rate=self.learning_rate,
+            max_grad_norm=0,
+            batch_size=self.batch_size,
+            max_memory=self.max_memory,
+            plan=plan,
+            objective=self.objective,
+        )
+
+    def of_single_rows(self) -> Contest:
+        """Supervised fine-tuning on the same rows."""
+        return replace(self, objective="sft", batch_size=self.rows)
+
+
+def contest_tokens(contest: Contest, vocabulary: int) -> np.ndarray:
+    """(rows, T + 1) random tokens, the same for every contender. The rows of a pair have the
+    same prompt."""
+    rng = np.random.Generator(np.random.PCG64(derive_seed("bench tokens")))
+    tokens = rng.integers(0, vocabulary, (contest.rows, contest.seq_len + 1), dtype=np.uint32)
+    if contest.rows_together > 1:
+        tokens[1::2, : -contest.targets] = tokens[::2, : -contest.targets]
+    return tokens
+
+
+def examples_of(contest: Contest, tokens: np.ndarray) -> Examples:
+    """The rows with the tokens that `contest_tokens` returned."""
+    trained = np.zeros(tokens.shape, bool)
+    trained[:, -contest.targets :] = True
+    starts = np.arange(len(tokens) + 1) * tokens.shape[1]
+    weights = np.ones(len(tokens), np.float32)
+    return Examples(tokens.reshape(-1), trained.reshape(-1), starts, weights, RowCounts())
+
+
+def batches_of(contest: Contest, examples: Examples, rows_at: RowsAt) -> list[Batch]:
+    """The micro-batches of a step, which trains every row."""
+    rows, edges = np.arange(len(examples)), np.array([contest.seq_len])
+    return list(micro_batches(examples, rows, rows_at, edges, contest.rows_together))
+
+
+def contest_batches(contest: Contest, tokens: np.ndarray, rows_at: RowsAt) -> list[Batch]:
+    return batches_of(contest, examples_of(contest, tokens), rows_at)
