@@ -23,6 +23,7 @@ from tests.conftest import make_model
 from tests.memory.test_facts import tensors_in, write_headers
 from your_ai.config import TrainConfig
 from your_ai.doctor import bench
+from your_ai.doctor.contest import Contest, contest_batches, contest_tokens
 from your_ai.doctor.fit_memory import errors, read_peaks
 from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.engine.build import build_engine
@@ -360,7 +361,7 @@ def test_peaks_measured_here_are_estimated(
     tiny_shape, tmp_path, monkeypatch, tokens, rows, layers, targets, contender
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where block inputs are spilled
-    contest = bench.Contest(
+    contest = Contest(
         folder=str(tiny_shape),
         dtype="float32",
         seq_len=tokens,
@@ -392,7 +393,7 @@ def test_peaks_of_an_evaluation_measured_here_are_estimated(
     tiny_shape, engine, tokens, rows, adapted
 ):
     layers, targets = adapted
-    contest = bench.Contest(
+    contest = Contest(
         folder=str(tiny_shape), dtype="float32", seq_len=tokens, batch_size=rows, lora_rank=16,
         lora_layers=layers, lora_targets=targets, supervised=1.0, steps=1,
     )  # fmt: skip
@@ -403,8 +404,8 @@ def test_peaks_of_an_evaluation_measured_here_are_estimated(
     adapters = model.add_adapters(network, contest.train_config())
     dequantize_on_the_cpu(network)
     built = build_engine(network, adapters.dropout_keys, engine, tensors=tensors)
-    drawn = bench.contest_tokens(contest, config["vocab_size"])
-    (batch,) = bench.contest_batches(contest, drawn, lambda _: rows)
+    drawn = contest_tokens(contest, config["vocab_size"])
+    (batch,) = contest_batches(contest, drawn, lambda _: rows)
     mx.clear_cache()
     mx.reset_peak_memory()
     for _ in range(3):  # how far MLX runs ahead depends on who else computes

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from your_ai.data.batches import Batch
 from your_ai.doctor import bench
-from your_ai.doctor.bench import Contest
+from your_ai.doctor.contest import Contest, contest_batches, contest_tokens
 from your_ai.doctor.shapes import make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
@@ -251,8 +251,8 @@ def made(folder: Path, plan: str, contest: Contest) -> MadeModel:
     spill = folder / "spill" if plan == "spilled" else None
     engine = "streamed" if plan == "spilled" else plan
     built = build_engine(network, adapters.dropout_keys, engine, tensors=tensors, spill=spill)
-    tokens = bench.contest_tokens(contest, vocabulary_of(network) or opened.config["vocab_size"])
-    batches = bench.contest_batches(contest, tokens, lambda _: ROWS)
+    tokens = contest_tokens(contest, vocabulary_of(network) or opened.config["vocab_size"])
+    batches = contest_batches(contest, tokens, lambda _: ROWS)
     return MadeModel(network, built.engine, tensors, batches)
 
 
