@@ -17,7 +17,7 @@ from your_ai.session import new_run
 if TYPE_CHECKING:
     from rich.console import Console
 
-PREFERENCE = 'a small model, which confirms orders, learns to prefer "We will send ..." for that.'
+PREFERENCE = 'a small model learns to confirm orders with "We will send".'
 DEMO_NOTES = {  # by --data
     "demo": "a small model learns to turn orders into JSON records.",
     "demo-pairs": PREFERENCE,
