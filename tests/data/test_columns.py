@@ -200,3 +200,47 @@ def test_constants_of_a_template_do_not_take_all_memory(text):
 def test_a_template_and_a_prompt_column_exclude_each_other():
     with pytest.raises(UserError, match=r"^--columns prompt=...: cannot be combined"):
         layout_of(("prompt=q", "completion=a"), template("x"))
+
+
+PREFERRED = {"chosen": "Yes, two", "rejected": "Yes, three"}
+
+
+def test_the_prompt_of_a_pair_is_guessed_from_its_name():
+    layout = Layout()
+    row = layout.row_of({"Question": "How many?", **PREFERRED}, "d:1")
+    assert row == {"prompt": "How many?", **PREFERRED}
+    assert layout.notes() == [
+        "guessed from the names of the columns: chosen = chosen, rejected = rejected, "
+        "prompt = Question"
+    ]
+
+
+@pytest.mark.parametrize(
+    "record", [PREFERRED, {"prompt": "p", **PREFERRED}, {"source": "web", **PREFERRED}]
+)
+def test_a_pair_without_another_prompt_is_left_as_it_is(record):
+    layout = Layout()
+    assert layout.row_of(record, "d:1") == record
+    assert layout.notes() == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "record", "row"),
+    [
+        (("prompt=q", "chosen=good", "rejected=bad"), {"q": "p", "good": "a", "bad": "b"},
+         {"prompt": "p", "chosen": "a", "rejected": "b"}),
+        (("prompt=q", "completion=a", "label=up"), {"q": "p", "a": "c", "up": True},
+         {"prompt": "p", "completion": "c", "label": True}),
+        (("prompt=prompt", "completion=completion"),
+         {"prompt": "p", "completion": "c", "label": True}, {"prompt": "p", "completion": "c"}),
+    ],
+)  # fmt: skip
+def test_columns_name_preferences_and_labels(columns, record, row):
+    assert layout_of(columns, "").row_of(record, "d:1") == row
+
+
+@pytest.mark.parametrize("there", ["chosen", "Rejected"])
+def test_a_pair_with_one_answer_names_the_other(there):
+    missing = {"chosen": "rejected", "Rejected": "chosen"}[there]
+    with pytest.raises(UserError, match=f"^d:1: {missing} is missing; columns: prompt, {there}"):
+        Layout().row_of({"prompt": "p", there: "a"}, "d:1")

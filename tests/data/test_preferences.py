@@ -100,6 +100,7 @@ def test_texts_without_a_prompt_are_split_before_the_first_different_word(
         ({"prompt": "p", "chosen": 3, "rejected": "b"}, "chosen: expected text, found int"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": -1}, "weight -1"),
         ({"prompt": [ASKED], "chosen": [ASKED], "rejected": [YES]}, "chosen: has no answer"),
+        ({"prompt": None, "chosen": "A cat", "rejected": "A dog"}, "prompt: expected text"),
         ({"prompt": "p", "completion": "c"}, "such rows train with --objective sft"),
         ({"prompt": "p", "completion": "c", "label": True}, "rows train with --objective kto"),
         ({"question": "p"}, "unknown row format; keys found: question"),
@@ -197,6 +198,16 @@ def test_of_a_pair_that_is_too_long_both_answers_are_dropped(own_folder, demo_to
     assert (len(found), found.tally.truncated, found.tally.dropped) == (2, 2, 1)
 
 
+def test_pairs_whose_difference_is_cut_off_are_dropped(own_folder, demo_tokenizer):
+    same = "Yes, we will send them. " * 3
+    rows = [
+        {"prompt": "Why?", "chosen": same + "A", "rejected": same + "B"},
+        {"prompt": "Why?", "chosen": "Yes.", "rejected": "No."},
+    ]
+    found = load(own_folder, demo_tokenizer, rows, "pairs", 16, "truncate")
+    assert (len(found), found.tally.truncated, found.tally.dropped) == (2, 1, 1)
+
+
 def test_labels_are_kept_with_the_texts(own_folder, demo_tokenizer):
     rows = [{"prompt": f"p{c}", "completion": c, "label": c == "good"} for c in ("good", "bad")]
     for _ in range(2):  # encoded, then from the cache
@@ -204,7 +215,7 @@ def test_labels_are_kept_with_the_texts(own_folder, demo_tokenizer):
         assert found.labels.tolist() == [True, True, False, False]
 
 
-@pytest.mark.parametrize("label", [True, 1, "1", "true", "True", "TRUE"])
+@pytest.mark.parametrize("label", [True, 1, 1.0, "1", "1.0", "true", "True", "TRUE"])
 def test_labels_may_be_text_as_in_tables(label):
     assert parse_labels({"prompt": "p", "completion": "c", "label": label}, "here").content.good
 

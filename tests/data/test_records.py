@@ -234,3 +234,11 @@ def test_any_array_gives_its_objects_however_it_is_cut_into_blocks(rows):
             assert read(path) == rows
     finally:
         records.HEAD_BYTES = blocks
+
+
+def test_a_table_without_a_name_is_known_by_its_rows(tmp_path):
+    path = tmp_path / "stdin"
+    path.write_text('prompt,chosen,rejected\n"{""a"": 1, ""b"": 2}","x, y\nz",w\n')
+    assert form_of(path) == "csv"
+    path.write_text('a;b\n"1;2";3\n')
+    assert form_of(path) == "csv"

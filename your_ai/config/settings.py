@@ -402,6 +402,7 @@ OBJECTIVES_WITH = {
     "sft_weight": ("dpo", "ipo", "simpo", "orpo", "kto"),
     "reference": ("dpo", "ipo"),
 }
+LEAST_BETA = 1e-6
 TEXT_CHARACTERS, NAMES = 4096, 1000  # limits of a text, and of a list of names
 
 
@@ -510,8 +511,11 @@ def check_objective(config: TrainConfig) -> None:
                 f"{flag(name)}: --objective {config.objective} does not use it; it is for "
                 f"{', '.join(users)}"
             )
-    if config.beta is not None and not 0 < config.beta <= LARGEST:
-        raise UserError(f"--beta {config.beta}: must be a number above 0, up to {LARGEST:,}")
+    if config.beta is not None and not LEAST_BETA <= config.beta <= LARGEST:
+        raise UserError(f"--beta {config.beta}: must be from {LEAST_BETA} to {LARGEST:,}")
+    both = config.kto_desirable_weight + config.kto_undesirable_weight
+    if config.objective == "kto" and not both:
+        raise UserError("--kto-desirable-weight and --kto-undesirable-weight: one must be above 0")
     if not 0 <= config.label_smoothing < 0.5:
         raise UserError(
             f"--label-smoothing {config.label_smoothing}: must be at least 0 and under 0.5"
@@ -522,6 +526,8 @@ def check_objective(config: TrainConfig) -> None:
         raise UserError(
             f"--too-long split: --objective {config.objective} compares whole answers; use truncate"
         )
+    if not config.mask_prompt:
+        raise UserError(f"--no-mask-prompt: not supported with --objective {config.objective}")
     for name in ("exact_match", "best_metric"):
         if not has_default(config, name):
             raise UserError(f"{flag(name)}: not supported with --objective {config.objective}")

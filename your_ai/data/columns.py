@@ -29,8 +29,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "text": ("text", "content", "document", "body"),
 }
-ROLES = (*NAMES, "system", "weight")
-COMPLETE = ({"messages"}, {"prompt", "completion"}, {"text"})  # what a row needs
+PAIR = ("chosen", "rejected")
+ROLES = (*NAMES, *PAIR, "label", "system", "weight")
+COMPLETE = ({"messages"}, {"prompt", "completion"}, {"text"})  # what a row needs, or:
+COMPLETE_PREFERENCES = ({"prompt", *PAIR}, {*PAIR}, {"prompt", "completion", "label"})
 FORMAT_KEYS = {key for keys in FORMATS for key in keys}
 TEMPLATE_BYTES = 1 << 20
 TEMPLATE_SECONDS = 3.0
@@ -61,11 +63,12 @@ class Layout:
         Raises UserError if the record has not the columns for it.
         """
         has_columns = self.columns and all(column in record for column in self.columns.values())
-        if self.render_prompt is None and not has_columns and is_known(record):
+        is_whole = is_known(record) and not lacks_prompt(record)
+        if self.render_prompt is None and not has_columns and is_whole:
             return parsed_texts(record, where)
         self.unused = False
         roles = dict(self.columns) or self.guessed(record, where)
-        taken = {*roles.values(), *FORMAT_KEYS, "weight"}
+        taken = {*roles.values(), *FORMAT_KEYS, "weight", "label"}
         row = {name: value for name, value in record.items() if name not in taken}
         for role, column in roles.items():
             if column not in record:
@@ -74,11 +77,12 @@ class Layout:
                     f"columns: {listed(record)}"
                 )
             value = record[column]
-            row[role] = value if role == "messages" else as_text(value, column, where)
+            is_text = role not in ("messages", "label") and not isinstance(value, list)
+            row[role] = as_text(value, column, where) if is_text else value
         if self.render_prompt is not None:
             row["prompt"] = self.render_prompt(record, where)
         row = parsed_texts(row, where)
-        return with_system(row, where) if "system" in roles else row
+        return with_system(row, where) if "system" in roles and PAIR[0] not in roles else row
 
     def guessed(self, record: Mapping[str, Any], where: str) -> dict[str, str]:
         """The roles of the record's columns by their names; raises UserError if they do not tell.
@@ -135,10 +139,10 @@ def parse_columns(columns: Sequence[str]) -> dict[str, str]:
             raise UserError(f"--columns: names the {role} twice")
         roles[role] = column
     needed = set(roles) - {"system", "weight"}
-    if roles and not any(needed == complete for complete in COMPLETE):
+    if roles and needed not in (*COMPLETE, *COMPLETE_PREFERENCES):
         if needed == {"completion"}:
             return roles  # enough with --prompt-template
-        wanted = "prompt and completion, or text, or messages"
+        wanted = "prompt and completion, or text, or messages, or prompt, chosen and rejected"
         raise UserError(f"--columns: names {' and '.join(roles)}; name {wanted}")
     return roles
 
@@ -153,6 +157,8 @@ def guess(names: Collection[str], where: str, answer_only: bool = False) -> dict
         role: next((by_name[known] for known in known_names if known in by_name), None)
         for role, known_names in NAMES.items()
     }
+    if any(name in by_name for name in PAIR):
+        return guessed_pair(by_name, found["prompt"], where)
     wanted = ({"completion"},) if answer_only else COMPLETE
     for complete in wanted:
         roles = {role: found[role] for role in NAMES if role in complete}
@@ -164,6 +170,25 @@ def guess(names: Collection[str], where: str, answer_only: bool = False) -> dict
         f"{where}: unknown row format; keys found: {listed(names)}; say what they are with "
         f"--columns {example}"
     )
+
+
+def guessed_pair(by_name: Mapping[str, str], prompt: str | None, where: str) -> dict[str, str]:
+    """The roles of the columns of a pair. Raises UserError if one of its answers is missing."""
+    for name in PAIR:
+        if name not in by_name:
+            raise UserError(f"{where}: {name} is missing; columns: {listed(by_name.values())}")
+    roles = {name: by_name[name] for name in PAIR}
+    roles |= {"prompt": prompt} if prompt else {}
+    return roles | ({"system": by_name["system"]} if "system" in by_name else {})
+
+
+def lacks_prompt(record: Mapping[str, Any]) -> bool:
+    """Whether a pair of texts has its prompt in a column with another name."""
+    if kind_of(record) != "pairs" or "prompt" in record:
+        return False
+    texts = all(isinstance(record[name], str) for name in PAIR)
+    names = {name.strip().lower().replace(" ", "_") for name in record}
+    return texts and not looks_like_messages(record[PAIR[0]]) and bool(names & {*NAMES["prompt"]})
 
 
 def listed(names: Collection[str]) -> str:

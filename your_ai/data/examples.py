@@ -154,6 +154,8 @@ def pieces_of(row: Row, encoder: Encoder, max_seq_length: int, too_long: str) ->
     examples, outcomes = zip(*group, strict=True)
     outcome = outcomes[0] if is_mismatched else max(outcomes, key=("whole", "truncated").index)
     kept = all(example is not None for example in examples)
+    if kept and np.array_equal(examples[0].tokens, examples[1].tokens):
+        kept = False  # what differs was cut off
     yield Piece(examples[0] if kept else None, row.weight, outcome, good)
     if kept:
         yield Piece(examples[1], row.weight, "more", good)

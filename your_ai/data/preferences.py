@@ -36,7 +36,8 @@ Kind = Literal["answers", "pairs", "labels", "chosen", "any"]
 PAIR_KEYS = (("chosen", "rejected"), ("prompt", "chosen", "rejected"))
 LABEL_KEYS = (("prompt", "completion", "label"), ("messages", "label"))
 OBJECTIVES = {"answers": "sft", "pairs": "dpo", "labels": "kto"}  # one that trains such rows
-LABELS = {"true": True, "false": False, "1": True, "0": False}  # as text, from tables
+# Labels as text; tables have numbers, with a decimal point where a row has none.
+LABELS = dict.fromkeys(("true", "1", "1.0"), True) | dict.fromkeys(("false", "0", "0.0"), False)
 MOST_WAITING = 256  # rows at the beginning of a file that may wait for another prompt
 
 
@@ -67,7 +68,7 @@ def parse_answers(row: dict, where: str) -> Row:
     known = any(all(key in row for key in keys) for keys in FORMATS)
     if not known and kind_of(row) == "pairs":
         raise refused(where, "an answer", "a chosen and a rejected answer", "pairs")
-    if isinstance(row.get("label"), bool) and kind_of(row) == "labels":
+    if label_of(row) is not None and kind_of(row) == "labels":
         raise UserError(
             f"{where}: has a label, which says whether the answer is good; train such rows with "
             "--objective kto, or remove label to imitate all of them"
@@ -122,10 +123,9 @@ def parse_labels(row: dict, where: str) -> Row:
             )
         text = "a chosen and a rejected answer" if kind == "pairs" else "no label"
         raise refused(where, "prompt + completion + label", text, kind)
-    label = row["label"]
-    good = LABELS.get(str(label).lower()) if isinstance(label, bool | int | str) else None
+    good = label_of(row)
     if good is None:
-        raise UserError(f"{where}: label: expected true or false, found {quoted(label)}")
+        raise UserError(f"{where}: label: expected true or false, found {quoted(row['label'])}")
     rest = {key: value for key, value in row.items() if key != "label"}
     if isinstance(rest.get("prompt"), list) and isinstance(rest.get("completion"), str):
         rest["completion"] = [{"role": "assistant", "content": rest["completion"]}]
@@ -133,6 +133,12 @@ def parse_labels(row: dict, where: str) -> Row:
     if not isinstance(parsed.content, Chat | Pair):
         raise UserError(f"{where}: a label needs a prompt and an answer")
     return Row(where, Labeled(judged(parsed.content, where), good), parsed.weight)
+
+
+def label_of(row: dict) -> bool | None:
+    """Whether the label of a row says good or bad; None if it says neither."""
+    label = row.get("label")
+    return LABELS.get(str(label).lower()) if isinstance(label, bool | int | float | str) else None
 
 
 def judged(content: Chat | Pair, where: str) -> Chat | Pair:
@@ -212,7 +218,7 @@ def preference_of(row: dict, where: str) -> Preference:
     if isinstance(chosen, list):
         return chats_of(row, prompt, where)
     texts = (text_field(row, "chosen", where), text_field(row, "rejected", where))
-    if prompt is None:
+    if "prompt" not in row:
         prompt, *texts = shared_text(*texts, where)
     elif isinstance(prompt, list):
         asked = with_system(row, parse_turns(prompt, "prompt", where), where)

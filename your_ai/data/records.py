@@ -18,6 +18,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -124,9 +125,16 @@ def is_json_line(head: bytes) -> bool:
 
 
 def looks_like_csv(text: str) -> bool:
-    """Whether two lines have the same number of the same delimiter."""
-    first, second = ([*text.splitlines(), "", ""])[:2]
-    return any(first.count(d) and first.count(d) == second.count(d) for d in DELIMITERS)
+    """Whether the first two rows have the same number of fields, and more than one."""
+    return any(fields_of_two_rows(text, delimiter) for delimiter in DELIMITERS)
+
+
+def fields_of_two_rows(text: str, delimiter: str) -> bool:
+    """Whether the first two rows have as many fields as each other, and more than one."""
+    with contextlib.suppress(csv.Error):
+        rows = list(islice(csv.reader(io.StringIO(text), delimiter=delimiter), 2))
+        return len(rows) == 2 and len(rows[0]) == len(rows[1]) > 1
+    return False
 
 
 @contextlib.contextmanager

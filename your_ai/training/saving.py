@@ -28,6 +28,21 @@ def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> Trai
         if source := prepared.config.from_adapter:
             log.write(events.Notice(text=f"starting from the adapter {source}"))
         return optimizer.first_state(prepared.dtype)
+    check_unchanged(folder, prepared)
+    saved = checkpoint.load(path)
+    if saved.state.step > prepared.steps:
+        done = counted(saved.state.step, "step")
+        raise UserError(f"{folder.path}: has done {done} already; set more steps")
+    model.set_adapters(prepared.model, saved.adapters)
+    optimizer.set_optimizer_arrays(prepared.optimizer, saved.optimizer)
+    return saved.state
+
+
+def check_unchanged(folder: RunFolder, prepared: Prepared) -> None:
+    """Raise UserError if the model, the data or a setting is not what the run began with."""
+    path, _ = checkpoint.newest(folder.checkpoints)
+    if path is None:
+        return
     saved = checkpoint.load(path)
     for kind, now in prepared.depends_on.items():
         before = saved.depends_on[kind]
@@ -37,12 +52,6 @@ def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> Trai
                 f"--resume {folder.name}: the {kind} changed since the run began "
                 f"({', '.join(changed)}); restore it, or start a new run"
             )
-    if saved.state.step > prepared.steps:
-        done = counted(saved.state.step, "step")
-        raise UserError(f"{folder.path}: has done {done} already; set more steps")
-    model.set_adapters(prepared.model, saved.adapters)
-    optimizer.set_optimizer_arrays(prepared.optimizer, saved.optimizer)
-    return saved.state
 
 
 def saved_step(folder: RunFolder) -> int:

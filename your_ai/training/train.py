@@ -59,6 +59,7 @@ from your_ai.training.pausing import pause
 from your_ai.training.prepare import PREFIX, Prepared, prepare
 from your_ai.training.reference import with_reference
 from your_ai.training.saving import (
+    check_unchanged,
     is_save_due,
     keep_settings,
     restore,
@@ -99,6 +100,7 @@ def run(
     begin_guard()
     prepared = calibrated(prepared, log, level, watch, saved_step(folder))
     if needs_reference(config):
+        check_unchanged(folder, prepared)  # before the reference, which may take long
         prepared = referenced(prepared, log)
     state = restore(folder, prepared, log)
     governor = govern(prepared, sampler, log, watch, state.step)
