@@ -31,6 +31,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 BLAS = Path("/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3")  # faster, if installed
 EVERY_S = 0.01
+SEARCHES_EVERY_S = 0.1  # walking through the processes of the machine takes milliseconds
 PATIENCE_S = 900.0
 MB = 10**6
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "mistral", "gemma3_text", "qwen3_moe")
@@ -221,18 +222,19 @@ def watch(process: subprocess.Popen, found: Outcome) -> None:
     """Measure the memory of the training processes below `process` until it ends."""
     root, trained = psutil.Process(process.pid), None
     deadline = time.monotonic() + PATIENCE_S
-    looked_at = 0.0
+    searched_at = 0.0
     while process.poll() is None:
         if time.monotonic() > deadline:
             process.kill()
-        if trained is None or not trained.is_running():
-            trained = training_process(root)
-        if trained is not None:
-            children = []
-            if time.monotonic() - looked_at > 0.1:  # walking the processes is slow
+        searching, children = time.monotonic() - searched_at > SEARCHES_EVERY_S, []
+        if searching:
+            searched_at = time.monotonic()
+            if trained is None or not trained.is_running():
+                trained = training_process(root)
+            else:
                 with contextlib.suppress(psutil.Error):
                     children = [c for c in trained.children() if is_ours(c, trained)]
-                looked_at = time.monotonic()
+        if trained is not None:
             own = resident_mb(trained.pid, found)
             if own:
                 found.samples += 1

@@ -9,6 +9,7 @@ characters; with nothing left in runs/; within 10 seconds of CPU time; and below
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -33,6 +34,7 @@ DEMO = packaged("models", "demo")
 LIMIT_GB = 0.3
 SECONDS = 10.0  # of CPU time
 PATIENCE_S = 60.0  # of waiting
+SEARCHES_EVERY_S = 0.2  # walking through the processes of the machine takes milliseconds
 LINE = 2000  # maximum characters of a message
 GOOD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
 NUMBERS = [
@@ -407,14 +409,16 @@ def faults_of(case: Case, folder: Path, status: int, text: str) -> list[str]:
 
 def watch(pid: int, peak: list[int]) -> None:
     """Record the highest memory of any process in a tree until it has ended."""
-    try:
+    searched_at, tree = 0.0, []
+    with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            for one in (process, *process.children(recursive=True)):
-                peak[0] = max(peak[0], one.memory_info().rss)
+            if time.monotonic() - searched_at > SEARCHES_EVERY_S:
+                tree, searched_at = process.children(recursive=True), time.monotonic()
+            for one in (process, *tree):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    peak[0] = max(peak[0], one.memory_info().rss)
             time.sleep(0.02)
-    except psutil.Error:
-        pass
 
 
 def main() -> None:
