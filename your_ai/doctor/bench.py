@@ -273,7 +273,7 @@ def updates_of(
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedSteps:
     """One of our plans, with everything that its steps need."""
 
     contest: Contest
@@ -303,7 +303,9 @@ def run_ours(contest: Contest, contender: str) -> Iterator[tuple[float, float, i
         yield ready.step()
 
 
-def prepare_ours(contest: Contest, contender: str, beside: Ready | None = None) -> Ready:
+def prepare_ours(
+    contest: Contest, contender: str, beside: PreparedSteps | None = None
+) -> PreparedSteps:
     """Load the model for one of our plans. From here on, MLX's peak memory is counted.
 
     auto: the fastest plan that fits --max-memory or the machine. spilled: streamed, with block
@@ -356,7 +358,9 @@ def prepare_ours(contest: Contest, contender: str, beside: Ready | None = None) 
         updates = [[with_reference(engine, batch) for batch in batches] for batches in updates]
         engine.drop()
     known = contender not in (*SHORT, "prefix")
-    return Ready(contest, network, engine, update, updates, estimate.mlx_bytes if known else None)
+    return PreparedSteps(
+        contest, network, engine, update, updates, estimate.mlx_bytes if known else None
+    )
 
 
 def with_reference(engine: Engine, batch: Batch) -> Batch:
@@ -405,7 +409,7 @@ def compares_with_rows(contest: Contest, contender: str) -> bool:
     return contest.max_memory is None and contender not in (*SHORT, "auto")
 
 
-def turns_with_rows(ready: Ready, contender: str) -> list[tuple[float, float]]:
+def turns_with_rows(ready: PreparedSteps, contender: str) -> list[tuple[float, float]]:
     """Seconds of a step of pairs and of one of sft on the same rows, in turn, `steps` times."""
     alone = prepare_ours(ready.contest.of_single_rows(), contender, beside=ready)
     alone.step()  # compiles
