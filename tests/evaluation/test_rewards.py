@@ -347,9 +347,9 @@ def test_a_pair_that_has_no_room_for_an_answer_is_left_out(own_folder, demo_toke
     assert found.trained.is_bad.tolist() == [False, True, False]
 
 
-def test_prompts_of_preference_runs_are_masked_whatever_the_setting(own_folder, demo_tokenizer):
+def test_prompts_of_pairs_are_masked_by_every_encoder(own_folder, demo_tokenizer):
     path = write_rows(own_folder / "rows.jsonl", PAIRS)
-    config = TrainConfig(objective="dpo", mask_prompt=False)
+    config = TrainConfig(objective="dpo")
     counts = [
         load_rows(path, config, Encoder(demo_tokenizer, mask, kind="any"), "t").trained_tokens
         for mask in (True, False)
