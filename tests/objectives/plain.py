@@ -20,6 +20,7 @@ from mlx_lm.utils import dequantize_model
 
 from your_ai.data.examples import Examples
 from your_ai.objectives.dpo import DPO, IPO
+from your_ai.objectives.grpo import GRPO
 from your_ai.objectives.kto import KTO
 from your_ai.objectives.sft import SFT
 from your_ai.objectives.simpo import SimPO
@@ -141,6 +142,9 @@ class Answer(NamedTuple):
 
     current: mx.array
     reference: mx.array
+    old: mx.array | None = None
+    """Only of rollouts, like the advantage."""
+    advantage: float = 0.0
 
     @property
     def ratios(self) -> mx.array:
@@ -170,6 +174,12 @@ def plain_loss(objective: Any, groups: list[Group]) -> mx.array:
     if isinstance(objective, SFT):
         losses = [-sum(answer.current.sum() for answer in group.answers) for group in groups]
         weight = sum(g.weight * len(answer.current) for g in groups for answer in g.answers)
+    elif isinstance(objective, GRPO):
+        answers = [(group.weight, answer) for group in groups for answer in group.answers]
+        counts = [len(a.current) if objective.normalization == "dapo" else 1 for _, a in answers]
+        weight = sum(w * n if objective.normalization == "dapo" else w > 0
+                     for (w, _), n in zip(answers, counts, strict=True))  # fmt: skip
+        return sum(w * rollout_loss(objective, answer).sum() for w, answer in answers) / weight
     elif isinstance(objective, KTO):
         moved = sum(g.weight * g.answers[1].ratios.sum() for g in groups) / weight
         baseline = mx.stop_gradient(mx.maximum(moved, 0))
@@ -177,6 +187,21 @@ def plain_loss(objective: Any, groups: list[Group]) -> mx.array:
     else:
         losses = [pair_loss(objective, *group.answers) for group in groups]
     return sum(g.weight * loss for g, loss in zip(groups, losses, strict=True)) / weight
+
+
+def rollout_loss(objective: GRPO, answer: Answer) -> mx.array:
+    """(n,) the loss of each token."""
+    log_ratio = answer.current - (
+        mx.stop_gradient(answer.current) if answer.old is None else answer.old
+    )
+    ratio = exp(log_ratio)
+    used = exp(log_ratio.mean()) if objective.importance == "sequence" else ratio
+    clipped = mx.clip(used, 1 - objective.clip_low, 1 + objective.clip_high)
+    gained = mx.minimum(used * answer.advantage, clipped * answer.advantage)
+    d = answer.reference - answer.current
+    estimate = exp(d) - d - 1
+    penalty = estimate if objective.kl == "k3" else ratio * estimate
+    return -gained + objective.kl_beta * penalty
 
 
 def kto_loss(objective: KTO, group: Group, baseline: mx.array) -> mx.array:
@@ -234,10 +259,11 @@ def plain_gradients(
     def answer(weights: Arrays, index: int) -> Answer:
         tokens, at = examples[index].tokens, np.flatnonzero(examples[index].trained)
         scores = log_softmax(plain_logits(weights, model.args, tokens))
-        reference = examples.reference[examples.starts[index] + at]
-        return Answer(
-            scores[mx.array(at - 1), mx.array(tokens[at])], mx.array(reference, mx.float64)
-        )
+        kept = [a for a in (examples.reference, examples.old) if a is not None]
+        kept = [mx.array(array[examples.starts[index] + at], mx.float64) for array in kept]
+        advantage = 0.0 if examples.advantages is None else float(examples.advantages[index])
+        old = kept[1] if len(kept) > 1 else None
+        return Answer(scores[mx.array(at - 1), mx.array(tokens[at])], kept[0], old, advantage)
 
     def loss(adapters: Arrays) -> mx.array:
         weights = with_adapters(model.weights, scale, adapters)

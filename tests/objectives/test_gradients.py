@@ -27,6 +27,7 @@ from your_ai.engine.weights import FileTensor, tensors_of
 from your_ai.nets import model
 from your_ai.nets.head import LinearHead
 from your_ai.objectives.dpo import DPO, IPO
+from your_ai.objectives.grpo import GRPO
 from your_ai.objectives.kto import KTO
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.orpo import ORPO
@@ -47,6 +48,11 @@ OBJECTIVES: dict[str, Objective] = {
     "simpo": SimPO(beta=0.5, sft_weight=0.5),
     "orpo": ORPO(odds_weight=0.8),
     "kto": KTO(beta=0.05, desirable_weight=1.5, undesirable_weight=0.8, sft_weight=0.3),
+    "grpo": GRPO(clip_high=0.3),
+    "grpo-k3": GRPO(kl_beta=0.05, kl="k3", normalization="grpo"),
+    "grpo-reverse": GRPO(clip_low=0.1, kl_beta=0.3, normalization="dr"),
+    "gspo": GRPO(clip_low=0.1, clip_high=0.1, importance="sequence", kl_beta=0.1),
+    "grpo-new": GRPO(kl_beta=0.1),
 }
 MODELS = {  # architecture, bits, DoRA
     "llama": ("llama", None, False),
@@ -127,7 +133,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
 
         @cache
         def expected(objective: str) -> tuple[float, Arrays]:
-            examples = make_examples()
+            examples = make_examples(objective)
             return plain_gradients(OBJECTIVES[objective], plain, adapters, scale, examples)
 
         return Made(folder, tensors, dora, expected)
@@ -150,8 +156,12 @@ def load(folder: Path, dora: bool) -> tuple[nn.Module, model.DropoutKeys, float]
     return network, keys, model.lora_scale(config)
 
 
-def make_examples() -> Examples:
-    """Random pairs with random log-probabilities of a reference."""
+def make_examples(objective: str) -> Examples:
+    """Random pairs with random log-probabilities of a reference, or rollouts.
+
+    Rollouts also have advantages, and log-probabilities from when they were generated, but for
+    those that are new.
+    """
     rng = np.random.default_rng(5)
     texts, trained = [], []
     for asked, *answers in LENGTHS:
@@ -160,6 +170,14 @@ def make_examples() -> Examples:
             texts.append(np.append(prompt, rng.integers(0, VOCABULARY, count)))
             trained.append(np.arange(asked + count) >= asked)
     tokens = np.concatenate(texts).astype(np.uint32)
+    reference = -rng.gamma(4.0, 2.0, len(tokens)).astype(np.float32)
+    rollouts: dict[str, np.ndarray] = {}
+    if isinstance(OBJECTIVES[objective], GRPO):
+        near = rng.normal(-np.log(VOCABULARY), 0.3, (2, len(tokens))).astype(np.float32)
+        reference = near[0]
+        rollouts = {"advantages": rng.normal(0.5, 1, len(texts)).astype(np.float32), "old": near[1]}
+        if objective == "grpo-new":
+            del rollouts["old"]
     return Examples(
         tokens,
         np.concatenate(trained),
@@ -167,12 +185,14 @@ def make_examples() -> Examples:
         np.repeat(WEIGHTS, 2).astype(np.float32),
         RowCounts(),
         labels=np.repeat(LABELS, 2),
-        reference=-rng.gamma(4.0, 2.0, len(tokens)).astype(np.float32),
+        reference=reference,
+        **rollouts,
     )
 
 
-def computed(objective: Objective, made: Made, way: Way) -> tuple[list[float], Arrays]:
+def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
     """A step of an engine: its loss, in all ways to compute it, and its gradients by path."""
+    objective = OBJECTIVES[name]
     network, keys, _ = load(made.folder, made.dora)
     built = build_engine(
         network,
@@ -184,11 +204,11 @@ def computed(objective: Objective, made: Made, way: Way) -> tuple[list[float], A
         objective=objective,
     )
     assert (built.plan, built.notices) == (way.plan, ())
-    examples, engine = make_examples(), built.engine
+    examples, engine = make_examples(name), built.engine
     schedule = make_schedule(
         examples, way.rows, len(examples), 0, way.packed_tokens, objective.rows_together
     )
-    if way.split or "scores" in objective.phases:
+    if "scores" in objective.phases or (way.split and objective.rows_together > 1):
         batches = schedule.split_batches_of(0, lambda _: way.rows)
         denominator = objective.denominator(batches)
         batches, sums = with_weights(engine, batches)
@@ -204,7 +224,7 @@ def computed(objective: Objective, made: Made, way: Way) -> tuple[list[float], A
 
 @pytest.mark.parametrize(("objective", "way", "name"), cases())
 def test_loss_and_gradients_are_those_of_a_plain_reading(made, objective, way, name):
-    losses, grads = computed(OBJECTIVES[objective], made(name), WAYS[way])
+    losses, grads = computed(objective, made(name), WAYS[way])
     expected_loss, expected_grads = made(name).expected(objective)
     assert losses == pytest.approx([expected_loss] * len(losses), rel=TOLERANCE)
     assert grads.keys() == expected_grads.keys()

@@ -58,6 +58,10 @@ class Batch:
     """(S,) bool, the label of the target's row, if the rows have labels."""
     given: np.ndarray | None = None
     """(S,) float32 weights of the targets, if a pass that scored them came first."""
+    advantages: np.ndarray | None = None
+    """(S,) float32, the advantage of the target's completion, if the rows are rollouts."""
+    old: np.ndarray | None = None
+    """(S,) float32 log-probabilities when the rollouts were generated, if they are needed."""
 
     @property
     def real_tokens(self) -> int:
@@ -402,7 +406,8 @@ def lay_out(
     """Make a batch of `shape` (B, T). Row i begins at starts[i] in the flattened tokens."""
     tokens = np.zeros(shape, np.int32)
     flat = tokens.reshape(-1)
-    positions, targets, weights, texts, reference, good = [], [], [], [], [], []
+    positions, targets, weights, texts = [], [], [], []
+    reference, good, advantages, old = [], [], [], []
     lengths = np.zeros(shape[0], np.int64)
     for text, (row, start) in enumerate(zip(rows, starts, strict=True)):
         example = examples[row]
@@ -417,6 +422,10 @@ def lay_out(
             reference.append(examples.reference[examples.starts[row] + 1 + at])
         if examples.labels is not None:
             good.append(np.full(len(at), examples.labels[row]))
+        if examples.advantages is not None:
+            advantages.append(np.full(len(at), examples.advantages[row]))
+        if examples.old is not None:
+            old.append(examples.old[examples.starts[row] + 1 + at])
         lengths[start // shape[1]] += inputs
     trained = sum(map(len, targets))
     slots = padded_targets(trained, tokens.size)
@@ -432,6 +441,8 @@ def lay_out(
         trained_tokens=trained,
         reference=pad(np.concatenate(reference), slots, np.float32) if reference else None,
         good=pad(np.concatenate(good), slots, np.bool_) if good else None,
+        advantages=pad(np.concatenate(advantages), slots, np.float32) if advantages else None,
+        old=pad(np.concatenate(old), slots, np.float32) if old else None,
     )
 
 

@@ -65,6 +65,11 @@ class Examples:
     reference: np.ndarray | None = None
     """(N,) float32, the log-probability of each trained token under the reference model, else 0;
     None without a reference. Memory-mapped."""
+    advantages: np.ndarray | None = None
+    """(n,) float32, the advantage of each completion, of rollouts."""
+    old: np.ndarray | None = None
+    """(N,) float32 log-probabilities of the trained tokens when the rollouts were generated, else
+    0; None if they are not needed."""
 
     def __len__(self) -> int:
         return len(self.weights)

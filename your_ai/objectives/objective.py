@@ -41,11 +41,16 @@ class Targets(NamedTuple):
     given: mx.array | None = None
     """(S,) float32, the weights that `Objective.weigh` gave to these targets after all texts of
     the step were scored. If there are any, the objective is not asked again."""
+    advantages: mx.array | None = None
+    """(S,) float32, the advantage of each target's completion, if the rows are rollouts."""
+    old: mx.array | None = None
+    """(S,) float32 log-probabilities when the rollouts were generated; None if the adapters have
+    not changed since."""
 
     @staticmethod
     def of(batch: Batch) -> Targets:
         arrays = map(mx.array, (batch.positions, batch.targets, batch.weights, batch.texts))
-        optional = (batch.reference, batch.good, batch.given)
+        optional = (batch.reference, batch.good, batch.given, batch.advantages, batch.old)
         return Targets(*arrays, *(None if a is None else mx.array(a) for a in optional))
 
     def part(self, part: slice) -> Targets:
