@@ -37,7 +37,12 @@ if TYPE_CHECKING:
     import yaml
 
 LENGTHS = {"max_steps", "epochs"}
-DEMO_PRESETS = {"answers": DEMO, "pairs": "demo-dpo", "labels": "demo-kto"}  # by kind of row
+DEMO_PRESETS = {  # by kind of row
+    "answers": DEMO,
+    "pairs": "demo-dpo",
+    "labels": "demo-kto",
+    "prompts": "demo-grpo",
+}
 
 
 def find_preset(name: str) -> Path:

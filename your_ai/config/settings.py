@@ -22,7 +22,7 @@ DEMO_DATA = {DEMO: "data", "demo-pairs": "pairs", "demo-labels": "labels"}
 ALL_LINEAR = "all-linear"  # of --lora-targets
 AUTO = "auto"  # chosen when the run starts, by config/defaults.py, and recorded in its settings
 OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs
-SFT = "sft"  # the value of --objective for supervised fine-tuning
+SFT, GRPO = "sft", "grpo"  # values of --objective: supervised fine-tuning, and rollouts
 PREFERENCE_LEARNING_RATE = 2e-5  # the default of all other objectives; docs/objectives.md says why
 LOSS, EXACT_MATCH = "loss", "exact_match"  # values of --best-metric
 NONE, FOLDER = "none", "folder"  # values of --valid: no validation, or only what --data has
@@ -88,10 +88,10 @@ class TrainConfig:
     )
     mask_prompt: bool = setting(True, "Train on the completions only, in rows that have prompts.")
 
-    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto"] = setting(
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo"] = setting(
         SFT,
         "What is learned: answers (sft), which of two answers is preferred (dpo, ipo, simpo, "
-        "orpo), or which answers are good and which are bad (kto).",
+        "orpo), which answers are good and which are bad (kto), or what earns a reward (grpo).",
     )
     beta: float | None = setting(
         None,
@@ -112,6 +112,61 @@ class TrainConfig:
     )
     reference: Literal["start", "none"] = setting(
         "start", "Reference of dpo and ipo: the model as the run starts, or none."
+    )
+
+    reward: tuple[str, ...] = setting(
+        (),
+        "Rewards of completions, separated by commas, each with =WEIGHT: exact_match, json_valid, "
+        "json_fields, regex:PATTERN, length:TOKENS, contains:TEXT, judge, or your own as "
+        "module:function.",
+    )
+    rollouts: int = setting(8, "Completions of each prompt, which are compared with each other.")
+    prompts_per_step: int = setting(4, "Prompts of which each step trains the completions.")
+    max_new_tokens: int = setting(256, "Maximum tokens of a completion.")
+    temperature: float = setting(1.0, "Temperature that completions are sampled with.")
+    top_p: float = setting(
+        1.0, "Sample from the most likely tokens whose total probability is this; 1 = all."
+    )
+    top_k: int = setting(0, "Sample from this many of the most likely tokens; 0 = all.")
+    updates_per_batch: int = setting(1, "Steps that train the same completions.")
+    clip_low: float = setting(
+        0.2, "A token that became less likely by more than this share is not pushed further."
+    )
+    clip_high: float = setting(
+        0.2, "A token that became more likely by more than this share is not pushed further."
+    )
+    kl_beta: float = setting(
+        0.0, "Weight of the KL divergence from the model as the run starts; 0 = none."
+    )
+    kl: Literal["reverse", "k3"] = setting(
+        "reverse",
+        "Estimate of the KL divergence: one with the gradient of the reverse KL, or k3 as in the "
+        "first papers.",
+    )
+    advantage: Literal["group", "dr", "rloo"] = setting(
+        "group",
+        "How much better than the others a completion is: reward - mean of its prompt's, divided "
+        "by their standard deviation (group) or not (dr), or reward - mean of the others (rloo).",
+    )
+    importance: Literal["token", "sequence"] = setting(
+        "token", "Clip the ratio of each token, or that of the completion (GSPO)."
+    )
+    loss_normalization: Literal["dapo", "grpo", "dr"] = setting(
+        "dapo",
+        "All tokens of a step weigh the same (dapo), all completions do (grpo), or tokens do, "
+        "divided by --max-new-tokens (dr).",
+    )
+    mask_truncated: bool = setting(
+        False, "Leave completions out that were cut off at --max-new-tokens."
+    )
+    judge_model: str = setting("", "Model that judges, for --reward judge.")
+    judge_url: str = setting(
+        "", "Base URL of the judge, which speaks OpenAI's protocol; default: OpenAI's own."
+    )
+    judge_rubric: str = setting("", "YAML file with what the judge looks for; default: a general one.")
+    judge_concurrency: int = setting(4, "Questions that the judge is asked at the same time.")
+    judge_max_calls: int | None = setting(
+        None, "Maximum number of questions to the judge in a run; then its rewards are missing."
     )
 
     lora_rank: int | Literal["auto"] = setting(
@@ -261,19 +316,21 @@ class TrainConfig:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of a step, once the batch size is known."""
+        """Rows of a step, once the batch size is known; with grpo, its prompts."""
+        if self.objective == GRPO:
+            return self.prompts_per_step
         assert self.batch_size != AUTO
         return self.batch_size * self.grad_accumulation
 
     @property
-    def row_kind(self) -> Literal["answers", "pairs", "labels"]:
+    def row_kind(self) -> Literal["answers", "pairs", "labels", "prompts"]:
         """What the rows of the data are."""
-        return {SFT: "answers", "kto": "labels"}.get(self.objective, "pairs")
+        return {SFT: "answers", "kto": "labels", GRPO: "prompts"}.get(self.objective, "pairs")
 
     @property
     def measured_kind(self) -> Literal["answers", "chosen"]:
         """What an evaluation takes of the rows: of pairs, the chosen answers."""
-        return "answers" if self.row_kind == "answers" else "chosen"
+        return "answers" if self.row_kind in ("answers", "prompts") else "chosen"
 
     def fixed_on_resume(self) -> dict[str, str]:
         """The settings that must not change when a run is resumed, as text."""
@@ -309,7 +366,7 @@ RESUMABLE = (
     *("model", "data", "spill", "plan", "max_memory", "force", "reload_interval", "reload_at"),
     *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise", "report_to"),
     *("push_to", "max_row_bytes", "valid", "prompt_template", "keep_best", "patience"),
-    "prefix_cache_folder",
+    *("prefix_cache_folder", "judge_url", "judge_concurrency", "judge_max_calls"),
 )
 
 # Settings that old runs do not have, with the values that they trained with.
@@ -342,6 +399,24 @@ ADDED: dict[str, Any] = {
     "loraplus_ratio": 1.0,
     "layerwise_lr_decay": 1.0,
     "neftune_alpha": 0.0,
+    "reward": (),
+    "rollouts": 8,
+    "prompts_per_step": 4,
+    "max_new_tokens": 256,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "updates_per_batch": 1,
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "kl_beta": 0.0,
+    "kl": "reverse",
+    "advantage": "group",
+    "importance": "token",
+    "loss_normalization": "dapo",
+    "mask_truncated": False,
+    "judge_model": "",
+    "judge_rubric": "",
 }
 
 # Settings that decide which adapter layers a model has.
@@ -385,6 +460,17 @@ BOUNDS = {
     "kto_desirable_weight": (0, LARGEST),
     "kto_undesirable_weight": (0, LARGEST),
     "sft_weight": (0, LARGEST),
+    "rollouts": (2, 4096),
+    "prompts_per_step": (1, 65_536),
+    "max_new_tokens": (1, 1 << 24),
+    "temperature": (0.01, 100),
+    "top_k": (0, LARGEST),
+    "updates_per_batch": (1, 1000),
+    "clip_low": (0, 1),
+    "clip_high": (0, LARGEST),
+    "kl_beta": (0, LARGEST),
+    "judge_concurrency": (1, 256),
+    "judge_max_calls": (0, LARGEST),
     "patience": (0, LARGEST),
     "samples": (0, 1_000_000),
     "reload_interval": (0, LARGEST),
@@ -401,6 +487,23 @@ OBJECTIVES_WITH = {
     "kto_undesirable_weight": ("kto",),
     "sft_weight": ("dpo", "ipo", "simpo", "orpo", "kto"),
     "reference": ("dpo", "ipo"),
+    **dict.fromkeys(
+        (
+            *("reward", "rollouts", "prompts_per_step", "max_new_tokens", "temperature", "top_p"),
+            *("top_k", "updates_per_batch", "clip_low", "clip_high", "kl_beta", "kl", "advantage"),
+            *("importance", "loss_normalization", "mask_truncated", "judge_model", "judge_url"),
+            *("judge_rubric", "judge_concurrency", "judge_max_calls"),
+        ),
+        (GRPO,),
+    ),
+}
+# Settings that do not fit completions which the run samples itself, with the only value allowed.
+NOT_WITH_ROLLOUTS: dict[str, tuple[Any, str]] = {
+    "prefix_cache": ("off", "completions are new in every step, so nothing could be reused"),
+    "packing": (False, "completions of a step are batched by length"),
+    "grad_accumulation": (1, "use --prompts-per-step"),
+    "too_long": ("error", "prompts are not shortened; leave long ones out"),
+    "best_metric": ("loss", "the best validation is the one with the highest reward"),
 }
 LEAST_BETA = 1e-6
 TEXT_CHARACTERS, NAMES = 4096, 1000  # limits of a text, and of a list of names
@@ -522,14 +625,16 @@ def check_objective(config: TrainConfig) -> None:
         )
     if config.objective == SFT:
         return
-    if config.too_long == "split":
+    if config.objective == GRPO:
+        check_rollouts(config)
+    elif config.too_long == "split":
         raise UserError(
             f"--too-long split: --objective {config.objective} compares whole answers; use truncate"
         )
     if not config.mask_prompt:
         raise UserError(f"--no-mask-prompt: not supported with --objective {config.objective}")
     for name in ("exact_match", "best_metric"):
-        if not has_default(config, name):
+        if not has_default(config, name) and config.objective != GRPO:
             raise UserError(f"{flag(name)}: not supported with --objective {config.objective}")
     for name in ("lora_dropout", "neftune_alpha"):
         if getattr(config, name):
@@ -537,6 +642,21 @@ def check_objective(config: TrainConfig) -> None:
                 f"{flag(name)}: not supported with --objective {config.objective}, which compares "
                 "log-probabilities that the noise would change"
             )
+
+
+def check_rollouts(config: TrainConfig) -> None:
+    """Raise UserError for settings that do not fit completions sampled by the run itself."""
+    for name, (value, reason) in NOT_WITH_ROLLOUTS.items():
+        if getattr(config, name) != value:
+            raise UserError(f"{flag(name)}: not supported with --objective grpo: {reason}")
+    if not 0 < config.top_p <= 1:
+        raise UserError(f"--top-p {config.top_p}: must be above 0 and at most 1")
+    judges = any(text.partition("=")[0].strip() == "judge" for text in config.reward)
+    if judges and not config.judge_model:
+        raise UserError("--reward judge: --judge-model is missing; name the model that judges")
+    given = ("judge_model", "judge_url", "judge_rubric")
+    if not judges and (unused := [n for n in given if not has_default(config, n)]):
+        raise UserError(f"{flag(unused[0])}: only works with --reward judge")
 
 
 def check_texts(name: str, texts: tuple[str, ...]) -> None:

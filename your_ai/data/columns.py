@@ -13,6 +13,7 @@ from typing import Any
 
 from your_ai.config import nearest
 from your_ai.data.preferences import kind_of
+from your_ai.data.prompts import is_prompt_row
 from your_ai.data.rows import FORMATS, read_json
 from your_ai.data.template import TooSlow, limited_memory, limited_time
 from your_ai.errors import UserError
@@ -53,6 +54,8 @@ class Layout:
     """Whether no record had the columns so far."""
     guesses: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
     """The roles that were guessed, by the columns of the records."""
+    prompts: bool = False
+    """Whether a row needs only a prompt, and keeps all its columns, for rewards."""
 
     def row_of(self, record: Mapping[str, Any], where: str) -> dict[str, Any]:
         """The record as a row in one of the known formats, with its other columns kept.
@@ -63,13 +66,17 @@ class Layout:
         Raises UserError if the record has not the columns for it.
         """
         has_columns = self.columns and all(column in record for column in self.columns.values())
-        is_whole = is_known(record) and not lacks_prompt(record)
+        if self.prompts:
+            is_whole = is_prompt_row(record)
+        else:
+            is_whole = is_known(record) and not lacks_prompt(record)
         if self.render_prompt is None and not has_columns and is_whole:
             return parsed_texts(record, where)
         self.unused = False
         roles = dict(self.columns) or self.guessed(record, where)
         taken = {*roles.values(), *FORMAT_KEYS, "weight", "label"}
-        row = {name: value for name, value in record.items() if name not in taken}
+        kept = {"messages", "conversations", "text"} if self.prompts else taken
+        row = {name: value for name, value in record.items() if name not in kept}
         for role, column in roles.items():
             if column not in record:
                 raise UserError(
@@ -91,7 +98,8 @@ class Layout:
         """
         key = tuple(record)
         if key not in self.guesses:
-            self.guesses[key] = guess(key, where, answer_only=self.render_prompt is not None)
+            template = self.render_prompt is not None
+            self.guesses[key] = guess(key, where, answer_only=template, prompts=self.prompts)
         return self.guesses[key]
 
     def notes(self) -> list[str]:
@@ -102,28 +110,31 @@ class Layout:
         )
         notes = [f"guessed from the names of the columns: {text}" for text in said]
         left = {c for key, roles in self.guesses.items() for c in {*key} - {*roles.values()}}
-        if left:
+        if left and not self.prompts:
             ways = "see --columns and --prompt-template"
             notes.append(f"columns that are not used: {listed(sorted(left))}; {ways}")
         return notes
 
 
-def layout_of(columns: Sequence[str], prompt_template: str) -> Layout:
-    """The layout of --columns and --prompt-template. Raises UserError if they are wrong."""
-    roles = parse_columns(columns)
+def layout_of(columns: Sequence[str], prompt_template: str, prompts: bool = False) -> Layout:
+    """The layout of --columns and --prompt-template. Raises UserError if they are wrong.
+
+    prompts: as in `Layout`.
+    """
+    roles = parse_columns(columns, prompts)
     if not prompt_template:
         if set(roles) - {"system", "weight"} == {"completion"}:
             raise UserError("--columns: names no prompt; add prompt=COLUMN")
-        return Layout(roles)
+        return Layout(roles, prompts=prompts)
     if taken := {"prompt", "messages", "text"} & set(roles):
         raise UserError(
             f"--columns {min(taken)}=...: cannot be combined with --prompt-template, which makes "
             "the prompt"
         )
-    return Layout(roles, template_of(prompt_template))
+    return Layout(roles, template_of(prompt_template), prompts=prompts)
 
 
-def parse_columns(columns: Sequence[str]) -> dict[str, str]:
+def parse_columns(columns: Sequence[str], prompts: bool = False) -> dict[str, str]:
     """Parse ("prompt=question", "completion=answer"). Raises UserError."""
     roles: dict[str, str] = {}
     for part in columns:
@@ -139,7 +150,8 @@ def parse_columns(columns: Sequence[str]) -> dict[str, str]:
             raise UserError(f"--columns: names the {role} twice")
         roles[role] = column
     needed = set(roles) - {"system", "weight"}
-    if roles and needed not in (*COMPLETE, *COMPLETE_PREFERENCES):
+    complete = (*COMPLETE, *COMPLETE_PREFERENCES, *([{"prompt"}] if prompts else ()))
+    if roles and needed not in complete:
         if needed == {"completion"}:
             return roles  # enough with --prompt-template
         wanted = "prompt and completion, or text, or messages, or prompt, chosen and rejected"
@@ -147,7 +159,9 @@ def parse_columns(columns: Sequence[str]) -> dict[str, str]:
     return roles
 
 
-def guess(names: Collection[str], where: str, answer_only: bool = False) -> dict[str, str]:
+def guess(
+    names: Collection[str], where: str, answer_only: bool = False, prompts: bool = False
+) -> dict[str, str]:
     """Guess which columns make a row, from their names, whatever their case.
 
     Raises UserError if there is no column for it, naming those that are there.
@@ -157,6 +171,16 @@ def guess(names: Collection[str], where: str, answer_only: bool = False) -> dict
         role: next((by_name[known] for known in known_names if known in by_name), None)
         for role, known_names in NAMES.items()
     }
+    if prompts:
+        wanted = ("messages",) if found["messages"] else ("prompt", "completion", "system")
+        found["system"] = by_name.get("system")
+        roles = {role: name for role in wanted if (name := found[role]) is not None}
+        if answer_only or {"messages", "prompt"} & roles.keys():
+            return {role: name for role, name in roles.items() if role != "prompt" or not answer_only}
+        raise UserError(
+            f"{where}: has no prompt; keys found: {listed(names)}; say which column it is with "
+            "--columns prompt=COLUMN"
+        )
     if any(name in by_name for name in PAIR):
         return guessed_pair(by_name, found["prompt"], where)
     wanted = ({"completion"},) if answer_only else COMPLETE

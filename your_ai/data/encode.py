@@ -26,6 +26,7 @@ from your_ai.data.rows import (
     Labeled,
     Pair,
     Preference,
+    Question,
     Row,
     RowLimit,
     Text,
@@ -117,6 +118,8 @@ class Encoder:
             if content.other is None:
                 return [answer]
             return [answer, self._encode(content.other, f"{row.where}: with another row's answer")]
+        if isinstance(content, Question):
+            return [self._encode_question(content, row.where)]
         return [self._encode(content, row.where)]
 
     def encode(self, row: Row) -> EncodedRow:
@@ -139,6 +142,32 @@ class Encoder:
         check_ids(tokens, self.vocabulary, self.tokenizer, where)
         return EncodedRow(tokens, trained)
 
+    def _encode_question(self, question: Question, where: str) -> EncodedRow:
+        """The tokens of a prompt up to where its answer begins."""
+        chat = self._as_chat(question)
+        with naming(where):
+            if isinstance(chat, str):
+                tokens = tokenize_ids(self.backend, chat, special=True)
+            elif not self.tokenizer.has_chat_template:
+                raise UserError(
+                    f"{where}: a chat, but the model's tokenizer has no chat template; use an "
+                    "instruct model, or prompts that are text"
+                )
+            else:
+                text = self._render(chat.messages, chat.tools, where, answer_next=True)
+                tokens = tokenize_ids(self.backend, text, special=False)
+        if len(tokens) < 2:
+            raise UserError(f"{where}: prompt: has {counted(len(tokens), 'token')}; 2 are needed")
+        check_ids(tokens, self.vocabulary, self.tokenizer, where)
+        return EncodedRow(tokens, np.arange(len(tokens)) > 0)
+
+    def _as_chat(self, question: Question) -> Chat | str:
+        """The prompt as messages, if it is to be rendered by a chat template."""
+        prompt = question.prompt
+        if isinstance(prompt, str) and self.tokenizer.has_chat_template:
+            return Chat([{"role": "user", "content": prompt}])
+        return prompt
+
     def prompt_of(self, row: Row) -> SamplePrompt | None:
         """Return the prompt of a row and its answer; None if the row has no prompt."""
         content = row.content
@@ -146,6 +175,8 @@ class Encoder:
             content = content.chosen
         elif isinstance(content, Labeled):
             content = content.answer
+        if isinstance(content, Question):
+            return self._prompt_of_question(content, row.where)
         if isinstance(content, Pair) and self.tokenizer.has_chat_template:
             content = pair_to_chat(content)
         if isinstance(content, Pair):
@@ -155,6 +186,13 @@ class Encoder:
         *asked, answer = content.messages
         rendered = self._render(asked, content.tools, row.where, answer_next=True)
         return SamplePrompt(asked[-1]["content"] if asked else "", rendered, answer["content"])
+
+    def _prompt_of_question(self, question: Question, where: str) -> SamplePrompt:
+        chat, expected = self._as_chat(question), question.expected or ""
+        if isinstance(chat, str):
+            return SamplePrompt(chat, chat, expected)
+        rendered = self._render(chat.messages, chat.tools, where, answer_next=True)
+        return SamplePrompt(chat.messages[-1]["content"], rendered, expected)
 
     def _tokenize(self, text: str, where: str, special: bool) -> Tokens:
         """Tokenize a text, with offsets. `special` adds the tokenizer's special tokens."""

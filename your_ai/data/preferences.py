@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
+from your_ai.data.prompts import parse_prompts
 from your_ai.data.rows import (
     FORMATS,
     Chat,
@@ -32,7 +33,7 @@ from your_ai.gates.text import quoted, shortened
 
 # What the rows are: for an objective; or, to measure a model, pairs of which only the chosen
 # answers are used, or rows in any of these forms.
-Kind = Literal["answers", "pairs", "labels", "chosen", "any"]
+Kind = Literal["answers", "pairs", "labels", "prompts", "chosen", "any"]
 PAIR_KEYS = (("chosen", "rejected"), ("prompt", "chosen", "rejected"))
 LABEL_KEYS = (("prompt", "completion", "label"), ("messages", "label"))
 OBJECTIVES = {"answers": "sft", "pairs": "dpo", "labels": "kto"}  # one that trains such rows
@@ -48,6 +49,7 @@ def parser_of(kind: Kind) -> ParseRow:
         "pairs": parse_pairs,
         "labels": parse_labels,
         "chosen": parse_chosen,
+        "prompts": parse_prompts,
         "any": parse_any,
     }[kind]
 

@@ -119,12 +119,22 @@ class Labeled:
 
 
 @dataclass(frozen=True)
+class Question:
+    """A prompt whose answers are generated, and rewarded."""
+
+    prompt: Chat | str
+    """Messages, or text: a user's message if the tokenizer has a chat template."""
+    expected: str | None
+    """The right answer, if the row has one."""
+
+
+@dataclass(frozen=True)
 class Row:
     """A row of a data file."""
 
     where: str
     """file:line of the user's file, for messages."""
-    content: Chat | Pair | Text | Preference | Labeled
+    content: Chat | Pair | Text | Preference | Labeled | Question
     weight: float
     line: int = 0
     """Its line in the file that was read, from 1."""

@@ -29,6 +29,7 @@ from your_ai.data.columns import Layout, layout_of
 from your_ai.data.examples import delete_unused, unwritable
 from your_ai.data.hub_datasets import PREFIX, SplitRows, find_dataset, parse_name, split_named
 from your_ai.data.preferences import kind_of, parser_of
+from your_ai.data.prompts import is_prompt_row
 from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
 from your_ai.data.rows import ORIGIN, ParseRow, RowLimit, read_first_row, read_rows
 from your_ai.errors import UserError
@@ -79,7 +80,7 @@ def find_splits(
     Raises UserError if there is no training data, for a row that cannot be used, and for columns
     or a template that do not fit the rows.
     """
-    layout = layout_of(config.columns, config.prompt_template)
+    layout = layout_of(config.columns, config.prompt_template, config.row_kind == "prompts")
     sources = sources_of(config.data, to_train)
     if config.valid not in ("", FOLDER):
         sources = [replace(s, splits=without(s.splits, "valid")) for s in sources]
@@ -124,7 +125,10 @@ def plain_files(
         return None
     for files in sources[0].splits.values():
         is_plain = len(files) == 1 and form_of(files[0]) == "jsonl" and not is_compressed(files[0])
-        if not is_plain or kind_of(read_first_row(files[0], limit)) is None:
+        if not is_plain:
+            return None
+        row = read_first_row(files[0], limit)
+        if not (is_prompt_row(row) if config.row_kind == "prompts" else kind_of(row)):
             return None
     return {split: files[0] for split, files in sources[0].splits.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from your_ai.config import TrainConfig
 from your_ai.objectives.dpo import DPO, IPO
+from your_ai.objectives.grpo import GRPO
 from your_ai.objectives.kto import KTO
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.orpo import ORPO
@@ -27,6 +28,15 @@ def objective_of(config: TrainConfig) -> Objective:
     if config.objective == "kto":
         good, bad = config.kto_desirable_weight, config.kto_undesirable_weight
         return KTO(desirable_weight=good, undesirable_weight=bad, sft_weight=more, **beta)
+    if config.objective == "grpo":
+        return GRPO(
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            kl_beta=config.kl_beta,
+            kl=config.kl,
+            importance=config.importance,
+            normalization=config.loss_normalization,
+        )
     return SUPERVISED
 
 

@@ -1,0 +1,150 @@
+"""Rows of prompts, whose answers are generated and rewarded.
+
+A row is any with a prompt: `prompt` as text or messages, with any further columns, or a row of
+supervised fine-tuning, whose last answer is then the expected one. Reward functions receive the
+whole row.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from your_ai.data.rows import (
+    FORMATS,
+    ROW_LIMIT,
+    Chat,
+    Pair,
+    Question,
+    Row,
+    RowLimit,
+    Text,
+    decode_row,
+    parse_row,
+    parse_tools,
+    parse_turns,
+    parse_weight,
+    read_lines,
+    text_field,
+    with_system,
+)
+from your_ai.errors import UserError
+from your_ai.gates.text import shortened
+
+# Columns that may have the expected answer beside a `prompt`, the most telling first.
+EXPECTED = ("completion", "answer", "expected", "solution", "ground_truth", "target", "reference")
+
+
+def is_prompt_row(row: dict) -> bool:
+    """Whether a row has a prompt in a known format."""
+    return "prompt" in row or any(
+        all(key in row for key in keys) for keys in FORMATS if keys != ("text",)
+    )
+
+
+def parse_prompts(row: dict, where: str) -> Row:
+    """Parse a row with a prompt. Raises UserError if it has none, or an empty one."""
+    weight = parse_weight(row, where)
+    if "prompt" in row and not isinstance(row.get("completion"), list):
+        content = Question(prompt_of(row, where), expected_of(row))
+    elif is_prompt_row(row):
+        content = question_of(parse_row(row, where).content, where)
+    else:
+        keys = shortened(", ".join(row)) or "none"
+        raise UserError(
+            f"{where}: has no prompt; keys found: {keys}; expected prompt (text or messages), or "
+            "messages"
+        )
+    text = content.prompt if isinstance(content.prompt, str) else last_question(content.prompt)
+    if not text.strip():
+        raise UserError(f"{where}: prompt: is empty")
+    return Row(where, content, weight)
+
+
+def prompt_of(row: dict, where: str) -> Chat | str:
+    """The prompt in the column `prompt`, with the row's system prompt and tools."""
+    tools = parse_tools(row, where)
+    if isinstance(row["prompt"], list):
+        turns = with_system(row, parse_turns(row["prompt"], "prompt", where), where)
+        return Chat(without_answer(turns, where), tools)
+    text = text_field(row, "prompt", where)
+    if not row.get("system") and tools is None:
+        return text
+    return Chat(with_system(row, [{"role": "user", "content": text}], where), tools)
+
+
+def expected_of(row: dict) -> str | None:
+    """The expected answer in another column, as text; None if there is none."""
+    for name in EXPECTED:
+        value = row.get(name)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+    return None
+
+
+def question_of(content: Any, where: str) -> Question:
+    """The question of a row with an answer."""
+    if isinstance(content, Pair):
+        return Question(content.prompt, content.completion)
+    assert isinstance(content, Chat) and not isinstance(content, Text)
+    answer = content.messages[-1]
+    expected = answer["content"] if answer["role"] == "assistant" else None
+    return Question(Chat(without_answer(content.messages, where), content.tools), expected)
+
+
+def without_answer(turns: list[dict], where: str) -> list[dict]:
+    """The messages up to the last that is not the assistant's."""
+    asked = list(turns)
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    if not asked:
+        raise UserError(f"{where}: prompt: has only messages of the assistant")
+    return asked
+
+
+def last_question(chat: Chat) -> str:
+    return chat.messages[-1]["content"]
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """The n rows of a JSONL file, read again one by one when they are needed."""
+
+    path: Path
+    limit: RowLimit = ROW_LIMIT
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """(n,) int64, where in the file each row begins, in bytes."""
+        found, position = array("q"), 0
+        with self.path.open("rb") as file:
+            while line := file.readline(self.limit.row_bytes + 1):
+                if line.removeprefix(b"\xef\xbb\xbf").strip():
+                    found.append(position)
+                position += len(line)
+        return np.frombuffer(found, np.int64)
+
+    def read(self, index: int) -> tuple[dict[str, Any], Row]:
+        """The JSON object of a row, and the row. Raises UserError if the file has changed."""
+        with self.path.open("rb") as file:
+            file.seek(int(self.offsets[index]), os.SEEK_SET)
+            line = file.readline(self.limit.row_bytes + 1)
+        content, where = decode_row(line.removeprefix(b"\xef\xbb\xbf"), self.where(index))
+        return content, parse_prompts(content, where)
+
+    def where(self, index: int) -> str:
+        return f"{self.path}:{self.numbers[index]}"
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """(n,) int64, the line number of each row."""
+        places = (where for where, _ in read_lines(self.path, self.limit))
+        return np.array([int(where.rpartition(":")[2]) for where in places], np.int64)

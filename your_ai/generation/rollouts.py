@@ -1,0 +1,210 @@
+"""Sample several completions of each of many prompts, many rows at a time.
+
+The tokens of a row are a pure function of the model, its prompt and its seed: each token has a
+random key made of the seed and its position. They do not depend on the other rows, unless rounding
+decides between two tokens.
+
+Shapes: B rows in a wave, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from your_ai.engine.weights import last_position_only
+from your_ai.memory.sizes import PREFILL_TOKENS
+
+Sampler = Callable[[mx.array, mx.array], mx.array]  # ((B, V) logits, (B, 2) keys) -> (B,) tokens
+
+
+@dataclass(frozen=True)
+class RolloutPrompt:
+    """A prompt, and the seeds of its completions: one completion for each."""
+
+    tokens: np.ndarray
+    """(T,), at least one."""
+    seeds: tuple[int, ...]
+    """Each from 0 to 2^64 - 1."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The tokens that were sampled for a row."""
+
+    prompt: int
+    """The index of its prompt."""
+    sample: int
+    """The index of its seed."""
+    tokens: tuple[int, ...]
+    """As they were sampled, with the stop token if there is one."""
+    stopped: bool
+    """Whether it ended with a stop token, and not at the limit of tokens."""
+
+
+def sampler_of(temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampler:
+    """A function that samples a token for each row.
+
+    temperature: divides the logits; 0 takes the most likely token. top_k: sample from the most
+    likely `top_k` tokens; 0 for all. top_p: then from the most likely ones whose total
+    probability is at least this.
+    """
+    if temperature == 0:
+        return lambda logits, keys: logits.argmax(-1)
+
+    def sample(logits: mx.array, keys: mx.array) -> mx.array:
+        logits = logits.astype(mx.float32) * (1 / temperature)
+        if 0 < top_k < logits.shape[-1]:
+            least = -mx.partition(-logits, top_k - 1, axis=-1)[:, top_k - 1 : top_k]
+            logits = mx.where(logits < least, -mx.inf, logits)
+        if top_p < 1:
+            shares = mx.sort(mx.softmax(logits, axis=-1), axis=-1)[:, ::-1]
+            before = mx.cumsum(shares, axis=-1) - shares
+            least = mx.where(before < top_p, shares, mx.inf).min(-1, keepdims=True)
+            logits = mx.where(mx.softmax(logits, axis=-1) < least, -mx.inf, logits)
+        return mx.vmap(draw)(logits, keys)
+
+    return sample
+
+
+def draw(logits: mx.array, key: mx.array) -> mx.array:
+    """A token of a row, (V,) -> ()."""
+    return mx.random.categorical(logits, key=key)
+
+
+def seed_keys(seeds: Sequence[int]) -> mx.array:
+    """(B, 2) uint32 random keys of the rows."""
+    return mx.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], mx.uint32)
+
+
+def keys_at(keys: mx.array, positions: mx.array) -> mx.array:
+    """(B, 2) the keys of the tokens at these positions, (B,) uint32, of the completions."""
+    return keys ^ mx.stack([positions, mx.zeros_like(positions)], axis=1)
+
+
+def complete(
+    model: nn.Module,
+    prompts: Sequence[RolloutPrompt],
+    sampler: Sampler,
+    stop_tokens: Collection[int],
+    max_new_tokens: int,
+    rows_at_once: int,
+    step: Callable[[int], None] = lambda _: None,
+) -> Iterator[Completion]:
+    """Yield the completions of all prompts, each when it is finished.
+
+    stop_tokens: the ids that end a completion. max_new_tokens: of each completion, at least one.
+    rows_at_once: rows that are generated together, in waves. Models whose caches cannot be
+        batched generate one row at a time.
+    step: is called with the number of rows before each token, and may raise.
+
+    Each prompt goes through the model once. Whoever changes the model must not do so before all
+    completions were yielded.
+    """
+    rows = [(p, s) for p, prompt in enumerate(prompts) for s in range(len(prompt.seeds))]
+    prefilled: dict[int, list[Any]] = {}
+    batchable = all(hasattr(cache, "merge") for cache in make_prompt_cache(model))
+    rows_at_once = max(1, rows_at_once) if batchable else 1
+    with last_position_only(model):
+        for start in range(0, len(rows), rows_at_once):
+            wave = rows[start : start + rows_at_once]
+            left = {p for p, _ in rows[start + len(wave) :]}
+            for p in dict.fromkeys(p for p, _ in wave):
+                if p not in prefilled:
+                    prefilled[p] = prefill(model, prompts[p].tokens[:-1])
+            cache = batched([prefilled[p] for p, _ in wave], batchable)
+            for p in {p for p, _ in wave} - left:
+                del prefilled[p]
+            last = [int(prompts[p].tokens[-1]) for p, _ in wave]
+            keys = seed_keys([prompts[p].seeds[s] for p, s in wave])
+            yield from run_wave(
+                model, cache, wave, last, keys, sampler, frozenset(stop_tokens), max_new_tokens,
+                step,
+            )  # fmt: skip
+            del cache
+
+
+def prefill(model: nn.Module, tokens: np.ndarray) -> list[Any]:
+    """mlx-lm's cache of a prompt; it is empty if there are no tokens."""
+    cache = make_prompt_cache(model)
+    for start in range(0, len(tokens), PREFILL_TOKENS):
+        part = mx.array(tokens[None, start : start + PREFILL_TOKENS].astype(np.int32))
+        model(part, cache=cache)  # logits are lazy: nothing computes them
+        mx.eval([c.state for c in cache])
+    mx.clear_cache()
+    return cache
+
+
+def batched(caches: list[list[Any]], batchable: bool) -> list[Any]:
+    """One cache for all rows, from a cache for each."""
+    if not batchable:
+        (cache,) = caches
+        return copy.deepcopy(cache)
+    merged = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
+    mx.eval([c.state for c in merged if not c.empty()])
+    return merged
+
+
+def run_wave(
+    model: nn.Module,
+    cache: list[Any],
+    wave: list[tuple[int, int]],
+    last: list[int],
+    keys: mx.array,
+    sampler: Sampler,
+    stop_tokens: frozenset[int],
+    max_new_tokens: int,
+    step: Callable[[int], None],
+) -> Iterator[Completion]:
+    """Generate the rows of a wave; rows leave it when they are finished.
+
+    last: the last token of each prompt, which the cache does not have.
+
+    While the tokens of a step are looked at, those of the next are being computed.
+    """
+    found: list[list[int]] = [[] for _ in wave]
+    active = list(range(len(wave)))
+    tokens, position = mx.array(last, mx.int32), 0
+
+    def advance(tokens: mx.array, position: int) -> mx.array:
+        step(len(active))
+        logits = model(tokens[:, None], cache=cache)[:, -1]
+        places = mx.full((len(active),), position, mx.uint32)
+        sampled = sampler(logits, keys_at(keys, places)).astype(mx.int32)
+        mx.async_eval(sampled)
+        return sampled
+
+    tokens = advance(tokens, 0)
+    while active:
+        following = advance(tokens, position + 1) if position + 1 < max_new_tokens else None
+        position += 1
+        keep = []
+        for place, (row, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
+            found[row].append(token)
+            stopped = token in stop_tokens
+            if stopped or position == max_new_tokens:
+                yield Completion(*wave[row], tuple(found[row]), stopped)
+            else:
+                keep.append(place)
+        if len(keep) < len(active):
+            active = [active[place] for place in keep]
+            if not active:
+                return
+            chosen = mx.array(keep)
+            keys, following = keys[chosen], following[chosen]
+            for layer in cache:
+                layer.filter(chosen)
+        tokens = following
+
+
+def waves_of(rows: int, rows_at_once: int) -> int:
+    """How many waves `rows` rows need."""
+    return math.ceil(rows / rows_at_once)
