@@ -13,7 +13,7 @@ from your_ai.rewards.formula import parse_formula
 NAMES = ("a", "b")
 NUMBERS = st.floats(0, 10)
 FORMULAS = st.recursive(
-    st.sampled_from(NAMES) | st.integers(0, 99).map(str) | st.floats(0, 9).map(repr),
+    st.sampled_from(NAMES) | st.integers(0, 99).map(str) | st.floats(0, 9).map("{:.6f}".format),
     lambda inner: st.one_of(
         st.builds("({} {} {})".format, inner, st.sampled_from(["+", "-", "*", "/", "**"]), inner),
         st.builds("(-{})".format, inner),

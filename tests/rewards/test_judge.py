@@ -14,9 +14,9 @@ from your_ai.rewards.judge import (
     ATTEMPTS,
     PATIENCE_S,
     Clock,
+    Graded,
     Judge,
     JudgeSettings,
-    Verdict,
     delay_s,
 )
 
@@ -27,7 +27,7 @@ prices: {input: 2, output: 10}
 """
 
 
-def verdicts(judge: Judge, *completions: str) -> list[Verdict]:
+def verdicts(judge: Judge, *completions: str) -> list[Graded]:
     futures = judge.begin([rollout(completion) for completion in completions])
     return [future.result(20) for future in futures]
 
@@ -40,7 +40,7 @@ def rubric(text: str = RUBRIC) -> str:
 def test_grades_become_a_reward_by_the_rubric(make_judge, server):
     server.odd = [faults.says('{"a": 7, "b": 2}')]
     [found] = verdicts(make_judge(rubric=rubric()), "yes")
-    assert found == Verdict(0.7, '{"a": 7, "b": 2}', calls=1, cost=pytest.approx(0.0021))
+    assert found == Graded(0.7, '{"a": 7, "b": 2}', calls=1, cost=pytest.approx(0.0021))
 
 
 def test_the_same_completion_is_asked_once_and_kept(make_judge, server):

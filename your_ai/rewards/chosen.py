@@ -17,7 +17,7 @@ from your_ai.errors import RunError, UserError
 from your_ai.gates.text import counted
 from your_ai.rewards.builtin import builtin, check_expected
 from your_ai.rewards.functions import FunctionFailed, load_reward_function
-from your_ai.rewards.judge import Judge, JudgeSettings, Verdict
+from your_ai.rewards.judge import Graded, Judge, JudgeSettings
 from your_ai.rewards.names import FUNCTION, JUDGE, WeightedName, parse_rewards
 from your_ai.rewards.rollout import Rollout
 
@@ -110,7 +110,7 @@ class Pending:
         rewards: Rewards,
         rollouts: Sequence[Rollout],
         step: int,
-        verdicts: Sequence[Future[Verdict]],
+        verdicts: Sequence[Future[Graded]],
     ) -> None:
         self.rewards, self.rollouts, self.step = rewards, tuple(rollouts), step
         self.verdicts = verdicts

@@ -69,7 +69,7 @@ class JudgeSettings:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Graded:
     """What the judge said about a completion."""
 
     reward: float | None
@@ -156,11 +156,11 @@ class Judge:
                 f"({verdict.why}); choose a model that replies in JSON, or another rubric"
             )
 
-    def begin(self, rollouts: Sequence[Rollout]) -> list[Future[Verdict]]:
+    def begin(self, rollouts: Sequence[Rollout]) -> list[Future[Graded]]:
         """Start grading; returns at once. The same completion of a prompt is graded once."""
         with self.lock:
             self.away_since = None  # new patience
-        futures: dict[str, Future[Verdict]] = {}
+        futures: dict[str, Future[Graded]] = {}
         found = []
         for rollout in rollouts:
             key = key_of(rollout, self.rubric, self.settings.model, self.client.url)
@@ -196,7 +196,7 @@ class Judge:
             except BaseException as error:  # raised where the result is used
                 future.set_exception(error)
 
-    def grade(self, rollout: Rollout, key: str) -> Verdict:
+    def grade(self, rollout: Rollout, key: str) -> Graded:
         """The verdict on a completion, from the cache or the server."""
         kept = self.cache.get(key)
         if kept is not None:
@@ -212,7 +212,7 @@ class Judge:
         key: str,
         call: Callable[[list[Message]], ChatReply],
         keep: bool = False,
-    ) -> Verdict:
+    ) -> Graded:
         """Ask for grades, and once again if the reply cannot be used.
 
         Raises CallError if `keep` is false; otherwise the reward is missing.
@@ -225,7 +225,7 @@ class Judge:
             except CallError as error:
                 if not keep:
                     raise
-                return Verdict(None, text, str(error), calls=calls, cost=cost)
+                return Graded(None, text, str(error), calls=calls, cost=cost)
             calls, cost, text = calls + 1, cost + self.cost_of(reply), reply.text
             try:
                 verdict = self.verdict(text)
@@ -236,13 +236,13 @@ class Judge:
             if keep:
                 self.cache.put(key, text)
             return replace(verdict, calls=calls, cost=cost)
-        return Verdict(None, text, why, calls=calls, cost=cost)
+        return Graded(None, text, why, calls=calls, cost=cost)
 
-    def verdict(self, reply: str) -> Verdict:
+    def verdict(self, reply: str) -> Graded:
         """Raises ValueError if the reply cannot be used."""
         reward = self.rubric.total(parse_grades(reply, self.rubric))
         why = "the rubric's formula has no finite value" if reward is None else ""
-        return Verdict(reward, reply, why)
+        return Graded(reward, reply, why)
 
     def cost_of(self, reply: ChatReply) -> float:
         prices = self.rubric.prices
