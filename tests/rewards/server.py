@@ -132,14 +132,18 @@ def hang(answerer: Answerer) -> None:
     answerer.judge.go_on.wait(20)
 
 
-def drip(answerer: Answerer) -> None:
+def drip(code: int) -> Answer:
     """Send a byte now and then, so that no single wait is long."""
-    answerer.send_response(200)
-    answerer.send_header("content-length", "10000")
-    answerer.end_headers()
-    while not answerer.judge.go_on.wait(0.02):
-        answerer.wfile.write(b" ")
-        answerer.wfile.flush()
+
+    def answer(answerer: Answerer) -> None:
+        answerer.send_response(code)
+        answerer.send_header("content-length", "10000")
+        answerer.end_headers()
+        while not answerer.judge.go_on.wait(0.02):
+            answerer.wfile.write(b" ")
+            answerer.wfile.flush()
+
+    return answer
 
 
 def disconnect(answerer: Answerer) -> None:

@@ -97,6 +97,8 @@ def test_a_parameter_that_the_server_refuses_is_left_out_from_then_on(client, se
         (faults.sends(b""), "its response is not a chat completion"),
         (faults.sends(b'{"choices": []}'), "its response is not a chat completion"),
         (faults.sends(b" " * (REPLY_BYTES + 1)), "its response is too long"),
+        (lambda answerer: answerer.send(503, b"<html>"), "HTTP 503"),
+        (lambda answerer: answerer.send(503, b"x" * (REPLY_BYTES + 1)), "its response is too long"),
         (faults.disconnect, "no connection"),
     ],
 )
@@ -106,10 +108,18 @@ def test_garbage_and_cuts_may_pass(client, server, fault, message):
     assert str(error).startswith(message)
 
 
-@pytest.mark.parametrize("fault", [faults.hang, faults.drip])
-def test_a_reply_that_does_not_end_is_given_up(server, fault):
+def test_a_reply_that_does_not_come_is_given_up(server):
     client = ChatClient("fake", server.url, timeout_s=0.15)
-    error = failed(client, server, fault)
+    error = failed(client, server, faults.hang)
+    assert (str(error), error.is_transient) == ("no reply within 0.15 s", True)
+    server.go_on.set()
+    client.close()
+
+
+@pytest.mark.parametrize("code", [200, 500])
+def test_a_reply_that_never_ends_is_given_up(server, code):
+    client = ChatClient("fake", server.url, timeout_s=0.15)
+    error = failed(client, server, faults.drip(code))
     assert (str(error), error.is_transient) == ("no reply within 0.15 s", True)
     server.go_on.set()
     client.close()

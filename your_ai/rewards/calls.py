@@ -11,15 +11,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from your_ai.errors import UserError
 from your_ai.gates.text import shown
 from your_ai.gates.untrusted import parse_json
-
-if TYPE_CHECKING:
-    import openai
 
 OPENAI_URL = "https://api.openai.com/v1"
 KEY, URL = "OPENAI_API_KEY", "OPENAI_BASE_URL"  # environment variables of the openai client
@@ -106,6 +103,9 @@ class ChatClient:
                 base_url=self.url,
                 timeout=openai.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S)),
                 max_retries=0,
+                http_client=openai.DefaultHttpxClient(
+                    event_hooks={"response": [self.refuse_error]}
+                ),
             )
         except Exception as error:
             if "InvalidURL" not in class_names(error):
@@ -129,45 +129,71 @@ class ChatClient:
     def send(self, messages: list[dict[str, str]], optional: dict[str, Any]) -> ChatReply:
         import openai
 
-        late = CallError(f"no reply within {self.timeout_s:g} s", is_transient=True)
-        start, data = self.now(), bytearray()
+        start = self.now()
         # Streaming of the body, not of tokens: so that its size and time can be bounded.
         create = self.client.chat.completions.with_streaming_response.create
         try:
             with create(model=self.model, messages=messages, **optional) as response:
-                for part in response.iter_bytes():
-                    data += part
-                    if len(data) > REPLY_BYTES:
-                        raise CallError("its response is too long", 200, is_transient=True)
-                    if self.now() - start > self.timeout_s:
-                        raise late
-        except openai.APIStatusError as error:
-            raise self.status_error(error) from error
+                data = self.read(response, start)
+        except CallError:
+            raise
         except openai.APITimeoutError as error:
-            raise late from error
+            raise self.late() from error
         except openai.APIConnectionError as error:
+            if isinstance(error.__cause__, CallError):  # from refuse_error
+                raise error.__cause__ from None
             raise disconnected(error.__cause__ or error) from error
         except Exception as error:
             names = class_names(error)
             if "TimeoutException" in names:
-                raise late from error
+                raise self.late() from error
             if "HTTPError" in names:
                 raise disconnected(error) from error
             raise
-        return reply_in(bytes(data))
+        return reply_in(data)
 
-    def status_error(self, error: openai.APIStatusError) -> CallError:
-        body, status = error.body, error.status_code
-        message = body.get("message") or body.get("detail") if isinstance(body, dict) else body
+    def read(self, response: Any, start: float) -> bytes:
+        """The body of a response. Raises CallError if it is too long or late.
+
+        start: when the request was sent, by `now`.
+        """
+        data = bytearray()
+        for part in response.iter_bytes():
+            data += part
+            if len(data) > REPLY_BYTES:
+                raise CallError("its response is too long", response.status_code, True)
+            if self.now() - start > self.timeout_s:
+                raise self.late()
+        return bytes(data)
+
+    def late(self) -> CallError:
+        return CallError(f"no reply within {self.timeout_s:g} s", is_transient=True)
+
+    def refuse_error(self, response: Any) -> None:
+        """Raise CallError for a response with an error. openai would read all of it, however long.
+
+        The client calls this for each response.
+        """
+        status = response.status_code
+        if status < 400:
+            return
+        try:
+            body = parse_json(self.read(response, self.now()), parts=REPLY_PARTS)
+        except ValueError:
+            body = None
+        error = body.get("error", body) if isinstance(body, dict) else None
+        message = error
+        if isinstance(error, dict):
+            message = error.get("message") or error.get("detail")
         reason = shown(message, REASON_CHARACTERS) if isinstance(message, str) else ""
         is_transient = status >= 500 or status in TRANSIENT
-        if isinstance(body, dict) and OUT_OF_CREDIT in (body.get("code"), body.get("type")):
+        if isinstance(error, dict) and OUT_OF_CREDIT in (error.get("code"), error.get("type")):
             is_transient = False
-        return CallError(
+        raise CallError(
             f"HTTP {status}: {reason}" if reason else f"HTTP {status}",
             status,
             is_transient,
-            retry_after(error.response.headers.get("retry-after"), self.wall()),
+            retry_after(response.headers.get("retry-after"), self.wall()),
         )
 
     def close(self) -> None:
