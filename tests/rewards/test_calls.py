@@ -72,6 +72,11 @@ def test_statuses_that_may_pass_are_told_from_others(client, server, code, is_tr
     assert len(server.requests) == 1
 
 
+def test_a_redirect_to_nowhere_is_an_error(client, server):
+    error = failed(client, server, lambda answerer: answerer.send(302, b""))
+    assert (str(error), error.is_transient) == ("HTTP 302", False)
+
+
 def test_a_quota_that_is_used_up_does_not_pass(client, server):
     error = failed(client, server, faults.status(429, code_name="insufficient_quota"))
     assert not error.is_transient

@@ -143,6 +143,8 @@ class ChatClient:
             if isinstance(error.__cause__, CallError):  # from refuse_error
                 raise error.__cause__ from None
             raise disconnected(error.__cause__ or error) from error
+        except openai.APIStatusError as error:  # of a status below 400, such as a redirect
+            raise CallError(f"HTTP {error.status_code}", error.status_code) from error
         except Exception as error:
             names = class_names(error)
             if "TimeoutException" in names:

@@ -135,10 +135,12 @@ class Pending:
         notices: list[str] = []
         values: dict[str, list[float | None]] = {}
         left_out: dict[str, set[int]] = {}
+        functions = self.rewards.functions
+        called = {name: self.call(name, notices) for name in functions}  # while the judge works
         verdicts = [future.result() for future in self.verdicts]
         for name in self.rewards.names:
             if name.kind == FUNCTION:
-                found, why = self.call(name.name, notices)
+                found, why = called[name.name]
                 if why == NOT_GIVEN:
                     left_out[name.name] = groups_without(self.rollouts, found)
             elif name.kind == JUDGE:
