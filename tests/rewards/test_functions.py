@@ -53,6 +53,14 @@ def test_a_column_of_the_name_of_an_own_argument_is_not_passed(load):
     assert function.rewards([rollout(expected="x", row={"expected": "y"})], 1) == [1.0]
 
 
+def test_what_a_function_changes_stays_its_own(load):
+    given = [rollout(row={"level": [1]}), rollout(row={"level": [2]})]
+    text = "def f(completions, messages, level):\n for each in (*messages, *level): each.clear()\n"
+    load(text + " completions.clear()\n return [1, 1]").rewards(given, 3)
+    assert [each.row for each in given] == [{"level": [1]}, {"level": [2]}]
+    assert all(each.messages for each in given)
+
+
 def test_a_function_without_kwargs_gets_what_it_names(load):
     function = load("def f(completions, level): return [len(c) for c in completions]")
     assert function.rewards(ROLLOUTS, 3) == [1.0, 2.0]

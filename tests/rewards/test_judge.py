@@ -146,11 +146,27 @@ def test_a_server_that_stays_away_is_waited_for_once(make_judge, server, fake_ti
     server.stop()
     found = verdicts(judge, *map(str, range(6)))
     assert {v.reward for v in found} == {None}
-    assert all(v.why.startswith("no connection") for v in found)
+    assert all(v.why.startswith("no connection") for v in found[:1])
     assert fake_time.seconds <= PATIENCE_S
     assert fake_time.seconds > PATIENCE_S / 3
     server.start()
     assert all(v.reward for v in verdicts(judge, "a", "b"))
+
+
+def test_a_server_that_never_answers_costs_one_patience(make_judge, server, fake_time):
+    """Not one timeout for each completion."""
+    fake_time.before_waking = lambda: setattr(fake_time, "seconds", PATIENCE_S - 1)
+    judge = make_judge(concurrency=1, timeout_s=0.05)
+    server.always = faults.hang
+    futures = judge.begin([rollout(str(i)) for i in range(20)])
+    futures[0].result(20)
+    with fake_time.lock:
+        fake_time.before_waking = lambda: None
+        fake_time.seconds = PATIENCE_S + 10
+    whys = [future.result(20).why for future in futures]
+    assert whys[0] == "no reply within 0.05 s"
+    assert whys[-1] == "the server has not answered for 300 s"
+    assert len(server.requests) < 10
 
 
 def test_attempts_are_limited(make_judge, server, fake_time):

@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -72,7 +73,10 @@ class RewardFunction:
         ]
 
     def arguments(self, rollouts: Sequence[Rollout]) -> dict[str, list]:
-        """The lists to pass, each with an entry per rollout; None where a row lacks a column."""
+        """The lists to pass, each with an entry per rollout; None where a row lacks a column.
+
+        They are copies: the function may change what it gets.
+        """
         columns = dict.fromkeys(
             name
             for rollout in rollouts
@@ -82,9 +86,9 @@ class RewardFunction:
         given = {
             "prompts": [rollout.prompt for rollout in rollouts],
             "completions": [rollout.completion for rollout in rollouts],
-            "messages": [rollout.messages for rollout in rollouts],
+            "messages": [deepcopy(rollout.messages) for rollout in rollouts],
             "expected": [rollout.expected for rollout in rollouts],
-            **{name: [rollout.row.get(name) for rollout in rollouts] for name in columns},
+            **{name: [deepcopy(r.row.get(name)) for r in rollouts] for name in columns},
         }
         if self.parameters is None:
             return given

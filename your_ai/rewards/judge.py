@@ -281,9 +281,15 @@ class Judge:
         raise AssertionError("the last attempt returns or raises")
 
     def reserve(self) -> None:
-        """Count a call that begins. Raises CallError if it is one too many."""
+        """Count a call that begins.
+
+        Raises CallError if it is one too many, or the server has been away for too long: then
+        each call could still take its whole timeout.
+        """
         most = self.settings.max_calls
         with self.lock:
+            if self.away_since is not None and self.now() - self.away_since > PATIENCE_S:
+                raise CallError(f"the server has not answered for {PATIENCE_S:g} s")
             if most is not None and self.calls >= most:
                 raise CallError(f"--judge-max-calls {most} is reached")
             self.calls += 1
