@@ -37,9 +37,9 @@ from your_ai.config.settings import (
     is_due,
     is_used,
     last_step,
-    nearest,
 )
 from your_ai.config.values import coerce, describe
+from your_ai.gates.text import nearest
 
 __all__ = [
     "ADAPTER_SETTINGS",

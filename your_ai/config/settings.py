@@ -8,13 +8,12 @@ import mlx.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from your_ai.errors import UserError
-from your_ai.gates.text import counted, quoted, shortened
+from your_ai.gates.text import counted, nearest, quoted, shortened
 
 DEMO = "demo"
 # Embedded rows: the value of --data -> the folder with its splits below models/demo.
@@ -429,12 +428,6 @@ FLAGS = {"from_adapter": "--from"}  # `from` cannot be the name of a field
 
 def flag(name: str) -> str:
     return FLAGS.get(name, "--" + name.replace("_", "-"))
-
-
-def nearest(name: str, known: typing.Iterable[str]) -> str:
-    """Return `; did you mean X?` for the closest known name, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 LARGEST = 1_000_000_000  # no setting needs a larger value

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from your_ai.config import nearest
 from your_ai.errors import UserError
+from your_ai.gates.functions import described, load_function
 
 
 @dataclass(frozen=True)
@@ -65,34 +63,5 @@ def load_metric(name: str, option: str = "--metric") -> Metric:
 
     Raises UserError if the module cannot be imported or has no such function.
     """
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name.isidentifier():
-        raise UserError(
-            f"{option} {name}: give module:function, e.g. metrics:score for `def score(answer, "
-            "expected, row)` in metrics.py"
-        )
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        reason = described(error)
-        raise UserError(f"{option} {name}: {module_name} cannot be imported ({reason})") from error
-    finally:
-        sys.path.remove(here)
-        # The function may import modules from here later. At the end of the path, the folder
-        # hides no installed module.
-        sys.path.append(here)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        known = [n for n, value in vars(module).items() if callable(value)]
-        hint = nearest(function_name, known)
-        raise UserError(f"{option} {name}: {module_name} has no function {function_name}{hint}")
-    return Metric(name, function, option)
-
-
-def described(error: BaseException) -> str:
-    """`ValueError: first line of its message`."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    example = "metrics:score for `def score(answer, expected, row)` in metrics.py"
+    return Metric(name, load_function(name, f"{option} {name}", example), option)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
 
 VALUE_CHARACTERS = 200  # maximum length of an untrusted value in a message
 WORD_CHARACTERS = 400  # maximum length without a space, such as a path
@@ -66,6 +68,12 @@ def quoted(value: object, most: int = VALUE_CHARACTERS) -> str:
 def counted(count: int, noun: str, plural: str = "") -> str:
     """Format a count and its noun: `1 row`, `2,000 rows`. plural: default: the noun with an s."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean X?` for the closest known name, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def loss_text(loss: float | None, decimals: int = 4) -> str:

@@ -1,0 +1,53 @@
+"""Functions that the user names as `module:function`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from your_ai.errors import UserError
+from your_ai.gates.text import nearest
+
+
+def load_function(name: str, where: str, example: str) -> Callable[..., Any]:
+    """Import the function of `module:function`. Modules in the current folder come first.
+
+    What the module prints goes to stderr, because stdout is for results.
+
+    where: what names the function, for messages, such as `--metric m:f`.
+    example: a name and its function, for the message about a malformed name.
+
+    Raises UserError if the module cannot be imported or has no such function.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name.isidentifier():
+        raise UserError(f"{where}: give module:function, e.g. {example}")
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        reason = described(error)
+        raise UserError(f"{where}: {module_name} cannot be imported ({reason})") from error
+    finally:
+        sys.path.remove(here)
+        # The function may import modules from here later. At the end of the path, the folder
+        # hides no installed module.
+        sys.path.append(here)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = [n for n, value in vars(module).items() if callable(value)]
+        hint = nearest(function_name, known)
+        raise UserError(f"{where}: {module_name} has no function {function_name}{hint}")
+    return function
+
+
+def described(error: BaseException) -> str:
+    """`ValueError: first line of its message`."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

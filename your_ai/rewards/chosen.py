@@ -1,0 +1,263 @@
+"""The rewards that the user chose, together: their values, weighted totals, and what is missing.
+
+A missing reward is never 0: it is None, and so is the total, which then is left out of the
+baseline of its group.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from your_ai.errors import RunError, UserError
+from your_ai.gates.text import counted
+from your_ai.rewards.builtin import builtin, check_expected
+from your_ai.rewards.functions import FunctionFailed, load_reward_function
+from your_ai.rewards.judge import Graded, Judge, JudgeSettings
+from your_ai.rewards.names import FUNCTION, JUDGE, WeightedName, parse_rewards
+from your_ai.rewards.rollout import Rollout
+
+FAILURES = 3  # of a function, in a row, that end the run
+MISSING_CALLS = 3  # results in a row with more than half of the totals missing, that end it
+RAISED, NOTHING_APPLIES = "the function raised an error", "no reward applies to the prompt"
+NOT_GIVEN = "the function gave none"
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """The rewards of n rollouts."""
+
+    values: dict[str, list[float | None]]
+    """By reward, n values without the weight, in the order of the rollouts; None: missing."""
+    totals: list[float | None]
+    """n weighted sums; None: missing."""
+    replies: list[str | None]
+    """n replies of the judge, for the record; None if there is none."""
+    notices: list[str]
+    """For the user: what is missing and why. Each is one line."""
+    counts: dict[str, float]
+    """With a judge: judge/calls, judge/cache_hits, judge/missing, and with prices judge/cost."""
+
+
+class Rewards:
+    """The rewards of a run. Not for several threads."""
+
+    def __init__(self, names: Sequence[WeightedName], judge: Judge | None = None) -> None:
+        """Import the user's functions. Raises UserError if one cannot be imported."""
+        self.names = tuple(names)
+        self.judge = judge
+        self.builtin = {n.name: f for n in names if (f := builtin(n)) is not None}
+        self.functions = {n.name: load_reward_function(n.name) for n in names if n.kind == FUNCTION}
+        self.failures: Counter[str] = Counter()  # of each function, in a row
+        self.missing_calls = 0  # in a row
+
+    def begin(self, rollouts: Sequence[Rollout], step: int) -> Pending:
+        """Start what takes long without this process, which is the judge; returns at once.
+
+        The results must be taken in the same order.
+
+        Raises UserError, naming the row, if one lacks an expected answer that a reward needs.
+        """
+        for rollout in rollouts:
+            check_expected(self.names, rollout.expected, rollout.where)
+        verdicts = [] if self.judge is None else self.judge.begin(rollouts)
+        return Pending(self, rollouts, step, verdicts)
+
+    @property
+    def judge_calls(self) -> int:
+        """The number of calls to the judge that count for its limit, for a run that resumes."""
+        return 0 if self.judge is None else self.judge.calls
+
+    def close(self) -> None:
+        """Give up calls that are under way."""
+        if self.judge is not None:
+            self.judge.close()
+
+
+def load_rewards(
+    texts: Sequence[str],
+    judge: JudgeSettings | None,
+    cache_folder: Path,
+    calls_before: int = 0,
+) -> Rewards:
+    """Import the functions of the rewards, and try the judge with one call.
+
+    calls_before: `judge_calls` of the interrupted run, if this one goes on from it.
+
+    Raises UserError if anything is missing or wrong.
+    """
+    names = parse_rewards(texts)
+    found = Rewards(names)
+    if any(name.kind == JUDGE for name in names):
+        found.judge = Judge(judge or JudgeSettings(model=""), cache_folder, calls_before)
+        try:
+            found.judge.check()
+        except BaseException:
+            found.close()
+            raise
+    return found
+
+
+class Pending:
+    """Rewards that are being computed."""
+
+    def __init__(
+        self,
+        rewards: Rewards,
+        rollouts: Sequence[Rollout],
+        step: int,
+        verdicts: Sequence[Future[Graded]],
+    ) -> None:
+        self.rewards, self.rollouts, self.step = rewards, tuple(rollouts), step
+        self.verdicts = verdicts
+        self.rewarded: Rewarded | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the judge for some time; whether `result` then returns without waiting."""
+        return not concurrent.futures.wait(self.verdicts, timeout_s).not_done
+
+    def result(self) -> Rewarded:
+        """The rewards. Waits for the judge, and calls the user's functions.
+
+        Raises UserError if a function returned something wrong, or raised in FAILURES calls in a
+        row, and RunError if MISSING_CALLS results in a row miss more than half of their totals.
+        """
+        if self.rewarded is None:
+            self.rewarded = self.finish()
+        return self.rewarded
+
+    def finish(self) -> Rewarded:
+        reasons: list[Counter[str]] = [Counter() for _ in self.rollouts]
+        notices: list[str] = []
+        values: dict[str, list[float | None]] = {}
+        left_out: dict[str, set[int]] = {}
+        functions = self.rewards.functions
+        called = {name: self.call(name, notices) for name in functions}  # while the judge works
+        verdicts = [future.result() for future in self.verdicts]
+        for name in self.rewards.names:
+            if name.kind == FUNCTION:
+                found, why = called[name.name]
+                if why == NOT_GIVEN:
+                    left_out[name.name] = groups_without(self.rollouts, found)
+            elif name.kind == JUDGE:
+                found, why = [verdict.reward for verdict in verdicts], ""
+            else:
+                found, why = [self.rewards.builtin[name.name](r) for r in self.rollouts], ""
+            values[name.name] = found
+            for i, value in enumerate(found):
+                if value is None and self.rollouts[i].group not in left_out.get(name.name, ()):
+                    reasons[i][f"{name.name}: {why or verdicts[i].why}"] += 1
+        totals = [self.total(i, values, left_out, reasons[i]) for i in range(len(self.rollouts))]
+        why_missing = sum(reasons, Counter())
+        if why_missing:
+            notices.append(self.missing_notice(totals, why_missing))
+        if self.rewards.judge is not None:
+            notices += self.rewards.judge.cache.take_notices()
+        self.count_missing(totals, why_missing)
+        replies = [verdict.reply for verdict in verdicts] or [None] * len(self.rollouts)
+        return Rewarded(values, totals, replies, notices, self.counts())
+
+    def call(self, name: str, notices: list[str]) -> tuple[list[float | None], str]:
+        """The values of a user's function, and why those that are None are missing."""
+        failures = self.rewards.failures
+        if not self.rollouts:
+            return [], NOT_GIVEN
+        try:
+            found = self.rewards.functions[name].rewards(self.rollouts, self.step)
+        except FunctionFailed as error:
+            failures[name] += 1
+            where = f"--reward {name}: step {self.step}: {rows_text(self.rollouts)}"
+            if failures[name] >= FAILURES:
+                raise UserError(
+                    f"{where}: raised {error}, in {FAILURES} calls in a row; correct the function, "
+                    "then resume the run"
+                ) from error
+            notices.append(f"{where}: raised {error}; its rewards of this call are missing")
+            return [None] * len(self.rollouts), RAISED
+        failures[name] = 0
+        return found, NOT_GIVEN
+
+    def total(
+        self,
+        i: int,
+        values: dict[str, list[float | None]],
+        left_out: dict[str, set[int]],
+        reasons: Counter[str],
+    ) -> float | None:
+        """The weighted sum of the rewards of rollout i; None if one of them is missing.
+
+        left_out: by function, the groups that it does not apply to.
+        """
+        rollout = self.rollouts[i]
+        names = [n for n in self.rewards.names if rollout.group not in left_out.get(n.name, ())]
+        if not names:
+            reasons[NOTHING_APPLIES] += 1
+            return None
+        total = 0.0
+        for name in names:
+            value = values[name.name][i]
+            if value is None:
+                return None
+            total += name.weight * value
+        if total - total != 0:  # infinite, or not a number
+            listed = ", ".join(f"{n.name} {values[n.name][i]:g}" for n in names)
+            raise UserError(
+                f"{rollout.where}: step {self.step}: the weighted sum of the rewards is too large "
+                f"({listed}); give smaller weights, or return smaller numbers"
+            )
+        return total
+
+    def missing_notice(self, totals: list[float | None], reasons: Counter[str]) -> str:
+        missing = counted(sum(total is None for total in totals), "reward")
+        return f"step {self.step}: {missing} of {len(totals)} missing ({reasons_text(reasons)})"
+
+    def count_missing(self, totals: list[float | None], reasons: Counter[str]) -> None:
+        """Raise RunError if too many totals are missing, in too many results in a row."""
+        if not totals:
+            return
+        is_missing = 2 * sum(total is None for total in totals) > len(totals)
+        self.rewards.missing_calls = self.rewards.missing_calls + 1 if is_missing else 0
+        if self.rewards.missing_calls >= MISSING_CALLS:
+            raise RunError(
+                f"step {self.step}: more than half of the rewards were missing {MISSING_CALLS} "
+                f"times in a row ({reasons_text(reasons)}); correct that, then resume the run"
+            )
+
+    def counts(self) -> dict[str, float]:
+        judge = self.rewards.judge
+        if judge is None:
+            return {}
+        once = list({id(future): future.result() for future in self.verdicts}.values())
+        counts = {
+            "judge/calls": float(sum(verdict.calls for verdict in once)),
+            "judge/cache_hits": float(sum(verdict.is_cached for verdict in once)),
+            "judge/missing": float(sum(f.result().reward is None for f in self.verdicts)),
+        }
+        if judge.rubric.prices is not None:
+            counts["judge/cost"] = sum(verdict.cost for verdict in once)
+        return counts
+
+
+def groups_without(rollouts: Sequence[Rollout], values: Sequence[float | None]) -> set[int]:
+    """The groups in which every value is None."""
+    given = {r.group for r, value in zip(rollouts, values, strict=True) if value is not None}
+    return {rollout.group for rollout in rollouts} - given
+
+
+def rows_text(rollouts: Sequence[Rollout]) -> str:
+    """`train.jsonl:3`, or `train.jsonl:3 and 2 more rows`."""
+    places = list(dict.fromkeys(rollout.where for rollout in rollouts))
+    more = len(places) - 1
+    return f"{places[0]} and {counted(more, 'more row')}" if more else places[0]
+
+
+def reasons_text(reasons: Counter[str], most: int = 3) -> str:
+    """The most frequent reasons, each with its count."""
+    listed = [f"{count} x {reason}" for reason, count in reasons.most_common(most)]
+    if len(reasons) > most:
+        listed.append(f"{len(reasons) - most} other reasons")
+    return "; ".join(listed)
