@@ -60,7 +60,7 @@ def values(monkeypatch) -> None:
     """The exact match of each step, instead of the model's."""
     measure = validation.validate
 
-    def validate(prepared, state, log, stop):
+    def validate(prepared, state, log, stop, rollouts=None):
         monkeypatch.setattr(best_metric, "exact_match", lambda *_: VALUES[state.step])
         return measure(prepared, state, log, stop)
 

@@ -37,7 +37,7 @@ def losses(monkeypatch) -> dict[int, float]:
     """The validation loss of each step, instead of the model's."""
     given, measure = dict(LOSSES), validation.validate
 
-    def validate(prepared, state, log, stop):
+    def validate(prepared, state, log, stop, rollouts=None):
         def mean_loss(*_):
             return None if stop else MeanLoss(given[state.step], 9)
 

@@ -10,11 +10,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from your_ai.config.settings import AUTO, OLD_LAYERS, TrainConfig
+from your_ai.config.settings import AUTO, GRPO, OLD_LAYERS, TrainConfig
 from your_ai.gates.text import counted
 
 RANKS = (16, 8, 4)  # the adapters are tried with these ranks, in this order
 BATCHES = ((50_000, 16), (5_000, 8), (0, 4))  # rows of the data from which so many make a batch
+MOST_ROLLOUTS = 16  # in a micro-batch
 ROWS_TRAINED = 2_000  # a small data set is repeated until about so many rows were trained
 MOST_EPOCHS = 10
 LONGEST_WARMUP, WARMUP_SHARE = 10, 0.1
@@ -37,6 +38,8 @@ def batch_size(config: TrainConfig, rows: int) -> int:
     """Rows of a micro-batch, for so many training rows."""
     if config.batch_size != AUTO:
         return config.batch_size
+    if config.objective == GRPO:
+        return min(config.rollouts, MOST_ROLLOUTS)
     return next(size for least, size in BATCHES if rows >= least)
 
 

@@ -138,11 +138,13 @@ class Schedule:
     """With packing: the maximum tokens of a micro-batch, whatever `batch_size` is."""
     rows_together: int = 1
     """The size of a group: consecutive examples that are weighed together, such as a pair."""
+    repeats: int = 1
+    """Steps in a row that use the same rows."""
     _orders: dict = field(default_factory=dict, repr=False)  # of the current epoch
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-len(self.examples) // self.rows_per_step)
+        return -(-len(self.examples) // self.rows_per_step) * self.repeats
 
     def epoch_of(self, step: int) -> int:
         """The epoch of step `step`. Both count from 0."""
@@ -152,6 +154,7 @@ class Schedule:
         """The examples of step `step` (from 0), group by group, the longest group first."""
         epoch, index = divmod(step, self.steps_per_epoch)
         order, starts, ends = self._epoch(epoch)
+        index //= self.repeats
         groups = order[starts[index] : ends[index]]
         lengths = group_lengths(self.examples.lengths, self.rows_together)[groups]
         groups = groups[np.argsort(-lengths, kind="stable")]
@@ -248,8 +251,11 @@ def make_schedule(
     seed: int,
     packed_tokens: int | None = None,
     rows_together: int = 1,
+    repeats: int = 1,
 ) -> Schedule:
     """Make the schedule of a run. batch_size and rows_per_step count examples.
+
+    repeats: steps in a row that use the same rows.
 
     Raises ValueError if the examples or `rows_per_step` are not a multiple of `rows_together`.
     """
@@ -260,8 +266,9 @@ def make_schedule(
     edges = bucket_edges(inputs)
     buckets = np.searchsorted(edges, group_lengths(inputs, rows_together))
     return Schedule(
-        examples, edges, buckets, batch_size, rows_per_step, seed, packed_tokens, rows_together
-    )
+        examples, edges, buckets, batch_size, rows_per_step, seed, packed_tokens, rows_together,
+        repeats,
+    )  # fmt: skip
 
 
 def micro_batches(
@@ -309,10 +316,17 @@ def split_batches(
 
 
 def in_order_of_length(
-    examples: Examples, rows_at: RowsAt, rows_together: int = 1
+    examples: Examples,
+    rows_at: RowsAt,
+    rows_together: int = 1,
+    edges: np.ndarray | None = None,
 ) -> Iterator[Batch]:
-    """Return every example once, in the order of `by_length`. For validation."""
-    edges, order = bucket_edges(examples.lengths - 1), by_length(examples, rows_together)
+    """Return every example once, in the order of `by_length`. For validation.
+
+    edges: the lengths to pad to; by default those that suit the examples.
+    """
+    edges = bucket_edges(examples.lengths - 1) if edges is None else edges
+    order = by_length(examples, rows_together)
     return micro_batches(examples, order, rows_at, edges, rows_together)
 
 
@@ -387,6 +401,18 @@ def first_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
             groups[fits].append(index)
             room[fits] -= size
     return groups
+
+
+def few_edges(longest: int) -> np.ndarray:
+    """Lengths to pad inputs of up to `longest` tokens to, in ascending order, without knowing them.
+
+    Eight for each doubling, and multiples of 32.
+    """
+    found, length = [], 0
+    while length < longest:
+        length += max(MULTIPLE, 2 ** max(0, length.bit_length() - 4))
+        found.append(length)
+    return np.array(found)
 
 
 def packed_length(tokens: int, capacity: int) -> int:

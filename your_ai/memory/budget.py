@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from your_ai.config import TrainConfig, defaults
+from your_ai.config import GRPO, TrainConfig, defaults
 from your_ai.data.rows import RowLimit
 from your_ai.errors import UserError
 from your_ai.hub.find import store
@@ -19,12 +19,18 @@ from your_ai.memory import allocator, probe
 from your_ai.memory import calibration_file as measurements
 from your_ai.memory.calibration import Calibration, Measurement
 from your_ai.memory.coefficients import FILE, Coefficients, for_machine
-from your_ai.memory.estimate import Plan, Training, generation_bytes, weights_bytes
+from your_ai.memory.estimate import (
+    Plan,
+    RolloutSizes,
+    Training,
+    generation_bytes,
+    weights_bytes,
+)
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit
 from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, rounded_up
 from your_ai.memory.sample import in_gb
-from your_ai.objectives.chosen import objective_of
+from your_ai.objectives.chosen import needs_scores, objective_of
 
 # Threads, BLAS or driver buffers that appear in the first step. A guess on macOS.
 LATER_BYTES = 30_000_000 if probe.is_macos() else 20_000_000
@@ -93,6 +99,7 @@ def demand_of(
     can_stream: bool = True,
     prefix_tokens: int = 0,
     answer_tokens: int = 0,
+    prompt_tokens: int = 0,
     before_bytes: int = 0,
 ) -> Demand:
     """The demand of a training run.
@@ -100,6 +107,7 @@ def demand_of(
     lengths: the sequence length T of every bucket.
     prefix_tokens: tokens of all texts in the prefix cache.
     answer_tokens: tokens of the longest sample prompt with its answer.
+    prompt_tokens: tokens of the longest prompt, if each step generates completions.
     before_bytes: as in Demand.
     """
     config = defaults.sized(defaults.largest(config, facts.blocks), rows=0)
@@ -110,6 +118,7 @@ def demand_of(
     if config.packing:  # count a packed row as several rows of the longest text
         lengths = lengths[-1:]
         batch_size = max(1, -(-config.max_seq_length // lengths[0]))
+    rollouts = rollout_sizes(config, prompt_tokens) if config.objective == GRPO else None
     kept = prefix_tokens if config.prefix_cache == "memory" else 0
     return Demand(
         facts=facts,
@@ -122,21 +131,28 @@ def demand_of(
         ),
         lengths=lengths,
         batch_size=batch_size,
-        rows_per_step=config.rows_per_step * together,
+        rows_per_step=config.rows_per_step * together if rollouts is None else rollouts.rows,
         engine=config.plan,
         spill=config.spill,
         can_stream=can_stream,
         python_bytes=python_bytes(),
         prefix_bytes=kept * facts.hidden * facts.float_bytes,
         answer_tokens=answer_tokens,
+        rollouts=rollouts,
         sliced=mx.default_device().type == mx.cpu,
         rows_together=together,
-        scores=scored_first,
+        scores=scored_first or needs_scores(config),
         noise=config.neftune_alpha > 0,
         given_adapter=bool(config.from_adapter),
         before_bytes=before_bytes,
         coefficients=coefficients_here(),
     )
+
+
+def rollout_sizes(config: TrainConfig, prompt_tokens: int) -> RolloutSizes:
+    """The completions of each step of a run with `--objective grpo`."""
+    rows = config.rollouts * config.prompts_per_step
+    return RolloutSizes(prompt_tokens, config.max_new_tokens, config.rollouts, rows)
 
 
 def budget_of(
@@ -150,6 +166,7 @@ def budget_of(
     can_stream: bool = True,
     prefix_tokens: int = 0,
     answer_tokens: int = 0,
+    prompt_tokens: int = 0,
     before_bytes: int = 0,
 ) -> Budget:
     """The budget of a run of the model in `folder`, with the largest adapters that fit.
@@ -172,6 +189,7 @@ def budget_of(
             can_stream=can_stream,
             prefix_tokens=prefix_tokens,
             answer_tokens=answer_tokens,
+            prompt_tokens=prompt_tokens,
             before_bytes=before_bytes,
         )
         path = measurements.file_of(store() / "measured", measured_key(config, demand, dtype))

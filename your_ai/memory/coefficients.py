@@ -54,6 +54,8 @@ class Coefficients:
     """Outputs that the gradients of DoRA's magnitudes need."""
     generation: Table
     """Prompt and KV cache."""
+    rollouts: Table
+    """Sampling many rows together: the part of a KV cache that grows, and arrays of logits."""
     streamed: Table
     """Blocks whose weights are in memory together."""
     fused_graph: Table
@@ -116,7 +118,7 @@ def read_fitted(path: Path) -> Fitted | None:
         if not all(map(math.isfinite, errors)):
             return None
         return Fitted(
-            coefficients=parse(content["coefficients"], PACKAGED),
+            coefficients=parse({"rollouts": PACKAGED.rollouts} | content["coefficients"], PACKAGED),
             machine=tuple(map(str, content["machine"])),
             date=str(content["date"])[:10],
             peaks=int(content["peaks"]),

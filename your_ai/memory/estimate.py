@@ -11,7 +11,8 @@ block, V vocabulary size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from your_ai.memory.coefficients import PACKAGED, Coefficients, Table
 from your_ai.memory.facts import ModelFacts, adapters_named, layers_named
@@ -68,10 +69,26 @@ class Plan:
     """Maximum tokens, with padding, of a micro-batch of more than one row."""
     spill: bool = False
     """Keep the inputs of blocks on disk."""
+    wave: int = 0
+    """Completions that are generated together; 0 if the run generates none."""
 
     def rows(self, tokens: int, batch_size: int) -> int:
         """Rows of `tokens` tokens per micro-batch."""
         return max(1, min(batch_size, self.micro_tokens // tokens))
+
+
+@dataclass(frozen=True)
+class RolloutSizes:
+    """The completions that each step generates."""
+
+    prompt_tokens: int
+    """Of the longest prompt."""
+    new_tokens: int
+    """Maximum tokens of a completion."""
+    group: int
+    """Completions of a prompt."""
+    rows: int
+    """Completions of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +105,8 @@ class Workload:
     """A frozen-prefix cache in memory."""
     answer_tokens: int = 0
     """Longest sample prompt plus its answer, in tokens; 0 without samples."""
+    rollouts: RolloutSizes | None = None
+    """The completions that each step generates before it trains them, if it does."""
     forward: bool = False
     """Evaluation only: no gradients and no optimizer."""
     scores: bool = False
@@ -104,6 +123,9 @@ class Estimate:
     """Bytes by component at the peak, in the order in which they are shown."""
 
     components: dict[str, int]
+    phases: dict[str, int] = field(default_factory=dict)
+    """Bytes of the process at the peak of each phase of a step, of those that generate rollouts:
+    generate, score and update."""
 
     @property
     def process_bytes(self) -> int:
@@ -160,8 +182,8 @@ def estimate(
         hidden = rows * tokens * facts.hidden
         noise = NOISE_ARRAYS * 4 * hidden + hidden * facts.float_bytes
         phases.append({"gradients": gradients - adapters, "block work": noise})
-    if workload.scores and not forward:
-        phases += forward_phases(workload, plan, rows, tokens)
+    scoring = forward_phases(workload, plan, rows, tokens) if workload.scores else []
+    phases += [] if forward else scoring
     if not (forward or gradients_only):
         phases.append({"gradients": adapters, "optimizer work": update_bytes(facts, training)})
     if training.dora:
@@ -169,20 +191,35 @@ def estimate(
     if workload.answer_tokens and not gradients_only:
         answer = generation_bytes(facts, workload.answer_tokens, workload.coefficients)
         phases.append({"block work": answer})
-    phases = [
-        {name: size * (work_ratio if name in WORK else 1) for name, size in found.items()}
-        for found in phases
-    ]
-    phase = max(phases, key=lambda found: sum(found.values()))
+    generating = []
+    if workload.rollouts is not None and not gradients_only:
+        generating = rollout_phases(facts, workload.rollouts, plan.wave, workload.coefficients)
+
+    def largest(phases: Sequence[dict[str, float]]) -> dict[str, float]:
+        scaled = [
+            {name: size * (work_ratio if name in WORK else 1) for name, size in found.items()}
+            for found in phases
+        ]
+        return max(scaled, key=lambda found: sum(found.values()), default={})
+
+    of_phase = {"generate": largest(generating), "score": largest(scoring),
+                "update": largest(phases)}  # fmt: skip
+    phase = largest(phases + generating)
     if forward:
         graphs = evaluation_graphs_bytes(workload, plan, rows, tokens, int(sum(phase.values())))
     else:
         graphs = graphs_bytes(workload, plan.engine, rows, tokens)
     order = ("weights", "adapters", "gradients", "optimizer", "optimizer work", "block inputs",
-             "activations", "block work", "head chunk", "norms", "prefix cache")  # fmt: skip
+             "activations", "block work", "head chunk", "KV cache", "sampling", "norms",
+             "prefix cache")  # fmt: skip
     components = {name: int((held | phase).get(name, 0)) for name in order}
     beside = {"graphs": graphs, "cache": workload.cache_bytes, "python": workload.python_bytes}
-    return Estimate(components | beside)
+    found = Estimate(components | beside)
+    if not generating:
+        return found
+    rest = sum(held.values()) + sum(beside.values())
+    peaks = {name: rest + int(sum(each.values())) for name, each in of_phase.items() if each}
+    return Estimate(found.components, peaks)
 
 
 def adapter_bytes(facts: ModelFacts, training: Training) -> int:
@@ -454,6 +491,45 @@ def generation_bytes(facts: ModelFacts, tokens: int, coefficients: Coefficients 
     head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
     head = table["head"] * head + 2 * facts.vocabulary * number
     return int(facts.blocks * of_block + max(attention, layers, head) + GENERATION_BYTES)
+
+
+def kv_bytes_per_token(facts: ModelFacts) -> int:
+    """Bytes of the keys and values of a token, in a block."""
+    kept = sum(o for name, (_, o) in facts.linears.items() if name.endswith(("k_proj", "v_proj")))
+    return (kept or 2 * facts.hidden) * facts.float_bytes
+
+
+def rollout_phases(
+    facts: ModelFacts,
+    sizes: RolloutSizes,
+    wave: int,
+    coefficients: Coefficients = PACKAGED,
+) -> list[dict[str, float]]:
+    """Bytes while the prompts of a wave are read, and while its completions are sampled.
+
+    The KV cache of a wave grows by CACHE_STEP tokens. While a block's part grows, both exist.
+    Sampling needs some arrays as large as the logits of the wave, (B, V) in float32.
+    """
+    table, per_token = coefficients.rollouts, kv_bytes_per_token(facts)
+    prompts = -(-wave // sizes.group) + (wave % sizes.group != 0)  # a group may be in two waves
+    prompt_bytes = prompts * sizes.prompt_tokens * per_token * facts.blocks
+    tokens = sizes.prompt_tokens + -(-sizes.new_tokens // CACHE_STEP) * CACHE_STEP
+    of_block = wave * tokens * per_token
+    matrix = largest_matrix_bytes(facts) * facts.quantized
+    layers = coefficients.generation["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
+    head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * facts.float_bytes)
+    work = max(
+        table["grown"] * of_block,
+        table["logits"] * 4 * wave * facts.vocabulary + coefficients.generation["head"] * head,
+        layers + 4 * wave * widest_outputs(facts) * facts.float_bytes,
+    )
+    merged = wave * sizes.prompt_tokens * per_token * facts.blocks
+    kept = max(facts.blocks * of_block, prompt_bytes + merged)
+    reading = generation_bytes(facts, sizes.prompt_tokens, coefficients)
+    return [
+        {"KV cache": prompt_bytes, "sampling": reading},
+        {"KV cache": kept, "sampling": work + GENERATION_BYTES},
+    ]
 
 
 def widest_outputs(facts: ModelFacts) -> int:

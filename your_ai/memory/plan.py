@@ -9,11 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from your_ai.errors import UserError
+from your_ai.gates.text import counted
 from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
 from your_ai.memory.coefficients import PACKAGED, Coefficients
-from your_ai.memory.estimate import Estimate, Plan, Training, Workload, estimate, step_cost
+from your_ai.memory.estimate import (
+    Estimate,
+    Plan,
+    RolloutSizes,
+    Training,
+    Workload,
+    estimate,
+    step_cost,
+)
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.sample import in_gb
 
@@ -24,6 +34,7 @@ WORK_MARGIN = 0.12  # share of transient activations: an estimate may be a tenth
 MEASURED_MARGIN = 0.04  # the same, once something was measured on this machine
 SPARE_BYTES = 10_000_000  # safety in the estimates of memory outside MLX's buffers
 NOTICEABLY = 0.97  # a smaller plan needs at most this share of the memory of the one before
+GOOD_WAVE = 8  # completions generated together from which the plan matters more than the wave
 VARIES_BYTES = 2_000_000  # difference in memory between two starts of the same process
 
 
@@ -55,6 +66,8 @@ class Demand:
     """Size of a prefix cache in memory."""
     answer_tokens: int = 0
     """Tokens of the longest sample prompt with its answer; 0 if there are no samples."""
+    rollouts: RolloutSizes | None = None
+    """The completions that each step generates, if it does."""
     forward: bool = False
     """Whether rows are only evaluated, not trained."""
     sliced: bool = False
@@ -99,7 +112,7 @@ def options(demand: Demand) -> list[Option]:
     if together > 1:
         rows.append(1)
     found = []
-    for engine, spill in ENGINES:
+    for waves, (engine, spill) in product(waves_of(demand), ENGINES):
         wanted = engine == demand.engine or demand.engine == "auto"
         if not wanted or (engine == "streamed" and not demand.can_stream):
             continue
@@ -107,10 +120,10 @@ def options(demand: Demand) -> list[Option]:
             continue
         if (demand.spill and not spill) or (demand.forward and spill):
             continue
-        for count in rows:
+        for count, wave in product(rows, waves):
             if count < together and engine == "fused" and demand.engine == "auto":
                 continue  # staged is faster than this, and smaller
-            plan = Plan(engine, count * longest, spill)
+            plan = Plan(engine, count * longest, spill, wave)
             cost = 1.0 if demand.forward else step_cost(demand.facts, demand.training, plan)
             if count < together:
                 cost += SCORING_COST
@@ -119,6 +132,20 @@ def options(demand: Demand) -> list[Option]:
             needed_bytes = max(demand.before_bytes, with_margin(most, margin))
             found.append(Option(plan, most, cost, needed_bytes))
     return found
+
+
+def waves_of(demand: Demand) -> list[list[int]]:
+    """How many completions may be generated together: larger waves, and such that are too small
+    to be fast, which are only used if no plan fits otherwise.
+    """
+    if demand.rollouts is None:
+        return [[0]]
+    waves = [demand.rollouts.rows]
+    while waves[-1] > 1:
+        waves.append(waves[-1] // 2)
+    good = min(GOOD_WAVE, demand.rollouts.rows)
+    found = [[w for w in waves if w >= good], [w for w in waves if w < good]]
+    return [each for each in found if each]
 
 
 def whole_groups(rows: int, rows_together: int) -> int:
@@ -204,6 +231,7 @@ def workload_of(demand: Demand) -> Workload:
         python_bytes=demand.python_bytes,
         prefix_bytes=demand.prefix_bytes,
         answer_tokens=demand.answer_tokens,
+        rollouts=demand.rollouts,
         forward=demand.forward,
         scores=demand.scores,
         noise=demand.noise,
@@ -331,6 +359,8 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
             "programs"
         )
     advice = [f"shorten the rows (--max-seq-length, now up to {max(demand.lengths)} tokens)"]
+    if demand.rollouts is not None:
+        advice = [f"lower --max-new-tokens (now {demand.rollouts.new_tokens})"]
     if demand.engine != "auto":
         advice.insert(0, "use --plan auto")
     if not demand.given_adapter and (demand.training.blocks > 1 or demand.training.rank > 8):
@@ -353,7 +383,8 @@ def words(plan: Plan, longest: int) -> str:
     """A plan as text: `staged, micro-batches of 2 x 512 tokens, block inputs on disk`."""
     rows = max(1, plan.micro_tokens // longest)
     disk = ", block inputs on disk" if plan.spill else ""
-    return f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}"
+    waves = f", {counted(plan.wave, 'completion')} generated together" if plan.wave else ""
+    return f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}{waves}"
 
 
 @dataclass

@@ -57,6 +57,8 @@ class Planned:
     """The plan in words."""
     asked: str = ""
     """The settings that the plan was chosen for."""
+    wave: int = 0
+    """Completions that are generated together; 0 if the run generates none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,9 +236,14 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatch:
+    """How many answers to held-out prompts are exactly the expected ones."""
+
     when: str
+    """before or after training."""
     correct: int
     rows: int
+    reward: float | None = None
+    """The mean reward of these answers, in a run that trains on rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)

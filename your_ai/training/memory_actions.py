@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import mlx.core as mx
 
@@ -125,7 +125,8 @@ def govern(
     """The governor of a run that continues from `step`, with its corrections up to then."""
     budget = prepared.budget
     limit_bytes, plan = budget.limit.limit_bytes, budget.choice.option.plan
-    corrections = Corrections(budget.demand, plan, limit_bytes, learned(log, plan, step))
+    trained = replace(budget.demand, rollouts=None)  # peaks are of the updates alone
+    corrections = Corrections(trained, plan, limit_bytes, learned(log, plan, step))
     return Governor(
         prepared=prepared,
         policy=policy_of(prepared.config, limit_bytes),
@@ -144,7 +145,7 @@ def learned(log: events.EventLog, plan: Plan, step: int) -> dict[int, float]:
     ratios: dict[int, float] = {}
     for event in (record.event for record in events.tail(log.path)[0]):
         if isinstance(event, events.Planned):
-            if Plan(event.plan, event.micro_tokens, event.spill) != plan:
+            if Plan(event.plan, event.micro_tokens, event.spill, event.wave) != plan:
                 ratios.clear()
         elif isinstance(event, events.Corrected) and event.step <= step:
             ratios[event.tokens] = max(event.ratio, ratios.get(event.tokens, -math.inf))

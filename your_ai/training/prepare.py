@@ -11,15 +11,26 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from your_ai.config import AUTO, EXACT_MATCH, LOSS, TrainConfig, defaults, flag, last_step
-from your_ai.data.batches import Schedule, bucket_edges, make_schedule
+from your_ai.config import (
+    AUTO,
+    EXACT_MATCH,
+    GRPO,
+    LOSS,
+    TrainConfig,
+    defaults,
+    flag,
+    last_step,
+)
+from your_ai.data.batches import Schedule, bucket_edges, few_edges, make_schedule
 from your_ai.data.encode import Encoder, SamplePrompt
-from your_ai.data.examples import Examples, load_examples
+from your_ai.data.examples import Examples, RowCounts, load_examples
 from your_ai.data.preferences import parser_of
-from your_ai.data.rows import Row, read_rows
+from your_ai.data.prompts import PromptRows
+from your_ai.data.rows import Row, RowLimit, read_rows
 from your_ai.data.sources import Splits, find_splits
 from your_ai.engine.build import build_engine
 from your_ai.engine.compiled import Graphs, GraphShape
@@ -54,6 +65,10 @@ from your_ai.modelfiles.shards import largest_shard, process_bytes_of
 from your_ai.nets import model
 from your_ai.nets.saved_adapter import base_files
 from your_ai.objectives.chosen import objective_of
+from your_ai.rewards.builtin import check_expected
+from your_ai.rewards.chosen import Rewards, load_rewards
+from your_ai.rewards.judge import JudgeSettings
+from your_ai.rewards.names import needs_expected, parse_rewards
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 from your_ai.training import optimizer
@@ -87,6 +102,10 @@ class Prepared:
     samples: list[SamplePrompt]
     steps: int
     depends_on: dict[str, dict[str, str]]
+    rewards: Rewards | None = None
+    """What rewards the completions, of a run that generates them."""
+    prompts: dict[str, PromptRows] | None = None
+    """The rows of the prompts, by split, of such a run."""
 
     def rows_at(self, tokens: int) -> int:
         """Rows of `tokens` tokens in one micro-batch under the plan."""
@@ -127,6 +146,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     """
     for text in check_splits(config).notes:
         log.write(events.Notice(text=text))
+    rewards = rewards_of(config)
     base = find_model(config.model)
     opened = opened_for(config, base, log)
     network, tokenizer = opened.network, opened.tokenizer()
@@ -215,7 +235,28 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
             "settings": config.fixed_on_resume(),
             **start,
         },
+        rewards=rewards,
+        prompts=data.prompts,
     )
+
+
+def rewards_of(config: TrainConfig) -> Rewards | None:
+    """The rewards of a run that generates completions; None for other runs.
+
+    Raises UserError if there are none, or the judge cannot be asked.
+    """
+    if config.objective != GRPO:
+        return None
+    if not config.reward:
+        raise UserError("--reward is missing: what a completion earns, e.g. exact_match")
+    judge = JudgeSettings(
+        model=config.judge_model,
+        url=config.judge_url or None,
+        rubric=config.judge_rubric,
+        concurrency=config.judge_concurrency,
+        max_calls=config.judge_max_calls,
+    )
+    return load_rewards(config.reward, judge, store() / "cache")
 
 
 def imbalance(config: TrainConfig, examples: Examples) -> str:
@@ -271,6 +312,7 @@ def schedule_of(config: TrainConfig, data: RunData) -> Schedule:
         config.seed,
         packed_tokens,
         together,
+        config.updates_per_batch,
     )
 
 
@@ -345,6 +387,15 @@ class RunData:
     """Tokens of all texts together."""
     answer_tokens: int
     """Tokens of the longest prompt to answer, with its answer; 0 if nothing is generated."""
+    prompts: dict[str, PromptRows] | None = None
+    """The rows of the prompts, by split, of a run that generates completions."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the longest prompt whose completions are generated; 0 if none are."""
+        if self.prompts is None:
+            return 0
+        return max((int(found.lengths.max()) for found in self.examples.values()), default=0)
 
 
 def check_splits(config: TrainConfig) -> Splits:
@@ -395,6 +446,8 @@ def read_data(
     allocator.free()  # memory that tokenizing left
     if not examples["train"].weights.any():
         raise UserError(f"{splits['train']}: every row has weight 0: there is nothing to train")
+    if config.objective == GRPO:
+        return prompts_of_run(config, network, splits, limit, examples, samples, tokenizer)
     asked = [*samples, *(best.prompts if best else ())]
     scored = [*examples.values(), *([best.rows.answers.examples] if best else [])]
     return RunData(
@@ -404,6 +457,49 @@ def read_data(
         lengths=lengths_of(scored),
         tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
         answer_tokens=max((answer_room(tokenizer, prompt)[1] for prompt in asked), default=0),
+    )
+
+
+def prompts_of_run(
+    config: TrainConfig,
+    network: nn.Module,
+    splits: dict[str, Path],
+    limit: RowLimit,
+    examples: dict[str, Examples],
+    samples: list[SamplePrompt],
+    tokenizer: Any,
+) -> RunData:
+    """The data of a run that generates completions of these prompts.
+
+    Raises UserError for a prompt that is too long, or that lacks what a reward needs.
+    """
+    longest = max(int(found.lengths.max()) for found in examples.values())
+    total = longest + config.max_new_tokens
+    if total > config.max_seq_length:
+        raise UserError(
+            f"--max-seq-length {config.max_seq_length}: the longest prompt has "
+            f"{counted(longest, 'token')}, {total} with --max-new-tokens {config.max_new_tokens}; "
+            "raise it, or lower --max-new-tokens"
+        )
+    model.check_positions(network, total, f"--max-new-tokens {config.max_new_tokens}")
+    prompts = {name: PromptRows(splits[name], limit) for name in examples}
+    names = parse_rewards(config.reward)
+    if needs_expected(names):
+        for found in prompts.values():
+            for index in range(len(found.offsets)):
+                _, row = found.read(index)
+                check_expected(names, row.content.expected, row.where)
+    answers = (answer_room(tokenizer, prompt)[1] for prompt in samples)
+    shortest = min(int(found.lengths.min()) for found in examples.values())
+    edges = few_edges(total - 1)
+    return RunData(
+        examples=examples,
+        samples=samples,
+        best_metric=None,
+        lengths=edges[edges >= shortest].tolist(),
+        tokens=0,
+        answer_tokens=max(answers, default=0),
+        prompts=prompts,
     )
 
 
@@ -431,6 +527,7 @@ def budget_of_run(
         can_stream=can_stream,
         prefix_tokens=data.tokens,
         answer_tokens=data.answer_tokens,
+        prompt_tokens=data.prompt_tokens,
         before_bytes=before_bytes,
     )
 
@@ -470,7 +567,22 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
         generates = config.samples or config.best_metric not in (LOSS, EXACT_MATCH)
         answers = longest + ANSWER_TOKENS if generates else 0
         data = RunData({}, [], None, [longest], 0, answers)
+        if config.objective == GRPO:
+            data = rollouts_planned(config, seq_len)
     return budget_of_run(config, folder, dtype, data, streamable, before_bytes=before_bytes)
+
+
+def rollouts_planned(config: TrainConfig, seq_len: int | None) -> RunData:
+    """The sizes of a run that generates completions, without its data.
+
+    seq_len: tokens of a prompt with its completion; by default --max-seq-length.
+    """
+    total = max(seq_len or config.max_seq_length, config.max_new_tokens + 2)
+    lengths = few_edges(total - 1).tolist()
+    prompt = np.array([0, total - config.max_new_tokens])
+    empty = np.zeros(0)
+    one = Examples(empty, empty, prompt, np.ones(1, np.float32), RowCounts())
+    return RunData({"train": one}, [], None, lengths[-1:], 0, 0, prompts={})
 
 
 def quantized(bits: int, base: Path, config: TrainConfig, log: events.EventLog) -> Path:
@@ -509,7 +621,8 @@ def past_of(log: events.EventLog, config: TrainConfig, level: int) -> PriorPlans
     plans = [e for e in written[: starts[-1] if starts else 0] if isinstance(e, events.Planned)]
     plan = None
     if plans and plans[-1].level == level and plans[-1].asked == asked_of_memory(config):
-        plan = Plan(plans[-1].plan, plans[-1].micro_tokens, plans[-1].spill)
+        last = plans[-1]
+        plan = Plan(last.plan, last.micro_tokens, last.spill, last.wave)
     return PriorPlans(plan, tuple(valid_measurements(measured)), bool(starts))
 
 
@@ -525,6 +638,7 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
             plan=plan.engine,
             micro_tokens=plan.micro_tokens,
             spill=plan.spill,
+            wave=plan.wave,
             level=choice.level,
             estimate_bytes=choice.option.estimate.process_bytes,
             asked=asked_of_memory(config),

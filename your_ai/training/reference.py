@@ -78,12 +78,19 @@ def opened(folder: Path, size: int) -> np.ndarray | None:
 
 
 def computed(
-    examples: Examples, engine: Engine, rows_at: RowsAt, progress: Callable[[str], None]
+    examples: Examples,
+    engine: Engine,
+    rows_at: RowsAt,
+    progress: Callable[[str], None],
+    edges: np.ndarray | None = None,
 ) -> np.ndarray:
-    """(N,) float32, the log-probability of each trained token, and 0 for the others."""
+    """(N,) float32, the log-probability of each trained token, and 0 for the others.
+
+    edges: the lengths to pad to; by default those that suit the examples.
+    """
     values = np.zeros(len(examples.tokens), np.float32)
     order, done, written_at = by_length(examples), 0, time.monotonic()
-    for batch in in_order_of_length(examples, rows_at):
+    for batch in in_order_of_length(examples, rows_at, edges=edges):
         rows = order[done : done + int((batch.lengths > 0).sum())]
         found = engine.log_probabilities(batch)
         mx.eval(found)
@@ -93,7 +100,8 @@ def computed(
         if time.monotonic() - written_at > PROGRESS_EVERY_S:
             progress(f"computing the reference: {done:,} of {counted(len(order), 'text')}")
             written_at = time.monotonic()
-    engine.drop()
+    if edges is None:  # else the same shapes come again
+        engine.drop()
     return values
 
 

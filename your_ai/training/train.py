@@ -58,6 +58,7 @@ from your_ai.training.optimizer import Update
 from your_ai.training.pausing import pause
 from your_ai.training.prepare import PREFIX, Prepared, prepare
 from your_ai.training.reference import with_reference
+from your_ai.training.rollouts import RolloutSource, keep_first_adapters
 from your_ai.training.saving import (
     check_unchanged,
     is_save_due,
@@ -104,21 +105,23 @@ def run(
         prepared = referenced(prepared, log)
     state = restore(folder, prepared, log)
     governor = govern(prepared, sampler, log, watch, state.step)
+    rollouts = None if prepared.rewards is None else RolloutSource(prepared, folder, log)
     factors = optimizer.rate_factors(config, prepared.model)
     update = optimizer.make_update(prepared.model, prepared.optimizer, factors)
     keep_settings(folder, config, prepared.steps, log)
     log.write(prepared.started_event(state.step))
     stop.graceful = True
     if state.step == 0:
+        keep_first_adapters(prepared, folder)
         save(folder, prepared, state, log)  # from now on the run can be resumed
-        show_test_rows("before", prepared, log, stop)
+        show_test_rows("before", prepared, log, stop, rollouts)
 
     fill_prefix(prepared, state.step, log, stop)
     if state.validation_due:
-        state = validate(prepared, state, log, stop)
+        state = validate(prepared, state, log, stop, rollouts)
         save(folder, prepared, state, log)
     while state.step < prepared.steps and not (stop or is_enough(config, state)):
-        state, batches = train_step(prepared, governor, update, state, log)
+        state, batches = train_step(prepared, governor, update, state, log, rollouts)
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise RunError(
                 f"{folder.path}: {state.skipped_in_a_row} steps in a row were not finite, the last "
@@ -131,7 +134,7 @@ def run(
         state = replace(state, validation_due=due)
         try:
             wanted = governor.after_step(state.step, batches) if batches else None
-            state = validate(prepared, state, log, stop)
+            state = validate(prepared, state, log, stop, rollouts)
         except (RunError, UserError):  # the base cannot be read, or the user's metric failed
             save(folder, prepared, state, log)  # the adapters are good
             raise
@@ -155,7 +158,7 @@ def run(
         if is_early:
             log.write(events.Notice(text=reason_of_early_end(state)))
         result_step = use_result(folder, prepared, state, log)
-        show_test_rows("after", prepared, log, stop)
+        show_test_rows("after", prepared, log, stop, rollouts)
         arrays = model.adapter_arrays(prepared.model)
         checkpoint.save_adapter(folder.adapter, arrays, prepared.adapters.config, result_step)
         prefix.remove(folder.path / PREFIX)  # a stopped run keeps it
@@ -220,8 +223,11 @@ def train_step(
     update: Update,
     state: TrainState,
     log: events.EventLog,
+    rollouts: RolloutSource | None = None,
 ) -> tuple[TrainState, list[Batch]]:
     """One optimizer update over the rows of step `state.step`; return the new state and batches.
+
+    rollouts: makes what the step trains, if it does not train the rows of the data.
 
     If the loss or the gradients are not finite, or all rows have weight 0, neither the adapters
     nor the optimizer change, and no batches are returned.
@@ -230,11 +236,16 @@ def train_step(
     config, index = prepared.config, state.step
     governor.before_step()
     engine, schedule = prepared.engine, prepared.schedule
-    scored_first = "scores" in engine.objective.phases
-    scored_first = scored_first or not schedule.has_room_for_groups(index, governor.rows_at)
-    batches_of = schedule.split_batches_of if scored_first else schedule.batches_of
-    batches = batches_of(index, governor.rows_at)
-    denominator = engine.objective.denominator(batches)
+    scored_first, metrics = False, {}
+    if rollouts is not None:
+        found = rollouts.of_step(index, governor.rows_at)
+        batches, denominator, metrics = found.batches, found.denominator, found.metrics
+    else:
+        scored_first = "scores" in engine.objective.phases
+        scored_first = scored_first or not schedule.has_room_for_groups(index, governor.rows_at)
+        batches_of = schedule.split_batches_of if scored_first else schedule.batches_of
+        batches = batches_of(index, governor.rows_at)
+        denominator = engine.objective.denominator(batches)
     done = replace(state, step=index + 1)
     if denominator == 0:
         log.write(skipped_event(replace(done, skipped=state.skipped + 1), "every weight is 0"))
@@ -273,7 +284,7 @@ def train_step(
             trained_tokens=sum(batch.trained_tokens for batch in batches),
             seconds=time.perf_counter() - began,
             highest_bytes=highest_bytes,
-            metrics=sums.means(),
+            metrics={**metrics, **sums.means()},
             **asdict(sample),
         )
     )

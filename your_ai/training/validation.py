@@ -14,17 +14,29 @@ from your_ai.run import events
 from your_ai.run.checkpoint import TrainState
 from your_ai.run.stopping import Stop
 from your_ai.training import best_metric
+from your_ai.training.best_metric import METRIC_ROWS
 from your_ai.training.prepare import Prepared
+from your_ai.training.rollouts import RolloutSource, reward_metrics
 
 
-def validate(prepared: Prepared, state: TrainState, log: events.EventLog, stop: Stop) -> TrainState:
+def validate(
+    prepared: Prepared,
+    state: TrainState,
+    log: events.EventLog,
+    stop: Stop,
+    rollouts: RolloutSource | None = None,
+) -> TrainState:
     """Measure the loss and --best-metric that are due after `state.step`; return the state.
+
+    rollouts: of a run that trains on rewards: the mean reward is measured.
 
     If asked to stop, the validation is still due, and a resumed run does it first.
     """
     if prepared.valid is None or not state.validation_due:
         return replace(state, validation_due=False)
     began = time.perf_counter()
+    if rollouts is not None:
+        return validate_reward(rollouts, state, log, stop, began)
     measured = measures.mean_loss(prepared.engine, prepared.valid, prepared.rows_at, stop)
     if measured is None:
         return replace(state, validation_due=bool(stop))
@@ -41,6 +53,35 @@ def validate(prepared: Prepared, state: TrainState, log: events.EventLog, stop: 
             step=state.step,
             loss=measured.loss,
             trained_tokens=measured.trained_tokens,
+            seconds=time.perf_counter() - began,
+            best=state.best_step == state.step,
+            metrics=metrics,
+        )
+    )
+    return state
+
+
+def validate_reward(
+    rollouts: RolloutSource, state: TrainState, log: events.EventLog, stop: Stop, began: float
+) -> TrainState:
+    """Measure the mean reward of the most likely completions of the first validation prompts.
+
+    Its negative is what training minimizes. Without any reward, nothing is measured.
+    """
+    records = rollouts.measured("valid", METRIC_ROWS, state.step, stop)
+    if records is None:
+        return state
+    state = replace(state, validation_due=False)
+    metrics = reward_metrics(records, group=1)
+    if "reward" not in metrics:
+        log.write(events.Notice(text="validation: every reward is missing"))
+        return state
+    state = after_validation(state, -metrics["reward"])
+    log.write(
+        events.Validation(
+            step=state.step,
+            loss=-metrics["reward"],
+            trained_tokens=sum(len(record.tokens) for record in records),
             seconds=time.perf_counter() - began,
             best=state.best_step == state.step,
             metrics=metrics,
@@ -70,8 +111,17 @@ def is_enough(config: TrainConfig, state: TrainState) -> bool:
     return 0 < config.patience <= state.without_better
 
 
-def show_test_rows(when: str, prepared: Prepared, log: events.EventLog, stop: Stop) -> None:
-    """Write answers to a few test prompts, and exact match over all test rows, if configured."""
+def show_test_rows(
+    when: str,
+    prepared: Prepared,
+    log: events.EventLog,
+    stop: Stop,
+    rollouts: RolloutSource | None = None,
+) -> None:
+    """Write answers to a few test prompts, and exact match over all test rows, if configured.
+
+    rollouts: of a run that trains on rewards: the answers of all test rows are generated.
+    """
     answers = []
     for sample in prepared.samples:
         if stop:
@@ -87,7 +137,14 @@ def show_test_rows(when: str, prepared: Prepared, log: events.EventLog, stop: St
                 expected=[sample.expected for sample in prepared.samples],
             )
         )
-    if prepared.config.exact_match and prepared.test is not None:
+    if prepared.config.exact_match and prepared.test is not None and rollouts is not None:
+        records = rollouts.measured("test", len(prepared.test), 0, stop)
+        if records is not None:
+            reward = reward_metrics(records, group=1).get("reward")
+            correct = sum(r.completion.strip() == (r.expected or "").strip() for r in records)
+            found = events.ExactMatch(when=when, correct=correct, rows=len(records), reward=reward)
+            log.write(found)
+    elif prepared.config.exact_match and prepared.test is not None:
         rows_at = prepared.rows_at
         correct = measures.exact_matches(prepared.engine, prepared.test, rows_at, stop)
         if correct is not None:
