@@ -249,6 +249,40 @@ def test_on_resume_a_limit_in_steps_replaces_one_in_epochs(saved, given, limits)
     assert (found.max_steps, found.epochs) == limits
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "orpo", "label_smoothing": "0"}, "--label-smoothing: --objective orpo"),
+        ({"objective": "dpo", "simpo_gamma": "0.5"}, "--simpo-gamma: --objective dpo does not"),
+        ({"sft_weight": 0}, "--sft-weight: --objective sft does not use it; it is for dpo"),
+        ({"objective": "kto", "reference": "start"}, "--reference: --objective kto"),
+    ],
+)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_given_setting_of_another_objective_is_refused_if_it_is_the_default(
+    own_folder, settings, message, in_file
+):
+    preset = "c.yaml" if in_file else None
+    (own_folder / "c.yaml").write_text("".join(f"{n}: {v}\n" for n, v in settings.items()))
+    with pytest.raises(UserError, match=message):
+        resolve({"data": "d"} | ({} if in_file else settings), preset)
+
+
+def test_a_setting_of_a_preset_is_refused_for_another_objective(own_folder):
+    (own_folder / "c.yaml").write_text("data: d\nobjective: dpo\nlabel_smoothing: 0\n")
+    assert resolve({}, "c.yaml").objective == "dpo"
+    with pytest.raises(UserError, match="--label-smoothing: --objective ipo does not use it"):
+        resolve({"objective": "ipo"}, "c.yaml")
+
+
+@pytest.mark.parametrize("objective", ["sft", "orpo"])
+def test_the_settings_of_a_run_are_a_preset_for_every_objective(own_folder, objective):
+    (own_folder / "c.yaml").write_text(to_yaml(TrainConfig(data="d", objective="dpo")))
+    assert resolve({"objective": objective}, "c.yaml").objective == objective
+    with pytest.raises(UserError, match="--label-smoothing: --objective"):
+        resolve({"objective": objective, "label_smoothing": "0"}, "c.yaml")
+
+
 @pytest.mark.parametrize("preset", sorted(p.stem for p in packaged("configs").glob("*.yaml")))
 def test_presets_are_valid_and_commented(preset):
     path = packaged("configs") / f"{preset}.yaml"

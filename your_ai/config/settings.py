@@ -503,14 +503,19 @@ def is_used(name: str, objective: str) -> bool:
     return objective in OBJECTIVES_WITH.get(name, (objective,))
 
 
+def check_used(names: typing.Iterable[str], objective: str) -> None:
+    """Raise UserError if one of the settings is only for other objectives."""
+    for name in names:
+        if not is_used(name, objective):
+            raise UserError(
+                f"{flag(name)}: --objective {objective} does not use it; it is for "
+                f"{', '.join(OBJECTIVES_WITH[name])}"
+            )
+
+
 def check_objective(config: TrainConfig) -> None:
     """Raise UserError for settings of another objective, or out of range."""
-    for name, users in OBJECTIVES_WITH.items():
-        if not (has_default(config, name) or is_used(name, config.objective)):
-            raise UserError(
-                f"{flag(name)}: --objective {config.objective} does not use it; it is for "
-                f"{', '.join(users)}"
-            )
+    check_used((n for n in OBJECTIVES_WITH if not has_default(config, n)), config.objective)
     if config.beta is not None and not LEAST_BETA <= config.beta <= LARGEST:
         raise UserError(f"--beta {config.beta}: must be from {LEAST_BETA} to {LARGEST:,}")
     both = config.kto_desirable_weight + config.kto_undesirable_weight
