@@ -233,6 +233,31 @@ def test_resume_may_change_the_number_of_steps_but_not_the_seed():
         resumed(saved, {"seed": "2"})
 
 
+@pytest.mark.parametrize(("objective", "beta"), [("dpo", 0.1), ("simpo", 2.0)])
+def test_a_refused_resume_names_the_default_in_effect(objective, beta):
+    saved = TrainConfig(data="d", objective=objective)
+    assert resumed(saved, {"beta": str(beta)}) == saved
+    with pytest.raises(UserError, match=f"--beta 0.5: the run started with {beta}, which cannot"):
+        resumed(saved, {"beta": "0.5"})
+
+
+def test_a_resume_with_another_objective_names_the_objective_alone():
+    saved = TrainConfig(data="d", run="r", objective="dpo")
+    flags = {"beta": "1", "simpo_gamma": "1", "learning_rate": "1", "objective": "simpo"}
+    with pytest.raises(UserError) as caught:
+        resumed(saved, flags)
+    assert str(caught.value) == (
+        "--objective simpo: the run started with dpo, which cannot change on --resume; start a new "
+        "run, with --from r from its adapter"
+    )
+
+
+def test_a_resume_refuses_the_settings_of_another_objective():
+    saved = TrainConfig(data="d", objective="dpo")
+    with pytest.raises(UserError, match="--simpo-gamma: --objective dpo does not use it"):
+        resumed(saved, {"simpo_gamma": "0.5"})
+
+
 @pytest.mark.parametrize(
     ("saved", "given", "limits"),
     [

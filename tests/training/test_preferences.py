@@ -127,6 +127,13 @@ def test_a_resumed_run_ends_with_the_same_adapter(pairs):
     assert adapter_bytes(part) == adapter_bytes(whole)
 
 
+def test_a_changed_objective_in_the_settings_of_a_run_is_named_alone(pairs):
+    run = train(pairs(run="a", max_steps=1, label_smoothing=0.1))
+    run.write_config(pairs("simpo", run="a", max_steps=2, beta=1.0, simpo_gamma=1.0))
+    with pytest.raises(UserError, match=r"settings changed since the run began \(objective\)"):
+        resume(run, max_steps=2)
+
+
 def test_an_adapter_that_a_run_starts_from_is_its_reference(pairs, configure):
     from your_ai.session import new_run
 

@@ -27,6 +27,7 @@ from your_ai.config.settings import (
     TrainConfig,
     check_used,
     flag,
+    in_effect,
     nearest,
 )
 from your_ai.config.values import as_number, coerce
@@ -209,20 +210,28 @@ def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
     """Apply flags to the saved config of a run that is resumed.
 
     A new limit in steps replaces one in epochs, and the other way round.
-    Raises UserError if a flag would change what the run computes.
+    Raises UserError if a flag would change what the run computes, or is a setting of another
+    objective.
     """
+    objective = coerce("objective", flags.get("objective", saved.objective), flag("objective"))
+    if objective != saved.objective:  # named alone: other settings follow from it
+        raise UserError(
+            f"--objective {objective}: the run started with {saved.objective}, which cannot change "
+            f"on --resume; start a new run, with --from {saved.run or 'RUN'} from its adapter"
+        )
+    check_used((name for name in flags if flags[name] is not None), objective)
     changes: dict[str, Any] = {}
     if len(limits := flags.keys() & LENGTHS) == 1:
         (other,) = LENGTHS - limits
         changes = {} if getattr(saved, other) == AUTO else {other: None}
     for name, value in flags.items():
         value = coerce(name, value, flag(name))
-        if value == getattr(saved, name):
+        if value in (getattr(saved, name), in_effect(saved, name)):
             continue
         if name not in RESUMABLE:
             allowed = ", ".join(flag(n) for n in RESUMABLE)
             raise UserError(
-                f"{flag(name)} {value}: the run started with {as_text(getattr(saved, name))}, "
+                f"{flag(name)} {value}: the run started with {as_text(in_effect(saved, name))}, "
                 f"which cannot change on --resume (these may change: {allowed})"
             )
         changes[name] = value

@@ -402,6 +402,7 @@ OBJECTIVES_WITH = {
     "sft_weight": ("dpo", "ipo", "simpo", "orpo", "kto"),
     "reference": ("dpo", "ipo"),
 }
+BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "kto": 0.1}  # what --beta None means
 LEAST_BETA = 1e-6
 TEXT_CHARACTERS, NAMES = 4096, 1000  # limits of a text, and of a list of names
 
@@ -496,6 +497,12 @@ def check_schedule(config: TrainConfig) -> None:
 
 def has_default(config: TrainConfig, name: str) -> bool:
     return getattr(config, name) == FIELDS[name].default
+
+
+def in_effect(config: TrainConfig, name: str) -> Any:
+    """The value that a run uses for a setting: its objective may have a default of its own."""
+    value = getattr(config, name)
+    return BETAS.get(config.objective) if name == "beta" and value is None else value
 
 
 def is_used(name: str, objective: str) -> bool:

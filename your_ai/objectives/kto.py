@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from your_ai.config import BETAS
 from your_ai.data.batches import Batch
 from your_ai.objectives.objective import Metrics, Phase, Scores, Targets, Weighed
 from your_ai.objectives.pairs import (
@@ -32,7 +33,7 @@ class KTO:
     no gradient. w is the weight of good or of bad answers.
     """
 
-    beta: float = 0.1
+    beta: float = BETAS["kto"]
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     sft_weight: float = 0.0
