@@ -19,7 +19,7 @@ import numpy as np
 
 from your_ai.data.encode import EncodedRow, Encoder
 from your_ai.data.preferences import parser_of, with_other_answers
-from your_ai.data.rows import FLOAT32_MAX, Labeled, Row, checked_sha256, read_rows
+from your_ai.data.rows import FLOAT32_MAX, Labeled, Row, checked_sha256, files_of_rows, read_rows
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, sha256
 from your_ai.gates.text import counted
@@ -118,7 +118,8 @@ def load_examples(
         examples = write_examples(folder, pieces)
     if len(examples) == 0:
         raise UserError(
-            f"{path}: no row has an answer within --max-seq-length {max_seq_length}; raise it"
+            f"{files_of_rows(path, encoder.limit)}: no row has an answer within --max-seq-length "
+            f"{max_seq_length}; raise it"
         )
     return examples
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from your_ai.config import EXACT_MATCH, LOSS, TrainConfig
 from your_ai.data.encode import Encoder, SamplePrompt
+from your_ai.data.rows import files_of_rows
 from your_ai.errors import UserError
 from your_ai.evaluation import dataset_scores
 from your_ai.evaluation.compare import Ready
@@ -73,8 +74,8 @@ def best_metric_of(
     asking = rows.has_answer if function is None else rows.asks
     if not asking.any():
         raise UserError(
-            f"--best-metric {name}: no row of {valid} asks for an answer; use validation rows with "
-            "prompts, or --best-metric loss"
+            f"--best-metric {name}: no row of {files_of_rows(valid, encoder.limit)} asks for an "
+            "answer; use validation rows with prompts, or --best-metric loss"
         )
     if function is None:
         return BestMetric(name, rows)

@@ -19,7 +19,7 @@ from your_ai.data.batches import Schedule, bucket_edges, make_schedule
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, load_examples
 from your_ai.data.preferences import parser_of
-from your_ai.data.rows import Row, read_rows
+from your_ai.data.rows import Row, files_of_rows, read_rows
 from your_ai.data.sources import Splits, find_splits
 from your_ai.engine.build import build_engine
 from your_ai.engine.compiled import Graphs, GraphShape
@@ -385,6 +385,11 @@ def read_data(
         for name, path in splits.items()
         if name != "test" or config.exact_match
     }
+    for name, purpose in (("train", "train"), ("valid", "measure")):
+        if name in examples and not examples[name].weights.any():
+            rows = "every row" if name == "train" else "every validation row"
+            files_named = files_of_rows(splits[name], limit)
+            raise UserError(f"{files_named}: {rows} has weight 0: there is nothing to {purpose}")
     best = None
     if "valid" in splits:
         best = best_metric_of(config, splits["valid"], encoder, tokenizer_fingerprint(files))
@@ -393,8 +398,6 @@ def read_data(
         longest = max(longest, config.max_seq_length)
     model.check_positions(network, longest, f"--max-seq-length {config.max_seq_length}")
     allocator.free()  # memory that tokenizing left
-    if not examples["train"].weights.any():
-        raise UserError(f"{splits['train']}: every row has weight 0: there is nothing to train")
     asked = [*samples, *(best.prompts if best else ())]
     scored = [*examples.values(), *([best.rows.answers.examples] if best else [])]
     return RunData(
