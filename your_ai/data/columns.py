@@ -49,6 +49,8 @@ class Layout:
     """Role -> column, as given by --columns."""
     render_prompt: Callable[[Mapping[str, Any], str], str] | None = None
     """(record, where) -> prompt, of --prompt-template."""
+    labeled: bool = False
+    """Whether the rows train with labels, so that a column called label is one."""
     unused: bool = True
     """Whether no record had the columns so far."""
     guesses: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
@@ -64,6 +66,7 @@ class Layout:
         """
         has_columns = self.columns and all(column in record for column in self.columns.values())
         is_whole = is_known(record) and not lacks_prompt(record)
+        is_whole = is_whole and not (self.labeled and lacks_label(record))
         if self.render_prompt is None and not has_columns and is_whole:
             return parsed_texts(record, where)
         self.unused = False
@@ -91,7 +94,8 @@ class Layout:
         """
         key = tuple(record)
         if key not in self.guesses:
-            self.guesses[key] = guess(key, where, answer_only=self.render_prompt is not None)
+            answer_only = self.render_prompt is not None
+            self.guesses[key] = guess(key, where, answer_only, self.labeled)
         return self.guesses[key]
 
     def notes(self) -> list[str]:
@@ -108,19 +112,22 @@ class Layout:
         return notes
 
 
-def layout_of(columns: Sequence[str], prompt_template: str) -> Layout:
-    """The layout of --columns and --prompt-template. Raises UserError if they are wrong."""
+def layout_of(columns: Sequence[str], prompt_template: str, labeled: bool = False) -> Layout:
+    """The layout of --columns and --prompt-template. Raises UserError if they are wrong.
+
+    labeled: whether the rows train with labels.
+    """
     roles = parse_columns(columns)
     if not prompt_template:
         if set(roles) - {"system", "weight"} == {"completion"}:
             raise UserError("--columns: names no prompt; add prompt=COLUMN")
-        return Layout(roles)
+        return Layout(roles, labeled=labeled)
     if taken := {"prompt", "messages", "text"} & set(roles):
         raise UserError(
             f"--columns {min(taken)}=...: cannot be combined with --prompt-template, which makes "
             "the prompt"
         )
-    return Layout(roles, template_of(prompt_template))
+    return Layout(roles, template_of(prompt_template), labeled)
 
 
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:
@@ -147,12 +154,16 @@ def parse_columns(columns: Sequence[str]) -> dict[str, str]:
     return roles
 
 
-def guess(names: Collection[str], where: str, answer_only: bool = False) -> dict[str, str]:
+def guess(
+    names: Collection[str], where: str, answer_only: bool = False, labeled: bool = False
+) -> dict[str, str]:
     """Guess which columns make a row, from their names, whatever their case.
 
+    labeled: a column called label says whether the answer is good; else it may be the answer.
     Raises UserError if there is no column for it, naming those that are there.
     """
-    by_name = {name.strip().lower().replace(" ", "_"): name for name in names}
+    by_name = {plain_name(name): name for name in names}
+    label = {"label": by_name.pop("label")} if labeled and "label" in by_name else {}
     found = {
         role: next((by_name[known] for known in known_names if known in by_name), None)
         for role, known_names in NAMES.items()
@@ -164,7 +175,10 @@ def guess(names: Collection[str], where: str, answer_only: bool = False) -> dict
         roles = {role: found[role] for role in NAMES if role in complete}
         if all(roles.values()):
             system = {"system": by_name["system"]} if "system" in by_name else {}
+            roles |= label
             return {**roles, **system} if complete != {"text"} else roles  # type: ignore[dict-item]
+    if label and found["prompt"]:
+        raise UserError(f"{where}: completion is missing; columns: {listed(names)}")
     example = "completion=COLUMN" if answer_only else "prompt=COLUMN,completion=COLUMN"
     raise UserError(
         f"{where}: unknown row format; keys found: {listed(names)}; say what they are with "
@@ -187,8 +201,18 @@ def lacks_prompt(record: Mapping[str, Any]) -> bool:
     if kind_of(record) != "pairs" or "prompt" in record:
         return False
     texts = all(isinstance(record[name], str) for name in PAIR)
-    names = {name.strip().lower().replace(" ", "_") for name in record}
+    names = {plain_name(name) for name in record}
     return texts and not looks_like_messages(record[PAIR[0]]) and bool(names & {*NAMES["prompt"]})
+
+
+def lacks_label(record: Mapping[str, Any]) -> bool:
+    """Whether the label of an answer is in a column whose name is in another case."""
+    return kind_of(record) == "answers" and "label" in {*map(plain_name, record)} - {*record}
+
+
+def plain_name(name: str) -> str:
+    """The name of a column as in NAMES."""
+    return name.strip().lower().replace(" ", "_")
 
 
 def listed(names: Collection[str]) -> str:

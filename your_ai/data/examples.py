@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -142,14 +142,15 @@ def pieces_of(row: Row, encoder: Encoder, max_seq_length: int, too_long: str) ->
     The answer of another row is shortened if necessary, which is no fault of this row.
     """
     good = row.content.good if isinstance(row.content, Labeled) else None
+    fitted = partial(fit, ways="truncate or split" if encoder.kind == "answers" else "truncate")
     first, *others = encoder.encode_all(row)
     if not others:
-        for example, outcome in fit(first, max_seq_length, too_long, row.where):
+        for example, outcome in fitted(first, max_seq_length, too_long, row.where):
             yield Piece(example, row.weight, outcome, good)
         return
     is_mismatched = isinstance(row.content, Labeled)
     group = [
-        next(fit(text, max_seq_length, how, row.where))  # texts of groups are never split
+        next(fitted(text, max_seq_length, how, row.where))  # texts of groups are never split
         for text, how in ((first, too_long), (others[0], "truncate" if is_mismatched else too_long))
     ]
     examples, outcomes = zip(*group, strict=True)
@@ -163,12 +164,17 @@ def pieces_of(row: Row, encoder: Encoder, max_seq_length: int, too_long: str) ->
 
 
 def fit(
-    example: EncodedRow, max_seq_length: int, too_long: str, where: str
+    example: EncodedRow,
+    max_seq_length: int,
+    too_long: str,
+    where: str,
+    ways: str = "truncate or split",
 ) -> Iterator[tuple[EncodedRow | None, str]]:
     """Yield the example as pieces of at most `max_seq_length` tokens, each with what was done.
 
     Pieces of a split overlap by one token, the one that predicts the first target of the next
     piece, so each target is trained exactly once. A piece without a target is None.
+    ways: values of --too-long that the error for a long row names.
     """
     tokens, trained = example.tokens, example.trained
     if len(tokens) <= max_seq_length:
@@ -177,7 +183,7 @@ def fit(
     if too_long == "error":
         raise UserError(
             f"{where}: {counted(len(tokens), 'token')}, more than --max-seq-length "
-            f"{max_seq_length}; raise it, or use --too-long truncate or split"
+            f"{max_seq_length}; raise it, or use --too-long {ways}"
         )
     step = max_seq_length - 1
     starts = [0] if too_long == "truncate" else range(0, len(tokens) - 1, step)
