@@ -127,6 +127,13 @@ def test_a_resumed_run_ends_with_the_same_adapter(pairs):
     assert adapter_bytes(part) == adapter_bytes(whole)
 
 
+def test_samples_expect_no_answer_with_the_label_false(pairs, own_folder):
+    write_rows(own_folder / "labels" / "test.jsonl", LABELED[:2])
+    run = train(pairs("kto", run="a", max_steps=1, samples=2))
+    for found in events_of(run, events.Samples):
+        assert found.expected == [LABELED[0]["completion"], ""]
+
+
 def test_a_changed_objective_in_the_settings_of_a_run_is_named_alone(pairs):
     run = train(pairs(run="a", max_steps=1, label_smoothing=0.1))
     run.write_config(pairs("simpo", run="a", max_steps=2, beta=1.0, simpo_gamma=1.0))

@@ -84,7 +84,7 @@ def show_test_rows(when: str, prepared: Prepared, log: events.EventLog, stop: St
                 when=when,
                 prompts=[sample.asked for sample in prepared.samples],
                 answers=answers,
-                expected=[sample.expected for sample in prepared.samples],
+                expected=[s.expected if s.is_good else "" for s in prepared.samples],
             )
         )
     if prepared.config.exact_match and prepared.test is not None:
