@@ -85,6 +85,12 @@ def read_text(text: str) -> dict:
             "one must be above 0",
         ),
         ({"objective": "dpo", "kto_desirable_weight": "2"}, "--kto-desirable-weight: --objective"),
+        ({"best_metric": "accuracy"}, "--best-metric accuracy: --objective sft compares no"),
+        (
+            {"objective": "dpo", "best_metric": "exact_match"},
+            "--best-metric 'exact_match': not supported with --objective dpo; use loss, accuracy",
+        ),
+        ({"best_metric": "margins"}, "must be loss, .*; did you mean margin?"),
         ({"learning_rate": "nan"}, "--learning-rate nan"),
         ({"learning_rate": "inf"}, "--learning-rate inf"),
         ({"lora_layers": "0"}, "--lora-layers 0: must be at least 1, or all"),

@@ -226,6 +226,12 @@ def test_a_row_that_is_too_long_names_the_ways_that_its_objective_has(
         load(own_folder, demo_tokenizer, [row, row], kind, 32)
 
 
+def test_labeled_rows_with_the_same_answer_cannot_be_compared(own_folder, demo_tokenizer):
+    rows = [{"prompt": f"p{i}", "completion": "Yes", "label": True} for i in range(3)]
+    with pytest.raises(UserError, match=r"train\.jsonl: all answers are the same"):
+        load(own_folder, demo_tokenizer, rows, "labels")
+
+
 def test_labels_are_kept_with_the_texts(own_folder, demo_tokenizer):
     rows = [{"prompt": f"p{c}", "completion": c, "label": c == "good"} for c in ("good", "bad")]
     for _ in range(2):  # encoded, then from the cache

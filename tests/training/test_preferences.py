@@ -14,6 +14,7 @@ import pytest
 from tests.conftest import events_of, losses_of, resume, train, write_rows
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.errors import UserError
+from your_ai.evaluation.dataset_scores import MeanLoss
 from your_ai.run import checkpoint, events
 from your_ai.training import reference
 from your_ai.training.memory_actions import Governor
@@ -125,6 +126,40 @@ def test_a_resumed_run_ends_with_the_same_adapter(pairs):
     part = train(pairs(run="b", max_steps=2))
     assert resume(part, max_steps=4) == 0
     assert adapter_bytes(part) == adapter_bytes(whole)
+
+
+BY_STEP = {  # loss, accuracy and margin of each validation
+    1: (0.5, 0.5, 2.0),
+    2: (0.4, 0.75, 1.0),
+    3: (0.3, 0.75, 1.0),
+    4: (0.2, 0.5, -1.0),
+}
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+@pytest.mark.parametrize(("metric", "best"), [("loss", 4), ("accuracy", 3), ("margin", 1)])
+def test_the_best_checkpoint_may_be_that_of_the_accuracy_or_the_margin(
+    pairs, monkeypatch, objective, metric, best
+):
+    measured = iter(BY_STEP.values())
+
+    def mean_loss(*_):
+        loss, accuracy, margin = next(measured)
+        return MeanLoss(loss, 9, {"rewards/accuracies": accuracy, "rewards/margins": margin})
+
+    monkeypatch.setattr("your_ai.training.validation.measures.mean_loss", mean_loss)
+    run = train(pairs(objective, max_steps=4, eval_every=1, best_metric=metric))
+    assert events_of(run, events.Finished)[-1].adapter_step == best
+    marked = [event.step for event in events_of(run, events.Validation) if event.best]
+    assert marked[-1] == best
+
+
+def test_a_margin_of_answers_with_one_label_is_refused(pairs, own_folder):
+    rows = [{**row, "completion": f"Yes {i}"} for i, row in enumerate(LABELED[::2])]
+    write_rows(own_folder / "labels" / "valid.jsonl", rows)
+    with pytest.raises(UserError, match=r"labels of .*/valid\.jsonl are all the same"):
+        train(pairs("kto", max_steps=1, best_metric="margin"))
+    train(pairs("kto", run="b", max_steps=1, best_metric="accuracy"))
 
 
 def test_samples_expect_no_answer_with_the_label_false(pairs, own_folder):

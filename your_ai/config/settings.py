@@ -25,6 +25,8 @@ OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs
 SFT = "sft"  # the value of --objective for supervised fine-tuning
 PREFERENCE_LEARNING_RATE = 2e-5  # the default of all other objectives; docs/objectives.md says why
 LOSS, EXACT_MATCH = "loss", "exact_match"  # values of --best-metric
+# Values of --best-metric for pairs and labels -> the metric of a validation, higher is better.
+REWARD_METRICS = {"accuracy": "rewards/accuracies", "margin": "rewards/margins"}
 NONE, FOLDER = "none", "folder"  # values of --valid: no validation, or only what --data has
 
 
@@ -248,9 +250,9 @@ class TrainConfig:
     )
     best_metric: str = setting(
         LOSS,
-        "What the best validation is: loss; exact_match, the share of rows answered exactly; or "
-        "your own metric as module:function, higher is better, for which the first 64 rows are "
-        "answered.",
+        "What the best validation is: loss; exact_match, the share of rows answered exactly; your "
+        "own metric as module:function, higher is better, for which the first 64 rows are "
+        "answered; or, for pairs and labels, accuracy or margin of their rewards.",
     )
     patience: int = setting(0, "Stop after this many validations without a better one; 0 = never.")
     samples: int = setting(0, "Number of test prompts to answer before and after training.")
@@ -443,11 +445,7 @@ def check(config: TrainConfig) -> None:
     check_schedule(config)
     if config.prefix_cache_folder and config.prefix_cache != "disk":
         raise UserError("--prefix-cache-folder: is only used with --prefix-cache disk")
-    if config.best_metric not in (LOSS, EXACT_MATCH) and ":" not in config.best_metric:
-        raise UserError(
-            f"--best-metric {quoted(config.best_metric)}: must be loss, exact_match or "
-            f"module:function{nearest(config.best_metric, (LOSS, EXACT_MATCH))}"
-        )
+    check_best_metric(config)
     if config.neftune_alpha and config.prefix_cache != "off":
         raise UserError(
             "--neftune-alpha: the noise changes in each step, so nothing can be cached; use "
@@ -455,6 +453,27 @@ def check(config: TrainConfig) -> None:
         )
     if config.spill and config.plan == "fused":
         raise UserError("--spill: --plan fused has no block inputs to offload; use --plan staged")
+
+
+def check_best_metric(config: TrainConfig) -> None:
+    """Raise UserError for a metric that does not exist, or not with the objective."""
+    name, found = config.best_metric, quoted(config.best_metric)
+    known = (LOSS, EXACT_MATCH, *REWARD_METRICS)
+    if name not in known and ":" not in name:
+        raise UserError(
+            f"--best-metric {found}: must be loss, exact_match or module:function, or for pairs "
+            f"and labels accuracy or margin{nearest(name, known)}"
+        )
+    if config.row_kind == "answers" and name in REWARD_METRICS:
+        raise UserError(
+            f"--best-metric {name}: --objective {config.objective} compares no answers; use loss, "
+            "exact_match or module:function"
+        )
+    if config.row_kind != "answers" and name not in (LOSS, *REWARD_METRICS):
+        raise UserError(
+            f"--best-metric {found}: not supported with --objective {config.objective}; use loss, "
+            "accuracy or margin"
+        )
 
 
 def check_adam(config: TrainConfig) -> None:
@@ -540,9 +559,8 @@ def check_objective(config: TrainConfig) -> None:
         )
     if not config.mask_prompt:
         raise UserError(f"--no-mask-prompt: not supported with --objective {config.objective}")
-    for name in ("exact_match", "best_metric"):
-        if not has_default(config, name):
-            raise UserError(f"{flag(name)}: not supported with --objective {config.objective}")
+    if config.exact_match:
+        raise UserError(f"--exact-match: not supported with --objective {config.objective}")
     for name in ("lora_dropout", "neftune_alpha"):
         if getattr(config, name):
             raise UserError(

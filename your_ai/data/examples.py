@@ -117,9 +117,14 @@ def load_examples(
         delete_unused(folder.parent)
         examples = write_examples(folder, pieces)
     if len(examples) == 0:
+        name = files_of_rows(path, encoder.limit)
+        if encoder.kind == "labels" and not examples.tally.truncated:
+            raise UserError(
+                f"{name}: all answers are the same; --objective kto compares each with the answer "
+                "of another row"
+            )
         raise UserError(
-            f"{files_of_rows(path, encoder.limit)}: no row has an answer within --max-seq-length "
-            f"{max_seq_length}; raise it"
+            f"{name}: no row has an answer within --max-seq-length {max_seq_length}; raise it"
         )
     return examples
 

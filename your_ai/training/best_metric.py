@@ -1,4 +1,5 @@
-"""What --keep-best and --patience compare: the validation loss, or what is measured here.
+"""What --keep-best and --patience compare: the validation loss, the accuracy or margin that a
+validation of preferences finds with it, or what is measured here.
 
     exact_match       the share of the validation rows whose answer greedy decoding would reproduce
     module:function   the mean score of a function of the user's, as in `your_ai eval --metric`
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from your_ai.config import EXACT_MATCH, LOSS, TrainConfig
+from your_ai.config import EXACT_MATCH, LOSS, REWARD_METRICS, TrainConfig
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.rows import files_of_rows
 from your_ai.errors import UserError
@@ -62,12 +63,12 @@ class BestMetric:
 def best_metric_of(
     config: TrainConfig, valid: Path, encoder: Encoder, tokenizer_sha256: str
 ) -> BestMetric | None:
-    """Load the validation rows that --best-metric measures; None for the loss.
+    """Load the validation rows that --best-metric measures; None for what a validation finds.
 
     Raises UserError if no row asks for an answer, or for a function that cannot be imported.
     """
     name = config.best_metric
-    if name == LOSS:
+    if name == LOSS or name in REWARD_METRICS:
         return None
     function = None if name == EXACT_MATCH else load_metric(name, "--best-metric")
     rows = load_rows(valid, config, encoder, tokenizer_sha256)

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from your_ai.config import AUTO, EXACT_MATCH, LOSS, TrainConfig, defaults, flag, last_step
+from your_ai.config import AUTO, LOSS, TrainConfig, defaults, flag, last_step
 from your_ai.data.batches import Schedule, bucket_edges, make_schedule
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, load_examples
@@ -390,6 +390,12 @@ def read_data(
             rows = "every row" if name == "train" else "every validation row"
             files_named = files_of_rows(splits[name], limit)
             raise UserError(f"{files_named}: {rows} has weight 0: there is nothing to {purpose}")
+    if config.best_metric == "margin" and has_one_label(examples["valid"]):
+        files_named = files_of_rows(splits["valid"], limit)
+        raise UserError(
+            f"--best-metric margin: the labels of {files_named} are all the same, so there is no "
+            "margin; use validation rows with both, or --best-metric accuracy"
+        )
     best = None
     if "valid" in splits:
         best = best_metric_of(config, splits["valid"], encoder, tokenizer_fingerprint(files))
@@ -408,6 +414,12 @@ def read_data(
         tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
         answer_tokens=max((answer_room(tokenizer, prompt)[1] for prompt in asked), default=0),
     )
+
+
+def has_one_label(examples: Examples) -> bool:
+    """Whether all labeled answers that count are good, or all are bad."""
+    labels = examples.labels
+    return labels is not None and len(set(labels[examples.weights > 0].tolist())) == 1
 
 
 def budget_of_run(
@@ -470,7 +482,7 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
     else:
         config = defaults.sized(config, 0)
         longest = config.max_seq_length if seq_len is None else seq_len
-        generates = config.samples or config.best_metric not in (LOSS, EXACT_MATCH)
+        generates = config.samples or ":" in config.best_metric
         answers = longest + ANSWER_TOKENS if generates else 0
         data = RunData({}, [], None, [longest], 0, answers)
     return budget_of_run(config, folder, dtype, data, streamable, before_bytes=before_bytes)

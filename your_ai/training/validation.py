@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import replace
 
-from your_ai.config import TrainConfig
+from your_ai.config import REWARD_METRICS, TrainConfig
 from your_ai.evaluation import dataset_scores as measures
 from your_ai.evaluation.compare import Ready
 from your_ai.generation import generate
@@ -28,7 +28,8 @@ def validate(prepared: Prepared, state: TrainState, log: events.EventLog, stop: 
     measured = measures.mean_loss(prepared.engine, prepared.valid, prepared.rows_at, stop)
     if measured is None:
         return replace(state, validation_due=bool(stop))
-    value, metrics = None, dict(measured.metrics)
+    metrics = dict(measured.metrics)
+    value = metrics.get(REWARD_METRICS.get(prepared.config.best_metric, ""))
     if prepared.best_metric is not None:
         ready = Ready(prepared.model, prepared.tokenizer, prepared.engine, prepared.rows_at)
         value = best_metric.measured(prepared.best_metric, ready, stop)
