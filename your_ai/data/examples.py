@@ -19,7 +19,15 @@ import numpy as np
 
 from your_ai.data.encode import EncodedRow, Encoder
 from your_ai.data.preferences import parser_of, with_other_answers
-from your_ai.data.rows import FLOAT32_MAX, Labeled, Row, checked_sha256, files_of_rows, read_rows
+from your_ai.data.rows import (
+    FLOAT32_MAX,
+    Labeled,
+    Row,
+    RowLimit,
+    checked_sha256,
+    files_of_rows,
+    read_rows,
+)
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, sha256
 from your_ai.gates.text import counted
@@ -127,6 +135,18 @@ def load_examples(
             f"{name}: no row has an answer within --max-seq-length {max_seq_length}; raise it"
         )
     return examples
+
+
+def check_weights(split: str, path: Path, examples: Examples, limit: RowLimit) -> None:
+    """Raise UserError if every row of a split has weight 0; path: its file."""
+    if examples.weights.any():
+        return
+    rows, purpose = {
+        "train": ("every row", "train"),
+        "valid": ("every validation row", "measure"),
+    }[split]
+    name = files_of_rows(path, limit)
+    raise UserError(f"{name}: {rows} has weight 0: there is nothing to {purpose}")
 
 
 class Piece(NamedTuple):

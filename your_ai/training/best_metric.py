@@ -19,7 +19,8 @@ import numpy as np
 
 from your_ai.config import EXACT_MATCH, LOSS, REWARD_METRICS, TrainConfig
 from your_ai.data.encode import Encoder, SamplePrompt
-from your_ai.data.rows import files_of_rows
+from your_ai.data.examples import Examples
+from your_ai.data.rows import RowLimit, files_of_rows
 from your_ai.errors import UserError
 from your_ai.evaluation import dataset_scores
 from your_ai.evaluation.compare import Ready
@@ -83,6 +84,18 @@ def best_metric_of(
     found = rows.read(np.flatnonzero(asking)[:METRIC_ROWS])
     questions = (Question(encoder.prompt_of(row), content, row.where) for _, row, content in found)
     return BestMetric(name, rows, function, tuple(questions))
+
+
+def check_margin(config: TrainConfig, valid: Path, examples: Examples, limit: RowLimit) -> None:
+    """Raise UserError for --best-metric margin if all validation rows have the same label."""
+    labels = examples.labels
+    if config.best_metric != "margin" or labels is None:
+        return
+    if len(set(labels[examples.weights > 0].tolist())) == 1:
+        raise UserError(
+            f"--best-metric margin: the labels of {files_of_rows(valid, limit)} are all the same, "
+            "so there is no margin; use validation rows with both, or --best-metric accuracy"
+        )
 
 
 def measured(best: BestMetric, ready: Ready, stop: Stop) -> float | None:

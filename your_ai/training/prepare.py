@@ -17,9 +17,9 @@ from mlx.utils import tree_flatten
 from your_ai.config import AUTO, LOSS, TrainConfig, defaults, flag, last_step
 from your_ai.data.batches import Schedule, bucket_edges, make_schedule
 from your_ai.data.encode import Encoder, SamplePrompt
-from your_ai.data.examples import Examples, load_examples
+from your_ai.data.examples import Examples, check_weights, load_examples
 from your_ai.data.preferences import parser_of
-from your_ai.data.rows import Row, files_of_rows, read_rows
+from your_ai.data.rows import Row, read_rows
 from your_ai.data.sources import Splits, find_splits
 from your_ai.engine.build import build_engine
 from your_ai.engine.compiled import Graphs, GraphShape
@@ -57,7 +57,7 @@ from your_ai.objectives.chosen import objective_of
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 from your_ai.training import optimizer
-from your_ai.training.best_metric import BestMetric, best_metric_of
+from your_ai.training.best_metric import BestMetric, best_metric_of, check_margin
 
 PROGRESS_EVERY_S = 5.0
 MOST_IMBALANCE = 4 / 3  # between good and bad answers in KTO; the bound that its authors suggest
@@ -385,19 +385,12 @@ def read_data(
         for name, path in splits.items()
         if name != "test" or config.exact_match
     }
-    for name, purpose in (("train", "train"), ("valid", "measure")):
-        if name in examples and not examples[name].weights.any():
-            rows = "every row" if name == "train" else "every validation row"
-            files_named = files_of_rows(splits[name], limit)
-            raise UserError(f"{files_named}: {rows} has weight 0: there is nothing to {purpose}")
-    if config.best_metric == "margin" and has_one_label(examples["valid"]):
-        files_named = files_of_rows(splits["valid"], limit)
-        raise UserError(
-            f"--best-metric margin: the labels of {files_named} are all the same, so there is no "
-            "margin; use validation rows with both, or --best-metric accuracy"
-        )
+    for name in ("train", "valid"):
+        if name in splits:
+            check_weights(name, splits[name], examples[name], limit)
     best = None
     if "valid" in splits:
+        check_margin(config, splits["valid"], examples["valid"], limit)
         best = best_metric_of(config, splits["valid"], encoder, tokenizer_fingerprint(files))
     longest = max(int(found.lengths.max()) for found in examples.values())
     if config.packing:
@@ -414,12 +407,6 @@ def read_data(
         tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
         answer_tokens=max((answer_room(tokenizer, prompt)[1] for prompt in asked), default=0),
     )
-
-
-def has_one_label(examples: Examples) -> bool:
-    """Whether all labeled answers that count are good, or all are bad."""
-    labels = examples.labels
-    return labels is not None and len(set(labels[examples.weights > 0].tolist())) == 1
 
 
 def budget_of_run(
