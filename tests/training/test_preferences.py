@@ -98,6 +98,18 @@ def test_pairs_that_do_not_fit_into_a_micro_batch_learn_the_same(
     assert second.metrics == pytest.approx(first.metrics, rel=1e-3, abs=1e-3)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_answers_that_do_not_fit_into_a_micro_batch_learn_the_same(pairs, monkeypatch, packing):
+    whole = train(pairs("kto", run="a", packing=packing, batch_size=6))
+    monkeypatch.setattr(Governor, "rows_at", lambda self, tokens: 1)
+    split = train(pairs("kto", run="b", packing=packing, batch_size=6))
+    first, second = (events_of(run, events.Step)[-1] for run in (whole, split))
+    assert second.loss == pytest.approx(first.loss, rel=1e-4)
+    assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-3)
+    assert "rewards/margins" in first.metrics
+    assert second.metrics == pytest.approx(first.metrics, rel=1e-3, abs=1e-3)
+
+
 def test_a_step_is_the_same_in_smaller_micro_batches(pairs):
     whole = train(pairs(run="a", batch_size=4))
     parts = train(pairs(run="b", batch_size=2, grad_accumulation=2))

@@ -58,6 +58,8 @@ class Batch:
     """(S,) bool, the label of the target's row, if the rows have labels."""
     given: np.ndarray | None = None
     """(S,) float32 weights of the targets, if a pass that scored them came first."""
+    baseline: np.ndarray | None = None
+    """(S,) float32, the baseline of the step in each slot, if a pass over other texts found it."""
 
     @property
     def real_tokens(self) -> int:

@@ -86,7 +86,10 @@ def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> int:
     log.write(events.Stage(text=f"measuring {shape.rows} x {shape.tokens} tokens"))
     batch = batch_of(shape, prepared.config.packing)
     objective = prepared.engine.objective
-    if "scores" in objective.phases or shape.rows < objective.rows_together:
+    if "others" in objective.phases:
+        empty = np.zeros(len(batch.targets), np.float32)
+        batch = replace(batch, reference=empty, baseline=empty, good=empty > 0)
+    elif "scores" in objective.phases or shape.rows < objective.rows_together:
         batch = replace(batch, given=batch.weights)
     allocator.return_freed_buffers()
     mx.set_cache_limit(0)  # cached buffers would add to the peak; `allocator.set_limits` resets it
