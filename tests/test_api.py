@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import your_ai
+from your_ai.api import _settings
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -79,6 +80,14 @@ def test_settings_override_the_config_and_show_can_be_off(capsys, small_demo, da
     base = run.generate("2 lamps to Oslo", max_tokens=4, adapter=False)
     assert isinstance(answer, str)
     assert isinstance(base, str)
+
+
+def test_a_default_of_a_config_is_no_setting_of_another_objective(data_folder):
+    config = your_ai.TrainConfig(model="demo", data=str(data_folder), objective="orpo")
+    found, _ = _settings(config, {"orpo_lambda": 0.2})
+    assert (found.objective, found.orpo_lambda) == ("orpo", 0.2)
+    with pytest.raises(your_ai.UserError, match="--label-smoothing: --objective orpo does not"):
+        _settings(config, {"label_smoothing": 0.0})
 
 
 def test_train_works_in_another_thread(data_folder):

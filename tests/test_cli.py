@@ -268,6 +268,28 @@ def test_data_with_only_zero_weights_is_refused(capsys, own_folder, tiny_model):
     assert "every row has weight 0" in error
 
 
+def test_validation_rows_with_only_zero_weights_are_refused(capsys, own_folder, tiny_model):
+    write_rows(own_folder / "d" / "train.jsonl", [chat("a", "b")])
+    write_rows(own_folder / "d" / "valid.jsonl", [chat("a", "b", weight=0)])
+    error = refused(capsys, "train", "--model", tiny_model, "--data", "d")
+    assert "d/valid.jsonl: every validation row has weight 0: there is nothing to measure" in error
+
+
+def test_a_refusal_names_the_file_of_the_user_and_not_the_converted_one(
+    capsys, own_folder, tiny_model
+):
+    (own_folder / "mine.csv").write_text("prompt,completion,weight\na,b,0\n")
+    (own_folder / "valid.csv").write_text("prompt,completion,weight\na,b,0\nc,d,1\n")
+    given = ["train", "--model", tiny_model, "--data", "mine.csv"]
+    assert "error: mine.csv: every row has weight 0" in refused(capsys, *given)
+    given = [*given[:-1], "valid.csv", "--valid", "mine.csv"]
+    assert "error: mine.csv: every validation row has weight 0" in refused(capsys, *given)
+    (own_folder / "d").mkdir()
+    (own_folder / "d" / "train.csv").write_text("prompt,completion\na b c d,b\n")
+    given = [*given[:-3], "d", "--max-seq-length", 2, "--too-long", "truncate"]
+    assert "error: train.csv: no row has an answer within" in refused(capsys, *given)
+
+
 def test_resume_notes_the_new_end_of_a_decaying_learning_rate(capsys, options):
     assert call(*options, "--run", "a", "--max-steps", 2, "--lr-schedule", "linear") == 0
     assert call("train", "--resume", "a", "--max-steps", 4) == 0

@@ -85,6 +85,12 @@ def read_text(text: str) -> dict:
             "one must be above 0",
         ),
         ({"objective": "dpo", "kto_desirable_weight": "2"}, "--kto-desirable-weight: --objective"),
+        ({"best_metric": "accuracy"}, "--best-metric accuracy: --objective sft compares no"),
+        (
+            {"objective": "dpo", "best_metric": "exact_match"},
+            "--best-metric 'exact_match': not supported with --objective dpo; use loss, accuracy",
+        ),
+        ({"best_metric": "margins"}, "must be loss, .*; did you mean margin?"),
         ({"learning_rate": "nan"}, "--learning-rate nan"),
         ({"learning_rate": "inf"}, "--learning-rate inf"),
         ({"lora_layers": "0"}, "--lora-layers 0: must be at least 1, or all"),
@@ -233,6 +239,31 @@ def test_resume_may_change_the_number_of_steps_but_not_the_seed():
         resumed(saved, {"seed": "2"})
 
 
+@pytest.mark.parametrize(("objective", "beta"), [("dpo", 0.1), ("simpo", 2.0)])
+def test_a_refused_resume_names_the_default_in_effect(objective, beta):
+    saved = TrainConfig(data="d", objective=objective)
+    assert resumed(saved, {"beta": str(beta)}) == saved
+    with pytest.raises(UserError, match=f"--beta 0.5: the run started with {beta}, which cannot"):
+        resumed(saved, {"beta": "0.5"})
+
+
+def test_a_resume_with_another_objective_names_the_objective_alone():
+    saved = TrainConfig(data="d", run="r", objective="dpo")
+    flags = {"beta": "1", "simpo_gamma": "1", "learning_rate": "1", "objective": "simpo"}
+    with pytest.raises(UserError) as caught:
+        resumed(saved, flags)
+    assert str(caught.value) == (
+        "--objective simpo: the run started with dpo, which cannot change on --resume; start a new "
+        "run, with --from r from its adapter"
+    )
+
+
+def test_a_resume_refuses_the_settings_of_another_objective():
+    saved = TrainConfig(data="d", objective="dpo")
+    with pytest.raises(UserError, match="--simpo-gamma: --objective dpo does not use it"):
+        resumed(saved, {"simpo_gamma": "0.5"})
+
+
 @pytest.mark.parametrize(
     ("saved", "given", "limits"),
     [
@@ -247,6 +278,40 @@ def test_on_resume_a_limit_in_steps_replaces_one_in_epochs(saved, given, limits)
     steps, epochs = saved
     found = resumed(TrainConfig(data="d", max_steps=steps, epochs=epochs), given)
     assert (found.max_steps, found.epochs) == limits
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "orpo", "label_smoothing": "0"}, "--label-smoothing: --objective orpo"),
+        ({"objective": "dpo", "simpo_gamma": "0.5"}, "--simpo-gamma: --objective dpo does not"),
+        ({"sft_weight": 0}, "--sft-weight: --objective sft does not use it; it is for dpo"),
+        ({"objective": "kto", "reference": "start"}, "--reference: --objective kto"),
+    ],
+)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_given_setting_of_another_objective_is_refused_if_it_is_the_default(
+    own_folder, settings, message, in_file
+):
+    preset = "c.yaml" if in_file else None
+    (own_folder / "c.yaml").write_text("".join(f"{n}: {v}\n" for n, v in settings.items()))
+    with pytest.raises(UserError, match=message):
+        resolve({"data": "d"} | ({} if in_file else settings), preset)
+
+
+def test_a_setting_of_a_preset_is_refused_for_another_objective(own_folder):
+    (own_folder / "c.yaml").write_text("data: d\nobjective: dpo\nlabel_smoothing: 0\n")
+    assert resolve({}, "c.yaml").objective == "dpo"
+    with pytest.raises(UserError, match="--label-smoothing: --objective ipo does not use it"):
+        resolve({"objective": "ipo"}, "c.yaml")
+
+
+@pytest.mark.parametrize("objective", ["sft", "orpo"])
+def test_the_settings_of_a_run_are_a_preset_for_every_objective(own_folder, objective):
+    (own_folder / "c.yaml").write_text(to_yaml(TrainConfig(data="d", objective="dpo")))
+    assert resolve({"objective": objective}, "c.yaml").objective == objective
+    with pytest.raises(UserError, match="--label-smoothing: --objective"):
+        resolve({"objective": objective, "label_smoothing": "0"}, "c.yaml")
 
 
 @pytest.mark.parametrize("preset", sorted(p.stem for p in packaged("configs").glob("*.yaml")))

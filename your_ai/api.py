@@ -12,7 +12,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from your_ai.config import ADAPTER_SETTINGS, FIELDS, TrainConfig, build, defaults, resumed
+from your_ai.config import (
+    ADAPTER_SETTINGS,
+    FIELDS,
+    OBJECTIVES_WITH,
+    TrainConfig,
+    build,
+    defaults,
+    resumed,
+)
 from your_ai.errors import RunError, UserError, explain
 from your_ai.gates.console import echo_error, open_console
 from your_ai.run import events
@@ -332,10 +340,10 @@ def _settings(
         build(settings, "settings")  # names the nearest
     settings = {n: str(v) if isinstance(v, Path) else v for n, v in settings.items()}
     if isinstance(config, TrainConfig):
-        whole = asdict(config)
-        if settings.get("from_adapter", config.from_adapter):  # a default is not a choice
-            free = ("model", *ADAPTER_SETTINGS)
-            whole = {n: v for n, v in whole.items() if n not in free or v != FIELDS[n].default}
+        whole, free = asdict(config), [*OBJECTIVES_WITH]  # their defaults are not a choice
+        if settings.get("from_adapter", config.from_adapter):
+            free += ["model", *ADAPTER_SETTINGS]
+        whole = {n: v for n, v in whole.items() if n not in free or v != FIELDS[n].default}
         return new_run.resolve(whole | settings, None, needs_data), []
     notes: list[str] = []
     return new_run.resolve(settings, config, needs_data, notes.append), notes

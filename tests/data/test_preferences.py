@@ -153,9 +153,12 @@ def test_labels_say_whether_an_answer_is_good():
         ({"prompt": "p", "completion": "c", "label": "good"}, "label: expected true or false"),
         ({"prompt": "p", "completion": "c", "label": None}, "label: expected true or false"),
         ({"prompt": "p", "chosen": "a", "rejected": "b"}, "rows train with --objective dpo"),
-        ({"text": "t", "label": True}, "label is missing|needs a prompt|expected"),
+        ({"text": "t", "label": True},
+         "d.jsonl:7: a label needs a prompt and an answer; keys found: text, label; expected prom"),
+        ({"prompt": "p", "label": True}, "completion is missing; keys found: prompt, label"),
+        ({"completion": "c", "label": 1}, "prompt is missing; keys found: completion, label"),
     ],
-)
+)  # fmt: skip
 def test_wrong_labels_are_named_in_one_line(row, message):
     with pytest.raises(UserError, match=message):
         parse_labels(row, "d.jsonl:7")
@@ -206,6 +209,27 @@ def test_pairs_whose_difference_is_cut_off_are_dropped(own_folder, demo_tokenize
     ]
     found = load(own_folder, demo_tokenizer, rows, "pairs", 16, "truncate")
     assert (len(found), found.tally.truncated, found.tally.dropped) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "ways"),
+    [
+        ("answers", {"prompt": "p", "completion": "c " * 99}, "truncate or split"),
+        ("pairs", {"prompt": "p", "chosen": "c " * 99, "rejected": "r"}, "truncate"),
+        ("labels", {"prompt": "p", "completion": "c " * 99, "label": True}, "truncate"),
+    ],
+)
+def test_a_row_that_is_too_long_names_the_ways_that_its_objective_has(
+    own_folder, demo_tokenizer, kind, row, ways
+):
+    with pytest.raises(UserError, match=f"or use --too-long {ways}$"):
+        load(own_folder, demo_tokenizer, [row, row], kind, 32)
+
+
+def test_labeled_rows_with_the_same_answer_cannot_be_compared(own_folder, demo_tokenizer):
+    rows = [{"prompt": f"p{i}", "completion": "Yes", "label": True} for i in range(3)]
+    with pytest.raises(UserError, match=r"train\.jsonl: all answers are the same"):
+        load(own_folder, demo_tokenizer, rows, "labels")
 
 
 def test_labels_are_kept_with_the_texts(own_folder, demo_tokenizer):

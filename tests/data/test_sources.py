@@ -402,6 +402,49 @@ def test_columns_that_are_not_used_are_named():
     assert unused.startswith("columns that are not used: context, weight; see --columns")
 
 
+CAPITALS = {
+    "sft": ({"Prompt": "p", "Completion": "c"}, {"prompt": "p", "completion": "c"}),
+    "dpo": (
+        {"Prompt": "p", "Chosen": "a", "Rejected": "b"},
+        {"prompt": "p", "chosen": "a", "rejected": "b"},
+    ),
+    "kto": (
+        {"Prompt": "p", "Completion": "c", "Label": "true"},
+        {"prompt": "p", "completion": "c", "label": "true"},
+    ),
+}
+
+
+def keys_of(splits: Splits) -> dict[str, str]:
+    """The only training row, as converted."""
+    row = json.loads(splits.files["train"].read_text())
+    return {key: value for key, value in row.items() if key != ORIGIN}
+
+
+@pytest.mark.parametrize("objective", CAPITALS)
+@pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
+def test_columns_may_be_in_capitals_for_every_objective(objective, name):
+    record, row = CAPITALS[objective]
+    splits = find_splits(TrainConfig(data=str(written(name, [record])), objective=objective))
+    assert keys_of(splits) == row
+    assert any("Prompt" in note for note in splits.notes)
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
+def test_a_label_may_be_in_capitals_beside_known_names(name):
+    row = {"prompt": "p", "completion": "c", "Label": "false"}
+    splits = find_splits(TrainConfig(data=str(written(name, [row])), objective="kto"))
+    assert keys_of(splits) == CAPITALS["kto"][1] | {"label": "false"}
+
+
+@pytest.mark.parametrize("row", [{"prompt": "p", "label": "1"}, {"Question": "p", "Label": "1"}])
+@pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
+def test_a_label_without_an_answer_names_the_completion(row, name):
+    with pytest.raises(UserError, match=r"completion is missing; columns: \w+, [Ll]abel$"):
+        find_splits(TrainConfig(data=str(written(name, [row])), objective="kto"))
+    assert find_splits(TrainConfig(data=name)).files  # a label may be the answer
+
+
 def test_rows_of_equal_files_in_different_folders_name_their_own():
     for folder in ("one/sub", "two"):
         Path(folder).mkdir(parents=True)

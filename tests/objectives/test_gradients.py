@@ -22,7 +22,7 @@ from your_ai.data.batches import make_schedule
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.engine.build import build_engine
 from your_ai.engine.prefix import MemoryStore
-from your_ai.engine.scoring import with_weights
+from your_ai.engine.scoring import with_baseline, with_weights
 from your_ai.engine.weights import FileTensor, tensors_of
 from your_ai.nets import model
 from your_ai.nets.head import LinearHead
@@ -208,7 +208,17 @@ def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
     schedule = make_schedule(
         examples, way.rows, len(examples), 0, way.packed_tokens, objective.rows_together
     )
-    if "scores" in objective.phases or (way.split and objective.rows_together > 1):
+    if "others" in objective.phases:
+        batches = schedule.split_batches_of(0, lambda _: way.rows)
+        denominator = objective.denominator(batches)
+        weighed, sums = with_weights(engine, batches)  # all at once, as for a validation
+        _, whole = accumulate(engine, weighed, 1 / denominator, 0)
+        found, grads = accumulate(engine, with_baseline(engine, batches), 1 / denominator, 0)
+        for path, grad in tree_flatten(whole):
+            assert relative_error(dict(tree_flatten(grads))[path], grad) < TOLERANCE, path
+        assert found.means() == pytest.approx(sums.means(), rel=1e-4, abs=1e-5)
+        losses = [sums.loss, found.loss]
+    elif way.split and objective.rows_together > 1:
         batches = schedule.split_batches_of(0, lambda _: way.rows)
         denominator = objective.denominator(batches)
         batches, sums = with_weights(engine, batches)

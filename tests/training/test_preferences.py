@@ -14,8 +14,10 @@ import pytest
 from tests.conftest import events_of, losses_of, resume, train, write_rows
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.errors import UserError
+from your_ai.evaluation.dataset_scores import MeanLoss
+from your_ai.memory.calibration import Shape
 from your_ai.run import checkpoint, events
-from your_ai.training import reference
+from your_ai.training import measure_peaks, reference
 from your_ai.training.memory_actions import Governor
 from your_ai.training.prepare import imbalance
 
@@ -97,10 +99,35 @@ def test_pairs_that_do_not_fit_into_a_micro_batch_learn_the_same(
     assert second.metrics == pytest.approx(first.metrics, rel=1e-3, abs=1e-3)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_answers_that_do_not_fit_into_a_micro_batch_learn_the_same(pairs, monkeypatch, packing):
+    whole = train(pairs("kto", run="a", packing=packing, batch_size=6))
+    monkeypatch.setattr(Governor, "rows_at", lambda self, tokens: 1)
+    split = train(pairs("kto", run="b", packing=packing, batch_size=6))
+    first, second = (events_of(run, events.Step)[-1] for run in (whole, split))
+    assert second.loss == pytest.approx(first.loss, rel=1e-4)
+    assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-3)
+    assert "rewards/margins" in first.metrics
+    assert second.metrics == pytest.approx(first.metrics, rel=1e-3, abs=1e-3)
+
+
 def test_a_step_is_the_same_in_smaller_micro_batches(pairs):
     whole = train(pairs(run="a", batch_size=4))
     parts = train(pairs(run="b", batch_size=2, grad_accumulation=2))
     assert losses_of(parts) == pytest.approx(losses_of(whole), rel=1e-4)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_memory_of_a_micro_batch_is_measured_without_a_reference(pairs, monkeypatch, objective):
+    found = []
+
+    def measured(prepared, log, *_):
+        found.append(measure_peaks.peak_of(prepared, Shape(4, 32), log))
+        return prepared
+
+    monkeypatch.setattr("your_ai.training.train.calibrated", measured)
+    train(pairs(objective, max_steps=1))
+    assert found[0] > 0
 
 
 def test_the_reference_is_computed_once_for_the_same_rows(pairs, monkeypatch):
@@ -125,6 +152,54 @@ def test_a_resumed_run_ends_with_the_same_adapter(pairs):
     part = train(pairs(run="b", max_steps=2))
     assert resume(part, max_steps=4) == 0
     assert adapter_bytes(part) == adapter_bytes(whole)
+
+
+BY_STEP = {  # loss, accuracy and margin of each validation
+    1: (0.5, 0.5, 2.0),
+    2: (0.4, 0.75, 1.0),
+    3: (0.3, 0.75, 1.0),
+    4: (0.2, 0.5, -1.0),
+}
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+@pytest.mark.parametrize(("metric", "best"), [("loss", 4), ("accuracy", 3), ("margin", 1)])
+def test_the_best_checkpoint_may_be_that_of_the_accuracy_or_the_margin(
+    pairs, monkeypatch, objective, metric, best
+):
+    measured = iter(BY_STEP.values())
+
+    def mean_loss(*_):
+        loss, accuracy, margin = next(measured)
+        return MeanLoss(loss, 9, {"rewards/accuracies": accuracy, "rewards/margins": margin})
+
+    monkeypatch.setattr("your_ai.training.validation.measures.mean_loss", mean_loss)
+    run = train(pairs(objective, max_steps=4, eval_every=1, best_metric=metric))
+    assert events_of(run, events.Finished)[-1].adapter_step == best
+    marked = [event.step for event in events_of(run, events.Validation) if event.best]
+    assert marked[-1] == best
+
+
+def test_a_margin_of_answers_with_one_label_is_refused(pairs, own_folder):
+    rows = [{**row, "completion": f"Yes {i}"} for i, row in enumerate(LABELED[::2])]
+    write_rows(own_folder / "labels" / "valid.jsonl", rows)
+    with pytest.raises(UserError, match=r"labels of .*/valid\.jsonl are all the same"):
+        train(pairs("kto", max_steps=1, best_metric="margin"))
+    train(pairs("kto", run="b", max_steps=1, best_metric="accuracy"))
+
+
+def test_samples_expect_no_answer_with_the_label_false(pairs, own_folder):
+    write_rows(own_folder / "labels" / "test.jsonl", LABELED[:2])
+    run = train(pairs("kto", run="a", max_steps=1, samples=2))
+    for found in events_of(run, events.Samples):
+        assert found.expected == [LABELED[0]["completion"], ""]
+
+
+def test_a_changed_objective_in_the_settings_of_a_run_is_named_alone(pairs):
+    run = train(pairs(run="a", max_steps=1, label_smoothing=0.1))
+    run.write_config(pairs("simpo", run="a", max_steps=2, beta=1.0, simpo_gamma=1.0))
+    with pytest.raises(UserError, match=r"settings changed since the run began \(objective\)"):
+        resume(run, max_steps=2)
 
 
 def test_an_adapter_that_a_run_starts_from_is_its_reference(pairs, configure):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from your_ai.config.mlxlm import is_mlxlm, translated
 from your_ai.config.settings import (
     ADAPTER_SETTINGS,
+    ADDED,
     ALL_LINEAR,
     AUTO,
     DEMO,
@@ -24,7 +25,9 @@ from your_ai.config.settings import (
     RESUMABLE,
     SFT,
     TrainConfig,
+    check_used,
     flag,
+    in_effect,
     nearest,
 )
 from your_ai.config.values import as_number, coerce
@@ -94,7 +97,8 @@ def resolve(
     the one whose rows the objective trains.
     preset: a name, or a file with our keys or with those of mlx-lm; on_note is then called with
     what each became and what differs.
-    Raises UserError if the preset or a flag contradicts the adapter at --from.
+    Raises UserError if the preset or a flag contradicts the adapter at --from, and for a setting of
+    another objective, also if its value is the default.
     """
     settings: dict[str, Any] = {}
     if preset is not None:
@@ -106,7 +110,9 @@ def resolve(
             for text in translation.notes:
                 on_note(text)
         build(settings, str(path))  # so that an error about a key names the file
+    chosen = () if is_whole(settings) else settings
     settings = settings | {name: coerce(name, value, flag(name)) for name, value in flags.items()}
+    given = [name for name in {**dict.fromkeys(chosen), **flags} if settings[name] is not None]
     source = build(settings, "settings").from_adapter
     if source and settings_of_adapter is None:
         raise UserError(f"{flag('from_adapter')} {source}: only works with train and plan")
@@ -114,17 +120,23 @@ def resolve(
         taken = settings_of_adapter(source, settings.get("model"))
         check_agreement(source, build(settings, "settings"), settings.keys(), taken)
         free = {name for name in ADAPTER_SETTINGS if settings.get(name) in (None, AUTO)}
-        given = {name: value for name, value in settings.items() if name not in free}
-        settings = {**taken, **given, "from_adapter": taken["from_adapter"]}
+        kept = {name: value for name, value in settings.items() if name not in free}
+        settings = {**taken, **kept, "from_adapter": taken["from_adapter"]}
     if preset is None and settings.get("model", DEMO) == DEMO and "data" not in settings:
         kind = build(settings, "settings").row_kind
         settings = read_yaml(find_preset(DEMO_PRESETS[kind])) | settings
     if settings.get("objective", SFT) != SFT:
         settings = {"learning_rate": PREFERENCE_LEARNING_RATE} | settings
     config = build(settings, "settings")
+    check_used(given, config.objective)
     if needs_data and not config.data:
         raise UserError("--data is missing: give a folder with train.jsonl, or one .jsonl file")
     return config
+
+
+def is_whole(settings: Mapping[str, Any]) -> bool:
+    """Whether these are all settings of a run, as in its config.yaml, and not a choice of some."""
+    return FIELDS.keys() - ADDED.keys() <= settings.keys()
 
 
 def check_agreement(
@@ -203,20 +215,28 @@ def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
     """Apply flags to the saved config of a run that is resumed.
 
     A new limit in steps replaces one in epochs, and the other way round.
-    Raises UserError if a flag would change what the run computes.
+    Raises UserError if a flag would change what the run computes, or is a setting of another
+    objective.
     """
+    objective = coerce("objective", flags.get("objective", saved.objective), flag("objective"))
+    if objective != saved.objective:  # named alone: other settings follow from it
+        raise UserError(
+            f"--objective {objective}: the run started with {saved.objective}, which cannot change "
+            f"on --resume; start a new run, with --from {saved.run or 'RUN'} from its adapter"
+        )
+    check_used((name for name in flags if flags[name] is not None), objective)
     changes: dict[str, Any] = {}
     if len(limits := flags.keys() & LENGTHS) == 1:
         (other,) = LENGTHS - limits
         changes = {} if getattr(saved, other) == AUTO else {other: None}
     for name, value in flags.items():
         value = coerce(name, value, flag(name))
-        if value == getattr(saved, name):
+        if value in (getattr(saved, name), in_effect(saved, name)):
             continue
         if name not in RESUMABLE:
             allowed = ", ".join(flag(n) for n in RESUMABLE)
             raise UserError(
-                f"{flag(name)} {value}: the run started with {as_text(getattr(saved, name))}, "
+                f"{flag(name)} {value}: the run started with {as_text(in_effect(saved, name))}, "
                 f"which cannot change on --resume (these may change: {allowed})"
             )
         changes[name] = value

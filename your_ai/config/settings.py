@@ -24,6 +24,8 @@ OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs
 SFT, GRPO = "sft", "grpo"  # values of --objective: supervised fine-tuning, and rollouts
 PREFERENCE_LEARNING_RATE = 2e-5  # the default of all other objectives; docs/objectives.md says why
 LOSS, EXACT_MATCH = "loss", "exact_match"  # values of --best-metric
+# Values of --best-metric for pairs and labels -> the metric of a validation, higher is better.
+REWARD_METRICS = {"accuracy": "rewards/accuracies", "margin": "rewards/margins"}
 NONE, FOLDER = "none", "folder"  # values of --valid: no validation, or only what --data has
 
 
@@ -162,7 +164,9 @@ class TrainConfig:
     judge_url: str = setting(
         "", "Base URL of the judge, which speaks OpenAI's protocol; default: OpenAI's own."
     )
-    judge_rubric: str = setting("", "YAML file with what the judge looks for; default: a general one.")
+    judge_rubric: str = setting(
+        "", "YAML file with what the judge looks for; default: a general one."
+    )
     judge_concurrency: int = setting(4, "Questions that the judge is asked at the same time.")
     judge_max_calls: int | None = setting(
         None, "Maximum number of questions to the judge in a run; then its rewards are missing."
@@ -302,9 +306,9 @@ class TrainConfig:
     )
     best_metric: str = setting(
         LOSS,
-        "What the best validation is: loss; exact_match, the share of rows answered exactly; or "
-        "your own metric as module:function, higher is better, for which the first 64 rows are "
-        "answered.",
+        "What the best validation is: loss; exact_match, the share of rows answered exactly; your "
+        "own metric as module:function, higher is better, for which the first 64 rows are "
+        "answered; or, for pairs and labels, accuracy or margin of their rewards.",
     )
     patience: int = setting(0, "Stop after this many validations without a better one; 0 = never.")
     samples: int = setting(0, "Number of test prompts to answer before and after training.")
@@ -498,6 +502,7 @@ NOT_WITH_ROLLOUTS: dict[str, tuple[Any, str]] = {
     "too_long": ("error", "prompts are not shortened; leave long ones out"),
     "best_metric": ("loss", "the best validation is the one with the highest reward"),
 }
+BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "kto": 0.1}  # what --beta None means
 LEAST_BETA = 1e-6
 TEXT_CHARACTERS, NAMES = 4096, 1000  # limits of a text, and of a list of names
 
@@ -538,11 +543,7 @@ def check(config: TrainConfig) -> None:
     check_schedule(config)
     if config.prefix_cache_folder and config.prefix_cache != "disk":
         raise UserError("--prefix-cache-folder: is only used with --prefix-cache disk")
-    if config.best_metric not in (LOSS, EXACT_MATCH) and ":" not in config.best_metric:
-        raise UserError(
-            f"--best-metric {quoted(config.best_metric)}: must be loss, exact_match or "
-            f"module:function{nearest(config.best_metric, (LOSS, EXACT_MATCH))}"
-        )
+    check_best_metric(config)
     if config.neftune_alpha and config.prefix_cache != "off":
         raise UserError(
             "--neftune-alpha: the noise changes in each step, so nothing can be cached; use "
@@ -550,6 +551,27 @@ def check(config: TrainConfig) -> None:
         )
     if config.spill and config.plan == "fused":
         raise UserError("--spill: --plan fused has no block inputs to offload; use --plan staged")
+
+
+def check_best_metric(config: TrainConfig) -> None:
+    """Raise UserError for a metric that does not exist, or not with the objective."""
+    name, found = config.best_metric, quoted(config.best_metric)
+    known = (LOSS, EXACT_MATCH, *REWARD_METRICS)
+    if name not in known and ":" not in name:
+        raise UserError(
+            f"--best-metric {found}: must be loss, exact_match or module:function, or for pairs "
+            f"and labels accuracy or margin{nearest(name, known)}"
+        )
+    if config.row_kind == "answers" and name in REWARD_METRICS:
+        raise UserError(
+            f"--best-metric {name}: --objective {config.objective} compares no answers; use loss, "
+            "exact_match or module:function"
+        )
+    if config.row_kind != "answers" and name not in (LOSS, *REWARD_METRICS):
+        raise UserError(
+            f"--best-metric {found}: not supported with --objective {config.objective}; use loss, "
+            "accuracy or margin"
+        )
 
 
 def check_adam(config: TrainConfig) -> None:
@@ -594,19 +616,30 @@ def has_default(config: TrainConfig, name: str) -> bool:
     return getattr(config, name) == FIELDS[name].default
 
 
+def in_effect(config: TrainConfig, name: str) -> Any:
+    """The value that a run uses for a setting: its objective may have a default of its own."""
+    value = getattr(config, name)
+    return BETAS.get(config.objective) if name == "beta" and value is None else value
+
+
 def is_used(name: str, objective: str) -> bool:
     """Whether an objective uses a setting."""
     return objective in OBJECTIVES_WITH.get(name, (objective,))
 
 
+def check_used(names: typing.Iterable[str], objective: str) -> None:
+    """Raise UserError if one of the settings is only for other objectives."""
+    for name in names:
+        if not is_used(name, objective):
+            raise UserError(
+                f"{flag(name)}: --objective {objective} does not use it; it is for "
+                f"{', '.join(OBJECTIVES_WITH[name])}"
+            )
+
+
 def check_objective(config: TrainConfig) -> None:
     """Raise UserError for settings of another objective, or out of range."""
-    for name, users in OBJECTIVES_WITH.items():
-        if not (has_default(config, name) or is_used(name, config.objective)):
-            raise UserError(
-                f"{flag(name)}: --objective {config.objective} does not use it; it is for "
-                f"{', '.join(users)}"
-            )
+    check_used((n for n in OBJECTIVES_WITH if not has_default(config, n)), config.objective)
     if config.beta is not None and not LEAST_BETA <= config.beta <= LARGEST:
         raise UserError(f"--beta {config.beta}: must be from {LEAST_BETA} to {LARGEST:,}")
     both = config.kto_desirable_weight + config.kto_undesirable_weight
@@ -626,9 +659,8 @@ def check_objective(config: TrainConfig) -> None:
         )
     if not config.mask_prompt:
         raise UserError(f"--no-mask-prompt: not supported with --objective {config.objective}")
-    for name in ("exact_match", "best_metric"):
-        if not has_default(config, name) and config.objective != GRPO:
-            raise UserError(f"{flag(name)}: not supported with --objective {config.objective}")
+    if config.exact_match and config.objective != GRPO:
+        raise UserError(f"--exact-match: not supported with --objective {config.objective}")
     for name in ("lora_dropout", "neftune_alpha"):
         if getattr(config, name):
             raise UserError(

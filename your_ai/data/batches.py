@@ -62,6 +62,8 @@ class Batch:
     """(S,) float32, the advantage of the target's completion, if the rows are rollouts."""
     old: np.ndarray | None = None
     """(S,) float32 log-probabilities when the rollouts were generated, if they are needed."""
+    baseline: np.ndarray | None = None
+    """(S,) float32, the baseline of the step in each slot, if a pass over other texts found it."""
 
     @property
     def real_tokens(self) -> int:

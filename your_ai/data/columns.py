@@ -50,6 +50,8 @@ class Layout:
     """Role -> column, as given by --columns."""
     render_prompt: Callable[[Mapping[str, Any], str], str] | None = None
     """(record, where) -> prompt, of --prompt-template."""
+    labeled: bool = False
+    """Whether the rows train with labels, so that a column called label is one."""
     unused: bool = True
     """Whether no record had the columns so far."""
     guesses: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class Layout:
             is_whole = is_prompt_row(record)
         else:
             is_whole = is_known(record) and not lacks_prompt(record)
+        is_whole = is_whole and not (self.labeled and lacks_label(record))
         if self.render_prompt is None and not has_columns and is_whole:
             return parsed_texts(record, where)
         self.unused = False
@@ -98,8 +101,8 @@ class Layout:
         """
         key = tuple(record)
         if key not in self.guesses:
-            template = self.render_prompt is not None
-            self.guesses[key] = guess(key, where, answer_only=template, prompts=self.prompts)
+            answer_only = self.render_prompt is not None
+            self.guesses[key] = guess(key, where, answer_only, self.labeled, self.prompts)
         return self.guesses[key]
 
     def notes(self) -> list[str]:
@@ -116,22 +119,24 @@ class Layout:
         return notes
 
 
-def layout_of(columns: Sequence[str], prompt_template: str, prompts: bool = False) -> Layout:
+def layout_of(
+    columns: Sequence[str], prompt_template: str, labeled: bool = False, prompts: bool = False
+) -> Layout:
     """The layout of --columns and --prompt-template. Raises UserError if they are wrong.
 
-    prompts: as in `Layout`.
+    labeled: whether the rows train with labels. prompts: as in `Layout`.
     """
     roles = parse_columns(columns, prompts)
     if not prompt_template:
         if set(roles) - {"system", "weight"} == {"completion"}:
             raise UserError("--columns: names no prompt; add prompt=COLUMN")
-        return Layout(roles, prompts=prompts)
+        return Layout(roles, labeled=labeled, prompts=prompts)
     if taken := {"prompt", "messages", "text"} & set(roles):
         raise UserError(
             f"--columns {min(taken)}=...: cannot be combined with --prompt-template, which makes "
             "the prompt"
         )
-    return Layout(roles, template_of(prompt_template), prompts=prompts)
+    return Layout(roles, template_of(prompt_template), labeled, prompts=prompts)
 
 
 def parse_columns(columns: Sequence[str], prompts: bool = False) -> dict[str, str]:
@@ -160,13 +165,19 @@ def parse_columns(columns: Sequence[str], prompts: bool = False) -> dict[str, st
 
 
 def guess(
-    names: Collection[str], where: str, answer_only: bool = False, prompts: bool = False
+    names: Collection[str],
+    where: str,
+    answer_only: bool = False,
+    labeled: bool = False,
+    prompts: bool = False,
 ) -> dict[str, str]:
     """Guess which columns make a row, from their names, whatever their case.
 
+    labeled: a column called label says whether the answer is good; else it may be the answer.
     Raises UserError if there is no column for it, naming those that are there.
     """
-    by_name = {name.strip().lower().replace(" ", "_"): name for name in names}
+    by_name = {plain_name(name): name for name in names}
+    label = {"label": by_name.pop("label")} if labeled and "label" in by_name else {}
     found = {
         role: next((by_name[known] for known in known_names if known in by_name), None)
         for role, known_names in NAMES.items()
@@ -176,7 +187,9 @@ def guess(
         found["system"] = by_name.get("system")
         roles = {role: name for role in wanted if (name := found[role]) is not None}
         if answer_only or {"messages", "prompt"} & roles.keys():
-            return {role: name for role, name in roles.items() if role != "prompt" or not answer_only}
+            return {
+                role: name for role, name in roles.items() if role != "prompt" or not answer_only
+            }
         raise UserError(
             f"{where}: has no prompt; keys found: {listed(names)}; say which column it is with "
             "--columns prompt=COLUMN"
@@ -188,7 +201,10 @@ def guess(
         roles = {role: found[role] for role in NAMES if role in complete}
         if all(roles.values()):
             system = {"system": by_name["system"]} if "system" in by_name else {}
+            roles |= label
             return {**roles, **system} if complete != {"text"} else roles  # type: ignore[dict-item]
+    if label and found["prompt"]:
+        raise UserError(f"{where}: completion is missing; columns: {listed(names)}")
     example = "completion=COLUMN" if answer_only else "prompt=COLUMN,completion=COLUMN"
     raise UserError(
         f"{where}: unknown row format; keys found: {listed(names)}; say what they are with "
@@ -211,8 +227,18 @@ def lacks_prompt(record: Mapping[str, Any]) -> bool:
     if kind_of(record) != "pairs" or "prompt" in record:
         return False
     texts = all(isinstance(record[name], str) for name in PAIR)
-    names = {name.strip().lower().replace(" ", "_") for name in record}
+    names = {plain_name(name) for name in record}
     return texts and not looks_like_messages(record[PAIR[0]]) and bool(names & {*NAMES["prompt"]})
+
+
+def lacks_label(record: Mapping[str, Any]) -> bool:
+    """Whether the label of an answer is in a column whose name is in another case."""
+    return kind_of(record) == "answers" and "label" in {*map(plain_name, record)} - {*record}
+
+
+def plain_name(name: str) -> str:
+    """The name of a column as in NAMES."""
+    return name.strip().lower().replace(" ", "_")
 
 
 def listed(names: Collection[str]) -> str:

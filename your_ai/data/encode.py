@@ -66,6 +66,8 @@ class SamplePrompt:
     """The input of the model as text, with its special tokens."""
     expected: str
     """The answer in the data."""
+    is_good: bool = True
+    """Whether it is one to expect; False for an answer with the label false."""
 
 
 @dataclass(frozen=True)
@@ -170,22 +172,23 @@ class Encoder:
 
     def prompt_of(self, row: Row) -> SamplePrompt | None:
         """Return the prompt of a row and its answer; None if the row has no prompt."""
-        content = row.content
+        content, is_good = row.content, True
         if isinstance(content, Preference):
             content = content.chosen
         elif isinstance(content, Labeled):
-            content = content.answer
+            content, is_good = content.answer, content.good
         if isinstance(content, Question):
             return self._prompt_of_question(content, row.where)
         if isinstance(content, Pair) and self.tokenizer.has_chat_template:
             content = pair_to_chat(content)
         if isinstance(content, Pair):
-            return SamplePrompt(content.prompt, content.prompt, content.completion)
+            return SamplePrompt(content.prompt, content.prompt, content.completion, is_good)
         if isinstance(content, Text) or content.messages[-1]["role"] != "assistant":
             return None
         *asked, answer = content.messages
         rendered = self._render(asked, content.tools, row.where, answer_next=True)
-        return SamplePrompt(asked[-1]["content"] if asked else "", rendered, answer["content"])
+        question = asked[-1]["content"] if asked else ""
+        return SamplePrompt(question, rendered, answer["content"], is_good)
 
     def _prompt_of_question(self, question: Question, where: str) -> SamplePrompt:
         chat, expected = self._as_chat(question), question.expected or ""

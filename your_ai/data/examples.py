@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -19,7 +19,15 @@ import numpy as np
 
 from your_ai.data.encode import EncodedRow, Encoder
 from your_ai.data.preferences import parser_of, with_other_answers
-from your_ai.data.rows import FLOAT32_MAX, Labeled, Row, checked_sha256, read_rows
+from your_ai.data.rows import (
+    FLOAT32_MAX,
+    Labeled,
+    Row,
+    RowLimit,
+    checked_sha256,
+    files_of_rows,
+    read_rows,
+)
 from your_ai.errors import UserError
 from your_ai.files import atomic_folder, sha256
 from your_ai.gates.text import counted
@@ -122,10 +130,28 @@ def load_examples(
         delete_unused(folder.parent)
         examples = write_examples(folder, pieces)
     if len(examples) == 0:
+        name = files_of_rows(path, encoder.limit)
+        if encoder.kind == "labels" and not examples.tally.truncated:
+            raise UserError(
+                f"{name}: all answers are the same; --objective kto compares each with the answer "
+                "of another row"
+            )
         raise UserError(
-            f"{path}: no row has an answer within --max-seq-length {max_seq_length}; raise it"
+            f"{name}: no row has an answer within --max-seq-length {max_seq_length}; raise it"
         )
     return examples
+
+
+def check_weights(split: str, path: Path, examples: Examples, limit: RowLimit) -> None:
+    """Raise UserError if every row of a split has weight 0; path: its file."""
+    if examples.weights.any():
+        return
+    rows, purpose = {
+        "train": ("every row", "train"),
+        "valid": ("every validation row", "measure"),
+    }[split]
+    name = files_of_rows(path, limit)
+    raise UserError(f"{name}: {rows} has weight 0: there is nothing to {purpose}")
 
 
 class Piece(NamedTuple):
@@ -146,14 +172,15 @@ def pieces_of(row: Row, encoder: Encoder, max_seq_length: int, too_long: str) ->
     The answer of another row is shortened if necessary, which is no fault of this row.
     """
     good = row.content.good if isinstance(row.content, Labeled) else None
+    fitted = partial(fit, ways="truncate or split" if encoder.kind == "answers" else "truncate")
     first, *others = encoder.encode_all(row)
     if not others:
-        for example, outcome in fit(first, max_seq_length, too_long, row.where):
+        for example, outcome in fitted(first, max_seq_length, too_long, row.where):
             yield Piece(example, row.weight, outcome, good)
         return
     is_mismatched = isinstance(row.content, Labeled)
     group = [
-        next(fit(text, max_seq_length, how, row.where))  # texts of groups are never split
+        next(fitted(text, max_seq_length, how, row.where))  # texts of groups are never split
         for text, how in ((first, too_long), (others[0], "truncate" if is_mismatched else too_long))
     ]
     examples, outcomes = zip(*group, strict=True)
@@ -167,12 +194,17 @@ def pieces_of(row: Row, encoder: Encoder, max_seq_length: int, too_long: str) ->
 
 
 def fit(
-    example: EncodedRow, max_seq_length: int, too_long: str, where: str
+    example: EncodedRow,
+    max_seq_length: int,
+    too_long: str,
+    where: str,
+    ways: str = "truncate or split",
 ) -> Iterator[tuple[EncodedRow | None, str]]:
     """Yield the example as pieces of at most `max_seq_length` tokens, each with what was done.
 
     Pieces of a split overlap by one token, the one that predicts the first target of the next
     piece, so each target is trained exactly once. A piece without a target is None.
+    ways: values of --too-long that the error for a long row names.
     """
     tokens, trained = example.tokens, example.trained
     if len(tokens) <= max_seq_length:
@@ -181,7 +213,7 @@ def fit(
     if too_long == "error":
         raise UserError(
             f"{where}: {counted(len(tokens), 'token')}, more than --max-seq-length "
-            f"{max_seq_length}; raise it, or use --too-long truncate or split"
+            f"{max_seq_length}; raise it, or use --too-long {ways}"
         )
     step = max_seq_length - 1
     starts = [0] if too_long == "truncate" else range(0, len(tokens) - 1, step)

@@ -119,6 +119,8 @@ def parse_labels(row: dict, where: str) -> Row:
     """An answer with a `label`: true for good, false for bad."""
     kind = kind_of(row)
     if kind != "labels":
+        if "label" in row and kind != "pairs":
+            raise without_answer(row, where)
         if kind is None or "completion" in row or "messages" in row:
             raise UserError(
                 f"{where}: label is missing: true for a good answer, false for a bad one"
@@ -135,6 +137,18 @@ def parse_labels(row: dict, where: str) -> Row:
     if not isinstance(parsed.content, Chat | Pair):
         raise UserError(f"{where}: a label needs a prompt and an answer")
     return Row(where, Labeled(judged(parsed.content, where), good), parsed.weight)
+
+
+def without_answer(row: dict, where: str) -> UserError:
+    """A row has a label, but not the keys of a prompt and its answer."""
+    keys = f"keys found: {shortened(', '.join(row))}"
+    missing = [key for key in ("prompt", "completion") if key not in row]
+    if len(missing) == 1:
+        return UserError(f"{where}: {missing[0]} is missing; {keys}")
+    return UserError(
+        f"{where}: a label needs a prompt and an answer; {keys}; expected prompt + completion + "
+        "label, or messages + label"
+    )
 
 
 def label_of(row: dict) -> bool | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +17,13 @@ from typing import Any, BinaryIO
 
 from your_ai.config import FIELDS
 from your_ai.errors import UserError
-from your_ai.gates.text import quoted, shortened
+from your_ai.gates.text import counted, quoted, shortened
 
 FLOAT32_MAX = 3.4028234663852886e38
 MAX_DEPTH = 64  # nesting of objects and lists; JSON schemas of tools have about 20 levels
 BLOCK_BYTES = 1 << 20
 ORIGIN = "your_ai: from"  # the key of a converted row's place, as `file:line`
+ROW_NUMBER = re.compile(r":( row )?\d+$")  # at the end of a place
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -277,6 +279,16 @@ def decode_row(line: bytes, where: str) -> tuple[dict, str]:
     row = decode_line(line, where)
     place = row.pop(ORIGIN, None)
     return row, place if isinstance(place, str) else where
+
+
+def files_of_rows(path: Path, limit: RowLimit = ROW_LIMIT) -> str:
+    """The user's files that the rows of a JSONL file are from, for messages: the first by name.
+
+    It is the file itself if its rows were not converted.
+    """
+    places = (decode_row(line, where)[1] for where, line in read_lines(path, limit))
+    first, *others = dict.fromkeys(ROW_NUMBER.sub("", place) for place in places)
+    return f"{first} and {counted(len(others), 'other')}" if others else first
 
 
 def read_first_row(path: Path, limit: RowLimit) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from your_ai.config import DEMO_DATA, FOLDER, NONE, TrainConfig
-from your_ai.data.columns import Layout, layout_of
+from your_ai.data.columns import Layout, lacks_label, layout_of
 from your_ai.data.examples import delete_unused, unwritable
 from your_ai.data.hub_datasets import PREFIX, SplitRows, find_dataset, parse_name, split_named
 from your_ai.data.preferences import kind_of, parser_of
@@ -80,7 +80,10 @@ def find_splits(
     Raises UserError if there is no training data, for a row that cannot be used, and for columns
     or a template that do not fit the rows.
     """
-    layout = layout_of(config.columns, config.prompt_template, config.row_kind == "prompts")
+    kind = config.row_kind
+    layout = layout_of(
+        config.columns, config.prompt_template, labeled=kind == "labels", prompts=kind == "prompts"
+    )
     sources = sources_of(config.data, to_train)
     if config.valid not in ("", FOLDER):
         sources = [replace(s, splits=without(s.splits, "valid")) for s in sources]
@@ -127,8 +130,10 @@ def plain_files(
         is_plain = len(files) == 1 and form_of(files[0]) == "jsonl" and not is_compressed(files[0])
         if not is_plain:
             return None
-        row = read_first_row(files[0], limit)
-        if not (is_prompt_row(row) if config.row_kind == "prompts" else kind_of(row)):
+        first, kind = read_first_row(files[0], limit), config.row_kind
+        if not (is_prompt_row(first) if kind == "prompts" else kind_of(first)):
+            return None
+        if kind == "labels" and lacks_label(first):
             return None
     return {split: files[0] for split, files in sources[0].splits.items()}
 

@@ -16,7 +16,14 @@ import numpy as np
 
 from your_ai.data.batches import Batch
 from your_ai.engine.protocol import Engine
-from your_ai.objectives.objective import Objective, Scores, Targets, Totals, Weighed
+from your_ai.objectives.objective import (
+    Objective,
+    ObjectiveWithBaseline,
+    Scores,
+    Targets,
+    Totals,
+    Weighed,
+)
 
 
 class ScoredTexts(NamedTuple):
@@ -40,13 +47,19 @@ def score(engine: Engine, batch: Batch) -> ScoredTexts:
 
 def weigh(objective: Objective, scored: Sequence[ScoredTexts]) -> Weighed:
     """What the objective says about all targets, in the order of `scored`."""
+    return objective.weigh(*as_targets(scored))
+
+
+def as_targets(scored: Sequence[ScoredTexts]) -> tuple[Scores, Targets]:
+    """All targets, in the order of `scored`, with their log-probabilities."""
     current, texts, weights, *optional = map(joined, zip(*scored, strict=True))
+    texts = np.unique(texts, return_inverse=True)[1]  # without gaps, so below the targets' number
     empty = mx.zeros(len(current), mx.int32)
     targets = Targets(
         empty, empty, mx.array(weights), mx.array(texts.astype(np.int32)),
         *(None if a is None else mx.array(a) for a in optional),
     )  # fmt: skip
-    return objective.weigh(Scores(mx.array(current)), targets)
+    return Scores(mx.array(current)), targets
 
 
 def joined(arrays: Iterable[np.ndarray | None]) -> np.ndarray | None:
@@ -72,3 +85,22 @@ def with_weights(engine: Engine, batches: Sequence[Batch]) -> tuple[list[Batch],
     totals = Totals()
     totals.add(weighed.sums)
     return [batch for batch in found if batch.given.any()] or found[:1], totals
+
+
+def with_baseline(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
+    """The micro-batches with the first texts of all groups, and the baseline of the step.
+
+    batches: with all texts of the step, none with first texts and others. The others are scored.
+    """
+    objective: ObjectiveWithBaseline = engine.objective
+    firsts, scored = [], []
+    for batch in batches:
+        if batch.text_ids[0] % objective.rows_together == 0:
+            firsts.append(batch)
+        else:
+            scored.append(score(engine, batch))
+    baseline = objective.baseline(*as_targets(scored)).item()
+    return [
+        replace(batch, baseline=np.full(len(batch.targets), baseline, np.float32))
+        for batch in firsts
+    ]

@@ -25,6 +25,7 @@ from your_ai.data.rows import (
     Text,
     checked_sha256,
     decode_row,
+    files_of_rows,
     read_lines,
     read_rows,
 )
@@ -175,7 +176,8 @@ def load_rows(
     content = checked_sha256(path, encoder.limit)
     trained = load(path, encoder, config, tokenizer_sha256)
     if not trained.weights.any():
-        raise UserError(f"{path}: every row has weight 0: there is nothing to measure")
+        name = files_of_rows(path, encoder.limit)
+        raise UserError(f"{name}: every row has weight 0: there is nothing to measure")
     of = origins(path, encoder, config, trained)
     kept, row_of = np.unique(of.row_of, return_inverse=True)  # the others have nothing to train
     found = answers = EncodedRows(trained, row_of, of.is_bad)

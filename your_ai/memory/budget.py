@@ -112,7 +112,8 @@ def demand_of(
     """
     config = defaults.sized(defaults.largest(config, facts.blocks), rows=0)
     objective = objective_of(config)
-    scored_first = "scores" in objective.phases  # then the texts of a group are independent
+    # Where texts are scored first, those of a group need not be in one micro-batch.
+    scored_first = bool({"scores", "others"} & {*objective.phases})
     together = 1 if scored_first else objective.rows_together
     lengths, batch_size = tuple(sorted(set(lengths))), config.batch_size * together
     if config.packing:  # count a packed row as several rows of the longest text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from your_ai.config import BETAS
 from your_ai.objectives.pairs import (
     PairLosses,
     PairObjective,
@@ -20,7 +21,7 @@ class DPO(PairObjective):
     With `label_smoothing` e it is -(1 - e) log sigmoid(h) - e log sigmoid(-h) (conservative DPO).
     """
 
-    beta: float = 0.1
+    beta: float = BETAS["dpo"]
     label_smoothing: float = 0.0
 
     def of_pairs(self, pairs: Pairs) -> PairLosses:
@@ -37,7 +38,7 @@ class IPO(PairObjective):
     The means, and not the sums, are what the authors use and what TRL computes.
     """
 
-    beta: float = 0.1
+    beta: float = BETAS["ipo"]
 
     def of_pairs(self, pairs: Pairs) -> PairLosses:
         chosen_tokens, rejected_tokens = pairs.chosen_tokens, pairs.rejected_tokens

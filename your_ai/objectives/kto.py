@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
+from your_ai.config import BETAS
 from your_ai.data.batches import Batch
 from your_ai.objectives.objective import Metrics, Phase, Scores, Targets, Weighed
 from your_ai.objectives.pairs import (
@@ -23,6 +25,39 @@ from your_ai.objectives.pairs import (
 )
 
 
+class Texts(NamedTuple):
+    """Sums over answers; arrays of (P,) float32, 0 for an empty slot."""
+
+    ratios: mx.array
+    """s - ref."""
+    logps: mx.array
+    """s."""
+    tokens: mx.array
+    weights: mx.array
+    """The weight of each row."""
+
+    @staticmethod
+    def of(scores: Scores, targets: Targets) -> Texts:
+        """The texts of the targets, by their index: as many slots as targets."""
+        assert targets.reference is not None
+        real = targets.is_real
+        tokens = real.astype(mx.float32)
+        values = (
+            mx.where(real, scores.current - targets.reference, 0),
+            mx.where(real, scores.current, 0),
+            tokens,
+            tokens * targets.weights,
+        )
+        ratios, logps, tokens, weights = map(targets.sum_by_text, values)
+        return Texts(ratios, logps, tokens, weights / at_least_one(tokens))
+
+
+def mean_ratio(texts: Texts) -> mx.array:
+    """(), the weighted mean of s - ref, at least 0."""
+    mean = (texts.weights * texts.ratios).sum() / mx.maximum(texts.weights.sum(), TINY)
+    return mx.maximum(mean, 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class KTO:
     """w (1 - sigmoid(v)), v = beta * (s - ref - z0) for a good answer, and -v for a bad one.
@@ -32,42 +67,46 @@ class KTO:
     no gradient. w is the weight of good or of bad answers.
     """
 
-    beta: float = 0.1
+    beta: float = BETAS["kto"]
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     sft_weight: float = 0.0
     """Weight of the good answers' mean cross-entropy, which is added to the loss."""
     rows_together: int = 2
     token_local: bool = False
-    phases: tuple[Phase, ...] = ("scores", "gradients")
+    phases: tuple[Phase, ...] = ("others", "gradients")
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
-        """The targets are those of a whole step, or of a whole file."""
-        assert targets.reference is not None
+        """The targets are those of a whole step or file; or first texts, with a baseline."""
         assert targets.good is not None
-        real = targets.is_real
-        ratios = mx.where(real, scores.current - targets.reference, 0)
-        logps = mx.where(real, scores.current, 0)
-        tokens = real.astype(mx.float32)
-        values = (ratios, logps, tokens, tokens * targets.weights, real & targets.good)
-        (ratio, other), (logp, _), (count, _), (weight, _), (good, _) = (
-            by_pair(targets.sum_by_text(value.astype(mx.float32))) for value in values
-        )
-        weight, good = weight / at_least_one(count), good > 0
-        baseline = (weight * other).sum() / mx.maximum(weight.sum(), TINY)
-        baseline = mx.maximum(baseline, 0)
+        texts = Texts.of(scores, targets)
+        good = targets.sum_by_text((targets.is_real & targets.good).astype(mx.float32)) > 0
+        if targets.baseline is not None:
+            loss, slopes, found = self.judge(texts, good, targets.baseline[0])
+            weights = mx.where(targets.is_real, slopes[targets.texts], 0)
+            return Weighed(loss, weights, found)
+        first, others = (Texts(*parts) for parts in zip(*map(by_pair, texts), strict=True))
+        loss, slopes, found = self.judge(first, by_pair(good)[0], mean_ratio(others))
+        return Weighed(loss, to_targets(slopes, mx.zeros_like(slopes), targets), found)
 
+    def baseline(self, scores: Scores, targets: Targets) -> mx.array:
+        """z0; the targets are the second texts of a whole step."""
+        return mean_ratio(Texts.of(scores, targets))
+
+    def judge(
+        self, texts: Texts, good: mx.array, baseline: mx.array
+    ) -> tuple[mx.array, mx.array, Metrics]:
+        """The loss sum of answers, -d loss / d s of each, (P,), and their metrics."""
         side = mx.where(good, 1.0, -1.0)
-        share = mx.sigmoid(side * self.beta * (ratio - baseline))
+        share = mx.sigmoid(side * self.beta * (texts.ratios - baseline))
         strength = mx.where(good, self.desirable_weight, self.undesirable_weight)
         losses = strength * (1 - share)
         slopes = strength * side * self.beta * share * (1 - share)
-        imitated = self.sft_weight * good
-        losses = losses - imitated * logp / at_least_one(count)
-        slopes = slopes + imitated / at_least_one(count)
-        found = metrics(self.beta, ratio, logp, baseline, good, weight > 0)
-        weights = to_targets(weight * slopes, mx.zeros_like(slopes), targets)
-        return Weighed((weight * losses).sum(), weights, found)
+        imitated, tokens = self.sft_weight * good, at_least_one(texts.tokens)
+        losses = losses - imitated * texts.logps / tokens
+        slopes = slopes + imitated / tokens
+        found = metrics(self.beta, texts.ratios, texts.logps, baseline, good, texts.weights > 0)
+        return (texts.weights * losses).sum(), texts.weights * slopes, found
 
     def denominator(self, batches: Sequence[Batch]) -> float:
         """The sum of the weights of all rows."""
@@ -87,19 +126,17 @@ def metrics(
 ) -> Metrics:
     """Means over the good answers (chosen) and over the bad ones (rejected), named as in TRL.
 
-    An answer is judged right if its reward is on its side of the baseline; a tie is half right.
+    Their margin, the difference of both means, is that of a whole step: see `Totals.means`. An
+    answer is judged right if its reward is on its side of the baseline; a tie is half right.
     """
     chosen, rejected = good & there, ~good & there
     counts = (chosen.sum(), rejected.sum())
     rewards = [mx.where(those, beta * ratio, 0).sum() for those in (chosen, rejected)]
-    means = [total / at_least_one(count) for total, count in zip(rewards, counts, strict=True)]
-    both = (counts[0] > 0) & (counts[1] > 0)
     distance = mx.where(good, 1.0, -1.0) * beta * (ratio - baseline)
     right = (distance > TIE) + 0.5 * (mx.abs(distance) <= TIE)
     return {
         "rewards/chosen": (rewards[0], counts[0]),
         "rewards/rejected": (rewards[1], counts[1]),
-        "rewards/margins": (mx.where(both, means[0] - means[1], 0), both),
         "rewards/accuracies": (mx.where(there, right, 0).sum(), there.sum()),
         "logps/chosen": (mx.where(chosen, logp, 0).sum(), counts[0]),
         "logps/rejected": (mx.where(rejected, logp, 0).sum(), counts[1]),

@@ -18,8 +18,9 @@ import mlx.core as mx
 
 from your_ai.data.batches import Batch
 
-# A pass of a step over its texts; scores: log-probabilities without gradients.
-Phase = Literal["scores", "gradients"]
+# A pass of a step over its texts: log-probabilities without gradients, of all texts (scores) or of
+# the texts of each group but the first (others); and gradients, after `others` of the first ones.
+Phase = Literal["scores", "others", "gradients"]
 
 
 class Targets(NamedTuple):
@@ -46,11 +47,17 @@ class Targets(NamedTuple):
     old: mx.array | None = None
     """(S,) float32 log-probabilities when the rollouts were generated; None if the adapters have
     not changed since."""
+    baseline: mx.array | None = None
+    """(S,) float32, in each slot the baseline of the step, if a pass over the other texts of the
+    groups found it. Then these targets are of first texts."""
 
     @staticmethod
     def of(batch: Batch) -> Targets:
         arrays = map(mx.array, (batch.positions, batch.targets, batch.weights, batch.texts))
-        optional = (batch.reference, batch.good, batch.given, batch.advantages, batch.old)
+        optional = (
+            *(batch.reference, batch.good, batch.given),
+            *(batch.advantages, batch.old, batch.baseline),
+        )
         return Targets(*arrays, *(None if a is None else mx.array(a) for a in optional))
 
     def part(self, part: slice) -> Targets:
@@ -109,8 +116,15 @@ class Totals:
             self.metrics[name] = (before[0] + value.item(), before[1] + count.item())
 
     def means(self) -> dict[str, float]:
-        """The mean of each metric, without those whose count is 0."""
-        return {name: value / count for name, (value, count) in self.metrics.items() if count}
+        """The mean of each metric, without those whose count is 0.
+
+        Where chosen and rejected answers are no pairs, the margin is the difference of the means.
+        """
+        found = {name: value / count for name, (value, count) in self.metrics.items() if count}
+        chosen, rejected = found.get("rewards/chosen"), found.get("rewards/rejected")
+        if chosen is not None and rejected is not None:
+            found.setdefault("rewards/margins", chosen - rejected)
+        return found
 
 
 @dataclass(frozen=True)
@@ -143,8 +157,9 @@ class Objective(Protocol):
 
     phases: tuple[Phase, ...]
     """The passes of a step; the memory plan covers the largest. With "scores", the weights depend
-    on the whole step: all its texts are scored first, and weighed together. Without it, that is
-    only done for groups that are too large for a micro-batch."""
+    on the whole step: all its texts are scored first, and weighed together. With "others", they
+    depend on it through one number, `ObjectiveWithBaseline.baseline`. Without both, texts are only
+    scored first for groups that are too large for a micro-batch."""
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
         """Compute the loss and weights. Must be pure and use only MLX operations, because it is
@@ -153,6 +168,13 @@ class Objective(Protocol):
     def denominator(self, batches: Sequence[Batch]) -> float:
         """The number that divides the loss of a step, computed from the whole step before its
         gradients."""
+
+
+class ObjectiveWithBaseline(Objective, Protocol):
+    """An objective whose groups have first texts, which are trained, and others, which are not."""
+
+    def baseline(self, scores: Scores, targets: Targets) -> mx.array:
+        """(), what the other texts of a whole step say to the first ones; has no gradient."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from your_ai.config import BETAS
 from your_ai.objectives.pairs import (
     PairLosses,
     PairObjective,
@@ -17,7 +18,7 @@ from your_ai.objectives.pairs import (
 class SimPO(PairObjective):
     """-log sigmoid(u), u = beta * (a - b) - gamma, with mean log-probabilities; no reference."""
 
-    beta: float = 2.0
+    beta: float = BETAS["simpo"]
     gamma: float = 0.5
     """The margin that is wanted, in the units of u: it is not multiplied by beta."""
     label_smoothing: float = 0.0

@@ -232,6 +232,7 @@ class Samples:
     """As users typed them."""
     answers: list[str]
     expected: list[str]
+    """The answers in the data; empty for one with the label false."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""What --keep-best and --patience compare: the validation loss, or what is measured here.
+"""What --keep-best and --patience compare: the validation loss, the accuracy or margin that a
+validation of preferences finds with it, or what is measured here.
 
     exact_match       the share of the validation rows whose answer greedy decoding would reproduce
     module:function   the mean score of a function of the user's, as in `your_ai eval --metric`
@@ -16,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from your_ai.config import EXACT_MATCH, LOSS, TrainConfig
+from your_ai.config import EXACT_MATCH, LOSS, REWARD_METRICS, TrainConfig
 from your_ai.data.encode import Encoder, SamplePrompt
+from your_ai.data.examples import Examples
+from your_ai.data.rows import RowLimit, files_of_rows
 from your_ai.errors import UserError
 from your_ai.evaluation import dataset_scores
 from your_ai.evaluation.compare import Ready
@@ -61,26 +64,38 @@ class BestMetric:
 def best_metric_of(
     config: TrainConfig, valid: Path, encoder: Encoder, tokenizer_sha256: str
 ) -> BestMetric | None:
-    """Load the validation rows that --best-metric measures; None for the loss.
+    """Load the validation rows that --best-metric measures; None for what a validation finds.
 
     Raises UserError if no row asks for an answer, or for a function that cannot be imported.
     """
     name = config.best_metric
-    if name == LOSS:
+    if name == LOSS or name in REWARD_METRICS:
         return None
     function = None if name == EXACT_MATCH else load_metric(name, "--best-metric")
     rows = load_rows(valid, config, encoder, tokenizer_sha256)
     asking = rows.has_answer if function is None else rows.asks
     if not asking.any():
         raise UserError(
-            f"--best-metric {name}: no row of {valid} asks for an answer; use validation rows with "
-            "prompts, or --best-metric loss"
+            f"--best-metric {name}: no row of {files_of_rows(valid, encoder.limit)} asks for an "
+            "answer; use validation rows with prompts, or --best-metric loss"
         )
     if function is None:
         return BestMetric(name, rows)
     found = rows.read(np.flatnonzero(asking)[:METRIC_ROWS])
     questions = (Question(encoder.prompt_of(row), content, row.where) for _, row, content in found)
     return BestMetric(name, rows, function, tuple(questions))
+
+
+def check_margin(config: TrainConfig, valid: Path, examples: Examples, limit: RowLimit) -> None:
+    """Raise UserError for --best-metric margin if all validation rows have the same label."""
+    labels = examples.labels
+    if config.best_metric != "margin" or labels is None:
+        return
+    if len(set(labels[examples.weights > 0].tolist())) == 1:
+        raise UserError(
+            f"--best-metric margin: the labels of {files_of_rows(valid, limit)} are all the same, "
+            "so there is no margin; use validation rows with both, or --best-metric accuracy"
+        )
 
 
 def measured(best: BestMetric, ready: Ready, stop: Stop) -> float | None:

@@ -89,6 +89,9 @@ def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> int:
     if prepared.rewards is not None:  # completions, whose log-probabilities need not be known
         ones = np.ones_like(batch.weights)
         batch = replace(batch, advantages=ones, old=-ones, reference=-ones)
+    elif "others" in objective.phases:
+        empty = np.zeros(len(batch.targets), np.float32)
+        batch = replace(batch, reference=empty, baseline=empty, good=empty > 0)
     elif "scores" in objective.phases or shape.rows < objective.rows_together:
         batch = replace(batch, given=batch.weights)
     allocator.return_freed_buffers()

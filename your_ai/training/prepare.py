@@ -15,19 +15,10 @@ import numpy as np
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from your_ai.config import (
-    AUTO,
-    EXACT_MATCH,
-    GRPO,
-    LOSS,
-    TrainConfig,
-    defaults,
-    flag,
-    last_step,
-)
+from your_ai.config import AUTO, GRPO, LOSS, TrainConfig, defaults, flag, last_step
 from your_ai.data.batches import Schedule, bucket_edges, few_edges, make_schedule
 from your_ai.data.encode import Encoder, SamplePrompt
-from your_ai.data.examples import Examples, RowCounts, load_examples
+from your_ai.data.examples import Examples, RowCounts, check_weights, load_examples
 from your_ai.data.preferences import parser_of
 from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Row, RowLimit, read_rows
@@ -72,7 +63,7 @@ from your_ai.rewards.names import needs_expected, parse_rewards
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 from your_ai.training import optimizer
-from your_ai.training.best_metric import BestMetric, best_metric_of
+from your_ai.training.best_metric import BestMetric, best_metric_of, check_margin
 
 PROGRESS_EVERY_S = 5.0
 MOST_IMBALANCE = 4 / 3  # between good and bad answers in KTO; the bound that its authors suggest
@@ -436,16 +427,18 @@ def read_data(
         for name, path in splits.items()
         if name != "test" or config.exact_match
     }
+    for name in ("train", "valid"):
+        if name in splits:
+            check_weights(name, splits[name], examples[name], limit)
     best = None
     if "valid" in splits:
+        check_margin(config, splits["valid"], examples["valid"], limit)
         best = best_metric_of(config, splits["valid"], encoder, tokenizer_fingerprint(files))
     longest = max(int(found.lengths.max()) for found in examples.values())
     if config.packing:
         longest = max(longest, config.max_seq_length)
     model.check_positions(network, longest, f"--max-seq-length {config.max_seq_length}")
     allocator.free()  # memory that tokenizing left
-    if not examples["train"].weights.any():
-        raise UserError(f"{splits['train']}: every row has weight 0: there is nothing to train")
     if config.objective == GRPO:
         return prompts_of_run(config, network, splits, limit, examples, samples, tokenizer)
     asked = [*samples, *(best.prompts if best else ())]
@@ -564,7 +557,7 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
     else:
         config = defaults.sized(config, 0)
         longest = config.max_seq_length if seq_len is None else seq_len
-        generates = config.samples or config.best_metric not in (LOSS, EXACT_MATCH)
+        generates = config.samples or ":" in config.best_metric
         answers = longest + ANSWER_TOKENS if generates else 0
         data = RunData({}, [], None, [longest], 0, answers)
         if config.objective == GRPO:

@@ -126,9 +126,7 @@ class RolloutSource:
         found = self.rewarded(prepared.prompts["train"], rows, prompts, sampler, first + 1)
         totals = np.array([np.nan if r.reward is None else r.reward for r in found])
         advantages = advantages_of(totals.reshape(len(rows), -1), config.advantage).reshape(-1)
-        return [
-            replace(r, advantage=float(a)) for r, a in zip(found, advantages, strict=True)
-        ]
+        return [replace(r, advantage=float(a)) for r, a in zip(found, advantages, strict=True)]
 
     def rewarded(
         self,
@@ -344,7 +342,9 @@ def asked_of(questions: PromptRows, row: int) -> dict[str, Any]:
     question = parsed.content
     assert isinstance(question, Question)
     prompt = question.prompt
-    messages = prompt.messages if isinstance(prompt, Chat) else [{"role": "user", "content": prompt}]
+    messages = (
+        prompt.messages if isinstance(prompt, Chat) else [{"role": "user", "content": prompt}]
+    )
     return {
         "prompt": messages[-1]["content"],
         "messages": messages,

@@ -47,6 +47,8 @@ def check_unchanged(folder: RunFolder, prepared: Prepared) -> None:
     for kind, now in prepared.depends_on.items():
         before = saved.depends_on[kind]
         changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
+        if "objective" in changed:
+            changed = ["objective"]  # other settings follow from it
         if changed:
             raise UserError(
                 f"--resume {folder.name}: the {kind} changed since the run began "

@@ -28,7 +28,7 @@ from your_ai.data.batches import Batch
 from your_ai.data.examples import Examples
 from your_ai.engine import prefix
 from your_ai.engine.protocol import Engine
-from your_ai.engine.scoring import with_weights
+from your_ai.engine.scoring import with_baseline, with_weights
 from your_ai.errors import RunError, UserError, explain, is_memory_error
 from your_ai.files import clean
 from your_ai.gates.console import echo_error, echo_traceback
@@ -236,12 +236,14 @@ def train_step(
     config, index = prepared.config, state.step
     governor.before_step()
     engine, schedule = prepared.engine, prepared.schedule
-    scored_first, metrics = False, {}
+    others_first = scored_first = False
+    metrics: dict[str, float] = {}
     if rollouts is not None:
         found = rollouts.of_step(index, governor.rows_at)
         batches, denominator, metrics = found.batches, found.denominator, found.metrics
     else:
-        scored_first = "scores" in engine.objective.phases
+        others_first = "others" in engine.objective.phases
+        scored_first = others_first or "scores" in engine.objective.phases
         scored_first = scored_first or not schedule.has_room_for_groups(index, governor.rows_at)
         batches_of = schedule.split_batches_of if scored_first else schedule.batches_of
         batches = batches_of(index, governor.rows_at)
@@ -253,7 +255,9 @@ def train_step(
 
     seed = derive_seed(config.seed, "dropout", index)
     scale = state.loss_scale / denominator
-    if scored_first:
+    if others_first:
+        sums, grads = accumulate(engine, with_baseline(engine, batches), scale, seed)
+    elif scored_first:
         weighed, sums = with_weights(engine, batches)
         _, grads = accumulate(engine, weighed, scale, seed)
     else:

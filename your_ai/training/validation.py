@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import replace
 
-from your_ai.config import TrainConfig
+from your_ai.config import REWARD_METRICS, TrainConfig
 from your_ai.evaluation import dataset_scores as measures
 from your_ai.evaluation.compare import Ready
 from your_ai.generation import generate
@@ -40,7 +40,8 @@ def validate(
     measured = measures.mean_loss(prepared.engine, prepared.valid, prepared.rows_at, stop)
     if measured is None:
         return replace(state, validation_due=bool(stop))
-    value, metrics = None, dict(measured.metrics)
+    metrics = dict(measured.metrics)
+    value = metrics.get(REWARD_METRICS.get(prepared.config.best_metric, ""))
     if prepared.best_metric is not None:
         ready = Ready(prepared.model, prepared.tokenizer, prepared.engine, prepared.rows_at)
         value = best_metric.measured(prepared.best_metric, ready, stop)
@@ -134,7 +135,7 @@ def show_test_rows(
                 when=when,
                 prompts=[sample.asked for sample in prepared.samples],
                 answers=answers,
-                expected=[sample.expected for sample in prepared.samples],
+                expected=[s.expected if s.is_good else "" for s in prepared.samples],
             )
         )
     if prepared.config.exact_match and prepared.test is not None and rollouts is not None:
