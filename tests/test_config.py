@@ -16,7 +16,7 @@ from your_ai.config import (
     resumed,
     to_yaml,
 )
-from your_ai.config.settings import OBJECTIVES_WITH
+from your_ai.config.names import OBJECTIVES_WITH
 from your_ai.errors import UserError
 from your_ai.files import packaged
 from your_ai.gates.yaml_files import read_yaml

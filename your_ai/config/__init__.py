@@ -1,11 +1,28 @@
 """The settings of a run.
 
-`settings.py` declares them with defaults and checks; `values.py` converts values to their types;
-`reading.py` reads them from YAML, presets and flags; `mlxlm.py` translates files of mlx-lm;
-`defaults.py` chooses those that are automatic.
+`names.py` has values with a meaning; `settings.py` declares the settings; `checks.py` checks them;
+`values.py` converts values to their types; `reading.py` reads them from YAML, presets and flags;
+`mlxlm.py` translates files of mlx-lm; `defaults.py` chooses those that are automatic.
 """
 
 from your_ai.config import defaults
+from your_ai.config.checks import BOUNDS, check, is_used
+from your_ai.config.names import (
+    ALL_LINEAR,
+    AUTO,
+    BETAS,
+    DEMO,
+    DEMO_DATA,
+    EXACT_MATCH,
+    FOLDER,
+    GRPO,
+    LOSS,
+    NONE,
+    OBJECTIVES_WITH,
+    REWARD_METRICS,
+    SFT,
+    flag,
+)
 from your_ai.config.reading import (
     build,
     default_text,
@@ -17,28 +34,11 @@ from your_ai.config.reading import (
 from your_ai.config.settings import (
     ADAPTER_SETTINGS,
     ADDED,
-    ALL_LINEAR,
-    AUTO,
-    BETAS,
-    BOUNDS,
-    DEMO,
-    DEMO_DATA,
-    EXACT_MATCH,
     FIELDS,
-    FOLDER,
-    GRPO,
-    LOSS,
-    NONE,
-    OBJECTIVES_WITH,
     RESUMABLE,
-    REWARD_METRICS,
-    SFT,
     TYPES,
     TrainConfig,
-    check,
-    flag,
     is_due,
-    is_used,
     last_step,
 )
 from your_ai.config.values import coerce, describe

@@ -10,7 +10,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from your_ai.config.settings import AUTO, GRPO, OLD_LAYERS, TrainConfig
+from your_ai.config.names import AUTO, GRPO, OLD_LAYERS
+from your_ai.config.settings import TrainConfig
 from your_ai.gates.text import counted
 
 RANKS = (16, 8, 4)  # the adapters are tried with these ranks, in this order

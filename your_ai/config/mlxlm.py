@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from your_ai.config.settings import FIELDS, FOLDER, NONE, flag, nearest
+from your_ai.config.names import FOLDER, NONE, flag
+from your_ai.config.settings import FIELDS
 from your_ai.config.values import as_number, coerce
 from your_ai.errors import UserError
-from your_ai.gates.text import counted, quoted, shortened, shown
+from your_ai.gates.text import counted, nearest, quoted, shortened, shown
 
 # CONFIG_DEFAULTS of mlx_lm/lora.py; a test compares them.
 DEFAULTS: dict[str, Any] = {

@@ -13,27 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from your_ai.config.checks import check_used, in_effect
 from your_ai.config.mlxlm import is_mlxlm, translated
-from your_ai.config.settings import (
-    ADAPTER_SETTINGS,
-    ADDED,
-    ALL_LINEAR,
-    AUTO,
-    DEMO,
-    FIELDS,
-    PREFERENCE_LEARNING_RATE,
-    RESUMABLE,
-    SFT,
-    TrainConfig,
-    check_used,
-    flag,
-    in_effect,
-    nearest,
-)
+from your_ai.config.names import ALL_LINEAR, AUTO, DEMO, PREFERENCE_LEARNING_RATE, SFT, flag
+from your_ai.config.settings import ADAPTER_SETTINGS, ADDED, FIELDS, RESUMABLE, TrainConfig
 from your_ai.config.values import as_number, coerce
 from your_ai.errors import UserError
 from your_ai.files import packaged
-from your_ai.gates.text import shortened
+from your_ai.gates.text import nearest, shortened
 from your_ai.gates.yaml_files import read_yaml
 
 if TYPE_CHECKING:

@@ -24,7 +24,6 @@ from your_ai.data.rows import (
     Question,
     Row,
     RowLimit,
-    Text,
     decode_row,
     parse_row,
     parse_tools,
@@ -94,7 +93,7 @@ def question_of(content: Any, where: str) -> Question:
     """The question of a row with an answer."""
     if isinstance(content, Pair):
         return Question(content.prompt, content.completion)
-    assert isinstance(content, Chat) and not isinstance(content, Text)
+    assert isinstance(content, Chat)
     answer = content.messages[-1]
     expected = answer["content"] if answer["role"] == "assistant" else None
     return Question(Chat(without_answer(content.messages, where), content.tools), expected)

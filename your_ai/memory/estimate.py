@@ -212,6 +212,7 @@ def estimate(
     order = ("weights", "adapters", "gradients", "optimizer", "optimizer work", "block inputs",
              "activations", "block work", "head chunk", "KV cache", "sampling", "norms",
              "prefix cache")  # fmt: skip
+    order = [name for name in order if generating or name not in ("KV cache", "sampling")]
     components = {name: int((held | phase).get(name, 0)) for name in order}
     beside = {"graphs": graphs, "cache": workload.cache_bytes, "python": workload.python_bytes}
     found = Estimate(components | beside)

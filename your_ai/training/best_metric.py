@@ -33,7 +33,7 @@ METRIC_ROWS = 64  # validation rows that are answered for a function of the user
 
 
 @dataclass(frozen=True)
-class Question:
+class RowToAnswer:
     """A validation row to answer."""
 
     prompt: SamplePrompt
@@ -52,7 +52,7 @@ class BestMetric:
     rows: EvaluationRows
     function: Metric | None = None
     """The user's function; None for exact match."""
-    questions: tuple[Question, ...] = ()
+    questions: tuple[RowToAnswer, ...] = ()
     """The rows to answer for the user's function."""
 
     @property
@@ -82,7 +82,9 @@ def best_metric_of(
     if function is None:
         return BestMetric(name, rows)
     found = rows.read(np.flatnonzero(asking)[:METRIC_ROWS])
-    questions = (Question(encoder.prompt_of(row), content, row.where) for _, row, content in found)
+    questions = (
+        RowToAnswer(encoder.prompt_of(row), content, row.where) for _, row, content in found
+    )
     return BestMetric(name, rows, function, tuple(questions))
 
 

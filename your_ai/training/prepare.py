@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from your_ai.config import AUTO, GRPO, LOSS, TrainConfig, defaults, flag, last_step
-from your_ai.data.batches import Schedule, bucket_edges, few_edges, make_schedule
-from your_ai.data.encode import Encoder, SamplePrompt
-from your_ai.data.examples import Examples, RowCounts, check_weights, load_examples
-from your_ai.data.preferences import parser_of
+from your_ai.config import AUTO, GRPO, TrainConfig, defaults, flag, last_step
+from your_ai.data.batches import Schedule, make_schedule
+from your_ai.data.encode import SamplePrompt
+from your_ai.data.examples import Examples
 from your_ai.data.prompts import PromptRows
-from your_ai.data.rows import Row, RowLimit, read_rows
-from your_ai.data.sources import Splits, find_splits
+from your_ai.data.sources import find_splits
 from your_ai.engine.build import build_engine
 from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.opened import Opened, open_model
@@ -39,13 +35,12 @@ from your_ai.engine.weights import FileTensor
 from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.gates.text import counted
-from your_ai.gates.token_ids import vocabulary_of
-from your_ai.generation.generate import ANSWER_TOKENS, answer_room
+from your_ai.generation.generate import ANSWER_TOKENS
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
-from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
+from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import Budget, PriorPlans, budget_of, row_limit
+from your_ai.memory.budget import Budget, PriorPlans, budget_of
 from your_ai.memory.calibration_file import valid_measurements
 from your_ai.memory.estimate import Plan, graphs_bytes
 from your_ai.memory.plan import Option, choose, rows_of, words, workload_of
@@ -56,14 +51,13 @@ from your_ai.modelfiles.shards import largest_shard, process_bytes_of
 from your_ai.nets import model
 from your_ai.nets.saved_adapter import base_files
 from your_ai.objectives.chosen import objective_of
-from your_ai.rewards.builtin import check_expected
 from your_ai.rewards.chosen import Rewards, load_rewards
 from your_ai.rewards.judge import JudgeSettings
-from your_ai.rewards.names import needs_expected, parse_rewards
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
 from your_ai.training import optimizer
-from your_ai.training.best_metric import BestMetric, best_metric_of, check_margin
+from your_ai.training.best_metric import BestMetric
+from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
 
 PROGRESS_EVERY_S = 5.0
 MOST_IMBALANCE = 4 / 3  # between good and bad answers in KTO; the bound that its authors suggest
@@ -362,140 +356,6 @@ def planned_again(budget: Budget, engine: str, level: int, past: PriorPlans) -> 
     return replace(budget, demand=demand, choice=choice)
 
 
-@dataclass(frozen=True)
-class RunData:
-    """The data of a run, and the sizes that decide its memory."""
-
-    examples: dict[str, Examples]
-    """The tokenized rows of each split."""
-    samples: list[SamplePrompt]
-    """The prompts for sample answers."""
-    best_metric: BestMetric | None
-    """What --best-metric measures; None for the loss."""
-    lengths: list[int]
-    """The sequence length T of every bucket."""
-    tokens: int
-    """Tokens of all texts together."""
-    answer_tokens: int
-    """Tokens of the longest prompt to answer, with its answer; 0 if nothing is generated."""
-    prompts: dict[str, PromptRows] | None = None
-    """The rows of the prompts, by split, of a run that generates completions."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the longest prompt whose completions are generated; 0 if none are."""
-        if self.prompts is None:
-            return 0
-        return max((int(found.lengths.max()) for found in self.examples.values()), default=0)
-
-
-def check_splits(config: TrainConfig) -> Splits:
-    """The files of --data by split. Raises UserError if a required one is missing."""
-    splits = find_splits(config)
-    for wanted in ("samples", "exact_match"):
-        if getattr(config, wanted) and "test" not in splits.files:
-            raise UserError(f"{flag(wanted)}: --data {config.data} has no test.jsonl")
-    if config.best_metric != LOSS and "valid" not in splits.files:
-        raise UserError(
-            f"--best-metric {config.best_metric}: there are no validation rows; give some with "
-            "--valid, or use --best-metric loss"
-        )
-    return splits
-
-
-def read_data(
-    config: TrainConfig,
-    network: nn.Module,
-    tokenizer: Any,
-    files: dict[str, str],
-    write: Callable[[events.Event], None],
-) -> RunData:
-    """The tokenized rows of --data, for `train` and `plan`.
-
-    files: the checksums of the model's files.
-    write: receives events about progress and shortened rows.
-
-    Raises UserError for rows that cannot be trained.
-    """
-    splits = check_splits(config).files
-    limit = row_limit(config.max_row_bytes, config.max_memory, config.force)
-    vocabulary = vocabulary_of(network)
-    encoder = Encoder(tokenizer, config.mask_prompt, vocabulary, limit, config.row_kind)
-    samples = sample_prompts(splits.get("test"), encoder, config.samples)
-    examples = {
-        name: load_split(name, path, config, encoder, files, write)
-        for name, path in splits.items()
-        if name != "test" or config.exact_match
-    }
-    for name in ("train", "valid"):
-        if name in splits:
-            check_weights(name, splits[name], examples[name], limit)
-    best = None
-    if "valid" in splits:
-        check_margin(config, splits["valid"], examples["valid"], limit)
-        best = best_metric_of(config, splits["valid"], encoder, tokenizer_fingerprint(files))
-    longest = max(int(found.lengths.max()) for found in examples.values())
-    if config.packing:
-        longest = max(longest, config.max_seq_length)
-    model.check_positions(network, longest, f"--max-seq-length {config.max_seq_length}")
-    allocator.free()  # memory that tokenizing left
-    if config.objective == GRPO:
-        return prompts_of_run(config, network, splits, limit, examples, samples, tokenizer)
-    asked = [*samples, *(best.prompts if best else ())]
-    scored = [*examples.values(), *([best.rows.answers.examples] if best else [])]
-    return RunData(
-        examples=examples,
-        samples=samples,
-        best_metric=best,
-        lengths=lengths_of(scored),
-        tokens=sum(int((found.lengths - 1).sum()) for found in examples.values()),
-        answer_tokens=max((answer_room(tokenizer, prompt)[1] for prompt in asked), default=0),
-    )
-
-
-def prompts_of_run(
-    config: TrainConfig,
-    network: nn.Module,
-    splits: dict[str, Path],
-    limit: RowLimit,
-    examples: dict[str, Examples],
-    samples: list[SamplePrompt],
-    tokenizer: Any,
-) -> RunData:
-    """The data of a run that generates completions of these prompts.
-
-    Raises UserError for a prompt that is too long, or that lacks what a reward needs.
-    """
-    longest = max(int(found.lengths.max()) for found in examples.values())
-    total = longest + config.max_new_tokens
-    if total > config.max_seq_length:
-        raise UserError(
-            f"--max-seq-length {config.max_seq_length}: the longest prompt has "
-            f"{counted(longest, 'token')}, {total} with --max-new-tokens {config.max_new_tokens}; "
-            "raise it, or lower --max-new-tokens"
-        )
-    model.check_positions(network, total, f"--max-new-tokens {config.max_new_tokens}")
-    prompts = {name: PromptRows(splits[name], limit) for name in examples}
-    names = parse_rewards(config.reward)
-    if needs_expected(names):
-        for found in prompts.values():
-            for index in range(len(found.offsets)):
-                _, row = found.read(index)
-                check_expected(names, row.content.expected, row.where)
-    answers = (answer_room(tokenizer, prompt)[1] for prompt in samples)
-    shortest = min(int(found.lengths.min()) for found in examples.values())
-    edges = few_edges(total - 1)
-    return RunData(
-        examples=examples,
-        samples=samples,
-        best_metric=None,
-        lengths=edges[edges >= shortest].tolist(),
-        tokens=0,
-        answer_tokens=max(answers, default=0),
-        prompts=prompts,
-    )
-
-
 def budget_of_run(
     config: TrainConfig,
     folder: Path,
@@ -565,19 +425,6 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
     return budget_of_run(config, folder, dtype, data, streamable, before_bytes=before_bytes)
 
 
-def rollouts_planned(config: TrainConfig, seq_len: int | None) -> RunData:
-    """The sizes of a run that generates completions, without its data.
-
-    seq_len: tokens of a prompt with its completion; by default --max-seq-length.
-    """
-    total = max(seq_len or config.max_seq_length, config.max_new_tokens + 2)
-    lengths = few_edges(total - 1).tolist()
-    prompt = np.array([0, total - config.max_new_tokens])
-    empty = np.zeros(0)
-    one = Examples(empty, empty, prompt, np.ones(1, np.float32), RowCounts())
-    return RunData({"train": one}, [], None, lengths[-1:], 0, 0, prompts={})
-
-
 def quantized(bits: int, base: Path, config: TrainConfig, log: events.EventLog) -> Path:
     """Make the quantized copy of the model, reporting progress; return its folder."""
     written_at = time.monotonic()
@@ -591,11 +438,6 @@ def quantized(bits: int, base: Path, config: TrainConfig, log: events.EventLog) 
         planned_budget(config, base)  # if memory is too small, this names the limit for all of it
         raise
     return place_of_copy(base, bits)
-
-
-def lengths_of(examples: Iterable[Examples]) -> list[int]:
-    """The sequence length T of every bucket of all examples."""
-    return sorted({int(t) for found in examples for t in bucket_edges(found.lengths - 1)})
 
 
 def asked_of_memory(config: TrainConfig) -> str:
@@ -639,59 +481,3 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
         )
     )
     return choice.option
-
-
-def load_split(
-    name: str,
-    path: Path,
-    config: TrainConfig,
-    encoder: Encoder,
-    files: dict[str, str],
-    write: Callable[[events.Event], None],
-) -> Examples:
-    """The examples of one file; writes one notice if rows were shortened.
-
-    Test rows are always masked, because an exact match compares only the answer.
-    """
-
-    def with_progress(rows: Iterator[Row]) -> Iterator[Row]:
-        text = f"reading {path.name}"
-        write(events.Stage(text=text))
-        written_at = time.monotonic()
-        for count, row in enumerate(rows):
-            if time.monotonic() - written_at > PROGRESS_EVERY_S:
-                write(events.Stage(text=f"{text}: {counted(count, 'row')}"))
-                written_at = time.monotonic()
-            yield row
-
-    examples = load_examples(
-        path,
-        replace(encoder, mask_prompt=config.mask_prompt or name == "test"),
-        tokenizer_fingerprint(files),
-        config.max_seq_length,
-        config.too_long,
-        store() / "cache",
-        with_progress,
-    )
-    tally = examples.tally
-    if tally.truncated or tally.split:
-        count = tally.truncated + tally.split
-        verb = "was" if count == 1 else "were"
-        done = f"{verb} truncated" if tally.truncated else f"{verb} split"
-        text = (
-            f"{path.name}: {count:,} of {counted(tally.rows, 'row')} {verb} longer than "
-            f"--max-seq-length {config.max_seq_length} and {done}"
-        )
-        if tally.dropped:
-            text += f"; {counted(tally.dropped, 'piece')} with nothing left to train: dropped"
-        write(events.Notice(text=text))
-    return examples
-
-
-def sample_prompts(path: Path | None, encoder: Encoder, count: int) -> list[SamplePrompt]:
-    """Prompts from the first `count` test rows that have one."""
-    if path is None or count == 0:
-        return []
-    rows = read_rows(path, encoder.limit, parser_of(encoder.kind))
-    prompts = map(encoder.prompt_of, rows)
-    return list(islice((p for p in prompts if p is not None), count))

@@ -1,0 +1,277 @@
+"""What the values of settings may be."""
+
+from __future__ import annotations
+
+import typing
+from functools import cache
+from typing import Any
+
+from your_ai.config.names import (
+    ALL_LINEAR,
+    BETAS,
+    EXACT_MATCH,
+    GRPO,
+    LOSS,
+    OBJECTIVES_WITH,
+    REWARD_METRICS,
+    SFT,
+    flag,
+)
+from your_ai.errors import UserError
+from your_ai.gates.text import counted, nearest, quoted, shortened
+
+TrainConfig = Any  # its module calls `check`
+
+TEXT_CHARACTERS, NAMES = 4096, 1000  # limits of a text, and of a list of names
+
+LARGEST = 1_000_000_000  # no setting needs a larger value
+
+
+BOUNDS = {
+    "max_steps": (1, LARGEST),
+    "epochs": (1, 1_000_000),
+    "batch_size": (1, 65_536),
+    "grad_accumulation": (1, 65_536),
+    "max_seq_length": (2, 1 << 24),
+    "max_row_bytes": (1, 1 << 32),
+    "lora_rank": (1, 65_536),
+    "loraplus_ratio": (1, 1_000_000),
+    "neftune_alpha": (0, 1_000_000),
+    "warmup_steps": (0, LARGEST),
+    "weight_decay": (0, LARGEST),
+    "max_grad_norm": (0, LARGEST),
+    "seed": (0, (1 << 64) - 1),
+    "eval_every": (0, LARGEST),
+    "save_every": (0, LARGEST),
+    "keep": (1, 1_000_000),
+    "simpo_gamma": (0, LARGEST),
+    "orpo_lambda": (0, LARGEST),
+    "kto_desirable_weight": (0, LARGEST),
+    "kto_undesirable_weight": (0, LARGEST),
+    "sft_weight": (0, LARGEST),
+    "rollouts": (2, 4096),
+    "prompts_per_step": (1, 65_536),
+    "max_new_tokens": (1, 1 << 24),
+    "temperature": (0.01, 100),
+    "top_k": (0, LARGEST),
+    "updates_per_batch": (1, 1000),
+    "clip_low": (0, 1),
+    "clip_high": (0, LARGEST),
+    "kl_beta": (0, LARGEST),
+    "judge_concurrency": (1, 256),
+    "judge_max_calls": (0, LARGEST),
+    "patience": (0, LARGEST),
+    "samples": (0, 1_000_000),
+    "reload_interval": (0, LARGEST),
+    "clear_cache_every": (0, LARGEST),
+    "leak_warmup": (0, LARGEST),
+}
+
+
+# Settings that do not fit completions which the run samples itself, with the only value allowed.
+NOT_WITH_ROLLOUTS: dict[str, tuple[Any, str]] = {
+    "prefix_cache": ("off", "completions are new in every step, so nothing could be reused"),
+    "packing": (False, "completions of a step are batched by length"),
+    "grad_accumulation": (1, "use --prompts-per-step"),
+    "too_long": ("error", "prompts are not shortened; leave long ones out"),
+    "best_metric": ("loss", "the best validation is the one with the highest reward"),
+}
+
+
+LEAST_BETA = 1e-6
+
+
+@cache
+def types_of(kind: type) -> dict[str, Any]:
+    """The types of the fields of a dataclass."""
+    return typing.get_type_hints(kind)
+
+
+def check(config: TrainConfig) -> None:
+    """Raise UserError for a value out of range or a contradiction."""
+    for name, (least, most) in BOUNDS.items():
+        value = getattr(config, name)
+        if isinstance(value, int | float) and not least <= value <= most:  # also true for NaN
+            bound = f"at most {most:,}" if value > most else f"at least {least}"
+            raise UserError(f"{flag(name)} {quoted(value)}: must be {bound}")
+    for name in ("learning_rate", "lora_alpha", "max_memory", "leak_threshold_mb"):
+        value = getattr(config, name)
+        if value is not None and not 0 < value <= LARGEST:
+            raise UserError(f"{flag(name)} {value}: must be a number above 0, up to {LARGEST:,}")
+    for name, kind in types_of(type(config)).items():
+        value = getattr(config, name)
+        if kind in (str, tuple[str, ...]):
+            check_texts(name, (value,) if kind is str else value)
+    if not 0 < config.reload_at <= 1:
+        raise UserError(f"--reload-at {config.reload_at}: must be above 0 and at most 1")
+    if not 0 < config.layerwise_lr_decay <= 1:
+        decay = config.layerwise_lr_decay
+        raise UserError(f"--layerwise-lr-decay {decay}: must be above 0 and at most 1")
+    if not 0 <= config.lora_dropout < 1:
+        raise UserError(f"--lora-dropout {config.lora_dropout}: must be at least 0 and under 1")
+    if isinstance(config.lora_layers, int) and not 1 <= config.lora_layers <= LARGEST:
+        number = quoted(config.lora_layers)
+        raise UserError(f"--lora-layers {number}: must be at least 1, or all for every block")
+    if not config.lora_targets:
+        raise UserError("--lora-targets: is empty; try q_proj or all-linear")
+    if ALL_LINEAR in config.lora_targets and len(config.lora_targets) > 1:
+        raise UserError("--lora-targets: all-linear includes every other name; give it alone")
+    if config.optimizer == "adam" and config.weight_decay:
+        raise UserError("--weight-decay: --optimizer adam does not support it; use adamw")
+    check_objective(config)
+    check_adam(config)
+    check_schedule(config)
+    if config.prefix_cache_folder and config.prefix_cache != "disk":
+        raise UserError("--prefix-cache-folder: is only used with --prefix-cache disk")
+    check_best_metric(config)
+    if config.neftune_alpha and config.prefix_cache != "off":
+        raise UserError(
+            "--neftune-alpha: the noise changes in each step, so nothing can be cached; use "
+            "--prefix-cache off"
+        )
+    if config.spill and config.plan == "fused":
+        raise UserError("--spill: --plan fused has no block inputs to offload; use --plan staged")
+
+
+def check_best_metric(config: TrainConfig) -> None:
+    """Raise UserError for a metric that does not exist, or not with the objective."""
+    name, found = config.best_metric, quoted(config.best_metric)
+    known = (LOSS, EXACT_MATCH, *REWARD_METRICS)
+    if name not in known and ":" not in name:
+        raise UserError(
+            f"--best-metric {found}: must be loss, exact_match or module:function, or for pairs "
+            f"and labels accuracy or margin{nearest(name, known)}"
+        )
+    if config.row_kind == "answers" and name in REWARD_METRICS:
+        raise UserError(
+            f"--best-metric {name}: --objective {config.objective} compares no answers; use loss, "
+            "exact_match or module:function"
+        )
+    if config.row_kind != "answers" and name not in (LOSS, *REWARD_METRICS):
+        raise UserError(
+            f"--best-metric {found}: not supported with --objective {config.objective}; use loss, "
+            "accuracy or margin"
+        )
+
+
+def check_adam(config: TrainConfig) -> None:
+    for name in ("adam_beta1", "adam_beta2"):
+        value = getattr(config, name)
+        if not 0 <= value < 1:
+            raise UserError(f"{flag(name)} {value}: must be at least 0 and under 1")
+    if not 0 < config.adam_epsilon <= 1:
+        raise UserError(f"--adam-epsilon {config.adam_epsilon}: must be above 0 and at most 1")
+    for name in ("adam_beta1", "adam_beta2", "adam_epsilon", "adam_bias_correction"):
+        if config.optimizer not in ("adam", "adamw") and not has_default(config, name):
+            raise UserError(f"{flag(name)}: --optimizer {config.optimizer} does not use it")
+
+
+def check_schedule(config: TrainConfig) -> None:
+    """Raise UserError for a learning rate out of range, or that the schedule does not use."""
+    for name in ("lr_end", "warmup_init"):
+        value = getattr(config, name)
+        if value is not None and not 0 <= value <= LARGEST:
+            raise UserError(f"{flag(name)} {value}: must be at least 0, up to {LARGEST:,}")
+    if not 0 < config.lr_decay_rate <= 1:
+        raise UserError(f"--lr-decay-rate {config.lr_decay_rate}: must be above 0 and at most 1")
+    if config.lr_decay_steps is not None and not 1 <= config.lr_decay_steps <= LARGEST:
+        number = quoted(config.lr_decay_steps)
+        raise UserError(f"--lr-decay-steps {number}: must be from 1 to {LARGEST:,}")
+    users = {
+        "lr_end": ("linear", "cosine"),
+        "lr_decay_steps": ("linear", "cosine", "exponential", "step"),
+        "lr_decay_rate": ("exponential", "step"),
+    }
+    for name, schedules in users.items():
+        if config.lr_schedule not in schedules and not has_default(config, name):
+            raise UserError(
+                f"{flag(name)}: --lr-schedule {config.lr_schedule} does not use it; choose "
+                f"{' or '.join(schedules)}"
+            )
+    if config.warmup_init is not None and not config.warmup_steps:
+        raise UserError("--warmup-init: there is no warm-up; give --warmup-steps")
+
+
+def has_default(config: TrainConfig, name: str) -> bool:
+    return getattr(config, name) == config.__dataclass_fields__[name].default
+
+
+def in_effect(config: TrainConfig, name: str) -> Any:
+    """The value that a run uses for a setting: its objective may have a default of its own."""
+    value = getattr(config, name)
+    return BETAS.get(config.objective) if name == "beta" and value is None else value
+
+
+def is_used(name: str, objective: str) -> bool:
+    """Whether an objective uses a setting."""
+    return objective in OBJECTIVES_WITH.get(name, (objective,))
+
+
+def check_used(names: typing.Iterable[str], objective: str) -> None:
+    """Raise UserError if one of the settings is only for other objectives."""
+    for name in names:
+        if not is_used(name, objective):
+            raise UserError(
+                f"{flag(name)}: --objective {objective} does not use it; it is for "
+                f"{', '.join(OBJECTIVES_WITH[name])}"
+            )
+
+
+def check_objective(config: TrainConfig) -> None:
+    """Raise UserError for settings of another objective, or out of range."""
+    check_used((n for n in OBJECTIVES_WITH if not has_default(config, n)), config.objective)
+    if config.beta is not None and not LEAST_BETA <= config.beta <= LARGEST:
+        raise UserError(f"--beta {config.beta}: must be from {LEAST_BETA} to {LARGEST:,}")
+    both = config.kto_desirable_weight + config.kto_undesirable_weight
+    if config.objective == "kto" and not both:
+        raise UserError("--kto-desirable-weight and --kto-undesirable-weight: one must be above 0")
+    if not 0 <= config.label_smoothing < 0.5:
+        raise UserError(
+            f"--label-smoothing {config.label_smoothing}: must be at least 0 and under 0.5"
+        )
+    if config.objective == SFT:
+        return
+    if config.objective == GRPO:
+        check_rollouts(config)
+    elif config.too_long == "split":
+        raise UserError(
+            f"--too-long split: --objective {config.objective} compares whole answers; use truncate"
+        )
+    if not config.mask_prompt:
+        raise UserError(f"--no-mask-prompt: not supported with --objective {config.objective}")
+    if config.exact_match and config.objective != GRPO:
+        raise UserError(f"--exact-match: not supported with --objective {config.objective}")
+    for name in ("lora_dropout", "neftune_alpha"):
+        if getattr(config, name):
+            raise UserError(
+                f"{flag(name)}: not supported with --objective {config.objective}, which compares "
+                "log-probabilities that the noise would change"
+            )
+
+
+def check_rollouts(config: TrainConfig) -> None:
+    """Raise UserError for settings that do not fit completions sampled by the run itself."""
+    for name, (value, reason) in NOT_WITH_ROLLOUTS.items():
+        if getattr(config, name) != value:
+            raise UserError(f"{flag(name)}: not supported with --objective grpo: {reason}")
+    if not 0 < config.top_p <= 1:
+        raise UserError(f"--top-p {config.top_p}: must be above 0 and at most 1")
+    judges = any(text.partition("=")[0].strip() == "judge" for text in config.reward)
+    if judges and not config.judge_model:
+        raise UserError("--reward judge: --judge-model is missing; name the model that judges")
+    given = ("judge_model", "judge_url", "judge_rubric")
+    if not judges and (unused := [n for n in given if not has_default(config, n)]):
+        raise UserError(f"{flag(unused[0])}: only works with --reward judge")
+
+
+def check_texts(name: str, texts: tuple[str, ...]) -> None:
+    if len(texts) > NAMES:
+        count = counted(len(texts), "name")
+        raise UserError(f"{flag(name)}: {count}; at most {NAMES:,} are allowed")
+    for text in texts:
+        if len(text) > TEXT_CHARACTERS:
+            raise UserError(
+                f"{flag(name)} {shortened(text)}: is longer than {TEXT_CHARACTERS:,} characters"
+            )
+        if not text.isprintable():
+            raise UserError(f"{flag(name)} {quoted(text)}: contains control characters")
