@@ -15,11 +15,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.config import nearest
+from your_ai.config import DEMO, nearest
 from your_ai.errors import UserError
 from your_ai.export import peft_config
 from your_ai.export.names import block_of, check_names, name_in_block
 from your_ai.export.peft import ADAPTER_MODEL, PREFIX, SUFFIXES
+from your_ai.files import packaged
 from your_ai.gates.text import shortened, shown
 from your_ai.gates.untrusted import read_header, read_json
 from your_ai.hub.find import Missing, find_model, is_local
@@ -81,6 +82,8 @@ def find_adapter(name: str, label: str) -> AdapterFiles:
         if os.path.isfile(run.config):
             chosen, _ = choose_adapter(run, by_folder=True)
             return dataclasses.replace(files_in(chosen), base=run.read_config().model, run=run)
+    if name == DEMO:
+        return files_in(packaged("models", "demo", "start"))
     if os.path.isfile(path):
         return files_in(path.parent, path)
     if os.path.isdir(path):

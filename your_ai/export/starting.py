@@ -13,12 +13,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from your_ai.config import TrainConfig, flag
+from your_ai.config import DEMO, TrainConfig, flag
 from your_ai.errors import UserError
 from your_ai.export import adapter_files
 from your_ai.export.adapter_files import AdapterFiles
 from your_ai.export.names import block_of, name_in_block
 from your_ai.export.untrained_run import creating_with_arrays
+from your_ai.files import packaged
 from your_ai.gates.text import shortened, shown
 from your_ai.hub.find import find_model
 from your_ai.memory import allocator
@@ -62,6 +63,8 @@ def lasting_name(source: str, files: AdapterFiles) -> str:
     """The source so that it means the same in any folder, except for runs in `runs`."""
     if files.run is not None and files.run.path.parent == RUNS:
         return files.run.name
+    if files.folder == packaged("models", "demo", "start"):
+        return DEMO
     return os.path.realpath(os.path.expanduser(source))
 
 
