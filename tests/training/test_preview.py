@@ -30,6 +30,7 @@ PLAN = {
     "rank",
     "blocks",
     "components",
+    "phases",
     "mlx_peak_bytes",
     "process_peak_bytes",
     "needed_bytes",

@@ -219,7 +219,7 @@ def estimate(
     if not generating:
         return found
     rest = sum(held.values()) + sum(beside.values())
-    peaks = {name: rest + int(sum(each.values())) for name, each in of_phase.items() if each}
+    peaks = {name: rest + sum(map(int, each.values())) for name, each in of_phase.items() if each}
     return Estimate(found.components, peaks)
 
 

@@ -26,6 +26,7 @@ def described(budget: Budget, option: Option) -> dict[str, Any]:
         "rank": demand.training.rank,
         "blocks": demand.training.blocks,
         "components": option.estimate.components,
+        "phases": option.estimate.phases,
         "mlx_peak_bytes": option.estimate.mlx_bytes,
         "process_peak_bytes": option.estimate.process_bytes,
         "needed_bytes": option.needed_bytes,
@@ -53,10 +54,16 @@ def table(budget: Budget) -> RenderableType:
     parts = Table(box=None, pad_edge=False)
     parts.add_column("")
     parts.add_column("MB", justify="right")
+    parts.add_column("")
     for name, size in choice.option.estimate.components.items():
         if size:
             parts.add_row(name, f"{size / 1e6:,.0f}")
+    phases = choice.option.estimate.phases
+    if phases:
+        parts.add_row("reference", "0", "the same weights, with the first adapters")
     parts.add_row("estimated peak", f"{choice.option.estimate.process_bytes / 1e6:,.0f}")
+    for phase, size in phases.items():
+        parts.add_row(f"  of phase {phase}", f"{size / 1e6:,.0f}")
     beside = Table(box=None, pad_edge=False)
     for header in ("", "plan", "needs", "step cost"):
         beside.add_column(header, justify="left" if header in ("", "plan") else "right")

@@ -1,0 +1,240 @@
+"""Runs that train on rewards."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.conftest import call, events_of, losses_of, resume, train, write_rows
+from your_ai.errors import UserError
+from your_ai.generation import rollouts as generation
+from your_ai.run import events
+from your_ai.run.checkpoint import ADAPTERS
+from your_ai.run.rollout_files import read_rollouts, rollout_file, rollout_steps
+from your_ai.training import rollouts
+from your_ai.training import train as training
+
+
+class Killed(BaseException):
+    """Ends a run at once, like kill -9."""
+
+
+@pytest.fixture
+def rewarded(configure, own_folder):
+    """A function that makes the config of a short run on rewards, with changed settings."""
+    asked = ["Ask", "Ask please", "Ask for more, please", "What is it?"]
+    rows = [{"prompt": text, "answer": str(i), "wanted": "e"} for i, text in enumerate(asked)]
+    data = write_rows(own_folder / "prompts.jsonl", rows)
+
+    def make(**settings: Any):
+        first = {
+            "data": str(data),
+            "valid": "none",
+            "objective": "grpo",
+            "reward": ["length:3"],
+            "rollouts": 3,
+            "prompts_per_step": 2,
+            "max_new_tokens": 6,
+            "max_steps": 3,
+        }
+        return configure(**{**first, **settings})
+
+    return make
+
+
+def adapter_of(run) -> bytes:
+    return (run.adapter / ADAPTERS).read_bytes()
+
+
+def test_rollouts_are_written_with_their_rewards(rewarded):
+    run = train(rewarded())
+    assert rollout_steps(run.path) == [1, 2, 3]
+    records = read_rollouts(rollout_file(run.path, 1))
+    assert [(r.row, r.sample) for r in records][:4] == [(records[0].row, s) for s in range(3)] + [
+        (records[3].row, 0)
+    ]
+    assert all(len(r.tokens) == 6 or r.stopped for r in records)
+    assert all(r.rewards == {"length:3": r.reward} for r in records)
+    steps = events_of(run, events.Step)
+    assert [step.metrics["reward"] for step in steps] == pytest.approx(
+        [
+            sum(r.reward for r in found) / len(found)
+            for found in (read_rollouts(rollout_file(run.path, s)) for s in (1, 2, 3))
+        ]
+    )
+    assert all("seconds/generate" in step.metrics for step in steps)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"updates_per_batch": 2, "kl_beta": 0.1}, {"importance": "sequence", "kl_beta": 0.1}],
+    ids=["new", "repeated", "sequence"],
+)
+@pytest.mark.parametrize("phase", ["generate", "reward", "score", "update"])
+def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(
+    rewarded, monkeypatch, phase, settings
+):
+    if phase == "score" and not settings:
+        pytest.skip("nothing is scored before the update")
+    whole = train(rewarded(run="whole", save_every=1, **settings))
+    owner, name = {
+        "generate": (generation, "run_wave"),
+        "reward": (rollouts, "asked_of"),
+        "score": (rollouts, "computed"),
+        "update": (training, "accumulate"),
+    }[phase]
+    genuine, calls = getattr(owner, name), []
+
+    def once(*args, **kwargs):
+        calls.append(phase)
+        if len(calls) == 2:
+            raise Killed
+        return genuine(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, once)
+    with pytest.raises(Killed):
+        train(rewarded(run="killed", save_every=1, **settings))
+    monkeypatch.setattr(owner, name, genuine)
+    from your_ai.run.folder import find
+
+    killed = find("killed")
+    assert resume(killed) == 0
+    assert adapter_of(killed) == adapter_of(whole)
+
+
+def test_every_plan_samples_and_learns_the_same(rewarded):
+    plans = ("fused", "staged", "streamed")
+    runs = [train(rewarded(run=plan, plan=plan, kl_beta=0.05)) for plan in plans]
+    found = [read_rollouts(rollout_file(run.path, 3)) for run in runs]
+    assert [[r.tokens for r in each] for each in found[1:]] == [[r.tokens for r in found[0]]] * 2
+    first, *others = (list(losses_of(run).values()) for run in runs)
+    for losses in others:
+        assert losses == pytest.approx(first, rel=1e-5, abs=1e-6)
+
+
+def test_a_smaller_limit_makes_smaller_waves_and_changes_no_token(rewarded, monkeypatch):
+    whole = train(rewarded(run="whole"))
+    found = []
+    genuine = generation.run_wave
+
+    def counted(model, cache, wave, *rest):
+        found.append(len(wave))
+        return genuine(model, cache, wave, *rest)
+
+    monkeypatch.setattr(generation, "run_wave", counted)
+    monkeypatch.setattr("your_ai.memory.plan.waves_of", lambda demand: [[2]])
+    small = train(rewarded(run="small"))
+    assert set(found) == {2}
+    assert adapter_of(small) == adapter_of(whole)
+
+
+def test_a_planted_reward_is_learned(rewarded, own_folder):
+    """The reward prefers completions that end early; a random model ends rarely."""
+    (own_folder / "planted.py").write_text(
+        "def low(prompts, completions, **_):\n"
+        "    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]\n"
+    )
+    run = train(
+        rewarded(
+            reward=["planted:low"], max_steps=25, rollouts=8, learning_rate=3e-2, max_new_tokens=8,
+            lora_targets=["all-linear"], lora_layers="all", lora_rank=8,
+        )
+    )  # fmt: skip
+    means = [step.metrics["reward"] for step in events_of(run, events.Step)]
+    assert sum(means[-5:]) / 5 > sum(means[:3]) / 3 + 0.3
+
+
+def test_a_validation_measures_the_reward_of_the_most_likely_completions(rewarded, own_folder):
+    valid = write_rows(own_folder / "valid.jsonl", [{"prompt": "Ask"}, {"prompt": "Ask me"}])
+    run = train(rewarded(valid=str(valid), eval_every=1))
+    found = events_of(run, events.Validation)
+    assert [event.step for event in found] == [1, 2, 3]
+    assert all(event.metrics["reward"] == -event.loss for event in found)
+
+
+def test_missing_rewards_are_left_out(rewarded, own_folder):
+    (own_folder / "partial.py").write_text(
+        "def some(completions, **_):\n"
+        "    return [None if i == 0 else float(i) for i, _ in enumerate(completions)]\n"
+    )
+    run = train(rewarded(reward=["partial:some"], max_steps=1))
+    records = read_rollouts(rollout_file(run.path, 1))
+    assert [r.reward for r in records[:3]] == [None, 1.0, 2.0]
+    assert [r.advantage for r in records[:3]] == pytest.approx([0, -0.7070, 0.7070], abs=1e-3)
+    (step,) = events_of(run, events.Step)
+    assert step.metrics["reward"] == 1.5
+    assert step.metrics["rewards/missing"] == 2
+
+
+def test_rollouts_that_a_step_needs_again_must_be_there(rewarded):
+    run = train(rewarded(updates_per_batch=2, max_steps=3))
+    rollout_file(run.path, 3).unlink()
+    with pytest.raises(UserError, match=r"step-000003.*missing or damaged.*step 4"):
+        resume(run, max_steps=4)
+
+
+def refused(capsys, *arguments: object) -> str:
+    assert call("train", "--no-supervise", *arguments) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1, error
+    return error[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, "--reward is missing"),
+        ({"reward": "exact_mach"}, "did you mean exact_match"),
+        ({"reward": "exact_match", "rollouts": 1}, "--rollouts 1: must be at least 2"),
+        ({"reward": "judge"}, "--judge-model is missing"),
+        ({"reward": "exact_match", "packing": True}, "--packing"),
+        ({"reward": "exact_match"}, "prompts.jsonl:2"),
+        ({"reward": "broken:nan"}, "nan"),
+        ({"reward": "length:3", "max_new_tokens": 4000}, "--max-new-tokens 4000"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, tiny_model, own_folder, settings, wanted):
+    write_rows(own_folder / "prompts.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": "c"}])
+    (own_folder / "broken.py").write_text(
+        "def nan(completions, **_):\n    return [float('nan') for _ in completions]\n"
+    )
+    write_rows(own_folder / "plain.jsonl", [{"prompt": "a"}])
+    flags = []
+    for name, value in {"rollouts": 2, "max_new_tokens": 4, "max_steps": 1, **settings}.items():
+        flag = "--" + name.replace("_", "-")
+        flags += [flag] if value is True else [flag, value]
+    error = refused(
+        capsys, "--model", tiny_model, "--data", "prompts.jsonl", "--valid", "none",
+        "--objective", "grpo", *flags,
+    )  # fmt: skip
+    assert wanted.lower() in error.lower()
+
+
+def test_rows_without_prompts_are_refused_with_their_place(capsys, tiny_model, own_folder):
+    write_rows(own_folder / "prompts.jsonl", [{"prompt": "a"}, {"text": "b"}])
+    error = refused(
+        capsys, "--model", tiny_model, "--data", "prompts.jsonl", "--valid", "none",
+        "--objective", "grpo", "--reward", "length:3",
+    )  # fmt: skip
+    assert "prompts.jsonl:2" in error
+    assert "has no prompt" in error
+
+
+def test_a_function_that_raises_stops_the_run_after_three_calls(rewarded, own_folder):
+    (own_folder / "raising.py").write_text("def f(**_):\n    raise ValueError('no')\n")
+    with pytest.raises(UserError, match=r"raising:f: step \d+: .*prompts.jsonl.*ValueError: no"):
+        train(rewarded(reward=["raising:f"]))
+
+
+def test_the_plan_shows_the_peak_of_each_phase(capsys, tiny_model, own_folder):
+    write_rows(own_folder / "prompts.jsonl", [{"prompt": "a"}])
+    assert (
+        call("plan", "--model", tiny_model, "--data", "prompts.jsonl", "--valid", "none",
+             "--objective", "grpo", "--reward", "length:3", "--kl-beta", "0.1", "--json") == 0
+    )  # fmt: skip
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["phases"]) == {"generate", "score", "update"}
+    assert max(found["phases"].values()) <= found["process_peak_bytes"]
+    assert found["components"]["KV cache"] >= 0
