@@ -131,7 +131,7 @@ def test_the_loss_of_a_step_is_normalized_as_in_the_paper(normalization, counts)
     ratio = np.exp(scores - old)
     advantage = np.array(ADVANTAGES)[TEXTS]
     losses = -np.minimum(ratio * advantage, ratio.clip(0.8, 1.2) * advantage)
-    sums = [losses[TEXTS == text].sum() for text in range(3) if used[text]]
+    sums = [losses[text == TEXTS].sum() for text in range(3) if used[text]]
     lengths = [length for length, each in zip(LENGTHS, used, strict=True) if each]
     expected = {
         "dapo": sum(sums) / sum(lengths),
