@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -33,7 +32,7 @@ from your_ai.rng import derive_seed
 
 KINDS = [("llama", 4), ("llama", None), ("qwen2", 4), ("gemma2", 4), ("gemma3_text", None),
          ("gemma3_text", 4), ("qwen3_moe", 4)]  # fmt: skip
-NEW = 12  # tokens of a completion
+NEW = 9  # tokens of a completion
 SAMPLED = sampler_of(1.0)
 
 
@@ -48,6 +47,12 @@ def network_of(tmp_path_factory) -> Any:
     return make
 
 
+@pytest.fixture(scope="module")
+def alone_of(network_of) -> Any:
+    """(architecture, bits) -> the completions of PROMPTS, generated one by one."""
+    return cache(lambda *kind: tokens_of(network_of(*kind), rows_at_once=1))
+
+
 def opened(
     path: Path, architecture: str = "llama", bits: int | None = 4
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -59,7 +64,7 @@ def opened(
     return found.network, found.tensors
 
 
-def prompts_of(lengths: Sequence[int], group: int = 3) -> list[RolloutPrompt]:
+def prompts_of(lengths: Sequence[int], group: int = 2) -> list[RolloutPrompt]:
     rng = np.random.default_rng(0)
     return [
         RolloutPrompt(
@@ -98,26 +103,23 @@ def differing(first: dict, second: dict) -> float:
 
 
 @pytest.mark.parametrize(("architecture", "bits"), KINDS)
-def test_tokens_do_not_depend_on_the_wave(network_of, architecture, bits):
-    network = network_of(architecture, bits)
-    alone = tokens_of(network, rows_at_once=1)
+def test_tokens_do_not_depend_on_the_wave(network_of, alone_of, architecture, bits):
+    network, alone = network_of(architecture, bits), alone_of(architecture, bits)
     assert len({completion.tokens for completion in alone.values()}) == len(alone)
     for rows_at_once in (3, 5, 100):
         assert differing(alone, tokens_of(network, rows_at_once=rows_at_once)) < 1e-4
 
 
 @pytest.mark.parametrize(("architecture", "bits"), KINDS)
-def test_tokens_do_not_depend_on_the_other_rows(network_of, architecture, bits):
+def test_tokens_do_not_depend_on_the_other_rows(network_of, alone_of, architecture, bits):
     """Neither on their order, nor on the rows that end early."""
-    network = network_of(architecture, bits)
-    alone = tokens_of(network, rows_at_once=1)
+    network, alone = network_of(architecture, bits), alone_of(architecture, bits)
     last = len(PROMPTS) - 1
     turned = tokens_of(network, PROMPTS[::-1], rows_at_once=6)
     assert differing(alone, {(last - p, s): c for (p, s), c in turned.items()}) < 1e-4
-    counts = Counter(token for completion in alone.values() for token in completion.tokens)
-    stops = [token for token, _ in counts.most_common(40)]
+    stops = [alone[0, 0].tokens[1], alone[1, 0].tokens[4]]
     ended = tokens_of(network, stops=stops)
-    assert len({len(completion.tokens) for completion in ended.values()}) > 3
+    assert len({len(completion.tokens) for completion in ended.values()}) > 1
     assert differing(ended, alone) < 1e-4
 
 
@@ -189,7 +191,7 @@ def test_completions_have_as_many_tokens_as_allowed(network_of):
 
 def test_a_stop_token_ends_a_row_and_is_kept(network_of):
     free = tokens_of(network_of())
-    stops = {free[0, 0].tokens[0], free[1, 1].tokens[NEW - 1], free[2, 2].tokens[4]}
+    stops = {free[0, 0].tokens[0], free[1, 1].tokens[NEW - 1], free[3, 1].tokens[4]}
     for row, found in tokens_of(network_of(), stops=list(stops), rows_at_once=4).items():
         ends = [n for n, token in enumerate(free[row].tokens) if token in stops]
         length = ends[0] + 1 if ends else NEW
@@ -247,7 +249,7 @@ def test_only_the_last_token_of_a_prompt_is_read_with_its_completions(network_of
             return rollouts.make_prompt_cache(self.inner)
 
     counted = Counted()
-    tokens_of(counted, prompts_of([9, 700]), rows_at_once=4, new=3)
+    tokens_of(counted, prompts_of([9, 700], 3), rows_at_once=4, new=3)
     long = [shape for shape in counted.shapes if shape[1] > 1]
     assert sum(shape[1] for shape in long) == 8 + 699
     assert {shape[0] for shape in long} == {1}
@@ -279,7 +281,7 @@ def test_temperature_0_is_the_greedy_generation_of_mlx_lm(network_of, architectu
 
 
 SIZE = 12  # a tiny vocabulary
-COUNT = 20_000
+COUNT = 8_000
 
 
 def sampled(logits: np.ndarray, sampler: Any, seed: int = 0) -> np.ndarray:
