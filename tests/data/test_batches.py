@@ -20,6 +20,7 @@ from your_ai.data.batches import (
     Batch,
     Schedule,
     bucket_edges,
+    few_edges,
     in_order_of_length,
     make_batch,
     make_schedule,
@@ -561,3 +562,56 @@ def test_max_segment_tokens_bounds_the_texts_of_a_packed_batch(examples, seed):
         texts = [len(places) for _, places, _ in texts_of(batch).values()]
         assert max(texts) <= batch.max_segment_tokens < 2 * max(texts)
     assert make_schedule(examples, 4, 8, seed).batches_of(0)[0].max_segment_tokens is None
+
+
+# Rollouts: steps in a row with the same rows, and lengths that are not known before
+
+
+@few
+@given(examples=EXAMPLES, seed=SEEDS, repeats=st.integers(1, 4), rows=SIZES)
+def test_steps_in_a_row_use_the_same_rows(examples, seed, repeats, rows):
+    once = make_schedule(examples, rows, rows, seed)
+    again = make_schedule(examples, rows, rows, seed, repeats=repeats)
+    assert again.steps_per_epoch == repeats * once.steps_per_epoch
+    for step in range(2 * again.steps_per_epoch):
+        first = once.rows_of(step // repeats)
+        np.testing.assert_array_equal(again.rows_of(step), first)
+        assert again.epoch_of(step) == once.epoch_of(step // repeats)
+
+
+@few
+@given(examples=EXAMPLES, seed=SEEDS, repeats=st.integers(1, 4))
+def test_each_row_is_in_as_many_steps_of_an_epoch_as_it_is_repeated(examples, seed, repeats):
+    plan = make_schedule(examples, 2, 4, seed, repeats=repeats)
+    for epoch in range(2):
+        rows = Counter(row for step in steps_of(plan, epoch) for row in plan.rows_of(step).tolist())
+        assert rows == dict.fromkeys(range(len(examples)), repeats)
+
+
+@given(st.integers(1, 200_000))
+def test_edges_cover_all_lengths(longest):
+    assert few_edges(longest)[-1] >= longest
+
+
+@given(st.integers(1, 200_000))
+def test_edges_are_ascending_multiples_of_32(longest):
+    edges = np.array([0, *few_edges(longest)])
+    assert (np.diff(edges) > 0).all()
+    assert not (edges % MULTIPLE).any()
+
+
+@given(st.integers(1, 200_000))
+def test_there_are_eight_edges_for_each_doubling(longest):
+    assert len(few_edges(longest)) <= 8 * max(1, np.log2(longest / MULTIPLE) - 1) + 2
+
+
+@given(st.integers(1, 200_000))
+def test_edges_add_little_padding(longest):
+    edge = int(few_edges(longest)[-1])
+    assert edge - longest < max(MULTIPLE, longest / 8)
+
+
+@given(st.integers(1, 100_000), st.integers(0, 100_000))
+def test_edges_do_not_depend_on_the_longest(longest, more):
+    edges = few_edges(longest)
+    np.testing.assert_array_equal(few_edges(longest + more)[: len(edges)], edges)

@@ -7,16 +7,17 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.memory.test_estimate import any_facts, any_training
 from your_ai.errors import UserError
-from your_ai.memory.estimate import Plan, Training
+from your_ai.memory.estimate import Plan, RolloutSizes, Training
 from your_ai.memory.facts import ModelFacts
 from your_ai.memory.limit import MachineMemory, find_limit
 from your_ai.memory.plan import (
     ENGINES,
+    GOOD_WAVE,
     NOTICEABLY,
     Corrections,
     Demand,
@@ -26,6 +27,7 @@ from your_ai.memory.plan import (
     options,
     rounded_up,
     rows_of,
+    waves_of,
     with_margin,
     words,
 )
@@ -549,3 +551,125 @@ def test_short_pairs_stay_together_under_a_plan_that_splits_long_ones():
 def test_measurements_may_split_pairs():
     found = Corrections(PAIRS, Plan("staged", 2 * 2048), limit_bytes=0)
     assert found.rows(2048) == 1
+
+
+# Completions that a step generates
+
+ROLLOUTS = replace(
+    DEMAND,
+    lengths=(512,),
+    batch_size=1,
+    rows_per_step=64,
+    rollouts=RolloutSizes(prompt_tokens=256, new_tokens=256, group=8, rows=64),
+)
+
+
+@st.composite
+def generating(draw) -> Demand:
+    """Waves are whole groups, or whole parts of one: then a smaller one has no more prompts."""
+    demand, group = draw(demands()), draw(st.sampled_from([2, 4, 8, 16]))
+    sizes = RolloutSizes(
+        prompt_tokens=draw(st.integers(1, 2000)),
+        new_tokens=draw(st.integers(1, 2000)),
+        group=group,
+        rows=group * draw(st.sampled_from([1, 2, 4])),
+    )
+    return replace(demand, rollouts=sizes, rows_per_step=sizes.rows)
+
+
+@given(st.integers(1, 200))
+def test_waves_are_halved_down_to_one(rows):
+    demand = replace(ROLLOUTS, rollouts=replace(ROLLOUTS.rollouts, rows=rows))
+    waves = [wave for part in waves_of(demand) for wave in part]
+    assert (waves[0], waves[-1]) == (rows, 1)
+    assert all(b == a // 2 for a, b in itertools.pairwise(waves))
+    assert all(wave >= min(GOOD_WAVE, rows) for wave in waves_of(demand)[0])
+    assert all(wave < GOOD_WAVE for part in waves_of(demand)[1:] for wave in part)
+
+
+def test_without_rollouts_there_are_no_waves():
+    assert {option.plan.wave for option in options(DEMAND)} == {0}
+
+
+def test_with_enough_memory_all_completions_are_generated_together():
+    assert choose(ROLLOUTS, most_of(ROLLOUTS)).option.plan == Plan("fused", 512, wave=64)
+
+
+def limits_down(demand: Demand) -> list[Plan]:
+    """The plans that are chosen as the limit falls, each once."""
+    limits = sorted({option.needed_bytes for option in options(demand)}, reverse=True)
+    return list(dict.fromkeys(choose(demand, limit).option.plan for limit in limits))
+
+
+def test_the_wave_is_as_large_as_fits():
+    every = options(ROLLOUTS)
+    for option in every[::4]:
+        plan = choose(ROLLOUTS, option.needed_bytes).option.plan
+        larger = [
+            other
+            for other in every
+            if replace(other.plan, wave=0) == replace(plan, wave=0) and other.plan.wave > plan.wave
+        ]
+        # As for rows, nothing larger fits whose first micro-batch could be measured.
+        assert all(
+            other.needed_bytes > option.needed_bytes
+            or not can_begin(ROLLOUTS, other, option.needed_bytes)
+            for other in larger
+        )
+
+
+def test_a_smaller_wave_comes_before_a_slower_engine_until_it_is_too_small():
+    plans = limits_down(ROLLOUTS)
+    order = [engine for engine, _ in ENGINES]
+    good = [plan for plan in plans if plan.wave >= GOOD_WAVE]
+    assert good == plans[: len(good)]
+    assert good == sorted(good, key=lambda plan: order.index(plan.engine))
+    assert {plan.engine for plan in good} == {"fused", "staged", "streamed"}
+    assert [p.wave for p in good if p.engine == "fused"][-1] < 64
+    assert min(plan.wave for plan in plans) < GOOD_WAVE
+
+
+@settings(max_examples=6)
+@given(generating())
+def test_a_larger_wave_never_needs_less_memory(demand):
+    needed: dict[Plan, dict[int, int]] = {}
+    for option in options(demand):
+        each = needed.setdefault(replace(option.plan, wave=0), {})
+        each[option.plan.wave] = option.needed_bytes
+    for each in needed.values():
+        sizes = [each[wave] for wave in sorted(each)]
+        assert sizes == sorted(sizes)
+
+
+@settings(max_examples=6)
+@given(generating())
+def test_the_least_limit_that_a_refusal_names_is_enough(demand):
+    least = least_of(demand)
+    with pytest.raises(UserError) as raised:
+        choose(demand, least - 1)
+    assert "lower --max-new-tokens" in str(raised.value)
+    named = float(re.search(r"at least ([\d.]+) GB", str(raised.value))[1])
+    choose(demand, round(named * GB))
+
+
+@settings(max_examples=6)
+@given(generating(), st.data())
+def test_the_largest_phase_is_the_estimate(demand, data):
+    """Of those that need the most at their peaks: to generate, to score, to update."""
+    option = choose(demand, data.draw(limits_for(demand))).option
+    found = option.estimate
+    assert set(found.phases) == {"generate", "update"}
+    assert abs(max(found.phases.values()) - found.process_bytes) <= len(found.components)
+
+
+def test_scoring_is_a_phase_if_rows_are_scored():
+    (option, *_) = options(replace(ROLLOUTS, scores=True))
+    assert set(option.estimate.phases) == {"generate", "score", "update"}
+
+
+def test_a_step_has_room_for_its_margin_beside_the_generation():
+    """Also where generating needs a little more, which has no margin of its own."""
+    for option in options(ROLLOUTS):
+        alone = replace(ROLLOUTS, rollouts=None)
+        update = estimate_rows(alone, replace(option.plan, wave=0), 1, 512)
+        assert option.needed_bytes >= with_margin(update)

@@ -88,11 +88,14 @@ class Layout:
                 )
             value = record[column]
             is_text = role not in ("messages", "label") and not isinstance(value, list)
+            if self.prompts and role in ("completion", "system"):
+                is_text = False  # they may be missing; `parse_prompts` takes what is there
             row[role] = as_text(value, column, where) if is_text else value
         if self.render_prompt is not None:
             row["prompt"] = self.render_prompt(record, where)
         row = parsed_texts(row, where)
-        return with_system(row, where) if "system" in roles and PAIR[0] not in roles else row
+        joins = "system" in roles and PAIR[0] not in roles and not self.prompts
+        return with_system(row, where) if joins else row
 
     def guessed(self, record: Mapping[str, Any], where: str) -> dict[str, str]:
         """The roles of the record's columns by their names; raises UserError if they do not tell.

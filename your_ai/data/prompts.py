@@ -7,16 +7,18 @@ whole row.
 
 from __future__ import annotations
 
-import os
+import contextlib
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from your_ai.data.rows import (
+    BYTE_ORDER_MARK,
     FORMATS,
     ROW_LIMIT,
     Chat,
@@ -29,7 +31,6 @@ from your_ai.data.rows import (
     parse_tools,
     parse_turns,
     parse_weight,
-    read_lines,
     text_field,
     with_system,
 )
@@ -50,10 +51,13 @@ def is_prompt_row(row: dict) -> bool:
 def parse_prompts(row: dict, where: str) -> Row:
     """Parse a row with a prompt. Raises UserError if it has none, or an empty one."""
     weight = parse_weight(row, where)
-    if "prompt" in row and not isinstance(row.get("completion"), list):
+    in_messages = all(isinstance(row.get(key), list) for key in ("prompt", "completion"))
+    if "prompt" in row and not in_messages:
         content = Question(prompt_of(row, where), expected_of(row))
     elif is_prompt_row(row):
         content = question_of(parse_row(row, where).content, where)
+        if content.expected is None:
+            content = Question(content.prompt, expected_of(row))
     else:
         keys = shortened(", ".join(row)) or "none"
         raise UserError(
@@ -121,29 +125,43 @@ class PromptRows:
     limit: RowLimit = ROW_LIMIT
 
     @cached_property
-    def offsets(self) -> np.ndarray:
-        """(n,) int64, where in the file each row begins, in bytes."""
-        found, position = array("q"), 0
-        with self.path.open("rb") as file:
+    def index(self) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) int64 each: where in the file each row begins, in bytes, and its line number."""
+        offsets, numbers, position = array("q"), array("q"), 0
+        with opened(self.path) as file:
+            number = 0
             while line := file.readline(self.limit.row_bytes + 1):
-                if line.removeprefix(b"\xef\xbb\xbf").strip():
-                    found.append(position)
+                number += 1
+                text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+                if text.strip():
+                    offsets.append(position)
+                    numbers.append(number)
                 position += len(line)
-        return np.frombuffer(found, np.int64)
+        return np.frombuffer(offsets, np.int64), np.frombuffer(numbers, np.int64)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        return self.index[0]
 
     def read(self, index: int) -> tuple[dict[str, Any], Row]:
-        """The JSON object of a row, and the row. Raises UserError if the file has changed."""
-        with self.path.open("rb") as file:
-            file.seek(int(self.offsets[index]), os.SEEK_SET)
+        """The JSON object of a row, and the row. Raises UserError if it is not there any more."""
+        offset = int(self.offsets[index])
+        with opened(self.path) as file:
+            file.seek(offset)
             line = file.readline(self.limit.row_bytes + 1)
-        content, where = decode_row(line.removeprefix(b"\xef\xbb\xbf"), self.where(index))
+        line = line if offset else line.removeprefix(BYTE_ORDER_MARK)
+        content, where = decode_row(line, self.where(index))
         return content, parse_prompts(content, where)
 
     def where(self, index: int) -> str:
-        return f"{self.path}:{self.numbers[index]}"
+        return f"{self.path}:{self.index[1][index]}"
 
-    @cached_property
-    def numbers(self) -> np.ndarray:
-        """(n,) int64, the line number of each row."""
-        places = (where for where, _ in read_lines(self.path, self.limit))
-        return np.array([int(where.rpartition(":")[2]) for where in places], np.int64)
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file of rows. Raises UserError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error

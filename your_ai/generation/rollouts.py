@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from your_ai.engine.weights import last_position_only
 from your_ai.memory.sizes import PREFILL_TOKENS
@@ -120,7 +120,7 @@ def complete(
             for p in dict.fromkeys(p for p, _ in wave):
                 if p not in prefilled:
                     prefilled[p] = prefill(model, prompts[p].tokens[:-1])
-            cache = batched([prefilled[p] for p, _ in wave], batchable)
+            cache = batched([prefilled[p] for p, _ in wave], batchable, groups_heads(model))
             for p in {p for p, _ in wave} - left:
                 del prefilled[p]
             last = [int(prompts[p].tokens[-1]) for p, _ in wave]
@@ -143,12 +143,33 @@ def prefill(model: nn.Module, tokens: np.ndarray) -> list[Any]:
     return cache
 
 
-def batched(caches: list[list[Any]], batchable: bool) -> list[Any]:
-    """One cache for all rows, from a cache for each."""
+class GroupedHeads(BatchKVCache):
+    """A cache whose masks fit scores of (B, key heads, query heads of each, 1, T)."""
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> mx.array:
+        return super().make_mask(*args, **kwargs)[:, :, None]
+
+
+def groups_heads(model: nn.Module) -> bool:
+    """Whether the attention is mlx-lm's of gemma2, whose masks have too few dimensions in batches.
+
+    It would fail, or mask heads instead of rows if there are as many.
+    """
+    args = getattr(model, "args", None)
+    return (
+        getattr(args, "model_type", "") == "gemma2"
+        and args.num_attention_heads > args.num_key_value_heads
+    )
+
+
+def batched(caches: list[list[Any]], batchable: bool, grouped: bool = False) -> list[Any]:
+    """One cache for all rows, from a cache for each. grouped: as in `groups_heads`."""
     if not batchable:
         (cache,) = caches
         return copy.deepcopy(cache)
     merged = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
+    for layer in merged if grouped else ():
+        layer.__class__ = GroupedHeads  # `merge` makes plain ones of empty caches in any case
     mx.eval([c.state for c in merged if not c.empty()])
     return merged
 

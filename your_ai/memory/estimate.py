@@ -11,6 +11,7 @@ block, V vocabulary size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -512,7 +513,8 @@ def rollout_phases(
     Sampling needs some arrays as large as the logits of the wave, (B, V) in float32.
     """
     table, per_token = coefficients.rollouts, kv_bytes_per_token(facts)
-    prompts = -(-wave // sizes.group) + (wave % sizes.group != 0)  # a group may be in two waves
+    # The most prompts that have rows in one wave: waves begin at these offsets in a group.
+    prompts = (wave + 2 * sizes.group - math.gcd(wave, sizes.group) - 1) // sizes.group
     prompt_bytes = prompts * sizes.prompt_tokens * per_token * facts.blocks
     tokens = sizes.prompt_tokens + -(-sizes.new_tokens // CACHE_STEP) * CACHE_STEP
     of_block = wave * tokens * per_token

@@ -120,18 +120,34 @@ def options(demand: Demand) -> list[Option]:
             continue
         if (demand.spill and not spill) or (demand.forward and spill):
             continue
-        for count, wave in product(rows, waves):
+        for count in rows:
             if count < together and engine == "fused" and demand.engine == "auto":
                 continue  # staged is faster than this, and smaller
-            plan = Plan(engine, count * longest, spill, wave)
-            cost = 1.0 if demand.forward else step_cost(demand.facts, demand.training, plan)
-            if count < together:
-                cost += SCORING_COST
-            most = largest(demand, plan)
-            margin = MEASURED_MARGIN if demand.calibration.measurements else WORK_MARGIN
-            needed_bytes = max(demand.before_bytes, with_margin(most, margin))
-            found.append(Option(plan, most, cost, needed_bytes))
+            update_bytes = bytes_to_update(demand, Plan(engine, count * longest, spill))
+            for wave in waves:
+                plan = Plan(engine, count * longest, spill, wave)
+                cost = 1.0 if demand.forward else step_cost(demand.facts, demand.training, plan)
+                if count < together:
+                    cost += SCORING_COST
+                most = largest(demand, plan)
+                needed_bytes = max(
+                    demand.before_bytes, update_bytes, with_margin(most, margin_of(demand))
+                )
+                found.append(Option(plan, most, cost, needed_bytes))
     return found
+
+
+def margin_of(demand: Demand) -> float:
+    return MEASURED_MARGIN if demand.calibration.measurements else WORK_MARGIN
+
+
+def bytes_to_update(demand: Demand, plan: Plan) -> int:
+    """The bytes, with the margin, of a step beside the generation of its completions, if it has
+    any: generating may need more without a margin, and less with it.
+    """
+    if demand.rollouts is None:
+        return 0
+    return with_margin(largest(replace(demand, rollouts=None), plan), margin_of(demand))
 
 
 def waves_of(demand: Demand) -> list[list[int]]:

@@ -28,6 +28,7 @@ from your_ai.objectives.objective import Metrics, Phase, Scores, Targets, Weighe
 AdvantageKind = Literal["group", "dr", "rloo"]
 Normalization = Literal["dapo", "grpo", "dr"]
 SPREAD_FLOOR = 1e-4  # added to the standard deviation of a group, as in TRL
+MOST_LOG_RATIO = 20.0  # larger ones count as this one, so that no ratio is infinite, as in verl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +55,10 @@ class GRPO:
         current = mx.where(real, scores.current, 0)
         old = current if targets.old is None else mx.where(real, targets.old, 0)
         log_ratios = current - old
-        ratios = token_ratios = mx.exp(log_ratios)
+        ratios = token_ratios = exp(log_ratios)
         if not self.token_local:
             count = mx.maximum(targets.sum_by_text(real.astype(mx.float32)), 1)
-            ratios = mx.exp(targets.sum_by_text(log_ratios) / count)[targets.texts]
+            ratios = exp(targets.sum_by_text(log_ratios) / count)[targets.texts]
 
         low, high = 1 - self.clip_low, 1 + self.clip_high
         losses = -mx.minimum(ratios * advantages, mx.clip(ratios, low, high) * advantages)
@@ -68,11 +69,11 @@ class GRPO:
         if self.kl_beta:
             assert targets.reference is not None
             distance = mx.where(real, targets.reference, 0) - current
-            estimate = mx.exp(distance) - distance - 1
+            estimate = exp(distance) - distance - 1
             metrics["kl"] = (mx.where(real, estimate, 0).sum(), real.sum())
             if self.kl == "k3":
                 losses = losses + self.kl_beta * estimate
-                slopes = slopes + self.kl_beta * (mx.exp(distance) - 1)
+                slopes = slopes + self.kl_beta * (exp(distance) - 1)
             else:
                 losses = losses + self.kl_beta * token_ratios * estimate
                 slopes = slopes + self.kl_beta * token_ratios * distance
@@ -95,6 +96,10 @@ class GRPO:
         if self.normalization == "dapo":
             return sum(batch.weight for batch in batches)
         return float(sum(completions_of(batch) for batch in batches))
+
+
+def exp(log_ratios: mx.array) -> mx.array:
+    return mx.exp(mx.minimum(log_ratios, MOST_LOG_RATIO))
 
 
 def completions_of(batch: Batch) -> int:
@@ -127,12 +132,8 @@ def advantages_of(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
     group: (reward - mean) / (standard deviation + 1e-4). dr: reward - mean (Dr. GRPO).
     rloo: reward - mean of the others (Ahmadian et al. 2024, arXiv:2402.14740).
     """
-    rewards = rewards.astype(np.float64)
-    known = np.isfinite(rewards)
-    count = known.sum(axis=1, keepdims=True)
-    values = np.where(known, rewards, 0)
-    mean = values.sum(axis=1, keepdims=True) / np.maximum(count, 1)
-    centered = np.where(known, rewards - mean, 0)
+    centered = centered_in_groups(rewards)
+    count = np.isfinite(rewards).sum(axis=1, keepdims=True)
     found = centered
     if kind == "group":
         found = centered / (spreads_of(rewards)[:, None] + SPREAD_FLOOR)
@@ -143,9 +144,16 @@ def advantages_of(rewards: np.ndarray, kind: AdvantageKind) -> np.ndarray:
 
 def spreads_of(rewards: np.ndarray) -> np.ndarray:
     """(P,) the standard deviation of each group, with n - 1; 0 if fewer than two are known."""
-    known = np.isfinite(rewards)
-    count = known.sum(axis=1)
-    values = np.where(known, rewards, 0).astype(np.float64)
-    mean = values.sum(axis=1) / np.maximum(count, 1)
-    squares = np.where(known, (values - mean[:, None]) ** 2, 0).sum(axis=1)
+    count = np.isfinite(rewards).sum(axis=1)
+    squares = (centered_in_groups(rewards) ** 2).sum(axis=1)
     return np.sqrt(squares / np.maximum(count - 1, 1))
+
+
+def centered_in_groups(rewards: np.ndarray) -> np.ndarray:
+    """(P, G) float64 reward - mean; 0 where it is missing, and exactly 0 if all are equal."""
+    known = np.isfinite(rewards)
+    values = np.where(known, rewards, 0).astype(np.float64)
+    first = np.take_along_axis(values, np.argmax(known, axis=1)[:, None], axis=1)
+    moved = np.where(known, values - first, 0)  # the differences of equal ones are exactly 0
+    mean = moved.sum(axis=1, keepdims=True) / np.maximum(known.sum(axis=1, keepdims=True), 1)
+    return np.where(known, moved - mean, 0)

@@ -6,12 +6,14 @@ whole or not there.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import math
 import os
 import re
 import zlib
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from your_ai.files import TEMPORARY
 
 FOLDER = "rollouts"
 NAME = re.compile(r"step-(\d{6,})\.jsonl\.gz")
-MOST_BYTES = 1 << 32  # of a file, decompressed
+MOST_BYTES = 1 << 30  # of a file, decompressed
+MOST_TOKEN = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ def write_rollouts(path: Path, records: list[RolloutRecord]) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise RunError(
             f"{path}: cannot be written ({error.strerror}); free some disk space, then resume the "
             "run"
@@ -94,15 +98,22 @@ def write_rollouts(path: Path, records: list[RolloutRecord]) -> None:
 
 def read_rollouts(path: Path) -> list[RolloutRecord] | None:
     """The rollouts of a step; None if the file is missing, damaged or not such a file."""
+    found, size = [], 0
     try:
-        with gzip.open(path, "rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            return None
-        lines = data.decode("utf-8", "surrogatepass").splitlines()
-        return [record_of(json.loads(line)) for line in lines] or None
+        with gzip.open(path, "rb") as file:  # its lines end with "\n" and nothing else
+            while line := file.readline(MOST_BYTES + 1 - size):
+                size += len(line)
+                if size > MOST_BYTES:
+                    return None
+                found.append(record_of(json.loads(line.decode("utf-8", "surrogatepass"))))
     except (OSError, EOFError, zlib.error, ValueError, TypeError, RecursionError):
         return None
+    return found if found and len({kind_of(record) for record in found}) == 1 else None
+
+
+def kind_of(record: RolloutRecord) -> tuple:
+    """What all rollouts of a step have in common."""
+    return tuple(record.rewards), record.old is None, record.reference is None
 
 
 def record_of(content: Any) -> RolloutRecord:
@@ -111,12 +122,28 @@ def record_of(content: Any) -> RolloutRecord:
         raise ValueError("not an object")
     record = RolloutRecord(**{name: value for name, value in content.items() if name in NAMES})
     texts = (record.where, record.question, record.completion)
-    numbers = [n for n in (record.reward, *record.rewards.values()) if n is not None]
-    ok = all(isinstance(text, str) for text in texts)
-    ok = ok and isinstance(record.tokens, list) and all(type(t) is int for t in record.tokens)
-    ok = ok and all(isinstance(n, int | float) for n in (record.advantage, *numbers))
-    for values in (record.old, record.reference):
-        ok = ok and (values is None or len(values) == len(record.tokens))
-    if not (ok and record.tokens):
+    texts += tuple(text for text in (record.expected, record.reply) if text is not None)
+    ok = all(isinstance(text, str) for text in texts) and type(record.stopped) is bool
+    ok = ok and all(type(index) is int and index >= 0 for index in (record.row, record.sample))
+    ok = ok and isinstance(record.tokens, list) and len(record.tokens) > 0
+    ok = ok and all(type(token) is int and 0 <= token <= MOST_TOKEN for token in record.tokens)
+    ok = ok and isinstance(record.rewards, dict)
+    if not ok:
         raise ValueError("not a rollout")
-    return replace(record, rewards=dict(record.rewards))
+    numbers = (record.reward, *record.rewards.values())
+    if not all(is_number(n) and math.isfinite(n) for n in numbers if n is not None):
+        raise ValueError("a reward is no number")
+    if not (is_number(record.advantage) and math.isfinite(record.advantage)):
+        raise ValueError("the advantage is no number")
+    for scores in (record.old, record.reference):
+        if scores is not None and not (
+            isinstance(scores, list)
+            and len(scores) == len(record.tokens)
+            and all(map(is_number, scores))
+        ):
+            raise ValueError("not a log-probability for each token")
+    return record
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

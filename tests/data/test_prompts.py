@@ -1,0 +1,298 @@
+"""Rows of prompts: every form, the expected answer, and the same rows read again by index."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import write_rows
+from your_ai.data.columns import Layout
+from your_ai.data.prompts import EXPECTED, PromptRows, parse_prompts
+from your_ai.data.rows import Chat, Question, read_rows
+from your_ai.errors import UserError
+
+ASKED = {"role": "user", "content": "Why?"}
+SAID = {"role": "assistant", "content": "Because."}
+BRIEF = {"role": "system", "content": "Be brief."}
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+
+
+def question(row: dict) -> Question:
+    """What a row with these columns asks, as it is used by a run."""
+    found = Layout(prompts=True).row_of(row, "here")
+    content = parse_prompts(found, "here").content
+    assert isinstance(content, Question)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "Why?"}, None),
+        ({"prompt": "Why?", "completion": "Because."}, "Because."),
+        ({"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}, None),
+        ({"prompt": "Why?", "text": "Why? Because.", "level": 3}, None),
+        ({"instruction": "Why?", "output": "Because."}, "Because."),
+        ({"question": "Why?"}, None),
+        ({"question": "Why?", "answer": "Because."}, "Because."),
+        ({"Question": "Why?", "Solution": "Because."}, "Because."),
+        ({"question": "Why?", "text": "of another kind", "answer": "Because."}, "Because."),
+    ],
+)
+def test_a_prompt_of_text(row, expected):
+    assert question(row) == Question("Why?", expected)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": [ASKED]}, None),
+        ({"prompt": [ASKED], "answer": "Because."}, "Because."),
+        ({"prompt": [ASKED], "completion": "Because."}, "Because."),
+        ({"prompt": [ASKED], "completion": [SAID]}, "Because."),
+        ({"messages": [ASKED, SAID]}, "Because."),
+        ({"messages": [ASKED]}, None),
+        ({"messages": [ASKED], "answer": "Because."}, "Because."),
+        ({"messages": json.dumps([ASKED, SAID])}, "Because."),
+        ({"prompt": json.dumps([ASKED])}, None),
+        ({"conversations": [{"from": "human", "value": "Why?"}]}, None),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "Why?"},
+                    {"from": "gpt", "value": "Because."},
+                ]
+            },
+            "Because.",
+        ),
+    ],
+)
+def test_a_prompt_of_messages(row, expected):
+    assert question(row) == Question(Chat([ASKED]), expected)
+
+
+def test_the_input_of_an_instruction_is_in_its_prompt():
+    found = question({"instruction": "Add.", "input": "1 + 1", "output": "2"})
+    assert found == Question("Add.\n\n1 + 1", "2")
+
+
+def test_messages_between_question_and_end_are_kept():
+    turns = [ASKED, SAID, {"role": "user", "content": "And?"}]
+    assert question({"messages": [*turns, SAID]}) == Question(Chat(turns), "Because.")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Why?", "system": "Be brief."},
+        {"prompt": [ASKED], "system": "Be brief."},
+        {"prompt": [BRIEF, ASKED]},
+        {"prompt": [BRIEF, ASKED], "system": "Another."},
+        {"messages": [ASKED], "system": "Be brief."},
+        {"question": "Why?", "system": "Be brief."},
+        {"Question": "Why?", "System": "Be brief."},
+    ],
+)
+def test_a_system_prompt_is_the_first_message(row):
+    assert question(row) == Question(Chat([BRIEF, ASKED]), None)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Why?", "answer": "Because.", "system": "Be brief."},
+        {"instruction": "Why?", "output": "Because.", "system": "Be brief."},
+        {"messages": [ASKED, SAID], "system": "Be brief."},
+    ],
+)
+def test_a_system_prompt_keeps_the_expected_answer(row):
+    assert question(row) == Question(Chat([BRIEF, ASKED]), "Because.")
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+@pytest.mark.parametrize("prompt", ["Why?", [ASKED]])
+def test_tools_are_given_to_the_template(prompt, tools):
+    found = question({"prompt": prompt, "tools": tools})
+    assert found == Question(Chat([ASKED], TOOLS), None)
+
+
+# -- the expected answer
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("4", "4"), (4, "4"), (4.5, "4.5"), ("", ""), (None, None), (True, None), ({"a": 1}, None)],
+)
+def test_the_expected_answer_is_in_a_column_beside_the_prompt(name, value, expected):
+    assert question({"prompt": "2 + 2", name: value}) == Question("2 + 2", expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(4, "4"), (4.5, "4.5"), (None, None), (True, None), ([1, 2], None), ({"a": 1}, None)],
+)
+def test_a_guessed_answer_need_not_be_text(value, expected):
+    assert question({"question": "2 + 2", "answer": value}) == Question("2 + 2", expected)
+
+
+def test_the_most_telling_column_is_used():
+    row = {"prompt": "2 + 2", "reference": "no", "completion": None, "answer": "4"}
+    assert question(row).expected == "4"
+
+
+def test_all_columns_are_kept_for_rewards():
+    row = {"question": "Why?", "answer": "Because.", "level": 3, "tags": ["a"]}
+    assert row.items() <= Layout(prompts=True).row_of(row, "here").items()
+
+
+def test_named_columns_are_used():
+    layout = Layout({"prompt": "ask", "completion": "key"}, prompts=True)
+    row = layout.row_of({"ask": "Why?", "key": "Because.", "answer": "no"}, "here")
+    assert parse_prompts(row, "here").content == Question("Why?", "Because.")
+
+
+@given(st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip))
+def test_any_text_may_be_a_prompt(text):
+    assert question({"prompt": text, "answer": text}) == Question(text, text)
+
+
+# -- what is no prompt
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "has no prompt; keys found: none"),
+        ({"text": "Why?"}, "has no prompt; keys found: text"),
+        ({"answer": "Because."}, "has no prompt; keys found: answer"),
+        ({"prompt": ""}, "prompt: is empty"),
+        ({"prompt": " \n\u2003"}, "prompt: is empty"),
+        ({"prompt": [{"role": "user", "content": " "}]}, "prompt: is empty"),
+        ({"messages": [{"role": "user", "content": ""}, SAID]}, "prompt: is empty"),
+        ({"instruction": "", "output": "x"}, "prompt: is empty"),
+        ({"prompt": []}, "prompt: expected a list of messages"),
+        ({"prompt": None}, "prompt: expected text, found NoneType"),
+        ({"prompt": 3}, "prompt: expected text, found int"),
+        ({"prompt": {"role": "user"}}, "prompt: expected text, found dict"),
+        ({"prompt": ["Why?"]}, 'prompt[0]: expected an object with "role" and "content"'),
+        ({"prompt": [{"role": "user"}]}, "content: expected text, found NoneType"),
+        ({"prompt": [SAID]}, "prompt: has only messages of the assistant"),
+        ({"messages": [SAID, SAID]}, "prompt: has only messages of the assistant"),
+        ({"prompt": [], "completion": [SAID]}, "prompt: expected a list of messages"),
+        ({"prompt": "Why?", "tools": 3}, "tools: expected a list, found int"),
+        ({"prompt": "Why?", "system": 3}, "system: expected text, found int"),
+        ({"prompt": "Why?", "weight": -1}, "weight -1: must be finite and at least 0"),
+        ({"prompt": "Why?", "weight": "a lot"}, "weight: expected a number, found"),
+    ],
+    ids=str,
+)
+def test_a_row_without_a_prompt_is_one_line_with_its_place(row, message):
+    with pytest.raises(UserError, match=r"^data.jsonl:7: [^\n]*$") as raised:
+        parse_prompts(row, "data.jsonl:7")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"a": 1}, {"question": None}, {"question": 1.5}, {"messages": "no JSON"}, {"messages": 1}],
+    ids=str,
+)
+def test_columns_without_a_prompt_are_one_line_with_their_place(row):
+    with pytest.raises(UserError, match=r"^here: [^\n]*$"):
+        question(row)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "from", "value"]), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+KEYS = ("prompt", "completion", "messages", "conversations", "instruction", "output", "question",
+        "answer", "system", "tools", "weight", "text")  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), JSON, max_size=4))
+def test_any_row_is_a_question_or_one_error(row):
+    try:
+        found = question(row)
+    except UserError as error:
+        message = str(error)
+    else:
+        assert found.expected is None or isinstance(found.expected, str)
+        message = "here: a question"
+    assert re.fullmatch(r"here: [^\n]*", message)
+
+
+# -- rows of a file, by index
+
+
+def written(path: Path, data: bytes) -> PromptRows:
+    path.write_bytes(data)
+    return PromptRows(path)
+
+
+def texts_of(rows: PromptRows) -> list[Any]:
+    return [rows.read(index)[1].content.prompt for index in range(len(rows.offsets))]
+
+
+def test_rows_are_read_at_their_lines(tmp_path):
+    """After a byte order mark, between blank lines, and with any ends of lines."""
+    lines = [b"", b'{"prompt": "a"}', b" \t", b"", '{"prompt": "\u00fc\u2028\U0001f600"}'.encode()]
+    lines.append(b'{"prompt": "last"}')
+    for end in (b"\n", b"\r\n"):
+        for mark in (b"", b"\xef\xbb\xbf"):
+            rows = written(tmp_path / "train.jsonl", mark + end.join(lines))
+            assert texts_of(rows) == ["a", "\u00fc\u2028\U0001f600", "last"]
+            places = [rows.read(index)[1].where for index in range(3)]
+            assert places == [f"{rows.path}:{line}" for line in (2, 5, 6)]
+
+
+def test_a_row_comes_with_all_its_columns(tmp_path):
+    row = {"prompt": "a", "answer": 4, "level": {"of": [1, 2]}}
+    rows = PromptRows(write_rows(tmp_path / "train.jsonl", [row]))
+    assert rows.read(0)[0] == row
+
+
+def test_a_converted_row_names_the_place_it_came_from(tmp_path):
+    row = {"prompt": "a", "your_ai: from": "table.csv:9"}
+    content, parsed = PromptRows(write_rows(tmp_path / "train.jsonl", [row])).read(0)
+    assert (content, parsed.where) == ({"prompt": "a"}, "table.csv:9")
+
+
+BLANK = st.sampled_from([b"", b" ", b"\t", b"\r", b"\x0c"])
+ROW = st.text(st.characters(codec="utf-8"), max_size=5).map(lambda text: f"x{text}")
+LINES = st.lists(BLANK | ROW.map(lambda text: json.dumps({"prompt": text}).encode()), max_size=9)
+UNICODE = ROW.map(lambda text: json.dumps({"prompt": text}, ensure_ascii=False).encode())
+
+
+@given(st.lists(BLANK | UNICODE, max_size=9), LINES, st.booleans(), st.booleans())
+def test_indices_are_those_of_the_rows_that_are_encoded(
+    tmp_path_factory, lines, more, marked, ended
+):
+    path = tmp_path_factory.getbasetemp() / "rows.jsonl"
+    data = b"\n".join([*lines, *more, b'{"prompt": "end"}']) + b"\n" * ended
+    rows = written(path, b"\xef\xbb\xbf" * marked + data)
+    expected = list(read_rows(path, parse=parse_prompts))
+    assert texts_of(rows) == [row.content.prompt for row in expected]
+    assert [rows.where(index) for index in range(len(expected))] == [row.where for row in expected]
+
+
+def test_a_file_that_changed_is_one_error(tmp_path):
+    rows = PromptRows(write_rows(tmp_path / "train.jsonl", [{"prompt": "a"}, {"prompt": "b"}]))
+    assert texts_of(rows) == ["a", "b"]
+    write_rows(rows.path, [{"prompt": "a longer prompt"}])
+    with pytest.raises(UserError, match=r"^[^\n]*train.jsonl:2: [^\n]*$"):
+        rows.read(1)
+    rows.path.unlink()
+    with pytest.raises(UserError, match=r"^[^\n]*train.jsonl[^\n]*$"):
+        rows.read(0)

@@ -1,0 +1,82 @@
+"""The memory of generating completions: the estimate, beside MLX's measured peak."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import make_model
+from your_ai.engine.opened import open_model, prepare_for_generation
+from your_ai.generation.rollouts import RolloutPrompt, complete, sampler_of
+from your_ai.memory.estimate import RolloutSizes, rollout_phases
+from your_ai.memory.facts import facts_of
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,
+        "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 2}  # fmt: skip
+
+
+def estimated(folder: Path, wave: int, sizes: RolloutSizes) -> int:
+    phases = rollout_phases(facts_of(folder, 4), sizes, wave)
+    return int(max(sum(phase.values()) for phase in phases))
+
+
+def measured(folder: Path, wave: int, sizes: RolloutSizes, streams: bool) -> int:
+    """MLX's peak beyond what is allocated before."""
+    network = prepare_for_generation(open_model(folder, mx.float32), streams)
+    mx.eval(network.parameters())
+    mx.set_cache_limit(0)
+    rng, groups = np.random.default_rng(0), range(sizes.rows // sizes.group)
+    prompts = [
+        RolloutPrompt(rng.integers(3, 700, sizes.prompt_tokens), tuple(range(sizes.group)))
+        for _ in groups
+    ]
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    list(complete(network, prompts, sampler_of(1.0), (), sizes.new_tokens, wave))
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize(
+    ("wave", "prompt", "vocabulary", "bits", "streams"),
+    [
+        (16, 60, 768, 4, False),
+        (32, 60, 768, None, False),
+        (16, 300, 768, 4, False),
+        (64, 20, 8000, 4, False),
+        (16, 60, 20_000, 4, False),
+        (32, 60, 768, 4, True),
+    ],
+)
+def test_the_peak_of_generating_is_estimated_within_a_tenth(
+    tmp_path, wave, prompt, vocabulary, bits, streams
+):
+    folder = make_model(tmp_path / "m", bits=bits, vocab_size=vocabulary, **WIDE)
+    sizes = RolloutSizes(prompt_tokens=prompt, new_tokens=3, group=8, rows=wave)
+    found, expected = measured(folder, wave, sizes, streams), estimated(folder, wave, sizes)
+    assert expected == pytest.approx(found, rel=0.1)
+
+
+def prompts_in_waves(rows: int, group: int, wave: int) -> int:
+    """The most prompts that have rows in one wave, counted."""
+    waves = [range(start, min(start + wave, rows)) for start in range(0, rows, wave)]
+    return max(len({row // group for row in rows_of_wave}) for rows_of_wave in waves)
+
+
+@given(st.integers(1, 9), st.integers(1, 40))
+def test_the_prompts_of_a_wave_are_counted(tiny_model, group, wave):
+    """In as many rows as it takes for every offset of a wave in a group."""
+    facts = facts_of(tiny_model, 4)
+    sizes = RolloutSizes(prompt_tokens=100, new_tokens=1, group=group, rows=group * wave)
+    one = RolloutSizes(prompt_tokens=100, new_tokens=1, group=1, rows=1)
+    kept, of_one = (
+        rollout_phases(facts, s, w)[0]["KV cache"] for s, w in ((sizes, wave), (one, 1))
+    )
+    assert kept == prompts_in_waves(group * wave, group, wave) * of_one
