@@ -99,8 +99,9 @@ def read_rollouts(path: Path) -> list[RolloutRecord] | None:
             data = file.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             return None
-        lines = data.decode("utf-8", "surrogatepass").splitlines()
-        return [record_of(json.loads(line)) for line in lines] or None
+        # Texts may contain other ends of lines, such as U+2028, which splitlines() knows.
+        lines = data.decode("utf-8", "surrogatepass").split("\n")
+        return [record_of(json.loads(line)) for line in lines if line] or None
     except (OSError, EOFError, zlib.error, ValueError, TypeError, RecursionError):
         return None
 
@@ -110,9 +111,13 @@ def record_of(content: Any) -> RolloutRecord:
     if not isinstance(content, dict):
         raise ValueError("not an object")
     record = RolloutRecord(**{name: value for name, value in content.items() if name in NAMES})
-    texts = (record.where, record.question, record.completion)
+    texts = [record.where, record.question, record.completion]
+    texts += [text for text in (record.expected, record.reply) if text is not None]
+    if not isinstance(record.rewards, dict):
+        raise ValueError("not a rollout")
     numbers = [n for n in (record.reward, *record.rewards.values()) if n is not None]
     ok = all(isinstance(text, str) for text in texts)
+    ok = ok and type(record.row) is type(record.sample) is int and type(record.stopped) is bool
     ok = ok and isinstance(record.tokens, list) and all(type(t) is int for t in record.tokens)
     ok = ok and all(isinstance(n, int | float) for n in (record.advantage, *numbers))
     for values in (record.old, record.reference):
