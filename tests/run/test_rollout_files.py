@@ -10,6 +10,7 @@ import pytest
 
 from your_ai.run.rollout_files import (
     RolloutRecord,
+    by_reward,
     read_rollouts,
     rollout_file,
     rollout_steps,
@@ -50,3 +51,10 @@ def test_lines_that_are_no_rollouts_make_a_file_damaged(tmp_path, changes):
     path = tmp_path / "f.gz"
     path.write_bytes(gzip.compress(json.dumps(dataclasses.asdict(RECORD) | changes).encode()))
     assert read_rollouts(path) is None
+
+
+def test_missing_rewards_come_last_in_both_orders():
+    rewards = [None, 0.5, float("nan"), 1.0, 0.5]
+    records = [dataclasses.replace(RECORD, sample=i, reward=r) for i, r in enumerate(rewards)]
+    assert [r.sample for r in by_reward(records, highest=True)] == [3, 1, 4, 0, 2]
+    assert [r.sample for r in by_reward(records, highest=False)] == [1, 4, 3, 0, 2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +12,7 @@ import typer
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_json, open_console
 from your_ai.gates.text import counted, message_line
+from your_ai.run.rollout_files import by_reward, known_reward
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -108,21 +108,10 @@ def by_prompt(records: Sequence[RolloutRecord]) -> list[list[RolloutRecord]]:
     return groups
 
 
-def by_reward(records: Sequence[RolloutRecord], highest: bool) -> list[RolloutRecord]:
-    """Sort by reward; equal ones stay in the order of the file, missing ones come last."""
-    sign = -1 if highest else 1
-
-    def key(record: RolloutRecord) -> tuple[bool, float]:
-        reward = number(record.reward)
-        return reward is None, sign * (reward or 0.0)
-
-    return sorted(records, key=key)
-
-
 def heading(name: str, step: int, records: Sequence[RolloutRecord]) -> Iterator[RenderableType]:
     from rich.text import Text
 
-    rewards = [reward for r in records if (reward := number(r.reward)) is not None]
+    rewards = [reward for r in records if (reward := known_reward(r.reward)) is not None]
     parts = [
         counted(len(by_prompt(records)), "prompt"),
         counted(len(records), "completion"),
@@ -166,22 +155,17 @@ def facts_of(record: RolloutRecord) -> str:
 
 
 def style_of(record: RolloutRecord) -> str:
-    if number(record.reward) is None:
+    if known_reward(record.reward) is None:
         return "yellow"
     return "green" if record.advantage > 0 else "red" if record.advantage < 0 else "bold"
 
 
 def value_text(value: float | None) -> str:
-    return "missing" if number(value) is None else f"{value:.4g}"
-
-
-def number(value: float | None) -> float | None:
-    """A value from a file if it is finite, else None."""
-    return value if value is not None and math.isfinite(value) else None
+    return "missing" if known_reward(value) is None else f"{value:.4g}"
 
 
 def as_object(record: RolloutRecord) -> dict[str, Any]:
     """A record for JSON, which has no NaN."""
-    values = {name: number(value) for name, value in record.rewards.items()}
-    found = {"reward": number(record.reward), "rewards": values}
-    return dataclasses.asdict(record) | found | {"advantage": number(record.advantage)}
+    values = {name: known_reward(value) for name, value in record.rewards.items()}
+    found = {"reward": known_reward(record.reward), "rewards": values}
+    return dataclasses.asdict(record) | found | {"advantage": known_reward(record.advantage)}

@@ -137,6 +137,11 @@ def rows_of(metrics: Mapping[str, float]) -> dict[str, list[tuple[str, str]]]:
     return {label: shown for label, shown in rows.items() if shown}
 
 
+def is_charted(name: str) -> bool:
+    """Whether a report draws a metric among the others; the reward has a chart of its own."""
+    return name != REWARD and not name.startswith((SECONDS, PEAK_BYTES, JUDGE))
+
+
 def is_named(name: str) -> bool:
     """Whether a metric is the mean or the spread of a named reward."""
     return name.startswith(NAMED) and name.endswith((MEAN, STD))
