@@ -69,8 +69,8 @@ def write_report(
     """
     require("matplotlib", "jinja2")
     past = read(records)
-    used = (memory, duration, match_share, loss_text, finite, counted, plain)
-    used += (other_values, validation_name, validation_text)
+    numbers = (memory, duration, match_share, loss_text, finite, counted, plain)
+    used = (*numbers, other_values, validation_name, validation_text)
     state, is_done = past.state, ending(past)[0] == "finished"
     page = template("report.html.j2", *used).render(
         name=name,
