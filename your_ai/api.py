@@ -194,10 +194,12 @@ class Run:
     def report(self, out: str | Path | None = None) -> Path:
         """Write a self-contained HTML page about the run; its path."""
         from your_ai.dashboard.report import write_report
+        from your_ai.session.rollout_samples import rollout_samples
 
         records, _ = events.tail(self._folder.events)
         page = self.path / "report.html" if out is None else Path(out)
-        write_report(records, self.name, self._folder.config_text("replace"), page)
+        config, samples = self._folder.config_text("replace"), rollout_samples(self.path)
+        write_report(records, self.name, config, page, samples)
         return page
 
     @property

@@ -20,6 +20,7 @@ from your_ai.commands import (
     merging,
     models,
     pushing,
+    rollouts,
     runs,
     serving,
     surveying,
@@ -74,6 +75,7 @@ app.command()(models.doctor)
 app.add_typer(models.app)
 app.command()(runs.watch)
 app.command()(runs.report)
+app.command()(rollouts.rollouts)
 app.add_typer(runs.app)
 
 

@@ -30,3 +30,36 @@ def step(number: int, **changes: Any) -> events.Step:
         "process_bytes": 5_000_000_000,
     }
     return events.Step(**{**fields, **changes})
+
+
+def rewarded(number: int, reward: float | None = None, **changes: Any) -> events.Step:
+    """A step of a run that trains on rewards."""
+    reward = 0.3 + 0.05 * number if reward is None else reward
+    metrics = {
+        "reward": reward,
+        "reward_std": 0.2,
+        "frac_reward_zero_std": 0.25,
+        "rewards/json_fields/mean": reward,
+        "rewards/json_fields/std": 0.35,
+        "rewards/length:200/mean": 0.5,
+        "rewards/length:200/std": 0.1,
+        "completions/mean_length": 25.5,
+        "completions/clipped_ratio": 0.125,
+        "judge/calls": 12.0,
+        "judge/cache_hits": 4.0,
+        "generation/tokens_per_s": 530.3,
+        "seconds/generate": 1.25,
+        "seconds/reward": 0.0009,
+        "peak_bytes/generate": 2.5e9,
+        "peak_bytes/reward": 0.0,
+        "kl": 0.0125,
+        "entropy": 0.75,
+        "clip_ratio/low_mean": 0.0,
+        "clip_ratio/high_mean": 0.004,
+    }
+    return step(number, loss=0.001 * number, **{"metrics": metrics, **changes})
+
+
+def reward_validation(at: int, reward: float, **others: float) -> events.Validation:
+    metrics = {"reward": reward, **others}
+    return events.Validation(step=at, loss=-reward, trained_tokens=9, seconds=1.0, metrics=metrics)

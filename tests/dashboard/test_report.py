@@ -17,8 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.dashboard.frames import step
+from tests.dashboard.frames import reward_validation, rewarded, step
 from your_ai.dashboard import charts, history, report
+from your_ai.dashboard.report import RolloutSample
 from your_ai.errors import UserError
 from your_ai.gates.text import printable
 from your_ai.run import events
@@ -150,6 +151,50 @@ def test_metrics_of_an_objective_have_a_chart(own_folder):
     found = written(own_folder, [started(), *steps])
     assert len([tag for tag, _ in Parsed(found).elements if tag == "svg"]) == 5
     assert "rewards/margins" in found
+
+
+REWARDED = [
+    started(),
+    events.ExactMatch(when="before", correct=1, rows=64, reward=0.25),
+    *(rewarded(n) for n in range(1, 6)),
+    reward_validation(5, 0.75),
+    *(rewarded(n) for n in range(6, 11)),
+    reward_validation(10, 0.5),
+    events.ExactMatch(when="after", correct=62, rows=64, reward=0.97),
+    DONE,
+]
+
+
+def test_report_of_rewards_has_their_curve_and_no_validation_loss(own_folder):
+    page = written(own_folder, REWARDED)
+    text = Parsed(page).text
+    assert "validation loss" not in text.lower()
+    for shown in (
+        "Best validation reward 0.75 at step 5; last 0.5",
+        "Reward of held-out rows 0.97 after, 0.25 before",
+        "validation reward: 0.5 at the end, best 0.75 at step 5",
+        "reward: 0.25 before, 0.97 after",
+    ):
+        assert shown in text
+    assert page.index('<figure id="reward">') < page.index('<figure id="loss">')
+    assert "peak_bytes/generate" not in page
+
+
+def test_report_of_rewards_shows_completions(own_folder):
+    out = own_folder / "r.html"
+    found = RolloutSample(3, "worst", "2 + 2?", NASTY, "4", 0.25)
+    report.write_report(records(*REWARDED), "r", "", out, [found])
+    parsed = Parsed(out.read_text(encoding="utf-8"))
+    assert f"3 worst 0.25 2 + 2? {' '.join(NASTY.split())} 4" in parsed.text
+    assert not {"script", "img"} & {tag for tag, _ in parsed.elements}
+    assert "Completions over time" not in written(own_folder, REWARDED)
+
+
+def test_report_of_strange_rewards_is_written(own_folder):
+    strange = dict.fromkeys(rewarded(1).metrics, math.nan)
+    happened = [rewarded(1, metrics=strange), rewarded(2, reward=1e308), rewarded(3)]
+    happened.append(reward_validation(3, math.nan))
+    assert written(own_folder, happened).rstrip().endswith("</html>")
 
 
 def test_tables_have_headers(page):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
 import statistics
 import time
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from tests.dashboard.frames import reward_validation, rewarded
 from your_ai.dashboard.page import UNICODE
 from your_ai.dashboard.screen import KEPT, screen
 from your_ai.dashboard.state import ViewState, fold
@@ -124,6 +126,12 @@ END = [
     events.ExactMatch(when="after", correct=62, rows=64),
     events.Finished(step=1000, reason="done", adapter="runs/r/adapter", seconds=845.0),
 ]
+REWARDED = folded(
+    *BEGINNING,
+    *(rewarded(number, steps=1000) for number in range(1, 10)),
+    reward_validation(9, 0.625),
+    rewarded(10, steps=1000),
+)
 FRAMES: dict[str, tuple[ViewState, int, int, dict[str, Any]]] = {
     "training-80x24": (TRAINING, 80, 24, {}),
     "training-120x40": (TRAINING, 120, 40, {}),
@@ -133,6 +141,9 @@ FRAMES: dict[str, tuple[ViewState, int, int, dict[str, Any]]] = {
     "paused": (folded(events.Paused(step=200), state=TRAINING), 80, 24, {}),
     "finished": (folded(*END, state=TRAINING), 80, 24, {}),
     "over-the-limit": (OVER, 80, 24, {}),
+    "rewards-80x24": (REWARDED, 80, 24, {}),
+    "rewards-120x40": (REWARDED, 120, 40, {}),
+    "rewards-40x12": (REWARDED, 40, 12, {"unicode": False}),
     "no-limit": (dataclasses.replace(TRAINING, limit=None, planned=None), 80, 24, {}),
 }
 
@@ -255,6 +266,54 @@ def test_metrics_have_a_line_that_fits_narrow_screens():
     assert "rewards/margins 0.25" in text_of(state)
     assert "rewards/accuracies 0.75" in text_of(state)
     assert all(cell_len(line) <= 40 for line in drawn(state, 40, 30))
+
+
+def test_reward_run_shows_rewards_policy_rollouts_and_phases():
+    lines = [" ".join(line.split()) for line in drawn(REWARDED, 120, 40)]
+    for shown in (
+        "reward 0.8 spread 0.2 smoothed 0.575 validation 0.625, best 0.625",
+        "rewards json_fields 0.8 ±0.35 length:200 0.5 ±0.1",
+        "policy KL 0.0125 entropy 0.75 clipped low 0% clipped high 0.4%",
+        "rollouts length 25.5 cut off 12% no spread 25% tokens/s 530",
+        "judge calls 12 cache hits 4",
+        "seconds generate 1.25 s reward 1 ms update 0.75 s",
+        "MLX peak generate 2.50 GB update 4.73 GB of 7.00 GB",
+    ):
+        assert shown in lines
+    assert not any("validation" in line for line in lines if line.startswith("loss"))
+
+
+@pytest.mark.parametrize("height", range(5, 40))
+def test_screens_of_a_reward_run_fit_and_grow(height):
+    low = [line for line in drawn(REWARDED, 80, height - 1) if line.strip()]
+    high = drawn(REWARDED, 80, height)
+    assert len(high) <= height
+    assert all(cell_len(line) <= 80 for line in high)
+    assert len(low) <= len([line for line in high if line.strip()])
+
+
+def test_step_whose_rewards_are_all_missing_says_so():
+    metrics = {"completions/mean_length": 9.0, "rewards/missing": 32.0}
+    text = " ".join(text_of(folded(*BEGINNING, rewarded(1, metrics=metrics))).split())
+    assert "reward missing missing 32" in text
+
+
+def test_metrics_that_are_not_finite_are_drawn():
+    metrics = dict.fromkeys(rewarded(1).metrics, math.nan)
+    state = folded(*BEGINNING, rewarded(1, metrics=metrics), rewarded(2, reward=math.inf))
+    assert "reward    inf" in text_of(state)
+
+
+def test_end_of_a_reward_run_has_the_reward_of_the_held_out_rows():
+    state = folded(
+        events.ExactMatch(when="before", correct=2, rows=64, reward=0.25),
+        events.ExactMatch(when="after", correct=62, rows=64, reward=0.97),
+        events.Finished(step=10, reason="done", adapter="a", seconds=9.0),
+        state=REWARDED,
+    )
+    text = text_of(state, 80, 30)
+    assert "validation reward: 0.625 at the end" in text
+    assert "reward: 0.25 before, 0.97 after" in text
 
 
 def test_without_a_limit_the_peak_is_the_scale():

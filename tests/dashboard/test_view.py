@@ -7,7 +7,7 @@ import math
 import pytest
 from rich.console import Console
 
-from tests.dashboard.frames import record, step
+from tests.dashboard.frames import record, reward_validation, rewarded, step
 from your_ai.dashboard import view
 from your_ai.dashboard.state import ViewState, fold
 from your_ai.run import events
@@ -167,3 +167,53 @@ def test_run_that_barely_learned_is_told_what_to_try():
 def test_summary_names_the_step_of_a_best_adapter():
     end = events.Finished(step=10, reason="done", adapter="a", seconds=9.0, adapter_step=5)
     assert "adapter: a (of step 5, the best)" in drawn(*view.summary(state_of(step(10), end), "r"))
+
+
+def test_line_of_a_rewarded_step_has_a_short_list_of_metrics():
+    shown = rewarded(3, active_bytes=None, peak_bytes=None, process_bytes=None)
+    assert view.event_line(shown, state_of(STARTED, shown)) == (
+        "step 3/10  loss 0.00300  reward 0.45  reward_std 0.2  kl 0.0125  entropy 0.75  "
+        "length 25.5  cut off 12%  100 tokens/s  14 s left"
+    )
+
+
+def test_line_of_another_objective_has_all_metrics():
+    shown = step(1, metrics={"rewards/margins": 0.25, "kl": 0.5})
+    assert "  rewards/margins 0.25  kl 0.5  " in view.event_line(shown, state_of(STARTED, shown))
+
+
+def test_validation_of_rewards_is_shown_as_a_reward():
+    state = state_of(STARTED)
+    assert view.event_line(reward_validation(5, 0.83), state) == "step 5: validation reward 0.83"
+    others = {"rewards/a/mean": 0.5, "rewards/a/std": 0.1}
+    line = view.event_line(reward_validation(5, 0.83, **others), state)
+    assert line == "step 5: validation reward 0.83"  # a is the only reward
+    others |= {"rewards/b/mean": 1.0, "rewards/b/std": 0.1}
+    line = view.event_line(reward_validation(5, 0.83, **others), state)
+    assert line == "step 5: validation reward 0.83, a 0.5, b 1"
+
+
+def test_metric_that_is_called_reward_is_not_the_loss():
+    found = dataclasses.replace(validation(5, 1.5), metrics={"reward": 0.25})
+    line = view.event_line(found, state_of(STARTED))
+    assert line == "step 5: validation loss 1.5000, reward 0.25"
+
+
+def test_result_of_rewards_has_the_last_and_the_best_reward():
+    found = [reward_validation(5, 0.5), reward_validation(10, 0.25)]
+    lines = view.result_lines(state_of(STARTED, step(1), *found))
+    assert lines == ["validation reward: 0.25 at the end, best 0.5 at step 5"]
+    assert view.result_lines(state_of(reward_validation(5, 0.0))) == [
+        "validation reward: 0 at the end"
+    ]
+
+
+def test_summary_has_the_reward_before_the_exact_match():
+    state = state_of(
+        events.ExactMatch(when="before", correct=2, rows=64, reward=0.84),
+        events.ExactMatch(when="after", correct=62, rows=64, reward=0.97),
+        events.Finished(step=10, reason="done", adapter="a", seconds=61.0),
+    )
+    text = drawn(*view.summary(state, "r"), width=90)
+    assert text[-2] == "reward: 0.84 before, 0.97 after"
+    assert text[-1].startswith("exact match: 3%")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from tests.dashboard.frames import record, step
+from tests.dashboard.frames import record, reward_validation, rewarded, step
 from your_ai import __version__
 from your_ai.config import TrainConfig
 from your_ai.hub.registry import known
@@ -304,3 +304,14 @@ def test_names_in_the_card_of_a_folder_cannot_begin_markup():
     assert "# a` b # c" in text
     assert not any(line.startswith(("# c", "# x")) for line in text.splitlines())
     assert "<script>" not in text
+
+
+def test_card_of_a_run_that_trains_on_rewards_has_rewards_and_no_validation_loss():
+    matches = [dataclasses.replace(m, reward=m.correct / 4) for m in MATCHES]
+    happened = [started(), matches[0], rewarded(1), reward_validation(1, 0.5), rewarded(2)]
+    happened += [reward_validation(2, 0.75), matches[1]]
+    text = card(dataclasses.replace(SUBJECT, figures=figures_of(list(map(record, happened)))))
+    assert "validation loss" not in text
+    assert "| best validation reward | 0.75 at step 2 |" in text
+    assert "| reward | 0.25 before, 0.75 after, on 4 test rows |" in text
+    assert "validation reward |" in text

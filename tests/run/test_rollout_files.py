@@ -18,6 +18,7 @@ from your_ai.errors import RunError
 from your_ai.run import rollout_files
 from your_ai.run.rollout_files import (
     RolloutRecord,
+    by_reward,
     read_rollouts,
     rollout_file,
     rollout_steps,
@@ -256,3 +257,10 @@ def test_a_file_in_the_place_of_the_folder_is_one_error(tmp_path):
     (tmp_path / "rollouts").touch()
     with pytest.raises(RunError, match="cannot be written"):
         write_rollouts(rollout_file(tmp_path, 1), [RECORD])
+
+
+def test_missing_rewards_come_last_in_both_orders():
+    rewards = [None, 0.5, float("nan"), 1.0, 0.5]
+    found = [replace(RECORD, sample=i, reward=r) for i, r in enumerate(rewards)]
+    assert [r.sample for r in by_reward(found, highest=True)] == [3, 1, 4, 0, 2]
+    assert [r.sample for r in by_reward(found, highest=False)] == [1, 4, 3, 0, 2]

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.dashboard.frames import step
+from tests.dashboard.frames import reward_validation, step
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
@@ -141,6 +141,12 @@ def test_row_has_all_figures_of_a_run():
         changed_at=NOW,
         size_bytes=sum(path.stat().st_size for path in files),
     )
+
+
+def test_validations_of_rewards_are_shown_as_rewards():
+    made("r", STAGE, STARTED, step(1), reward_validation(1, 0.75), reward_validation(2, 0.5))
+    assert (only().best_reward, only().best_validation) == (0.75, None)
+    assert "reward 0.75" in "\n".join(drawn([only()], 200))
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,18 @@ def test_metrics_of_an_objective_are_sent_by_their_names():
     assert row.values["train/rewards/margins"] == 0.25
 
 
+def test_memory_of_the_phases_is_sent_in_gb():
+    (row,) = rows_of(step(1, metrics={"peak_bytes/generate": 2.5e9, "seconds/generate": 1.5}))
+    assert row.values["memory/peak_generate_gb"] == 2.5
+    assert row.values["train/seconds/generate"] == 1.5
+    assert "train/peak_bytes/generate" not in row.values
+
+
+def test_reward_of_the_test_rows_is_sent():
+    (row,) = rows_of(events.ExactMatch(when="before", correct=1, rows=4, reward=0.5))
+    assert row.values == {"test/exact_match": 0.25, "test/reward": 0.5}
+
+
 def test_missing_memory_readings_are_not_sent():
     [row] = rows_of(step(1, process_bytes=None, cache_bytes=None))
     assert [name for name in row.values if name.startswith("memory/")] == ["memory/active_gb"]

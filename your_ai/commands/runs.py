@@ -47,12 +47,14 @@ def report(
     from your_ai.run import events
     from your_ai.run import folder as folders
     from your_ai.session import run_list
+    from your_ai.session.rollout_samples import rollout_samples
 
     folder = run_list.newest() if run is None else folders.find(run)
     records, _ = events.tail(folder.events)
     config = folder.config_text("replace")
     page = folder.path / "report.html" if out is None else out
-    reporting.write_report(records, folder.name, config, page)
+    samples = rollout_samples(folder.path)
+    reporting.write_report(records, folder.name, config, page, samples)
     echo(page)
     if png:
         for path in reporting.write_plots(records, page.parent, folder.name):

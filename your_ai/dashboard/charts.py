@@ -26,6 +26,7 @@ from your_ai.dashboard.history import (
     speed,
     thinned,
 )
+from your_ai.dashboard.metric_table import REWARD, is_charted, reward_of
 from your_ai.dashboard.view import duration, memory
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Started
@@ -64,7 +65,8 @@ def draw_loss(canvas: Figure, past: RunHistory) -> str:
     axes, points = canvas.add_subplot(xlabel="step", ylabel="loss"), losses(past)
     axes.locator_params("x", integer=True)
     draw_means(axes, points, "blue")
-    checked = [(value.step, value.loss) for value in finite(past.validations)]
+    validations = [value for value in finite(past.validations) if reward_of(value) is None]
+    checked = [(value.step, value.loss) for value in validations]
     draw(axes, thinned(checked), "orange", 1.2, marker="o", markersize=4, label="validation")
     bad = [step.step for step in past.steps if not abs(step.loss) < LARGEST]
     bad += [skipped.step for _, skipped in past.of(Skipped)]
@@ -77,6 +79,19 @@ def draw_loss(canvas: Figure, past: RunHistory) -> str:
     add_legend(axes)
     text = f"Loss of each step (thin line) and running mean (bold). Steps: {len(past.steps):,}."
     return text if past.steps else ""
+
+
+def draw_reward(canvas: Figure, past: RunHistory) -> str:
+    axes = canvas.add_subplot(xlabel="step", ylabel="reward")
+    points = metric_points(past, REWARD)
+    axes.locator_params("x", integer=True)
+    draw_means(axes, points, "green")
+    checked = [(value.step, reward_of(value)) for value in finite(past.validations)]
+    checked = [(x, y) for x, y in checked if y is not None]
+    draw(axes, thinned(checked), "orange", 1.2, marker="o", markersize=4, label="validation")
+    add_legend(axes)
+    text = "Mean reward of each step (thin line) and running mean (bold)."
+    return text if points or checked else ""
 
 
 def draw_memory(canvas: Figure, past: RunHistory) -> str:
@@ -136,17 +151,23 @@ def draw_rate(canvas: Figure, past: RunHistory) -> str:
 
 def draw_metrics(canvas: Figure, past: RunHistory) -> str:
     names = list(dict.fromkeys(name for step in past.steps for name in step.metrics))
+    names = [name for name in names if is_charted(name)]
     if not names:
         return ""
     canvas.set_size_inches(9, 0.6 + 1.5 * len(names))
     rows = canvas.subplots(len(names), sharex=True, squeeze=False)[:, 0]
     for name, axes in zip(names, rows, strict=True):
-        values = ((step.step, step.metrics.get(name, math.nan)) for step in past.steps)
-        draw_means(axes, [(x, y) for x, y in values if abs(y) < LARGEST], "blue")
+        draw_means(axes, metric_points(past, name), "blue")
         axes.set_ylabel(name)
         axes.locator_params("x", integer=True)
     rows[-1].set_xlabel("step")
     return "Metrics of the objective at each step (thin lines) and running means (bold)."
+
+
+def metric_points(past: RunHistory, name: str) -> Points:
+    """The values of a metric by step, where they can be drawn."""
+    values = ((step.step, step.metrics.get(name, math.nan)) for step in past.steps)
+    return [(x, y) for x, y in values if abs(y) < LARGEST]
 
 
 def draw(axes: Axes, points: Points, color: str, width: float, **options: Any) -> None:
@@ -231,6 +252,7 @@ def svg_figure(
 
 CHARTS: dict[str, tuple[str, tuple[float, float], Callable[[Figure, RunHistory], str]]] = {
     "loss": ("Loss", (9, 3.3), draw_loss),
+    "reward": ("Reward", (9, 3.3), draw_reward),
     "memory": ("Memory", (9, 3.3), draw_memory),
     "speed": ("Speed", (4.6, 2.6), draw_speed),
     "learning-rate": ("Learning rate", (4.6, 2.6), draw_rate),

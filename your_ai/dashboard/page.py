@@ -42,12 +42,14 @@ class Glyphs(NamedTuple):
     waiting: str
     ended: str
     to: str
+    spread: str
+    """Before a standard deviation."""
     heights: str
     cut: str
 
 
-UNICODE = Glyphs(*"█▓▒·┃▶━─×●○■–", "▁▂▃▄▅▆▇█", "…")
-ASCII = Glyphs(*"#=-.|>=-x*o#-", ".:-=+*#@", "...")
+UNICODE = Glyphs(*"█▓▒·┃▶━─×●○■–±", "▁▂▃▄▅▆▇█", "…")
+ASCII = Glyphs(*"#=-.|>=-x*o#-~", ".:-=+*#@", "...")
 
 
 class ScreenRow(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from time import gmtime, strftime
@@ -19,8 +20,16 @@ from your_ai.dashboard.history import (
     read,
     smoothed,
 )
+from your_ai.dashboard.metric_table import other_values, plain
 from your_ai.dashboard.shares import match_share
-from your_ai.dashboard.view import duration, memory, result_lines
+from your_ai.dashboard.view import (
+    duration,
+    memory,
+    result_lines,
+    reward_lines,
+    validation_name,
+    validation_text,
+)
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, sync
 from your_ai.gates.text import counted, loss_text, printable
@@ -31,24 +40,49 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 
-def write_report(records: Sequence[events.Record], name: str, config_text: str, out: Path) -> None:
+@dataclass(frozen=True)
+class RolloutSample:
+    """A completion of a run that trains on rewards."""
+
+    step: int
+    which: str
+    """best or worst."""
+    question: str
+    completion: str
+    expected: str
+    """Empty if its row has no expected answer."""
+    reward: float
+
+
+def write_report(
+    records: Sequence[events.Record],
+    name: str,
+    config_text: str,
+    out: Path,
+    rollouts: Sequence[RolloutSample] = (),
+) -> None:
     """Write the page about the run `name` to `out`, completely or not at all.
+
+    rollouts: completions to show, of a run that trains on rewards.
 
     Raises UserError if matplotlib or jinja2 is not installed, or if `out` cannot be written.
     """
     require("matplotlib", "jinja2")
     past = read(records)
-    used = (memory, duration, match_share, loss_text, finite, counted)
+    numbers = (memory, duration, match_share, loss_text, finite, counted, plain)
+    used = (*numbers, other_values, validation_name, validation_text)
+    state, is_done = past.state, ending(past)[0] == "finished"
     page = template("report.html.j2", *used).render(
         name=name,
         past=past,
-        state=past.state,
+        state=state,
         ending=ending(past),
-        results=result_lines(past.state) if ending(past)[0] == "finished" else [],
+        results=[*result_lines(state), *reward_lines(state)] if is_done else [],
         began=strftime("%Y-%m-%d %H:%M UTC", gmtime(past.state.began_at or 0)),
         done=[step for _, step in past.of(Step)],
         means=smoothed(losses(past)),
-        charts=[(key, CHARTS[key][0], *svg(key, past)) for key in CHARTS],
+        charts={key: (key, CHARTS[key][0], *svg(key, past)) for key in CHARTS},
+        rollouts=rollouts,
         plans=list(plan_changes(past)),
         actions=past.of(Action),
         deaths=past.of(Died),

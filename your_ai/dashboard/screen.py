@@ -9,6 +9,18 @@ from rich.text import Text
 
 from your_ai.dashboard import view
 from your_ai.dashboard.gauge import known, memory_rows
+from your_ai.dashboard.metric_table import (
+    REWARD,
+    SPREAD,
+    is_rewarded,
+    named_rewards,
+    other_values,
+    phase_peaks,
+    phase_seconds,
+    plain,
+    reward_of,
+    rows_of,
+)
 from your_ai.dashboard.page import (
     ASCII,
     DIM,
@@ -40,8 +52,8 @@ LATE, LATE_S = 4.0, 10.0  # a step is late after this many times the usual time,
 WIDE = 30.0  # highest loss / lowest loss above which the curve is logarithmic
 # The kinds of rows, most important first: a low screen shows as many as it has lines.
 KEPT = (
-    *("header", "process", "gauge", "step", "loss", "time", "warning", "keys", "legend"),
-    "metrics",
+    *("header", "process", "gauge", "step", "reward", "loss", "time", "warning", "keys", "legend"),
+    *("metrics", "reward curve", "rollouts", "policy", "phases", "rewards", "judge", "peaks"),
     *(
         "memory curve",
         "loss curve",
@@ -147,31 +159,15 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
     if step is None:
         return rows
     rows.append(ScreenRow("time", line(page, "time", times(page, state, now), inline=False)))
-    fields = [
-        Field(0, loss_text(step.loss)),
-        Field(1, loss_text(state.smooth_loss), "smoothed ", style=""),
-        Field(3, loss_text(state.best_loss), "best ", style=""),
-        Field(4, f"{step.grad_norm:.3g}", "gradient norm ", style=""),
-        Field(5, f"{step.learning_rate:.3g}", "learning rate ", style=""),
-    ]
+    if is_rewarded(step.metrics):
+        return rows + reward_rows(page, state, step)
+    fields = loss_fields(state, step)
     if state.validation is not None:
-        best = f", best {loss_text(state.best_validation)}"
-        fields.insert(3, Field(2, loss_text(state.validation.loss), "validation ", best, ""))
-        for name, value in state.validation.metrics.items():
-            fields.insert(4, Field(2, f"{value:.4g}", f"{clean(page, name)} ", style=""))
-    rows.append(
-        ScreenRow("loss", line(page, "loss", in_fields(page, fields, beside(page, "loss"))))
-    )
+        fields[3:3] = validation_fields(page, state, state.validation)
+    rows.append(field_row(page, "loss", "loss", fields))
     if step.metrics:
-        fields = [
-            Field(rank, f"{value:.4g}", f"{clean(page, name)} ", style="")
-            for rank, (name, value) in enumerate(step.metrics.items())
-        ]
-        rows.append(
-            ScreenRow(
-                "metrics", line(page, "metrics", in_fields(page, fields, beside(page, "metrics")))
-            )
-        )
+        texts = [(name, f"{value:.4g}") for name, value in step.metrics.items()]
+        rows.append(texts_row(page, "metrics", "metrics", texts))
     losses = resampled(state.losses.values, curve_width(page), highest=False)
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
@@ -182,6 +178,79 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
         losses = [math.log(loss) if loss > 0 else loss for loss in losses]
         low, high, texts = math.log(low), math.log(high), (texts[0], f"{texts[1]} log")
     return rows + curve_rows(page, "loss curve", losses, (low, high), texts)
+
+
+def loss_fields(state: ViewState, step: events.Step) -> list[Field]:
+    return [
+        Field(0, loss_text(step.loss)),
+        Field(1, loss_text(state.smooth_loss), "smoothed ", style=""),
+        Field(3, loss_text(state.best_loss), "best ", style=""),
+        Field(4, f"{step.grad_norm:.3g}", "gradient norm ", style=""),
+        Field(5, f"{step.learning_rate:.3g}", "learning rate ", style=""),
+    ]
+
+
+def validation_fields(page: Page, state: ViewState, validation: events.Validation) -> list[Field]:
+    value = view.validation_text(validation, validation.loss)
+    best = f", best {view.validation_text(validation, state.best_validation)}"
+    others = other_values(validation).items()
+    return [
+        Field(2, value, "validation ", best, ""),
+        *(Field(2, f"{value:.4g}", f"{clean(page, name)} ", style="") for name, value in others),
+    ]
+
+
+def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenRow]:
+    """Show a step that trained on rewards: the rewards, the policy, the rollouts, the phases."""
+    metrics, rows = step.metrics, []
+    fields = [Field(0, plain(metrics[REWARD])) if REWARD in metrics else Field(0, "missing")]
+    if SPREAD in metrics:
+        fields.append(Field(1, plain(metrics[SPREAD]), "spread "))
+    if state.smooth_reward is not None:
+        fields.append(Field(3, plain(state.smooth_reward), "smoothed ", style=""))
+    of_loss = loss_fields(state, step)
+    if state.validation is not None:
+        shown = fields if reward_of(state.validation) is not None else of_loss
+        shown += validation_fields(page, state, state.validation)
+    if missing := metrics.get("rewards/missing"):
+        fields.append(Field(2, plain(missing), "missing ", style=WARN))
+    rows.append(field_row(page, "reward", "reward", fields))
+    rewards = resampled(state.rewards.values, curve_width(page), highest=False)
+    finite = [reward for reward in rewards if math.isfinite(reward)]
+    if finite:
+        bounds = min(finite), max(finite)
+        texts = brief(bounds[0]), brief(bounds[1])
+        rows += curve_rows(page, "reward curve", rewards, bounds, texts)
+    named = [
+        (name, plain(mean) if std is None else f"{plain(mean)} {page.glyphs.spread}{plain(std)}")
+        for name, (mean, std) in named_rewards(metrics).items()
+    ]
+    if named:
+        rows.append(texts_row(page, "rewards", "rewards", named))
+    rows.append(field_row(page, "loss", "loss", of_loss))
+    rows += [texts_row(page, label, label, texts) for label, texts in rows_of(metrics).items()]
+    if seconds := phase_seconds(step):
+        texts = [(phase, short_span(value)) for phase, value in seconds.items()]
+        rows.append(texts_row(page, "phases", "seconds", texts))
+    if peaks := phase_peaks(step):
+        texts = [(phase, view.memory(known(size) or 0)) for phase, size in peaks.items()]
+        if state.limit is not None:
+            texts.append(("of", view.memory(known(state.limit.limit_bytes) or 0)))
+        rows.append(texts_row(page, "peaks", "MLX peak", texts))
+    return rows
+
+
+def texts_row(page: Page, kind: str, label: str, texts: list[tuple[str, str]]) -> ScreenRow:
+    """A row of values with their names; the last ones are dropped if there is too little room."""
+    fields = [
+        Field(rank, text, f"{clean(page, name)} ", style="")
+        for rank, (name, text) in enumerate(texts)
+    ]
+    return field_row(page, kind, label, fields)
+
+
+def field_row(page: Page, kind: str, label: str, fields: list[Field]) -> ScreenRow:
+    return ScreenRow(kind, line(page, label, in_fields(page, fields, beside(page, label))))
 
 
 def progress(page: Page, state: ViewState) -> list[TextPart]:
@@ -238,7 +307,7 @@ def plan_rows(page: Page, state: ViewState) -> list[ScreenRow]:
         if state.finished.reason == "done":
             rows += [
                 ScreenRow("results", line(page, "", [(clean(page, text), "")], inline=False))
-                for text in view.result_lines(state)
+                for text in (*view.result_lines(state), *view.reward_lines(state))
             ]
     return rows
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from your_ai.dashboard.metric_table import REWARD
 from your_ai.run import events
 from your_ai.run.events import Record
 
@@ -79,6 +80,10 @@ class ViewState:
     step_s: float | None = None
     """Running mean of the time per step."""
     losses: Series = Series()
+    rewards: Series = Series()
+    """The mean reward of each step, if the run trains on rewards."""
+    smooth_reward: float | None = None
+    """Running mean of the reward."""
     gauges: events.Gauges | events.Step | None = None
     """The latest event with gauges."""
     highest_bytes: int | None = None
@@ -192,7 +197,8 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
             deaths, gave_up = (*state.deaths, event), event.level is None
             return {"deaths": deaths, "replanned": event.reason, "gave_up": gave_up}
         case events.Started():
-            fresh = dict.fromkeys(("smooth_loss", "tokens_per_s", "step_s", "finished"))
+            means = ("smooth_loss", "smooth_reward", "tokens_per_s", "step_s")
+            fresh = dict.fromkeys((*means, "finished"))
             return {**fresh, "steps_seen": 0, "started": event, "stage": "training"}
         case events.Paused():
             return {"paused": True}
@@ -217,7 +223,13 @@ def after_step(state: ViewState, step: events.Step) -> dict[str, Any]:
     seen = state.steps_seen + 1
     speed = step.tokens / max(step.seconds, 1e-9)
     smooth_loss = smooth(state.smooth_loss, step.loss, seen)
+    rewards = {}
+    if REWARD in step.metrics:
+        reward = float(step.metrics[REWARD])
+        rewards["rewards"] = state.rewards.add(reward)
+        rewards["smooth_reward"] = smooth(state.smooth_reward, reward, seen)
     return {
+        **rewards,
         **with_gauges(state, step, step.highest_bytes or step.process_bytes),
         "step": step,
         "stage": "training",

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from your_ai.dashboard.state import ViewState
-from your_ai.dashboard.view import duration, memory
+from your_ai.dashboard.view import duration, memory, validation_name, validation_text
 from your_ai.gates.text import loss_text, printable
 
 UNKNOWN = "-"
@@ -149,6 +149,7 @@ def progress_text(number: int, settings: Mapping[str, Any], state: ViewState) ->
     parts.append(
         state.stage if state.step is None else f"step {state.step.step}/{state.step.steps}"
     )
-    if state.best_validation is not None:
-        parts.append(f"validation loss {loss_text(state.best_validation)}")
+    last, best = state.validation, state.best_validation
+    if last is not None and best is not None:
+        parts.append(f"{validation_name(last)} {validation_text(last, best)}")
     return ": ".join(parts[:2]) + "; " + ", ".join(parts[2:])

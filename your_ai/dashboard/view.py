@@ -6,6 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from your_ai.dashboard.metric_table import line_texts, other_values, plain, reward_of
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.state import ViewState
 from your_ai.gates.text import counted, loss_text
@@ -43,7 +44,7 @@ def step_text(step: events.Step, tokens_per_s: float, seconds_left: float) -> st
         [
             f"step {step.step}/{step.steps}",
             f"loss {loss_text(step.loss)}",
-            *(f"{name} {value:.4g}" for name, value in step.metrics.items()),
+            *line_texts(step.metrics),
             f"{tokens_per_s:.0f} tokens/s",
             f"{duration(seconds_left)} left",
             *([", ".join(known)] if known else []),
@@ -83,8 +84,10 @@ def event_line(event: Event, state: ViewState) -> str | None:
             return f"step {event.step} was skipped: {event.reason} ({event.total} so far)"
         case events.Validation():
             best = ", the best so far" if event.best else ""
-            metrics = "".join(f", {name} {value:.4g}" for name, value in event.metrics.items())
-            return f"step {event.step}: validation loss {loss_text(event.loss)}{metrics}{best}"
+            others = other_values(event)
+            metrics = "".join(f", {name} {value:.4g}" for name, value in others.items())
+            measured = f"{validation_name(event)} {validation_text(event, event.loss)}"
+            return f"step {event.step}: {measured}{metrics}{best}"
         case events.Paused():
             return f"step {event.step}: paused"
         case events.Continued():
@@ -121,22 +124,26 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
     parts += result_lines(state)
     parts.append(f"adapter: {finished.adapter}{which_adapter(finished)}")
     parts.append(f"try it: your_ai chat {run}; evaluate it: your_ai eval {run}")
+    parts += reward_lines(state)
     if state.match_after is not None:
         parts.append(match_text(state.match_before, state.match_after))
     return parts
 
 
 def result_lines(state: ViewState) -> list[str]:
-    """The validation losses of a finished run, and what to try if it barely learned."""
-    if state.validation is None:
+    """The validation losses of a finished run, and what to try if it barely learned.
+
+    In a run that trains on rewards, the rewards.
+    """
+    last, best = state.validation, state.best_validation
+    if last is None:
         return []
-    text = f"validation loss: {loss_text(state.validation.loss)} at the end"
-    best = state.best_validation
-    if best is not None and state.best_step != state.validation.step:
-        text += f", best {loss_text(best)} at step {state.best_step}"
-    elif best is not None and state.first_validation != state.validation:
+    text = f"{validation_name(last)}: {validation_text(last, last.loss)} at the end"
+    if best is not None and state.best_step != last.step:
+        text += f", best {validation_text(last, best)} at step {state.best_step}"
+    elif best is not None and state.first_validation != last:
         text += ", the best"
-    lines = [text, *metric_lines(state.validation, state.best_checked)]
+    lines = [text, *metric_lines(last, state.best_checked)]
     if not state.barely_learned:
         return lines
     ways = (state.started.more if state.started else "") or "a higher --learning-rate"
@@ -145,13 +152,34 @@ def result_lines(state: ViewState) -> list[str]:
 
 def metric_lines(last: events.Validation, best: events.Validation | None) -> list[str]:
     """The other values of the last validation and of the best one."""
-    found = []
-    for name, value in last.metrics.items():
+    found, of_best = [], {} if best is None else other_values(best)
+    for name, value in other_values(last).items():
         text = f"{name} of the validation rows: {value:.4g} at the end"
-        if best is not None and best.step != last.step and name in best.metrics:
-            text += f", best {best.metrics[name]:.4g} at step {best.step}"
+        if best is not None and best.step != last.step and name in of_best:
+            text += f", best {of_best[name]:.4g} at step {best.step}"
         found.append(text)
     return found
+
+
+def validation_name(validation: events.Validation) -> str:
+    """What a validation measured, in words."""
+    return f"validation {'loss' if reward_of(validation) is None else 'reward'}"
+
+
+def validation_text(validation: events.Validation, loss: float | None) -> str:
+    """Format this or another loss of a run; as a reward if this is what its validations measure."""
+    if reward_of(validation) is None or loss is None:
+        return loss_text(loss)
+    return plain(0.0 - loss)
+
+
+def reward_lines(state: ViewState) -> list[str]:
+    """The mean reward of the held-out rows, of a run that trains on rewards."""
+    before, after = state.match_before, state.match_after
+    if after is None or after.reward is None:
+        return []
+    start = "" if before is None or before.reward is None else f"{plain(before.reward)} before, "
+    return [f"reward: {start}{plain(after.reward)} after"]
 
 
 def which_adapter(finished: events.Finished) -> str:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from your_ai import __version__
 from your_ai.config import DEMO, OBJECTIVES_WITH, SFT, TrainConfig, is_used
 from your_ai.dashboard.history import finite, read
+from your_ai.dashboard.metric_table import other_values, plain
 from your_ai.dashboard.shares import match_share
-from your_ai.dashboard.view import duration, memory
+from your_ai.dashboard.view import duration, memory, validation_name, validation_text
 from your_ai.gates.text import counted, loss_text
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.registry import alias_of, known
@@ -396,14 +397,18 @@ def figure_rows(figures: CardFigures) -> list[tuple[str, str]]:
     ]
     best = min(finite(figures.validations), key=lambda v: v.loss, default=None)
     if best is not None:
-        rows.append(("best validation loss", f"{loss_text(best.loss)} at step {best.step:,}"))
+        text = f"{validation_text(best, best.loss)} at step {best.step:,}"
+        rows.append((f"best {validation_name(best)}", text))
     chosen = [found for found in figures.validations if found.best][-1:]
-    for name, value in chosen[0].metrics.items() if chosen else ():
+    for name, value in other_values(chosen[0]).items() if chosen else ():
         rows.append((f"best {cell(name)}", f"{value:.4g} at step {chosen[0].step:,}"))
     if figures.matches:
         shares = " before, ".join(match_share(match) for match in figures.matches)
         tested = counted(figures.matches[-1].rows, "test row")
         rows.append(("exact match", f"{shares} after, on {tested}"))
+        rewards = [plain(m.reward) for m in figures.matches if m.reward is not None]
+        if rewards:
+            rows.append(("reward", f"{' before, '.join(rewards)} after, on {tested}"))
     rows.append(("peak memory", memory(figures.peak_bytes) if figures.peak_bytes else ""))
     rows.append(("training time", duration(sum(step.seconds for step in steps))))
     return [(name, value) for name, value in rows if value]
@@ -417,10 +422,10 @@ def curve_table(figures: CardFigures) -> str:
     for step in steps[::-1][::every][::-1]:
         before = [v for v in seen if v.step <= step.step]
         seen = [v for v in seen if v.step > step.step]
-        rows.append(
-            (f"{step.step:,}", loss_text(step.loss), loss_text(before[-1].loss) if before else "")
-        )
-    return table(("step", "loss", "validation loss"), rows)
+        validated = validation_text(before[-1], before[-1].loss) if before else ""
+        rows.append((f"{step.step:,}", loss_text(step.loss), validated))
+    name = validation_name(figures.validations[-1]) if figures.validations else "validation loss"
+    return table(("step", "loss", name), rows)
 
 
 def evaluation(subject: Subject) -> list[str]:

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,19 @@ def record_of(content: Any) -> RolloutRecord:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def by_reward(records: Sequence[RolloutRecord], highest: bool) -> list[RolloutRecord]:
+    """Sort by reward; equal ones stay in the order of the file, missing ones come last."""
+    sign = -1 if highest else 1
+
+    def key(record: RolloutRecord) -> tuple[bool, float]:
+        reward = known_reward(record.reward)
+        return reward is None, sign * (reward or 0.0)
+
+    return sorted(records, key=key)
+
+
+def known_reward(value: float | None) -> float | None:
+    """A value from a file if it is finite, else None."""
+    return value if value is not None and math.isfinite(value) else None

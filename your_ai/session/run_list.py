@@ -19,6 +19,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from your_ai.dashboard.metric_table import plain, reward_of
 from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.dashboard.view import duration, memory
 from your_ai.errors import UserError
@@ -58,6 +59,9 @@ class RunRow:
     best_loss: float | None = None
     """Lowest running mean of the loss."""
     best_validation: float | None = None
+    """The lowest validation loss; None if validations measure rewards."""
+    best_reward: float | None = None
+    """The highest mean reward of a validation, if that is what validations measure."""
     peak_bytes: int | None = None
     """Peak memory of the training process."""
     limit_bytes: int | None = None
@@ -155,6 +159,8 @@ def row_of(folder: RunFolder) -> RunRow | None:
     state = fold_all(ViewState(), records)
     at = last_of(happened, events.Started, events.Step, events.Skipped)
     total = last_of(happened, events.Started, events.Step)
+    best = number(state.best_validation)
+    is_reward = state.validation is not None and reward_of(state.validation) is not None
     row = RunRow(
         name=folder.name,
         state=state_of(folder, running, state, happened),
@@ -163,7 +169,8 @@ def row_of(folder: RunFolder) -> RunRow | None:
         steps=total and whole(total.steps),
         last_loss=state.step and number(state.step.loss),
         best_loss=number(state.best_loss),
-        best_validation=number(state.best_validation),
+        best_validation=None if is_reward else best,
+        best_reward=0.0 - best if is_reward and best is not None else None,
         peak_bytes=whole(state.highest_bytes),
         limit_bytes=state.limit and whole(state.limit.limit_bytes),
         seconds=seconds_of(records),
@@ -266,7 +273,7 @@ COLUMNS: dict[str, Callable[[RunRow, float], str]] = {
     "step": lambda row, now: UNKNOWN if row.step is None else f"{row.step}/{row.steps or '?'}",
     "loss": lambda row, now: known(row.last_loss, loss_text),
     "best": lambda row, now: known(row.best_loss, loss_text),
-    "validation": lambda row, now: known(row.best_validation, loss_text),
+    "validation": lambda row, now: validation_of(row),
     "peak of limit": lambda row, now: peak_of_limit(row),
     "worked": lambda row, now: known(row.seconds, duration),
     "changed": lambda row, now: known(row.changed_at, lambda at: ago(now - at)),
@@ -308,6 +315,12 @@ def room_beside_name(widths: dict[str, int], heads: Sequence[str]) -> int:
 
 def known(value: Any, text: Callable[[Any], str]) -> str:
     return UNKNOWN if value is None else text(value)
+
+
+def validation_of(row: RunRow) -> str:
+    if row.best_reward is not None:
+        return f"reward {plain(row.best_reward)}"
+    return known(row.best_validation, loss_text)
 
 
 def peak_of_limit(row: RunRow) -> str:

@@ -8,6 +8,7 @@ from your_ai.run import events
 from your_ai.run.events import Event
 
 GB = 1e9
+PEAK_BYTES = "peak_bytes/"  # before the name of a phase, in the metrics of a step
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,10 @@ def after(past: UploadState, event: Event) -> tuple[UploadState, TrackerRow | No
             row = TrackerRow(event.step, {"validation/loss": event.loss, **metrics})
         case events.ExactMatch():
             share = event.correct / max(1, event.rows)
-            row = TrackerRow(step_at(event.when, past), {"test/exact_match": share})
+            values = {"test/exact_match": share}
+            if event.reward is not None:
+                values["test/reward"] = event.reward
+            row = TrackerRow(step_at(event.when, past), values)
         case events.Samples():
             texts = zip(event.prompts, event.answers, event.expected, strict=False)
             rows = tuple(tuple(map(str, row)) for row in texts)
@@ -85,6 +89,16 @@ def metrics_of(past: UploadState, step: events.Step) -> dict[str, float | TextTa
         "highest": step.highest_bytes,
         "limit": past.limit_bytes,
     }
+    metrics = {
+        f"train/{name}": value
+        for name, value in step.metrics.items()
+        if not name.startswith(PEAK_BYTES)
+    }
+    peaks = {
+        f"memory/peak_{name.removeprefix(PEAK_BYTES)}_gb": value / GB
+        for name, value in step.metrics.items()
+        if name.startswith(PEAK_BYTES)
+    }
     return {
         "train/loss": step.loss,
         "train/grad_norm": step.grad_norm,
@@ -92,7 +106,8 @@ def metrics_of(past: UploadState, step: events.Step) -> dict[str, float | TextTa
         "train/tokens_per_s": step.tokens / max(step.seconds, 1e-9),
         "train/step_s": step.seconds,
         "train/epoch": step.epoch,
-        **{f"train/{name}": value for name, value in step.metrics.items()},
+        **metrics,
+        **peaks,
         **{f"memory/{name}_gb": size / GB for name, size in sizes.items() if size is not None},
         "governor/actions": past.actions,
         "governor/freed_gb": past.freed_bytes / GB,

@@ -172,14 +172,15 @@ class RolloutSource:
         self, prompts: Sequence[RolloutPrompt], sampler: Sampler
     ) -> Iterator[Completion]:
         """Generate with the current adapters, and say now and then how far it is."""
-        prepared, done = self.prepared, 0
+        prepared, done, tokens = self.prepared, 0, 0
         total = sum(len(prompt.seeds) for prompt in prompts)
         written_at = time.monotonic()
 
-        def progress(_: int) -> None:
-            nonlocal written_at
+        def progress(rows: int) -> None:
+            nonlocal written_at, tokens
+            tokens += rows
             if time.monotonic() - written_at > PROGRESS_EVERY_S:
-                text = f"generating: {done} of {counted(total, 'completion')}"
+                text = f"generating: {done} of {counted(total, 'completion')}, {tokens:,} tokens"
                 self.log.write(events.Stage(text=text))
                 written_at = time.monotonic()
 

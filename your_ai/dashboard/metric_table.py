@@ -1,0 +1,167 @@
+"""The metrics of a run that trains on rewards: their names, and how views show them.
+
+This is the only place of the dashboard that knows these names. Metrics of other runs, and metrics
+that are not listed here, are shown by their own names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from your_ai.run import events
+
+REWARD = "reward"
+SPREAD = "reward_std"
+LENGTH = "completions/mean_length"
+CUT_OFF = "completions/clipped_ratio"
+SECONDS, PEAK_BYTES = "seconds/", "peak_bytes/"  # before the name of a phase
+UPDATE = "update"  # the phase that is left of a step
+NAMED, MEAN, STD = "rewards/", "/mean", "/std"  # around the name of a reward
+JUDGE = "judge/"
+
+
+def plain(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def percent(share: float) -> str:
+    """Format a share as 0%, 0.4% or 25%."""
+    if not math.isfinite(share):
+        return str(share)
+    return f"{100 * share:.{1 if 0 < abs(share) < 0.1 else 0}f}%"
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a metric is shown."""
+
+    row: str
+    """The label of its row in the screen; empty for the rows of the rewards."""
+    name: str
+    text: Callable[[float], str] = plain
+
+
+LOOKS = {
+    REWARD: Look("", "reward"),
+    SPREAD: Look("", "spread"),
+    "rewards/missing": Look("", "missing"),
+    "kl": Look("policy", "KL"),
+    "entropy": Look("policy", "entropy"),
+    "clip_ratio/low_mean": Look("policy", "clipped low", percent),
+    "clip_ratio/high_mean": Look("policy", "clipped high", percent),
+    LENGTH: Look("rollouts", "length"),
+    CUT_OFF: Look("rollouts", "cut off", percent),
+    "frac_reward_zero_std": Look("rollouts", "no spread", percent),
+    "generation/tokens_per_s": Look("rollouts", "tokens/s"),
+}
+IN_LINES = {
+    REWARD: "reward",
+    SPREAD: "reward_std",
+    "kl": "kl",
+    "entropy": "entropy",
+    LENGTH: "length",
+    CUT_OFF: "cut off",
+}
+
+
+def is_rewarded(metrics: Mapping[str, float]) -> bool:
+    """Whether these are the metrics of a step that trained on rewards."""
+    return REWARD in metrics or LENGTH in metrics
+
+
+def line_texts(metrics: Mapping[str, float]) -> list[str]:
+    """The metrics of a step as its line shows them: `reward 0.84`.
+
+    Of a step that trained on rewards, only those in IN_LINES.
+    """
+    if not is_rewarded(metrics):
+        return [f"{name} {value:.4g}" for name, value in metrics.items()]
+    return [
+        f"{short} {LOOKS[name].text(metrics[name])}"
+        for name, short in IN_LINES.items()
+        if name in metrics
+    ]
+
+
+def reward_of(validation: events.Validation) -> float | None:
+    """The mean reward, if that is what the validation measured; its loss is then the negative."""
+    reward = validation.metrics.get(REWARD)
+    return reward if reward is not None and validation.loss == -reward else None
+
+
+def other_values(validation: events.Validation) -> dict[str, float]:
+    """What a validation measured besides its loss or its reward, by the name that is shown.
+
+    A single named reward is the reward itself.
+    """
+    if reward_of(validation) is None:
+        return dict(validation.metrics)
+    named = {name: mean for name, (mean, _) in named_rewards(validation.metrics).items()}
+    return named if len(named) > 1 else {}
+
+
+def named_rewards(metrics: Mapping[str, float]) -> dict[str, tuple[float, float | None]]:
+    """The mean of each named reward, and its standard deviation."""
+    names = [
+        name.removeprefix(NAMED).removesuffix(MEAN)
+        for name in metrics
+        if name.startswith(NAMED) and name.endswith(MEAN)
+    ]
+    return {
+        name: (metrics[f"{NAMED}{name}{MEAN}"], metrics.get(f"{NAMED}{name}{STD}"))
+        for name in names
+    }
+
+
+def rows_of(metrics: Mapping[str, float]) -> dict[str, list[tuple[str, str]]]:
+    """The rows of the screen by their label: the name and the text of each metric.
+
+    The rewards and the phases have functions of their own.
+    """
+    rows: dict[str, list[tuple[str, str]]] = {"policy": [], "rollouts": [], "judge": []}
+    rows["metrics"] = []
+    for name, value in metrics.items():
+        look = LOOKS.get(name)
+        if look is not None:
+            if look.row:
+                rows[look.row].append((look.name, look.text(value)))
+        elif name.startswith(JUDGE):
+            rows["judge"].append((name.removeprefix(JUDGE).replace("_", " "), plain(value)))
+        elif not name.startswith((SECONDS, PEAK_BYTES)) and not is_named(name):
+            rows["metrics"].append((name, f"{value:.4g}"))
+    order = [look.name for look in LOOKS.values()]
+    for label in ("policy", "rollouts"):
+        rows[label].sort(key=lambda shown: order.index(shown[0]))
+    return {label: shown for label, shown in rows.items() if shown}
+
+
+def is_charted(name: str) -> bool:
+    """Whether a report draws a metric among the others; the reward has a chart of its own."""
+    return name != REWARD and not name.startswith((SECONDS, PEAK_BYTES, JUDGE))
+
+
+def is_named(name: str) -> bool:
+    """Whether a metric is the mean or the spread of a named reward."""
+    return name.startswith(NAMED) and name.endswith((MEAN, STD))
+
+
+def phase_seconds(step: events.Step) -> dict[str, float]:
+    """The seconds of each phase of a step; the update has what the others leave."""
+    found = of_phases(step.metrics, SECONDS)
+    return found and {**found, UPDATE: max(0.0, step.seconds - sum(found.values()))}
+
+
+def phase_peaks(step: events.Step) -> dict[str, float]:
+    """MLX's peak memory in each phase of a step, in bytes."""
+    found = {phase: size for phase, size in of_phases(step.metrics, PEAK_BYTES).items() if size > 0}
+    return {**found, UPDATE: step.peak_bytes} if found and step.peak_bytes else found
+
+
+def of_phases(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    return {
+        name.removeprefix(prefix): value
+        for name, value in metrics.items()
+        if name.startswith(prefix)
+    }
