@@ -100,3 +100,12 @@ def test_generated_answers_become_those_that_are_preferred(small_demo, preset):
     assert after.answers == wanted
     (end,) = events_of(find("r"), events.Validation)
     assert end.metrics["rewards/margins"] > 0.05
+
+
+def test_rewards_make_more_fields_of_the_records_right(small_demo):
+    """Fewer steps than in the demo, and without its answers before and after."""
+    less = ["--max-steps", 5, "--prompts-per-step", 3, "--eval-every", 0, "--no-exact-match"]
+    assert call("train", "--config", "demo-grpo", "--run", "r", "--samples", 0, *less) == 0
+    first, *_ = events_of(find("r"), events.Step)
+    (end,) = events_of(find("r"), events.Validation)
+    assert end.metrics["reward"] > first.metrics["reward"] + 0.3

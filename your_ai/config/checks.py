@@ -59,7 +59,7 @@ BOUNDS = {
     "clip_high": (0, LARGEST),
     "kl_beta": (0, LARGEST),
     "judge_concurrency": (1, 256),
-    "judge_max_calls": (0, LARGEST),
+    "judge_max_calls": (1, LARGEST),
     "patience": (0, LARGEST),
     "samples": (0, 1_000_000),
     "reload_interval": (0, LARGEST),

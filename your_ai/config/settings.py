@@ -412,7 +412,10 @@ ADDED: dict[str, Any] = {
     "loss_normalization": "dapo",
     "mask_truncated": False,
     "judge_model": "",
+    "judge_url": "",
     "judge_rubric": "",
+    "judge_concurrency": 4,
+    "judge_max_calls": None,
 }
 
 # Settings that decide which adapter layers a model has.

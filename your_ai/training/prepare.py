@@ -131,7 +131,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     """
     for text in check_splits(config).notes:
         log.write(events.Notice(text=text))
-    rewards = rewards_of(config)
+    rewards = rewards_of(config, log)
     base = find_model(config.model)
     opened = opened_for(config, base, log)
     network, tokenizer = opened.network, opened.tokenizer()
@@ -225,8 +225,10 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     )
 
 
-def rewards_of(config: TrainConfig) -> Rewards | None:
+def rewards_of(config: TrainConfig, log: events.EventLog) -> Rewards | None:
     """The rewards of a run that generates completions; None for other runs.
+
+    log: says how often the judge was asked before the run was interrupted.
 
     Raises UserError if there are none, or the judge cannot be asked.
     """
@@ -241,7 +243,9 @@ def rewards_of(config: TrainConfig) -> Rewards | None:
         concurrency=config.judge_concurrency,
         max_calls=config.judge_max_calls,
     )
-    return load_rewards(config.reward, judge, store() / "cache")
+    steps = (record.event for record in events.tail(log.path)[0])
+    calls = (s.metrics.get("judge/calls", 0) for s in steps if isinstance(s, events.Step))
+    return load_rewards(config.reward, judge, store() / "cache", int(sum(calls)))
 
 
 def imbalance(config: TrainConfig, examples: Examples) -> str:

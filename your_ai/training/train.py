@@ -43,6 +43,7 @@ from your_ai.run import checkpoint, events, exits
 from your_ai.run.checkpoint import TrainState
 from your_ai.run.folder import RunFolder, find, locked
 from your_ai.run.parent import watch_parent
+from your_ai.run.rollout_files import FOLDER as ROLLOUTS
 from your_ai.run.stopping import Interrupted, Stop, stop_signals
 from your_ai.training import optimizer
 from your_ai.training.measure_peaks import calibrated
@@ -95,10 +96,29 @@ def run(
     began = time.perf_counter()
     clean(folder.path)
     clean(folder.checkpoints)
+    clean(folder.path / ROLLOUTS)
     config = recorded(config, folder.read_config())
     prepared = prepare(config, log, folder.path, level)
+    try:
+        begin_guard()
+        return run_prepared(folder, prepared, log, stop, level, watch, sampler, began)
+    finally:
+        if prepared.rewards is not None:
+            prepared.rewards.close()
+
+
+def run_prepared(
+    folder: RunFolder,
+    prepared: Prepared,
+    log: events.EventLog,
+    stop: Stop,
+    level: int,
+    watch: Watch,
+    sampler: probe.Sampler,
+    began: float,
+) -> events.Finished:
+    """Train a run that is checked and loaded; began: when that began, by time.perf_counter."""
     config = prepared.config
-    begin_guard()
     prepared = calibrated(prepared, log, level, watch, saved_step(folder))
     if needs_reference(config):
         check_unchanged(folder, prepared)  # before the reference, which may take long
