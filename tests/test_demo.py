@@ -104,7 +104,7 @@ def test_generated_answers_become_those_that_are_preferred(small_demo, preset):
 
 def test_rewards_make_more_fields_of_the_records_right(small_demo):
     """Fewer steps than in the demo, and without its answers before and after."""
-    less = ["--max-steps", 5, "--prompts-per-step", 3, "--eval-every", 0, "--no-exact-match"]
+    less = ["--max-steps", 4, "--prompts-per-step", 3, "--eval-every", 0, "--no-exact-match"]
     assert call("train", "--config", "demo-grpo", "--run", "r", "--samples", 0, *less) == 0
     first, *_ = events_of(find("r"), events.Step)
     (end,) = events_of(find("r"), events.Validation)

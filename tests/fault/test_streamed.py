@@ -25,10 +25,10 @@ def own_model(tmp_path: Path) -> Path:
 def spoil_after_step_2(monkeypatch: pytest.MonkeyPatch, spoil) -> None:
     step = recipe.train_step
 
-    def train_step(prepared, governor, update, state, log):
+    def train_step(prepared, governor, update, state, log, rollouts):
         if state.step == 2:
             spoil()
-        return step(prepared, governor, update, state, log)
+        return step(prepared, governor, update, state, log, rollouts)
 
     monkeypatch.setattr(recipe, "train_step", train_step)
 

@@ -23,6 +23,7 @@ VALUES = {
     str: st.text(),
     bool: st.booleans(),
     int | None: st.none() | st.integers(),
+    float | None: st.none() | finite,
     list[str]: st.lists(st.text()),
     dict[str, float]: st.dictionaries(st.text(), finite),
 }
@@ -51,6 +52,7 @@ def example(kind: type) -> Record:
         int: 3,
         bool: True,
         int | None: None,
+        float | None: 0.5,
         float: 0.5,
         str: "text\nin ünïcode \u2028",
         list[str]: ["a", "b\r\n"],

@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import call, events_of, losses_of, resume, train
 from tests.export.runs import make_run
+from your_ai.config import is_used
 from your_ai.errors import UserError
 from your_ai.nets.saved_adapter import read_adapter
 from your_ai.run import events
@@ -27,6 +28,7 @@ def train_from(source, configure, **settings):
     flags = dataclasses.asdict(config) | {"from_adapter": str(source)}
     for name in ("lora_alpha", "lora_layers", "lora_rank", "lora_targets", "use_dora"):
         flags.pop(name)
+    flags = {name: value for name, value in flags.items() if is_used(name, config.objective)}
     config = new_run.resolve(flags, None)
     run = new_run.create(config)
     train_until_done(run, config, Stop())
