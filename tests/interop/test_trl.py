@@ -22,6 +22,7 @@ import torch
 from tests.objectives.test_pairs import make
 from your_ai.objectives.dpo import DPO, IPO
 from your_ai.objectives.kto import KTO
+from your_ai.objectives.objective import Totals
 from your_ai.objectives.orpo import ORPO
 from your_ai.objectives.simpo import SimPO
 
@@ -162,10 +163,12 @@ def here_and_there(objective: Any, theirs: Callable, lengths: list, seed: int) -
     scores, targets, texts, current, reference = make(lengths, [1.0] * len(lengths), seed, 2)
     labels = np.append(np.repeat(LABELS[: len(lengths)], 2)[texts], [False, False])
     weighed = objective.weigh(scores, targets._replace(good=mx.array(labels)))
+    totals = Totals()
+    totals.add(weighed.sums)
     ours = Step(
         weighed.loss.item() / len(lengths),
         -np.array(weighed.weights)[: len(texts)] / len(lengths),
-        {name: value.item() / count.item() for name, (value, count) in weighed.metrics.items()},
+        totals.means(),
     )
 
     at = texts, np.concatenate([np.arange(count) for pair in lengths for count in pair])
