@@ -26,7 +26,6 @@ from your_ai.generation.rollouts import (
     keys_at,
     sampler_of,
     seed_keys,
-    waves_of,
 )
 from your_ai.rng import derive_seed
 
@@ -359,9 +358,3 @@ def test_exactly_the_most_likely_tokens_are_sampled(logits, top_p, top_k):
         patch.setattr(rollouts, "draw", draw)
         sampler(mx.array(np.float32(logits))[None], seed_keys([0]))
     assert set(np.flatnonzero(np.isfinite(np.array(drawn[0]))).tolist()) == kept
-
-
-@given(st.integers(1, 50), st.integers(1, 60))
-def test_waves_have_room_for_all_rows(rows, rows_at_once):
-    count = waves_of(rows, rows_at_once)
-    assert (count - 1) * rows_at_once < rows <= count * rows_at_once

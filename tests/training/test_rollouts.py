@@ -67,17 +67,28 @@ def test_rollouts_are_written_with_their_rewards(rewarded):
     assert all("seconds/generate" in step.metrics for step in steps)
 
 
+NEW: dict[str, Any] = {}  # nothing is scored before the update
+REPEATED = {"updates_per_batch": 2, "kl_beta": 0.1}
+SEQUENCE = {"importance": "sequence", "kl_beta": 0.1}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"updates_per_batch": 2, "kl_beta": 0.1}, {"importance": "sequence", "kl_beta": 0.1}],
-    ids=["new", "repeated", "sequence"],
+    ("phase", "settings"),
+    [
+        *(
+            pytest.param(phase, NEW, id=f"{phase}-new")
+            for phase in ("generate", "reward", "update")
+        ),
+        *(
+            pytest.param(phase, settings, id=f"{phase}-{name}")
+            for phase in ("generate", "reward", "score", "update")
+            for name, settings in (("repeated", REPEATED), ("sequence", SEQUENCE))
+        ),
+    ],
 )
-@pytest.mark.parametrize("phase", ["generate", "reward", "score", "update"])
 def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(
     rewarded, monkeypatch, phase, settings
 ):
-    if phase == "score" and not settings:
-        pytest.skip("nothing is scored before the update")
     whole = train(rewarded(run="whole", save_every=1, **settings))
     owner, name = {
         "generate": (generation, "run_wave"),

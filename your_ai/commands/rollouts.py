@@ -131,7 +131,7 @@ def page_of(group: Sequence[RolloutRecord]) -> Iterator[RenderableType]:
     from rich.text import Text
 
     first = group[0]
-    yield Text(f"\nprompt  {message_line(first.where)}", style="bold cyan")
+    yield Text(f"\nprompt  {message_line(first.where.rpartition('/')[2])}", style="bold cyan")
     yield Padding(Text(first.question), (0, 0, 0, INDENT))
     if first.expected is not None:
         yield Text("  expected", style="dim")

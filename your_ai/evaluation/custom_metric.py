@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from your_ai.errors import UserError
-from your_ai.gates.functions import described, load_function
+from your_ai.gates.functions import as_float, described, load_function
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,7 @@ class Metric:
             raise UserError(
                 f"{where}: {self.option} {self.name} returned {text[:80]}, not a number"
             )
-        try:
-            number = float(found)
-        except (OverflowError, ValueError):  # an int or a fraction too large for a float
-            number = math.inf
+        number = as_float(found)
         if not math.isfinite(number):
             raise UserError(
                 f"{where}: {self.option} {self.name} returned {number}, not a finite number"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -51,3 +52,11 @@ def described(error: BaseException) -> str:
     """`ValueError: first line of its message`."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def as_float(value: Any) -> float:
+    """A number that a user's function returned; infinite if it is too large for a float."""
+    try:
+        return float(value)
+    except (OverflowError, ValueError):  # an int or a fraction too large for a float
+        return math.inf

@@ -10,7 +10,6 @@ Shapes: B rows in a wave, V vocabulary.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -224,8 +223,3 @@ def run_wave(
             for layer in cache:
                 layer.filter(chosen)
         tokens = following
-
-
-def waves_of(rows: int, rows_at_once: int) -> int:
-    """How many waves `rows` rows need."""
-    return math.ceil(rows / rows_at_once)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from your_ai.errors import UserError
-from your_ai.gates.functions import described, load_function
+from your_ai.gates.functions import as_float, described, load_function
 from your_ai.gates.text import counted, nearest, quoted, shown
 from your_ai.rewards.names import PLAIN, WITH_ARGUMENT
 from your_ai.rewards.rollout import Rollout
@@ -151,10 +151,7 @@ def number_of(value: Any, where: str) -> float | None:
     if not isinstance(value, Real | np.bool_):
         what = f"{type(value).__name__} {quoted(value, 80)}"
         raise UserError(f"{where}: returned {what}, not a number or None")
-    try:
-        number = float(value)
-    except (OverflowError, ValueError):  # an int or a fraction too large for a float
-        number = math.inf
+    number = as_float(value)
     if not math.isfinite(number):
         raise UserError(
             f"{where}: returned {number}, not a finite number; return None where there is no reward"
