@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from rich.console import Console
 
 from tests.conftest import call
-from your_ai.doctor import bench
+from your_ai.doctor import bench, our_plans
 from your_ai.doctor.contest import Contest, contest_tokens
 from your_ai.doctor.peers import PEERS, run_peer
 from your_ai.doctor.shapes import llama, make_shape
@@ -85,7 +85,7 @@ def test_ten_steps_of_each_plan_follow_mlx_lm(tmp_path, bits, plans):
     peers = [loss for loss, *_ in run_peer(contest, "mlx-lm")]
     assert peers[-1] < 0.9 * peers[0]
     for plan in plans:
-        ours = [loss for loss, *_ in bench.run_ours(contest, plan)]
+        ours = [loss for loss, *_ in our_plans.run_ours(contest, plan)]
         assert ours == pytest.approx(peers, rel=1e-4), plan
 
 
@@ -108,30 +108,57 @@ def test_pairs_are_measured_beside_rows_of_sft_and_the_estimate(capsys):
 def test_plans_follow_the_same_losses_of_pairs(tiny_shape, objective):
     contest = contest_of(tiny_shape, objective=objective, batch_size=2)
     fused, staged = (
-        [loss for loss, *_ in bench.run_ours(contest, plan)] for plan in ("fused", "staged")
+        [loss for loss, *_ in our_plans.run_ours(contest, plan)] for plan in ("fused", "staged")
     )
     assert staged == pytest.approx(fused, rel=1e-4)
     assert fused[-1] < fused[0]
 
 
+def test_plans_train_the_same_rollouts(tiny_shape):
+    contest = contest_of(
+        tiny_shape, objective="grpo", rollouts=4, kl_beta=0.1, learning_rate=3e-2, steps=4
+    )
+    fused, staged, streamed = (
+        [(reward, tokens) for reward, _, tokens in our_plans.run_ours(contest, plan)]
+        for plan in ("fused", "staged", "streamed")
+    )
+    assert fused == staged == streamed
+    assert len({reward for reward, _ in fused}) > 1
+    assert {tokens for _, tokens in fused} == {4 * 8}
+
+
+@pytest.mark.parametrize("plan", ["packed", "prefix"])
+def test_plans_that_rollouts_do_not_have_are_refused(plan):
+    with pytest.raises(UserError, match=f"--plan {plan}: grpo does not train under it"):
+        bench.contenders_of(plan, None, "grpo")
+
+
+def test_rollouts_are_shown_with_their_rewards(capsys):
+    options = ("--objective", "grpo", "--rollouts", 2, "--plan", "fused,auto", "--max-memory", 2)
+    assert call(*SHORT, *options, "--against", "none") == 0
+    out = capsys.readouterr().out
+    assert "reward" in out
+    assert "s/pair" not in out
+
+
 @pytest.mark.parametrize("plan", ["unpacked", "packed"])
 def test_short_pairs_are_trained_one_by_one_or_packed(tiny_shape, plan):
     contest = contest_of(tiny_shape, objective="dpo", seq_len=512, lora_layers="1", steps=1)
-    assert bench.pairs_per_step(contest, plan) == bench.SHORT_ROWS / 2
-    updates = bench.prepare_ours(contest, plan).updates
-    assert len(updates) == (1 if plan == "packed" else bench.SHORT_ROWS / 2)
+    assert bench.pairs_per_step(contest, plan) == our_plans.SHORT_ROWS / 2
+    updates = our_plans.prepare_ours(contest, plan).updates
+    assert len(updates) == (1 if plan == "packed" else our_plans.SHORT_ROWS / 2)
     every = [batch for batches in updates for batch in batches]
     assert all(batch.packed for batch in every) is (plan == "packed")
-    assert sum(int(batch.texts.max()) + 1 for batch in every) == bench.SHORT_ROWS
+    assert sum(int(batch.texts.max()) + 1 for batch in every) == our_plans.SHORT_ROWS
 
 
 def test_rows_of_sft_share_the_weights_of_pairs_beside_them(tmp_path):
     folder = make_shape("tiny", 0, "float32", tmp_path)
     contest = contest_of(folder, objective="dpo", lora_targets="q_proj", lora_rank=1)
-    ready = bench.prepare_ours(contest, "fused")
+    ready = our_plans.prepare_ours(contest, "fused")
     weights_bytes = sum(array.nbytes for _, array in tree_flatten(ready.network.parameters()))
     before_bytes = mx.get_active_memory()
-    alone = bench.prepare_ours(contest.of_single_rows(), "fused", beside=ready)
+    alone = our_plans.prepare_ours(contest.of_single_rows(), "fused", beside=ready)
     assert alone.updates[0][0].tokens.shape == ready.updates[0][0].tokens.shape
     assert mx.get_active_memory() - before_bytes < weights_bytes / 4
 

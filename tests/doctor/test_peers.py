@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 
 from tests.conftest import call
 from tests.doctor.test_bench import contest_of
-from your_ai.doctor import bench, peers
+from your_ai.doctor import bench, our_plans, peers
+from your_ai.doctor.contest import Contest
 from your_ai.doctor.peers import run_peer
 from your_ai.doctor.shapes import llama, make_shape
 
@@ -59,6 +61,17 @@ class Arguments:
     beta: float = 0.0
 
 
+@dataclass
+class RolloutArguments(Arguments):
+    group_size: int = 0
+    max_completion_length: int = 0
+    epsilon: float = 0.0
+    temperature: float = 0.8
+    top_p: float = 0.95
+    top_k: int = 20
+    grpo_loss_type: str = ""
+
+
 @pytest.fixture
 def calls(monkeypatch) -> list[dict[str, Any]]:
     """What a substitute for mlx-lm-lora was called with, and what MLX then said of the device."""
@@ -68,12 +81,17 @@ def calls(monkeypatch) -> list[dict[str, Any]]:
         found.append({**given, "args": args, "device": mx.device_info()})
         for step in range(args.iters):
             training_callback.on_train_loss_report(
-                {"train_loss": 1.0 - step, "iterations_per_second": 4.0}
+                {
+                    "train_loss": 1.0 - step,
+                    "train_total_rewards_mean": step / 4,
+                    "iterations_per_second": 4.0,
+                }
             )
 
-    for name in ("sft", "dpo", "orpo"):
+    for name in ("sft", "dpo", "orpo", "grpo"):
         module = ModuleType(f"mlx_lm_lora.trainer.{name}_trainer")
-        vars(module).update({f"train_{name}": train, f"{name.upper()}TrainingArgs": Arguments})
+        arguments = RolloutArguments if name == "grpo" else Arguments
+        vars(module).update({f"train_{name}": train, f"{name.upper()}TrainingArgs": arguments})
         monkeypatch.setitem(sys.modules, module.__name__, module)
     for name in ("mlx_lm_lora", "mlx_lm_lora.trainer"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -94,6 +112,26 @@ def test_pairs_reach_mlx_lm_lora_with_a_second_model_as_the_reference(tmp_path, 
     assert given["args"].grad_checkpoint
     assert not given["ref_model"].trainable_parameters().get("lora_a")
     assert given["ref_model"] is not given["model"]
+
+
+def test_rollouts_reach_mlx_lm_lora_with_the_same_prompts_rewards_and_settings(tmp_path, calls):
+    contest = rollout_contest(make_shape("tiny", 4, "float32", tmp_path))
+    assert run_peer(contest, "mlx-lm-lora") == [(0.0, 0.25, 48), (0.25, 0.25, 48)]
+    (given,) = calls
+    (prompt, answer, _, _), _ = given["train_dataset"]
+    ours = our_plans.prepare_ours(contest, "fused").prompts
+    assert (prompt, answer) == (ours[0].tolist(), [])
+    args, (reward,) = given["args"], given["reward_funcs"]
+    assert (args.group_size, args.max_completion_length, args.batch_size) == (3, 8, 2)
+    assert (args.beta, args.epsilon, args.grpo_loss_type) == (0.1, 0.2, "bnpo")
+    assert (args.temperature, args.top_p, args.top_k) == (1.0, 1.0, 0)
+    assert given["ref_model"] is not given["model"]
+    text = given["tokenizer"].decode([2, 4, 7])
+    assert reward(completions=[text], prompts=[]) == [pytest.approx(2 / 3)]
+
+
+def rollout_contest(folder: Path) -> Contest:
+    return contest_of(folder, objective="grpo", rollouts=3, kl_beta=0.1, batch_size=2, steps=2)
 
 
 def test_orpo_and_sft_need_no_reference(tmp_path, calls):
@@ -124,6 +162,13 @@ def test_mlx_lm_lora_follows_our_losses(tmp_path, objective):
     contest = contest_of(
         make_shape("tiny", 0, "float32", tmp_path), objective=objective, batch_size=2, steps=5
     )
-    ours = [loss for loss, *_ in bench.run_ours(contest, "fused")]
+    ours = [loss for loss, *_ in our_plans.run_ours(contest, "fused")]
     theirs = [loss for loss, *_ in run_peer(contest, "mlx-lm-lora")]
     assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+@pytest.mark.skipif(not IS_INSTALLED, reason="needs mlx-lm-lora: pip install mlx-lm-lora")
+def test_mlx_lm_lora_trains_rollouts(tmp_path):
+    contest = rollout_contest(make_shape("tiny", 0, "float32", tmp_path))
+    rewards = [reward for reward, *_ in run_peer(contest, "mlx-lm-lora")]
+    assert all(0 < reward < 1 for reward in rewards)

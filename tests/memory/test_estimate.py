@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten, tree_map
 from tests.conftest import make_model
 from tests.memory.test_facts import tensors_in, write_headers
 from your_ai.config import TrainConfig
-from your_ai.doctor import bench
+from your_ai.doctor import our_plans
 from your_ai.doctor.contest import Contest, contest_batches, contest_tokens
 from your_ai.doctor.fit_memory import errors, read_peaks
 from your_ai.doctor.shapes import SHAPES, make_shape
@@ -374,7 +374,7 @@ def test_peaks_measured_here_are_estimated(
     )
     gc.collect()
     before = mx.get_active_memory()  # of other tests
-    for _ in bench.run_ours(contest, contender):
+    for _ in our_plans.run_ours(contest, contender):
         pass
     peak = mx.get_peak_memory() - before
     spilled = contender == "spilled"

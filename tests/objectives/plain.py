@@ -252,13 +252,18 @@ def double(arrays: Arrays) -> Arrays:
 
 
 def plain_gradients(
-    objective: Any, model: PlainModel, adapters: Arrays, scale: float, examples: Examples
+    objective: Any,
+    model: PlainModel,
+    adapters: Arrays,
+    scale: float,
+    examples: Examples,
+    temperature: float = 1.0,
 ) -> tuple[float, Arrays]:
     """The loss of a step with all examples, and its gradients by path."""
 
     def answer(weights: Arrays, index: int) -> Answer:
         tokens, at = examples[index].tokens, np.flatnonzero(examples[index].trained)
-        scores = log_softmax(plain_logits(weights, model.args, tokens))
+        scores = log_softmax(plain_logits(weights, model.args, tokens) / temperature)
         kept = [a for a in (examples.reference, examples.old) if a is not None]
         kept = [mx.array(array[examples.starts[index] + at], mx.float64) for array in kept]
         advantage = 0.0 if examples.advantages is None else float(examples.advantages[index])

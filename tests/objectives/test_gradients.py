@@ -54,6 +54,7 @@ OBJECTIVES: dict[str, Objective] = {
     "gspo": GRPO(clip_low=0.1, clip_high=0.1, importance="sequence", kl_beta=0.1),
     "grpo-new": GRPO(kl_beta=0.1),
 }
+TEMPERATURES = {"grpo-new": 0.7, "grpo-reverse": 1.5}
 MODELS = {  # architecture, bits, DoRA
     "llama": ("llama", None, False),
     "llama-dora": ("llama", 4, True),
@@ -133,8 +134,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
 
         @cache
         def expected(objective: str) -> tuple[float, Arrays]:
-            examples = make_examples(objective)
-            return plain_gradients(OBJECTIVES[objective], plain, adapters, scale, examples)
+            examples, temperature = make_examples(objective), TEMPERATURES.get(objective, 1.0)
+            return plain_gradients(
+                OBJECTIVES[objective], plain, adapters, scale, examples, temperature
+            )
 
         return Made(folder, tensors, dora, expected)
 
@@ -202,6 +205,7 @@ def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
         tensors=made.tensors,
         make_store=(lambda _: MemoryStore()) if way.cached else None,
         objective=objective,
+        temperature=TEMPERATURES.get(name, 1.0),
     )
     assert (built.plan, built.notices) == (way.plan, ())
     examples, engine = make_examples(name), built.engine

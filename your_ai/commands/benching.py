@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
+from your_ai.config import GRPO
 from your_ai.gates.console import echo_json, open_console
 
 
 def bench(
     objective: Annotated[
-        str, typer.Option(help="What is learned: sft, dpo, ipo, simpo or orpo.")
+        str, typer.Option(help="What is learned: sft, dpo, ipo, simpo, orpo or grpo.")
     ] = "sft",
     shape: Annotated[
         str | None, typer.Option(help="Shape of a model that is made with random weights.")
@@ -23,7 +24,15 @@ def bench(
     ] = 4,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     seq_len: Annotated[int, typer.Option(help="Sequence length, in tokens.", min=2)] = 256,
-    batch_size: Annotated[int, typer.Option(help="Rows, or pairs of rows, per step.", min=1)] = 1,
+    batch_size: Annotated[
+        int, typer.Option(help="Rows, pairs of rows, or prompts per step.", min=1)
+    ] = 1,
+    rollouts: Annotated[
+        int, typer.Option(help="Completions of each prompt, with grpo.", min=2)
+    ] = 4,
+    kl_beta: Annotated[
+        float, typer.Option(help="Weight of the KL divergence, with grpo.", min=0.0)
+    ] = 0.1,
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.", min=1)] = 16,
     lora_layers: Annotated[
         str, typer.Option(help="Number of last blocks to adapt, or all.")
@@ -37,7 +46,8 @@ def bench(
     supervised: Annotated[
         float | None,
         typer.Option(
-            help="Fraction of each row's tokens that is trained on; default: 1, or 0.5 for pairs.",
+            help="Fraction of each row's tokens that is trained on, or generated; default: 1, or "
+            "0.5 for pairs, 0.75 for grpo.",
             min=0.0,
             max=1.0,
         ),
@@ -61,7 +71,7 @@ def bench(
 
     contenders = measuring.contenders_of(plan, against, objective)
     if supervised is None:
-        supervised = 1.0 if objective == "sft" else 0.5
+        supervised = {"sft": 1.0, GRPO: 0.75}.get(objective, 0.5)
     contest = measuring.Contest(
         folder=str(measuring.weights_of(shape, model, bits, dtype)),
         dtype=dtype,
@@ -74,10 +84,13 @@ def bench(
         steps=steps,
         max_memory=max_memory,
         objective=objective,
+        **({"rollouts": rollouts, "kl_beta": kl_beta} if objective == GRPO else {}),
     )
     contest.train_config()  # raises UserError for invalid settings
     rows = measuring.compare(contest, contenders)
     if as_json:
         echo_json({"rows": [dataclasses.asdict(row) for row in rows]})
     else:
-        open_console().print(measuring.table(rows), *measuring.over_limit(contest, rows), sep="\n")
+        open_console().print(
+            measuring.table(rows, objective == GRPO), *measuring.over_limit(contest, rows), sep="\n"
+        )

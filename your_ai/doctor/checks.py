@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from your_ai.data.batches import Batch
-from your_ai.doctor import bench
+from your_ai.doctor import our_plans
 from your_ai.doctor.contest import Contest, contest_batches, contest_tokens
 from your_ai.doctor.shapes import make_shape
 from your_ai.engine.build import build_engine
@@ -177,7 +177,7 @@ def time_plans(folder: Path) -> Outcome:
     contest = contest_of(path, dtype, TOKENS)
     figures, losses = {}, {}
     for plan in (*PLANS, "spilled"):
-        steps = list(bench.run_ours(contest, plan))
+        steps = list(our_plans.run_ours(contest, plan))
         figures[plan] = min(seconds for _, seconds, _ in steps[1:])
         losses[plan] = [loss for loss, *_ in steps]
     rounding = AGREE[dtype]
@@ -285,7 +285,7 @@ def updated(folder: Path, plan: str, contest: Contest, reloads: bool) -> Updated
             after = dict(tree_flatten(found.network.parameters()))
             alike = [mx.array_equal(after[name], array) for name, array in before.items()]
             same_weights = same_weights and all(each.item() for each in alike)
-        losses.append(bench.one_update(found.engine, update, found.batches, contest))
+        losses.append(our_plans.one_update(found.engine, update, found.batches, contest))
     return Updated(losses, model.adapter_arrays(found.network), read, same_weights)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from your_ai.config import TrainConfig, coerce, flag
+from your_ai.config import GRPO, TrainConfig, coerce, flag
 from your_ai.data.batches import Batch, RowsAt, micro_batches
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.objectives.chosen import objective_of
 from your_ai.rng import derive_seed
 
-OBJECTIVES = ("sft", "dpo", "ipo", "simpo", "orpo")
+OBJECTIVES = ("sft", "dpo", "ipo", "simpo", "orpo", GRPO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class Contest:
     dtype: str
     seq_len: int
     batch_size: int
-    """Rows of a step, or pairs of rows."""
+    """Rows of a step, or pairs of rows, or with grpo prompts."""
     lora_rank: int
     lora_layers: str
     """Written as the option of `train`."""
@@ -36,10 +38,14 @@ class Contest:
     """In GB, for each contender's process. Our plans split the batch; the peers get MLX's limit."""
     learning_rate: float = 1e-4
     objective: str = "sft"
+    rollouts: int = 1
+    """With grpo: completions of each prompt."""
+    kl_beta: float = 0.0
+    """With grpo."""
 
     @property
     def targets(self) -> int:
-        """Trained tokens per row."""
+        """Trained tokens per row; with grpo, those of each completion."""
         return max(1, round(self.supervised * self.seq_len))
 
     @property
@@ -50,20 +56,25 @@ class Contest:
     @property
     def rows(self) -> int:
         """Rows of a step."""
-        return self.batch_size * self.rows_together
+        return self.batch_size * self.rows_together * self.rollouts
 
     def train_config(self, plan: str = "auto") -> TrainConfig:
         """The settings for our engines. Raises UserError if the adapter options are invalid."""
         text = {"lora_layers": self.lora_layers, "lora_targets": self.lora_targets}
+        grpo = dict[str, Any]()
+        if self.objective == GRPO:
+            grpo = {"rollouts": self.rollouts, "prompts_per_step": self.batch_size}
+            grpo |= {"max_new_tokens": self.targets, "kl_beta": self.kl_beta, "kl": "k3"}
         return TrainConfig(
             lora_rank=self.lora_rank,
             **{name: coerce(name, value, flag(name)) for name, value in text.items()},
             learning_rate=self.learning_rate,
             max_grad_norm=0,
-            batch_size=self.batch_size,
+            batch_size=self.batch_size * self.rollouts,
             max_memory=self.max_memory,
             plan=plan,
             objective=self.objective,
+            **grpo,
         )
 
     def of_single_rows(self) -> Contest:
@@ -98,3 +109,13 @@ def batches_of(contest: Contest, examples: Examples, rows_at: RowsAt) -> list[Ba
 
 def contest_batches(contest: Contest, tokens: np.ndarray, rows_at: RowsAt) -> list[Batch]:
     return batches_of(contest, examples_of(contest, tokens), rows_at)
+
+
+def contest_prompts(contest: Contest, tokens: np.ndarray) -> np.ndarray:
+    """(prompts, T + 1 - targets) what is completed; tokens: as `contest_tokens` returned them."""
+    return tokens[:: contest.rollouts, : -contest.targets]
+
+
+def contest_reward(tokens: Sequence[int]) -> float:
+    """The reward of a completion: the share of even tokens."""
+    return 1 - float(np.mean(np.asarray(tokens) % 2))

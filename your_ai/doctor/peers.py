@@ -17,7 +17,8 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx_lm.tuner.callbacks import TrainingCallback
 
-from your_ai.doctor.contest import Contest, contest_tokens
+from your_ai.config import GRPO
+from your_ai.doctor.contest import Contest, contest_prompts, contest_reward, contest_tokens
 from your_ai.errors import UserError
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import probe
@@ -29,10 +30,10 @@ MLX_LM, MLX_LM_LORA = "mlx-lm", "mlx-lm-lora"
 PEERS = (MLX_LM, MLX_LM + CHECKPOINT, MLX_LM_LORA, MLX_LM_LORA + CHECKPOINT)
 KNOWN_VERSION = "5.10.2"  # of mlx-lm-lora
 # Objective -> the trainer of mlx-lm-lora that has it.
-TRAINERS = {"sft": "sft", "dpo": "dpo", "ipo": "dpo", "orpo": "orpo"}
+TRAINERS = {"sft": "sft", "dpo": "dpo", "ipo": "dpo", "orpo": "orpo", GRPO: GRPO}
 WORKING_SET = "max_recommended_working_set_size"
 
-# (loss, seconds, tokens) of each step
+# (loss, or mean reward with grpo; seconds; tokens) of each step
 Steps = list[tuple[float, float, int]]
 
 
@@ -63,11 +64,13 @@ class Collect(TrainingCallback):
 
     def __init__(self, contest: Contest) -> None:
         self.steps: Steps = []
-        self._tokens = contest.rows * contest.seq_len
+        self._tokens, self._value = contest.rows * contest.seq_len, "train_loss"
+        if contest.objective == GRPO:
+            self._tokens, self._value = contest.rows * contest.targets, "train_total_rewards_mean"
 
     def on_train_loss_report(self, train_info: dict) -> None:
         seconds = 1 / train_info["iterations_per_second"]
-        self.steps.append((train_info["train_loss"], seconds, self._tokens))
+        self.steps.append((train_info[self._value], seconds, self._tokens))
 
 
 def run_mlx_lm(contest: Contest, checkpointing: bool) -> Steps:
@@ -87,7 +90,7 @@ def run_mlx_lm(contest: Contest, checkpointing: bool) -> Steps:
 def run_mlx_lm_lora(contest: Contest, checkpointing: bool) -> Steps:
     """Do the task with the trainers of mlx-lm-lora.
 
-    As its launcher does, DPO and IPO load the model a second time, as the reference.
+    As its launcher does, DPO, IPO and GRPO load the model a second time, as the reference.
     """
     name = TRAINERS[contest.objective]
     module = importlib.import_module(f"mlx_lm_lora.trainer.{name}_trainer")
@@ -96,18 +99,24 @@ def run_mlx_lm_lora(contest: Contest, checkpointing: bool) -> Steps:
         getattr(module, f"{name.upper()}TrainingArgs"),
     )
     network, tokens = adapted(contest)
-    more: dict[str, Any] = {"train_dataset": pairs_of(contest, tokens)}
+    more: dict[str, Any] = {}
     own: dict[str, Any] = {"max_seq_length": contest.seq_len + 1}
     objective = objective_of(contest.train_config())
-    if name == "sft":
-        more = {"train_dataset": [], "iterate_batches": repeated(contest, tokens)}
-    elif name == "dpo":
+    if name in ("dpo", GRPO):
         reference, _ = model.load_network(Path(contest.folder), getattr(mx, contest.dtype))
         mx.eval(reference.parameters())
-        more |= {"ref_model": reference}
+        more = {"ref_model": reference}
+    if name == "sft":
+        more = {"train_dataset": [], "iterate_batches": repeated(contest, tokens)}
+    elif name == GRPO:
+        more |= prompts_of(contest, tokens)
+        own |= sampling_of(contest)
+    else:
+        more["train_dataset"] = pairs_of(contest, tokens)
+    if name == "dpo":
         more |= {"loss_type": {"dpo": "sigmoid", "ipo": "ipo"}[contest.objective]}
         own |= {"beta": objective.beta}
-    else:
+    elif name == "orpo":
         own |= {"beta": objective.odds_weight}
     report = Collect(contest)
     with options_of(contest, checkpointing) as options, working_set_named():
@@ -180,6 +189,49 @@ def pairs_of(contest: Contest, tokens: np.ndarray) -> list[dict[str, Any]]:
         }
         for chosen, rejected in zip(tokens[::2], tokens[1::2], strict=False)
     ]
+
+
+class TokensAsText:
+    """The tokenizer of a model that has none: a text is a list of tokens, and none ends it."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [int(token) for token in text.split()]
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+def prompts_of(contest: Contest, tokens: np.ndarray) -> dict[str, Any]:
+    """The dataset of the trainer for GRPO, and what rewards its completions."""
+    tokenizer = TokensAsText()
+    prompts = contest_prompts(contest, tokens).tolist()
+
+    def even(completions: list[str], **_: Any) -> list[float]:
+        return [contest_reward(tokenizer.encode(text)) for text in completions]
+
+    return {
+        "train_dataset": [(prompt, [], tokenizer.decode(prompt), "") for prompt in prompts],
+        "tokenizer": tokenizer,
+        "reward_funcs": [even],
+        "end_answer_token": "",
+    }
+
+
+def sampling_of(contest: Contest) -> dict[str, Any]:
+    """The settings of the trainer for GRPO that are those of the task."""
+    config = contest.train_config()
+    return {
+        "group_size": config.rollouts,
+        "max_completion_length": config.max_new_tokens,
+        "beta": config.kl_beta,
+        "epsilon": config.clip_low,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "grpo_loss_type": "bnpo",  # its name of dapo
+    }
 
 
 @contextlib.contextmanager

@@ -21,8 +21,7 @@ from your_ai.engine.staged import FusedAboveCache, Staged
 from your_ai.engine.weights import FileTensor, put_layers, stream, stream_vocabulary
 from your_ai.errors import UserError
 from your_ai.nets.dora import compute_magnitudes
-from your_ai.nets.head import LinearHead, linear_head
-from your_ai.nets.losses import Head
+from your_ai.nets.head import Head, LinearHead, at_temperature, linear_head
 from your_ai.nets.model import DropoutKeys, Split, split
 from your_ai.nets.neftune import neftune_of
 from your_ai.nets.parts import Parts, parts_of
@@ -56,6 +55,7 @@ def build_engine(
     graphs: Graphs | None = None,
     objective: Objective = SUPERVISED,
     neftune_alpha: float = 0.0,
+    temperature: float = 1.0,
 ) -> Built:
     """Build the engine of `plan` for a model with adapters.
 
@@ -68,6 +68,7 @@ def build_engine(
     spill: a folder for block inputs, for a staged or streamed plan.
     graphs: the cache of compiled graphs; by default it keeps all of them.
     neftune_alpha: of the noise on the embeddings in training; 0 for none.
+    temperature: divides the logits.
     Raises UserError if the model does not support the plan, packing or noise.
     """
     notices: list[str] = []
@@ -84,7 +85,7 @@ def build_engine(
         put_layers(model, vocabulary)
         load(model)
         found = split_model(model, blocks)
-    halves, parts, head = found.halves, found.parts, found.head
+    halves, parts, head = found.halves, found.parts, at_temperature(found.head, temperature)
     if not halves.hidden:
         notices.append(
             "the model cannot be split before its head: logits are computed for all tokens"

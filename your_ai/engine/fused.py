@@ -17,7 +17,7 @@ from your_ai.engine import target_pass
 from your_ai.engine.compiled import Graphs, shape_of
 from your_ai.engine.protocol import Engine
 from your_ai.nets.dora import dora_layers, norms_of, use_norms
-from your_ai.nets.losses import Head
+from your_ai.nets.head import Head
 from your_ai.nets.model import DropoutKeys, Split, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
 from your_ai.nets.parts import Arrays, Parts

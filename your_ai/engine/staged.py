@@ -26,8 +26,7 @@ from your_ai.engine.programs import Extras, Programs, frozen_arrays, trained_arr
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import streams_vocabulary
 from your_ai.nets.dora import dora_layers, norms_of
-from your_ai.nets.head import LinearHead
-from your_ai.nets.losses import Head
+from your_ai.nets.head import Head, LinearHead
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
 from your_ai.nets.parts import Arrays, Parts
@@ -375,7 +374,7 @@ class FusedAboveCache(Staged):
 def finished(parts: Parts, head: Head) -> Head:
     """Convert `head`, which takes finished hidden states, to take the output of the last block."""
     if not isinstance(head, LinearHead):
-        return parts.finished_head
+        return lambda hidden: head(parts.finish(hidden))
     return replace(head, before=lambda rows: head.inputs(parts.finish(rows[None])[0]))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from your_ai.nets import losses
-from your_ai.nets.losses import Head
+from your_ai.nets.head import Head
 from your_ai.objectives.objective import Objective, Sums, Targets
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -176,6 +176,19 @@ class LinearHead:
         step = max(1, self.slice_bytes // (4 * max(count, width)))
         for start in range(0, vocabulary, step):
             yield start, min(start + step, vocabulary)
+
+
+# A LinearHead, or any function from (1, S, D) hidden states to (1, S, V) logits.
+Head = LinearHead | Function
+
+
+def at_temperature(head: Head, temperature: float) -> Head:
+    """The head with logits divided by `temperature`, from which completions are sampled."""
+    if temperature == 1:
+        return head
+    if isinstance(head, LinearHead):
+        return replace(head, after=lambda products: head.logits(products) / temperature)
+    return lambda hidden: head(hidden) / temperature
 
 
 # -- finding the linear head of a model ---------------------------------------------------

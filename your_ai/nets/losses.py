@@ -14,7 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from your_ai.memory.sizes import HEAD_ROWS
-from your_ai.nets.head import HeadSlice, LinearHead
+from your_ai.nets.head import Head, HeadSlice, LinearHead
 from your_ai.nets.numerics import exp, sum_in_blocks
 from your_ai.objectives.objective import (
     GivenWeights,
@@ -26,8 +26,6 @@ from your_ai.objectives.objective import (
     Weighed,
 )
 
-# A LinearHead, or any function from (1, S, D) hidden states to (1, S, V) logits.
-Head = LinearHead | Callable[[mx.array], mx.array]
 Weigh = Callable[[mx.array], Weighed]  # (S,) log-probabilities -> the loss and weights
 
 CHUNK_BYTES = 8 << 20  # of float32 logits; a few chunks are in memory at a time

@@ -186,6 +186,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         spill=folder if plan.spill else None,
         graphs=graphs,
         neftune_alpha=config.neftune_alpha,
+        temperature=config.temperature,
     )
     model.check_forward_pass(network, adapters, config)
     allocator.free()

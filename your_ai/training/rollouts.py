@@ -296,25 +296,14 @@ class RolloutSource:
             lengths, counts, objective.normalization, config.max_new_tokens
         )
         weights *= data.weights[[r.row for r in records]]
-        starts = np.cumsum([0, *(len(a) + len(b) for a, b in texts)])
-        trained = np.concatenate([np.arange(len(a) + len(b)) >= len(a) for a, b in texts])
 
-        def by_token(name: str) -> np.ndarray | None:
-            if getattr(records[0], name) is None:
-                return None
-            values = np.zeros(len(trained), np.float32)
-            values[trained] = np.concatenate([getattr(r, name) for r in records])
-            return values
+        def of_tokens(name: str) -> np.ndarray | None:
+            values = [getattr(r, name) for r in records]
+            return None if values[0] is None else np.concatenate(values)
 
-        return Examples(
-            tokens=np.concatenate([part for text in texts for part in text]).astype(np.uint32),
-            trained=trained,
-            starts=starts,
-            weights=weights.astype(np.float32),
-            tally=RowCounts(),
-            reference=by_token("reference"),
-            advantages=np.array([r.advantage for r in records], np.float32),
-            old=by_token("old"),
+        advantages = np.array([r.advantage for r in records], np.float32)
+        return completion_examples(
+            texts, weights, advantages, of_tokens("reference"), of_tokens("old")
         )
 
     def edges(self, examples: Examples) -> np.ndarray:
@@ -335,6 +324,40 @@ class RolloutSource:
         found |= {f"seconds/{phase}": value for phase, value in self.seconds.items()}
         found |= {f"peak_bytes/{phase}": float(value) for phase, value in self.peaks.items()}
         return found
+
+
+def completion_examples(
+    texts: Sequence[tuple[np.ndarray, np.ndarray]],
+    weights: np.ndarray,
+    advantages: np.ndarray,
+    reference: np.ndarray | None = None,
+    old: np.ndarray | None = None,
+) -> Examples:
+    """Prompts with their completions, of which only these are trained.
+
+    texts: the tokens of n prompts and of their completions, which have C tokens in all.
+    weights, advantages: (n,). reference, old: (C,) log-probabilities.
+    """
+    starts = np.cumsum([0, *(len(a) + len(b) for a, b in texts)])
+    trained = np.concatenate([np.arange(len(a) + len(b)) >= len(a) for a, b in texts])
+
+    def by_token(values: np.ndarray | None) -> np.ndarray | None:
+        if values is None:
+            return None
+        found = np.zeros(len(trained), np.float32)
+        found[trained] = values
+        return found
+
+    return Examples(
+        tokens=np.concatenate([part for text in texts for part in text]).astype(np.uint32),
+        trained=trained,
+        starts=starts,
+        weights=weights.astype(np.float32),
+        tally=RowCounts(),
+        reference=by_token(reference),
+        advantages=advantages,
+        old=by_token(old),
+    )
 
 
 def asked_of(questions: PromptRows, row: int) -> dict[str, Any]:
