@@ -334,3 +334,13 @@ def test_kl_is_measured_by_k3(thetas):
     value, count = weigh(GRPO(kl_beta=1e-3), batch, scores).metrics["kl"]
     expected = np.exp(others - scores) - (others - scores) - 1
     assert value.item() / count.item() == pytest.approx(expected.mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["group", "dr", "rloo"])
+def test_noise_as_a_reward_gives_no_completion_an_advantage(kind):
+    """On average: within four standard errors of 0."""
+    draws = 4000
+    noise = np.random.default_rng(7).normal(3, 2, (draws, 5))
+    noise[: draws // 2, 1] = np.nan  # a reward that is often missing
+    found = advantages_of(noise, kind)
+    assert np.all(np.abs(found.mean(0)) < 4 * found.std(0) / np.sqrt(draws))

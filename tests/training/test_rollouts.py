@@ -13,8 +13,11 @@ from your_ai.generation import rollouts as generation
 from your_ai.run import events
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.rollout_files import read_rollouts, rollout_file, rollout_steps
+from your_ai.run.stopping import Stop
+from your_ai.session import new_run
 from your_ai.training import rollouts
 from your_ai.training import train as training
+from your_ai.training.train import train_until_done
 
 
 class Killed(BaseException):
@@ -141,20 +144,30 @@ def test_a_smaller_limit_makes_smaller_waves_and_changes_no_token(rewarded, monk
     assert adapter_of(small) == adapter_of(whole)
 
 
-def test_a_planted_reward_is_learned(rewarded, own_folder):
-    """The reward prefers completions that end early; a random model ends rarely."""
+def test_a_planted_reward_is_learned(configure, own_folder, rewarded):
+    """A model that answers yes as often as no is rewarded for yes."""
+    rows = [
+        {"prompt": f"Is it {thing}?", "completion": answer}
+        for thing in ("so", "hot", "late", "far")
+        for answer in ("yes", "no")
+    ]
+    data = write_rows(own_folder / "answers.jsonl", rows)
+    wide: dict[str, Any] = {"lora_targets": ["all-linear"], "lora_layers": "all", "lora_rank": 8}
+    train(configure(run="start", data=str(data), valid="none", batch_size=8, max_steps=60, **wide))
+    asked = write_rows(own_folder / "asked.jsonl", [{"prompt": row["prompt"]} for row in rows[::2]])
     (own_folder / "planted.py").write_text(
-        "def low(prompts, completions, **_):\n"
-        "    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]\n"
+        "def yes(completions, **_):\n"
+        "    return [float(text.startswith('yes')) for text in completions]\n"
     )
-    run = train(
-        rewarded(
-            reward=["planted:low"], max_steps=25, rollouts=8, learning_rate=3e-2, max_new_tokens=8,
-            lora_targets=["all-linear"], lora_layers="all", lora_rank=8,
-        )
+    config = rewarded(
+        data=str(asked), from_adapter="start", reward=["planted:yes"], rollouts=8,
+        prompts_per_step=4, max_new_tokens=4, max_steps=25, learning_rate=1e-3, **wide,
     )  # fmt: skip
+    run = new_run.create(config)
+    train_until_done(run, config, Stop())
     means = [step.metrics["reward"] for step in events_of(run, events.Step)]
-    assert sum(means[-5:]) / 5 > sum(means[:3]) / 3 + 0.3
+    assert 0.3 < means[0] < 0.7
+    assert sum(means[-5:]) / 5 > 0.9
 
 
 def test_a_validation_measures_the_reward_of_the_most_likely_completions(rewarded, own_folder):
