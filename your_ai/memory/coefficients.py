@@ -55,7 +55,8 @@ class Coefficients:
     generation: Table
     """Prompt and KV cache."""
     rollouts: Table
-    """Sampling many rows together: the part of a KV cache that grows, and arrays of logits."""
+    """Sampling many rows together: the part of a KV cache that grows, and arrays of logits, of
+    which models that are not quantized have fewer."""
     streamed: Table
     """Blocks whose weights are in memory together."""
     fused_graph: Table

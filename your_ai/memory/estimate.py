@@ -183,8 +183,9 @@ def estimate(
         hidden = rows * tokens * facts.hidden
         noise = NOISE_ARRAYS * 4 * hidden + hidden * facts.float_bytes
         phases.append({"gradients": gradients - adapters, "block work": noise})
-    scoring = forward_phases(workload, plan, rows, tokens) if workload.scores else []
-    phases += [] if forward else scoring
+    scores = workload.scores and not forward
+    scoring = forward_phases(workload, plan, rows, tokens, predicts=False) if scores else []
+    phases += scoring
     if not (forward or gradients_only):
         phases.append({"gradients": adapters, "optimizer work": update_bytes(facts, training)})
     if training.dora:
@@ -394,9 +395,11 @@ def staged_phases(
     earlier = 0 if gradients == adapter_bytes(facts, training) else gradients // 2
     adapted = any(wide in size for size in layers_named(facts, training.targets))
     table = coefficients.forward_lora if adapted else coefficients.forward
+    is_sliced = matrix > DEQUANTIZED_SLICE_BYTES
+    unsliced = 0 if is_sliced else table["unsliced"] + table["dense"] * (not facts.quantized)
     forward = (
-        table["wide"] * n * wide * number
-        + table["hidden"] * (hidden if matrix > DEQUANTIZED_SLICE_BYTES else 0)
+        (table["wide"] + unsliced) * n * wide * number
+        + table["hidden"] * hidden * is_sliced
         + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
         + gemma_bytes(workload, rows, tokens, "staged")
     )
@@ -445,16 +448,16 @@ def gemma_bytes(workload: Workload, rows: int, tokens: int, engine: str) -> floa
 
 
 def forward_phases(
-    workload: Workload, plan: Plan, rows: int, tokens: int
+    workload: Workload, plan: Plan, rows: int, tokens: int, predicts: bool = True
 ) -> list[dict[str, float]]:
-    """Bytes of an evaluation: in a block, and at the head with losses and predictions."""
+    """Bytes of an evaluation: in a block, and at the head with losses and maybe predictions."""
     facts, coefficients = workload.facts, workload.coefficients
     number, n = facts.float_bytes, rows * tokens
     hidden = n * facts.hidden * number
     wide, logits = widest_outputs(facts), logits_bytes(workload, n)
     engine = "fused" if plan.engine == "fused" else "staged"
+    adapted = any(wide in size for size in layers_named(facts, workload.training.targets))
     if largest_matrix_bytes(facts) > DEQUANTIZED_SLICE_BYTES:
-        adapted = any(wide in size for size in layers_named(facts, workload.training.targets))
         table = coefficients.evaluation
         blocks = (
             (table["wide"] + table["lora"] * adapted) * n * wide * number
@@ -463,12 +466,15 @@ def forward_phases(
         )
     else:
         table = coefficients.evaluation_unsliced
-        blocks = table[f"{engine}_wide"] * n * wide * number + table[f"{engine}_logits"] * logits
+        arrays = table[f"{engine}_wide"]
+        if engine == "staged":
+            arrays += table["lora"] * adapted + table["dense"] * (not facts.quantized)
+        blocks = arrays * n * wide * number + table[f"{engine}_logits"] * logits
     head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
     losses = coefficients.head["logits"] * logits + coefficients.head["slice"] * head_slice
     table = coefficients.scores
     predictions = table["logits"] * logits + table[engine] * head_slice
-    head = max(losses, predictions) + table["hidden"] * hidden
+    head = max(losses, predictions * predicts) + table["hidden"] * hidden
     return [{"block work": blocks}, {"head chunk": head}]
 
 
@@ -521,9 +527,11 @@ def rollout_phases(
     matrix = largest_matrix_bytes(facts) * facts.quantized
     layers = coefficients.generation["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
     head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * facts.float_bytes)
+    logits = 4 * wave * facts.vocabulary
     work = max(
         table["grown"] * of_block,
-        table["logits"] * 4 * wave * facts.vocabulary + coefficients.generation["head"] * head,
+        table["logits" if facts.quantized else "dense_logits"] * logits,
+        logits + coefficients.generation["head"] * head * facts.quantized,
         layers + 4 * wave * widest_outputs(facts) * facts.float_bytes,
     )
     merged = wave * sizes.prompt_tokens * per_token * facts.blocks
