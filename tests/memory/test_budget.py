@@ -13,15 +13,23 @@ from your_ai.memory import allocator, probe
 from your_ai.memory.budget import (
     LATER_BYTES,
     Budget,
+    WavePlan,
     budget_of,
     budget_of_evaluation,
     demand_of,
     limit_generation,
     limit_of,
+    plan_waves,
     python_bytes,
     row_limit,
 )
-from your_ai.memory.estimate import Training, generation_bytes, weights_bytes
+from your_ai.memory.estimate import (
+    RolloutSizes,
+    Training,
+    generation_bytes,
+    rollout_phases,
+    weights_bytes,
+)
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MachineMemory
 from your_ai.memory.plan import DoesNotFit, options
@@ -262,6 +270,47 @@ def test_generation_error_names_a_limit_that_is_enough(large, held, can_stream, 
     asked = float(text.split("needs ")[1].split(" GB")[0])
     assert limit_generation(large, 512, asked, can_stream) == can_stream
     assert len(held) == 1
+
+
+SIZES = RolloutSizes(prompt_tokens=200, new_tokens=256, group=4, rows=64)
+
+
+def bytes_of_wave(facts: ModelFacts, wave: int, streams: bool) -> int:
+    """The least limit for a wave, of the whole process."""
+    phases = rollout_phases(facts, SIZES, wave)
+    weights = weights_bytes(facts, "streamed") if streams else facts.weights_bytes
+    return HELD + LATER_BYTES + weights + int(max(sum(phase.values()) for phase in phases))
+
+
+@pytest.mark.parametrize(
+    ("wave", "streams", "smaller"),
+    [
+        (64, False, (32, False)),
+        (8, False, (64, True)),  # rather than few rows with weights in memory
+        (8, True, (4, True)),
+    ],
+)
+def test_the_largest_wave_that_fits_is_generated(large, held, wave, streams, smaller):
+    needed = bytes_of_wave(large, wave, streams)
+    assert plan_waves(large, SIZES, needed / GB, can_stream=True) == WavePlan(wave, streams)
+    assert held == [(needed, needed, HELD + LATER_BYTES)]
+    assert plan_waves(large, SIZES, (needed - 1) / GB, True) == WavePlan(*smaller)
+
+
+def test_the_error_about_waves_names_a_limit_that_is_enough_for_one_row(large, held):
+    with pytest.raises(UserError, match=r"--max-memory 0\.2: generating with this model") as caught:
+        plan_waves(large, SIZES, 0.2, can_stream=True)
+    assert not held
+    asked = float(str(caught.value).split("needs ")[1].split(" GB")[0])
+    assert plan_waves(large, SIZES, asked, can_stream=True) == WavePlan(1, streams=True)
+
+
+def test_without_a_limit_waves_fit_into_the_machine(large, held, monkeypatch):
+    assert plan_waves(large, SIZES, None, can_stream=True) == WavePlan(64, streams=False)
+    tiny = MachineMemory(ram_bytes=GB, available_bytes=150 * MB, held_bytes=HELD)
+    monkeypatch.setattr(probe, "machine", lambda: tiny)
+    assert plan_waves(large, SIZES, None, can_stream=True) == WavePlan(1, streams=False)
+    assert not held
 
 
 # Evaluation

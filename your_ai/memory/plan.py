@@ -154,12 +154,15 @@ def waves_of(demand: Demand) -> list[list[int]]:
     """How many completions may be generated together: larger waves, and such that are too small
     to be fast, which are only used if no plan fits otherwise.
     """
-    if demand.rollouts is None:
-        return [[0]]
-    waves = [demand.rollouts.rows]
+    return [[0]] if demand.rollouts is None else wave_sizes(demand.rollouts.rows)
+
+
+def wave_sizes(rows: int) -> list[list[int]]:
+    """The waves of `waves_of`, of this many completions."""
+    waves = [rows]
     while waves[-1] > 1:
         waves.append(waves[-1] // 2)
-    good = min(GOOD_WAVE, demand.rollouts.rows)
+    good = min(GOOD_WAVE, rows)
     found = [[w for w in waves if w >= good], [w for w in waves if w < good]]
     return [each for each in found if each]
 
