@@ -324,11 +324,11 @@ def evaluated(tiny_model, max_memory_gb=None, **options) -> Budget:
 
 
 def test_demand_of_an_evaluation_contains_its_arguments(tiny_model):
-    budget = evaluated(tiny_model, 2.0, engine="staged", can_stream=False, answer_tokens=99)
+    budget = evaluated(tiny_model, 2.0, engine="staged", can_stream=False, answers=SIZES)
     asked = budget.demand
     assert budget.limit.limit_bytes == 2 * GB
     assert (asked.lengths, asked.batch_size, asked.engine) == ((64, 256), 4, "staged")
-    assert (asked.can_stream, asked.answer_tokens) == (False, 99)
+    assert (asked.can_stream, asked.rollouts) == (False, SIZES)
     assert asked.forward
     assert asked.python_bytes == HELD + LATER_BYTES
 

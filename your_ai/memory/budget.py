@@ -239,12 +239,12 @@ def budget_of_evaluation(
     *,
     engine: str = "auto",
     can_stream: bool = True,
-    answer_tokens: int = 0,
+    answers: RolloutSizes | None = None,
 ) -> Budget:
     """The budget of an evaluation with the model in `folder`, without training.
 
-    training: describes the adapter on the model. The other arguments are as in `demand_of`.
-    Raises UserError if nothing fits.
+    training: describes the adapter on the model. answers: those that are generated, if any are.
+    The other arguments are as in `demand_of`. Raises UserError if nothing fits.
     """
     limit = limit_of(max_memory_gb)
     demand = Demand(
@@ -256,7 +256,7 @@ def budget_of_evaluation(
         engine=engine,
         can_stream=can_stream,
         python_bytes=python_bytes(),
-        answer_tokens=answer_tokens,
+        rollouts=answers,
         forward=True,
         sliced=mx.default_device().type == mx.cpu,
         coefficients=coefficients_here(),

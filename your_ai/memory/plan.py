@@ -366,10 +366,13 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
     parts = sorted(least.estimate.components.items(), key=lambda pair: -pair[1])
     largest = ", ".join(f"{name} {in_gb(size)}" for name, size in parts[:3] if size >= 5_000_000)
     if demand.forward:
+        advice = f"shorten the rows (now up to {max(demand.lengths)} tokens)"
+        if demand.rollouts is not None:
+            advice += f", or lower --max-tokens (now up to {demand.rollouts.new_tokens})"
         return (
             f"--max-memory: evaluating does not fit into {in_gb(limit_bytes)}; at least "
             f"{in_gb(rounded_up(least.needed_bytes))} is needed ({largest}); raise the limit, or "
-            f"shorten the rows (now up to {max(demand.lengths)} tokens)"
+            f"{advice}"
         )
     if demand.before_bytes == least.needed_bytes:
         return (
