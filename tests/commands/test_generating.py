@@ -15,6 +15,8 @@ from your_ai.commands import generating
 from your_ai.errors import UserError
 from your_ai.generation import generate as generation
 from your_ai.generation.generate import Prompt, Sampling, respond
+from your_ai.generation.samples import sampled
+from your_ai.memory.budget import WavePlan
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run.folder import RunFolder
 
@@ -74,6 +76,72 @@ def test_json_output_has_answers_and_token_counts(run, capsys, stdin):
     assert all(row["seconds"] >= 0 and row["prompt_tokens"] > 3 for row in rows)
 
 
+SAMPLES = ("--num-samples", 3, "--temperature", 1, "--seed", 5)
+
+
+def samples_of(run: RunFolder, texts: list[str], count: int) -> list[str]:
+    """Each generated alone."""
+    network, tokenizer = generation.load_run(open_trained(str(run.path)))
+    sampling = Sampling(max_tokens=6, temperature=1, seed=5)
+    prompts = [generation.chat_prompt(tokenizer, text) for text in texts]
+    found = sampled(network, tokenizer, [(tokens, sampling) for tokens in prompts], count)
+    return [one.text for one in found]
+
+
+def test_samples_are_printed_under_headings(run, capsys):
+    assert call("generate", run.path, "--prompt", "Question 1", *SAMPLES, *SHORT) == 0
+    texts = samples_of(run, ["Question 1"], 3)
+    assert len(set(texts)) == 3
+    parts = [f"sample {n} of 3:\n{text}\n" for n, text in enumerate(texts, start=1)]
+    assert capsys.readouterr().out == "\n".join(parts)
+
+
+def test_samples_of_several_prompts_say_which(run, capsys):
+    write_rows(Path("p.txt"), ["Question 1", "", "Question 2"])
+    assert call("generate", run.path, "--prompts", "p.txt", *SAMPLES, *SHORT) == 0
+    texts = samples_of(run, ["Question 1", "Question 2"], 3)
+    heads = [f"p.txt:{line}, sample {n} of 3:" for line in (1, 3) for n in (1, 2, 3)]
+    parts = [f"{head}\n{text}\n" for head, text in zip(heads, texts, strict=True)]
+    assert capsys.readouterr().out == "\n".join(parts)
+
+
+def test_json_output_has_a_line_for_each_sample(run, capsys):
+    write_rows(Path("p.txt"), ["Question 1", "Question 2"])
+    assert call("generate", run.path, "--prompts", "p.txt", "--json", *SAMPLES, *SHORT) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    places = [(row["prompt"], row["sample"]) for row in rows]
+    assert places == [(f"Question {p}", n) for p in (1, 2) for n in (1, 2, 3)]
+    assert [row["answer"] for row in rows] == samples_of(run, ["Question 1", "Question 2"], 3)
+
+
+def test_a_single_answer_is_the_first_sample(run, capsys):
+    arguments = ("generate", run.path, "--prompt", "Question 1", *SAMPLES[2:], *SHORT)
+    expected = samples_of(run, ["Question 1"], 1)[0]
+    assert call(*arguments) == 0
+    assert capsys.readouterr().out == expected + "\n"
+    assert call(*arguments, "--json") == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["answer"] == expected
+    assert "sample" not in row
+
+
+def test_samples_are_the_same_under_any_memory_limit(run, capsys, monkeypatch):
+    """A smaller one makes smaller waves, and then weights stay in their files."""
+    write_rows(Path("p.txt"), ["Question 1", "Question 2", "Question 3"])
+    arguments = ("generate", run.path, "--prompts", "p.txt", *SAMPLES, *SHORT)
+    assert call(*arguments) == 0
+    expected = capsys.readouterr().out
+    for plan in (WavePlan(4, streams=False), WavePlan(2, streams=True)):
+        monkeypatch.setattr(generation, "plan_waves", lambda *_, plan=plan: plan)
+        assert call(*arguments) == 0
+        assert capsys.readouterr().out == expected
+
+
+def test_a_memory_limit_that_is_too_small_for_samples_is_refused(run, capsys):
+    error = refused(capsys, run.path, "--prompt", "a", *SAMPLES, "--max-memory", "0.01")
+    assert "--max-memory 0.01: generating with this model needs" in error
+
+
 def test_no_adapter_uses_the_base_model(run, capsys, tmp_path):
     shutil.copytree(run.path, tmp_path / "new", ignore=shutil.ignore_patterns("adapter", "check*"))
     arguments = ("generate", tmp_path / "new", "--prompt", "Question 1", *SHORT)
@@ -100,6 +168,9 @@ def test_bad_prompt_lines_are_reported_before_the_model_is_loaded(run, capsys):
         (("--prompt", "a", "--top-p", "0"), "--top-p 0"),
         (("--prompt", "a", "--max-tokens", "0"), "--max-tokens 0"),
         (("--prompt", "a", "--max-memory", "nan"), "--max-memory nan"),
+        (("--prompt", "a", "--num-samples", "0"), "--num-samples 0: must be at least 1"),
+        (("--prompt", "a", "--num-samples", "-2"), "--num-samples -2: must be at least 1"),
+        (("--prompt", "a", "--num-samples", "3"), "--num-samples 3: at temperature 0 all"),
         (("--prompt", "a", "--run", "other"), "--run other: RUN says"),
         (("--prompt", "a", "--no-adapter", "--checkpoint", "3"), "--checkpoint: no adapter"),
         (("--prompt", "a", "--checkpoint", "7"), "--checkpoint 7"),

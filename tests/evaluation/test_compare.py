@@ -18,7 +18,7 @@ from your_ai.evaluation.compare import Request, compare, training_of
 from your_ai.evaluation.custom_metric import Metric
 from your_ai.evaluation.dataset_scores import scored
 from your_ai.evaluation.rows import choose_file
-from your_ai.generation import generate
+from your_ai.generation import generate, samples
 from your_ai.memory.budget import budget_of, budget_of_evaluation
 from your_ai.memory.plan import options
 from your_ai.modelfiles.quantized_copies import place_of_copy
@@ -110,7 +110,7 @@ def test_a_quantized_run_is_measured_on_its_quantized_copy(tmp_path):
 
 
 def test_the_metric_gets_the_answers_of_base_and_adapter(run, tmp_path):
-    """Answers are generated as for a user's prompt, one row after the other."""
+    """Answers are generated as for a user's prompt, and scored in the order of the rows."""
     rows = [chat("Question 1 please", "Answer 1"), {"text": "asks nothing"}, chat("b", "two")]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     given = []
@@ -133,6 +133,45 @@ def test_the_metric_gets_the_answers_of_base_and_adapter(run, tmp_path):
                 row["messages"][:1], tokenize=False, add_generation_prompt=True
             )
             assert measured.answers[place] == generate.answer(network, tokenizer, text, 5)
+
+
+@pytest.mark.parametrize(("engine", "wave"), [("fused", 1), ("staged", 3), ("streamed", 8)])
+def test_answers_depend_on_neither_wave_nor_plan(run, tmp_path, engine, wave, monkeypatch):
+    """Each has its own limit: twice the tokens of the expected answer, and some more."""
+    monkeypatch.setattr(evaluation, "ANSWER_TOKENS", 5)
+    monkeypatch.setattr("your_ai.memory.plan.wave_sizes", lambda rows: [[wave]])
+    rows = [chat(f"Question {n} " + "please " * n, "Answer " * (n % 3 + 1)) for n in range(8)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    waves, complete = [], samples.complete
+
+    def noted(*arguments):
+        waves.append(len(arguments[1]))
+        return complete(*arguments)
+
+    monkeypatch.setattr(samples, "complete", noted)
+    found = compared(run, path, metric=Metric("m:f", lambda *_: 1), engine=engine)
+    assert waves == 2 * {1: [1] * 8, 3: [3, 3, 2], 8: [8]}[wave]
+    assert found.plan.endswith(f"{wave} completion{'s' * (wave > 1)} generated together")
+    for adapted, measured in ((False, found.base), (True, found.adapter)):
+        network, tokenizer = generate.load_run(open_trained(str(run)), adapted)
+        for place, row in enumerate(rows):
+            asked, expected = (message["content"] for message in row["messages"])
+            limit = 2 * len(tokenizer.encode(expected)) + 5
+            tokens = generate.chat_prompt(tokenizer, asked)
+            text = "".join(generate.stream(network, tokenizer, tokens, limit))
+            assert measured.answers[place] == text.strip()
+
+
+def test_a_row_that_the_metric_refuses_ends_it_at_once(run, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [chat(f"Question {n}", "two") for n in range(4)])
+    scored = []
+
+    def score(answer, expected, row):
+        scored.append(row)
+        return 1 if len(scored) < 2 else "bad"
+
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: --metric m:f returned"):
+        compared(run, path, metric=Metric("m:f", score), max_tokens=5)
 
 
 def test_a_metric_needs_rows_that_ask_for_an_answer(run, tmp_path):

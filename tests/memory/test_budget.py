@@ -13,15 +13,23 @@ from your_ai.memory import allocator, probe
 from your_ai.memory.budget import (
     LATER_BYTES,
     Budget,
+    WavePlan,
     budget_of,
     budget_of_evaluation,
     demand_of,
     limit_generation,
     limit_of,
+    plan_waves,
     python_bytes,
     row_limit,
 )
-from your_ai.memory.estimate import Training, generation_bytes, weights_bytes
+from your_ai.memory.estimate import (
+    RolloutSizes,
+    Training,
+    generation_bytes,
+    rollout_phases,
+    weights_bytes,
+)
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MachineMemory
 from your_ai.memory.plan import DoesNotFit, options
@@ -264,6 +272,47 @@ def test_generation_error_names_a_limit_that_is_enough(large, held, can_stream, 
     assert len(held) == 1
 
 
+SIZES = RolloutSizes(prompt_tokens=200, new_tokens=256, group=4, rows=64)
+
+
+def bytes_of_wave(facts: ModelFacts, wave: int, streams: bool) -> int:
+    """The least limit for a wave, of the whole process."""
+    phases = rollout_phases(facts, SIZES, wave)
+    weights = weights_bytes(facts, "streamed") if streams else facts.weights_bytes
+    return HELD + LATER_BYTES + weights + int(max(sum(phase.values()) for phase in phases))
+
+
+@pytest.mark.parametrize(
+    ("wave", "streams", "smaller"),
+    [
+        (64, False, (32, False)),
+        (8, False, (64, True)),  # rather than few rows with weights in memory
+        (8, True, (4, True)),
+    ],
+)
+def test_the_largest_wave_that_fits_is_generated(large, held, wave, streams, smaller):
+    needed = bytes_of_wave(large, wave, streams)
+    assert plan_waves(large, SIZES, needed / GB, can_stream=True) == WavePlan(wave, streams)
+    assert held == [(needed, needed, HELD + LATER_BYTES)]
+    assert plan_waves(large, SIZES, (needed - 1) / GB, True) == WavePlan(*smaller)
+
+
+def test_the_error_about_waves_names_a_limit_that_is_enough_for_one_row(large, held):
+    with pytest.raises(UserError, match=r"--max-memory 0\.2: generating with this model") as caught:
+        plan_waves(large, SIZES, 0.2, can_stream=True)
+    assert not held
+    asked = float(str(caught.value).split("needs ")[1].split(" GB")[0])
+    assert plan_waves(large, SIZES, asked, can_stream=True) == WavePlan(1, streams=True)
+
+
+def test_without_a_limit_waves_fit_into_the_machine(large, held, monkeypatch):
+    assert plan_waves(large, SIZES, None, can_stream=True) == WavePlan(64, streams=False)
+    tiny = MachineMemory(ram_bytes=GB, available_bytes=150 * MB, held_bytes=HELD)
+    monkeypatch.setattr(probe, "machine", lambda: tiny)
+    assert plan_waves(large, SIZES, None, can_stream=True) == WavePlan(1, streams=False)
+    assert not held
+
+
 # Evaluation
 
 TRAINING = Training(blocks=2, rank=4, targets=("q_proj",))
@@ -275,11 +324,11 @@ def evaluated(tiny_model, max_memory_gb=None, **options) -> Budget:
 
 
 def test_demand_of_an_evaluation_contains_its_arguments(tiny_model):
-    budget = evaluated(tiny_model, 2.0, engine="staged", can_stream=False, answer_tokens=99)
+    budget = evaluated(tiny_model, 2.0, engine="staged", can_stream=False, answers=SIZES)
     asked = budget.demand
     assert budget.limit.limit_bytes == 2 * GB
     assert (asked.lengths, asked.batch_size, asked.engine) == ((64, 256), 4, "staged")
-    assert (asked.can_stream, asked.answer_tokens) == (False, 99)
+    assert (asked.can_stream, asked.rollouts) == (False, SIZES)
     assert asked.forward
     assert asked.python_bytes == HELD + LATER_BYTES
 

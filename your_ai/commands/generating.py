@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
@@ -56,26 +57,38 @@ def generate(
     temperature: Annotated[float, TEMPERATURE] = 0.0,
     top_p: Annotated[float, TOP_P] = 1.0,
     seed: Annotated[int, SEED] = 0,
+    num_samples: Annotated[
+        int,
+        typer.Option(
+            help="Different answers to each prompt, for a temperature above 0. Many answers are "
+            "generated together, as far as memory allows."
+        ),
+    ] = 1,
     max_memory: Annotated[float | None, MAX_MEMORY] = None,
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     model: Annotated[str | None, MODEL] = None,
 ) -> None:
     """Answer prompts with a run's model."""
     from your_ai.generation import generate as generation
+    from your_ai.generation import samples
     from your_ai.run import folder as folders
 
     sampling = generation.Sampling(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
+    samples.check_num_samples(num_samples, sampling)
     name = which_run(run, named)
     folders.find(name)
     asked = [
         generation.Prompt(p.where, generation.with_system(p.messages, system))
         for p in gather(prompt, prompts)
     ]
+    streamed = num_samples == len(asked) == 1 and not as_json
     answerer = generation.open_answerer(
         name,
-        max(p.most_tokens for p in asked) + max_tokens,
+        asked[0].most_tokens + max_tokens
+        if streamed
+        else samples.sizes_of(asked, max_tokens, num_samples),
         adapted=adapter,
         checkpoint=checkpoint,
         model=model,
@@ -85,13 +98,10 @@ def generate(
         echo_error(f"note: {answerer.note}")
     fitted = answerer.fit(asked, sampling)  # all of them, before the first answer
     try:
-        for number, (p, (tokens, bounded)) in enumerate(zip(asked, fitted, strict=True)):
-            if as_json:
-                echo_json(answered(answerer, p, tokens, bounded))
-            else:
-                echo("\n" if number else "", nl=False)
-                show(answerer.respond(tokens, bounded))
-            sys.stdout.flush()
+        if streamed:
+            show(answerer.respond(*fitted[0]))
+        else:
+            show_all(answerer, asked, fitted, num_samples, as_json)
     except BrokenPipeError:  # the reader has seen enough
         raise typer.Exit(0) from None
 
@@ -138,20 +148,44 @@ def read_most(file: BinaryIO, where: str) -> bytes:
     return data
 
 
-def answered(
-    answerer: Answerer, prompt: Prompt, tokens: list[int], sampling: Sampling
-) -> dict[str, Any]:
-    """An answer for programs."""
-    began = time.perf_counter()
-    responses = list(answerer.respond(tokens, sampling))
-    return {
-        "prompt": prompt.text,
-        "answer": "".join(response.text for response in responses),
-        "tokens": len(responses),
-        "prompt_tokens": len(tokens),
-        "finish_reason": responses[-1].finish_reason,
-        "seconds": round(time.perf_counter() - began, 3),
-    }
+def show_all(
+    answerer: Answerer,
+    prompts: Sequence[Prompt],
+    fitted: Sequence[tuple[list[int], Sampling]],
+    num_samples: int,
+    as_json: bool,
+) -> None:
+    """The answers in their order, each when it and all before it are finished.
+
+    fitted: the tokens and the sampling of each prompt.
+    """
+    from your_ai.generation.samples import sampled
+
+    began, several = time.perf_counter(), num_samples > 1
+    found = sampled(
+        answerer.network, answerer.tokenizer, fitted, num_samples, answerer.rows_at_once
+    )
+    for number, each in enumerate(found):
+        prompt = prompts[each.prompt]
+        if as_json:
+            echo_json(
+                {
+                    "prompt": prompt.text,
+                    **({"sample": each.sample + 1} if several else {}),
+                    "answer": each.text,
+                    "tokens": each.tokens,
+                    "prompt_tokens": len(fitted[each.prompt][0]),
+                    "finish_reason": each.finish_reason,
+                    "seconds": round(time.perf_counter() - began, 3),
+                }
+            )
+        else:
+            echo("\n" if number else "", nl=False)
+            if several:
+                where = f"{prompt.where}, " if len(prompts) > 1 else ""
+                echo(f"{where}sample {each.sample + 1} of {num_samples}:")
+            echo(each.text)
+        sys.stdout.flush()
 
 
 def show(responses: Any) -> None:

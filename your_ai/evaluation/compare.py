@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,11 +35,12 @@ from your_ai.evaluation.rows import (
     load_rows,
 )
 from your_ai.gates.token_ids import vocabulary_of
-from your_ai.generation import generate
+from your_ai.generation.generate import ANSWER_TOKENS, Sampling
+from your_ai.generation.samples import MOST_TOGETHER, sampled
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import Budget, budget_of_evaluation, row_limit
-from your_ai.memory.estimate import Training
+from your_ai.memory.estimate import RolloutSizes, Training
 from your_ai.memory.plan import choose, words
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
@@ -150,7 +152,7 @@ def compare(
         request.max_memory_gb,
         engine=request.engine,
         can_stream=opened.can_stream,
-        answer_tokens=0 if request.metric is None else most_tokens(rows, tokenizer, request),
+        answers=None if request.metric is None else answer_sizes(rows, tokenizer, request),
     )
     hold(budget)
     put_new_layers(network, run.adapter)
@@ -162,9 +164,8 @@ def compare(
         budget = replace(budget, demand=demand, choice=choose(demand, budget.limit.limit_bytes))
         hold(budget)
     plan = budget.choice.option.plan
-    ready = Ready(
-        network, tokenizer, built.engine, partial(plan.rows, batch_size=request.batch_size)
-    )
+    rows_at = partial(plan.rows, batch_size=request.batch_size)
+    ready = Ready(network, tokenizer, built.engine, rows_at, plan.wave)
     base, started = (yield from measured("base", ready, rows, request)), None
     if start is not None:
         saved_adapter.set_arrays(network, read_adapter(start))
@@ -186,6 +187,8 @@ class Ready(NamedTuple):
     engine: Engine
     rows_at: RowsAt
     """How many rows of a given sequence length go through together."""
+    wave: int = 1
+    """How many answers are generated together."""
 
 
 def start_of(run: Trained) -> Path | None:
@@ -272,29 +275,42 @@ def answered(
 ) -> Generator[EvaluationProgress, None, tuple[np.ndarray, dict[int, str]]]:
     """Return the metric's scores, NaN for rows that ask nothing, and the answers by row index."""
     scores, answers = np.full(len(rows), np.nan), {}
-    chosen = np.flatnonzero(rows.asks)
-    for done, (place, row, content) in enumerate(rows.read(chosen)):
-        yield EvaluationProgress(f"{name}: answers", done, len(chosen))
-        prompt = rows.encoder.prompt_of(row)
-        limit = answer_limit(ready.tokenizer, prompt, request)
-        answer = generate.answer(ready.network, ready.tokenizer, prompt.rendered, limit)
-        scores[place] = request.metric.score(answer, prompt.expected, content, row.where)
-        answers[place] = answer
+    chosen, tokenizer = np.flatnonzero(rows.asks), ready.tokenizer
+    reading = rows.read(chosen)
+    yield EvaluationProgress(f"{name}: answers", 0, len(chosen))
+    while wave := list(islice(reading, ready.wave)):  # other rows stay in the file
+        prompts = [rows.encoder.prompt_of(row) for _, row, _ in wave]
+        limits = [answer_limit(tokenizer, prompt, request) for prompt in prompts]
+        asked = [
+            (prompt_ids(tokenizer, prompt), Sampling(max_tokens=limit))
+            for prompt, limit in zip(prompts, limits, strict=True)
+        ]
+        for found in sampled(ready.network, tokenizer, asked, rows_at_once=len(wave)):
+            place, row, content = wave[found.prompt]
+            answer, expected = found.text.strip(), prompts[found.prompt].expected
+            scores[place] = request.metric.score(answer, expected, content, row.where)
+            answers[place] = answer
+            yield EvaluationProgress(f"{name}: answers", len(answers), len(chosen))
     return scores, answers
+
+
+def prompt_ids(tokenizer: Any, prompt: SamplePrompt) -> list[int]:
+    return token_ids(tokenizer, prompt.rendered, "a row", special=False)
 
 
 def answer_limit(tokenizer: Any, prompt: SamplePrompt, request: Request) -> int:
     """The maximum number of tokens in the answer to a prompt."""
     if request.max_tokens is not None:
         return request.max_tokens
-    return 2 * len(token_ids(tokenizer, prompt.expected, "a row")) + generate.ANSWER_TOKENS
+    return 2 * len(token_ids(tokenizer, prompt.expected, "a row")) + ANSWER_TOKENS
 
 
-def most_tokens(rows: EvaluationRows, tokenizer: Any, request: Request) -> int:
-    """The maximum number of tokens of a prompt and its answer together."""
-    found = 0
+def answer_sizes(rows: EvaluationRows, tokenizer: Any, request: Request) -> RolloutSizes:
+    """The answers to all rows that ask for one, for the memory that generating takes."""
+    prompt_tokens = new_tokens = 0
     for _, row, _ in rows.read(np.flatnonzero(rows.asks)):
         prompt = rows.encoder.prompt_of(row)
-        tokens = len(token_ids(tokenizer, prompt.rendered, row.where, False))
-        found = max(found, tokens + answer_limit(tokenizer, prompt, request))
-    return found
+        prompt_tokens = max(prompt_tokens, len(prompt_ids(tokenizer, prompt)))
+        new_tokens = max(new_tokens, answer_limit(tokenizer, prompt, request))
+    together = min(MOST_TOGETHER, int(rows.asks.sum()))
+    return RolloutSizes(prompt_tokens, new_tokens, group=1, rows=together)

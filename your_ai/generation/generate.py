@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import stream_generate
 from mlx_lm.generate import GenerationResponse
-from mlx_lm.sample_utils import make_sampler
 
 from your_ai.config import TrainConfig
 from your_ai.data.encode import SamplePrompt, token_ids
@@ -25,13 +25,16 @@ from your_ai.errors import RunError, UserError, is_memory_error
 from your_ai.gates.text import counted, shortened
 from your_ai.gates.token_ids import EMBEDDINGS, HEADS, check_ids, rows_of, vocabulary_of
 from your_ai.gates.untrusted import read_json
+from your_ai.generation.rollouts import Sampler, keys_at, sampler_of, seed_keys
 from your_ai.hub.find import find_model
-from your_ai.memory.budget import limit_generation
+from your_ai.memory.budget import WavePlan, limit_generation, plan_waves
+from your_ai.memory.estimate import RolloutSizes
 from your_ai.memory.facts import facts_of
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.modelfiles.quantized_copies import quantized_copy
 from your_ai.nets.model import compute_dtype, first_line
 from your_ai.nets.saved_adapter import Adapter, Trained, open_trained, put_adapter
+from your_ai.rng import derive_seed
 from your_ai.run.folder import find
 
 STDIN = "-"
@@ -65,6 +68,14 @@ class Sampling:
             raise UserError(f"--top-p {self.top_p}: must be above 0 and at most 1")
         if not 0 <= self.seed < SEEDS:
             raise UserError(f"--seed {self.seed}: must be at least 0 and below 2^64")
+
+    @property
+    def sampler(self) -> Sampler:
+        return sampler_of(self.temperature, self.top_p)
+
+    def seed_of(self, sample: int) -> int:
+        """The seed of a sample, from 0, of any prompt."""
+        return derive_seed(self.seed, "sample", sample)
 
 
 @dataclass(frozen=True)
@@ -185,6 +196,21 @@ def load(
     prompt and answer. A model that does not fit is read from its files block by block for every
     token. Raises UserError if that does not fit either.
     """
+    return load_for(config, base, adapter, max_memory_gb, tokens)[:2]
+
+
+def load_for(
+    config: TrainConfig,
+    base: Path,
+    adapter: Adapter | None,
+    max_memory_gb: float | None,
+    room: int | RolloutSizes,
+) -> tuple[nn.Module, Any, int]:
+    """As `load`; also how many completions fit together.
+
+    room: the tokens of one prompt and answer, or all completions, which are generated in waves;
+    without max_memory_gb, these fit into what the machine has.
+    """
     if max_memory_gb is not None and not (math.isfinite(max_memory_gb) and max_memory_gb > 0):
         raise UserError(f"--max-memory {max_memory_gb}: must be a number above 0")
     dtype = compute_dtype(config.dtype)
@@ -193,13 +219,15 @@ def load(
     opened = open_model(base, dtype)
     model, tokenizer = opened.network, opened.tokenizer()
     check_answers(model, tokenizer, base)
-    streams = False
-    if max_memory_gb is not None:
+    plan = WavePlan(1, streams=False)
+    if isinstance(room, RolloutSizes):
+        plan = plan_waves(facts_of(base, dtype.size), room, max_memory_gb, opened.can_stream)
+    elif max_memory_gb is not None:
         facts = facts_of(base, dtype.size)
-        streams = limit_generation(facts, tokens, max_memory_gb, opened.can_stream)
+        plan = WavePlan(1, limit_generation(facts, room, max_memory_gb, opened.can_stream))
     if adapter is not None:
         put_adapter(model, adapter)
-    return prepare_for_generation(opened, streams), tokenizer
+    return prepare_for_generation(opened, plan.streams), tokenizer, plan.wave
 
 
 @dataclass(frozen=True)
@@ -212,6 +240,8 @@ class Answerer:
     """Maximum tokens of prompt and answer; None if not known."""
     note: str = ""
     """What the user should know about the run."""
+    rows_at_once: int = 1
+    """How many answers fit together."""
 
     def fit(
         self, prompts: Sequence[Prompt], sampling: Sampling
@@ -228,7 +258,7 @@ class Answerer:
 
 def open_answerer(
     run: str,
-    room_tokens: int,
+    room: int | RolloutSizes,
     *,
     adapted: bool = True,
     checkpoint: str | None = None,
@@ -237,8 +267,9 @@ def open_answerer(
 ) -> Answerer:
     """Load the model of a run.
 
-    room_tokens: longest prompt and answer, in tokens, for max_memory_gb. adapted: with the
-    adapter. model: the current location of the base model, if it has moved. Raises UserError.
+    room: longest prompt and answer, in tokens, for max_memory_gb; or all answers, if they are
+    generated together. adapted: with the adapter. model: the current location of the base model,
+    if it has moved. Raises UserError.
     """
     if checkpoint is not None and not adapted:
         raise UserError("--checkpoint: no adapter is used with --no-adapter; leave one out")
@@ -248,8 +279,8 @@ def open_answerer(
         config, base, used, note = trained.config, trained.base, trained.adapter, trained.note
     else:
         config, base = find_base_model(run, model)
-    network, tokenizer = load(config, base, used, max_memory_gb, room_tokens)
-    return Answerer(network, tokenizer, context_tokens(base), note or "")
+    network, tokenizer, together = load_for(config, base, used, max_memory_gb, room)
+    return Answerer(network, tokenizer, context_tokens(base), note or "", together)
 
 
 def check_answers(model: nn.Module, tokenizer: Any, base: Path) -> None:
@@ -329,23 +360,46 @@ def respond(
     cache: mlx-lm's KV cache of the tokens before `prompt`. Whenever a token is yielded, the
     cache contains the prompt and every token up to that one.
 
+    The answer is the first sample of its seed, as `samples.sampled` gives it.
+
     Raises UserError for a token id outside the vocabulary, RunError if memory runs out.
     """
     if isinstance(prompt, str):
         prompt = tokenizer.encode(prompt)
     check_ids(prompt, vocabulary_of(model), tokenizer, "the prompt")
-    mx.random.seed(sampling.seed)
+    with memory_explained(), last_position_only(model):
+        yield from stream_generate(
+            model,
+            tokenizer,
+            prompt,
+            max_tokens=sampling.max_tokens,
+            sampler=first_sample(sampling),
+            logits_processors=[in_float32],
+            prefill_step_size=PREFILL_TOKENS,
+            prompt_cache=cache,
+        )
+
+
+def first_sample(sampling: Sampling) -> Callable[[mx.array], mx.array]:
+    """A function that mlx-lm calls for each token in turn: (1, V) logits -> (1,) the token."""
+    sampler, keys, positions = sampling.sampler, seed_keys([sampling.seed_of(0)]), count()
+
+    def sample(logits: mx.array) -> mx.array:
+        return sampler(logits, keys_at(keys, mx.array([next(positions)], mx.uint32)))
+
+    return sample
+
+
+def in_float32(tokens: mx.array, logits: mx.array) -> mx.array:
+    """The logits, as mlx-lm should normalize them: in bfloat16, that would round them again."""
+    return logits.astype(mx.float32)
+
+
+@contextlib.contextmanager
+def memory_explained() -> Iterator[None]:
+    """Raise RunError, which says what helps, where memory runs out in the `with` block."""
     try:
-        with last_position_only(model):
-            yield from stream_generate(
-                model,
-                tokenizer,
-                prompt,
-                max_tokens=sampling.max_tokens,
-                sampler=make_sampler(temp=sampling.temperature, top_p=sampling.top_p),
-                prefill_step_size=PREFILL_TOKENS,
-                prompt_cache=cache,
-            )
+        yield
     except (RuntimeError, MemoryError) as error:
         if not is_memory_error(error):
             raise

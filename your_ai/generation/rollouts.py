@@ -33,6 +33,8 @@ class RolloutPrompt:
     """(T,), at least one."""
     seeds: tuple[int, ...]
     """Each from 0 to 2^64 - 1."""
+    max_new_tokens: int | None = None
+    """Of each of its completions, at least one, if it has a smaller limit than the others."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,11 @@ def complete(
                 del prefilled[p]
             last = [int(prompts[p].tokens[-1]) for p, _ in wave]
             keys = seed_keys([prompts[p].seeds[s] for p, s in wave])
+            own = [prompts[p].max_new_tokens or max_new_tokens for p, _ in wave]
+            most = [min(max_new_tokens, limit) for limit in own]
             yield from run_wave(
-                model, cache, wave, last, keys, sampler, frozenset(stop_tokens), max_new_tokens,
-                step,
-            )  # fmt: skip
+                model, cache, wave, last, keys, sampler, frozenset(stop_tokens), most, step
+            )
             del cache
 
 
@@ -181,12 +184,13 @@ def run_wave(
     keys: mx.array,
     sampler: Sampler,
     stop_tokens: frozenset[int],
-    max_new_tokens: int,
+    most: Sequence[int],
     step: Callable[[int], None],
 ) -> Iterator[Completion]:
     """Generate the rows of a wave; rows leave it when they are finished.
 
-    last: the last token of each prompt, which the cache does not have.
+    last: the last token of each prompt, which the cache does not have. most: the maximum number
+    of tokens of each row.
 
     While the tokens of a step are looked at, those of the next are being computed.
     """
@@ -204,13 +208,14 @@ def run_wave(
 
     tokens = advance(tokens, 0)
     while active:
-        following = advance(tokens, position + 1) if position + 1 < max_new_tokens else None
+        longest = max(most[row] for row in active)
+        following = advance(tokens, position + 1) if position + 1 < longest else None
         position += 1
         keep = []
         for place, (row, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
             found[row].append(token)
             stopped = token in stop_tokens
-            if stopped or position == max_new_tokens:
+            if stopped or position == most[row]:
                 yield Completion(*wave[row], tuple(found[row]), stopped)
             else:
                 keep.append(place)

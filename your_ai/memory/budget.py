@@ -24,11 +24,12 @@ from your_ai.memory.estimate import (
     RolloutSizes,
     Training,
     generation_bytes,
+    rollout_phases,
     weights_bytes,
 )
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit
-from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, rounded_up
+from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, rounded_up, wave_sizes
 from your_ai.memory.sample import in_gb
 from your_ai.objectives.chosen import needs_scores, objective_of
 
@@ -238,12 +239,12 @@ def budget_of_evaluation(
     *,
     engine: str = "auto",
     can_stream: bool = True,
-    answer_tokens: int = 0,
+    answers: RolloutSizes | None = None,
 ) -> Budget:
     """The budget of an evaluation with the model in `folder`, without training.
 
-    training: describes the adapter on the model. The other arguments are as in `demand_of`.
-    Raises UserError if nothing fits.
+    training: describes the adapter on the model. answers: those that are generated, if any are.
+    The other arguments are as in `demand_of`. Raises UserError if nothing fits.
     """
     limit = limit_of(max_memory_gb)
     demand = Demand(
@@ -255,7 +256,7 @@ def budget_of_evaluation(
         engine=engine,
         can_stream=can_stream,
         python_bytes=python_bytes(),
-        answer_tokens=answer_tokens,
+        rollouts=answers,
         forward=True,
         sliced=mx.default_device().type == mx.cpu,
         coefficients=coefficients_here(),
@@ -278,10 +279,56 @@ def limit_generation(
     streamed = beside + weights_bytes(facts, "streamed", coefficients=coefficients)
     least = min(resident, streamed) if can_stream else resident
     if least > limit:
-        raise UserError(
-            f"--max-memory {max_memory_gb:g}: generating with this model needs "
-            f"{in_gb(rounded_up(least))}; raise the limit to that, or lower --max-tokens"
-        )
+        raise too_much_to_generate(max_memory_gb, least)
     streams = resident > limit
     allocator.set_limits(limit, streamed if streams else resident, python_bytes())
     return streams
+
+
+def too_much_to_generate(max_memory_gb: float, least_bytes: int) -> UserError:
+    return UserError(
+        f"--max-memory {max_memory_gb:g}: generating with this model needs "
+        f"{in_gb(rounded_up(least_bytes))}; raise the limit to that, or lower --max-tokens"
+    )
+
+
+@dataclass(frozen=True)
+class WavePlan:
+    """How many completions are generated together, with which weights."""
+
+    wave: int
+    """Rows; at least one."""
+    streams: bool
+    """Whether the weights are read from their files for each token."""
+
+
+def plan_waves(
+    facts: ModelFacts, sizes: RolloutSizes, max_memory_gb: float | None, can_stream: bool
+) -> WavePlan:
+    """The fastest way to generate these completions that fits, as in training: streamed weights
+    rather than waves of a few rows.
+
+    max_memory_gb: MLX's memory is limited accordingly. Raises UserError if not even one row fits.
+    None: as much as the machine has; if one row does not fit, it is tried all the same.
+    """
+    limit, coefficients = limit_of(max_memory_gb).limit_bytes, coefficients_here()
+    of_weights = {False: facts.weights_bytes}
+    if can_stream:
+        of_weights[True] = weights_bytes(facts, "streamed", coefficients=coefficients)
+
+    def needed_bytes(wave: int, weights: int) -> int:
+        phases = rollout_phases(facts, sizes, wave, coefficients)
+        return python_bytes() + weights + int(max(sum(phase.values()) for phase in phases))
+
+    found = [
+        (WavePlan(wave, streams), needed_bytes(wave, weights))
+        for waves in wave_sizes(sizes.rows)
+        for streams, weights in of_weights.items()
+        for wave in waves
+    ]
+    chosen, needed = next((each for each in found if each[1] <= limit), (WavePlan(1, False), 0))
+    if max_memory_gb is not None:
+        if not needed:
+            raise too_much_to_generate(max_memory_gb, min(needed for _, needed in found))
+        allocator.set_limits(limit, needed, python_bytes())
+    return chosen

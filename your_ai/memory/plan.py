@@ -154,12 +154,15 @@ def waves_of(demand: Demand) -> list[list[int]]:
     """How many completions may be generated together: larger waves, and such that are too small
     to be fast, which are only used if no plan fits otherwise.
     """
-    if demand.rollouts is None:
-        return [[0]]
-    waves = [demand.rollouts.rows]
+    return [[0]] if demand.rollouts is None else wave_sizes(demand.rollouts.rows)
+
+
+def wave_sizes(rows: int) -> list[list[int]]:
+    """The waves of `waves_of`, of this many completions."""
+    waves = [rows]
     while waves[-1] > 1:
         waves.append(waves[-1] // 2)
-    good = min(GOOD_WAVE, demand.rollouts.rows)
+    good = min(GOOD_WAVE, rows)
     found = [[w for w in waves if w >= good], [w for w in waves if w < good]]
     return [each for each in found if each]
 
@@ -363,10 +366,13 @@ def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
     parts = sorted(least.estimate.components.items(), key=lambda pair: -pair[1])
     largest = ", ".join(f"{name} {in_gb(size)}" for name, size in parts[:3] if size >= 5_000_000)
     if demand.forward:
+        advice = f"shorten the rows (now up to {max(demand.lengths)} tokens)"
+        if demand.rollouts is not None:
+            advice += f", or lower --max-tokens (now up to {demand.rollouts.new_tokens})"
         return (
             f"--max-memory: evaluating does not fit into {in_gb(limit_bytes)}; at least "
             f"{in_gb(rounded_up(least.needed_bytes))} is needed ({largest}); raise the limit, or "
-            f"shorten the rows (now up to {max(demand.lengths)} tokens)"
+            f"{advice}"
         )
     if demand.before_bytes == least.needed_bytes:
         return (
