@@ -50,7 +50,7 @@ def test_the_last_step_is_shown_by_prompt(run, capsys):
     )
     assert answers(text) == ["00", "01", "10", "11"]
     assert text.count("question 0") == text.count("question 1") == 1
-    expected = "completion 1: reward 1, json_fields 1, advantage +0, 3 tokens, cut off"
+    expected = "completion 2: reward 1, json_fields 1, advantage +0, 3 tokens, cut off"
     assert expected in " ".join(text.split())
     assert "reward missing, json_fields missing" in text
 

@@ -164,6 +164,13 @@ def test_run_that_barely_learned_is_told_what_to_try():
     assert len(told(1.0, 0.995, trained=0.5)) == 1  # it learned before the first validation
 
 
+def test_a_reward_that_did_not_move_is_told_what_to_try():
+    """Whatever the losses of the steps are, which begin close to 0."""
+    found = [reward_validation(5, 0.5), reward_validation(10, 0.501)]
+    lines = view.result_lines(state_of(STARTED, step(1), *found, step(99, loss=0.3)))
+    assert "barely learned" in lines[-1]
+
+
 def test_summary_names_the_step_of_a_best_adapter():
     end = events.Finished(step=10, reason="done", adapter="a", seconds=9.0, adapter_step=5)
     assert "adapter: a (of step 5, the best)" in drawn(*view.summary(state_of(step(10), end), "r"))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.dashboard.frames import step
+from tests.dashboard.frames import reward_validation, step
 from your_ai.run import events
 from your_ai.run.events import Event
 from your_ai.trackers.rows import TextTable, TrackerRow, UploadState, after
@@ -113,6 +113,12 @@ def test_steps_always_increase_even_if_some_are_repeated(make, numbers):
 def test_a_validation_is_sent_after_its_step():
     rows = rows_of(step(5), validation(5, 0.5))
     assert rows[1] == TrackerRow(5, {"validation/loss": 0.5})
+
+
+def test_a_validation_of_rewards_has_no_loss():
+    assert rows_of(step(5), reward_validation(5, 0.5))[1] == TrackerRow(
+        5, {"validation/reward": 0.5}
+    )
 
 
 def test_exact_match_is_sent_at_step_0_and_at_the_last_step():

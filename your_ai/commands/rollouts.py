@@ -148,7 +148,7 @@ def page_of(group: Sequence[RolloutRecord]) -> Iterator[RenderableType]:
 
 def facts_of(record: RolloutRecord) -> str:
     """The reward of a completion, where it comes from, and how long the completion is."""
-    parts = [f"completion {record.sample}: reward {value_text(record.reward)}"]
+    parts = [f"completion {record.sample + 1}: reward {value_text(record.reward)}"]
     parts += [f"{message_line(name)} {value_text(v)}" for name, v in record.rewards.items()]
     parts += [f"advantage {record.advantage:+.3g}", counted(len(record.tokens), "token")]
     return ", ".join([*parts, *([] if record.stopped else ["cut off"])])

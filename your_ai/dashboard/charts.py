@@ -26,7 +26,7 @@ from your_ai.dashboard.history import (
     speed,
     thinned,
 )
-from your_ai.dashboard.metric_table import REWARD, is_charted, reward_of
+from your_ai.dashboard.metric_table import REWARD, is_charted
 from your_ai.dashboard.view import duration, memory
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Started
@@ -65,7 +65,7 @@ def draw_loss(canvas: Figure, past: RunHistory) -> str:
     axes, points = canvas.add_subplot(xlabel="step", ylabel="loss"), losses(past)
     axes.locator_params("x", integer=True)
     draw_means(axes, points, "blue")
-    validations = [value for value in finite(past.validations) if reward_of(value) is None]
+    validations = [value for value in finite(past.validations) if value.reward is None]
     checked = [(value.step, value.loss) for value in validations]
     draw(axes, thinned(checked), "orange", 1.2, marker="o", markersize=4, label="validation")
     bad = [step.step for step in past.steps if not abs(step.loss) < LARGEST]
@@ -86,7 +86,7 @@ def draw_reward(canvas: Figure, past: RunHistory) -> str:
     points = metric_points(past, REWARD)
     axes.locator_params("x", integer=True)
     draw_means(axes, points, "green")
-    checked = [(value.step, reward_of(value)) for value in finite(past.validations)]
+    checked = [(value.step, value.reward) for value in finite(past.validations)]
     checked = [(x, y) for x, y in checked if y is not None]
     draw(axes, thinned(checked), "orange", 1.2, marker="o", markersize=4, label="validation")
     add_legend(axes)

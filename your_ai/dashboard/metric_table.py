@@ -85,18 +85,12 @@ def line_texts(metrics: Mapping[str, float]) -> list[str]:
     ]
 
 
-def reward_of(validation: events.Validation) -> float | None:
-    """The mean reward, if that is what the validation measured; its loss is then the negative."""
-    reward = validation.metrics.get(REWARD)
-    return reward if reward is not None and validation.loss == -reward else None
-
-
 def other_values(validation: events.Validation) -> dict[str, float]:
     """What a validation measured besides its loss or its reward, by the name that is shown.
 
     A single named reward is the reward itself.
     """
-    if reward_of(validation) is None:
+    if validation.reward is None:
         return dict(validation.metrics)
     named = {name: mean for name, (mean, _) in named_rewards(validation.metrics).items()}
     return named if len(named) > 1 else {}

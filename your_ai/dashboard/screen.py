@@ -18,7 +18,6 @@ from your_ai.dashboard.metric_table import (
     phase_peaks,
     phase_seconds,
     plain,
-    reward_of,
     rows_of,
 )
 from your_ai.dashboard.page import (
@@ -210,7 +209,7 @@ def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenR
         fields.append(Field(3, plain(state.smooth_reward), "smoothed ", style=""))
     of_loss = loss_fields(state, step)
     if state.validation is not None:
-        shown = fields if reward_of(state.validation) is not None else of_loss
+        shown = fields if state.validation.reward is not None else of_loss
         shown += validation_fields(page, state, state.validation)
     if missing := metrics.get("rewards/missing"):
         fields.append(Field(2, plain(missing), "missing ", style=WARN))

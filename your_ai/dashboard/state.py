@@ -124,7 +124,7 @@ class ViewState:
 
     @property
     def barely_learned(self) -> bool:
-        """Whether neither the validation loss nor the training loss has moved."""
+        """Whether neither the validation loss nor the training loss has moved; or the reward."""
         first, last = self.first_validation, self.validation
         if first is None or last is None or first.step == last.step:
             return False
@@ -132,7 +132,10 @@ class ViewState:
             is_close(first.loss, last.loss, BARELY)
             and is_close(first.loss, self.best_validation, BARELY)
             # Most may have been learned before the first validation.
-            and is_close(self.first_loss, self.smooth_loss, BARELY_TRAINED)
+            and (
+                last.reward is not None
+                or is_close(self.first_loss, self.smooth_loss, BARELY_TRAINED)
+            )
         )
 
     @property

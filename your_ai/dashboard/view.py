@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.dashboard.metric_table import line_texts, other_values, plain, reward_of
+from your_ai.dashboard.metric_table import line_texts, other_values, plain
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.state import ViewState
 from your_ai.gates.text import counted, loss_text
@@ -163,12 +163,12 @@ def metric_lines(last: events.Validation, best: events.Validation | None) -> lis
 
 def validation_name(validation: events.Validation) -> str:
     """What a validation measured, in words."""
-    return f"validation {'loss' if reward_of(validation) is None else 'reward'}"
+    return f"validation {'loss' if validation.reward is None else 'reward'}"
 
 
 def validation_text(validation: events.Validation, loss: float | None) -> str:
     """Format this or another loss of a run; as a reward if this is what its validations measure."""
-    if reward_of(validation) is None or loss is None:
+    if validation.reward is None or loss is None:
         return loss_text(loss)
     return plain(0.0 - loss)
 

@@ -29,6 +29,7 @@ from your_ai.memory import limit as limits
 from your_ai.memory.limit import MemoryLimit
 
 PACKAGES = {  # the packages of each extra
+    "judge": ("openai",),
     "report": ("matplotlib", "jinja2"),
     "swanlab": ("swanlab",),
     "tensorboard": ("tensorboardX",),

@@ -450,7 +450,8 @@ def gemma_bytes(workload: Workload, rows: int, tokens: int, engine: str) -> floa
 def forward_phases(
     workload: Workload, plan: Plan, rows: int, tokens: int, predicts: bool = True
 ) -> list[dict[str, float]]:
-    """Bytes of an evaluation: in a block, and at the head with losses and maybe predictions."""
+    """Bytes of an evaluation: in a block, and at the head with losses and maybe predictions, which
+    cost a staged engine more, and a fused one nothing more."""
     facts, coefficients = workload.facts, workload.coefficients
     number, n = facts.float_bytes, rows * tokens
     hidden = n * facts.hidden * number
@@ -474,7 +475,9 @@ def forward_phases(
     losses = coefficients.head["logits"] * logits + coefficients.head["slice"] * head_slice
     table = coefficients.scores
     predictions = table["logits"] * logits + table[engine] * head_slice
-    head = max(losses, predictions * predicts) + table["hidden"] * hidden
+    if not predicts and engine == "staged":
+        predictions = 0.0
+    head = max(losses, predictions) + table["hidden"] * hidden
     return [{"block work": blocks}, {"head chunk": head}]
 
 

@@ -214,6 +214,12 @@ class Validation:
     metrics: dict[str, float] = field(default_factory=dict)
     """The value of --best-metric by its name, if that is not the loss."""
 
+    @property
+    def reward(self) -> float | None:
+        """The mean reward, if that is what was measured; the loss is then the negative."""
+        reward = self.metrics.get("reward")
+        return reward if reward is not None and self.loss == -reward else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.dashboard.metric_table import plain, reward_of
+from your_ai.dashboard.metric_table import plain
 from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.dashboard.view import duration, memory
 from your_ai.errors import UserError
@@ -160,7 +160,7 @@ def row_of(folder: RunFolder) -> RunRow | None:
     at = last_of(happened, events.Started, events.Step, events.Skipped)
     total = last_of(happened, events.Started, events.Step)
     best = number(state.best_validation)
-    is_reward = state.validation is not None and reward_of(state.validation) is not None
+    is_reward = state.validation is not None and state.validation.reward is not None
     row = RunRow(
         name=folder.name,
         state=state_of(folder, running, state, happened),

@@ -57,7 +57,8 @@ def after(past: UploadState, event: Event) -> tuple[UploadState, TrackerRow | No
         case events.Validation() if event.step > past.validated:
             past = replace(past, validated=event.step)
             metrics = {f"validation/{name}": value for name, value in event.metrics.items()}
-            row = TrackerRow(event.step, {"validation/loss": event.loss, **metrics})
+            loss = {} if event.reward is not None else {"validation/loss": event.loss}
+            row = TrackerRow(event.step, loss | metrics)
         case events.ExactMatch():
             share = event.correct / max(1, event.rows)
             values = {"test/exact_match": share}
