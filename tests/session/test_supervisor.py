@@ -358,7 +358,8 @@ def test_stop_while_reloading_after_a_death_returns_its_status(run):
 
 def test_signal_between_two_children_ends_the_run(run):
     life = "start(); os.kill(os.getppid(), signal.SIGTERM); die()"
-    assert supervised(run, life) == 143
+    ignored = "signal.signal(signal.SIGTERM, signal.SIG_IGN); "  # the supervisor passes it on
+    assert supervised(run, ignored + life) == 143
     assert levels(run) == [0]
     (died,) = events_of(run, events.Died)
     assert died.level is None
