@@ -134,7 +134,7 @@ def test_different_losses_are_detected(folder, monkeypatch):
     def off(_: object, plan: str) -> list[tuple[float, float, int]]:
         return [(2.1 if plan == "spilled" else 2.0, 0.5, 64)] * 2
 
-    monkeypatch.setattr(selfchecks.bench, "run_ours", off)
+    monkeypatch.setattr(selfchecks.our_plans, "run_ours", off)
     outcome = selfchecks.time_plans(folder)
     assert not outcome.ok
     assert "the losses differ" in outcome.measured

@@ -276,7 +276,8 @@ def add(softmax: OnlineSoftmax, part: HeadSlice, head: LinearHead) -> OnlineSoft
     exps, shrink = exp(logits - max_logit), mx.exp(softmax.max_logit - max_logit)
     exp_sum = exps.sum(-1, keepdims=True)
     index = softmax.targets - softmax.seen
-    inside = (index >= 0) & (index < part.count)
+    count = as_input(part.count, index.dtype)
+    inside = (index >= 0) & (index < count)
     found = mx.take_along_axis(products, mx.where(inside, index, 0), axis=-1)
     grad_acc = softmax.grad_acc
     if grad_acc.ndim:
@@ -285,12 +286,17 @@ def add(softmax: OnlineSoftmax, part: HeadSlice, head: LinearHead) -> OnlineSoft
     return OnlineSoftmax(
         softmax.inputs,
         softmax.targets,
-        seen=softmax.seen + part.count,
+        seen=softmax.seen + count,
         at_target=mx.where(inside, found, softmax.at_target),
         max_logit=max_logit,
         exp_sum=softmax.exp_sum * shrink + exp_sum,
         grad_acc=grad_acc,
     )
+
+
+def as_input(number: int, dtype: mx.Dtype) -> mx.array:
+    """(), the number as an input of compiled kernels. As a constant, each value needs its own."""
+    return mx.arange(number, number + 1, dtype=dtype).squeeze(0)
 
 
 def _weighted_rows(
