@@ -242,6 +242,7 @@ def rewards_of(config: TrainConfig, log: events.EventLog) -> Rewards | None:
         rubric=config.judge_rubric,
         concurrency=config.judge_concurrency,
         max_calls=config.judge_max_calls,
+        timeout_s=config.judge_timeout_s,
     )
     steps = (record.event for record in events.tail(log.path)[0])
     calls = (s.metrics.get("judge/calls", 0) for s in steps if isinstance(s, events.Step))
