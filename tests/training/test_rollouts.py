@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from your_ai.errors import UserError
 from your_ai.generation import rollouts as generation
 from your_ai.run import events
 from your_ai.run.checkpoint import ADAPTERS
+from your_ai.run.folder import find
 from your_ai.run.rollout_files import read_rollouts, rollout_file, rollout_steps
 from your_ai.training import rollouts
 from your_ai.training import train as training
@@ -108,8 +110,6 @@ def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(
     with pytest.raises(Killed):
         train(rewarded(run="killed", save_every=1, **settings))
     monkeypatch.setattr(owner, name, genuine)
-    from your_ai.run.folder import find
-
     killed = find("killed")
     assert resume(killed) == 0
     assert adapter_of(killed) == adapter_of(whole)
@@ -249,3 +249,25 @@ def test_the_plan_shows_the_peak_of_each_phase(capsys, tiny_model, own_folder):
     assert set(found["phases"]) == {"generate", "score", "update"}
     assert max(found["phases"].values()) <= found["process_peak_bytes"]
     assert found["components"]["KV cache"] >= 0
+
+
+def test_rows_that_change_during_a_run_end_it(rewarded, own_folder):
+    (own_folder / "rewriting.py").write_text(
+        "from pathlib import Path\n"
+        "def f(completions, **_):\n"
+        "    rows = Path('prompts.jsonl').read_text()\n"
+        "    Path('prompts.jsonl').write_text(rows.replace('Ask', 'Tell'))\n"
+        "    return [float(i) for i, _ in enumerate(completions)]\n"
+    )
+    data = (own_folder / "prompts.jsonl").read_bytes()
+    settings = {"reward": ["rewriting:f"], "prompts_per_step": 1, "save_every": 1}
+    with pytest.raises(UserError, match=r"^\S*prompts.jsonl: was changed while the run reads it"):
+        train(rewarded(**settings))
+    run = find("r")
+    assert [step.step for step in events_of(run, events.Step)] == rollout_steps(run.path) == [1]
+    with pytest.raises(UserError, match=r"the data changed since the run began \(prompts.jsonl\)"):
+        resume(run)
+    (own_folder / "prompts.jsonl").write_bytes(data)
+    (own_folder / "rewriting.py").write_text("def f(completions, **_):\n    return [0, 1, 2]\n")
+    sys.modules.pop("rewriting")
+    assert resume(run) == 0
