@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import Any
 
@@ -113,6 +114,27 @@ def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(
     killed = find("killed")
     assert resume(killed) == 0
     assert adapter_of(killed) == adapter_of(whole)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_finite_and_resumes_exactly(rewarded, dtype):
+    settings = {
+        **REPEATED,
+        "dtype": dtype,
+        "clip_low": 0.01,
+        "clip_high": 0.01,
+        "max_new_tokens": 4,
+    }
+    whole = train(rewarded(run="whole", max_steps=4, save_every=2, **settings))
+    steps = events_of(whole, events.Step)
+    assert all(math.isfinite(step.loss) and math.isfinite(step.grad_norm) for step in steps)
+    assert {step.step for step in steps} | {s.step for s in events_of(whole, events.Skipped)} == {
+        *range(1, 5)
+    }
+    assert any(step.metrics["clip_ratio/high_mean"] > 0 for step in steps)
+    stopped = train(rewarded(run="stopped", max_steps=3, save_every=2, **settings))
+    assert resume(stopped, max_steps=4) == 0
+    assert adapter_of(stopped) == adapter_of(whole)
 
 
 def test_every_plan_samples_and_learns_the_same(rewarded):
