@@ -103,7 +103,7 @@ def broken_connection(answerer: Answerer) -> None:
 
 
 FAULTS = [
-    *(faults.slowly(1.5), broken_connection, faults.status(500), Answerer.grade),
+    *(faults.slowly(0.9), broken_connection, faults.status(500), Answerer.grade),
     *(faults.status(503, retry_after="0.1"), faults.status(429, retry_after="0.2"), Answerer.grade),
     *(faults.sends(b"<html>"), faults.sends(b'{"choices": []}'), Answerer.grade),
     *(faults.says("10 of 10"), Answerer.grade, faults.says(None), Answerer.grade),
@@ -115,7 +115,7 @@ def test_faults_that_pass_cost_no_reward(judged, server):
     whole = train(judged(run="whole"))
     forget_replies()
     server.odd = [Answerer.grade, Answerer.grade, *FAULTS]
-    run = train(judged(run="disturbed", judge_concurrency=1, judge_timeout_s=1.0))
+    run = train(judged(run="disturbed", judge_concurrency=1, judge_timeout_s=0.7))
     assert server.odd == []
     assert [step.step for step in events_of(run, events.Step)] == list(range(1, STEPS + 1))
     assert metric(run, "rewards/missing") == metric(run, "judge/missing") == 0
