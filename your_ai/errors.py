@@ -1,4 +1,4 @@
-"""The two errors a command can end with. Both are shown as one line, without a traceback."""
+"""The two errors a command can end with, which are shown as one line, and a stop signal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ class UserError(Exception):
 
 class RunError(Exception):
     """A run that cannot continue although its input was valid. Exit status 1."""
+
+
+class Interrupted(BaseException):
+    """A stop signal arrived when there was no step to finish. Exit status 128 + signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 OUT_OF_MEMORY = (

@@ -184,6 +184,19 @@ def test_line_of_a_rewarded_step_has_a_short_list_of_metrics():
     )
 
 
+def test_summary_has_what_the_judge_did_in_all_of_the_run():
+    found = {"judge/calls": 3.0, "judge/cache_hits": 1.0, "judge/missing": 0.0, "judge/cost": 0.004}
+    steps = [step(1, metrics=found), step(2, metrics=found), step(3)]
+    assert view.judge_lines(state_of(STARTED, *steps)) == [
+        "judge: 6 calls, 2 answers from the cache, $0.01"
+    ]
+    missing = step(1, metrics={"judge/calls": 1.0, "judge/missing": 2.0})
+    assert view.judge_lines(state_of(missing)) == [
+        "judge: 1 call, 0 answers from the cache, 2 rewards missing"
+    ]
+    assert view.judge_lines(state_of(STARTED, step(1))) == []
+
+
 def test_line_of_another_objective_has_all_metrics():
     shown = step(1, metrics={"rewards/margins": 0.25, "kl": 0.5})
     assert "  rewards/margins 0.25  kl 0.5  " in view.event_line(shown, state_of(STARTED, shown))

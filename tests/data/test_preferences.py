@@ -214,15 +214,20 @@ def test_pairs_whose_difference_is_cut_off_are_dropped(own_folder, demo_tokenize
 @pytest.mark.parametrize(
     ("kind", "row", "ways"),
     [
-        ("answers", {"prompt": "p", "completion": "c " * 99}, "truncate or split"),
-        ("pairs", {"prompt": "p", "chosen": "c " * 99, "rejected": "r"}, "truncate"),
-        ("labels", {"prompt": "p", "completion": "c " * 99, "label": True}, "truncate"),
+        ("answers", {"prompt": "p", "completion": "c " * 99}, "use --too-long truncate or split"),
+        ("pairs", {"prompt": "p", "chosen": "c " * 99, "rejected": "r"}, "use --too-long truncate"),
+        (
+            "labels",
+            {"prompt": "p", "completion": "c " * 99, "label": True},
+            "use --too-long truncate",
+        ),
+        ("prompts", {"prompt": "p " * 99}, "leave this row out"),
     ],
 )
 def test_a_row_that_is_too_long_names_the_ways_that_its_objective_has(
     own_folder, demo_tokenizer, kind, row, ways
 ):
-    with pytest.raises(UserError, match=f"or use --too-long {ways}$"):
+    with pytest.raises(UserError, match=f"raise it, or {ways}$"):
         load(own_folder, demo_tokenizer, [row, row], kind, 32)
 
 

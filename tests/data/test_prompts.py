@@ -290,9 +290,14 @@ def test_indices_are_those_of_the_rows_that_are_encoded(
 def test_a_file_that_changed_is_one_error(tmp_path):
     rows = PromptRows(write_rows(tmp_path / "train.jsonl", [{"prompt": "a"}, {"prompt": "b"}]))
     assert texts_of(rows) == ["a", "b"]
-    write_rows(rows.path, [{"prompt": "a longer prompt"}])
-    with pytest.raises(UserError, match=r"^[^\n]*train.jsonl:2: [^\n]*$"):
-        rows.read(1)
+    data = rows.path.read_bytes()
+    (tmp_path / "other").write_bytes(data)
+    (tmp_path / "other").replace(rows.path)  # the same bytes
+    assert texts_of(rows) == ["a", "b"]
+    for changed in (data.replace(b"a", b"c"), data + b'{"prompt": "c"}\n', b""):
+        rows.path.write_bytes(changed)
+        with pytest.raises(UserError, match=r"^[^\n]*train.jsonl: was changed [^\n]*$"):
+            rows.read(1)
     rows.path.unlink()
     with pytest.raises(UserError, match=r"^[^\n]*train.jsonl[^\n]*$"):
         rows.read(0)

@@ -92,7 +92,7 @@ def test_a_function_that_raises_leaves_its_rewards_missing(make):
     assert found.notices == [
         "--reward m:f: step 7: t.jsonl:1 and 2 more rows: raised ValueError: no luck; its rewards "
         "of this call are missing",
-        "step 7: 3 rewards of 3 missing (3 x m:f: the function raised an error)",
+        "step 7: 3 rewards of 3 missing (3 x m:f: raised ValueError: no luck)",
     ]
 
 

@@ -164,7 +164,7 @@ def test_a_server_that_never_answers_costs_one_patience(make_judge, server, fake
         fake_time.before_waking = lambda: None
         fake_time.seconds = PATIENCE_S + 10
     whys = [future.result(20).why for future in futures]
-    assert whys[0] == "no reply within 0.05 s"
+    assert whys[0] == "no reply within 0.05 s, --judge-timeout-s"
     assert whys[-1] == "the server has not answered for 300 s"
     assert len(server.requests) < 10
 

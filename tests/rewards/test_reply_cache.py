@@ -109,6 +109,27 @@ def test_several_processes_write_at_once(own_folder):
     cache.close()
 
 
+def test_runs_that_start_together_make_one_cache(own_folder):
+    failed = []
+
+    def use(folder: Path, gate: threading.Barrier) -> None:
+        gate.wait()
+        try:
+            ReplyCache(folder).close()
+        except UserError as error:
+            failed.append(error)
+
+    for i in range(20):
+        gate = threading.Barrier(4)
+        arguments = own_folder / str(i), gate
+        threads = [threading.Thread(target=use, args=arguments) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failed == []
+
+
 def test_threads_share_a_cache(folder):
     cache = ReplyCache(folder)
     threads = [threading.Thread(target=cache.put, args=(f"{i}", "x")) for i in range(8)]

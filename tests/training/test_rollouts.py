@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from your_ai.errors import UserError
 from your_ai.generation import rollouts as generation
 from your_ai.run import events
 from your_ai.run.checkpoint import ADAPTERS
+from your_ai.run.folder import find
 from your_ai.run.rollout_files import read_rollouts, rollout_file, rollout_steps
 from your_ai.run.stopping import Stop
 from your_ai.session import new_run
@@ -111,11 +114,30 @@ def test_a_run_killed_in_any_phase_ends_with_the_same_adapter(
     with pytest.raises(Killed):
         train(rewarded(run="killed", save_every=1, **settings))
     monkeypatch.setattr(owner, name, genuine)
-    from your_ai.run.folder import find
-
     killed = find("killed")
     assert resume(killed) == 0
     assert adapter_of(killed) == adapter_of(whole)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_finite_and_resumes_exactly(rewarded, dtype):
+    settings = {
+        **REPEATED,
+        "dtype": dtype,
+        "clip_low": 0.01,
+        "clip_high": 0.01,
+        "max_new_tokens": 4,
+    }
+    whole = train(rewarded(run="whole", max_steps=4, save_every=2, **settings))
+    steps = events_of(whole, events.Step)
+    assert all(math.isfinite(step.loss) and math.isfinite(step.grad_norm) for step in steps)
+    assert {step.step for step in steps} | {s.step for s in events_of(whole, events.Skipped)} == {
+        *range(1, 5)
+    }
+    assert any(step.metrics["clip_ratio/high_mean"] > 0 for step in steps)
+    stopped = train(rewarded(run="stopped", max_steps=3, save_every=2, **settings))
+    assert resume(stopped, max_steps=4) == 0
+    assert adapter_of(stopped) == adapter_of(whole)
 
 
 def test_every_plan_samples_and_learns_the_same(rewarded):
@@ -262,3 +284,25 @@ def test_the_plan_shows_the_peak_of_each_phase(capsys, tiny_model, own_folder):
     assert set(found["phases"]) == {"generate", "score", "update"}
     assert max(found["phases"].values()) <= found["process_peak_bytes"]
     assert found["components"]["KV cache"] >= 0
+
+
+def test_rows_that_change_during_a_run_end_it(rewarded, own_folder):
+    (own_folder / "rewriting.py").write_text(
+        "from pathlib import Path\n"
+        "def f(completions, **_):\n"
+        "    rows = Path('prompts.jsonl').read_text()\n"
+        "    Path('prompts.jsonl').write_text(rows.replace('Ask', 'Tell'))\n"
+        "    return [float(i) for i, _ in enumerate(completions)]\n"
+    )
+    data = (own_folder / "prompts.jsonl").read_bytes()
+    settings = {"reward": ["rewriting:f"], "prompts_per_step": 1, "save_every": 1}
+    with pytest.raises(UserError, match=r"^\S*prompts.jsonl: was changed while the run reads it"):
+        train(rewarded(**settings))
+    run = find("r")
+    assert [step.step for step in events_of(run, events.Step)] == rollout_steps(run.path) == [1]
+    with pytest.raises(UserError, match=r"the data changed since the run began \(prompts.jsonl\)"):
+        resume(run)
+    (own_folder / "prompts.jsonl").write_bytes(data)
+    (own_folder / "rewriting.py").write_text("def f(completions, **_):\n    return [0, 1, 2]\n")
+    sys.modules.pop("rewriting")
+    assert resume(run) == 0

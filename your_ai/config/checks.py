@@ -60,6 +60,7 @@ BOUNDS = {
     "kl_beta": (0, LARGEST),
     "judge_concurrency": (1, 256),
     "judge_max_calls": (1, LARGEST),
+    "judge_timeout_s": (0.01, 3600),
     "patience": (0, LARGEST),
     "samples": (0, 1_000_000),
     "reload_interval": (0, LARGEST),

@@ -37,7 +37,7 @@ OBJECTIVES_WITH = {
             *("reward", "rollouts", "prompts_per_step", "max_new_tokens", "temperature", "top_p"),
             *("top_k", "updates_per_batch", "clip_low", "clip_high", "kl_beta", "kl", "advantage"),
             *("importance", "loss_normalization", "mask_truncated", "judge_model", "judge_url"),
-            *("judge_rubric", "judge_concurrency", "judge_max_calls"),
+            *("judge_rubric", "judge_concurrency", "judge_max_calls", "judge_timeout_s"),
         ),
         (GRPO,),
     ),

@@ -164,6 +164,9 @@ class TrainConfig:
     judge_max_calls: int | None = setting(
         None, "Maximum number of questions to the judge in a run; then its rewards are missing."
     )
+    judge_timeout_s: float = setting(
+        60.0, "How long to wait for an answer of the judge before it is asked again, in seconds."
+    )
 
     lora_rank: int | Literal["auto"] = setting(
         AUTO, "Rank of the adapters; auto: 16, or 8 or 4 if no plan fits into the memory limit."
@@ -363,6 +366,7 @@ RESUMABLE = (
     *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise", "report_to"),
     *("push_to", "max_row_bytes", "valid", "prompt_template", "keep_best", "patience"),
     *("prefix_cache_folder", "judge_url", "judge_concurrency", "judge_max_calls"),
+    "judge_timeout_s",
 )
 
 # Settings that old runs do not have, with the values that they trained with.
@@ -416,6 +420,7 @@ ADDED: dict[str, Any] = {
     "judge_rubric": "",
     "judge_concurrency": 4,
     "judge_max_calls": None,
+    "judge_timeout_s": 60.0,
 }
 
 # Settings that decide which adapter layers a model has.

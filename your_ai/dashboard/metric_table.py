@@ -59,6 +59,7 @@ LOOKS = {
 IN_LINES = {
     REWARD: "reward",
     SPREAD: "reward_std",
+    "rewards/missing": "missing",
     "kl": "kl",
     "entropy": "entropy",
     LENGTH: "length",

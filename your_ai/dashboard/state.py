@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from your_ai.dashboard.metric_table import REWARD
+from your_ai.dashboard.metric_table import JUDGE, REWARD
 from your_ai.run import events
 from your_ai.run.events import Record
 
@@ -84,6 +84,8 @@ class ViewState:
     """The mean reward of each step, if the run trains on rewards."""
     smooth_reward: float | None = None
     """Running mean of the reward."""
+    judged: Mapping[str, float] = field(default_factory=dict)
+    """Sums of what the judge did, by the name of the metric."""
     gauges: events.Gauges | events.Step | None = None
     """The latest event with gauges."""
     highest_bytes: int | None = None
@@ -233,6 +235,7 @@ def after_step(state: ViewState, step: events.Step) -> dict[str, Any]:
         rewards["smooth_reward"] = smooth(state.smooth_reward, reward, seen)
     return {
         **rewards,
+        **with_judge(state, step.metrics),
         **with_gauges(state, step, step.highest_bytes or step.process_bytes),
         "step": step,
         "stage": "training",
@@ -252,7 +255,17 @@ def after_validation(state: ViewState, event: events.Validation) -> dict[str, An
         best = {"best_validation": event.loss, "best_step": event.step}
     if event.best:
         best["best_checked"] = event
-    return {"validation": event, "first_validation": state.first_validation or event, **best}
+    first = state.first_validation or event
+    judged = with_judge(state, event.metrics)
+    return {"validation": event, "first_validation": first, **judged, **best}
+
+
+def with_judge(state: ViewState, metrics: Mapping[str, float]) -> dict[str, Any]:
+    found = {name: value for name, value in metrics.items() if name.startswith(JUDGE)}
+    if not found:
+        return {}
+    sums = {name: state.judged.get(name, 0.0) + value for name, value in found.items()}
+    return {"judged": {**state.judged, **sums}}
 
 
 def with_gauges(

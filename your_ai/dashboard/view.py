@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.dashboard.metric_table import line_texts, other_values, plain
+from your_ai.dashboard.metric_table import JUDGE, line_texts, other_values, plain
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.state import ViewState
 from your_ai.gates.text import counted, loss_text
@@ -124,7 +124,7 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
     parts += result_lines(state)
     parts.append(f"adapter: {finished.adapter}{which_adapter(finished)}")
     parts.append(f"try it: your_ai chat {run}; evaluate it: your_ai eval {run}")
-    parts += reward_lines(state)
+    parts += reward_lines(state) + judge_lines(state)
     if state.match_after is not None:
         parts.append(match_text(state.match_before, state.match_after))
     return parts
@@ -180,6 +180,20 @@ def reward_lines(state: ViewState) -> list[str]:
         return []
     start = "" if before is None or before.reward is None else f"{plain(before.reward)} before, "
     return [f"reward: {start}{plain(after.reward)} after"]
+
+
+def judge_lines(state: ViewState) -> list[str]:
+    """What the judge did in all of the run, if it has one."""
+    sums = {name.removeprefix(JUDGE): value for name, value in state.judged.items()}
+    if not sums:
+        return []
+    asked, kept = (int(sums.get(name, 0)) for name in ("calls", "cache_hits"))
+    parts = [counted(asked, "call"), f"{counted(kept, 'answer')} from the cache"]
+    if missing := int(sums.get("missing", 0)):
+        parts.append(f"{counted(missing, 'reward')} missing")
+    if "cost" in sums:
+        parts.append(f"${sums['cost']:.2f}")
+    return [f"judge: {', '.join(parts)}"]
 
 
 def which_adapter(finished: events.Finished) -> str:

@@ -39,6 +39,9 @@ TALLY = "tally.json"
 TALLY_BYTES = 1 << 16
 BLOCK_BYTES = 1 << 20
 REPLACING_TRIES = 5
+# Kind of rows -> what can be done about a long one besides raising --max-seq-length; the default
+# is `use --too-long truncate`.
+WAYS = {"answers": "use --too-long truncate or split", "prompts": "leave this row out"}
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ def pieces_of(row: Row, encoder: Encoder, max_seq_length: int, too_long: str) ->
     The answer of another row is shortened if necessary, which is no fault of this row.
     """
     good = row.content.good if isinstance(row.content, Labeled) else None
-    fitted = partial(fit, ways="truncate or split" if encoder.kind == "answers" else "truncate")
+    fitted = partial(fit, ways=WAYS.get(encoder.kind, "use --too-long truncate"))
     first, *others = encoder.encode_all(row)
     if not others:
         for example, outcome in fitted(first, max_seq_length, too_long, row.where):
@@ -198,13 +201,13 @@ def fit(
     max_seq_length: int,
     too_long: str,
     where: str,
-    ways: str = "truncate or split",
+    ways: str = WAYS["answers"],
 ) -> Iterator[tuple[EncodedRow | None, str]]:
     """Yield the example as pieces of at most `max_seq_length` tokens, each with what was done.
 
     Pieces of a split overlap by one token, the one that predicts the first target of the next
     piece, so each target is trained exactly once. A piece without a target is None.
-    ways: values of --too-long that the error for a long row names.
+    ways: what else the error for a long row says can be done.
     """
     tokens, trained = example.tokens, example.trained
     if len(tokens) <= max_seq_length:
@@ -213,7 +216,7 @@ def fit(
     if too_long == "error":
         raise UserError(
             f"{where}: {counted(len(tokens), 'token')}, more than --max-seq-length "
-            f"{max_seq_length}; raise it, or use --too-long {ways}"
+            f"{max_seq_length}; raise it, or {ways}"
         )
     step = max_seq_length - 1
     starts = [0] if too_long == "truncate" else range(0, len(tokens) - 1, step)

@@ -8,6 +8,8 @@ whole row.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -117,6 +119,19 @@ def last_question(chat: Chat) -> str:
     return chat.messages[-1]["content"]
 
 
+@dataclass
+class PromptIndex:
+    """What a file of n rows was when it was first read."""
+
+    offsets: np.ndarray
+    """(n,) int64: where in the file each row begins, in bytes."""
+    numbers: np.ndarray
+    """(n,) int64: their line numbers."""
+    sha256: str
+    stamp: tuple[int, ...]
+    """Changes when the file is written."""
+
+
 @dataclass(frozen=True)
 class PromptRows:
     """The n rows of a JSONL file, read again one by one when they are needed."""
@@ -125,28 +140,36 @@ class PromptRows:
     limit: RowLimit = ROW_LIMIT
 
     @cached_property
-    def index(self) -> tuple[np.ndarray, np.ndarray]:
-        """(n,) int64 each: where in the file each row begins, in bytes, and its line number."""
-        offsets, numbers, position = array("q"), array("q"), 0
+    def index(self) -> PromptIndex:
+        """Made at the first use, which the file must not change after."""
+        offsets, numbers, position, digest = array("q"), array("q"), 0, hashlib.sha256()
         with opened(self.path) as file:
-            number = 0
+            stamp, number = stamp_of(file), 0
             while line := file.readline(self.limit.row_bytes + 1):
                 number += 1
+                digest.update(line)
                 text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
                 if text.strip():
                     offsets.append(position)
                     numbers.append(number)
                 position += len(line)
-        return np.frombuffer(offsets, np.int64), np.frombuffer(numbers, np.int64)
+        places = np.frombuffer(offsets, np.int64), np.frombuffer(numbers, np.int64)
+        return PromptIndex(*places, digest.hexdigest(), stamp)
 
     @property
     def offsets(self) -> np.ndarray:
-        return self.index[0]
+        return self.index.offsets
+
+    def check(self) -> None:
+        """Raise UserError if the file cannot be read, or changed since it was first read."""
+        with opened(self.path) as file:
+            self.check_unchanged(file)
 
     def read(self, index: int) -> tuple[dict[str, Any], Row]:
-        """The JSON object of a row, and the row. Raises UserError if it is not there any more."""
+        """The JSON object of a row, and the row. Raises UserError if the file has changed."""
         offset = int(self.offsets[index])
         with opened(self.path) as file:
+            self.check_unchanged(file)
             file.seek(offset)
             line = file.readline(self.limit.row_bytes + 1)
         line = line if offset else line.removeprefix(BYTE_ORDER_MARK)
@@ -154,7 +177,28 @@ class PromptRows:
         return content, parse_prompts(content, where)
 
     def where(self, index: int) -> str:
-        return f"{self.path}:{self.index[1][index]}"
+        return f"{self.path}:{self.index.numbers[index]}"
+
+    def check_unchanged(self, file: BinaryIO) -> None:
+        """Raise UserError if the file has other bytes than when its rows were first read."""
+        stamp = stamp_of(file)
+        if stamp == self.index.stamp:
+            return
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+        if digest.hexdigest() != self.index.sha256:
+            raise UserError(
+                f"{self.path}: was changed while the run reads it; restore it, then resume the "
+                "run, or start a new one"
+            )
+        self.index.stamp = stamp
+
+
+def stamp_of(file: BinaryIO) -> tuple[int, ...]:
+    """What changes in a file when it is replaced or written."""
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 @contextlib.contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -13,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from your_ai.errors import UserError
-from your_ai.gates.functions import as_float, described, load_function
+from your_ai.gates.functions import (
+    UsersCodeFailed,
+    as_float,
+    load_function,
+    running_users_code,
+)
+from your_ai.gates.text import quoted
 
 
 @dataclass(frozen=True)
@@ -34,17 +38,15 @@ class Metric:
         It fails if it raises, or returns anything but a finite number.
         """
         try:
-            with contextlib.redirect_stdout(sys.stderr):
+            with running_users_code():
                 found = self.function(answer, expected, row)
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
+        except UsersCodeFailed as error:
             raise UserError(
-                f"{where}: {self.option} {self.name} raised {described(error)}"
-            ) from error
+                f"{where}: {self.option} {self.name} raised {error}"
+            ) from error.__cause__
         if not isinstance(found, (Real, np.bool_)):
-            text = f"{type(found).__name__} {found!r}" if found is not None else "None"
-            raise UserError(
-                f"{where}: {self.option} {self.name} returned {text[:80]}, not a number"
-            )
+            text = f"{type(found).__name__} {quoted(found, 80)}" if found is not None else "None"
+            raise UserError(f"{where}: {self.option} {self.name} returned {text}, not a number")
         number = as_float(found)
         if not math.isfinite(number):
             raise UserError(

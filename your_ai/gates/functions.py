@@ -7,11 +7,15 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from your_ai.errors import UserError
-from your_ai.gates.text import nearest
+from your_ai.errors import Interrupted, UserError
+from your_ai.gates.text import nearest, shown
+
+
+class UsersCodeFailed(Exception):
+    """The user's code raised an error, which is the cause. Its text describes that in one line."""
 
 
 def load_function(name: str, where: str, example: str) -> Callable[..., Any]:
@@ -30,11 +34,10 @@ def load_function(name: str, where: str, example: str) -> Callable[..., Any]:
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with running_users_code():
             module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        reason = described(error)
-        raise UserError(f"{where}: {module_name} cannot be imported ({reason})") from error
+    except UsersCodeFailed as error:
+        raise UserError(f"{where}: {module_name} cannot be imported ({error})") from error.__cause__
     finally:
         sys.path.remove(here)
         # The function may import modules from here later. At the end of the path, the folder
@@ -48,9 +51,31 @@ def load_function(name: str, where: str, example: str) -> Callable[..., Any]:
     return function
 
 
+@contextlib.contextmanager
+def running_users_code() -> Iterator[None]:
+    """For a block that runs the user's code: its prints go to stderr, and the folder stays.
+
+    Raises UsersCodeFailed for whatever it raises, except a request to stop.
+    """
+    folder = os.open(".", os.O_RDONLY)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (KeyboardInterrupt, Interrupted):
+        raise
+    except BaseException as error:  # also SystemExit and the cancellation of async functions
+        raise UsersCodeFailed(shown(described(error))) from error
+    finally:
+        os.fchdir(folder)
+        os.close(folder)
+
+
 def described(error: BaseException) -> str:
     """`ValueError: first line of its message`."""
-    lines = str(error).strip().splitlines()
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # the user's class may do anything
+        lines = []
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

@@ -61,8 +61,8 @@ def quoted(value: object, most: int = VALUE_CHARACTERS) -> str:
     """Format the repr of an untrusted value as one short line."""
     try:
         return printable(shortened(repr(value), most), one_line=True)
-    except (ValueError, RecursionError):  # an int with more digits than Python converts
-        return f"{type(value).__name__} of a size that cannot be shown"
+    except Exception:  # an int with more digits than Python converts, or a class of the user
+        return f"{type(value).__name__} that cannot be shown"
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:

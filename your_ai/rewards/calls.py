@@ -169,7 +169,9 @@ class ChatClient:
         return bytes(data)
 
     def late(self) -> CallError:
-        return CallError(f"no reply within {self.timeout_s:g} s", is_transient=True)
+        return CallError(
+            f"no reply within {self.timeout_s:g} s, --judge-timeout-s", is_transient=True
+        )
 
     def refuse_error(self, response: Any) -> None:
         """Raise CallError for a response with an error. openai would read all of it, however long.

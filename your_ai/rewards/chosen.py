@@ -23,8 +23,7 @@ from your_ai.rewards.rollout import Rollout
 
 FAILURES = 3  # of a function, in a row, that end the run
 MISSING_CALLS = 3  # results in a row with more than half of the totals missing, that end it
-RAISED, NOTHING_APPLIES = "the function raised an error", "no reward applies to the prompt"
-NOT_GIVEN = "the function gave none"
+NOT_GIVEN, NOTHING_APPLIES = "the function gave none", "no reward applies to the prompt"
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,20 @@ class Rewarded:
 class Rewards:
     """The rewards of a run. Not for several threads."""
 
-    def __init__(self, names: Sequence[WeightedName], judge: Judge | None = None) -> None:
-        """Import the user's functions. Raises UserError if one cannot be imported."""
+    def __init__(
+        self, names: Sequence[WeightedName], judge: Judge | None = None, missing_before: int = 0
+    ) -> None:
+        """Import the user's functions. Raises UserError if one cannot be imported.
+
+        missing_before: the last results of an interrupted run that missed more than half of
+            their totals, in a row.
+        """
         self.names = tuple(names)
         self.judge = judge
         self.builtin = {n.name: f for n in names if (f := builtin(n)) is not None}
         self.functions = {n.name: load_reward_function(n.name) for n in names if n.kind == FUNCTION}
         self.failures: Counter[str] = Counter()  # of each function, in a row
-        self.missing_calls = 0  # in a row
+        self.missing_calls = min(missing_before, MISSING_CALLS - 1)  # in a row
 
     def begin(self, rollouts: Sequence[Rollout], step: int) -> Pending:
         """Start what takes long without this process, which is the judge; returns at once.
@@ -83,15 +88,17 @@ def load_rewards(
     judge: JudgeSettings | None,
     cache_folder: Path,
     calls_before: int = 0,
+    missing_before: int = 0,
 ) -> Rewards:
     """Import the functions of the rewards, and try the judge with one call.
 
     calls_before: `judge_calls` of the interrupted run, if this one goes on from it.
+    missing_before: see `Rewards`.
 
     Raises UserError if anything is missing or wrong.
     """
     names = parse_rewards(texts)
-    found = Rewards(names)
+    found = Rewards(names, missing_before=missing_before)
     if any(name.kind == JUDGE for name in names):
         found.judge = Judge(judge or JudgeSettings(model=""), cache_folder, calls_before)
         try:
@@ -177,7 +184,7 @@ class Pending:
                     "then resume the run"
                 ) from error
             notices.append(f"{where}: raised {error}; its rewards of this call are missing")
-            return [None] * len(self.rollouts), RAISED
+            return [None] * len(self.rollouts), f"raised {error}"
         failures[name] = 0
         return found, NOT_GIVEN
 

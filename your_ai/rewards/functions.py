@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import math
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -17,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from your_ai.errors import UserError
-from your_ai.gates.functions import as_float, described, load_function
-from your_ai.gates.text import counted, nearest, quoted, shown
+from your_ai.gates.functions import UsersCodeFailed, as_float, load_function, running_users_code
+from your_ai.gates.text import counted, nearest, quoted
 from your_ai.rewards.names import PLAIN, WITH_ARGUMENT
 from your_ai.rewards.rollout import Rollout
 
@@ -50,12 +48,12 @@ class RewardFunction:
         """
         arguments = self.arguments(rollouts)
         try:
-            with contextlib.redirect_stdout(sys.stderr):
+            with running_users_code():
                 found = self.function(**arguments)
                 if inspect.isawaitable(found):
                     found = run_awaitable(found)
-        except (Exception, SystemExit) as error:  # the user's code may raise anything
-            raise FunctionFailed(shown(described(error))) from error
+        except UsersCodeFailed as error:
+            raise FunctionFailed(str(error)) from error.__cause__
         where = f"--reward {self.name}: step {step}"
         if not isinstance(found, list | tuple) and hasattr(found, "tolist"):
             found = found.tolist()  # an array
@@ -126,7 +124,7 @@ def load_reward_function(name: str) -> RewardFunction:
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
     if "completions" not in named:
-        raise UserError(f"{option}: has no parameter completions; {example}")
+        raise UserError(f"{option}: has no parameter completions; give it one, e.g. {example}")
     return RewardFunction(name, function, named)
 
 

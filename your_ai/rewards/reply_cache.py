@@ -21,6 +21,7 @@ from your_ai.gates.text import shown
 
 FILE = "judge.sqlite"
 BUSY_S = 10.0  # how long to wait for another process that writes
+RETRY_S = 0.01
 SIDES = ("-wal", "-shm")  # the names of SQLite's own files end like this
 CREATE = "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT, time REAL)"
 READ = "SELECT reply FROM replies WHERE key = ?"
@@ -130,7 +131,21 @@ class ReplyCache:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open a file, with its table. Raises OSError, and sqlite3.Error also if it is damaged."""
+    """Open a file, with its table. Raises OSError, and sqlite3.Error also if it is damaged.
+
+    While another process changes a new file to WAL, SQLite does not wait for it, so this does.
+    """
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            return connect_once(path)
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(RETRY_S)
+
+
+def connect_once(path: Path) -> sqlite3.Connection:
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
         raise OSError("is not a regular file")
     connection = sqlite3.connect(

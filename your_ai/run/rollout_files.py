@@ -150,6 +150,22 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def missing_in_a_row(run: Path, group: int) -> int:
+    """The last prompts of a run, in a row, with more than half of their rewards missing.
+
+    group: completions of a prompt.
+    """
+    found = 0
+    for step in reversed(rollout_steps(run)):
+        records = read_rollouts(rollout_file(run, step)) or []
+        for end in range(len(records), 0, -group):
+            rewards = [record.reward for record in records[max(0, end - group) : end]]
+            if 2 * rewards.count(None) <= len(rewards):
+                return found
+            found += 1
+    return found
+
+
 def by_reward(records: Sequence[RolloutRecord], highest: bool) -> list[RolloutRecord]:
     """Sort by reward; equal ones stay in the order of the file, missing ones come last."""
     sign = -1 if highest else 1

@@ -9,15 +9,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
+from your_ai.errors import Interrupted
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Interrupted(BaseException):
-    """A stop signal arrived when there was no step to finish. Exit status 128 + signal."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 class Stop:

@@ -55,6 +55,7 @@ from your_ai.rewards.chosen import Rewards, load_rewards
 from your_ai.rewards.judge import JudgeSettings
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
+from your_ai.run.rollout_files import missing_in_a_row
 from your_ai.training import optimizer
 from your_ai.training.best_metric import BestMetric
 from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
@@ -131,7 +132,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     """
     for text in check_splits(config).notes:
         log.write(events.Notice(text=text))
-    rewards = rewards_of(config, log)
+    rewards = rewards_of(config, log, folder)
     base = find_model(config.model)
     opened = opened_for(config, base, log)
     network, tokenizer = opened.network, opened.tokenizer()
@@ -226,10 +227,11 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     )
 
 
-def rewards_of(config: TrainConfig, log: events.EventLog) -> Rewards | None:
+def rewards_of(config: TrainConfig, log: events.EventLog, folder: Path) -> Rewards | None:
     """The rewards of a run that generates completions; None for other runs.
 
     log: says how often the judge was asked before the run was interrupted.
+    folder: of the run, with the rewards that it has written.
 
     Raises UserError if there are none, or the judge cannot be asked.
     """
@@ -243,10 +245,13 @@ def rewards_of(config: TrainConfig, log: events.EventLog) -> Rewards | None:
         rubric=config.judge_rubric,
         concurrency=config.judge_concurrency,
         max_calls=config.judge_max_calls,
+        timeout_s=config.judge_timeout_s,
     )
-    steps = (record.event for record in events.tail(log.path)[0])
-    calls = (s.metrics.get("judge/calls", 0) for s in steps if isinstance(s, events.Step))
-    return load_rewards(config.reward, judge, store() / "cache", int(sum(calls)))
+    written = (record.event for record in events.tail(log.path)[0])
+    counted_in = (e for e in written if isinstance(e, events.Step | events.Validation))
+    calls = (event.metrics.get("judge/calls", 0) for event in counted_in)
+    missing = missing_in_a_row(folder, config.rollouts)
+    return load_rewards(config.reward, judge, store() / "cache", int(sum(calls)), missing)
 
 
 def imbalance(config: TrainConfig, examples: Examples) -> str:

@@ -80,7 +80,7 @@ class RolloutSource:
     peaks: dict[str, int] = field(default_factory=dict)
     """MLX's peak memory in these phases, in bytes."""
     judged: dict[str, float] = field(default_factory=dict)
-    """Counts of the judge in the current step."""
+    """Counts of the judge in the current step or measurement."""
 
     def of_step(self, index: int, rows_at: RowsAt) -> StepRollouts:
         """The completions of step `index` (from 0), and what their rewards weigh."""
@@ -160,7 +160,8 @@ class RolloutSource:
         results = {place: each.result() for place, (_, each) in pending.items()}  # in their order
         self.write_notices(results.values())
         for name in {name for found in results.values() for name in found.counts}:
-            self.judged[name] = sum(found.counts.get(name, 0.0) for found in results.values())
+            new = sum(found.counts.get(name, 0.0) for found in results.values())
+            self.judged[name] = self.judged.get(name, 0.0) + new
         self.freed("reward", began)
         return [
             record_of(rows[place], groups[place][s], pending[place][0][s], results[place], s)
@@ -224,6 +225,7 @@ class RolloutSource:
         """
         prepared = self.prepared
         assert prepared.prompts is not None
+        self.judged.clear()
         examples = {"valid": prepared.valid, "test": prepared.test}[split]
         assert examples is not None
         rows = range(min(most, len(examples)))

@@ -18,7 +18,7 @@ from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, RowCounts, check_weights, load_examples
 from your_ai.data.preferences import parser_of
 from your_ai.data.prompts import PromptRows
-from your_ai.data.rows import Row, RowLimit, read_rows
+from your_ai.data.rows import Row, read_rows
 from your_ai.data.sources import Splits, find_splits
 from your_ai.errors import UserError
 from your_ai.gates.text import counted
@@ -97,10 +97,13 @@ def read_data(
     vocabulary = vocabulary_of(network)
     encoder = Encoder(tokenizer, config.mask_prompt, vocabulary, limit, config.row_kind)
     samples = sample_prompts(splits.get("test"), encoder, config.samples)
+    used = {n: path for n, path in splits.items() if n != "test" or config.exact_match}
+    prompts = {}
+    if config.objective == GRPO:  # before the examples, which must be those of the same files
+        prompts = {name: PromptRows(path, limit) for name, path in used.items()}
+        check_unchanged(prompts)
     examples = {
-        name: load_split(name, path, config, encoder, files, write)
-        for name, path in splits.items()
-        if name != "test" or config.exact_match
+        name: load_split(name, path, config, encoder, files, write) for name, path in used.items()
     }
     for name in ("train", "valid"):
         if name in splits:
@@ -115,7 +118,7 @@ def read_data(
     model.check_positions(network, longest, f"--max-seq-length {config.max_seq_length}")
     allocator.free()  # memory that tokenizing left
     if config.objective == GRPO:
-        return prompts_of_run(config, network, splits, limit, examples, samples, tokenizer)
+        return prompts_of_run(config, network, prompts, examples, samples, tokenizer)
     asked = [*samples, *(best.prompts if best else ())]
     scored = [*examples.values(), *([best.rows.answers.examples] if best else [])]
     return RunData(
@@ -131,8 +134,7 @@ def read_data(
 def prompts_of_run(
     config: TrainConfig,
     network: nn.Module,
-    splits: dict[str, Path],
-    limit: RowLimit,
+    prompts: dict[str, PromptRows],
     examples: dict[str, Examples],
     samples: list[SamplePrompt],
     tokenizer: Any,
@@ -144,13 +146,15 @@ def prompts_of_run(
     longest = max(int(found.lengths.max()) for found in examples.values())
     total = longest + config.max_new_tokens
     if total > config.max_seq_length:
+        name = next(n for n, found in examples.items() if found.lengths.max() == longest)
+        _, row = prompts[name].read(int(examples[name].lengths.argmax()))
         raise UserError(
-            f"--max-seq-length {config.max_seq_length}: the longest prompt has "
-            f"{counted(longest, 'token')}, {total} with --max-new-tokens {config.max_new_tokens}; "
-            "raise it, or lower --max-new-tokens"
+            f"{row.where}: {counted(longest, 'token')}, {total:,} with --max-new-tokens "
+            f"{config.max_new_tokens}, more than --max-seq-length {config.max_seq_length}; raise "
+            "it, lower --max-new-tokens, or leave this row out"
         )
     model.check_positions(network, total, f"--max-new-tokens {config.max_new_tokens}")
-    prompts = {name: PromptRows(splits[name], limit) for name in examples}
+    check_unchanged(prompts)
     names = parse_rewards(config.reward)
     if needs_expected(names):
         for found in prompts.values():
@@ -169,6 +173,12 @@ def prompts_of_run(
         answer_tokens=max(answers, default=0),
         prompts=prompts,
     )
+
+
+def check_unchanged(prompts: dict[str, PromptRows]) -> None:
+    """Read what the rows are, or raise UserError if they changed since."""
+    for found in prompts.values():
+        found.check()
 
 
 def rollouts_planned(config: TrainConfig, seq_len: int | None) -> RunData:

@@ -73,7 +73,7 @@ def validate_reward(
     if records is None:
         return state
     state = replace(state, validation_due=False)
-    metrics = reward_metrics(records, group=1)
+    metrics = reward_metrics(records, group=1) | rollouts.judged
     if "reward" not in metrics:
         log.write(events.Notice(text="validation: every reward is missing"))
         return state

@@ -1,0 +1,190 @@
+"""Runs whose judge fails."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.conftest import events_of, resume, train, write_rows
+from tests.rewards import server as faults
+from tests.rewards.server import Answerer, JudgeServer
+from your_ai.config import TrainConfig
+from your_ai.errors import RunError
+from your_ai.hub.find import store
+from your_ai.rewards import judge
+from your_ai.run import events
+from your_ai.run.checkpoint import ADAPTERS
+from your_ai.run.folder import RunFolder, find
+from your_ai.run.rollout_files import RolloutRecord, read_rollouts, rollout_file, rollout_steps
+
+STEPS = 2
+
+
+@pytest.fixture
+def server(monkeypatch):
+    pytest.importorskip("openai")
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(judge, "FIRST_DELAY_S", 0.02)
+    monkeypatch.setattr(judge, "PATIENCE_S", 30.0)
+    server = JudgeServer()
+    server.reply = graded
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def judged(configure, own_folder, server) -> Callable[..., TrainConfig]:
+    """A function that makes the config of a short run with a judge, with changed settings."""
+    rows = [{"prompt": text} for text in ("Ask", "Ask please", "Ask for more", "What is it?")]
+    data = write_rows(own_folder / "prompts.jsonl", rows)
+
+    def make(**settings: Any) -> TrainConfig:
+        first = {
+            "data": str(data),
+            "valid": "none",
+            "objective": "grpo",
+            "reward": ["judge"],
+            "judge_model": "fake",
+            "judge_url": server.url,
+            "judge_timeout_s": 20.0,
+            "rollouts": 2,
+            "prompts_per_step": 4,
+            "max_new_tokens": 4,
+            "max_steps": STEPS,
+            "save_every": 1,
+        }
+        return configure(**{**first, **settings})
+
+    return make
+
+
+def graded(body: dict) -> str:
+    """A reply whose grade depends on what is graded: that it is not another one's."""
+    names = body["response_format"]["json_schema"]["schema"]["required"]
+    return json.dumps(
+        dict.fromkeys(names, zlib.crc32(body["messages"][1]["content"].encode()) % 11)
+    )
+
+
+def forget_replies() -> None:
+    (store() / "cache" / "judge.sqlite").unlink()
+
+
+def records_of(run: RunFolder) -> list[RolloutRecord]:
+    found = [read_rollouts(rollout_file(run.path, step)) for step in rollout_steps(run.path)]
+    return [record for each in found for record in each]
+
+
+def adapter_of(run: RunFolder) -> bytes:
+    return (run.adapter / ADAPTERS).read_bytes()
+
+
+def metric(run: RunFolder, name: str) -> float:
+    return sum(step.metrics.get(name, 0) for step in events_of(run, events.Step))
+
+
+def broken_connection(answerer: Answerer) -> None:
+    """The server goes away, and comes back a little later."""
+
+    def restart() -> None:
+        answerer.judge.stop()
+        time.sleep(0.2)
+        answerer.judge.start()
+
+    threading.Thread(target=restart).start()
+    faults.disconnect(answerer)
+
+
+FAULTS = [
+    *(faults.slowly(0.9), broken_connection, faults.status(500), Answerer.grade),
+    *(faults.status(503, retry_after="0.1"), faults.status(429, retry_after="0.2"), Answerer.grade),
+    *(faults.sends(b"<html>"), faults.sends(b'{"choices": []}'), Answerer.grade),
+    *(faults.says("10 of 10"), Answerer.grade, faults.says(None), Answerer.grade),
+    *(faults.says('{"helpfulness": 99}'), Answerer.grade),
+]
+
+
+def test_faults_that_pass_cost_no_reward(judged, server):
+    whole = train(judged(run="whole"))
+    forget_replies()
+    server.odd = [Answerer.grade, Answerer.grade, *FAULTS]
+    run = train(judged(run="disturbed", judge_concurrency=1, judge_timeout_s=0.7))
+    assert server.odd == []
+    assert [step.step for step in events_of(run, events.Step)] == list(range(1, STEPS + 1))
+    assert metric(run, "rewards/missing") == metric(run, "judge/missing") == 0
+    assert [r.reward for r in records_of(run)] == [r.reward for r in records_of(whole)]
+    assert adapter_of(run) == adapter_of(whole)
+
+
+def test_a_repeated_run_asks_only_the_first_question(judged, server):
+    whole = train(judged(run="whole"))
+    assert metric(whole, "judge/calls") + 1 == len(server.requests)
+    server.requests.clear()
+    again = train(judged(run="again"))
+    assert len(server.requests) == 1  # the check of key, address and model
+    assert metric(again, "judge/calls") == 0
+    asked = {(r.row, r.completion) for r in records_of(again)}  # a question may return later
+    assert len(asked) <= metric(again, "judge/cache_hits") <= len(records_of(again))
+    assert adapter_of(again) == adapter_of(whole)
+
+
+@pytest.mark.parametrize("fault", ["key", "grades", "away"])
+def test_a_fault_that_stays_ends_the_run_and_a_resumed_one_ends_the_same(
+    judged, server, monkeypatch, fault
+):
+    """The rewards of one step are known, those of the next cannot be."""
+    whole = train(judged(run="whole"))
+    forget_replies()
+    monkeypatch.setattr(judge, "PATIENCE_S", 0.2)
+    known = len({(r.question, r.completion) for r in records_of(whole)[:8]})
+    lasting = {
+        "key": faults.status(401, "key revoked"),
+        "grades": faults.says("Very good."),
+        "away": faults.status(503),
+    }[fault]
+    why = {"key": "HTTP 401: key revoked", "grades": "cannot be used", "away": "HTTP 503|answered"}
+    server.odd, server.always = [Answerer.grade] * (1 + known), lasting
+    with pytest.raises(RunError, match=rf"step 2: more than half .* in a row .*({why[fault]})"):
+        train(judged(run="failed"))
+    failed = find("failed")
+    assert [step.step for step in events_of(failed, events.Step)] == [1]
+    server.odd, server.always = [], None
+    assert resume(failed) == 0
+    assert adapter_of(failed) == adapter_of(whole)
+
+
+def test_what_stays_missing_is_shown_as_missing(judged, server):
+    def only_some(body: dict) -> str:
+        content = body["messages"][1]["content"]
+        return "no grades" if is_bad(content) else graded(body)
+
+    def is_bad(content: str) -> bool:
+        return zlib.crc32(content.encode()) % 3 == 0 and "2 + 2" not in content
+
+    server.reply = only_some
+    run = train(judged(run="partly", rollouts=4))
+    records = records_of(run)
+    missing = [r for r in records if r.reward is None]
+    assert 0 < len(missing) < len(records)
+    assert all(r.reply == "no grades" and r.advantage == 0 for r in missing)
+    assert metric(run, "rewards/missing") == metric(run, "judge/missing") == len(missing)
+    notices = [n.text for n in events_of(run, events.Notice)]
+    assert any("missing" in text and "it is not JSON" in text for text in notices)
+    assert missing[0].rewards == {"judge": None}
+
+
+def test_missing_rewards_are_counted_over_restarts(judged, server):
+    """A step has two prompts, so the third one that is missing is the first of the next step."""
+    server.always = faults.says("no grades")
+    for start in (train, lambda _: resume(find("failed"))):
+        server.odd = [Answerer.grade]  # the first call
+        with pytest.raises(RunError, match=r"step 2: more than half .* 3 times in a row"):
+            start(judged(run="failed", prompts_per_step=2, max_steps=4))
+        assert rollout_steps(find("failed").path) == [1]
