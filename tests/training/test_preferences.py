@@ -85,8 +85,9 @@ def test_every_plan_learns_the_same(pairs, objective):
         assert other == pytest.approx(found[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo"])
+@pytest.mark.parametrize(
+    ("objective", "packing"), [("dpo", True), ("ipo", False), ("simpo", True), ("orpo", False)]
+)
 def test_pairs_that_do_not_fit_into_a_micro_batch_learn_the_same(
     pairs, monkeypatch, objective, packing
 ):
@@ -99,11 +100,10 @@ def test_pairs_that_do_not_fit_into_a_micro_batch_learn_the_same(
     assert second.metrics == pytest.approx(first.metrics, rel=1e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_answers_that_do_not_fit_into_a_micro_batch_learn_the_same(pairs, monkeypatch, packing):
-    whole = train(pairs("kto", run="a", packing=packing, batch_size=6))
+def test_answers_that_do_not_fit_into_a_micro_batch_learn_the_same(pairs, monkeypatch):
+    whole = train(pairs("kto", run="a", packing=True, batch_size=6))
     monkeypatch.setattr(Governor, "rows_at", lambda self, tokens: 1)
-    split = train(pairs("kto", run="b", packing=packing, batch_size=6))
+    split = train(pairs("kto", run="b", packing=True, batch_size=6))
     first, second = (events_of(run, events.Step)[-1] for run in (whole, split))
     assert second.loss == pytest.approx(first.loss, rel=1e-4)
     assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-3)
@@ -117,7 +117,7 @@ def test_a_step_is_the_same_in_smaller_micro_batches(pairs):
     assert losses_of(parts) == pytest.approx(losses_of(whole), rel=1e-4)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_the_memory_of_a_micro_batch_is_measured_without_a_reference(pairs, monkeypatch, objective):
     found = []
 
@@ -137,14 +137,19 @@ def test_the_reference_is_computed_once_for_the_same_rows(pairs, monkeypatch):
     assert adapter_bytes(again) == adapter_bytes(first)
 
 
-@pytest.mark.parametrize("damage", ["other", "short", "gone"])
-def test_a_damaged_reference_is_computed_again(pairs, own_folder, damage):
-    first = train(pairs(run="a"))
-    for file in (own_folder / "home" / "cache" / "reference").glob(f"*/{reference.VALUES}"):
-        content = file.read_bytes()
-        changed = {"other": b"\1" + content[1:], "short": content[:-4], "gone": None}[damage]
+def test_a_damaged_reference_is_computed_again(pairs, own_folder):
+    first = train(pairs(run="whole", max_steps=1))
+    cache = own_folder / "home" / "cache" / "reference"
+    file = next(iter(sorted(cache.glob(f"*/{reference.VALUES}"))))
+    content = file.read_bytes()
+    for name, changed in {
+        "other": b"\1" + content[1:],
+        "short": content[:-4],
+        "gone": None,
+    }.items():
         file.unlink() if changed is None else file.write_bytes(changed)
-    assert adapter_bytes(train(pairs(run="b"))) == adapter_bytes(first)
+        assert adapter_bytes(train(pairs(run=name, max_steps=1))) == adapter_bytes(first)
+        assert file.read_bytes() == content
 
 
 def test_a_resumed_run_ends_with_the_same_adapter(pairs):
@@ -162,8 +167,10 @@ BY_STEP = {  # loss, accuracy and margin of each validation
 }
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto"])
-@pytest.mark.parametrize(("metric", "best"), [("loss", 4), ("accuracy", 3), ("margin", 1)])
+@pytest.mark.parametrize(
+    ("objective", "metric", "best"),
+    [("dpo", "loss", 4), ("kto", "accuracy", 3), ("dpo", "margin", 1)],
+)
 def test_the_best_checkpoint_may_be_that_of_the_accuracy_or_the_margin(
     pairs, monkeypatch, objective, metric, best
 ):

@@ -164,7 +164,7 @@ def test_measures_after_training_are_of_the_adapter_that_is_written(
     assert_result(run, 4)
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 4, 6, 9])
+@pytest.mark.parametrize("stop_at", [1, 4, 9])
 def test_stopped_and_resumed_run_has_the_same_result(
     configure, settings, losses, whole_files, monkeypatch, stop_at
 ):
@@ -189,7 +189,7 @@ def test_stopped_and_resumed_run_has_the_same_result(
     assert steps == [2, 4, 6, 8, 10]
 
 
-@pytest.mark.parametrize("die_at", [3, 4, 5, 7, 9])
+@pytest.mark.parametrize("die_at", [3, 4, 9])
 def test_killed_and_resumed_run_has_the_same_result(
     configure, settings, losses, whole_files, monkeypatch, die_at
 ):
