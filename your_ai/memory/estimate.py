@@ -406,6 +406,7 @@ def staged_phases(
     table = coefficients.backward
     backward = (
         table["part"] * n * part * number
+        + table["dense"] * n * wide * number * (not is_sliced and not facts.quantized)
         + table["lora"] * n * lora * number
         + table["hidden"] * hidden
         + table["slice"] * min(3 * part * facts.hidden * number, 3 * matrix)
