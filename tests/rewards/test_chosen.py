@@ -60,6 +60,13 @@ def test_totals_are_weighted_sums_of_values_without_weights(make):
     )
 
 
+def test_a_reward_of_weight_0_is_only_shown(make):
+    rewards = make("exact_match", "m:f=0", f=returns(None, 0.5))
+    found = rewarded(rewards, group("yes", "no"))
+    assert found.values["m:f"] == [None, 0.5]
+    assert (found.totals, found.notices) == ([1, 0], [])
+
+
 def test_a_missing_reward_makes_its_total_missing_and_not_0(make):
     rewards = make("exact_match", "m:f", f=returns(None, 0.5, 0))
     found = rewarded(rewards, group("yes", "yes", "no"))

@@ -155,7 +155,7 @@ class Pending:
             else:
                 found, why = [self.rewards.builtin[name.name](r) for r in self.rollouts], ""
             values[name.name] = found
-            for i, value in enumerate(found):
+            for i, value in enumerate(found if name.weight else ()):
                 if value is None and self.rollouts[i].group not in left_out.get(name.name, ()):
                     reasons[i][f"{name.name}: {why or verdicts[i].why}"] += 1
         totals = [self.total(i, values, left_out, reasons[i]) for i in range(len(self.rollouts))]
@@ -195,12 +195,14 @@ class Pending:
         left_out: dict[str, set[int]],
         reasons: Counter[str],
     ) -> float | None:
-        """The weighted sum of the rewards of rollout i; None if one of them is missing.
+        """The weighted sum of the rewards of rollout i; None if one of them is missing. Those of
+        weight 0 are only shown.
 
         left_out: by function, the groups that it does not apply to.
         """
         rollout = self.rollouts[i]
-        names = [n for n in self.rewards.names if rollout.group not in left_out.get(n.name, ())]
+        weighted = [n for n in self.rewards.names if n.weight]
+        names = [n for n in weighted if rollout.group not in left_out.get(n.name, ())]
         if not names:
             reasons[NOTHING_APPLIES] += 1
             return None

@@ -92,6 +92,10 @@ def parse_rewards(texts: Sequence[str]) -> tuple[WeightedName, ...]:
     found = tuple(map(parse_reward, texts))
     if not found:
         raise UserError("--reward: names no reward; give e.g. --reward exact_match")
+    if not any(one.weight for one in found):
+        raise UserError(
+            f"--reward {shown(texts[0])}: every weight is 0; give one that is not, to learn from"
+        )
     seen: set[str] = set()
     for one in found:
         if one.name in seen:
@@ -105,10 +109,8 @@ def parse_reward(text: str) -> WeightedName:
     weight = 1.0
     if equals and NUMBER.fullmatch(last.strip()):
         weight = float(last)
-        if not math.isfinite(weight) or weight == 0:
-            raise UserError(
-                f"--reward {shown(text)}: the weight must be a finite number other than 0"
-            )
+        if not math.isfinite(weight):
+            raise UserError(f"--reward {shown(text)}: the weight must be a finite number")
     else:
         name = text
     kind, colon, argument = name.partition(":")
