@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai.config import AUTO, TrainConfig, defaults
+from your_ai.config import AUTO, TrainConfig, coerce, defaults
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,15 @@ def test_the_words_say_what_was_chosen_and_why():
         "rank 16 in all 6 blocks",
     ]
     assert defaults.words(usual, usual, 640, 640, 6, "9 GB") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "rewards"),
+    [
+        ("regex:[a,b]{1,2}=0.5, judge", ("regex:[a,b]{1,2}=0.5", "judge")),
+        (r"contains:a\,b", ("contains:a,b",)),
+        (["contains:a,b"], ("contains:a,b",)),
+    ],
+)
+def test_rewards_are_split_at_commas_outside_brackets(text, rewards):
+    assert coerce("reward", text, "--reward") == rewards

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai.gates.text import counted, loss_text
+from your_ai.gates.text import counted, loss_text, split_outside_brackets
+
+WITHOUT_MARKS = st.text(st.characters(blacklist_characters="\\()[]{}")).map(str.strip)
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,38 @@ def test_a_shown_loss_is_right_to_half_a_percent_and_has_no_exponent(loss, decim
     text = loss_text(loss, decimals)
     assert "e" not in text
     assert abs(float(text) - loss) <= 0.00501 * loss
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("exact_match=1,length:200=0.1", ["exact_match=1", "length:200=0.1"]),
+        ("exact_match", ["exact_match"]),
+        ("json_valid , judge", ["json_valid", "judge"]),
+        ("regex:[a,b]{1,2}=0.5,judge", ["regex:[a,b]{1,2}=0.5", "judge"]),
+        ("regex:(a,(b,c)),judge", ["regex:(a,(b,c))", "judge"]),
+        (r"contains:a\,b,judge", ["contains:a,b", "judge"]),
+        (r"regex:\(,judge", [r"regex:\(", "judge"]),
+        ("contains::(,judge", ["contains::(", "judge"]),
+        ("contains::),judge", ["contains::)", "judge"]),
+        ("regex:[(,],judge", ["regex:[(,]", "judge"]),
+        (r"regex:a\\,judge", [r"regex:a\\", "judge"]),
+        ("a,,b", ["a", "", "b"]),
+        ("", [""]),
+    ],
+)
+def test_commas_inside_brackets_or_after_a_backslash_do_not_split(text, parts):
+    assert split_outside_brackets(text) == parts
+
+
+@given(st.lists(WITHOUT_MARKS, min_size=1))
+def test_escaped_commas_give_each_text_back(texts):
+    assert split_outside_brackets(",".join(text.replace(",", r"\,") for text in texts)) == texts
+
+
+@given(st.text())
+def test_splitting_loses_only_commas_backslashes_and_spaces(text):
+    def kept(each):
+        return [c for c in each if c not in ",\\" and not c.isspace()]
+
+    assert kept("".join(split_outside_brackets(text))) == kept(text)

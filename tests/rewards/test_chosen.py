@@ -93,14 +93,49 @@ def test_the_total_is_missing_if_no_reward_applies(make):
 def test_a_function_that_raises_leaves_its_rewards_missing(make):
     """Not left out: a failure does not mean that it does not apply."""
     rewards = make("exact_match", "m:f", f=fails)
-    found = rewarded(rewards, group("yes") + group("no", index=1) + group("no", index=2))
-    assert found.values == {"exact_match": [1, 0, 0], "m:f": [None] * 3}
-    assert found.totals == [None] * 3
+    found = rewarded(rewards, group("yes", "no"))
+    assert found.values == {"exact_match": [1, 0], "m:f": [None] * 2}
+    assert found.totals == [None] * 2
     assert found.notices == [
-        "--reward m:f: step 7: t.jsonl:1 and 2 more rows: raised ValueError: no luck; its rewards "
-        "of this call are missing",
-        "step 7: 3 rewards of 3 missing (3 x m:f: raised ValueError: no luck)",
+        "--reward m:f: step 7: t.jsonl:1: raised ValueError: no luck; its rewards of this call are "
+        "missing",
+        "step 7: 2 rewards of 2 missing (2 x m:f: raised ValueError: no luck)",
     ]
+
+
+def test_a_function_is_called_with_all_prompts_and_alone_if_it_raises(make):
+    """So one bad completion costs the rewards of its prompt only."""
+    calls = []
+
+    def careful(completions, **_):
+        calls.append(list(completions))
+        if "bad" in completions:
+            raise ValueError("no luck")
+        return [1.0] * len(completions)
+
+    rewards = make("m:f", f=careful)
+    rollouts = group("a", "b") + group("bad", "c", index=1) + group("d", "e", index=2)
+    assert rewarded(rewards, rollouts).totals == [1, 1, None, None, 1, 1]
+    assert calls == [["a", "b", "bad", "c", "d", "e"], ["a", "b"], ["bad", "c"], ["d", "e"]]
+    calls.clear()
+    whole = rewards.begin(group("a"), 7).joined(
+        [rewards.begin(each, 7) for each in (group("a"), group("b", index=1))]
+    )
+    assert whole.result().totals == [1, 1]
+    assert calls == [["a", "b"]]
+
+
+def test_prompts_that_no_reward_applies_to_do_not_end_a_run(make):
+    rewards = make("m:f", f=lambda completions, **_: [None] * len(completions))
+    for _ in range(5):
+        found = rewarded(rewards, group("a", "b") + group("c", "d", index=1))
+        assert found.totals == [None] * 4
+
+
+def test_a_reward_that_training_cannot_compute_with_is_refused(make):
+    rewards = make("m:f", f=returns(1e16, 1.0))
+    with pytest.raises(UserError, match="weighted sum of the rewards is too large"):
+        rewarded(rewards, group("a", "b"))
 
 
 def test_the_third_call_in_a_row_that_raises_ends_the_run(make):

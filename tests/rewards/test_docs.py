@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 import your_ai
+from your_ai.gates.text import split_outside_brackets
 from your_ai.rewards.functions import RewardFunction
-from your_ai.rewards.names import PLAIN, WITH_ARGUMENT, parse_rewards, split_rewards
+from your_ai.rewards.names import PLAIN, WITH_ARGUMENT, parse_rewards
 from your_ai.rewards.rubric import read_rubric
 
 PAGE = Path(your_ai.__file__).parent.parent / "docs" / "rewards.md"
@@ -32,7 +33,7 @@ def test_the_lists_of_rewards_are_valid():
     names = [each.name for each in parse_rewards(yaml.safe_load(text)["reward"])]
     assert names == ["json_fields", "regex:^\\{.*\\}$", "my_rewards:brevity"]
     [options] = re.findall(r"^    --reward (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert [each.weight for each in parse_rewards(split_rewards(options))] == [1, 0.1]
+    assert [each.weight for each in parse_rewards(split_outside_brackets(options))] == [1, 0.1]
 
 
 def test_the_function_returns_a_number_for_each_completion():

@@ -10,45 +10,9 @@ from your_ai.rewards.names import (
     WeightedName,
     needs_expected,
     parse_rewards,
-    split_rewards,
 )
 
 WITHOUT_MARKS = st.text(st.characters(blacklist_characters="\\()[]{}")).map(str.strip)
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("exact_match=1,length:200=0.1", ["exact_match=1", "length:200=0.1"]),
-        ("exact_match", ["exact_match"]),
-        ("json_valid , judge", ["json_valid", "judge"]),
-        ("regex:[a,b]{1,2}=0.5,judge", ["regex:[a,b]{1,2}=0.5", "judge"]),
-        ("regex:(a,(b,c)),judge", ["regex:(a,(b,c))", "judge"]),
-        (r"contains:a\,b,judge", ["contains:a,b", "judge"]),
-        (r"regex:\(,judge", [r"regex:\(", "judge"]),
-        ("contains::(,judge", ["contains::(", "judge"]),
-        ("contains::),judge", ["contains::)", "judge"]),
-        ("regex:[(,],judge", ["regex:[(,]", "judge"]),
-        (r"regex:a\\,judge", [r"regex:a\\", "judge"]),
-        ("a,,b", ["a", "", "b"]),
-        ("", [""]),
-    ],
-)
-def test_commas_inside_brackets_or_after_a_backslash_do_not_split(text, parts):
-    assert split_rewards(text) == parts
-
-
-@given(st.lists(WITHOUT_MARKS, min_size=1))
-def test_escaped_commas_give_each_text_back(texts):
-    assert split_rewards(",".join(text.replace(",", r"\,") for text in texts)) == texts
-
-
-@given(st.text())
-def test_splitting_loses_only_commas_backslashes_and_spaces(text):
-    def kept(each):
-        return [c for c in each if c not in ",\\" and not c.isspace()]
-
-    assert kept("".join(split_rewards(text))) == kept(text)
 
 
 @pytest.mark.parametrize(

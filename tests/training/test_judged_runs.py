@@ -185,6 +185,6 @@ def test_missing_rewards_are_counted_over_restarts(judged, server):
     server.always = faults.says("no grades")
     for start in (train, lambda _: resume(find("failed"))):
         server.odd = [Answerer.grade]  # the first call
-        with pytest.raises(RunError, match=r"step 2: more than half .* 3 times in a row"):
+        with pytest.raises(RunError, match=r"step 2: more than half .* for 3 prompts in a row"):
             start(judged(run="failed", prompts_per_step=2, max_steps=4))
         assert rollout_steps(find("failed").path) == [1]

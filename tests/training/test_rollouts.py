@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 from typing import Any
 
@@ -189,6 +190,34 @@ def test_a_planted_reward_is_learned(configure, own_folder, rewarded):
     assert sum(means[-5:]) / 5 > 0.9
 
 
+def test_a_signal_gives_up_the_completions_of_a_step(rewarded, monkeypatch):
+    """They are generated again, the same, by the resumed run."""
+    whole = train(rewarded(run="whole"))
+    config, stop = rewarded(run="cut"), Stop()
+    run = new_run.create(config)
+    monkeypatch.setattr(stop, "received", None)
+    genuine, calls = generation.sampler_of, []
+
+    def sampler_of(*args):
+        sampler = genuine(*args)
+
+        def signalled(*arrays):
+            calls.append(1)
+            if len(calls) == 9:  # in step 2
+                stop.received = signal.SIGINT
+            return sampler(*arrays)
+
+        return signalled
+
+    monkeypatch.setattr(rollouts, "sampler_of", sampler_of)
+    assert train_until_done(run, config, stop) == 130
+    assert rollout_steps(run.path) == [1]
+    assert [step.step for step in events_of(run, events.Step)] == [1]
+    monkeypatch.setattr(rollouts, "sampler_of", genuine)
+    assert resume(run) == 0
+    assert adapter_of(run) == adapter_of(whole)
+
+
 def test_a_validation_measures_the_reward_of_the_most_likely_completions(rewarded, own_folder):
     valid = write_rows(own_folder / "valid.jsonl", [{"prompt": "Ask"}, {"prompt": "Ask me"}])
     run = train(rewarded(valid=str(valid), eval_every=1))
@@ -200,7 +229,7 @@ def test_a_validation_measures_the_reward_of_the_most_likely_completions(rewarde
 def test_missing_rewards_are_left_out(rewarded, own_folder):
     (own_folder / "partial.py").write_text(
         "def some(completions, **_):\n"
-        "    return [None if i == 0 else float(i) for i, _ in enumerate(completions)]\n"
+        "    return [None if i % 3 == 0 else i % 3 for i, _ in enumerate(completions)]\n"
     )
     run = train(rewarded(reward=["partial:some"], max_steps=1))
     records = read_rollouts(rollout_file(run.path, 1))

@@ -222,9 +222,10 @@ def resumed(saved: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
             continue
         if name not in RESUMABLE:
             allowed = ", ".join(flag(n) for n in RESUMABLE)
+            began = as_text(in_effect(saved, name))
             raise UserError(
-                f"{flag(name)} {value}: the run started with {as_text(in_effect(saved, name))}, "
-                f"which cannot change on --resume (these may change: {allowed})"
+                f"{flag(name)} {as_text(value)}: the run started with {began}, which "
+                f"cannot change on --resume (these may change: {allowed})"
             )
         changes[name] = value
     return dataclasses.replace(saved, **changes)

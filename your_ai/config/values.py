@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import math
 import typing
+from operator import methodcaller
 from typing import Any, Literal
 
 from your_ai.config.settings import TYPES
 from your_ai.errors import UserError
-from your_ai.gates.text import quoted
+from your_ai.gates.text import quoted, split_outside_brackets
 
 NUMBER_CHARACTERS = 100  # of a number that is given as text
 
@@ -27,7 +28,8 @@ def coerce(name: str, value: Any, label: str) -> Any:
     if value is None and type(None) in options:
         return None
     if kind == tuple[str, ...]:
-        parts = value.split(",") if isinstance(value, str) else value
+        split = split_outside_brackets if name == "reward" else methodcaller("split", ",")
+        parts = split(value) if isinstance(value, str) else value
         if isinstance(parts, (list, tuple)) and all(isinstance(p, str) for p in parts):
             return tuple(p.strip() for p in parts if p.strip())
     elif kind is bool:

@@ -97,3 +97,49 @@ def message_line(text: object) -> str:
     text = shortened(text, 100 * LINE_CHARACTERS)  # bounds the time of the next lines
     words = (shortened(word, WORD_CHARACTERS) for word in text.split())
     return shortened(printable(" ".join(words), one_line=True), LINE_CHARACTERS)
+
+
+BRACKETS = {"(": ")", "[": "]", "{": "}"}
+
+
+def split_outside_brackets(text: str) -> list[str]:
+    r"""Split a list at its commas: `exact_match=1,regex:[a,b]{1,2}=0.5` has two parts.
+
+    A comma inside (), [] or {} does not split, nor one after a backslash, which is removed: `\,`.
+    A bracket without its partner is an ordinary character.
+    """
+    parts, part, closers, at = [], "", list[tuple[int, str]](), 0
+    while at < len(text):
+        mark = text[at]
+        if mark == "\\" and at + 1 < len(text):
+            part += text[at + 1] if text[at + 1] == "," else text[at : at + 2]
+            at += 2
+            continue
+        if mark == "," and not closers:
+            parts.append(part.strip())
+            part = ""
+        else:
+            if closers and mark == closers[-1]:
+                closers.pop()
+            elif mark in BRACKETS and closers[-1:] != ["]"] and closes(text, at):
+                closers.append(BRACKETS[mark])
+            part += mark
+        at += 1
+    return [*parts, part.strip()]
+
+
+def closes(text: str, start: int) -> bool:
+    """Whether the bracket at `start` has a partner. In [], other brackets do not count."""
+    expected, at = [BRACKETS[text[start]]], start + 1
+    while at < len(text):
+        mark = text[at]
+        if mark == "\\":
+            at += 1
+        elif mark == expected[-1]:
+            expected.pop()
+            if not expected:
+                return True
+        elif mark in BRACKETS and expected[-1] != "]":
+            expected.append(BRACKETS[mark])
+        at += 1
+    return False

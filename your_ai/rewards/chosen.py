@@ -7,6 +7,7 @@ baseline of its group.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -23,6 +24,7 @@ from your_ai.rewards.rollout import Rollout
 
 FAILURES = 3  # of a function, in a row, that end the run
 MISSING_CALLS = 3  # results in a row with more than half of the totals missing, that end it
+MOST_REWARD = 1e15  # the squares of larger ones do not fit into float32
 NOT_GIVEN, NOTHING_APPLIES = "the function gave none", "no reward applies to the prompt"
 
 
@@ -123,6 +125,14 @@ class Pending:
         self.verdicts = verdicts
         self.rewarded: Rewarded | None = None
 
+    @classmethod
+    def joined(cls, several: Sequence[Pending]) -> Pending:
+        """All of them, at least one, as one call of the user's functions."""
+        first = several[0]
+        rollouts = [rollout for each in several for rollout in each.rollouts]
+        verdicts = [verdict for each in several for verdict in each.verdicts]
+        return cls(first.rewards, rollouts, first.step, verdicts)
+
     def wait(self, timeout_s: float) -> bool:
         """Wait for the judge for some time; whether `result` then returns without waiting."""
         return not concurrent.futures.wait(self.verdicts, timeout_s).not_done
@@ -147,46 +157,75 @@ class Pending:
         verdicts = [future.result() for future in self.verdicts]
         for name in self.rewards.names:
             if name.kind == FUNCTION:
-                found, why = called[name.name]
-                if why == NOT_GIVEN:
-                    left_out[name.name] = groups_without(self.rollouts, found)
+                found, raised = called[name.name]
+                left_out[name.name] = groups_without(self.rollouts, found) - raised.keys()
+                whys = [raised.get(rollout.group, NOT_GIVEN) for rollout in self.rollouts]
             elif name.kind == JUDGE:
-                found, why = [verdict.reward for verdict in verdicts], ""
+                found, whys = [verdict.reward for verdict in verdicts], [v.why for v in verdicts]
             else:
-                found, why = [self.rewards.builtin[name.name](r) for r in self.rollouts], ""
+                found = [self.rewards.builtin[name.name](r) for r in self.rollouts]
+                whys = [NOT_GIVEN] * len(found)
             values[name.name] = found
             for i, value in enumerate(found if name.weight else ()):
                 if value is None and self.rollouts[i].group not in left_out.get(name.name, ()):
-                    reasons[i][f"{name.name}: {why or verdicts[i].why}"] += 1
+                    reasons[i][f"{name.name}: {whys[i]}"] += 1
         totals = [self.total(i, values, left_out, reasons[i]) for i in range(len(self.rollouts))]
+        failed = [
+            total is None and set(each) != {NOTHING_APPLIES}
+            for total, each in zip(totals, reasons, strict=True)
+        ]
         why_missing = sum(reasons, Counter())
         if why_missing:
             notices.append(self.missing_notice(totals, why_missing))
         if self.rewards.judge is not None:
             notices += self.rewards.judge.cache.take_notices()
-        self.count_missing(totals, why_missing)
+        self.count_missing(failed, why_missing)
         replies = [verdict.reply for verdict in verdicts] or [None] * len(self.rollouts)
         return Rewarded(values, totals, replies, notices, self.counts())
 
-    def call(self, name: str, notices: list[str]) -> tuple[list[float | None], str]:
-        """The values of a user's function, and why those that are None are missing."""
+    def call(self, name: str, notices: list[str]) -> tuple[list[float | None], dict[int, str]]:
+        """The values of a user's function, and for which prompts it raised what.
+
+        If it raises, it is called again for each prompt, so that others keep their rewards.
+        """
+        groups = by_group(self.rollouts)
+        if not groups:
+            return [], {}
+        if len(groups) > 1:
+            with contextlib.suppress(FunctionFailed):
+                found = self.rewards.functions[name].rewards(self.rollouts, self.step)
+                self.rewards.failures[name] = 0
+                return found, {}
+        values: list[float | None] = [None] * len(self.rollouts)
+        raised: dict[int, str] = {}
+        for group, places in groups.items():
+            alone = self.call_alone(name, [self.rollouts[i] for i in places], notices)
+            if isinstance(alone, str):
+                raised[group] = alone
+                continue
+            for i, value in zip(places, alone, strict=True):
+                values[i] = value
+        return values, raised
+
+    def call_alone(
+        self, name: str, rollouts: Sequence[Rollout], notices: list[str]
+    ) -> list[float | None] | str:
+        """The values of a user's function for the completions of one prompt, or what it raised."""
         failures = self.rewards.failures
-        if not self.rollouts:
-            return [], NOT_GIVEN
         try:
-            found = self.rewards.functions[name].rewards(self.rollouts, self.step)
+            found = self.rewards.functions[name].rewards(rollouts, self.step)
         except FunctionFailed as error:
             failures[name] += 1
-            where = f"--reward {name}: step {self.step}: {rows_text(self.rollouts)}"
+            where = f"--reward {name}: step {self.step}: {rows_text(rollouts)}"
             if failures[name] >= FAILURES:
                 raise UserError(
                     f"{where}: raised {error}, in {FAILURES} calls in a row; correct the function, "
                     "then resume the run"
                 ) from error
             notices.append(f"{where}: raised {error}; its rewards of this call are missing")
-            return [None] * len(self.rollouts), f"raised {error}"
+            return f"raised {error}"
         failures[name] = 0
-        return found, NOT_GIVEN
+        return found
 
     def total(
         self,
@@ -212,7 +251,7 @@ class Pending:
             if value is None:
                 return None
             total += name.weight * value
-        if total - total != 0:  # infinite, or not a number
+        if not abs(total) <= MOST_REWARD:
             listed = ", ".join(f"{n.name} {values[n.name][i]:g}" for n in names)
             raise UserError(
                 f"{rollout.where}: step {self.step}: the weighted sum of the rewards is too large "
@@ -224,16 +263,25 @@ class Pending:
         missing = counted(sum(total is None for total in totals), "reward")
         return f"step {self.step}: {missing} of {len(totals)} missing ({reasons_text(reasons)})"
 
-    def count_missing(self, totals: list[float | None], reasons: Counter[str]) -> None:
-        """Raise RunError if too many totals are missing, in too many results in a row."""
-        if not totals:
-            return
-        is_missing = 2 * sum(total is None for total in totals) > len(totals)
-        self.rewards.missing_calls = self.rewards.missing_calls + 1 if is_missing else 0
-        if self.rewards.missing_calls >= MISSING_CALLS:
+    def count_missing(self, failed: list[bool], reasons: Counter[str]) -> None:
+        """Raise RunError if more than half of the totals are missing, of too many prompts in a row.
+
+        failed: whether the total is missing although a reward applies to the prompt. Prompts with
+        a single completion are counted as one.
+        """
+        groups = list(by_group(self.rollouts).values())
+        if len(groups) == len(self.rollouts):
+            groups = [list(range(len(self.rollouts)))] if self.rollouts else []
+        most = 0
+        for group in groups:
+            is_missing = 2 * sum(failed[i] for i in group) > len(group)
+            self.rewards.missing_calls = self.rewards.missing_calls + 1 if is_missing else 0
+            most = max(most, self.rewards.missing_calls)
+        if most >= MISSING_CALLS and 2 * sum(failed) > len(failed):
             raise RunError(
-                f"step {self.step}: more than half of the rewards were missing {MISSING_CALLS} "
-                f"times in a row ({reasons_text(reasons)}); correct that, then resume the run"
+                f"step {self.step}: more than half of the rewards were missing for "
+                f"{MISSING_CALLS} prompts in a row ({reasons_text(reasons)}); correct that, then "
+                "resume the run"
             )
 
     def counts(self) -> dict[str, float]:
@@ -249,6 +297,14 @@ class Pending:
         if judge.rubric.prices is not None:
             counts["judge/cost"] = sum(verdict.cost for verdict in once)
         return counts
+
+
+def by_group(rollouts: Sequence[Rollout]) -> dict[int, list[int]]:
+    """The places of the completions of each prompt."""
+    found: dict[int, list[int]] = {}
+    for place, rollout in enumerate(rollouts):
+        found.setdefault(rollout.group, []).append(place)
+    return found
 
 
 def groups_without(rollouts: Sequence[Rollout], values: Sequence[float | None]) -> set[int]:

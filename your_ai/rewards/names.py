@@ -21,7 +21,6 @@ WITH_ARGUMENT = {  # with an argument after a colon -> an example of it
 NEEDS_EXPECTED = ("exact_match", "json_fields")
 LENGTHS = (1, 1 << 24)  # of the argument of length, in tokens
 
-BRACKETS = {"(": ")", "[": "]", "{": "}"}
 NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf|infinity|nan)", re.IGNORECASE)
 
 
@@ -37,49 +36,6 @@ class WeightedName:
     """The text after the colon; of a function, the whole name; empty if there is none."""
     weight: float = 1.0
     """Finite and not 0. A negative weight is a penalty."""
-
-
-def split_rewards(text: str) -> list[str]:
-    r"""Split a list at its commas: `exact_match=1,regex:[a,b]{1,2}=0.5` has two rewards.
-
-    A comma inside (), [] or {} does not split, nor one after a backslash, which is removed: `\,`.
-    A bracket without its partner is an ordinary character.
-    """
-    parts, part, closers, at = [], "", list[tuple[int, str]](), 0
-    while at < len(text):
-        mark = text[at]
-        if mark == "\\" and at + 1 < len(text):
-            part += text[at + 1] if text[at + 1] == "," else text[at : at + 2]
-            at += 2
-            continue
-        if mark == "," and not closers:
-            parts.append(part.strip())
-            part = ""
-        else:
-            if closers and mark == closers[-1]:
-                closers.pop()
-            elif mark in BRACKETS and closers[-1:] != ["]"] and closes(text, at):
-                closers.append(BRACKETS[mark])
-            part += mark
-        at += 1
-    return [*parts, part.strip()]
-
-
-def closes(text: str, start: int) -> bool:
-    """Whether the bracket at `start` has a partner. In [], other brackets do not count."""
-    expected, at = [BRACKETS[text[start]]], start + 1
-    while at < len(text):
-        mark = text[at]
-        if mark == "\\":
-            at += 1
-        elif mark == expected[-1]:
-            expected.pop()
-            if not expected:
-                return True
-        elif mark in BRACKETS and expected[-1] != "]":
-            expected.append(BRACKETS[mark])
-        at += 1
-    return False
 
 
 def parse_rewards(texts: Sequence[str]) -> tuple[WeightedName, ...]:
@@ -161,7 +117,7 @@ def name_fault(kind: str, has_colon: bool) -> str:
         return f"needs an argument, e.g. {WITH_ARGUMENT[kind]}"
     if kind in PLAIN:
         return f"{kind} takes no argument"
-    known = (*PLAIN, *WITH_ARGUMENT)
+    known = (*PLAIN, *(name for name in WITH_ARGUMENT if name != RUN))
     if not kind:
         return f"has no name; expected one of: {', '.join(known)}, module:function"
     hint = nearest(kind, known) or f"; expected one of: {', '.join(known)}, module:function"

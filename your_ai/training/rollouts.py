@@ -52,8 +52,13 @@ from your_ai.training.prepare import Prepared
 from your_ai.training.reference import computed
 
 PROGRESS_EVERY_S = 5.0
+LOOK_EVERY_S = 0.2  # for signals, while the judge works
 REFERENCE = "reference"  # the folder of the first adapters, in the run folder, of new ones
 ADAPTER_FILES = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG)
+NO_SPREAD = (
+    "a step changed nothing: all completions of each prompt earned the same reward; such steps "
+    "are shown as: no spread 100%"
+)
 SPREAD = 1e-9  # rewards of a group that differ by less are equal
 
 
@@ -68,6 +73,10 @@ class StepRollouts:
     metrics: dict[str, float]
 
 
+class GivenUp(Exception):
+    """A signal asked the run to stop before the completions of a step were there."""
+
+
 @dataclass
 class RolloutSource:
     """Makes the rollouts of each step of a run."""
@@ -75,15 +84,20 @@ class RolloutSource:
     prepared: Prepared
     folder: RunFolder
     log: events.EventLog
+    stop: Stop
     seconds: dict[str, float] = field(default_factory=dict)
     """Of the phases of the current step."""
     peaks: dict[str, int] = field(default_factory=dict)
     """MLX's peak memory in these phases, in bytes."""
+    told_no_spread: bool = False
     judged: dict[str, float] = field(default_factory=dict)
     """Counts of the judge in the current step or measurement."""
 
     def of_step(self, index: int, rows_at: RowsAt) -> StepRollouts:
-        """The completions of step `index` (from 0), and what their rewards weigh."""
+        """The completions of step `index` (from 0), and what their rewards weigh.
+
+        Raises GivenUp.
+        """
         for each in (self.seconds, self.peaks, self.judged):
             each.clear()
         prepared = self.prepared
@@ -136,16 +150,17 @@ class RolloutSource:
         sampler: Sampler,
         step: int,
     ) -> list[RolloutRecord]:
-        """The completions of the prompts of these rows, with rewards, group by group.
+        """The completions of the prompts of these rows, with rewards.
 
-        A group is rewarded while the next is being generated.
+        The judge grades a group while the next is being generated. The user's functions are
+        called once, with all completions. Raises GivenUp.
         """
         prepared, began = self.prepared, time.perf_counter()
         rewards = prepared.rewards
         assert rewards is not None
         asked = [asked_of(questions, row) for row in rows]
         groups: list[dict[int, Completion]] = [{} for _ in rows]
-        pending: dict[int, tuple[list[Rollout], Pending]] = {}
+        pending: dict[int, Pending] = {}
         for completion in self.completions(prompts, sampler):
             group = groups[completion.prompt]
             group[completion.sample] = completion
@@ -154,20 +169,30 @@ class RolloutSource:
                 rollouts = [
                     self.rollout(asked[place], group[sample], place) for sample in sorted(group)
                 ]
-                pending[place] = rollouts, rewards.begin(rollouts, step)
+                pending[place] = rewards.begin(rollouts, step)
         self.freed("generate", began)
         began = time.perf_counter()
-        results = {place: each.result() for place, (_, each) in pending.items()}  # in their order
-        self.write_notices(results.values())
-        for name in {name for found in results.values() for name in found.counts}:
-            new = sum(found.counts.get(name, 0.0) for found in results.values())
-            self.judged[name] = self.judged.get(name, 0.0) + new
+        whole = Pending.joined([pending[place] for place in range(len(rows))])
+        while not whole.wait(LOOK_EVERY_S):
+            self.check_stop()
+        result = whole.result()
+        for text in dict.fromkeys(result.notices):
+            self.log.write(events.Notice(text=text))
+        for name, count in result.counts.items():
+            self.judged[name] = self.judged.get(name, 0.0) + count
         self.freed("reward", began)
-        return [
-            record_of(rows[place], groups[place][s], pending[place][0][s], results[place], s)
-            for place in range(len(rows))
-            for s in range(len(groups[place]))
+        completions = [
+            (place, group[s]) for place, group in enumerate(groups) for s in sorted(group)
         ]
+        return [
+            record_of(rows[place], completion, whole.rollouts[index], result, index)
+            for index, (place, completion) in enumerate(completions)
+        ]
+
+    def check_stop(self) -> None:
+        """Raise GivenUp if a signal asked the run to stop."""
+        if self.stop:
+            raise GivenUp
 
     def completions(
         self, prompts: Sequence[RolloutPrompt], sampler: Sampler
@@ -179,6 +204,7 @@ class RolloutSource:
 
         def progress(rows: int) -> None:
             nonlocal written_at, tokens
+            self.check_stop()
             tokens += rows
             if time.monotonic() - written_at > PROGRESS_EVERY_S:
                 text = f"generating: {done} of {counted(total, 'completion')}, {tokens:,} tokens"
@@ -204,10 +230,6 @@ class RolloutSource:
             **asked,
         )
 
-    def write_notices(self, results: Any) -> None:
-        for text in dict.fromkeys(text for found in results for text in found.notices):
-            self.log.write(events.Notice(text=text))
-
     def freed(self, phase: str, began: float) -> None:
         """Note the time and the peak of a phase, and free what it left."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
@@ -217,7 +239,7 @@ class RolloutSource:
 
     # -- measure
 
-    def measured(self, split: str, most: int, step: int, stop: Stop) -> list[RolloutRecord] | None:
+    def measured(self, split: str, most: int, step: int) -> list[RolloutRecord] | None:
         """The most likely completions of the first prompts of a split, rewarded; None if asked
         to stop. They are a pure function of the adapters.
 
@@ -233,12 +255,14 @@ class RolloutSource:
         wave = max(1, prepared.budget.choice.option.plan.wave)
         found: list[RolloutRecord] = []
         for start in range(0, len(rows), wave):
-            if stop:
-                return None
             part = slice(start, start + wave)
-            found += self.rewarded(
-                prepared.prompts[split], rows[part], prompts[part], sampler_of(0), step
-            )
+            try:
+                self.check_stop()
+                found += self.rewarded(
+                    prepared.prompts[split], rows[part], prompts[part], sampler_of(0), step
+                )
+            except GivenUp:
+                return None
         return found
 
     # -- score
@@ -278,6 +302,9 @@ class RolloutSource:
         every = list(micro_batches(examples, order, rows_at, edges))
         denominator = objective.denominator(every)
         moves = (examples.weights != 0) & (examples.advantages != 0)
+        if not (moves.any() or objective.kl_beta or self.told_no_spread):
+            self.told_no_spread = True
+            self.log.write(events.Notice(text=NO_SPREAD))
         if objective.kl_beta or not moves.any() or moves.all():
             trained = every[:1] if not (objective.kl_beta or moves.any()) else every
         else:  # the gradients of the others are zero

@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from your_ai.config import TrainConfig, build, is_due
+from your_ai.config import GRPO, TrainConfig, build, is_due
 from your_ai.config.defaults import recorded
 from your_ai.data.batches import Batch
 from your_ai.data.examples import Examples
@@ -59,7 +59,7 @@ from your_ai.training.optimizer import Update
 from your_ai.training.pausing import pause
 from your_ai.training.prepare import PREFIX, Prepared, prepare
 from your_ai.training.reference import with_reference
-from your_ai.training.rollouts import RolloutSource, keep_first_adapters
+from your_ai.training.rollouts import GivenUp, RolloutSource, keep_first_adapters
 from your_ai.training.saving import (
     check_unchanged,
     is_save_due,
@@ -125,7 +125,7 @@ def run_prepared(
         prepared = referenced(prepared, log)
     state = restore(folder, prepared, log)
     governor = govern(prepared, sampler, log, watch, state.step)
-    rollouts = None if prepared.rewards is None else RolloutSource(prepared, folder, log)
+    rollouts = None if prepared.rewards is None else RolloutSource(prepared, folder, log, stop)
     factors = optimizer.rate_factors(config, prepared.model)
     update = optimizer.make_update(prepared.model, prepared.optimizer, factors)
     keep_settings(folder, config, prepared.steps, log)
@@ -141,7 +141,10 @@ def run_prepared(
         state = validate(prepared, state, log, stop, rollouts)
         save(folder, prepared, state, log)
     while state.step < prepared.steps and not (stop or is_enough(config, state)):
-        state, batches = train_step(prepared, governor, update, state, log, rollouts)
+        try:
+            state, batches = train_step(prepared, governor, update, state, log, rollouts)
+        except GivenUp:
+            break
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise RunError(
                 f"{folder.path}: {state.skipped_in_a_row} steps in a row were not finite, the last "
@@ -349,7 +352,8 @@ def train_until_done(
     plan.
     """
     with locked(folder), contextlib.closing(events.EventLog(folder.events)) as log:
-        text = "stopping after this step; signal again to stop immediately"
+        rest = "this step" if config.objective != GRPO else "its update, if one is under way"
+        text = f"stopping after {rest}; signal again to stop immediately"
         stop.on_first = lambda: log.write(events.Notice(text=text))
         failed_at, watch = [], Watch()
         try:

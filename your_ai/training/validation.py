@@ -69,7 +69,7 @@ def validate_reward(
 
     Its negative is what training minimizes. Without any reward, nothing is measured.
     """
-    records = rollouts.measured("valid", METRIC_ROWS, state.step, stop)
+    records = rollouts.measured("valid", METRIC_ROWS, state.step)
     if records is None:
         return state
     state = replace(state, validation_due=False)
@@ -139,7 +139,7 @@ def show_test_rows(
             )
         )
     if prepared.config.exact_match and prepared.test is not None and rollouts is not None:
-        records = rollouts.measured("test", len(prepared.test), 0, stop)
+        records = rollouts.measured("test", len(prepared.test), 0)
         if records is not None:
             reward = reward_metrics(records, group=1).get("reward")
             correct = sum(r.completion.strip() == (r.expected or "").strip() for r in records)
