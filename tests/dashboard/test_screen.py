@@ -283,6 +283,11 @@ def test_reward_run_shows_rewards_policy_rollouts_and_phases():
     assert not any("validation" in line for line in lines if line.startswith("loss"))
 
 
+def test_phases_stay_while_the_same_completions_are_trained_again():
+    state = folded(*BEGINNING, rewarded(1), step(2, metrics={"reward": 0.5, "kl": 0.1}))
+    assert "seconds generate 1.25 s" in " ".join(" ".join(drawn(state, 120, 40)).split())
+
+
 @pytest.mark.parametrize("height", range(5, 40))
 def test_screens_of_a_reward_run_fit_and_grow(height):
     low = [line for line in drawn(REWARDED, 80, height - 1) if line.strip()]

@@ -228,10 +228,11 @@ def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenR
         rows.append(texts_row(page, "rewards", "rewards", named))
     rows.append(field_row(page, "loss", "loss", of_loss))
     rows += [texts_row(page, label, label, texts) for label, texts in rows_of(metrics).items()]
-    if seconds := phase_seconds(step):
+    generated = state.generated or step  # with several updates, others only train
+    if seconds := phase_seconds(generated):
         texts = [(phase, short_span(value)) for phase, value in seconds.items()]
         rows.append(texts_row(page, "phases", "seconds", texts))
-    if peaks := phase_peaks(step):
+    if peaks := phase_peaks(generated):
         texts = [(phase, view.memory(known(size) or 0)) for phase, size in peaks.items()]
         if state.limit is not None:
             texts.append(("of", view.memory(known(state.limit.limit_bytes) or 0)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from your_ai.dashboard.metric_table import JUDGE, REWARD
+from your_ai.dashboard.metric_table import JUDGE, REWARD, phase_seconds
 from your_ai.run import events
 from your_ai.run.events import Record
 
@@ -69,6 +69,8 @@ class ViewState:
     """Why the plan is no longer the first one."""
     started: events.Started | None = None
     step: events.Step | None = None
+    generated: events.Step | None = None
+    """The last step that generated what it trained, if steps do."""
     steps_seen: int = 0
     """Number of steps in the running means."""
     smooth_loss: float | None = None
@@ -235,6 +237,7 @@ def after_step(state: ViewState, step: events.Step) -> dict[str, Any]:
         rewards["smooth_reward"] = smooth(state.smooth_reward, reward, seen)
     return {
         **rewards,
+        **({"generated": step} if phase_seconds(step) else {}),
         **with_judge(state, step.metrics),
         **with_gauges(state, step, step.highest_bytes or step.process_bytes),
         "step": step,
