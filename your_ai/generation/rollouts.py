@@ -22,7 +22,7 @@ from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from your_ai.engine.weights import last_position_only
 from your_ai.memory.sizes import PREFILL_TOKENS
 
-CLEAR_EVERY = 32  # tokens
+MOST_CACHED = 128 << 20  # bytes of freed buffers
 Sampler = Callable[[mx.array, mx.array], mx.array]  # ((B, V) logits, (B, 2) keys) -> (B,) tokens
 
 
@@ -212,8 +212,8 @@ def run_wave(
         longest = max(most[row] for row in active)
         following = advance(tokens, position + 1) if position + 1 < longest else None
         position += 1
-        if position % CLEAR_EVERY == 0:
-            mx.clear_cache()  # arrays grow with each token, so old buffers fit few new ones
+        if mx.get_cache_memory() > MOST_CACHED:  # arrays grow, so old buffers fit few new ones
+            mx.clear_cache()
         keep = []
         for place, (row, token) in enumerate(zip(active, tokens.tolist(), strict=True)):
             found[row].append(token)
