@@ -125,6 +125,7 @@ def settings_of(config: TrainConfig, base: Base) -> str:
         data=data,
         run="",
         from_adapter="",
+        judge_rubric="",
         report_to=(),
         push_to="",
     )
