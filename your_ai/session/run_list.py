@@ -160,7 +160,8 @@ def row_of(folder: RunFolder) -> RunRow | None:
     at = last_of(happened, events.Started, events.Step, events.Skipped)
     total = last_of(happened, events.Started, events.Step)
     best = number(state.best_validation)
-    is_reward = state.validation is not None and state.validation.reward is not None
+    validations = (state.first_validation, state.validation)
+    is_reward = any(v is not None and v.reward is not None for v in validations)
     row = RunRow(
         name=folder.name,
         state=state_of(folder, running, state, happened),
