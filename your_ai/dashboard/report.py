@@ -24,6 +24,7 @@ from your_ai.dashboard.metric_table import (
     REWARD,
     is_rewarded,
     other_values,
+    phases_of,
     plain,
 )
 from your_ai.dashboard.shares import match_share
@@ -88,6 +89,7 @@ def write_report(
         on_rewards=any(is_rewarded(step.metrics) for step in past.steps),
         means=smoothed(losses(past)),
         reward_means=smoothed(metric_points(past, REWARD)),
+        phases=phases_of(past.steps),
         charts={key: (key, CHARTS[key][0], *svg(key, past)) for key in CHARTS},
         rollouts=rollouts,
         plans=list(plan_changes(past)),
