@@ -24,6 +24,7 @@ from your_ai.publish.card import (
     figures_of,
     rewards_text,
     up_to,
+    without_module,
 )
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
@@ -348,6 +349,14 @@ def test_the_card_of_every_objective_names_its_method_and_paper(tmp_path, object
     if objective != SFT:
         assert f"with {objective.upper()} ([arXiv:" in text.replace("SimPO", "SIMPO")
     assert ("pairs of answers" in text) == (objective in ("dpo", "ipo", "simpo", "orpo"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("cellar:score", "score"), ("contains:e", "contains:e"), ("length:3", "length:3")],
+)
+def test_only_names_of_functions_lose_their_module(name, text):
+    assert without_module(name) == text
 
 
 def test_the_card_of_a_folder_names_the_rewards_without_modules(tmp_path):

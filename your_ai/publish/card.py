@@ -24,7 +24,7 @@ from your_ai.gates.text import counted, loss_text
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.registry import alias_of, known
 from your_ai.publish.user_section import BEGIN, END, front_matter, sealed
-from your_ai.rewards.names import FUNCTION, parse_rewards
+from your_ai.rewards.names import WITH_ARGUMENT, is_function, parse_rewards
 from your_ai.run import events
 
 if TYPE_CHECKING:  # it loads MLX
@@ -247,9 +247,14 @@ def rewards_text(texts: Sequence[str]) -> str:
     """Rewards with their weights. Of a function, only its own name."""
     found = []
     for each in parse_rewards(texts):
-        name = each.name.rpartition(":")[2] if each.kind == FUNCTION else each.name
-        found.append(f"{code(name)} (weight {each.weight:g})")
+        found.append(f"{code(without_module(each.name))} (weight {each.weight:g})")
     return ", ".join(found)
+
+
+def without_module(name: str) -> str:
+    """The name of a reward or a metric; of a function, without the user's module."""
+    own = name.partition(":")[0] not in WITH_ARGUMENT and is_function(name)
+    return name.rpartition(":")[2] if own else name
 
 
 def figures_of(records: Sequence[events.Record]) -> CardFigures:
@@ -401,7 +406,7 @@ def training(subject: Subject) -> list[str]:
     if subject.config is not None:
         settings = dataclasses.asdict(subject.config)
         names = (name for name in SETTINGS if is_used(name, subject.config.objective))
-        chosen = [(name, settings[name]) for name in names if settings[name] is not None]
+        chosen = [(name, settings[name]) for name in names if settings[name] not in (None, "")]
         texts = {"reward": rewards_text} if subject.config.reward else {}
         rows = [(code(name), texts.get(name, shown)(value)) for name, value in chosen]
         parts += ["## Settings", table(("setting", "value"), rows)]
@@ -430,7 +435,9 @@ def figure_rows(figures: CardFigures, config: TrainConfig | None) -> list[tuple[
         rows.append((f"best {validation_name(best)}", text))
     chosen = [found for found in figures.validations if found.best][-1:]
     for name, value in other_values(chosen[0]).items() if chosen else ():
-        rows.append((f"best {cell(name)}", f"{value:.4g} at step {chosen[0].step:,}"))
+        rows.append(
+            (f"best {cell(without_module(name))}", f"{value:.4g} at step {chosen[0].step:,}")
+        )
     if figures.matches:
         shares = " before, ".join(match_share(match) for match in figures.matches)
         tested = counted(figures.matches[-1].rows, "test row")
