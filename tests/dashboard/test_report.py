@@ -172,10 +172,13 @@ def test_report_of_rewards_has_their_curve_and_no_validation_loss(own_folder):
     for shown in (
         "Best validation reward 0.75 at step 5; last 0.5",
         "Reward of held-out rows 0.97 after, 0.25 before",
+        "Last reward 0.8 best running mean 0.575 at step 10",
+        "phase mean seconds highest MLX peak generate 1.25 2.50 GB reward 0.0009 - update 0.749",
         "validation reward: 0.5 at the end, best 0.75 at step 5",
         "reward: 0.25 before, 0.97 after",
     ):
         assert shown in text
+    assert "Last loss" not in text
     assert page.index('<figure id="reward">') < page.index('<figure id="loss">')
     assert "peak_bytes/generate" not in page
 

@@ -85,6 +85,21 @@ def test_report_shows_every_trial_and_loads_nothing(own_folder, rows):
         assert "best: trial 003, validation loss 0.2500; with the default settings 0.5000" in page
 
 
+def test_rewards_are_shown_as_rewards_and_the_highest_is_the_best(own_folder):
+    found = [row(0, None, reward=0.25), row(1, None, reward=0.75), row(2, None, reward=-0.5)]
+    rows = marked([*found, row(3, None, "pruned", reward=0.9)])
+    assert (best_of(rows).number, [r.number for r in by_loss(rows)]) == (1, [1, 0, 2, 3])
+    assert "finished, validation reward 0.75 (the best so far)" in line(rows[1])
+    head, first, *_ = shown(rows, 200)
+    assert head.split()[2] == "reward"
+    assert first.split()[:3] == ["001", "best", "0.75"]
+    pytest.importorskip("matplotlib", reason="draws the report")
+    write_trial_report(rows, "a tune", "", own_folder / "report.html")
+    page = (own_folder / "report.html").read_text()
+    assert "best: trial 001, validation reward 0.75; with the default settings 0.25" in page
+    assert "loss" not in page.lower()
+
+
 def test_wide_ranges_have_readable_logarithmic_axes(own_folder):
     pytest.importorskip("matplotlib", reason="draws the report")
     rows = [row(n, 10.0**-n, settings={"learning_rate": 10.0**-n}) for n in range(4)]

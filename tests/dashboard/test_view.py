@@ -228,6 +228,15 @@ def test_result_of_rewards_has_the_last_and_the_best_reward():
     ]
 
 
+@pytest.mark.parametrize("has_answers", [True, False])
+def test_summary_offers_an_evaluation_of_rows_with_answers(has_answers):
+    begun = dataclasses.replace(STARTED, has_answers=has_answers)
+    done = events.Finished(step=10, reason="done", adapter="a", seconds=61.0)
+    text = "\n".join(drawn(*view.summary(state_of(begun, done), "r"), width=90))
+    assert "try it: your_ai chat r" in text
+    assert ("your_ai eval r" in text) == has_answers
+
+
 def test_summary_has_the_reward_before_the_exact_match():
     state = state_of(
         events.ExactMatch(when="before", correct=2, rows=64, reward=0.84),

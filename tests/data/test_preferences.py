@@ -130,6 +130,7 @@ def test_rows_to_measure_may_have_any_form(row, kind):
     ("row", "message"),
     [
         ({"prompt": "p", "chosen": "a"}, "d.jsonl:7: unknown row format; keys found: prompt, cho"),
+        ({"prompt": "p", "answer": "4"}, "7: has a prompt and no answer to measure; keys found: p"),
         ({"prompt": "p", "completion": "c", "label": "good"}, "label: expected true or false"),
         ({"prompt": "p", "chosen": "a", "rejected": "a"}, "chosen equals rejected"),
     ],

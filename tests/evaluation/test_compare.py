@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import chat, events_of, make_model, write_rows
 from tests.evaluation.conftest import ROWS, carry_out, compared, trained_run
+from your_ai.config import TrainConfig
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.errors import UserError
@@ -215,3 +216,11 @@ def test_progress_reports_the_phase_and_the_count(run):
         done = [step.done for step in steps if step.doing == name]
         assert done == [3, 6, 8]
     assert {step.total for step in steps if step.done} == {8}
+
+
+def test_a_base_that_a_run_did_not_start_from_is_said():
+    config = TrainConfig(from_adapter="other")
+    assert evaluation.start_text(config, None).startswith("base is the model without an adapter;")
+    measured = evaluation.RowMeasures(np.zeros(1), np.zeros(1, bool))
+    assert evaluation.start_text(config, measured) == ""
+    assert evaluation.start_text(TrainConfig(), None) == ""

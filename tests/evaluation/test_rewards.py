@@ -18,7 +18,7 @@ from your_ai.data.encode import Encoder
 from your_ai.errors import UserError
 from your_ai.evaluation.compare import Comparison, RowMeasures
 from your_ai.evaluation.custom_metric import Metric
-from your_ai.evaluation.rewards import judge, rewarding, rewards_of
+from your_ai.evaluation.rewards import judge, objective_name, rewarding, rewards_of
 from your_ai.evaluation.rows import load_rows
 from your_ai.evaluation.summary import SummarySettings, notes, summarize
 from your_ai.nets.saved_adapter import Adapter, Trained, open_trained
@@ -366,3 +366,8 @@ def test_rows_without_preferences_are_not_judged(own_folder, demo_tokenizer):
 
 def test_an_objective_that_is_not_over_pairs_has_the_rewards_of_dpo():
     assert rewarding(TrainConfig(objective="kto", beta=0.3)) == DPO(beta=0.3)
+
+
+@pytest.mark.parametrize(("objective", "name"), [("grpo", "dpo"), ("sft", "dpo"), ("kto", "kto")])
+def test_rewards_are_named_after_the_objective_that_gives_them(objective, name):
+    assert objective_name(TrainConfig(objective=objective)) == name

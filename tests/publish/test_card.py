@@ -5,7 +5,7 @@ import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
@@ -13,9 +13,19 @@ from huggingface_hub import ModelCard
 
 from tests.dashboard.frames import record, reward_validation, rewarded, step
 from your_ai import __version__
-from your_ai.config import TrainConfig
+from your_ai.config import GRPO, SFT, TrainConfig
 from your_ai.hub.registry import known
-from your_ai.publish.card import Base, Method, Subject, card, exported_card, figures_of, up_to
+from your_ai.publish.card import (
+    Base,
+    Method,
+    Subject,
+    card,
+    exported_card,
+    figures_of,
+    rewards_text,
+    up_to,
+    without_module,
+)
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 
@@ -310,8 +320,49 @@ def test_card_of_a_run_that_trains_on_rewards_has_rewards_and_no_validation_loss
     matches = [dataclasses.replace(m, reward=m.correct / 4) for m in MATCHES]
     happened = [started(), matches[0], rewarded(1), reward_validation(1, 0.5), rewarded(2)]
     happened += [reward_validation(2, 0.75), matches[1]]
-    text = card(dataclasses.replace(SUBJECT, figures=figures_of(list(map(record, happened)))))
+    config = TrainConfig(
+        objective=GRPO, reward=("exact_match", "my_patients:score=0.5", "judge"),
+        judge_model="j", judge_rubric="cellar.yaml", judge_url="http://cellar",
+    )  # fmt: skip
+    figures = figures_of(list(map(record, happened)))
+    text = card(dataclasses.replace(SUBJECT, objective=GRPO, config=config, figures=figures))
+    assert "| loss |" not in text
+    assert "| prompts | 9 |" in text
+    assert "| completions | 8 of each of 4 prompts per step |" in text
+    assert "| reward in training | 0.35 at first, 0.4 at the end |" in text
+    assert (
+        "| `reward` | `exact_match` (weight 1), `score` (weight 0.5), `judge` (weight 1) |" in text
+    )
+    assert not any(word in text for word in ("cellar", "patients"))
+    assert "| 2 | 0.4 | 0.75 |" in card_of(curves=(), figures=figures)
+    assert "on rows with answers" in text
     assert "validation loss" not in text
     assert "| best validation reward | 0.75 at step 2 |" in text
     assert "| reward | 0.25 before, 0.75 after, on 4 test rows |" in text
     assert "validation reward |" in text
+
+
+@pytest.mark.parametrize("objective", get_args(get_type_hints(TrainConfig)["objective"]))
+def test_the_card_of_every_objective_names_its_method_and_paper(tmp_path, objective):
+    text = exported(tmp_path, "peft", objective=objective)
+    assert (objective == SFT) == ("It was trained with" not in text)
+    if objective != SFT:
+        assert f"with {objective.upper()} ([arXiv:" in text.replace("SimPO", "SIMPO")
+    assert ("pairs of answers" in text) == (objective in ("dpo", "ipo", "simpo", "orpo"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("cellar:score", "score"), ("contains:e", "contains:e"), ("length:3", "length:3")],
+)
+def test_only_names_of_functions_lose_their_module(name, text):
+    assert without_module(name) == text
+
+
+def test_the_card_of_a_folder_names_the_rewards_without_modules(tmp_path):
+    rewards = ("exact_match", "patients:score=0.5", "regex:a|b=-1")
+    text = exported(tmp_path, "peft", objective=GRPO, reward=rewards)
+    assert "[arXiv:2402.03300](https://arxiv.org/abs/2402.03300)) on its own completions" in text
+    assert f"They were rewarded for {rewards_text(rewards)}." in text
+    assert "`score` (weight 0.5), `regex:a b` (weight -1)" in text
+    assert "patients" not in text

@@ -10,15 +10,23 @@ import mlx.core as mx
 import pytest
 
 from tests.publish.conftest import PRIVATE
-from your_ai.config import DEMO, build
+from your_ai.config import DEMO, TrainConfig, build
 from your_ai.errors import UserError
 from your_ai.evaluation import record as evaluation
 from your_ai.gates.yaml_files import read_yaml
 from your_ai.hub.registry import known
 from your_ai.nets.saved_adapter import Trained, open_trained, read_adapter
 from your_ai.publish import contents
-from your_ai.publish.card import CARD
-from your_ai.publish.contents import base_of, is_folder, of_folder, of_run, without_paths, write
+from your_ai.publish.card import CARD, Base
+from your_ai.publish.contents import (
+    base_of,
+    is_folder,
+    of_folder,
+    of_run,
+    settings_of,
+    without_paths,
+    write,
+)
 
 REPO = "someone/mine"
 FILES = {CARD, "adapter_config.json", "adapters.safetensors", "config.yaml"}
@@ -93,6 +101,23 @@ def test_the_adapter_that_is_sent_is_that_of_the_run(trained):
     assert found.config == {**trained.adapter.config, "model": trained.base.name}
     assert found.arrays.keys() == trained.adapter.arrays.keys()
     assert all(mx.array_equal(found.arrays[n], a) for n, a in trained.adapter.arrays.items())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"valid": "/cellar/v.jsonl"},
+        {"prefix_cache": "disk", "prefix_cache_folder": "/vault"},
+        {"objective": "grpo", "reward": ("judge",), "judge_model": "j", "judge_rubric": "/vault"},
+    ],
+)
+def test_the_settings_that_are_sent_name_no_file(changes):
+    text = settings_of(TrainConfig(**changes), Base("b"))
+    assert not any(word in text for word in PRIVATE)
+
+
+def test_a_run_without_validation_is_sent_as_one():
+    assert "valid: none" in settings_of(TrainConfig(valid="none"), Base("b"))
 
 
 def test_the_settings_that_are_sent_can_train_again(trained):

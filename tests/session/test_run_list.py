@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.dashboard.frames import reward_validation, step
+from tests.dashboard.frames import reward_validation, rewarded, step
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
@@ -147,6 +147,14 @@ def test_validations_of_rewards_are_shown_as_rewards():
     made("r", STAGE, STARTED, step(1), reward_validation(1, 0.75), reward_validation(2, 0.5))
     assert (only().best_reward, only().best_validation) == (0.75, None)
     assert "reward 0.75" in "\n".join(drawn([only()], 200))
+
+
+def test_run_that_trains_on_rewards_shows_them_instead_of_its_loss():
+    made("r", STAGE, STARTED, rewarded(1, reward=0.25), rewarded(2, reward=0.75), rewarded(3, 0.0))
+    found = only()
+    assert (found.last_loss, found.best_loss) == (None, None)
+    assert (found.last_reward, found.best_mean_reward) == (0.0, 0.5)
+    assert "3/10 reward 0 reward 0.5 -" in " ".join(drawn([found], 200)[1].split())
 
 
 @pytest.mark.parametrize(

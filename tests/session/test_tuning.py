@@ -4,6 +4,8 @@ events."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import shutil
 import signal
 from collections.abc import Callable, Sequence
@@ -43,6 +45,8 @@ class Runner:
     """
 
     losses: dict[int, list[float]] = field(default_factory=dict)
+    rewarded: bool = False
+    """Whether validations measure rewards, the negatives of the losses."""
     ends: dict[int, EndedRun | BaseException] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
 
@@ -62,7 +66,8 @@ class Runner:
                 return end
             losses = self.losses.get(int(folder.name), [5.0, 4.0 - int(folder.name) / 10])
             for step, loss in zip((2, STEPS), losses, strict=True):
-                log.write(validation(step, loss))
+                metrics = {"reward": -loss} if self.rewarded else {}
+                log.write(dataclasses.replace(validation(step, loss), metrics=metrics))
                 if is_enough():
                     return EndedRun(128 + signal.SIGTERM)
             folder.adapter.mkdir()
@@ -133,6 +138,17 @@ def test_trials_run_one_after_the_other_and_the_best_is_kept(folder):
     preset = resolve({}, str(folder.best))
     assert preset == folder.trial(1).read_config()
     assert Path(preset.data).is_absolute()
+
+
+def test_trials_on_rewards_are_compared_and_shown_by_their_rewards(folder):
+    runner = Runner({0: [-0.1, -0.25], 1: [-0.5, -0.75], 2: [-0.5, math.nan]}, rewarded=True)
+    rows, _ = tune(folder, runner)
+    assert [(row.reward, row.validation_loss) for row in rows[:2]] == [(0.25, None), (0.75, None)]
+    assert [row.is_best for row in rows] == [False, True, False]
+    assert (rows[2].state, rows[2].reason) == ("pruned", "the validation reward is nan at step 4")
+    assert rows[2].reward == 0.5
+    note = "# Validation reward 0.75; with the default settings 0.25."
+    assert note in folder.best.read_text().splitlines()
 
 
 def test_finished_tune_goes_on_with_more_trials(folder):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import call, events_of, losses_of, resume, train, write_rows
+from your_ai.data.prompts import PromptRows
 from your_ai.errors import UserError
 from your_ai.generation import rollouts as generation
 from your_ai.run import events
@@ -21,6 +22,7 @@ from your_ai.run.stopping import Stop
 from your_ai.session import new_run
 from your_ai.training import rollouts
 from your_ai.training import train as training
+from your_ai.training.prepare import have_answers
 from your_ai.training.train import train_until_done
 
 
@@ -53,6 +55,13 @@ def rewarded(configure, own_folder):
 
 def adapter_of(run) -> bytes:
     return (run.adapter / ADAPTERS).read_bytes()
+
+
+@pytest.mark.parametrize("key", ["answer", "completion"])
+def test_only_a_prompt_with_a_completion_has_an_answer_to_evaluate(own_folder, key):
+    rows = PromptRows(write_rows(own_folder / "p.jsonl", [{"prompt": "Ask", key: "Yes"}]))
+    assert have_answers({"valid": rows}) == (key == "completion")
+    assert have_answers({})
 
 
 def test_rollouts_are_written_with_their_rewards(rewarded):

@@ -29,8 +29,8 @@ REFUSED = {  # settings that a tune cannot have, with the reason
     "run": "a tune has several runs; use --name",
     "push_to": "a tune has several adapters; push the best one afterwards: your_ai push",
     "supervise": "each trial trains in its own processes",
-    "keep_best": "the value of a trial is its best validation loss",
-    "best_metric": "the value of a trial is its best validation loss",
+    "keep_best": "the value of a trial is its best validation",
+    "best_metric": "the value of a trial is its best validation",
 }
 
 

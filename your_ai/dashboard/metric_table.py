@@ -7,7 +7,7 @@ that are not listed here, are shown by their own names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from your_ai.run import events
@@ -152,6 +152,19 @@ def phase_peaks(step: events.Step) -> dict[str, float]:
     """MLX's peak memory in each phase of a step, in bytes."""
     found = {phase: size for phase, size in of_phases(step.metrics, PEAK_BYTES).items() if size > 0}
     return {**found, UPDATE: step.peak_bytes} if found and step.peak_bytes else found
+
+
+def phases_of(steps: Sequence[events.Step]) -> list[tuple[str, float | None, float | None]]:
+    """Each phase, with its mean seconds per step and its highest peak; None if not known."""
+    seconds, peaks = dict[str, list[float]](), dict[str, float]()
+    for step in steps:
+        for phase, value in phase_seconds(step).items():
+            seconds.setdefault(phase, []).append(value)
+        for phase, size in phase_peaks(step).items():
+            peaks[phase] = max(size, peaks.get(phase, 0.0))
+    names = dict.fromkeys((*seconds, *peaks))
+    means = {phase: sum(found) / len(found) for phase, found in seconds.items()}
+    return [(phase, means.get(phase), peaks.get(phase)) for phase in names]
 
 
 def of_phases(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

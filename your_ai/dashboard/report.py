@@ -11,7 +11,7 @@ from pathlib import Path
 from time import gmtime, strftime
 from typing import TYPE_CHECKING
 
-from your_ai.dashboard.charts import CHARTS, DARK, LIGHT, render, svg
+from your_ai.dashboard.charts import CHARTS, DARK, LIGHT, metric_points, render, svg
 from your_ai.dashboard.history import (
     ending,
     finite,
@@ -20,7 +20,13 @@ from your_ai.dashboard.history import (
     read,
     smoothed,
 )
-from your_ai.dashboard.metric_table import other_values, plain
+from your_ai.dashboard.metric_table import (
+    REWARD,
+    is_rewarded,
+    other_values,
+    phases_of,
+    plain,
+)
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.view import (
     duration,
@@ -80,7 +86,10 @@ def write_report(
         results=[*result_lines(state), *reward_lines(state)] if is_done else [],
         began=strftime("%Y-%m-%d %H:%M UTC", gmtime(past.state.began_at or 0)),
         done=[step for _, step in past.of(Step)],
+        on_rewards=any(is_rewarded(step.metrics) for step in past.steps),
         means=smoothed(losses(past)),
+        reward_means=smoothed(metric_points(past, REWARD)),
+        phases=phases_of(past.steps),
         charts={key: (key, CHARTS[key][0], *svg(key, past)) for key in CHARTS},
         rollouts=rollouts,
         plans=list(plan_changes(past)),

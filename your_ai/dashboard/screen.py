@@ -183,7 +183,11 @@ def loss_fields(state: ViewState, step: events.Step) -> list[Field]:
     return [
         Field(0, loss_text(step.loss)),
         Field(1, loss_text(state.smooth_loss), "smoothed ", style=""),
-        Field(3, loss_text(state.best_loss), "best ", style=""),
+        *(
+            []
+            if state.best_loss is None
+            else [Field(3, loss_text(state.best_loss), "best ", style="")]
+        ),
         Field(4, f"{step.grad_norm:.3g}", "gradient norm ", style=""),
         Field(5, f"{step.learning_rate:.3g}", "learning rate ", style=""),
     ]
@@ -207,6 +211,8 @@ def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenR
         fields.append(Field(1, plain(metrics[SPREAD]), "spread "))
     if state.smooth_reward is not None:
         fields.append(Field(3, plain(state.smooth_reward), "smoothed ", style=""))
+    if state.best_smooth_reward is not None:
+        fields.append(Field(4, plain(state.best_smooth_reward), "best ", style=""))
     of_loss = loss_fields(state, step)
     if state.validation is not None:
         shown = fields if state.validation.reward is not None else of_loss

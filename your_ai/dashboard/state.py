@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from your_ai.dashboard.metric_table import JUDGE, REWARD, phase_seconds
+from your_ai.dashboard.metric_table import JUDGE, REWARD, is_rewarded, phase_seconds
 from your_ai.run import events
 from your_ai.run.events import Record
 
@@ -76,7 +76,7 @@ class ViewState:
     smooth_loss: float | None = None
     """Running mean of the loss."""
     best_loss: float | None = None
-    """Lowest running mean of the loss so far."""
+    """Lowest running mean of the loss so far; None if the run trains on rewards."""
     tokens_per_s: float | None = None
     """Running mean of the throughput."""
     step_s: float | None = None
@@ -86,6 +86,8 @@ class ViewState:
     """The mean reward of each step, if the run trains on rewards."""
     smooth_reward: float | None = None
     """Running mean of the reward."""
+    best_smooth_reward: float | None = None
+    """Highest running mean of the reward so far."""
     judged: Mapping[str, float] = field(default_factory=dict)
     """Sums of what the judge did, by the name of the metric."""
     gauges: events.Gauges | events.Step | None = None
@@ -230,11 +232,14 @@ def after_step(state: ViewState, step: events.Step) -> dict[str, Any]:
     seen = state.steps_seen + 1
     speed = step.tokens / max(step.seconds, 1e-9)
     smooth_loss = smooth(state.smooth_loss, step.loss, seen)
-    rewards = {}
+    rewards, on_rewards = {}, is_rewarded(step.metrics)
     if REWARD in step.metrics:
         reward = float(step.metrics[REWARD])
         rewards["rewards"] = state.rewards.add(reward)
-        rewards["smooth_reward"] = smooth(state.smooth_reward, reward, seen)
+        mean = rewards["smooth_reward"] = smooth(state.smooth_reward, reward, seen)
+        best = state.best_smooth_reward
+        if math.isfinite(mean) and (best is None or mean > best):
+            rewards["best_smooth_reward"] = mean
     return {
         **rewards,
         **({"generated": step} if phase_seconds(step) else {}),
@@ -244,7 +249,7 @@ def after_step(state: ViewState, step: events.Step) -> dict[str, Any]:
         "stage": "training",
         "steps_seen": seen,
         "smooth_loss": smooth_loss,
-        "best_loss": least(state.best_loss, smooth_loss),
+        "best_loss": None if on_rewards else least(state.best_loss, smooth_loss),
         "first_loss": smooth_loss if step.step <= SMOOTH_OVER else state.first_loss,
         "losses": state.losses.add(step.loss),
         "tokens_per_s": smooth(state.tokens_per_s, speed, seen),

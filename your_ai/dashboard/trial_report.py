@@ -14,11 +14,13 @@ from your_ai.dashboard.trials import (
     TrialRow,
     best_of,
     by_loss,
+    measure_name,
+    measure_text,
     peak_of_limit,
     value_text,
 )
 from your_ai.dashboard.view import duration
-from your_ai.gates.text import loss_text, printable
+from your_ai.gates.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,11 +41,13 @@ def write_trial_report(rows: Sequence[TrialRow], name: str, preset: str, out: Pa
     for setting in names:
         drawn = svg_figure(setting, (4.6, 2.6), lambda c, s=setting: draw_setting(c, rows, s))
         charts.append((setting, *drawn))
-    page = template("trials.html.j2", loss_text, duration, value_text, peak_of_limit).render(
+    filters = (measure_text, duration, value_text, peak_of_limit)
+    page = template("trials.html.j2", *filters).render(
         name=name,
         rows=by_loss(rows),
         best=best_of(rows),
         first=next((row for row in rows if row.number == 0), None),
+        measured=f"validation {measure_name(rows)}",
         settings=names,
         heads=HEADS,
         charts=charts,
@@ -53,19 +57,22 @@ def write_trial_report(rows: Sequence[TrialRow], name: str, preset: str, out: Pa
 
 
 def draw_trials(canvas: Figure, rows: Sequence[TrialRow]) -> str:
-    axes = canvas.add_subplot(xlabel="trial", ylabel="validation loss")
+    name = measure_name(rows)
+    axes = canvas.add_subplot(xlabel="trial", ylabel=f"validation {name}")
     axes.locator_params("x", integer=True)
     mark(axes, [(row, row.number) for row in rows])
-    finished = [row for row in rows if row.state == "finished" and row.validation_loss is not None]
-    lowest = itertools.accumulate((row.validation_loss for row in finished), min)
-    so_far = list(zip((row.number for row in finished), lowest, strict=True))
+    finished = [row for row in rows if row.state == "finished" and row.measured is not None]
+    better = min if name == "loss" else max
+    best = itertools.accumulate((row.measured for row in finished), better)
+    so_far = list(zip((row.number for row in finished), best, strict=True))
     draw(axes, so_far, "orange", 1.4, drawstyle="steps-post", label="best so far")
     add_legend(axes)
-    return "The validation loss of each trial, and the best so far." if finished else ""
+    return f"The validation {name} of each trial, and the best so far." if finished else ""
 
 
 def draw_setting(canvas: Figure, rows: Sequence[TrialRow], setting: str) -> str:
-    axes = canvas.add_subplot(xlabel=HEADS[setting], ylabel="validation loss")
+    name = measure_name(rows)
+    axes = canvas.add_subplot(xlabel=HEADS[setting], ylabel=f"validation {name}")
     known = [row for row in rows if setting in row.settings]
     if setting == "learning_rate":
         axes.set_xscale("log")
@@ -77,8 +84,8 @@ def draw_setting(canvas: Figure, rows: Sequence[TrialRow], setting: str) -> str:
         mark(axes, [(row, values.index(row.settings[setting])) for row in known])
         axes.set_xticks(range(len(values)), [value_text(setting, value) for value in values])
         axes.set_xlim(-0.5, len(values) - 0.5)
-    has_losses = any(row.validation_loss is not None for row in known)
-    return f"Validation loss by {HEADS[setting]}." if has_losses else ""
+    has_values = any(row.measured is not None for row in known)
+    return f"Validation {name} by {HEADS[setting]}." if has_values else ""
 
 
 def order(value: object) -> tuple[bool, float, str]:
@@ -88,12 +95,12 @@ def order(value: object) -> tuple[bool, float, str]:
 
 
 def mark(axes: Axes, points: Sequence[tuple[TrialRow, float]]) -> None:
-    """Mark trials with a loss: the finished, the pruned, and the best in another color."""
+    """Mark trials with a value: the finished, the pruned, and the best in another color."""
     for state, marker in MARKERS.items():
-        at = [(x, row.validation_loss) for row, x in points if row.state == state]
+        at = [(x, row.measured) for row, x in points if row.state == state]
         at = [(x, y) for x, y in at if y is not None]
         draw(axes, at, "blue", 0, marker=marker, markersize=5, label=state)
-    best = [(x, row.validation_loss) for row, x in points if row.is_best]
+    best = [(x, row.measured) for row, x in points if row.is_best]
     draw(axes, best, "green", 0, marker="o", markersize=9, fillstyle="none", label="best")
     losses = [row.validation_loss for row, _ in points if row.validation_loss is not None]
     if losses and 0 < 10 * min(losses) < max(losses):

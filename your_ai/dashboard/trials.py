@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from your_ai.dashboard.metric_table import plain
 from your_ai.dashboard.state import ViewState
 from your_ai.dashboard.view import duration, memory, validation_name, validation_text
 from your_ai.gates.text import loss_text, printable
@@ -34,7 +35,9 @@ class TrialRow:
     state: str
     """finished, pruned or failed."""
     validation_loss: float | None
-    """The lowest of its run."""
+    """The lowest of its run; None if its validations measured rewards."""
+    reward: float | None = None
+    """The highest mean reward of a validation of its run, if that is what was measured."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What was searched, by the name of the setting."""
     step: int | None = None
@@ -49,11 +52,36 @@ class TrialRow:
     """Why it failed or was pruned."""
     is_best: bool = False
 
+    @property
+    def value(self) -> float | None:
+        """What a tune makes lower: the validation loss, or the negative reward."""
+        return self.validation_loss if self.reward is None else 0.0 - self.reward
+
+    @property
+    def measured(self) -> float | None:
+        """The validation loss or the reward."""
+        return self.validation_loss if self.reward is None else self.reward
+
 
 def best_of(rows: Sequence[TrialRow]) -> TrialRow | None:
-    """The finished trial with the lowest loss, the first of equals; None if there is none."""
-    finished = [row for row in rows if row.state == "finished" and row.validation_loss is not None]
-    return min(finished, key=lambda row: (row.validation_loss, row.number), default=None)
+    """The finished trial with the lowest loss, or the highest reward; None if there is none.
+
+    Of equals it is the first.
+    """
+    finished = [row for row in rows if row.state == "finished" and row.value is not None]
+    return min(finished, key=lambda row: (row.value, row.number), default=None)
+
+
+def measure_name(rows: Sequence[TrialRow]) -> str:
+    """What the validations of a tune measured: loss or reward."""
+    return "loss" if all(row.reward is None for row in rows) else "reward"
+
+
+def measure_text(row: TrialRow) -> str:
+    """The validation loss or the reward of a trial."""
+    if row.reward is not None:
+        return plain(row.reward)
+    return known(row.validation_loss, loss_text)
 
 
 def marked(rows: Sequence[TrialRow]) -> list[TrialRow]:
@@ -83,9 +111,9 @@ def peak_of_limit(row: TrialRow) -> str:
 def line(row: TrialRow) -> str:
     """One line about a trial that has ended."""
     parts = [f"{row.state} ({row.reason})" if row.reason else row.state]
-    if row.validation_loss is not None:
+    if row.value is not None:
         best = " (the best so far)" if row.is_best else ""
-        parts.append(f"validation loss {loss_text(row.validation_loss)}{best}")
+        parts.append(f"validation {measure_name([row])} {measure_text(row)}{best}")
     if row.seconds is not None:
         parts.append(duration(row.seconds))
     if row.peak_bytes is not None:
@@ -101,7 +129,7 @@ def trials_table(rows: Sequence[TrialRow], width: int = 80) -> Table:
     columns = {
         "trial": [f"{row.number:03}" for row in ordered],
         "state": ["best" if row.is_best else row.state for row in ordered],
-        "loss": [known(row.validation_loss, loss_text) for row in ordered],
+        measure_name(rows): [measure_text(row) for row in ordered],
     }
     for name in names:
         columns[HEADS[name]] = [
@@ -129,12 +157,12 @@ def known(value: Any, text: Callable[[Any], str]) -> str:
 
 
 def by_loss(rows: Sequence[TrialRow]) -> list[TrialRow]:
-    """Finished trials by their loss, then pruned ones, then failed ones."""
+    """Finished trials by their loss or reward, the best first, then pruned and failed ones."""
     order = {"finished": 0, "pruned": 1, "failed": 2}
 
     def key(row: TrialRow) -> tuple[int, float, int]:
-        loss = float("inf") if row.validation_loss is None else row.validation_loss
-        return order.get(row.state, 2), loss, row.number
+        value = float("inf") if row.value is None else row.value
+        return order.get(row.state, 2), value, row.number
 
     return sorted(rows, key=key)
 

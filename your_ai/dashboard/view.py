@@ -123,7 +123,9 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
         parts.append(f"peak memory: {memory(state.highest_bytes)}{limit}")
     parts += result_lines(state)
     parts.append(f"adapter: {finished.adapter}{which_adapter(finished)}")
-    parts.append(f"try it: your_ai chat {run}; evaluate it: your_ai eval {run}")
+    has_answers = state.started is None or state.started.has_answers
+    evaluate = f"; evaluate it: your_ai eval {run}" if has_answers else ""
+    parts.append(f"try it: your_ai chat {run}{evaluate}")
     parts += reward_lines(state) + judge_lines(state)
     if state.match_after is not None:
         parts.append(match_text(state.match_before, state.match_after))

@@ -108,6 +108,11 @@ def parse_any(row: dict, where: str) -> Row:
     kind = kind_of(row)
     if kind is None:
         keys = shortened(", ".join(row)) or "none"
+        if "prompt" in row and not any(key in row for key in PAIR_KEYS[0]):
+            raise UserError(
+                f"{where}: has a prompt and no answer to measure; keys found: {keys}; add the "
+                "answer as completion, or give other rows with --data"
+            )
         raise UserError(
             f"{where}: unknown row format; keys found: {keys}; expected a prompt with chosen + "
             "rejected, with completion + label, or with an answer"

@@ -172,7 +172,7 @@ def compare(
         started = yield from measured("start", ready, rows, replace(request, metric=None))
     saved_adapter.set_arrays(network, run.adapter)
     adapter = yield from measured("adapter", ready, rows, request)
-    notes = (*budget.limit.notices, cut_text(rows, config))
+    notes = (*budget.limit.notices, cut_text(rows, config), start_text(config, started))
     text = words(plan, max(budget.demand.lengths))
     name = None if request.metric is None else request.metric.name
     notes = tuple(filter(None, notes))
@@ -202,6 +202,13 @@ def start_of(run: Trained) -> Path | None:
     if (fault := checkpoint.fault(place, (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG))) is None:
         return place
     raise UserError(f"{fault}; the rewards of this run compare with this adapter: restore it")
+
+
+def start_text(config: TrainConfig, started: RowMeasures | None) -> str:
+    """A notice if the base is not what the run started from, and that was not measured."""
+    if not config.from_adapter or started is not None:
+        return ""
+    return "base is the model without an adapter; the run started from another adapter"
 
 
 def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:

@@ -84,7 +84,7 @@ def judge(config: TrainConfig, found: Comparison) -> Judged | None:
         name = "base" if found.start is None else "start"
     reference = None if name is None else logps[name]
     return Judged(
-        objective=config.objective,
+        objective=objective_name(config),
         reference=name,
         logps=logps,
         rewards={s: rewards_of(objective, logps[s], reference, tokens) for s in SYSTEMS},
@@ -101,6 +101,11 @@ def rewarding(config: TrainConfig) -> PairObjective:
     if isinstance(objective, PairObjective):
         return objective
     return DPO() if config.beta is None else DPO(beta=config.beta)
+
+
+def objective_name(config: TrainConfig) -> str:
+    """The objective that gives the rewards of a run, by its name."""
+    return config.objective if config.row_kind in ("pairs", "labels") else "dpo"
 
 
 def logps_of(measured: RowMeasures, tokens: np.ndarray) -> np.ndarray:

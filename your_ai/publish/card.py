@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from your_ai import __version__
-from your_ai.config import DEMO, OBJECTIVES_WITH, SFT, TrainConfig, is_used
+from your_ai.config import DEMO, GRPO, OBJECTIVES_WITH, SFT, TrainConfig, is_used
 from your_ai.dashboard.history import finite, read
-from your_ai.dashboard.metric_table import other_values, plain
+from your_ai.dashboard.metric_table import REWARD, is_rewarded, other_values, plain
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.view import duration, memory, validation_name, validation_text
 from your_ai.gates.text import counted, loss_text
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.registry import alias_of, known
 from your_ai.publish.user_section import BEGIN, END, front_matter, sealed
+from your_ai.rewards.names import WITH_ARGUMENT, is_function, parse_rewards
 from your_ai.run import events
 
 if TYPE_CHECKING:  # it loads MLX
@@ -34,8 +35,9 @@ CardKind = Literal["adapter", "model", "peft", "gguf"]
 
 HERE = "PATH/OF/THIS/FOLDER"
 CURVE_POINTS = 10  # in the table that replaces the pictures of the curves
+PRIVATE = ("judge_url", "judge_rubric")  # settings of the user's machine
 SETTINGS = (
-    *("objective", *OBJECTIVES_WITH),
+    *("objective", *(name for name in OBJECTIVES_WITH if name not in PRIVATE)),
     *("lora_rank", "lora_alpha", "use_rslora", "lora_layers", "lora_targets", "lora_dropout"),
     *("use_dora", "neftune_alpha"),
     *("optimizer", "learning_rate", "loraplus_ratio", "layerwise_lr_decay", "lr_schedule"),
@@ -43,13 +45,20 @@ SETTINGS = (
     *("batch_size", "grad_accumulation", "max_seq_length", "packing"),
     *("mask_prompt", "dtype", "quantize", "seed"),
 )
-# The paper of each objective of preferences, at arXiv.
+# The paper of each objective but supervised fine-tuning, at arXiv.
 PAPERS = {
     "dpo": "2305.18290",
     "ipo": "2310.12036",
     "simpo": "2405.14734",
     "orpo": "2403.07691",
     "kto": "2402.01306",
+    GRPO: "2402.03300",
+}
+ROWS = {  # what the rows of the data are, by their kind
+    "answers": "answers",
+    "pairs": "pairs of answers",
+    "labels": "answers labeled as good or bad",
+    "prompts": "its own completions of prompts",
 }
 OBJECTIVE_NAMES = {"simpo": "SimPO"}  # the others are in capitals
 TITLES = {
@@ -113,6 +122,11 @@ class CardFigures:
     """Trainable parameters."""
     matches: tuple[events.ExactMatch, ...] = ()
     """Exact match before and after training, if measured."""
+
+    @property
+    def on_rewards(self) -> bool:
+        """Whether the run trained on rewards."""
+        return any(is_rewarded(step.metrics) for step in self.steps)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -217,14 +231,30 @@ def origin_notes(trained: Trained) -> list[str]:
         return ["It was merged from other adapters."]
     notes, objective = [], objective_of(trained)
     if objective != SFT:
-        rows = "answers labeled as good or bad" if objective == "kto" else "pairs of answers"
+        rows = ROWS[TrainConfig(objective=objective).row_kind]
         name = OBJECTIVE_NAMES.get(objective, objective.upper())
         paper = PAPERS[objective]
         link = f"[arXiv:{paper}](https://arxiv.org/abs/{paper})"
         notes.append(f"It was trained with {name} ({link}) on {rows}.")
+    if objective == GRPO and trained.config.reward:
+        notes.append(f"They were rewarded for {rewards_text(trained.config.reward)}.")
     if trained.config.from_adapter:
         notes.append("Its training began from another adapter.")
     return notes
+
+
+def rewards_text(texts: Sequence[str]) -> str:
+    """Rewards with their weights. Of a function, only its own name."""
+    found = []
+    for each in parse_rewards(texts):
+        found.append(f"{code(without_module(each.name))} (weight {each.weight:g})")
+    return ", ".join(found)
+
+
+def without_module(name: str) -> str:
+    """The name of a reward or a metric; of a function, without the user's module."""
+    own = name.partition(":")[0] not in WITH_ARGUMENT and is_function(name)
+    return name.rpartition(":")[2] if own else name
 
 
 def figures_of(records: Sequence[events.Record]) -> CardFigures:
@@ -366,7 +396,8 @@ def training(subject: Subject) -> list[str]:
     """Results, curves and settings, as far as they are known."""
     parts = []
     if subject.figures is not None and subject.figures.steps:
-        parts += ["## Training", table(("", ""), figure_rows(subject.figures))]
+        rows = figure_rows(subject.figures, subject.config)
+        parts += ["## Training", table(("", ""), rows)]
         if subject.curves:
             pictures = [f"![{title_of(name)}]({name})" for name in subject.curves]
             parts.append("\n".join(pictures))
@@ -375,25 +406,28 @@ def training(subject: Subject) -> list[str]:
     if subject.config is not None:
         settings = dataclasses.asdict(subject.config)
         names = (name for name in SETTINGS if is_used(name, subject.config.objective))
-        chosen = [(code(name), settings[name]) for name in names]
-        rows = [(name, shown(value)) for name, value in chosen if value is not None]
+        chosen = [(name, settings[name]) for name in names if settings[name] not in (None, "")]
+        texts = {"reward": rewards_text} if subject.config.reward else {}
+        rows = [(code(name), texts.get(name, shown)(value)) for name, value in chosen]
         parts += ["## Settings", table(("setting", "value"), rows)]
         parts.append("`config.yaml` has all of them.")
     return parts
 
 
-def figure_rows(figures: CardFigures) -> list[tuple[str, str]]:
-    steps = figures.steps
+def figure_rows(figures: CardFigures, config: TrainConfig | None) -> list[tuple[str, str]]:
+    """Names and values of the results. config: the settings of the run, if it trained."""
+    steps, on_rewards = figures.steps, figures.on_rewards
     tokens, trained = (sum(getattr(s, n) for s in steps) for n in ("tokens", "trained_tokens"))
     rows = [
         ("steps", f"{steps[-1].step:,}"),
-        ("rows of data", f"{figures.rows:,}" if figures.rows is not None else ""),
+        (
+            "prompts" if on_rewards else "rows of data",
+            f"{figures.rows:,}" if figures.rows is not None else "",
+        ),
+        ("completions", completions_text(config) if on_rewards and config is not None else ""),
         ("tokens", f"{tokens:,}, {trained:,} of them trained on"),
         ("trainable parameters", f"{figures.parameters:,}" if figures.parameters else ""),
-        (
-            "loss",
-            f"{loss_text(steps[0].loss)} at first, {loss_text(steps[-1].loss)} at the end",
-        ),
+        progress_row(steps),
     ]
     best = min(finite(figures.validations), key=lambda v: v.loss, default=None)
     if best is not None:
@@ -401,7 +435,9 @@ def figure_rows(figures: CardFigures) -> list[tuple[str, str]]:
         rows.append((f"best {validation_name(best)}", text))
     chosen = [found for found in figures.validations if found.best][-1:]
     for name, value in other_values(chosen[0]).items() if chosen else ():
-        rows.append((f"best {cell(name)}", f"{value:.4g} at step {chosen[0].step:,}"))
+        rows.append(
+            (f"best {cell(without_module(name))}", f"{value:.4g} at step {chosen[0].step:,}")
+        )
     if figures.matches:
         shares = " before, ".join(match_share(match) for match in figures.matches)
         tested = counted(figures.matches[-1].rows, "test row")
@@ -414,6 +450,25 @@ def figure_rows(figures: CardFigures) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value]
 
 
+def progress_row(steps: Sequence[events.Step]) -> tuple[str, str]:
+    """The loss of the first and the last step, or their mean rewards."""
+    rewards = [step.metrics[REWARD] for step in steps if REWARD in step.metrics]
+    if rewards:
+        return (
+            "reward in training",
+            f"{plain(rewards[0])} at first, {plain(rewards[-1])} at the end",
+        )
+    first, last = (loss_text(step.loss) for step in (steps[0], steps[-1]))
+    return "loss", "" if is_rewarded(steps[-1].metrics) else f"{first} at first, {last} at the end"
+
+
+def completions_text(config: TrainConfig) -> str:
+    prompts = counted(config.prompts_per_step, "prompt")
+    same = config.updates_per_batch
+    reused = f", trained in {same} steps each" if same > 1 else ""
+    return f"{config.rollouts} of each of {prompts} per step{reused}"
+
+
 def curve_table(figures: CardFigures) -> str:
     """A few steps of the curve and the last one, each with the validation before it."""
     steps = figures.steps
@@ -423,9 +478,11 @@ def curve_table(figures: CardFigures) -> str:
         before = [v for v in seen if v.step <= step.step]
         seen = [v for v in seen if v.step > step.step]
         validated = validation_text(before[-1], before[-1].loss) if before else ""
-        rows.append((f"{step.step:,}", loss_text(step.loss), validated))
+        reward = step.metrics.get(REWARD)
+        value = loss_text(step.loss) if not figures.on_rewards else ""
+        rows.append((f"{step.step:,}", value if reward is None else plain(reward), validated))
     name = validation_name(figures.validations[-1]) if figures.validations else "validation loss"
-    return table(("step", "loss", name), rows)
+    return table(("step", "reward" if figures.on_rewards else "loss", name), rows)
 
 
 def evaluation(subject: Subject) -> list[str]:
@@ -434,9 +491,12 @@ def evaluation(subject: Subject) -> list[str]:
         return []
     found = subject.evaluation
     if found is None:
+        on_prompts = subject.objective == GRPO
+        command = "your_ai eval RUN --data FILE" if on_prompts else "your_ai eval RUN"
+        rows = "rows with answers" if on_prompts else "held-out rows"
         return [
             "## Evaluation",
-            "Not measured yet: `your_ai eval RUN` compares base and adapter on held-out rows, "
+            f"Not measured yet: `{command}` compares base and adapter on {rows}, "
             "and the next push adds the result here.",
         ]
     rows = []

@@ -18,7 +18,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from your_ai.config import DEMO_DATA, TrainConfig, to_yaml
+from your_ai.config import DEMO_DATA, FOLDER, NONE, TrainConfig, to_yaml
 from your_ai.dashboard.report import write_plots
 from your_ai.errors import UserError
 from your_ai.evaluation import record
@@ -119,12 +119,16 @@ def of_run(trained: Trained, repo: str) -> Contents:
 def settings_of(config: TrainConfig, base: Base) -> str:
     """The settings as `--config` reads them, without those of this machine or its user."""
     data = config.data if config.data in DEMO_DATA else ""
+    valid = config.valid if config.valid in (NONE, FOLDER) else ""
     free = dataclasses.replace(
         config,
+        valid=valid,
+        prefix_cache_folder="",
         model=base.repo or base.name,
         data=data,
         run="",
         from_adapter="",
+        judge_rubric="",
         report_to=(),
         push_to="",
     )

@@ -128,6 +128,8 @@ class Started:
     plan: str
     more: str = ""
     """In words, what would make this run learn more."""
+    has_answers: bool = True
+    """Whether the rows have answers, which an evaluation compares."""
 
 
 @dataclass(frozen=True, kw_only=True)

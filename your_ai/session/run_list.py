@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from your_ai.dashboard.metric_table import plain
+from your_ai.dashboard.metric_table import REWARD, is_rewarded, plain
 from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.dashboard.view import duration, memory
 from your_ai.errors import UserError
@@ -57,7 +57,11 @@ class RunRow:
     steps: int | None = None
     last_loss: float | None = None
     best_loss: float | None = None
-    """Lowest running mean of the loss."""
+    """Lowest running mean of the loss; None if the run trains on rewards."""
+    last_reward: float | None = None
+    """The mean reward of the last step, if the run trains on rewards."""
+    best_mean_reward: float | None = None
+    """The highest running mean of the reward."""
     best_validation: float | None = None
     """The lowest validation loss; None if validations measure rewards."""
     best_reward: float | None = None
@@ -160,15 +164,19 @@ def row_of(folder: RunFolder) -> RunRow | None:
     at = last_of(happened, events.Started, events.Step, events.Skipped)
     total = last_of(happened, events.Started, events.Step)
     best = number(state.best_validation)
-    is_reward = state.validation is not None and state.validation.reward is not None
+    validations = (state.first_validation, state.validation)
+    is_reward = any(v is not None and v.reward is not None for v in validations)
+    on_rewards = state.step is not None and is_rewarded(state.step.metrics)
     row = RunRow(
         name=folder.name,
         state=state_of(folder, running, state, happened),
         model=model_of(folder, state),
         step=at and whole(at.step),
         steps=total and whole(total.steps),
-        last_loss=state.step and number(state.step.loss),
+        last_loss=None if on_rewards else state.step and number(state.step.loss),
         best_loss=number(state.best_loss),
+        last_reward=state.step and number(state.step.metrics.get(REWARD)),
+        best_mean_reward=number(state.best_smooth_reward),
         best_validation=None if is_reward else best,
         best_reward=0.0 - best if is_reward and best is not None else None,
         peak_bytes=whole(state.highest_bytes),
@@ -271,9 +279,9 @@ COLUMNS: dict[str, Callable[[RunRow, float], str]] = {
     "run": lambda row, now: printable(row.name, one_line=True),
     "state": lambda row, now: row.state,
     "step": lambda row, now: UNKNOWN if row.step is None else f"{row.step}/{row.steps or '?'}",
-    "loss": lambda row, now: known(row.last_loss, loss_text),
-    "best": lambda row, now: known(row.best_loss, loss_text),
-    "validation": lambda row, now: validation_of(row),
+    "loss": lambda row, now: loss_or_reward(row.last_loss, row.last_reward),
+    "best": lambda row, now: loss_or_reward(row.best_loss, row.best_mean_reward),
+    "validation": lambda row, now: loss_or_reward(row.best_validation, row.best_reward),
     "peak of limit": lambda row, now: peak_of_limit(row),
     "worked": lambda row, now: known(row.seconds, duration),
     "changed": lambda row, now: known(row.changed_at, lambda at: ago(now - at)),
@@ -317,10 +325,8 @@ def known(value: Any, text: Callable[[Any], str]) -> str:
     return UNKNOWN if value is None else text(value)
 
 
-def validation_of(row: RunRow) -> str:
-    if row.best_reward is not None:
-        return f"reward {plain(row.best_reward)}"
-    return known(row.best_validation, loss_text)
+def loss_or_reward(loss: float | None, reward: float | None) -> str:
+    return known(loss, loss_text) if reward is None else f"reward {plain(reward)}"
 
 
 def peak_of_limit(row: RunRow) -> str:

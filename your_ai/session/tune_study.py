@@ -148,7 +148,7 @@ class ToldTrial:
     state: str
     """finished, pruned or failed."""
     value: float | None
-    """Its validation loss; None if it failed."""
+    """Its validation loss, or the negative of its reward; None if it failed."""
     settings: dict[str, Any]
     """What was searched."""
     reason: str

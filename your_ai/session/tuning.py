@@ -34,11 +34,11 @@ from typing import Any, Protocol
 
 from your_ai.config import FIELDS, TrainConfig, build, nearest, to_yaml
 from your_ai.dashboard.state import ViewState, fold_all
-from your_ai.dashboard.trials import TrialRow, best_of, marked
+from your_ai.dashboard.trials import TrialRow, best_of, marked, measure_name, measure_text
 from your_ai.data.sources import find_splits
 from your_ai.errors import RunError, UserError
 from your_ai.files import TEMPORARY, clean, read_text, replace_text, sha256, sync
-from your_ai.gates.text import loss_text, shortened
+from your_ai.gates.text import shortened
 from your_ai.gates.yaml_files import read_yaml
 from your_ai.hub.find import find_model
 from your_ai.hub.fingerprint import fingerprint
@@ -285,7 +285,11 @@ class TrialWatch:
     def see(self, validation: events.Validation) -> None:
         step, loss = validation.step, validation.loss
         if not math.isfinite(loss):
-            self.pruned = f"the validation loss is {loss} at step {step}"
+            name, value = "loss", loss
+            reward = validation.metrics.get("reward")
+            if reward is not None and not math.isfinite(reward):
+                name, value = "reward", reward
+            self.pruned = f"the validation {name} is {value} at step {step}"
         elif step not in self.losses:  # a run that was killed repeats some
             self.losses[step] = loss
             started = self.state.started
@@ -328,7 +332,7 @@ def end_of(folder: RunFolder, watch: TrialWatch, ended: EndedRun | None) -> Tria
     best = min(watch.losses.values(), default=None)
     if watch.is_done:
         if best is None:
-            return TrialEnd(tune_study.FAILED, None, "it has no finite validation loss")
+            return TrialEnd(tune_study.FAILED, None, "no validation of it is finite")
         return TrialEnd(tune_study.FINISHED, best)
     if watch.pruned:
         return TrialEnd(tune_study.PRUNED, best, watch.pruned)
@@ -545,10 +549,12 @@ def recorded(folder: RunFolder, kind: type) -> Iterator[Any]:
 def row_of(folder: RunFolder, trial: ToldTrial) -> TrialRow:
     """A trial as the study and the events of its run describe it."""
     run = run_list.row_of(folder)
+    is_reward = run is not None and run.best_reward is not None and trial.value is not None
     return TrialRow(
         number=trial.number,
         state=trial.state,
-        validation_loss=trial.value,
+        validation_loss=None if is_reward else trial.value,
+        reward=0.0 - trial.value if is_reward else None,
         settings=trial.settings,
         step=run and run.step,
         steps=run and run.steps,
@@ -571,7 +577,7 @@ def preset(name: str, config: TrainConfig, best: TrialRow, rows: Sequence[TrialR
     }
     values.pop("run", None)
     found = {field: values.pop(field) for field in FOUND}
-    first = next((row.validation_loss for row in rows if row.number == 0), None)
+    first = next((measure_text(row) for row in rows if row.number == 0), "unknown")
 
     def text(part: Mapping[str, Any]) -> str:
         return yaml.safe_dump(part, sort_keys=False, allow_unicode=True) if part else ""
@@ -579,8 +585,8 @@ def preset(name: str, config: TrainConfig, best: TrialRow, rows: Sequence[TrialR
     lines = [
         f"# Found by `your_ai tune`: the best of {len(rows)} trials in {name}, trial "
         f"{best.number:03}.",
-        f"# Validation loss {loss_text(best.validation_loss)}; with the default settings "
-        f"{loss_text(first)}.",
+        f"# Validation {measure_name([best])} {measure_text(best)}; with the default settings "
+        f"{first}.",
     ]
     return (
         "\n".join(re.sub(r"[^\x20-\x7e]", "?", line) for line in lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from your_ai.config import AUTO, GRPO, TrainConfig, defaults, flag, last_step
 from your_ai.data.batches import Schedule, make_schedule
 from your_ai.data.encode import SamplePrompt
 from your_ai.data.examples import Examples
+from your_ai.data.preferences import kind_of
 from your_ai.data.prompts import PromptRows
 from your_ai.data.sources import find_splits
 from your_ai.engine.build import build_engine
@@ -109,7 +110,19 @@ class Prepared:
             dtype=str(self.dtype).removeprefix("mlx.core."),
             plan=self.engine_name,
             more=ways_to_learn_more(self.config, self.adapters, len(self.model.layers)),
+            has_answers=have_answers(self.prompts or {}),
         )
+
+
+def have_answers(prompts: Mapping[str, PromptRows]) -> bool:
+    """Whether the first row that an evaluation would take has an answer; True without prompts.
+
+    prompts: the rows of the prompts, by split.
+    """
+    for split in ("test", "valid", "train"):
+        if split in prompts:
+            return kind_of(prompts[split].read(0)[0]) is not None
+    return True
 
 
 def ways_to_learn_more(config: TrainConfig, adapters: model.Adapters, blocks: int) -> str:
