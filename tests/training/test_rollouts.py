@@ -249,6 +249,13 @@ def test_missing_rewards_are_left_out(rewarded, own_folder):
     assert step.metrics["rewards/missing"] == 2
 
 
+def test_a_step_without_differences_changes_nothing_and_says_so(rewarded):
+    run = train(rewarded(reward=["contains:never"]))
+    (notice,) = [n.text for n in events_of(run, events.Notice) if "changed nothing" in n.text]
+    assert "all completions of each prompt earned the same reward" in notice
+    assert [s.metrics["frac_reward_zero_std"] for s in events_of(run, events.Step)] == [1, 1, 1]
+
+
 def test_rollouts_that_a_step_needs_again_must_be_there(rewarded):
     run = train(rewarded(updates_per_batch=2, max_steps=3))
     rollout_file(run.path, 3).unlink()

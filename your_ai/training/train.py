@@ -352,8 +352,10 @@ def train_until_done(
     plan.
     """
     with locked(folder), contextlib.closing(events.EventLog(folder.events)) as log:
-        rest = "this step" if config.objective != GRPO else "its update, if one is under way"
-        text = f"stopping after {rest}; signal again to stop immediately"
+        rest = "stopping after this step"
+        if config.objective == GRPO:
+            rest += ", or before it if its completions are not there yet"
+        text = f"{rest}; signal again to stop immediately"
         stop.on_first = lambda: log.write(events.Notice(text=text))
         failed_at, watch = [], Watch()
         try:
