@@ -23,7 +23,7 @@ from your_ai.rewards.names import FUNCTION, JUDGE, WeightedName, parse_rewards
 from your_ai.rewards.rollout import Rollout
 
 FAILURES = 3  # of a function, in a row, that end the run
-MISSING_CALLS = 3  # results in a row with more than half of the totals missing, that end it
+MISSING_CALLS = 3  # prompts in a row with more than half of the totals missing, that end it
 MOST_REWARD = 1e15  # the squares of larger ones do not fit into float32
 NOT_GIVEN, NOTHING_APPLIES = "the function gave none", "no reward applies to the prompt"
 
@@ -141,7 +141,7 @@ class Pending:
         """The rewards. Waits for the judge, and calls the user's functions.
 
         Raises UserError if a function returned something wrong, or raised in FAILURES calls in a
-        row, and RunError if MISSING_CALLS results in a row miss more than half of their totals.
+        row, and RunError if MISSING_CALLS prompts in a row miss more than half of their totals.
         """
         if self.rewarded is None:
             self.rewarded = self.finish()
