@@ -337,3 +337,15 @@ def test_from_is_only_for_what_can_read_adapters():
 def test_old_runs_did_not_start_from_an_adapter():
     assert "from_adapter" not in TrainConfig().fixed_on_resume()
     assert TrainConfig(from_adapter="x").fixed_on_resume()["from_adapter"] == "'x'"
+
+
+def test_an_objective_whose_demo_begins_with_an_adapter_takes_its_settings():
+    asked = []
+
+    def settings_of_adapter(source, model):
+        asked.append(source)
+        return {"from_adapter": source, "lora_rank": 4}
+
+    config = resolve({"objective": "grpo"}, None, settings_of_adapter=settings_of_adapter)
+    assert asked == ["demo"]
+    assert (config.from_adapter, config.lora_rank) == ("demo", 4)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -283,3 +284,18 @@ def test_a_second_run_asks_nothing_but_the_first_call(server, own_folder):
 def test_a_judge_without_a_model_is_an_error(own_folder):
     with pytest.raises(UserError, match=r"^--reward judge: needs --judge-model"):
         load_rewards(["judge"], None, own_folder)
+
+
+def test_whoever_waits_for_the_judge_may_look_elsewhere_and_give_up(make):
+    class Slow:
+        def begin(self, rollouts):
+            return [Future() for _ in rollouts]
+
+    def give_up() -> None:
+        raise InterruptedError
+
+    called = []
+    rewards = make("judge", "m:f", judge=Slow(), f=lambda **_: called.append(1) or [1.0])
+    with pytest.raises(InterruptedError):
+        rewards.begin(group("a"), 1).result(give_up)
+    assert called == [1]  # while the judge works

@@ -111,7 +111,11 @@ def resolve(
         settings = {**taken, **kept, "from_adapter": taken["from_adapter"]}
     if preset is None and settings.get("model", DEMO) == DEMO and "data" not in settings:
         kind = build(settings, "settings").row_kind
-        settings = read_yaml(find_preset(DEMO_PRESETS[kind])) | settings
+        demo = read_yaml(find_preset(DEMO_PRESETS[kind]))
+        if not source and demo.get("from_adapter") and settings_of_adapter is not None:
+            # as if it had been named, so that its adapter decides what the others do
+            return resolve(flags, DEMO_PRESETS[kind], needs_data, on_note, settings_of_adapter)
+        settings = demo | settings
     if settings.get("objective", SFT) != SFT:
         settings = {"learning_rate": PREFERENCE_LEARNING_RATE} | settings
     config = build(settings, "settings")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from your_ai.rewards.rollout import Rollout
 
 FAILURES = 3  # of a function, in a row, that end the run
 MISSING_CALLS = 3  # prompts in a row with more than half of the totals missing, that end it
+LOOK_EVERY_S = 0.2
 MOST_REWARD = 1e15  # the squares of larger ones do not fit into float32
 NOT_GIVEN, NOTHING_APPLIES = "the function gave none", "no reward applies to the prompt"
 
@@ -137,23 +138,27 @@ class Pending:
         """Wait for the judge for some time; whether `result` then returns without waiting."""
         return not concurrent.futures.wait(self.verdicts, timeout_s).not_done
 
-    def result(self) -> Rewarded:
-        """The rewards. Waits for the judge, and calls the user's functions.
+    def result(self, look: Callable[[], None] = lambda: None) -> Rewarded:
+        """The rewards. Calls the user's functions, then waits for the judge.
+
+        look: is called now and then while it waits, and may raise.
 
         Raises UserError if a function returned something wrong, or raised in FAILURES calls in a
         row, and RunError if MISSING_CALLS prompts in a row miss more than half of their totals.
         """
         if self.rewarded is None:
-            self.rewarded = self.finish()
+            self.rewarded = self.finish(look)
         return self.rewarded
 
-    def finish(self) -> Rewarded:
+    def finish(self, look: Callable[[], None]) -> Rewarded:
         reasons: list[Counter[str]] = [Counter() for _ in self.rollouts]
         notices: list[str] = []
         values: dict[str, list[float | None]] = {}
         left_out: dict[str, set[int]] = {}
         functions = self.rewards.functions
         called = {name: self.call(name, notices) for name in functions}  # while the judge works
+        while not self.wait(LOOK_EVERY_S):
+            look()
         verdicts = [future.result() for future in self.verdicts]
         for name in self.rewards.names:
             if name.kind == FUNCTION:

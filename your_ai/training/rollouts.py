@@ -52,7 +52,6 @@ from your_ai.training.prepare import Prepared
 from your_ai.training.reference import computed
 
 PROGRESS_EVERY_S = 5.0
-LOOK_EVERY_S = 0.2  # for signals, while the judge works
 REFERENCE = "reference"  # the folder of the first adapters, in the run folder, of new ones
 ADAPTER_FILES = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG)
 NO_SPREAD = (
@@ -173,9 +172,7 @@ class RolloutSource:
         self.freed("generate", began)
         began = time.perf_counter()
         whole = Pending.joined([pending[place] for place in range(len(rows))])
-        while not whole.wait(LOOK_EVERY_S):
-            self.check_stop()
-        result = whole.result()
+        result = whole.result(self.check_stop)
         for text in dict.fromkeys(result.notices):
             self.log.write(events.Notice(text=text))
         for name, count in result.counts.items():
