@@ -25,7 +25,7 @@ LAYERS = [
     ["nets"],
     ["dashboard", "trackers", "rewards"],
     ["memory.budget", "engine", "training.optimizer"],
-    ["modelfiles", "publish.card"],
+    ["modelfiles", "publish.card", "publish.training_notes"],
     ["generation"],
     ["evaluation"],
     ["export", "serving"],

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         generate,
         load_run,
         plan,
+        score,
         train,
     )
     from your_ai.config import TrainConfig
@@ -30,6 +31,7 @@ __all__ = [
     "generate",
     "load_run",
     "plan",
+    "score",
     "train",
 ]
 _MODULES = {"TrainConfig": "config", "RunError": "errors", "UserError": "errors"}

@@ -7,7 +7,7 @@ Importing it is quick; MLX is loaded by what needs it. Errors that are the calle
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -316,6 +316,41 @@ def evaluate(
     measured = summary.summarize(trained, found, settings)
     record.write(trained.folder, measured)
     return measured
+
+
+def score(
+    run: Run | str | Path,
+    file: str | Path,
+    *,
+    too_long: str = "error",
+    batch_size: int = 8,
+    max_memory: float | None = None,
+    checkpoint: str | None = None,
+    model: str | None = None,
+    on_note: Callable[[str], object] = lambda text: None,
+) -> Iterator[dict[str, Any]]:
+    """Score the rows of a file with a reward model; yield each row with its `reward`.
+
+    file: rows with an answer, or with `chosen` and `rejected`, which get `reward_chosen` and
+    `reward_rejected`; - is standard input. too_long: error or truncate. max_memory: limit of this
+    process, in GB. Raises UserError and RunError.
+    """
+    from your_ai.data.sources import STDIN, save_stdin
+    from your_ai.evaluation.reward_model import load_reward_model, score_file
+    from your_ai.hub.find import store
+
+    if too_long not in ("error", "truncate"):
+        raise UserError(f"--too-long {too_long}: must be error or truncate")
+    trained = _trained(_run(run).path, checkpoint, model)
+    path = save_stdin(store(), label="score -") if str(file) == STDIN else Path(file).expanduser()
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give a file of rows, or - for standard input")
+    if trained.note:
+        on_note(trained.note)
+    scorer = _guarded(trained.folder, lambda: load_reward_model(trained, max_memory, batch_size))
+    rows = score_file(scorer, path, trained.config, too_long)
+    while (row := _guarded(trained.folder, lambda: next(rows, None))) is not None:
+        yield row
 
 
 def generate(run: Run | str | Path, prompt: str | Sequence[Message], **options: Any) -> str:

@@ -22,6 +22,7 @@ from your_ai.commands import (
     pushing,
     rollouts,
     runs,
+    scoring,
     serving,
     surveying,
     training,
@@ -61,6 +62,7 @@ app.command()(surveying.data)
 app.command()(generating.generate)
 app.command()(generating.chat)
 app.command("eval")(evaluating.evaluate)
+app.command()(scoring.score)
 app.command()(serving.serve)
 app.command()(fusing.fuse)
 app.command()(exporting.export)

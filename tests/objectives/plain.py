@@ -22,8 +22,10 @@ from your_ai.data.examples import Examples
 from your_ai.objectives.dpo import DPO, IPO
 from your_ai.objectives.grpo import GRPO
 from your_ai.objectives.kto import KTO
+from your_ai.objectives.reward import BradleyTerry, ScoreRegression
 from your_ai.objectives.sft import SFT
 from your_ai.objectives.simpo import SimPO
+from your_ai.run.checkpoint import SCORE_WEIGHT
 
 Arrays = dict[str, mx.array]
 
@@ -46,6 +48,13 @@ def log_softmax(x: mx.array) -> mx.array:
 
 def plain_logits(weights: Arrays, args: Any, tokens: np.ndarray) -> mx.array:
     """(T, V) logits of llama, qwen2 or gemma2; args: the ModelArgs of mlx-lm."""
+    rows = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    logits = plain_hidden(weights, args, tokens) @ rows.T
+    return capped(logits, args.final_logit_softcapping) if args.model_type == "gemma2" else logits
+
+
+def plain_hidden(weights: Arrays, args: Any, tokens: np.ndarray) -> mx.array:
+    """(T, D) hidden states before the head."""
     gemma, eps = args.model_type == "gemma2", args.rms_norm_eps
 
     def norm(x: mx.array, name: str) -> mx.array:
@@ -96,8 +105,7 @@ def plain_logits(weights: Arrays, args: Any, tokens: np.ndarray) -> mx.array:
         else:
             x = x + y
             x = x + mlp(norm(x, f"{block}.post_attention_layernorm"), f"{block}.mlp")
-    logits = norm(x, "model.norm") @ weights.get("lm_head.weight", embedding).T
-    return capped(logits, args.final_logit_softcapping) if gemma else logits
+    return norm(x, "model.norm")
 
 
 def rotated(x: mx.array, base: float) -> mx.array:
@@ -123,9 +131,14 @@ def adapted(weight: mx.array, scale: float, adapter: Arrays) -> mx.array:
 
 
 def with_adapters(weights: Arrays, scale: float, adapters: Arrays) -> Arrays:
-    """The weights with those of the adapted layers replaced; adapters: by path."""
+    """The weights with those of the adapted layers replaced; adapters: by path, with those of a
+    score head.
+    """
     layers: dict[str, Arrays] = {}
+    weights = weights | {path: array for path, array in adapters.items() if path == SCORE_WEIGHT}
     for path, array in adapters.items():
+        if path == SCORE_WEIGHT:
+            continue
         layer, _, part = path.rpartition(".")
         layers.setdefault(layer, {})[part] = array
     return weights | {
@@ -138,13 +151,14 @@ def with_adapters(weights: Arrays, scale: float, adapters: Arrays) -> Arrays:
 
 
 class Answer(NamedTuple):
-    """(n,) float64 log-probabilities of the tokens of an answer."""
+    """(n,) float64 log-probabilities of the tokens of an answer; of a reward model, its score."""
 
     current: mx.array
     reference: mx.array
     old: mx.array | None = None
     """Only of rollouts, like the advantage."""
     advantage: float = 0.0
+    rating: float = 0.0
 
     @property
     def ratios(self) -> mx.array:
@@ -180,6 +194,9 @@ def plain_loss(objective: Any, groups: list[Group]) -> mx.array:
         weight = sum(w * n if objective.normalization == "dapo" else w > 0
                      for (w, _), n in zip(answers, counts, strict=True))  # fmt: skip
         return sum(w * rollout_loss(objective, answer).sum() for w, answer in answers) / weight
+    elif isinstance(objective, ScoreRegression):
+        weight *= 2
+        losses = [sum((a.current.sum() - a.rating) ** 2 for a in g.answers) for g in groups]
     elif isinstance(objective, KTO):
         moved = sum(g.weight * g.answers[1].ratios.sum() for g in groups) / weight
         baseline = mx.stop_gradient(mx.maximum(moved, 0))
@@ -214,6 +231,8 @@ def kto_loss(objective: KTO, group: Group, baseline: mx.array) -> mx.array:
 
 def pair_loss(objective: Any, chosen: Answer, rejected: Answer) -> mx.array:
     a, b = chosen.current.mean(), rejected.current.mean()
+    if isinstance(objective, BradleyTerry):
+        return -log_sigmoid(a - b - chosen.rating) + objective.center * (a + b) ** 2
     e = getattr(objective, "label_smoothing", 0.0)
     if isinstance(objective, DPO):
         h = objective.beta * (chosen.ratios.sum() - rejected.ratios.sum())
@@ -263,6 +282,10 @@ def plain_gradients(
 
     def answer(weights: Arrays, index: int) -> Answer:
         tokens, at = examples[index].tokens, np.flatnonzero(examples[index].trained)
+        if examples.ratings is not None:
+            hidden = plain_hidden(weights, model.args, tokens[:-1])
+            score = hidden[-1:] @ weights[SCORE_WEIGHT].T
+            return Answer(score[:, 0], mx.zeros(1), rating=float(examples.ratings[index]))
         scores = log_softmax(plain_logits(weights, model.args, tokens) / temperature)
         kept = [a for a in (examples.reference, examples.old) if a is not None]
         kept = [mx.array(array[examples.starts[index] + at], mx.float64) for array in kept]
@@ -279,7 +302,7 @@ def plain_gradients(
                 Group(
                     [answer(weights, row), answer(weights, row + 1)],
                     float(examples.weights[row]),
-                    bool(examples.labels[row]),
+                    examples.labels is not None and bool(examples.labels[row]),
                 )
                 for row in rows
             ],

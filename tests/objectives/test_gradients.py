@@ -26,11 +26,13 @@ from your_ai.engine.scoring import with_baseline, with_weights
 from your_ai.engine.weights import FileTensor, tensors_of
 from your_ai.nets import model
 from your_ai.nets.head import LinearHead
+from your_ai.nets.score_head import put_score_head
 from your_ai.objectives.dpo import DPO, IPO
 from your_ai.objectives.grpo import GRPO
 from your_ai.objectives.kto import KTO
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.orpo import ORPO
+from your_ai.objectives.reward import BradleyTerry, ScoreRegression
 from your_ai.objectives.sft import SUPERVISED
 from your_ai.objectives.simpo import SimPO
 from your_ai.training.train import accumulate
@@ -53,6 +55,8 @@ OBJECTIVES: dict[str, Objective] = {
     "grpo-reverse": GRPO(clip_low=0.1, kl_beta=0.3, normalization="dr"),
     "gspo": GRPO(clip_low=0.1, clip_high=0.1, importance="sequence", kl_beta=0.1),
     "grpo-new": GRPO(kl_beta=0.1),
+    "reward": BradleyTerry(center=0.1),
+    "reward-scores": ScoreRegression(),
 }
 TEMPERATURES = {"grpo-new": 0.7, "grpo-reverse": 1.5}
 MODELS = {  # architecture, bits, DoRA
@@ -133,11 +137,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
         make_model(folder, architecture, bits, factor=1, **TINY, vocab_size=VOCABULARY)
         base, _ = model.load_network(folder, mx.float32)
         tensors, plain = tensors_of(base, folder), plain_model(base)
-        network, _, scale = load(folder, dora)
-        adapters = dict(tree_flatten(network.trainable_parameters()))
 
         @cache
         def expected(objective: str) -> tuple[float, Arrays]:
+            network, _, scale = load(folder, dora, is_reward(objective))
+            adapters = dict(tree_flatten(network.trainable_parameters()))
             examples, temperature = make_examples(objective), TEMPERATURES.get(objective, 1.0)
             return plain_gradients(
                 OBJECTIVES[objective], plain, adapters, scale, examples, temperature
@@ -148,13 +152,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     return make
 
 
-def load(folder: Path, dora: bool) -> tuple[nn.Module, model.DropoutKeys, float]:
-    """A network with random adapters, and the scale of their products."""
+def is_reward(objective: str) -> bool:
+    return isinstance(OBJECTIVES[objective], BradleyTerry | ScoreRegression)
+
+
+def load(
+    folder: Path, dora: bool, scores: bool = False
+) -> tuple[nn.Module, model.DropoutKeys, float]:
+    """A network with random adapters, and the scale of their products; scores: a score head."""
     config = TrainConfig(
         lora_layers=2, lora_targets=("all-linear",), lora_rank=4, lora_alpha=8.0, use_dora=dora
     )
     network, _ = model.load_network(folder, mx.float32)
     keys = model.add_adapters(network, config).dropout_keys
+    if scores:
+        put_score_head(network, network.args.hidden_size, seed=3)
     mx.random.seed(1)  # lora_b is initially zero, which would make half the gradients zero
     network.update(
         tree_map(lambda p: p + 0.05 * mx.random.normal(p.shape), network.trainable_parameters())
@@ -164,7 +176,7 @@ def load(folder: Path, dora: bool) -> tuple[nn.Module, model.DropoutKeys, float]
 
 
 def make_examples(objective: str) -> Examples:
-    """Random pairs with random log-probabilities of a reference, or rollouts.
+    """Random pairs with random log-probabilities of a reference, or rollouts, or with ratings.
 
     Rollouts also have advantages, and log-probabilities from when they were generated, but for
     those that are new.
@@ -175,7 +187,8 @@ def make_examples(objective: str) -> Examples:
         prompt = rng.integers(0, VOCABULARY, asked)
         for count in answers:
             texts.append(np.append(prompt, rng.integers(0, VOCABULARY, count)))
-            trained.append(np.arange(asked + count) >= asked)
+            at = np.arange(asked + count)
+            trained.append(at == asked + count - 1 if is_reward(objective) else at >= asked)
     tokens = np.concatenate(texts).astype(np.uint32)
     reference = -rng.gamma(4.0, 2.0, len(tokens)).astype(np.float32)
     rollouts: dict[str, np.ndarray] = {}
@@ -185,6 +198,16 @@ def make_examples(objective: str) -> Examples:
         rollouts = {"advantages": rng.normal(0.5, 1, len(texts)).astype(np.float32), "old": near[1]}
         if objective == "grpo-new":
             del rollouts["old"]
+    if is_reward(objective):
+        rollouts = {"ratings": np.repeat(rng.gamma(1.0, 1.0, len(LENGTHS)), 2).astype(np.float32)}
+        return Examples(
+            tokens,
+            np.concatenate(trained),
+            np.cumsum([0, *map(len, texts)]),
+            np.repeat(WEIGHTS, 2).astype(np.float32),
+            RowCounts(),
+            **rollouts,
+        )
     return Examples(
         tokens,
         np.concatenate(trained),
@@ -200,7 +223,7 @@ def make_examples(objective: str) -> Examples:
 def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
     """A step of an engine: its loss, in all ways to compute it, and its gradients by path."""
     objective = OBJECTIVES[name]
-    network, keys, _ = load(made.folder, made.dora)
+    network, keys, _ = load(made.folder, made.dora, is_reward(name))
     built = build_engine(
         network,
         keys,

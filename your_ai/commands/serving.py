@@ -42,12 +42,14 @@ def serve(
 ) -> None:
     """Serve a run over the OpenAI API, with mlx-lm's server."""
     from your_ai.generation.generate import Sampling
+    from your_ai.nets.saved_adapter import check_generates
     from your_ai.run.stopping import recorded_signals
     from your_ai.serving import server as serving
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     origins = serving.Origins(tuple(o.strip() for o in allowed_origins.split(",") if o.strip()))
     trained = open_trained_with_note(run, checkpoint, model)
+    check_generates(trained.adapter)
     log_to_stderr(log_level)
     with recorded_signals() as received, serving.listen(host, port) as server:
         provider = serving.RunProvider(trained, serving.options(sampling, origins))

@@ -13,6 +13,7 @@ from your_ai.config.names import (
     GRPO,
     LOSS,
     OBJECTIVES_WITH,
+    REWARD,
     REWARD_METRICS,
     SFT,
     flag,
@@ -49,6 +50,7 @@ BOUNDS = {
     "kto_desirable_weight": (0, LARGEST),
     "kto_undesirable_weight": (0, LARGEST),
     "sft_weight": (0, LARGEST),
+    "center_rewards": (0, LARGEST),
     "rollouts": (2, 4096),
     "prompts_per_step": (1, 65_536),
     "max_new_tokens": (1, 1 << 24),
@@ -240,6 +242,10 @@ def check_objective(config: TrainConfig) -> None:
         )
     if not config.mask_prompt:
         raise UserError(f"--no-mask-prompt: not supported with --objective {config.objective}")
+    if config.objective == REWARD and config.samples:
+        raise UserError(
+            "--samples: --objective reward trains a model that scores, not one that answers"
+        )
     if config.exact_match and config.objective != GRPO:
         raise UserError(f"--exact-match: not supported with --objective {config.objective}")
     for name in ("lora_dropout", "neftune_alpha"):

@@ -8,8 +8,10 @@ DEMO_DATA = {DEMO: "data", "demo-pairs": "pairs", "demo-labels": "labels"}
 ALL_LINEAR = "all-linear"  # of --lora-targets
 AUTO = "auto"  # chosen when the run starts, by config/defaults.py, and recorded in its settings
 OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs
-SFT, GRPO = "sft", "grpo"  # values of --objective: supervised fine-tuning, and rollouts
-PREFERENCE_LEARNING_RATE = 2e-5  # the default of all other objectives; docs/objectives.md says why
+# Values of --objective: supervised fine-tuning, rollouts, and a reward model.
+SFT, GRPO, REWARD = "sft", "grpo", "reward"
+PREFERENCE_LEARNING_RATE = 2e-5  # the default of other objectives; docs/objectives.md says why
+LEARNING_RATES = {REWARD: 1e-4}  # of objectives with a default of their own
 LOSS, EXACT_MATCH = "loss", "exact_match"  # values of --best-metric
 # Values of --best-metric for pairs and labels -> the metric of a validation, higher is better.
 REWARD_METRICS = {"accuracy": "rewards/accuracies", "margin": "rewards/margins"}
@@ -32,6 +34,8 @@ OBJECTIVES_WITH = {
     "kto_undesirable_weight": ("kto",),
     "sft_weight": ("dpo", "ipo", "simpo", "orpo", "kto"),
     "reference": ("dpo", "ipo"),
+    "reward_loss": (REWARD,),
+    "center_rewards": (REWARD,),
     **dict.fromkeys(
         (
             *("reward", "rollouts", "prompts_per_step", "max_new_tokens", "temperature", "top_p"),

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from your_ai.config.checks import check_used, in_effect
 from your_ai.config.mlxlm import is_mlxlm, translated
-from your_ai.config.names import ALL_LINEAR, AUTO, DEMO, PREFERENCE_LEARNING_RATE, SFT, flag
+from your_ai.config.names import (
+    ALL_LINEAR,
+    AUTO,
+    DEMO,
+    LEARNING_RATES,
+    PREFERENCE_LEARNING_RATE,
+    SFT,
+    flag,
+)
 from your_ai.config.settings import ADAPTER_SETTINGS, ADDED, FIELDS, RESUMABLE, TrainConfig
 from your_ai.config.values import as_number, coerce
 from your_ai.errors import UserError
@@ -32,6 +40,7 @@ DEMO_PRESETS = {  # by kind of row
     "pairs": "demo-dpo",
     "labels": "demo-kto",
     "prompts": "demo-grpo",
+    "rated": "demo-reward",
 }
 
 
@@ -116,8 +125,9 @@ def resolve(
             # as if it had been named, so that its adapter decides what the others do
             return resolve(flags, DEMO_PRESETS[kind], needs_data, on_note, settings_of_adapter)
         settings = demo | settings
-    if settings.get("objective", SFT) != SFT:
-        settings = {"learning_rate": PREFERENCE_LEARNING_RATE} | settings
+    if (objective := settings.get("objective", SFT)) != SFT:
+        rate = LEARNING_RATES.get(objective, PREFERENCE_LEARNING_RATE)
+        settings = {"learning_rate": rate} | settings
     config = build(settings, "settings")
     check_used(given, config.objective)
     if needs_data and not config.data:

@@ -18,6 +18,7 @@ from your_ai.config.names import (
     FOLDER,
     GRPO,
     LOSS,
+    REWARD,
     SFT,
 )
 
@@ -82,10 +83,11 @@ class TrainConfig:
     )
     mask_prompt: bool = setting(True, "Train on the completions only, in rows that have prompts.")
 
-    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo"] = setting(
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "reward"] = setting(
         SFT,
         "What is learned: answers (sft), which of two answers is preferred (dpo, ipo, simpo, "
-        "orpo), which answers are good and which are bad (kto), or what earns a reward (grpo).",
+        "orpo), which answers are good and which are bad (kto), what earns a reward (grpo), or to "
+        "score answers (reward).",
     )
     beta: float | None = setting(
         None,
@@ -106,6 +108,15 @@ class TrainConfig:
     )
     reference: Literal["start", "none"] = setting(
         "start", "Reference of dpo and ipo: the model as the run starts, or none."
+    )
+
+    reward_loss: Literal["auto", "pairs", "scores"] = setting(
+        AUTO,
+        "Loss of a reward model: of a chosen and a rejected answer (pairs: Bradley-Terry), or of "
+        "an answer with a score (scores: squared error); auto: what the rows are.",
+    )
+    center_rewards: float = setting(
+        0.0, "Weight of the squared sum of the scores of a pair, which centers them at 0."
     )
 
     reward: tuple[str, ...] = setting(
@@ -196,7 +207,7 @@ class TrainConfig:
         "adamw", "Optimizer, from mlx.optimizers."
     )
     learning_rate: float = setting(
-        2e-4, "Peak learning rate; if not given, 2e-5 for every objective but sft."
+        2e-4, "Peak learning rate; if not given, 1e-4 for reward and 2e-5 for others but sft."
     )
     loraplus_ratio: float = setting(
         1.0, "The B matrices of the adapters learn this many times as fast (LoRA+), e.g. 16."
@@ -322,9 +333,10 @@ class TrainConfig:
         return self.batch_size * self.grad_accumulation
 
     @property
-    def row_kind(self) -> Literal["answers", "pairs", "labels", "prompts"]:
+    def row_kind(self) -> Literal["answers", "pairs", "labels", "prompts", "rated"]:
         """What the rows of the data are."""
-        return {SFT: "answers", "kto": "labels", GRPO: "prompts"}.get(self.objective, "pairs")
+        kinds = {SFT: "answers", "kto": "labels", GRPO: "prompts", REWARD: "rated"}
+        return kinds.get(self.objective, "pairs")
 
     @property
     def measured_kind(self) -> Literal["answers", "chosen"]:
@@ -399,6 +411,8 @@ ADDED: dict[str, Any] = {
     "loraplus_ratio": 1.0,
     "layerwise_lr_decay": 1.0,
     "neftune_alpha": 0.0,
+    "reward_loss": AUTO,
+    "center_rewards": 0.0,
     "reward": (),
     "rollouts": 8,
     "prompts_per_step": 4,

@@ -125,7 +125,8 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
     parts.append(f"adapter: {finished.adapter}{which_adapter(finished)}")
     has_answers = state.started is None or state.started.has_answers
     evaluate = f"; evaluate it: your_ai eval {run}" if has_answers else ""
-    parts.append(f"try it: your_ai chat {run}{evaluate}")
+    is_reward = state.started is not None and state.started.is_reward_model
+    parts.append(f"try it: your_ai {f'score {run} FILE' if is_reward else f'chat {run}'}{evaluate}")
     parts += reward_lines(state) + judge_lines(state)
     if state.match_after is not None:
         parts.append(match_text(state.match_before, state.match_after))

@@ -64,6 +64,8 @@ class Batch:
     """(S,) float32 log-probabilities when the rollouts were generated, if they are needed."""
     baseline: np.ndarray | None = None
     """(S,) float32, the baseline of the step in each slot, if a pass over other texts found it."""
+    ratings: np.ndarray | None = None
+    """(S,) float32, the rating of the target's row, if the rows have ratings."""
 
     @property
     def real_tokens(self) -> int:
@@ -435,7 +437,7 @@ def lay_out(
     tokens = np.zeros(shape, np.int32)
     flat = tokens.reshape(-1)
     positions, targets, weights, texts = [], [], [], []
-    reference, good, advantages, old = [], [], [], []
+    reference, good, advantages, old, ratings = [], [], [], [], []
     lengths = np.zeros(shape[0], np.int64)
     for text, (row, start) in enumerate(zip(rows, starts, strict=True)):
         example = examples[row]
@@ -454,6 +456,8 @@ def lay_out(
             advantages.append(np.full(len(at), examples.advantages[row]))
         if examples.old is not None:
             old.append(examples.old[examples.starts[row] + 1 + at])
+        if examples.ratings is not None:
+            ratings.append(np.full(len(at), examples.ratings[row]))
         lengths[start // shape[1]] += inputs
     trained = sum(map(len, targets))
     slots = padded_targets(trained, tokens.size)
@@ -471,6 +475,7 @@ def lay_out(
         good=pad(np.concatenate(good), slots, np.bool_) if good else None,
         advantages=pad(np.concatenate(advantages), slots, np.float32) if advantages else None,
         old=pad(np.concatenate(old), slots, np.float32) if old else None,
+        ratings=pad(np.concatenate(ratings), slots, np.float32) if ratings else None,
     )
 
 

@@ -31,9 +31,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     "text": ("text", "content", "document", "body"),
 }
 PAIR = ("chosen", "rejected")
-ROLES = (*NAMES, *PAIR, "label", "system", "weight")
+NUMBERS = ("score", "margin")  # of the rows of a reward model
+ROLES = (*NAMES, *PAIR, "label", *NUMBERS, "system", "weight")
 COMPLETE = ({"messages"}, {"prompt", "completion"}, {"text"})  # what a row needs, or:
-COMPLETE_PREFERENCES = ({"prompt", *PAIR}, {*PAIR}, {"prompt", "completion", "label"})
+COMPLETE_PREFERENCES = (
+    *({"prompt", *PAIR}, {*PAIR}, {"prompt", "completion", "label"}),
+    *({"prompt", "completion", "score"}, {"messages", "score"}),
+)
 FORMAT_KEYS = {key for keys in FORMATS for key in keys}
 TEMPLATE_BYTES = 1 << 20
 TEMPLATE_SECONDS = 3.0
@@ -87,7 +91,7 @@ class Layout:
                     f"columns: {listed(record)}"
                 )
             value = record[column]
-            is_text = role not in ("messages", "label") and not isinstance(value, list)
+            is_text = role not in ("messages", "label", *NUMBERS) and not isinstance(value, list)
             if self.prompts and role in ("completion", "system"):
                 is_text = False  # they may be missing; `parse_prompts` takes what is there
             row[role] = as_text(value, column, where) if is_text else value
@@ -131,7 +135,7 @@ def layout_of(
     """
     roles = parse_columns(columns, prompts)
     if not prompt_template:
-        if set(roles) - {"system", "weight"} == {"completion"}:
+        if set(roles) - {"system", "weight", *NUMBERS} == {"completion"}:
             raise UserError("--columns: names no prompt; add prompt=COLUMN")
         return Layout(roles, labeled=labeled, prompts=prompts)
     if taken := {"prompt", "messages", "text"} & set(roles):
@@ -157,7 +161,7 @@ def parse_columns(columns: Sequence[str], prompts: bool = False) -> dict[str, st
         if role in roles:
             raise UserError(f"--columns: names the {role} twice")
         roles[role] = column
-    needed = set(roles) - {"system", "weight"}
+    needed = set(roles) - {"system", "weight", "margin"}
     complete = (*COMPLETE, *COMPLETE_PREFERENCES, *([{"prompt"}] if prompts else ()))
     if roles and needed not in complete:
         if needed == {"completion"}:

@@ -29,6 +29,7 @@ from your_ai.data.rows import (
     Question,
     Row,
     RowLimit,
+    Scored,
     Text,
 )
 from your_ai.data.template import TEMPLATE_CHARACTERS, TemplateRefused, render
@@ -54,6 +55,15 @@ class EncodedRow:
     """(T,) uint32."""
     trained: np.ndarray
     """(T,) bool: whether the token is a target."""
+
+
+def to_score(text: EncodedRow) -> EncodedRow:
+    """The text as a reward model scores it: up to its last trained token, which is where a
+    generated answer would end. The only target is one more token, of which only the place counts.
+    """
+    end = int(np.flatnonzero(text.trained)[-1]) + 1
+    tokens = np.append(text.tokens[:end], np.zeros(1, np.uint32))
+    return EncodedRow(tokens, np.arange(len(tokens)) == end)
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,7 @@ class Encoder:
 
     @property
     def masks_prompt(self) -> bool:
-        return self.mask_prompt or self.kind in ("pairs", "labels", "any")
+        return self.mask_prompt or self.kind in ("pairs", "labels", "rated", "any")
 
     @cached_property
     def backend(self) -> Any:
@@ -122,6 +132,8 @@ class Encoder:
             return [answer, self._encode(content.other, f"{row.where}: with another row's answer")]
         if isinstance(content, Question):
             return [self._encode_question(content, row.where)]
+        if isinstance(content, Scored):
+            content = content.answer
         return [self._encode(content, row.where)]
 
     def encode(self, row: Row) -> EncodedRow:
@@ -177,6 +189,8 @@ class Encoder:
             content = content.chosen
         elif isinstance(content, Labeled):
             content, is_good = content.answer, content.good
+        elif isinstance(content, Scored):
+            content = content.answer
         if isinstance(content, Question):
             return self._prompt_of_question(content, row.where)
         if isinstance(content, Pair) and self.tokenizer.has_chat_template:

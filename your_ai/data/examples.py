@@ -17,13 +17,15 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from your_ai.data.encode import EncodedRow, Encoder
-from your_ai.data.preferences import parser_of, with_other_answers
+from your_ai.data.encode import EncodedRow, Encoder, to_score
+from your_ai.data.preferences import of_one_form, parser_of, with_other_answers
 from your_ai.data.rows import (
     FLOAT32_MAX,
     Labeled,
+    Preference,
     Row,
     RowLimit,
+    Scored,
     checked_sha256,
     files_of_rows,
     read_rows,
@@ -32,9 +34,9 @@ from your_ai.errors import UserError
 from your_ai.files import atomic_folder, sha256
 from your_ai.gates.text import counted
 
-FORMAT = 4  # increase it when the encoding of rows changes, so that old caches are not used
+FORMAT = 5  # increase it when the encoding of rows changes, so that old caches are not used
 KEEP_CACHE_DAYS = 30
-ARRAYS = ("tokens.bin", "trained.bin", "starts.npy", "weights.npy", "labels.npy")
+ARRAYS = ("tokens.bin", "trained.bin", "starts.npy", "weights.npy", "labels.npy", "ratings.npy")
 TALLY = "tally.json"
 TALLY_BYTES = 1 << 16
 BLOCK_BYTES = 1 << 20
@@ -81,6 +83,9 @@ class Examples:
     old: np.ndarray | None = None
     """(N,) float32 log-probabilities of the trained tokens when the rollouts were generated, else
     0; None if they are not needed."""
+    ratings: np.ndarray | None = None
+    """(n,) float32, of the rows of a reward model: the score of each text, or the margin by which
+    the scores of its pair are to differ; else None."""
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -127,6 +132,7 @@ def load_examples(
     if examples is None or not has_tokens(examples, encoder.vocabulary):
         rows = watch(read_rows(path, encoder.limit, parser_of(encoder.kind)))
         rows = with_other_answers(rows) if encoder.kind == "labels" else rows
+        rows = of_one_form(rows) if encoder.kind == "rated" else rows
         pieces = (
             piece for row in rows for piece in pieces_of(row, encoder, max_seq_length, too_long)
         )
@@ -167,10 +173,27 @@ class Piece(NamedTuple):
     """whole, truncated or split; more for every piece of a row but its first."""
     good: bool | None
     """The label of its row, if it has one."""
+    rating: float | None = None
+    """The score or margin of its row, in the data of a reward model."""
 
 
 def pieces_of(row: Row, encoder: Encoder, max_seq_length: int, too_long: str) -> Iterator[Piece]:
-    """The texts of a row as pieces. Both texts of a group are kept, or neither.
+    """The texts of a row as pieces; of a reward model, as it scores them."""
+    content = row.content
+    for piece in fitted_pieces(row, encoder, max_seq_length, too_long):
+        if encoder.kind != "rated" or piece.example is None:
+            yield piece
+        elif isinstance(content, Preference):
+            yield piece._replace(example=to_score(piece.example), rating=content.margin)
+        elif isinstance(content, Scored):
+            yield piece._replace(example=to_score(piece.example), rating=content.score)
+
+
+def fitted_pieces(
+    row: Row, encoder: Encoder, max_seq_length: int, too_long: str
+) -> Iterator[Piece]:
+    """The texts of a row as pieces of at most `max_seq_length` tokens. Both texts of a group are
+    kept, or neither.
 
     The answer of another row is shortened if necessary, which is no fault of this row.
     """
@@ -231,7 +254,7 @@ def fit(
 def write_examples(folder: Path, pieces: Iterator[Piece]) -> Examples:
     """Write the pieces to a temporary folder, rename it to `folder`, and open it."""
     counts = dict.fromkeys(asdict(RowCounts()), 0)
-    lengths, weights, labels = array("q", [0]), array("f"), array("b")
+    lengths, weights, labels, ratings = array("q", [0]), array("f"), array("b"), array("f")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (
@@ -239,7 +262,7 @@ def write_examples(folder: Path, pieces: Iterator[Piece]) -> Examples:
             (temporary / "tokens.bin").open("wb") as tokens_file,
             (temporary / "trained.bin").open("wb") as trained_file,
         ):
-            for piece, weight, outcome, good in pieces:
+            for piece, weight, outcome, good, rating in pieces:
                 counts["rows"] += outcome != "more"
                 counts["truncated"] += outcome == "truncated"
                 counts["split"] += outcome == "split"
@@ -251,6 +274,7 @@ def write_examples(folder: Path, pieces: Iterator[Piece]) -> Examples:
                 lengths.append(len(piece.tokens))
                 weights.append(weight)
                 labels.extend([] if good is None else [good])
+                ratings.extend([] if rating is None else [rating])
                 counts["tokens"] += len(piece.tokens)
                 counts["trained_tokens"] += int(piece.trained.sum())
             counts["examples"] = len(weights)
@@ -258,6 +282,7 @@ def write_examples(folder: Path, pieces: Iterator[Piece]) -> Examples:
             np.save(temporary / "weights.npy", np.array(weights, np.float32))
             known = labels if len(labels) == len(weights) else ()
             np.save(temporary / "labels.npy", np.array(known, np.bool_))
+            np.save(temporary / "ratings.npy", np.array(ratings, np.float32))
             tokens_file.flush()
             trained_file.flush()
             sums = {name: sha256(temporary / name) for name in ARRAYS}
@@ -305,6 +330,7 @@ def open_examples(folder: Path) -> Examples | None:
         starts = read_array(folder / "starts.npy", np.int64)
         weights = read_array(folder / "weights.npy", np.float32)
         labels = read_array(folder / "labels.npy", np.bool_)
+        ratings = read_array(folder / "ratings.npy", np.float32)
         total = int(starts[-1])
         tokens = map_array(folder / "tokens.bin", np.uint32, total)
         trained = map_array(folder / "trained.bin", np.bool_, total)
@@ -314,7 +340,9 @@ def open_examples(folder: Path) -> Examples | None:
         return None
     if (np.diff(starts) < 2).any():  # an example needs a target and a token that predicts it
         return None
-    if len(labels) not in (0, len(weights)):
+    if len(labels) not in (0, len(weights)) or len(ratings) not in (0, len(weights)):
+        return None
+    if not np.isfinite(ratings).all():
         return None
     if not ((weights >= 0) & (weights <= FLOAT32_MAX)).all():
         return None
@@ -322,7 +350,15 @@ def open_examples(folder: Path) -> Examples | None:
         return None
     with contextlib.suppress(OSError):
         os.utime(folder)  # marks it as used, for `delete_unused`
-    return Examples(tokens, trained, starts, weights, tally, labels if len(labels) else None)
+    return Examples(
+        tokens,
+        trained,
+        starts,
+        weights,
+        tally,
+        labels if len(labels) else None,
+        ratings=ratings if len(ratings) else None,
+    )
 
 
 def has_tokens(examples: Examples, vocabulary: int | None) -> bool:

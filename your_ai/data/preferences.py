@@ -6,6 +6,8 @@ prompt, and in texts without one, it is what both have in common at their beginn
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +22,7 @@ from your_ai.data.rows import (
     ParseRow,
     Preference,
     Row,
+    Scored,
     as_chat,
     parse_row,
     parse_tools,
@@ -33,10 +36,12 @@ from your_ai.gates.text import quoted, shortened
 
 # What the rows are: for an objective; or, to measure a model, pairs of which only the chosen
 # answers are used, or rows in any of these forms.
-Kind = Literal["answers", "pairs", "labels", "prompts", "chosen", "any"]
+Kind = Literal["answers", "pairs", "labels", "rated", "prompts", "chosen", "any"]
 PAIR_KEYS = (("chosen", "rejected"), ("prompt", "chosen", "rejected"))
 LABEL_KEYS = (("prompt", "completion", "label"), ("messages", "label"))
 OBJECTIVES = {"answers": "sft", "pairs": "dpo", "labels": "kto"}  # one that trains such rows
+SCORE, MARGIN = "score", "margin"  # columns of the rows of a reward model
+MOST_RATING = 1e6
 # Labels as text; tables have numbers, with a decimal point where a row has none.
 LABELS = dict.fromkeys(("true", "1", "1.0"), True) | dict.fromkeys(("false", "0", "0.0"), False)
 MOST_WAITING = 256  # rows at the beginning of a file that may wait for another prompt
@@ -48,6 +53,7 @@ def parser_of(kind: Kind) -> ParseRow:
         "answers": parse_answers,
         "pairs": parse_pairs,
         "labels": parse_labels,
+        "rated": parse_rated,
         "chosen": parse_chosen,
         "prompts": parse_prompts,
         "any": parse_any,
@@ -135,13 +141,87 @@ def parse_labels(row: dict, where: str) -> Row:
     good = label_of(row)
     if good is None:
         raise UserError(f"{where}: label: expected true or false, found {quoted(row['label'])}")
-    rest = {key: value for key, value in row.items() if key != "label"}
-    if isinstance(rest.get("prompt"), list) and isinstance(rest.get("completion"), str):
-        rest["completion"] = [{"role": "assistant", "content": rest["completion"]}]
-    parsed = parse_row(rest, where)
+    parsed = parse_row(answer_without(row, ("label",)), where)
     if not isinstance(parsed.content, Chat | Pair):
         raise UserError(f"{where}: a label needs a prompt and an answer")
     return Row(where, Labeled(judged(parsed.content, where), good), parsed.weight)
+
+
+def parse_rated(row: dict, where: str) -> Row:
+    """Rows of a reward model: pairs, maybe with a `margin`; or an answer with a `score`."""
+    kind, score = kind_of(row), rating_of(row, SCORE, where)
+    if kind == "pairs":
+        found = parse_pairs(row, where)
+        margin = rating_of(row, MARGIN, where) or 0.0
+        if margin < 0:
+            raise UserError(f"{where}: margin {margin:g}: must be at least 0; swap the answers")
+        return replace(found, content=replace(found.content, margin=margin))
+    if score is None:
+        keys = shortened(", ".join(row)) or "none"
+        raise UserError(
+            f"{where}: expected chosen + rejected, or prompt + completion + score; keys found: "
+            f"{keys}"
+        )
+    rest = answer_without(row, ("label",))
+    parsed = parse_row(rest, where)
+    if not isinstance(parsed.content, Chat | Pair):
+        raise UserError(f"{where}: a score needs a prompt and an answer")
+    return Row(where, Scored(judged(parsed.content, where), score), parsed.weight)
+
+
+def parse_to_score(row: dict, where: str) -> Row:
+    """Rows that a reward model scores: pairs, or rows with an answer."""
+    if kind_of(row) == "pairs":
+        return Row(where, preference_of(row, where), parse_weight(row, where))
+    parsed = parse_row(answer_without(row, ("label",)), where)
+    content = parsed.content
+    if isinstance(content, Chat):
+        content = judged(content, where)
+    return replace(parsed, content=content)
+
+
+def rating_of(row: dict, name: str, where: str) -> float | None:
+    """The number in the column `name`, in any case; None if there is no such column."""
+    key = next((key for key in row if key.strip().lower() == name), None)
+    if key is None:
+        return None
+    value, number = row[key], math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            number = float(value)
+    if not abs(number) <= MOST_RATING:  # also true for NaN
+        text = quoted(value)
+        raise UserError(
+            f"{where}: {name}: expected a number up to {MOST_RATING:,.0f}, found {text}"
+        )
+    return number
+
+
+def answer_without(row: dict, keys: tuple[str, ...]) -> dict:
+    """The row without some keys, and with an answer to messages as a message."""
+    rest = {key: value for key, value in row.items() if key not in keys}
+    if isinstance(rest.get("prompt"), list) and isinstance(rest.get("completion"), str):
+        rest["completion"] = [{"role": "assistant", "content": rest["completion"]}]
+    return rest
+
+
+def form_of_rated(row: Row) -> Literal["pairs", "scores"]:
+    """What a parsed row of a reward model is."""
+    return "pairs" if isinstance(row.content, Preference) else "scores"
+
+
+def of_one_form(rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows of a reward model; raises UserError if they are not all pairs or all scored."""
+    first: Row | None = None
+    for row in rows:
+        first = first or row
+        if form_of_rated(row) != form_of_rated(first):
+            forms = {"pairs": "a pair", "scores": "an answer with a score"}
+            raise UserError(
+                f"{row.where}: is {forms[form_of_rated(row)]}, but {first.where} is "
+                f"{forms[form_of_rated(first)]}; train on one kind of rows"
+            )
+        yield row
 
 
 def without_answer(row: dict, where: str) -> UserError:
@@ -163,7 +243,9 @@ def label_of(row: dict) -> bool | None:
 
 
 def judged(content: Chat | Pair, where: str) -> Chat | Pair:
-    """The content with the answer that its label is about: what follows the last question."""
+    """The content with the answer that its label or score is about: what follows the last
+    question.
+    """
     if isinstance(content, Pair):
         return content
     asked = [at for at, turn in enumerate(content.messages) if turn["role"] == "user"]

@@ -108,6 +108,8 @@ class Preference:
 
     chosen: Chat | Pair
     rejected: Chat | Pair
+    margin: float = 0.0
+    """By how much the score of the chosen answer is to be higher; for reward models."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,14 @@ class Labeled:
     good: bool
     other: Chat | Pair | None = None
     """The same prompt with the answer of another row."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A prompt and an answer with a score, which a reward model learns."""
+
+    answer: Chat | Pair
+    score: float
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,7 @@ class Row:
 
     where: str
     """file:line of the user's file, for messages."""
-    content: Chat | Pair | Text | Preference | Labeled | Question
+    content: Chat | Pair | Text | Preference | Labeled | Scored | Question
     weight: float
     line: int = 0
     """Its line in the file that was read, from 1."""

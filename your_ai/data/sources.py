@@ -24,11 +24,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from your_ai.config import DEMO_DATA, FOLDER, NONE, TrainConfig
+from your_ai.config import AUTO, DEMO_DATA, FIELDS, FOLDER, NONE, REWARD, TrainConfig, flag
 from your_ai.data.columns import Layout, lacks_label, layout_of
 from your_ai.data.examples import delete_unused, unwritable
 from your_ai.data.hub_datasets import PREFIX, SplitRows, find_dataset, parse_name, split_named
-from your_ai.data.preferences import kind_of, parser_of
+from your_ai.data.preferences import form_of_rated, kind_of, parser_of
 from your_ai.data.prompts import is_prompt_row
 from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
 from your_ai.data.rows import ORIGIN, ParseRow, RowLimit, read_first_row, read_rows
@@ -111,11 +111,35 @@ def checked_settings(
     if STDIN in (config.valid, config.prompt_template):
         raise UserError("-: only --data reads standard input; give a file")
     splits = find_splits(config, progress=progress)
+    config = with_reward_loss(config, splits)
     limit = RowLimit(config.max_row_bytes)
     for path in splits.files.values() if every_row else ():
         for count, _ in enumerate(read_rows(path, limit, parser_of(config.row_kind))):
             progress(path.name, count)
     return config
+
+
+def with_reward_loss(config: TrainConfig, splits: Splits) -> TrainConfig:
+    """The settings with the loss of a reward model, which is that of its first row.
+
+    Raises UserError if another was chosen, or a best metric that it does not have.
+    """
+    if config.objective != REWARD or "train" not in splits.files:
+        return config
+    path = splits.files["train"]
+    row = next(read_rows(path, RowLimit(config.max_row_bytes), parser_of(config.row_kind)), None)
+    if row is None:
+        return config
+    found = form_of_rated(row)
+    if config.reward_loss not in (AUTO, found):
+        raise UserError(
+            f"--reward-loss {config.reward_loss}: the rows are {found} ({row.where}); use "
+            f"{found} or auto"
+        )
+    for name in ("best_metric", "center_rewards") if found == "scores" else ():
+        if getattr(config, name) != FIELDS[name].default:
+            raise UserError(f"{flag(name)}: only for pairs; the rows have scores ({row.where})")
+    return replace(config, reward_loss=found)
 
 
 def plain_files(
@@ -290,7 +314,7 @@ def data_files(folder: Path) -> list[Path]:
     return [path for path in named if path.is_file()]
 
 
-def save_stdin(folder: Path, file: BinaryIO | None = None) -> Path:
+def save_stdin(folder: Path, file: BinaryIO | None = None, label: str = "--data -") -> Path:
     """Keep what standard input has, so that the run can be resumed. Returns the file.
 
     Raises UserError if there is nothing, or it cannot be written.
@@ -307,7 +331,7 @@ def save_stdin(folder: Path, file: BinaryIO | None = None) -> Path:
                 target.write(block)
             size = target.tell()
         if not size:
-            raise UserError("--data -: standard input is empty")
+            raise UserError(f"{label}: standard input is empty")
         path = place / f"{digest.hexdigest()[:32]}.data"
         partial.replace(path)
         return path

@@ -25,6 +25,7 @@ from your_ai.nets.head import Head, LinearHead, at_temperature, linear_head
 from your_ai.nets.model import DropoutKeys, Split, split
 from your_ai.nets.neftune import neftune_of
 from your_ai.nets.parts import Parts, parts_of
+from your_ai.nets.score_head import ScoreHead, score_layer
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.sft import SUPERVISED
 
@@ -81,11 +82,13 @@ def build_engine(
             vocabulary = stream_vocabulary(model, tensors or {})
         load(model)
     found = split_model(model, blocks)
-    if vocabulary and (found.parts is None or not isinstance(found.head, LinearHead)):
+    if vocabulary and (found.parts is None or not isinstance(found.head, LinearHead | ScoreHead)):
         put_layers(model, vocabulary)
         load(model)
         found = split_model(model, blocks)
     halves, parts, head = found.halves, found.parts, at_temperature(found.head, temperature)
+    if isinstance(head, ScoreHead) and not halves.hidden:
+        raise UserError("--objective reward: this model cannot be split before its head")
     if not halves.hidden:
         notices.append(
             "the model cannot be split before its head: logits are computed for all tokens"
@@ -135,17 +138,21 @@ class SplitModel(NamedTuple):
     parts: Parts | None
     """None if the model cannot be split into blocks."""
     head: Head
-    """A LinearHead if the structure of the head is known, otherwise any function."""
+    """The model's score head if it has one; else a LinearHead if the structure of the head is
+    known, otherwise any function."""
     hidden_size: int
     """0 if the model cannot be split before its head."""
 
 
 def split_model(model: nn.Module, blocks: list[nn.Module] | None) -> SplitModel:
     halves = split(model)
+    score = score_layer(model)
     if not halves.hidden:
-        return SplitModel(halves, None, halves.head, 0)
+        return SplitModel(halves, None, ScoreHead(score) if score is not None else halves.head, 0)
     parts = parts_of(model, halves.head, blocks)
     hidden = halves.trunk(mx.zeros((1, 2), mx.int32))  # only its shape is used; never evaluated
+    if score is not None:
+        return SplitModel(halves, parts, ScoreHead(score), hidden.shape[-1])
     head = linear_head(halves.head, hidden.shape[-1], hidden.dtype) or halves.head
     return SplitModel(halves, parts, head, hidden.shape[-1])
 

@@ -35,12 +35,13 @@ class ScoredTexts(NamedTuple):
     weights: np.ndarray
     reference: np.ndarray | None
     good: np.ndarray | None
+    ratings: np.ndarray | None
 
 
 def score(engine: Engine, batch: Batch) -> ScoredTexts:
     """Compute the log-probabilities of the targets of a micro-batch."""
     n = batch.trained_tokens
-    optional = (None if a is None else a[:n] for a in (batch.reference, batch.good))
+    optional = (None if a is None else a[:n] for a in (batch.reference, batch.good, batch.ratings))
     found = np.array(engine.log_probabilities(batch))[:n]
     return ScoredTexts(found, batch.text_ids, batch.weights[:n], *optional)
 
@@ -55,9 +56,10 @@ def as_targets(scored: Sequence[ScoredTexts]) -> tuple[Scores, Targets]:
     current, texts, weights, *optional = map(joined, zip(*scored, strict=True))
     texts = np.unique(texts, return_inverse=True)[1]  # without gaps, so below the targets' number
     empty = mx.zeros(len(current), mx.int32)
+    reference, good, ratings = (None if a is None else mx.array(a) for a in optional)
     targets = Targets(
         empty, empty, mx.array(weights), mx.array(texts.astype(np.int32)),
-        *(None if a is None else mx.array(a) for a in optional),
+        reference, good, ratings=ratings,
     )  # fmt: skip
     return Scores(mx.array(current)), targets
 

@@ -30,6 +30,7 @@ from your_ai.nets.head import Head, LinearHead
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
 from your_ai.nets.parts import Arrays, Parts
+from your_ai.nets.score_head import ScoreHead
 from your_ai.objectives.objective import Objective, Sums, Targets
 
 FEWEST_BYTES = 16 << 20  # minimum bytes of hidden states per read of the frozen blocks
@@ -128,7 +129,10 @@ class Staged:
         self.has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
         sample = parts.embed(mx.zeros((1, 1), mx.int32))  # only for its shape and dtype
         self.hidden_size, self.dtype = sample.shape[-1], sample.dtype
-        self.head, self.state = finished(parts, head), [parts.outside]
+        self.head = finished(parts, head)
+        self.state = [parts.outside]
+        if isinstance(head, ScoreHead):
+            self.state.append(head.layer.state)
         self._embed = self._compiled(self._embedded)
         self._head_gradient = self._compiled(self._loss_and_gradient)
         self._head_loss = self._compiled(self._loss)
@@ -150,8 +154,9 @@ class Staged:
         self.inputs.clear()
         self._run(hidden, [rows], self.trained, self.inputs)
         scale = mx.array(scale, mx.float32)
-        sums, cotangent = self._head_gradient(rows.shape, hidden.pop(), Targets.of(batch), scale)
-        mx.eval(sums, cotangent)
+        targets = Targets.of(batch)
+        sums, cotangent, of_head = self._head_gradient(rows.shape, hidden.pop(), targets, scale)
+        mx.eval(sums, cotangent, of_head)
         found: dict[int, Arrays] = {}
         for index in reversed(self.trained):
             arrays = self._arrays(index)
@@ -165,7 +170,7 @@ class Staged:
                 found[index] = program.lowest(arrays, *given)
             del arrays, given
             mx.eval(found[index], cotangent)
-        return Sums(*sums), self._tree(found)
+        return Sums(*sums), self._tree(found, of_head)
 
     def loss(self, batch: Batch) -> Sums:
         return Sums(*self._above(self._head_loss, batch))
@@ -308,15 +313,14 @@ class Staged:
         shape = shape_of(batch, trained=True)._replace(targets=0)  # blocks see no targets
         return BatchRows(batch.tokens, shape, found, noise)
 
-    def _tree(self, found: dict[int, Arrays]) -> Any:
-        """The gradients of the blocks as a tree like the model's parameters."""
-        return tree_unflatten(
-            [
-                (f"{self.names[index]}.{path}", grad)
-                for index, arrays in found.items()
-                for path, grad in arrays.items()
-            ]
-        )
+    def _tree(self, found: dict[int, Arrays], of_head: Arrays) -> Any:
+        """The gradients of the blocks and the head as a tree like the model's parameters."""
+        of_blocks = [
+            (f"{self.names[index]}.{path}", grad)
+            for index, arrays in found.items()
+            for path, grad in arrays.items()
+        ]
+        return tree_unflatten([*of_blocks, *of_head.items()])
 
     def _compiled(self, function: Callable) -> Callable:
         """Make f(shape, *args), which runs `function` compiled for rows of that shape.
@@ -352,15 +356,25 @@ class FusedAboveCache(Staged):
         joined = self.graphs.get(
             rows.shape, "joined", lambda: mx.compile(function, inputs=self.state)
         )
-        sums, grads = joined(trained, frozen, hidden, rows.extras, Targets.of(batch), scale)
-        return Sums(*sums), self._tree(dict(zip(self.trained, grads, strict=True)))
+        before = self.head.trained if isinstance(self.head, ScoreHead) else {}
+        targets = Targets.of(batch)
+        sums, (grads, of_head) = joined(
+            trained, before, frozen, hidden, rows.extras, targets, scale
+        )
+        if before:
+            self.head.put(before)  # tracing replaced it with a placeholder
+        return Sums(*sums), self._tree(dict(zip(self.trained, grads, strict=True)), of_head)
 
-    def _trained_gradients(self, shape, trained, frozen, hidden, extras, targets, scale):
-        """The sums of the objective, and the gradients of the trained blocks, from their input."""
+    def _trained_gradients(self, shape, trained, of_head, frozen, hidden, extras, targets, scale):
+        """The sums of the objective, and the gradients of the trained blocks, from their input,
+        and of the head.
+        """
         targets = Targets(*targets)
 
-        def scaled(trained: list[Arrays]) -> Sums:
+        def scaled(trained: list[Arrays], of_head: Arrays) -> Sums:
             h = hidden
+            if of_head:
+                self.head.put(of_head)
             for index, block_frozen, block_trained in zip(
                 self.trained, frozen, trained, strict=True
             ):
@@ -368,12 +382,12 @@ class FusedAboveCache(Staged):
                 h = program.run(block_frozen, block_trained, h, extras)
             return target_pass.trainable_loss(h, targets, self.objective, scale, self.head)
 
-        return mx.value_and_grad(scaled)(trained)
+        return mx.value_and_grad(scaled, argnums=(0, 1))(trained, of_head)
 
 
 def finished(parts: Parts, head: Head) -> Head:
     """Convert `head`, which takes finished hidden states, to take the output of the last block."""
-    if not isinstance(head, LinearHead):
+    if not isinstance(head, LinearHead | ScoreHead):
         return lambda hidden: head(parts.finish(hidden))
     return replace(head, before=lambda rows: head.inputs(parts.finish(rows[None])[0]))
 

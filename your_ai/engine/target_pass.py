@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from your_ai.nets import losses
 from your_ai.nets.head import Head
+from your_ai.nets.losses import Arrays
 from your_ai.objectives.objective import Objective, Sums, Targets
 
 
@@ -26,12 +27,14 @@ def trainable_loss(
 
 def loss_and_gradient(
     hidden: mx.array, targets: Targets, objective: Objective, scale: mx.array, head: Head
-) -> tuple[Sums, mx.array]:
-    """Same as `trainable_loss`, and the gradient with respect to `hidden`, (B, T, D)."""
+) -> tuple[Sums, mx.array, Arrays]:
+    """Same as `trainable_loss`, and the gradients with respect to `hidden`, (B, T, D), and to the
+    trained arrays of the head, by name in the model.
+    """
     rows = at_targets(hidden, targets)
-    sums, grad = losses.loss_and_gradient(rows, targets, objective, scale, head)
+    sums, grad, of_head = losses.loss_and_gradient(rows, targets, objective, scale, head)
     flat = mx.zeros((hidden.size // hidden.shape[-1], hidden.shape[-1]), grad.dtype)
-    return sums, flat.at[targets.positions].add(grad).reshape(hidden.shape)
+    return sums, flat.at[targets.positions].add(grad).reshape(hidden.shape), of_head
 
 
 def loss(hidden: mx.array, targets: Targets, objective: Objective, head: Head) -> Sums:

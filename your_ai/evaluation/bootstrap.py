@@ -124,6 +124,32 @@ def paired_apart(
     return Paired(*whole, np.concatenate(found, axis=1))
 
 
+def paired_correlation(
+    base: np.ndarray, adapter: np.ndarray, wanted: np.ndarray, resamples: int, seed: int
+) -> Paired:
+    """Pearson's correlation of the values of each system, (n,), with `wanted`, (n,); NaN if one of
+    them is the same in all rows.
+    """
+    rng, ones = generator(seed), np.ones((1, len(wanted)))
+    whole = [correlations(values, wanted, ones).item() for values in (base, adapter)]
+    found = []
+    for count in blocks(len(wanted), resamples):
+        counts = drawn_counts(rng, len(wanted), count)
+        found.append([correlations(values, wanted, counts) for values in (base, adapter)])
+    return Paired(*whole, np.concatenate(found, axis=1))
+
+
+def correlations(values: np.ndarray, wanted: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """(k,) the correlations in k resamples; counts: (k, n), how often each row is drawn."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        shares = counts / counts.sum(axis=1, keepdims=True)
+        x = values - (shares @ values)[:, None]
+        y = wanted - (shares @ wanted)[:, None]
+        products = ((shares * a * b).sum(axis=1) for a, b in ((x, y), (x, x), (y, y)))
+        of_both, of_x, of_y = products
+        return of_both / np.sqrt(of_x * of_y)
+
+
 def mean_difference(
     good: np.ndarray, bad: np.ndarray, good_counts: np.ndarray, bad_counts: np.ndarray
 ) -> np.ndarray:

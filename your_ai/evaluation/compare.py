@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import mlx.nn as nn
 import numpy as np
 
-from your_ai.config import TrainConfig
+from your_ai.config import REWARD, TrainConfig
 from your_ai.data.batches import RowsAt
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.preferences import Kind
@@ -80,7 +80,8 @@ class RowMeasures:
     """The measurements of one model, base or adapter, over m rows."""
 
     losses: np.ndarray
-    """(m,) float64: the sum of the losses of a row's trained tokens; 0 without a good answer."""
+    """(m,) float64: the sum of the losses of a row's trained tokens; 0 without a good answer. Of a
+    reward model, the negative score."""
     exact: np.ndarray
     """(m,) bool: whether every token of the answer is the most likely one."""
     scores: np.ndarray | None = None
@@ -129,10 +130,13 @@ def compare(
     tokenized_by = tokenizer_fingerprint(fingerprint(run.base))
     limit = row_limit(config.max_row_bytes, request.max_memory_gb)
     vocabulary = vocabulary_of(network)
-    kind: Kind = "answers" if config.row_kind == "answers" else "any"
+    kind: Kind = config.row_kind if config.row_kind in ("answers", "rated") else "any"
+    is_reward = config.objective == REWARD
     encoder = Encoder(tokenizer, config.mask_prompt, vocabulary, limit, kind)
     rows = load_rows(path, config, encoder, tokenized_by)
     start = start_of(run) if rows.has_preferences else None
+    if request.metric is not None and is_reward:
+        raise UserError("--metric: the run is a reward model, which scores answers and gives none")
     if request.metric is not None and not rows.asks.any():
         raise UserError(f"{path}: no row asks for an answer; --metric needs rows that do")
     most = max(len(rows.trained.examples), len(rows.answers.examples))
@@ -153,9 +157,12 @@ def compare(
         engine=request.engine,
         can_stream=opened.can_stream,
         answers=None if request.metric is None else answer_sizes(rows, tokenizer, request),
+        score_head=is_reward,
     )
     hold(budget)
     put_new_layers(network, run.adapter)
+    if is_reward:
+        saved_adapter.put_trained_score_head(network, run.adapter)
     engine = budget.choice.option.plan.engine
     built = build_engine(network, model.DropoutKeys([None]), engine, tensors=opened.tensors)
     allocator.free()

@@ -13,6 +13,11 @@ If the run learns preferences and the rows have some, `measures` begins with tho
 of rows, "start": {"logps/accuracies"} if it is the reference}, where good and bad are answers with
 a label. Of a pair, an entry of `worst` also has "base_margin", "adapter_margin", "rejected".
 
+Of a reward model, "reward_model" is true, and the base is the model with the same score head and
+without the adapter. There are no losses: the measures are rewards/accuracies and others of pairs,
+or scores/error, scores/correlation and scores/mean of rows with a score, whose entries of `worst`
+have "base_error" and "adapter_error".
+
 low and high are the bounds of the interval at `confidence`: of the paired bootstrap over rows, or
 Wilson's for base and adapter where the measure is a share (SHARES, and a metric that is 0 or 1 in
 every row). A number that is not finite is null. `worst` quotes the data.

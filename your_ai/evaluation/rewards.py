@@ -16,15 +16,17 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from your_ai.config import TrainConfig
+from your_ai.config import REWARD, TrainConfig
 from your_ai.evaluation.bootstrap import (
     Paired,
     mean_difference,
     paired,
     paired_apart,
+    paired_correlation,
     ranked_right,
 )
 from your_ai.evaluation.compare import Comparison, RowMeasures
+from your_ai.evaluation.rows import EvaluationRows
 from your_ai.objectives.chosen import needs_reference, objective_of
 from your_ai.objectives.dpo import DPO
 from your_ai.objectives.pairs import TIE, PairObjective, Pairs
@@ -41,7 +43,7 @@ class Judged:
     """What the rewards compare with: base; start, the adapter that the run started from; None."""
     logps: dict[str, np.ndarray]
     """By system, also the start if it is the reference, (2, m): the sums of the log-probabilities
-    of the answers."""
+    of the answers; empty for a reward model."""
     rewards: dict[str, np.ndarray]
     """By system, (2, m)."""
     tokens: np.ndarray
@@ -74,6 +76,8 @@ def judge(config: TrainConfig, found: Comparison) -> Judged | None:
     rows, objective = found.rows, rewarding(config)
     if not rows.has_preferences:
         return None
+    if config.objective == REWARD:
+        return of_reward_model(found)
     tokens = np.stack([rows.trained_tokens, rows.bad_tokens])
     measured = {"base": found.base, "adapter": found.adapter}
     if found.start is not None:
@@ -93,6 +97,51 @@ def judge(config: TrainConfig, found: Comparison) -> Judged | None:
         is_labeled=rows.is_labeled,
         counts=rows.weights > 0,
     )
+
+
+def of_reward_model(found: Comparison) -> Judged:
+    """The rewards that a reward model gives; the base has the same head, but no adapter."""
+    rows = found.rows
+    tokens = np.stack([rows.trained_tokens, rows.bad_tokens])
+    rewards = {"base": found.base, "adapter": found.adapter}
+    return Judged(
+        objective=REWARD,
+        reference=None,
+        logps={},
+        rewards={system: logps_of(each, tokens) for system, each in rewards.items()},
+        tokens=tokens,
+        is_pair=rows.is_pair,
+        is_labeled=rows.is_labeled,
+        counts=rows.weights > 0,
+    )
+
+
+def score_measures(found: Comparison, resamples: int, seed: int) -> dict[str, Paired]:
+    """How far the scores of a reward model are from those of the rows: the mean of the absolute
+    differences, and the correlation (Pearson's).
+    """
+    there, wanted = found.rows.weights > 0, wanted_scores(found.rows)
+    scores = [-system.losses[there] for system in (found.base, found.adapter)]
+    ones, wanted = np.ones(there.sum()), wanted[there]
+    errors = (np.abs(each[there]) for each in score_errors(found).values())
+    return {
+        "scores/error": paired(*errors, ones, resamples, seed),
+        "scores/correlation": paired_correlation(*scores, wanted, resamples, seed),
+        "scores/mean": paired(*scores, ones, resamples, seed),
+    }
+
+
+def wanted_scores(rows: EvaluationRows) -> np.ndarray:
+    """(m,) the scores in the rows."""
+    wanted = np.zeros(len(rows))
+    wanted[rows.trained.row_of] = rows.trained.examples.ratings
+    return wanted
+
+
+def score_errors(found: Comparison) -> dict[str, np.ndarray]:
+    """By system, (m,): the score that a reward model gives, minus that of the row."""
+    wanted = wanted_scores(found.rows)
+    return {"base": -found.base.losses - wanted, "adapter": -found.adapter.losses - wanted}
 
 
 def rewarding(config: TrainConfig) -> PairObjective:
@@ -168,6 +217,8 @@ def measures(judged: Judged, resamples: int, seed: int) -> dict[str, Paired]:
     for place, (name, rows) in enumerate({"chosen": good, "rejected": bad}.items()):
         if rows.any():
             found[f"rewards/{name}"] = over(rows, lambda s, p=place: judged.rewards[s][p])
+    if not judged.logps:
+        return found
     if pairs.any():
         found["logps/accuracies"] = over(pairs, judged.likelier)
         found["logps/mean_accuracies"] = over(pairs, judged.likelier_per_token)

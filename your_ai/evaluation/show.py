@@ -27,6 +27,9 @@ LABELS = {  # of measures that are shown under another name than in the record
     "logps/accuracies": "logp accuracy",
     "logps/mean_accuracies": "logp accuracy per token",
     "exact_match": "exact match",
+    "scores/error": "mean error",
+    "scores/correlation": "correlation",
+    "scores/mean": "mean score",
 }
 OF_LABELS = {"rewards/chosen": "good reward", "rewards/rejected": "bad reward"}
 TIED = ("rewards/accuracies", "rewards/auc")  # a base that is its own reference decides nothing
@@ -39,6 +42,16 @@ MEANINGS = {
     "labels": (
         "AUC: how often a good answer has a higher reward than a bad one.",
         "Loss, perplexity and exact match are of the good answers.",
+    ),
+}
+REWARD_MODEL = {
+    "pairs": (
+        "Accuracy: pairs whose chosen answer has the higher score; a tie counts as half.",
+        "The base has the same score head, and no adapter.",
+    ),
+    "scores": (
+        "Mean error: how far the scores are from those of the rows.",
+        "The base has the same score head, and no adapter.",
     ),
 }
 HIDDEN = ("logps/chosen", "logps/rejected")  # their means per token are losses
@@ -69,12 +82,12 @@ def progress_bar(console: Console) -> Iterator[Callable[[EvaluationProgress], No
 
 def report(found: dict[str, Any], run: str) -> RenderableType:
     """Render the object that `record` stores. run: the name of the run."""
-    preferences = found.get("preferences")
+    preferences, is_reward = found.get("preferences"), found.get("reward_model", False)
     step = "" if found["step"] is None else f", step {found['step']}"
     lines: list[RenderableType] = [
         Text(
-            f"{run}{step}, on {found['data']}: {row_counts(found['rows'], preferences)}, "
-            f"{counted(found['trained_tokens'], 'supervised token')}"
+            f"{run}{step}, on {found['data']}: {row_counts(found['rows'], preferences)}"
+            + ("" if is_reward else f", {counted(found['trained_tokens'], 'supervised token')}")
         ),
         "",
         table(found),
@@ -84,12 +97,17 @@ def report(found: dict[str, Any], run: str) -> RenderableType:
             f"{counted(found['resamples'], 'resample')} of the rows."
         ),
         *about_shares(found["measures"]),
-        *about_rewards(preferences),
-        Text(
-            f"With the adapter the loss is lower in {counted(found['better'], 'row')}, higher in "
-            f"{found['worse']:,}, the same in {found['equal']:,}."
-        ),
     ]
+    if is_reward:
+        lines += [Text(line) for line in REWARD_MODEL["scores" if preferences is None else "pairs"]]
+    else:
+        lines += about_rewards(preferences)
+        lines.append(
+            Text(
+                f"With the adapter the loss is lower in {counted(found['better'], 'row')}, higher "
+                f"in {found['worse']:,}, the same in {found['equal']:,}."
+            )
+        )
     return Group(*lines, *worst(found["worst"]))
 
 
@@ -176,6 +194,7 @@ def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:
     found: list[RenderableType] = []
     titles = {
         "margin": "Lowest margin with the adapter:",
+        "error": "Largest error with the adapter:",
         "loss": "Highest loss per token with the adapter:",
         "change": "Largest increase of the loss by the adapter:",
     }
@@ -185,7 +204,7 @@ def worst(rows: list[dict[str, Any]]) -> list[RenderableType]:
             continue
         found += ["", Text(title)]
         for row in chosen:
-            what = "margin" if kind == "margin" else "loss"
+            what = kind if kind in ("margin", "error") else "loss"
             values = f"{number(row[f'base_{what}'])} -> {number(row[f'adapter_{what}'])}"
             found.append(Text(f"  {row['where']}  {what} {values}"))
             expected = "chosen" if "rejected" in row else "expected"

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from your_ai.config import REWARD
 from your_ai.dashboard.shares import wilson
 from your_ai.errors import UserError
 from your_ai.evaluation import record, rewards
@@ -44,6 +45,8 @@ def summarize(run: Trained, found: Comparison, settings: SummarySettings) -> dic
     alike = np.isclose(base, adapter, rtol=ALIKE, atol=ALIKE)
     changed = ~alike & (rows.trained_tokens > 0)
     lost = np.subtract(adapter, base, out=np.zeros(len(rows)), where=changed)
+    if is_reward := run.config.objective == REWARD:  # it has scores, and no losses
+        lost, alike = np.zeros(len(rows)), np.zeros(0, bool)
     return {
         "version": record.VERSION,
         "data": rows.path.name,
@@ -66,6 +69,7 @@ def summarize(run: Trained, found: Comparison, settings: SummarySettings) -> dic
         "in_training_data": found.leaked,
         "worst": worst_rows(found, judged, base, adapter, lost, settings),
         **({} if judged is None else {"preferences": preferences(found, judged)}),
+        **({"reward_model": True} if is_reward else {}),
     }
 
 
@@ -113,10 +117,13 @@ def measures(
     weights, ones = rows.weights, np.ones(len(rows))
     sizes = weights * rows.trained_tokens
     pairs = {} if judged is None else rewards.measures(judged, settings.resamples, settings.seed)
-    if (sizes > 0).any():
+    is_reward = rows.encoder.kind == "rated"
+    if is_reward and judged is None:
+        pairs |= rewards.score_measures(found, settings.resamples, settings.seed)
+    if (sizes > 0).any() and not is_reward:
         loss = over(sizes > 0, sizes, weights * base.losses, weights * adapter.losses)
         pairs |= {"loss": loss, "perplexity": loss.exp()}
-    if rows.has_answer.any():
+    if rows.has_answer.any() and not is_reward:
         pairs["exact_match"] = over(rows.has_answer, ones, base.exact, adapter.exact)
     if base.scores is not None and adapter.scores is not None:
         pairs["metric"] = over(rows.asks, ones, base.scores, adapter.scores)
@@ -185,8 +192,12 @@ def worst_rows(
     base, adapter: (m,) losses per token; lost: (m,) their difference, 0 if they are equal.
     """
     is_pair = np.zeros(len(found.rows), bool) if judged is None else judged.is_pair
+    errors: dict[str, np.ndarray] = {}
     if judged is not None and is_pair.any():
         by, values = "margin", -judged.margins["adapter"]
+    elif found.rows.encoder.kind == "rated":
+        errors = rewards.score_errors(found)
+        by, values = "error", np.abs(errors["adapter"])
     else:
         by, values = "loss", adapter
     highest = [at for at in np.argsort(-values, kind="stable").tolist() if not np.isnan(values[at])]
@@ -213,6 +224,7 @@ def worst_rows(
             "base_answer": excerpt((found.base.answers or {}).get(place)),
             "answer": excerpt((found.adapter.answers or {}).get(place)),
             **(of_pair(place) if is_pair[place] else {}),
+            **{f"{system}_error": finite(each[place]) for system, each in errors.items()},
         }
         for place in chosen
     ]

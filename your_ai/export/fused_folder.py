@@ -13,7 +13,7 @@ from your_ai.modelfiles import unfinished
 from your_ai.modelfiles.shards import WriteProgress, write_model
 from your_ai.modelfiles.targets import check_target
 from your_ai.modelfiles.unfinished import Work
-from your_ai.nets.saved_adapter import Trained
+from your_ai.nets.saved_adapter import Trained, check_generates
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
 
 RECORD = "fused.json"
@@ -34,6 +34,7 @@ def fuse(
     Raises UserError, before anything is written, if the target is not possible or if memory or
     disk is too small; RunError if the base cannot be read completely.
     """
+    check_generates(trained.adapter)
     check_target(target, force)
     if glob.escape(target.name) != target.name:
         raise UserError(

@@ -34,7 +34,7 @@ from your_ai.modelfiles.shards import WriteProgress, compute, hold_memory
 from your_ai.modelfiles.targets import write_error
 from your_ai.modelfiles.unfinished import check_disk
 from your_ai.nets.model import load_network, load_tokenizer_of
-from your_ai.nets.saved_adapter import Trained, put_adapter
+from your_ai.nets.saved_adapter import Trained, check_generates, put_adapter
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -77,6 +77,7 @@ def write_adapter(trained: Trained, target: Path) -> None:
     Raises UserError if llama.cpp cannot apply the adapter, or if `target` cannot be written.
     """
     require_library()
+    check_generates(trained.adapter)
     adapter = trained.adapter
     if adapter.is_dora:
         raise UserError(
@@ -107,6 +108,7 @@ def write_model(
     if `target` cannot be written; RunError if the model cannot be read completely.
     """
     require_library()
+    check_generates(trained.adapter)
     from gguf import LlamaFileType
 
     network, config = load_network(trained.base, mx.float32)

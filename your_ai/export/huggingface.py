@@ -16,16 +16,18 @@ import mlx.core as mx
 
 from your_ai.errors import UserError
 from your_ai.export.fused_weights import AUTO, DEQUANTIZED, base_of, fused_lazily
-from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS, check_names
+from your_ai.export.names import STACKS_EXPERTS, TRANSFORMERS, check_names, classifier_of
 from your_ai.files import sha256
 from your_ai.modelfiles import unfinished
-from your_ai.modelfiles.shards import WriteProgress, write_model
+from your_ai.modelfiles.shards import Lazy, WriteProgress, write_model
 from your_ai.modelfiles.unfinished import Work
-from your_ai.nets.saved_adapter import Trained
+from your_ai.nets.model import load_tokenizer_of
+from your_ai.nets.saved_adapter import Trained, has_score_head, read_score_head
 from your_ai.publish.card import exported_card
-from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS
+from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, SCORE_HEAD, SCORE_WEIGHT
 
 RECORD = "exported.json"
+LM_HEAD = "lm_head"
 
 
 def write(
@@ -50,13 +52,49 @@ def write(
         )
     lazy = fused_lazily(trained, DEQUANTIZED, dtype, max_memory_gb)
     config = config_of(lazy.config, kind, next(iter(lazy.arrays.values())).dtype)
+    if has_score_head(trained.adapter):
+        lazy, config = as_classifier(lazy, config, trained, kind)
     card = exported_card(trained, "model", "transformers")
     lazy = replace(lazy, config=config, card=card)
-    sums = [sha256(trained.adapter.folder / name) for name in (ADAPTERS, ADAPTER_CONFIG)]
+    names = (ADAPTERS, ADAPTER_CONFIG, *([SCORE_HEAD] if has_score_head(trained.adapter) else []))
+    sums = [sha256(trained.adapter.folder / name) for name in names]
     source, settings = base_of(trained, max_memory_gb), [*sums, dtype]
     yield from write_model(
         lazy, source, work_of(target), settings, max_memory_gb, False, replaces=force
     )
+
+
+def as_classifier(
+    lazy: Lazy, config: dict[str, Any], trained: Trained, kind: str
+) -> tuple[Lazy, dict[str, Any]]:
+    """A reward model: with the score head, and without the head over the vocabulary."""
+    arrays = {n: array for n, array in lazy.arrays.items() if not n.startswith(f"{LM_HEAD}.")}
+    weight = read_score_head(trained.adapter)
+    arrays[SCORE_WEIGHT] = weight.astype(next(iter(arrays.values())).dtype)
+    index = {
+        "total_size": sum(array.nbytes for array in arrays.values()),
+        "total_parameters": sum(array.size for array in arrays.values()),
+    }
+    config = {
+        **config,
+        "architectures": [classifier_of(kind)],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "problem_type": "regression",
+        "pad_token_id": padding_of(load_tokenizer_of(trained.base), config),
+    }
+    return replace(lazy, arrays=arrays, index=index), config
+
+
+def padding_of(tokenizer: Any, config: dict[str, Any]) -> int | None:
+    """The token to pad texts with; transformers takes the score before the first one at the end.
+
+    So it must not be one that ends a text. None if the tokenizer has no such token; then
+    transformers scores one text at a time.
+    """
+    ends = set(tokenizer.eos_token_ids)
+    asked = (config.get("pad_token_id"), tokenizer.pad_token_id, tokenizer.unk_token_id)
+    return next((token for token in asked if type(token) is int and token not in ends), None)
 
 
 def interrupted_message(target: Path) -> str:

@@ -21,7 +21,7 @@ from your_ai.export.untrained_run import Origin, check_new, create, settings_of
 from your_ai.files import sha256
 from your_ai.gates.text import counted, shortened, shown
 from your_ai.nets import model
-from your_ai.nets.saved_adapter import Adapter
+from your_ai.nets.saved_adapter import Adapter, check_generates
 from your_ai.run import folder
 from your_ai.run.folder import RunFolder
 
@@ -128,6 +128,7 @@ def read_input(name: str, weight: float) -> MergeInput:
     """Read an adapter. Raises UserError if it is damaged, or is DoRA."""
     files = adapter_files.find_adapter(name, shortened(name))
     adapter = adapter_files.read(files)
+    check_generates(adapter)
     if adapter.is_dora:
         raise UserError(
             f"{files.folder}: is a DoRA adapter, whose magnitudes cannot be added; merge LoRA "

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from your_ai.files import atomic_folder
 from your_ai.modelfiles.targets import write_error
-from your_ai.nets.saved_adapter import Trained
+from your_ai.nets.saved_adapter import Trained, has_score_head
 from your_ai.publish.card import CARD, exported_card
-from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, write_json
+from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, SCORE_HEAD, write_json
 
 
 def write(trained: Trained, target: Path) -> None:
@@ -23,7 +23,8 @@ def write(trained: Trained, target: Path) -> None:
         config["model"] = base.repo
     try:
         with atomic_folder(target) as folder:
-            shutil.copyfile(trained.adapter.folder / ADAPTERS, folder / ADAPTERS)
+            for name in (ADAPTERS, *([SCORE_HEAD] if has_score_head(trained.adapter) else [])):
+                shutil.copyfile(trained.adapter.folder / name, folder / name)
             write_json(folder / ADAPTER_CONFIG, config)
             (folder / CARD).write_text(exported_card(trained, "adapter"), encoding="utf-8")
     except OSError as error:

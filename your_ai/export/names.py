@@ -26,6 +26,8 @@ TRANSFORMERS = {
     "phi3": "Phi3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
+# The classes with a score head, where transformers does not name them as it names the others.
+CLASSIFIERS = {"gemma3_text": "Gemma3TextForSequenceClassification"}
 STACKS_EXPERTS = ("qwen3_moe",)  # mlx-lm stacks the experts' weights under other names
 EMBEDDINGS = ("embed_tokens",)
 
@@ -42,6 +44,12 @@ def check_names(base: Path) -> str:
             f"transformers may differ; supported: {', '.join(TRANSFORMERS)}"
         )
     return kind
+
+
+def classifier_of(kind: str) -> str:
+    """The class in transformers that gives one score, for a model_type in TRANSFORMERS."""
+    named = TRANSFORMERS[kind].replace("ForCausalLM", "ForSequenceClassification")
+    return CLASSIFIERS.get(kind, named)
 
 
 def check_dense(trained: Trained, what: str) -> None:

@@ -23,9 +23,9 @@ from your_ai.export.names import (
 from your_ai.files import atomic_folder
 from your_ai.hub.names import HubName
 from your_ai.modelfiles.targets import write_error
-from your_ai.nets.saved_adapter import Trained
+from your_ai.nets.saved_adapter import Trained, has_score_head, read_score_head
 from your_ai.publish.card import CARD, exported_card
-from your_ai.run.checkpoint import ADAPTER_CONFIG, save_arrays, write_json
+from your_ai.run.checkpoint import ADAPTER_CONFIG, SCORE_WEIGHT, save_arrays, write_json
 
 ADAPTER_MODEL = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -42,6 +42,8 @@ def write(trained: Trained, target: Path) -> None:
     check_dense(trained, "PEFT")
     check_names(trained.base)
     arrays = arrays_of(trained.adapter.layers)
+    if has_score_head(trained.adapter):
+        arrays[f"{PREFIX}{SCORE_WEIGHT}"] = read_score_head(trained.adapter)
     base = trained.hub_name
     try:
         with atomic_folder(target) as folder:
@@ -64,9 +66,10 @@ def arrays_of(layers: dict[str, dict[str, mx.array]]) -> dict[str, mx.array]:
 def config_of(trained: Trained, base: HubName | None) -> dict[str, Any]:
     """PEFT's adapter_config.json for the run's adapter."""
     adapter = trained.adapter
+    is_reward = has_score_head(adapter)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if is_reward else "CAUSAL_LM",
         "base_model_name_or_path": None if base is None else base.repo,
         "revision": None if base is None else base.revision,
         "inference_mode": True,
@@ -79,7 +82,7 @@ def config_of(trained: Trained, base: HubName | None) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": [SCORE_WEIGHT.partition(".")[0]] if is_reward else None,
         "rank_pattern": {},
         "alpha_pattern": {},
     }

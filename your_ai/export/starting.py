@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from your_ai.config import DEMO, TrainConfig, flag
+from your_ai.config import DEMO, REWARD, TrainConfig, flag
 from your_ai.errors import UserError
 from your_ai.export import adapter_files
 from your_ai.export.adapter_files import AdapterFiles
@@ -24,7 +24,7 @@ from your_ai.gates.text import shortened, shown
 from your_ai.hub.find import find_model
 from your_ai.memory import allocator
 from your_ai.nets import model
-from your_ai.nets.saved_adapter import Adapter
+from your_ai.nets.saved_adapter import Adapter, has_score_head, read_score_head
 from your_ai.run import checkpoint
 from your_ai.run.folder import RUNS, RunFolder, default_name, place_of
 
@@ -134,7 +134,10 @@ def create(config: TrainConfig) -> RunFolder:
     name = config.run or default_name(config)
     record = {**added.config, "base_files": adapter.config["base_files"]}
     with creating_with_arrays(name, config) as new:
-        checkpoint.save_adapter(new.start, adapter.arrays, record, step=0)
+        arrays = dict(adapter.arrays)
+        if config.objective == REWARD and has_score_head(adapter):
+            arrays[checkpoint.SCORE_WEIGHT] = read_score_head(adapter)
+        checkpoint.save_adapter(new.start, arrays, record, step=0)
     del network, adapter
     allocator.free()  # this process may go on to train
     return place_of(name)

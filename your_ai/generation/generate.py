@@ -33,7 +33,13 @@ from your_ai.memory.facts import facts_of
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.modelfiles.quantized_copies import quantized_copy
 from your_ai.nets.model import compute_dtype, first_line
-from your_ai.nets.saved_adapter import Adapter, Trained, open_trained, put_adapter
+from your_ai.nets.saved_adapter import (
+    Adapter,
+    Trained,
+    check_generates,
+    open_trained,
+    put_adapter,
+)
 from your_ai.rng import derive_seed
 from your_ai.run.folder import find
 
@@ -213,6 +219,8 @@ def load_for(
     """
     if max_memory_gb is not None and not (math.isfinite(max_memory_gb) and max_memory_gb > 0):
         raise UserError(f"--max-memory {max_memory_gb}: must be a number above 0")
+    if adapter is not None:
+        check_generates(adapter)
     dtype = compute_dtype(config.dtype)
     if config.quantize is not None:
         base = quantized_copy(base, config.quantize, max_memory_gb)

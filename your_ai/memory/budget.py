@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from your_ai.config import GRPO, TrainConfig, defaults
+from your_ai.config import GRPO, REWARD, TrainConfig, defaults
 from your_ai.data.rows import RowLimit
 from your_ai.errors import UserError
 from your_ai.hub.find import store
@@ -145,6 +145,7 @@ def demand_of(
         rows_together=together,
         scores=scored_first or needs_scores(config),
         noise=config.neftune_alpha > 0,
+        score_head=config.objective == REWARD,
         given_adapter=bool(config.from_adapter),
         before_bytes=before_bytes,
         coefficients=coefficients_here(),
@@ -214,6 +215,7 @@ def measured_key(config: TrainConfig, demand: Demand, dtype: mx.Dtype) -> list[s
     training = replace(demand.training, optimizer="adamw")  # does not affect activations
     settings = (config.packing, config.prefix_cache, config.lora_dropout > 0)
     settings += ("neftune",) if config.neftune_alpha > 0 else ()
+    settings += ("score head",) if config.objective == REWARD else ()
     parts = (demand.coefficients, dtype, facts, training, *settings)
     return [*machine_key(), *map(str, parts)]
 
@@ -240,10 +242,12 @@ def budget_of_evaluation(
     engine: str = "auto",
     can_stream: bool = True,
     answers: RolloutSizes | None = None,
+    score_head: bool = False,
 ) -> Budget:
     """The budget of an evaluation with the model in `folder`, without training.
 
     training: describes the adapter on the model. answers: those that are generated, if any are.
+    score_head: whether it is a reward model.
     The other arguments are as in `demand_of`. Raises UserError if nothing fits.
     """
     limit = limit_of(max_memory_gb)
@@ -258,6 +262,7 @@ def budget_of_evaluation(
         python_bytes=python_bytes(),
         rollouts=answers,
         forward=True,
+        score_head=score_head,
         sliced=mx.default_device().type == mx.cpu,
         coefficients=coefficients_here(),
     )

@@ -114,9 +114,16 @@ class Workload:
     """The step also scores its rows without gradients."""
     noise: bool = False
     """Noise is added to the embeddings."""
+    score_head: bool = False
+    """The head gives one number per text, and not logits."""
     sliced: bool = False
     """Quantized weights are dequantized in slices, as on the CPU, so that graphs are larger."""
     coefficients: Coefficients = PACKAGED
+
+    @property
+    def vocabulary(self) -> int:
+        """V, or 0 if no logits are computed."""
+        return 0 if self.score_head else self.facts.vocabulary
 
 
 @dataclass(frozen=True)
@@ -292,7 +299,7 @@ def graphs_bytes(
     if engine == "fused":
         frozen = facts.blocks - training.blocks
         blocks = (training.blocks + FORWARD_GRAPH * frozen) * size_of(coefficients.fused_graph)
-        slices = -(-facts.vocabulary // head_step(facts, min(HEAD_ROWS, rows * tokens)))
+        slices = -(-workload.vocabulary // head_step(facts, min(HEAD_ROWS, rows * tokens)))
         found = blocks + coefficients.fused_graph["head"] * slices
     else:
         found = facts.kinds * size_of(coefficients.staged_graph)
@@ -331,7 +338,7 @@ def evaluation_graphs_bytes(
     blocks = GRAPH_BYTES * facts.blocks * slices
     compiled = graphs_bytes(workload, plan.engine, rows, tokens, trained=False)
     if plan.engine == "fused":
-        head = -(-facts.vocabulary * facts.hidden * facts.float_bytes // HEAD_SLICE_BYTES)
+        head = -(-workload.vocabulary * facts.hidden * facts.float_bytes // HEAD_SLICE_BYTES)
         return max(compiled, blocks) + 2 * GRAPH_BYTES * head
     return compiled + max(0, blocks - work_bytes if plan.engine == "staged" else 0)
 
@@ -370,8 +377,8 @@ def fused_head_bytes(workload: Workload, targets: int) -> float:
     count = min(targets, HEAD_ROWS)
     step = head_step(facts, count)
     most = HEAD_SLICES if facts.quantized else DENSE_HEAD_SLICES
-    slices = min(most, -(-facts.vocabulary // step))
-    columns = min(facts.vocabulary, slices * step)
+    slices = min(most, -(-workload.vocabulary // step))
+    columns = min(workload.vocabulary, slices * step)
     rows = columns * facts.hidden * facts.float_bytes * facts.quantized
     logits = 4 * count * columns * (workload.coefficients.gemma["logits"] if facts.softcaps else 1)
     hidden = targets * facts.hidden * facts.float_bytes
@@ -417,7 +424,7 @@ def staged_phases(
     head = (
         table["logits"] * logits_bytes(workload, n)
         + table["hidden"] * hidden
-        + table["slice"] * min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
+        + table["slice"] * min(HEAD_SLICE_BYTES, workload.vocabulary * facts.hidden * number)
     )
     return [
         {
@@ -472,7 +479,7 @@ def forward_phases(
         if engine == "staged":
             arrays += table["lora"] * adapted + table["dense"] * (not facts.quantized)
         blocks = arrays * n * wide * number + table[f"{engine}_logits"] * logits
-    head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
+    head_slice = min(HEAD_SLICE_BYTES, workload.vocabulary * facts.hidden * number)
     losses = coefficients.head["logits"] * logits + coefficients.head["slice"] * head_slice
     table = coefficients.scores
     predictions = table["logits"] * logits + table[engine] * head_slice
@@ -561,7 +568,7 @@ def logits_bytes(workload: Workload, targets: int) -> int:
     """Bytes of one slice of the logits, for the hidden states that meet the head together."""
     facts = workload.facts
     count = min(targets, HEAD_ROWS)
-    of_slice = 4 * count * min(facts.vocabulary, head_step(facts, count))
+    of_slice = 4 * count * min(workload.vocabulary, head_step(facts, count))
     return int(workload.coefficients.gemma["logits"] * of_slice) if facts.softcaps else of_slice
 
 

@@ -78,6 +78,8 @@ class Demand:
     """Whether rows are also scored without gradients."""
     noise: bool = False
     """Whether training adds noise to the embeddings."""
+    score_head: bool = False
+    """Whether the head gives one number per text, and not logits."""
     given_adapter: bool = False
     """Whether the run starts from an adapter, whose size is given."""
     before_bytes: int = 0
@@ -254,6 +256,7 @@ def workload_of(demand: Demand) -> Workload:
         forward=demand.forward,
         scores=demand.scores,
         noise=demand.noise,
+        score_head=demand.score_head,
         sliced=demand.sliced,
         coefficients=demand.coefficients,
     )

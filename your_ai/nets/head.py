@@ -18,6 +18,7 @@ import mlx.nn as nn
 
 from your_ai.errors import suppress_model_errors
 from your_ai.memory.sizes import HEAD_SLICE_BYTES
+from your_ai.nets.score_head import ScoreHead
 
 DENSE = (nn.Linear, nn.Embedding)
 Function = Callable[[mx.array], mx.array]
@@ -178,13 +179,14 @@ class LinearHead:
             yield start, min(start + step, vocabulary)
 
 
-# A LinearHead, or any function from (1, S, D) hidden states to (1, S, V) logits.
-Head = LinearHead | Function
+# A LinearHead, any function from (1, S, D) hidden states to (1, S, V) logits, or the head of a
+# reward model, whose scores take the place of log-probabilities.
+Head = LinearHead | ScoreHead | Function
 
 
 def at_temperature(head: Head, temperature: float) -> Head:
     """The head with logits divided by `temperature`, from which completions are sampled."""
-    if temperature == 1:
+    if temperature == 1 or isinstance(head, ScoreHead):
         return head
     if isinstance(head, LinearHead):
         return replace(head, after=lambda products: head.logits(products) / temperature)

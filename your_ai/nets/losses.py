@@ -16,6 +16,7 @@ import mlx.core as mx
 from your_ai.memory.sizes import HEAD_ROWS
 from your_ai.nets.head import Head, HeadSlice, LinearHead
 from your_ai.nets.numerics import exp, sum_in_blocks
+from your_ai.nets.score_head import ScoreHead
 from your_ai.objectives.objective import (
     GivenWeights,
     Metrics,
@@ -26,6 +27,7 @@ from your_ai.objectives.objective import (
     Weighed,
 )
 
+Arrays = dict[str, mx.array]
 Weigh = Callable[[mx.array], Weighed]  # (S,) log-probabilities -> the loss and weights
 
 CHUNK_BYTES = 8 << 20  # of float32 logits; a few chunks are in memory at a time
@@ -48,7 +50,12 @@ def cross_entropy_sum(logits: mx.array, targets: mx.array, weights: mx.array) ->
 
 
 def chunked_losses(hidden: mx.array, targets: mx.array, head: Head) -> mx.array:
-    """(S,) cross_entropy of head(hidden), piece by piece, without gradients."""
+    """(S,) cross_entropy of head(hidden), piece by piece, without gradients.
+
+    With a ScoreHead, the negative scores, as they take the place of log-probabilities.
+    """
+    if isinstance(head, ScoreHead):
+        return -head.scores(hidden)
     losses: list[mx.array] = []
     for part in chunks(hidden, head):
         rows = _in_turn(hidden[part], losses)
@@ -69,7 +76,12 @@ def chunked_loss(hidden: mx.array, targets: Targets, objective: Objective, head:
 
 
 def chunked_predictions(hidden: mx.array, head: Head) -> mx.array:
-    """(S,) the most likely token for each row of `hidden`, (S, D), piece by piece."""
+    """(S,) the most likely token for each row of `hidden`, (S, D), piece by piece.
+
+    With a ScoreHead, which predicts no tokens, zeros.
+    """
+    if isinstance(head, ScoreHead):
+        return mx.zeros(len(hidden), mx.uint32)
     found: list[mx.array] = []
     for part in chunks(hidden, head):
         rows = _in_turn(hidden[part], found)
@@ -90,40 +102,50 @@ def trainable_loss(
     would compute all logits again, or keep them.)
     """
     names: list[str] = []
+    trained = head.trained if isinstance(head, ScoreHead) else {}
+    count = 1 + len(trained)  # of gradients
 
     @mx.custom_function
-    def forward(hidden: mx.array) -> tuple[mx.array, ...]:
-        sums, grad = loss_and_gradient(hidden, targets, objective, scale, head)
-        return sums.loss, grad, *flat(sums.metrics, names)
+    def forward(hidden: mx.array, *_: mx.array) -> tuple[mx.array, ...]:
+        sums, grad, of_head = loss_and_gradient(hidden, targets, objective, scale, head)
+        return sums.loss, grad, *of_head.values(), *flat(sums.metrics, names)
 
     @forward.vjp
     def backward(primals, cotangents, outputs):
-        return cotangents[0].astype(outputs[1].dtype) * outputs[1]
+        grads = outputs[1 : 1 + count]
+        return [cotangents[0].astype(grad.dtype) * grad for grad in grads]
 
-    loss, _, *figures = forward(hidden)
-    return Sums(loss, unflat(figures, names))
+    loss, *found = forward(hidden, *trained.values())
+    return Sums(loss, unflat(found[count:], names))
 
 
 def loss_and_gradient(
     hidden: mx.array, targets: Targets, objective: Objective, scale: mx.array, head: Head
-) -> tuple[Sums, mx.array]:
+) -> tuple[Sums, mx.array, Arrays]:
     """The loss and metrics, and the gradient with respect to `hidden` times `scale`, (S, D).
 
     The caller does not differentiate this function: that would keep every slice of a head that
     is read from a file. The scale is applied inside, so that float16 gradients are scaled
-    before they are rounded. The head is frozen and gets no gradient.
+    before they are rounded. A head over the vocabulary is frozen; a ScoreHead is trained, and
+    the third result has its gradients times `scale`, by name in the model.
     """
 
     if targets.given is not None:
         objective = GivenWeights()
 
+    if isinstance(head, ScoreHead):
+        weighed = objective.weigh(Scores(head.scores(hidden)), targets)
+        return weighed.sums, *head.gradients(hidden, weighed.weights, scale)
+
     def weigh_part(part: slice) -> Weigh:
         return lambda logp: objective.weigh(Scores(logp), targets.part(part))
 
     if objective.token_local:
-        return _in_pieces(hidden, targets.tokens, weigh_part, scale, head, chunks(hidden, head))
+        pieces = chunks(hidden, head)
+        return *_in_pieces(hidden, targets.tokens, weigh_part, scale, head, pieces), {}
     if isinstance(head, LinearHead):  # one pass over the vocabulary for all rows
-        return _in_pieces(hidden, targets.tokens, weigh_part, scale, head, [slice(0, len(hidden))])
+        whole = [slice(0, len(hidden))]
+        return *_in_pieces(hidden, targets.tokens, weigh_part, scale, head, whole), {}
     scores = Scores(-chunked_losses(hidden, targets.tokens, head))
     weighed = objective.weigh(scores, targets)
 
@@ -132,7 +154,7 @@ def loss_and_gradient(
 
     pieces = chunks(hidden, head)
     _, grad = _in_pieces(hidden, targets.tokens, known, scale, head, pieces)
-    return weighed.sums, grad
+    return weighed.sums, grad, {}
 
 
 def _in_pieces(

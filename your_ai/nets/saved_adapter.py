@@ -22,7 +22,7 @@ from your_ai.gates.untrusted import JSON_BYTES, parse_json, read_bytes, read_hea
 from your_ai.hub.find import find_model
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.hub.names import HubName, hub_name
-from your_ai.nets import model
+from your_ai.nets import model, score_head
 from your_ai.run import checkpoint
 from your_ai.run.folder import RunFolder, find, is_running
 
@@ -288,6 +288,60 @@ def put_layers(network: nn.Module, adapter: Adapter) -> None:
         reason = model.first_line(error)
         raise UserError(f"{adapter.folder}: does not fit the model ({reason})") from error
     network.eval()
+
+
+def has_score_head(adapter: Adapter) -> bool:
+    """Whether the adapter is of a reward model."""
+    return (adapter.folder / checkpoint.SCORE_HEAD).is_file()
+
+
+def check_generates(adapter: Adapter) -> None:
+    """Raise UserError if the adapter is of a reward model."""
+    if has_score_head(adapter):
+        raise UserError(
+            f"{adapter.folder}: is a reward model, which scores answers and gives none; use "
+            "your_ai score, or your_ai export --to hf"
+        )
+
+
+def put_trained_score_head(network: nn.Module, adapter: Adapter) -> None:
+    """Add the score head of a reward model's adapter, frozen.
+
+    Raises UserError if it is missing or damaged, or does not fit the model.
+    """
+    path = adapter.folder / checkpoint.SCORE_HEAD
+    weight, wanted = read_score_head(adapter), (1, hidden_size(network))
+    if weight.shape != wanted:
+        found = model.text_of_shape(weight.shape)
+        raise UserError(
+            f"{path}: does not fit the model: {checkpoint.SCORE_WEIGHT} is {found}, expected "
+            f"{model.text_of_shape(wanted)}"
+        )
+    score_head.put_score_head(network, wanted[1], seed=0)
+    network[score_head.NAME].weight = weight
+    network[score_head.NAME].freeze()
+
+
+def read_score_head(adapter: Adapter) -> mx.array:
+    """(1, D) float32. Raises UserError if the file is missing or damaged."""
+    path = adapter.folder / checkpoint.SCORE_HEAD
+    if (fault := checkpoint.fault(adapter.folder, (checkpoint.ADAPTERS,))) is not None:
+        raise UserError(fault)
+    try:
+        names = [entry.name for entry in read_header(path)]
+        if names != [checkpoint.SCORE_WEIGHT]:
+            raise ValueError(f"contains {shown(', '.join(names))}")
+        weight = mx.load(str(path))[checkpoint.SCORE_WEIGHT].astype(mx.float32)
+        mx.eval(weight)
+    except (OSError, RuntimeError, ValueError, LookupError) as error:
+        reason = getattr(error, "strerror", None) or shown(model.first_line(error))
+        raise UserError(f"{path}: cannot be read ({reason})") from error
+    return weight
+
+
+def hidden_size(network: nn.Module) -> int:
+    """D, the width of the hidden states before the head."""
+    return model.split(network).trunk(mx.zeros((1, 2), mx.int32)).shape[-1]  # never evaluated
 
 
 def put_adapter(network: nn.Module, adapter: Adapter) -> None:

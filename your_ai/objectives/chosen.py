@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from your_ai.config import TrainConfig
+from your_ai.config import REWARD, TrainConfig
 from your_ai.objectives.dpo import DPO, IPO
 from your_ai.objectives.grpo import GRPO
 from your_ai.objectives.kto import KTO
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.orpo import ORPO
+from your_ai.objectives.reward import BradleyTerry, ScoreRegression
 from your_ai.objectives.sft import SUPERVISED
 from your_ai.objectives.simpo import SimPO
 
@@ -37,6 +38,10 @@ def objective_of(config: TrainConfig) -> Objective:
             importance=config.importance,
             normalization=config.loss_normalization,
         )
+    if config.objective == REWARD and config.reward_loss == "scores":
+        return ScoreRegression()
+    if config.objective == REWARD:
+        return BradleyTerry(center=config.center_rewards)
     return SUPERVISED
 
 

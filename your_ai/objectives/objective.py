@@ -10,6 +10,7 @@ Shapes: S target slots of a micro-batch; the last slots may be padding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -50,13 +51,15 @@ class Targets(NamedTuple):
     baseline: mx.array | None = None
     """(S,) float32, in each slot the baseline of the step, if a pass over the other texts of the
     groups found it. Then these targets are of first texts."""
+    ratings: mx.array | None = None
+    """(S,) float32, the rating of each target's row, if the rows have ratings."""
 
     @staticmethod
     def of(batch: Batch) -> Targets:
         arrays = map(mx.array, (batch.positions, batch.targets, batch.weights, batch.texts))
         optional = (
             *(batch.reference, batch.good, batch.given),
-            *(batch.advantages, batch.old, batch.baseline),
+            *(batch.advantages, batch.old, batch.baseline, batch.ratings),
         )
         return Targets(*arrays, *(None if a is None else mx.array(a) for a in optional))
 
@@ -75,7 +78,7 @@ class Targets(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """(S,) float32 log-probabilities of the targets."""
+    """(S,) float32 log-probabilities of the targets; of a reward model, its scores of the texts."""
 
     current: mx.array
     """Under the current adapters."""
@@ -119,11 +122,14 @@ class Totals:
         """The mean of each metric, without those whose count is 0.
 
         Where chosen and rejected answers are no pairs, the margin is the difference of the means.
+        The mean square of scores becomes their standard deviation.
         """
         found = {name: value / count for name, (value, count) in self.metrics.items() if count}
         chosen, rejected = found.get("rewards/chosen"), found.get("rewards/rejected")
         if chosen is not None and rejected is not None:
             found.setdefault("rewards/margins", chosen - rejected)
+        if (square := found.pop("scores/square", None)) is not None:
+            found["scores/std"] = math.sqrt(max(0.0, square - found["scores/mean"] ** 2))
         return found
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from your_ai import __version__
 from your_ai.config import DEMO, GRPO, OBJECTIVES_WITH, SFT, TrainConfig, is_used
+from your_ai.config import REWARD as REWARD_MODEL
 from your_ai.dashboard.history import finite, read
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, other_values, plain
 from your_ai.dashboard.shares import match_share
@@ -23,8 +23,16 @@ from your_ai.dashboard.view import duration, memory, validation_name, validation
 from your_ai.gates.text import counted, loss_text
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.registry import alias_of, known
+from your_ai.publish.training_notes import (
+    OBJECTIVE_NAMES,
+    cell,
+    code,
+    objective_of,
+    origin_notes,
+    rewards_text,
+    without_module,
+)
 from your_ai.publish.user_section import BEGIN, END, front_matter, sealed
-from your_ai.rewards.names import WITH_ARGUMENT, is_function, parse_rewards
 from your_ai.run import events
 
 if TYPE_CHECKING:  # it loads MLX
@@ -33,6 +41,7 @@ if TYPE_CHECKING:  # it loads MLX
 CARD = "README.md"
 CardKind = Literal["adapter", "model", "peft", "gguf"]
 
+PIPELINES = {REWARD_MODEL: "text-classification"}  # of objectives that give no text
 HERE = "PATH/OF/THIS/FOLDER"
 CURVE_POINTS = 10  # in the table that replaces the pictures of the curves
 PRIVATE = ("judge_url", "judge_rubric")  # settings of the user's machine
@@ -45,22 +54,6 @@ SETTINGS = (
     *("batch_size", "grad_accumulation", "max_seq_length", "packing"),
     *("mask_prompt", "dtype", "quantize", "seed"),
 )
-# The paper of each objective but supervised fine-tuning, at arXiv.
-PAPERS = {
-    "dpo": "2305.18290",
-    "ipo": "2310.12036",
-    "simpo": "2405.14734",
-    "orpo": "2403.07691",
-    "kto": "2402.01306",
-    GRPO: "2402.03300",
-}
-ROWS = {  # what the rows of the data are, by their kind
-    "answers": "answers",
-    "pairs": "pairs of answers",
-    "labels": "answers labeled as good or bad",
-    "prompts": "its own completions of prompts",
-}
-OBJECTIVE_NAMES = {"simpo": "SimPO"}  # the others are in capitals
 TITLES = {
     "rewards/accuracies": "Accuracy of rewards",
     "rewards/auc": "AUC of rewards",
@@ -71,6 +64,9 @@ TITLES = {
     "logps/mean_accuracies": "Accuracy of log-probabilities per token",
     "logps/chosen": "Log-probability, chosen",
     "logps/rejected": "Log-probability, rejected",
+    "scores/error": "Mean error of scores",
+    "scores/correlation": "Correlation of scores",
+    "scores/mean": "Mean score",
     "loss": "Loss",
     "perplexity": "Perplexity",
     "exact_match": "Exact match",
@@ -220,43 +216,6 @@ def method_of(trained: Trained) -> Method:
     return Method(name, adapter.rank, adapter.scale * divisor, rslora)
 
 
-def objective_of(trained: Trained) -> str:
-    """The objective of the run; that of supervised fine-tuning for one that trained nothing."""
-    return SFT if trained.folder.untrained else trained.config.objective
-
-
-def origin_notes(trained: Trained) -> list[str]:
-    """Sentences about how the adapter was made, beyond supervised fine-tuning of the base."""
-    if trained.folder.untrained == "merged":
-        return ["It was merged from other adapters."]
-    notes, objective = [], objective_of(trained)
-    if objective != SFT:
-        rows = ROWS[TrainConfig(objective=objective).row_kind]
-        name = OBJECTIVE_NAMES.get(objective, objective.upper())
-        paper = PAPERS[objective]
-        link = f"[arXiv:{paper}](https://arxiv.org/abs/{paper})"
-        notes.append(f"It was trained with {name} ({link}) on {rows}.")
-    if objective == GRPO and trained.config.reward:
-        notes.append(f"They were rewarded for {rewards_text(trained.config.reward)}.")
-    if trained.config.from_adapter:
-        notes.append("Its training began from another adapter.")
-    return notes
-
-
-def rewards_text(texts: Sequence[str]) -> str:
-    """Rewards with their weights. Of a function, only its own name."""
-    found = []
-    for each in parse_rewards(texts):
-        found.append(f"{code(without_module(each.name))} (weight {each.weight:g})")
-    return ", ".join(found)
-
-
-def without_module(name: str) -> str:
-    """The name of a reward or a metric; of a function, without the user's module."""
-    own = name.partition(":")[0] not in WITH_ARGUMENT and is_function(name)
-    return name.rpartition(":")[2] if own else name
-
-
 def figures_of(records: Sequence[events.Record]) -> CardFigures:
     """The results of a training run, from its events."""
     past = read(records)
@@ -316,7 +275,7 @@ def metadata(subject: Subject) -> dict[str, Any]:
     data = ModelCardData(
         base_model=repo,
         library_name=library,
-        pipeline_tag="text-generation",
+        pipeline_tag=PIPELINES.get(subject.objective, "text-generation"),
         tags=[
             *(["lora"] if subject.kind != "model" else []),
             *([subject.objective] if subject.objective != SFT else []),
@@ -366,9 +325,11 @@ def usage(subject: Subject) -> list[str]:
     if subject.kind == "gguf":
         files = "\n".join(f"- {code(file)}" for file in subject.files)
         return [fenced("\n".join(fetch)), f"For llama.cpp and what is built on it:\n\n{files}"]
+    scores = subject.objective == REWARD_MODEL
+    kind = "AutoModelForSequenceClassification" if scores else "AutoModelForCausalLM"
     if subject.kind == "model" and subject.library == "transformers":
-        load = f"AutoModelForCausalLM.from_pretrained({json.dumps(place)})"
-        take = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+        load = f"{kind}.from_pretrained({json.dumps(place)})"
+        take = f"from transformers import {kind}, AutoTokenizer"
         tokenizer = f"AutoTokenizer.from_pretrained({json.dumps(place)})"
         return [fenced(f"{take}\n\ntokenizer = {tokenizer}\nmodel = {load}", "python")]
     if subject.kind == "model":
@@ -378,14 +339,18 @@ def usage(subject: Subject) -> list[str]:
         model = "PATH/TO/BASE" if subject.base_is_quantized else model
         return [
             fenced(
-                "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-                f"base = AutoModelForCausalLM.from_pretrained({json.dumps(model)})\n"
+                f"from peft import PeftModel\nfrom transformers import {kind}\n\n"
+                f"base = {kind}.from_pretrained({json.dumps(model)}{', num_labels=1' * scores})\n"
                 f"model = PeftModel.from_pretrained(base, {json.dumps(place)})",
                 "python",
             )
         ]
     ask = f"mlx_lm.generate --model {shlex.quote(model)} --adapter-path {folder} {ask}"
-    found = [fenced("\n".join([*fetch, ask]))]
+    if scores:
+        found = ["Its score head is in score_head.safetensors. With your_ai, in a run's folder:"]
+        found.append(fenced("\n".join([*fetch, "your_ai score RUN rows.jsonl"])))
+    else:
+        found = [fenced("\n".join([*fetch, ask]))]
     if subject.config is not None:
         again = f"your_ai train --config {folder}/config.yaml --data YOUR-DATA"
         found += ["The same training on your own data, with your_ai:", fenced(again)]
@@ -572,15 +537,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def fenced(text: str, language: str = "bash") -> str:
     return f"```{language}\n{text}\n```"
-
-
-def code(text: str) -> str:
-    return f"`{cell(text).replace('`', '')}`"
-
-
-def cell(text: str) -> str:
-    """A text that cannot end a table cell or begin markup."""
-    return re.sub(r"[|<>\[\]\s]+", " ", text).strip()
 
 
 def shown(value: Any) -> str:

@@ -25,7 +25,7 @@ from your_ai.evaluation import record
 from your_ai.gates.untrusted import JSON_BYTES, links_outside, read_bytes, read_json
 from your_ai.hub.find import REPO
 from your_ai.modelfiles.targets import write_error
-from your_ai.nets.saved_adapter import Trained
+from your_ai.nets.saved_adapter import Trained, has_score_head
 from your_ai.publish.card import (
     CARD,
     Base,
@@ -41,7 +41,7 @@ from your_ai.publish.card import (
 )
 from your_ai.publish.user_section import split
 from your_ai.run import events
-from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, CHECKSUMS, STATE, STEP_NAME
+from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, CHECKSUMS, SCORE_HEAD, STATE, STEP_NAME
 from your_ai.run.checkpoint import step_of as checkpoint_step
 from your_ai.run.folder import RUNS, RunFolder
 
@@ -51,7 +51,10 @@ LIBRARIES = ("mlx", "peft", "transformers")
 CONFIGS = ("config.json", ADAPTER_CONFIG)
 # The settings of an adapter that mlx-lm and your_ai read. mlx-lm's trainer writes all of its
 # settings there, with the paths of the data.
-ADAPTER_KEYS = ("fine_tune_type", "model", "num_layers", "lora_parameters", "step", "base_files")
+ADAPTER_KEYS = (
+    *("fine_tune_type", "model", "num_layers", "lora_parameters", "step", "base_files"),
+    "score_head",
+)
 # The files that show the kind of a folder, and the other files that are sent.
 MARKS: dict[CardKind, str] = {
     "peft": PEFT_ADAPTERS,
@@ -108,6 +111,7 @@ def of_run(trained: Trained, repo: str) -> Contents:
         CARD: card(subject).encode("utf-8", "replace"),
         ADAPTER_CONFIG: as_json(named),
         ADAPTERS: adapter.folder / ADAPTERS,
+        **({SCORE_HEAD: adapter.folder / SCORE_HEAD} if has_score_head(adapter) else {}),
         **pictures,
     }
     if config is not None:

@@ -2,6 +2,7 @@
 
 checkpoints/step-000120/
     adapters.safetensors, adapter_config.json   readable by mlx-lm
+    score_head.safetensors                      of a reward model
     optimizer.safetensors
     state.json                                  TrainState and the files that the run depends on
     checksums.json                              sha256 of each of the above; written last
@@ -28,6 +29,8 @@ from your_ai.errors import RunError, UserError, is_memory_error
 from your_ai.files import atomic_folder, read_text, sha256
 
 ADAPTERS = "adapters.safetensors"
+SCORE_HEAD = "score_head.safetensors"  # in a file of its own, so that mlx-lm loads the adapter
+SCORE_WEIGHT = "score.weight"  # its only array, (1, D)
 ADAPTER_CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
@@ -87,7 +90,7 @@ def save(folder: Path, checkpoint: SavedCheckpoint) -> Path:
     state = {"state": dataclasses.asdict(checkpoint.state), "depends_on": checkpoint.depends_on}
     _write_folder(
         target,
-        arrays={ADAPTERS: checkpoint.adapters, OPTIMIZER: checkpoint.optimizer},
+        arrays={**files_of(checkpoint.adapters), OPTIMIZER: checkpoint.optimizer},
         texts={ADAPTER_CONFIG: checkpoint.adapter_config, STATE: state},
     )
     return target
@@ -98,7 +101,15 @@ def save_adapter(
 ) -> None:
     """Write an adapter folder for mlx-lm; an existing folder is replaced atomically."""
     texts = {ADAPTER_CONFIG: {**config, "step": step}}
-    _write_folder(target, arrays={ADAPTERS: adapters}, texts=texts)
+    _write_folder(target, arrays=files_of(adapters), texts=texts)
+
+
+def files_of(adapters: Mapping[str, mx.array]) -> dict[str, dict[str, mx.array]]:
+    """The arrays of each file of an adapter."""
+    found = {ADAPTERS: {n: array for n, array in adapters.items() if n != SCORE_WEIGHT}}
+    if SCORE_WEIGHT in adapters:
+        found[SCORE_HEAD] = {SCORE_WEIGHT: adapters[SCORE_WEIGHT]}
+    return found
 
 
 def adapter_step(folder: Path) -> int | None:
@@ -165,6 +176,8 @@ def fault(path: Path, names: tuple[str, ...] = CONTENT) -> str | None:
     try:
         sums = json.loads(read_text(path / CHECKSUMS, JSON_BYTES))
         expected = {name: sums[name] for name in names}
+        if ADAPTERS in names and SCORE_HEAD in sums:
+            expected[SCORE_HEAD] = sums[SCORE_HEAD]
     except FileNotFoundError:
         return f"{path / CHECKSUMS}: is missing"
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -202,7 +215,7 @@ def load(path: Path) -> SavedCheckpoint:
         state = json.loads(read_text(path / STATE, JSON_BYTES))
         checkpoint = SavedCheckpoint(
             state=TrainState(**state["state"]),
-            adapters=mx.load(str(path / ADAPTERS)),
+            adapters=read_adapters(path),
             optimizer=mx.load(str(path / OPTIMIZER)),
             adapter_config=json.loads(read_text(path / ADAPTER_CONFIG, JSON_BYTES)),
             depends_on=state["depends_on"],
@@ -215,9 +228,17 @@ def load(path: Path) -> SavedCheckpoint:
 
 def load_adapters(path: Path) -> dict[str, mx.array]:
     """The adapters of an intact checkpoint, by name, without the optimizer's arrays."""
-    adapters = mx.load(str(path / ADAPTERS))
+    adapters = read_adapters(path)
     mx.eval(adapters)
     return adapters
+
+
+def read_adapters(path: Path) -> dict[str, mx.array]:
+    """The lazy arrays of an adapter by name, with those of its score head."""
+    found = mx.load(str(path / ADAPTERS))
+    if (path / SCORE_HEAD).exists():
+        found |= mx.load(str(path / SCORE_HEAD))
+    return found
 
 
 def load_state(path: Path) -> TrainState | None:

@@ -130,6 +130,8 @@ class Started:
     """In words, what would make this run learn more."""
     has_answers: bool = True
     """Whether the rows have answers, which an evaluation compares."""
+    is_reward_model: bool = False
+    """Whether the run scores answers, and gives none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,13 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from your_ai.config import AUTO, GRPO, TrainConfig, defaults, flag, last_step
+from your_ai.config import AUTO, GRPO, REWARD, TrainConfig, defaults, flag, last_step
 from your_ai.data.batches import Schedule, make_schedule
 from your_ai.data.encode import SamplePrompt
 from your_ai.data.examples import Examples
 from your_ai.data.preferences import kind_of
 from your_ai.data.prompts import PromptRows
-from your_ai.data.sources import find_splits
+from your_ai.data.sources import find_splits, with_reward_loss
 from your_ai.engine.build import build_engine
 from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.opened import Opened, open_model
@@ -49,12 +49,13 @@ from your_ai.memory.sample import in_gb
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.modelfiles.shards import largest_shard, process_bytes_of
-from your_ai.nets import model
+from your_ai.nets import model, score_head
 from your_ai.nets.saved_adapter import base_files
 from your_ai.objectives.chosen import objective_of
 from your_ai.rewards.chosen import Rewards, load_rewards
 from your_ai.rewards.judge import JudgeSettings
 from your_ai.run import checkpoint, events
+from your_ai.run.checkpoint import SCORE_HEAD
 from your_ai.run.folder import RunFolder
 from your_ai.run.rollout_files import missing_in_a_row
 from your_ai.training import optimizer
@@ -111,6 +112,7 @@ class Prepared:
             plan=self.engine_name,
             more=ways_to_learn_more(self.config, self.adapters, len(self.model.layers)),
             has_answers=have_answers(self.prompts or {}),
+            is_reward_model=self.config.objective == REWARD,
         )
 
 
@@ -143,8 +145,10 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     folder: the run folder, for files that exist only while it runs.
     level: the number of faster plans that fit but are skipped.
     """
-    for text in check_splits(config).notes:
+    found = check_splits(config)
+    for text in found.notes:
         log.write(events.Notice(text=text))
+    config = with_reward_loss(config, found)
     rewards = rewards_of(config, log, folder)
     base = find_model(config.model)
     opened = opened_for(config, base, log)
@@ -183,6 +187,9 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     for text in defaults.words(asked, config, rows, steps, blocks, limit):
         log.write(events.Notice(text=text))
     adapters = model.add_adapters(network, config)
+    if config.objective == REWARD:
+        score_head.put_score_head(network, budget.demand.facts.hidden, config.seed)
+        adapters = replace(adapters, config={**adapters.config, "score_head": SCORE_HEAD})
     start = begin_from(RunFolder(folder), network) if config.from_adapter else {}
     adapters = replace(adapters, config={**adapters.config, "base_files": base_files(files)})
     announce(budget, past, config, log)
@@ -292,7 +299,12 @@ def begin_from(folder: RunFolder, network: nn.Module) -> dict[str, dict[str, str
     names = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG)
     if (fault := checkpoint.fault(folder.start, names)) is not None:
         raise UserError(f"{fault}; restore it, or start a new run")
-    model.set_adapters(network, checkpoint.load_adapters(folder.start))
+    arrays = checkpoint.load_adapters(folder.start)
+    if (layer := score_head.score_layer(network)) is None:
+        arrays.pop(score_head.WEIGHT, None)
+    else:
+        arrays.setdefault(score_head.WEIGHT, layer.weight)
+    model.set_adapters(network, arrays)
     return {"first adapter": {name: sha256(folder.start / name) for name in names}}
 
 
@@ -433,6 +445,7 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
         tokenizer = model.load_tokenizer_of(folder)
     model.adapted_layers(network, config)  # checks the settings of the adapters
     if seq_len is None and config.data:
+        config = with_reward_loss(config, check_splits(config))
         files = fingerprint(folder)
         data = read_data(config, network, tokenizer, files, lambda _: None)
         together = objective_of(config).rows_together

@@ -1,0 +1,179 @@
+"""A trained reward model, ready to score texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from your_ai.config import REWARD, TrainConfig
+from your_ai.data.batches import RowsAt, by_length, few_edges, micro_batches
+from your_ai.data.columns import layout_of
+from your_ai.data.encode import EncodedRow, Encoder, to_score
+from your_ai.data.examples import Examples, RowCounts, fit
+from your_ai.data.preferences import parse_to_score
+from your_ai.data.records import read_records
+from your_ai.data.rows import Row
+from your_ai.engine.build import build_engine
+from your_ai.engine.opened import Opened, open_model
+from your_ai.engine.protocol import Engine
+from your_ai.errors import UserError
+from your_ai.evaluation.compare import hold, training_of
+from your_ai.gates.token_ids import vocabulary_of
+from your_ai.memory import allocator
+from your_ai.memory.budget import budget_of_evaluation, row_limit
+from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
+from your_ai.nets import model, saved_adapter
+from your_ai.nets.saved_adapter import Trained
+from your_ai.objectives.reward import ScoreRegression
+
+ROWS_TOGETHER = 64  # rows of a file that are scored together, in the order of their length
+NAME, PAIR_NAMES = ("reward",), ("reward_chosen", "reward_rejected")  # of the scores of a row
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """Scores texts, each by its last hidden state."""
+
+    name: str
+    """Of the run."""
+    encoder: Encoder
+    engine: Engine
+    rows_at: RowsAt
+    max_seq_length: int
+
+    def encode(self, row: Row, too_long: str = "error") -> list[EncodedRow]:
+        """The texts of a row: two for a pair. Raises UserError for one that cannot be scored."""
+        texts = []
+        for text in self.encoder.encode_all(row):
+            fitted, _ = next(fit(text, self.max_seq_length, too_long, row.where))
+            if fitted is None:
+                raise UserError(
+                    f"{row.where}: no answer is within --max-seq-length {self.max_seq_length}"
+                )
+            texts.append(to_score(fitted))
+        return texts
+
+    def scores(self, texts: Sequence[EncodedRow]) -> np.ndarray:
+        """(n,) float64 scores of encoded texts, which end where `to_score` ends them."""
+        examples = examples_of(texts)
+        order, found = by_length(examples), np.zeros(len(texts))
+        edges = few_edges(max(self.max_seq_length, int(examples.lengths.max())))
+        done = 0
+        for batch in micro_batches(examples, order, self.rows_at, edges):
+            count = batch.trained_tokens  # one for each text
+            values = self.engine.log_probabilities(batch)
+            mx.eval(values)
+            found[order[done : done + count]] = np.array(values)[:count]
+            done += count
+        return found
+
+
+def score_file(
+    scorer: RewardModel, path: Path, config: TrainConfig, too_long: str
+) -> Iterator[dict[str, Any]]:
+    """The rows of a file, each with its reward, or of a pair with reward_chosen and
+    reward_rejected. Some rows are scored together.
+
+    config: of the run, whose columns and prompt template are those of the file.
+
+    Raises UserError for a row that cannot be scored.
+    """
+    limit = scorer.encoder.limit
+    layout = layout_of(config.columns, config.prompt_template)
+    records = iter(read_records(path, limit))
+    while part := list(islice(records, ROWS_TOGETHER)):
+        texts = []
+        for where, record in part:
+            row = parse_to_score(layout.row_of(record, where), where)
+            texts.append(scorer.encode(row, too_long))
+        values = iter(scorer.scores([text for each in texts for text in each]).tolist())
+        for (_, record), each in zip(part, texts, strict=True):
+            names = PAIR_NAMES if len(each) == 2 else NAME
+            yield {**record, **{name: next(values) for name in names}}
+
+
+def examples_of(texts: Sequence[EncodedRow]) -> Examples:
+    return Examples(
+        tokens=np.concatenate([text.tokens for text in texts]).astype(np.uint32),
+        trained=np.concatenate([text.trained for text in texts]),
+        starts=np.cumsum([0, *(len(text.tokens) for text in texts)]),
+        weights=np.ones(len(texts), np.float32),
+        tally=RowCounts(),
+    )
+
+
+def check_reward_run(run: Trained, label: str) -> None:
+    """Raise UserError, whose message begins with `label`, if a run is not a reward model."""
+    if run.config.objective != REWARD or not saved_adapter.has_score_head(run.adapter):
+        raise UserError(
+            f"{label}: {run.folder.name} is not a reward model (its objective is "
+            f"{run.config.objective}); train one with --objective reward"
+        )
+
+
+def put_reward_model(network: nn.Module, run: Trained) -> None:
+    """Add the adapter and the score head of a reward model to its base, frozen."""
+    saved_adapter.put_adapter(network, run.adapter)
+    saved_adapter.put_trained_score_head(network, run.adapter)
+
+
+def load_reward_model(
+    run: Trained,
+    max_memory_gb: float | None = None,
+    batch_size: int = 8,
+    progress: Callable[[str], object] = lambda text: None,
+) -> RewardModel:
+    """Load a reward model with its base, inside a memory limit.
+
+    Raises UserError if the run is not a reward model, or does not fit.
+    """
+    check_reward_run(run, "score")
+    config, folder = run.config, run.base
+    if config.quantize is not None:
+        progress("quantizing the model")
+        for _ in make_copy(folder, config.quantize, max_memory_gb):
+            pass
+        folder = place_of_copy(folder, config.quantize)
+    progress("loading the model")
+    opened = open_model(folder, model.compute_dtype(config.dtype))
+    encoder = encoder_of(run, opened, opened.tokenizer(), max_memory_gb)
+    blocks = len(opened.network.layers)
+    budget = budget_of_evaluation(
+        training_of(run.adapter, config, blocks),
+        folder,
+        opened.dtype,
+        [config.max_seq_length],
+        batch_size,
+        max_memory_gb,
+        can_stream=opened.can_stream,
+        score_head=True,
+    )
+    hold(budget)
+    put_reward_model(opened.network, run)
+    plan = budget.choice.option.plan
+    engine = engine_of(opened, plan.engine)
+    rows_at = partial(plan.rows, batch_size=batch_size)
+    return RewardModel(run.folder.name, encoder, engine, rows_at, config.max_seq_length)
+
+
+def encoder_of(
+    run: Trained, opened: Opened, tokenizer: Any, max_memory_gb: float | None = None
+) -> Encoder:
+    limit = row_limit(run.config.max_row_bytes, max_memory_gb)
+    return Encoder(tokenizer, True, vocabulary_of(opened.network), limit, "rated")
+
+
+def engine_of(opened: Opened, plan: str) -> Engine:
+    """The engine that scores with the opened network, which has an adapter and a score head."""
+    keys, objective = model.DropoutKeys([None]), ScoreRegression()
+    built = build_engine(opened.network, keys, plan, tensors=opened.tensors, objective=objective)
+    allocator.free()
+    return built.engine
