@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conftest import make_model
+from your_ai.engine.opened import open_model
 from your_ai.engine.weights import FileRows, FileTensor, StreamedLayer
 from your_ai.errors import RunError
 
@@ -67,3 +69,14 @@ def test_missing_or_truncated_file_is_reported(tmp_path):
     tensor.file.unlink()
     with pytest.raises(RunError, match=r"No such file.*restore them"):
         tensor.gather(np.array([1]))
+
+
+def test_a_model_that_has_no_head_in_its_files_opens(tmp_path):
+    folder = make_model(tmp_path / "gemma3", "gemma3_text", bits=None)
+    weights = mx.load(str(folder / "model.safetensors"))
+    del weights["lm_head.weight"]  # as in every model of the hub: the embedding is the head
+    mx.eval(weights)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    opened = open_model(folder, mx.float32)
+    assert opened.can_stream
+    assert "lm_head" not in opened.network

@@ -18,7 +18,8 @@ from your_ai.engine.weights import tensors_of
 from your_ai.errors import RunError, UserError
 from your_ai.generation import generate
 from your_ai.generation.generate import Sampling
-from your_ai.memory.estimate import generation_bytes, weights_bytes
+from your_ai.memory.estimate import weights_bytes
+from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.facts import facts_of
 from your_ai.nets.model import load_base
 from your_ai.nets.saved_adapter import open_trained

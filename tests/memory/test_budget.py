@@ -23,13 +23,8 @@ from your_ai.memory.budget import (
     python_bytes,
     row_limit,
 )
-from your_ai.memory.estimate import (
-    RolloutSizes,
-    Training,
-    generation_bytes,
-    rollout_phases,
-    weights_bytes,
-)
+from your_ai.memory.estimate import Training, weights_bytes
+from your_ai.memory.estimate_generation import RolloutSizes, generation_bytes, rollout_phases
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MachineMemory
 from your_ai.memory.plan import DoesNotFit, options

@@ -41,11 +41,11 @@ from your_ai.memory.estimate import (
     Workload,
     adapter_bytes,
     estimate,
-    generation_bytes,
     read_bytes,
     step_cost,
     weights_bytes,
 )
+from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.nets import model
 from your_ai.nets.model import TokenKeys

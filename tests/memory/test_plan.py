@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.memory.test_estimate import any_facts, any_training
 from your_ai.errors import UserError
-from your_ai.memory.estimate import Plan, RolloutSizes, Training
+from your_ai.memory.estimate import Plan, Training
+from your_ai.memory.estimate_generation import RolloutSizes
 from your_ai.memory.facts import ModelFacts
 from your_ai.memory.limit import MachineMemory, find_limit
 from your_ai.memory.plan import (

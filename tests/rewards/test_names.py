@@ -57,7 +57,7 @@ def test_name_argument_and_weight_are_read(text, name, kind, argument, weight):
         ("length:²", "needs a number of tokens"),
         ("regex:(", "is not a valid pattern"),
         ("regex:a{99999999999}", "is not a valid pattern"),
-        ("run:first", "trained reward models are not supported yet"),
+        ("run:", "needs something after the colon"),
         ("my-rewards:f", "no such reward"),
     ],
 )

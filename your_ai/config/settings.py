@@ -122,8 +122,8 @@ class TrainConfig:
     reward: tuple[str, ...] = setting(
         (),
         "Rewards of completions, separated by commas, each with =WEIGHT: exact_match, json_valid, "
-        "json_fields, regex:PATTERN, length:TOKENS, contains:TEXT, judge, or your own as "
-        "module:function.",
+        "json_fields, regex:PATTERN, length:TOKENS, contains:TEXT, judge, run:RUN (a "
+        "reward model), or your own as module:function.",
     )
     rollouts: int = setting(8, "Completions of each prompt, which are compared with each other.")
     prompts_per_step: int = setting(4, "Prompts of which each step trains the completions.")

@@ -15,7 +15,7 @@ import numpy as np
 from your_ai.config import TrainConfig
 from your_ai.data.encode import EncodedRow, Encoder, has_answer, pair_to_chat
 from your_ai.data.preferences import parser_of
-from your_ai.data.rows import Labeled, Pair, Preference, Row, RowLimit, read_rows
+from your_ai.data.rows import Labeled, Pair, Preference, Row, RowLimit, Scored, read_rows
 from your_ai.data.sources import SPLITS, Splits
 from your_ai.errors import UserError
 
@@ -26,6 +26,7 @@ KINDS = {
     "Text": "text",
     "Preference": "chosen + rejected",
     "Labeled": "answer + label",
+    "Scored": "answer + score",
 }
 QUANTILES = {"least": 0.0, "median": 0.5, "p95": 0.95, "most": 1.0}
 BINS = 12  # at most, of a histogram
@@ -172,7 +173,7 @@ def texts_of(content: Any) -> list[Any]:
     """The texts of a row: two for a preference."""
     if isinstance(content, Preference):
         return [content.chosen, content.rejected]
-    return [content.answer if isinstance(content, Labeled) else content]
+    return [content.answer if isinstance(content, Labeled | Scored) else content]
 
 
 def characters_of(content: Any) -> int:

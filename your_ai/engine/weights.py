@@ -114,7 +114,9 @@ def tensors_of(model: nn.Module, folder: Path) -> dict[str, FileTensor]:
             raw[name] = array
             found[id(array)] = (file, name)
     kept = list(raw.values())  # keep them alive, so that no id is used twice
-    weights = model.sanitize(raw) if hasattr(model, "sanitize") else raw
+    # Some architectures change themselves in it, and only once, so it is another model's.
+    twin = type(model)(model.args) if hasattr(model, "args") else model  # never evaluated
+    weights = twin.sanitize(raw) if hasattr(twin, "sanitize") else raw
     tensors: dict[str, FileTensor] = {}
     for path, parameter in tree_flatten(model.parameters()):
         array = weights.get(path)

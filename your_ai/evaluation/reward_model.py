@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -29,7 +29,7 @@ from your_ai.evaluation.compare import hold, training_of
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator
 from your_ai.memory.budget import budget_of_evaluation, row_limit
-from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
+from your_ai.modelfiles.quantized_copies import quantized_copy
 from your_ai.nets import model, saved_adapter
 from your_ai.nets.saved_adapter import Trained
 from your_ai.objectives.reward import ScoreRegression
@@ -119,6 +119,12 @@ def check_reward_run(run: Trained, label: str) -> None:
         )
 
 
+def weights_of(run: Trained, max_memory_gb: float | None = None) -> Path:
+    """The folder with the weights that the run trained with, quantized now if it is missing."""
+    bits = run.config.quantize
+    return run.base if bits is None else quantized_copy(run.base, bits, max_memory_gb)
+
+
 def put_reward_model(network: nn.Module, run: Trained) -> None:
     """Add the adapter and the score head of a reward model to its base, frozen."""
     saved_adapter.put_adapter(network, run.adapter)
@@ -129,20 +135,13 @@ def load_reward_model(
     run: Trained,
     max_memory_gb: float | None = None,
     batch_size: int = 8,
-    progress: Callable[[str], object] = lambda text: None,
 ) -> RewardModel:
     """Load a reward model with its base, inside a memory limit.
 
     Raises UserError if the run is not a reward model, or does not fit.
     """
     check_reward_run(run, "score")
-    config, folder = run.config, run.base
-    if config.quantize is not None:
-        progress("quantizing the model")
-        for _ in make_copy(folder, config.quantize, max_memory_gb):
-            pass
-        folder = place_of_copy(folder, config.quantize)
-    progress("loading the model")
+    config, folder = run.config, weights_of(run, max_memory_gb)
     opened = open_model(folder, model.compute_dtype(config.dtype))
     encoder = encoder_of(run, opened, opened.tokenizer(), max_memory_gb)
     blocks = len(opened.network.layers)

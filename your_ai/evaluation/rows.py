@@ -22,6 +22,7 @@ from your_ai.data.rows import (
     Pair,
     Preference,
     Row,
+    Scored,
     Text,
     checked_sha256,
     decode_row,
@@ -293,7 +294,7 @@ def answer_of(row: Row) -> Chat | Pair | Text:
     content = row.content
     if isinstance(content, Preference):
         return content.chosen
-    return content.answer if isinstance(content, Labeled) else content
+    return content.answer if isinstance(content, Labeled | Scored) else content
 
 
 def rejected_answer(row: Row) -> str | None:

@@ -28,7 +28,8 @@ from your_ai.hub.find import store
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import coefficients_here, limit_of, python_bytes, row_limit
-from your_ai.memory.estimate import generation_bytes, weights_bytes
+from your_ai.memory.estimate import weights_bytes
+from your_ai.memory.estimate_generation import generation_bytes
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.plan import rounded_up
 from your_ai.memory.sample import in_gb

@@ -19,14 +19,8 @@ from your_ai.memory import allocator, probe
 from your_ai.memory import calibration_file as measurements
 from your_ai.memory.calibration import Calibration, Measurement
 from your_ai.memory.coefficients import FILE, Coefficients, for_machine
-from your_ai.memory.estimate import (
-    Plan,
-    RolloutSizes,
-    Training,
-    generation_bytes,
-    rollout_phases,
-    weights_bytes,
-)
+from your_ai.memory.estimate import Plan, RewardModelSizes, Training, weights_bytes
+from your_ai.memory.estimate_generation import RolloutSizes, generation_bytes, rollout_phases
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit
 from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, rounded_up, wave_sizes
@@ -102,6 +96,7 @@ def demand_of(
     answer_tokens: int = 0,
     prompt_tokens: int = 0,
     before_bytes: int = 0,
+    reward_models: tuple[RewardModelSizes, ...] = (),
 ) -> Demand:
     """The demand of a training run.
 
@@ -109,7 +104,7 @@ def demand_of(
     prefix_tokens: tokens of all texts in the prefix cache.
     answer_tokens: tokens of the longest sample prompt with its answer.
     prompt_tokens: tokens of the longest prompt, if each step generates completions.
-    before_bytes: as in Demand.
+    before_bytes, reward_models: as in Demand.
     """
     config = defaults.sized(defaults.largest(config, facts.blocks), rows=0)
     objective = objective_of(config)
@@ -148,6 +143,7 @@ def demand_of(
         score_head=config.objective == REWARD,
         given_adapter=bool(config.from_adapter),
         before_bytes=before_bytes,
+        reward_models=reward_models,
         coefficients=coefficients_here(),
     )
 
@@ -171,6 +167,7 @@ def budget_of(
     answer_tokens: int = 0,
     prompt_tokens: int = 0,
     before_bytes: int = 0,
+    reward_models: tuple[RewardModelSizes, ...] = (),
 ) -> Budget:
     """The budget of a run of the model in `folder`, with the largest adapters that fit.
 
@@ -194,6 +191,7 @@ def budget_of(
             answer_tokens=answer_tokens,
             prompt_tokens=prompt_tokens,
             before_bytes=before_bytes,
+            reward_models=reward_models,
         )
         path = measurements.file_of(store() / "measured", measured_key(config, demand, dtype))
         known = () if past.begun else measurements.read(path).measurements

@@ -11,14 +11,14 @@ block, V vocabulary size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from your_ai.memory.coefficients import PACKAGED, Coefficients, Table
+from your_ai.memory.estimate_generation import RolloutSizes, generation_bytes, rollout_phases
 from your_ai.memory.facts import ModelFacts, adapters_named, layers_named
+from your_ai.memory.layer_sizes import head_step, largest_matrix_bytes, widest_outputs
 from your_ai.memory.sizes import (
-    CACHE_STEP,
     CPU_TOKENS,
     DEQUANTIZED_SLICE_BYTES,
     FEWEST_FEATURES,
@@ -26,7 +26,6 @@ from your_ai.memory.sizes import (
     HEAD_ROWS,
     HEAD_SLICE_BYTES,
     LEAN_QUERY_BLOCK,
-    PREFILL_TOKENS,
     QUERY_BLOCK,
     SCORE_BYTES,
     UPDATE_BYTES,
@@ -44,7 +43,6 @@ GRAPH_BYTES = 85_000  # operations of one slice that waits to be evaluated
 FORWARD_GRAPH = 0.4  # size of a graph without a backward pass, relative to one with it
 GRAPHS_MARGIN = 1.25
 NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to the embeddings
-GENERATION_BYTES = 500_000  # small arrays of generation
 WORK = ("activations", "block work", "head chunk")  # components that depend on coefficients
 BESIDE = ("graphs", "cache", "python")  # components that are not live MLX buffers
 
@@ -78,18 +76,14 @@ class Plan:
         return max(1, min(batch_size, self.micro_tokens // tokens))
 
 
-@dataclass(frozen=True)
-class RolloutSizes:
-    """The completions that each step generates."""
+@dataclass(frozen=True, kw_only=True)
+class RewardModelSizes:
+    """A trained reward model, which scores the completions of each step."""
 
-    prompt_tokens: int
-    """Of the longest prompt."""
-    new_tokens: int
-    """Maximum tokens of a completion."""
-    group: int
-    """Completions of a prompt."""
-    rows: int
-    """Completions of a step."""
+    training: Training
+    """Its adapter."""
+    facts: ModelFacts | None = None
+    """Of its base; None if that is the model that is trained, whose weights it shares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +110,8 @@ class Workload:
     """Noise is added to the embeddings."""
     score_head: bool = False
     """The head gives one number per text, and not logits."""
+    reward_models: tuple[RewardModelSizes, ...] = ()
+    """Those that score the completions of each step."""
     sliced: bool = False
     """Quantized weights are dequantized in slices, as on the CPU, so that graphs are larger."""
     coefficients: Coefficients = PACKAGED
@@ -179,6 +175,8 @@ def estimate(
         "optimizer": 0 if forward else optimizer_bytes(facts, training),
         "prefix cache": workload.prefix_bytes,
     }
+    if workload.reward_models:
+        held["reward models"] = reward_model_bytes(workload, plan.engine)
     gradients = adapters * (1 if micro_batches == 1 else 2)
     if forward:
         phases = forward_phases(workload, plan, rows, tokens)
@@ -193,6 +191,9 @@ def estimate(
     scores = workload.scores and not forward
     scoring = forward_phases(workload, plan, rows, tokens, predicts=False) if scores else []
     phases += scoring
+    rewarding = []
+    if not gradients_only:
+        rewarding = reward_phases(workload, plan, rows, tokens)
     if not (forward or gradients_only):
         phases.append({"gradients": adapters, "optimizer work": update_bytes(facts, training)})
     if training.dora:
@@ -213,7 +214,9 @@ def estimate(
 
     of_phase = {"generate": largest(generating), "score": largest(scoring),
                 "update": largest(phases)}  # fmt: skip
-    phase = largest(phases + generating)
+    if rewarding:
+        of_phase["reward"] = largest(rewarding)
+    phase = largest(phases + generating + rewarding)
     if forward:
         graphs = evaluation_graphs_bytes(workload, plan, rows, tokens, int(sum(phase.values())))
     else:
@@ -221,6 +224,7 @@ def estimate(
     order = ("weights", "adapters", "gradients", "optimizer", "optimizer work", "block inputs",
              "activations", "block work", "head chunk", "KV cache", "sampling", "norms",
              "prefix cache")  # fmt: skip
+    order += ("reward models",) if workload.reward_models else ()
     order = [name for name in order if generating or name not in ("KV cache", "sampling")]
     components = {name: int((held | phase).get(name, 0)) for name in order}
     beside = {"graphs": graphs, "cache": workload.cache_bytes, "python": workload.python_bytes}
@@ -237,6 +241,31 @@ def adapter_bytes(facts: ModelFacts, training: Training) -> int:
     layers = adapters_named(facts, training.targets)
     numbers = sum(training.rank * (i + o) + (o if training.dora else 0) for i, o in layers)
     return ADAPTER_BYTES * training.blocks * numbers
+
+
+def reward_model_bytes(workload: Workload, engine: str) -> int:
+    """Bytes of the adapters of the reward models, and of weights that are not shared."""
+    total = 0
+    for model in workload.reward_models:
+        facts = model.facts or workload.facts
+        total += adapter_bytes(facts, model.training) + norms_bytes(facts, model.training)
+        if model.facts is not None:
+            total += weights_bytes(facts, engine, forward=True, coefficients=workload.coefficients)
+    return total
+
+
+def reward_phases(workload: Workload, plan: Plan, rows: int, tokens: int) -> list[dict[str, float]]:
+    """Bytes while the reward models score completions."""
+    found = []
+    for model in workload.reward_models:
+        scoring = replace(
+            workload,
+            facts=model.facts or workload.facts,
+            training=model.training,
+            score_head=True,
+        )
+        found += forward_phases(scoring, plan, rows, tokens, predicts=False)
+    return found
 
 
 def norms_bytes(facts: ModelFacts, training: Training) -> int:
@@ -489,92 +518,12 @@ def forward_phases(
     return [{"block work": blocks}, {"head chunk": head}]
 
 
-def generation_bytes(facts: ModelFacts, tokens: int, coefficients: Coefficients = PACKAGED) -> int:
-    """Bytes of the KV cache of `tokens`, and of a prompt, PREFILL_TOKENS of it at a time.
-
-    The peak is in one of three places: attention over all tokens while the KV cache of a block
-    grows, the layers of a block, or a slice of the head.
-    """
-    number, table = facts.float_bytes, coefficients.generation
-    kept = sum(o for name, (_, o) in facts.linears.items() if name.endswith(("k_proj", "v_proj")))
-    of_block = -(-tokens // CACHE_STEP) * CACHE_STEP * (kept or 2 * facts.hidden) * number
-    prompt = min(tokens, PREFILL_TOKENS)
-    hidden = prompt * facts.hidden * number
-    wide = prompt * widest_outputs(facts) * number
-    matrix = largest_matrix_bytes(facts) * facts.quantized
-    scores = facts.heads * prompt * tokens * number * (2 if facts.softcaps else 1)
-    attention = table["grown"] * of_block + table["scores"] * scores + hidden
-    layers = (
-        table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix) + table["wide"] * wide + 2 * hidden
-    )
-    head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
-    head = table["head"] * head + 2 * facts.vocabulary * number
-    return int(facts.blocks * of_block + max(attention, layers, head) + GENERATION_BYTES)
-
-
-def kv_bytes_per_token(facts: ModelFacts) -> int:
-    """Bytes of the keys and values of a token, in a block."""
-    kept = sum(o for name, (_, o) in facts.linears.items() if name.endswith(("k_proj", "v_proj")))
-    return (kept or 2 * facts.hidden) * facts.float_bytes
-
-
-def rollout_phases(
-    facts: ModelFacts,
-    sizes: RolloutSizes,
-    wave: int,
-    coefficients: Coefficients = PACKAGED,
-) -> list[dict[str, float]]:
-    """Bytes while the prompts of a wave are read, and while its completions are sampled.
-
-    The KV cache of a wave grows by CACHE_STEP tokens. While a block's part grows, both exist.
-    Sampling needs some arrays as large as the logits of the wave, (B, V) in float32.
-    """
-    table, per_token = coefficients.rollouts, kv_bytes_per_token(facts)
-    # The most prompts that have rows in one wave: waves begin at these offsets in a group.
-    prompts = (wave + 2 * sizes.group - math.gcd(wave, sizes.group) - 1) // sizes.group
-    prompt_bytes = prompts * sizes.prompt_tokens * per_token * facts.blocks
-    tokens = sizes.prompt_tokens + -(-sizes.new_tokens // CACHE_STEP) * CACHE_STEP
-    of_block = wave * tokens * per_token
-    matrix = largest_matrix_bytes(facts) * facts.quantized
-    layers = coefficients.generation["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
-    head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * facts.float_bytes)
-    logits = 4 * wave * facts.vocabulary
-    work = max(
-        table["grown"] * of_block,
-        table["logits" if facts.quantized else "dense_logits"] * logits,
-        logits + coefficients.generation["head"] * head * facts.quantized,
-        layers + 4 * wave * widest_outputs(facts) * facts.float_bytes,
-    )
-    merged = wave * sizes.prompt_tokens * per_token * facts.blocks
-    kept = max(facts.blocks * of_block, prompt_bytes + merged)
-    reading = generation_bytes(facts, sizes.prompt_tokens, coefficients)
-    return [
-        {"KV cache": prompt_bytes, "sampling": reading},
-        {"KV cache": kept, "sampling": work + GENERATION_BYTES},
-    ]
-
-
-def widest_outputs(facts: ModelFacts) -> int:
-    """M, the outputs of the widest linear layer of a block."""
-    return max((o for _, o in facts.linears.values()), default=0)
-
-
-def largest_matrix_bytes(facts: ModelFacts) -> int:
-    """Bytes of the largest weight matrix of a block, dequantized."""
-    return max((i * o for i, o in facts.linears.values()), default=0) * facts.float_bytes
-
-
 def logits_bytes(workload: Workload, targets: int) -> int:
     """Bytes of one slice of the logits, for the hidden states that meet the head together."""
     facts = workload.facts
     count = min(targets, HEAD_ROWS)
     of_slice = 4 * count * min(workload.vocabulary, head_step(facts, count))
     return int(workload.coefficients.gemma["logits"] * of_slice) if facts.softcaps else of_slice
-
-
-def head_step(facts: ModelFacts, count: int) -> int:
-    """Tokens per slice of the vocabulary, for `count` hidden states."""
-    return max(1, HEAD_SLICE_BYTES // (4 * max(count, facts.hidden)))
 
 
 def step_cost(facts: ModelFacts, training: Training, plan: Plan) -> float:

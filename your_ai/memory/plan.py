@@ -18,12 +18,13 @@ from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate import (
     Estimate,
     Plan,
-    RolloutSizes,
+    RewardModelSizes,
     Training,
     Workload,
     estimate,
     step_cost,
 )
+from your_ai.memory.estimate_generation import RolloutSizes
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.sample import in_gb
 
@@ -80,6 +81,8 @@ class Demand:
     """Whether training adds noise to the embeddings."""
     score_head: bool = False
     """Whether the head gives one number per text, and not logits."""
+    reward_models: tuple[RewardModelSizes, ...] = ()
+    """Those that score the completions of each step."""
     given_adapter: bool = False
     """Whether the run starts from an adapter, whose size is given."""
     before_bytes: int = 0
@@ -257,6 +260,7 @@ def workload_of(demand: Demand) -> Workload:
         scores=demand.scores,
         noise=demand.noise,
         score_head=demand.score_head,
+        reward_models=demand.reward_models,
         sliced=demand.sliced,
         coefficients=demand.coefficients,
     )

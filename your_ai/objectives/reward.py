@@ -68,9 +68,9 @@ class ScoreRegression:
     phases: tuple[Phase, ...] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
-        assert targets.ratings is not None
         real = targets.is_real
-        errors = mx.where(real, scores.current - targets.ratings, 0)
+        wanted = 0.0 if targets.ratings is None else targets.ratings
+        errors = mx.where(real, scores.current - wanted, 0)
         weights = mx.where(real, targets.weights, 0)
         metrics: Metrics = {"rewards/error": (mx.abs(errors).sum(), real.sum())}
         loss = (weights * errors**2).sum()

@@ -19,7 +19,7 @@ from your_ai.gates.text import counted
 from your_ai.rewards.builtin import builtin, check_expected
 from your_ai.rewards.functions import FunctionFailed, load_reward_function
 from your_ai.rewards.judge import Graded, Judge, JudgeSettings
-from your_ai.rewards.names import FUNCTION, JUDGE, WeightedName, parse_rewards
+from your_ai.rewards.names import FUNCTION, JUDGE, RUN, WeightedName, parse_rewards
 from your_ai.rewards.rollout import Rollout
 
 FAILURES = 3  # of a function, in a row, that end the run
@@ -27,6 +27,7 @@ MISSING_CALLS = 3  # prompts in a row with more than half of the totals missing,
 LOOK_EVERY_S = 0.2
 MOST_REWARD = 1e15  # the squares of larger ones do not fit into float32
 NOT_GIVEN, NOTHING_APPLIES = "the function gave none", "no reward applies to the prompt"
+NO_SCORE = "the reward model gave no number"
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,15 @@ class Rewarded:
     """With a judge: judge/calls, judge/cache_hits, judge/missing, and with prices judge/cost."""
 
 
+# The score of each rollout by a trained reward model; None: missing.
+ScoreRollouts = Callable[[Sequence[Rollout]], list[float | None]]
+
+
 class Rewards:
-    """The rewards of a run. Not for several threads."""
+    """The rewards of a run. Not for several threads.
+
+    models: by name, the trained reward models, which are loaded after the rewards.
+    """
 
     def __init__(
         self, names: Sequence[WeightedName], judge: Judge | None = None, missing_before: int = 0
@@ -60,6 +68,7 @@ class Rewards:
         self.judge = judge
         self.builtin = {n.name: f for n in names if (f := builtin(n)) is not None}
         self.functions = {n.name: load_reward_function(n.name) for n in names if n.kind == FUNCTION}
+        self.models: dict[str, ScoreRollouts] = {}
         self.failures: Counter[str] = Counter()  # of each function, in a row
         self.missing_calls = min(missing_before, MISSING_CALLS - 1)  # in a row
 
@@ -165,6 +174,9 @@ class Pending:
                 found, raised = called[name.name]
                 left_out[name.name] = groups_without(self.rollouts, found) - raised.keys()
                 whys = [raised.get(rollout.group, NOT_GIVEN) for rollout in self.rollouts]
+            elif name.kind == RUN:
+                found = self.rewards.models[name.name](self.rollouts)
+                whys = [NO_SCORE] * len(found)
             elif name.kind == JUDGE:
                 found, whys = [verdict.reward for verdict in verdicts], [v.why for v in verdicts]
             else:

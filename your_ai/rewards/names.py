@@ -95,8 +95,6 @@ def argument_fault(kind: str, argument: str) -> str:
     example = WITH_ARGUMENT[kind]
     if not argument:
         return f"needs something after the colon, e.g. {example}"
-    if kind == RUN:
-        return "trained reward models are not supported yet"
     if kind == "length":
         low, high = LENGTHS
         number = argument.strip()
@@ -117,7 +115,7 @@ def name_fault(kind: str, has_colon: bool) -> str:
         return f"needs an argument, e.g. {WITH_ARGUMENT[kind]}"
     if kind in PLAIN:
         return f"{kind} takes no argument"
-    known = (*PLAIN, *(name for name in WITH_ARGUMENT if name != RUN))
+    known = (*PLAIN, *WITH_ARGUMENT)
     if not kind:
         return f"has no name; expected one of: {', '.join(known)}, module:function"
     hint = nearest(kind, known) or f"; expected one of: {', '.join(known)}, module:function"

@@ -28,3 +28,5 @@ class Rollout:
     """file:line of the row, for messages."""
     group: int
     """Index of the prompt in the step. The completions of a prompt have the same."""
+    ids: tuple[int, ...] = ()
+    """The tokens of prompt and completion, as the model read and sampled them."""

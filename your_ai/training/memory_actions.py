@@ -112,7 +112,7 @@ class Governor:
         if action.kind != "clear_cache":
             self.prepared.engine.drop()
         if action.kind == "reload_lora":
-            read = reload_adapted(self.prepared.model, self.prepared.tensors)
+            read = reload_adapted(self.prepared.model, self.prepared.tensors, self.prepared.sharing)
         allocator.free(collect=action.kind != "clear_cache")
         after = probe.read()
         self.watch = acted(self.policy, self.watch, action, before, after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import Budget, PriorPlans, budget_of
 from your_ai.memory.calibration_file import valid_measurements
-from your_ai.memory.estimate import Plan, graphs_bytes
+from your_ai.memory.estimate import Plan, RewardModelSizes, graphs_bytes
 from your_ai.memory.plan import Option, choose, rows_of, words, workload_of
 from your_ai.memory.sample import in_gb
 from your_ai.modelfiles.quantize import quantized_lazily
@@ -60,6 +60,7 @@ from your_ai.run.folder import RunFolder
 from your_ai.run.rollout_files import missing_in_a_row
 from your_ai.training import optimizer
 from your_ai.training.best_metric import BestMetric
+from your_ai.training.reward_models import open_reward_model, reward_runs, scorer_of
 from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
 
 PROGRESS_EVERY_S = 5.0
@@ -94,6 +95,8 @@ class Prepared:
     """What rewards the completions, of a run that generates them."""
     prompts: dict[str, PromptRows] | None = None
     """The rows of the prompts, by split, of such a run."""
+    sharing: tuple[nn.Module, ...] = ()
+    """Reward models that share the weights of the base."""
 
     def rows_at(self, tokens: int) -> int:
         """Rows of `tokens` tokens in one micro-batch under the plan."""
@@ -156,6 +159,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     model.adapted_layers(network, config)  # checks the settings of the adapters
 
     asked, files = config, fingerprint(base)
+    runs = reward_runs(config, files)
     data = read_data(config, network, tokenizer, files, log.write)
     objective = objective_of(config)
     rows = len(data.examples["train"]) // objective.rows_together
@@ -176,8 +180,16 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
 
     past = past_of(log, config, level)
     budget = budget_of_run(
-        config, opened.folder, opened.dtype, data, opened.can_stream, level, past
+        config,
+        opened.folder,
+        opened.dtype,
+        data,
+        opened.can_stream,
+        level,
+        past,
+        reward_models=[run.sizes(opened.folder, opened.dtype.size) for run in runs],
     )
+    scored_by = [open_reward_model(run, opened) for run in runs]  # before there are adapters
     training, blocks = budget.demand.training, len(network.layers)
     if config.prefix_cache != "off" and training.blocks == blocks:
         text = "--prefix-cache: caches nothing, because all blocks have adapters; see --lora-layers"
@@ -216,6 +228,8 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         write_plan(budget, config, log)
     for text in built.notices:
         log.write(events.Notice(text=text))
+    for run, found in zip(runs, scored_by, strict=True):
+        rewards.models[run.name] = scorer_of(run, found, plan, budget.demand.batch_size)
     splits = find_splits(config).files.items()
     return Prepared(
         config=config,
@@ -240,10 +254,12 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
             "model": files,
             "data": {path.name: sha256(path) for name, path in splits if name != "test"},
             "settings": config.fixed_on_resume(),
+            **{f"reward model {run.name}": run.checksums for run in runs},
             **start,
         },
         rewards=rewards,
         prompts=data.prompts,
+        sharing=tuple(f.network for r, f in zip(runs, scored_by, strict=True) if r.shares_base),
     )
 
 
@@ -400,10 +416,11 @@ def budget_of_run(
     level: int = 0,
     past: PriorPlans | None = None,
     before_bytes: int = 0,
+    reward_models: Sequence[RewardModelSizes] = (),
 ) -> Budget:
     """The limit and the plan of a run on `data`. Raises UserError if nothing fits.
 
-    before_bytes: peak memory of the process before it trains.
+    before_bytes: peak memory of the process before it trains. reward_models: those that score.
     """
     return budget_of(
         config,
@@ -417,6 +434,7 @@ def budget_of_run(
         answer_tokens=data.answer_tokens,
         prompt_tokens=data.prompt_tokens,
         before_bytes=before_bytes,
+        reward_models=tuple(reward_models),
     )
 
 
@@ -458,7 +476,18 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
         data = RunData({}, [], None, [longest], 0, answers)
         if config.objective == GRPO:
             data = rollouts_planned(config, seq_len)
-    return budget_of_run(config, folder, dtype, data, streamable, before_bytes=before_bytes)
+    sizes = []
+    if runs := reward_runs(config, fingerprint(folder)):
+        sizes = [run.sizes(folder, dtype.size) for run in runs]
+    return budget_of_run(
+        config,
+        folder,
+        dtype,
+        data,
+        streamable,
+        before_bytes=before_bytes,
+        reward_models=sizes,
+    )
 
 
 def quantized(bits: int, base: Path, config: TrainConfig, log: events.EventLog) -> Path:

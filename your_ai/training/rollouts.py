@@ -165,8 +165,10 @@ class RolloutSource:
             group[completion.sample] = completion
             if len(group) == len(prompts[completion.prompt].seeds):
                 place = completion.prompt
+                ids = prompts[place].tokens
                 rollouts = [
-                    self.rollout(asked[place], group[sample], place) for sample in sorted(group)
+                    self.rollout(asked[place], group[sample], place, ids)
+                    for sample in sorted(group)
                 ]
                 pending[place] = rewards.begin(rollouts, step)
         self.freed("generate", began)
@@ -215,8 +217,10 @@ class RolloutSource:
             done += 1
             yield completion
 
-    def rollout(self, asked: Mapping[str, Any], completion: Completion, group: int) -> Rollout:
-        """A completion as reward functions receive it."""
+    def rollout(
+        self, asked: Mapping[str, Any], completion: Completion, group: int, prompt: np.ndarray
+    ) -> Rollout:
+        """A completion as rewards receive it; prompt: its tokens."""
         tokens = completion.tokens[: -1 if completion.stopped else None]
         text = self.prepared.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return Rollout(
@@ -224,6 +228,7 @@ class RolloutSource:
             tokens=len(completion.tokens),
             truncated=not completion.stopped,
             group=group,
+            ids=(*prompt.tolist(), *completion.tokens),
             **asked,
         )
 

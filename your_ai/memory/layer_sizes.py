@@ -1,0 +1,21 @@
+"""Sizes of the layers of a model, for estimates."""
+
+from __future__ import annotations
+
+from your_ai.memory.facts import ModelFacts
+from your_ai.memory.sizes import HEAD_SLICE_BYTES
+
+
+def widest_outputs(facts: ModelFacts) -> int:
+    """M, the outputs of the widest linear layer of a block."""
+    return max((o for _, o in facts.linears.values()), default=0)
+
+
+def largest_matrix_bytes(facts: ModelFacts) -> int:
+    """Bytes of the largest weight matrix of a block, dequantized."""
+    return max((i * o for i, o in facts.linears.values()), default=0) * facts.float_bytes
+
+
+def head_step(facts: ModelFacts, count: int) -> int:
+    """Tokens per slice of the vocabulary, for `count` hidden states."""
+    return max(1, HEAD_SLICE_BYTES // (4 * max(count, facts.hidden)))
