@@ -95,3 +95,20 @@ def test_wrong_arguments_are_one_line(capsys, arguments, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("objective", "row", "kind"),
+    [
+        ("grpo", {"prompt": "Ask", "answer": "4"}, "1 prompt"),
+        ("grpo", {"messages": [{"role": "user", "content": "Ask"}]}, "1 prompt"),
+        ("reward", {"prompt": "Ask", "completion": "Yes", "score": 2}, "1 answer + score"),
+        ("reward", {"prompt": "Ask", "chosen": "Yes", "rejected": "No"}, "1 chosen + rejected"),
+    ],
+)
+@pytest.mark.parametrize("model", [None, "demo"])
+def test_rows_of_every_objective_are_counted(own_folder, capsys, objective, row, kind, model):
+    file = write_rows(own_folder / "rows.jsonl", [row])
+    with_model = () if model is None else ("--model", model)
+    assert call("data", file, "--objective", objective, "--valid", "none", *with_model) == 0
+    assert kind in capsys.readouterr().out

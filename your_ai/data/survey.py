@@ -15,7 +15,18 @@ import numpy as np
 from your_ai.config import TrainConfig
 from your_ai.data.encode import EncodedRow, Encoder, has_answer, pair_to_chat
 from your_ai.data.preferences import parser_of
-from your_ai.data.rows import Labeled, Pair, Preference, Row, RowLimit, Scored, read_rows
+from your_ai.data.rows import (
+    Chat,
+    Labeled,
+    Pair,
+    Preference,
+    Question,
+    Row,
+    RowLimit,
+    Scored,
+    Text,
+    read_rows,
+)
 from your_ai.data.sources import SPLITS, Splits
 from your_ai.errors import UserError
 
@@ -27,6 +38,7 @@ KINDS = {
     "Preference": "chosen + rejected",
     "Labeled": "answer + label",
     "Scored": "answer + score",
+    "Question": "prompt",
 }
 QUANTILES = {"least": 0.0, "median": 0.5, "p95": 0.95, "most": 1.0}
 BINS = 12  # at most, of a histogram
@@ -150,7 +162,10 @@ def count(
     split.in_training += seen is not trained and digest in trained
     seen.add(digest)
     texts = texts_of(content)
-    if not all(has_answer(pair_to_chat(t) if isinstance(t, Pair) else t) for t in texts):
+    asks = isinstance(content, Question)
+    if not asks and not all(
+        has_answer(pair_to_chat(t) if isinstance(t, Pair) else t) for t in texts
+    ):
         split.empty += 1
         split.problem = split.problem or f"{row.where}: no answer or no text"
         return False
@@ -178,6 +193,8 @@ def texts_of(content: Any) -> list[Any]:
 
 def characters_of(content: Any) -> int:
     """The characters of all texts of a row."""
+    if isinstance(content, Question):
+        content = content.prompt if isinstance(content.prompt, Chat) else Text(content.prompt)
     if isinstance(content, Pair):
         return len(content.prompt) + len(content.completion)
     if hasattr(content, "messages"):
