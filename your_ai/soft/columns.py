@@ -1,0 +1,154 @@
+"""Exact gradients through a policy's own tokens, in the memory of a KV cache and one token.
+
+The keys and values of all positions are computed first, without gradients. Then time runs
+backwards: the column of a token goes through all blocks, one vector-Jacobian product per block
+against the cached keys and values, and adds to cotangents of the cache. The cotangent of the
+column's input is the credit of the token before it. The prompt is the last column, in pieces.
+
+The arithmetic is that of one ordinary backward pass, and every column reads all weights, so they
+should be resident.
+
+Shapes: B rows, P tokens of the longest prompt, T tokens of the longest completion, N = P + T - 1
+positions of the cache, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from your_ai.memory.sizes import PREFILL_TOKENS
+from your_ai.nets.gumbel import Noisy
+from your_ai.nets.parts import Arrays
+from your_ai.soft.cached_blocks import CacheColumn, CachedBlocks, Pair, empty_cache, stored
+from your_ai.soft.roles import SoftRows
+from your_ai.soft.terms import Terms, cotangent_of
+
+TOGETHER = 16  # columns of a token whose block inputs are computed together
+
+
+class FilledCaches(NamedTuple):
+    """The forward pass."""
+
+    inputs: mx.array
+    """(B, N, D) of the first block."""
+    caches: list[Pair]
+    """For each block."""
+    hidden: mx.array
+    """(B, T, D) output of the last block that predicts each token."""
+
+
+def left_padding(rows: SoftRows) -> mx.array:
+    """(B,) int32"""
+    return mx.array((rows.starts.max() - rows.starts).astype(np.int32))
+
+
+def fill(blocks: CachedBlocks, rows: SoftRows, soft: mx.array | None) -> FilledCaches:
+    """Compute the keys and values of all positions, few at a time.
+
+    soft: (B, T, D) embedding rows of relaxed tokens, or None.
+    """
+    network, longest = blocks.network, int(rows.starts.max())
+    size = longest + rows.count - 1
+    tokens = np.zeros((len(rows.prompts), size), np.int32)
+    for row, prompt in enumerate(rows.prompts):
+        tokens[row, longest - len(prompt) : longest] = prompt
+        tokens[row, longest:] = rows.sampled.tokens[row, : rows.count - 1]
+    given = network.embedding.hard(mx.array(tokens))
+    if soft is not None:
+        given = mx.concatenate([given[:, :longest], soft[:, :-1].astype(given.dtype)], axis=1)
+    inputs = network.embedding.after(given)
+    mx.eval(inputs)
+    caches = [
+        empty_cache(blocks, index, network.arrays(index), inputs[:, :1], size)
+        for index in range(len(blocks.calls))
+    ]
+    found: list[mx.array] = []
+    for start in range(0, size, PREFILL_TOKENS):
+        column = CacheColumn(start, min(size, start + PREFILL_TOKENS))
+        hidden = inputs[:, column.start : column.stop]
+        places = blocks.wheres(column, left_padding(rows), size)
+        for index, cache in enumerate(caches):
+            arrays = network.arrays(index)
+            hidden, *new = blocks.forward(index, arrays, hidden, cache, places[index])
+            stored(cache, column, *new)
+            mx.eval(hidden, cache)
+        first = max(0, longest - 1 - start)
+        found.append(hidden[:, first:])
+    return FilledCaches(inputs, caches, mx.concatenate(found, axis=1))
+
+
+def groups(longest: int, size: int) -> Iterator[list[CacheColumn]]:
+    """The columns, backwards in time, in groups whose block inputs are computed together.
+
+    longest: P; size: N. A token is a column; so are up to PREFILL_TOKENS tokens of the prompts.
+    """
+    for stop in range(size, longest, -TOGETHER):
+        start = max(longest, stop - TOGETHER)
+        yield [CacheColumn(place, place + 1) for place in reversed(range(start, stop))]
+    for start in reversed(range(0, longest, PREFILL_TOKENS)):
+        yield [CacheColumn(start, min(longest, start + PREFILL_TOKENS))]
+
+
+def gradients(
+    blocks: CachedBlocks, noisy: Noisy, rows: SoftRows, filled: FilledCaches, terms: Terms
+) -> dict[int, Arrays]:
+    """The gradients of each trained block."""
+    network, (inputs, caches, _) = blocks.network, filled
+    longest, size, left = int(rows.starts.max()), inputs.shape[1], left_padding(rows)
+    cotangents = [tuple(map(mx.zeros_like, cache)) for cache in caches]
+    total: dict[int, Arrays] = {}
+    later: mx.array | None = None
+    for group in groups(longest, size):
+        whole = CacheColumn(group[-1].start, group[0].stop)
+        of_blocks = block_inputs(blocks, inputs, caches, whole, left)
+        for column in group:
+            cotangent = mx.zeros_like(inputs[:, column.start : column.stop])
+            token = column.stop - longest  # the index of the token that the column predicts
+            if token >= 0:
+                part = slice(token, token + 1)
+                last = cotangent_of(noisy, terms.at(part), network.embedding.rows, later)
+                cotangent[:, -1:] = last
+            here = slice(column.start - whole.start, column.stop - whole.start)
+            places = blocks.wheres(column, left, size)
+            lowest = network.first if column.start < longest else 0
+            for index in reversed(range(lowest, len(caches))):
+                own = CacheColumn(*column).of(cotangents[index])
+                cotangent, of_cache, grads = blocks.backward(
+                    index, network.arrays(index), of_blocks[index][:, here], caches[index],
+                    places[index], (cotangent, *own),
+                )  # fmt: skip
+                mx.eval(cotangent, of_cache, grads)
+                cotangents[index] = added(cotangents[index], of_cache)
+                del of_cache, own
+                before = total.get(index)
+                total[index] = grads if before is None else added_arrays(before, grads)
+                mx.eval(cotangents[index], total[index])
+            later = network.embedding.cotangent(cotangent) if token > 0 else None
+    return {index: grads for index, grads in total.items() if grads}
+
+
+def block_inputs(
+    blocks: CachedBlocks, inputs: mx.array, caches: list[Pair], column: CacheColumn, left: mx.array
+) -> list[mx.array]:
+    """(B, w, D) the input of each block at the positions of a column."""
+    hidden, found = inputs[:, column.start : column.stop], []
+    places = blocks.wheres(column, left, inputs.shape[1])
+    for index, cache in enumerate(caches):
+        found.append(hidden)
+        if index + 1 < len(caches):
+            arrays = blocks.network.arrays(index)
+            hidden, *_ = blocks.forward(index, arrays, hidden, cache, places[index])
+            mx.eval(hidden)
+    return found
+
+
+def added(total: Any, more: Pair) -> Any:
+    return tuple(a + b for a, b in zip(total, more, strict=True))
+
+
+def added_arrays(total: Arrays, more: Arrays) -> Arrays:
+    return {path: array + more[path] for path, array in total.items()}

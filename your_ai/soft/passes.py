@@ -1,0 +1,99 @@
+"""Ordinary passes of a network over whole rows, block by block, from embeddings.
+
+Only the arrays of one block are in use at a time, so the weights may be streamed.
+
+Shapes: B rows, S tokens of a padded row, T completion tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_unflatten
+
+from your_ai.engine.compiled import GraphShape
+from your_ai.nets.parts import Arrays
+from your_ai.soft.roles import Network, SoftRows
+
+
+def block_inputs(network: Network, rows: SoftRows, soft: mx.array | None) -> mx.array:
+    """(B, S, D) input of the first block.
+
+    soft: (B, T, D) embedding rows of relaxed completion tokens; None for the sampled tokens.
+    """
+    found = network.embedding.hard(mx.array(rows.tokens))
+    if soft is not None:
+        found = rows.scatter(soft, 0, found)
+    return network.embedding.after(found)
+
+
+def forward(network: Network, hidden: mx.array, keep: bool = False) -> list[mx.array]:
+    """The input of each block, if `keep`, and at the end the output of the last one."""
+    shape, count = GraphShape(*hidden.shape[:2]), len(network.parts.blocks)
+    found: list[mx.array] = []
+    network.weights.ahead(0)
+    for index in range(count):
+        arrays = network.arrays(index)
+        if index + 1 < count:
+            network.weights.ahead(index + 1)
+        if keep:
+            found.append(hidden)
+        program = network.programs.of(index, shape)
+        hidden = program.forward(arrays, network.trained(index), hidden, {})
+        mx.eval(hidden)
+        del arrays
+    return [*found, hidden]
+
+
+def backward(
+    network: Network, inputs: list[mx.array], cotangent: mx.array, consume: bool = False
+) -> mx.array:
+    """The cotangent of the first block's input, (B, S, D); parameters get no gradient.
+
+    inputs: of each block. consume: remove each when it is done.
+    """
+    shape = GraphShape(*cotangent.shape[:2])
+    for index in reversed(range(len(network.parts.blocks))):
+        arrays = network.arrays(index) | network.trained(index)
+        if index:
+            network.weights.ahead(index - 1)
+        program = network.programs.of(index, shape)
+        given = inputs.pop() if consume else inputs[index]
+        _, cotangent = program.backward(arrays, {}, given, {}, cotangent)
+        del arrays, given
+        mx.eval(cotangent)
+    return cotangent
+
+
+def parameter_gradients(
+    network: Network, inputs: list[mx.array], cotangent: mx.array
+) -> dict[int, Arrays]:
+    """The gradients of each trained block. Removes the inputs."""
+    shape = GraphShape(*cotangent.shape[:2])
+    found: dict[int, Arrays] = {}
+    for index in reversed(range(network.first, len(network.parts.blocks))):
+        arrays = network.arrays(index)
+        if index > network.first:
+            network.weights.ahead(index - 1)
+        program = network.programs.of(index, shape)
+        given = (arrays, network.trained(index), inputs[index], {}, cotangent)
+        del inputs[index:]
+        if index > network.first:
+            found[index], cotangent = program.backward(*given)
+        else:
+            found[index] = program.lowest(*given)
+        del arrays, given
+        mx.eval(found[index], cotangent)
+    return found
+
+
+def gradient_tree(network: Network, found: dict[int, Arrays]) -> Any:
+    """The gradients of the blocks as a tree like the model's trainable parameters."""
+    return tree_unflatten(
+        [
+            (f"{network.names[index]}.{path}", grad)
+            for index, arrays in sorted(found.items())
+            for path, grad in arrays.items()
+        ]
+    )
