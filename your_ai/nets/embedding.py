@@ -85,8 +85,16 @@ def input_embedding(parts: Parts, label: str) -> InputEmbedding:
 
 
 def same_rows(first: HeadRows, second: HeadRows) -> bool:
-    """Whether both read the same weight, as a head that is tied to the embedding does."""
-    return first is second or getattr(first, "layer", first) is getattr(second, "layer", second)
+    """Whether both read the same arrays: a head that is tied to the embedding, or two networks
+    that share a base."""
+    if first is second:
+        return True
+    if not (isinstance(first, LayerRows) and isinstance(second, LayerRows)):
+        return False
+    ours, theirs = first.layer, second.layer
+    return ours is theirs or (
+        ours.keys() == theirs.keys() and all(ours[name] is theirs[name] for name in ours)
+    )
 
 
 def _candidates(trunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:

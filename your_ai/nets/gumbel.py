@@ -26,6 +26,7 @@ from your_ai.nets.embedding import same_rows
 from your_ai.nets.head import HeadRows, HeadSlice, LinearHead
 from your_ai.nets.numerics import exp
 
+ARRAYS = 8  # of a slice, (S, n), that a walk with gradients has in memory at a time
 LARGEST_UNIFORM = 1 - 2.0**-24  # the largest float32 below 1
 
 
@@ -85,13 +86,17 @@ def gumbel(places: NoisePlaces, tokens: mx.array) -> mx.array:
     The bits are murmur3's 32-bit finalizer over a counter (Appleby, 2011), applied for the key,
     the position and the token in turn.
     """
-    return _gumbel(places.keys, places.positions, tokens)
+    return noise_of(_bits(places.keys, places.positions, tokens))
 
 
 @mx.compile
-def _gumbel(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.array:
+def _bits(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.array:
     mixed = _mix(_mix(keys) + positions * _uint32(0x9E3779B9))
-    bits = _mix(mixed[:, None] + tokens * _uint32(0x85EBCA77))
+    return _mix(mixed[:, None] + tokens * _uint32(0x85EBCA77))
+
+
+def noise_of(bits: mx.array) -> mx.array:
+    """Gumbel noise, float32, of uniform uint32 bits."""
     uniform = (bits.astype(mx.float32) + 0.5) * 2.0**-32
     return -mx.log(-mx.log1p(-mx.minimum(uniform, LARGEST_UNIFORM)))
 
@@ -149,12 +154,13 @@ def relax(
     top, total = mx.full(count, -mx.inf), mx.zeros(count)
     weighed = mx.zeros(count)
     sums = mx.zeros((2 * count, inputs.shape[1]))
-    for start, stop in noisy.head.slices(2 * count):
+    for start, stop in noisy.head.slices(ARRAYS * count):
         parts = _VocabularySlice(noisy.head, [embedding], start, stop, [sums])
-        scores, slopes = _scores(noisy, parts.head, inputs, places, start, stop)
+        products, of_rows = parts.products(inputs, embedding, cotangents)
+        scores, slopes = _scores(noisy, products, places, start, stop)
         before, top = top, mx.maximum(scores.max(axis=-1), top)
         shrink, shares = mx.exp(before - top), exp(scores - top[:, None])
-        products = shares * parts.of(embedding).forward(cotangents).astype(mx.float32)
+        products = shares * of_rows
         total = total * shrink + shares.sum(axis=-1)
         weighed = weighed * shrink + products.sum(axis=-1)
         both = mx.concatenate([_times(shares, slopes), _times(products, slopes)])
@@ -180,11 +186,12 @@ def credit(
     """
     count = len(inputs)
     weighed, grad = mx.zeros(count), mx.zeros(inputs.shape)
-    for start, stop in noisy.head.slices(count):
+    for start, stop in noisy.head.slices(ARRAYS * count):
         parts = _VocabularySlice(noisy.head, [embedding], start, stop, [grad])
-        scores, slopes = _scores(noisy, parts.head, inputs, places, start, stop)
+        products, of_rows = parts.products(inputs, embedding, cotangents)
+        scores, slopes = _scores(noisy, products, places, start, stop)
         shares = exp(mx.minimum(scores - relaxed.log_sum[:, None], 0))
-        products = shares * parts.of(embedding).forward(cotangents).astype(mx.float32)
+        products = shares * of_rows
         weighed = weighed + products.sum(axis=-1)
         grad = grad + parts.head.backward(_times(products, slopes).astype(inputs.dtype))
         weighed, grad = _settled(weighed, grad)
@@ -204,7 +211,7 @@ def divergence(head: LinearHead, inputs: mx.array, reference: mx.array) -> Diver
     top, total = mx.full(2 * count, -mx.inf), mx.zeros(2 * count)
     apart = mx.zeros(count)
     sums = mx.zeros((2 * count, inputs.shape[1]))
-    for start, stop in head.slices(2 * count):
+    for start, stop in head.slices(ARRAYS * count):
         parts = _VocabularySlice(head, [], start, stop, [sums])
         logits, slopes = head.logits_and_slopes(parts.head.forward(both))
         logits = logits.astype(mx.float32)
@@ -239,17 +246,32 @@ class _VocabularySlice:
         for rows in (head.rows, *embeddings):
             if not any(same_rows(rows, other) for other, _ in self.read):
                 self.read.append((rows, rows.part(start, stop, after)))
-        self.head = self.of(head.rows)
+        self.rows, self.head = head.rows, self.of(head.rows)
+
+    def products(
+        self, inputs: mx.array, rows: HeadRows, cotangents: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """(S, n) of the inputs with the head, and (S, n) float32 of the cotangents with `rows`.
+
+        Both come from one product where the rows are the same, which costs little more than one.
+        """
+        cotangents = cotangents.astype(inputs.dtype)
+        if not same_rows(rows, self.rows):
+            found = self.head.forward(inputs), self.of(rows).forward(cotangents)
+        else:
+            both = self.head.forward(mx.concatenate([inputs, cotangents]))
+            found = both[: len(inputs)], both[len(inputs) :]
+        return found[0], found[1].astype(mx.float32)
 
     def of(self, rows: HeadRows) -> HeadSlice:
         return next(part for other, part in self.read if same_rows(rows, other))
 
 
 def _scores(
-    noisy: Noisy, part: HeadSlice, inputs: mx.array, places: NoisePlaces, start: int, stop: int
+    noisy: Noisy, products: mx.array, places: NoisePlaces, start: int, stop: int
 ) -> tuple[mx.array, mx.array | None]:
     """(S, n) float32 (z + g) / tau, and the slopes of z."""
-    logits, slopes = noisy.head.logits_and_slopes(part.forward(inputs))
+    logits, slopes = noisy.head.logits_and_slopes(products)
     noise = gumbel(places, mx.arange(start, stop, dtype=mx.uint32))
     return (logits.astype(mx.float32) + noise) / noisy.tau, slopes
 

@@ -67,8 +67,9 @@ def fill(blocks: CachedBlocks, rows: SoftRows, soft: mx.array | None) -> FilledC
         for index in range(len(blocks.calls))
     ]
     found: list[mx.array] = []
-    for start in range(0, size, PREFILL_TOKENS):
-        column = CacheColumn(start, min(size, start + PREFILL_TOKENS))
+    width = width_of(rows)
+    for start in range(0, size, width):
+        column = CacheColumn(start, min(size, start + width))
         hidden = inputs[:, column.start : column.stop]
         places = blocks.wheres(column, left_padding(rows), size)
         for index, cache in enumerate(caches):
@@ -81,16 +82,21 @@ def fill(blocks: CachedBlocks, rows: SoftRows, soft: mx.array | None) -> FilledC
     return FilledCaches(inputs, caches, mx.concatenate(found, axis=1))
 
 
-def groups(longest: int, size: int) -> Iterator[list[CacheColumn]]:
+def width_of(rows: SoftRows) -> int:
+    """The number of positions that are computed together where they need not be apart."""
+    return max(TOGETHER, PREFILL_TOKENS // len(rows.prompts))
+
+
+def groups(longest: int, size: int, width: int) -> Iterator[list[CacheColumn]]:
     """The columns, backwards in time, in groups whose block inputs are computed together.
 
-    longest: P; size: N. A token is a column; so are up to PREFILL_TOKENS tokens of the prompts.
+    longest: P; size: N. A token is a column; so are up to `width` tokens of the prompts.
     """
     for stop in range(size, longest, -TOGETHER):
         start = max(longest, stop - TOGETHER)
         yield [CacheColumn(place, place + 1) for place in reversed(range(start, stop))]
-    for start in reversed(range(0, longest, PREFILL_TOKENS)):
-        yield [CacheColumn(start, min(longest, start + PREFILL_TOKENS))]
+    for start in reversed(range(0, longest, width)):
+        yield [CacheColumn(start, min(longest, start + width))]
 
 
 def gradients(
@@ -102,7 +108,7 @@ def gradients(
     cotangents = [tuple(map(mx.zeros_like, cache)) for cache in caches]
     total: dict[int, Arrays] = {}
     later: mx.array | None = None
-    for group in groups(longest, size):
+    for group in groups(longest, size, width_of(rows)):
         whole = CacheColumn(group[-1].start, group[0].stop)
         of_blocks = block_inputs(blocks, inputs, caches, whole, left)
         for column in group:
@@ -121,12 +127,11 @@ def gradients(
                     index, network.arrays(index), of_blocks[index][:, here], caches[index],
                     places[index], (cotangent, *own),
                 )  # fmt: skip
-                mx.eval(cotangent, of_cache, grads)
                 cotangents[index] = added(cotangents[index], of_cache)
-                del of_cache, own
-                before = total.get(index)
+                before = total.pop(index, None)
                 total[index] = grads if before is None else added_arrays(before, grads)
-                mx.eval(cotangents[index], total[index])
+                del of_cache, own, grads, before
+                mx.eval(cotangent, cotangents[index], total[index])
             later = network.embedding.cotangent(cotangent) if token > 0 else None
     return {index: grads for index, grads in total.items() if grads}
 

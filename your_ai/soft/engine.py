@@ -31,7 +31,7 @@ from your_ai.objectives.objective import Sums
 from your_ai.soft import columns, passes, sweeps
 from your_ai.soft.cached_blocks import CachedBlocks, cached_blocks
 from your_ai.soft.reward_pass import RewardGradients, judge
-from your_ai.soft.roles import Roles, Sampled, SoftRows, SoftSettings, check_roles
+from your_ai.soft.roles import Network, Roles, Sampled, SoftRows, SoftSettings, check_roles
 from your_ai.soft.sampling import replay, sample
 from your_ai.soft.terms import Terms, find_terms
 
@@ -167,13 +167,23 @@ def _prepare(
     reference, kl_weights = None, mx.where(rows.is_real, weights[:, None], 0) * settings.kl_beta
     if settings.kl_beta:
         assert roles.reference is not None
-        network = roles.reference
-        (hidden,) = passes.forward(network, passes.block_inputs(network, rows, soft))
-        reference = rows.gather(hidden, -1)
-        reference = network.head.inputs(reference.reshape(-1, reference.shape[-1]))
-        reference = reference.reshape(*rows.is_real.shape, -1)
-        mx.eval(reference)
+        reference = reference_inputs(roles.reference, rows, soft)
     return _Prepared(soft, judged, reference, kl_weights * scale)
+
+
+def reference_inputs(reference: Network, rows: SoftRows, soft: mx.array | None) -> mx.array:
+    """(B, T, D) inputs of the linear head under the reference, at the completion tokens."""
+    found: list[mx.array] = []
+    for part in passes.row_groups(reference, rows):
+        chosen = rows.part(part)
+        own = None if soft is None else soft[part, : chosen.count]
+        (hidden,) = passes.forward(reference, passes.block_inputs(reference, chosen, own))
+        states = chosen.gather(hidden, -1)
+        inputs = reference.head.inputs(states.reshape(-1, states.shape[-1]))
+        inputs = inputs.reshape(*states.shape[:2], -1)
+        found.append(mx.pad(inputs, ((0, 0), (0, rows.count - chosen.count), (0, 0))))
+        mx.eval(found[-1])
+    return mx.concatenate(found)
 
 
 def _sums(

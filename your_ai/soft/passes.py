@@ -16,6 +16,8 @@ from your_ai.engine.compiled import GraphShape
 from your_ai.nets.parts import Arrays
 from your_ai.soft.roles import Network, SoftRows
 
+GROUP_TOKENS = 256  # tokens of the rows, with padding, that go through a frozen network together
+
 
 def block_inputs(network: Network, rows: SoftRows, soft: mx.array | None) -> mx.array:
     """(B, S, D) input of the first block.
@@ -26,6 +28,17 @@ def block_inputs(network: Network, rows: SoftRows, soft: mx.array | None) -> mx.
     if soft is not None:
         found = rows.scatter(soft, 0, found)
     return network.embedding.after(found)
+
+
+def row_groups(network: Network, rows: SoftRows) -> list[slice]:
+    """The rows that go through a network together.
+
+    Few if the weights are resident; all if they are streamed, so that each is read once.
+    """
+    size = len(rows.prompts)
+    if not network.weights.streamed:
+        size = max(1, GROUP_TOKENS // rows.tokens.shape[1])
+    return [slice(start, start + size) for start in range(0, len(rows.prompts), size)]
 
 
 def forward(network: Network, hidden: mx.array, keep: bool = False) -> list[mx.array]:

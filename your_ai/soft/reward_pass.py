@@ -12,8 +12,6 @@ import mlx.core as mx
 from your_ai.soft import passes
 from your_ai.soft.roles import RewardModel, SoftRows
 
-ROWS_TOKENS = 1024  # tokens, with padding, of the rows whose block inputs are kept together
-
 
 class RewardGradients(NamedTuple):
     """The rewards of a batch."""
@@ -31,15 +29,10 @@ def judge(
 
     soft: (B, T, D) embedding rows of relaxed tokens, or None. weights: (B,) float32.
 
-    Resident weights judge few rows at a time, because the input of every block is kept. Streamed
-    weights judge all rows together, so that they are read twice in all.
+    Resident weights judge few rows at a time, because the input of every block is kept.
     """
-    size = len(rows.prompts)
-    if not model.network.weights.streamed:
-        size = max(1, ROWS_TOKENS // rows.tokens.shape[1])
     found: list[RewardGradients] = []
-    for start in range(0, len(rows.prompts), size):
-        part = slice(start, start + size)
+    for part in passes.row_groups(model.network, rows):
         chosen, count = rows.part(part), rows.count
         own = None if soft is None else soft[part, : chosen.count]
         judged = _judge(model, chosen, own, weights[part])

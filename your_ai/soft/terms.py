@@ -13,7 +13,7 @@ from your_ai.memory.sizes import HEAD_ROWS
 from your_ai.nets.gumbel import NoisePlaces, Noisy, Relaxed, credit, divergence, pieces, relax
 from your_ai.nets.head import HeadRows
 
-POSITIONS = HEAD_ROWS // 2  # positions that go through the head together
+POSITIONS = HEAD_ROWS // 4  # positions that go through the head together
 
 
 class Terms(NamedTuple):
