@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from tests.conftest import TINY, make_model
 from tests.objectives.test_gradients import load
@@ -31,6 +31,7 @@ class Kind:
     architecture: str = "llama"
     bits: int | None = None
     dora: bool = False
+    dtype: mx.Dtype = mx.float32
     other_base: bool = False
     """Whether the reward model has a base of its own, with another hidden size."""
 
@@ -60,11 +61,15 @@ def make(folder: Path, kind: Kind) -> Made:
             return policy, reference, model.load_network(judge, mx.float32)[0]
         reward, _, _ = load(folder / "base", kind.dora)
         reward.freeze()
-        reward.update(tree_map_negative(reward))
+        reward.update(other_adapters(reward))
         return policy, reference, reward
 
     ours, plain = networks(), networks()
     for network in ours:
+        network.update(
+            tree_map(lambda a: a.astype(kind.dtype) if a.dtype == mx.float32 else a,
+                     frozen_parameters(network))
+        )  # fmt: skip
         dequantize_on_the_cpu(network)
     policy, reference, reward = map(network_of, ours)
     width = reward.embedding.rows.shape[1]
@@ -72,7 +77,13 @@ def make(folder: Path, kind: Kind) -> Made:
     return Made(Roles(policy, RewardModel(reward, score), reference), *plain)
 
 
-def tree_map_negative(network: nn.Module) -> Any:
+def frozen_parameters(network: nn.Module) -> Any:
+    trained = dict(tree_flatten(network.trainable_parameters()))
+    arrays = tree_flatten(network.parameters())
+    return tree_unflatten([(path, array) for path, array in arrays if path not in trained])
+
+
+def other_adapters(network: nn.Module) -> Any:
     """Other adapters than those of the policy: their B has the opposite sign."""
     arrays = tree_flatten(network.parameters())
     return tree_unflatten([(path, -a) for path, a in arrays if path.endswith("lora_b")])

@@ -21,6 +21,7 @@ from tests.soft.models import (
     relative_error,
 )
 from your_ai.nets.head import LinearHead
+from your_ai.soft import columns, passes, terms
 from your_ai.soft.engine import SoftEngine, column_engine, sweep_engine
 from your_ai.soft.roles import Sampled, SoftSettings
 
@@ -51,10 +52,14 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut the small vocabulary like a large one."""
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut the small vocabulary, the short prompts and the few rows like large ones."""
     slices = [(0, 64), (64, 100), (100, VOCABULARY)]
     monkeypatch.setattr(LinearHead, "slices", lambda head, count: iter(slices))
+    monkeypatch.setattr(columns, "TOGETHER", 2)
+    monkeypatch.setattr(columns, "PREFILL_TOKENS", 6)
+    monkeypatch.setattr(passes, "GROUP_TOKENS", 64)
+    monkeypatch.setattr(terms, "POSITIONS", 7)
 
 
 def sampled_by(engine: SoftEngine) -> Sampled:
@@ -73,10 +78,10 @@ def sampled_by(engine: SoftEngine) -> Sampled:
 def test_gradients_are_those_of_the_whole_graph(tmp_path: Path, name: str):
     kind, settings = CASES[name]
     made = make(tmp_path, kind)
-    columns, sweeps = (make(made.roles, settings) for make in (column_engine, sweep_engine))
-    sampled = sampled_by(columns)
+    engines = [column_engine(made.roles, settings), sweep_engine(made.roles, settings)]
+    sampled = sampled_by(engines[0])
     expected = plain_gradients(made, settings, sampled)
-    for engine in (columns, sweeps):
+    for engine in engines:
         sums, grads = engine.gradients(PROMPTS, sampled, KEYS, WEIGHTS, 1.0)
         assert relative_error(grads, expected.grads) < TOLERANCE
         assert sums.loss.item() == pytest.approx(expected.loss, rel=1e-5)
@@ -110,6 +115,37 @@ def test_rows_do_not_depend_on_their_batch(tmp_path: Path, make_engine):
             total[path] = total[path] + grad if path in total else grad
     assert loss == pytest.approx(whole.loss.item(), rel=1e-5)
     assert relative_error(grads, total) < TOLERANCE
+
+
+@pytest.mark.parametrize("make_engine", [column_engine, sweep_engine])
+@pytest.mark.parametrize("relaxed", [False, True], ids=["straight-through", "relaxed"])
+@pytest.mark.parametrize(("prompt", "tokens"), [([7], 3), ([7, 2], 1)])
+def test_the_shortest_prompts_and_completions(
+    tmp_path: Path, make_engine, relaxed: bool, prompt: list[int], tokens: int
+):
+    settings = SoftSettings(kl_beta=0.3, relaxed=relaxed)
+    made = make(tmp_path, Kind())
+    engine, prompts = make_engine(made.roles, settings), [np.array(prompt)]
+    sampled = engine.sample(prompts, KEYS[:1], tokens, [])
+    expected = plain_gradients(made, settings, sampled, prompts, KEYS[:1], WEIGHTS[:1])
+    sums, grads = engine.gradients(prompts, sampled, KEYS[:1], WEIGHTS[:1], 1.0)
+    assert sums.loss.item() == pytest.approx(expected.loss, rel=1e-5)
+    assert relative_error(grads, expected.grads) < TOLERANCE
+
+
+def test_half_precision_is_close(tmp_path: Path):
+    """Losses and gradients of bfloat16 weights, to the accuracy of bfloat16."""
+    settings = SoftSettings(kl_beta=0.3)
+    made = make(tmp_path / "whole", Kind())
+    sampled = sampled_by(column_engine(made.roles, settings))
+    expected = plain_gradients(made, settings, sampled)
+    half = make(tmp_path / "half", Kind(dtype=mx.bfloat16))
+    sums, grads = column_engine(half.roles, settings).gradients(
+        PROMPTS, sampled, KEYS, WEIGHTS, 1.0
+    )
+    assert sums.loss.item() == pytest.approx(expected.loss, rel=0.05)
+    assert relative_error(grads, expected.grads) < 0.1
+    assert all(grad.dtype == mx.float32 for _, grad in tree_flatten(grads))
 
 
 def test_more_sweeps_leave_less_error(tmp_path: Path):

@@ -9,7 +9,7 @@ The arithmetic is that of one ordinary backward pass, and every column reads all
 should be resident.
 
 Shapes: B rows, P tokens of the longest prompt, T tokens of the longest completion, N = P + T - 1
-positions of the cache, D hidden size.
+positions (the cache has room for a multiple of data.batches.MULTIPLE), D hidden size.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from your_ai.data.batches import MULTIPLE
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.nets.gumbel import Noisy
 from your_ai.nets.parts import Arrays
@@ -62,8 +63,9 @@ def fill(blocks: CachedBlocks, rows: SoftRows, soft: mx.array | None) -> FilledC
         given = mx.concatenate([given[:, :longest], soft[:, :-1].astype(given.dtype)], axis=1)
     inputs = network.embedding.after(given)
     mx.eval(inputs)
+    room = -(-size // MULTIPLE) * MULTIPLE  # so that few lengths need graphs of their own
     caches = [
-        empty_cache(blocks, index, network.arrays(index), inputs[:, :1], size)
+        empty_cache(blocks, index, network.arrays(index), inputs[:, :1], room)
         for index in range(len(blocks.calls))
     ]
     found: list[mx.array] = []
@@ -71,7 +73,7 @@ def fill(blocks: CachedBlocks, rows: SoftRows, soft: mx.array | None) -> FilledC
     for start in range(0, size, width):
         column = CacheColumn(start, min(size, start + width))
         hidden = inputs[:, column.start : column.stop]
-        places = blocks.wheres(column, left_padding(rows), size)
+        places = blocks.wheres(column, left_padding(rows), room)
         for index, cache in enumerate(caches):
             arrays = network.arrays(index)
             hidden, *new = blocks.forward(index, arrays, hidden, cache, places[index])
@@ -104,8 +106,10 @@ def gradients(
 ) -> dict[int, Arrays]:
     """The gradients of each trained block."""
     network, (inputs, caches, _) = blocks.network, filled
-    longest, size, left = int(rows.starts.max()), inputs.shape[1], left_padding(rows)
-    cotangents = [tuple(map(mx.zeros_like, cache)) for cache in caches]
+    longest, left = int(rows.starts.max()), left_padding(rows)
+    size, room = inputs.shape[1], caches[0][0].shape[2]
+    # In float32, because each is a sum over all later columns.
+    cotangents = [tuple(mx.zeros(array.shape) for array in cache) for cache in caches]
     total: dict[int, Arrays] = {}
     later: mx.array | None = None
     for group in groups(longest, size, width_of(rows)):
@@ -119,10 +123,11 @@ def gradients(
                 last = cotangent_of(noisy, terms.at(part), network.embedding.rows, later)
                 cotangent[:, -1:] = last
             here = slice(column.start - whole.start, column.stop - whole.start)
-            places = blocks.wheres(column, left, size)
+            places = blocks.wheres(column, left, room)
             lowest = network.first if column.start < longest else 0
             for index in reversed(range(lowest, len(caches))):
-                own = CacheColumn(*column).of(cotangents[index])
+                dtype = caches[index][0].dtype
+                own = [array.astype(dtype) for array in column.of(cotangents[index])]
                 cotangent, of_cache, grads = blocks.backward(
                     index, network.arrays(index), of_blocks[index][:, here], caches[index],
                     places[index], (cotangent, *own),
@@ -141,7 +146,7 @@ def block_inputs(
 ) -> list[mx.array]:
     """(B, w, D) the input of each block at the positions of a column."""
     hidden, found = inputs[:, column.start : column.stop], []
-    places = blocks.wheres(column, left, inputs.shape[1])
+    places = blocks.wheres(column, left, caches[0][0].shape[2])
     for index, cache in enumerate(caches):
         found.append(hidden)
         if index + 1 < len(caches):
