@@ -164,7 +164,7 @@ def test_more_sweeps_leave_less_error(tmp_path: Path):
     assert errors == sorted(errors, reverse=True)
     assert errors[0] > 1e-2
     assert errors[-1] < errors[0] / 20
-    assert residuals[1] == 1  # nothing before it
+    assert residuals[:2] == [1, 1]  # there is nothing to compare with
     assert residuals[2] > 3 * residuals[3] > 0
     tolerant = sweep_engine(made.roles, replace(settings, credit=1.01 * residuals[2]))
     sums, grads = tolerant.gradients(PROMPTS, sampled, KEYS, WEIGHTS, 1.0)

@@ -147,6 +147,30 @@ def test_roles_that_do_not_fit_are_refused(tmp_path: Path):
         column_engine(Roles(policy, RewardModel(other, mx.zeros((32,)))), SoftSettings())
     with pytest.raises(UserError, match="score head"):
         sweep_engine(Roles(policy, RewardModel(policy, mx.zeros((31,)))), SoftSettings())
+    wide = network(tmp_path / "w", "llama", hidden_size=64)
+    with pytest.raises(UserError, match="the reference must have the base"):
+        sweep_engine(Roles(policy, RewardModel(policy, mx.zeros((32,))), wide), SoftSettings())
     roles = Roles(policy, RewardModel(policy, mx.zeros((32,))))
     with pytest.raises(UserError, match="needs a reference"):
         sweep_engine(roles, SoftSettings(kl_beta=0.1))
+
+
+@pytest.mark.parametrize("make_engine", [column_engine, sweep_engine])
+def test_a_step_may_be_stopped_before_any_token(tmp_path: Path, make_engine):
+    policy = network(tmp_path / "m", "llama")
+    rows: list[int] = []
+
+    def step(count: int) -> None:
+        rows.append(count)
+        if len(rows) == limit:
+            raise KeyboardInterrupt
+
+    roles = Roles(policy, RewardModel(policy_copy(tmp_path / "m"), mx.ones((32,))))
+    engine, limit = make_engine(roles, SoftSettings(step=step)), 0
+    sampled = engine.sample(PROMPTS, KEYS, 4, [])
+    assert rows == [3] * 4
+    engine.gradients(PROMPTS, sampled, KEYS, WEIGHTS, 1.0)
+    assert rows == [3] * 8  # columns: the prompts, and three tokens; sweeps: T - 1, and the last
+    limit = 10
+    with pytest.raises(KeyboardInterrupt):
+        engine.gradients(PROMPTS, sampled, KEYS, WEIGHTS, 1.0)

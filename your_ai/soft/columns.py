@@ -22,10 +22,9 @@ import numpy as np
 
 from your_ai.data.batches import MULTIPLE
 from your_ai.memory.sizes import PREFILL_TOKENS
-from your_ai.nets.gumbel import Noisy
 from your_ai.nets.parts import Arrays
 from your_ai.soft.cached_blocks import CacheColumn, CachedBlocks, Pair, empty_cache, stored
-from your_ai.soft.roles import SoftRows
+from your_ai.soft.roles import SoftRows, SoftSettings, noisy_head
 from your_ai.soft.terms import Terms, cotangent_of
 
 TOGETHER = 16  # columns of a token whose block inputs are computed together
@@ -102,10 +101,15 @@ def groups(longest: int, size: int, width: int) -> Iterator[list[CacheColumn]]:
 
 
 def gradients(
-    blocks: CachedBlocks, noisy: Noisy, rows: SoftRows, filled: FilledCaches, terms: Terms
+    blocks: CachedBlocks,
+    settings: SoftSettings,
+    rows: SoftRows,
+    filled: FilledCaches,
+    terms: Terms,
 ) -> dict[int, Arrays]:
     """The gradients of each trained block."""
     network, (inputs, caches, _) = blocks.network, filled
+    noisy = noisy_head(network, settings)
     longest, left = int(rows.starts.max()), left_padding(rows)
     size, room = inputs.shape[1], caches[0][0].shape[2]
     # In float32, because each is a sum over all later columns.
@@ -116,6 +120,7 @@ def gradients(
         whole = CacheColumn(group[-1].start, group[0].stop)
         of_blocks = block_inputs(blocks, inputs, caches, whole, left)
         for column in group:
+            settings.step(len(rows.prompts))
             cotangent = mx.zeros_like(inputs[:, column.start : column.stop])
             token = column.stop - longest  # the index of the token that the column predicts
             if token >= 0:

@@ -25,13 +25,20 @@ import mlx.core as mx
 import numpy as np
 
 from your_ai.errors import UserError
-from your_ai.nets.gumbel import Noisy
 from your_ai.nets.parts import Arrays
 from your_ai.objectives.objective import Sums
 from your_ai.soft import columns, passes, sweeps
-from your_ai.soft.cached_blocks import CachedBlocks, cached_blocks
+from your_ai.soft.cached_blocks import cached_blocks
 from your_ai.soft.reward_pass import RewardGradients, judge
-from your_ai.soft.roles import Network, Roles, Sampled, SoftRows, SoftSettings, check_roles
+from your_ai.soft.roles import (
+    Network,
+    Roles,
+    Sampled,
+    SoftRows,
+    SoftSettings,
+    check_roles,
+    noisy_head,
+)
 from your_ai.soft.sampling import replay, sample
 from your_ai.soft.terms import Terms, find_terms
 
@@ -62,10 +69,10 @@ class _Prepared(NamedTuple):
     """(B, T)"""
 
 
-# rows, prepared, the function that finds the terms of hidden states -> gradients, terms, residual
-Scheme = Callable[
-    [SoftRows, mx.array | None, Callable[[mx.array], Terms]], tuple[dict[int, Arrays], Terms, float]
-]
+TermsOf = Callable[[mx.array], Terms]
+"""(B, T, D) outputs of the last block that predict the tokens -> the terms. Called once."""
+# (rows, (B, T, D) embedding rows of relaxed tokens, terms_of) -> gradients, terms, residual
+Scheme = Callable[[SoftRows, mx.array | None, TermsOf], tuple[dict[int, Arrays], Terms, float]]
 
 
 def column_engine(roles: Roles, settings: SoftSettings) -> SoftEngine:
@@ -77,10 +84,13 @@ def column_engine(roles: Roles, settings: SoftSettings) -> SoftEngine:
     if roles.policy.weights.streamed:
         raise UserError("columns read every weight once per token; use sweeps for streamed weights")
     blocks = cached_blocks(roles.policy)
-    noisy = Noisy(roles.policy.head, settings.tau)
 
-    def run(rows: SoftRows, soft: mx.array | None, terms_of: Callable[[mx.array], Terms]) -> Any:
-        return by_columns(blocks, noisy, rows, soft, terms_of)
+    def run(
+        rows: SoftRows, soft: mx.array | None, terms_of: TermsOf
+    ) -> tuple[dict[int, Arrays], Terms, float]:
+        filled = columns.fill(blocks, rows, soft)
+        terms = terms_of(filled.hidden)
+        return columns.gradients(blocks, settings, rows, filled, terms), terms, 0.0
 
     return _engine(roles, settings, run)
 
@@ -90,29 +100,19 @@ def sweep_engine(roles: Roles, settings: SoftSettings) -> SoftEngine:
 
     Raises UserError if the networks do not fit together.
     """
-    policy, noisy = roles.policy, Noisy(roles.policy.head, settings.tau)
+    policy = roles.policy
 
-    def run(rows: SoftRows, soft: mx.array | None, terms_of: Callable[[mx.array], Terms]) -> Any:
+    def run(
+        rows: SoftRows, soft: mx.array | None, terms_of: TermsOf
+    ) -> tuple[dict[int, Arrays], Terms, float]:
         first = passes.block_inputs(policy, rows, soft)
         *inputs, hidden = passes.forward(policy, first, keep=True)
         terms = terms_of(rows.gather(hidden, -1))
         del hidden
-        swept = sweeps.sweep(policy, noisy, rows, inputs, terms, settings.credit)
+        swept = sweeps.sweep(policy, settings, rows, inputs, terms)
         return swept.gradients, terms, swept.residual
 
     return _engine(roles, settings, run)
-
-
-def by_columns(
-    blocks: CachedBlocks,
-    noisy: Noisy,
-    rows: SoftRows,
-    soft: mx.array | None,
-    terms_of: Callable[[mx.array], Terms],
-) -> tuple[dict[int, Arrays], Terms, float]:
-    filled = columns.fill(blocks, rows, soft)
-    terms = terms_of(filled.hidden)
-    return columns.gradients(blocks, noisy, rows, filled, terms), terms, 0.0
 
 
 def _engine(roles: Roles, settings: SoftSettings, scheme: Scheme) -> SoftEngine:
@@ -136,18 +136,19 @@ def _engine(roles: Roles, settings: SoftSettings, scheme: Scheme) -> SoftEngine:
         scale: float,
     ) -> tuple[Sums, Any]:
         rows, given = SoftRows(prompts, sampled, keys), mx.array(weights, mx.float32)
-        prepared = _prepare(roles, settings, rows, given, scale)
+        prepared = [_prepare(roles, settings, rows, given, scale)]
+        soft, rewards = prepared[0].soft, prepared[0].judged.rewards
 
         def terms_of(hidden: mx.array) -> Terms:
-            reward = roles.reward.network
+            known = prepared.pop()  # so that its arrays are freed afterwards
             return find_terms(
-                Noisy(roles.policy.head, settings.tau), hidden, rows.places(),
-                reward.embedding.rows, prepared.judged.cotangents, prepared.reference,
-                prepared.kl_weights,
+                noisy_head(roles.policy, settings), hidden, rows.places(),
+                roles.reward.network.embedding.rows, known.judged.cotangents, known.reference,
+                known.kl_weights,
             )  # fmt: skip
 
-        grads, terms, residual = scheme(rows, prepared.soft, terms_of)
-        sums = _sums(settings, rows, given, prepared.judged.rewards, terms.kl, residual)
+        grads, terms, residual = scheme(rows, soft, terms_of)
+        sums = _sums(settings, rows, given, rewards, terms.kl, residual)
         return sums, passes.gradient_tree(roles.policy, grads)
 
     return SoftEngine(sample_rows, gradients)

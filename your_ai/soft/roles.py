@@ -8,7 +8,7 @@ D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -93,7 +93,7 @@ class Roles:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftSettings:
-    """How tokens are sampled, and what is minimized."""
+    """How tokens are sampled, what is minimized, and how far gradients go."""
 
     tau: float = 1.0
     """The temperature of the relaxation."""
@@ -105,6 +105,8 @@ class SoftSettings:
     credit: CreditLength = "exact"
     """How far sweeps carry credit back: "exact", a number of tokens, or, if below 1, the relative
     difference of two sweeps that ends them. Columns are always exact."""
+    step: Callable[[int], None] = lambda _: None
+    """Called with the number of rows before each token, column and sweep; may raise."""
 
 
 class Sampled(NamedTuple):
@@ -218,7 +220,7 @@ def network_of(
 
 
 def check_roles(roles: Roles) -> None:
-    """Raise UserError if the networks do not share a vocabulary, or the reward model is trained."""
+    """Raise UserError if the networks do not fit together."""
     policy, reward = roles.policy, roles.reward
     sizes = (policy.final.rows.shape[0], reward.network.embedding.rows.shape[0])
     if sizes[0] != sizes[1]:
@@ -226,6 +228,9 @@ def check_roles(roles: Roles) -> None:
             f"the policy has {sizes[0]} tokens and the reward model {sizes[1]}; both need the "
             "same tokenizer"
         )
+    reference = roles.reference
+    if reference is not None and reference.final.rows.shape != policy.final.rows.shape:
+        raise UserError("the reference must have the base of the policy")
     if reward.score.shape != (reward.network.embedding.rows.shape[1],):
         raise UserError(
             f"the score head has shape {reward.score.shape}, not that of a hidden state"

@@ -101,6 +101,7 @@ def run(
     with last_position_only(policy.model):
         cache = caches(policy, prompts)
         for position in range(count):
+            settings.step(len(prompts))
             at = NoisePlaces(key_array, mx.full((len(prompts),), position, mx.uint32))
             drawn = step(noisy, policy, rows, cache, at, wanted)
             tokens.append(drawn.tokens)

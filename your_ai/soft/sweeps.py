@@ -16,7 +16,7 @@ import mlx.core as mx
 from your_ai.nets.gumbel import Noisy
 from your_ai.nets.parts import Arrays
 from your_ai.soft import passes
-from your_ai.soft.roles import CreditLength, Network, SoftRows
+from your_ai.soft.roles import CreditLength, Network, SoftRows, SoftSettings, noisy_head
 from your_ai.soft.terms import Terms, cotangent_of
 
 
@@ -26,29 +26,31 @@ class Swept(NamedTuple):
     gradients: dict[int, Arrays]
     """Of each trained block."""
     residual: float
-    """The relative difference of the credits of the last two sweeps; 0 if the result is exact."""
+    """The relative difference of the credits of the last two sweeps: 1 before the second, and 0 if
+    the result is exact."""
     sweeps: int
     """That carried credit."""
 
 
 def sweep(
     policy: Network,
-    noisy: Noisy,
+    settings: SoftSettings,
     rows: SoftRows,
     inputs: list[mx.array],
     terms: Terms,
-    credit: CreditLength,
 ) -> Swept:
     """inputs: of each block, (B, S, D). They are removed."""
-    later, residual, done = None, 0.0, 0
-    exact = rows.count - 1
-    while not is_enough(credit, done, residual, exact):
+    noisy, exact = noisy_head(policy, settings), rows.count - 1
+    later, residual, done = None, 1.0, 0
+    while not is_enough(settings.credit, done, residual, exact):
+        settings.step(len(rows.prompts))
         cotangent = passes.backward(policy, inputs, of_outputs(policy, noisy, rows, terms, later))
         found = next_credit(policy, rows, cotangent)
         mx.eval(found)
         residual, later, done = difference(found, later), found, done + 1
         if residual == 0:
             break
+    settings.step(len(rows.prompts))
     cotangent = of_outputs(policy, noisy, rows, terms, later)
     grads = passes.parameter_gradients(policy, inputs, cotangent)
     return Swept(grads, 0.0 if done >= exact else residual, done)
