@@ -23,7 +23,14 @@ import numpy as np
 from your_ai.data.batches import MULTIPLE
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.nets.parts import Arrays
-from your_ai.soft.cached_blocks import CacheColumn, CachedBlocks, Pair, empty_cache, stored
+from your_ai.soft.cached_blocks import (
+    CacheColumn,
+    CachedBlocks,
+    Pair,
+    column_inputs,
+    empty_cache,
+    stored,
+)
 from your_ai.soft.roles import SoftRows, SoftSettings, noisy_head
 from your_ai.soft.terms import Terms, cotangent_of
 
@@ -72,10 +79,10 @@ def fill(blocks: CachedBlocks, rows: SoftRows, soft: mx.array | None) -> FilledC
     for start in range(0, size, width):
         column = CacheColumn(start, min(size, start + width))
         hidden = inputs[:, column.start : column.stop]
-        places = blocks.wheres(column, left_padding(rows), room)
+        at = column_inputs(column, left_padding(rows), room)
         for index, cache in enumerate(caches):
             arrays = network.arrays(index)
-            hidden, *new = blocks.forward(index, arrays, hidden, cache, places[index])
+            hidden, *new = blocks.forward(index, arrays, hidden, cache, at)
             stored(cache, column, *new)
             mx.eval(hidden, cache)
         first = max(0, longest - 1 - start)
@@ -128,14 +135,14 @@ def gradients(
                 last = cotangent_of(noisy, terms.at(part), network.embedding.rows, later)
                 cotangent[:, -1:] = last
             here = slice(column.start - whole.start, column.stop - whole.start)
-            places = blocks.wheres(column, left, room)
+            at = column_inputs(column, left, room)
             lowest = network.first if column.start < longest else 0
             for index in reversed(range(lowest, len(caches))):
                 dtype = caches[index][0].dtype
                 own = [array.astype(dtype) for array in column.of(cotangents[index])]
                 cotangent, of_cache, grads = blocks.backward(
                     index, network.arrays(index), of_blocks[index][:, here], caches[index],
-                    places[index], (cotangent, *own),
+                    at, (cotangent, *own),
                 )  # fmt: skip
                 cotangents[index] = added(cotangents[index], of_cache)
                 before = total.pop(index, None)
@@ -151,12 +158,12 @@ def block_inputs(
 ) -> list[mx.array]:
     """(B, w, D) the input of each block at the positions of a column."""
     hidden, found = inputs[:, column.start : column.stop], []
-    places = blocks.wheres(column, left, caches[0][0].shape[2])
+    at = column_inputs(column, left, caches[0][0].shape[2])
     for index, cache in enumerate(caches):
         found.append(hidden)
         if index + 1 < len(caches):
             arrays = blocks.network.arrays(index)
-            hidden, *_ = blocks.forward(index, arrays, hidden, cache, places[index])
+            hidden, *_ = blocks.forward(index, arrays, hidden, cache, at)
             mx.eval(hidden)
     return found
 
