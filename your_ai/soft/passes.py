@@ -7,7 +7,8 @@ Shapes: B rows, S tokens of a padded row, T completion tokens, D hidden size.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_unflatten
@@ -41,14 +42,21 @@ def row_groups(network: Network, rows: SoftRows) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(rows.prompts), size)]
 
 
-def forward(network: Network, hidden: mx.array, keep: bool = False) -> list[mx.array]:
-    """The input of each block, if `keep`, and at the end the output of the last one."""
-    shape, count = GraphShape(*hidden.shape[:2]), len(network.parts.blocks)
+def forward(
+    network: Network, hidden: mx.array, keep: bool = False, which: range | None = None
+) -> list[mx.array]:
+    """The input of each block, if `keep`, and at the end the output of the last one.
+
+    which: the blocks, all by default.
+    """
+    shape = GraphShape(*hidden.shape[:2])
+    which = range(len(network.parts.blocks)) if which is None else which
     found: list[mx.array] = []
-    network.weights.ahead(0)
-    for index in range(count):
+    if which:
+        network.weights.ahead(which[0])
+    for index in which:
         arrays = network.arrays(index)
-        if index + 1 < count:
+        if index + 1 in which:
             network.weights.ahead(index + 1)
         if keep:
             found.append(hidden)
@@ -60,22 +68,62 @@ def forward(network: Network, hidden: mx.array, keep: bool = False) -> list[mx.a
 
 
 def backward(
-    network: Network, inputs: list[mx.array], cotangent: mx.array, consume: bool = False
+    network: Network, inputs: list[mx.array], cotangent: mx.array, which: range | None = None
 ) -> mx.array:
     """The cotangent of the first block's input, (B, S, D); parameters get no gradient.
 
-    inputs: of each block. consume: remove each when it is done.
+    inputs: of each block. which: the blocks, all by default.
     """
     shape = GraphShape(*cotangent.shape[:2])
-    for index in reversed(range(len(network.parts.blocks))):
+    which = range(len(network.parts.blocks)) if which is None else which
+    for index, given in zip(reversed(which), reversed(inputs), strict=True):
         arrays = network.arrays(index) | network.trained(index)
         if index:
             network.weights.ahead(index - 1)
         program = network.programs.of(index, shape)
-        given = inputs.pop() if consume else inputs[index]
         _, cotangent = program.backward(arrays, {}, given, {}, cotangent)
-        del arrays, given
+        del arrays
         mx.eval(cotangent)
+    return cotangent
+
+
+class Segment(NamedTuple):
+    """Consecutive blocks of a forward pass."""
+
+    which: range
+    inputs: list[mx.array]
+    """(B, S, D) each: of all its blocks, or only of the first."""
+
+
+def forward_in_segments(network: Network, hidden: mx.array) -> tuple[list[Segment], mx.array]:
+    """The segments, and the output of the last block.
+
+    About sqrt(L) of the L block inputs are kept, so that a backward pass needs a second forward
+    pass and little memory (Chen et al. 2016, arXiv:1604.06174). If the weights are streamed, all
+    are kept, because each read of the weights costs time.
+    """
+    count = len(network.parts.blocks)
+    if network.weights.streamed:
+        *inputs, hidden = forward(network, hidden, keep=True)
+        return [Segment(range(count), inputs)], hidden
+    found: list[Segment] = []
+    size = math.isqrt(count - 1) + 1
+    for start in range(0, count, size):
+        segment = Segment(range(start, min(start + size, count)), [hidden])
+        (hidden,) = forward(network, hidden, which=segment.which)
+        found.append(segment)
+    return found, hidden
+
+
+def backward_in_segments(
+    network: Network, segments: list[Segment], cotangent: mx.array
+) -> mx.array:
+    """As `backward`. Removes the segments."""
+    while segments:
+        which, inputs = segments.pop()
+        if len(inputs) < len(which):
+            inputs = forward(network, inputs[0], keep=True, which=which[:-1])
+        cotangent = backward(network, inputs, cotangent, which)
     return cotangent
 
 

@@ -29,7 +29,7 @@ def judge(
 
     soft: (B, T, D) embedding rows of relaxed tokens, or None. weights: (B,) float32.
 
-    Resident weights judge few rows at a time, because the input of every block is kept.
+    Resident weights judge few rows at a time, because the inputs of blocks are kept.
     """
     found: list[RewardGradients] = []
     for part in passes.row_groups(model.network, rows):
@@ -47,7 +47,9 @@ def _judge(
     model: RewardModel, rows: SoftRows, soft: mx.array | None, weights: mx.array
 ) -> RewardGradients:
     network = model.network
-    *inputs, hidden = passes.forward(network, passes.block_inputs(network, rows, soft), keep=True)
+    inputs = passes.block_inputs(network, rows, soft)
+    segments, hidden = passes.forward_in_segments(network, inputs)
+    del inputs
     last = mx.array(rows.starts + rows.sampled.lengths - 1)[:, None]
 
     def rewards(hidden: mx.array) -> mx.array:
@@ -57,6 +59,6 @@ def _judge(
     (found,), (cotangent,) = mx.vjp(rewards, [hidden], [weights])
     del hidden
     mx.eval(found, cotangent)
-    cotangent = passes.backward(network, inputs, cotangent, consume=True)
+    cotangent = passes.backward_in_segments(network, segments, cotangent)
     of_rows = rows.gather(network.embedding.cotangent(cotangent), 0)
     return RewardGradients(found, mx.where(rows.is_real[..., None], of_rows, 0))
