@@ -1,0 +1,82 @@
+"""The input embedding as rows -> after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from tests.conftest import TINY, make_model
+from your_ai.engine.build import split_model
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.errors import UserError
+from your_ai.nets import model
+from your_ai.nets.embedding import InputEmbedding, input_embedding, same_rows
+from your_ai.nets.head import LayerRows
+from your_ai.nets.parts import Parts
+
+TOKENS = mx.array([[5, 9, 0], [1, 1, 30]])
+
+
+def parts_of(folder: Path, architecture: str, bits: int | None = None) -> Parts:
+    make_model(folder, architecture, bits, **TINY)
+    network, _ = model.load_network(folder, mx.float32)
+    dequantize_on_the_cpu(network)
+    parts = split_model(network, None).parts
+    assert parts is not None
+    return parts
+
+
+@pytest.fixture
+def gemma(tmp_path: Path) -> InputEmbedding:
+    return input_embedding(parts_of(tmp_path / "gemma", "gemma2"), "gemma2")
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "gemma3_text"])
+def test_hard_tokens_give_the_models_own_block_inputs(
+    tmp_path: Path, architecture: str, bits: int | None
+):
+    parts = parts_of(tmp_path / "m", architecture, bits)
+    found = input_embedding(parts, architecture)
+    rows = found.hard(TOKENS)
+    before = mx.array(rows)
+    assert mx.allclose(found.after(rows), parts.embed(TOKENS), rtol=1e-6).item()
+    assert mx.array_equal(rows, before).item()  # gemma 3 scales in place
+
+
+def test_cotangents_are_those_of_the_scaled_embedding(gemma: InputEmbedding):
+    cotangent = mx.random.normal((2, 3, 32), key=mx.random.key(1))
+    found = gemma.cotangent(cotangent)
+    assert mx.allclose(found, cotangent * 32**0.5, rtol=1e-5).item()
+
+
+def test_rows_are_the_same_if_they_share_arrays(tmp_path: Path):
+    make_model(tmp_path / "m", "llama-untied", 4, **TINY)
+    first, second = (model.load_network(tmp_path / "m", mx.float32)[0] for _ in range(2))
+    mine = LayerRows(first.model.embed_tokens)
+    assert same_rows(mine, LayerRows(first.model.embed_tokens))
+    assert not same_rows(mine, LayerRows(first.lm_head))
+    assert not same_rows(mine, LayerRows(second.model.embed_tokens))
+    second.model.update(first.model.parameters())
+    assert same_rows(mine, LayerRows(second.model.embed_tokens))
+
+
+def test_positions_added_to_embeddings_are_refused(gemma: InputEmbedding):
+    """What is added to the rows would be there twice for a sum of two."""
+    parts, embed = gemma.parts, gemma.parts.trunk.embed_tokens
+
+    class WithPositions(type(parts.trunk)):
+        def __call__(self, tokens: mx.array, cache: object = None) -> mx.array:
+            hidden = self.embed_tokens(tokens) + mx.ones((32,))
+            for layer in self.layers:
+                hidden = layer(hidden, None, None)
+            return hidden
+
+    trunk = WithPositions.__new__(WithPositions)
+    vars(trunk).update(vars(parts.trunk))
+    dict.update(trunk, parts.trunk)
+    assert trunk.embed_tokens is embed
+    with pytest.raises(UserError, match="odd: the input of its first block is not a linear"):
+        input_embedding(Parts(trunk, parts.blocks, parts.head), "odd")

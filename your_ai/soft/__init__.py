@@ -1,0 +1,1 @@
+"""Differentiable generation: a policy trained through its own sampled tokens."""

@@ -1,0 +1,176 @@
+"""Exact gradients through a policy's own tokens, in the memory of a KV cache and one token.
+
+The keys and values of all positions are computed first, without gradients. Then time runs
+backwards: the column of a token goes through all blocks, one vector-Jacobian product per block
+against the cached keys and values, and adds to cotangents of the cache. The cotangent of the
+column's input is the credit of the token before it. The prompt is the last column, in pieces.
+
+The arithmetic is that of one ordinary backward pass, and every column reads all weights, so they
+should be resident.
+
+Shapes: B rows, P tokens of the longest prompt, T tokens of the longest completion, N = P + T - 1
+positions (the cache has room for a multiple of data.batches.MULTIPLE), D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from your_ai.data.batches import MULTIPLE
+from your_ai.memory.sizes import PREFILL_TOKENS
+from your_ai.nets.parts import Arrays
+from your_ai.soft.cached_blocks import (
+    CacheColumn,
+    CachedBlocks,
+    Pair,
+    column_inputs,
+    empty_cache,
+    stored,
+)
+from your_ai.soft.roles import SoftRows, SoftSettings, noisy_head
+from your_ai.soft.terms import Terms, cotangent_of
+
+TOGETHER = 16  # columns of a token whose block inputs are computed together
+
+
+class FilledCaches(NamedTuple):
+    """The forward pass."""
+
+    inputs: mx.array
+    """(B, N, D) of the first block."""
+    caches: list[Pair]
+    """For each block."""
+    hidden: mx.array
+    """(B, T, D) output of the last block that predicts each token."""
+
+
+def left_padding(rows: SoftRows) -> mx.array:
+    """(B,) int32"""
+    return mx.array((rows.starts.max() - rows.starts).astype(np.int32))
+
+
+def fill(blocks: CachedBlocks, rows: SoftRows, soft: mx.array | None) -> FilledCaches:
+    """Compute the keys and values of all positions, few at a time.
+
+    soft: (B, T, D) embedding rows of relaxed tokens, or None.
+    """
+    network, longest = blocks.network, int(rows.starts.max())
+    size = longest + rows.count - 1
+    tokens = np.zeros((len(rows.prompts), size), np.int32)
+    for row, prompt in enumerate(rows.prompts):
+        tokens[row, longest - len(prompt) : longest] = prompt
+        tokens[row, longest:] = rows.sampled.tokens[row, : rows.count - 1]
+    given = network.embedding.hard(mx.array(tokens))
+    if soft is not None:
+        given = mx.concatenate([given[:, :longest], soft[:, :-1].astype(given.dtype)], axis=1)
+    inputs = network.embedding.after(given)
+    mx.eval(inputs)
+    room = -(-size // MULTIPLE) * MULTIPLE  # so that few lengths need graphs of their own
+    caches = [
+        empty_cache(blocks, index, network.arrays(index), inputs[:, :1], room)
+        for index in range(len(blocks.calls))
+    ]
+    found: list[mx.array] = []
+    width = width_of(rows)
+    for start in range(0, size, width):
+        column = CacheColumn(start, min(size, start + width))
+        hidden = inputs[:, column.start : column.stop]
+        at = column_inputs(column, left_padding(rows), room)
+        for index, cache in enumerate(caches):
+            arrays = network.arrays(index)
+            hidden, *new = blocks.forward(index, arrays, hidden, cache, at)
+            stored(cache, column, *new)
+            mx.eval(hidden, cache)
+        first = max(0, longest - 1 - start)
+        found.append(hidden[:, first:])
+    return FilledCaches(inputs, caches, mx.concatenate(found, axis=1))
+
+
+def width_of(rows: SoftRows) -> int:
+    """The number of positions that are computed together where they need not be apart."""
+    return max(TOGETHER, PREFILL_TOKENS // len(rows.prompts))
+
+
+def groups(longest: int, size: int, width: int) -> Iterator[list[CacheColumn]]:
+    """The columns, backwards in time, in groups whose block inputs are computed together.
+
+    longest: P; size: N. A token is a column; so are up to `width` tokens of the prompts.
+    """
+    for stop in range(size, longest, -TOGETHER):
+        start = max(longest, stop - TOGETHER)
+        yield [CacheColumn(place, place + 1) for place in reversed(range(start, stop))]
+    for start in reversed(range(0, longest, width)):
+        yield [CacheColumn(start, min(longest, start + width))]
+
+
+def gradients(
+    blocks: CachedBlocks,
+    settings: SoftSettings,
+    rows: SoftRows,
+    filled: FilledCaches,
+    terms: Terms,
+) -> dict[int, Arrays]:
+    """The gradients of each trained block."""
+    network, (inputs, caches, _) = blocks.network, filled
+    noisy = noisy_head(network, settings)
+    longest, left = int(rows.starts.max()), left_padding(rows)
+    size, room = inputs.shape[1], caches[0][0].shape[2]
+    # In float32, because each is a sum over all later columns.
+    cotangents = [tuple(mx.zeros(array.shape) for array in cache) for cache in caches]
+    total: dict[int, Arrays] = {}
+    later: mx.array | None = None
+    for group in groups(longest, size, width_of(rows)):
+        whole = CacheColumn(group[-1].start, group[0].stop)
+        of_blocks = block_inputs(blocks, inputs, caches, whole, left)
+        for column in group:
+            settings.step(len(rows.prompts))
+            cotangent = mx.zeros_like(inputs[:, column.start : column.stop])
+            token = column.stop - longest  # the index of the token that the column predicts
+            if token >= 0:
+                part = slice(token, token + 1)
+                last = cotangent_of(noisy, terms.at(part), network.embedding.rows, later)
+                cotangent[:, -1:] = last
+            here = slice(column.start - whole.start, column.stop - whole.start)
+            at = column_inputs(column, left, room)
+            lowest = network.first if column.start < longest else 0
+            for index in reversed(range(lowest, len(caches))):
+                dtype = caches[index][0].dtype
+                own = [array.astype(dtype) for array in column.of(cotangents[index])]
+                cotangent, of_cache, grads = blocks.backward(
+                    index, network.arrays(index), of_blocks[index][:, here], caches[index],
+                    at, (cotangent, *own),
+                )  # fmt: skip
+                cotangents[index] = added(cotangents[index], of_cache)
+                before = total.pop(index, None)
+                total[index] = grads if before is None else added_arrays(before, grads)
+                del of_cache, own, grads, before
+                mx.eval(cotangent, cotangents[index], total[index])
+            later = network.embedding.cotangent(cotangent) if token > 0 else None
+    return {index: grads for index, grads in total.items() if grads}
+
+
+def block_inputs(
+    blocks: CachedBlocks, inputs: mx.array, caches: list[Pair], column: CacheColumn, left: mx.array
+) -> list[mx.array]:
+    """(B, w, D) the input of each block at the positions of a column."""
+    hidden, found = inputs[:, column.start : column.stop], []
+    at = column_inputs(column, left, caches[0][0].shape[2])
+    for index, cache in enumerate(caches):
+        found.append(hidden)
+        if index + 1 < len(caches):
+            arrays = blocks.network.arrays(index)
+            hidden, *_ = blocks.forward(index, arrays, hidden, cache, at)
+            mx.eval(hidden)
+    return found
+
+
+def added(total: Any, more: Pair) -> Any:
+    return tuple(a + b for a, b in zip(total, more, strict=True))
+
+
+def added_arrays(total: Arrays, more: Arrays) -> Arrays:
+    return {path: array + more[path] for path, array in total.items()}

@@ -1,0 +1,210 @@
+"""Differentiable generation: sample with Gumbel noise, then gradients through the tokens.
+
+A policy is trained through its own sampled tokens against a frozen reward model, with the Gumbel
+softmax of Jang et al. 2016, arXiv:1611.01144: logits z, Gumbel noise g, the token argmax(z + g),
+and y = softmax((z + g) / tau), whose gradient the token gets (straight-through), or which is the
+token (relaxed). The loss of a row is
+
+    weight (-reward + kl_beta sum_t KL(p_t || p_ref,t))      p = softmax(z)
+
+with the KL divergence over the whole vocabulary at the sampled prefix. Its gradient goes through
+the policy's own inputs too. The reference's inputs are constants: the reference is detached.
+
+Columns and sweeps (modules of these names) compute the same gradients in different memory.
+
+Shapes: B rows, P tokens of a prompt, T tokens of the longest completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from your_ai.errors import UserError
+from your_ai.nets.parts import Arrays
+from your_ai.objectives.objective import Sums
+from your_ai.soft import columns, passes, sweeps
+from your_ai.soft.cached_blocks import cached_blocks
+from your_ai.soft.reward_pass import RewardGradients, judge
+from your_ai.soft.roles import (
+    Network,
+    Roles,
+    Sampled,
+    SoftRows,
+    SoftSettings,
+    check_roles,
+    noisy_head,
+)
+from your_ai.soft.sampling import replay, sample
+from your_ai.soft.terms import Terms, find_terms
+
+
+@dataclass(frozen=True)
+class SoftEngine:
+    """The two halves of a step. Tokens may be stored between them."""
+
+    sample: Callable[[Sequence[np.ndarray], np.ndarray, int, Collection[int]], Sampled]
+    """(prompts, keys, max_new_tokens, stop_tokens) -> the completions.
+    prompts: (P,) int each, at least one token. keys: (B,) uint32, of the noise."""
+    gradients: Callable[
+        [Sequence[np.ndarray], Sampled, np.ndarray, np.ndarray, float], tuple[Sums, Any]
+    ]
+    """(prompts, sampled, keys, weights, scale) -> the sums over the rows, and the gradients of
+    `scale` times the loss, as a tree of the trainable parameters. weights: (B,) of the rows."""
+
+
+class _Prepared(NamedTuple):
+    """What both schemes begin with."""
+
+    soft: mx.array | None
+    """(B, T, D) the policy's embedding rows of relaxed tokens."""
+    judged: RewardGradients
+    reference: mx.array | None
+    """(B, T, D) inputs of the linear head under the reference."""
+    kl_weights: mx.array
+    """(B, T)"""
+
+
+TermsOf = Callable[[mx.array], Terms]
+"""(B, T, D) outputs of the last block that predict the tokens -> the terms. Called once."""
+# (rows, (B, T, D) embedding rows of relaxed tokens, terms_of) -> gradients, terms, residual
+Scheme = Callable[[SoftRows, mx.array | None, TermsOf], tuple[dict[int, Arrays], Terms, float]]
+
+
+def column_engine(roles: Roles, settings: SoftSettings) -> SoftEngine:
+    """Exact gradients in the memory of a KV cache and one token, for resident weights.
+
+    Raises UserError if the networks do not fit together, or the policy's caches are not of plain
+    keys and values.
+    """
+    if roles.policy.weights.streamed:
+        raise UserError("columns read every weight once per token; use sweeps for streamed weights")
+    blocks = cached_blocks(roles.policy)
+
+    def run(
+        rows: SoftRows, soft: mx.array | None, terms_of: TermsOf
+    ) -> tuple[dict[int, Arrays], Terms, float]:
+        filled = columns.fill(blocks, rows, soft)
+        terms = terms_of(filled.hidden)
+        return columns.gradients(blocks, settings, rows, filled, terms), terms, 0.0
+
+    return _engine(roles, settings, run)
+
+
+def sweep_engine(roles: Roles, settings: SoftSettings) -> SoftEngine:
+    """Gradients in the memory of one ordinary pass, exact if `settings.credit` says so.
+
+    Raises UserError if the networks do not fit together.
+    """
+    policy = roles.policy
+
+    def run(
+        rows: SoftRows, soft: mx.array | None, terms_of: TermsOf
+    ) -> tuple[dict[int, Arrays], Terms, float]:
+        first = passes.block_inputs(policy, rows, soft)
+        *inputs, hidden = passes.forward(policy, first, keep=True)
+        terms = terms_of(rows.gather(hidden, -1))
+        del hidden
+        swept = sweeps.sweep(policy, settings, rows, inputs, terms)
+        return swept.gradients, terms, swept.residual
+
+    return _engine(roles, settings, run)
+
+
+def _engine(roles: Roles, settings: SoftSettings, scheme: Scheme) -> SoftEngine:
+    check_roles(roles)
+    if settings.kl_beta and roles.reference is None:
+        raise UserError("the KL divergence needs a reference")
+
+    def sample_rows(
+        prompts: Sequence[np.ndarray],
+        keys: np.ndarray,
+        max_new_tokens: int,
+        stop_tokens: Collection[int],
+    ) -> Sampled:
+        return sample(roles.policy, prompts, keys, max_new_tokens, stop_tokens, settings)
+
+    def gradients(
+        prompts: Sequence[np.ndarray],
+        sampled: Sampled,
+        keys: np.ndarray,
+        weights: np.ndarray,
+        scale: float,
+    ) -> tuple[Sums, Any]:
+        rows, given = SoftRows(prompts, sampled, keys), mx.array(weights, mx.float32)
+        prepared = [_prepare(roles, settings, rows, given, scale)]
+        soft, rewards = prepared[0].soft, prepared[0].judged.rewards
+
+        def terms_of(hidden: mx.array) -> Terms:
+            known = prepared.pop()  # so that its arrays are freed afterwards
+            return find_terms(
+                noisy_head(roles.policy, settings), hidden, rows.places(),
+                roles.reward.network.embedding.rows, known.judged.cotangents, known.reference,
+                known.kl_weights,
+            )  # fmt: skip
+
+        grads, terms, residual = scheme(rows, soft, terms_of)
+        sums = _sums(settings, rows, given, rewards, terms.kl, residual)
+        return sums, passes.gradient_tree(roles.policy, grads)
+
+    return SoftEngine(sample_rows, gradients)
+
+
+def _prepare(
+    roles: Roles, settings: SoftSettings, rows: SoftRows, weights: mx.array, scale: float
+) -> _Prepared:
+    """Everything that does not depend on the gradients of the policy."""
+    policy, reward = roles.policy, roles.reward
+    soft, soft_reward = None, None
+    if settings.relaxed:
+        wanted = [policy.embedding.rows, reward.network.embedding.rows]
+        soft, soft_reward = replay(policy, rows, settings, wanted)
+    judged = judge(reward, rows, soft_reward, -weights * scale)
+    del soft_reward
+    reference, kl_weights = None, mx.where(rows.is_real, weights[:, None], 0) * settings.kl_beta
+    if settings.kl_beta:
+        assert roles.reference is not None
+        reference = reference_inputs(roles.reference, rows, soft)
+    return _Prepared(soft, judged, reference, kl_weights * scale)
+
+
+def reference_inputs(reference: Network, rows: SoftRows, soft: mx.array | None) -> mx.array:
+    """(B, T, D) inputs of the linear head under the reference, at the completion tokens."""
+    found: list[mx.array] = []
+    for part in passes.row_groups(reference, rows):
+        chosen = rows.part(part)
+        own = None if soft is None else soft[part, : chosen.count]
+        (hidden,) = passes.forward(reference, passes.block_inputs(reference, chosen, own))
+        states = chosen.gather(hidden, -1)
+        inputs = reference.head.inputs(states.reshape(-1, states.shape[-1]))
+        inputs = inputs.reshape(*states.shape[:2], -1)
+        found.append(mx.pad(inputs, ((0, 0), (0, rows.count - chosen.count), (0, 0))))
+        mx.eval(found[-1])
+    return mx.concatenate(found)
+
+
+def _sums(
+    settings: SoftSettings,
+    rows: SoftRows,
+    weights: mx.array,
+    rewards: mx.array,
+    kl: mx.array,
+    residual: float,
+) -> Sums:
+    """The loss and the metrics; rows of weight 0 do not count."""
+    of_rows = mx.where(rows.is_real, kl, 0).sum(axis=1)
+    lengths, counts = mx.array(rows.sampled.lengths), weights != 0
+    loss = (weights * (settings.kl_beta * of_rows - rewards)).sum()
+    count = counts.sum()
+    metrics = {
+        "reward": (mx.where(counts, rewards, 0).sum(), count),
+        "completion_length": (mx.where(counts, lengths, 0).sum(), count),
+        "credit_residual": (mx.array(residual), mx.array(1)),
+    }
+    if settings.kl_beta:
+        metrics["kl"] = (mx.where(counts, of_rows, 0).sum(), mx.where(counts, lengths, 0).sum())
+    return Sums(loss, metrics)
