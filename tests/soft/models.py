@@ -16,7 +16,7 @@ from tests.objectives.test_gradients import load
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.nets import model
 from your_ai.nets.gumbel import NoisePlaces, gumbel
-from your_ai.soft.roles import RewardModel, Roles, Sampled, SoftSettings, network_of
+from your_ai.soft.roles import RewardNetwork, Roles, Sampled, SoftSettings, network_of
 
 VOCABULARY = 160
 PROMPTS = [np.array([3, 1, 2, 7]), np.array([5, 4]), np.array([9, 9, 6, 2, 8])]
@@ -74,7 +74,7 @@ def make(folder: Path, kind: Kind) -> Made:
     policy, reference, reward = map(network_of, ours)
     width = reward.embedding.rows.shape[1]
     score = mx.random.normal((width,), key=mx.random.key(4))
-    return Made(Roles(policy, RewardModel(reward, score), reference), *plain)
+    return Made(Roles(policy, RewardNetwork(reward, score), reference), *plain)
 
 
 def frozen_parameters(network: nn.Module) -> Any:

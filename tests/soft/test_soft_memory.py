@@ -16,7 +16,7 @@ from your_ai.nets import model
 from your_ai.nets.head import LinearHead
 from your_ai.soft import passes
 from your_ai.soft.engine import column_engine
-from your_ai.soft.roles import RewardModel, Roles, SoftSettings, network_of
+from your_ai.soft.roles import RewardNetwork, Roles, SoftSettings, network_of
 
 VOCABULARY, ROWS, SLICE_BYTES = 8192, 2, 1 << 16
 
@@ -47,7 +47,7 @@ def test_memory_hardly_grows_with_the_completion(
     folder = make_model(tmp_path / "m", "llama", None, **{**TINY, "vocab_size": VOCABULARY})
     policy = network_of(load(folder, False)[0])
     reference, reward = (network_of(model.load_network(folder, mx.float32)[0]) for _ in range(2))
-    roles = Roles(policy, RewardModel(reward, mx.ones((32,))), reference)
+    roles = Roles(policy, RewardNetwork(reward, mx.ones((32,))), reference)
     engine = column_engine(roles, SoftSettings(kl_beta=0.1, relaxed=relaxed))
     mx.eval(policy.model.parameters(), reward.model.parameters(), reference.model.parameters())
     prompts, keys = [np.array([1, 2, 3])] * ROWS, np.arange(ROWS, dtype=np.uint32)

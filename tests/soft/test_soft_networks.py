@@ -19,7 +19,7 @@ from your_ai.errors import UserError
 from your_ai.nets import model
 from your_ai.nets.gumbel import NoisePlaces, gumbel
 from your_ai.soft.engine import column_engine, sweep_engine
-from your_ai.soft.roles import Network, RewardModel, Roles, SoftSettings, network_of
+from your_ai.soft.roles import Network, RewardNetwork, Roles, SoftSettings, network_of
 
 SIZES = {**TINY, "vocab_size": VOCABULARY}
 
@@ -40,7 +40,7 @@ def streamed(folder: Path, dora: bool) -> Roles:
 
     reward = network(False)
     score = mx.random.normal((reward.embedding.rows.shape[1],), key=mx.random.key(4))
-    return Roles(network(True), RewardModel(reward, score), network(False))
+    return Roles(network(True), RewardNetwork(reward, score), network(False))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def streamed(folder: Path, dora: bool) -> Roles:
 def test_streamed_weights_give_the_same(tmp_path: Path, kind: Kind, settings: SoftSettings):
     resident = make(tmp_path, kind).roles
     files = streamed(tmp_path / "base", kind.dora)
-    reward = RewardModel(network_of(plain_of(tmp_path / "base")), files.reward.score)
+    reward = RewardNetwork(network_of(plain_of(tmp_path / "base")), files.reward.score)
     ours = sweep_engine(files, settings)
     theirs = column_engine(replace(resident, reward=reward), settings)
     sampled = theirs.sample(PROMPTS, KEYS, 5, [])
@@ -81,7 +81,7 @@ def network(folder: Path, architecture: str, **changes) -> Network:
 def test_sampled_tokens_are_those_of_the_models_own_logits(tmp_path: Path):
     policy = network(tmp_path / "m", "gemma2")
     engine = column_engine(
-        Roles(policy, RewardModel(policy, mx.zeros((32,)))), SoftSettings(tau=0.3)
+        Roles(policy, RewardNetwork(policy, mx.zeros((32,)))), SoftSettings(tau=0.3)
     )
     found = engine.sample(PROMPTS, KEYS, 5, [])
     for row, prompt in enumerate(PROMPTS):
@@ -97,7 +97,7 @@ def test_sampled_tokens_are_those_of_the_models_own_logits(tmp_path: Path):
 def test_sweeps_serve_caches_that_columns_do_not(tmp_path: Path):
     """Gemma 3's rotating caches: the gradient has the right direction in each of a few weights."""
     policy = network(tmp_path / "m", "gemma3_text")
-    roles = Roles(policy, RewardModel(policy_copy(tmp_path / "m"), mx.ones((32,))))
+    roles = Roles(policy, RewardNetwork(policy_copy(tmp_path / "m"), mx.ones((32,))))
     settings = SoftSettings(relaxed=True)  # differentiable as a whole, so differences tell
     with pytest.raises(UserError, match="gemma3_text: its cache is not"):
         column_engine(roles, settings)
@@ -144,13 +144,13 @@ def test_roles_that_do_not_fit_are_refused(tmp_path: Path):
     policy = network(tmp_path / "m", "llama")
     other = network(tmp_path / "o", "llama", vocab_size=128)
     with pytest.raises(UserError, match="the policy has 160 tokens and the reward model 128"):
-        column_engine(Roles(policy, RewardModel(other, mx.zeros((32,)))), SoftSettings())
+        column_engine(Roles(policy, RewardNetwork(other, mx.zeros((32,)))), SoftSettings())
     with pytest.raises(UserError, match="score head"):
-        sweep_engine(Roles(policy, RewardModel(policy, mx.zeros((31,)))), SoftSettings())
+        sweep_engine(Roles(policy, RewardNetwork(policy, mx.zeros((31,)))), SoftSettings())
     wide = network(tmp_path / "w", "llama", hidden_size=64)
     with pytest.raises(UserError, match="the reference must have the base"):
-        sweep_engine(Roles(policy, RewardModel(policy, mx.zeros((32,))), wide), SoftSettings())
-    roles = Roles(policy, RewardModel(policy, mx.zeros((32,))))
+        sweep_engine(Roles(policy, RewardNetwork(policy, mx.zeros((32,))), wide), SoftSettings())
+    roles = Roles(policy, RewardNetwork(policy, mx.zeros((32,))))
     with pytest.raises(UserError, match="needs a reference"):
         sweep_engine(roles, SoftSettings(kl_beta=0.1))
 
@@ -165,7 +165,7 @@ def test_a_step_may_be_stopped_before_any_token(tmp_path: Path, make_engine):
         if len(rows) == limit:
             raise KeyboardInterrupt
 
-    roles = Roles(policy, RewardModel(policy_copy(tmp_path / "m"), mx.ones((32,))))
+    roles = Roles(policy, RewardNetwork(policy_copy(tmp_path / "m"), mx.ones((32,))))
     engine, limit = make_engine(roles, SoftSettings(step=step)), 0
     sampled = engine.sample(PROMPTS, KEYS, 4, [])
     assert rows == [3] * 4

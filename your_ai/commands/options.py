@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from your_ai.config import FIELDS, OBJECTIVES_WITH, TYPES, default_text, describe, flag
+from your_ai.config import FIELDS, OBJECTIVES_WITH, TYPES, default_text, describe, flag, negated
 from your_ai.gates.console import echo_error
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def with_settings(*first: inspect.Parameter) -> inspect.Signature:
         help = f"{text_of(name)}{default_text(name)}"
         panel = {"rich_help_panel": PREFERENCES} if name in OBJECTIVES_WITH else {}
         if TYPES[name] is bool:
-            names = f"{flag(name)}/--no-{flag(name)[2:]}"
+            names = f"{flag(name)}/{negated(name)}"
             parameters.append(option(name, names, bool | None, help, **panel))
         else:
             metavar = describe(TYPES[name])

@@ -12,7 +12,7 @@ import typer
 from your_ai.commands import training
 from your_ai.commands.models import find_or_fetch
 from your_ai.commands.options import option, with_settings
-from your_ai.config import TrainConfig, flag, resolve
+from your_ai.config import TrainConfig, flag, negated, resolve
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
 
@@ -99,7 +99,7 @@ def check_settings(settings: TrainConfig, flags: Mapping[str, Any]) -> None:
     for name, reason in REFUSED.items():
         value = getattr(settings, name)
         if value != getattr(defaults, name):
-            given = f"--no-{flag(name)[2:]}" if value is False else flag(name)
+            given = negated(name) if value is False else flag(name)
             raise UserError(f"{given}: {reason}")
     if set(SEARCHED) <= set(flags):
         names = ", ".join(map(flag, SEARCHED))

@@ -10,12 +10,12 @@ from your_ai.config.names import (
     ALL_LINEAR,
     BETAS,
     EXACT_MATCH,
-    GRPO,
     LOSS,
     OBJECTIVES_WITH,
     REWARD,
     REWARD_METRICS,
     SFT,
+    SOFT,
     flag,
 )
 from your_ai.errors import UserError
@@ -234,7 +234,7 @@ def check_objective(config: TrainConfig) -> None:
         )
     if config.objective == SFT:
         return
-    if config.objective == GRPO:
+    if config.generates:
         check_rollouts(config)
     elif config.too_long == "split":
         raise UserError(
@@ -246,7 +246,7 @@ def check_objective(config: TrainConfig) -> None:
         raise UserError(
             "--samples: --objective reward trains a model that scores, not one that answers"
         )
-    if config.exact_match and config.objective != GRPO:
+    if config.exact_match and not config.generates:
         raise UserError(f"--exact-match: not supported with --objective {config.objective}")
     for name in ("lora_dropout", "neftune_alpha"):
         if getattr(config, name):
@@ -260,7 +260,11 @@ def check_rollouts(config: TrainConfig) -> None:
     """Raise UserError for settings that do not fit completions sampled by the run itself."""
     for name, (value, reason) in NOT_WITH_ROLLOUTS.items():
         if getattr(config, name) != value:
-            raise UserError(f"{flag(name)}: not supported with --objective grpo: {reason}")
+            raise UserError(
+                f"{flag(name)}: not supported with --objective {config.objective}: {reason}"
+            )
+    if config.objective == SOFT:
+        check_soft(config)
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top-p {config.top_p}: must be above 0 and at most 1")
     judges = any(text.partition("=")[0].strip() == "judge" for text in config.reward)
@@ -269,6 +273,44 @@ def check_rollouts(config: TrainConfig) -> None:
     given = ("judge_model", "judge_url", "judge_rubric")
     if not judges and (unused := [n for n in given if not has_default(config, n)]):
         raise UserError(f"{flag(unused[0])}: only works with --reward judge")
+
+
+def check_soft(config: TrainConfig) -> None:
+    """Raise UserError for settings that do not fit training through sampled tokens."""
+    kind, colon, name = config.reward_model.partition(":")
+    if not config.reward_model:
+        raise UserError("--reward-model is missing: what soft trains against, as run:NAME")
+    if kind.strip() != "run" or not (colon and name.strip()):
+        raise UserError(
+            f"--reward-model {quoted(config.reward_model)}: expected run:NAME, a run with "
+            "--objective reward"
+        )
+    if credit_of(config.soft_credit) is None:
+        raise UserError(
+            f"--soft-credit {quoted(config.soft_credit)}: must be exact, a number of tokens, or a "
+            "relative error between 0 and 1"
+        )
+    end = config.temperature_end
+    if end is not None and not 0.01 <= end <= 100:
+        raise UserError(f"--temperature-end {end}: must be from 0.01 to 100")
+    if config.spill:
+        raise UserError("--spill: not supported with --objective soft")
+    if config.plan == "staged":
+        raise UserError("--plan staged: not supported with --objective soft; use fused or streamed")
+
+
+def credit_of(text: str) -> str | int | float | None:
+    """The value of --soft-credit: exact, a number of tokens, or a share; None if it is neither."""
+    text = text.strip()
+    if text == "exact":
+        return text
+    if text.isascii() and text.isdigit() and len(text) < 10:
+        return int(text)
+    try:
+        share = float(text)
+    except ValueError:
+        return None
+    return share if 0 < share < 1 else None
 
 
 def check_texts(name: str, texts: tuple[str, ...]) -> None:

@@ -10,13 +10,13 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from your_ai.config.names import AUTO, GRPO, OLD_LAYERS
+from your_ai.config.names import AUTO, GRPO, OLD_LAYERS, SOFT
 from your_ai.config.settings import TrainConfig
 from your_ai.gates.text import counted
 
 RANKS = (16, 8, 4)  # the adapters are tried with these ranks, in this order
 BATCHES = ((50_000, 16), (5_000, 8), (0, 4))  # rows of the data from which so many make a batch
-MOST_ROLLOUTS = 16  # in a micro-batch
+MOST_ROLLOUTS, MOST_SOFT = 16, 8  # completions in a micro-batch, of grpo and of soft
 ROWS_TRAINED = 2_000  # a small data set is repeated until about so many rows were trained
 MOST_EPOCHS = 10
 LONGEST_WARMUP, WARMUP_SHARE = 10, 0.1
@@ -41,6 +41,8 @@ def batch_size(config: TrainConfig, rows: int) -> int:
         return config.batch_size
     if config.objective == GRPO:
         return min(config.rollouts, MOST_ROLLOUTS)
+    if config.objective == SOFT:
+        return min(config.prompts_per_step, MOST_SOFT)
     return next(size for least, size in BATCHES if rows >= least)
 
 

@@ -8,8 +8,10 @@ DEMO_DATA = {DEMO: "data", "demo-pairs": "pairs", "demo-labels": "labels"}
 ALL_LINEAR = "all-linear"  # of --lora-targets
 AUTO = "auto"  # chosen when the run starts, by config/defaults.py, and recorded in its settings
 OLD_LAYERS = 4  # what --lora-layers None means in the settings of old runs
-# Values of --objective: supervised fine-tuning, rollouts, and a reward model.
-SFT, GRPO, REWARD = "sft", "grpo", "reward"
+# Values of --objective: supervised fine-tuning, rollouts with rewards, a reward model, and a policy
+# that is trained through its own sampled tokens.
+SFT, GRPO, REWARD, SOFT = "sft", "grpo", "reward", "soft"
+GENERATING = (GRPO, SOFT)  # their steps train completions that the model samples itself
 PREFERENCE_LEARNING_RATE = 2e-5  # the default of other objectives; docs/objectives.md says why
 LEARNING_RATES = {REWARD: 1e-4}  # of objectives with a default of their own
 LOSS, EXACT_MATCH = "loss", "exact_match"  # values of --best-metric
@@ -18,6 +20,14 @@ REWARD_METRICS = {"accuracy": "rewards/accuracies", "margin": "rewards/margins"}
 NONE, FOLDER = "none", "folder"  # values of --valid: no validation, or only what --data has
 
 FLAGS = {"from_adapter": "--from"}  # `from` cannot be the name of a field
+
+
+NEGATED = {"straight_through": "--relaxed"}  # flags that turn a setting off
+
+
+def negated(name: str) -> str:
+    """The flag that turns a setting off."""
+    return NEGATED.get(name, "--no-" + name.replace("_", "-"))
 
 
 def flag(name: str) -> str:
@@ -38,12 +48,21 @@ OBJECTIVES_WITH = {
     "center_rewards": (REWARD,),
     **dict.fromkeys(
         (
-            *("reward", "rollouts", "prompts_per_step", "max_new_tokens", "temperature", "top_p"),
-            *("top_k", "updates_per_batch", "clip_low", "clip_high", "kl_beta", "kl", "advantage"),
-            *("importance", "loss_normalization", "mask_truncated", "judge_model", "judge_url"),
-            *("judge_rubric", "judge_concurrency", "judge_max_calls", "judge_timeout_s"),
+            *("rollouts", "top_p", "top_k", "updates_per_batch", "clip_low", "clip_high", "kl"),
+            *("advantage", "importance", "loss_normalization", "mask_truncated"),
         ),
         (GRPO,),
+    ),
+    **dict.fromkeys(
+        (
+            *("reward", "prompts_per_step", "max_new_tokens", "temperature", "kl_beta"),
+            *("judge_model", "judge_url", "judge_rubric", "judge_concurrency"),
+            *("judge_max_calls", "judge_timeout_s"),
+        ),
+        GENERATING,
+    ),
+    **dict.fromkeys(
+        ("reward_model", "soft_credit", "straight_through", "temperature_end"), (SOFT,)
     ),
 }
 BETAS = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "kto": 0.1}  # what --beta None means

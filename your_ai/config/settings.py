@@ -16,7 +16,7 @@ from your_ai.config.checks import check
 from your_ai.config.names import (
     AUTO,
     FOLDER,
-    GRPO,
+    GENERATING,
     LOSS,
     REWARD,
     SFT,
@@ -83,11 +83,14 @@ class TrainConfig:
     )
     mask_prompt: bool = setting(True, "Train on the completions only, in rows that have prompts.")
 
-    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "reward"] = setting(
-        SFT,
-        "What is learned: answers (sft), which of two answers is preferred (dpo, ipo, simpo, "
-        "orpo), which answers are good and which are bad (kto), what earns a reward (grpo), or to "
-        "score answers (reward).",
+    objective: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "reward", "soft"] = (
+        setting(
+            SFT,
+            "What is learned: answers (sft), which of two answers is preferred (dpo, ipo, simpo, "
+            "orpo), which answers are good and which are bad (kto), what earns a reward (grpo), to "
+            "score answers (reward), or what a reward model scores highly, through the sampled "
+            "tokens (soft).",
+        )
     )
     beta: float | None = setting(
         None,
@@ -125,10 +128,28 @@ class TrainConfig:
         "json_fields, regex:PATTERN, length:TOKENS, contains:TEXT, judge, run:RUN (a "
         "reward model), or your own as module:function.",
     )
+    reward_model: str = setting(
+        "", "Reward model that soft trains against, as run:RUN; --reward then is only shown."
+    )
+    soft_credit: str = setting(
+        "exact",
+        "How far back gradients go through sampled tokens in soft: exact, a number of tokens, or "
+        "the relative error (below 1) at which they end.",
+    )
+    straight_through: bool = setting(
+        True,
+        "In soft, sample tokens, and relax only their gradient; relaxed: weighted means of token "
+        "embeddings go forward, too.",
+    )
+    temperature_end: float | None = setting(
+        None, "Temperature at the last step of soft, which it changes to linearly."
+    )
     rollouts: int = setting(8, "Completions of each prompt, which are compared with each other.")
     prompts_per_step: int = setting(4, "Prompts of which each step trains the completions.")
     max_new_tokens: int = setting(256, "Maximum tokens of a completion.")
-    temperature: float = setting(1.0, "Temperature that completions are sampled with.")
+    temperature: float = setting(
+        1.0, "Temperature that completions are sampled with; in soft, of the relaxation."
+    )
     top_p: float = setting(
         1.0, "Sample from the most likely tokens whose total probability is this; 1 = all."
     )
@@ -326,16 +347,23 @@ class TrainConfig:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of a step, once the batch size is known; with grpo, its prompts."""
-        if self.objective == GRPO:
+        """Rows of a step, once the batch size is known; with grpo and soft, its prompts."""
+        if self.generates:
             return self.prompts_per_step
         assert self.batch_size != AUTO
         return self.batch_size * self.grad_accumulation
 
     @property
+    def generates(self) -> bool:
+        """Whether each step trains completions that the model samples itself."""
+        return self.objective in GENERATING
+
+    @property
     def row_kind(self) -> Literal["answers", "pairs", "labels", "prompts", "rated"]:
         """What the rows of the data are."""
-        kinds = {SFT: "answers", "kto": "labels", GRPO: "prompts", REWARD: "rated"}
+        kinds = {SFT: "answers", "kto": "labels", REWARD: "rated"} | dict.fromkeys(
+            GENERATING, "prompts"
+        )
         return kinds.get(self.objective, "pairs")
 
     @property
@@ -414,6 +442,10 @@ ADDED: dict[str, Any] = {
     "reward_loss": AUTO,
     "center_rewards": 0.0,
     "reward": (),
+    "reward_model": "",
+    "soft_credit": "exact",
+    "straight_through": True,
+    "temperature_end": None,
     "rollouts": 8,
     "prompts_per_step": 4,
     "max_new_tokens": 256,

@@ -115,7 +115,7 @@ def demand_of(
     if config.packing:  # count a packed row as several rows of the longest text
         lengths = lengths[-1:]
         batch_size = max(1, -(-config.max_seq_length // lengths[0]))
-    rollouts = rollout_sizes(config, prompt_tokens) if config.objective == GRPO else None
+    rollouts = rollout_sizes(config, prompt_tokens) if config.generates else None
     kept = prefix_tokens if config.prefix_cache == "memory" else 0
     return Demand(
         facts=facts,
@@ -149,9 +149,10 @@ def demand_of(
 
 
 def rollout_sizes(config: TrainConfig, prompt_tokens: int) -> RolloutSizes:
-    """The completions of each step of a run with `--objective grpo`."""
-    rows = config.rollouts * config.prompts_per_step
-    return RolloutSizes(prompt_tokens, config.max_new_tokens, config.rollouts, rows)
+    """The completions of each step of a run that generates some."""
+    group = config.rollouts if config.objective == GRPO else 1
+    rows = group * config.prompts_per_step
+    return RolloutSizes(prompt_tokens, config.max_new_tokens, group, rows)
 
 
 def budget_of(

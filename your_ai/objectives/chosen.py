@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from your_ai.config import REWARD, TrainConfig
+from your_ai.config import REWARD, SOFT, TrainConfig
 from your_ai.objectives.dpo import DPO, IPO
 from your_ai.objectives.grpo import GRPO
 from your_ai.objectives.kto import KTO
@@ -11,6 +11,7 @@ from your_ai.objectives.orpo import ORPO
 from your_ai.objectives.reward import BradleyTerry, ScoreRegression
 from your_ai.objectives.sft import SUPERVISED
 from your_ai.objectives.simpo import SimPO
+from your_ai.objectives.soft import SOFT_TOKENS
 
 
 def objective_of(config: TrainConfig) -> Objective:
@@ -42,6 +43,8 @@ def objective_of(config: TrainConfig) -> Objective:
         return ScoreRegression()
     if config.objective == REWARD:
         return BradleyTerry(center=config.center_rewards)
+    if config.objective == SOFT:
+        return SOFT_TOKENS
     return SUPERVISED
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from your_ai import __version__
-from your_ai.config import DEMO, GRPO, OBJECTIVES_WITH, SFT, TrainConfig, is_used
+from your_ai.config import DEMO, GENERATING, OBJECTIVES_WITH, SFT, TrainConfig, is_used
 from your_ai.config import REWARD as REWARD_MODEL
 from your_ai.dashboard.history import finite, read
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, other_values, plain
@@ -456,7 +456,7 @@ def evaluation(subject: Subject) -> list[str]:
         return []
     found = subject.evaluation
     if found is None:
-        on_prompts = subject.objective == GRPO
+        on_prompts = subject.objective in GENERATING
         command = "your_ai eval RUN --data FILE" if on_prompts else "your_ai eval RUN"
         rows = "rows with answers" if on_prompts else "held-out rows"
         return [

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from your_ai.config import GRPO, REWARD, SFT, TrainConfig
+from your_ai.config import GRPO, REWARD, SFT, SOFT, TrainConfig
 from your_ai.rewards.names import WITH_ARGUMENT, is_function, parse_rewards
 
 if TYPE_CHECKING:  # it loads MLX
@@ -21,6 +21,7 @@ PAPERS = {
     "kto": "2402.01306",
     GRPO: "2402.03300",
     REWARD: "2203.02155",
+    SOFT: "1611.01144",
 }
 ROWS = {  # what the rows of the data are, by their kind
     "answers": "answers",
@@ -29,7 +30,11 @@ ROWS = {  # what the rows of the data are, by their kind
     "prompts": "its own completions of prompts",
     "rated": "answers that were compared or scored",
 }
-OBJECTIVE_NAMES = {"simpo": "SimPO", REWARD: "as a reward model"}  # others are in capitals
+OBJECTIVE_NAMES = {
+    "simpo": "SimPO",
+    REWARD: "as a reward model",
+    SOFT: "straight-through Gumbel softmax",
+}
 
 
 def objective_of(trained: Trained) -> str:
@@ -49,6 +54,8 @@ def origin_notes(trained: Trained) -> list[str]:
         link = f"[arXiv:{paper}](https://arxiv.org/abs/{paper})"
         how = name if objective == REWARD else f"with {name}"
         notes.append(f"It was trained {how} ({link}) on {rows}.")
+    if objective == SOFT:
+        notes.append("They were scored by a reward model.")
     if objective == GRPO and trained.config.reward:
         notes.append(f"They were rewarded for {rewards_text(trained.config.reward)}.")
     if trained.config.from_adapter:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from your_ai.config import SOFT, TrainConfig
 from your_ai.errors import UserError
 from your_ai.gates.text import nearest, shown
 
@@ -36,6 +37,14 @@ class WeightedName:
     """The text after the colon; of a function, the whole name; empty if there is none."""
     weight: float = 1.0
     """Finite and not 0. A negative weight is a penalty."""
+
+
+def reward_texts(config: TrainConfig) -> tuple[str, ...]:
+    """What rewards the completions of a run. With soft, the reward model; others are only shown."""
+    if config.objective != SOFT:
+        return config.reward
+    shown = [f"{parse_reward(text).name}=0" for text in config.reward]
+    return (f"{config.reward_model}=1", *shown)
 
 
 def parse_rewards(texts: Sequence[str]) -> tuple[WeightedName, ...]:

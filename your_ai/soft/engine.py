@@ -28,7 +28,7 @@ from your_ai.errors import UserError
 from your_ai.nets.parts import Arrays
 from your_ai.objectives.objective import Sums
 from your_ai.soft import columns, passes, sweeps
-from your_ai.soft.cached_blocks import cached_blocks
+from your_ai.soft.cached_blocks import CachedBlocks, cached_blocks
 from your_ai.soft.reward_pass import RewardGradients, judge
 from your_ai.soft.roles import (
     Network,
@@ -75,15 +75,19 @@ TermsOf = Callable[[mx.array], Terms]
 Scheme = Callable[[SoftRows, mx.array | None, TermsOf], tuple[dict[int, Arrays], Terms, float]]
 
 
-def column_engine(roles: Roles, settings: SoftSettings) -> SoftEngine:
+def column_engine(
+    roles: Roles, settings: SoftSettings, blocks: CachedBlocks | None = None
+) -> SoftEngine:
     """Exact gradients in the memory of a KV cache and one token, for resident weights.
+
+    blocks: of the policy, from `cached_blocks`, where several engines share them.
 
     Raises UserError if the networks do not fit together, or the policy's caches are not of plain
     keys and values.
     """
     if roles.policy.weights.streamed:
         raise UserError("columns read every weight once per token; use sweeps for streamed weights")
-    blocks = cached_blocks(roles.policy)
+    blocks = blocks or cached_blocks(roles.policy)
 
     def run(
         rows: SoftRows, soft: mx.array | None, terms_of: TermsOf

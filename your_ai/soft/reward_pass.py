@@ -5,12 +5,13 @@ Shapes: B rows, S tokens of a padded row, T completion tokens, D hidden size.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from your_ai.soft import passes
-from your_ai.soft.roles import RewardModel, SoftRows
+from your_ai.soft.roles import RewardNetwork, SoftRows
 
 
 class RewardGradients(NamedTuple):
@@ -23,7 +24,7 @@ class RewardGradients(NamedTuple):
 
 
 def judge(
-    model: RewardModel, rows: SoftRows, soft: mx.array | None, weights: mx.array
+    model: RewardNetwork, rows: SoftRows, soft: mx.array | None, weights: mx.array
 ) -> RewardGradients:
     """The rewards of the rows, and the gradient of sum(weight x reward).
 
@@ -43,20 +44,35 @@ def judge(
     return RewardGradients(*(mx.concatenate(arrays) for arrays in zip(*found, strict=True)))
 
 
+def rewards_of(model: RewardNetwork, rows: SoftRows) -> mx.array:
+    """(B,) float32 rewards of the rows, without gradients."""
+    found: list[mx.array] = []
+    for part in passes.row_groups(model.network, rows):
+        chosen = rows.part(part)
+        inputs = passes.block_inputs(model.network, chosen, None)
+        (hidden,) = passes.forward(model.network, inputs)
+        del inputs
+        found.append(_at_ends(model, chosen, hidden))
+        mx.eval(found[-1])
+    return mx.concatenate(found)
+
+
+def _at_ends(model: RewardNetwork, rows: SoftRows, hidden: mx.array) -> mx.array:
+    """(B,) float32 rewards; hidden: (B, S, D), output of the last block."""
+    last = mx.array(rows.starts + rows.sampled.lengths - 1)[:, None]
+    states = mx.take_along_axis(hidden, last[..., None], axis=1)
+    finished = model.network.parts.finish(states)[:, 0]
+    return finished.astype(mx.float32) @ model.score.astype(mx.float32)
+
+
 def _judge(
-    model: RewardModel, rows: SoftRows, soft: mx.array | None, weights: mx.array
+    model: RewardNetwork, rows: SoftRows, soft: mx.array | None, weights: mx.array
 ) -> RewardGradients:
     network = model.network
     inputs = passes.block_inputs(network, rows, soft)
     segments, hidden = passes.forward_in_segments(network, inputs)
     del inputs
-    last = mx.array(rows.starts + rows.sampled.lengths - 1)[:, None]
-
-    def rewards(hidden: mx.array) -> mx.array:
-        states = mx.take_along_axis(hidden, last[..., None], axis=1)
-        return (network.parts.finish(states)[:, 0] @ model.score).astype(mx.float32)
-
-    (found,), (cotangent,) = mx.vjp(rewards, [hidden], [weights])
+    (found,), (cotangent,) = mx.vjp(partial(_at_ends, model, rows), [hidden], [weights])
     del hidden
     mx.eval(found, cotangent)
     cotangent = passes.backward_in_segments(network, segments, cotangent)

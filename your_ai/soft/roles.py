@@ -73,7 +73,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class RewardModel:
+class RewardNetwork:
     """reward = score . (finished hidden state of the last real token)"""
 
     network: Network
@@ -86,7 +86,7 @@ class Roles:
     """The policy, which is trained, and the frozen networks that its loss depends on."""
 
     policy: Network
-    reward: RewardModel
+    reward: RewardNetwork
     reference: Network | None = None
     """For the KL term."""
 

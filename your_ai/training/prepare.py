@@ -13,14 +13,14 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
-from your_ai.config import AUTO, GRPO, REWARD, TrainConfig, defaults, flag, last_step
+from your_ai.config import AUTO, GRPO, REWARD, SOFT, TrainConfig, defaults, flag, last_step
 from your_ai.data.batches import Schedule, make_schedule
 from your_ai.data.encode import SamplePrompt
 from your_ai.data.examples import Examples
 from your_ai.data.preferences import kind_of
 from your_ai.data.prompts import PromptRows
 from your_ai.data.sources import find_splits, with_reward_loss
-from your_ai.engine.build import build_engine
+from your_ai.engine.build import Built, build_engine
 from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.opened import Opened, open_model
 from your_ai.engine.prefix import (
@@ -54,6 +54,7 @@ from your_ai.nets.saved_adapter import base_files
 from your_ai.objectives.chosen import objective_of
 from your_ai.rewards.chosen import Rewards, load_rewards
 from your_ai.rewards.judge import JudgeSettings
+from your_ai.rewards.names import reward_texts
 from your_ai.run import checkpoint, events
 from your_ai.run.checkpoint import SCORE_HEAD
 from your_ai.run.folder import RunFolder
@@ -62,6 +63,15 @@ from your_ai.training import optimizer
 from your_ai.training.best_metric import BestMetric
 from your_ai.training.reward_models import open_reward_model, reward_runs, scorer_of
 from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
+from your_ai.training.soft_networks import (
+    SoftNetworks,
+    build_networks,
+    check_tokenizers,
+    engine_without_rows,
+    open_reference,
+    put_first_adapter,
+    scorer_of_network,
+)
 
 PROGRESS_EVERY_S = 5.0
 MOST_IMBALANCE = 4 / 3  # between good and bad answers in KTO; the bound that its authors suggest
@@ -96,7 +106,9 @@ class Prepared:
     prompts: dict[str, PromptRows] | None = None
     """The rows of the prompts, by split, of such a run."""
     sharing: tuple[nn.Module, ...] = ()
-    """Reward models that share the weights of the base."""
+    """Reward models and a reference that share the weights of the base."""
+    soft: SoftNetworks | None = None
+    """The networks of a run that trains through its own tokens."""
 
     def rows_at(self, tokens: int) -> int:
         """Rows of `tokens` tokens in one micro-batch under the plan."""
@@ -189,7 +201,12 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         past,
         reward_models=[run.sizes(opened.folder, opened.dtype.size) for run in runs],
     )
-    scored_by = [open_reward_model(run, opened) for run in runs]  # before there are adapters
+    # Before there are adapters:
+    scored_by = [open_reward_model(run, opened) for run in runs]
+    is_soft = config.objective == SOFT
+    reference = open_reference(opened) if is_soft and config.kl_beta else None
+    if is_soft:
+        check_tokenizers(runs[0], opened, tokenizer, scored_by[0].tokenizer())
     training, blocks = budget.demand.training, len(network.layers)
     if config.prefix_cache != "off" and training.blocks == blocks:
         text = "--prefix-cache: caches nothing, because all blocks have adapters; see --lora-layers"
@@ -208,19 +225,27 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     graphs = graphs_within(budget)
     make_store = store_maker(config, opened, adapters, files, data, folder)
     plan = budget.choice.option.plan
-    built = build_engine(
-        network,
-        adapters.dropout_keys,
-        plan.engine,
-        config.packing,
-        opened.tensors,
-        make_store,
-        objective=objective,
-        spill=folder if plan.spill else None,
-        graphs=graphs,
-        neftune_alpha=config.neftune_alpha,
-        temperature=config.temperature,
-    )
+    soft = None
+    if is_soft:
+        if reference is not None and config.from_adapter:
+            put_first_adapter(reference, RunFolder(folder), adapters)
+        exact = config.soft_credit == "exact"
+        soft = build_networks(opened, scored_by[0], reference, plan.engine, graphs, exact)
+        built = Built(engine_without_rows(graphs), plan.engine, soft.notices)
+    else:
+        built = build_engine(
+            network,
+            adapters.dropout_keys,
+            plan.engine,
+            config.packing,
+            opened.tensors,
+            make_store,
+            objective=objective,
+            spill=folder if plan.spill else None,
+            graphs=graphs,
+            neftune_alpha=config.neftune_alpha,
+            temperature=config.temperature,
+        )
     model.check_forward_pass(network, adapters, config)
     allocator.free()
     if built.plan != plan.engine:  # the model cannot be split into parts: plan again
@@ -228,8 +253,11 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         write_plan(budget, config, log)
     for text in built.notices:
         log.write(events.Notice(text=text))
-    for run, found in zip(runs, scored_by, strict=True):
-        rewards.models[run.name] = scorer_of(run, found, plan, budget.demand.batch_size)
+    for index, (run, found) in enumerate(zip(runs, scored_by, strict=True)):
+        if soft is not None and index == 0:
+            rewards.models[run.name] = scorer_of_network(soft.roles.reward)
+        else:
+            rewards.models[run.name] = scorer_of(run, found, plan, budget.demand.batch_size)
     splits = find_splits(config).files.items()
     return Prepared(
         config=config,
@@ -259,7 +287,11 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         },
         rewards=rewards,
         prompts=data.prompts,
-        sharing=tuple(f.network for r, f in zip(runs, scored_by, strict=True) if r.shares_base),
+        sharing=(
+            *(f.network for r, f in zip(runs, scored_by, strict=True) if r.shares_base),
+            *([] if reference is None else [reference.network]),
+        ),
+        soft=soft,
     )
 
 
@@ -271,9 +303,9 @@ def rewards_of(config: TrainConfig, log: events.EventLog, folder: Path) -> Rewar
 
     Raises UserError if there are none, or the judge cannot be asked.
     """
-    if config.objective != GRPO:
+    if not config.generates:
         return None
-    if not config.reward:
+    if config.objective == GRPO and not config.reward:
         raise UserError("--reward is missing: what a completion earns, e.g. exact_match")
     judge = JudgeSettings(
         model=config.judge_model,
@@ -287,7 +319,7 @@ def rewards_of(config: TrainConfig, log: events.EventLog, folder: Path) -> Rewar
     counted_in = (e for e in written if isinstance(e, events.Step | events.Validation))
     calls = (event.metrics.get("judge/calls", 0) for event in counted_in)
     missing = missing_in_a_row(folder, config.rollouts)
-    return load_rewards(config.reward, judge, store() / "cache", int(sum(calls)), missing)
+    return load_rewards(reward_texts(config), judge, store() / "cache", int(sum(calls)), missing)
 
 
 def imbalance(config: TrainConfig, examples: Examples) -> str:
@@ -474,7 +506,7 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
         generates = config.samples or ":" in config.best_metric
         answers = longest + ANSWER_TOKENS if generates else 0
         data = RunData({}, [], None, [longest], 0, answers)
-        if config.objective == GRPO:
+        if config.generates:
             data = rollouts_planned(config, seq_len)
     sizes = []
     if runs := reward_runs(config, fingerprint(folder)):

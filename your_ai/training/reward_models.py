@@ -34,7 +34,7 @@ from your_ai.memory.facts import facts_of
 from your_ai.nets.parts import skeleton
 from your_ai.nets.saved_adapter import Trained, base_files, open_trained
 from your_ai.rewards.chosen import ScoreRollouts
-from your_ai.rewards.names import RUN, parse_rewards
+from your_ai.rewards.names import RUN, parse_rewards, reward_texts
 from your_ai.rewards.rollout import Rollout
 from your_ai.run.checkpoint import ADAPTER_CONFIG, ADAPTERS, SCORE_HEAD
 
@@ -72,7 +72,8 @@ def reward_runs(config: TrainConfig, files: dict[str, str]) -> list[RewardRun]:
     files: the checksums of the files of its model. Raises UserError if one is not a reward model.
     """
     found = []
-    for each in parse_rewards(config.reward) if config.reward else ():
+    texts = reward_texts(config)
+    for each in parse_rewards(texts) if texts else ():
         if each.kind != RUN:
             continue
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from your_ai.config import SOFT
 from your_ai.data.batches import Batch, RowsAt, few_edges, micro_batches
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.data.prompts import PromptRows
@@ -36,6 +37,7 @@ from your_ai.objectives.grpo import (
     completion_weights,
     spreads_of,
 )
+from your_ai.objectives.objective import Totals
 from your_ai.rewards.chosen import Pending, Rewarded
 from your_ai.rewards.rollout import Rollout
 from your_ai.rng import derive_seed
@@ -70,6 +72,9 @@ class StepRollouts:
     denominator: float
     """The number that divides the loss: of all completions that count."""
     metrics: dict[str, float]
+    gradients: Callable[[float], tuple[Totals, Any]] | None = None
+    """scale -> the sums of the step, and the gradients of `scale` times its loss; None if they are
+    those of the micro-batches under the objective."""
 
 
 class GivenUp(Exception):
@@ -97,8 +102,7 @@ class RolloutSource:
 
         Raises GivenUp.
         """
-        for each in (self.seconds, self.peaks, self.judged):
-            each.clear()
+        self.begin()
         prepared = self.prepared
         config, objective = prepared.config, prepared.engine.objective
         assert isinstance(objective, GRPO)
@@ -120,6 +124,11 @@ class RolloutSource:
             write_rollouts(path, records)
         return self.batched(records, rows_at)
 
+    def begin(self) -> None:
+        """Forget the figures of the step before."""
+        for each in (self.seconds, self.peaks, self.judged):
+            each.clear()
+
     # -- generate and reward
 
     def generated(self, first: int) -> list[RolloutRecord]:
@@ -136,7 +145,8 @@ class RolloutSource:
         ]
         sampler = sampler_of(config.temperature, config.top_p, config.top_k)
         assert prepared.prompts is not None
-        found = self.rewarded(prepared.prompts["train"], rows, prompts, sampler, first + 1)
+        completions = self.completions(prompts, sampler)
+        found = self.rewarded(prepared.prompts["train"], rows, prompts, completions, first + 1)
         totals = np.array([np.nan if r.reward is None else r.reward for r in found])
         advantages = advantages_of(totals.reshape(len(rows), -1), config.advantage).reshape(-1)
         return [replace(r, advantage=float(a)) for r, a in zip(found, advantages, strict=True)]
@@ -146,10 +156,10 @@ class RolloutSource:
         questions: PromptRows,
         rows: Sequence[int],
         prompts: Sequence[RolloutPrompt],
-        sampler: Sampler,
+        completions: Iterator[Completion],
         step: int,
     ) -> list[RolloutRecord]:
-        """The completions of the prompts of these rows, with rewards.
+        """The completions of the prompts of these rows, as they come, with rewards.
 
         The judge grades a group while the next is being generated. The user's functions are
         called once, with all completions. Raises GivenUp.
@@ -160,7 +170,7 @@ class RolloutSource:
         asked = [asked_of(questions, row) for row in rows]
         groups: list[dict[int, Completion]] = [{} for _ in rows]
         pending: dict[int, Pending] = {}
-        for completion in self.completions(prompts, sampler):
+        for completion in completions:
             group = groups[completion.prompt]
             group[completion.sample] = completion
             if len(group) == len(prompts[completion.prompt].seeds):
@@ -180,12 +190,10 @@ class RolloutSource:
         for name, count in result.counts.items():
             self.judged[name] = self.judged.get(name, 0.0) + count
         self.freed("reward", began)
-        completions = [
-            (place, group[s]) for place, group in enumerate(groups) for s in sorted(group)
-        ]
+        ordered = [(place, group[s]) for place, group in enumerate(groups) for s in sorted(group)]
         return [
             record_of(rows[place], completion, whole.rollouts[index], result, index)
-            for index, (place, completion) in enumerate(completions)
+            for index, (place, completion) in enumerate(ordered)
         ]
 
     def check_stop(self) -> None:
@@ -260,8 +268,9 @@ class RolloutSource:
             part = slice(start, start + wave)
             try:
                 self.check_stop()
+                completions = self.completions(prompts[part], sampler_of(0))
                 found += self.rewarded(
-                    prepared.prompts[split], rows[part], prompts[part], sampler_of(0), step
+                    prepared.prompts[split], rows[part], prompts[part], completions, step
                 )
             except GivenUp:
                 return None
@@ -343,8 +352,8 @@ class RolloutSource:
 
     def metrics(self, records: Sequence[RolloutRecord]) -> dict[str, float]:
         """What to show of the rollouts of a step, with the names of TRL."""
-        group = self.prepared.config.rollouts
-        found = reward_metrics(records, group)
+        config = self.prepared.config
+        found = reward_metrics(records, 1 if config.objective == SOFT else config.rollouts)
         lengths = [len(record.tokens) for record in records]
         found["completions/mean_length"] = float(np.mean(lengths))
         found["completions/clipped_ratio"] = float(np.mean([not r.stopped for r in records]))
@@ -471,8 +480,9 @@ def first_adapters(prepared: Prepared, folder: RunFolder) -> Iterator[None]:
 
 def keep_first_adapters(prepared: Prepared, folder: RunFolder) -> None:
     """Write the adapters that a run starts with, for `first_adapters`, if the run needs them."""
-    place, beta = first_adapters_of(prepared, folder), prepared.config.kl_beta
-    if beta and checkpoint.fault(place, ADAPTER_FILES) is not None:
+    place = first_adapters_of(prepared, folder)
+    needed = prepared.config.kl_beta > 0 and prepared.soft is None
+    if needed and checkpoint.fault(place, ADAPTER_FILES) is not None:
         arrays = model.adapter_arrays(prepared.model)
         checkpoint.save_adapter(place, arrays, prepared.adapters.config, 0)
 

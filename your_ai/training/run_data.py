@@ -12,7 +12,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from your_ai.config import GRPO, LOSS, TrainConfig, flag
+from your_ai.config import LOSS, TrainConfig, flag
 from your_ai.data.batches import bucket_edges, few_edges
 from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, RowCounts, check_weights, load_examples
@@ -30,7 +30,7 @@ from your_ai.memory import allocator
 from your_ai.memory.budget import row_limit
 from your_ai.nets import model
 from your_ai.rewards.builtin import check_expected
-from your_ai.rewards.names import needs_expected, parse_rewards
+from your_ai.rewards.names import needs_expected, parse_rewards, reward_texts
 from your_ai.run import events
 from your_ai.training.best_metric import BestMetric, best_metric_of, check_margin
 
@@ -99,7 +99,7 @@ def read_data(
     samples = sample_prompts(splits.get("test"), encoder, config.samples)
     used = {n: path for n, path in splits.items() if n != "test" or config.exact_match}
     prompts = {}
-    if config.objective == GRPO:  # before the examples, which must be those of the same files
+    if config.generates:  # before the examples, which must be those of the same files
         prompts = {name: PromptRows(path, limit) for name, path in used.items()}
         check_unchanged(prompts)
     examples = {
@@ -117,7 +117,7 @@ def read_data(
         longest = max(longest, config.max_seq_length)
     model.check_positions(network, longest, f"--max-seq-length {config.max_seq_length}")
     allocator.free()  # memory that tokenizing left
-    if config.objective == GRPO:
+    if config.generates:
         return prompts_of_run(config, network, prompts, examples, samples, tokenizer)
     asked = [*samples, *(best.prompts if best else ())]
     scored = [*examples.values(), *([best.rows.answers.examples] if best else [])]
@@ -155,7 +155,7 @@ def prompts_of_run(
         )
     model.check_positions(network, total, f"--max-new-tokens {config.max_new_tokens}")
     check_unchanged(prompts)
-    names = parse_rewards(config.reward)
+    names = parse_rewards(reward_texts(config))
     if needs_expected(names):
         for found in prompts.values():
             for index in range(len(found.offsets)):

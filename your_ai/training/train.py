@@ -22,7 +22,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from your_ai.config import GRPO, TrainConfig, build, is_due
+from your_ai.config import TrainConfig, build, is_due
 from your_ai.config.defaults import recorded
 from your_ai.data.batches import Batch
 from your_ai.data.examples import Examples
@@ -69,6 +69,7 @@ from your_ai.training.saving import (
     saved_step,
     use_result,
 )
+from your_ai.training.soft_rollouts import SoftSource
 from your_ai.training.validation import is_enough, show_test_rows, validate
 
 MAX_SKIPPED_IN_A_ROW = 5
@@ -119,13 +120,18 @@ def run_prepared(
 ) -> events.Finished:
     """Train a run that is checked and loaded; began: when that began, by time.perf_counter."""
     config = prepared.config
-    prepared = calibrated(prepared, log, level, watch, saved_step(folder))
+    if prepared.soft is None:
+        prepared = calibrated(prepared, log, level, watch, saved_step(folder))
     if needs_reference(config):
         check_unchanged(folder, prepared)  # before the reference, which may take long
         prepared = referenced(prepared, log)
     state = restore(folder, prepared, log)
     governor = govern(prepared, sampler, log, watch, state.step)
-    rollouts = None if prepared.rewards is None else RolloutSource(prepared, folder, log, stop)
+    rollouts: RolloutSource | SoftSource | None = None
+    if prepared.rewards is not None:
+        rollouts = RolloutSource(prepared, folder, log, stop)
+    if prepared.soft is not None:
+        rollouts = SoftSource(rollouts, prepared.soft)
     factors = optimizer.rate_factors(config, prepared.model)
     update = optimizer.make_update(prepared.model, prepared.optimizer, factors)
     keep_settings(folder, config, prepared.steps, log)
@@ -246,7 +252,7 @@ def train_step(
     update: Update,
     state: TrainState,
     log: events.EventLog,
-    rollouts: RolloutSource | None = None,
+    rollouts: RolloutSource | SoftSource | None = None,
 ) -> tuple[TrainState, list[Batch]]:
     """One optimizer update over the rows of step `state.step`; return the new state and batches.
 
@@ -260,10 +266,12 @@ def train_step(
     governor.before_step()
     engine, schedule = prepared.engine, prepared.schedule
     others_first = scored_first = False
+    own_gradients = None
     metrics: dict[str, float] = {}
     if rollouts is not None:
         found = rollouts.of_step(index, governor.rows_at)
         batches, denominator, metrics = found.batches, found.denominator, found.metrics
+        own_gradients = found.gradients
     else:
         others_first = "others" in engine.objective.phases
         scored_first = others_first or "scores" in engine.objective.phases
@@ -278,7 +286,9 @@ def train_step(
 
     seed = derive_seed(config.seed, "dropout", index)
     scale = state.loss_scale / denominator
-    if others_first:
+    if own_gradients is not None:
+        sums, grads = own_gradients(scale)
+    elif others_first:
         sums, grads = accumulate(engine, with_baseline(engine, batches), scale, seed)
     elif scored_first:
         weighed, sums = with_weights(engine, batches)
@@ -353,7 +363,7 @@ def train_until_done(
     """
     with locked(folder), contextlib.closing(events.EventLog(folder.events)) as log:
         rest = "stopping after this step"
-        if config.objective == GRPO:
+        if config.generates:
             rest += ", or before it if its completions are not there yet"
         text = f"{rest}; signal again to stop immediately"
         stop.on_first = lambda: log.write(events.Notice(text=text))

@@ -17,6 +17,7 @@ from your_ai.training import best_metric
 from your_ai.training.best_metric import METRIC_ROWS
 from your_ai.training.prepare import Prepared
 from your_ai.training.rollouts import RolloutSource, reward_metrics
+from your_ai.training.soft_rollouts import SoftSource
 
 
 def validate(
@@ -24,7 +25,7 @@ def validate(
     state: TrainState,
     log: events.EventLog,
     stop: Stop,
-    rollouts: RolloutSource | None = None,
+    rollouts: RolloutSource | SoftSource | None = None,
 ) -> TrainState:
     """Measure the loss and --best-metric that are due after `state.step`; return the state.
 
@@ -35,6 +36,8 @@ def validate(
     if prepared.valid is None or not state.validation_due:
         return replace(state, validation_due=False)
     began = time.perf_counter()
+    if isinstance(rollouts, SoftSource):
+        rollouts = rollouts.source
     if rollouts is not None:
         return validate_reward(rollouts, state, log, stop, began)
     measured = measures.mean_loss(prepared.engine, prepared.valid, prepared.rows_at, stop)
@@ -117,12 +120,14 @@ def show_test_rows(
     prepared: Prepared,
     log: events.EventLog,
     stop: Stop,
-    rollouts: RolloutSource | None = None,
+    rollouts: RolloutSource | SoftSource | None = None,
 ) -> None:
     """Write answers to a few test prompts, and exact match over all test rows, if configured.
 
     rollouts: of a run that trains on rewards: the answers of all test rows are generated.
     """
+    if isinstance(rollouts, SoftSource):
+        rollouts = rollouts.source
     answers = []
     for sample in prepared.samples:
         if stop:
