@@ -17,6 +17,7 @@ from your_ai.nets.gumbel import (
     gumbel,
     noise_of,
     pieces,
+    random_bits,
     relax,
 )
 from your_ai.nets.head import LayerRows, LinearHead
@@ -87,6 +88,16 @@ def test_noise_is_gumbel():
             assert (noise < expected).mean() == pytest.approx(quantile, abs=0.004)
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
     assert abs(np.corrcoef(first[1:], first[:-1])[0, 1]) < 0.02
+
+
+def test_positions_do_not_share_shifted_noise():
+    """Of a million bits some are equal by chance, but then not those of the next token, too."""
+    positions = mx.arange(100_000, dtype=mx.uint32)
+    keys = mx.full((100_000,), 3, mx.uint32)
+    bits = np.array(random_bits(keys, positions, mx.arange(10, dtype=mx.uint32)), np.uint64)
+    assert len(np.unique(bits)) < bits.size
+    pairs = (bits[:, :-1] << np.uint64(32)) | bits[:, 1:]
+    assert len(np.unique(pairs)) == pairs.size
 
 
 def test_noise_of_the_smallest_and_largest_bits_is_finite():

@@ -42,7 +42,7 @@ CASES = {
     "gemma2": (Kind(architecture="gemma2"), SoftSettings(kl_beta=0.4, tau=0.8)),
     "gemma2, 4-bit, DoRA, relaxed": (
         Kind(architecture="gemma2", bits=4, dora=True),
-        SoftSettings(relaxed=True, kl_beta=0.1),
+        SoftSettings(relaxed=True, kl_beta=0.1, tau=2.0),  # better conditioned than 1
     ),
     "qwen2, untied, relaxed": (
         Kind(architecture="qwen2", bits=4),

@@ -94,6 +94,18 @@ def test_sampled_tokens_are_those_of_the_models_own_logits(tmp_path: Path):
         assert tokens[len(prompt) :] == found.tokens[row].tolist()
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mistral", "qwen2-tied"])
+def test_columns_and_sweeps_agree_on_other_architectures(tmp_path: Path, architecture: str):
+    policy = network(tmp_path / "m", architecture)
+    frozen = policy_copy(tmp_path / "m")
+    score = mx.random.normal((32,), key=mx.random.key(2))
+    roles, settings = Roles(policy, RewardModel(frozen, score), frozen), SoftSettings(kl_beta=0.2)
+    engines = [column_engine(roles, settings), sweep_engine(roles, settings)]
+    sampled = engines[0].sample(PROMPTS, KEYS, 4, [])
+    first, second = (e.gradients(PROMPTS, sampled, KEYS, WEIGHTS, 1.0)[1] for e in engines)
+    assert relative_error(first, dict(tree_flatten(second))) < 1e-5
+
+
 def test_sweeps_serve_caches_that_columns_do_not(tmp_path: Path):
     """Gemma 3's rotating caches: the gradient has the right direction in each of a few weights."""
     policy = network(tmp_path / "m", "gemma3_text")

@@ -81,18 +81,21 @@ class Divergence(NamedTuple):
 
 
 def gumbel(places: NoisePlaces, tokens: mx.array) -> mx.array:
-    """(S, n) float32 Gumbel noise; tokens: (n,) uint32 token ids.
-
-    The bits are murmur3's 32-bit finalizer over a counter (Appleby, 2011), applied for the key,
-    the position and the token in turn.
-    """
-    return noise_of(_bits(places.keys, places.positions, tokens))
+    """(S, n) float32 Gumbel noise; tokens: (n,) uint32 token ids."""
+    return noise_of(random_bits(places.keys, places.positions, tokens))
 
 
 @mx.compile
-def _bits(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.array:
-    mixed = _mix(_mix(keys) + positions * _uint32(0x9E3779B9))
-    return _mix(mixed[:, None] + tokens * _uint32(0x85EBCA77))
+def random_bits(keys: mx.array, positions: mx.array, tokens: mx.array) -> mx.array:
+    """(S, n) uniform uint32; keys, positions: (S,) uint32, as in `NoisePlaces`.
+
+    murmur3's 32-bit finalizer over a counter (Appleby, 2011), applied for the key, the position
+    and the token in turn. The second number of a position keeps the bits of one position from
+    being those of another one, shifted by some tokens.
+    """
+    first = _mix(_mix(keys) + positions * _uint32(0x9E3779B9))
+    second = _mix(first ^ _uint32(0xC2B2AE3D))
+    return _mix(_mix(first[:, None] + tokens * _uint32(0x85EBCA77)) ^ second[:, None])
 
 
 def noise_of(bits: mx.array) -> mx.array:
