@@ -99,7 +99,7 @@ def test_columns_and_sweeps_agree_on_other_architectures(tmp_path: Path, archite
     policy = network(tmp_path / "m", architecture)
     frozen = policy_copy(tmp_path / "m")
     score = mx.random.normal((32,), key=mx.random.key(2))
-    roles, settings = Roles(policy, RewardModel(frozen, score), frozen), SoftSettings(kl_beta=0.2)
+    roles, settings = Roles(policy, RewardNetwork(frozen, score), frozen), SoftSettings(kl_beta=0.2)
     engines = [column_engine(roles, settings), sweep_engine(roles, settings)]
     sampled = engines[0].sample(PROMPTS, KEYS, 4, [])
     first, second = (e.gradients(PROMPTS, sampled, KEYS, WEIGHTS, 1.0)[1] for e in engines)
