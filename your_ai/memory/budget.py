@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from your_ai.config import GRPO, REWARD, TrainConfig, defaults
+from your_ai.config import GRPO, REWARD, SOFT, TrainConfig, defaults
 from your_ai.data.rows import RowLimit
 from your_ai.errors import UserError
 from your_ai.hub.find import store
@@ -144,6 +144,7 @@ def demand_of(
         given_adapter=bool(config.from_adapter),
         before_bytes=before_bytes,
         reward_models=reward_models,
+        soft=config.objective == SOFT,
         coefficients=coefficients_here(),
     )
 

@@ -57,6 +57,8 @@ class Coefficients:
     rollouts: Table
     """Sampling many rows together: the part of a KV cache that grows, and arrays of logits, of
     which models that are not quantized have fewer."""
+    soft: Table
+    """Gradients through sampled tokens: a block, slices of the head, and arrays of each token."""
     streamed: Table
     """Blocks whose weights are in memory together."""
     fused_graph: Table

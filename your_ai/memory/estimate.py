@@ -15,7 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from your_ai.memory.coefficients import PACKAGED, Coefficients, Table
-from your_ai.memory.estimate_generation import RolloutSizes, generation_bytes, rollout_phases
+from your_ai.memory.estimate_generation import (
+    RolloutSizes,
+    generation_bytes,
+    kv_bytes_per_token,
+    rollout_phases,
+)
 from your_ai.memory.facts import ModelFacts, adapters_named, layers_named
 from your_ai.memory.layer_sizes import head_step, largest_matrix_bytes, widest_outputs
 from your_ai.memory.sizes import (
@@ -26,6 +31,7 @@ from your_ai.memory.sizes import (
     HEAD_ROWS,
     HEAD_SLICE_BYTES,
     LEAN_QUERY_BLOCK,
+    PREFILL_TOKENS,
     QUERY_BLOCK,
     SCORE_BYTES,
     UPDATE_BYTES,
@@ -42,6 +48,9 @@ DORA_NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not 
 GRAPH_BYTES = 85_000  # operations of one slice that waits to be evaluated
 FORWARD_GRAPH = 0.4  # size of a graph without a backward pass, relative to one with it
 GRAPHS_MARGIN = 1.25
+SOFT_COLUMNS = 16  # tokens whose block inputs are computed together
+SOFT_POSITIONS = 64  # positions whose logits are slices of the head together
+SOFT_GRAPHS = 2  # of the policy's columns, and of the frozen networks
 NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to the embeddings
 WORK = ("activations", "block work", "head chunk")  # components that depend on coefficients
 BESIDE = ("graphs", "cache", "python")  # components that are not live MLX buffers
@@ -112,6 +121,8 @@ class Workload:
     """The head gives one number per text, and not logits."""
     reward_models: tuple[RewardModelSizes, ...] = ()
     """Those that score the completions of each step."""
+    soft: bool = False
+    """The step trains through sampled tokens, by columns if the weights are resident."""
     sliced: bool = False
     """Quantized weights are dequantized in slices, as on the CPU, so that graphs are larger."""
     coefficients: Coefficients = PACKAGED
@@ -180,6 +191,8 @@ def estimate(
     gradients = adapters * (1 if micro_batches == 1 else 2)
     if forward:
         phases = forward_phases(workload, plan, rows, tokens)
+    elif workload.soft:
+        phases = [soft_phase(workload, plan, rows, tokens, gradients)]
     elif plan.engine == "fused":
         phases = fused_phases(workload, rows, tokens, gradients)
     else:
@@ -219,6 +232,8 @@ def estimate(
     phase = largest(phases + generating + rewarding)
     if forward:
         graphs = evaluation_graphs_bytes(workload, plan, rows, tokens, int(sum(phase.values())))
+    elif workload.soft:
+        graphs = SOFT_GRAPHS * graphs_bytes(workload, "staged", rows, tokens)
     else:
         graphs = graphs_bytes(workload, plan.engine, rows, tokens)
     order = ("weights", "adapters", "gradients", "optimizer", "optimizer work", "block inputs",
@@ -464,6 +479,41 @@ def staged_phases(
         {"gradients": earlier, "block inputs": training.blocks * inputs, "head chunk": head},
         {"gradients": coefficients.backward["gradients"] * gradients, "block work": backward},
     ]
+
+
+def soft_phase(
+    workload: Workload, plan: Plan, rows: int, tokens: int, gradients: int
+) -> dict[str, float]:
+    """Bytes while gradients go back through sampled tokens.
+
+    By columns: the keys and values of all positions, their cotangents, and the block inputs of a
+    few columns. By sweeps: the inputs of all blocks. The work is that of a block on some tokens,
+    and some slices of the vocabulary.
+    """
+    facts, table, sizes = workload.facts, workload.coefficients.soft, workload.rollouts
+    assert sizes is not None
+    number, hidden = facts.float_bytes, facts.hidden
+    by_token = table["terms"] * 4 * rows * sizes.new_tokens * hidden
+    if plan.engine == "streamed":
+        held = facts.blocks * rows * tokens * hidden * number
+    else:
+        caches = facts.blocks * rows * tokens * kv_bytes_per_token(facts)
+        held = caches * (1 + 4 / number) + SOFT_COLUMNS * facts.blocks * rows * hidden * number
+    together = min(PREFILL_TOKENS, rows * sizes.prompt_tokens)
+    together = max(together, rows * tokens if plan.engine == "streamed" else 0)
+    scoring = replace(workload, score_head=True)
+    block = staged_phases(scoring, replace(plan, engine="staged"), 1, together, 0)[-1]
+    head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * hidden * number)
+    slices = head_slice * (facts.quantized or plan.engine == "streamed")
+    positions = min(SOFT_POSITIONS, rows * sizes.new_tokens)
+    logits = logits_bytes(workload, positions) * facts.softcaps
+    work = table["block"] * sum(block.values()) + table["slice"] * slices
+    return {
+        "gradients": gradients,
+        "KV cache": held,
+        "activations": by_token,
+        "block work": work + table["softcap_logits"] * logits,
+    }
 
 
 def dora_bytes(workload: Workload, tokens: int, engine: str) -> float:

@@ -83,6 +83,8 @@ class Demand:
     """Whether the head gives one number per text, and not logits."""
     reward_models: tuple[RewardModelSizes, ...] = ()
     """Those that score the completions of each step."""
+    soft: bool = False
+    """Whether the run trains through sampled tokens."""
     given_adapter: bool = False
     """Whether the run starts from an adapter, whose size is given."""
     before_bytes: int = 0
@@ -123,6 +125,8 @@ def options(demand: Demand) -> list[Option]:
             continue
         if demand.engine != "auto" and spill != demand.spill:
             continue
+        if demand.soft and (engine == "staged" or spill):
+            continue
         if (demand.spill and not spill) or (demand.forward and spill):
             continue
         for count in rows:
@@ -150,7 +154,7 @@ def bytes_to_update(demand: Demand, plan: Plan) -> int:
     """The bytes, with the margin, of a step beside the generation of its completions, if it has
     any: generating may need more without a margin, and less with it.
     """
-    if demand.rollouts is None:
+    if demand.rollouts is None or demand.soft:
         return 0
     return with_margin(largest(replace(demand, rollouts=None), plan), margin_of(demand))
 
@@ -261,6 +265,7 @@ def workload_of(demand: Demand) -> Workload:
         noise=demand.noise,
         score_head=demand.score_head,
         reward_models=demand.reward_models,
+        soft=demand.soft,
         sliced=demand.sliced,
         coefficients=demand.coefficients,
     )
