@@ -134,7 +134,8 @@ def test_ctrl_c_keeps_the_previous_evaluation(run, capsys):
     record.write(run, {"version": 1, "rows": 0})
     Path("metric_stop.py").write_text(STOPPING_METRIC)
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND, "eval", "r", "--metric", "metric_stop:f"],
+        [sys.executable, "-c", COMMAND, "eval", "r", "--metric", "metric_stop:f",
+         "--max-tokens", "2"],
         capture_output=True, text=True, check=False, env=dict(os.environ),
     )  # fmt: skip
     assert done.returncode == 130

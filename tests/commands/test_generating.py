@@ -222,7 +222,7 @@ def test_control_characters_in_answers_are_not_printed(demo_tokenizer, capsys):
 
 def test_closed_output_pipe_ends_the_command_quietly(run):
     write_rows(Path("p.txt"), ["Question 1"] * 200)
-    arguments = ("generate", str(run.path), "--prompts", "p.txt")
+    arguments = ("generate", str(run.path), "--prompts", "p.txt", "--max-tokens", "8")
     process = subprocess.Popen(
         [sys.executable, "-m", "your_ai", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,

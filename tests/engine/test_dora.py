@@ -180,7 +180,7 @@ def test_norms_follow_the_adapter_after_each_update(tiny_model, made, monkeypatc
         parameters = network.trainable_parameters()
         update = make_update(network, build_optimizer(model.TrainConfig(), parameters))
         losses = []
-        for _ in range(3):
+        for _ in range(2):
             loss, grads = step(engine)
             update(grads, 1.0, 3e-2)
             alone = sum(engine.engine.loss(batch).loss.item() for batch in engine.batches)
@@ -190,7 +190,7 @@ def test_norms_follow_the_adapter_after_each_update(tiny_model, made, monkeypatc
     kept = run()
     monkeypatch.setattr(dora.NormCache, "of", lambda self, *adapter: None)
     assert run() == kept
-    assert len(set(kept)) > 6
+    assert len(set(kept)) > 4
 
 
 # -- memory

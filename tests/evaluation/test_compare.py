@@ -136,8 +136,16 @@ def test_the_metric_gets_the_answers_of_base_and_adapter(run, tmp_path):
             assert measured.answers[place] == generate.answer(network, tokenizer, text, 5)
 
 
+@pytest.fixture(scope="module")
+def answers_alone() -> dict[bool, list[str]]:
+    """What `answers_of` found, by whether the adapter was used."""
+    return {}
+
+
 @pytest.mark.parametrize(("engine", "wave"), [("fused", 1), ("staged", 3), ("streamed", 8)])
-def test_answers_depend_on_neither_wave_nor_plan(run, tmp_path, engine, wave, monkeypatch):
+def test_answers_depend_on_neither_wave_nor_plan(
+    run, answers_alone, tmp_path, engine, wave, monkeypatch
+):
     """Each has its own limit: twice the tokens of the expected answer, and some more."""
     monkeypatch.setattr(evaluation, "ANSWER_TOKENS", 5)
     monkeypatch.setattr("your_ai.memory.plan.wave_sizes", lambda rows: [[wave]])
@@ -154,13 +162,21 @@ def test_answers_depend_on_neither_wave_nor_plan(run, tmp_path, engine, wave, mo
     assert waves == 2 * {1: [1] * 8, 3: [3, 3, 2], 8: [8]}[wave]
     assert found.plan.endswith(f"{wave} completion{'s' * (wave > 1)} generated together")
     for adapted, measured in ((False, found.base), (True, found.adapter)):
-        network, tokenizer = generate.load_run(open_trained(str(run)), adapted)
-        for place, row in enumerate(rows):
-            asked, expected = (message["content"] for message in row["messages"])
-            limit = 2 * len(tokenizer.encode(expected)) + 5
-            tokens = generate.chat_prompt(tokenizer, asked)
-            text = "".join(generate.stream(network, tokenizer, tokens, limit))
-            assert measured.answers[place] == text.strip()
+        if adapted not in answers_alone:
+            answers_alone[adapted] = answers_of(run, rows, adapted)
+        assert [measured.answers[place] for place in range(8)] == answers_alone[adapted]
+
+
+def answers_of(run, rows, adapted) -> list[str]:
+    """The answers to the rows, each generated alone."""
+    network, tokenizer = generate.load_run(open_trained(str(run)), adapted)
+    found = []
+    for row in rows:
+        asked, expected = (message["content"] for message in row["messages"])
+        limit = 2 * len(tokenizer.encode(expected)) + 5
+        tokens = generate.chat_prompt(tokenizer, asked)
+        found.append("".join(generate.stream(network, tokenizer, tokens, limit)).strip())
+    return found
 
 
 def test_a_row_that_the_metric_refuses_ends_it_at_once(run, tmp_path):

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from tests.budget import ROOT, Case, case_of, line_of, run_case
+from tests.budget import ROOT, Case, case_of, line_of, run_case, write_data
+from tests.conftest import call, make_model, write_site
 
 # Multiplies the coefficients of the estimates by FACTOR, before the training process uses them.
 FALSIFIED = """
@@ -36,7 +37,7 @@ SMALL = Case(
     words=(100, 90, 60, 20, 8, 2, 95, 100),
     pairs=False,
     flags=(
-        *("--max-steps", "3", "--batch-size", "4", "--lora-targets", "all-linear"),
+        *("--max-steps", "2", "--batch-size", "4", "--lora-targets", "all-linear"),
         *("--lora-layers", "all", "--eval-every", "0"),
     ),
     room=1.0,
@@ -69,16 +70,19 @@ def test_same_seed_gives_the_same_case():
 
 @pytest.mark.slow
 def test_run_resumed_under_a_tight_limit_measures_each_shape_once(tmp_path):
-    before = f"FACTOR = 0.2\n{FALSIFIED}"
     shorter = dataclasses.replace(SMALL, words=(50, 45, 30, 10, 4, 2, 50, 50))
-    assert not run_case(shorter, tmp_path, before, limit_gb=2).fault
+    make_model(tmp_path / "model", shorter.architecture, shorter.bits, **shorter.model)
+    write_data(shorter, tmp_path / "data")
+    flags = (*shorter.flags, "--max-steps", 1, "--max-memory", 2, "--no-supervise", "--run", "r")
+    assert call("train", "--model", "model", "--data", "data", *flags) == 0
+    write_site(tmp_path / "site", f"FACTOR = 0.2\n{FALSIFIED}")
     command = [sys.executable, "-m", "your_ai", "train", "--resume", "r"]
     environment = os.environ | {
         "YOUR_AI_HOME": str(tmp_path / "home"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "site")]),
     }
     done = subprocess.run(
-        [*command, "--max-steps", "4", "--max-memory", str(LIMIT_GB)],
+        [*command, "--supervise", "--max-steps", "2", "--max-memory", str(LIMIT_GB)],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

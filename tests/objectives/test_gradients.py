@@ -98,14 +98,16 @@ WAYS = {
 def cases() -> list[tuple[str, str, str]]:
     """(objective, way, model), so that any two of them occur together.
 
-    The relatives of grpo share its ways, but for those that weigh texts as a whole.
+    The relatives of grpo share its ways, but for those that weigh texts as a whole; ipo shares
+    those of dpo, and orpo those of simpo.
     """
     names = list(MODELS)
+    related = [name for name in OBJECTIVES if name.startswith("grpo-") or name in ("ipo", "orpo")]
     return [
         (objective, way, names[(i + j) % len(names)])
         for i, objective in enumerate(OBJECTIVES)
         for j, way in enumerate(WAYS)
-        if not objective.startswith("grpo-") or (i + j) % 3 == 0
+        if objective not in related or (j - i) % 3 == 0
     ]
 
 

@@ -307,7 +307,7 @@ def quick(configure, data_folder, monkeypatch) -> Callable[..., Any]:
     (data_folder / "valid.jsonl").unlink()
 
     def make(**settings: Any) -> Any:
-        return configure(**{"lora_layers": 1, "max_steps": 6, "batch_size": 4, **settings})
+        return configure(**{"lora_layers": 1, "max_steps": 4, "batch_size": 4, **settings})
 
     return make
 
@@ -385,7 +385,7 @@ def test_cache_is_cleared_every_step_if_no_gauge_works(quick, monkeypatch):
         without_mlx(patch)
         resume(run)
     actions = events_of(run, events.Action)
-    assert [(a.step, a.kind) for a in actions] == [(n, "clear_cache") for n in range(1, 7)]
+    assert [(a.step, a.kind) for a in actions] == [(n, "clear_cache") for n in range(1, 5)]
     assert all(action.cause.startswith(BLIND) for action in actions)
 
 
@@ -400,7 +400,7 @@ def test_step_events_contain_none_for_unreadable_gauges(quick, monkeypatch):
 
 
 def test_gauge_that_fails_during_the_run_gives_a_notice_then(quick, monkeypatch):
-    run = folder.create(quick())
+    run = folder.create(quick(max_steps=6))
     process_bytes = probe.process_bytes
 
     def failing() -> int | None:
@@ -461,8 +461,8 @@ def test_critical_pressure_takes_the_cheap_actions_together(quick, monkeypatch):
 
 
 def test_pressure_does_not_change_the_losses(quick, monkeypatch):
-    whole = train(quick(run="whole", max_steps=9))
-    run = folder.create(quick(max_steps=9))
+    whole = train(quick(run="whole", max_steps=7))
+    run = folder.create(quick(max_steps=7))
     with monkeypatch.context() as patch:
         ramp(patch, run, 2, 2, 4, 4, 4, 4)
         resume(run)
@@ -472,13 +472,13 @@ def test_pressure_does_not_change_the_losses(quick, monkeypatch):
 def test_unknown_pressure_causes_no_action(quick, monkeypatch):
     run = folder.create(quick())
     with monkeypatch.context() as patch:
-        ramp(patch, run, *[None] * 6)
+        ramp(patch, run, *[None] * 4)
         assert resume(run) == 0
     assert actions_of(run) == []
 
 
 def test_notices_are_not_repeated_under_the_next_plan(quick, monkeypatch):
-    run = folder.create(quick(max_steps=9))
+    run = folder.create(quick())
     with monkeypatch.context() as patch:
         active_is_0(patch)
         ramp(patch, run, 4, 4)
@@ -488,14 +488,14 @@ def test_notices_are_not_repeated_under_the_next_plan(quick, monkeypatch):
 
 
 def test_larger_plan_returns_after_many_steps_with_low_memory(quick, monkeypatch):
-    monkeypatch.setattr(governor, "HEADROOM_STEPS", 12)
-    run = folder.create(quick(max_steps=30))
+    monkeypatch.setattr(governor, "HEADROOM_STEPS", 6)
+    run = folder.create(quick(max_steps=16))
     with monkeypatch.context() as patch:
         ramp(patch, run, 4, 4)
         resume(run)
     assert [event.level for event in events_of(run, events.Planned)] == [0, 1, 0]
     assert [a.kind for a in actions_of(run)][-2:] == ["smaller_plan", "larger_plan"]
-    assert [event.step for event in events_of(run, events.Step)] == list(range(1, 31))
+    assert [event.step for event in events_of(run, events.Step)] == list(range(1, 17))
 
 
 # -- rows of very different lengths under a small limit

@@ -38,14 +38,14 @@ OBJECTIVES = ("dpo", "ipo", "simpo", "orpo", "kto")
 
 @pytest.fixture
 def pairs(own_folder, configure):
-    """A function that makes the config of a run on 12 rows, with the same 4 as validation."""
+    """A function that makes the config of two steps on 12 rows; 4 of them may validate."""
     for name, rows in (("pairs", PAIRS), ("labels", LABELED)):
         write_rows(own_folder / name / "train.jsonl", rows)
         write_rows(own_folder / name / "valid.jsonl", rows[:4])
 
     def make(objective="dpo", **settings):
         data = own_folder / ("labels" if objective == "kto" else "pairs")
-        first = {"data": str(data), "objective": objective, "eval_every": 2}
+        first = {"data": str(data), "objective": objective, "max_steps": 2, "valid": "none"}
         return configure(**{**first, **settings})
 
     return make
@@ -57,8 +57,8 @@ def adapter_bytes(run) -> bytes:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_raises_the_margin(pairs, objective):
-    run = train(pairs(objective=objective, max_steps=8, keep_best=False))
-    first, *_, last = events_of(run, events.Validation)
+    run = train(pairs(objective, max_steps=4, valid="", eval_every=2, keep_best=False))
+    first, last = events_of(run, events.Validation)
     margins = [event.metrics["rewards/margins"] for event in (first, last)]
     assert margins[0] < margins[1]
     steps = events_of(run, events.Step)
@@ -75,7 +75,7 @@ def test_the_first_loss_of_dpo_is_undecided(pairs):
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_every_plan_learns_the_same(pairs, objective):
     found = [
-        losses_of(train(pairs(objective, run=name, plan=plan, packing=packing)))
+        losses_of(train(pairs(objective, run=name, plan=plan, packing=packing, max_steps=3)))
         for name, plan, packing in (
             ("a", "fused", False), ("b", "staged", False), ("c", "streamed", False),
             ("d", "fused", True),
@@ -112,8 +112,8 @@ def test_answers_that_do_not_fit_into_a_micro_batch_learn_the_same(pairs, monkey
 
 
 def test_a_step_is_the_same_in_smaller_micro_batches(pairs):
-    whole = train(pairs(run="a", batch_size=4))
-    parts = train(pairs(run="b", batch_size=2, grad_accumulation=2))
+    whole = train(pairs(run="a", max_steps=3, batch_size=4))
+    parts = train(pairs(run="b", max_steps=3, batch_size=2, grad_accumulation=2))
     assert losses_of(parts) == pytest.approx(losses_of(whole), rel=1e-4)
 
 
@@ -153,9 +153,9 @@ def test_a_damaged_reference_is_computed_again(pairs, own_folder):
 
 
 def test_a_resumed_run_ends_with_the_same_adapter(pairs):
-    whole = train(pairs(run="a", max_steps=4))
-    part = train(pairs(run="b", max_steps=2))
-    assert resume(part, max_steps=4) == 0
+    whole = train(pairs(run="a"))
+    part = train(pairs(run="b", max_steps=1))
+    assert resume(part, max_steps=2) == 0
     assert adapter_bytes(part) == adapter_bytes(whole)
 
 
@@ -181,7 +181,7 @@ def test_the_best_checkpoint_may_be_that_of_the_accuracy_or_the_margin(
         return MeanLoss(loss, 9, {"rewards/accuracies": accuracy, "rewards/margins": margin})
 
     monkeypatch.setattr("your_ai.training.validation.measures.mean_loss", mean_loss)
-    run = train(pairs(objective, max_steps=4, eval_every=1, best_metric=metric))
+    run = train(pairs(objective, max_steps=4, valid="", eval_every=1, best_metric=metric))
     assert events_of(run, events.Finished)[-1].adapter_step == best
     marked = [event.step for event in events_of(run, events.Validation) if event.best]
     assert marked[-1] == best
@@ -191,8 +191,8 @@ def test_a_margin_of_answers_with_one_label_is_refused(pairs, own_folder):
     rows = [{**row, "completion": f"Yes {i}"} for i, row in enumerate(LABELED[::2])]
     write_rows(own_folder / "labels" / "valid.jsonl", rows)
     with pytest.raises(UserError, match=r"labels of .*/valid\.jsonl are all the same"):
-        train(pairs("kto", max_steps=1, best_metric="margin"))
-    train(pairs("kto", run="b", max_steps=1, best_metric="accuracy"))
+        train(pairs("kto", max_steps=1, valid="", best_metric="margin"))
+    train(pairs("kto", run="b", max_steps=1, valid="", best_metric="accuracy"))
 
 
 def test_samples_expect_no_answer_with_the_label_false(pairs, own_folder):
