@@ -144,7 +144,7 @@ def demand_of(
         given_adapter=bool(config.from_adapter),
         before_bytes=before_bytes,
         reward_models=reward_models,
-        soft=config.objective == SOFT,
+        soft=rollouts if config.objective == SOFT else None,
         coefficients=coefficients_here(),
     )
 

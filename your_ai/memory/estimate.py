@@ -121,8 +121,8 @@ class Workload:
     """The head gives one number per text, and not logits."""
     reward_models: tuple[RewardModelSizes, ...] = ()
     """Those that score the completions of each step."""
-    soft: bool = False
-    """The step trains through sampled tokens, by columns if the weights are resident."""
+    soft: RolloutSizes | None = None
+    """The completions that the step trains through, by columns if the weights are resident."""
     sliced: bool = False
     """Quantized weights are dequantized in slices, as on the CPU, so that graphs are larger."""
     coefficients: Coefficients = PACKAGED
@@ -191,7 +191,7 @@ def estimate(
     gradients = adapters * (1 if micro_batches == 1 else 2)
     if forward:
         phases = forward_phases(workload, plan, rows, tokens)
-    elif workload.soft:
+    elif workload.soft is not None:
         phases = [soft_phase(workload, plan, rows, tokens, gradients)]
     elif plan.engine == "fused":
         phases = fused_phases(workload, rows, tokens, gradients)
@@ -232,7 +232,7 @@ def estimate(
     phase = largest(phases + generating + rewarding)
     if forward:
         graphs = evaluation_graphs_bytes(workload, plan, rows, tokens, int(sum(phase.values())))
-    elif workload.soft:
+    elif workload.soft is not None:
         graphs = SOFT_GRAPHS * graphs_bytes(workload, "staged", rows, tokens)
     else:
         graphs = graphs_bytes(workload, plan.engine, rows, tokens)
@@ -490,7 +490,7 @@ def soft_phase(
     few columns. By sweeps: the inputs of all blocks. The work is that of a block on some tokens,
     and some slices of the vocabulary.
     """
-    facts, table, sizes = workload.facts, workload.coefficients.soft, workload.rollouts
+    facts, table, sizes = workload.facts, workload.coefficients.soft, workload.soft
     assert sizes is not None
     number, hidden = facts.float_bytes, facts.hidden
     by_token = table["terms"] * 4 * rows * sizes.new_tokens * hidden
@@ -507,7 +507,8 @@ def soft_phase(
     slices = head_slice * (facts.quantized or plan.engine == "streamed")
     positions = min(SOFT_POSITIONS, rows * sizes.new_tokens)
     logits = logits_bytes(workload, positions) * facts.softcaps
-    work = table["block"] * sum(block.values()) + table["slice"] * slices
+    of_block = table["streamed_block" if plan.engine == "streamed" else "block"]
+    work = of_block * sum(block.values()) + table["slice"] * slices
     return {
         "gradients": gradients,
         "KV cache": held,

@@ -83,8 +83,8 @@ class Demand:
     """Whether the head gives one number per text, and not logits."""
     reward_models: tuple[RewardModelSizes, ...] = ()
     """Those that score the completions of each step."""
-    soft: bool = False
-    """Whether the run trains through sampled tokens."""
+    soft: RolloutSizes | None = None
+    """The completions that each step trains through, if it does."""
     given_adapter: bool = False
     """Whether the run starts from an adapter, whose size is given."""
     before_bytes: int = 0
@@ -125,7 +125,7 @@ def options(demand: Demand) -> list[Option]:
             continue
         if demand.engine != "auto" and spill != demand.spill:
             continue
-        if demand.soft and (engine == "staged" or spill):
+        if demand.soft is not None and (engine == "staged" or spill):
             continue
         if (demand.spill and not spill) or (demand.forward and spill):
             continue
@@ -154,7 +154,7 @@ def bytes_to_update(demand: Demand, plan: Plan) -> int:
     """The bytes, with the margin, of a step beside the generation of its completions, if it has
     any: generating may need more without a margin, and less with it.
     """
-    if demand.rollouts is None or demand.soft:
+    if demand.rollouts is None:
         return 0
     return with_margin(largest(replace(demand, rollouts=None), plan), margin_of(demand))
 
