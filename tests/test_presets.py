@@ -40,7 +40,11 @@ def test_preset_trains_one_step(own_folder, small_demo, preset):
         make_model(folder, model.model_type, **TINY, num_hidden_layers=4)
         rows = {"answers": "data", "pairs": "pairs", "prompts": "data"}[config.row_kind]
         less += ["--data", small_demo / rows]
-    if config.row_kind == "prompts":
+    if config.objective == "soft":
+        reward = ["--objective", "reward", "--data", small_demo / "pairs", "--run", "rm"]
+        assert call("train", "--model", config.model, *reward, "--max-steps", 1) == 0
+        less += ["--max-new-tokens", 4, "--prompts-per-step", 2]
+    elif config.row_kind == "prompts":
         less += ["--reward", "length:3", "--rollouts", 2, "--max-new-tokens", 4]
         less += ["--no-mask-truncated"]  # a random model ends nowhere
     assert call("train", "--config", preset, *less) == 0

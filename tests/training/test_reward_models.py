@@ -323,3 +323,16 @@ def test_an_empty_completion_has_no_score_where_texts_are_encoded(rated):
     found = reward_models.score_rollouts(model, False, [empty, other])
     assert found[0] is None
     assert np.isfinite(found[1])
+
+
+def test_opening_a_reward_model_reads_no_weights(rated, tiny_model):
+    from your_ai.engine.opened import open_model
+    from your_ai.evaluation.reward_model import put_reward_model
+
+    run = train(rated(run="rm"))
+    mx.clear_cache()
+    opened = open_model(tiny_model, mx.float32)
+    before = mx.get_active_memory()
+    put_reward_model(opened, open_trained(str(run.path)))
+    own = sum(array.nbytes for _, array in tree_flatten(opened.network.trainable_parameters()))
+    assert mx.get_active_memory() - before <= own + 10_000

@@ -51,6 +51,9 @@ LOOKS = {
     "entropy": Look("policy", "entropy"),
     "clip_ratio/low_mean": Look("policy", "clipped low", percent),
     "clip_ratio/high_mean": Look("policy", "clipped high", percent),
+    "credit/residual": Look("policy", "credit left out", percent),
+    "temperature": Look("policy", "temperature"),
+    "reward_relaxed": Look("policy", "relaxed reward"),
     LENGTH: Look("rollouts", "length"),
     CUT_OFF: Look("rollouts", "cut off", percent),
     "frac_reward_zero_std": Look("rollouts", "no spread", percent),
@@ -62,6 +65,7 @@ IN_LINES = {
     "rewards/missing": "missing",
     "kl": "kl",
     "entropy": "entropy",
+    "credit/residual": "residual",
     LENGTH: "length",
     CUT_OFF: "cut off",
 }

@@ -163,7 +163,7 @@ def compare(
     hold(budget)
     put_new_layers(network, run.adapter)
     if is_reward:
-        saved_adapter.put_trained_score_head(network, run.adapter)
+        saved_adapter.put_trained_score_head(network, run.adapter, budget.demand.facts.hidden)
     engine = budget.choice.option.plan.engine
     built = build_engine(network, model.DropoutKeys([None]), engine, tensors=opened.tensors)
     allocator.free()

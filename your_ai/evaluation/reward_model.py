@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from your_ai.config import REWARD, TrainConfig
@@ -29,6 +28,7 @@ from your_ai.evaluation.compare import hold, training_of
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator
 from your_ai.memory.budget import budget_of_evaluation, row_limit
+from your_ai.memory.facts import facts_of
 from your_ai.modelfiles.quantized_copies import quantized_copy
 from your_ai.nets import model, saved_adapter
 from your_ai.nets.saved_adapter import Trained
@@ -125,10 +125,11 @@ def weights_of(run: Trained, max_memory_gb: float | None = None) -> Path:
     return run.base if bits is None else quantized_copy(run.base, bits, max_memory_gb)
 
 
-def put_reward_model(network: nn.Module, run: Trained) -> None:
-    """Add the adapter and the score head of a reward model to its base, frozen."""
-    saved_adapter.put_adapter(network, run.adapter)
-    saved_adapter.put_trained_score_head(network, run.adapter)
+def put_reward_model(opened: Opened, run: Trained) -> None:
+    """Add the adapter and the score head of a reward model to its base. No weight is read."""
+    saved_adapter.put_adapter(opened.network, run.adapter)
+    width = facts_of(opened.folder, opened.dtype.size).hidden
+    saved_adapter.put_trained_score_head(opened.network, run.adapter, width)
 
 
 def load_reward_model(
@@ -156,7 +157,7 @@ def load_reward_model(
         score_head=True,
     )
     hold(budget)
-    put_reward_model(opened.network, run)
+    put_reward_model(opened, run)
     plan = budget.choice.option.plan
     engine = engine_of(opened, plan.engine)
     rows_at = partial(plan.rows, batch_size=batch_size)

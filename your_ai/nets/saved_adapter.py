@@ -304,13 +304,13 @@ def check_generates(adapter: Adapter) -> None:
         )
 
 
-def put_trained_score_head(network: nn.Module, adapter: Adapter) -> None:
-    """Add the score head of a reward model's adapter, frozen.
+def put_trained_score_head(network: nn.Module, adapter: Adapter, hidden_size: int) -> None:
+    """Add the score head of a reward model's adapter, frozen; hidden_size: D of the model.
 
     Raises UserError if it is missing or damaged, or does not fit the model.
     """
     path = adapter.folder / checkpoint.SCORE_HEAD
-    weight, wanted = read_score_head(adapter), (1, hidden_size(network))
+    weight, wanted = read_score_head(adapter), (1, hidden_size)
     if weight.shape != wanted:
         found = model.text_of_shape(weight.shape)
         raise UserError(
@@ -337,11 +337,6 @@ def read_score_head(adapter: Adapter) -> mx.array:
         reason = getattr(error, "strerror", None) or shown(model.first_line(error))
         raise UserError(f"{path}: cannot be read ({reason})") from error
     return weight
-
-
-def hidden_size(network: nn.Module) -> int:
-    """D, the width of the hidden states before the head."""
-    return model.split(network).trunk(mx.zeros((1, 2), mx.int32)).shape[-1]  # never evaluated
 
 
 def put_adapter(network: nn.Module, adapter: Adapter) -> None:

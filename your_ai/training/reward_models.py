@@ -103,7 +103,7 @@ def open_reward_model(run: RewardRun, policy: Opened) -> Opened:
         opened = replace(policy, network=skeleton(policy.network))
     else:
         opened = open_model(weights_of(run.trained), policy.dtype)
-    put_reward_model(opened.network, run.trained)
+    put_reward_model(opened, run.trained)
     return opened
 
 

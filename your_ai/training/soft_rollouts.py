@@ -6,7 +6,6 @@ before the gradients. So a run that is killed and resumed trains the same comple
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,7 +125,7 @@ class SoftSource:
         self, records: Sequence[RolloutRecord], index: int, rows_at: RowsAt, scale: float
     ) -> tuple[Totals, Any]:
         """The sums of the step, and the gradients of `scale` times its loss."""
-        prepared, began = self.source.prepared, time.perf_counter()
+        prepared = self.source.prepared
         examples, engine = prepared.schedule.examples, self.engine(index)
         weights = examples.weights[[record.row for record in records]].astype(np.float64)
         keys = self.keys([record.row for record in records], index)
@@ -141,16 +140,14 @@ class SoftSource:
             del grads
             mx.eval(sums, total)
             totals.add(sums)
-        shown = {"kl": "kl", "credit_residual": RESIDUAL}
+        shown = {"kl": "kl"}
+        if prepared.config.soft_credit != "exact":
+            shown["credit_residual"] = RESIDUAL
         if not prepared.config.straight_through:
             shown["reward"] = "reward_relaxed"
         totals.metrics = {
             new: totals.metrics[old] for old, new in shown.items() if old in totals.metrics
         }
-        totals.metrics["seconds/update"] = (time.perf_counter() - began, 1)
-        totals.metrics["peak_bytes/update"] = (mx.get_peak_memory(), 1)
-        mx.clear_cache()
-        mx.reset_peak_memory()
         return totals, total
 
     def batches(self, records: Sequence[RolloutRecord], rows_at: RowsAt) -> list[Batch]:
