@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 
 from tests.dashboard.frames import record, reward_validation, rewarded, step
 from your_ai import __version__
-from your_ai.config import GRPO, REWARD, SFT, TrainConfig
+from your_ai.config import GRPO, REWARD, SFT, SOFT, TrainConfig
 from your_ai.hub.registry import known
 from your_ai.publish.card import (
     Base,
@@ -346,7 +346,11 @@ def test_card_of_a_run_that_trains_on_rewards_has_rewards_and_no_validation_loss
 def test_the_card_of_every_objective_names_its_method_and_paper(tmp_path, objective):
     text = exported(tmp_path, "peft", objective=objective)
     assert (objective == SFT) == ("It was trained " not in text.replace("It was trained on", ""))
-    how = {"simpo": "with SimPO", REWARD: "as a reward model"}
+    how = {
+        "simpo": "with SimPO",
+        REWARD: "as a reward model",
+        SOFT: "with straight-through Gumbel softmax",
+    }
     if objective != SFT:
         assert f"{how.get(objective, f'with {objective.upper()}')} ([arXiv:" in text
     assert ("pairs of answers" in text) == (objective in ("dpo", "ipo", "simpo", "orpo"))

@@ -278,9 +278,8 @@ def check_rollouts(config: TrainConfig) -> None:
 def check_soft(config: TrainConfig) -> None:
     """Raise UserError for settings that do not fit training through sampled tokens."""
     kind, colon, name = config.reward_model.partition(":")
-    if not config.reward_model:
-        raise UserError("--reward-model is missing: what soft trains against, as run:NAME")
-    if kind.strip() != "run" or not (colon and name.strip()):
+    is_run = kind.strip() == "run" and bool(colon) and bool(name.strip())
+    if config.reward_model and not is_run:
         raise UserError(
             f"--reward-model {quoted(config.reward_model)}: expected run:NAME, a run with "
             "--objective reward"

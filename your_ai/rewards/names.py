@@ -40,9 +40,14 @@ class WeightedName:
 
 
 def reward_texts(config: TrainConfig) -> tuple[str, ...]:
-    """What rewards the completions of a run. With soft, the reward model; others are only shown."""
+    """What rewards the completions of a run. With soft, the reward model; others are only shown.
+
+    Raises UserError if soft has no reward model.
+    """
     if config.objective != SOFT:
         return config.reward
+    if not config.reward_model:
+        raise UserError("--reward-model is missing: what soft trains against, as run:NAME")
     shown = [f"{parse_reward(text).name}=0" for text in config.reward]
     return (f"{config.reward_model}=1", *shown)
 
