@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from tests.conftest import TINY, make_model
@@ -12,7 +13,7 @@ from your_ai.engine.build import split_model
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.errors import UserError
 from your_ai.nets import model
-from your_ai.nets.embedding import InputEmbedding, input_embedding, same_rows
+from your_ai.nets.embedding import InputEmbedding, ResizedRows, input_embedding, same_rows
 from your_ai.nets.head import LayerRows
 from your_ai.nets.parts import Parts
 
@@ -80,3 +81,22 @@ def test_positions_added_to_embeddings_are_refused(gemma: InputEmbedding):
     assert trunk.embed_tokens is embed
     with pytest.raises(UserError, match="odd: the input of its first block is not a linear"):
         input_embedding(Parts(trunk, parts.blocks, parts.head), "odd")
+
+
+@pytest.mark.parametrize("count", [20, 30, 37])
+def test_resized_rows_are_those_of_a_padded_table(count):
+    layer = nn.Embedding(30, 8)
+    table = mx.concatenate([layer.weight, mx.zeros((10, 8))])[:count]
+    rows = ResizedRows(LayerRows(layer), count)
+    assert rows.shape == (count, 8)
+    hidden = mx.random.normal((3, 8), key=mx.random.key(0))
+    for start, stop in ((0, 12), (12, 20), (20, count), (25, count), (31, count)):
+        if start >= stop:
+            continue
+        part = rows.part(start, stop)
+        assert part.count == stop - start
+        assert mx.allclose(part.forward(hidden), hidden @ table[start:stop].T).item()
+        shares = mx.random.normal((3, stop - start), key=mx.random.key(1))
+        assert mx.allclose(part.backward(shares), shares @ table[start:stop], atol=1e-6).item()
+    tokens = mx.array([0, count - 1, 19])
+    assert mx.array_equal(rows.gather(tokens), table[tokens]).item()

@@ -225,8 +225,10 @@ def test_the_reference_is_the_adapter_that_the_run_starts_from(reward_model, sof
     assert events_of(run, events.Step)[0].metrics["kl"] == pytest.approx(0, abs=1e-6)
 
 
-def test_a_reward_model_of_another_base_with_the_tokenizer(reward_model, soft, tmp_path):
-    make_model(tmp_path / "other", "qwen2", 4, factor=1, **{**TINY, "hidden_size": 64})
+@pytest.mark.parametrize("more", [-32, 0, 32])
+def test_a_reward_model_of_another_base_with_the_tokenizer(reward_model, soft, tmp_path, more):
+    sizes = {**TINY, "hidden_size": 64, "vocab_size": TINY.get("vocab_size", 768) + more}
+    make_model(tmp_path / "other", "qwen2", 4, factor=1, **sizes)
     reward_model(model=str(tmp_path / "other"))
     run = train(soft())
     assert len(events_of(run, events.Step)) == 3

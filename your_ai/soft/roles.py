@@ -9,7 +9,7 @@ D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -24,7 +24,7 @@ from your_ai.engine.programs import Programs, trained_arrays
 from your_ai.engine.staged import Resident, Weights, finished
 from your_ai.errors import UserError
 from your_ai.nets.dora import Layers, dora_layers, norms_of
-from your_ai.nets.embedding import InputEmbedding, input_embedding
+from your_ai.nets.embedding import InputEmbedding, ResizedRows, input_embedding
 from your_ai.nets.gumbel import Noisy
 from your_ai.nets.head import LinearHead
 from your_ai.nets.model import DropoutKeys
@@ -187,8 +187,11 @@ def network_of(
     blocks: list[nn.Module] | None = None,
     weights: Weights | None = None,
     graphs: Graphs | None = None,
+    vocabulary: int | None = None,
 ) -> Network:
     """Take a model apart.
+
+    vocabulary: of the policy, for a reward model whose embedding has more or fewer rows.
 
     blocks, weights: of a streamed model, from `engine.weights.stream`.
     Raises UserError if the model cannot be taken apart, or has no linear head or embedding.
@@ -202,7 +205,9 @@ def network_of(
             f"{label}: its head is not a linear layer, which differentiable generation needs"
         )
     embedding = input_embedding(found.parts, label)
-    if embedding.rows.shape[0] != found.head.rows.shape[0]:
+    if vocabulary not in (None, embedding.rows.shape[0]):
+        embedding = replace(embedding, rows=ResizedRows(embedding.rows, vocabulary))
+    elif embedding.rows.shape[0] != found.head.rows.shape[0]:
         raise UserError(f"{label}: its embedding and its head have different vocabularies")
     names = {id(module): name for name, module in model.named_modules()}
     parts = found.parts

@@ -108,7 +108,8 @@ def build_networks(
     for opened in (reward, reference):
         if opened is not None:
             opened.network.freeze()
-            others.append(network_of_opened(opened, streams, graphs))
+            vocabulary = network.final.rows.shape[0]
+            others.append(network_of_opened(opened, streams, graphs, vocabulary))
     roles = Roles(network, RewardNetwork(others[0], score), *others[1:])
     allocator.free()
     if streams or not exact:
@@ -119,12 +120,16 @@ def build_networks(
         return SoftNetworks(roles, None, (f"{error}; its gradients are computed by sweeps",))
 
 
-def network_of_opened(opened: Opened, streams: bool, graphs: Graphs) -> Network:
+def network_of_opened(
+    opened: Opened, streams: bool, graphs: Graphs, vocabulary: int | None = None
+) -> Network:
+    """Take a network apart, and read its weights, or stream them; vocabulary: of the policy."""
     dequantize_on_the_cpu(opened.network)
     if streams and opened.can_stream:
-        return network_of(opened.network, *stream(opened.network, opened.tensors), graphs)
+        streamed = stream(opened.network, opened.tensors)
+        return network_of(opened.network, *streamed, graphs, vocabulary)
     load(opened.network)
-    return network_of(opened.network, graphs=graphs)
+    return network_of(opened.network, graphs=graphs, vocabulary=vocabulary)
 
 
 def score_completions(network: RewardNetwork, rollouts: Sequence[Rollout]) -> list[float | None]:
