@@ -109,3 +109,16 @@ def test_rewards_make_more_fields_of_the_records_right(small_demo):
     first, *_ = events_of(find("r"), events.Step)
     (end,) = events_of(find("r"), events.Validation)
     assert end.metrics["reward"] > first.metrics["reward"] + 0.3
+
+
+def test_a_reward_model_tells_pairs_apart_and_moves_a_policy_through_its_tokens(small_demo):
+    """Fewer steps than in both demos."""
+    less = ["--max-steps", 8, "--batch-size", 4, "--learning-rate", 2e-3, "--eval-every", 0]
+    assert call("train", "--config", "demo-reward", "--run", "rm", *less) == 0
+    (end,) = events_of(find("rm"), events.Validation)
+    assert end.metrics["rewards/accuracies"] > 0.9
+    few = ["--max-steps", 2, "--prompts-per-step", 2, "--eval-every", 0, "--learning-rate", 4e-3]
+    assert call("train", "--config", "demo-soft", "--run", "softly", *few) == 0
+    first, *_, last = events_of(find("softly"), events.Step)
+    assert first.metrics["kl"] < 1e-6 < last.metrics["kl"]
+    assert any(name.startswith("rewards/regex") for name in last.metrics)
