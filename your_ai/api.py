@@ -7,6 +7,7 @@ Importing it is quick; MLX is loaded by what needs it. Errors that are the calle
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -187,6 +188,12 @@ class Run:
         (tokens, bounded), *_ = self._loaded[key].fit([asked], sampling)
         return "".join(r.text for r in self._loaded[key].respond(tokens, bounded))
 
+    def score(
+        self, rows: str | Path | Iterable[dict[str, Any]], **options: Any
+    ) -> Iterator[dict[str, Any]]:
+        """The rows with the rewards that this run, a reward model, gives; see `score`."""
+        return score(self, rows, **options)
+
     def unload(self) -> None:
         """Drop the model that `generate` loaded."""
         self._loaded.clear()
@@ -320,7 +327,7 @@ def evaluate(
 
 def score(
     run: Run | str | Path,
-    file: str | Path,
+    rows: str | Path | Iterable[dict[str, Any]],
     *,
     too_long: str = "error",
     batch_size: int = 8,
@@ -329,28 +336,38 @@ def score(
     model: str | None = None,
     on_note: Callable[[str], object] = lambda text: None,
 ) -> Iterator[dict[str, Any]]:
-    """Score the rows of a file with a reward model; yield each row with its `reward`.
+    """Score rows with a reward model; yield each row with its `reward`.
 
-    file: rows with an answer, or with `chosen` and `rejected`, which get `reward_chosen` and
-    `reward_rejected`; - is standard input. too_long: error or truncate. max_memory: limit of this
-    process, in GB. Raises UserError and RunError.
+    rows: a file, or - for standard input, or the rows themselves. Those with an answer get
+    `reward`, those with `chosen` and `rejected` get `reward_chosen` and `reward_rejected`.
+    too_long: error or truncate. batch_size: rows that go through together, if they fit.
+    max_memory: limit of this process, in GB. Raises UserError and RunError.
     """
-    from your_ai.data.sources import STDIN, save_stdin
-    from your_ai.evaluation.reward_model import load_reward_model, score_file
-    from your_ai.hub.find import store
+    from your_ai.evaluation.reward_model import check_reward_run, score_rows
 
     if too_long not in ("error", "truncate"):
         raise UserError(f"--too-long {too_long}: must be error or truncate")
+    if batch_size < 1:
+        raise UserError(f"--batch-size {batch_size}: must be at least 1")
+    if max_memory is not None and not (math.isfinite(max_memory) and max_memory > 0):
+        raise UserError(f"--max-memory {max_memory}: must be a number above 0")
     trained = _trained(_run(run).path, checkpoint, model)
-    path = save_stdin(store(), label="score -") if str(file) == STDIN else Path(file).expanduser()
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; give a file of rows, or - for standard input")
+    check_reward_run(trained, "score")
+    if isinstance(rows, str | Path) and str(rows) != "-":
+        path = Path(rows).expanduser()
+        if path.is_dir():
+            raise UserError(f"{path}: is a folder; give a file of rows")
+        if not path.is_file():
+            raise UserError(f"{path}: no such file; give a file of rows, or - for standard input")
     if trained.note:
         on_note(trained.note)
-    scorer = _guarded(trained.folder, lambda: load_reward_model(trained, max_memory, batch_size))
-    rows = score_file(scorer, path, trained.config, too_long)
-    while (row := _guarded(trained.folder, lambda: next(rows, None))) is not None:
-        yield row
+    found = score_rows(trained, rows, too_long, batch_size, max_memory)
+
+    def each() -> Iterator[dict[str, Any]]:
+        while (row := _guarded(trained.folder, lambda: next(found, None))) is not None:
+            yield row
+
+    return each()
 
 
 def generate(run: Run | str | Path, prompt: str | Sequence[Message], **options: Any) -> str:

@@ -19,6 +19,7 @@ from your_ai.data.preferences import (
     parse_any,
     parse_labels,
     parse_pairs,
+    parser_of,
     with_other_answers,
 )
 from your_ai.data.rows import Chat, Labeled, Pair, Preference, Row
@@ -318,3 +319,33 @@ def test_the_rows_of_one_file_may_differ_in_form(own_folder, demo_tokenizer):
     assert len(load(own_folder, demo_tokenizer, rows, "pairs")) == 4
     with pytest.raises(UserError, match=r"train\.jsonl:3: expected chosen \+ rejected"):
         load(own_folder, demo_tokenizer, [*rows, json.loads('{"text": "t"}')], "pairs")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": "Yes indeed", "rejected": "No way"},
+        {
+            "chosen": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "Yes"}],
+            "rejected": [{"role": "user", "content": "B"}, {"role": "assistant", "content": "No"}],
+        },
+    ],
+)
+def test_a_reward_model_compares_texts_that_have_nothing_in_common(row):
+    content = parser_of("rated")(row, "d.jsonl:1").content
+    assert content.chosen != content.rejected
+    if isinstance(row["chosen"], str):
+        assert (content.chosen.text, content.rejected.text) == (row["chosen"], row["rejected"])
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True) | st.text() | st.booleans() | st.none())
+def test_any_score_is_a_number_or_refused_in_one_line(score):
+    row = {"prompt": "a", "completion": "b", "score": score}
+    try:
+        found = parser_of("rated")(row, "d.jsonl:1").content.score
+    except UserError as error:
+        assert str(error).startswith("d.jsonl:1: score: expected a number")
+        assert "\n" not in str(error)
+    else:
+        assert found == float(score)
+        assert abs(found) <= 1e6

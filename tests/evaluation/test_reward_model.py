@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -129,8 +131,8 @@ def test_the_command_prints_json_lines(pairs, tmp_path, capsys):
     ("rows", "text"),
     [
         ([{"prompt": "a"}], "unknown row format"),
-        ([{"prompt": "a", "completion": ""}], "no token to train"),
-        ([{"prompt": "a", "completion": "b " * 4000}], "more than --max-seq-length"),
+        ([{"prompt": "a", "completion": ""}], "no token to score"),
+        ([{"prompt": "a", "completion": "b " * 4000}], "more than the --max-seq-length"),
     ],
 )
 def test_bad_rows_are_named(pairs, tmp_path, rows, text):
@@ -176,3 +178,36 @@ def test_a_correlation_is_pearsons():
     assert drawn.low < found.adapter < drawn.high < 1
     constant = paired_correlation(np.ones(50), near, wanted, 10, 0)
     assert np.isnan(constant.base)
+
+
+def test_rows_in_memory_are_scored_like_those_of_a_file(pairs, tmp_path):
+    assert list(your_ai.score(pairs, PAIRS[:2])) == scored(pairs, PAIRS[:2], tmp_path)
+    assert next(your_ai.load_run(pairs).score(iter(PAIRS[:1])))["prompt"] == "Question 0"
+    with pytest.raises(UserError, match="row 2: unknown row format"):
+        list(your_ai.score(pairs, [PAIRS[0], {"prompt": "a"}]))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_memory": float("nan")}, "--max-memory nan"),
+        ({"batch_size": 0}, "--batch-size 0"),
+        ({"too_long": "split"}, "--too-long split"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(pairs, options, text):
+    with pytest.raises(UserError, match=text):
+        your_ai.score(pairs, PAIRS, **options)
+
+
+def test_standard_input_is_not_kept(pairs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    tempfile.tempdir = None
+    for text in (json.dumps(PAIRS[0]), '{"prompt": "a"}'):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        call("score", pairs)
+    printed = capsys.readouterr()
+    assert "reward_chosen" in printed.out
+    assert "error: standard input:1: unknown row format" in printed.err
+    assert list(tmp_path.iterdir()) == []
+    tempfile.tempdir = None

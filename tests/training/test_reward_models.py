@@ -336,3 +336,26 @@ def test_opening_a_reward_model_reads_no_weights(rated, tiny_model):
     put_reward_model(opened, open_trained(str(run.path)))
     own = sum(array.nbytes for _, array in tree_flatten(opened.network.trainable_parameters()))
     assert mx.get_active_memory() - before <= own + 10_000
+
+
+def test_rows_of_another_form_for_validation_are_refused(own_folder, rated):
+    mixed = own_folder / "mixed"
+    write_rows(mixed / "train.jsonl", PAIRS)
+    write_rows(mixed / "valid.jsonl", SCORED)
+    with pytest.raises(UserError, match=r"valid\.jsonl:1: is an answer with a score, but .*train"):
+        train(rated("mixed"))
+
+
+def test_a_completion_that_was_cut_off_has_no_end_token(rated):
+    train(rated(run="rm"))
+    model = load_reward_model(open_trained("rm"))
+    asked = [{"role": "user", "content": "Ask"}]
+    whole, cut = (
+        reward_models.encoded(
+            model, False, Rollout("Ask", asked, "Yes", 1, truncated, None, {}, "p:1", 0)
+        )
+        for truncated in (False, True)
+    )
+    assert int(whole.tokens[-2]) in model.encoder.tokenizer.eos_token_ids
+    assert cut.tokens.tolist() == [*whole.tokens[:-2].tolist(), 0]
+    assert cut.trained.tolist() == [False] * (len(cut.tokens) - 1) + [True]

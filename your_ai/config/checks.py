@@ -252,7 +252,7 @@ def check_objective(config: TrainConfig) -> None:
         if getattr(config, name):
             raise UserError(
                 f"{flag(name)}: not supported with --objective {config.objective}, which compares "
-                "log-probabilities that the noise would change"
+                "several passes that the noise would make different"
             )
 
 

@@ -152,7 +152,8 @@ class Encoder:
             tokens, trained = self._encode_text(content, where)
         trained[:1] = False  # nothing predicts the first token
         if not trained.any() or not has_answer(content):
-            raise UserError(f"{where}: no token to train; the row has no answer or no text")
+            use = "score" if self.kind == "rated" else "train"
+            raise UserError(f"{where}: no token to {use}; the row has no answer or no text")
         check_ids(tokens, self.vocabulary, self.tokenizer, where)
         return EncodedRow(tokens, trained)
 

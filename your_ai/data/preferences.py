@@ -23,6 +23,7 @@ from your_ai.data.rows import (
     Preference,
     Row,
     Scored,
+    Text,
     as_chat,
     parse_row,
     parse_tools,
@@ -84,8 +85,11 @@ def parse_answers(row: dict, where: str) -> Row:
     return parse_row(row, where)
 
 
-def parse_pairs(row: dict, where: str) -> Row:
-    """`chosen` and `rejected`: texts, or lists of messages; with or without `prompt`."""
+def parse_pairs(row: dict, where: str, alone: bool = False) -> Row:
+    """`chosen` and `rejected`: texts, or lists of messages; with or without `prompt`.
+
+    alone: as in `preference_of`.
+    """
     if not all(key in row for key in PAIR_KEYS[0]):
         kind = kind_of(row)
         if kind is None:
@@ -96,7 +100,7 @@ def parse_pairs(row: dict, where: str) -> Row:
             )
         text = "a label" if kind == "labels" else "one answer"
         raise refused(where, "chosen + rejected", text, kind)
-    content = preference_of(row, where)
+    content = preference_of(row, where, alone)
     if content.chosen == content.rejected:
         raise UserError(f"{where}: chosen equals rejected: nothing is preferred")
     return Row(where, content, parse_weight(row, where))
@@ -151,7 +155,7 @@ def parse_rated(row: dict, where: str) -> Row:
     """Rows of a reward model: pairs, maybe with a `margin`; or an answer with a `score`."""
     kind, score = kind_of(row), rating_of(row, SCORE, where)
     if kind == "pairs":
-        found = parse_pairs(row, where)
+        found = parse_pairs(row, where, alone=True)
         margin = rating_of(row, MARGIN, where) or 0.0
         if margin < 0:
             raise UserError(f"{where}: margin {margin:g}: must be at least 0; swap the answers")
@@ -172,7 +176,7 @@ def parse_rated(row: dict, where: str) -> Row:
 def parse_to_score(row: dict, where: str) -> Row:
     """Rows that a reward model scores: pairs, or rows with an answer."""
     if kind_of(row) == "pairs":
-        return Row(where, preference_of(row, where), parse_weight(row, where))
+        return Row(where, preference_of(row, where, alone=True), parse_weight(row, where))
     parsed = parse_row(answer_without(row, ("label",)), where)
     content = parsed.content
     if isinstance(content, Chat):
@@ -313,15 +317,20 @@ def refused(where: str, wanted: str, found: str, kind: Kind) -> UserError:
     )
 
 
-def preference_of(row: dict, where: str) -> Preference:
-    """Both answers with their prompt."""
+def preference_of(row: dict, where: str, alone: bool = False) -> Preference:
+    """Both answers with their prompt.
+
+    alone: texts without a prompt and without a common beginning are compared as they are.
+    """
     chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise UserError(f"{where}: chosen and rejected: expected two texts or two lists")
     if isinstance(chosen, list):
-        return chats_of(row, prompt, where)
+        return chats_of(row, prompt, where, alone)
     texts = (text_field(row, "chosen", where), text_field(row, "rejected", where))
     if "prompt" not in row:
+        if alone and not beginning_of(*texts).strip() and all(text.strip() for text in texts):
+            return Preference(*map(Text, texts))
         prompt, *texts = shared_text(*texts, where)
     elif isinstance(prompt, list):
         asked = with_system(row, parse_turns(prompt, "prompt", where), where)
@@ -335,7 +344,7 @@ def preference_of(row: dict, where: str) -> Preference:
     return Preference(*(as_chat(row, prompt, text, where) for text in texts))
 
 
-def chats_of(row: dict, prompt: Any, where: str) -> Preference:
+def chats_of(row: dict, prompt: Any, where: str, alone: bool = False) -> Preference:
     """Both answers as chats. The lists may repeat the prompt."""
     tools = parse_tools(row, where)
     answers = [parse_turns(row[key], key, where) for key in ("chosen", "rejected")]
@@ -351,7 +360,7 @@ def chats_of(row: dict, prompt: Any, where: str) -> Preference:
             shared = 0
     elif prompt is None or isinstance(prompt, str):  # some data sets repeat the question as prompt
         asked = []
-        if not shared:
+        if not (shared or alone):
             raise UserError(f"{where}: chosen and rejected have no common beginning, and no prompt")
     else:
         raise UserError(f"{where}: prompt: expected text or messages")
@@ -379,10 +388,15 @@ def shared_text(chosen: str, rejected: str, where: str) -> tuple[str, str, str]:
 
     No word is cut, and a space before the answers belongs to them, as in TRL.
     """
-    end = len(os.path.commonprefix([chosen, rejected]))  # noqa: RUF071 (characters, as wanted)
-    while end and not chosen[end - 1].isspace():
-        end -= 1
-    prompt = chosen[:end].removesuffix(" ")
+    prompt = beginning_of(chosen, rejected)
     if not prompt.strip():
         raise UserError(f"{where}: chosen and rejected have no common beginning, and no prompt")
     return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
+
+
+def beginning_of(chosen: str, rejected: str) -> str:
+    """What both texts begin with, in whole words, without the space after it."""
+    end = len(os.path.commonprefix([chosen, rejected]))  # noqa: RUF071 (characters, as wanted)
+    while end and not chosen[end - 1].isspace():
+        end -= 1
+    return chosen[:end].removesuffix(" ")

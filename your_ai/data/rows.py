@@ -106,8 +106,8 @@ class Text:
 class Preference:
     """Two answers to the same prompt, of which one is preferred."""
 
-    chosen: Chat | Pair
-    rejected: Chat | Pair
+    chosen: Chat | Pair | Text
+    rejected: Chat | Pair | Text
     margin: float = 0.0
     """By how much the score of the chosen answer is to be higher; for reward models."""
 

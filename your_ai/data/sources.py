@@ -28,7 +28,7 @@ from your_ai.config import AUTO, DEMO_DATA, FIELDS, FOLDER, NONE, REWARD, TrainC
 from your_ai.data.columns import Layout, lacks_label, layout_of
 from your_ai.data.examples import delete_unused, unwritable
 from your_ai.data.hub_datasets import PREFIX, SplitRows, find_dataset, parse_name, split_named
-from your_ai.data.preferences import form_of_rated, kind_of, parser_of
+from your_ai.data.preferences import form_of_rated, kind_of, of_one_form, parser_of
 from your_ai.data.prompts import is_prompt_row
 from your_ai.data.records import SUFFIXES, form_of, is_compressed, read_records, suffix_of
 from your_ai.data.rows import ORIGIN, ParseRow, RowLimit, read_first_row, read_rows
@@ -126,11 +126,13 @@ def with_reward_loss(config: TrainConfig, splits: Splits) -> TrainConfig:
     """
     if config.objective != REWARD or "train" not in splits.files:
         return config
-    path = splits.files["train"]
-    row = next(read_rows(path, RowLimit(config.max_row_bytes), parser_of(config.row_kind)), None)
-    if row is None:
+    limit, parse = RowLimit(config.max_row_bytes), parser_of(config.row_kind)
+    paths = [splits.files[name] for name in SPLITS if name in splits.files]
+    rows = (next(read_rows(path, limit, parse), None) for path in paths)
+    firsts = list(of_one_form(filter(None, rows)))  # one form in all splits
+    if not firsts:
         return config
-    found = form_of_rated(row)
+    row, found = firsts[0], form_of_rated(firsts[0])
     if config.reward_loss not in (AUTO, found):
         raise UserError(
             f"--reward-loss {config.reward_loss}: the rows are {found} ({row.where}); use "
@@ -314,7 +316,7 @@ def data_files(folder: Path) -> list[Path]:
     return [path for path in named if path.is_file()]
 
 
-def save_stdin(folder: Path, file: BinaryIO | None = None, label: str = "--data -") -> Path:
+def save_stdin(folder: Path, file: BinaryIO | None = None) -> Path:
     """Keep what standard input has, so that the run can be resumed. Returns the file.
 
     Raises UserError if there is nothing, or it cannot be written.
@@ -331,7 +333,7 @@ def save_stdin(folder: Path, file: BinaryIO | None = None, label: str = "--data 
                 target.write(block)
             size = target.tell()
         if not size:
-            raise UserError(f"{label}: standard input is empty")
+            raise UserError("--data -: standard input is empty")
         path = place / f"{digest.hexdigest()[:32]}.data"
         partial.replace(path)
         return path

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -20,11 +23,13 @@ from your_ai.data.examples import Examples, RowCounts, fit
 from your_ai.data.preferences import parse_to_score
 from your_ai.data.records import read_records
 from your_ai.data.rows import Row
+from your_ai.data.sources import STDIN
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import Opened, open_model
 from your_ai.engine.protocol import Engine
 from your_ai.errors import UserError
 from your_ai.evaluation.compare import hold, training_of
+from your_ai.gates.text import counted
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator
 from your_ai.memory.budget import budget_of_evaluation, row_limit
@@ -53,6 +58,12 @@ class RewardModel:
         """The texts of a row: two for a pair. Raises UserError for one that cannot be scored."""
         texts = []
         for text in self.encoder.encode_all(row):
+            count = len(text.tokens)
+            if too_long == "error" and count > self.max_seq_length:
+                raise UserError(
+                    f"{row.where}: {counted(count, 'token')}, more than the --max-seq-length "
+                    f"{self.max_seq_length} of {self.name}; shorten it, or use --too-long truncate"
+                )
             fitted, _ = next(fit(text, self.max_seq_length, too_long, row.where))
             if fitted is None:
                 raise UserError(
@@ -76,19 +87,50 @@ class RewardModel:
         return found
 
 
-def score_file(
-    scorer: RewardModel, path: Path, config: TrainConfig, too_long: str
+def score_rows(
+    run: Trained,
+    rows: str | Path | Iterable[dict[str, Any]],
+    too_long: str,
+    batch_size: int,
+    max_memory_gb: float | None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a file, each with its reward, or of a pair with reward_chosen and
-    reward_rejected. Some rows are scored together.
+    """The rows, each with its reward, or of a pair with reward_chosen and reward_rejected.
 
-    config: of the run, whose columns and prompt template are those of the file.
+    rows: a file, - for standard input, or the rows themselves. Some are scored together. The
+    columns and the prompt template are those of the run.
 
-    Raises UserError for a row that cannot be scored.
+    Raises UserError for a row that cannot be scored, and if the model does not fit.
     """
-    limit = scorer.encoder.limit
+    scorer = load_reward_model(run, max_memory_gb, batch_size)
+    if not isinstance(rows, str | Path):
+        records = ((f"row {number}", record) for number, record in enumerate(rows, 1))
+        yield from score_records(scorer, records, run.config, too_long)
+    elif str(rows) == STDIN:
+        with tempfile.TemporaryDirectory() as folder:  # private data: deleted in any case
+            path = Path(folder, "stdin.data")
+            with path.open("wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file)
+            try:
+                if not path.stat().st_size:
+                    raise UserError("score -: standard input is empty")
+                records = read_records(path, scorer.encoder.limit)
+                yield from score_records(scorer, records, run.config, too_long)
+            except UserError as error:
+                raise UserError(str(error).replace(str(path), "standard input")) from error
+    else:
+        records = read_records(Path(rows).expanduser(), scorer.encoder.limit)
+        yield from score_records(scorer, records, run.config, too_long)
+
+
+def score_records(
+    scorer: RewardModel,
+    records: Iterable[tuple[str, dict[str, Any]]],
+    config: TrainConfig,
+    too_long: str,
+) -> Iterator[dict[str, Any]]:
+    """As `score_rows`; records: with the place of each, for messages."""
     layout = layout_of(config.columns, config.prompt_template)
-    records = iter(read_records(path, limit))
+    records = iter(records)
     while part := list(islice(records, ROWS_TOGETHER)):
         texts = []
         for where, record in part:

@@ -84,6 +84,7 @@ class Scores(NamedTuple):
     """Under the current adapters."""
 
 
+ROUNDING = 1e-6  # of sums in float32, relative
 # name -> (the sum of a value over some targets, the count to divide it by), both of shape ().
 Metrics = dict[str, tuple[mx.array, mx.array]]
 
@@ -129,7 +130,8 @@ class Totals:
         if chosen is not None and rejected is not None:
             found.setdefault("rewards/margins", chosen - rejected)
         if (square := found.pop("scores/square", None)) is not None:
-            found["scores/std"] = math.sqrt(max(0.0, square - found["scores/mean"] ** 2))
+            variance = square - found["scores/mean"] ** 2
+            found["scores/std"] = math.sqrt(variance) if variance > ROUNDING * square else 0.0
         return found
 
 

@@ -55,7 +55,7 @@ def origin_notes(trained: Trained) -> list[str]:
         how = name if objective == REWARD else f"with {name}"
         notes.append(f"It was trained {how} ({link}) on {rows}.")
     if objective == SOFT:
-        notes.append("They were scored by a reward model.")
+        notes.append(f"They were scored by the reward model {code(trained.config.reward_model)}.")
     if objective == GRPO and trained.config.reward:
         notes.append(f"They were rewarded for {rewards_text(trained.config.reward)}.")
     if trained.config.from_adapter:

@@ -207,18 +207,18 @@ def cached_program(block: nn.Module, call: CachedCall) -> CachedProgram:
 def cached_blocks(network: Network) -> CachedBlocks:
     """Raises UserError if the model does not keep plain keys and values, or does not use them as
     its own generation does."""
-    problem = UserError(
-        f"{network.label}: its cache is not one of plain keys and values, which exact columns "
-        "need; use sweeps"
-    )
     caches = make_prompt_cache(network.model)
     if len(caches) != len(network.parts.blocks) or any(type(c) is not KVCache for c in caches):
-        raise problem
+        raise UserError(
+            f"{network.label}: its cache is not one of plain keys and values, which columns need"
+        )
     with suppress_model_errors():  # an architecture with another layout
         found = CachedBlocks(network, _record(network))
         if _agrees(found):
             return found
-    raise problem
+    raise UserError(
+        f"{network.label}: its blocks, one token at a time, do not compute what it does"
+    )
 
 
 def _record(network: Network) -> list[CachedCall]:
@@ -273,7 +273,8 @@ def _agrees(found: CachedBlocks) -> bool:
         whole = network.model(tokens[row : row + 1, padding:])[0].astype(mx.float32)
         distance += mx.square(ours[row, padding:] - whole).sum()
         size += mx.square(whole).sum()
-    tolerance = 1e-3 if hidden.dtype == mx.float32 else 5e-2
+    # Wrong masks or positions are as far away as other tokens; half precision, up to a tenth.
+    tolerance = 1e-3 if hidden.dtype == mx.float32 else 0.2
     return (distance <= tolerance**2 * size).item()
 
 

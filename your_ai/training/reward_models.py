@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from your_ai.config import TrainConfig
+from your_ai.config import SOFT, TrainConfig
 from your_ai.data.encode import EncodedRow
 from your_ai.data.rows import Chat, Pair, Row, Scored
 from your_ai.engine.opened import Opened, open_model
@@ -76,11 +76,13 @@ def reward_runs(config: TrainConfig, files: dict[str, str]) -> list[RewardRun]:
     for each in parse_rewards(texts) if texts else ():
         if each.kind != RUN:
             continue
+        is_trained_against = config.objective == SOFT and each.name == parse_rewards(texts)[0].name
+        label = f"{'--reward-model' if is_trained_against else '--reward'} {each.name}"
         try:
             trained = open_trained(each.argument)
         except UserError as error:
-            raise UserError(f"--reward {each.name}: {error}") from error
-        check_reward_run(trained, f"--reward {each.name}")
+            raise UserError(f"{label}: {error}") from error
+        check_reward_run(trained, label)
         theirs = fingerprint(trained.base)
         same = base_files(theirs) == base_files(files)
         found.append(
@@ -151,4 +153,8 @@ def encoded(model: RewardModel, shares_tokenizer: bool, rollout: Rollout) -> Enc
         (text,) = model.encode(Row(rollout.where, Scored(content, 0.0), 1.0), "truncate")
     except UserError:
         return None
+    ends = model.encoder.tokenizer.eos_token_ids
+    if rollout.truncated and len(text.tokens) > 2 and int(text.tokens[-2]) in ends:
+        tokens = np.delete(text.tokens, -2)  # it was cut off, so it has no end
+        text = EncodedRow(tokens, np.arange(len(tokens)) == len(tokens) - 1)
     return text

@@ -117,7 +117,7 @@ def build_networks(
     try:
         return SoftNetworks(roles, cached_blocks(network))
     except UserError as error:
-        return SoftNetworks(roles, None, (f"{error}; its gradients are computed by sweeps",))
+        return SoftNetworks(roles, None, (f"{error}; gradients are computed by sweeps",))
 
 
 def network_of_opened(
