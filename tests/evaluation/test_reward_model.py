@@ -69,7 +69,7 @@ def test_the_score_of_a_text_depends_on_no_other_text(pairs, tmp_path):
         assert one["reward_chosen"] == pytest.approx(other["reward_chosen"], abs=1e-4)
 
 
-@pytest.mark.parametrize("memory", [0.25, None])
+@pytest.mark.parametrize("memory", [2.0, None])
 def test_scores_are_the_same_inside_a_small_limit(pairs, tmp_path, memory):
     whole = scored(pairs, PAIRS[:2], tmp_path)
     found = scored(pairs, PAIRS[:2], tmp_path / "again", max_memory=memory, batch_size=1)
