@@ -308,7 +308,9 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
             smaller = ladder[1] if len(ladder) > 1 else None
             return Choice(option, level, smaller, above[-1] if above else None)
     fitting = [option for option in every if option.needed_bytes <= limit_bytes]
-    fitting = [option for option in fitting if can_begin(demand, option, limit_bytes)] or fitting
+    if demand.soft is None:  # else nothing is measured before the first step
+        begins = [option for option in fitting if can_begin(demand, option, limit_bytes)]
+        fitting = begins or fitting
     fitting = (
         fitting
         or unmeasured(demand, every, limit_bytes)
