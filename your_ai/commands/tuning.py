@@ -12,7 +12,7 @@ import typer
 from your_ai.commands import training
 from your_ai.commands.models import find_or_fetch
 from your_ai.commands.options import option, with_settings
-from your_ai.config import TrainConfig, flag, negated, resolve
+from your_ai.config import REWARD, TrainConfig, flag, negated, resolve
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
 
@@ -133,10 +133,11 @@ def finish(folder: TuneFolder, rows: Sequence[TrialRow], console: Console, as_js
     console.print(trials_table(rows, console.width))
     if best is not None:
         run = folder.trial(best.number).reference
+        is_reward = folder.trial(best.number).read_config().objective == REWARD
         for line in (
             f"best: trial {best.number:03}: {settings_text(best.settings)}",
             f"  its adapter: {folder.trial(best.number).adapter}",
-            f"  your_ai generate {run}",
+            f"  your_ai {'score' if is_reward else 'generate'} {run}",
             f"  your_ai train --config {folder.best}",
         ):
             console.print(line, soft_wrap=True)
