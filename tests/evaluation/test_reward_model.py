@@ -35,6 +35,7 @@ def reward_run(root: Path, model: Path, rows: list[dict], **settings) -> Path:
     for split in ("train", "test"):
         write_rows(data / f"{split}.jsonl", rows)
     more = {"objective": "reward", "learning_rate": 1e-2, "valid": "none", "max_steps": 20}
+    more["max_seq_length"] = 256
     return trained_run(root, model, data=str(data), **{**more, **settings})
 
 
@@ -132,7 +133,7 @@ def test_the_command_prints_json_lines(pairs, tmp_path, capsys):
     [
         ([{"prompt": "a"}], "unknown row format"),
         ([{"prompt": "a", "completion": ""}], "no token to score"),
-        ([{"prompt": "a", "completion": "b " * 4000}], "more than the --max-seq-length"),
+        ([{"prompt": "a", "completion": "b " * 400}], "more than the --max-seq-length"),
     ],
 )
 def test_bad_rows_are_named(pairs, tmp_path, rows, text):
@@ -141,7 +142,7 @@ def test_bad_rows_are_named(pairs, tmp_path, rows, text):
 
 
 def test_a_long_row_can_be_truncated(pairs, tmp_path):
-    rows = [{"prompt": "a", "completion": "b " * 4000}]
+    rows = [{"prompt": "a", "completion": "b " * 400}]
     (row,) = scored(pairs, rows, tmp_path, too_long="truncate")
     assert np.isfinite(row["reward"])
 

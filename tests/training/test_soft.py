@@ -106,10 +106,10 @@ def test_resident_and_streamed_weights_learn_the_same(reward_model, soft, monkey
         monkeypatch.setattr(
             module, name, lambda *a, inner=inner, n=name: (used.append(n), inner(*a))[1]
         )
-    fused = train(soft(run="fused", plan="fused"))
+    fused = train(soft(run="fused", plan="fused", max_steps=2))
     assert set(used) == {"gradients"}
     used.clear()
-    streamed = train(soft(run="streamed", plan="streamed"))
+    streamed = train(soft(run="streamed", plan="streamed", max_steps=2))
     assert set(used) == {"sweep"}
     assert losses_of(streamed) == pytest.approx(losses_of(fused), rel=1e-3, abs=1e-3)
     norms = [[s.grad_norm for s in events_of(r, events.Step)] for r in (fused, streamed)]
@@ -135,9 +135,11 @@ def test_the_update_does_not_depend_on_the_micro_batches(reward_model, soft, siz
 )
 def test_every_setting_trains_and_resumes(reward_model, soft, settings):
     reward_model()
-    whole = train(soft(run="whole", **settings))
-    cut = train(soft(run="cut", **{**settings, "max_steps": 3}))
-    assert adapter_of(cut) == adapter_of(whole)
+    whole = train(soft(run="whole", max_steps=2, **settings))
+    if "temperature_end" not in settings:  # it is reached at the last step, wherever that is
+        cut = train(soft(run="cut", max_steps=1, **settings))
+        assert resume(cut, max_steps=2) == 0
+        assert adapter_of(cut) == adapter_of(whole)
     assert all(step.grad_norm > 0 for step in events_of(whole, events.Step))
     if not settings.get("straight_through", True):
         assert "reward_relaxed" in events_of(whole, events.Step)[0].metrics
@@ -161,7 +163,7 @@ def test_a_run_that_is_killed_in_any_phase_ends_with_the_same_bytes(
     reward_model, soft, monkeypatch, place
 ):
     reward_model()
-    whole = train(soft(run="whole"))
+    whole = train(soft(run="whole", max_steps=2))
     counts = {"n": 0}
 
     def dying(function):
@@ -182,7 +184,7 @@ def test_a_run_that_is_killed_in_any_phase_ends_with_the_same_bytes(
     with monkeypatch.context() as patch:
         patch.setattr(target, name, dying(getattr(target, name)))
         with pytest.raises(Killed):
-            train(soft(run="killed", save_every=1))
+            train(soft(run="killed", max_steps=2, save_every=1))
     killed = find("killed")
     assert resume(killed) == 0
     assert adapter_of(killed) == adapter_of(whole)
@@ -284,8 +286,8 @@ def test_the_temperature_changes_linearly():
 
 def test_completions_do_not_depend_on_where_a_run_was_cut(reward_model, soft):
     reward_model()
-    whole = train(soft(run="whole", max_steps=3))
+    whole = train(soft(run="whole", max_steps=2))
     cut = train(soft(run="cut", max_steps=1))
     shutil.rmtree(cut.path / "rollouts")
-    assert resume(cut, max_steps=3) == 0
+    assert resume(cut, max_steps=2) == 0
     assert adapter_of(cut) == adapter_of(whole)
