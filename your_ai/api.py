@@ -343,6 +343,7 @@ def score(
     too_long: error or truncate. batch_size: rows that go through together, if they fit.
     max_memory: limit of this process, in GB. Raises UserError and RunError.
     """
+    from your_ai.data.sources import STDIN
     from your_ai.evaluation.reward_model import check_reward_run, score_rows
 
     if too_long not in ("error", "truncate"):
@@ -353,7 +354,7 @@ def score(
         raise UserError(f"--max-memory {max_memory}: must be a number above 0")
     trained = _trained(_run(run).path, checkpoint, model)
     check_reward_run(trained, "score")
-    if isinstance(rows, str | Path) and str(rows) != "-":
+    if isinstance(rows, str | Path) and str(rows) != STDIN:
         path = Path(rows).expanduser()
         if path.is_dir():
             raise UserError(f"{path}: is a folder; give a file of rows")

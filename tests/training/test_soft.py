@@ -16,14 +16,14 @@ from your_ai.errors import UserError
 from your_ai.run import events
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.run.folder import find
-from your_ai.run.rollout_files import read_rollouts, rollout_file, rollout_steps
+from your_ai.run.rollout_files import RolloutRecord, read_rollouts, rollout_file, rollout_steps
 from your_ai.run.stopping import Stop
 from your_ai.session import new_run
 from your_ai.soft import columns, sweeps
 from your_ai.training import prepare as preparing
 from your_ai.training import rollouts, soft_rollouts
 from your_ai.training import train as training
-from your_ai.training.soft_rollouts import temperature_at
+from your_ai.training.soft_rollouts import parts_of, temperature_at
 from your_ai.training.train import train_until_done
 
 
@@ -291,3 +291,19 @@ def test_completions_do_not_depend_on_where_a_run_was_cut(reward_model, soft):
     shutil.rmtree(cut.path / "rollouts")
     assert resume(cut, max_steps=2) == 0
     assert adapter_of(cut) == adapter_of(whole)
+
+
+def test_rows_that_go_together_are_counted_with_their_padding():
+    records = [
+        RolloutRecord(row, 0, "p:1", "Ask", None, "", [3] * 10, True, {}, 0.0) for row in range(6)
+    ]
+    asked = []
+
+    def rows_at(tokens: int) -> int:
+        asked.append(tokens)
+        return 128 // tokens
+
+    parts = parts_of(records, np.array([40, 23, 5, 40, 23, 5]), rows_at)
+    assert asked == [64, 64, 32]
+    assert [len(part) for part in parts] == [2, 2, 2]
+    assert sorted(place for part in parts for place in part) == list(range(6))

@@ -22,7 +22,7 @@ class SoftTokens:
     phases: tuple[Phase, ...] = ("gradients",)
 
     def weigh(self, scores: Scores, targets: Targets) -> Weighed:
-        raise NotImplementedError("the loss is no function of log-probabilities")
+        raise TypeError("the loss is no function of log-probabilities")
 
     def denominator(self, batches: Sequence[Batch]) -> float:
         """The sum of the weights of the completions."""

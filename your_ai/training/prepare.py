@@ -14,6 +14,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from your_ai.config import AUTO, GRPO, REWARD, SOFT, TrainConfig, defaults, flag, last_step
+from your_ai.config.checks import credit_of
 from your_ai.data.batches import Schedule, make_schedule
 from your_ai.data.encode import SamplePrompt
 from your_ai.data.examples import Examples
@@ -229,7 +230,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     if is_soft:
         if reference is not None and config.from_adapter:
             put_first_adapter(reference, RunFolder(folder), adapters)
-        exact = config.soft_credit == "exact"
+        exact = credit_of(config.soft_credit) == "exact"
         soft = build_networks(opened, scored_by[0], reference, plan.engine, graphs, exact)
         built = Built(engine_without_rows(graphs), plan.engine, soft.notices)
     else:

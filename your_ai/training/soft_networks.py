@@ -152,7 +152,7 @@ def engine_without_rows(graphs: Graphs) -> Engine:
     """The engine of a run whose rows are only prompts: it has graphs to free, and nothing else."""
 
     def no_rows(*_: Any) -> Any:
-        raise NotImplementedError("the rows of this run are prompts: they have no loss")
+        raise TypeError("the rows of this run are prompts: they have no loss")
 
     def gradients(batch: Batch, scale: float, seed: int) -> Any:
         return no_rows()

@@ -16,7 +16,7 @@ from mlx.utils import tree_map
 
 from your_ai.config import TrainConfig
 from your_ai.config.checks import credit_of
-from your_ai.data.batches import Batch, RowsAt, micro_batches
+from your_ai.data.batches import MULTIPLE, Batch, RowsAt, micro_batches, round_up
 from your_ai.generation.rollouts import Completion, RolloutPrompt
 from your_ai.objectives.objective import Totals
 from your_ai.rng import derive_seed
@@ -161,8 +161,8 @@ class SoftSource:
 
 
 def settings_of(config: TrainConfig, tau: float, source: RolloutSource) -> SoftSettings:
-    """The settings of the engine; a signal that asks the run to stop ends a step that is not
-    written yet.
+    """The settings of the engine. A signal that asks the run to stop ends the step between two
+    tokens, also while its gradients are computed: it is computed again when the run resumes.
     """
     credit = credit_of(config.soft_credit)
     assert credit is not None
@@ -192,7 +192,10 @@ def parts_of(
     order = sorted(range(len(records)), key=lambda place: -lengths[place])
     found, start = [], 0
     while start < len(order):
-        count = max(1, rows_at(lengths[order[start]]))
+        padded = round_up(
+            lengths[order[start]], MULTIPLE
+        )  # as `SoftRows` pads, and the plan counts
+        count = max(1, rows_at(padded))
         found.append(order[start : start + count])
         start += count
     return found
