@@ -200,25 +200,16 @@ def make_examples(objective: str) -> Examples:
         rollouts = {"advantages": rng.normal(0.5, 1, len(texts)).astype(np.float32), "old": near[1]}
         if objective == "grpo-new":
             del rollouts["old"]
+    more = {"labels": np.repeat(LABELS, 2), "reference": reference, **rollouts}
     if is_reward(objective):
-        rollouts = {"ratings": np.repeat(rng.gamma(1.0, 1.0, len(LENGTHS)), 2).astype(np.float32)}
-        return Examples(
-            tokens,
-            np.concatenate(trained),
-            np.cumsum([0, *map(len, texts)]),
-            np.repeat(WEIGHTS, 2).astype(np.float32),
-            RowCounts(),
-            **rollouts,
-        )
+        more = {"ratings": np.repeat(rng.gamma(1.0, 1.0, len(LENGTHS)), 2).astype(np.float32)}
     return Examples(
         tokens,
         np.concatenate(trained),
         np.cumsum([0, *map(len, texts)]),
         np.repeat(WEIGHTS, 2).astype(np.float32),
         RowCounts(),
-        labels=np.repeat(LABELS, 2),
-        reference=reference,
-        **rollouts,
+        **more,
     )
 
 
