@@ -21,7 +21,9 @@ from your_ai.config import TrainConfig
 from your_ai.engine import attention as blockwise
 from your_ai.engine.attention import BlockwiseAttention, attention, needs_blocks, replace_attention
 from your_ai.nets import model
-from your_ai.nets.parts import Mask, arrays_of, parts_of, put, skeleton
+from your_ai.nets.block_calls import Mask
+from your_ai.nets.parts import arrays_of, parts_of, put, skeleton
+from your_ai.nets.split import split
 
 CONFIG = {
     **SMALL,
@@ -250,7 +252,7 @@ def test_model_output_is_unchanged_by_put_blockwise(everywhere, architecture):
 def test_packed_texts_equal_the_same_texts_in_separate_rows(everywhere):
     network = network_of("qwen3")
     replace_attention(network)
-    parts = parts_of(network, network.model.embed_tokens.as_linear)
+    parts = parts_of(network, split(network))
     tokens = mx.random.randint(0, 700, (1, 20))
     packed = parts.run_blocks(tokens, SEGMENTS)
     for text in TEXTS:

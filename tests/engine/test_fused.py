@@ -18,6 +18,8 @@ from your_ai.data.encode import Encoder
 from your_ai.data.examples import Examples, load_examples
 from your_ai.engine.fused import fused_engine
 from your_ai.nets import model
+from your_ai.nets.split import Split
+from your_ai.nets.split import split as split_in_two
 from your_ai.objectives.sft import SUPERVISED
 
 # Other architectures: tests/objectives/test_gradients.py
@@ -66,7 +68,7 @@ def plain_loss(network: nn.Module, examples: Examples) -> mx.array:
 
 def engine_loss(network, adapters, examples, batch_size=5, accumulation=1, seed=0):
     """The same loss from the engine: (loss, gradients by name)."""
-    engine = fused_engine(network, model.split(network), adapters.dropout_keys, SUPERVISED)
+    engine = fused_engine(network, split_in_two(network), adapters.dropout_keys, SUPERVISED)
     plan = make_schedule(examples, batch_size, batch_size * accumulation, seed=0)
     batches = plan.batches_of(0)
     weight = sum(batch.weight for batch in batches)
@@ -128,7 +130,7 @@ def test_validation_uses_no_dropout(tmp_path, tiny_model):
     network, tokenizer, adapters = load(tiny_model, lora_dropout=0.5)
     examples = encode(tokenizer, tmp_path)
     expected = plain_loss(network, examples).item()
-    engine = fused_engine(network, model.split(network), adapters.dropout_keys, SUPERVISED)
+    engine = fused_engine(network, split_in_two(network), adapters.dropout_keys, SUPERVISED)
     plan = make_schedule(examples, 5, 5, seed=0)
     (batch,) = plan.batches_of(0)
     engine.gradients(batch, 1.0, 7)  # must not leave dropout keys behind
@@ -138,16 +140,14 @@ def test_validation_uses_no_dropout(tmp_path, tiny_model):
 def test_head_receives_only_trained_positions(tmp_path, tiny_model):
     network, tokenizer, adapters = load(tiny_model)
     examples = encode(tokenizer, tmp_path)
-    split = model.split(network)
+    split = split_in_two(network)
     seen = []
 
     def head(hidden: mx.array) -> mx.array:
         seen.append(hidden.shape)
         return split.head(hidden)
 
-    engine = fused_engine(
-        network, model.Split(split.trunk, head), adapters.dropout_keys, SUPERVISED
-    )
+    engine = fused_engine(network, Split(split.trunk, head), adapters.dropout_keys, SUPERVISED)
     plan = make_schedule(examples, 5, 5, seed=0)
     (batch,) = plan.batches_of(0)
     engine.loss(batch)

@@ -16,6 +16,7 @@ from your_ai.data.rows import read_rows
 from your_ai.engine.fused import fused_engine
 from your_ai.evaluation import dataset_scores as measures
 from your_ai.nets import model
+from your_ai.nets.split import split as split_in_two
 from your_ai.objectives.sft import SUPERVISED
 from your_ai.run.stopping import Stop
 
@@ -23,7 +24,7 @@ from your_ai.run.stopping import Stop
 @pytest.fixture(scope="module")
 def demo():
     network, tokenizer = model.load_base(DEMO_FOLDER, mx.float32)
-    engine = fused_engine(network, model.split(network), model.DropoutKeys([None]), SUPERVISED)
+    engine = fused_engine(network, split_in_two(network), model.DropoutKeys([None]), SUPERVISED)
     return network, tokenizer, engine
 
 

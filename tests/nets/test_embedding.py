@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -66,9 +67,9 @@ def test_rows_are_the_same_if_they_share_arrays(tmp_path: Path):
 
 def test_positions_added_to_embeddings_are_refused(gemma: InputEmbedding):
     """What is added to the rows would be there twice for a sum of two."""
-    parts, embed = gemma.parts, gemma.parts.trunk.embed_tokens
+    parts, embed = gemma.parts, gemma.parts.trunk.module.embed_tokens
 
-    class WithPositions(type(parts.trunk)):
+    class WithPositions(type(parts.trunk.module)):
         def __call__(self, tokens: mx.array, cache: object = None) -> mx.array:
             hidden = self.embed_tokens(tokens) + mx.ones((32,))
             for layer in self.layers:
@@ -76,11 +77,11 @@ def test_positions_added_to_embeddings_are_refused(gemma: InputEmbedding):
             return hidden
 
     trunk = WithPositions.__new__(WithPositions)
-    vars(trunk).update(vars(parts.trunk))
-    dict.update(trunk, parts.trunk)
+    vars(trunk).update(vars(parts.trunk.module))
+    dict.update(trunk, parts.trunk.module)
     assert trunk.embed_tokens is embed
     with pytest.raises(UserError, match="odd: the input of its first block is not a linear"):
-        input_embedding(Parts(trunk, parts.blocks, parts.head), "odd")
+        input_embedding(replace(parts, trunk=replace(parts.trunk, module=trunk)), "odd")
 
 
 @pytest.mark.parametrize("count", [20, 30, 37])

@@ -16,7 +16,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from your_ai.engine.dequantized import DequantizedEmbedding, dequantize_on_the_cpu
 from your_ai.nets import head as head_module
 from your_ai.nets.head import LayerRows, LinearHead, linear_head
-from your_ai.nets.model import split
+from your_ai.nets.split import split
 
 D, V = 64, 320
 COMMON = {
@@ -119,7 +119,7 @@ def test_slopes_are_the_derivatives_of_after(start):
 
 
 class Shell(nn.Module):
-    """A head for tests, in the form that `model.split` returns."""
+    """A head for tests, in the form that `split.split` returns."""
 
     def __init__(self, layer: nn.Module, after=lambda x: x) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ from tests.conftest import call, make_model
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.nets import model
+from your_ai.nets.split import split as split_in_two
 from your_ai.run import checkpoint
 from your_ai.run.folder import RUNS
 
@@ -84,7 +85,7 @@ def test_reads_rope_parameters_of_transformers_5(tmp_path, architecture, old, ne
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_split_gives_the_logits_of_the_whole_model(tmp_path, architecture):
     network, _ = model.load_base(make_model(tmp_path / "m", architecture), mx.float32)
-    split = model.split(network)
+    split = split_in_two(network)
     assert split.hidden
     assert mx.array_equal(split.head(split.trunk(TOKENS)), network(TOKENS))
 
@@ -100,7 +101,7 @@ def test_trunk_is_the_whole_model_if_it_cannot_be_split(tiny_model):
         def __call__(self, tokens: mx.array) -> mx.array:
             return self.inner(tokens) * 2
 
-    split = model.split(Odd())
+    split = split_in_two(Odd())
     assert not split.hidden
     assert mx.array_equal(split.head(split.trunk(TOKENS)), network(TOKENS) * 2)
 

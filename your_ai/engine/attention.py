@@ -28,8 +28,8 @@ from your_ai.memory.sizes import (
     QUERY_BLOCK,
     SCORE_BYTES,
 )
+from your_ai.nets.block_calls import Mask
 from your_ai.nets.numerics import exp
-from your_ai.nets.parts import Mask
 
 METAL_VJP = (0, 32, 4)  # first MLX version with a fused backward pass for causal attention
 

@@ -15,17 +15,20 @@ from your_ai.engine.compiled import Graphs
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.fused import fused_engine
 from your_ai.engine.prefix import Store
+from your_ai.engine.programs import first_trained
 from your_ai.engine.protocol import Engine
 from your_ai.engine.spill import Spilled
 from your_ai.engine.staged import FusedAboveCache, Staged
 from your_ai.engine.weights import FileTensor, put_layers, stream, stream_vocabulary
 from your_ai.errors import UserError
+from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.dora import compute_magnitudes
 from your_ai.nets.head import Head, LinearHead, at_temperature, linear_head
-from your_ai.nets.model import DropoutKeys, Split, split
+from your_ai.nets.model import DropoutKeys
 from your_ai.nets.neftune import neftune_of
 from your_ai.nets.parts import Parts, parts_of
 from your_ai.nets.score_head import ScoreHead, score_layer
+from your_ai.nets.split import Split, split
 from your_ai.objectives.objective import Objective
 from your_ai.objectives.sft import SUPERVISED
 
@@ -87,7 +90,7 @@ def build_engine(
         load(model)
         found = split_model(model, blocks)
     halves, parts, head = found.halves, found.parts, at_temperature(found.head, temperature)
-    if isinstance(head, ScoreHead) and not halves.hidden:
+    if isinstance(head, ScoreHead) and not (parts.finishes if parts else halves.hidden):
         raise UserError("--objective reward: this model cannot be split before its head")
     if not halves.hidden:
         notices.append(
@@ -96,16 +99,16 @@ def build_engine(
     if packing and (parts is None or not packing_is_exact(parts, model)):
         raise UserError(f"--packing: {NO_PARTS}, so packed texts would mix; train without it")
     if parts is None and plan == "streamed":
-        raise UserError(f"--plan streamed: {NO_PARTS}; train with --plan fused")
+        raise UserError(f"--plan streamed: {NO_PARTS} ({found.reason}); train with --plan fused")
     if parts is None and plan == "staged":
-        notices.append(f"--plan staged: {NO_PARTS}; training with --plan fused")
+        notices.append(f"--plan staged: {NO_PARTS} ({found.reason}); training with --plan fused")
         plan = "fused"
     neftune = neftune_of(model, halves.trunk if parts is None else parts.embed, neftune_alpha)
     store = None
     if make_store is not None and parts is None:
-        notices.append(f"--prefix-cache: {NO_PARTS}; training without it")
+        notices.append(f"--prefix-cache: {NO_PARTS} ({found.reason}); training without it")
     elif make_store is not None:
-        store = make_store(found.hidden_size)
+        store = make_store(parts.features(first_trained(parts.blocks)))
     if store is not None and plan == "fused":
         joined = FusedAboveCache(
             model, parts, dropout_keys, objective, head, store=store, graphs=graphs
@@ -140,21 +143,26 @@ class SplitModel(NamedTuple):
     head: Head
     """The model's score head if it has one; else a LinearHead if the structure of the head is
     known, otherwise any function."""
-    hidden_size: int
-    """0 if the model cannot be split before its head."""
+    reason: str = ""
+    """Why the model cannot be split into blocks."""
 
 
 def split_model(model: nn.Module, blocks: list[nn.Module] | None) -> SplitModel:
-    halves = split(model)
+    halves, parts, reason = split(model), None, ""
+    try:
+        parts = parts_of(model, halves, blocks)
+    except Unsplittable as error:
+        reason = str(error)
+    if parts is not None and not halves.hidden:
+        halves = Split(parts.run_blocks, parts.head)
     score = score_layer(model)
-    if not halves.hidden:
-        return SplitModel(halves, None, ScoreHead(score) if score is not None else halves.head, 0)
-    parts = parts_of(model, halves.head, blocks)
-    hidden = halves.trunk(mx.zeros((1, 2), mx.int32))  # only its shape is used; never evaluated
     if score is not None:
-        return SplitModel(halves, parts, ScoreHead(score), hidden.shape[-1])
+        return SplitModel(halves, parts, ScoreHead(score), reason)
+    if not halves.hidden:
+        return SplitModel(halves, parts, halves.head, reason)
+    hidden = halves.trunk(mx.zeros((1, 2), mx.int32))  # only its shape is used; never evaluated
     head = linear_head(halves.head, hidden.shape[-1], hidden.dtype) or halves.head
-    return SplitModel(halves, parts, head, hidden.shape[-1])
+    return SplitModel(halves, parts, head, reason)
 
 
 def packing_is_exact(parts: Parts, model: nn.Module) -> bool:

@@ -18,9 +18,10 @@ from your_ai.engine.compiled import Graphs, shape_of
 from your_ai.engine.protocol import Engine
 from your_ai.nets.dora import dora_layers, norms_of, use_norms
 from your_ai.nets.head import Head
-from your_ai.nets.model import DropoutKeys, Split, TokenKeys
+from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
 from your_ai.nets.parts import Arrays, Parts
+from your_ai.nets.split import Split
 from your_ai.objectives.objective import Objective, Sums, Targets
 from your_ai.rng import derive_seed
 

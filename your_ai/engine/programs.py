@@ -18,8 +18,9 @@ from mlx.utils import tree_flatten
 from your_ai.engine.attention import replace_attention
 from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.mlp import replace_mlps
+from your_ai.nets.block_calls import Arrays, Call
 from your_ai.nets.model import DropoutKeys, TokenKeys
-from your_ai.nets.parts import Arrays, Call, Parts, arrays_of, put, skeleton, structure
+from your_ai.nets.parts import Parts, arrays_of, put, skeleton, structure
 
 Extras = dict[str, mx.array]  # inputs of a block in addition to the hidden states, by name
 
@@ -31,6 +32,11 @@ def trained_arrays(block: nn.Module) -> Arrays:
 def frozen_arrays(block: nn.Module) -> Arrays:
     trained = trained_arrays(block)
     return {path: array for path, array in arrays_of(block).items() if path not in trained}
+
+
+def first_trained(blocks: list[nn.Module]) -> int:
+    """The index of the first block with adapters."""
+    return next(index for index, block in enumerate(blocks) if trained_arrays(block))
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,9 @@ def program(
         put(template, frozen)
         put(template, trained)
         dropout_keys.set(TokenKeys(extras["keys"], extras["places"]) if "keys" in extras else None)
+        given = call.constants | extras
         try:
-            return call.run(template, hidden, extras.get("segments"), max_segment_tokens)
+            return call.run(template, hidden, extras.get("segments"), max_segment_tokens, given)
         finally:
             dropout_keys.set(None)
 
@@ -105,4 +112,4 @@ class Programs:
         def make() -> Program:
             return program(block, call, shape.max_segment_tokens, self.dropout_keys, self.lean)
 
-        return self.graphs.get(shape, (self.kinds[index], call), make)
+        return self.graphs.get(shape, (self.kinds[index], call.key), make)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.engine.weights import FileTensor, gone
-from your_ai.nets.parts import StandIn
+from your_ai.nets.split import StandIn
 
 
 def reload_adapted(

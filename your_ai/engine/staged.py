@@ -22,7 +22,13 @@ from your_ai.engine import target_pass
 from your_ai.engine.compiled import Graphs, GraphShape, shape_of
 from your_ai.engine.fused import row_keys
 from your_ai.engine.prefix import Span, Store, assemble, missing, padded, spans_of
-from your_ai.engine.programs import Extras, Programs, frozen_arrays, trained_arrays
+from your_ai.engine.programs import (
+    Extras,
+    Programs,
+    first_trained,
+    frozen_arrays,
+    trained_arrays,
+)
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import streams_vocabulary
 from your_ai.nets.dora import dora_layers, norms_of
@@ -71,6 +77,11 @@ class BatchRows(NamedTuple):
     extras: Extras
     noise: Extras
     """The keys and lengths of NEFTune's noise; empty without it, and outside training."""
+    context: list[Extras]
+    """For each block, its arrays that depend on the tokens."""
+
+    def extras_of(self, index: int) -> Extras:
+        return self.extras | self.context[index]
 
 
 @dataclass(frozen=True)
@@ -123,17 +134,18 @@ class Staged:
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [names[id(block)] for block in model.layers]
         self.dora = [dora_layers(block) for block in self.blocks]
-        self.first = next(i for i, block in enumerate(self.blocks) if trained_arrays(block))
+        self.first = first_trained(self.blocks)
         self.frozen, self.trained = range(self.first), range(self.first, len(self.blocks))
         self.reads_files = streams_vocabulary(model)
         self.has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
-        sample = parts.embed(mx.zeros((1, 1), mx.int32))  # only for its shape and dtype
-        self.hidden_size, self.dtype = sample.shape[-1], sample.dtype
+        self.features = parts.features(self.first)
+        self.dtype = parts.embed(mx.zeros((1, 1), mx.int32)).dtype
         self.head = finished(parts, head)
         self.state = [parts.outside]
         if isinstance(head, ScoreHead):
             self.state.append(head.layer.state)
         self._embed = self._compiled(self._embedded)
+        self._context = self._compiled(self._context_of)
         self._head_gradient = self._compiled(self._loss_and_gradient)
         self._head_loss = self._compiled(self._loss)
         self._head_scores = self._compiled(self._log_probabilities)
@@ -163,7 +175,8 @@ class Staged:
             if index > self.first:
                 self.weights.ahead(index - 1)
             program = self.programs.of(index, rows.shape)
-            given = (trained_arrays(self.blocks[index]), self.inputs.pop(), rows.extras, cotangent)
+            extras = rows.extras_of(index)
+            given = (trained_arrays(self.blocks[index]), self.inputs.pop(), extras, cotangent)
             if index > self.first:
                 found[index], cotangent = program.backward(arrays, *given)
             else:
@@ -195,6 +208,11 @@ class Staged:
         with noise_added(self.neftune, keys, noise.get("lengths")):
             return self.parts.embed(tokens)
 
+    def _context_of(self, tokens: mx.array, noise: Extras) -> list[Extras]:
+        keys = TokenKeys(noise["keys"], noise["places"]) if noise else None
+        with noise_added(self.neftune, keys, noise.get("lengths")):
+            return self.parts.context(tokens)
+
     def _loss_and_gradient(self, hidden, targets, scale):
         targets = Targets(*targets)
         return target_pass.loss_and_gradient(hidden, targets, self.objective, scale, self.head)
@@ -218,7 +236,7 @@ class Staged:
         take about as much memory as the weights of a block.
         """
         block = sum(array.nbytes for array in self.weights.read(0).values())
-        tokens = max(block, FEWEST_BYTES) // (self.hidden_size * self.dtype.size)
+        tokens = max(block, FEWEST_BYTES) // (self.features * self.dtype.size)
         texts = missing(self.store, (span.tokens for b in batches for span in texts_of(b)))
         for group in groups(texts, tokens):
             for text, hidden in zip(group, self._of_texts(group), strict=True):
@@ -234,7 +252,7 @@ class Staged:
         """(B, T, D) input of the first trained block, taken from the store if it is there."""
         if self.store is None:
             return self._from_tokens([rows])[0]
-        shape = (*batch.tokens.shape, self.hidden_size)
+        shape = (*batch.tokens.shape, self.features)
         hidden = assemble(self._of_text, texts_of(batch), shape, self.dtype)
         mx.eval(hidden)
         return hidden
@@ -253,7 +271,7 @@ class Staged:
         If the numbers depended on the batch, they would change when a resumed run fills its
         cache again.
         """
-        every = [BatchRows(row, GraphShape(*row.shape), {}, {}) for row in map(padded, texts)]
+        every = [self._in_context(r, GraphShape(*r.shape), {}, {}) for r in map(padded, texts)]
         found = self._from_tokens(every)
         return [hidden[0, : len(text)] for text, hidden in zip(texts, found, strict=True)]
 
@@ -287,7 +305,8 @@ class Staged:
                 if saved is not None:
                     saved.append(hidden[place])
                 program = self.programs.of(index, rows.shape)
-                hidden[place] = program.forward(arrays, trained, hidden[place], rows.extras)
+                extras = rows.extras_of(index)
+                hidden[place] = program.forward(arrays, trained, hidden[place], extras)
                 mx.eval(hidden[place])
             del arrays
 
@@ -311,7 +330,15 @@ class Staged:
             if self.neftune is not None:
                 noise = {**keys, "lengths": mx.array(batch.text_lengths)}
         shape = shape_of(batch, trained=True)._replace(targets=0)  # blocks see no targets
-        return BatchRows(batch.tokens, shape, found, noise)
+        return self._in_context(batch.tokens, shape, found, noise)
+
+    def _in_context(
+        self, tokens: np.ndarray, shape: GraphShape, extras: Extras, noise: Extras
+    ) -> BatchRows:
+        if not self.parts.has_context:
+            return BatchRows(tokens, shape, extras, noise, [{} for _ in self.blocks])
+        context = self._context(shape, mx.array(tokens), noise)
+        return BatchRows(tokens, shape, extras, noise, context)
 
     def _tree(self, found: dict[int, Arrays], of_head: Arrays) -> Any:
         """The gradients of the blocks and the head as a tree like the model's parameters."""
@@ -358,9 +385,8 @@ class FusedAboveCache(Staged):
         )
         before = self.head.trained if isinstance(self.head, ScoreHead) else {}
         targets = Targets.of(batch)
-        sums, (grads, of_head) = joined(
-            trained, before, frozen, hidden, rows.extras, targets, scale
-        )
+        extras = [rows.extras_of(index) for index in self.trained]
+        sums, (grads, of_head) = joined(trained, before, frozen, hidden, extras, targets, scale)
         if before:
             self.head.put(before)  # tracing replaced it with a placeholder
         return Sums(*sums), self._tree(dict(zip(self.trained, grads, strict=True)), of_head)
@@ -375,11 +401,9 @@ class FusedAboveCache(Staged):
             h = hidden
             if of_head:
                 self.head.put(of_head)
-            for index, block_frozen, block_trained in zip(
-                self.trained, frozen, trained, strict=True
-            ):
-                program = self.programs.of(index, shape)
-                h = program.run(block_frozen, block_trained, h, extras)
+            blocks = zip(self.trained, frozen, trained, extras, strict=True)
+            for index, block_frozen, block_trained, given in blocks:
+                h = self.programs.of(index, shape).run(block_frozen, block_trained, h, given)
             return target_pass.trainable_loss(h, targets, self.objective, scale, self.head)
 
         return mx.value_and_grad(scaled, argnums=(0, 1))(trained, of_head)

@@ -30,7 +30,8 @@ from your_ai.files import read_at
 from your_ai.gates.untrusted import read_header
 from your_ai.nets.dora import compute_magnitudes
 from your_ai.nets.head import HeadSlice, LinearHead, dense, part_of
-from your_ai.nets.parts import Arrays, StandIn, arrays_of, put
+from your_ai.nets.parts import Arrays, arrays_of, put
+from your_ai.nets.split import StandIn
 
 DTYPES = {
     "F32": mx.float32,

@@ -34,8 +34,9 @@ from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.plan import rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.memory.sizes import PREFILL_TOKENS
-from your_ai.nets.model import Split, compute_dtype, split
+from your_ai.nets.model import compute_dtype
 from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter
+from your_ai.nets.split import Split, split
 
 SPLITS = ("valid", "test", "train")  # the first existing one is used
 ROWS, TOKENS = 64, 4096  # maximum to measure on

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.errors import UserError, suppress_model_errors
+from your_ai.nets.block_calls import Trunk
 from your_ai.nets.head import HeadRows, HeadSlice, LayerRows
-from your_ai.nets.parts import Parts, StandIn
+from your_ai.nets.parts import Parts
+from your_ai.nets.split import StandIn
 
 
 @dataclass(frozen=True)
@@ -70,29 +71,17 @@ class InputEmbedding:
     name: str
     """Of the embedding layer, in the trunk."""
 
-    def trunk_of(self, rows: mx.array, blocks: list[nn.Module] | None = None) -> nn.Module:
-        """A copy of the trunk whose embedding layer returns `rows`, (B, T, D), for any tokens.
-
-        blocks: replacements for its blocks.
-        """
-        shell = copy.copy(self.parts.trunk)
+    def trunk_of(self, rows: mx.array) -> Trunk:
+        """A copy of the trunk whose embedding layer returns `rows`, (B, T, D), for any tokens."""
+        shell = copy.copy(self.parts.trunk.module)
         # A new object for each call: some trunks scale what they get in place.
         shell[self.name] = StandIn(shell[self.name], lambda tokens: rows.astype(rows.dtype))
-        if blocks is not None:
-            shell["layers"] = blocks
-        return shell
+        return replace(self.parts.trunk, module=shell)
 
     def after(self, rows: mx.array) -> mx.array:
         """(B, T, D) rows of the embedding layer -> (B, T, D) input of the first block."""
-        inputs: list[mx.array] = []
-
-        def record(hidden: mx.array, *_: Any, **__: Any) -> mx.array:
-            inputs.append(hidden)
-            return hidden
-
-        blocks = [StandIn(block, record) for block in self.parts.blocks]
-        self.trunk_of(rows, blocks)(mx.zeros(rows.shape[:2], mx.int32))
-        return inputs[0]
+        parts = replace(self.parts, trunk=self.trunk_of(rows))
+        return parts.embed(mx.zeros(rows.shape[:2], mx.int32))
 
     def cotangent(self, of_inputs: mx.array) -> mx.array:
         """The cotangent of rows, (B, T, D), from the cotangent of the first block's input."""
@@ -111,7 +100,7 @@ def input_embedding(parts: Parts, label: str) -> InputEmbedding:
     """
     tokens = mx.array([[3, 1, 2, 0]])
     wanted = parts.embed(tokens)
-    for name, layer in _candidates(parts.trunk):
+    for name, layer in _candidates(parts.trunk.module):
         with suppress_model_errors():  # an architecture with another layout
             found = InputEmbedding(parts, getattr(layer, "rows", None) or LayerRows(layer), name)
             if _agrees(found, found.hard(tokens), wanted):

@@ -197,7 +197,7 @@ def at_temperature(head: Head, temperature: float) -> Head:
 
 
 def linear_head(head: nn.Module, hidden_size: int, dtype: mx.Dtype) -> LinearHead | None:
-    """Split `head`, from `model.split`, into before -> linear -> after; None if impossible.
+    """Split `head`, from `split.split`, into before -> linear -> after; None if impossible.
 
     Each layer of the head is tried in turn: a stand-in replaces it. If it is the linear layer,
     the input of the stand-in gives `before`, and what the head does with its output gives
@@ -214,15 +214,18 @@ def linear_head(head: nn.Module, hidden_size: int, dtype: mx.Dtype) -> LinearHea
 
 
 def _candidates(head: nn.Module) -> list[tuple[str, ...]]:
-    """Paths of layers that may be the last one: first those of the head, then of its trunk."""
-    children = [((name,), child) for name, child in _modules(head)]
-    below = [
-        ((*path, name), child)
-        for path, parent in children
-        if "lora_a" not in parent
-        for name, child in _modules(parent)
-    ]
-    return [path for path, layer in children + below if _is_known(layer)]
+    """Paths of layers that may be the last one: those of the head, then of its trunk, and so on."""
+    found: list[tuple[str, ...]] = []
+    level: list[tuple[tuple[str, ...], nn.Module]] = [((), head)]
+    while level:
+        level = [
+            ((*path, name), child)
+            for path, parent in level
+            if "lora_a" not in parent
+            for name, child in _modules(parent)
+        ]
+        found += [path for path, layer in level if _is_known(layer)]
+    return found
 
 
 def _modules(parent: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -1,11 +1,10 @@
-"""Load models through mlx-lm, add LoRA layers, and split a model before its head.
+"""Load models through mlx-lm, and add LoRA layers.
 
-Shapes: B rows, T tokens per row, D hidden size, V vocabulary.
+Shapes: B rows, T tokens per row, D hidden size.
 """
 
 from __future__ import annotations
 
-import copy
 import glob
 import math
 import re
@@ -25,7 +24,7 @@ from transformers import dynamic_module_utils
 
 from your_ai.config import ALL_LINEAR, TrainConfig, defaults, nearest
 from your_ai.data.batches import MULTIPLE
-from your_ai.errors import UserError, is_memory_error, suppress_model_errors
+from your_ai.errors import UserError, is_memory_error
 from your_ai.gates.text import counted, shortened, shown
 from your_ai.gates.token_ids import rows_of, vocabulary_of
 from your_ai.gates.untrusted import read_json
@@ -433,50 +432,3 @@ def check_forward_pass(model: nn.Module, adapters: Adapters, config: TrainConfig
     finally:
         adapters.dropout_keys.set(None)
         model.eval()
-
-
-@dataclass(frozen=True)
-class Split:
-    """A model split in two: `head(trunk(tokens))` are its logits."""
-
-    trunk: Callable[[mx.array], mx.array]
-    """(B, T) tokens -> (B, T, D) hidden states."""
-    head: Callable[[mx.array], mx.array]
-    """(..., D) -> (..., V) logits."""
-    hidden: bool = True
-    """If False, the trunk returns logits, and the head returns them unchanged."""
-
-
-class _Passthrough(nn.Module):
-    """Replaces the trunk of a model, and returns its input."""
-
-    def __call__(self, hidden: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        return hidden
-
-
-def split(model: nn.Module) -> Split:
-    """Split a model before its head, checked against the whole model on a short input.
-
-    The head is the model's own code, run with a trunk that returns finished hidden states. So
-    tied embeddings, logit scales and soft caps work as the architecture defines them. If the
-    result differs from the model's logits, the whole model is the trunk.
-    """
-    tokens = mx.arange(4)[None]
-    with suppress_model_errors():  # an architecture with another layout
-        candidate = _split(model)
-        ours, whole = candidate.head(candidate.trunk(tokens)), model(tokens)
-        if ours.shape == whole.shape and mx.allclose(ours, whole, rtol=1e-3, atol=1e-3).item():
-            return candidate
-    return Split(trunk=model, head=lambda logits: logits, hidden=False)
-
-
-def _split(model: nn.Module) -> Split:
-    if "language_model" in model:  # text models inside multimodal wrappers
-        return _split(model.language_model)
-    trunk = model.model
-    passthrough = _Passthrough()
-    vars(passthrough).update(vars(trunk))
-    dict.update(passthrough, trunk)  # nn.Module.update accepts only parameters
-    shell = copy.copy(model)
-    shell["model"] = passthrough
-    return Split(trunk=trunk, head=shell)

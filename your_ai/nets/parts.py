@@ -1,17 +1,18 @@
 """Split a model into embed, blocks, finish and head; use one block as a function of its arrays.
 
 This works without knowing the architecture. The model's own trunk runs with stand-ins for its
-blocks, which record the inputs of each block. So scaled embeddings, masks and final norms work
+blocks; see `block_calls`. So scaled embeddings, masks, keys that blocks share and final norms work
 as the architecture defines them. `parts_of` checks the result against the whole model.
 
-Shapes: B rows, T tokens per row, D hidden size, V vocabulary.
+Shapes: B rows, T tokens per row, D hidden size, F features of the state between two blocks,
+V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import CodeType, FunctionType
@@ -21,100 +22,23 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from your_ai.errors import suppress_model_errors
+from your_ai.errors import is_memory_error
+from your_ai.nets.block_calls import (
+    Arrays,
+    ArraySource,
+    Call,
+    Trunk,
+    Unsplittable,
+    Wiring,
+    describe,
+    find_wiring,
+    given_name,
+    leaves,
+    mapped,
+)
+from your_ai.nets.split import Head, Path, Split, blocks_path, module_at, replaced
 
-Arrays = dict[str, mx.array]  # by path in a block, e.g. `self_attn.q_proj.weight`
 PASSING = ("_training", "_kept")  # attributes of layers that do not change what they compute
-
-
-@dataclass(frozen=True)
-class Mask:
-    """A causal attention mask, optionally limited to the last `window` keys and to segments.
-
-    segments: (B, T) int32, or None if each row is one text; a query sees only keys of its own
-    segment.
-
-    Blocks whose attention accepts a Mask (engine.attention) receive it; the others get `array`.
-    """
-
-    window: int | None = None
-    segments: mx.array | None = None
-
-    def array(self, tokens: int) -> mx.array:
-        """(T, T) bool, or (B, 1, T, T) with segments: True where a query sees a key."""
-        queries, keys = mx.arange(tokens)[:, None], mx.arange(tokens)[None]
-        seen = queries >= keys
-        if self.window is not None:
-            seen = seen & (queries < keys + self.window)
-        if self.segments is not None:
-            seen = seen & (self.segments[:, None, :, None] == self.segments[:, None, None, :])
-        return seen
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments that the trunk passes to a block after the hidden states, for one length."""
-
-    args: tuple[Any, ...]
-    """Positional arguments, with a `Mask` in place of the mask."""
-    keywords: tuple[tuple[str, Any], ...]
-    """Keyword arguments: (name, value)."""
-    as_array: bool
-    """Whether the block gets its mask as an array even if it is simply causal."""
-
-    @property
-    def mask(self) -> Mask | None:
-        return next((a for a in (*self.args, *dict(self.keywords).values()) if _is_mask(a)), None)
-
-    def run(
-        self,
-        block: nn.Module,
-        hidden: mx.array,
-        segments: mx.array | None,
-        max_segment_tokens: int | None = None,
-    ) -> mx.array:
-        """Call `block` on `hidden`, (B, T, D), as the trunk would.
-
-        max_segment_tokens: the maximum length of a text in a packed row; no key is farther away.
-        """
-
-        def given(value: Any) -> Any:
-            if not _is_mask(value):
-                return value
-            reaches = [n for n in (value.window, max_segment_tokens) if n is not None]
-            mask = Mask(min(reaches, default=None), segments)
-            if not (mask.window is None and segments is None) and understands_segments(block):
-                return mask
-            if segments is None and mask.window is None and not self.as_array:
-                return "causal"
-            return mask.array(hidden.shape[1])
-
-        keywords = {name: given(value) for name, value in self.keywords}
-        return block(hidden, *map(given, self.args), **keywords)
-
-
-def _is_mask(value: Any) -> bool:
-    return isinstance(value, Mask)
-
-
-def understands_segments(block: nn.Module) -> bool:
-    return any(getattr(module, "takes_segments", False) for module in block.modules())
-
-
-class StandIn(nn.Module):
-    """Replaces a block of a model, with the same attributes, and calls `forward`."""
-
-    def __init__(self, block: nn.Module, forward: Callable) -> None:
-        vars(self).update(vars(block))
-        dict.update(self, block)
-        vars(self)["_forward"] = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
-
-
-class Unsplittable(Exception):
-    """The trunk of the model is not a sequence of embed, each block once, finish."""
 
 
 @dataclass(frozen=True)
@@ -122,40 +46,75 @@ class Parts:
     """A model in parts. `finish` and `head` accept any number of hidden states.
 
     embed: (B, T) tokens -> (B, T, D)
-    blocks: (B, T, D) -> (B, T, D) each
-    finish: (B, T, D) -> (B, T, D), usually a norm
+    blocks: (B, T, F) -> (B, T, F) each; F is D, but where more than hidden states is passed on
+    finish: (B, T, F) -> (B, T, D), usually a norm
     head: (B, T, D) -> (B, T, V) logits
     """
 
-    trunk: nn.Module
+    trunk: Trunk
     blocks: list[nn.Module]
-    head: nn.Module
+    head: Head
+    wiring: Wiring
+    path: Path
+    """Of the list of blocks in the model."""
+    finishes: bool = True
+    """False if `head` takes the output of the last block, and `finish` changes nothing."""
     _calls: dict[int, list[Call]] = field(default_factory=dict, repr=False)
 
     @property
-    def outside(self) -> list[dict[str, Any]]:
+    def outside(self) -> list[Any]:
         """The modules outside the blocks, used by `embed`, `finish` and `head`."""
-        above = {n: child for n, child in self.head.items() if n != "model"}
-        return [{n: child for n, child in self.trunk.items() if n != "layers"}, above]
+        return [replaced(self.head, self.path, [])]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each block gets hidden states and masks only."""
+        states = (self.wiring.state(index) for index in range(len(self.blocks) + 1))
+        return all(s.is_plain for s in states) and self.finishes and not self.has_context
+
+    @property
+    def has_context(self) -> bool:
+        """Whether blocks get arrays that depend on the tokens."""
+        return any(self.wiring.context)
+
+    def features(self, index: int) -> int:
+        """F, of the state before block `index`."""
+        return self.wiring.state(index).features
 
     def embed(self, tokens: mx.array) -> mx.array:
-        return _record(self.trunk, self.blocks, tokens)[0]
+        found: list[mx.array] = []
+        zeros = self.wiring.answer(*tokens.shape)
+        (at,) = self.wiring.sources[0]
+
+        def answer(index: int, args: Any, kwargs: Any) -> Any:
+            if index == 0:
+                found.append(leaves((args, kwargs))[at])
+            return zeros(index, args, kwargs)
+
+        self.trunk.run(tokens, answer)
+        return found[0]
+
+    def context(self, tokens: mx.array) -> list[Arrays]:
+        """For each block, its arrays that depend on the tokens, (B, T)."""
+        if not self.has_context:
+            return [{} for _ in self.blocks]
+        recorded = self.trunk.record(tokens, self.wiring.answer(*tokens.shape))
+        given = map(leaves, recorded.args)
+        return [
+            {given_name(at): arrays[at] for at in sorted(wanted)}
+            for arrays, wanted in zip(given, self.wiring.context, strict=True)
+        ]
 
     def calls(self, tokens: int) -> list[Call]:
         """The arguments of each block for rows of `tokens` tokens."""
         if tokens not in self._calls:
             if tokens == 1:
                 raise ValueError("rows of one token do not show which mask the blocks get")
-            _, calls = _record(self.trunk, self.blocks, mx.zeros((1, tokens), mx.int32))
-            self._calls[tokens] = calls
+            self._calls[tokens] = describe(self.trunk, self.wiring, tokens)
         return self._calls[tokens]
 
     def finish(self, hidden: mx.array) -> mx.array:
-        def replace(h: mx.array, *_: Any, **__: Any) -> mx.array:
-            return hidden
-
-        shell = _with_blocks(self.trunk, [StandIn(block, replace) for block in self.blocks])
-        return shell(mx.zeros((1, 1), mx.int32))
+        return run_after_blocks(self.trunk, self.wiring, hidden) if self.finishes else hidden
 
     def run_blocks(
         self,
@@ -163,88 +122,70 @@ class Parts:
         segments: mx.array | None = None,
         max_segment_tokens: int | None = None,
     ) -> mx.array:
-        """(B, T, D) output of the last block, before `finish`; tokens: (B, T)."""
-        hidden = self.embed(tokens)
-        for block, call in zip(self.blocks, self.calls(tokens.shape[1]), strict=True):
-            hidden = call.run(block, hidden, segments, max_segment_tokens)
-        return hidden
+        """(B, T, F) output of the last block, before `finish`; tokens: (B, T)."""
+        state, context = self.embed(tokens), self.context(tokens)
+        calls = self.calls(tokens.shape[1])
+        for block, call, given in zip(self.blocks, calls, context, strict=True):
+            given = call.constants | given
+            state = call.run(block, state, segments, max_segment_tokens, given)
+        return state
 
     def finished_head(self, hidden: mx.array) -> mx.array:
-        """Output of the last block, (..., D) -> logits, (..., V)."""
+        """Output of the last block, (..., F) -> logits, (..., V)."""
         return self.head(self.finish(hidden))
 
 
-def _with_blocks(trunk: nn.Module, blocks: list[nn.Module]) -> nn.Module:
-    shell = copy.copy(trunk)
-    shell["layers"] = blocks
-    return shell
+def run_after_blocks(
+    trunk: Trunk, wiring: Wiring, state: mx.array, module: nn.Module | None = None
+) -> mx.array:
+    """The output of a trunk whose last block returns `state`, (B, T, F).
+
+    module: a copy of the trunk to run in its place.
+    """
+    last = len(wiring.templates) - 1
+    arrays = dict(zip(wiring.states[-1], wiring.state(last + 1).unpack(state), strict=True))
+    zeros = wiring.answer(1, 1)
+
+    def answer(index: int, args: Any, kwargs: Any) -> Any:
+        result = zeros(index, args, kwargs)
+        positions = iter(range(len(leaves(result))))
+        return mapped(lambda leaf: arrays.get(ArraySource(index, next(positions)), leaf), result)
+
+    return trunk.run(mx.zeros((1, 1), mx.int32), answer, module)
 
 
-def _record(
-    trunk: nn.Module, blocks: list[nn.Module], tokens: mx.array
-) -> tuple[mx.array, list[Call]]:
-    """The input of the first block, and the arguments of each block."""
-    inputs: list[mx.array] = []
-    calls: list[Call] = []
+def parts_of(model: nn.Module, halves: Split, blocks: list[nn.Module] | None = None) -> Parts:
+    """Split a model into parts. Raises Unsplittable if they do not compute the model's logits.
 
-    def record(h: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        inputs.append(h)
-        calls.append(_describe(args, kwargs, tokens.shape[1]))
-        return h
-
-    _with_blocks(trunk, [StandIn(block, record) for block in blocks])(tokens)
-    if len(calls) != len(blocks):
-        raise Unsplittable("its trunk does not call every block once")
-    return inputs[0], calls
-
-
-def _describe(args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int) -> Call:
-    as_array = False
-
-    def known(value: Any) -> Any:
-        nonlocal as_array
-        if isinstance(value, mx.array):
-            as_array = True
-            return Mask(_window(value, tokens))
-        if value == "causal":
-            return Mask()
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise Unsplittable(f"its blocks receive a {type(value).__name__}")
-
-    positional = tuple(map(known, args))
-    keywords = tuple((name, known(value)) for name, value in kwargs.items())
-    return Call(positional, keywords, as_array)
-
-
-def _window(mask: mx.array, tokens: int) -> int | None:
-    """The window of a causal mask given as an array, (T, T); None if it has no window."""
-    if mask.shape == (tokens, tokens) and mask.dtype == mx.bool_:
-        seen = int(mask[-1].sum().item())
-        window = None if seen == tokens else seen
-        if mx.array_equal(mask, Mask(window).array(tokens)).item():
-            return window
-    raise Unsplittable("its blocks receive an array that is not a causal mask")
-
-
-def parts_of(
-    model: nn.Module, head: nn.Module, blocks: list[nn.Module] | None = None
-) -> Parts | None:
-    """Split a model into parts; None if they do not compute the model's logits.
-
-    head: (B, T, D) finished hidden states -> logits, from `model.split`.
+    halves: the model, from `split`. If it could not be split, the head of the parts takes the
+        output of the last block.
     blocks: modules to use as the blocks, if `model.layers` contains stand-ins.
     """
-    with suppress_model_errors():  # an architecture with another layout
-        inner = model.language_model if "language_model" in model else model
-        parts = Parts(trunk=inner.model, blocks=list(inner.model.layers), head=head)
+    path = blocks_path(model)
+    if not path:
+        raise Unsplittable("its blocks are not one list")
+    trunk = Trunk(module_at(model, halves.path), path[len(halves.path) :])
+    try:
+        own = list(model.layers)
+        wiring = find_wiring(trunk, own if blocks is None else blocks)
+        if isinstance(halves.head, Head):
+            parts = Parts(trunk, own, halves.head, wiring, path)
+        else:
+            head = Head(model, lambda twin, state: run_after_blocks(trunk, wiring, state, twin))
+            parts = Parts(trunk, own, head, wiring, path, finishes=False)
         tokens = mx.array([[3, 1, 2, 0, 1, 3]])
-        whole = model(tokens)
+        wanted = model(tokens)
         rows = parts.run_blocks(tokens)[0]
         ours = parts.finished_head(rows[None, 1:])
-        if mx.allclose(ours, whole[:, 1:], rtol=1e-3, atol=1e-3).item():
-            return parts if blocks is None else replace(parts, blocks=blocks)
-    return None
+    except Unsplittable:
+        raise
+    except Exception as error:  # the code of an architecture may raise any type
+        if is_memory_error(error):
+            raise
+        raise Unsplittable(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+    if not mx.allclose(ours, wanted[:, 1:], rtol=1e-3, atol=1e-3).item():
+        raise Unsplittable("its blocks, run one by one, compute something else")
+    return parts if blocks is None else replace(parts, blocks=blocks)
 
 
 # -- one block as a function of its arrays ------------------------------------------------

@@ -24,7 +24,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from your_ai.engine.compiled import GraphShape
 from your_ai.errors import UserError, suppress_model_errors
 from your_ai.generation.rollouts import groups_heads
-from your_ai.nets.parts import Arrays, StandIn, put, skeleton
+from your_ai.nets.parts import Arrays, put, skeleton
+from your_ai.nets.split import StandIn, replaced
 from your_ai.soft.roles import Network
 
 Pair = tuple[mx.array, mx.array]  # keys and values, (B, K, N, d) each
@@ -243,8 +244,8 @@ def _record(network: Network) -> list[CachedCall]:
 
     blocks = [StandIn(block, record) for block in network.parts.blocks]
     rows = network.embedding.hard(mx.array([[3, 1]]))
-    trunk = network.embedding.trunk_of(rows, blocks)
-    trunk(mx.zeros((1, 2), mx.int32), cache=witnesses)
+    trunk = network.embedding.trunk_of(rows)
+    replaced(trunk.module, trunk.path, blocks)(mx.zeros((1, 2), mx.int32), cache=witnesses)
     return calls
 
 

@@ -199,7 +199,13 @@ def network_of(
     label = getattr(model, "model_type", None) or type(model).__module__.rpartition(".")[2]
     found = split_model(model, blocks)
     if found.parts is None:
-        raise UserError(f"{label}: {NO_PARTS}, which differentiable generation needs")
+        reason = f"{NO_PARTS} ({found.reason})"
+        raise UserError(f"{label}: {reason}, which differentiable generation needs")
+    if not found.parts.is_plain:
+        raise UserError(
+            f"{label}: its blocks receive more than hidden states and masks, which differentiable "
+            "generation does not support"
+        )
     if not isinstance(found.head, LinearHead):
         raise UserError(
             f"{label}: its head is not a linear layer, which differentiable generation needs"

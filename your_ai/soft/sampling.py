@@ -130,7 +130,7 @@ def step(
     wanted: Sequence[HeadRows],
 ) -> Drawn:
     """Sample the next token of each row; rows: (B, 1, D) embedding rows of the last one."""
-    trunk = policy.embedding.trunk_of(rows)
+    trunk = policy.embedding.trunk_of(rows).module
     hidden = trunk(mx.zeros(rows.shape[:2], mx.int32), cache=cache)[:, -1]
     return draw(noisy, noisy.head.inputs(hidden), at, wanted)
 
