@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.engine.attention import replace_attention
-from your_ai.engine.compiled import Graphs
+from your_ai.engine.compiled import Graphs, can_compile
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.fused import fused_engine
 from your_ai.engine.prefix import Store
@@ -76,6 +76,10 @@ def build_engine(
     Raises UserError if the model does not support the plan, packing or noise.
     """
     notices: list[str] = []
+    graphs = Graphs() if graphs is None else graphs
+    graphs.compiles = can_compile(model)
+    if not graphs.compiles:
+        notices.append("the model's code reads values of arrays: it trains uncompiled, and slower")
     dequantize_on_the_cpu(model)
     blocks, weights, vocabulary = None, None, {}
     if plan == "streamed":

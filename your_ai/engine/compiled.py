@@ -12,9 +12,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
+import mlx.core as mx
+import mlx.nn as nn
+
 from your_ai.data.batches import Batch
 
 T = TypeVar("T")
+TRIED_TOKENS = 4  # length of the row that tests whether a model can be compiled
 
 
 class GraphShape(NamedTuple):
@@ -41,7 +45,11 @@ class Graphs:
 
     size_of: estimated process memory of all graphs of a shape, in bytes.
     room_bytes: memory limit for all shapes together. The shape in use is always kept.
+
+    With `compiles` set to False, functions run as they are.
     """
+
+    compiles = True
 
     def __init__(
         self,
@@ -64,9 +72,25 @@ class Graphs:
             held[key] = make()
         return held[key]
 
+    def compile(self, function: Callable, inputs: Any = None) -> Callable:
+        """`mx.compile`, unless this model cannot be compiled."""
+        return mx.compile(function, inputs=inputs) if self.compiles else function
+
     def drop(self) -> None:
         """Evict everything."""
         self._held.clear()
 
     def __len__(self) -> int:
         return len(self._held)
+
+
+def can_compile(model: nn.Module) -> bool:
+    """Whether the model's code builds a graph without reading values of arrays.
+
+    Some routers of experts call `tolist`, which fails while a function is compiled.
+    """
+    try:
+        mx.compile(model)(mx.arange(TRIED_TOKENS)[None])  # never evaluated
+    except ValueError as error:
+        return "[eval]" not in str(error)
+    return True

@@ -92,7 +92,7 @@ def fused_engine(
 
     def compiled(function: Callable, batch: Batch, trained: bool = False) -> Callable:
         shape = shape_of(batch, trained)
-        return graphs.get(shape, function, lambda: mx.compile(function, inputs=state))
+        return graphs.get(shape, function, lambda: graphs.compile(function, state))
 
     loss_and_gradients = nn.value_and_grad(model, with_norms(trainable_loss))
     loss_only, scored, most_likely, losses_and_predictions = map(

@@ -59,8 +59,13 @@ def program(
     max_segment_tokens: int | None,
     dropout_keys: DropoutKeys,
     lean: bool,
+    compiled: Callable[[Callable], Callable],
 ) -> Program:
-    """Make the program of a block; lean: save memory at the cost of time."""
+    """Make the program of a block.
+
+    lean: save memory at the cost of time.
+    compiled: compiles a function, if the model can be compiled.
+    """
     template = skeleton(block)
     replace_attention(template, lean)
     if lean:
@@ -94,7 +99,7 @@ def program(
         _, grads = mx.vjp(of, list(trained.values()), [cotangent])
         return dict(zip(names, grads, strict=True))
 
-    return Program(run, mx.compile(run), mx.compile(backward), mx.compile(lowest))
+    return Program(run, *map(compiled, (run, backward, lowest)))
 
 
 class Programs:
@@ -110,6 +115,7 @@ class Programs:
         block = self.parts.blocks[index]
 
         def make() -> Program:
-            return program(block, call, shape.max_segment_tokens, self.dropout_keys, self.lean)
+            keys, longest = self.dropout_keys, shape.max_segment_tokens
+            return program(block, call, longest, keys, self.lean, self.graphs.compile)
 
         return self.graphs.get(shape, (self.kinds[index], call.key), make)

@@ -358,7 +358,7 @@ class Staged:
         def run(shape: GraphShape, *args: Any) -> Any:
             if self.reads_files:
                 return function(*args)
-            make = partial(mx.compile, function, inputs=self.state)
+            make = partial(self.graphs.compile, function, self.state)
             return self.graphs.get(shape, function, make)(*args)
 
         return run
@@ -381,7 +381,7 @@ class FusedAboveCache(Staged):
         scale = mx.array(scale, mx.float32)
         function = partial(self._trained_gradients, rows.shape)
         joined = self.graphs.get(
-            rows.shape, "joined", lambda: mx.compile(function, inputs=self.state)
+            rows.shape, "joined", lambda: self.graphs.compile(function, self.state)
         )
         before = self.head.trained if isinstance(self.head, ScoreHead) else {}
         targets = Targets.of(batch)

@@ -40,7 +40,7 @@ DTYPES = {
     "U32": mx.uint32,
     "U8": mx.uint8,
 }
-VOCABULARY_LAYERS = ("embed_tokens", "lm_head")
+VOCABULARY_LAYERS = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,12 @@ class StreamedLayer(nn.Module):
     def __init__(self, rows: FileRows) -> None:
         super().__init__()
         self.rows, self.last_only = rows, False
+
+    @property
+    def weight(self) -> mx.array:
+        """(V, D), all of it in memory, for models that use it in their own way."""
+        count, _ = self.rows.shape
+        return self.rows.gather(mx.arange(count))
 
     def __call__(self, x: mx.array) -> mx.array:
         if mx.issubdtype(x.dtype, mx.floating):

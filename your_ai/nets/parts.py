@@ -11,11 +11,8 @@ V vocabulary.
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from functools import cache
-from types import CodeType, FunctionType
 from typing import Any
 
 import mlx.core as mx
@@ -36,6 +33,7 @@ from your_ai.nets.block_calls import (
     leaves,
     mapped,
 )
+from your_ai.nets.source_names import names_read
 from your_ai.nets.split import Head, Path, Split, blocks_path, module_at, replaced
 
 PASSING = ("_training", "_kept")  # attributes of layers that do not change what they compute
@@ -239,45 +237,6 @@ def structure(module: nn.Module) -> Hashable:
         ]
         found.append((path, type(layer), tuple(sorted(plain, key=lambda pair: pair[0]))))
     return tuple(found)
-
-
-@cache
-def names_read(kind: type) -> frozenset[str]:
-    """All names and string constants in the code of the modules that define a class and its bases.
-
-    `__init__` is left out.
-    """
-    found: set[str] = set()
-    for base in kind.__mro__:
-        for value in vars(sys.modules[base.__module__]).values():
-            own = vars(value).items() if isinstance(value, type) else [("", value)]
-            for name, member in own:
-                for function in _functions_of(member) if name != "__init__" else ():
-                    found |= _names_in(function.__code__)
-    return frozenset(found)
-
-
-def _functions_of(member: Any) -> Iterator[FunctionType]:
-    """Yield a function and the functions that it wraps."""
-    while member is not None:
-        if isinstance(member, FunctionType):
-            yield member
-        if isinstance(member, property):
-            member = member.fget
-        elif isinstance(member, staticmethod | classmethod):
-            member = member.__func__
-        else:
-            member = getattr(member, "__dict__", {}).get("__wrapped__")
-
-
-def _names_in(code: CodeType) -> set[str]:
-    found = {*code.co_names}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= _names_in(constant)
-        elif isinstance(constant, str):
-            found.add(constant)
-    return found
 
 
 def _same(value: Any) -> Hashable:
