@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.conftest import events_of, losses_of, resume, train, write_rows
+from tests.conftest import events_of, losses_of, resume, train, train_once, write_rows
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.errors import UserError
 from your_ai.evaluation.dataset_scores import MeanLoss
@@ -153,7 +153,7 @@ def test_a_damaged_reference_is_computed_again(pairs, own_folder):
 
 
 def test_a_resumed_run_ends_with_the_same_adapter(pairs):
-    whole = train(pairs(run="a"))
+    whole = train_once(pairs(run="a"))
     part = train(pairs(run="b", max_steps=1))
     assert resume(part, max_steps=2) == 0
     assert adapter_bytes(part) == adapter_bytes(whole)
