@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import gc
+import hashlib
 import importlib
 import itertools
 import json
@@ -12,7 +13,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
 from tests.kernels import precompile_header
 from your_ai import cli
-from your_ai.config import DEMO_DATA, TrainConfig, build
+from your_ai.config import DEMO_DATA, TrainConfig, build, to_yaml
 from your_ai.data import sources
 from your_ai.files import packaged
 from your_ai.hub import find
 from your_ai.memory.budget import python_bytes
 from your_ai.run import events, folder
 from your_ai.run.events import Event
-from your_ai.run.folder import RunFolder
+from your_ai.run.folder import RUNS, RunFolder
 from your_ai.run.stopping import Stop
 from your_ai.session import attach
 from your_ai.training.train import train_until_done
@@ -116,8 +117,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
-def pytest_collection_finish() -> None:
-    """Spare each gc.collect(), which every training run calls, all that was imported by now."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect tests without searching for garbage, of which they make little: that takes longer."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        keep_objects()
+        gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def keep_objects_of_modules_before() -> None:
+    keep_objects()
+
+
+def keep_objects() -> None:
+    """Spare each gc.collect(), which every training run calls, all objects that exist by now."""
     gc.collect()
     gc.freeze()
 
@@ -281,6 +298,46 @@ def train(config: TrainConfig) -> RunFolder:
     run = folder.create(config)
     train_until_done(run, config, Stop())
     return run
+
+
+KEPT: dict[
+    object, tuple[RunFolder, str]
+] = {}  # runs of `train_once`, and the folders of their tests
+
+
+def train_once(config: TrainConfig) -> RunFolder:
+    """Train a new run, or copy the same one if an earlier test of this process trained it.
+
+    For runs that a test needs, but is not about. They are the same if they have the same settings
+    and the files that they read have the same content, whatever the test's folder is called.
+    """
+    here = str(Path.cwd())
+    key = (to_yaml(config).replace(here, ""), *inputs_of(config))
+    if key not in KEPT:
+        run = train(config)
+        place = Path(tempfile.mkdtemp(dir=os.environ["YOUR_AI_TESTS_CACHE"]), run.name)
+        KEPT[key] = RunFolder(shutil.copytree(run.path, place)), here
+        return run
+    kept, there = KEPT[key]
+    run = RunFolder(RUNS / config.run)
+    shutil.copytree(kept.path, run.path)
+    for path in run.path.rglob("*"):
+        if path.suffix in (".yaml", ".jsonl"):
+            path.write_text(path.read_text().replace(there, here))
+    return run
+
+
+def inputs_of(config: TrainConfig) -> list[tuple[str, str]]:
+    """The names and digests of the files of this test that a run reads."""
+    paths = [Path(text) for text in (config.model, config.data, config.valid) if text]
+    paths += [run / "adapter" for run in RUNS.glob("*") if f"run:{run.name}" in to_yaml(config)]
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*"))]
+    here = Path.cwd()
+    return sorted(
+        (str(file.relative_to(here)), hashlib.sha256(file.read_bytes()).hexdigest())
+        for file in map(Path.absolute, files)
+        if file.is_file() and file.is_relative_to(here)
+    )
 
 
 def resume(run: RunFolder, **changes: Any) -> int:

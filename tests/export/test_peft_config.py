@@ -165,10 +165,10 @@ def test_excluded_layers_are_not_adapted():
 def test_a_slow_pattern_is_stopped_in_time(monkeypatch, key, pattern):
     monkeypatch.setattr(peft_config, "MATCH_S", 0.3)
     others = {"target_modules": ["up_proj"], "layers_to_transform": [1]}
-    began = time.monotonic()
+    began = time.process_time()
     with contextlib.suppress(UserError):  # regex matches some of them quickly
         targeted(**others | {key: pattern})
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_a_slow_pattern_is_reported(monkeypatch):
@@ -189,9 +189,9 @@ def test_an_invalid_pattern_is_refused(pattern):
 def test_many_names_are_matched_quickly():
     names = [f"layer_{index}" for index in range(99_000)] + ["up_proj"]
     linears = [f"model.layers.{block}.mlp.up_proj" for block in range(500)]
-    began = time.monotonic()
+    began = time.process_time()
     found = peft_config.targeted(read(target_modules=names), linears)
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
     assert found == set(linears)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from tests.conftest import resume, train
+from tests.conftest import resume, train, train_once
 from tests.fault.processes import call, final_files, leftovers
 from your_ai.config import TrainConfig, to_yaml
 from your_ai.errors import RunError, UserError
@@ -222,7 +222,7 @@ def assert_one_line_of_error(status: int, error: str) -> None:
 @pytest.fixture
 def stopped(configure: Callable[..., TrainConfig]) -> RunFolder:
     """A run of two steps."""
-    return train(configure(run="r", max_steps=2, save_every=1))
+    return train_once(configure(run="r", max_steps=2, save_every=1))
 
 
 def test_unwritable_event_gives_one_line_of_error(stopped, capsys):

@@ -10,7 +10,7 @@ import sys
 import mlx.core as mx
 import pytest
 
-from tests.conftest import losses_of, resume, train, write_rows
+from tests.conftest import losses_of, resume, train, train_once, write_rows
 from tests.fault.processes import (
     ENDLESS,
     PATIENCE_S,
@@ -142,7 +142,7 @@ def test_killed_process_resumes_exactly(configure, settings, capsys):
     steps = steps_done(run) + 3
     status, _, error = call(capsys, "train", "--resume", "killed", "--max-steps", str(steps))
     assert status == 0, error
-    whole = train(configure(run="whole", max_steps=steps, **settings))
+    whole = train_once(configure(run="whole", max_steps=steps, **settings))
     assert final_files(run) == final_files(whole)
     assert losses_of(run) == losses_of(whole)
     assert leftovers(run) == []
@@ -181,7 +181,7 @@ def test_run_killed_before_its_first_checkpoint_starts_again(configure, settings
     run = folder.find("killed")
     assert checkpoint.newest(run.checkpoints) == (None, [])
     assert resume(run) == 0
-    assert final_files(run) == final_files(train(configure(run="whole", **settings)))
+    assert final_files(run) == final_files(train_once(configure(run="whole", **settings)))
 
 
 DURING_THE_REFERENCE = """
@@ -218,7 +218,7 @@ def test_run_killed_while_its_reference_is_computed_starts_again(configure, own_
     assert process.returncode == -signal.SIGKILL
     run = folder.find("killed")
     assert resume(run) == 0
-    assert final_files(run) == final_files(train(configure(run="whole", **settings)))
+    assert final_files(run) == final_files(train_once(configure(run="whole", **settings)))
     kept = (store() / "cache" / "reference").iterdir()
     assert len([path for path in kept if not path.name.startswith(TEMPORARY)]) == 1
 
@@ -226,7 +226,7 @@ def test_run_killed_while_its_reference_is_computed_starts_again(configure, own_
 def test_run_with_only_a_config_starts_from_the_beginning(configure):
     run = folder.create(configure(run="bare", max_steps=2))
     assert resume(run) == 0
-    assert final_files(run) == final_files(train(configure(run="whole", max_steps=2)))
+    assert final_files(run) == final_files(train_once(configure(run="whole", max_steps=2)))
 
 
 def test_resuming_a_finished_run_changes_nothing(configure):

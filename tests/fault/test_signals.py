@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import chat, events_of, losses_of, resume, train, write_rows
+from tests.conftest import chat, events_of, losses_of, resume, train, train_once, write_rows
 from tests.fault.processes import (
     ENDLESS,
     PATIENCE_S,
@@ -47,7 +47,7 @@ def assert_resumes_exactly(
 ) -> None:
     steps = checkpoint.load(checkpoint.list_checkpoints(run.checkpoints)[0]).state.step + 2
     assert resume(run, max_steps=steps) == 0
-    whole = train(configure(**{**settings, "run": "whole", "max_steps": steps}))
+    whole = train_once(configure(**{**settings, "run": "whole", "max_steps": steps}))
     assert losses_of(run) == losses_of(whole)
     assert final_files(run) == final_files(whole)
 
@@ -187,7 +187,7 @@ def test_ctrl_c_after_the_last_step_loses_nothing(configure, settings, monkeypat
     signal_in(monkeypatch, checkpoint, "save_adapter", signal.SIGINT)
     assert call(capsys, "train", "--resume", "r")[0] in (0, 128 + signal.SIGINT)
     assert resume(run) == 0
-    assert final_files(run) == final_files(train(configure(run="w", max_steps=2, **settings)))
+    assert final_files(run) == final_files(train_once(configure(run="w", max_steps=2, **settings)))
 
 
 def test_signal_after_the_run_writes_to_no_other_file(configure, own_folder):

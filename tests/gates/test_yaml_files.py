@@ -61,7 +61,7 @@ YAML = st.text(st.sampled_from("ab:- []{}&*!?|>'\"\n\t#,%@`0.~<"), max_size=60)
 def test_any_text_is_a_mapping_or_raises_UserError(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode(errors="surrogatepass"))
-    began = time.monotonic()
+    began = time.process_time()
     with contextlib.suppress(UserError):
         assert isinstance(read_yaml(path), dict)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5

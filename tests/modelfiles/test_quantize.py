@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from tests.conftest import EXTRA, TOKENIZER_FILES, make_model
+from tests.conftest import EXTRA, TINY, TOKENIZER_FILES, make_model
 from tests.modelfiles.large import MB, make_large, watched
 from your_ai.errors import RunError, UserError
 from your_ai.files import sha256
@@ -226,7 +226,7 @@ def die_at(patch: pytest.MonkeyPatch, at: int, error: BaseException) -> list[str
 
 def test_interrupted_work_continues_to_the_same_bytes(tmp_path, small_shards, monkeypatch):
     monkeypatch.setattr(shards, "SHARDS", 2)
-    source = make_model(tmp_path / "source", bits=None, num_hidden_layers=1)
+    source = make_model(tmp_path / "source", bits=None, **TINY, num_hidden_layers=1)
     wanted = all_sums(written(source, tmp_path / "whole"))
     target = tmp_path / "out"
     stage = 0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import chat, events_of, train, write_rows, write_site
+from tests.conftest import chat, events_of, train_once, write_rows, write_site
 from tests.fault.processes import ENDLESS, call, started, wait_for
 from tests.terminal import CLOSED, OPENED, on_terminal
 from your_ai.config import to_yaml
@@ -299,7 +299,7 @@ def test_watch_shows_why_a_detached_run_failed(arguments, run):
 
 @pytest.fixture
 def finished(configure):
-    return train(configure(max_steps=3))
+    return train_once(configure(max_steps=3))
 
 
 def test_watch_shows_a_finished_run_once(finished, capsys):

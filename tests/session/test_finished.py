@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import events_of, train
+from tests.conftest import events_of, train, train_once
 from tests.fault.processes import call
 from your_ai.run import checkpoint, events
 from your_ai.run.folder import RunFolder
@@ -12,7 +12,7 @@ from your_ai.run.folder import RunFolder
 
 @pytest.fixture
 def run(configure) -> RunFolder:
-    return train(configure(max_steps=2))
+    return train_once(configure(max_steps=2))
 
 
 def changed_files(run: RunFolder) -> dict[str, tuple[bytes, int]]:

@@ -8,7 +8,7 @@ import shutil
 import mlx.core as mx
 import pytest
 
-from tests.conftest import call, events_of, losses_of, resume, train
+from tests.conftest import call, events_of, losses_of, resume, train_once
 from tests.export.runs import make_run
 from your_ai.config import is_used
 from your_ai.errors import UserError
@@ -41,8 +41,8 @@ def train_from(source, configure, **settings):
 )
 def test_two_steps_from_two_steps_are_four_steps(configure, plan, use_dora):
     adapted = {"use_dora": use_dora, "lora_targets": ("q_proj", "mlp.up_proj")}
-    whole = train(configure(**WHOLE, run="whole", max_steps=4, **adapted))
-    train(configure(**WHOLE, run="half", max_steps=2, **adapted))
+    whole = train_once(configure(**WHOLE, run="whole", max_steps=4, **adapted))
+    train_once(configure(**WHOLE, run="half", max_steps=2, **adapted))
     run = train_from("half", configure, plan=plan)
     losses, wanted = losses_of(run), losses_of(whole)
     assert losses[1] == pytest.approx(wanted[3], rel=1e-5)
@@ -53,7 +53,7 @@ def test_two_steps_from_two_steps_are_four_steps(configure, plan, use_dora):
 
 
 def test_first_checkpoint_is_the_adapter_it_starts_from(configure):
-    train(configure(**WHOLE, run="half", max_steps=1))
+    train_once(configure(**WHOLE, run="half", max_steps=1))
     run = train_from("half", configure, keep=5)
     first = read_adapter(run.checkpoints / "step-000000").arrays
     for name, array in read_adapter(run.start).arrays.items():
@@ -63,7 +63,7 @@ def test_first_checkpoint_is_the_adapter_it_starts_from(configure):
 
 
 def test_run_resumes_without_its_source_but_not_without_its_copy(configure):
-    half = train(configure(**WHOLE, run="half", max_steps=1))
+    half = train_once(configure(**WHOLE, run="half", max_steps=1))
     run = train_from("half", configure)
     shutil.rmtree(half.path)
     resume(run, max_steps=3)

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.conftest import events_of, losses_of, resume, train, write_rows
+from tests.conftest import events_of, losses_of, resume, train, train_once, write_rows
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.errors import UserError
 from your_ai.evaluation.dataset_scores import MeanLoss
@@ -75,7 +75,7 @@ def test_the_first_loss_of_dpo_is_undecided(pairs):
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_every_plan_learns_the_same(pairs, objective):
     found = [
-        losses_of(train(pairs(objective, run=name, plan=plan, packing=packing, max_steps=3)))
+        losses_of(train(pairs(objective, run=name, plan=plan, packing=packing)))
         for name, plan, packing in (
             ("a", "fused", False), ("b", "staged", False), ("c", "streamed", False),
             ("d", "fused", True),
@@ -112,8 +112,8 @@ def test_answers_that_do_not_fit_into_a_micro_batch_learn_the_same(pairs, monkey
 
 
 def test_a_step_is_the_same_in_smaller_micro_batches(pairs):
-    whole = train(pairs(run="a", max_steps=3, batch_size=4))
-    parts = train(pairs(run="b", max_steps=3, batch_size=2, grad_accumulation=2))
+    whole = train(pairs(run="a", batch_size=4))
+    parts = train(pairs(run="b", batch_size=2, grad_accumulation=2))
     assert losses_of(parts) == pytest.approx(losses_of(whole), rel=1e-4)
 
 
@@ -153,7 +153,7 @@ def test_a_damaged_reference_is_computed_again(pairs, own_folder):
 
 
 def test_a_resumed_run_ends_with_the_same_adapter(pairs):
-    whole = train(pairs(run="a"))
+    whole = train_once(pairs(run="a"))
     part = train(pairs(run="b", max_steps=1))
     assert resume(part, max_steps=2) == 0
     assert adapter_bytes(part) == adapter_bytes(whole)
@@ -195,7 +195,8 @@ def test_a_margin_of_answers_with_one_label_is_refused(pairs, own_folder):
     train(pairs("kto", run="b", max_steps=1, valid="", best_metric="accuracy"))
 
 
-def test_samples_expect_no_answer_with_the_label_false(pairs, own_folder):
+def test_samples_expect_no_answer_with_the_label_false(pairs, own_folder, monkeypatch):
+    monkeypatch.setattr("your_ai.generation.generate.ANSWER_TOKENS", 4)
     write_rows(own_folder / "labels" / "test.jsonl", LABELED[:2])
     run = train(pairs("kto", run="a", max_steps=1, samples=2))
     for found in events_of(run, events.Samples):
@@ -212,7 +213,7 @@ def test_a_changed_objective_in_the_settings_of_a_run_is_named_alone(pairs):
 def test_an_adapter_that_a_run_starts_from_is_its_reference(pairs, configure):
     from your_ai.session import new_run
 
-    source = train(configure(run="source", max_steps=3))
+    source = train(configure(run="source", max_steps=2))
     config = new_run.resolve(
         {"from_adapter": "source", "data": pairs().data, "objective": "dpo", "max_steps": 1,
          "batch_size": 2, "run": "r", "supervise": False},

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import call, events_of, losses_of, resume, train, write_rows
+from tests.conftest import call, events_of, losses_of, resume, train, train_once, write_rows
 from your_ai.data.prompts import PromptRows
 from your_ai.errors import UserError
 from your_ai.generation import rollouts as generation
@@ -157,8 +157,8 @@ def test_half_precision_is_finite_and_resumes_exactly(rewarded, dtype):
 
 def test_every_plan_samples_and_learns_the_same(rewarded):
     plans = ("fused", "staged", "streamed")
-    runs = [train(rewarded(run=plan, plan=plan, kl_beta=0.05)) for plan in plans]
-    found = [read_rollouts(rollout_file(run.path, 3)) for run in runs]
+    runs = [train(rewarded(run=plan, plan=plan, kl_beta=0.05, max_steps=2)) for plan in plans]
+    found = [read_rollouts(rollout_file(run.path, 2)) for run in runs]
     assert [[r.tokens for r in each] for each in found[1:]] == [[r.tokens for r in found[0]]] * 2
     first, *others = (list(losses_of(run).values()) for run in runs)
     for losses in others:
@@ -166,7 +166,7 @@ def test_every_plan_samples_and_learns_the_same(rewarded):
 
 
 def test_a_smaller_limit_makes_smaller_waves_and_changes_no_token(rewarded, monkeypatch):
-    whole = train(rewarded(run="whole"))
+    whole = train_once(rewarded(run="whole"))
     found = []
     genuine = generation.run_wave
 
@@ -209,7 +209,7 @@ def test_a_planted_reward_is_learned(configure, own_folder, rewarded):
 
 def test_a_signal_gives_up_the_completions_of_a_step(rewarded, monkeypatch):
     """They are generated again, the same, by the resumed run."""
-    whole = train(rewarded(run="whole"))
+    whole = train_once(rewarded(run="whole"))
     config, stop = rewarded(run="cut"), Stop()
     run = new_run.create(config)
     monkeypatch.setattr(stop, "received", None)

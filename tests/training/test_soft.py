@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.conftest import TINY, events_of, losses_of, make_model, resume, train, write_rows
+from tests.conftest import (
+    TINY,
+    events_of,
+    losses_of,
+    make_model,
+    resume,
+    train,
+    train_once,
+    write_rows,
+)
 from your_ai.config import TrainConfig
 from your_ai.errors import UserError
 from your_ai.run import events
@@ -42,7 +51,7 @@ def reward_model(own_folder, configure):
 
     def make(**settings: Any):
         first = {"data": str(data), "objective": "reward", "run": "rm", "valid": "none"}
-        return train(configure(**{**first, "learning_rate": 1e-2, "max_steps": 4, **settings}))
+        return train_once(configure(**{**first, "learning_rate": 1e-2, "max_steps": 4, **settings}))
 
     return make
 
@@ -119,7 +128,8 @@ def test_resident_and_streamed_weights_learn_the_same(reward_model, soft, monkey
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_update_does_not_depend_on_the_micro_batches(reward_model, soft, size):
     reward_model()
-    whole, parts = (train(soft(run=f"of-{n}", batch_size=n, max_steps=2)) for n in (2, size))
+    whole = train_once(soft(run="whole", max_steps=2))
+    parts = train(soft(run="parts", batch_size=size, max_steps=2))
     assert losses_of(parts) == pytest.approx(losses_of(whole), rel=1e-3, abs=1e-4)
 
 
@@ -163,7 +173,7 @@ def test_a_run_that_is_killed_in_any_phase_ends_with_the_same_bytes(
     reward_model, soft, monkeypatch, place
 ):
     reward_model()
-    whole = train(soft(run="whole", max_steps=2))
+    whole = train_once(soft(run="whole", max_steps=2))
     counts = {"n": 0}
 
     def dying(function):
@@ -220,7 +230,7 @@ def test_all_roles_of_one_base_share_its_weights(reward_model, soft, own_folder)
 
 def test_the_reference_is_the_adapter_that_the_run_starts_from(reward_model, soft, configure):
     reward_model()
-    train(configure(run="sft"))
+    train_once(configure(run="sft"))
     config = soft(run="r", from_adapter="sft", max_steps=1)
     run = new_run.create(config)
     assert train_until_done(run, config, Stop()) == 0
@@ -232,8 +242,8 @@ def test_a_reward_model_of_another_base_with_the_tokenizer(reward_model, soft, t
     sizes = {**TINY, "hidden_size": 64, "vocab_size": TINY.get("vocab_size", 768) + more}
     make_model(tmp_path / "other", "qwen2", 4, factor=1, **sizes)
     reward_model(model=str(tmp_path / "other"))
-    run = train(soft())
-    assert len(events_of(run, events.Step)) == 3
+    run = train(soft(max_steps=1))
+    assert len(events_of(run, events.Step)) == 1
 
 
 def test_another_tokenizer_is_refused_with_its_first_difference(reward_model, soft, tmp_path):
@@ -286,7 +296,7 @@ def test_the_temperature_changes_linearly():
 
 def test_completions_do_not_depend_on_where_a_run_was_cut(reward_model, soft):
     reward_model()
-    whole = train(soft(run="whole", max_steps=2))
+    whole = train_once(soft(run="whole", max_steps=2))
     cut = train(soft(run="cut", max_steps=1))
     shutil.rmtree(cut.path / "rollouts")
     assert resume(cut, max_steps=2) == 0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-from tests.conftest import chat, events_of, make_model, resume, train, write_rows
+from tests.conftest import chat, events_of, make_model, resume, train, train_once, write_rows
 from your_ai.config import TrainConfig, build, to_yaml
 from your_ai.evaluation.dataset_scores import MeanLoss
 from your_ai.files import read_text, sha256
@@ -216,7 +216,7 @@ def test_killed_and_resumed_run_has_the_same_result(
 
 @pytest.mark.parametrize("damage", ["damaged", "gone"])
 def test_last_adapter_replaces_a_best_one_that_is_lost(configure, settings, losses, damage):
-    run = train(configure(**{**settings, "max_steps": 8}))
+    run = train_once(configure(**{**settings, "max_steps": 8}))
     best = run.checkpoints / "step-000004"
     if damage == "damaged":
         (best / checkpoint.ADAPTERS).write_bytes(b"")
@@ -228,7 +228,7 @@ def test_last_adapter_replaces_a_best_one_that_is_lost(configure, settings, loss
     assert "step-000004" in told
 
 
-def test_patience_ends_a_run(configure, settings, losses):
+def test_patience_ends_a_run(configure, settings, losses, whole_files):
     run = train(configure(patience=2, **settings))
     assert max(event.step for event in events_of(run, events.Step)) == 8
     assert steps_kept(run) == [8, 4]
@@ -236,8 +236,7 @@ def test_patience_ends_a_run(configure, settings, losses):
     assert "stopped after 2 validations without improvement; best at step 4" in notices(run)
     assert resume(run, patience=3) == 0  # it may continue
     assert max(event.step for event in events_of(run, events.Step)) == 10
-    whole = train(configure(run="whole", **settings))
-    assert files_of(run) == files_of(whole)
+    assert files_of(run) == whole_files(0)
 
 
 def test_without_validation_rows_keep_best_and_patience_do_nothing(configure, settings):
