@@ -31,7 +31,7 @@ from your_ai.gates.untrusted import read_header
 from your_ai.nets.dora import compute_magnitudes
 from your_ai.nets.head import HeadSlice, LinearHead, dense, part_of
 from your_ai.nets.parts import Arrays, arrays_of, put
-from your_ai.nets.split import StandIn
+from your_ai.nets.split import StandIn, blocks_path, module_at
 
 DTYPES = {
     "F32": mx.float32,
@@ -40,6 +40,7 @@ DTYPES = {
     "U32": mx.uint32,
     "U8": mx.uint8,
 }
+CHANGED_BYTES = 4 << 20  # of weights that are changed at load and stay in memory
 VOCABULARY_LAYERS = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
 
 
@@ -128,8 +129,12 @@ def tensors_of(model: nn.Module, folder: Path) -> dict[str, FileTensor]:
 
 
 def can_stream(model: nn.Module, tensors: dict[str, FileTensor]) -> bool:
-    """Whether the files store every parameter of a model without adapters in its own form."""
-    return all(path in tensors for path, _ in tree_flatten(model.parameters()))
+    """Whether the files store the parameters of a model without adapters in their own form.
+
+    A few small ones that are changed at load, e.g. reshaped, stay in memory.
+    """
+    changed = (a.nbytes for path, a in tree_flatten(model.parameters()) if path not in tensors)
+    return sum(changed) <= CHANGED_BYTES
 
 
 @dataclass
@@ -231,7 +236,11 @@ def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Mo
     """Change a model with adapters, in place, to read its frozen weights from their files.
 
     Returns its original blocks, whose weights were never read, and the source of their arrays.
+    Raises UserError if the blocks of the model are not one list.
     """
+    place = blocks_path(model)
+    if not place:
+        raise UserError("--plan streamed: the blocks of this model are not one list")
     names = {id(module): name for name, module in model.named_modules()}
     blocks = list(model.layers)
     files: list[dict[str, FileTensor]] = []
@@ -257,11 +266,11 @@ def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Mo
         unread.append(weights.load(index))
         put(block, unread[index])
 
-    def run(index: int) -> Callable[..., mx.array]:
-        def forward(hidden: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+    def run(index: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             put(blocks[index], weights.load(index))
             try:
-                result = blocks[index](hidden, *args, **kwargs)
+                result = blocks[index](*args, **kwargs)
                 mx.eval(result)
                 return result
             finally:
@@ -270,11 +279,8 @@ def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Mo
         return forward
 
     stream_vocabulary(model, tensors)
-    owner, _, kept = names[id(blocks[0])].rpartition(".")[0].rpartition(".")
-    # `model.layers` may be a copy of the list in the trunk.
-    dict(model.named_modules())[owner][kept] = [
-        StandIn(block, run(index)) for index, block in enumerate(blocks)
-    ]
+    stand_ins = [StandIn(block, run(index)) for index, block in enumerate(blocks)]
+    module_at(model, place[:-1])[place[-1]] = stand_ins  # `model.layers` may be a copy of the list
     return blocks, weights
 
 
