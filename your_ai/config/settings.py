@@ -217,6 +217,11 @@ class TrainConfig:
     lora_targets: tuple[str, ...] = setting(
         ("all-linear",), "Layers to adapt, separated by commas, or all-linear."
     )
+    lora_experts: bool = setting(
+        False,
+        "Adapt the routed experts of a mixture of experts, too, where --lora-targets is all-linear "
+        "or a name without a dot; their paths, such as mlp.switch_mlp.up_proj, always select them.",
+    )
     lora_dropout: float = setting(0.0, "Dropout on the input of the adapters.")
     use_dora: bool = setting(False, "Train weight-decomposed adapters (DoRA).")
 
@@ -436,6 +441,7 @@ ADDED: dict[str, Any] = {
     "sft_weight": 0.0,
     "reference": "start",
     "use_rslora": False,
+    "lora_experts": True,
     "loraplus_ratio": 1.0,
     "layerwise_lr_decay": 1.0,
     "neftune_alpha": 0.0,

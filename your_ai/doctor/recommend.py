@@ -176,6 +176,7 @@ def demands(
                 blocks=defaults.adapted_blocks(config, facts.blocks),
                 rank=config.lora_rank,
                 targets=config.lora_targets,
+                experts=config.lora_experts,
             ),
             lengths=(seq_len,),
             batch_size=profile.batch * profile.texts_together,

@@ -13,6 +13,7 @@ from typing import Any
 from your_ai.gates.untrusted import DTYPE_BITS, Entry
 
 GROUP_SIZE = 64  # MLX's default for quantized weights
+MODE_GROUP_SIZES = {"mxfp4": 32, "mxfp8": 32, "nvfp4": 16}  # of modes other than affine
 FLOATS = ("F64", "F32", "F16", "BF16")
 BIASED_IF_ASKED = ("llama", "mistral", "smollm3")  # mlx-lm runs all three with the same code
 ARCHITECTURES = (*BIASED_IF_ASKED, "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3")
@@ -70,6 +71,12 @@ def block_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if kind in ("qwen3", "gemma3_text"):
         found |= {f"self_attn.{name}.weight": (size,) for name in ("q_norm", "k_norm")}
     return found
+
+
+def group_size_of(quantization: dict[str, Any]) -> int:
+    """Weights per group, of a model or a layer that is quantized in this way."""
+    default = MODE_GROUP_SIZES.get(str(quantization.get("mode")), GROUP_SIZE)
+    return int(quantization.get("group_size") or default)
 
 
 def tensor_bytes(

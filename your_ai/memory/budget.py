@@ -19,12 +19,13 @@ from your_ai.memory import allocator, probe
 from your_ai.memory import calibration_file as measurements
 from your_ai.memory.calibration import Calibration, Measurement
 from your_ai.memory.coefficients import FILE, Coefficients, for_machine
-from your_ai.memory.estimate import Plan, RewardModelSizes, Training, weights_bytes
-from your_ai.memory.estimate_generation import RolloutSizes, generation_bytes, rollout_phases
+from your_ai.memory.estimate import weights_bytes
+from your_ai.memory.estimate_generation import generation_bytes, rollout_phases
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit
 from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, rounded_up, wave_sizes
 from your_ai.memory.sample import in_gb
+from your_ai.memory.workload import Plan, RewardModelSizes, RolloutSizes, Training
 from your_ai.objectives.chosen import needs_scores, objective_of
 
 # Threads, BLAS or driver buffers that appear in the first step. A guess on macOS.
@@ -125,6 +126,7 @@ def demand_of(
             targets=config.lora_targets,
             optimizer=config.optimizer,
             dora=config.use_dora,
+            experts=config.lora_experts,
         ),
         lengths=lengths,
         batch_size=batch_size,
