@@ -31,9 +31,9 @@ from your_ai.doctor.recommend import (
     room_of,
 )
 from your_ai.errors import UserError
-from your_ai.hub.registry import config_of, known
+from your_ai.hub.registry import known
 from your_ai.memory.budget import demand_of
-from your_ai.memory.facts import ModelFacts, facts_of_config, layers_named
+from your_ai.memory.facts import ModelFacts, facts_of_known, layers_named
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import words
 
@@ -62,8 +62,7 @@ def tiers(found: list[Recommendation]) -> dict[str, int]:
 
 
 def facts_for(each: Recommendation, room: MachineRoom) -> ModelFacts:
-    model = each.known
-    return facts_of_config(config_of(model), model.bits, model.group_size or 64, room.float_bytes)
+    return facts_of_known(each.known, room.float_bytes)
 
 
 def asked(each: Recommendation) -> TrainConfig:
@@ -243,9 +242,10 @@ def test_a_short_context_is_not_exceeded():
 @pytest.mark.parametrize("alias", list(known()))
 def test_facts_of_a_known_model_agree_with_the_registry(alias):
     model = known()[alias]
-    facts = facts_of_config(config_of(model), model.bits, model.group_size or 64, 2)
+    facts = facts_of_known(model, 2)
     assert facts.weights_bytes == model.bytes_on_disk
-    assert (facts.blocks, facts.vocabulary) == (model.layers, model.vocabulary)
+    text = {**model.config, **model.config.get("text_config", {})}
+    assert (facts.blocks, facts.vocabulary) == (text["num_hidden_layers"], text["vocab_size"])
 
 
 def test_recommending_imports_no_mlx_and_is_quick():

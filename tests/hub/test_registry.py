@@ -11,7 +11,6 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from tests.conftest import MODULES
-from your_ai.hub.architectures import tensors_of_config
 from your_ai.hub.registry import (
     Known,
     alias_of,
@@ -20,6 +19,7 @@ from your_ai.hub.registry import (
     nearest_aliases,
     size_text,
 )
+from your_ai.hub.tensor_sizes import tensors_of_config
 
 MODELS = list(known().values())
 

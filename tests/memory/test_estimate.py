@@ -29,7 +29,7 @@ from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.weights import tensors_of
-from your_ai.hub.architectures import GROUP_SIZE
+from your_ai.hub.tensor_sizes import GROUP_SIZE
 from your_ai.memory.calibration import Shape
 from your_ai.memory.coefficients import PACKAGED
 from your_ai.memory.estimate import (
@@ -221,8 +221,7 @@ def test_inputs_on_disk_are_never_more_memory(case):
 @given(cases())
 def test_each_engine_holds_no_more_weights_than_the_one_before(case):
     facts = case[0].facts
-    facts = replace(facts, blocks=max(2, facts.blocks))
-    facts = replace(facts, blocks_bytes=facts.blocks * facts.block_bytes)
+    facts = replace(facts, order=(0,) * max(2, facts.blocks))
     sizes = [weights_bytes(facts, engine) for engine in ENGINES]
     assert sizes == sorted(sizes, reverse=True)
 

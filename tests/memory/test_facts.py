@@ -207,7 +207,7 @@ def test_shapes_of_quantized_layers_come_from_headers(tmp_path):
 # Facts from a config.json alone
 
 CONFIGS = {
-    **{name: {} for name in WITHOUT_EXPERTS},
+    **{name: {} for name in EXTRA},
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
     "phi3": {"max_position_embeddings": 4096},
     "smollm3": {"tie_word_embeddings": True},
@@ -225,28 +225,34 @@ def test_facts_of_a_config_equal_those_of_the_files(tmp_path, monkeypatch, archi
     if architecture == "gemma3_text":
         config["tie_word_embeddings"] = False  # the model made by make_model has a head
     for float_bytes in (2, 4):
-        found = facts_of_config(config, bits, 32, float_bytes)
-        assert replace(found, disk_bytes=0) == replace(facts_of(folder, float_bytes), disk_bytes=0)
+        found, expected = facts_of_config(config, float_bytes), facts_of(folder, float_bytes)
+        assert replace(found, disk_bytes=0) == replace(expected, disk_bytes=0)
         assert found.disk_bytes == found.weights_bytes
 
 
 @pytest.mark.parametrize(("name", "bits"), [("tiny", 4), ("tiny", 0), ("tiny", 8)])
 def test_facts_of_a_bench_shape_are_known_before_it_is_made(tmp_path, name, bits):
     folder = make_shape(name, bits, "bfloat16", tmp_path)
-    found = facts_of_config(SHAPES[name], bits or None, 64, 2)
+    quantization = {"quantization": {"group_size": 64, "bits": bits}} if bits else {}
+    found = facts_of_config({**SHAPES[name], **quantization}, 2)
     assert replace(found, disk_bytes=0) == replace(facts_of(folder, 2), disk_bytes=0)
     assert found.disk_bytes == pytest.approx(facts_of(folder, 2).disk_bytes, rel=0.03)
 
 
-def test_nested_text_config_is_used():
-    text = SHAPES["tiny"]
-    nested = {"model_type": "gemma3", "vision_config": {}, "text_config": text}
-    assert facts_of_config(nested, 4, 64, 2) == facts_of_config(text, 4, 64, 2)
+def test_a_model_of_70_billion_parameters_is_built_without_its_weights():
+    large = {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    facts = facts_of_config({**SHAPES["llama-3.1-8b"], **large, **heads}, 2)
+    assert facts.weights_bytes == pytest.approx(2 * 70.6e9, rel=0.01)
+    assert mx.get_peak_memory() - before < 1_000_000
 
 
-def test_unknown_architecture_is_rejected():
-    with pytest.raises(ValueError, match="mamba"):
-        facts_of_config({**SHAPES["tiny"], "model_type": "mamba"}, 4, 64, 2)
+def test_configs_that_mlx_lm_cannot_build_are_refused():
+    for changes in ({"model_type": "unheard-of"}, {"hidden_size": "wide"}):
+        with pytest.raises(ValueError, match="mlx-lm cannot build this model"):
+            facts_of_config({**SHAPES["tiny"], **changes}, 2)
 
 
 # Files of other libraries: tensors that mlx-lm ignores or converts

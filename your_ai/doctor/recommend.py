@@ -22,11 +22,10 @@ from rich.text import Text
 from your_ai.config import FIELDS, SFT, TrainConfig, defaults
 from your_ai.doctor.machine import MachineInfo, limit_of
 from your_ai.errors import UserError
-from your_ai.hub.architectures import GROUP_SIZE
-from your_ai.hub.registry import Known, config_of, known
+from your_ai.hub.registry import Known, known
 from your_ai.memory import limit as limits
 from your_ai.memory.estimate import Training
-from your_ai.memory.facts import ModelFacts, facts_of_config
+from your_ai.memory.facts import ModelFacts, facts_of_known
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, options, words
 from your_ai.memory.sample import in_gb
@@ -149,8 +148,7 @@ def recommend(
 
 def of_model(model: Known, room: MachineRoom, objective: str) -> Iterator[Recommendation]:
     usual, longer = (replace(profile, objective=objective) for profile in (USUAL, LONG))
-    config = config_of(model)
-    facts = facts_of_config(config, model.bits, model.group_size or GROUP_SIZE, room.float_bytes)
+    facts = facts_of_known(model, room.float_bytes)
     best = planned(model, facts, usual, room)
     if best is None:
         return

@@ -14,8 +14,9 @@ from typing import Any
 
 from your_ai.config.targets import selects
 from your_ai.gates.untrusted import BLOCK, EXPERT, Entry, read_header, read_json
-from your_ai.hub.architectures import GROUP_SIZE, group_size_of, tensor_bytes, tensors_of_config
 from your_ai.hub.config_values import HEADS, HIDDEN, PARTS
+from your_ai.hub.registry import Known, config_of
+from your_ai.hub.tensor_sizes import GROUP_SIZE, group_size_of, tensor_bytes
 from your_ai.memory.mixer_facts import QUERIES, MixerFacts, mixers_of, windows_of
 
 # Tensors next to the text model in files of other libraries; mlx-lm ignores them.
@@ -159,19 +160,23 @@ def facts_of(folder: Path, float_bytes: int, quantize: int | None = None) -> Mod
     return facts_from(entries, config, float_bytes, quantize, disk_bytes)
 
 
-def facts_of_config(
-    config: dict[str, Any], bits: int | None, group_size: int, float_bytes: int
-) -> ModelFacts:
-    """The facts of a model from its config.json alone.
+def facts_of_known(model: Known, float_bytes: int) -> ModelFacts:
+    """The facts of a model of the registry, without its files and without mlx."""
+    return facts_from(model.tensors, config_of(model), float_bytes, None, model.bytes_on_disk)
 
-    bits, group_size: its quantization; bits is None if it is not quantized.
+
+def facts_of_config(config: dict[str, Any], float_bytes: int) -> ModelFacts:
+    """The facts of a model from its config.json alone; mlx-lm builds it, without any weight.
+
     float_bytes: size of a number of the compute dtype.
 
-    disk_bytes is the size of the weights in that dtype. Raises ValueError if the layers of the
-    architecture are not known here.
+    disk_bytes is the size of the weights in that dtype. Raises ValueError with a reason if mlx-lm
+    cannot build the model.
     """
-    entries = list(tensors_of_config({**config, **text_part(config)}))
-    found = facts_from(entries, config, float_bytes, bits, 0, group_size)
+    from your_ai.hub.built_tensors import tensors_built  # loads mlx
+
+    entries, config = tensors_built(config)
+    found = facts_from(entries, config, float_bytes, None, 0)
     return replace(found, disk_bytes=found.weights_bytes)
 
 
