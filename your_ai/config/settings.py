@@ -17,6 +17,7 @@ from your_ai.config.names import (
     AUTO,
     FOLDER,
     GENERATING,
+    GRPO,
     LOSS,
     REWARD,
     SFT,
@@ -362,6 +363,18 @@ class TrainConfig:
     def generates(self) -> bool:
         """Whether each step trains completions that the model samples itself."""
         return self.objective in GENERATING
+
+    @property
+    def scores_completions(self) -> bool:
+        """Whether the completions of a step are scored before they are trained."""
+        return self.objective == GRPO and (self.updates_per_batch > 1 or self.kl_beta > 0)
+
+    @property
+    def texts_together(self) -> int:
+        """Texts that the objective compares, so that they go through the model together."""
+        if self.objective == REWARD and self.reward_loss == "scores":
+            return 1
+        return 2 if self.row_kind in ("pairs", "labels", "rated") else 1
 
     @property
     def row_kind(self) -> Literal["answers", "pairs", "labels", "prompts", "rated"]:

@@ -24,17 +24,14 @@ from your_ai.doctor.machine import MachineInfo, limit_of
 from your_ai.errors import UserError
 from your_ai.hub.registry import Known, known
 from your_ai.memory import limit as limits
+from your_ai.memory.demand import PYTHON_BYTES
 from your_ai.memory.estimate import Training
 from your_ai.memory.facts import ModelFacts, facts_of_known
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, options, words
 from your_ai.memory.sample import in_gb
 
-GIB = 1 << 30
-# The lowest share of RAM that macOS recommends for a process. Newer versions allow a tenth more.
-WORKING_SET_SHARE, LARGE_WORKING_SET_SHARE, LARGE_BYTES = 2 / 3, 3 / 4, 33 * GIB
 CARD_SHARE = 0.95  # usable share of the free memory of an NVIDIA card
-PYTHON_BYTES = 250_000_000  # a process without a model: 140 MB on Linux, plus a GPU's share
 DATA = "my-data/"
 COMFORT_SHARE = 0.9  # of the limit, because estimates for an unmeasured device are rough
 SHOWN = 4  # models per tier
@@ -55,7 +52,7 @@ class Profile:
     @property
     def texts_together(self) -> int:
         """Texts of a row that go through the model together: 2 for pairs."""
-        return 2 if TrainConfig(objective=self.objective).row_kind == "pairs" else 1
+        return TrainConfig(objective=self.objective).texts_together
 
 
 USUAL, LONG = Profile("full", 2048, 4), Profile("long", 8192, 1)
@@ -111,11 +108,9 @@ def room_of(memory_gb: float) -> MachineRoom:
         raise UserError(
             f"--memory {memory_gb:g}: must be a number above 0, e.g. 16 for a 16 GB Mac"
         )
-    ram = int(memory_gb * GIB)
-    share = LARGE_WORKING_SET_SHARE if ram >= LARGE_BYTES else WORKING_SET_SHARE
-    mac = limits.MachineMemory(
-        ram_bytes=ram, working_set_bytes=int(share * ram), available_bytes=ram
-    )
+    ram = int(memory_gb * limits.GIB)
+    working_set = limits.usual_working_set(ram)
+    mac = limits.MachineMemory(ram_bytes=ram, working_set_bytes=working_set, available_bytes=ram)
     return MachineRoom(limits.detect(mac))
 
 

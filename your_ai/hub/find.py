@@ -141,7 +141,11 @@ def whole(folder: Path, label: str, name: str | None = None) -> Path:
 
 def cached_model(repo: str, revision: str | None = None) -> Path | None:
     """The folder of a model in the Hugging Face cache; None if absent or incomplete."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants
+
+    if not (Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}").is_dir():
+        return None
+    from huggingface_hub import snapshot_download  # slow to import
 
     try:
         found = snapshot_download(

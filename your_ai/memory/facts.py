@@ -160,15 +160,22 @@ def facts_of(folder: Path, float_bytes: int, quantize: int | None = None) -> Mod
     return facts_from(entries, config, float_bytes, quantize, disk_bytes)
 
 
-def facts_of_known(model: Known, float_bytes: int) -> ModelFacts:
-    """The facts of a model of the registry, without its files and without mlx."""
-    return facts_from(model.tensors, config_of(model), float_bytes, None, model.bytes_on_disk)
+def facts_of_known(model: Known, float_bytes: int, quantize: int | None = None) -> ModelFacts:
+    """The facts of a model of the registry, without its files and without mlx.
+
+    quantize: as in `facts_of`.
+    """
+    bits = quantize if model.bits is None else None
+    return facts_from(model.tensors, config_of(model), float_bytes, bits, model.bytes_on_disk)
 
 
-def facts_of_config(config: dict[str, Any], float_bytes: int) -> ModelFacts:
+def facts_of_config(
+    config: dict[str, Any], float_bytes: int, quantize: int | None = None
+) -> ModelFacts:
     """The facts of a model from its config.json alone; mlx-lm builds it, without any weight.
 
     float_bytes: size of a number of the compute dtype.
+    quantize: as in `facts_of`.
 
     disk_bytes is the size of the weights in that dtype. Raises ValueError with a reason if mlx-lm
     cannot build the model.
@@ -176,7 +183,8 @@ def facts_of_config(config: dict[str, Any], float_bytes: int) -> ModelFacts:
     from your_ai.hub.built_tensors import tensors_built  # loads mlx
 
     entries, config = tensors_built(config)
-    found = facts_from(entries, config, float_bytes, None, 0)
+    bits = None if config.get("quantization") else quantize
+    found = facts_from(entries, config, float_bytes, bits, 0)
     return replace(found, disk_bytes=found.weights_bytes)
 
 
