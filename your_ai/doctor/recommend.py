@@ -35,6 +35,7 @@ CARD_SHARE = 0.95  # usable share of the free memory of an NVIDIA card
 DATA = "my-data/"
 COMFORT_SHARE = 0.9  # of the limit, because estimates for an unmeasured device are rough
 SHOWN = 4  # models per tier
+MODEL_FIELDS = ("alias", "repo", "parameters", "active_parameters")
 WIDTH = 80
 COLUMNS = {"model": 12, "tokens": 6, "rank": 4, "layers": 6, "targets": 13, "needs": 8,
            "plan": 8, "work": 6}  # fmt: skip
@@ -243,7 +244,7 @@ def command_of(model: Known, seq_len: int, profile: Profile) -> str:
 
 def as_json(room: MachineRoom, found: list[Recommendation]) -> dict[str, Any]:
     def row(each: Recommendation) -> dict[str, Any]:
-        model = {name: getattr(each.known, name) for name in ("alias", "repo", "parameters")}
+        model = {name: getattr(each.known, name) for name in MODEL_FIELDS}
         fields = {f.name: getattr(each, f.name) for f in dataclasses.fields(each)}
         return {**model, **{name: value for name, value in fields.items() if name != "known"}}
 

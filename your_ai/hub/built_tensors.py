@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils
 
 from your_ai.gates.untrusted import Entry
-from your_ai.hub.config_values import PARTS
+from your_ai.hub.config_values import text_part
 from your_ai.hub.tensor_sizes import group_size_of
 
 KINDS = {
@@ -49,8 +49,7 @@ def tensors_built(config: dict[str, Any]) -> tuple[list[Entry], dict[str, Any]]:
 
 def is_tied(config: dict[str, Any]) -> bool:
     """Whether the head has the weights of the embedding; Gemma's always does."""
-    text = next((config[name] for name in PARTS if isinstance(config.get(name), dict)), {})
-    for part in (config, text):
+    for part in (config, text_part(config)):
         if part.get("tie_word_embeddings") is not None:
             return bool(part["tie_word_embeddings"])
     return str(config["model_type"]).startswith("gemma")

@@ -124,14 +124,20 @@ def quantization_of(parts: Iterable[Part]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def parameters_of(parts: Iterable[Part]) -> int:
-    """The number of parameters before quantization."""
-    return sum(
-        math.prod(int(n) for n in text.split(" ")[0].split("x") if n) * count
-        for _, blocks, tensors in parts
-        for count in [len(list(numbers(blocks))) if blocks else 1]
-        for text in tensors.values()
-    )
+def parameters_of(parts: Iterable[Part], experts: int | None = None) -> int:
+    """The number of parameters before quantization.
+
+    experts: count only so many of the routed experts of each layer.
+    """
+    total = 0
+    for _, blocks, tensors in parts:
+        times = len(list(numbers(blocks))) if blocks else 1
+        for name, text in tensors.items():
+            shape = [int(n) for n in text.split(" ")[0].split("x") if n]
+            if experts is not None and len(shape) > 1 and ("switch" in name or "experts." in name):
+                shape[0] = min(shape[0], experts)
+            total += times * math.prod(shape)
+    return total
 
 
 def ranges(found: list[int]) -> str:

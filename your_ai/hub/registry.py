@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from your_ai.gates.untrusted import Entry
+from your_ai.hub.config_values import experts_used, text_part
 from your_ai.hub.known_tensors import known_tensors, parameters_of, quantization_of, unpacked
 from your_ai.hub.tensor_sizes import tensor_bytes
 
@@ -51,8 +52,19 @@ class Known:
 
     @functools.cached_property
     def bytes_on_disk(self) -> int:
-        """Bytes of the weight files, computed from the shapes of the tensors."""
+        """Bytes of the weights that mlx-lm loads, computed from the shapes of the tensors."""
         return sum(tensor_bytes(entry, FLOAT_BYTES, None) for entry in self.tensors)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether its files have parts that mlx-lm leaves out, such as one that reads images."""
+        return "text_config" in self.config
+
+    @functools.cached_property
+    def active_parameters(self) -> int:
+        """The number of parameters that a token uses: not those of the other experts."""
+        used = experts_used({**self.config, **text_part(self.config)})
+        return parameters_of(known_tensors()[self.alias], used)
 
     @functools.cached_property
     def parameters(self) -> int:
@@ -96,6 +108,11 @@ def nearest_aliases(name: str, count: int = 3) -> list[str]:
     near = {model.alias: likeness(model) for model in known().values()}
     ranked = sorted(near, key=lambda alias: -near[alias])
     return [alias for alias in ranked if near[alias] >= NEAR][:count]
+
+
+def download_text(model: Known) -> str:
+    """The size of the weight files: `4.52 GB`, or `over 5.04 GB` if they have more parts."""
+    return f"{'over ' * model.has_more}{size_text(model.bytes_on_disk)}"
 
 
 def size_text(size_bytes: float) -> str:

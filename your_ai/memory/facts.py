@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from your_ai.config.targets import selects
 from your_ai.gates.untrusted import BLOCK, EXPERT, Entry, read_header, read_json
-from your_ai.hub.config_values import HEADS, HIDDEN, PARTS
+from your_ai.hub.config_values import HEADS, HIDDEN, experts_used, text_part
 from your_ai.hub.registry import Known, config_of
 from your_ai.hub.tensor_sizes import GROUP_SIZE, group_size_of, tensor_bytes
 from your_ai.memory.mixer_facts import QUERIES, MixerFacts, mixers_of, windows_of
@@ -22,11 +21,6 @@ from your_ai.memory.mixer_facts import QUERIES, MixerFacts, mixers_of, windows_o
 # Tensors next to the text model in files of other libraries; mlx-lm ignores them.
 LEFT_OUT = re.compile(r"(?:^|\.)(?:vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
 VOCABULARY = ("embed_tokens", "lm_head")
-# Names of the number of experts that a token uses.
-EXPERTS_USED = (
-    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
-    *("moe_topk", "moe_top_k", "moe_k"),
-)
 # Architectures whose router has a matrix of its own, not a linear layer.
 PLAIN_GATES = (
     *("deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41", "dots1"),
@@ -244,12 +238,6 @@ def facts_from(
     )
 
 
-def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a multimodal model's config that are about its text model."""
-    parts = (config.get(name) for name in PARTS)
-    return next((part for part in parts if isinstance(part, dict)), {})
-
-
 def name_in_block(entry: Entry) -> str:
     match = BLOCK.search(entry.name)
     assert match is not None
@@ -346,17 +334,6 @@ def is_plain(layer: str, text: dict[str, Any]) -> bool:
     """Whether a matrix of this name is no linear layer of mlx-lm, so that it has no adapter."""
     leaf = layer.rpartition(".")[2]
     return leaf.endswith("norm") or (leaf == "gate" and text.get("model_type") in PLAIN_GATES)
-
-
-def experts_used(text: dict[str, Any]) -> int:
-    """How many routed experts a token uses; of the block that uses most."""
-    parts = [text, text.get("ffn_config") or {}]
-    for part, name in product(parts, EXPERTS_USED):
-        used = part.get(name) if isinstance(part, dict) else None
-        numbers = used if isinstance(used, list) else [used]
-        if all(isinstance(number, int) for number in numbers) and any(numbers):
-            return max(numbers)
-    return 1
 
 
 def layers_named(
