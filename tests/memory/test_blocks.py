@@ -9,8 +9,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from your_ai.config import TrainConfig
+from your_ai.engine.build import build_engine
 from your_ai.hub.built_tensors import build, quantize, tensors_built
 from your_ai.memory import mixer_facts as kinds
+from your_ai.memory.demand import WHOLE
 from your_ai.memory.estimate import Plan, Workload, estimate
 from your_ai.memory.estimate_adapters import adapter_bytes
 from your_ai.memory.estimate_generation import kv_bytes_per_token
@@ -101,6 +103,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "global_head_dim": 32, "use_double_wide_mlp": True,
         }
     },
+    "mistral3": {
+        "text_config": {
+            **BASE, "model_type": "ministral3",
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1,
+                "original_max_position_embeddings": 128,
+            },
+        }
+    },
     "rwkv7": {
         "norm_eps": 1e-5, "hidden_ratio": 4.0, "a_low_rank_dim": 16, "v_low_rank_dim": 16,
         "gate_low_rank_dim": 16, "decay_low_rank_dim": 16, "head_dim": 32,
@@ -156,6 +167,15 @@ def test_every_model_has_an_estimate_for_every_plan(kind):
     for engine in ("fused", "staged", "streamed"):
         found = estimate(Workload(facts=facts, training=training), Plan(engine, 256), 1, 256)
         assert found.process_bytes > facts.block_bytes
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_only_some_architectures_cannot_be_split_into_blocks(kind):
+    network = build(config_for(kind))
+    network.freeze()
+    adapters = model.add_adapters(network, TrainConfig(lora_rank=2))
+    built = build_engine(network, adapters.dropout_keys, "staged")
+    assert (built.plan == "fused") == (kind in WHOLE), "change WHOLE in memory/demand.py"
 
 
 def mixers(kind: str) -> list[tuple[str, ...]]:

@@ -15,7 +15,7 @@ from your_ai.doctor.shapes import SHAPES
 from your_ai.errors import UserError
 from your_ai.hub.registry import known
 from your_ai.memory.budget import process_here
-from your_ai.memory.demand import Budget, demand_of
+from your_ai.memory.demand import SCORED_FIRST, Budget, demand_of
 from your_ai.memory.facts import facts_of
 from your_ai.objectives.chosen import objective_of
 from your_ai.training import plan_without_files
@@ -128,6 +128,13 @@ def test_adapters_are_checked_against_the_model():
         planned(model="llama-1b", seq_len=0)
 
 
+def test_models_that_cannot_be_split_are_planned_whole():
+    settings = {"model": "gemma4-e2b", "max_memory": 60.0}
+    assert planned(**settings).choice.option.plan.engine == "fused"
+    with pytest.raises(UserError, match="nothing fits into"):
+        planned(model="gemma4-31b", max_memory=20.0)
+
+
 def test_experts_cost_adapters_only_if_they_are_asked_for():
     few, many = (
         planned(model="qwen3-30b-a3b", lora_experts=experts).choice.option.estimate.components
@@ -136,13 +143,15 @@ def test_experts_cost_adapters_only_if_they_are_asked_for():
     assert many["adapters"] > 10 * few["adapters"]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("reward_loss", ["auto", "scores"])
-def test_texts_go_together_as_the_objective_wants(objective, reward_loss):
+@pytest.mark.parametrize("objective", [*OBJECTIVES, "scores"])
+def test_texts_go_together_as_the_objective_wants(objective):
     """The settings know it without MLX, which the objectives need."""
-    reward = {"reward_model": "run:r"} if objective == "soft" else {}
-    config = TrainConfig(objective=objective, reward_loss=reward_loss, **reward)
-    assert config.texts_together == objective_of(config).rows_together
+    settings = {"soft": {"reward_model": "run:r"},
+                "scores": {"objective": "reward", "reward_loss": "scores"}}  # fmt: skip
+    config = TrainConfig(**({"objective": objective} | settings.get(objective, {})))
+    found = objective_of(config)
+    assert config.texts_together == found.rows_together
+    assert (config.objective in SCORED_FIRST) == ("others" in found.phases)
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto", "grpo", "reward"])

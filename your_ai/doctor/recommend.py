@@ -24,7 +24,7 @@ from your_ai.doctor.machine import MachineInfo, limit_of
 from your_ai.errors import UserError
 from your_ai.hub.registry import Known, known
 from your_ai.memory import limit as limits
-from your_ai.memory.demand import PYTHON_BYTES
+from your_ai.memory.demand import PYTHON_BYTES, SCORED_FIRST, WHOLE
 from your_ai.memory.estimate import Training
 from your_ai.memory.facts import ModelFacts, facts_of_known
 from your_ai.memory.limit import MemoryLimit
@@ -53,7 +53,8 @@ class Profile:
     @property
     def texts_together(self) -> int:
         """Texts of a row that go through the model together: 2 for pairs."""
-        return TrainConfig(objective=self.objective).texts_together
+        scored_first = self.objective in SCORED_FIRST
+        return 1 if scored_first else TrainConfig(objective=self.objective).texts_together
 
 
 USUAL, LONG = Profile("full", 2048, 4), Profile("long", 8192, 1)
@@ -62,7 +63,7 @@ TIERS = {  # the best first
     "tight": "weights in memory, with less than a tenth of the limit to spare",
     "long": "long rows",
     "slow": "slow: weights or block inputs are read from disk",
-    "light": "slow, with smaller adapters: a lower rank, or fewer blocks",
+    "light": "with smaller adapters: a lower rank, or fewer blocks; most are slow, too",
 }
 RANKS = {tier: rank for rank, tier in enumerate(TIERS)}
 
@@ -156,13 +157,14 @@ def of_model(model: Known, room: MachineRoom, objective: str) -> Iterator[Recomm
 
 
 def demands(
-    facts: ModelFacts, profile: Profile, room: MachineRoom, context: int | None = None
+    facts: ModelFacts, profile: Profile, room: MachineRoom, model: Known | None = None
 ) -> Iterator[Demand]:
     """The demands of runs with each size of adapters that `train` would try, the largest first.
 
-    context: the longest sequence of the model, in tokens.
+    model: the model, if it is known.
     """
-    seq_len = profile.seq_len if context is None else min(profile.seq_len, context)
+    seq_len = profile.seq_len if model is None else min(profile.seq_len, model.context)
+    is_whole = model is not None and model.model_type in WHOLE
     for config in defaults.adapters(TrainConfig(), facts.blocks):
         yield Demand(
             facts=facts,
@@ -172,6 +174,7 @@ def demands(
                 targets=config.lora_targets,
                 experts=config.lora_experts,
             ),
+            engine="fused" if is_whole else "auto",
             lengths=(seq_len,),
             batch_size=profile.batch * profile.texts_together,
             rows_per_step=profile.batch * profile.texts_together,
@@ -194,7 +197,7 @@ def planned(
 ) -> Recommendation | None:
     """The recommendation for a model with this profile; None if it does not fit."""
     limit_bytes = room.limit.limit_bytes
-    found = first_that_fits(demands(facts, profile, room, model.context), limit_bytes)
+    found = first_that_fits(demands(facts, profile, room, model), limit_bytes)
     if found is None:
         return None
     demand, choice = found

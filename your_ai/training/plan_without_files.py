@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -25,6 +25,7 @@ from your_ai.hub.registry import alias_of, known
 from your_ai.memory import limit as limits
 from your_ai.memory.demand import (
     PYTHON_BYTES,
+    WHOLE,
     Budget,
     ProcessFacts,
     demand_of,
@@ -44,6 +45,7 @@ class Absent:
     """A model without weights on this machine."""
 
     facts: ModelFacts
+    model_type: str
     note: str
     """What is not here, and what to do about it; one line."""
 
@@ -94,7 +96,8 @@ def absent_of_config(path: Path, config: TrainConfig) -> Absent:
         raise UserError(f"{path}: {shortened(str(error), 200)}") from error
     if not facts.blocks or not facts.linears:
         raise UserError(f"{path}: no blocks with linear layers were found; is it a language model?")
-    return Absent(facts, f"{path}: only the config is here, so sizes are those that it implies")
+    note = f"{path}: only the config is here, so sizes are those that it implies"
+    return Absent(facts, content["model_type"], note)
 
 
 def absent_of_registry(missing: Missing, config: TrainConfig) -> Absent:
@@ -105,7 +108,7 @@ def absent_of_registry(missing: Missing, config: TrainConfig) -> Absent:
     model = known()[alias]
     facts = facts_of_known(model, float_bytes_of(config), config.quantize)
     note = f"{missing.repo} is not on this machine; download it ({missing.size_text}): "
-    return Absent(facts, f"{note}your_ai download {alias}")
+    return Absent(facts, model.model_type, f"{note}your_ai download {alias}")
 
 
 def planned(config: TrainConfig, model: Absent, seq_len: int | None = None) -> Budget:
@@ -118,6 +121,8 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None = None) -> B
         raise UserError(f"--seq-len {seq_len}: must be at least 1")
     facts, config = model.facts, defaults.sized(config, 0)
     check_adapters(config, facts)
+    if model.model_type in WHOLE:
+        config = replace(config, plan="fused", spill=False)
     longest, prompt = config.max_seq_length if seq_len is None else seq_len, 0
     if config.generates:
         longest = max(longest, config.max_new_tokens + 2)
