@@ -14,7 +14,7 @@ from mlx_lm import load as mlx_lm_load
 from mlx_lm.models.bitlinear_layers import BitLinear
 
 from tests.conftest import call, make_model
-from your_ai.config import TrainConfig
+from your_ai.config import ADDED, TrainConfig
 from your_ai.errors import UserError
 from your_ai.nets import model
 from your_ai.run import checkpoint
@@ -254,6 +254,7 @@ def test_experts_get_adapters_only_if_they_are_named(tmp_path):
     assert found("all-linear") == sorted(["mlp.gate", *attention])
     experts = [f"mlp.switch_mlp.{name}_proj" for name in ("down", "gate", "up")]
     assert found("all-linear", experts=True) == sorted(["mlp.gate", *experts, *attention])
+    assert ADDED["lora_experts"]  # old runs resume with the adapters that they began with
     assert found("q_proj", "switch_mlp.up_proj") == [experts[2], "self_attn.q_proj"]
     only = r"--lora-targets up_proj: only routed experts .*--lora-experts, or a path: mlp\.switch"
     with pytest.raises(UserError, match=only):
