@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from your_ai.config import TrainConfig
 from your_ai.engine.build import build_engine
+from your_ai.gates.untrusted import Entry
 from your_ai.hub.built_tensors import build, quantize, tensors_built
 from your_ai.memory import mixer_facts as kinds
 from your_ai.memory.demand import WHOLE
@@ -238,6 +239,21 @@ def test_a_dense_first_block_counts_with_its_own_layers():
     assert mixed.linears["mlp.switch_mlp.up_proj"] == (2 * 64, 2 * 32)
     assert facts.block_bytes == max(dense.weights_bytes, mixed.weights_bytes)
     assert facts.bytes_of_last(1) == mixed.weights_bytes
+
+
+@pytest.mark.parametrize("name", ["A_log", "r_k", "conv.conv.weight", "q_proj.weight"])
+@pytest.mark.parametrize("shape", [(), (0,), (0, 0), (3, 0, 1)])
+def test_shapes_that_no_model_has_are_no_error(name, shape):
+    entries = [Entry(f"model.layers.0.mixer.{name}", "F32", shape)]
+    entries += [Entry("model.layers.0.mixer.out_proj.weight", "F32", (4, 4))]
+    entries += [Entry("model.layers.0.mixer.in_proj.weight", "F32", (4, 4))]
+    assert facts_from(entries, {**BASE, "model_type": "x"}, 4, None, 0).blocks == 1
+
+
+def test_more_blocks_than_any_model_has_are_refused():
+    entries = [Entry("model.layers.999999999.up_proj.weight", "F32", (4, 4))]
+    with pytest.raises(ValueError, match="block 999999999, and no model has so many"):
+        facts_from(entries, {"model_type": "x"}, 4, None, 0)
 
 
 @pytest.mark.parametrize(

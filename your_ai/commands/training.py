@@ -13,7 +13,6 @@ from your_ai.config import DEMO, TrainConfig, resumed
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
 from your_ai.session import new_run
-from your_ai.training.plan_without_files import planned_run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -143,6 +142,8 @@ def plan(
     if shape is None:
         if bits is not None:
             raise UserError(f"--bits {bits}: only works with --shape")
+        from your_ai.training.plan_without_files import planned_run
+
         budget = planned_run(settings, seq_len, echo_note)
     else:
         if "model" in flags:

@@ -13,7 +13,7 @@ from typing import Any
 
 from your_ai.config.targets import selects
 from your_ai.gates.untrusted import BLOCK, EXPERT, Entry, read_header, read_json
-from your_ai.hub.config_values import HEADS, HIDDEN, experts_used, text_part
+from your_ai.hub.config_values import HEADS, HIDDEN, MOST_BLOCKS, experts_used, text_part
 from your_ai.hub.registry import Known, config_of
 from your_ai.hub.tensor_sizes import GROUP_SIZE, group_size_of, tensor_bytes
 from your_ai.memory.mixer_facts import QUERIES, MixerFacts, mixers_of, windows_of
@@ -210,6 +210,8 @@ def facts_from(
             rest_bytes += size
     hidden = int(first_of(text, HIDDEN, 0))
     count = max(by_block, default=-1) + 1
+    if count > MOST_BLOCKS:
+        raise ValueError(f"a tensor is in block {count - 1}, and no model has so many")
     windows = windows_of(text, count)
     kinds: dict[Any, int] = {}
     found, order = [], []

@@ -74,10 +74,10 @@ def mixers_of(
         at = f"{root}." if root else ""
         if leaf == "A_log":
             found.append(recurrence(at, shapes, linears, config))
-        elif leaf == "r_k":
+        elif leaf == "r_k" and len(shapes[name]) == 2:
             heads, size = shapes[name]
             found.append(MixerFacts(kind=RWKV7, heads=heads, key_dim=size, value_dim=size))
-        elif name.endswith("conv.conv.weight") and f"{at.removesuffix('conv.')}in_proj" in linears:
+        elif is_convolution(name, shapes[name]) and f"{at.removesuffix('conv.')}in_proj" in linears:
             channels, width = shapes[name][:2]
             found.append(MixerFacts(kind=CONVOLUTION, conv_channels=channels, conv_width=width))
         elif leaf == "recurrent_param":
@@ -154,10 +154,12 @@ def latent(config: Mapping[str, Any], compressed: tuple[int, ...]) -> MixerFacts
 def recurrence(at: str, shapes: Shapes, linears: Shapes, config: Mapping[str, Any]) -> MixerFacts:
     """The recurrence whose tensors begin with `at`."""
     log = shapes[f"{at}A_log"]
-    heads = max(log)
+    heads = max(1, *log, 1)
     inner = linears.get(f"{at}out_proj", linears.get(f"{at}o_proj", (0, 0)))[0]
     convolutions = [
-        shape for name, shape in shapes.items() if name.startswith(at) and is_convolution(name)
+        shape
+        for name, shape in shapes.items()
+        if name.startswith(at) and is_convolution(name, shape)
     ]
     width = max((shape[1] for shape in convolutions), default=0)
     channels = sum(shape[0] for shape in convolutions)
@@ -194,8 +196,9 @@ def recurrence(at: str, shapes: Shapes, linears: Shapes, config: Mapping[str, An
     )
 
 
-def is_convolution(name: str) -> bool:
-    return name.endswith(("conv1d.weight", "_conv.conv.weight"))
+def is_convolution(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether it is the weight of a convolution over tokens: (channels, tokens, 1)."""
+    return len(shape) == 3 and name.endswith(("conv1d.weight", "conv.conv.weight"))
 
 
 def windows_of(config: Mapping[str, Any], blocks: int) -> list[int]:
@@ -203,7 +206,7 @@ def windows_of(config: Mapping[str, Any], blocks: int) -> list[int]:
     types, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
     kind = config.get("model_type")
     window = whole(config, "sliding_window", "window_size", "attention_window_size")
-    window = window or (DEFAULT_WINDOW if kind in PATTERNS else 0)
+    window = max(0, window) or (DEFAULT_WINDOW if kind in PATTERNS else 0)
     if not window or kind == "gemma2":  # mlx-lm's Gemma 2 has no window
         return [0] * blocks
     if isinstance(types, list) and len(types) >= blocks:

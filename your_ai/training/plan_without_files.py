@@ -37,7 +37,6 @@ from your_ai.memory.plan import choose
 CONFIG, WEIGHTS = "config.json", "model*.safetensors"
 CUDA = ("mlx-cuda-12", "mlx-cuda-13")  # packages with MLX's code for NVIDIA cards
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-MULTIPLE = 32  # lengths of rows are padded to a multiple of this
 
 
 @dataclass(frozen=True)
@@ -125,6 +124,8 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None = None) -> B
         config = replace(config, plan="fused", spill=False)
     longest, prompt = config.max_seq_length if seq_len is None else seq_len, 0
     if config.generates:
+        from your_ai.data.batches import MULTIPLE  # loads numpy
+
         longest = max(longest, config.max_new_tokens + 2)
         prompt = longest - config.max_new_tokens
         longest = -(-(longest - 1) // MULTIPLE) * MULTIPLE
