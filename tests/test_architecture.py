@@ -51,6 +51,8 @@ WITHOUT_MLX = [
     ),
     *("memory.facts", "memory.estimate", "memory.plan", "memory.limit", "memory.governor"),
     *("memory.calibration", "memory.calibration_file", "doctor.recommend"),
+    *("memory.demand", "memory.mixer_facts", "hub.known_tensors", "training.preview"),
+    "training.plan_without_files",
     *("hub.download", "hub.local", "evaluation.record", "dashboard.live", "trackers.upload"),
     *("publish.after_training", "publish.push"),
     *("session.supervisor", "session.attach", "session.run_list", "session.new_run"),

@@ -15,10 +15,9 @@ from your_ai.config.reading import find_preset
 from your_ai.doctor.recommend import PYTHON_BYTES, room_of
 from your_ai.files import packaged
 from your_ai.gates.yaml_files import read_yaml
-from your_ai.hub.architectures import GROUP_SIZE
-from your_ai.hub.registry import config_of, known
+from your_ai.hub.registry import known
 from your_ai.memory.budget import demand_of
-from your_ai.memory.facts import facts_of_config
+from your_ai.memory.facts import facts_of_known
 from your_ai.memory.plan import choose
 
 PRESETS = sorted(path.stem for path in packaged("configs").glob("*.yaml"))
@@ -56,7 +55,7 @@ def test_preset_trains_one_step(own_folder, small_demo, preset):
 def test_preset_named_after_a_mac_fits_into_its_memory(preset, memory_gb):
     config = settings_of(preset)
     model = known()[config.model]
-    facts = facts_of_config(config_of(model), model.bits, model.group_size or GROUP_SIZE, 2)
+    facts = facts_of_known(model, 2)
     demand = demand_of(config, facts, [config.max_seq_length])
     demand = replace(demand, python_bytes=PYTHON_BYTES, sliced=False)  # a process on a Mac
     limit_bytes = int(config.max_memory * 1e9)

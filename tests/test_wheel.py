@@ -29,7 +29,11 @@ def test_wheel_contains_presets_and_demo_but_no_tests(wheel):
     assert "your_ai/_packaged/models/demo/model.safetensors" in names
     assert "your_ai/_packaged/models/demo/data/test.jsonl" in names
     pages = {f"your_ai/dashboard/{name}.html.j2" for name in ("report", "trials", "style")}
-    data = ("your_ai/hub/registry.yaml", "your_ai/rewards/default_rubric.yaml")
+    data = (
+        "your_ai/hub/registry.yaml",
+        "your_ai/hub/known_tensors.json",
+        "your_ai/rewards/default_rubric.yaml",
+    )
     assert {*data, *pages} <= set(names)
     assert not [n for n in names if n.startswith(("tests", "docs", "runs"))]
 

@@ -253,11 +253,10 @@ def plan(
     the data. Raises UserError where nothing fits into the limit, with the least that would.
     """
     resolved, notes = _settings(config, settings, needs_data=False)
-    from your_ai.hub.find import find_model
     from your_ai.memory.plan import words
-    from your_ai.training.prepare import planned_budget
+    from your_ai.training.plan_without_files import planned_run
 
-    budget = planned_budget(resolved, find_model(resolved.model), seq_len)
+    budget = planned_run(resolved, seq_len, notes.append)
     option = budget.choice.option
     return PlannedRun(
         engine=option.plan.engine,

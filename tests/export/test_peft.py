@@ -90,7 +90,9 @@ def test_rslora_is_exported_as_an_alpha_that_every_reader_divides_by_the_rank(
 
 
 def test_experts_are_refused_before_anything_is_written(tmp_path):
-    trained = make_trained(make_model(tmp_path / "m", "qwen3_moe"), lora_targets=("up_proj",))
+    trained = make_trained(
+        make_model(tmp_path / "m", "qwen3_moe"), lora_targets=("up_proj",), lora_experts=True
+    )
     with pytest.raises(UserError, match="experts"):
         peft.write(trained, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -25,7 +25,7 @@ from your_ai.memory.budget import (
 )
 from your_ai.memory.estimate import Training, weights_bytes
 from your_ai.memory.estimate_generation import RolloutSizes, generation_bytes, rollout_phases
-from your_ai.memory.facts import ModelFacts, facts_of
+from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
 from your_ai.memory.limit import MachineMemory
 from your_ai.memory.plan import DoesNotFit, options
 
@@ -227,15 +227,14 @@ def held(monkeypatch) -> list[tuple[int, int, int]]:
 @pytest.fixture
 def large() -> ModelFacts:
     """A model with 4 GB of weights in 40 blocks."""
+    layers = {"self_attn.k_proj": (1024, 1024), "mlp.up_proj": (1024, 4096)}
     return ModelFacts(
-        blocks=40,
-        linears={"self_attn.k_proj": (1024, 1024), "mlp.up_proj": (1024, 4096)},
+        kinds=(BlockFacts(layers, 90 * MB),),
+        order=(0,) * 40,
         hidden=1024,
         vocabulary=32000,
         heads=16,
         float_bytes=2,
-        block_bytes=90 * MB,
-        blocks_bytes=3600 * MB,
         vocabulary_bytes=400 * MB,
         rest_bytes=MB,
         disk_bytes=4 * GB,

@@ -14,7 +14,7 @@ from tests.memory.test_estimate import any_facts, any_training
 from your_ai.errors import UserError
 from your_ai.memory.estimate import Plan, Training
 from your_ai.memory.estimate_generation import RolloutSizes
-from your_ai.memory.facts import ModelFacts
+from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.limit import MachineMemory, find_limit
 from your_ai.memory.plan import (
     ENGINES,
@@ -36,23 +36,22 @@ from your_ai.memory.plan import (
 MB, GB = 10**6, 10**9
 
 # 4-bit Llama-3.1-8B: 32 blocks of 123 MB, and 590 MB for the vocabulary
+LAYERS = {
+    "self_attn.q_proj": (4096, 4096),
+    "self_attn.k_proj": (4096, 1024),
+    "self_attn.v_proj": (4096, 1024),
+    "self_attn.o_proj": (4096, 4096),
+    "mlp.gate_proj": (4096, 14336),
+    "mlp.up_proj": (4096, 14336),
+    "mlp.down_proj": (14336, 4096),
+}
 LLAMA = ModelFacts(
-    blocks=32,
-    linears={
-        "self_attn.q_proj": (4096, 4096),
-        "self_attn.k_proj": (4096, 1024),
-        "self_attn.v_proj": (4096, 1024),
-        "self_attn.o_proj": (4096, 4096),
-        "mlp.gate_proj": (4096, 14336),
-        "mlp.up_proj": (4096, 14336),
-        "mlp.down_proj": (14336, 4096),
-    },
+    kinds=(BlockFacts(LAYERS, 123 * MB),),
+    order=(0,) * 32,
     hidden=4096,
     vocabulary=128256,
     heads=32,
     float_bytes=2,
-    block_bytes=123 * MB,
-    blocks_bytes=32 * 123 * MB,
     vocabulary_bytes=590 * MB,
     rest_bytes=MB,
     disk_bytes=4500 * MB,

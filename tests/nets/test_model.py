@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm import load as mlx_lm_load
+from mlx_lm.models.bitlinear_layers import BitLinear
 
 from tests.conftest import call, make_model
-from your_ai.config import TrainConfig
+from your_ai.config import ADDED, TrainConfig
 from your_ai.errors import UserError
 from your_ai.nets import model
 from your_ai.nets.split import split as split_in_two
@@ -236,11 +237,35 @@ def test_experts_support_adapters_but_not_dropout(tmp_path):
     folder = make_model(tmp_path / "m", "qwen3_moe")
     network, _ = model.load_base(folder, mx.float32)
     with pytest.raises(UserError, match="--lora-dropout: not supported on the expert layers"):
-        model.add_adapters(
-            network, TrainConfig(lora_layers=1, lora_targets=("all-linear",), lora_dropout=0.1)
-        )
-    adapters = model.add_adapters(network, TrainConfig(lora_layers=1, lora_targets=("up_proj",)))
+        model.add_adapters(network, TrainConfig(lora_layers=1, lora_experts=True, lora_dropout=0.1))
+    config = TrainConfig(lora_layers=1, lora_targets=("up_proj",), lora_experts=True)
+    adapters = model.add_adapters(network, config)
     assert adapters.config["lora_parameters"]["keys"] == ["mlp.switch_mlp.up_proj"]
+
+
+def test_experts_get_adapters_only_if_they_are_named(tmp_path):
+    folder = make_model(tmp_path / "m", "qwen3_moe")
+    network, _ = model.load_base(folder, mx.float32)
+    attention = [f"self_attn.{letter}_proj" for letter in "kqvo"]
+
+    def found(*targets: str, experts: bool = False) -> list[str]:
+        config = TrainConfig(lora_targets=targets, lora_experts=experts)
+        return sorted(model.adapted_layers(network, config)[1])
+
+    assert found("all-linear") == sorted(["mlp.gate", *attention])
+    experts = [f"mlp.switch_mlp.{name}_proj" for name in ("down", "gate", "up")]
+    assert found("all-linear", experts=True) == sorted(["mlp.gate", *experts, *attention])
+    assert ADDED["lora_experts"]  # old runs resume with the adapters that they began with
+    assert found("q_proj", "switch_mlp.up_proj") == [experts[2], "self_attn.q_proj"]
+    only = r"--lora-targets up_proj: only routed experts .*--lora-experts, or a path: mlp\.switch"
+    with pytest.raises(UserError, match=only):
+        found("up_proj")
+
+
+def test_ternary_layers_are_refused():
+    block = nn.Sequential(BitLinear(8, 8, bias=False))
+    with pytest.raises(UserError, match=r"ternary \(BitLinear\), which cannot be adapted"):
+        model.find_targets([block], TrainConfig())
 
 
 def test_model_that_fails_on_a_short_row_is_refused(tiny_model):

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from your_ai.config import TrainConfig
-from your_ai.memory.estimate import OPTIMIZER_WORK, Training, update_bytes
-from your_ai.memory.facts import ModelFacts
+from your_ai.memory.estimate import Training, update_bytes
+from your_ai.memory.estimate_adapters import OPTIMIZER_WORK
+from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.run.checkpoint import TrainState
 from your_ai.training import optimizer
 
@@ -301,6 +302,6 @@ def test_memory_of_an_update_is_within_its_estimate(name, rank):
         mx.reset_peak_memory()
         update(grads, 1.0, 1e-4)
         peaks.append(mx.get_peak_memory() - held)
-    facts = ModelFacts(blocks, layers, 512, 768, 8, 4, 1, 3, 1, 1, 1, False)
+    facts = ModelFacts((BlockFacts(layers, 1),), (0,) * blocks, 512, 768, 8, 4, 1, 1, 1, False)
     training = Training(blocks=blocks, rank=rank, targets=("all-linear",), optimizer=name)
     assert max(peaks) <= 1.1 * update_bytes(facts, training) + 200_000

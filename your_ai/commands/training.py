@@ -137,22 +137,23 @@ def plan(
     flags = {name: value for name, value in flags.items() if value is not None}
     named = {"model": shape} if shape is not None else {}  # without a model: the demo's preset
     settings = new_run.resolve(flags | named, config, needs_data=False, on_note=echo_note)
-    from your_ai.hub.find import find_model
     from your_ai.training import preview
-    from your_ai.training.prepare import planned_budget
 
     if shape is None:
         if bits is not None:
             raise UserError(f"--bits {bits}: only works with --shape")
-        folder = find_model(settings.model)
+        from your_ai.training.plan_without_files import planned_run
+
+        budget = planned_run(settings, seq_len, echo_note)
     else:
         if "model" in flags:
             raise UserError(f"--shape {shape}: cannot be combined with --model")
         from your_ai.doctor.bench import weights_of
+        from your_ai.training.prepare import planned_budget
 
         dtype = "float32" if settings.dtype == "auto" else settings.dtype
         folder = weights_of(shape, None, 4 if bits is None else bits, dtype)
-    budget = planned_budget(settings, folder, seq_len)
+        budget = planned_budget(settings, folder, seq_len)
     if as_json:
         echo_json(preview.as_json(budget))
     else:

@@ -87,7 +87,7 @@ SCHEDULES = {  # the arguments of mlx's schedules: at least, at most
 OF_THE_ADAPTER = {
     "num_layers": ("lora_layers",),
     "fine_tune_type": ("use_dora",),
-    "lora_parameters": ("lora_rank", "lora_alpha", "lora_targets"),
+    "lora_parameters": ("lora_rank", "lora_alpha", "lora_targets", "lora_experts"),
 }
 RENAMED = {"lora_layers": "num_layers"}  # in files for old versions of mlx-lm
 # What becomes of keys that are no settings here, if the file has them.
@@ -344,6 +344,7 @@ def lora_parameters(file: MlxlmFile) -> dict[str, Any]:
         "lora_alpha": scale * rank,
         "lora_dropout": file.as_float(found["dropout"], f"{label}: dropout"),
         "lora_targets": targets(file, found.get("keys")),
+        "lora_experts": found.get("keys") is None,
     }
 
 

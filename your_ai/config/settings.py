@@ -17,6 +17,7 @@ from your_ai.config.names import (
     AUTO,
     FOLDER,
     GENERATING,
+    GRPO,
     LOSS,
     REWARD,
     SFT,
@@ -217,6 +218,11 @@ class TrainConfig:
     lora_targets: tuple[str, ...] = setting(
         ("all-linear",), "Layers to adapt, separated by commas, or all-linear."
     )
+    lora_experts: bool = setting(
+        False,
+        "Adapt the routed experts of a mixture of experts, too, where --lora-targets is all-linear "
+        "or a name without a dot; their paths, such as mlp.switch_mlp.up_proj, always select them.",
+    )
     lora_dropout: float = setting(0.0, "Dropout on the input of the adapters.")
     use_dora: bool = setting(False, "Train weight-decomposed adapters (DoRA).")
 
@@ -359,6 +365,18 @@ class TrainConfig:
         return self.objective in GENERATING
 
     @property
+    def scores_completions(self) -> bool:
+        """Whether the completions of a step are scored before they are trained."""
+        return self.objective == GRPO and (self.updates_per_batch > 1 or self.kl_beta > 0)
+
+    @property
+    def texts_together(self) -> int:
+        """Texts that the objective compares, so that they go through the model together."""
+        if self.objective == REWARD and self.reward_loss == "scores":
+            return 1
+        return 2 if self.row_kind in ("pairs", "labels", "rated") else 1
+
+    @property
     def row_kind(self) -> Literal["answers", "pairs", "labels", "prompts", "rated"]:
         """What the rows of the data are."""
         kinds = {SFT: "answers", "kto": "labels", REWARD: "rated"} | dict.fromkeys(
@@ -436,6 +454,7 @@ ADDED: dict[str, Any] = {
     "sft_weight": 0.0,
     "reference": "start",
     "use_rslora": False,
+    "lora_experts": True,
     "loraplus_ratio": 1.0,
     "layerwise_lr_decay": 1.0,
     "neftune_alpha": 0.0,

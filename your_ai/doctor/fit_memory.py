@@ -17,7 +17,8 @@ import numpy as np
 
 from your_ai.memory.coefficients import Coefficients
 from your_ai.memory.estimate import Plan, Training, Workload, estimate
-from your_ai.memory.facts import ModelFacts
+from your_ai.memory.facts import BlockFacts, ModelFacts
+from your_ai.memory.mixer_facts import MixerFacts
 
 # The tables that measured peaks can decide, by the engine and kind of the peaks that need them.
 FITTED: dict[tuple[str, str], tuple[str, ...]] = {
@@ -165,7 +166,7 @@ def from_json(content: dict[str, Any]) -> list[Peak]:
     return [
         Peak(
             facts=models[name],
-            training=Training(blocks=blocks, rank=rank, targets=tuple(targets)),
+            training=Training(blocks=blocks, rank=rank, targets=tuple(targets), experts=True),
             engine=engine,
             rows=rows,
             tokens=tokens,
@@ -177,11 +178,26 @@ def from_json(content: dict[str, Any]) -> list[Peak]:
 
 
 def facts_from_json(facts: dict[str, Any]) -> ModelFacts:
+    """The reverse of asdict. Measurements of old versions have one kind of block."""
+    if "linears" in facts:
+        names = {"linears", "experts", "norms"}
+        block = {name: facts[name] for name in names} | {"weights_bytes": facts["block_bytes"]}
+        rest = facts.keys() - names - {"blocks", "block_bytes", "blocks_bytes"}
+        facts = {name: facts[name] for name in rest} | {
+            "kinds": [block] * facts["kinds"],
+            "order": [0] * facts["blocks"],
+        }
+    kinds = tuple(block_from_json(block) for block in facts["kinds"])
+    return ModelFacts(**(facts | {"kinds": kinds, "order": tuple(facts["order"])}))
+
+
+def block_from_json(block: dict[str, Any]) -> BlockFacts:
     sizes = {
-        name: {layer: tuple(size) for layer, size in facts[name].items()}
+        name: {layer: tuple(size) for layer, size in block[name].items()}
         for name in ("linears", "experts")
     }
-    return ModelFacts(**(facts | sizes))
+    mixers = tuple(MixerFacts(**mixer) for mixer in block.get("mixers", ()))
+    return BlockFacts(**(block | sizes | {"mixers": mixers}))
 
 
 def read_peaks(path: Path) -> list[Peak]:

@@ -123,7 +123,7 @@ def measure_model(name: str, bits: int, place: Path) -> Iterator[Peak]:
     for engine in ENGINES:
         for blocks, targets in ADAPTED:
             count = facts.blocks if blocks == "all" else int(blocks)
-            training = Training(blocks=count, rank=RANK, targets=(targets,))
+            training = Training(blocks=count, rank=RANK, targets=(targets,), experts=True)
             yield from measure_engine(folder, dtype, facts, training, engine, limit_bytes)
 
 
@@ -137,7 +137,10 @@ def measure_engine(
     empty_bytes = mx.get_active_memory()
     opened = open_model(folder, dtype)
     config = TrainConfig(
-        lora_rank=training.rank, lora_layers=training.blocks, lora_targets=training.targets
+        lora_rank=training.rank,
+        lora_layers=training.blocks,
+        lora_targets=training.targets,
+        lora_experts=training.experts,
     )
     adapters = model.add_adapters(opened.network, config)
     built = build_engine(opened.network, adapters.dropout_keys, engine, tensors=opened.tensors)

@@ -22,23 +22,20 @@ from rich.text import Text
 from your_ai.config import FIELDS, SFT, TrainConfig, defaults
 from your_ai.doctor.machine import MachineInfo, limit_of
 from your_ai.errors import UserError
-from your_ai.hub.architectures import GROUP_SIZE
-from your_ai.hub.registry import Known, config_of, known
+from your_ai.hub.registry import Known, known
 from your_ai.memory import limit as limits
+from your_ai.memory.demand import PYTHON_BYTES, SCORED_FIRST, WHOLE
 from your_ai.memory.estimate import Training
-from your_ai.memory.facts import ModelFacts, facts_of_config
+from your_ai.memory.facts import ModelFacts, facts_of_known
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, options, words
 from your_ai.memory.sample import in_gb
 
-GIB = 1 << 30
-# The lowest share of RAM that macOS recommends for a process. Newer versions allow a tenth more.
-WORKING_SET_SHARE, LARGE_WORKING_SET_SHARE, LARGE_BYTES = 2 / 3, 3 / 4, 33 * GIB
 CARD_SHARE = 0.95  # usable share of the free memory of an NVIDIA card
-PYTHON_BYTES = 250_000_000  # a process without a model: 140 MB on Linux, plus a GPU's share
 DATA = "my-data/"
 COMFORT_SHARE = 0.9  # of the limit, because estimates for an unmeasured device are rough
 SHOWN = 4  # models per tier
+MODEL_FIELDS = ("alias", "repo", "parameters", "active_parameters")
 WIDTH = 80
 COLUMNS = {"model": 12, "tokens": 6, "rank": 4, "layers": 6, "targets": 13, "needs": 8,
            "plan": 8, "work": 6}  # fmt: skip
@@ -56,7 +53,8 @@ class Profile:
     @property
     def texts_together(self) -> int:
         """Texts of a row that go through the model together: 2 for pairs."""
-        return 2 if TrainConfig(objective=self.objective).row_kind == "pairs" else 1
+        scored_first = self.objective in SCORED_FIRST
+        return 1 if scored_first else TrainConfig(objective=self.objective).texts_together
 
 
 USUAL, LONG = Profile("full", 2048, 4), Profile("long", 8192, 1)
@@ -65,7 +63,7 @@ TIERS = {  # the best first
     "tight": "weights in memory, with less than a tenth of the limit to spare",
     "long": "long rows",
     "slow": "slow: weights or block inputs are read from disk",
-    "light": "slow, with smaller adapters: a lower rank, or fewer blocks",
+    "light": "with smaller adapters: a lower rank, or fewer blocks; most are slow, too",
 }
 RANKS = {tier: rank for rank, tier in enumerate(TIERS)}
 
@@ -112,11 +110,9 @@ def room_of(memory_gb: float) -> MachineRoom:
         raise UserError(
             f"--memory {memory_gb:g}: must be a number above 0, e.g. 16 for a 16 GB Mac"
         )
-    ram = int(memory_gb * GIB)
-    share = LARGE_WORKING_SET_SHARE if ram >= LARGE_BYTES else WORKING_SET_SHARE
-    mac = limits.MachineMemory(
-        ram_bytes=ram, working_set_bytes=int(share * ram), available_bytes=ram
-    )
+    ram = int(memory_gb * limits.GIB)
+    working_set = limits.usual_working_set(ram)
+    mac = limits.MachineMemory(ram_bytes=ram, working_set_bytes=working_set, available_bytes=ram)
     return MachineRoom(limits.detect(mac))
 
 
@@ -149,8 +145,7 @@ def recommend(
 
 def of_model(model: Known, room: MachineRoom, objective: str) -> Iterator[Recommendation]:
     usual, longer = (replace(profile, objective=objective) for profile in (USUAL, LONG))
-    config = config_of(model)
-    facts = facts_of_config(config, model.bits, model.group_size or GROUP_SIZE, room.float_bytes)
+    facts = facts_of_known(model, room.float_bytes)
     best = planned(model, facts, usual, room)
     if best is None:
         return
@@ -162,13 +157,14 @@ def of_model(model: Known, room: MachineRoom, objective: str) -> Iterator[Recomm
 
 
 def demands(
-    facts: ModelFacts, profile: Profile, room: MachineRoom, context: int | None = None
+    facts: ModelFacts, profile: Profile, room: MachineRoom, model: Known | None = None
 ) -> Iterator[Demand]:
     """The demands of runs with each size of adapters that `train` would try, the largest first.
 
-    context: the longest sequence of the model, in tokens.
+    model: the model, if it is known.
     """
-    seq_len = profile.seq_len if context is None else min(profile.seq_len, context)
+    seq_len = profile.seq_len if model is None else min(profile.seq_len, model.context)
+    is_whole = model is not None and model.model_type in WHOLE
     for config in defaults.adapters(TrainConfig(), facts.blocks):
         yield Demand(
             facts=facts,
@@ -176,7 +172,9 @@ def demands(
                 blocks=defaults.adapted_blocks(config, facts.blocks),
                 rank=config.lora_rank,
                 targets=config.lora_targets,
+                experts=config.lora_experts,
             ),
+            engine="fused" if is_whole else "auto",
             lengths=(seq_len,),
             batch_size=profile.batch * profile.texts_together,
             rows_per_step=profile.batch * profile.texts_together,
@@ -199,7 +197,7 @@ def planned(
 ) -> Recommendation | None:
     """The recommendation for a model with this profile; None if it does not fit."""
     limit_bytes = room.limit.limit_bytes
-    found = first_that_fits(demands(facts, profile, room, model.context), limit_bytes)
+    found = first_that_fits(demands(facts, profile, room, model), limit_bytes)
     if found is None:
         return None
     demand, choice = found
@@ -249,7 +247,7 @@ def command_of(model: Known, seq_len: int, profile: Profile) -> str:
 
 def as_json(room: MachineRoom, found: list[Recommendation]) -> dict[str, Any]:
     def row(each: Recommendation) -> dict[str, Any]:
-        model = {name: getattr(each.known, name) for name in ("alias", "repo", "parameters")}
+        model = {name: getattr(each.known, name) for name in MODEL_FIELDS}
         fields = {f.name: getattr(each, f.name) for f in dataclasses.fields(each)}
         return {**model, **{name: value for name, value in fields.items() if name != "known"}}
 

@@ -13,8 +13,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from your_ai.files import atomic_folder
-from your_ai.hub.architectures import GROUP_SIZE
 from your_ai.hub.registry import config_of, known
+from your_ai.hub.tensor_sizes import GROUP_SIZE
 from your_ai.rng import derive_seed
 from your_ai.run.checkpoint import save_arrays
 
@@ -46,7 +46,7 @@ def llama(hidden: int, blocks: int, heads: int, kv: int, mlp: int, vocabulary: i
 
 def of_known(alias: str, **more: Any) -> dict[str, Any]:
     """The configuration of a model of the registry, without its quantization."""
-    return {**config_of(replace(known()[alias], bits=None)), **more}
+    return {**config_of(replace(known()[alias], quantization=None)), **more}
 
 
 # The first four are not published models.

@@ -40,9 +40,8 @@ from your_ai.generation.samples import MOST_TOGETHER, sampled
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import Budget, budget_of_evaluation, row_limit
-from your_ai.memory.estimate import Training
-from your_ai.memory.estimate_generation import RolloutSizes
 from your_ai.memory.plan import choose, words
+from your_ai.memory.workload import RolloutSizes, Training
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.nets import model, saved_adapter
 from your_ai.nets.saved_adapter import Adapter, Trained, read_adapter
@@ -226,8 +225,9 @@ def training_of(adapter: Adapter, config: TrainConfig, blocks: int) -> Training:
     return Training(
         blocks=min(count, blocks) if count > 0 else blocks,
         rank=adapter.rank,
-        targets=tuple(sorted({str(key).rpartition(".")[2] for key in keys})),
+        targets=tuple(sorted({str(key) for key in keys})),
         dora=adapter.is_dora,
+        experts=config.lora_experts,
     )
 
 

@@ -28,9 +28,9 @@ from your_ai.gates.untrusted import read_json
 from your_ai.generation.rollouts import Sampler, keys_at, sampler_of, seed_keys
 from your_ai.hub.find import find_model
 from your_ai.memory.budget import WavePlan, limit_generation, plan_waves
-from your_ai.memory.estimate_generation import RolloutSizes
 from your_ai.memory.facts import facts_of
 from your_ai.memory.sizes import PREFILL_TOKENS
+from your_ai.memory.workload import RolloutSizes
 from your_ai.modelfiles.quantized_copies import quantized_copy
 from your_ai.nets.model import compute_dtype, first_line
 from your_ai.nets.saved_adapter import (

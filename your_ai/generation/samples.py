@@ -13,7 +13,7 @@ from your_ai.errors import UserError
 from your_ai.gates.token_ids import check_ids, vocabulary_of
 from your_ai.generation.generate import Prompt, Sampling, memory_explained
 from your_ai.generation.rollouts import Completion, RolloutPrompt, complete
-from your_ai.memory.estimate_generation import RolloutSizes
+from your_ai.memory.workload import RolloutSizes
 
 MOST_TOGETHER = 64  # more answers together save little time, and the first ones come later
 

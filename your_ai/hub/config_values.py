@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ SIZE = re.compile(r"(?:num|n)_.*|.*_(?:size|dim|rank|layers|heads|experts|width|
 ROPE = ("rope_scaling", "rope_parameters")
 ROPE_ABOVE_ZERO = ("factor", "rope_theta", "original_max_position_embeddings")
 PARTS = ("text_config", "language_config", "llm_config")  # objects for the text model
+# Names of the number of experts that a token uses.
+EXPERTS_USED = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts"),
+    *("moe_topk", "moe_top_k", "moe_k"),
+)
 MOST_BITS, MOST_GROUP = 32, 1 << 16
 # For these, mlx-lm divides the hidden size by the number of heads if `head_dim` is missing.
 DIVIDED = ("llama", "mistral", "qwen2", "smollm3", "phi3")
@@ -196,3 +202,23 @@ def check_tensors(path: Path, config: dict[str, Any], entries: Iterable[Entry]) 
 
 def wrong(path: Path, key: str, value: Any, wanted: str) -> UserError:
     return UserError(f"{path}: {key} {shown(value)}: must be {wanted}")
+
+
+# What a config says
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a multimodal model's config that are about its text model."""
+    parts = (config.get(name) for name in PARTS)
+    return next((part for part in parts if isinstance(part, dict)), {})
+
+
+def experts_used(text: Mapping[str, Any]) -> int:
+    """How many routed experts a token uses; of the block that uses most."""
+    parts = [text, text.get("ffn_config") or {}]
+    for part, name in product(parts, EXPERTS_USED):
+        used = part.get(name) if isinstance(part, dict) else None
+        numbers = used if isinstance(used, list) else [used]
+        if all(isinstance(number, int) for number in numbers) and any(numbers):
+            return max(numbers)
+    return 1

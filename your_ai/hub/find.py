@@ -11,7 +11,7 @@ from your_ai.errors import UserError
 from your_ai.files import packaged
 from your_ai.hub.check import AGAIN
 from your_ai.hub.record import fault_of, read_record
-from your_ai.hub.registry import alias_of, known, nearest_aliases, size_text
+from your_ai.hub.registry import alias_of, download_text, known, nearest_aliases
 
 WANTED = (
     *("*.json", "model*.safetensors", "tokenizer.model", "tiktoken.model", "*.tiktoken"),
@@ -98,7 +98,7 @@ def find_model(name: str) -> Path:
     if cached is not None:
         return cached
     alias = alias_of(repo)
-    size = size_text(known()[alias].bytes_on_disk) if alias is not None else ""
+    size = download_text(known()[alias]) if alias is not None else ""
     fetch = f"download it ({size})" if size else "download it"
     message = f"--model {name}: is not on this machine; {fetch}: your_ai download {name}"
     raise Missing(message, repo, size)
@@ -141,7 +141,11 @@ def whole(folder: Path, label: str, name: str | None = None) -> Path:
 
 def cached_model(repo: str, revision: str | None = None) -> Path | None:
     """The folder of a model in the Hugging Face cache; None if absent or incomplete."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants
+
+    if not (Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}").is_dir():
+        return None
+    from huggingface_hub import snapshot_download  # slow to import
 
     try:
         found = snapshot_download(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from your_ai.hub.architectures import GROUP_SIZE, tensor_bytes, tensors_of_config
+from your_ai.gates.untrusted import Entry
+from your_ai.hub.config_values import experts_used, text_part
+from your_ai.hub.known_tensors import known_tensors, parameters_of, quantization_of, unpacked
+from your_ai.hub.tensor_sizes import tensor_bytes
 
 DATA = Path(__file__).with_name("registry.yaml")
 FLOAT_BYTES = 2  # bfloat16, the dtype of all of them
@@ -23,39 +26,50 @@ class Known:
     alias: str
     repo: str
     """The repository id on the hub."""
-    model_type: str
-    parameters: int
-    """The number of parameters before quantization."""
-    layers: int
-    hidden: int
-    heads: int
-    """Query heads."""
-    kv_heads: int
-    """Key and value heads."""
-    head_dim: int
-    inner: int
-    """The width of the feed-forward layers."""
-    vocabulary: int
-    tied: bool
-    """Whether the head uses the embedding's weights."""
+    licence: str
     context: int
     """The maximum sequence length, in tokens."""
-    licence: str
-    bits: int | None = None
-    """Bits per weight; None if the files are bfloat16."""
-    group_size: int | None = None
-    """Weights per quantization group; None if the files are bfloat16."""
-    more: Mapping[str, Any] = field(default_factory=dict)
-    """The other entries of the model's config.json."""
+    config: Mapping[str, Any]
+    """The entries of its config.json that sizes depend on, without the quantization."""
+    checked: str = ""
+    """What the entry was compared with."""
+    quantization: Mapping[str, Any] | None = None
+    """How its files are quantized; None if they are bfloat16."""
 
     @property
+    def model_type(self) -> str:
+        return self.config["model_type"]
+
+    @property
+    def bits(self) -> int | None:
+        """Bits per weight of most layers; None if the files are bfloat16."""
+        return self.quantization["bits"] if self.quantization else None
+
+    @property
+    def tensors(self) -> list[Entry]:
+        """The tensors in its files."""
+        return list(unpacked(known_tensors()[self.alias]))
+
+    @functools.cached_property
     def bytes_on_disk(self) -> int:
-        """Bytes of the weight files, computed from the shapes of the tensors."""
-        group_size = self.group_size or GROUP_SIZE
-        return sum(
-            tensor_bytes(entry, FLOAT_BYTES, self.bits, group_size)
-            for entry in tensors_of_config(config_of(self))
-        )
+        """Bytes of the weights that mlx-lm loads, computed from the shapes of the tensors."""
+        return sum(tensor_bytes(entry, FLOAT_BYTES, None) for entry in self.tensors)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether its files have parts that mlx-lm leaves out, such as one that reads images."""
+        return "text_config" in self.config
+
+    @functools.cached_property
+    def active_parameters(self) -> int:
+        """The number of parameters that a token uses: not those of the other experts."""
+        used = experts_used({**self.config, **text_part(self.config)})
+        return parameters_of(known_tensors()[self.alias], used)
+
+    @functools.cached_property
+    def parameters(self) -> int:
+        """The number of parameters of the text model, before quantization."""
+        return parameters_of(known_tensors()[self.alias])
 
 
 @functools.cache
@@ -63,27 +77,18 @@ def known() -> Mapping[str, Known]:
     """The models of the registry by alias."""
     import yaml
 
-    entries = yaml.safe_load(DATA.read_text(encoding="utf-8"))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # many times faster, if it is there
+    entries = yaml.load(DATA.read_text(encoding="utf-8"), Loader=loader)
     return {alias: Known(alias=alias, **entry) for alias, entry in entries.items()}
 
 
 def config_of(model: Known) -> dict[str, Any]:
     """Return the config.json entries that sizes depend on, enough for mlx-lm to build a model."""
-    config = {
-        "model_type": model.model_type,
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "intermediate_size": model.inner,
-        "vocab_size": model.vocabulary,
-        "tie_word_embeddings": model.tied,
-        "max_position_embeddings": model.context,
-        **model.more,
-    }
-    if model.bits is not None:
-        config["quantization"] = {"group_size": model.group_size, "bits": model.bits}
+    config = {"max_position_embeddings": model.context, **model.config}
+    if model.quantization is not None:
+        config["quantization"] = {
+            name: value for name, value in model.quantization.items() if name != "layers"
+        } | quantization_of(known_tensors()[model.alias])
     return config
 
 
@@ -103,6 +108,11 @@ def nearest_aliases(name: str, count: int = 3) -> list[str]:
     near = {model.alias: likeness(model) for model in known().values()}
     ranked = sorted(near, key=lambda alias: -near[alias])
     return [alias for alias in ranked if near[alias] >= NEAR][:count]
+
+
+def download_text(model: Known) -> str:
+    """The size of the weight files: `4.52 GB`, or `over 5.04 GB` if they have more parts."""
+    return f"{'over ' * model.has_more}{size_text(model.bytes_on_disk)}"
 
 
 def size_text(size_bytes: float) -> str:

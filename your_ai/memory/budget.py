@@ -2,53 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
-from your_ai.config import GRPO, REWARD, SOFT, TrainConfig, defaults
+from your_ai.config import REWARD, TrainConfig
 from your_ai.data.rows import RowLimit
 from your_ai.errors import UserError
 from your_ai.hub.find import store
-from your_ai.memory import allocator, probe
+from your_ai.memory import allocator, demand, probe
 from your_ai.memory import calibration_file as measurements
 from your_ai.memory.calibration import Calibration, Measurement
 from your_ai.memory.coefficients import FILE, Coefficients, for_machine
-from your_ai.memory.estimate import Plan, RewardModelSizes, Training, weights_bytes
-from your_ai.memory.estimate_generation import RolloutSizes, generation_bytes, rollout_phases
+from your_ai.memory.demand import Budget, ProcessFacts
+from your_ai.memory.estimate import weights_bytes
+from your_ai.memory.estimate_generation import generation_bytes, rollout_phases
 from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit
-from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, rounded_up, wave_sizes
+from your_ai.memory.plan import Demand, choose, rounded_up, wave_sizes
 from your_ai.memory.sample import in_gb
-from your_ai.objectives.chosen import needs_scores, objective_of
+from your_ai.memory.workload import Plan, RewardModelSizes, RolloutSizes, Training
 
 # Threads, BLAS or driver buffers that appear in the first step. A guess on macOS.
 LATER_BYTES = 30_000_000 if probe.is_macos() else 20_000_000
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The limit of a process, its demand, and the plan that fits."""
-
-    limit: MemoryLimit
-    demand: Demand
-    choice: Choice
-    measurements: Path | None = None
-    """The file with the measurements of this model on this machine."""
-    kept: bool = False
-    """Whether the run continues under the plan it had before."""
-
-    @property
-    def graphs_room_bytes(self) -> int:
-        """Room for compiled graphs: those of one shape, plus a quarter of the unused limit."""
-        option = self.choice.option
-        left = max(0, self.limit.limit_bytes - option.needed_bytes)
-        return option.estimate.components["graphs"] + left // 4
 
 
 @dataclass(frozen=True)
@@ -87,73 +68,18 @@ def row_limit(max_row_bytes: int, max_memory_gb: float | None, force: bool = Fal
 
 
 def demand_of(
-    config: TrainConfig,
-    facts: ModelFacts,
-    lengths: Sequence[int],
-    *,
-    can_stream: bool = True,
-    prefix_tokens: int = 0,
-    answer_tokens: int = 0,
-    prompt_tokens: int = 0,
-    before_bytes: int = 0,
-    reward_models: tuple[RewardModelSizes, ...] = (),
+    config: TrainConfig, facts: ModelFacts, lengths: Sequence[int], **more: Any
 ) -> Demand:
-    """The demand of a training run.
+    """The demand of a training run in this process; arguments as of `demand.demand_of`."""
+    return demand.demand_of(config, facts, lengths, process_here(), **more)
 
-    lengths: the sequence length T of every bucket.
-    prefix_tokens: tokens of all texts in the prefix cache.
-    answer_tokens: tokens of the longest sample prompt with its answer.
-    prompt_tokens: tokens of the longest prompt, if each step generates completions.
-    before_bytes, reward_models: as in Demand.
-    """
-    config = defaults.sized(defaults.largest(config, facts.blocks), rows=0)
-    objective = objective_of(config)
-    # Where texts are scored first, those of a group need not be in one micro-batch.
-    scored_first = bool({"scores", "others"} & {*objective.phases})
-    together = 1 if scored_first else objective.rows_together
-    lengths, batch_size = tuple(sorted(set(lengths))), config.batch_size * together
-    if config.packing:  # count a packed row as several rows of the longest text
-        lengths = lengths[-1:]
-        batch_size = max(1, -(-config.max_seq_length // lengths[0]))
-    rollouts = rollout_sizes(config, prompt_tokens) if config.generates else None
-    kept = prefix_tokens if config.prefix_cache == "memory" else 0
-    return Demand(
-        facts=facts,
-        training=Training(
-            blocks=defaults.adapted_blocks(config, facts.blocks),
-            rank=config.lora_rank,
-            targets=config.lora_targets,
-            optimizer=config.optimizer,
-            dora=config.use_dora,
-        ),
-        lengths=lengths,
-        batch_size=batch_size,
-        rows_per_step=config.rows_per_step * together if rollouts is None else rollouts.rows,
-        engine=config.plan,
-        spill=config.spill,
-        can_stream=can_stream,
+
+def process_here() -> ProcessFacts:
+    return ProcessFacts(
         python_bytes=python_bytes(),
-        prefix_bytes=kept * facts.hidden * facts.float_bytes,
-        answer_tokens=answer_tokens,
-        rollouts=rollouts,
         sliced=mx.default_device().type == mx.cpu,
-        rows_together=together,
-        scores=scored_first or needs_scores(config),
-        noise=config.neftune_alpha > 0,
-        score_head=config.objective == REWARD,
-        given_adapter=bool(config.from_adapter),
-        before_bytes=before_bytes,
-        reward_models=reward_models,
-        soft=rollouts if config.objective == SOFT else None,
         coefficients=coefficients_here(),
     )
-
-
-def rollout_sizes(config: TrainConfig, prompt_tokens: int) -> RolloutSizes:
-    """The completions of each step of a run that generates some."""
-    group = config.rollouts if config.objective == GRPO else 1
-    rows = group * config.prompts_per_step
-    return RolloutSizes(prompt_tokens, config.max_new_tokens, group, rows)
 
 
 def budget_of(
@@ -184,7 +110,7 @@ def budget_of(
     facts = facts_of(folder, dtype.size, config.quantize)
 
     def budget_with(config: TrainConfig) -> Budget:
-        demand = demand_of(
+        asked = demand_of(
             config,
             facts,
             lengths,
@@ -195,18 +121,14 @@ def budget_of(
             before_bytes=before_bytes,
             reward_models=reward_models,
         )
-        path = measurements.file_of(store() / "measured", measured_key(config, demand, dtype))
+        path = measurements.file_of(store() / "measured", measured_key(config, asked, dtype))
         known = () if past.begun else measurements.read(path).measurements
         every = tuple(dict.fromkeys((*known, *past.measurements)))
-        demand = replace(demand, calibration=Calibration(every))
-        choice = choose(demand, limit.limit_bytes, level, past.plan)
-        return Budget(limit, demand, choice, path, past.begun and choice.option.plan == past.plan)
+        asked = replace(asked, calibration=Calibration(every))
+        choice = choose(asked, limit.limit_bytes, level, past.plan)
+        return Budget(limit, asked, choice, path, past.begun and choice.option.plan == past.plan)
 
-    *larger, smallest = defaults.adapters(config, facts.blocks)
-    for each in larger:
-        with contextlib.suppress(DoesNotFit):
-            return budget_with(each)
-    return budget_with(smallest)
+    return demand.largest_that_fits(config, facts.blocks, budget_with)
 
 
 def measured_key(config: TrainConfig, demand: Demand, dtype: mx.Dtype) -> list[str]:

@@ -14,123 +14,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from your_ai.memory.coefficients import PACKAGED, Coefficients, Table
+from your_ai.memory.coefficients import PACKAGED, Coefficients
+from your_ai.memory.estimate_adapters import (
+    adapter_bytes,
+    counted_parts,
+    norms_bytes,
+    optimizer_bytes,
+    update_bytes,
+)
 from your_ai.memory.estimate_generation import (
-    RolloutSizes,
     generation_bytes,
     kv_bytes_per_token,
     rollout_phases,
 )
-from your_ai.memory.facts import ModelFacts, adapters_named, layers_named
+from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
+from your_ai.memory.facts import ModelFacts, layers_named
 from your_ai.memory.layer_sizes import head_step, largest_matrix_bytes, widest_outputs
 from your_ai.memory.sizes import (
-    CPU_TOKENS,
     DEQUANTIZED_SLICE_BYTES,
     FEWEST_FEATURES,
-    FEWEST_QUERIES,
     HEAD_ROWS,
     HEAD_SLICE_BYTES,
-    LEAN_QUERY_BLOCK,
     PREFILL_TOKENS,
-    QUERY_BLOCK,
-    SCORE_BYTES,
-    UPDATE_BYTES,
 )
+from your_ai.memory.workload import Plan, Training, Workload
 
-# Arrays per parameter that the optimizer keeps between updates.
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adafactor": 0, "muon": 1, "lion": 1}
-# Arrays of an update per parameter that is updated together: new values and temporaries.
-OPTIMIZER_WORK = {"adamw": 3, "adam": 3, "sgd": 1, "adafactor": 4.1, "muon": 12.1, "lion": 2}
-ADAPTER_BYTES = 4  # adapters, gradients and optimizer states are float32
 # Slices of the vocabulary that exist together: of a quantized head, and of one that is not.
 HEAD_SLICES, DENSE_HEAD_SLICES = 2, 3
 DORA_NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not depend on the layer
-GRAPH_BYTES = 85_000  # operations of one slice that waits to be evaluated
-FORWARD_GRAPH = 0.4  # size of a graph without a backward pass, relative to one with it
-GRAPHS_MARGIN = 1.25
 SOFT_COLUMNS = 16  # tokens whose block inputs are computed together
 SOFT_POSITIONS = 64  # positions whose logits are slices of the head together
 SOFT_GRAPHS = 2  # of the policy's columns, and of the frozen networks
 NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to the embeddings
 WORK = ("activations", "block work", "head chunk")  # components that depend on coefficients
 BESIDE = ("graphs", "cache", "python")  # components that are not live MLX buffers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """The adapters: `rank`, on the layers named in `targets`, in the last `blocks` blocks."""
-
-    blocks: int
-    rank: int
-    targets: tuple[str, ...]
-    optimizer: str = "adamw"
-    dora: bool = False
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a step is computed."""
-
-    engine: str
-    """fused, staged or streamed."""
-    micro_tokens: int
-    """Maximum tokens, with padding, of a micro-batch of more than one row."""
-    spill: bool = False
-    """Keep the inputs of blocks on disk."""
-    wave: int = 0
-    """Completions that are generated together; 0 if the run generates none."""
-
-    def rows(self, tokens: int, batch_size: int) -> int:
-        """Rows of `tokens` tokens per micro-batch."""
-        return max(1, min(batch_size, self.micro_tokens // tokens))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardModelSizes:
-    """A trained reward model, which scores the completions of each step."""
-
-    training: Training
-    """Its adapter."""
-    facts: ModelFacts | None = None
-    """Of its base; None if that is the model that is trained, whose weights it shares."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What a process does, independent of the plan and of the micro-batch."""
-
-    facts: ModelFacts
-    training: Training
-    python_bytes: int = 0
-    """Memory of the process without a model."""
-    cache_bytes: int = 0
-    """MLX's cache of freed buffers."""
-    prefix_bytes: int = 0
-    """A frozen-prefix cache in memory."""
-    answer_tokens: int = 0
-    """Longest sample prompt plus its answer, in tokens; 0 without samples."""
-    rollouts: RolloutSizes | None = None
-    """The completions that each step generates before it trains them, if it does."""
-    forward: bool = False
-    """Evaluation only: no gradients and no optimizer."""
-    scores: bool = False
-    """The step also scores its rows without gradients."""
-    noise: bool = False
-    """Noise is added to the embeddings."""
-    score_head: bool = False
-    """The head gives one number per text, and not logits."""
-    reward_models: tuple[RewardModelSizes, ...] = ()
-    """Those that score the completions of each step."""
-    soft: RolloutSizes | None = None
-    """The completions that the step trains through, by columns if the weights are resident."""
-    sliced: bool = False
-    """Quantized weights are dequantized in slices, as on the CPU, so that graphs are larger."""
-    coefficients: Coefficients = PACKAGED
-
-    @property
-    def vocabulary(self) -> int:
-        """V, or 0 if no logits are computed."""
-        return 0 if self.score_head else self.facts.vocabulary
 
 
 @dataclass(frozen=True)
@@ -251,13 +168,6 @@ def estimate(
     return Estimate(found.components, peaks)
 
 
-def adapter_bytes(facts: ModelFacts, training: Training) -> int:
-    """Bytes of the trained parameters."""
-    layers = adapters_named(facts, training.targets)
-    numbers = sum(training.rank * (i + o) + (o if training.dora else 0) for i, o in layers)
-    return ADAPTER_BYTES * training.blocks * numbers
-
-
 def reward_model_bytes(workload: Workload, engine: str) -> int:
     """Bytes of the adapters of the reward models, and of weights that are not shared."""
     total = 0
@@ -283,31 +193,6 @@ def reward_phases(workload: Workload, plan: Plan, rows: int, tokens: int) -> lis
     return found
 
 
-def norms_bytes(facts: ModelFacts, training: Training) -> int:
-    """Bytes of DoRA's weight norms, which are kept between updates."""
-    outputs = sum(o for _, o in adapters_named(facts, training.targets))
-    return ADAPTER_BYTES * training.blocks * outputs if training.dora else 0
-
-
-def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
-    """Bytes of the optimizer states. Adafactor keeps one row and one column per matrix."""
-    adapters = adapter_bytes(facts, training)
-    if training.optimizer != "adafactor":
-        return OPTIMIZER_STATES[training.optimizer] * adapters
-    layers = adapters_named(facts, training.targets)
-    numbers = sum(i + o + 2 * training.rank + o * training.dora for i, o in layers)
-    return ADAPTER_BYTES * training.blocks * numbers
-
-
-def update_bytes(facts: ModelFacts, training: Training) -> int:
-    """Bytes of new values and temporaries of an update, for the parameters updated together."""
-    layers = adapters_named(facts, training.targets)
-    largest = max((training.rank * max(i, o) for i, o in layers), default=0)
-    together = min(UPDATE_BYTES, adapter_bytes(facts, training) // training.blocks)
-    together = max(together, ADAPTER_BYTES * largest)
-    return int(OPTIMIZER_WORK[training.optimizer] * together)
-
-
 def weights_bytes(
     facts: ModelFacts, engine: str, forward: bool = False, coefficients: Coefficients = PACKAGED
 ) -> int:
@@ -320,73 +205,6 @@ def weights_bytes(
     return min(int(count * facts.block_bytes), facts.blocks_bytes) + facts.rest_bytes
 
 
-def graphs_bytes(
-    workload: Workload, engine: str, rows: int, tokens: int, *, trained: bool = True
-) -> int:
-    """Bytes of the compiled graphs for micro-batches of one shape. trained: with gradients.
-
-    A fused graph contains every block. The other engines share one graph per kind of block.
-    """
-    facts, training, coefficients = workload.facts, workload.training, workload.coefficients
-    adapted = len(layers_named(facts, training.targets))
-    counts = {
-        "block": 1,
-        "slice": dequantized_slices(workload) * facts.quantized,
-        "queries": query_blocks(facts, engine, rows, tokens),
-        "adapted": adapted,
-        "dora": adapted * training.dora,
-    }
-
-    def size_of(table: Table) -> float:
-        return sum(table.get(name, 0) * count for name, count in counts.items())
-
-    if engine == "fused":
-        frozen = facts.blocks - training.blocks
-        blocks = (training.blocks + FORWARD_GRAPH * frozen) * size_of(coefficients.fused_graph)
-        slices = -(-workload.vocabulary // head_step(facts, min(HEAD_ROWS, rows * tokens)))
-        found = blocks + coefficients.fused_graph["head"] * slices
-    else:
-        found = facts.kinds * size_of(coefficients.staged_graph)
-        found += size_of(coefficients.first_graph)
-    return int(GRAPHS_MARGIN * found * (1 if trained else FORWARD_GRAPH))
-
-
-def dequantized_slices(workload: Workload) -> int:
-    """Slices in which the weights of a block are dequantized; 0 if they are not."""
-    if not workload.sliced:
-        return 0
-    facts = workload.facts
-    matrices = [i * o * facts.float_bytes for i, o in facts.linears.values()]
-    return sum(-(-matrix // DEQUANTIZED_SLICE_BYTES) for matrix in matrices)
-
-
-def query_blocks(facts: ModelFacts, engine: str, rows: int, tokens: int) -> int:
-    """Blocks of queries in which attention over a row is computed; 0 if it is computed whole."""
-    if tokens < CPU_TOKENS:
-        return 0
-    most = QUERY_BLOCK if engine == "fused" else LEAN_QUERY_BLOCK
-    most = min(most, SCORE_BYTES // (4 * rows * max(1, facts.heads) * tokens))
-    return -(-tokens // max(most, FEWEST_QUERIES))
-
-
-def evaluation_graphs_bytes(
-    workload: Workload, plan: Plan, rows: int, tokens: int, work_bytes: int
-) -> int:
-    """Bytes of the graphs of an evaluation, in addition to `work_bytes` of activations.
-
-    A fused graph contains every block and all slices. A staged model has such a graph once, when
-    its parts are compared with the whole; its memory is free before the first block runs.
-    """
-    facts = workload.facts
-    slices = dequantized_slices(workload) * facts.quantized
-    blocks = GRAPH_BYTES * facts.blocks * slices
-    compiled = graphs_bytes(workload, plan.engine, rows, tokens, trained=False)
-    if plan.engine == "fused":
-        head = -(-workload.vocabulary * facts.hidden * facts.float_bytes // HEAD_SLICE_BYTES)
-        return max(compiled, blocks) + 2 * GRAPH_BYTES * head
-    return compiled + max(0, blocks - work_bytes if plan.engine == "staged" else 0)
-
-
 def fused_phases(
     workload: Workload, rows: int, tokens: int, gradients: int
 ) -> list[dict[str, float]]:
@@ -394,14 +212,19 @@ def fused_phases(
     block of the backward pass. Activations of all trained blocks are alive at both.
     """
     facts, training, table = workload.facts, workload.training, workload.coefficients.fused
-    number = facts.float_bytes
-    n, outs = rows * tokens, sum(o for _, o in facts.linears.values())
-    lora = sum(i for i, _ in layers_named(facts, training.targets))
+    number, n = facts.float_bytes, rows * tokens
+    parts = [part for part, _, count in counted_parts(facts, training) if count]
+    outs = max((sum(o for _, o in part.linears.values()) for part in parts), default=0)
     matrix = largest_matrix_bytes(facts) * facts.quantized
     adapters = adapter_bytes(facts, training)
-    saved = training.blocks * n * number * (table["outs"] * outs + table["lora"] * lora)
-    saved += training.blocks * dora_bytes(workload, n, "fused")
-    saved += training.blocks * gemma_bytes(workload, rows, tokens, "fused")
+    saved = 0.0
+    for part, _, count in counted_parts(facts, training):
+        alone = replace(workload, facts=part)
+        lora = sum(i for i, _ in layers_named(part, training.targets, training.experts))
+        kept = sum(o for _, o in part.linears.values())
+        saved += count * n * number * (table["outs"] * kept + table["lora"] * lora)
+        saved += count * dora_bytes(alone, n, "fused")
+        saved += count * gemma_bytes(alone, rows, tokens, "fused")
     backward = table["ahead"] * n * outs * number + table["adapters"] * adapters
     backward += table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
     return [
@@ -432,38 +255,18 @@ def fused_head_bytes(workload: Workload, targets: int) -> float:
 def staged_phases(
     workload: Workload, plan: Plan, rows: int, tokens: int, gradients: int
 ) -> list[dict[str, float]]:
-    """Bytes at three moments: the forward pass of the last block, the head, and the backward
-    pass of the first trained block.
+    """Bytes at three moments: the forward pass of a block, the head, and the backward pass of a
+    trained block; of the blocks that need most.
     """
     facts, training, coefficients = workload.facts, workload.training, workload.coefficients
     number, n = facts.float_bytes, rows * tokens
     hidden = n * facts.hidden * number
-    wide = widest_outputs(facts)
-    lora = sum(i for i, _ in layers_named(facts, training.targets))
-    matrix = largest_matrix_bytes(facts)
-    part = min(wide, max(FEWEST_FEATURES, facts.hidden // 2))
     inputs = 0 if plan.spill else hidden
     earlier = 0 if gradients == adapter_bytes(facts, training) else gradients // 2
-    adapted = any(wide in size for size in layers_named(facts, training.targets))
-    table = coefficients.forward_lora if adapted else coefficients.forward
-    is_sliced = matrix > DEQUANTIZED_SLICE_BYTES
-    unsliced = 0 if is_sliced else table["unsliced"] + table["dense"] * (not facts.quantized)
-    forward = (
-        (table["wide"] + unsliced) * n * wide * number
-        + table["hidden"] * hidden * is_sliced
-        + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
-        + gemma_bytes(workload, rows, tokens, "staged")
-    )
-    table = coefficients.backward
-    backward = (
-        table["part"] * n * part * number
-        + table["dense"] * n * wide * number * (not is_sliced and not facts.quantized)
-        + table["lora"] * n * lora * number
-        + table["hidden"] * hidden
-        + table["slice"] * min(3 * part * facts.hidden * number, 3 * matrix)
-        + dora_bytes(workload, n, "staged")
-        + gemma_bytes(workload, rows, tokens, "staged")
-    )
+    parts = counted_parts(facts, training)
+    alone = [(replace(workload, facts=part), count) for part, _, count in parts]
+    forward = max(staged_forward_bytes(each, rows, tokens) for each, _ in alone)
+    backward = max(staged_backward_bytes(each, rows, tokens) for each, count in alone if count)
     table = coefficients.head
     head = (
         table["logits"] * logits_bytes(workload, n)
@@ -479,6 +282,48 @@ def staged_phases(
         {"gradients": earlier, "block inputs": training.blocks * inputs, "head chunk": head},
         {"gradients": coefficients.backward["gradients"] * gradients, "block work": backward},
     ]
+
+
+def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
+    """Bytes of the forward pass of a block, of a model whose blocks have the same sizes."""
+    facts, coefficients = workload.facts, workload.coefficients
+    number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
+    matrix = largest_matrix_bytes(facts)
+    table = coefficients.forward_lora if adapts_widest(workload) else coefficients.forward
+    is_sliced = matrix > DEQUANTIZED_SLICE_BYTES
+    unsliced = 0 if is_sliced else table["unsliced"] + table["dense"] * (not facts.quantized)
+    return (
+        (table["wide"] + unsliced) * n * wide * number
+        + table["hidden"] * (n * facts.hidden * number) * is_sliced
+        + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
+        + gemma_bytes(workload, rows, tokens, "staged")
+    )
+
+
+def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
+    """Bytes of the backward pass of a block, of a model whose blocks have the same sizes."""
+    facts, training, table = workload.facts, workload.training, workload.coefficients.backward
+    number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
+    lora = sum(i for i, _ in layers_named(facts, training.targets, training.experts))
+    matrix = largest_matrix_bytes(facts)
+    part = min(wide, max(FEWEST_FEATURES, facts.hidden // 2))
+    is_sliced = matrix > DEQUANTIZED_SLICE_BYTES
+    return (
+        table["part"] * n * part * number
+        + table["dense"] * n * wide * number * (not is_sliced and not facts.quantized)
+        + table["lora"] * n * lora * number
+        + table["hidden"] * (n * facts.hidden * number)
+        + table["slice"] * min(3 * part * facts.hidden * number, 3 * matrix)
+        + dora_bytes(workload, n, "staged")
+        + gemma_bytes(workload, rows, tokens, "staged")
+    )
+
+
+def adapts_widest(workload: Workload) -> bool:
+    """Whether the widest layer has an adapter."""
+    facts, training = workload.facts, workload.training
+    wide = widest_outputs(facts)
+    return any(wide in s for s in layers_named(facts, training.targets, training.experts))
 
 
 def soft_phase(
@@ -497,7 +342,7 @@ def soft_phase(
     if plan.engine == "streamed":
         held = facts.blocks * rows * tokens * hidden * number
     else:
-        caches = facts.blocks * rows * tokens * kv_bytes_per_token(facts)
+        caches = rows * tokens * kv_bytes_per_token(facts)
         held = caches * (1 + 4 / number) + SOFT_COLUMNS * facts.blocks * rows * hidden * number
     together = min(PREFILL_TOKENS, rows * sizes.prompt_tokens)
     together = max(together, rows * tokens if plan.engine == "streamed" else 0)
@@ -522,7 +367,9 @@ def dora_bytes(workload: Workload, tokens: int, engine: str) -> float:
     facts, training = workload.facts, workload.training
     if not training.dora:
         return 0.0
-    outputs = sum(min(o, facts.hidden) for _, o in layers_named(facts, training.targets))
+    outputs = sum(
+        min(o, facts.hidden) for _, o in layers_named(facts, training.targets, training.experts)
+    )
     return workload.coefficients.dora[engine] * tokens * outputs * facts.float_bytes
 
 
@@ -543,22 +390,10 @@ def forward_phases(
     facts, coefficients = workload.facts, workload.coefficients
     number, n = facts.float_bytes, rows * tokens
     hidden = n * facts.hidden * number
-    wide, logits = widest_outputs(facts), logits_bytes(workload, n)
+    logits = logits_bytes(workload, n)
     engine = "fused" if plan.engine == "fused" else "staged"
-    adapted = any(wide in size for size in layers_named(facts, workload.training.targets))
-    if largest_matrix_bytes(facts) > DEQUANTIZED_SLICE_BYTES:
-        table = coefficients.evaluation
-        blocks = (
-            (table["wide"] + table["lora"] * adapted) * n * wide * number
-            + (table["hidden"] + table["fused"] * (engine == "fused")) * hidden
-            + table["slice"] * DEQUANTIZED_SLICE_BYTES
-        )
-    else:
-        table = coefficients.evaluation_unsliced
-        arrays = table[f"{engine}_wide"]
-        if engine == "staged":
-            arrays += table["lora"] * adapted + table["dense"] * (not facts.quantized)
-        blocks = arrays * n * wide * number + table[f"{engine}_logits"] * logits
+    parts = [replace(workload, facts=part) for part, *_ in counted_parts(facts, workload.training)]
+    blocks = max(evaluation_block_bytes(part, engine, n) for part in parts)
     head_slice = min(HEAD_SLICE_BYTES, workload.vocabulary * facts.hidden * number)
     losses = coefficients.head["logits"] * logits + coefficients.head["slice"] * head_slice
     table = coefficients.scores
@@ -567,6 +402,26 @@ def forward_phases(
         predictions = 0.0
     head = max(losses, predictions) + table["hidden"] * hidden
     return [{"block work": blocks}, {"head chunk": head}]
+
+
+def evaluation_block_bytes(workload: Workload, engine: str, tokens: int) -> float:
+    """Bytes of a block without gradients, of a model whose blocks have the same sizes."""
+    facts, coefficients = workload.facts, workload.coefficients
+    number, wide, adapted = facts.float_bytes, widest_outputs(facts), adapts_widest(workload)
+    if largest_matrix_bytes(facts) > DEQUANTIZED_SLICE_BYTES:
+        table, hidden = coefficients.evaluation, tokens * facts.hidden * number
+        return (
+            (table["wide"] + table["lora"] * adapted) * tokens * wide * number
+            + (table["hidden"] + table["fused"] * (engine == "fused")) * hidden
+            + table["slice"] * DEQUANTIZED_SLICE_BYTES
+        )
+    table = coefficients.evaluation_unsliced
+    arrays = table[f"{engine}_wide"]
+    if engine == "staged":
+        arrays += table["lora"] * adapted + table["dense"] * (not facts.quantized)
+    return arrays * tokens * wide * number + table[f"{engine}_logits"] * logits_bytes(
+        workload, tokens
+    )
 
 
 def logits_bytes(workload: Workload, targets: int) -> int:
@@ -593,5 +448,5 @@ def read_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
         return 0
     once = facts.vocabulary_bytes
     if plan.engine == "streamed":
-        once += facts.block_bytes * (facts.blocks + training.blocks)
+        once += facts.blocks_bytes + facts.bytes_of_last(training.blocks)
     return once

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from your_ai.memory.coefficients import PACKAGED, Coefficients
-from your_ai.memory.facts import ModelFacts
+from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.layer_sizes import largest_matrix_bytes, widest_outputs
+from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING
 from your_ai.memory.sizes import (
     CACHE_STEP,
     DEQUANTIZED_SLICE_BYTES,
     HEAD_SLICE_BYTES,
     PREFILL_TOKENS,
 )
+from your_ai.memory.workload import RolloutSizes
 
 GENERATION_BYTES = 500_000  # small arrays of generation
-
-
-@dataclass(frozen=True)
-class RolloutSizes:
-    """The completions that each step generates."""
-
-    prompt_tokens: int
-    """Of the longest prompt."""
-    new_tokens: int
-    """Maximum tokens of a completion."""
-    group: int
-    """Completions of a prompt."""
-    rows: int
-    """Completions of a step."""
 
 
 def generation_bytes(facts: ModelFacts, tokens: int, coefficients: Coefficients = PACKAGED) -> int:
@@ -39,8 +26,8 @@ def generation_bytes(facts: ModelFacts, tokens: int, coefficients: Coefficients 
     grows, the layers of a block, or a slice of the head.
     """
     number, table = facts.float_bytes, coefficients.generation
-    kept = sum(o for name, (_, o) in facts.linears.items() if name.endswith(("k_proj", "v_proj")))
-    of_block = -(-tokens // CACHE_STEP) * CACHE_STEP * (kept or 2 * facts.hidden) * number
+    cached = -(-tokens // CACHE_STEP) * CACHE_STEP
+    of_block = cached * largest_kv_bytes(facts)
     prompt = min(tokens, PREFILL_TOKENS)
     hidden = prompt * facts.hidden * number
     wide = prompt * widest_outputs(facts) * number
@@ -52,13 +39,30 @@ def generation_bytes(facts: ModelFacts, tokens: int, coefficients: Coefficients 
     )
     head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * number)
     head = table["head"] * head + 2 * facts.vocabulary * number
-    return int(facts.blocks * of_block + max(attention, layers, head) + GENERATION_BYTES)
+    return int(cached * kv_bytes_per_token(facts) + max(attention, layers, head) + GENERATION_BYTES)
+
+
+def kv_bytes_of_block(facts: ModelFacts, block: BlockFacts) -> int:
+    """Bytes that a token leaves in the cache of a block: keys and values, but no state."""
+    kept = sum(o for name, (_, o) in block.linears.items() if name.endswith(("k_proj", "v_proj")))
+    if block.mixers and not kept:
+        kept = sum(m.cached for m in block.mixers if m.kind == MLA)
+        joined = any(m.kind in (ATTENTION, SLIDING) and m.cached for m in block.mixers)
+        return (kept or 2 * facts.hidden * joined) * facts.float_bytes
+    if block.mixers and not any(m.cached for m in block.mixers):
+        return 0
+    return (kept or 2 * facts.hidden) * facts.float_bytes
+
+
+def largest_kv_bytes(facts: ModelFacts) -> int:
+    """Bytes that a token leaves in the cache of the block that keeps most."""
+    return max((kv_bytes_of_block(facts, block) for block in facts.kinds), default=0)
 
 
 def kv_bytes_per_token(facts: ModelFacts) -> int:
-    """Bytes of the keys and values of a token, in a block."""
-    kept = sum(o for name, (_, o) in facts.linears.items() if name.endswith(("k_proj", "v_proj")))
-    return (kept or 2 * facts.hidden) * facts.float_bytes
+    """Bytes that a token leaves in the caches of all blocks."""
+    of_kinds = [kv_bytes_of_block(facts, block) for block in facts.kinds]
+    return sum(of_kinds[kind] for kind in facts.order)
 
 
 def rollout_phases(
@@ -75,9 +79,9 @@ def rollout_phases(
     table, per_token = coefficients.rollouts, kv_bytes_per_token(facts)
     # The most prompts that have rows in one wave: waves begin at these offsets in a group.
     prompts = (wave + 2 * sizes.group - math.gcd(wave, sizes.group) - 1) // sizes.group
-    prompt_bytes = prompts * sizes.prompt_tokens * per_token * facts.blocks
+    prompt_bytes = prompts * sizes.prompt_tokens * per_token
     tokens = sizes.prompt_tokens + -(-sizes.new_tokens // CACHE_STEP) * CACHE_STEP
-    of_block = wave * tokens * per_token
+    of_block = wave * tokens * largest_kv_bytes(facts)
     matrix = largest_matrix_bytes(facts) * facts.quantized
     layers = coefficients.generation["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
     head = min(HEAD_SLICE_BYTES, facts.vocabulary * facts.hidden * facts.float_bytes)
@@ -88,8 +92,8 @@ def rollout_phases(
         logits + coefficients.generation["head"] * head * facts.quantized,
         layers + 4 * wave * widest_outputs(facts) * facts.float_bytes,
     )
-    merged = wave * sizes.prompt_tokens * per_token * facts.blocks
-    kept = max(facts.blocks * of_block, prompt_bytes + merged)
+    merged = wave * sizes.prompt_tokens * per_token
+    kept = max(wave * tokens * per_token, prompt_bytes + merged)
     reading = generation_bytes(facts, sizes.prompt_tokens, coefficients)
     return [
         {"KV cache": prompt_bytes, "sampling": reading},

@@ -4,30 +4,57 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from your_ai.config.targets import selects
 from your_ai.gates.untrusted import BLOCK, EXPERT, Entry, read_header, read_json
-from your_ai.hub.architectures import GROUP_SIZE, tensor_bytes, tensors_of_config
-from your_ai.hub.config_values import HEADS, HIDDEN
+from your_ai.hub.config_values import HEADS, HIDDEN, MOST_BLOCKS, experts_used, text_part
+from your_ai.hub.registry import Known, config_of
+from your_ai.hub.tensor_sizes import GROUP_SIZE, group_size_of, tensor_bytes
+from your_ai.memory.mixer_facts import QUERIES, MixerFacts, mixers_of, windows_of
 
 # Tensors next to the text model in files of other libraries; mlx-lm ignores them.
 LEFT_OUT = re.compile(r"(?:^|\.)(?:vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
 VOCABULARY = ("embed_tokens", "lm_head")
+# Architectures whose router has a matrix of its own, not a linear layer.
+PLAIN_GATES = (
+    *("deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41", "dots1"),
+    *("exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "kimi_vl", "kimi_k25"),
+    *("mimo_v2_flash", "bailing_moe_v3", "nemotron_h", "muse_spark", "joyai_llm_flash"),
+)
+
+
+@dataclass(frozen=True)
+class BlockFacts:
+    """Sizes of one kind of block."""
+
+    linears: dict[str, tuple[int, int]]
+    """(inputs, outputs) of each linear layer, by its name in the block.
+
+    For a layer with experts: of the experts that one token uses, together.
+    """
+    weights_bytes: int
+    experts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """(inputs, outputs) of all routed experts of a layer together, by its name."""
+    norms: int = 2
+    """Norms over all D features; at least 2."""
+    mixers: tuple[MixerFacts, ...] = ()
+    """What mixes the tokens; empty for a block that only has an MLP."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """Sizes of a model in memory, with its floats in the compute dtype."""
 
-    blocks: int
-    linears: dict[str, tuple[int, int]]
-    """(inputs, outputs) of each linear layer of a block, by its name in the block.
-
-    For a layer with experts: of the experts that one token uses, together.
-    """
+    kinds: tuple[BlockFacts, ...]
+    """The kinds of blocks; each kind is compiled separately."""
+    order: tuple[int, ...]
+    """For each block from the first to the last, the index of its kind in `kinds`."""
     hidden: int
     """Hidden size D."""
     vocabulary: int
@@ -36,29 +63,75 @@ class ModelFacts:
     """Number of query heads."""
     float_bytes: int
     """Size of a number of the compute dtype."""
-    block_bytes: int
-    """Weights of the largest block."""
-    blocks_bytes: int
-    """Weights of all blocks."""
     vocabulary_bytes: int
     """The embedding, and the head if it is not tied."""
     rest_bytes: int
-    """All other weights."""
+    """All other weights outside of the blocks, such as embeddings of each layer."""
     disk_bytes: int
     """Size of the model's files."""
     quantized: bool
-    experts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """(inputs, outputs) of all experts of a layer together, by its name."""
-    norms: int = 2
-    """Norms of a block over all D features."""
     softcaps: bool = False
     """Whether attention scores and logits pass through a tanh, as in Gemma 2."""
-    kinds: int = 1
-    """Kinds of blocks; each kind is compiled separately."""
+
+    @property
+    def blocks(self) -> int:
+        return len(self.order)
+
+    @property
+    def block_bytes(self) -> int:
+        """Weights of the largest block."""
+        return max((kind.weights_bytes for kind in self.kinds), default=0)
+
+    @property
+    def blocks_bytes(self) -> int:
+        """Weights of all blocks."""
+        return self.bytes_of_last(self.blocks)
 
     @property
     def weights_bytes(self) -> int:
         return self.blocks_bytes + self.vocabulary_bytes + self.rest_bytes
+
+    @cached_property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """The linear layers of all kinds of blocks, as in BlockFacts."""
+        return {name: size for kind in self.kinds for name, size in kind.linears.items()}
+
+    @cached_property
+    def experts(self) -> dict[str, tuple[int, int]]:
+        """The routed experts of all kinds of blocks, as in BlockFacts."""
+        return {name: size for kind in self.kinds for name, size in kind.experts.items()}
+
+    @property
+    def norms(self) -> int:
+        """The maximum number of norms of a block."""
+        return max((kind.norms for kind in self.kinds), default=2)
+
+    def bytes_of_last(self, count: int) -> int:
+        """Weights of the last `count` blocks."""
+        return sum(self.kinds[kind].weights_bytes for kind in self.last(count))
+
+    def last(self, count: int) -> tuple[int, ...]:
+        """The kinds of the last `count` blocks."""
+        return self.order[max(0, len(self.order) - count) :]
+
+    def counts_of_last(self, count: int) -> dict[int, int]:
+        """How many of the last `count` blocks are of each kind.
+
+        Kinds that only differ in their mixers count as the first of them.
+        """
+        first = self._first_alike
+        return dict(Counter(first[kind] for kind in self.last(count)))
+
+    @cached_property
+    def _first_alike(self) -> tuple[int, ...]:
+        """For each kind, the first one whose layers have the same sizes."""
+        sizes = [(kind.linears, kind.experts, kind.norms) for kind in self.kinds]
+        return tuple(sizes.index(size) for size in sizes)
+
+    @cached_property
+    def alone(self) -> tuple[ModelFacts, ...]:
+        """For each kind, the facts of a model that only has blocks of this kind."""
+        return tuple(replace(self, kinds=(k,), order=(0,) * self.blocks) for k in self.kinds)
 
 
 def entries_of(folder: Path) -> Iterator[Entry]:
@@ -81,19 +154,31 @@ def facts_of(folder: Path, float_bytes: int, quantize: int | None = None) -> Mod
     return facts_from(entries, config, float_bytes, quantize, disk_bytes)
 
 
-def facts_of_config(
-    config: dict[str, Any], bits: int | None, group_size: int, float_bytes: int
-) -> ModelFacts:
-    """The facts of a model from its config.json alone.
+def facts_of_known(model: Known, float_bytes: int, quantize: int | None = None) -> ModelFacts:
+    """The facts of a model of the registry, without its files and without mlx.
 
-    bits, group_size: its quantization; bits is None if it is not quantized.
-    float_bytes: size of a number of the compute dtype.
-
-    disk_bytes is the size of the weights in that dtype. Raises ValueError if the layers of the
-    architecture are not known here.
+    quantize: as in `facts_of`.
     """
-    entries = list(tensors_of_config({**config, **(config.get("text_config") or {})}))
-    found = facts_from(entries, config, float_bytes, bits, 0, group_size)
+    bits = quantize if model.bits is None else None
+    return facts_from(model.tensors, config_of(model), float_bytes, bits, model.bytes_on_disk)
+
+
+def facts_of_config(
+    config: dict[str, Any], float_bytes: int, quantize: int | None = None
+) -> ModelFacts:
+    """The facts of a model from its config.json alone; mlx-lm builds it, without any weight.
+
+    float_bytes: size of a number of the compute dtype.
+    quantize: as in `facts_of`.
+
+    disk_bytes is the size of the weights in that dtype. Raises ValueError with a reason if mlx-lm
+    cannot build the model.
+    """
+    from your_ai.hub.built_tensors import tensors_built  # loads mlx
+
+    entries, config = tensors_built(config)
+    bits = None if config.get("quantization") else quantize
+    found = facts_from(entries, config, float_bytes, bits, 0)
     return replace(found, disk_bytes=found.weights_bytes)
 
 
@@ -109,65 +194,79 @@ def facts_from(
 
     group_size: for tensors that will be quantized to `quantize` bits.
     """
-    text = {**config, **(config.get("text_config") or {})}
+    text = {**config, **text_part(config)}
     entries = [entry for entry in entries if is_held(entry.name, text)]
-    by_block: dict[int, int] = {}
+    by_block: dict[int, list[Entry]] = {}
     vocabulary_bytes = rest_bytes = 0
     for entry in entries:
-        size = tensor_bytes(entry, float_bytes, quantize, group_size)
         match = BLOCK.search(entry.name)
         if match is not None:
-            by_block[int(match[1])] = by_block.get(int(match[1]), 0) + size
-        elif layer_of(entry.name) in VOCABULARY:
+            by_block.setdefault(int(match[1]), []).append(entry)
+            continue
+        size = tensor_bytes(entry, float_bytes, quantize, group_size)
+        if layer_of(entry.name) in VOCABULARY:
             vocabulary_bytes += size
         else:
             rest_bytes += size
-    linears, experts = linears_of(entries, text)
     hidden = int(first_of(text, HIDDEN, 0))
+    count = max(by_block, default=-1) + 1
+    if count > MOST_BLOCKS:
+        raise ValueError(f"a tensor is in block {count - 1}, and no model has so many")
+    windows = windows_of(text, count)
+    kinds: dict[Any, int] = {}
+    found, order = [], []
+    for index in range(count):
+        tensors = by_block.get(index, [])
+        own = quantization_of(config, tensors)
+        key = (frozenset((name_in_block(e), e.shape) for e in tensors), str(own),
+               windows[index] if has_attention(tensors) else 0)  # fmt: skip
+        if key not in kinds:
+            size = sum(tensor_bytes(e, float_bytes, quantize, group_size) for e in tensors)
+            kinds[key] = len(found)
+            found.append(block_facts(tensors, config, text, size, windows[index], hidden))
+        order.append(kinds[key])
     return ModelFacts(
-        blocks=max(by_block, default=-1) + 1,
-        linears=linears,
+        kinds=tuple(found),
+        order=tuple(order),
         hidden=hidden,
         vocabulary=int(text.get("vocab_size") or 0),
         heads=int(first_of(text, HEADS, 1)),
         float_bytes=float_bytes,
-        block_bytes=max(by_block.values(), default=0),
-        blocks_bytes=sum(by_block.values()),
         vocabulary_bytes=vocabulary_bytes,
         rest_bytes=rest_bytes,
         disk_bytes=disk_bytes,
         quantized=quantize is not None or any(e.name.endswith(".scales") for e in entries),
-        experts=experts,
-        norms=norms_of(entries, hidden),
         softcaps=bool(text.get("attn_logit_softcapping", text.get("model_type") == "gemma2")),
-        kinds=kinds_of(entries, text),
     )
 
 
-def kinds_of(entries: list[Entry], config: dict[str, Any]) -> int:
-    """The number of kinds of blocks, by their tensors and their attention (full or sliding)."""
-    blocks: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
-    for entry in entries:
-        match = BLOCK.search(entry.name)
-        if match is not None:
-            blocks.setdefault(match[1], set()).add((match[2], entry.shape))
-    types = config.get("layer_types")
-    reaches = len({str(kind) for kind in types}) if isinstance(types, list) else 1
-    if config.get("sliding_window_pattern") or config.get("model_type") == "gemma3_text":
-        reaches = max(2, reaches)
-    return max(1, len({frozenset(found) for found in blocks.values()})) * max(1, reaches)
+def name_in_block(entry: Entry) -> str:
+    match = BLOCK.search(entry.name)
+    assert match is not None
+    return match[2]
 
 
-def norms_of(entries: list[Entry], hidden: int) -> int:
-    """The maximum number of norms over all D features in a block; at least 2."""
-    counts: dict[str, int] = {}
-    for entry in entries:
-        match = BLOCK.search(entry.name)
-        if match is None or entry.shape != (hidden,):
-            continue
-        if "norm" in match[2] and match[2].endswith(".weight"):
-            counts[match[1]] = counts.get(match[1], 0) + 1
-    return max(2, *counts.values()) if counts else 2
+def has_attention(entries: list[Entry]) -> bool:
+    return any(QUERIES.search(name_in_block(e).removesuffix(".weight")) for e in entries)
+
+
+def block_facts(
+    entries: list[Entry],
+    config: dict[str, Any],
+    text: dict[str, Any],
+    weights_bytes: int,
+    window: int,
+    hidden: int,
+) -> BlockFacts:
+    """The facts of a block with these tensors; window: as in `mixers_of`."""
+    linears, experts = linears_of(entries, config, text)
+    shapes = {name_in_block(entry): entry.shape for entry in entries}
+    norms = sum(
+        shape == (hidden,) and "norm" in name and name.endswith(".weight")
+        for name, shape in shapes.items()
+    )
+    mixers = mixers_of(shapes, linears, text, window)
+    return BlockFacts(linears, weights_bytes, experts, max(2, norms), mixers)
 
 
 def first_of(config: dict[str, Any], names: tuple[str, ...], default: int) -> Any:
@@ -189,34 +288,43 @@ def is_held(name: str, config: dict[str, Any]) -> bool:
     return not tied and LEFT_OUT.search(name) is None
 
 
+def quantization_of(config: dict[str, Any], entries: list[Entry]) -> dict[str, Any]:
+    """The settings of the layers in a block that are quantized in their own way, by name."""
+    every = config.get("quantization") or {}
+    layers = {entry.name.rpartition(".")[0] for entry in entries}
+    own = {name: every[name] for name in layers if isinstance(every.get(name), dict)}
+    matches = {name: BLOCK.search(f"{name}.") for name in own}
+    return {match[2]: own[name] for name, match in sorted(matches.items()) if match is not None}
+
+
 def linears_of(
-    entries: list[Entry], config: dict[str, Any]
+    entries: list[Entry], config: dict[str, Any], text: dict[str, Any]
 ) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
-    """The fields `linears` and `experts` of ModelFacts."""
+    """The fields `linears` and `experts` of BlockFacts."""
     scales = {e.name: e.shape for e in entries if e.name.endswith(".scales")}
     quantization = config.get("quantization") or {}
     sizes: dict[str, tuple[int, int]] = {}
     counts: dict[str, int] = {}  # number of experts
     for entry in entries:
         name, _, leaf = entry.name.rpartition(".")
-        match = BLOCK.search(name + ".")
-        if match is None or leaf != "weight" or len(entry.shape) < 2:
+        if leaf != "weight" or len(entry.shape) < 2:
             continue
-        layer, one = match[2].removesuffix("."), EXPERT.search(match[2])
+        layer = name_in_block(entry).removesuffix(".weight")
+        one, packed = EXPERT.search(f"{layer}."), scales.get(f"{name}.scales")
         if one is not None:
-            layer = layer.replace(one[0], "experts.")
+            layer = f"{layer}.".replace(one[0], "switch_mlp.").removesuffix(".")
             counts[layer] = max(counts.get(layer, 0), int(one[1]) + 1)
         elif len(entry.shape) == 3 and ("switch" in layer or "experts" in layer):
             counts[layer] = entry.shape[0]
-        elif len(entry.shape) > 2:
+        elif len(entry.shape) > 2 or (packed is None and is_plain(layer, text)):
             continue
-        inputs, packed = entry.shape[-1], scales.get(f"{name}.scales")
+        inputs = entry.shape[-1]
         if packed is not None:
             own = quantization.get(name)
             found = own if isinstance(own, dict) else quantization
-            inputs = packed[-1] * found.get("group_size", GROUP_SIZE)
+            inputs = packed[-1] * group_size_of(found)
         sizes[layer] = (inputs, entry.shape[-2])
-    used = int(config.get("num_experts_per_tok") or 1)
+    used = experts_used(text)
     linears = {
         name: (used * i, used * o) if name in counts else (i, o) for name, (i, o) in sizes.items()
     }
@@ -224,21 +332,38 @@ def linears_of(
     return linears, experts
 
 
-def layers_named(facts: ModelFacts, targets: tuple[str, ...]) -> list[tuple[int, int]]:
-    """(inputs, outputs) of the linear layers of a block that match --lora-targets."""
-    return [facts.linears[name] for name in names_of(facts, targets)]
+def is_plain(layer: str, text: dict[str, Any]) -> bool:
+    """Whether a matrix of this name is no linear layer of mlx-lm, so that it has no adapter."""
+    leaf = layer.rpartition(".")[2]
+    return leaf.endswith("norm") or (leaf == "gate" and text.get("model_type") in PLAIN_GATES)
 
 
-def adapters_named(facts: ModelFacts, targets: tuple[str, ...]) -> list[tuple[int, int]]:
+def layers_named(
+    facts: ModelFacts, targets: tuple[str, ...], experts: bool = False
+) -> list[tuple[int, int]]:
+    """(inputs, outputs) of the linear layers of a block that match --lora-targets.
+
+    experts: the value of --lora-experts.
+    """
+    return [facts.linears[name] for name in names_of(facts, targets, experts)]
+
+
+def adapters_named(
+    facts: ModelFacts, targets: tuple[str, ...], experts: bool = False
+) -> list[tuple[int, int]]:
     """As `layers_named`, but with all experts of a layer together: each has an adapter."""
-    return [facts.experts.get(name, facts.linears[name]) for name in names_of(facts, targets)]
+    names = names_of(facts, targets, experts)
+    return [facts.experts.get(name, facts.linears[name]) for name in names]
 
 
-def names_of(facts: ModelFacts, targets: tuple[str, ...]) -> list[str]:
+def names_of(facts: ModelFacts, targets: tuple[str, ...], experts: bool = False) -> list[str]:
     return [
         name
         for name in facts.linears
-        if any(t in ("all-linear", name) or name.endswith(f".{t}") for t in targets)
+        if any(
+            selects(target, name, is_expert=name in facts.experts, experts=experts)
+            for target in targets
+        )
     ]
 
 

@@ -8,12 +8,13 @@ from your_ai.memory.sizes import HEAD_SLICE_BYTES
 
 def widest_outputs(facts: ModelFacts) -> int:
     """M, the outputs of the widest linear layer of a block."""
-    return max((o for _, o in facts.linears.values()), default=0)
+    return max((o for kind in facts.kinds for _, o in kind.linears.values()), default=0)
 
 
 def largest_matrix_bytes(facts: ModelFacts) -> int:
     """Bytes of the largest weight matrix of a block, dequantized."""
-    return max((i * o for i, o in facts.linears.values()), default=0) * facts.float_bytes
+    sizes = [size for kind in facts.kinds for size in kind.linears.values()]
+    return max((i * o for i, o in sizes), default=0) * facts.float_bytes
 
 
 def head_step(facts: ModelFacts, count: int) -> int:

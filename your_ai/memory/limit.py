@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 from your_ai.errors import UserError
 
-GB = 10**9
+GB, GIB = 10**9, 1 << 30
+# The lowest share of RAM that macOS recommends for a process. Newer versions allow a tenth more.
+WORKING_SET_SHARE, LARGE_WORKING_SET_SHARE, LARGE_RAM_BYTES = 2 / 3, 3 / 4, 33 * GIB
 MARGIN_PERCENT = 5  # gauges lag behind a step, and free memory changes
 # Reserved for the system, even if a raised iogpu.wired_limit_mb allows more. macOS itself
 # reserves more than this with any amount of RAM, so its default working set is not reduced.
@@ -52,6 +54,12 @@ class Bound(NamedTuple):
 
     size_bytes: int
     text: str
+
+
+def usual_working_set(ram_bytes: int) -> int:
+    """What macOS recommends as the maximum for a process, at least, on a Mac with this RAM."""
+    is_large = ram_bytes >= LARGE_RAM_BYTES
+    return int((LARGE_WORKING_SET_SHARE if is_large else WORKING_SET_SHARE) * ram_bytes)
 
 
 def find_limit(machine: MachineMemory, max_memory_gb: float | None, force: bool) -> MemoryLimit:

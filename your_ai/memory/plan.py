@@ -15,18 +15,10 @@ from your_ai.errors import UserError
 from your_ai.gates.text import counted
 from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
 from your_ai.memory.coefficients import PACKAGED, Coefficients
-from your_ai.memory.estimate import (
-    Estimate,
-    Plan,
-    RewardModelSizes,
-    Training,
-    Workload,
-    estimate,
-    step_cost,
-)
-from your_ai.memory.estimate_generation import RolloutSizes
+from your_ai.memory.estimate import Estimate, estimate, step_cost
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.sample import in_gb
+from your_ai.memory.workload import Plan, RewardModelSizes, RolloutSizes, Training, Workload
 
 ENGINES = (("fused", False), ("staged", False), ("staged", True), ("streamed", False),
            ("streamed", True))  # fmt: skip

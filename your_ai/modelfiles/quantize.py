@@ -20,8 +20,8 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 
 from your_ai.errors import UserError
-from your_ai.hub.architectures import GROUP_SIZE
 from your_ai.hub.check import check_model
+from your_ai.hub.tensor_sizes import GROUP_SIZE
 from your_ai.modelfiles import unfinished
 from your_ai.modelfiles.shards import Lazy, WriteProgress, load_as_written, read_bytes, write_model
 from your_ai.modelfiles.unfinished import Work

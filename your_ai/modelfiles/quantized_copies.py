@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from your_ai.errors import UserError
-from your_ai.hub.architectures import GROUP_SIZE
 from your_ai.hub.check import check_model
 from your_ai.hub.find import store
 from your_ai.hub.fingerprint import fingerprint
+from your_ai.hub.tensor_sizes import GROUP_SIZE
 from your_ai.modelfiles.quantize import RECORD, check_source, quantize_into, work_of
 from your_ai.modelfiles.shards import WriteProgress
 from your_ai.modelfiles.targets import write_error

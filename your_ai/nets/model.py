@@ -17,17 +17,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import transformers
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
+from mlx_lm.models.bitlinear_layers import BitLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, load_tokenizer
 from transformers import dynamic_module_utils
 
-from your_ai.config import ALL_LINEAR, TrainConfig, defaults, nearest
+from your_ai.config import TrainConfig, defaults, nearest
+from your_ai.config.targets import selects
 from your_ai.data.batches import MULTIPLE
 from your_ai.errors import UserError, is_memory_error
 from your_ai.gates.text import counted, shortened, shown
 from your_ai.gates.token_ids import rows_of, vocabulary_of
-from your_ai.gates.untrusted import read_json
+from your_ai.gates.untrusted import EXPERT, read_json
 from your_ai.hub.check import check_model, check_tokenizer_files
 from your_ai.nets.dora import put_dora
 from your_ai.rng import derive_seed
@@ -362,31 +364,48 @@ def dimensions_of(layer: nn.Module) -> tuple[int, int]:
 
 def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...]:
     """The paths, relative to a block, of the linear layers that --lora-targets selects."""
-    linear = {
-        name: module
-        for block in blocks
-        for name, module in block.named_modules()
-        if isinstance(module, LINEAR)
-    }
+    linear: dict[str, bool] = {}  # whether the layer holds routed experts
+    for block in blocks:
+        for name, module in block.named_modules():
+            if isinstance(module, LINEAR):
+                expert = isinstance(module, EXPERTS) or EXPERT.search(f"{name}.") is not None
+                linear[name] = linear.get(name, False) or expert
+    if not linear and has_bit_linear(blocks):
+        raise UserError(
+            "--lora-targets: the layers of this model are ternary (BitLinear), which cannot be "
+            "adapted: their kernel has no gradient"
+        )
     found: set[str] = set()
     for target in config.lora_targets:
         matches = {
             name
-            for name in linear
-            if target == ALL_LINEAR or name == target or name.endswith("." + target)
+            for name, is_expert in linear.items()
+            if selects(target, name, is_expert=is_expert, experts=config.lora_experts)
         }
         if not matches:
-            names = sorted({name.rsplit(".", 1)[-1] for name in linear})
-            raise UserError(
-                f"--lora-targets {target}: no adapted block has it{nearest(target, names)}; "
-                f"the layers are {', '.join(names)}"
-            )
+            raise UserError(f"--lora-targets {target}: {why_nothing_matches(target, linear)}")
         found |= matches
-    experts = sorted(name for name in found if isinstance(linear[name], EXPERTS))
+    experts = sorted(name for name in found if linear[name])
     if experts and (config.use_dora or config.lora_dropout > 0):
         option = "--use-dora" if config.use_dora else "--lora-dropout"
         raise UserError(f"{option}: not supported on the expert layers {', '.join(experts)}")
     return tuple(sorted(found))
+
+
+def why_nothing_matches(target: str, linear: dict[str, bool]) -> str:
+    """Why a target selects no layer. linear: as in `find_targets`."""
+    experts = sorted(name for name in linear if selects(target, name))
+    if experts:
+        return (
+            "only routed experts of the adapted blocks have it; give --lora-experts, or a path: "
+            f"{experts[0]}"
+        )
+    names = sorted({name.rsplit(".", 1)[-1] for name in linear})
+    return f"no adapted block has it{nearest(target, names)}; the layers are {', '.join(names)}"
+
+
+def has_bit_linear(blocks: list[nn.Module]) -> bool:
+    return any(isinstance(m, BitLinear) for block in blocks for _, m in block.named_modules())
 
 
 def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:

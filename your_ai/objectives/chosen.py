@@ -48,11 +48,6 @@ def objective_of(config: TrainConfig) -> Objective:
     return SUPERVISED
 
 
-def needs_scores(config: TrainConfig) -> bool:
-    """Whether the completions of a step are scored before they are trained."""
-    return config.objective == "grpo" and (config.updates_per_batch > 1 or config.kl_beta > 0)
-
-
 def needs_reference(config: TrainConfig) -> bool:
     """Whether the loss compares the rows of the data with a reference model."""
     return config.objective in ("dpo", "ipo", "kto") and config.reference != "none"

@@ -44,9 +44,10 @@ from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory import allocator
 from your_ai.memory.budget import Budget, PriorPlans, budget_of
 from your_ai.memory.calibration_file import valid_measurements
-from your_ai.memory.estimate import Plan, RewardModelSizes, graphs_bytes
+from your_ai.memory.estimate_graphs import graphs_bytes
 from your_ai.memory.plan import Option, choose, rows_of, words, workload_of
 from your_ai.memory.sample import in_gb
+from your_ai.memory.workload import Plan, RewardModelSizes
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
 from your_ai.modelfiles.shards import largest_shard, process_bytes_of

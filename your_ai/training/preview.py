@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from your_ai.gates.text import counted
-from your_ai.memory.budget import Budget
+from your_ai.memory.demand import Budget
 from your_ai.memory.estimate import read_bytes
 from your_ai.memory.limit import text
 from your_ai.memory.plan import Option, rows_of, words

@@ -29,8 +29,8 @@ from your_ai.evaluation.reward_model import (
 )
 from your_ai.files import sha256
 from your_ai.hub.fingerprint import fingerprint, tokenizer_fingerprint
-from your_ai.memory.estimate import Plan, RewardModelSizes
 from your_ai.memory.facts import facts_of
+from your_ai.memory.workload import Plan, RewardModelSizes
 from your_ai.nets.parts import skeleton
 from your_ai.nets.saved_adapter import Trained, base_files, open_trained
 from your_ai.rewards.chosen import ScoreRollouts

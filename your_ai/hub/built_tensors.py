@@ -1,0 +1,95 @@
+"""The tensors of a model that is known by its config.json alone, read from mlx-lm's own code.
+
+The model is built, but nothing is evaluated: MLX's arrays are lazy, so the size does not matter.
+This is the only module of `hub` that needs mlx.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm import utils
+
+from your_ai.gates.untrusted import Entry
+from your_ai.hub.config_values import text_part
+from your_ai.hub.tensor_sizes import group_size_of
+
+KINDS = {
+    mx.float64: "F64", mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16",
+    mx.int64: "I64", mx.int32: "I32", mx.int16: "I16", mx.int8: "I8",
+    mx.uint64: "U64", mx.uint32: "U32", mx.uint16: "U16", mx.uint8: "U8", mx.bool_: "BOOL",
+}  # fmt: skip
+
+
+def tensors_built(config: dict[str, Any]) -> tuple[list[Entry], dict[str, Any]]:
+    """The tensors of mlx-lm's model of this configuration, and the configuration completed.
+
+    It is quantized as the configuration says. Layers that mlx-lm would quantize in another way,
+    such as the router of a mixture of experts, are in `quantization` of the result. A head that
+    the configuration calls tied is left out. Raises ValueError with a reason if mlx-lm cannot
+    build the model.
+    """
+    try:
+        network = build(config)
+        completed = dict(config)
+        if isinstance(quantization := config.get("quantization"), dict):
+            completed["quantization"] = quantize(network, quantization)
+        arrays = tree_flatten(network.parameters())
+    except Exception as error:  # the code of an architecture may raise any type
+        text = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise ValueError(f"mlx-lm cannot build this model ({text})") from error
+    found = [Entry(name, KINDS[array.dtype], tuple(array.shape)) for name, array in arrays]
+    if is_tied(config):
+        found = [entry for entry in found if ".lm_head." not in f".{entry.name}"]
+    return found, completed
+
+
+def is_tied(config: dict[str, Any]) -> bool:
+    """Whether the head has the weights of the embedding; Gemma's always does."""
+    for part in (config, text_part(config)):
+        if part.get("tie_word_embeddings") is not None:
+            return bool(part["tie_word_embeddings"])
+    return str(config["model_type"]).startswith("gemma")
+
+
+def build(config: dict[str, Any]) -> nn.Module:
+    """The model of a configuration. Its arrays are lazy; evaluating them gives random weights."""
+    # Private in mlx-lm, but the only place that knows which class runs a model_type.
+    classes = vars(utils)["_get_classes"]
+    model_class, args_class = classes(config=config)
+    return model_class(args_class.from_dict(config))
+
+
+def quantize(network: nn.Module, quantization: dict[str, Any]) -> dict[str, Any]:
+    """Quantize the layers that mlx_lm.convert would, lazily.
+
+    quantization: as in a config.json, with the settings of single layers by their names. The
+        result also has those that the architecture chooses.
+    """
+    predicate = getattr(network, "quant_predicate", None)
+    group_size = group_size_of(quantization)
+    completed = dict(quantization)
+
+    def chosen(name: str, layer: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(layer, "to_quantized"):
+            return False
+        if name in quantization:
+            return quantization[name]
+        if layer.weight.shape[-1] % group_size:
+            return False
+        found = True if predicate is None else predicate(name, layer)
+        if isinstance(found, dict):
+            completed[name] = found
+        return found
+
+    nn.quantize(
+        network,
+        group_size,
+        int(quantization.get("bits", 4)),
+        mode=str(quantization.get("mode", "affine")),
+        class_predicate=chosen,
+    )
+    return completed

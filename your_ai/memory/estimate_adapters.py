@@ -1,0 +1,73 @@
+"""Estimate the memory of adapters: their parameters, optimizer states and updates. Exact.
+
+Each block counts with its own layers: those of a model may differ, and later ones may lack some.
+"""
+
+from __future__ import annotations
+
+from your_ai.memory.facts import ModelFacts, adapters_named
+from your_ai.memory.sizes import UPDATE_BYTES
+from your_ai.memory.workload import Training
+
+# Arrays per parameter that the optimizer keeps between updates.
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adafactor": 0, "muon": 1, "lion": 1}
+# Arrays of an update per parameter that is updated together: new values and temporaries.
+OPTIMIZER_WORK = {"adamw": 3, "adam": 3, "sgd": 1, "adafactor": 4.1, "muon": 12.1, "lion": 2}
+ADAPTER_BYTES = 4  # adapters, gradients and optimizer states are float32
+Size = tuple[int, int]  # (inputs, outputs)
+
+
+def adapted_parts(facts: ModelFacts, training: Training) -> list[tuple[list[Size], int]]:
+    """(inputs, outputs) of the adapters of a block, and how many blocks have such adapters."""
+    counts = facts.counts_of_last(training.blocks)
+    return [
+        (adapters_named(facts.alone[kind], training.targets, training.experts), count)
+        for kind, count in counts.items()
+    ]
+
+
+def adapter_bytes(facts: ModelFacts, training: Training) -> int:
+    """Bytes of the trained parameters."""
+    numbers = 0
+    for layers, count in adapted_parts(facts, training):
+        of_block = sum(training.rank * (i + o) + (o if training.dora else 0) for i, o in layers)
+        numbers += count * of_block
+    return ADAPTER_BYTES * numbers
+
+
+def norms_bytes(facts: ModelFacts, training: Training) -> int:
+    """Bytes of DoRA's weight norms, which are kept between updates."""
+    if not training.dora:
+        return 0
+    parts = adapted_parts(facts, training)
+    return ADAPTER_BYTES * sum(count * sum(o for _, o in layers) for layers, count in parts)
+
+
+def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
+    """Bytes of the optimizer states. Adafactor keeps one row and one column per matrix."""
+    adapters = adapter_bytes(facts, training)
+    if training.optimizer != "adafactor":
+        return OPTIMIZER_STATES[training.optimizer] * adapters
+    numbers = 0
+    for layers, count in adapted_parts(facts, training):
+        of_block = sum(i + o + 2 * training.rank + o * training.dora for i, o in layers)
+        numbers += count * of_block
+    return ADAPTER_BYTES * numbers
+
+
+def update_bytes(facts: ModelFacts, training: Training) -> int:
+    """Bytes of new values and temporaries of an update, for the parameters updated together."""
+    parts = adapted_parts(facts, training)
+    largest = max((training.rank * max(i, o) for layers, _ in parts for i, o in layers), default=0)
+    together = min(UPDATE_BYTES, adapter_bytes(facts, training) // training.blocks)
+    together = max(together, ADAPTER_BYTES * largest)
+    return int(OPTIMIZER_WORK[training.optimizer] * together)
+
+
+def counted_parts(facts: ModelFacts, training: Training) -> list[tuple[ModelFacts, int, int]]:
+    """For each size of block, a model that only has such blocks, how many the model has, and how
+    many of them are trained.
+    """
+    trained = dict(facts.counts_of_last(training.blocks))
+    every = facts.counts_of_last(facts.blocks)
+    return [(facts.alone[kind], count, trained.get(kind, 0)) for kind, count in every.items()]

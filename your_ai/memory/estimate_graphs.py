@@ -1,0 +1,100 @@
+"""Estimate the memory of compiled graphs. Shapes: as in `estimate`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from your_ai.memory.coefficients import Table
+from your_ai.memory.estimate_adapters import counted_parts
+from your_ai.memory.facts import ModelFacts, layers_named
+from your_ai.memory.layer_sizes import head_step
+from your_ai.memory.sizes import (
+    CPU_TOKENS,
+    DEQUANTIZED_SLICE_BYTES,
+    FEWEST_QUERIES,
+    HEAD_ROWS,
+    HEAD_SLICE_BYTES,
+    LEAN_QUERY_BLOCK,
+    QUERY_BLOCK,
+    SCORE_BYTES,
+)
+from your_ai.memory.workload import Plan, Workload
+
+GRAPH_BYTES = 85_000  # operations of one slice that waits to be evaluated
+FORWARD_GRAPH = 0.4  # size of a graph without a backward pass, relative to one with it
+GRAPHS_MARGIN = 1.25
+
+
+def graphs_bytes(
+    workload: Workload, engine: str, rows: int, tokens: int, *, trained: bool = True
+) -> int:
+    """Bytes of the compiled graphs for micro-batches of one shape. trained: with gradients.
+
+    A fused graph contains every block. The other engines share one graph per kind of block.
+    """
+    facts, training, coefficients = workload.facts, workload.training, workload.coefficients
+    queries = query_blocks(facts, engine, rows, tokens)
+
+    def size_of(table: Table, part: ModelFacts) -> float:
+        """Of the graph of one block of a model that has only such blocks."""
+        adapted = len(layers_named(part, training.targets, training.experts))
+        counts = {
+            "block": 1,
+            "slice": dequantized_slices(replace(workload, facts=part)) * facts.quantized,
+            "queries": queries,
+            "adapted": adapted,
+            "dora": adapted * training.dora,
+        }
+        return sum(table.get(name, 0) * count for name, count in counts.items())
+
+    if engine == "fused":
+        found = 0.0
+        for part, count, adapted_count in counted_parts(facts, training):
+            blocks = adapted_count + FORWARD_GRAPH * (count - adapted_count)
+            found += blocks * size_of(coefficients.fused_graph, part)
+        slices = -(-workload.vocabulary // head_step(facts, min(HEAD_ROWS, rows * tokens)))
+        found += coefficients.fused_graph["head"] * slices
+    else:
+        alone = [replace(facts, kinds=(kind,), order=(0,)) for kind in facts.kinds]
+        found = sum(size_of(coefficients.staged_graph, part) for part in alone)
+        found += max((size_of(coefficients.first_graph, part) for part in alone), default=0)
+    return int(GRAPHS_MARGIN * found * (1 if trained else FORWARD_GRAPH))
+
+
+def dequantized_slices(workload: Workload) -> int:
+    """Slices in which the weights of a block are dequantized; 0 if they are not."""
+    if not workload.sliced:
+        return 0
+    facts = workload.facts
+    of_blocks = [kind.linears.values() for kind in facts.kinds]
+    return max(
+        sum(-(-i * o * facts.float_bytes // DEQUANTIZED_SLICE_BYTES) for i, o in linears)
+        for linears in of_blocks
+    )
+
+
+def query_blocks(facts: ModelFacts, engine: str, rows: int, tokens: int) -> int:
+    """Blocks of queries in which attention over a row is computed; 0 if it is computed whole."""
+    if tokens < CPU_TOKENS:
+        return 0
+    most = QUERY_BLOCK if engine == "fused" else LEAN_QUERY_BLOCK
+    most = min(most, SCORE_BYTES // (4 * rows * max(1, facts.heads) * tokens))
+    return -(-tokens // max(most, FEWEST_QUERIES))
+
+
+def evaluation_graphs_bytes(
+    workload: Workload, plan: Plan, rows: int, tokens: int, work_bytes: int
+) -> int:
+    """Bytes of the graphs of an evaluation, in addition to `work_bytes` of activations.
+
+    A fused graph contains every block and all slices. A staged model has such a graph once, when
+    its parts are compared with the whole; its memory is free before the first block runs.
+    """
+    facts = workload.facts
+    slices = dequantized_slices(workload) * facts.quantized
+    blocks = GRAPH_BYTES * facts.blocks * slices
+    compiled = graphs_bytes(workload, plan.engine, rows, tokens, trained=False)
+    if plan.engine == "fused":
+        head = -(-workload.vocabulary * facts.hidden * facts.float_bytes // HEAD_SLICE_BYTES)
+        return max(compiled, blocks) + 2 * GRAPH_BYTES * head
+    return compiled + max(0, blocks - work_bytes if plan.engine == "staged" else 0)

@@ -1,0 +1,232 @@
+"""What mixes the tokens in a block (attention, a recurrence, a convolution), from its tensors.
+
+One place knows the kinds of mixers and how their sizes are read from the names and shapes of a
+block's tensors, in mlx-lm's naming. Formulas of their memory take a MixerFacts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from your_ai.hub.config_values import HEADS
+
+ATTENTION = "attention"
+SLIDING = "sliding attention"
+MLA = "latent attention"
+GATED_DELTA = "gated delta"
+KDA = "gated delta per channel"  # Kimi Linear
+MAMBA1, MAMBA2, RWKV7, RGLRU = "mamba1", "mamba2", "rwkv7", "rglru"
+LINEAR_ATTENTION, CONVOLUTION = "linear attention", "convolution"
+KINDS = (
+    *(ATTENTION, SLIDING, MLA, GATED_DELTA, KDA, MAMBA1, MAMBA2, RWKV7, RGLRU),
+    *(LINEAR_ATTENTION, CONVOLUTION),
+)
+# The last part of the names of layers that only attention has: queries, or all three together.
+QUERIES = re.compile(
+    r"(?:^|\.)(q_proj|qkv_proj|query_key_value|Wqkv|wqkv|c_attn|c_q|W_pack|att_proj|wq|qkv)$"
+)
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "attn_out")
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerFacts:
+    """One mixer of a block. A size that the kind does not have is 0."""
+
+    kind: str
+    """One of KINDS."""
+    heads: int = 0
+    """Query heads; of a recurrence, the heads of its state."""
+    kv_heads: int = 0
+    """Heads of keys and values; of a gated delta, of queries and keys; of Mamba 2, its groups."""
+    key_dim: int = 0
+    """Size of a key of one head; 0 for recurrences without keys."""
+    value_dim: int = 0
+    """Size of a value of one head, or the channels of one head of a recurrence."""
+    state_size: int = 0
+    """Numbers of Mamba's state for each channel."""
+    conv_width: int = 0
+    """Tokens that the short convolution reaches over."""
+    conv_channels: int = 0
+    """Channels of the short convolution."""
+    window: int = 0
+    """Tokens that sliding attention reaches back."""
+    cached: int = 0
+    """Numbers that each token leaves in the cache of generation."""
+
+
+def mixers_of(
+    shapes: Shapes, linears: Shapes, config: Mapping[str, Any], window: int
+) -> tuple[MixerFacts, ...]:
+    """The mixers of a block, in no order; empty for a block that only has an MLP.
+
+    shapes: of the tensors, by their names in the block.
+    linears: (inputs, outputs) of the linear layers of the block, by their names.
+    config: of the text model.
+    window: tokens that attention in this block reaches back; 0 for all.
+    """
+    found: list[MixerFacts] = []
+    for name in shapes:
+        root, _, leaf = name.rpartition(".")
+        at = f"{root}." if root else ""
+        if leaf == "A_log":
+            found.append(recurrence(at, shapes, linears, config))
+        elif leaf == "r_k" and len(shapes[name]) == 2:
+            heads, size = shapes[name]
+            found.append(MixerFacts(kind=RWKV7, heads=heads, key_dim=size, value_dim=size))
+        elif is_convolution(name, shapes[name]) and f"{at.removesuffix('conv.')}in_proj" in linears:
+            channels, width = shapes[name][:2]
+            found.append(MixerFacts(kind=CONVOLUTION, conv_channels=channels, conv_width=width))
+        elif leaf == "recurrent_param":
+            found.append(MixerFacts(kind=RGLRU, heads=head_count(config), value_dim=0))
+    recurrent = {name.rpartition(".")[0] for name in shapes if name.endswith((".A_log", ".r_k"))}
+    for name in linears:
+        root, _, leaf = name.rpartition(".")
+        if root in recurrent:
+            continue
+        if leaf == "kv_a_proj_with_mqa":
+            found.append(latent(config, linears[name]))
+        elif QUERIES.search(name) and f"{root}.kv_a_proj_with_mqa" not in linears:
+            found.append(attention(root, name, linears, config, window))
+    return tuple(found)
+
+
+def head_count(config: Mapping[str, Any]) -> int:
+    return next((int(config[name]) for name in HEADS if config.get(name)), 1)
+
+
+def whole(config: Mapping[str, Any], *names: str) -> int:
+    """The first of these entries that is a whole number; 0 if none is."""
+    return next((n for n in map(config.get, names) if isinstance(n, int)), 0)
+
+
+def attention(
+    root: str, name: str, linears: Shapes, config: Mapping[str, Any], window: int
+) -> MixerFacts:
+    """Attention whose queries come from the layer `name`; root: the path of the attention."""
+
+    def outputs(*leaves: str) -> int:
+        return next((linears[f"{root}.{n}"][1] for n in leaves if f"{root}.{n}" in linears), 0)
+
+    heads = head_count(config)
+    joined = name.rpartition(".")[2] not in ("q_proj", "c_q", "wq")
+    width = next((linears[f"{root}.{n}"][0] for n in OUTPUTS if f"{root}.{n}" in linears), 0)
+    width = width or int(linears[name][1])
+    kept = [outputs("k_proj", "c_k", "wk"), outputs("v_proj", "c_v", "wv")]
+    size = width // heads
+    if joined:
+        rest = max(0, linears[name][1] - width)
+        kept = [rest // 2, rest // 2]
+    keys = whole(config, "num_key_value_heads", "n_kv_heads", "num_kv_heads") or heads
+    head = size if joined or not kept[0] else (kept[0] // keys if kept[0] % keys == 0 else size)
+    if kept[0] and not kept[1]:
+        kept[1] = kept[0]  # its values are its keys
+    kv_heads = kept[0] // head if head else 0
+    kind = SLIDING if window else ATTENTION
+    if f"{root}.g_proj" in linears and str(config.get("model_type")).startswith("bailing"):
+        kind = LINEAR_ATTENTION
+    return MixerFacts(
+        kind=kind,
+        heads=heads,
+        kv_heads=kv_heads,
+        key_dim=head,
+        value_dim=size,
+        window=window,
+        cached=sum(kept),
+    )
+
+
+def latent(config: Mapping[str, Any], compressed: tuple[int, ...]) -> MixerFacts:
+    """Multi-head latent attention; compressed: (inputs, outputs) of what is cached."""
+    return MixerFacts(
+        kind=MLA,
+        heads=head_count(config),
+        kv_heads=1,
+        key_dim=whole(config, "qk_nope_head_dim") + whole(config, "qk_rope_head_dim"),
+        value_dim=whole(config, "v_head_dim"),
+        cached=compressed[1],
+    )
+
+
+def recurrence(at: str, shapes: Shapes, linears: Shapes, config: Mapping[str, Any]) -> MixerFacts:
+    """The recurrence whose tensors begin with `at`."""
+    log = shapes[f"{at}A_log"]
+    heads = max(1, *log, 1)
+    inner = linears.get(f"{at}out_proj", linears.get(f"{at}o_proj", (0, 0)))[0]
+    convolutions = [
+        shape
+        for name, shape in shapes.items()
+        if name.startswith(at) and is_convolution(name, shape)
+    ]
+    width = max((shape[1] for shape in convolutions), default=0)
+    channels = sum(shape[0] for shape in convolutions)
+    short = {"conv_width": width, "conv_channels": channels}
+    if f"{at}f_a_proj" in linears:
+        size = linears.get(f"{at}k_proj", (0, 0))[1] // heads
+        value = inner // heads
+        return MixerFacts(
+            kind=KDA, heads=heads, kv_heads=heads, key_dim=size, value_dim=value, **short
+        )
+    if any(f"{at}{name}" in linears for name in ("in_proj_qkvz", "in_proj_qkv", "q_proj")):
+        keys = (channels - inner) // 2
+        kv_heads = whole(config, "linear_num_key_heads") or heads
+        return MixerFacts(
+            kind=GATED_DELTA,
+            heads=heads,
+            kv_heads=kv_heads,
+            key_dim=keys // kv_heads,
+            value_dim=inner // heads,
+            **short,
+        )
+    if len(log) == 2:
+        return MixerFacts(kind=MAMBA1, heads=log[0], value_dim=1, state_size=log[1], **short)
+    groups = whole(config, "mamba_n_groups", "n_groups") or 1
+    state = max(0, channels - inner) // (2 * groups)
+    state = state or whole(config, "mamba_d_state", "ssm_state_size", "state_size")
+    return MixerFacts(
+        kind=MAMBA2,
+        heads=heads,
+        kv_heads=groups,
+        value_dim=inner // heads,
+        state_size=state,
+        **short,
+    )
+
+
+def is_convolution(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether it is the weight of a convolution over tokens: (channels, tokens, 1)."""
+    return len(shape) == 3 and name.endswith(("conv1d.weight", "conv.conv.weight"))
+
+
+def windows_of(config: Mapping[str, Any], blocks: int) -> list[int]:
+    """For each block, how many tokens its attention reaches back; 0 for all of them."""
+    types, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
+    kind = config.get("model_type")
+    window = whole(config, "sliding_window", "window_size", "attention_window_size")
+    window = max(0, window) or (DEFAULT_WINDOW if kind in PATTERNS else 0)
+    if not window or kind == "gemma2":  # mlx-lm's Gemma 2 has no window
+        return [0] * blocks
+    if isinstance(types, list) and len(types) >= blocks:
+        slides = [str(each).startswith(("sliding", "local")) for each in types[:blocks]]
+    elif isinstance(config.get("hybrid_layer_pattern"), list):
+        slides = [bool(each) for each in config["hybrid_layer_pattern"]][:blocks]
+        slides += [False] * (blocks - len(slides))
+    elif isinstance(pattern, str) and pattern:
+        slides = [pattern[i % len(pattern)] == "L" for i in range(blocks)]
+    elif kind == "gpt_oss":
+        slides = [i % 2 == 0 for i in range(blocks)]
+    elif kind in PATTERNS or isinstance(pattern, int):
+        every = pattern if isinstance(pattern, int) and pattern > 0 else PATTERNS.get(kind, 1)
+        slides = [(i + 1) % every != 0 for i in range(blocks)]
+    else:
+        slides = [False] * blocks
+    return [window if each else 0 for each in slides]
+
+
+DEFAULT_WINDOW = 512
+# Every so many blocks, attention reaches all tokens, where the config does not say.
+PATTERNS = {"gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "gemma4_text": 5, "olmo3": 4,
+            "cohere2": 4}  # fmt: skip

@@ -1,0 +1,101 @@
+"""What a process does and how, as far as its memory depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from your_ai.memory.coefficients import PACKAGED, Coefficients
+from your_ai.memory.facts import ModelFacts
+
+
+@dataclass(frozen=True)
+class RolloutSizes:
+    """The completions that each step generates."""
+
+    prompt_tokens: int
+    """Of the longest prompt."""
+    new_tokens: int
+    """Maximum tokens of a completion."""
+    group: int
+    """Completions of a prompt."""
+    rows: int
+    """Completions of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The adapters: `rank`, on the layers named in `targets`, in the last `blocks` blocks."""
+
+    blocks: int
+    rank: int
+    targets: tuple[str, ...]
+    optimizer: str = "adamw"
+    dora: bool = False
+    experts: bool = False
+    """Whether names without a dot select routed experts, too: --lora-experts."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step is computed."""
+
+    engine: str
+    """fused, staged or streamed."""
+    micro_tokens: int
+    """Maximum tokens, with padding, of a micro-batch of more than one row."""
+    spill: bool = False
+    """Keep the inputs of blocks on disk."""
+    wave: int = 0
+    """Completions that are generated together; 0 if the run generates none."""
+
+    def rows(self, tokens: int, batch_size: int) -> int:
+        """Rows of `tokens` tokens per micro-batch."""
+        return max(1, min(batch_size, self.micro_tokens // tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelSizes:
+    """A trained reward model, which scores the completions of each step."""
+
+    training: Training
+    """Its adapter."""
+    facts: ModelFacts | None = None
+    """Of its base; None if that is the model that is trained, whose weights it shares."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a process does, independent of the plan and of the micro-batch."""
+
+    facts: ModelFacts
+    training: Training
+    python_bytes: int = 0
+    """Memory of the process without a model."""
+    cache_bytes: int = 0
+    """MLX's cache of freed buffers."""
+    prefix_bytes: int = 0
+    """A frozen-prefix cache in memory."""
+    answer_tokens: int = 0
+    """Longest sample prompt plus its answer, in tokens; 0 without samples."""
+    rollouts: RolloutSizes | None = None
+    """The completions that each step generates before it trains them, if it does."""
+    forward: bool = False
+    """Evaluation only: no gradients and no optimizer."""
+    scores: bool = False
+    """The step also scores its rows without gradients."""
+    noise: bool = False
+    """Noise is added to the embeddings."""
+    score_head: bool = False
+    """The head gives one number per text, and not logits."""
+    reward_models: tuple[RewardModelSizes, ...] = ()
+    """Those that score the completions of each step."""
+    soft: RolloutSizes | None = None
+    """The completions that the step trains through, by columns if the weights are resident."""
+    sliced: bool = False
+    """Quantized weights are dequantized in slices, as on the CPU, so that graphs are larger."""
+    coefficients: Coefficients = PACKAGED
+
+    @property
+    def vocabulary(self) -> int:
+        """V, or 0 if no logits are computed."""
+        return 0 if self.score_head else self.facts.vocabulary

@@ -1,0 +1,196 @@
+"""The plan of a run whose model is not on this machine: from the registry or a config.json.
+
+Nothing is measured: the process, the device and the memory are what such a machine usually has.
+This module does not import mlx, except to build a model of a config.json.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from your_ai.config import TrainConfig, defaults
+from your_ai.errors import UserError
+from your_ai.gates.text import counted, nearest, shortened
+from your_ai.gates.untrusted import read_json
+from your_ai.hub.config_values import check_config_values
+from your_ai.hub.find import Missing, find_model
+from your_ai.hub.registry import alias_of, known
+from your_ai.memory import limit as limits
+from your_ai.memory.demand import (
+    PYTHON_BYTES,
+    WHOLE,
+    Budget,
+    ProcessFacts,
+    demand_of,
+    largest_that_fits,
+)
+from your_ai.memory.facts import ModelFacts, facts_of_config, facts_of_known, names_of
+from your_ai.memory.plan import choose
+
+CONFIG, WEIGHTS = "config.json", "model*.safetensors"
+CUDA = ("mlx-cuda-12", "mlx-cuda-13")  # packages with MLX's code for NVIDIA cards
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A model without weights on this machine."""
+
+    facts: ModelFacts
+    model_type: str
+    note: str
+    """What is not here, and what to do about it; one line."""
+
+
+def planned_run(
+    config: TrainConfig, seq_len: int | None, on_note: Callable[[str], object]
+) -> Budget:
+    """The budget of a run, also if its model is not here; no weight is read.
+
+    seq_len: tokens of every row, instead of the data. on_note: called with what to know about a
+    plan without the model's files. Raises UserError if nothing fits.
+    """
+    model = None
+    if (path := config_file(config.model)) is not None:
+        model = absent_of_config(path, config)
+    else:
+        try:
+            folder = find_model(config.model)
+        except Missing as missing:
+            model = absent_of_registry(missing, config)
+    if model is None:
+        from your_ai.training.prepare import planned_budget  # loads mlx
+
+        return planned_budget(config, folder, seq_len)
+    budget = planned(config, model, seq_len)
+    for text in notes_of(config, model, seq_len):
+        on_note(text)
+    return budget
+
+
+def config_file(name: str) -> Path | None:
+    """The config.json that --model names, as a file or as a folder without weights, if it does."""
+    path = Path(os.path.expanduser(name))
+    if os.path.isfile(path) and path.suffix == ".json":
+        return path
+    if os.path.isfile(path / CONFIG) and not any(path.glob(WEIGHTS)):
+        return path / CONFIG
+    return None
+
+
+def absent_of_config(path: Path, config: TrainConfig) -> Absent:
+    """The model of a config.json. Raises UserError, with the reason, if it cannot be one."""
+    content = read_json(path, "it describes a model")
+    check_config_values(path, content)
+    try:
+        facts = facts_of_config(content, float_bytes_of(config), config.quantize)
+    except ValueError as error:
+        raise UserError(f"{path}: {shortened(str(error), 200)}") from error
+    if not facts.blocks or not facts.linears:
+        raise UserError(f"{path}: no blocks with linear layers were found; is it a language model?")
+    note = f"{path}: only the config is here, so sizes are those that it implies"
+    return Absent(facts, content["model_type"], note)
+
+
+def absent_of_registry(missing: Missing, config: TrainConfig) -> Absent:
+    """A model of the registry. Raises `missing` if it is not in there."""
+    alias = alias_of(missing.repo)
+    if alias is None:
+        raise missing
+    model = known()[alias]
+    facts = facts_of_known(model, float_bytes_of(config), config.quantize)
+    note = f"{missing.repo} is not on this machine; download it ({missing.size_text}): "
+    return Absent(facts, model.model_type, f"{note}your_ai download {alias}")
+
+
+def planned(config: TrainConfig, model: Absent, seq_len: int | None = None) -> Budget:
+    """The budget of a run of a model without files.
+
+    seq_len: as in `planned_budget`; rows of the data are not read, since the tokenizer is missing.
+    Raises UserError if nothing fits or the adapters do not suit the model.
+    """
+    if seq_len is not None and seq_len < 1:
+        raise UserError(f"--seq-len {seq_len}: must be at least 1")
+    facts, config = model.facts, defaults.sized(config, 0)
+    check_adapters(config, facts)
+    if model.model_type in WHOLE:
+        config = replace(config, plan="fused", spill=False)
+    longest, prompt = config.max_seq_length if seq_len is None else seq_len, 0
+    if config.generates:
+        from your_ai.data.batches import MULTIPLE  # loads numpy
+
+        longest = max(longest, config.max_new_tokens + 2)
+        prompt = longest - config.max_new_tokens
+        longest = -(-(longest - 1) // MULTIPLE) * MULTIPLE
+    limit = limits.find_limit(memory_here(), config.max_memory, config.force)
+    process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=not has_gpu())
+
+    def budget_with(each: TrainConfig) -> Budget:
+        demand = demand_of(each, facts, [longest], process, prompt_tokens=prompt)
+        return Budget(limit, demand, choose(demand, limit.limit_bytes))
+
+    return largest_that_fits(config, facts.blocks, budget_with)
+
+
+def notes_of(config: TrainConfig, model: Absent, seq_len: int | None = None) -> list[str]:
+    """What the user should know about such a plan; a line each."""
+    notes = [model.note]
+    if config.data and seq_len is None:
+        notes.append(
+            f"without the tokenizer, rows count as --max-seq-length {config.max_seq_length} tokens"
+        )
+    return notes
+
+
+def check_adapters(config: TrainConfig, facts: ModelFacts) -> None:
+    """Raise UserError if a target is in no block, or the model has fewer blocks."""
+    count = defaults.adapted_blocks(config, facts.blocks)
+    if count > facts.blocks:
+        raise UserError(
+            f"--lora-layers {count}: the model has {counted(facts.blocks, 'block')}; use "
+            f"{facts.blocks} or all"
+        )
+    for target in config.lora_targets:
+        if names_of(facts, (target,), config.lora_experts):
+            continue
+        if experts := names_of(facts, (target,), True):
+            raise UserError(
+                f"--lora-targets {target}: only routed experts have it; give --lora-experts, or a "
+                f"path: {experts[0]}"
+            )
+        names = sorted({name.rpartition(".")[2] for name in facts.linears})
+        raise UserError(
+            f"--lora-targets {target}: no block has it{nearest(target, names)}; the layers are "
+            f"{', '.join(names)}"
+        )
+
+
+def float_bytes_of(config: TrainConfig) -> int:
+    """Size of a number of the compute dtype on this machine."""
+    return DTYPE_BYTES.get(config.dtype, 2 if has_gpu() else 4)
+
+
+def has_gpu() -> bool:
+    """Whether MLX would compute on a GPU here, as far as can be told without loading it."""
+    if platform.system() == "Darwin":
+        return platform.machine() == "arm64"
+    installed = {each.metadata["Name"] for each in importlib.metadata.distributions()}
+    return os.path.exists("/dev/nvidia0") and bool(installed & {*CUDA})
+
+
+def memory_here() -> limits.MachineMemory:
+    """The memory of this machine, with the limit for a process that macOS usually has."""
+    memory = psutil.virtual_memory()
+    is_mac = platform.system() == "Darwin"
+    return limits.MachineMemory(
+        ram_bytes=memory.total,
+        working_set_bytes=limits.usual_working_set(memory.total) if is_mac else None,
+        available_bytes=memory.available,
+    )
