@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 from your_ai.engine.attention import replace_attention
 from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.mlp import replace_mlps
+from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.parts import Arrays, Call, Parts, arrays_of, put, skeleton, structure
 
@@ -57,6 +58,7 @@ def program(
     """Make the program of a block; lean: save memory at the cost of time."""
     template = skeleton(block)
     replace_attention(template, lean)
+    replace_mixers(template)
     if lean:
         replace_mlps(template, dropout_keys)
 

@@ -4,14 +4,25 @@ A decay from token i to a later token t is exp(l_{i+1} + ... + l_t) for logarith
 sum is added up from its own terms. A difference of two running sums, as in
 exp(c_t) exp(-c_i), would overflow after strong decays, and lose digits before that.
 
-Shapes: n tokens per chunk, D features; ... are any leading axes.
+A chunk is halved again and again: at each level, the tokens of a block's second half see those
+of its first half across the border between them. Every earlier token is seen at one level. All
+levels are computed together, on whole chunks: that is more arithmetic than on the halves, but
+few large matrix products in place of many small ones, and a small graph.
+
+Shapes: n tokens per chunk, D features, L levels, log2(n) rounded up; ... are any leading axes.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import mlx.core as mx
+import numpy as np
 
 from your_ai.nets import numerics
+
+STRONGEST = -1e4  # smaller logarithms, -inf among them, count as this: the decay is 0 long before
 
 
 @mx.custom_function
@@ -31,101 +42,101 @@ def lower(tokens: int, diagonal: int = 0) -> mx.array:
     return places[:, None] + diagonal >= places
 
 
-def from_start(logs: mx.array, axis: int) -> mx.array:
-    """The decay from before the chunk to each token, the token's own included."""
-    return exp(mx.cumsum(logs, axis=axis))
+class ScalarDecays(NamedTuple):
+    """The decays of a chunk that are the same for all features; `scalar_decays` makes them."""
+
+    from_start: mx.array
+    """(..., n): from before the chunk to each token, the token's own included."""
+    to_end: mx.array
+    """(..., n): from each token to the last one, without the token's own."""
+    between: mx.array
+    """(..., n, n): from token i to token t in row t; 1 for i = t, 0 for i > t."""
 
 
-def to_end(logs: mx.array, axis: int) -> mx.array:
-    """The decay from each token to the last one, without the token's own."""
-    return exp(mx.cumsum(logs, axis=axis, reverse=True, inclusive=False))
-
-
-def between(logs: mx.array) -> mx.array:
-    """(..., n) -> (..., n, n): the decay from token i to token t; 1 for i = t, 0 for i > t."""
+def scalar_decays(logs: mx.array) -> ScalarDecays:
+    """logs: (..., n)"""
     n = logs.shape[-1]
     terms = mx.where(lower(n, -1), logs[..., None], 0.0)
-    return mx.where(lower(n), exp(mx.cumsum(terms, axis=-2)), 0.0)
+    between = mx.where(lower(n), exp(mx.cumsum(terms, axis=-2)), 0.0)
+    from_start = exp(mx.cumsum(logs, axis=-1))
+    return ScalarDecays(from_start, between[..., -1, :], between)
 
 
-def decayed_products(
-    rows: list[mx.array], inclusive: list[bool], keys: mx.array, logs: mx.array
-) -> list[mx.array]:
-    """The products of rows with earlier keys, with a decay per feature, for each of `rows`.
+class Decays(NamedTuple):
+    """The decays of a chunk for each feature; `decays_of` makes them."""
 
-    x_t . (decay from i to t) k_i for i < t, 0 for i >= t: (..., n, n) for x, k and l (..., n, D).
-    inclusive: whether the decay includes row t's own; otherwise it ends at t - 1.
+    from_start: mx.array
+    """(..., n, D): from before the chunk to each token, the token's own included."""
+    to_end: mx.array
+    """(..., n, D): from each token to the last one, without the token's own."""
+    levels: mx.array
+    """(..., L, n, D): to the border of the token's block, or from it, at each level."""
 
-    The chunk is halved again and again: the rows of a second half see the keys of the first
-    half through the decays up to the border between them, both of which are at most 1.
-    """
+
+def decays_of(logs: mx.array) -> Decays:
+    """logs: (..., n, D)"""
     n = logs.shape[-2]
-    padding = (1 << (n - 1).bit_length()) - n
-    if padding:
-        *rows, keys, logs = (_pad(x, padding) for x in (*rows, keys, logs))
-    leading = [mx.broadcast_shapes(x.shape[:-2], keys.shape[:-2], logs.shape[:-2]) for x in rows]
-    found = [mx.zeros((*axes, n + padding, 1, 1)) for axes in leading]
-    size = 1
-    while size < n:
-        first, second = _halves(logs, size)
-        early = (_halves(keys, size)[0] * to_end(first, -2)).swapaxes(-1, -2)
-        for i, own in enumerate(inclusive):
-            late = exp(mx.cumsum(second, axis=-2, inclusive=own))
-            cross = (_halves(rows[i], size)[1] * late) @ early
-            found[i] = _assemble(found[i], cross)
-        size *= 2
-    return [x.squeeze(-3)[..., :n, :n] for x in found]
+    found = exp(mx.array(_sums(n)) @ mx.maximum(logs, STRONGEST))
+    found = mx.unflatten(found, -2, (-1, n))
+    return Decays(found[..., 0, :, :], found[..., 1, :, :], found[..., 2:, :, :])
 
 
-def unit_lower_inverse(a: mx.array) -> mx.array:
-    """(I + A)^-1 for strictly lower triangular A, (..., n, n).
-
-    Blocks are inverted and joined to blocks of twice the size. Powers of A, as in
-    (I - A)(I + A^2)(I + A^4) ..., would be huge if the keys are alike, although the inverse
-    is not.
-    """
-    return _unit_lower_inverse(a)
+def products(rows: mx.array, keys: mx.array, decays: Decays) -> mx.array:
+    """x_t . (decay from i to t) k_i for i < t, 0 for i >= t: x, k (..., n, D) -> (..., n, n)."""
+    if rows.shape[-2] == 1:
+        return mx.zeros_like(rows @ keys.swapaxes(-1, -2))
+    rows, keys = (x[..., None, :, :] * decays.levels for x in (rows, keys))
+    masks = mx.array(_masks(rows.shape[-2]))
+    return (masks * (rows @ keys.swapaxes(-1, -2))).sum(axis=-3)
 
 
 @mx.custom_function
-def _unit_lower_inverse(a: mx.array) -> mx.array:
-    n = a.shape[-1]
-    total = 1 << (n - 1).bit_length()
-    if total > n:
-        a = mx.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, total - n)] * 2)
-    found = mx.ones((*a.shape[:-2], total, 1, 1))
-    size = 1
-    while size < n:
-        # (..., blocks, blocks, size, size) -> the block below each pair's first
-        blocks = mx.unflatten(mx.unflatten(a, -1, (-1, 2, size)), -4, (-1, 2, size))
-        below = mx.diagonal(blocks[..., :, 1, :, :, 0, :], 0, -4, -2)
-        below = mx.moveaxis(below, -1, -3)
-        pairs = mx.unflatten(found, -3, (-1, 2))
-        cross = -(pairs[..., 1, :, :] @ below @ pairs[..., 0, :, :])
-        found = _assemble(found, cross)
-        size *= 2
-    return found.squeeze(-3)[..., :n, :n]
+def unit_lower_inverse(a: mx.array) -> mx.array:
+    """(I + A)^-1 for strictly lower triangular A, (..., n, n).
+
+    The blocks of each level are inverted from those of the level below. Powers of A, as in
+    (I - A)(I + A^2)(I + A^4) ..., would be huge if the keys are alike, although the inverse
+    is not.
+    """
+    found = mx.eye(a.shape[-1])
+    for level, mask in enumerate(_masks(a.shape[-1])):
+        below = mx.array(mask) * a
+        found = found - (found @ below @ found if level else below)
+    return found if a.shape[-1] > 1 else mx.ones_like(a)
 
 
-@_unit_lower_inverse.vjp
+@unit_lower_inverse.vjp
 def _unit_lower_inverse_vjp(a: mx.array, cotangent: mx.array, result: mx.array) -> mx.array:
     turned = result.swapaxes(-1, -2)
     return -(turned @ cotangent @ turned)
 
 
-def _pad(x: mx.array, tokens: int) -> mx.array:
-    return mx.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, tokens), (0, 0)])
+@lru_cache
+def _masks(tokens: int) -> np.ndarray:
+    """(L, n, n) of 0 and 1: the level at which row t sees column i."""
+    return np.array([_seen(tokens, size) for size in _sizes(tokens)], np.float32).reshape(
+        -1, tokens, tokens
+    )
 
 
-def _halves(x: mx.array, size: int) -> tuple[mx.array, mx.array]:
-    """(..., n, D) -> the first and the second half, (..., n / 2 size, size, D), of each block."""
-    blocks = mx.unflatten(x, -2, (-1, 2, size))
-    return blocks[..., 0, :, :], blocks[..., 1, :, :]
+@lru_cache
+def _sums(tokens: int) -> np.ndarray:
+    """((2 + L) n, n) of 0 and 1: the terms of the sums that `decays_of` needs."""
+    row, column = np.arange(tokens)[:, None], np.arange(tokens)
+    found = [column <= row, column > row]
+    for size in _sizes(tokens):
+        border = row // (2 * size) * (2 * size) + size  # the first token of the second half
+        later = (border <= column) & (column <= row)
+        earlier = (row < column) & (column < border)
+        found.append(np.where(row >= border, later, earlier))
+    return np.concatenate(found).astype(np.float32)
 
 
-def _assemble(blocks: mx.array, cross: mx.array) -> mx.array:
-    """Join blocks (..., 2 m, s, s) and what is below each pair's first (..., m, s, s)."""
-    pairs = mx.unflatten(blocks, -3, (-1, 2))
-    first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
-    above = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
-    return mx.concatenate([above, mx.concatenate([cross, second], axis=-1)], axis=-2)
+def _sizes(tokens: int) -> list[int]:
+    """The size of the halves at each level."""
+    return [1 << level for level in range((tokens - 1).bit_length())]
+
+
+def _seen(tokens: int, size: int) -> np.ndarray:
+    place = np.arange(tokens) // size
+    return (place[:, None] == place + 1) & (place % 2 == 0)

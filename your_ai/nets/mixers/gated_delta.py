@@ -22,11 +22,10 @@ import mlx.nn as nn
 from your_ai.memory.sizes import DELTA_CHUNK, VECTOR_DELTA_CHUNK
 from your_ai.nets.mixers.chunks import in_chunks
 from your_ai.nets.mixers.decays import (
-    between,
-    decayed_products,
-    from_start,
+    decays_of,
     lower,
-    to_end,
+    products,
+    scalar_decays,
     unit_lower_inverse,
 )
 
@@ -62,57 +61,40 @@ def gated_delta(
 def _scalar_step(
     state: mx.array, q: mx.array, k: mx.array, v: mx.array, logs: mx.array, beta: mx.array
 ) -> tuple[mx.array, mx.array]:
-    given = _by_key_head(q, k, v, beta)
-    qs, ks = given[:2]
-    logs = mx.unflatten(logs.astype(mx.float32).swapaxes(1, 2), 1, (k.shape[2], -1))
-    decays, turned = between(logs), ks.swapaxes(-1, -2)
-    seen = decays * (qs @ turned)
-    known = mx.where(lower(q.shape[1], -1), decays * (ks @ turned), 0.0)
-    return _finish(state, q.dtype, given, seen, known, logs[..., None])
+    n, H, dtype = q.shape[1], k.shape[2], q.dtype
+    q, k, v, beta, logs = _by_key_head(q, k, v, beta[..., None], logs[..., None])
+    decays, turned = scalar_decays(logs.squeeze(-1)), k.swapaxes(-1, -2)
+    seen = decays.between * (q @ turned)
+    known = mx.where(lower(n, -1), decays.between * (k @ turned), 0.0)
+    begun, ended = decays.from_start[..., None], decays.to_end[..., None]
+    before = mx.unflatten(state, 1, (H, -1))
+    turned = before.swapaxes(-1, -2)
+    d = unit_lower_inverse(beta * known) @ (beta * (v - begun * (k @ turned)))
+    output = begun * (q @ turned) + seen @ d
+    after = before * begun[..., -1:, :] + (ended * d).swapaxes(-1, -2) @ k
+    return after.flatten(1, 2), output.flatten(1, 2).swapaxes(1, 2).astype(dtype)
 
 
 def _vector_step(
     state: mx.array, q: mx.array, k: mx.array, v: mx.array, logs: mx.array, beta: mx.array
 ) -> tuple[mx.array, mx.array]:
-    given = _by_key_head(q, k, v, beta)
-    qs, ks = given[:2]
-    logs = mx.unflatten(logs.astype(mx.float32).swapaxes(1, 2), 1, (k.shape[2], -1))
-    seen, known = decayed_products([qs, ks], [True, True], ks, logs)
-    own = (qs * ks).sum(axis=-1, keepdims=True)
-    seen = seen + mx.where(mx.eye(q.shape[1], dtype=mx.bool_), own, 0.0)
-    return _finish(state, q.dtype, given, seen, known, logs)
-
-
-def _by_key_head(
-    q: mx.array, k: mx.array, v: mx.array, beta: mx.array
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """Float32 q, k: (B, H, 1, n, Dk); v: (B, H, R, n, Dv); beta: (B, H, R, n, 1)."""
-    H = k.shape[2]
-    q, k, v, beta = (x.astype(mx.float32).swapaxes(1, 2) for x in (q, k, v, beta))
-    v, beta = mx.unflatten(v, 1, (H, -1)), mx.unflatten(beta, 1, (H, -1))
-    return q[:, :, None], k[:, :, None], v, beta[..., None]
-
-
-def _finish(
-    state: mx.array,
-    dtype: mx.Dtype,
-    given: tuple[mx.array, mx.array, mx.array, mx.array],
-    seen: mx.array,
-    known: mx.array,
-    logs: mx.array,
-) -> tuple[mx.array, mx.array]:
-    """The end of a chunk.
-
-    seen, known: (B, H, R, n, n), the decayed products of queries and of keys with the keys up
-    to the query, and before the key. logs: (B, H, R, n, 1 or Dk).
-    """
-    q, k, v, beta = given
-    before = mx.unflatten(state, 1, v.shape[1:3])
-    turned, begun = before.swapaxes(-1, -2), from_start(logs, -2)
+    n, H, dtype = q.shape[1], k.shape[2], q.dtype
+    q, k, v, beta, logs = _by_key_head(q, k, v, beta[..., None], logs)
+    decays = decays_of(logs)
+    own = mx.where(mx.eye(n, dtype=mx.bool_), (q * k).sum(axis=-1, keepdims=True), 0.0)
+    seen, known = products(q, k, decays) + own, products(k, k, decays)
+    before = mx.unflatten(state, 1, (H, -1))
+    turned, begun = before.swapaxes(-1, -2), decays.from_start
     d = unit_lower_inverse(beta * known) @ (beta * (v - (k * begun) @ turned))
     output = (q * begun) @ turned + seen @ d
-    after = before * begun[..., -1:, :] + d.swapaxes(-1, -2) @ (k * to_end(logs, -2))
+    after = before * begun[..., -1:, :] + d.swapaxes(-1, -2) @ (k * decays.to_end)
     return after.flatten(1, 2), output.flatten(1, 2).swapaxes(1, 2).astype(dtype)
+
+
+def _by_key_head(q: mx.array, k: mx.array, *others: mx.array) -> tuple[mx.array, ...]:
+    """Float32 q, k: (B, n, H, Dk) -> (B, H, 1, n, Dk); others: (B, n, HR, D) -> (B, H, R, n, D)."""
+    found = (mx.unflatten(x.astype(mx.float32), 2, (k.shape[2], -1)) for x in (q, k, *others))
+    return tuple(x.transpose(0, 2, 3, 1, 4) for x in found)
 
 
 # -- use in models ------------------------------------------------------------------------

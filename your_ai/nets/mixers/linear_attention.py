@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from your_ai.memory.sizes import LINEAR_CHUNK
 from your_ai.nets.mixers.chunks import in_chunks
-from your_ai.nets.mixers.decays import between, from_start, to_end
+from your_ai.nets.mixers.decays import scalar_decays
 
 
 def linear_attention(
@@ -91,9 +91,9 @@ def _step(
     q, k, v, logs = (x.astype(mx.float32).swapaxes(1, 2) for x in (q, k, v, logs))
     q, k = q[:, :, None], k[:, :, None]  # (B, G, 1, n, N)
     v, logs, before = (mx.unflatten(x, 1, (G, -1)) for x in (v, logs, state))
-    begun = from_start(logs, -1)[..., None]
-    seen = between(logs) * (q @ k.swapaxes(-1, -2))
+    decays = scalar_decays(logs)
+    begun, ended = decays.from_start[..., None], decays.to_end[..., None]
+    seen = decays.between * (q @ k.swapaxes(-1, -2))
     output = begun * (q @ before.swapaxes(-1, -2)) + seen @ v
-    ended = v * to_end(logs, -1)[..., None]
-    after = before * begun[..., -1:, :] + ended.swapaxes(-1, -2) @ k
+    after = before * begun[..., -1:, :] + (ended * v).swapaxes(-1, -2) @ k
     return after.flatten(1, 2), output.flatten(1, 2).swapaxes(1, 2).astype(dtype)

@@ -16,9 +16,9 @@ import mlx.core as mx
 
 from your_ai.memory.sizes import RWKV_CHUNK
 from your_ai.nets.mixers.chunks import in_chunks
-from your_ai.nets.mixers.decays import decayed_products, exp, to_end, unit_lower_inverse
+from your_ai.nets.mixers.decays import decays_of, products, unit_lower_inverse
 
-FAINTEST = 1e-30  # decays below it count as it: a logarithm of 0 has no gradient
+FAINTEST = 1e-30  # added to decays: the logarithm of 0 has no gradient
 
 
 def rwkv7(
@@ -54,16 +54,21 @@ def _step(
 ) -> tuple[mx.array, mx.array]:
     dtype, n = r.dtype, r.shape[1]
     r, w, k, v, a, b = (x.astype(mx.float32).swapaxes(1, 2) for x in (r, w, k, v, a, b))
-    logs = mx.log(mx.maximum(w, FAINTEST))
+    decays = decays_of(mx.log(w + FAINTEST))
+    # a reads the state before its own token: it is a second query of the token before it.
+    queries = mx.stack([r, mx.concatenate([a[..., 1:, :], a[..., :1, :]], axis=-2)])[:, None]
     keys = mx.stack([b, k])
-    of_r, of_a = decayed_products([r, a], [True, False], keys, logs)
-    own = mx.where(mx.eye(n, dtype=mx.bool_), (r * keys).sum(axis=-1, keepdims=True), 0.0)
-    of_r = of_r + own
-    turned = state.swapaxes(-1, -2)
-    begun = exp(mx.cumsum(logs, axis=-2))
-    before = exp(mx.cumsum(logs, axis=-2, inclusive=False))
-    u = unit_lower_inverse(-of_a[0]) @ ((a * before) @ turned + of_a[1] @ v)
+    own = mx.where(mx.eye(n, dtype=mx.bool_), (queries * keys).sum(axis=-1, keepdims=True), 0.0)
+    (of_r, of_a) = products(queries, keys, decays) + own  # (2, B, H, n, n) each, of b and k
+    of_a = _one_later(of_a, 0.0)
+    turned, begun = state.swapaxes(-1, -2), decays.from_start
+    u = unit_lower_inverse(-of_a[0]) @ ((a * _one_later(begun, 1.0)) @ turned + of_a[1] @ v)
     output = (r * begun) @ turned + of_r[0] @ u + of_r[1] @ v
-    ended = keys * to_end(logs, -2)
+    ended = keys * decays.to_end
     state = state * begun[..., -1:, :] + u.swapaxes(-1, -2) @ ended[0]
     return state + v.swapaxes(-1, -2) @ ended[1], output.swapaxes(1, 2).astype(dtype)
+
+
+def _one_later(x: mx.array, first: float) -> mx.array:
+    """(..., n, m): each row one token later."""
+    return mx.concatenate([mx.full(x[..., :1, :].shape, first), x[..., :-1, :]], axis=-2)

@@ -86,20 +86,26 @@ def token_by_token(a: mx.array, x: mx.array, state: mx.array) -> mx.array:
 
     One operation per token: as quick as can be where a token has many elements.
     """
-    found = []
-    for t in range(x.shape[1]):
-        state = _multiply_add(a[:, t], state, x[:, t])
-        found.append(state)
-    return mx.stack(found, axis=1)
+    found, h = [], state[:, None]
+    for of_a, of_x in zip(_tokens(a), _tokens(x), strict=True):
+        h = _multiply_add(of_a, h, of_x)
+        found.append(h)
+    return mx.concatenate(found, axis=1)
 
 
 @token_by_token.vjp
 def _token_by_token_vjp(primals, cotangent: mx.array, h: mx.array) -> tuple[mx.array, ...]:
     a, _, state = primals
-    found = [cotangent[:, -1]]
-    for t in range(h.shape[1] - 2, -1, -1):
-        found.append(_multiply_add(a[:, t + 1], found[-1], cotangent[:, t]))
-    return _gradients(a, state, h, mx.stack(found[::-1], axis=1))
+    *earlier, last = _tokens(cotangent)
+    found = [last]
+    for of_a, of_h in zip(_tokens(a)[:0:-1], earlier[::-1], strict=True):
+        found.append(_multiply_add(of_a, found[-1], of_h))
+    return _gradients(a, state, h, mx.concatenate(found[::-1], axis=1))
+
+
+def _tokens(x: mx.array) -> list[mx.array]:
+    """(B, n, ...) -> n times (B, 1, ...)"""
+    return mx.split(x, x.shape[1], axis=1)
 
 
 @mx.custom_function
