@@ -54,7 +54,7 @@ def _selective_step(
     decay = exp(delta[..., None] * A)
     h = token_by_token(decay, (delta * x)[..., None] * B[:, :, None], state)
     y = (h @ C[..., None]).squeeze(-1) + D * x
-    return h[:, -1], y.astype(dtype)
+    return mx.contiguous(h[:, -1]), y.astype(dtype)  # a view would keep h of the whole chunk
 
 
 def real_gated_lru(
@@ -77,7 +77,7 @@ def real_gated_lru(
 
 def _lru_step(state: mx.array, x: mx.array, a: mx.array) -> tuple[mx.array, mx.array]:
     h = by_doubling(a.astype(mx.float32), x.astype(mx.float32), state)
-    return h[:, -1], h.astype(x.dtype)
+    return mx.contiguous(h[:, -1]), h.astype(x.dtype)
 
 
 @mx.custom_function
