@@ -50,7 +50,7 @@ WITHOUT_MLX = [
         "run.events",
     ),
     *("memory.facts", "memory.estimate", "memory.plan", "memory.limit", "memory.governor"),
-    *("memory.calibration", "memory.calibration_file", "doctor.recommend"),
+    *("memory.calibration", "memory.calibration_file", "memory.mixer_sizes", "doctor.recommend"),
     *("hub.download", "hub.local", "evaluation.record", "dashboard.live", "trackers.upload"),
     *("publish.after_training", "publish.push"),
     *("session.supervisor", "session.attach", "session.run_list", "session.new_run"),

@@ -1,8 +1,9 @@
 """Memory of the mixers of nets.mixers in training, beyond their inputs.
 
-Measured on the CPU with compiled programs: the peak of the forward and the backward pass of one
-layer's mixer, with the gradients of all its inputs, minus the inputs and the gradient of the
-output. The formulas are within 15% of it (tests/memory/test_mixer_sizes.py).
+Measured on the CPU with compiled programs in float32: the peak of the forward and the backward
+pass of one layer's mixer, with the gradients of all its inputs, minus the inputs and the gradient
+of the output. The formulas are within 15% of it (tests/memory/test_mixer_sizes.py). The
+projections, convolutions and norms around a mixer are not in it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class MixerSizes:
     """How many numbers a mixer has, for one row."""
 
     inputs: int
-    """Per token, all that have a gradient: e.g. queries, keys, values, gates."""
+    """Per token, in the model's precision: e.g. queries, keys, values."""
+    gates: int
+    """Per token, in float32."""
     outputs: int
     """Per token."""
     state: int
@@ -46,48 +49,47 @@ def gated_delta_sizes(
     chunk = VECTOR_DELTA_CHUNK if vector else DELTA_CHUNK
     gates = value_heads * (key_size + 1 if vector else 2)
     outputs = value_heads * value_size
-    inputs = 2 * key_heads * key_size + outputs + gates
-    state = outputs * key_size
-    work = state + chunk * (inputs + outputs + value_heads * chunk)
+    inputs, state = 2 * key_heads * key_size + outputs, outputs * key_size
+    work = state + chunk * (inputs + gates + outputs + value_heads * chunk)
     if vector:
-        work += 3 * levels(chunk) * chunk * value_heads * key_size
-    gradients, alive = (1.5, 5.0) if vector else (1.5, 6.0)
-    return MixerSizes(inputs, outputs, state, chunk, work, gradients, alive)
+        work += 3 * levels(chunk) * chunk * value_heads * (key_size + chunk)
+    alive = 3.75 if vector else 6.0
+    return MixerSizes(inputs, gates, outputs, state, chunk, work, 1.5, alive)
 
 
 def rwkv7_sizes(heads: int, size: int) -> MixerSizes:
     features, chunk = heads * size, RWKV_CHUNK
-    work = features * (size + chunk * (7 + 4 * levels(chunk))) + 4 * heads * chunk**2
-    return MixerSizes(6 * features, features, features * size, chunk, work, 1.75, 4.0)
+    work = features * (size + 7 * chunk) + 4 * levels(chunk) * chunk * heads * (size + chunk)
+    return MixerSizes(6 * features, 0, features, features * size, chunk, work, 1.75, 3.25)
 
 
 def state_space_sizes(groups: int, heads: int, state_size: int, head_size: int) -> MixerSizes:
     """Mamba 2."""
-    outputs, chunk = heads * head_size, LINEAR_CHUNK
-    inputs, state = outputs + 2 * groups * state_size + 2 * heads, outputs * state_size
-    work = state + chunk * (inputs + outputs + heads * chunk)
-    return MixerSizes(inputs, outputs, state, chunk, work, 1.0, 4.25)
+    outputs, gates, chunk = heads * head_size, 2 * heads, LINEAR_CHUNK
+    inputs, state = outputs + 2 * groups * state_size, outputs * state_size
+    work = state + chunk * (inputs + gates + outputs + heads * chunk)
+    return MixerSizes(inputs, gates, outputs, state, chunk, work, 1.75, 4.25)
 
 
 def lightning_sizes(heads: int, size: int) -> MixerSizes:
     """Lightning attention: the decay is the same at all tokens."""
     features, chunk = heads * size, LINEAR_CHUNK
-    inputs, state = 3 * features + heads, features * size
-    work = state + chunk * (inputs + features + heads * chunk)
-    return MixerSizes(inputs, features, state, chunk, work, 2.0, 1.25)
+    state = features * size
+    work = state + chunk * (4 * features + heads + heads * chunk)
+    return MixerSizes(3 * features, heads, features, state, chunk, work, 1.75, 3.5)
 
 
 def selective_sizes(channels: int, state_size: int) -> MixerSizes:
     """Mamba 1."""
     inputs, state, chunk = 2 * (channels + state_size), channels * state_size, SELECTIVE_CHUNK
     work = state + chunk * (inputs + channels + state)
-    return MixerSizes(inputs, channels, state, chunk, work, 1.0, 14.75)
+    return MixerSizes(inputs, 0, channels, state, chunk, work, 1.25, 14.25)
 
 
 def lru_sizes(channels: int) -> MixerSizes:
     """RG-LRU."""
     work = channels * (1 + 3 * LRU_CHUNK)
-    return MixerSizes(2 * channels, channels, channels, LRU_CHUNK, work, 2.0, 8.0)
+    return MixerSizes(2 * channels, 0, channels, channels, LRU_CHUNK, work, 2.0, 8.25)
 
 
 def levels(chunk: int) -> int:
@@ -103,6 +105,7 @@ def transient_bytes(sizes: MixerSizes, rows: int, tokens: int, float_bytes: int)
     """
     states = 4 * sizes.state * -(-tokens // sizes.chunk)
     forward = 2 * sizes.outputs * tokens * float_bytes + states
-    backward = (sizes.outputs + sizes.gradients * sizes.inputs) * tokens * float_bytes
+    of_inputs = sizes.inputs * float_bytes + 4 * sizes.gates
+    backward = (sizes.outputs * float_bytes + sizes.gradients * of_inputs) * tokens
     work = 4 * sizes.alive * sizes.work * min(tokens, sizes.chunk) / sizes.chunk
     return int(rows * (max(forward, backward) + work))

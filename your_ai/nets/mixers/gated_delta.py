@@ -115,7 +115,7 @@ def by_mlx(
 ) -> tuple[mx.array, mx.array]:
     """`gated_delta` from zeros by MLX's own operation, for decays per head."""
     output, state = mx.fast.gated_delta_update(q, k, v, mx.exp(logs), beta)
-    return output, state
+    return output.astype(q.dtype), state
 
 
 def log_decays(
