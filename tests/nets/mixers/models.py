@@ -97,6 +97,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_next": {},
     "qwen3_5": {},
     "kimi_linear": {"linear_attn_config": KIMI, "model_max_length": 512},
+    "kimi_k3": {
+        "text_config": {
+            **SIZES,
+            "linear_attn_config": {**KIMI, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0},
+            "num_experts_per_token": 2,
+            "activation_situ_beta": 4.0,
+            "activation_situ_linear_beta": 25.0,
+            "attn_res_block_size": 1,
+        }
+    },
     "falcon_h1": {"mamba_rms_norm": True},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "nemotron_h": {"hybrid_override_pattern": ["M", "*", "-"]},

@@ -74,9 +74,12 @@ class Decays(NamedTuple):
 
 
 def decays_of(logs: mx.array) -> Decays:
-    """logs: (..., n, D)"""
+    """logs: (..., n, D)
+
+    Where a GPU rounds the inputs of matrix products (TF32), the sums are as rounded as those.
+    """
     n = logs.shape[-2]
-    found = exp(mx.array(_sums(n)) @ mx.maximum(logs, STRONGEST))
+    found = exp(_sums(n) @ mx.maximum(logs, STRONGEST))
     found = mx.unflatten(found, -2, (-1, n))
     return Decays(found[..., 0, :, :], found[..., 1, :, :], found[..., 2:, :, :])
 
@@ -86,8 +89,7 @@ def products(rows: mx.array, keys: mx.array, decays: Decays) -> mx.array:
     if rows.shape[-2] == 1:
         return mx.zeros_like(rows @ keys.swapaxes(-1, -2))
     rows, keys = (x[..., None, :, :] * decays.levels for x in (rows, keys))
-    masks = mx.array(_masks(rows.shape[-2]))
-    return (masks * (rows @ keys.swapaxes(-1, -2))).sum(axis=-3)
+    return (_masks(rows.shape[-2]) * (rows @ keys.swapaxes(-1, -2))).sum(axis=-3)
 
 
 @mx.custom_function
@@ -99,8 +101,8 @@ def unit_lower_inverse(a: mx.array) -> mx.array:
     is not.
     """
     found = mx.eye(a.shape[-1])
-    for level, mask in enumerate(_masks(a.shape[-1])):
-        below = mx.array(mask) * a
+    for level in range(len(_sizes(a.shape[-1]))):
+        below = _masks(a.shape[-1])[level] * a
         found = found - (found @ below @ found if level else below)
     return found if a.shape[-1] > 1 else mx.ones_like(a)
 
@@ -112,15 +114,14 @@ def _unit_lower_inverse_vjp(a: mx.array, cotangent: mx.array, result: mx.array) 
 
 
 @lru_cache
-def _masks(tokens: int) -> np.ndarray:
-    """(L, n, n) of 0 and 1: the level at which row t sees column i."""
-    return np.array([_seen(tokens, size) for size in _sizes(tokens)], np.float32).reshape(
-        -1, tokens, tokens
-    )
+def _masks(tokens: int) -> mx.array:
+    """(L, n, n) of 0 and 1: the level at which row t sees column i; made once, not per chunk."""
+    found = [_seen(tokens, size) for size in _sizes(tokens)]
+    return mx.array(np.array(found, np.float32).reshape(-1, tokens, tokens))
 
 
 @lru_cache
-def _sums(tokens: int) -> np.ndarray:
+def _sums(tokens: int) -> mx.array:
     """((2 + L) n, n) of 0 and 1: the terms of the sums that `decays_of` needs."""
     row, column = np.arange(tokens)[:, None], np.arange(tokens)
     found = [column <= row, column > row]
@@ -129,7 +130,7 @@ def _sums(tokens: int) -> np.ndarray:
         later = (border <= column) & (column <= row)
         earlier = (row < column) & (column < border)
         found.append(np.where(row >= border, later, earlier))
-    return np.concatenate(found).astype(np.float32)
+    return mx.array(np.concatenate(found).astype(np.float32))
 
 
 def _sizes(tokens: int) -> list[int]:
