@@ -146,10 +146,10 @@ def make(kind: str) -> nn.Module:
     module = importlib.import_module(f"mlx_lm.models.{MODULES.get(kind, kind)}")
     config = {**SIZES, **MODELS[kind], "model_type": kind}
     arguments = module.TextModelArgs if kind == "qwen3_5" else module.ModelArgs
+    mx.random.seed(1)
     model = getattr(module, "TextModel" if kind == "qwen3_5" else "Model")(
         arguments.from_dict(config)
     )
-    mx.random.seed(1)
 
     def drawn(path: str, p: mx.array) -> mx.array:
         factor = 1 if path.endswith(("A_log", "norm.weight")) else 2

@@ -13,6 +13,7 @@ from mlx_lm.models.ssm import ssm_update
 
 from tests.nets.mixers import plain
 from tests.nets.mixers.plain import assert_equal, normal, outputs_and_gradients, relative_error
+from your_ai.nets.mixers import chunks
 from your_ai.nets.mixers.convolution import convolution
 from your_ai.nets.mixers.gated_delta import gated_delta
 from your_ai.nets.mixers.linear_attention import linear_attention, state_space, step_sizes
@@ -172,8 +173,6 @@ def test_gradients_hold_under_compile_vjp_and_checkpoint():
 
 def test_a_chunk_is_computed_twice_not_kept():
     """Once forward and once for the gradient, each time with the sizes it has."""
-    from your_ai.nets.mixers import chunks
-
     seen: list[int] = []
 
     def step(state, x):
