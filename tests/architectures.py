@@ -225,6 +225,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
             "model_type": "llama4_text",
             "attention_chunk_size": 16,
             "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 1,
             "intermediate_size_mlp": 48,
         }
     },
@@ -232,7 +233,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "longcat_flash": {"attention_method": "MLA", "zero_expert_type": "identity"},
     "mellum": {
         "layer_types": [SLIDING, FULL, SLIDING, FULL],
-        "rope_parameters": dict.fromkeys((SLIDING, FULL), {"rope_theta": 1e4}),
+        "rope_parameters": {kind: {"rope_theta": 1e4} for kind in (SLIDING, FULL)},
     },
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 1, 1, 0],
@@ -254,7 +255,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "minimax": {"rotary_dim": 4},
     "minimax_m3_vl": {
-        "text_config": {"rotary_dim": 4, "dense_intermediate_size": 48, "moe_layer_freq": [0, 1, 1, 1]}
+        "text_config": {
+            "rotary_dim": 4,
+            "dense_intermediate_size": 48,
+            "moe_layer_freq": [0, 1, 1, 1],
+        }
     },
     "ministral3": {
         "layer_types": [SLIDING, FULL, SLIDING, FULL],
@@ -277,7 +282,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
                 "ffn": {"ffn_mult": 1.5, "no_op": False, "replace_with_linear": False},
             },
             {
-                "attention": {"no_op": True, "replace_with_linear": False, "n_heads_in_group": None},
+                "attention": {"no_op": True},
                 "ffn": {"ffn_mult": 1.0, "no_op": False, "replace_with_linear": False},
             },
         ]
@@ -294,6 +299,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_kv_heads": [2] * LAYERS,
         "ffn_multipliers": [1.5] * LAYERS,
     },
+    "plamo": {"n_shared_head": 2},
     "phi3small": {
         "dense_attention_every_n_layers": 2,
         "ff_intermediate_size": 48,
@@ -387,7 +393,12 @@ def batch_of(tokens: int) -> Batch:
 def opened_with_adapters(folder: Path) -> tuple[Any, Any]:
     """The opened model and its adapters, of rank 4 on all linear layers, with random weights."""
     opened = open_model(folder, mx.float32)
-    config = TrainConfig(lora_targets=("all-linear",), lora_layers="all", lora_rank=4)
+    config = TrainConfig(
+        lora_targets=("all-linear",),
+        lora_layers="all",
+        lora_rank=4,
+        lora_experts=True,
+    )
     adapters = add_adapters(opened.network, config)
     mx.random.seed(1)
     trained = opened.network.trainable_parameters()

@@ -11,7 +11,6 @@ D hidden size, N queries per block, S visible keys of a block.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,7 +28,7 @@ from your_ai.memory.sizes import (
     SCORE_BYTES,
 )
 from your_ai.nets.block_calls import Mask
-from your_ai.nets.numerics import exp
+from your_ai.nets.numerics import device, exp, mlx_version
 
 METAL_VJP = (0, 32, 4)  # first MLX version with a fused backward pass for causal attention
 
@@ -193,17 +192,6 @@ def needs_blocks(
     if device == "cpu":
         return tokens >= CPU_TOKENS
     return device == "metal" and mlx_version < METAL_VJP and tokens >= METAL_TOKENS
-
-
-def mlx_version() -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", mx.__version__)[:3]))
-
-
-def device() -> str:
-    """cpu, metal or cuda."""
-    if mx.default_device().type == mx.cpu:
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def _separate(attn: nn.Module, x: mx.array) -> tuple[mx.array, ...]:

@@ -24,6 +24,7 @@ from your_ai.errors import UserError
 from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.dora import compute_magnitudes
 from your_ai.nets.head import Head, LinearHead, at_temperature, linear_head
+from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.model import DropoutKeys
 from your_ai.nets.neftune import neftune_of
 from your_ai.nets.parts import Parts, parts_of
@@ -120,6 +121,7 @@ def build_engine(
         return Built(joined.engine(), plan, tuple(notices), store)
     if plan == "fused":
         replace_attention(model)
+        replace_mixers(model)
         engine = fused_engine(model, halves, dropout_keys, objective, parts, head, graphs, neftune)
         return Built(engine, plan, tuple(notices))
     inputs = [] if spill is None else Spilled(spill)

@@ -19,6 +19,7 @@ from your_ai.engine.attention import replace_attention
 from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.mlp import replace_mlps
 from your_ai.nets.block_calls import Arrays, Call
+from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.parts import Parts, arrays_of, put, skeleton, structure
 
@@ -68,6 +69,7 @@ def program(
     """
     template = skeleton(block)
     replace_attention(template, lean)
+    replace_mixers(template)
     if lean:
         replace_mlps(template, dropout_keys)
 

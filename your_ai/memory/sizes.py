@@ -17,3 +17,10 @@ METAL_TOKENS = 192  # from here they use 40% less memory in 6% more time (measur
 UPDATE_BYTES = 4 << 20  # parameters that the optimizer updates together
 PREFILL_TOKENS = 256  # tokens of a prompt processed together
 CACHE_STEP = 256  # tokens by which the KV cache of mlx-lm grows
+# Tokens per chunk of the mixers of nets.mixers.
+DELTA_CHUNK = 64  # gated delta rule, a decay per head
+VECTOR_DELTA_CHUNK = 32  # gated delta rule, a decay per feature
+LINEAR_CHUNK = 64  # Mamba 2 and lightning attention
+RWKV_CHUNK = 32  # RWKV-7
+SELECTIVE_CHUNK = 16  # Mamba 1
+LRU_CHUNK = 128  # RG-LRU

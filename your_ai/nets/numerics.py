@@ -1,12 +1,25 @@
-"""Replacements for MLX functions that are slow or inaccurate on the CPU."""
+"""The backend of MLX, and replacements for functions that are slow or inaccurate on the CPU."""
 
 from __future__ import annotations
+
+import re
 
 import mlx.core as mx
 
 SUM_BLOCK = 128
 EXP2 = (1.0, 0.69314719, 0.24022107, 0.05550357, 0.00967603, 0.00133909)  # of 2**x, |x| <= 1/2
 ROUNDING = 1.5 * 2.0**23  # a float32 of this size has no fractional digits
+
+
+def mlx_version() -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", mx.__version__)[:3]))
+
+
+def device() -> str:
+    """cpu, metal or cuda."""
+    if mx.default_device().type == mx.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def exp(x: mx.array) -> mx.array:

@@ -1,0 +1,47 @@
+"""The plans train models with mixers in chunks, with the gradients of mlx-lm's own code."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import conftest
+from tests.conftest import VOCABULARY, make_model
+from tests.engine.test_fused import encode, engine_loss, load, relative_error
+from tests.engine.test_plans import by_plan
+from tests.nets.mixers.models import MODELS, SIZES
+from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.nets.mixers import chunks
+
+CASES = [
+    ("qwen3_next", ("fused", "staged", "streamed")),
+    ("jamba", ("fused", "staged")),
+    ("falcon_h1", ("fused",)),
+    ("lfm2", ("staged",)),
+]
+
+
+@pytest.mark.parametrize(("architecture", "plans"), CASES)
+def test_every_plan_gives_the_gradients_of_mlx_lm(tmp_path, monkeypatch, architecture, plans):
+    config = {**SIZES, **MODELS[architecture], "vocab_size": VOCABULARY}
+    monkeypatch.setitem(conftest.EXTRA, architecture, config)
+    folder = make_model(tmp_path / "m", architecture, None, factor=2)
+    network, tokenizer, adapters = load(folder)
+    dequantize_on_the_cpu(network)  # as `build_engine` does
+    expected, expected_grads = engine_loss(network, adapters, encode(tokenizer, tmp_path), seed=3)
+    used: list[int] = []
+    whole = chunks._over_chunks
+
+    def counted(*given):
+        used.append(1)
+        return whole(*given)
+
+    monkeypatch.setattr(chunks, "_over_chunks", counted)
+    for plan in plans:
+        used.clear()
+        loss, grads, alone = by_plan(folder, tmp_path, plan)
+        assert bool(used) == (architecture != "lfm2")  # which has convolutions alone
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert alone == pytest.approx(expected, rel=1e-5)
+        assert grads.keys() == expected_grads.keys()
+        for name, grad in grads.items():
+            assert relative_error(grad, expected_grads[name]) < 1e-4, name

@@ -1,0 +1,149 @@
+"""Recurrences without matrix products, in chunks: Mamba 1 and RG-LRU.
+
+h_t = a_t h_{t-1} + x_t, element by element. In its backward pass, the same recurrence runs from
+the last token to the first.
+
+Shapes: B rows, T tokens per row, n tokens per chunk, D channels, N states per channel.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from your_ai.memory.sizes import LRU_CHUNK, SELECTIVE_CHUNK
+from your_ai.nets.mixers.chunks import in_chunks
+from your_ai.nets.mixers.decays import exp
+
+
+def selective_scan(
+    x: mx.array,
+    delta: mx.array,
+    A: mx.array,
+    B: mx.array,
+    C: mx.array,
+    D: mx.array,
+    state: mx.array | None = None,
+    tokens: int | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Mamba 1 (Gu and Dao, 2023, arXiv 2312.00752): -> output (B, T, D), last state (B, D, N).
+
+    h_t = exp(delta_t A) h_{t-1} + delta_t x_t B_t',  y_t = h_t C_t + D x_t
+
+    x, delta: (B, T, D); A: (D, N), at most 0; B, C: (B, T, N); D: (D,); state: (B, D, N),
+    float32, zeros by default. tokens: per chunk.
+
+    The output has the dtype that x D has. Computed in float32. Differentiable in all arrays.
+    """
+    if state is None:
+        state = mx.zeros((x.shape[0], *A.shape), mx.float32)
+    tokens = tokens or SELECTIVE_CHUNK
+    return in_chunks(_selective_step, tokens, state, (x, delta, B, C), (A, D))
+
+
+def _selective_step(
+    state: mx.array,
+    x: mx.array,
+    delta: mx.array,
+    B: mx.array,
+    C: mx.array,
+    A: mx.array,
+    D: mx.array,
+) -> tuple[mx.array, mx.array]:
+    dtype = mx.result_type(x, D)
+    x, delta, B, C, A, D = (y.astype(mx.float32) for y in (x, delta, B, C, A, D))
+    decay = exp(delta[..., None] * A)
+    h = token_by_token(decay, (delta * x)[..., None] * B[:, :, None], state)
+    y = (h @ C[..., None]).squeeze(-1) + D * x
+    return mx.contiguous(h[:, -1]), y.astype(dtype)  # a view would keep h of the whole chunk
+
+
+def real_gated_lru(
+    x: mx.array,
+    a: mx.array,
+    state: mx.array | None = None,
+    tokens: int | None = None,
+) -> tuple[mx.array, mx.array]:
+    """RG-LRU (De et al., 2024, arXiv 2402.19427): -> output (B, T, D), last state (B, D).
+
+    x, a: (B, T, D), the inputs and the decays; state: (B, D), float32, zeros by default.
+    tokens: per chunk.
+
+    The output has the dtype of x. Computed in float32. Differentiable in all arrays.
+    """
+    if state is None:
+        state = mx.zeros((x.shape[0], x.shape[2]), mx.float32)
+    return in_chunks(_lru_step, tokens or LRU_CHUNK, state, (x, a))
+
+
+def _lru_step(state: mx.array, x: mx.array, a: mx.array) -> tuple[mx.array, mx.array]:
+    h = by_doubling(a.astype(mx.float32), x.astype(mx.float32), state)
+    return mx.contiguous(h[:, -1]), h.astype(x.dtype)
+
+
+@mx.custom_function
+def token_by_token(a: mx.array, x: mx.array, state: mx.array) -> mx.array:
+    """h of all tokens, (B, n, ...), from a and x (B, n, ...) and state (B, ...).
+
+    One operation per token: as quick as can be where a token has many elements.
+    """
+    found, h = [], state[:, None]
+    for of_a, of_x in zip(_tokens(a), _tokens(x), strict=True):
+        h = _multiply_add(of_a, h, of_x)
+        found.append(h)
+    return mx.concatenate(found, axis=1)
+
+
+@token_by_token.vjp
+def _token_by_token_vjp(primals, cotangent: mx.array, h: mx.array) -> tuple[mx.array, ...]:
+    a, _, state = primals
+    *earlier, last = _tokens(cotangent)
+    found = [last]
+    for of_a, of_h in zip(_tokens(a)[:0:-1], earlier[::-1], strict=True):
+        found.append(_multiply_add(of_a, found[-1], of_h))
+    return _gradients(a, state, h, mx.concatenate(found[::-1], axis=1))
+
+
+def _tokens(x: mx.array) -> list[mx.array]:
+    """(B, n, ...) -> n times (B, 1, ...)"""
+    return mx.split(x, x.shape[1], axis=1)
+
+
+@mx.custom_function
+def by_doubling(a: mx.array, x: mx.array, state: mx.array) -> mx.array:
+    """The same as `token_by_token` in log2(n) operations on whole chunks.
+
+    Hillis and Steele, 1986: after each of them, h_t covers twice as many tokens.
+    """
+    first = _multiply_add(a[:, :1], state[:, None], x[:, :1])
+    return _doubled(a, mx.concatenate([first, x[:, 1:]], axis=1))
+
+
+@by_doubling.vjp
+def _by_doubling_vjp(primals, cotangent: mx.array, h: mx.array) -> tuple[mx.array, ...]:
+    a, _, state = primals
+    later = mx.concatenate([mx.zeros_like(a[:, :1]), a[:, :0:-1]], axis=1)
+    return _gradients(a, state, h, _doubled(later, cotangent[:, ::-1])[:, ::-1])
+
+
+def _doubled(a: mx.array, h: mx.array) -> mx.array:
+    size, n = 1, h.shape[1]
+    while size < n:
+        more = _multiply_add(a[:, size:], h[:, :-size], h[:, size:])
+        h = mx.concatenate([h[:, :size], more], axis=1)
+        if 2 * size < n:
+            a = mx.concatenate([a[:, :size], a[:, size:] * a[:, :-size]], axis=1)
+        size *= 2
+    return h
+
+
+def _gradients(
+    a: mx.array, state: mx.array, h: mx.array, of_x: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The gradients of a, x and the state; of_x: that of x, which is that of h in full."""
+    of_a = of_x * mx.concatenate([state[:, None], h[:, :-1]], axis=1)
+    return of_a, of_x, a[:, 0] * of_x[:, 0]
+
+
+@mx.compile
+def _multiply_add(a: mx.array, h: mx.array, x: mx.array) -> mx.array:
+    return a * h + x
