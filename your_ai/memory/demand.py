@@ -16,7 +16,7 @@ from your_ai.memory.workload import RewardModelSizes, RolloutSizes, Training
 
 PYTHON_BYTES = 250_000_000  # a process without a model: 140 MB on Linux, plus a GPU's share
 # Architectures whose blocks cannot run one at a time, so that only the fused engine trains them.
-WHOLE = ("gemma3n", "gemma4", "mistral3", "nemotron_h", "rwkv7")
+WHOLE = ("afm7", "deepseek_v41", "iquestloopcoder", "kimi_k3")
 SCORED_FIRST = ("kto",)  # objectives whose texts are all scored before any is trained
 
 

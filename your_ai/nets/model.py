@@ -32,6 +32,7 @@ from your_ai.gates.token_ids import rows_of, vocabulary_of
 from your_ai.gates.untrusted import EXPERT, read_json
 from your_ai.hub.check import check_model, check_tokenizer_files
 from your_ai.nets.dora import put_dora
+from your_ai.nets.source_names import weights_read
 from your_ai.rng import derive_seed
 
 TOKENIZER_CLASS = re.compile(r"(?!Auto|Rag)\w*(?:Tokenizer|TokenizerFast|Backend)")
@@ -366,8 +367,9 @@ def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...
     """The paths, relative to a block, of the linear layers that --lora-targets selects."""
     linear: dict[str, bool] = {}  # whether the layer holds routed experts
     for block in blocks:
+        kept = used_otherwise(block)
         for name, module in block.named_modules():
-            if isinstance(module, LINEAR):
+            if isinstance(module, LINEAR) and name not in kept:
                 expert = isinstance(module, EXPERTS) or EXPERT.search(f"{name}.") is not None
                 linear[name] = linear.get(name, False) or expert
     if not linear and has_bit_linear(blocks):
@@ -402,6 +404,18 @@ def why_nothing_matches(target: str, linear: dict[str, bool]) -> str:
         )
     names = sorted({name.rsplit(".", 1)[-1] for name in linear})
     return f"no adapted block has it{nearest(target, names)}; the layers are {', '.join(names)}"
+
+
+def used_otherwise(block: nn.Module) -> set[str]:
+    """The paths of layers whose weight the code of the block reads itself.
+
+    An adapter there would have no effect, or has no such weight.
+    """
+    return {
+        f"{path}.{name}".removeprefix(".")
+        for path, module in block.named_modules()
+        for name in weights_read(type(module))
+    }
 
 
 def has_bit_linear(blocks: list[nn.Module]) -> bool:

@@ -43,7 +43,7 @@ PASSING = ("_training", "_kept")  # attributes of layers that do not change what
 class Parts:
     """A model in parts. `finish` and `head` accept any number of hidden states.
 
-    embed: (B, T) tokens -> (B, T, D)
+    embed: (B, T) tokens -> (B, T, F)
     blocks: (B, T, F) -> (B, T, F) each; F is D, but where more than hidden states is passed on
     finish: (B, T, F) -> (B, T, D), usually a norm
     head: (B, T, D) -> (B, T, V) logits
@@ -90,7 +90,7 @@ class Parts:
             return zeros(index, args, kwargs)
 
         self.trunk.run(tokens, answer)
-        return found[0]
+        return self.wiring.state(0).pack(found)
 
     def context(self, tokens: mx.array) -> list[Arrays]:
         """For each block, its arrays that depend on the tokens, (B, T)."""

@@ -13,7 +13,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +25,13 @@ Path = tuple[str, ...]  # names of nested modules, from the model
 
 
 class StandIn(nn.Module):
-    """Replaces a module, with the same attributes, and calls `forward`."""
+    """Replaces a module, with the same attributes, and calls `forward`.
+
+    It is also an instance of the module's class, which some trunks ask for.
+    """
+
+    def __new__(cls, module: nn.Module | None = None, forward: Callable | None = None) -> StandIn:
+        return super().__new__(cls if module is None else _also(cls, type(module)))
 
     def __init__(self, module: nn.Module, forward: Callable) -> None:
         vars(self).update(vars(module))
@@ -34,6 +40,12 @@ class StandIn(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(*args, **kwargs)
+
+
+@cache
+def _also(stand_in: type, kind: type) -> type:
+    """A class of stand-ins for modules of a class."""
+    return kind if issubclass(kind, stand_in) else type(kind.__name__, (stand_in, kind), {})
 
 
 class Head(nn.Module):
