@@ -30,6 +30,7 @@ from your_ai.memory.estimate_generation import (
 from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
 from your_ai.memory.facts import ModelFacts, layers_named
 from your_ai.memory.layer_sizes import head_step, largest_matrix_bytes, widest_outputs
+from your_ai.memory.mixer_sizes import mixers_bytes
 from your_ai.memory.sizes import (
     DEQUANTIZED_SLICE_BYTES,
     FEWEST_FEATURES,
@@ -217,7 +218,7 @@ def fused_phases(
     outs = max((sum(o for _, o in part.linears.values()) for part in parts), default=0)
     matrix = largest_matrix_bytes(facts) * facts.quantized
     adapters = adapter_bytes(facts, training)
-    saved = 0.0
+    saved, mixing = 0.0, 0
     for part, _, count in counted_parts(facts, training):
         alone = replace(workload, facts=part)
         lora = sum(i for i, _ in layers_named(part, training.targets, training.experts))
@@ -225,6 +226,8 @@ def fused_phases(
         saved += count * n * number * (table["outs"] * kept + table["lora"] * lora)
         saved += count * dora_bytes(alone, n, "fused")
         saved += count * gemma_bytes(alone, rows, tokens, "fused")
+        saved += count * mixer_work_bytes(alone, rows, tokens, kept=True)
+        mixing = max(mixing, mixer_work_bytes(alone, rows, tokens))
     backward = table["ahead"] * n * outs * number + table["adapters"] * adapters
     backward += table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
     return [
@@ -234,7 +237,7 @@ def fused_phases(
             "block work": workload.coefficients.fused_head["ahead"] * n * outs * number,
             "head chunk": fused_head_bytes(workload, n),
         },
-        {"gradients": gradients, "activations": saved, "block work": backward},
+        {"gradients": gradients, "activations": saved, "block work": backward + mixing},
     ]
 
 
@@ -297,6 +300,7 @@ def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
         + table["hidden"] * (n * facts.hidden * number) * is_sliced
         + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
         + gemma_bytes(workload, rows, tokens, "staged")
+        + mixer_work_bytes(workload, rows, tokens)
     )
 
 
@@ -316,6 +320,7 @@ def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
         + table["slice"] * min(3 * part * facts.hidden * number, 3 * matrix)
         + dora_bytes(workload, n, "staged")
         + gemma_bytes(workload, rows, tokens, "staged")
+        + mixer_work_bytes(workload, rows, tokens)
     )
 
 
@@ -380,6 +385,13 @@ def gemma_bytes(workload: Workload, rows: int, tokens: int, engine: str) -> floa
     scores = rows * tokens**2 * facts.heads * facts.float_bytes * facts.softcaps
     norms = table[f"{engine}_norms"] * (facts.norms - 2) * hidden
     return norms + table[f"{engine}_scores"] * scores
+
+
+def mixer_work_bytes(workload: Workload, rows: int, tokens: int, *, kept: bool = False) -> int:
+    """`mixers_bytes` of a model whose blocks have the same sizes."""
+    facts = workload.facts
+    mixers = facts.kinds[0].mixers if facts.kinds else ()
+    return mixers_bytes(mixers, rows, tokens, facts.float_bytes, kept=kept)
 
 
 def forward_phases(

@@ -8,8 +8,19 @@ projections, convolutions and norms around a mixer are not in it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from your_ai.memory.mixer_facts import (
+    GATED_DELTA,
+    KDA,
+    LINEAR_ATTENTION,
+    MAMBA1,
+    MAMBA2,
+    RGLRU,
+    RWKV7,
+    MixerFacts,
+)
 from your_ai.memory.sizes import (
     DELTA_CHUNK,
     LINEAR_CHUNK,
@@ -109,3 +120,47 @@ def transient_bytes(sizes: MixerSizes, rows: int, tokens: int, float_bytes: int)
     backward = (sizes.outputs * float_bytes + sizes.gradients * of_inputs) * tokens
     work = 4 * sizes.alive * sizes.work * min(tokens, sizes.chunk) / sizes.chunk
     return int(rows * (max(forward, backward) + work))
+
+
+CONVOLUTION_ARRAYS = 3  # of its outputs, while a short convolution computes its gradient
+
+
+def sizes_of(mixer: MixerFacts) -> MixerSizes | None:
+    """The sizes of a recurrence; None for attention and convolutions."""
+    heads, keys, values = mixer.heads, mixer.key_dim, mixer.value_dim
+    if mixer.kind in (GATED_DELTA, KDA):
+        return gated_delta_sizes(mixer.kv_heads, heads, keys, values, mixer.kind == KDA)
+    if mixer.kind == RWKV7:
+        return rwkv7_sizes(heads, keys)
+    if mixer.kind == MAMBA2:
+        return state_space_sizes(mixer.kv_heads, heads, mixer.state_size, values)
+    if mixer.kind == LINEAR_ATTENTION:
+        return lightning_sizes(heads, keys)
+    if mixer.kind == MAMBA1:
+        return selective_sizes(heads, mixer.state_size)
+    return lru_sizes(heads * values) if mixer.kind == RGLRU else None
+
+
+def mixers_bytes(
+    mixers: Iterable[MixerFacts], rows: int, tokens: int, float_bytes: int, *, kept: bool = False
+) -> int:
+    """Bytes of the recurrences and short convolutions of a block in a training pass.
+
+    kept: what stays in memory from the forward pass to the backward pass; by default the peak.
+    """
+    total, size = 0, rows * tokens * float_bytes
+    for mixer in mixers:
+        found = sizes_of(mixer)
+        if found is not None:
+            of_one = kept_bytes if kept else transient_bytes
+            total += of_one(found, rows, tokens, float_bytes)
+        arrays = 1 if kept else CONVOLUTION_ARRAYS
+        total += arrays * size * mixer.conv_channels
+    return total
+
+
+def kept_bytes(sizes: MixerSizes, rows: int, tokens: int, float_bytes: int) -> int:
+    """Bytes of the inputs, the output and the states of a recurrence."""
+    states = 4 * sizes.state * -(-tokens // sizes.chunk)
+    of_token = (sizes.inputs + sizes.outputs) * float_bytes + 4 * sizes.gates
+    return rows * (of_token * tokens + states)
