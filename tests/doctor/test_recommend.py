@@ -168,8 +168,8 @@ def test_the_largest_model_with_weights_in_memory_comes_first(name):
 @pytest.mark.parametrize(
     ("gb", "first", "llama"),
     [
-        (8, "qwen3.5-4b", "slow"),
-        (16, "gemma2-9b", "full"),
+        (8, "gemma4-e2b", "slow"),
+        (16, "ministral3-14b", "full"),
         (24, "gpt-oss-20b", "full"),
         (36, "qwen3.5-35b-a3b", "full"),
         (64, "qwen3.5-35b-a3b", "full"),

@@ -13,12 +13,12 @@ from tests.conftest import TINY, make_model
 from tests.engine.test_fused import encode, engine_loss, load, relative_error
 from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
-from your_ai.engine import attention, mlp
+from your_ai.engine import mlp
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import Streamed, can_stream, tensors_of
-from your_ai.nets import model
+from your_ai.nets import attention, model
 
 CASES = [  # architecture, bits, DoRA, dropout
     ("llama", 4, False, 0.1),

@@ -128,7 +128,8 @@ def test_adapters_are_checked_against_the_model():
         planned(model="llama-1b", seq_len=0)
 
 
-def test_models_that_cannot_be_split_are_planned_whole():
+def test_models_that_cannot_be_split_are_planned_whole(monkeypatch):
+    monkeypatch.setattr(plan_without_files, "WHOLE", ("gemma4",))
     settings = {"model": "gemma4-e2b", "max_memory": 60.0}
     assert planned(**settings).choice.option.plan.engine == "fused"
     with pytest.raises(UserError, match="nothing fits into"):

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from your_ai.engine.attention import replace_attention
 from your_ai.engine.compiled import Graphs, can_compile
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.fused import fused_engine
@@ -21,6 +20,7 @@ from your_ai.engine.spill import Spilled
 from your_ai.engine.staged import FusedAboveCache, Staged
 from your_ai.engine.weights import FileTensor, put_layers, stream, stream_vocabulary
 from your_ai.errors import UserError
+from your_ai.nets.attention import replace_attention
 from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.dora import compute_magnitudes
 from your_ai.nets.head import Head, LinearHead, at_temperature, linear_head

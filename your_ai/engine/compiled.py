@@ -16,6 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from your_ai.data.batches import Batch
+from your_ai.nets.dora import keep_own_norms
+from your_ai.nets.parts import skeleton
 
 T = TypeVar("T")
 TRIED_TOKENS = 4  # length of the row that tests whether a model can be compiled
@@ -90,7 +92,9 @@ def can_compile(model: nn.Module) -> bool:
     Some routers of experts call `tolist`, which fails while a function is compiled.
     """
     try:
-        mx.compile(model)(mx.arange(TRIED_TOKENS)[None])  # never evaluated
+        twin = skeleton(model)
+        keep_own_norms(twin)
+        mx.compile(twin)(mx.arange(TRIED_TOKENS)[None])  # never evaluated
     except ValueError as error:
         return "[eval]" not in str(error)
     return True

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from your_ai.engine.attention import replace_attention
 from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.mlp import replace_mlps
-from your_ai.nets.block_calls import Arrays, Call
+from your_ai.errors import suppress_model_errors
+from your_ai.nets.attention import replace_attention
+from your_ai.nets.block_calls import Arrays, Call, Mask, TextMask
 from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.parts import Parts, arrays_of, put, skeleton, structure
 
+TRIED_TOKENS = 4  # length of the row that tests what a block does with its mask
 Extras = dict[str, mx.array]  # inputs of a block in addition to the hidden states, by name
 
 
@@ -61,15 +64,18 @@ def program(
     dropout_keys: DropoutKeys,
     lean: bool,
     compiled: Callable[[Callable], Callable],
+    takes_text: Callable[[nn.Module], bool],
 ) -> Program:
     """Make the program of a block.
 
     lean: save memory at the cost of time.
     compiled: compiles a function, if the model can be compiled.
+    takes_text: whether a block passes a TextMask on to its attention.
     """
     template = skeleton(block)
     replace_attention(template, lean)
     replace_mixers(template)
+    as_text = TextMask.of if takes_text(template) else None
     if lean:
         replace_mlps(template, dropout_keys)
 
@@ -79,7 +85,8 @@ def program(
         dropout_keys.set(TokenKeys(extras["keys"], extras["places"]) if "keys" in extras else None)
         given = call.constants | extras
         try:
-            return call.run(template, hidden, extras.get("segments"), max_segment_tokens, given)
+            segments = extras.get("segments")
+            return call.run(template, hidden, segments, max_segment_tokens, given, as_text)
         finally:
             dropout_keys.set(None)
 
@@ -104,6 +111,26 @@ def program(
     return Program(run, *map(compiled, (run, backward, lowest)))
 
 
+def passes_text(parts: Parts, index: int, block: nn.Module) -> bool:
+    """Whether a block passes a TextMask on to its attention. Nothing is evaluated.
+
+    block: a replacement for the block at `index`.
+    """
+    made: list[TextMask] = []
+
+    def noted(mask: Mask) -> TextMask:
+        made.append(TextMask.of(mask))
+        return made[-1]
+
+    call, tokens = parts.calls(TRIED_TOKENS)[index], mx.zeros((1, TRIED_TOKENS), mx.int32)
+    state, segments = mx.zeros((*tokens.shape, call.state.features)), tokens
+    with suppress_model_errors():  # code that wants an array
+        given = call.constants | parts.context(tokens)[index]
+        call.run(block, state, segments, None, given, noted)
+        return bool(made) and all(mask.received for mask in made)
+    return False
+
+
 class Programs:
     """The program of each block for rows of a shape; equal blocks share one."""
 
@@ -118,6 +145,7 @@ class Programs:
 
         def make() -> Program:
             keys, longest = self.dropout_keys, shape.max_segment_tokens
-            return program(block, call, longest, keys, self.lean, self.graphs.compile)
+            compiled, takes_text = self.graphs.compile, partial(passes_text, self.parts, index)
+            return program(block, call, longest, keys, self.lean, compiled, takes_text)
 
         return self.graphs.get(shape, (self.kinds[index], call.key), make)

@@ -21,6 +21,11 @@ from your_ai.memory.mixer_facts import QUERIES, MixerFacts, mixers_of, windows_o
 # Tensors next to the text model in files of other libraries; mlx-lm ignores them.
 LEFT_OUT = re.compile(r"(?:^|\.)(?:vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
 VOCABULARY = ("embed_tokens", "lm_head")
+# Layers whose weight mlx-lm's code reads itself, so that they get no adapter: Gemma 3n, Kimi K3.
+READ_OTHERWISE = (
+    *("prediction_coefs", "correction_coefs"),
+    *("self_attention_res_proj", "mlp_res_proj"),
+)
 # Architectures whose router has a matrix of its own, not a linear layer.
 PLAIN_GATES = (
     *("deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41", "dots1"),
@@ -335,6 +340,8 @@ def linears_of(
 def is_plain(layer: str, text: dict[str, Any]) -> bool:
     """Whether a matrix of this name is no linear layer of mlx-lm, so that it has no adapter."""
     leaf = layer.rpartition(".")[2]
+    if leaf in READ_OTHERWISE:
+        return True
     return leaf.endswith("norm") or (leaf == "gate" and text.get("model_type") in PLAIN_GATES)
 
 

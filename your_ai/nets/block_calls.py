@@ -41,7 +41,7 @@ class Mask:
     segments: (B, T) int32, or None if each row is one text; a query sees only keys of its own
     segment.
 
-    Blocks whose attention accepts a Mask (engine.attention) receive it; the others get `array`.
+    Blocks whose attention accepts a Mask (nets.attention) receive it; the others get `array`.
     """
 
     window: int | None = None
@@ -56,6 +56,22 @@ class Mask:
         if self.segments is not None:
             seen = seen & (self.segments[:, None, :, None] == self.segments[:, None, None, :])
         return seen
+
+
+class TextMask(str):
+    """A `Mask` that is also the text "causal", for code that passes it on to its attention.
+
+    received: notes, for each time that it was passed on, that it was.
+    """
+
+    mask: Mask
+    received: list[bool]
+
+    @staticmethod
+    def of(mask: Mask) -> TextMask:
+        text = TextMask("causal")
+        text.mask, text.received = mask, []
+        return text
 
 
 @dataclass(frozen=True)
@@ -169,11 +185,14 @@ class Call:
         segments: mx.array | None,
         max_segment_tokens: int | None = None,
         given: Arrays | None = None,
+        as_text: Callable[[Mask], TextMask] | None = None,
     ) -> mx.array:
         """Call `block` on `state`, (B, T, F), as the trunk would, and return its next state.
 
         max_segment_tokens: the maximum length of a text in a packed row; no key is farther away.
         given: the arrays of `Given`; by default the constants.
+        as_text: makes a TextMask of a mask that is not simply causal, for blocks that can pass it
+            on; the others get an array.
         """
         arrays, given = self.state.unpack(state), self.constants if given is None else given
 
@@ -191,7 +210,7 @@ class Call:
                 return mask
             if segments is None and mask.window is None and not self.as_array:
                 return "causal"
-            return mask.array(state.shape[1])
+            return mask.array(state.shape[1]) if as_text is None else as_text(mask)
 
         keywords = {name: mapped(filled, value) for name, value in self.keywords}
         result = leaves(block(*mapped(filled, self.args), **keywords))

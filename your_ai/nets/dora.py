@@ -102,6 +102,13 @@ class DoRA(nn.Module):
         return self._kept.keep(mx.stop_gradient(norms), *adapter)
 
 
+def keep_own_norms(twin: nn.Module) -> None:
+    """Make the layers of a copy keep their norms apart from those of the original."""
+    for module in twin.modules():
+        if isinstance(module, DoRA):
+            module._kept = NormCache()
+
+
 def without_bias(linear: nn.Module) -> nn.Module:
     """A copy of the layer, with the same arrays, that does not add the bias."""
     twin = copy.copy(linear)

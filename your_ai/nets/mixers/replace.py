@@ -18,6 +18,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from your_ai.memory.sizes import LEAN_QUERY_BLOCK
+from your_ai.nets.attention import attention, needs_blocks
+from your_ai.nets.block_calls import Mask, TextMask
 from your_ai.nets.mixers.convolution import convolution
 from your_ai.nets.mixers.gated_delta import by_mlx, gated_delta, log_decays, uses_mlx
 from your_ai.nets.mixers.linear_attention import linear_attention, state_space, step_sizes
@@ -240,7 +243,33 @@ def _rnn_scan(original: Callable) -> Callable:
     return run
 
 
+def _attend(original: Callable) -> Callable:
+    def run(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any = None,
+        scale: float = 1.0,
+        mask: Any = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        tokens, seen = queries.shape[2], Mask()
+        if isinstance(mask, TextMask):
+            mask.received.append(True)
+            seen = mask.mask
+        packed, known = seen.segments is not None, isinstance(scale, (int, float))
+        causal = isinstance(mask, str) and mask == "causal" and keys.shape[2] == tokens and known
+        if causal and needs_blocks(device(), mlx_version(), tokens, packed, seen.window):
+            more = (seen.window, seen.segments, LEAN_QUERY_BLOCK, sinks)
+            return attention(queries, keys, values, scale, *more)
+        mask = seen.array(tokens) if isinstance(mask, TextMask) and not causal else mask
+        return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+    return run
+
+
 FUNCTIONS = {
+    "scaled_dot_product_attention": _attend,
     "gated_delta_update": _gated_delta_update,
     "ssm_update": _ssm_update,
     "recurrent_gla": _recurrent_gla,

@@ -18,9 +18,9 @@ from mlx_lm.generate import generate_step
 
 from tests.conftest import SMALL, make_model
 from your_ai.config import TrainConfig
-from your_ai.engine import attention as blockwise
-from your_ai.engine.attention import BlockwiseAttention, attention, needs_blocks, replace_attention
+from your_ai.nets import attention as blockwise
 from your_ai.nets import model
+from your_ai.nets.attention import BlockwiseAttention, attention, needs_blocks, replace_attention
 from your_ai.nets.block_calls import Mask
 from your_ai.nets.parts import arrays_of, parts_of, put, skeleton
 from your_ai.nets.split import split

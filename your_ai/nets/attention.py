@@ -41,30 +41,36 @@ def attention(
     window: int | None = None,
     segments: mx.array | None = None,
     queries: int | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """Causal softmax(scale q kᵀ) v; q: (B, H, T, d), k and v: (B, K, T, d) -> (B, H, T, d).
 
     window: a query sees only the last `window` keys, including its own.
     segments: (B, T) int32; a query sees only keys of its own segment.
     queries: queries per block, QUERY_BLOCK by default.
+    sinks: (H,) scores of a key of each head that every query sees and whose value is 0. They are
+        constants here: their gradient is given as 0.
 
     H must be a multiple of K. Scores and softmax are computed in float32; the result has the
     dtype of the inputs. Differentiable in q, k and v.
     """
     if window is not None and window >= q.shape[2]:
         window = None
-    packed = () if segments is None else (segments,)
-    return _attention(scale, window, queries or QUERY_BLOCK)(q, k, v, *packed)[0]
+    more = [array for array in (segments, sinks) if array is not None]
+    attend = _attention(scale, window, queries or QUERY_BLOCK, segments is None)
+    return attend(q, k, v, *more)[0]
 
 
 @lru_cache
 def _attention(
-    scale: float, window: int | None, max_queries: int
+    scale: float, window: int | None, max_queries: int, unpacked: bool
 ) -> Callable[..., tuple[mx.array, mx.array]]:
-    """Make f(q, k, v[, segments]) -> output (B, H, T, d), log-sum-exp (B, K, R, T, 1)."""
+    """Make f(q, k, v[, segments][, sinks]) -> output (B, H, T, d), log-sum-exp (B, K, R, T, 1)."""
 
     @mx.custom_function
-    def attend(q: mx.array, k: mx.array, v: mx.array, *segments: mx.array) -> Any:
+    def attend(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> Any:
+        segments, sinks = more[: not unpacked], more[not unpacked :]
+        sinks = [sink.reshape(k.shape[1], -1, 1, 1).astype(mx.float32) for sink in sinks]
         queries, k, v = _by_key_head(q, k), _float32(k), mx.contiguous(v)
         places = mx.arange(q.shape[2])
         outputs: list[mx.array] = []
@@ -76,8 +82,12 @@ def _attention(
             rows_q = rows_q.astype(mx.float32) * scale
             scores = _scores(rows_q, k[:, :, keys], rows, keys, window, *mask_inputs)
             top = scores.max(axis=-1, keepdims=True)
+            for sink in sinks:
+                top = mx.maximum(top, sink)
             p = exp(scores - top)
             total = p.sum(axis=-1, keepdims=True)
+            for sink in sinks:
+                total = total + exp(sink - top)
             output = _fold(p.astype(v.dtype)) @ v[:, :, keys]
             outputs.append((output.reshape(*p.shape[:-1], -1) / total).astype(q.dtype))
             sums.append(top + mx.log(total))
@@ -87,7 +97,8 @@ def _attention(
 
     @attend.vjp
     def attend_vjp(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, ...]:
-        q, k, v, *segments = primals
+        q, k, v, *more = primals
+        segments = more[: not unpacked]
         output, sums = results
         delta = (cotangents[0].astype(mx.float32) * output).sum(axis=-1, keepdims=True)
         delta, cotangent = _by_key_head(delta, k), _by_key_head(cotangents[0], k)
@@ -111,7 +122,7 @@ def _attention(
             grads_q.append(grad_q.reshape(rows_q.shape).astype(q.dtype))
             done = [grads_q[-1], grad_k, grad_v]
         grad_q = mx.concatenate(grads_q, axis=-2).reshape(q.shape)
-        none = (mx.zeros_like(array) for array in segments)
+        none = (mx.zeros_like(array) for array in more)
         return grad_q, grad_k.astype(k.dtype), grad_v.astype(v.dtype), *none
 
     return attend
