@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRALinear
 
-from tests.engine.test_attention import relative_error
+from tests.nets.test_attention import relative_error
 from your_ai.engine import dequantized, mlp
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.mlp import SlicedMLP, can_be_sliced

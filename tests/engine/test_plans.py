@@ -13,7 +13,7 @@ from tests.conftest import TINY, make_model
 from tests.engine.test_fused import encode, engine_loss, load, relative_error
 from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
-from your_ai.engine import mlp
+from your_ai.engine import mlp, weights
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.prefix import MemoryStore
@@ -282,9 +282,10 @@ def test_streamed_model_keeps_no_frozen_weights_in_memory(tmp_path, architecture
         assert mx.get_peak_memory() - before < whole / 2
 
 
-def test_weights_changed_on_load_cannot_be_streamed(tmp_path, tiny_model):
+def test_weights_changed_on_load_cannot_be_streamed(tmp_path, tiny_model, monkeypatch):
     network, _ = model.load_network(tiny_model, mx.float32)
     other = make_model(tmp_path / "other", "llama", None, **TINY)
+    monkeypatch.setattr(weights, "CHANGED_BYTES", 1000)
     tensors = tensors_of(network, other)
     assert not can_stream(network, tensors)
     assert "model.embed_tokens.weight" not in tensors

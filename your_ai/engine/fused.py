@@ -20,7 +20,7 @@ from your_ai.nets.dora import dora_layers, norms_of, use_norms
 from your_ai.nets.head import Head
 from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
-from your_ai.nets.parts import Arrays, Parts
+from your_ai.nets.parts import Arrays, Parts, arrays_of, put
 from your_ai.nets.split import Split
 from your_ai.objectives.objective import Objective, Sums, Targets
 from your_ai.rng import derive_seed
@@ -59,7 +59,7 @@ def fused_engine(
     def trunk(
         tokens: mx.array, segments: mx.array | None, max_segment_tokens: int | None
     ) -> mx.array:
-        if segments is None:
+        if segments is None and (parts is None or not parts.has_windows(tokens.shape[1])):
             return split.trunk(tokens)
         if parts is None:
             raise ValueError("a packed batch needs the parts of the model, but they are missing")
@@ -92,7 +92,23 @@ def fused_engine(
 
     def compiled(function: Callable, batch: Batch, trained: bool = False) -> Callable:
         shape = shape_of(batch, trained)
-        return graphs.get(shape, function, lambda: graphs.compile(function, state))
+        return graphs.get(shape, function, lambda: restoring(graphs.compile(function, state)))
+
+    def restoring(function: Callable) -> Callable:
+        """Restore the arrays of the model after the first call, which traces the function: the
+        code of some models changes them, and would leave placeholders there."""
+        is_traced = False
+
+        def run(*args: Any) -> Any:
+            nonlocal is_traced
+            before = None if is_traced else arrays_of(model)
+            result = function(*args)
+            if before is not None:
+                put(model, before)
+            is_traced = True
+            return result
+
+        return run
 
     loss_and_gradients = nn.value_and_grad(model, with_norms(trainable_loss))
     loss_only, scored, most_likely, losses_and_predictions = map(

@@ -18,14 +18,12 @@ from mlx.utils import tree_flatten
 
 from your_ai.engine.compiled import Graphs, GraphShape
 from your_ai.engine.mlp import replace_mlps
-from your_ai.errors import suppress_model_errors
 from your_ai.nets.attention import replace_attention
-from your_ai.nets.block_calls import Arrays, Call, Mask, TextMask
+from your_ai.nets.block_calls import Arrays, Call, TextMask
 from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.parts import Parts, arrays_of, put, skeleton, structure
 
-TRIED_TOKENS = 4  # length of the row that tests what a block does with its mask
 Extras = dict[str, mx.array]  # inputs of a block in addition to the hidden states, by name
 
 
@@ -111,26 +109,6 @@ def program(
     return Program(run, *map(compiled, (run, backward, lowest)))
 
 
-def passes_text(parts: Parts, index: int, block: nn.Module) -> bool:
-    """Whether a block passes a TextMask on to its attention. Nothing is evaluated.
-
-    block: a replacement for the block at `index`.
-    """
-    made: list[TextMask] = []
-
-    def noted(mask: Mask) -> TextMask:
-        made.append(TextMask.of(mask))
-        return made[-1]
-
-    call, tokens = parts.calls(TRIED_TOKENS)[index], mx.zeros((1, TRIED_TOKENS), mx.int32)
-    state, segments = mx.zeros((*tokens.shape, call.state.features)), tokens
-    with suppress_model_errors():  # code that wants an array
-        given = call.constants | parts.context(tokens)[index]
-        call.run(block, state, segments, None, given, noted)
-        return bool(made) and all(mask.received for mask in made)
-    return False
-
-
 class Programs:
     """The program of each block for rows of a shape; equal blocks share one."""
 
@@ -145,7 +123,7 @@ class Programs:
 
         def make() -> Program:
             keys, longest = self.dropout_keys, shape.max_segment_tokens
-            compiled, takes_text = self.graphs.compile, partial(passes_text, self.parts, index)
+            compiled, takes_text = self.graphs.compile, partial(self.parts.passes_text, index)
             return program(block, call, longest, keys, self.lean, compiled, takes_text)
 
         return self.graphs.get(shape, (self.kinds[index], call.key), make)

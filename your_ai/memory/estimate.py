@@ -28,9 +28,9 @@ from your_ai.memory.estimate_generation import (
     rollout_phases,
 )
 from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
+from your_ai.memory.estimate_kinds import kind_bytes, slices_mlp
 from your_ai.memory.facts import ModelFacts, layers_named
 from your_ai.memory.layer_sizes import head_step, largest_matrix_bytes, widest_outputs
-from your_ai.memory.mixer_sizes import mixers_bytes
 from your_ai.memory.sizes import (
     DEQUANTIZED_SLICE_BYTES,
     FEWEST_FEATURES,
@@ -218,7 +218,7 @@ def fused_phases(
     outs = max((sum(o for _, o in part.linears.values()) for part in parts), default=0)
     matrix = largest_matrix_bytes(facts) * facts.quantized
     adapters = adapter_bytes(facts, training)
-    saved, mixing = 0.0, 0
+    saved = mixing = 0.0
     for part, _, count in counted_parts(facts, training):
         alone = replace(workload, facts=part)
         lora = sum(i for i, _ in layers_named(part, training.targets, training.experts))
@@ -226,8 +226,8 @@ def fused_phases(
         saved += count * n * number * (table["outs"] * kept + table["lora"] * lora)
         saved += count * dora_bytes(alone, n, "fused")
         saved += count * gemma_bytes(alone, rows, tokens, "fused")
-        saved += count * mixer_work_bytes(alone, rows, tokens, kept=True)
-        mixing = max(mixing, mixer_work_bytes(alone, rows, tokens))
+        saved += count * kind_bytes(part, rows, tokens, kept=True)
+        mixing = max(mixing, kind_bytes(part, rows, tokens))
     backward = table["ahead"] * n * outs * number + table["adapters"] * adapters
     backward += table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
     return [
@@ -263,7 +263,7 @@ def staged_phases(
     """
     facts, training, coefficients = workload.facts, workload.training, workload.coefficients
     number, n = facts.float_bytes, rows * tokens
-    hidden = n * facts.hidden * number
+    hidden = n * (facts.hidden + facts.passed) * number
     inputs = 0 if plan.spill else hidden
     earlier = 0 if gradients == adapter_bytes(facts, training) else gradients // 2
     parts = counted_parts(facts, training)
@@ -300,7 +300,7 @@ def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
         + table["hidden"] * (n * facts.hidden * number) * is_sliced
         + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
         + gemma_bytes(workload, rows, tokens, "staged")
-        + mixer_work_bytes(workload, rows, tokens)
+        + kind_bytes(workload.facts, rows, tokens)
     )
 
 
@@ -310,17 +310,17 @@ def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
     lora = sum(i for i, _ in layers_named(facts, training.targets, training.experts))
     matrix = largest_matrix_bytes(facts)
-    part = min(wide, max(FEWEST_FEATURES, facts.hidden // 2))
+    part = min(wide, max(FEWEST_FEATURES, facts.hidden // 2)) if slices_mlp(facts) else wide
     is_sliced = matrix > DEQUANTIZED_SLICE_BYTES
     return (
         table["part"] * n * part * number
         + table["dense"] * n * wide * number * (not is_sliced and not facts.quantized)
         + table["lora"] * n * lora * number
-        + table["hidden"] * (n * facts.hidden * number)
+        + table["hidden"] * (n * (facts.hidden + facts.passed) * number)
         + table["slice"] * min(3 * part * facts.hidden * number, 3 * matrix)
         + dora_bytes(workload, n, "staged")
         + gemma_bytes(workload, rows, tokens, "staged")
-        + mixer_work_bytes(workload, rows, tokens)
+        + kind_bytes(workload.facts, rows, tokens)
     )
 
 
@@ -385,13 +385,6 @@ def gemma_bytes(workload: Workload, rows: int, tokens: int, engine: str) -> floa
     scores = rows * tokens**2 * facts.heads * facts.float_bytes * facts.softcaps
     norms = table[f"{engine}_norms"] * (facts.norms - 2) * hidden
     return norms + table[f"{engine}_scores"] * scores
-
-
-def mixer_work_bytes(workload: Workload, rows: int, tokens: int, *, kept: bool = False) -> int:
-    """`mixers_bytes` of a model whose blocks have the same sizes."""
-    facts = workload.facts
-    mixers = facts.kinds[0].mixers if facts.kinds else ()
-    return mixers_bytes(mixers, rows, tokens, facts.float_bytes, kept=kept)
 
 
 def forward_phases(

@@ -16,7 +16,7 @@ from your_ai.gates.untrusted import BLOCK, EXPERT, Entry, read_header, read_json
 from your_ai.hub.config_values import HEADS, HIDDEN, MOST_BLOCKS, experts_used, text_part
 from your_ai.hub.registry import Known, config_of
 from your_ai.hub.tensor_sizes import GROUP_SIZE, group_size_of, tensor_bytes
-from your_ai.memory.mixer_facts import QUERIES, MixerFacts, mixers_of, windows_of
+from your_ai.memory.mixer_facts import QUERIES, RWKV7, MixerFacts, mixers_of, windows_of
 
 # Tensors next to the text model in files of other libraries; mlx-lm ignores them.
 LEFT_OUT = re.compile(r"(?:^|\.)(?:vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
@@ -77,6 +77,9 @@ class ModelFacts:
     quantized: bool
     softcaps: bool = False
     """Whether attention scores and logits pass through a tanh, as in Gemma 2."""
+    passed: int = 0
+    """Features that a block passes on in addition to D: more streams, or keys and values that
+    later blocks share."""
 
     @property
     def blocks(self) -> int:
@@ -231,6 +234,7 @@ def facts_from(
             found.append(block_facts(tensors, config, text, size, windows[index], hidden))
         order.append(kinds[key])
     return ModelFacts(
+        passed=passed_on(tuple(found), text, hidden),
         kinds=tuple(found),
         order=tuple(order),
         hidden=hidden,
@@ -335,6 +339,18 @@ def linears_of(
     }
     experts = {name: (n * sizes[name][0], n * sizes[name][1]) for name, n in counts.items()}
     return linears, experts
+
+
+def passed_on(kinds: tuple[BlockFacts, ...], text: dict[str, Any], hidden: int) -> int:
+    """`ModelFacts.passed`, where the config says it."""
+    found = hidden * (max(1, int(text.get("altup_num_inputs") or 1)) - 1)
+    mixers = [mixer for kind in kinds for mixer in kind.mixers]
+    if text.get("num_kv_shared_layers") or text.get("use_cla"):
+        shared = {(m.kind, m.cached) for m in mixers if m.cached}
+        found += sum(cached for _, cached in shared)
+    if any(mixer.kind == RWKV7 for mixer in mixers):
+        found += hidden  # the values of the first block
+    return found
 
 
 def is_plain(layer: str, text: dict[str, Any]) -> bool:

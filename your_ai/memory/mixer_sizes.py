@@ -123,6 +123,10 @@ def transient_bytes(sizes: MixerSizes, rows: int, tokens: int, float_bytes: int)
 
 
 CONVOLUTION_ARRAYS = 3  # of its outputs, while a short convolution computes its gradient
+# What is kept for the backward pass: arrays like the outputs of the convolution, and, in addition
+# to its inputs and output, like the output of the recurrence. Mamba 2 has a gated norm.
+KEPT = {MAMBA2: (2.5, 2)}
+KEPT_OTHERWISE = (1, 0)
 
 
 def sizes_of(mixer: MixerFacts) -> MixerSizes | None:
@@ -154,8 +158,11 @@ def mixers_bytes(
         if found is not None:
             of_one = kept_bytes if kept else transient_bytes
             total += of_one(found, rows, tokens, float_bytes)
-        arrays = 1 if kept else CONVOLUTION_ARRAYS
-        total += arrays * size * mixer.conv_channels
+        of_convolution, of_outputs = KEPT.get(mixer.kind, KEPT_OTHERWISE)
+        if not kept:
+            of_convolution, of_outputs = CONVOLUTION_ARRAYS, 0
+        outputs = 0 if found is None else found.outputs
+        total += int(size * (of_convolution * mixer.conv_channels + of_outputs * outputs))
     return total
 
 

@@ -65,6 +65,10 @@ class DoRA(nn.Module):
         super().__init__()
         self._kept = NormCache()
 
+    def keep_own_norms(self) -> None:
+        """Keep norms apart from those of the layer that this one is a copy of."""
+        self._kept = NormCache()
+
     @staticmethod
     def from_base(base: DoRALinear) -> DoRA:
         """base: a new layer from `linear_to_lora_layers`, whose arrays are not evaluated yet."""
@@ -100,13 +104,6 @@ class DoRA(nn.Module):
             return kept
         norms = row_norms(linear or self.linear, *adapter, self.scale, after)
         return self._kept.keep(mx.stop_gradient(norms), *adapter)
-
-
-def keep_own_norms(twin: nn.Module) -> None:
-    """Make the layers of a copy keep their norms apart from those of the original."""
-    for module in twin.modules():
-        if isinstance(module, DoRA):
-            module._kept = NormCache()
 
 
 def without_bias(linear: nn.Module) -> nn.Module:

@@ -19,11 +19,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from your_ai.errors import is_memory_error
+from your_ai.errors import is_memory_error, suppress_model_errors
 from your_ai.nets.block_calls import (
     Arrays,
     ArraySource,
     Call,
+    Mask,
+    TextMask,
     Trunk,
     Unsplittable,
     Wiring,
@@ -36,6 +38,7 @@ from your_ai.nets.block_calls import (
 from your_ai.nets.source_names import names_read
 from your_ai.nets.split import Head, Path, Split, blocks_path, module_at, replaced
 
+TRIED_TOKENS = 4  # length of the row that tests what a block does with its mask
 PASSING = ("_training", "_kept")  # attributes of layers that do not change what they compute
 
 
@@ -111,6 +114,32 @@ class Parts:
             self._calls[tokens] = describe(self.trunk, self.wiring, tokens)
         return self._calls[tokens]
 
+    def has_windows(self, tokens: int) -> bool:
+        """Whether attention of some blocks reaches less far back than rows of `tokens` tokens."""
+        if tokens == 1:
+            return False
+        masks = (call.mask for call in self.calls(tokens))
+        return any(mask is not None and mask.window is not None for mask in masks)
+
+    def passes_text(self, index: int, block: nn.Module) -> bool:
+        """Whether a block passes a TextMask on to its attention. Nothing is evaluated.
+
+        block: a replacement for the block at `index`.
+        """
+        made: list[TextMask] = []
+
+        def noted(mask: Mask) -> TextMask:
+            made.append(TextMask.of(mask))
+            return made[-1]
+
+        call, tokens = self.calls(TRIED_TOKENS)[index], mx.zeros((1, TRIED_TOKENS), mx.int32)
+        state = mx.zeros((*tokens.shape, call.state.features))
+        with suppress_model_errors():  # code that wants an array
+            given = call.constants | self.context(tokens)[index]
+            call.run(block, state, tokens, None, given, noted)
+            return bool(made) and all(mask.received for mask in made)
+        return False
+
     def finish(self, hidden: mx.array) -> mx.array:
         return run_after_blocks(self.trunk, self.wiring, hidden) if self.finishes else hidden
 
@@ -123,9 +152,11 @@ class Parts:
         """(B, T, F) output of the last block, before `finish`; tokens: (B, T)."""
         state, context = self.embed(tokens), self.context(tokens)
         calls = self.calls(tokens.shape[1])
-        for block, call, given in zip(self.blocks, calls, context, strict=True):
+        texts = segments is not None or self.has_windows(tokens.shape[1])
+        for index, (block, call, given) in enumerate(zip(self.blocks, calls, context, strict=True)):
             given = call.constants | given
-            state = call.run(block, state, segments, max_segment_tokens, given)
+            as_text = TextMask.of if texts and self.passes_text(index, block) else None
+            state = call.run(block, state, segments, max_segment_tokens, given, as_text)
         return state
 
     def finished_head(self, hidden: mx.array) -> mx.array:

@@ -42,6 +42,10 @@ class StandIn(nn.Module):
         return self._forward(*args, **kwargs)
 
 
+def _is_array(child: Any) -> bool:
+    return isinstance(child, mx.array)
+
+
 @cache
 def _also(stand_in: type, kind: type) -> type:
     """A class of stand-ins for modules of a class."""
@@ -56,7 +60,8 @@ class Head(nn.Module):
 
     def __init__(self, model: nn.Module, run: Callable[[nn.Module, mx.array], mx.array]) -> None:
         super().__init__()
-        dict.update(self, model)
+        # Arrays of the model itself are looked up at each use, because compiling replaces them.
+        dict.update(self, {n: child for n, child in model.items() if not _is_array(child)})
         vars(self)["_model"], vars(self)["_run"] = model, run
 
     def __call__(self, hidden: mx.array) -> mx.array:

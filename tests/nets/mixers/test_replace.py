@@ -14,7 +14,7 @@ from your_ai.nets.mixers.replace import chunked_class, replace_mixers
 from your_ai.nets.parts import arrays_of, put, skeleton, structure
 
 TOKENS = mx.array([[(7 * i * i + 3 * row) % VOCABULARY for i in range(21)] for row in range(2)])
-REPLACED = {"falcon_h1": 4}  # with attention in both blocks; others: 2
+REPLACED = {"falcon_h1": 4, "plamo2": 1}  # others: a mixer, and one more or attention
 
 
 def replaced(model: nn.Module) -> nn.Module:

@@ -1,0 +1,44 @@
+"""Memory that kinds of blocks need in training beyond what all blocks need.
+
+The coefficients were fitted by hand to peaks of small models of eleven architectures (qwen3_5,
+granitemoehybrid, nemotron_h, kimi_linear, mamba2, lfm2, qwen3_moe, gpt_oss, deepseek_v3,
+gemma4_text, gemma3n), on the CPU in float32 at 1,024 tokens.
+"""
+
+from __future__ import annotations
+
+from your_ai.memory.facts import ModelFacts
+from your_ai.memory.mixer_facts import MLA
+from your_ai.memory.mixer_sizes import mixers_bytes
+
+LATENT_SCORES = 4.2  # arrays of the scores of latent attention, whose mask is an array
+KEPT_LATENT_SCORES = 1.0  # of each block, from the forward pass to the backward pass
+EXPERT_ARRAYS = 5.0  # of the outputs of the routed experts of a token
+KEPT_EXPERT_ARRAYS = 0.5
+PASSED_ARRAYS = 6.0  # of what a block passes on in addition to the hidden states
+MLPS = ("mlp", "feed_forward")  # they are computed in slices of features, if they have ...
+SLICED_LAYERS = ("gate_proj", "up_proj", "down_proj")
+
+
+def kind_bytes(facts: ModelFacts, rows: int, tokens: int, *, kept: bool = False) -> float:
+    """Bytes beyond those of a plain block, of a model whose blocks are of one kind.
+
+    kept: what stays in memory from the forward pass to the backward pass; by default the peak.
+    """
+    if not facts.kinds:
+        return 0.0
+    kind, number = facts.kinds[0], facts.float_bytes
+    latent = sum(mixer.heads for mixer in kind.mixers if mixer.kind == MLA)
+    scores = (KEPT_LATENT_SCORES if kept else LATENT_SCORES) * rows * latent * tokens**2 * number
+    routed = max((kind.linears[name][1] for name in kind.experts), default=0)
+    experts = (KEPT_EXPERT_ARRAYS if kept else EXPERT_ARRAYS) * routed
+    passed = 0.0 if kept else PASSED_ARRAYS * facts.passed
+    arrays = rows * tokens * number * (experts + passed)
+    return scores + arrays + mixers_bytes(kind.mixers, rows, tokens, number, kept=kept)
+
+
+def slices_mlp(facts: ModelFacts) -> bool:
+    """Whether the MLP of such blocks is computed in slices of features, or they have none."""
+    names = {name for kind in facts.kinds for name in kind.linears}
+    found = {name.partition(".")[0] for name in names} & set(MLPS)
+    return all({f"{mlp}.{layer}" for layer in SLICED_LAYERS} <= names for mlp in found)
