@@ -83,7 +83,7 @@ MEMORY_LIMIT, CACHE_LIMIT = mx.set_memory_limit(1 << 40), mx.set_cache_limit(1 <
 settings.register_profile(
     "suite",
     deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     max_examples=200 if os.environ.get("YOUR_AI_SLOW") else 20,
 )
 settings.load_profile("suite")
