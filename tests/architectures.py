@@ -232,6 +232,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {"intermediate_size_mlp": 48, "no_rope_layers": [1, 1, 1, 0]},
     "longcat_flash": {"attention_method": "MLA", "zero_expert_type": "identity"},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
     "mellum": {
         "layer_types": [SLIDING, FULL, SLIDING, FULL],
         "rope_parameters": {kind: {"rope_theta": 1e4} for kind in (SLIDING, FULL)},
