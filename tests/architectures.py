@@ -2,7 +2,7 @@
 
     python tests/architectures.py [MODEL_TYPE ...]
 
-prints the table of docs/models.md. For each model: the gradients of LoRA on all linear layers under
+prints the lists of docs/models.md. For each model: the gradients of LoRA on all linear layers under
 each plan, compared with those of mlx-lm's own code, for rows of 24 and 96 tokens.
 """
 
@@ -468,33 +468,40 @@ def outcomes(model_type: str, lengths: tuple[int, ...] = LENGTHS) -> Iterator[tu
             yield plan, next((text for text in found if text != "exact"), "exact")
 
 
-def row_of(name: str) -> str:
-    """The row of the table for an architecture, computed in this process."""
+def found_here(name: str) -> dict[str, str]:
+    """The outcome of each plan for an architecture, computed in this process."""
     mx.set_default_device(mx.cpu)
     try:
-        cells = dict(outcomes(name))
+        return dict(outcomes(name))
     except (Exception, SystemExit) as error:  # the code of an architecture may raise any type
         text = str(error).splitlines() or [""]
-        cells = dict.fromkeys(PLANS, f"{type(error).__name__}: {text[0]}"[:160])
-    return f"| {name} | " + " | ".join(cells[plan] for plan in PLANS) + " |"
+        return dict.fromkeys(PLANS, f"{type(error).__name__}: {text[0]}"[:160])
+
+
+def found_apart(name: str) -> dict[str, str]:
+    """The same, in a process of its own, since some code ends its process."""
+    command = [sys.executable, __file__, "--json", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return dict.fromkeys(PLANS, "mlx-lm's own code ends the process")
+    return json.loads(lines[-1])
 
 
 def main(names: list[str]) -> None:
-    """Print the table. Each row comes from its own process, since some code ends its process."""
-    print("| Architecture | " + " | ".join(PLANS) + " |")
-    print("|---|" + "---|" * len(PLANS))
-    for name in names or model_types():
-        command = [sys.executable, __file__, "--row", name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        text = done.stdout.strip().splitlines()
-        ended = (
-            f"| {name} | " + " | ".join(["mlx-lm's own code ends the process"] * len(PLANS)) + " |"
-        )
-        print(text[-1] if done.returncode == 0 and text else ended, flush=True)
+    """Print the architectures that are exact under every plan, and a line for each other one."""
+    found = {name: found_apart(name) for name in names or model_types()}
+    exact = [name for name, cells in found.items() if set(cells.values()) == {"exact"}]
+    print(f"Exact under every plan ({len(exact)} of {len(found)}): " + ", ".join(exact) + ".\n")
+    for name, cells in found.items():
+        if name not in exact:
+            texts = dict.fromkeys(text for text in cells.values() if text != "exact")
+            plans = [plan for plan in PLANS if cells[plan] == "exact"]
+            print(f"- {name}: {', '.join(plans) or 'no plan'}. " + "; ".join(texts))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--row"]:
-        print(row_of(sys.argv[2]))
+    if sys.argv[1:2] == ["--json"]:
+        print(json.dumps(found_here(sys.argv[2])))
     else:
         main(sys.argv[1:])

@@ -366,3 +366,21 @@ def test_detects_mlx_version_and_device():
     assert blockwise.mlx_version() >= (0, 32, 0)
     assert len(blockwise.mlx_version()) == 3
     assert blockwise.device() in ("cpu", "metal", "cuda")
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_sinks_take_their_share_of_attention(everywhere, window):
+    q, k, v = (mx.random.normal((2, heads, 20, 8), key=mx.random.key(heads)) for heads in (4, 2, 2))
+    sinks, weight = mx.array([0.5, -1.0, 2.0, 0.0]), mx.random.normal(q.shape, key=mx.random.key(9))
+
+    def ours(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        return (blockwise.attention(q, k, v, 0.35, window, None, 8, sinks) * weight).sum()
+
+    def theirs(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        mask = Mask(window).array(20)
+        y = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.35, mask=mask, sinks=sinks)
+        return (y * weight).sum()
+
+    found, expected = (mx.grad(f, argnums=(0, 1, 2))(q, k, v) for f in (ours, theirs))
+    for ours_, theirs_ in zip(found, expected, strict=True):
+        assert relative_error(ours_, theirs_) < 1e-5

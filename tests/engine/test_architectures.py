@@ -1,0 +1,47 @@
+"""Every plan on architectures whose trunks do more than call plain blocks one after another.
+
+`python tests/architectures.py` does the same for all of mlx-lm's.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.architectures import PLANS, outcomes
+
+SPECIAL = [
+    "gemma3n",  # several hidden streams, inputs of each block, a trunk that returns logits
+    "gemma4_text",  # keys and values that later blocks share
+    "hunyuan",  # keys and values that pairs of blocks share
+    "rwkv7",  # values of the first block in all others; weights that change at load
+    "ministral3",  # factors of each token
+    "llama4",  # masks of two kinds, by length
+    "nemotron_h",  # blocks of three kinds, a trunk of another name
+    "qwen3_next",  # gated delta rule, experts
+    "olmo_hybrid",  # a trunk that asks for the class of its blocks
+    "gptj",  # blocks called with keywords
+    "dbrx",  # a router that reads values of arrays
+    "gpt_oss",  # attention with sinks and windows
+    "mamba",  # a trunk that requires a cache argument
+]
+
+
+@pytest.mark.parametrize("model_type", SPECIAL)
+def test_gradients_are_those_of_mlx_lm_under_every_plan(model_type):
+    assert dict(outcomes(model_type, (24,))) == dict.fromkeys(PLANS, "exact")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("kimi_k3", "its blocks receive a ResidualBlocks"),
+        ("iquestloopcoder", "its trunk does not call every block once"),
+        ("afm7", "its blocks are not one list"),
+    ],
+)
+def test_other_trunks_say_what_they_do(model_type, reason):
+    found = dict(outcomes(model_type, (24,)))
+    assert found["fused"] == "exact"
+    assert f"cannot be split into its blocks ({reason})" in found["staged"]
+    assert "\n" not in found["streamed"]
+    assert "--plan streamed" in found["streamed"]
