@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.architectures import PLANS, outcomes
+from tests.architectures import PLANS, opened_with_adapters, outcomes, write_model
+from your_ai.engine.build import build_engine
+from your_ai.errors import UserError
 
 SPECIAL = [
     "gemma3n",  # several hidden streams, inputs of each block, a trunk that returns logits
@@ -45,3 +47,30 @@ def test_other_trunks_say_what_they_do(model_type, reason):
     assert f"cannot be split into its blocks ({reason})" in found["staged"]
     assert "\n" not in found["streamed"]
     assert "--plan streamed" in found["streamed"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tokens", "refused"),
+    [
+        ("llama4", 8, False),
+        ("llama4", 24, True),
+        ("ministral3", 8, False),
+        ("ministral3", 24, True),
+    ],
+)
+def test_packing_is_refused_where_the_place_in_the_row_matters(
+    tmp_path, model_type, tokens, refused
+):
+    """Chunks of 16 tokens, and factors that change after 8."""
+    opened, adapters = opened_with_adapters(write_model(tmp_path / "m", model_type))
+
+    def build() -> None:
+        build_engine(
+            opened.network, adapters.dropout_keys, "fused", True, opened.tensors, longest=tokens
+        )
+
+    if refused:
+        with pytest.raises(UserError, match=f"in rows of {tokens} tokens"):
+            build()
+    else:
+        build()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import make_model
 from your_ai.nets import model
-from your_ai.nets.parts import structure
+from your_ai.nets.parts import arrays_of, put, structure
 
 
 class Placed(nn.Module):
@@ -54,3 +54,14 @@ def test_number_of_block_structures_per_architecture(tmp_path, architecture, kin
     folder = make_model(tmp_path / "m", architecture, num_hidden_layers=7)
     network, _ = model.load_network(folder, mx.float32)
     assert len({structure(block) for block in network.layers}) == kinds
+
+
+def test_arrays_in_lists_are_put_back():
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = [mx.zeros((2,)), mx.ones((2,))]
+
+    module = Listed()
+    put(module, {"rows.1": mx.full((2,), 7.0)})
+    assert mx.array_equal(arrays_of(module)["rows.1"], mx.full((2,), 7.0)).item()

@@ -61,6 +61,7 @@ def build_engine(
     objective: Objective = SUPERVISED,
     neftune_alpha: float = 0.0,
     temperature: float = 1.0,
+    longest: int = 0,
 ) -> Built:
     """Build the engine of `plan` for a model with adapters.
 
@@ -74,6 +75,7 @@ def build_engine(
     graphs: the cache of compiled graphs; by default it keeps all of them.
     neftune_alpha: of the noise on the embeddings in training; 0 for none.
     temperature: divides the logits.
+    longest: the maximum tokens of a packed row.
     Raises UserError if the model does not support the plan, packing or noise.
     """
     notices: list[str] = []
@@ -103,6 +105,11 @@ def build_engine(
         )
     if packing and (parts is None or not packing_is_exact(parts, model)):
         raise UserError(f"--packing: {NO_PARTS}, so packed texts would mix; train without it")
+    if packing and longest > 1 and parts is not None and parts.depends_on_place(longest):
+        raise UserError(
+            f"--packing: in rows of {longest} tokens, this model treats tokens by their place in "
+            "the row, so packed texts would differ; train without it"
+        )
     if parts is None and plan == "streamed":
         raise UserError(f"--plan streamed: {NO_PARTS} ({found.reason}); train with --plan fused")
     if parts is None and plan == "staged":

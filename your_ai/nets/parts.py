@@ -114,6 +114,14 @@ class Parts:
             self._calls[tokens] = describe(self.trunk, self.wiring, tokens)
         return self._calls[tokens]
 
+    def depends_on_place(self, tokens: int) -> bool:
+        """Whether blocks get factors or masks that differ by the place of a token in its row.
+
+        Causal masks, with or without a window, do not count.
+        """
+        constants = (array for call in self.calls(tokens) for array in call.constants.values())
+        return any((array != array.flatten()[0]).any().item() for array in constants)
+
     def has_windows(self, tokens: int) -> bool:
         """Whether attention of some blocks reaches less far back than rows of `tokens` tokens."""
         if tokens == 1:
@@ -245,7 +253,7 @@ def put(module: nn.Module, arrays: Arrays) -> None:
         *parents, leaf = path.split(".")
         for name in parents:
             node = node[int(name)] if isinstance(node, (list, tuple)) else node[name]
-        node[leaf] = array
+        node[int(leaf) if isinstance(node, list) else leaf] = array
 
 
 def structure(module: nn.Module) -> Hashable:

@@ -247,6 +247,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
             graphs=graphs,
             neftune_alpha=config.neftune_alpha,
             temperature=config.temperature,
+            longest=config.max_seq_length,
         )
     model.check_forward_pass(network, adapters, config)
     allocator.free()
