@@ -193,10 +193,12 @@ def test_memory_grows_linearly_with_sequence_length(compiled, packed):
         if compiled:
             step = mx.compile(step)
         mx.eval(q, k, v, segments)
-        held = mx.get_active_memory()
-        mx.reset_peak_memory()
-        mx.eval(step(q, k, v))
-        return mx.get_peak_memory() - held
+        held, found = mx.get_active_memory(), []
+        for _ in range(3):  # how far MLX runs ahead depends on the moment
+            mx.reset_peak_memory()
+            mx.eval(step(q, k, v))
+            found.append(mx.get_peak_memory() - held)
+        return min(found)
 
     short, middle, long = map(peak, (512, 1024, 2048))
     # Twice the memory, plus operations that MLX runs ahead; quadratic growth would be four times.
