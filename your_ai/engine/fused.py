@@ -95,16 +95,17 @@ def fused_engine(
         return graphs.get(shape, function, lambda: restoring(graphs.compile(function, state)))
 
     def restoring(function: Callable) -> Callable:
-        """Restore the arrays of the model after the first call, which traces the function: the
-        code of some models changes them, and would leave placeholders there."""
+        """Restore the arrays of the model after each call that traces the function, which puts
+        placeholders in their place: the first one, or every one of a function not compiled."""
         is_traced = False
 
         def run(*args: Any) -> Any:
             nonlocal is_traced
-            before = None if is_traced else arrays_of(model)
+            if is_traced and graphs.compiles:
+                return function(*args)
+            before = arrays_of(model)
             result = function(*args)
-            if before is not None:
-                put(model, before)
+            put(model, before)
             is_traced = True
             return result
 
@@ -118,12 +119,10 @@ def fused_engine(
     def gradients(batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
         keys = mx.array(row_keys(step_seed, batch.rows)), mx.array(batch.places)
         lengths = None if neftune is None else mx.array(batch.text_lengths)
-        parameters = model.trainable_parameters()
         sums, grads = compiled(loss_and_gradients, batch, trained=True)(
             norms_of(dora), _inputs(batch), Targets.of(batch), *keys, lengths,
             mx.array(scale, mx.float32),
         )  # fmt: skip
-        model.update(parameters)  # tracing replaced them with placeholders
         return Sums(*sums), grads
 
     def run(function: Callable, batch: Batch) -> Any:

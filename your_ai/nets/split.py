@@ -42,10 +42,6 @@ class StandIn(nn.Module):
         return self._forward(*args, **kwargs)
 
 
-def _is_array(child: Any) -> bool:
-    return isinstance(child, mx.array)
-
-
 @cache
 def _also(stand_in: type, kind: type) -> type:
     """A class of stand-ins for modules of a class."""
@@ -61,7 +57,8 @@ class Head(nn.Module):
     def __init__(self, model: nn.Module, run: Callable[[nn.Module, mx.array], mx.array]) -> None:
         super().__init__()
         # Arrays of the model itself are looked up at each use, because compiling replaces them.
-        dict.update(self, {n: child for n, child in model.items() if not _is_array(child)})
+        children = {n: c for n, c in model.items() if not isinstance(c, mx.array)}
+        dict.update(self, children)
         vars(self)["_model"], vars(self)["_run"] = model, run
 
     def __call__(self, hidden: mx.array) -> mx.array:

@@ -1,5 +1,7 @@
 """Make mlx-lm's mixers compute in chunks where they train, and as ever where they generate.
 
+Attention is one of them: it attends in blocks of queries, where that is better.
+
 A mixer becomes an instance of a subclass of its class, with the same attributes. The methods of
 the subclass are the class's own, but call the functions of this package in place of mlx-lm's
 loops. With a cache, the class's own methods run.
