@@ -95,18 +95,13 @@ def fused_engine(
         return graphs.get(shape, function, lambda: restoring(graphs.compile(function, state)))
 
     def restoring(function: Callable) -> Callable:
-        """Restore the arrays of the model after each call that traces the function, which puts
-        placeholders in their place: the first one, or every one of a function not compiled."""
-        is_traced = False
+        """Restore the arrays of the model after each call: tracing puts placeholders in their
+        place, and a function is traced again for arguments of another structure."""
 
         def run(*args: Any) -> Any:
-            nonlocal is_traced
-            if is_traced and graphs.compiles:
-                return function(*args)
             before = arrays_of(model)
             result = function(*args)
             put(model, before)
-            is_traced = True
             return result
 
         return run
