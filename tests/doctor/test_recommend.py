@@ -168,7 +168,7 @@ def test_the_largest_model_with_weights_in_memory_comes_first(name):
 @pytest.mark.parametrize(
     ("gb", "first", "llama"),
     [
-        (8, "gemma4-e2b", "slow"),
+        (8, "gemma4-e4b", "slow"),
         (16, "ministral3-14b", "full"),
         (24, "gpt-oss-20b", "full"),
         (36, "qwen3.5-35b-a3b", "full"),

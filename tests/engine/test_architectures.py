@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 
 from tests.architectures import PLANS, opened_with_adapters, outcomes, write_model
 from your_ai.engine.build import build_engine
+from your_ai.engine.opened import open_model
+from your_ai.engine.weights import stream_vocabulary
 from your_ai.errors import UserError
+from your_ai.memory.facts import facts_of
 
 SPECIAL = [
     "gemma3n",  # several hidden streams, inputs of each block, a trunk that returns logits
@@ -74,3 +78,14 @@ def test_packing_is_refused_where_the_place_in_the_row_matters(
             build()
     else:
         build()
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n", "gpt2", "gpt_neox", "internlm2", "mamba2"])
+def test_embeddings_and_head_of_any_name_stay_in_the_files_as_estimates_assume(
+    tmp_path, model_type
+):
+    folder = write_model(tmp_path / "m", model_type)
+    opened = open_model(folder, mx.float32)
+    layers = stream_vocabulary(opened.network, opened.tensors)
+    found = sum(array.nbytes for layer in layers.values() for array in layer.parameters().values())
+    assert found == facts_of(folder, 4).vocabulary_bytes > 0

@@ -320,12 +320,12 @@ def test_blocks_are_found_by_other_names(tmp_path, blocks):
     assert facts.rest_bytes == 0
 
 
-def test_per_layer_embedding_does_not_count_as_vocabulary(tmp_path):
-    """Gemma 3n has an embedding per layer, which engine.weights does not stream."""
+def test_per_layer_embedding_counts_as_vocabulary(tmp_path):
+    """Gemma 3n and 4 have an embedding for all layers, which stays in its file, too."""
     more = {**LINEAR, "model.embed_tokens_per_layer.weight": ("BF16", (1000, 32))}
     facts = facts_of(write_headers(tmp_path / "m", more, {"hidden_size": 64}), 2)
-    assert facts.vocabulary_bytes == 2 * 1000 * 64
-    assert facts.rest_bytes == 2 * (1000 * 32 + 64)
+    assert facts.vocabulary_bytes == 2 * (1000 * 64 + 1000 * 32)
+    assert facts.rest_bytes == 2 * 64
 
 
 def test_vocabulary_held_moves_the_vocabulary_to_the_rest(tiny_model):

@@ -28,6 +28,7 @@ from mlx.utils import tree_flatten
 from your_ai.errors import RunError, UserError
 from your_ai.files import read_at
 from your_ai.gates.untrusted import read_header
+from your_ai.memory.facts import VOCABULARY
 from your_ai.nets.dora import compute_magnitudes
 from your_ai.nets.head import HeadSlice, LinearHead, dense, part_of
 from your_ai.nets.parts import Arrays, arrays_of, put
@@ -41,7 +42,6 @@ DTYPES = {
     "U8": mx.uint8,
 }
 CHANGED_BYTES = 4 << 20  # of weights that are changed at load and stay in memory
-VOCABULARY_LAYERS = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -285,15 +285,18 @@ def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Mo
 
 
 def stream_vocabulary(model: nn.Module, tensors: dict[str, FileTensor]) -> dict[str, nn.Module]:
-    """Change the embedding and the head, in place, to read their rows from their files.
+    """Change the embeddings and the head, in place, to read their rows from their files.
 
     Returns the original layers by path; `put_layers` restores them.
     """
     before: dict[str, nn.Module] = {}
+    blocks = ".".join(map(str, blocks_path(model)))
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]
+        if blocks and name.startswith(f"{blocks}."):
+            continue
         own = {n: tensors[f"{name}.{n}"] for n in module if f"{name}.{n}" in tensors}
-        if leaf in VOCABULARY_LAYERS and own.keys() == arrays_of(module).keys():
+        if leaf in VOCABULARY and own.keys() == arrays_of(module).keys():
             options = ("group_size", "bits", "mode") if "scales" in own else ()
             rows = FileRows(own, {n: vars(module)[n] for n in options if n in vars(module)})
             before[name] = module

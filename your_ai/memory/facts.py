@@ -20,7 +20,13 @@ from your_ai.memory.mixer_facts import QUERIES, RWKV7, MixerFacts, mixers_of, wi
 
 # Tensors next to the text model in files of other libraries; mlx-lm ignores them.
 LEFT_OUT = re.compile(r"(?:^|\.)(?:vision|visual|audio|multi_modal|embed_vision|embed_audio|mtp)")
-VOCABULARY = ("embed_tokens", "lm_head")
+# Layers outside of the blocks with a row for each token of the vocabulary, as architectures call
+# them. The staged and streamed plans leave them in their files.
+VOCABULARY = (
+    *("embed_tokens", "embed_tokens_per_layer", "embed", "embed_in", "embedding", "embeddings"),
+    *("token_embeddings", "tok_embeddings", "word_embeddings", "wte"),
+    *("lm_head", "embed_out", "output"),
+)
 # Layers whose weight mlx-lm's code reads itself, so that they get no adapter: Gemma 3n, Kimi K3.
 READ_OTHERWISE = (
     *("prediction_coefs", "correction_coefs"),
@@ -69,9 +75,9 @@ class ModelFacts:
     float_bytes: int
     """Size of a number of the compute dtype."""
     vocabulary_bytes: int
-    """The embedding, and the head if it is not tied."""
+    """The embeddings of tokens, and the head if it is not tied."""
     rest_bytes: int
-    """All other weights outside of the blocks, such as embeddings of each layer."""
+    """All other weights outside of the blocks."""
     disk_bytes: int
     """Size of the model's files."""
     quantized: bool
