@@ -25,6 +25,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from your_ai.engine.streamed_experts import only_routed
 from your_ai.errors import RunError, UserError
 from your_ai.files import read_at
 from your_ai.gates.untrusted import read_header
@@ -266,12 +267,15 @@ def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Mo
         unread.append(weights.load(index))
         put(block, unread[index])
 
+    readers = [{path: tensor.gather for path, tensor in mine.items()} for mine in files]
+
     def run(index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             put(blocks[index], weights.load(index))
             try:
-                result = blocks[index](*args, **kwargs)
-                mx.eval(result)
+                with only_routed(blocks[index], readers[index]):
+                    result = blocks[index](*args, **kwargs)
+                    mx.eval(result)
                 return result
             finally:
                 put(blocks[index], unread[index])
