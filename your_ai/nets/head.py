@@ -240,14 +240,19 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 class _StandIn(nn.Module):
-    """Replaces the linear layer of a head, with the same attributes, and records its input."""
+    """Replaces the linear layer of a head, with the same attributes, and records its input.
+
+    The layer may also embed tokens; it does so as before.
+    """
 
     def __init__(self, layer: nn.Module, answer: mx.array) -> None:
         vars(self).update(vars(layer))
         dict.update(self, layer)
-        vars(self)["given"], vars(self)["answer"] = [], answer
+        vars(self).update(layer=layer, given=[], answer=answer)
 
     def __call__(self, x: mx.array) -> mx.array:
+        if not mx.issubdtype(x.dtype, mx.floating):
+            return self.layer(x)
         self.given.append(x)
         return self.answer
 
