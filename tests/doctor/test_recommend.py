@@ -10,6 +10,7 @@ import random
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +33,7 @@ from your_ai.doctor.recommend import (
     room_of,
 )
 from your_ai.errors import UserError
-from your_ai.hub.registry import known
+from your_ai.hub.registry import Known, known
 from your_ai.memory.budget import demand_of
 from your_ai.memory.demand import WHOLE
 from your_ai.memory.facts import ModelFacts, facts_of_known, layers_named
@@ -53,6 +54,22 @@ sys.exit(",".join(m for m in ("mlx", "mlx_lm", "numpy", "transformers") if m in 
 
 # What is asked of several tests is found once: a room has a thousand plans to weigh.
 recommended = functools.cache(recommend)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def facts_found_once() -> Iterator[None]:
+    """Each test asks for those of all known models."""
+    found: dict[tuple[int, int], tuple[Known, ModelFacts]] = {}  # holds a model, for its id
+
+    def facts(model: Known, float_bytes: int) -> ModelFacts:
+        key = id(model), float_bytes
+        if key not in found:
+            found[key] = model, facts_of_known(model, float_bytes)
+        return found[key][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recommending, "facts_of_known", facts)
+        yield
 
 
 def names(found: list[Recommendation], tier: str) -> list[str]:
