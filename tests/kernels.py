@@ -8,6 +8,7 @@ file, and reads the header itself if it cannot use that. The kernels are the sam
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from pathlib import Path
 import mlx.core as mx
 
 HEADER = "mlx/backend/cpu/compiled_preamble.h"
+SET_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"
+NO_FUSE = 2  # of the modes
 FLAGS = ("-std=c++17", "-O3", "-Wall", "-fPIC")  # as MLX calls g++
 
 
@@ -35,3 +38,15 @@ def precompile_header() -> None:
         done = subprocess.run([*command, "-o", partial], capture_output=True, check=False)
         if done.returncode == 0:
             partial.replace(target)
+
+
+def run_without_kernels() -> None:
+    """Let `mx.compile` trace and simplify as always, but run the operations one by one.
+
+    For a process of its own, since what was compiled stays. For tests of what is traced, on so
+    many models that compiling their kernels would take longest. Where MLX has no such switch,
+    kernels are compiled; `mx.disable_compile` would not even trace.
+    """
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        (library,) = (Path(mx.__file__).parent / "lib").glob("libmlx.*")
+        ctypes.CDLL(str(library))[SET_MODE](NO_FUSE)

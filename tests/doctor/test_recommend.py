@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import random
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +33,7 @@ from your_ai.doctor.recommend import (
     room_of,
 )
 from your_ai.errors import UserError
-from your_ai.hub.registry import known
+from your_ai.hub.registry import Known, known
 from your_ai.memory.budget import demand_of
 from your_ai.memory.demand import WHOLE
 from your_ai.memory.facts import ModelFacts, facts_of_known, layers_named
@@ -48,6 +50,26 @@ recommend.table(room, found), recommend.as_json(room, found)
 assert time.process_time() < 2, time.process_time()
 sys.exit(",".join(m for m in ("mlx", "mlx_lm", "numpy", "transformers") if m in sys.modules) or 0)
 """
+
+
+# What is asked of several tests is found once: a room has a thousand plans to weigh.
+recommended = functools.cache(recommend)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def facts_found_once() -> Iterator[None]:
+    """Each test asks for those of all known models."""
+    found: dict[tuple[int, int], tuple[Known, ModelFacts]] = {}  # holds a model, for its id
+
+    def facts(model: Known, float_bytes: int) -> ModelFacts:
+        key = id(model), float_bytes
+        if key not in found:
+            found[key] = model, facts_of_known(model, float_bytes)
+        return found[key][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recommending, "facts_of_known", facts)
+        yield
 
 
 def names(found: list[Recommendation], tier: str) -> list[str]:
@@ -125,7 +147,7 @@ def test_unknown_memory_asks_for_the_memory_option():
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_planner_gives_the_same_plan_for_each_recommended_command(name):
     room = room_here(RECORDED[name])
-    found = recommend(room)
+    found = recommended(room)
     assert found
     for each in found:
         config, facts = asked(each), facts_for(each, room)
@@ -154,7 +176,7 @@ def test_the_planner_gives_the_same_plan_for_each_recommended_command(name):
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_largest_model_with_weights_in_memory_comes_first(name):
-    found = recommend(room_here(RECORDED[name]))
+    found = recommended(room_here(RECORDED[name]))
     assert found[0].tier == "full"
     assert (found[0].seq_len, found[0].targets) == (2048, ("all-linear",))
     ranks = [(RANKS[each.tier], -each.known.parameters) for each in found]
@@ -178,19 +200,19 @@ def test_the_largest_model_with_weights_in_memory_comes_first(name):
     ],
 )
 def test_recommendations_for_macs_by_size(gb, first, llama):
-    found = recommend(room_of(gb))
+    found = recommended(room_of(gb))
     assert found[0].known.alias == first
     assert "llama-8b" in names(found, llama)
 
 
 def test_an_8_gb_mac_streams_models_that_are_too_large():
-    slow = [each for each in recommend(room_of(8)) if each.tier == "slow"]
+    slow = [each for each in recommended(room_of(8)) if each.tier == "slow"]
     assert {"phi4", "gemma2-9b", "llama-8b"} <= {each.known.alias for each in slow}
     assert all("streamed" in each.plan or "on disk" in each.plan for each in slow)
 
 
 def test_every_known_model_fits_into_128_gb():
-    found = tiers(recommend(room_of(128)))
+    found = tiers(recommended(room_of(128)))
     assert found == dict.fromkeys(known(), RANKS["full"])
 
 
@@ -226,7 +248,7 @@ def test_the_ranking_does_not_depend_on_the_order_of_the_models():
     models = list(known().values())
     expected = recommend(room_of(16), models)
     random.Random(0).shuffle(models)
-    assert recommend(room_of(16), models) == expected == recommend(room_of(16))
+    assert recommend(room_of(16), models) == expected == recommended(room_of(16))
 
 
 def test_the_tier_of_a_model_improves_with_memory_to_spare():
@@ -265,7 +287,7 @@ def test_recommending_imports_no_mlx_and_is_quick():
 @pytest.mark.parametrize("gb", MACS)
 def test_each_recommendation_is_shown_with_its_command(gb):
     room = room_of(gb)
-    found = recommend(room)
+    found = recommended(room)
     text = shown(room, found, most=None)
     whole = " ".join(text.replace("\\\n", "").split())
     for each in found:
@@ -278,7 +300,7 @@ def test_each_recommendation_is_shown_with_its_command(gb):
 
 def test_only_a_few_models_per_tier_are_shown():
     room = room_of(16)
-    found = recommend(room)
+    found = recommended(room)
     text = shown(room, found, most=2)
     assert f"{TIERS['full']} ({len(names(found, 'full')) - 2} more)" in text
     assert f"{TIERS['tight']}\n" in text
@@ -298,7 +320,7 @@ def test_pairs_need_room_for_both_answers():
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
 def test_a_long_command_can_still_be_copied(width):
-    command = recommend(room_of(8))[-1].command
+    command = recommended(room_of(8))[-1].command
     lines = recommending.continued(command, width).split("\n")
     assert all(line.endswith("\\") for line in lines[:-1])
     assert shlex.split(" ".join(line.removesuffix("\\") for line in lines)) == shlex.split(command)
@@ -306,7 +328,7 @@ def test_a_long_command_can_still_be_copied(width):
 
 def test_json_contains_every_value():
     room = room_of(16)
-    found = recommend(room)
+    found = recommended(room)
     parsed = json.loads(json.dumps(recommending.as_json(room, found)))
     assert parsed["limit_bytes"] == room.limit.limit_bytes
     assert len(parsed["recommendations"]) == len(found)

@@ -190,7 +190,7 @@ def test_a_planted_reward_is_learned(configure, own_folder, rewarded):
     ]
     data = write_rows(own_folder / "answers.jsonl", rows)
     wide: dict[str, Any] = {"lora_targets": ["all-linear"], "lora_layers": "all", "lora_rank": 8}
-    train(configure(run="start", data=str(data), valid="none", batch_size=8, max_steps=60, **wide))
+    train(configure(run="start", data=str(data), valid="none", batch_size=8, max_steps=30, **wide))
     asked = write_rows(own_folder / "asked.jsonl", [{"prompt": row["prompt"]} for row in rows[::2]])
     (own_folder / "planted.py").write_text(
         "def yes(completions, **_):\n"

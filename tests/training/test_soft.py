@@ -136,11 +136,9 @@ def test_the_update_does_not_depend_on_the_micro_batches(reward_model, soft, siz
 @pytest.mark.parametrize(
     "settings",
     [
-        {"straight_through": False},
-        {"soft_credit": "2"},
-        {"soft_credit": "0.01"},
+        {"straight_through": False, "soft_credit": "2"},
+        {"soft_credit": "0.01", "kl_beta": 0.0, "use_dora": True},
         {"temperature_end": 0.5},
-        {"kl_beta": 0.0, "use_dora": True},
     ],
 )
 def test_every_setting_trains_and_resumes(reward_model, soft, settings):

@@ -133,8 +133,20 @@ class ModelFacts:
 
         Kinds that only differ in their mixers count as the first of them.
         """
-        first = self._first_alike
-        return dict(Counter(first[kind] for kind in self.last(count)))
+        if count not in self._counts:
+            first = self._first_alike
+            self._counts[count] = dict(Counter(first[kind] for kind in self.last(count)))
+        return self._counts[count]
+
+    @cached_property
+    def _counts(self) -> dict[int, dict[int, int]]:
+        """What `counts_of_last` found."""
+        return {}
+
+    @cached_property
+    def names(self) -> dict[tuple[tuple[str, ...], bool], list[str]]:
+        """What `names_of` found: a planner asks thousands of times."""
+        return {}
 
     @cached_property
     def _first_alike(self) -> tuple[int, ...]:
@@ -386,14 +398,16 @@ def adapters_named(
 
 
 def names_of(facts: ModelFacts, targets: tuple[str, ...], experts: bool = False) -> list[str]:
-    return [
-        name
-        for name in facts.linears
-        if any(
-            selects(target, name, is_expert=name in facts.experts, experts=experts)
-            for target in targets
-        )
-    ]
+    if (targets, experts) not in facts.names:
+        facts.names[targets, experts] = [
+            name
+            for name in facts.linears
+            if any(
+                selects(target, name, is_expert=name in facts.experts, experts=experts)
+                for target in targets
+            )
+        ]
+    return facts.names[targets, experts]
 
 
 def vocabulary_held(facts: ModelFacts) -> ModelFacts:
