@@ -30,7 +30,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from your_ai.errors import UserError
-from your_ai.modelfiles.quantized_copies import quantized_copy
+from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.modelfiles.shards import Lazy, load_as_written, read_bytes
 from your_ai.nets.model import LINEAR
 from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter, read_adapter
@@ -66,9 +66,8 @@ class Change:
 
 
 def base_of(trained: Trained, max_memory_gb: float | None = None) -> Path:
-    """The folder with the weights used in training: the quantized copy if the run quantized."""
-    bits = trained.config.quantize
-    return trained.base if bits is None else quantized_copy(trained.base, bits, max_memory_gb)
+    """The folder with the weights used in training: a copy if it was quantized or repacked."""
+    return model_folder(trained.base, trained.config.quantize, max_memory_gb)
 
 
 def fused_lazily(

@@ -13,6 +13,7 @@ from typing import Any
 
 from your_ai.config.targets import selects
 from your_ai.gates.untrusted import BLOCK, EXPERT, Entry, read_header, read_json
+from your_ai.hub.awq_gptq import as_in_mlx
 from your_ai.hub.config_values import HEADS, HIDDEN, MOST_BLOCKS, experts_used, text_part
 from your_ai.hub.registry import Known, config_of
 from your_ai.hub.tensor_sizes import GROUP_SIZE, group_size_of, tensor_bytes
@@ -156,7 +157,7 @@ def facts_of(folder: Path, float_bytes: int, quantize: int | None = None) -> Mod
     """
     config = read_json(folder / "config.json", "a model folder has one")
     disk_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
-    entries = list(entries_of(folder))
+    entries, config = as_in_mlx(folder, config, list(entries_of(folder)))
     if any(entry.name.endswith(".scales") for entry in entries):
         quantize = None  # this is the quantized copy
     return facts_from(entries, config, float_bytes, quantize, disk_bytes)

@@ -30,6 +30,7 @@ from your_ai.errors import UserError, is_memory_error
 from your_ai.gates.text import counted, shortened, shown
 from your_ai.gates.token_ids import rows_of, vocabulary_of
 from your_ai.gates.untrusted import EXPERT, read_json
+from your_ai.hub.awq_gptq import packing_of
 from your_ai.hub.check import check_model, check_tokenizer_files
 from your_ai.nets.dora import put_dora
 from your_ai.nets.source_names import weights_read
@@ -112,6 +113,7 @@ def needs_code(folder: Path) -> UserError:
 def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, Any]]:
     """Load the model of a folder and its configuration; see `load_base`."""
     raw_config = check_model(folder)
+    check_packing(folder, raw_config)
     if glob.escape(str(folder)) != str(folder):
         raise UserError(f"{folder}: mlx-lm cannot load from a path with *, ? or [; rename it")
     try:
@@ -125,6 +127,15 @@ def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, An
         raise UserError(f"{folder}: a model with a vocabulary of {vocabulary} cannot be used")
     cast(model, dtype)
     return model, config
+
+
+def check_packing(folder: Path, config: dict[str, Any]) -> None:
+    """Raise UserError for AWQ or GPTQ weights: mlx-lm reads GPTQ as if it were AWQ."""
+    if packing_of(folder, config) is not None:
+        raise UserError(
+            f"{folder}: AWQ and GPTQ weights must be repacked for MLX first; your_ai train, eval "
+            "and generate do that"
+        )
 
 
 def positions_of(config: dict[str, Any]) -> dict[str, Any]:
