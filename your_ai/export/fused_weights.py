@@ -196,8 +196,11 @@ def quantization_of(layer: nn.Module) -> Quantization:
 
 
 def raised(own: Quantization, to: str) -> Quantization:
-    """Return `own` with the bits of `to`, if those are more."""
-    if not own or to == SAME or own["bits"] >= int(to):
+    """Return `own` with the bits of `to`, if those are more.
+
+    MXFP8 has eight bits too, but three of them for digits: rounding would undo small changes.
+    """
+    if not own or to == SAME or (own["bits"] >= int(to) and own["mode"] == "affine"):
         return own
     group_size = own["group_size"] if own["group_size"] in AFFINE_GROUPS else AFFINE_GROUPS[0]
     return {"group_size": group_size, "bits": int(to), "mode": "affine"}

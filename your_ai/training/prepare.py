@@ -53,6 +53,7 @@ from your_ai.modelfiles.quantized_copies import make_copy, needs_copy, place_of_
 from your_ai.modelfiles.repack import repacked_lazily
 from your_ai.modelfiles.shards import largest_shard, process_bytes_of
 from your_ai.nets import model, score_head
+from your_ai.nets.dora import note_on_bits
 from your_ai.nets.saved_adapter import base_files
 from your_ai.objectives.chosen import objective_of
 from your_ai.rewards.chosen import Rewards, load_rewards
@@ -225,6 +226,8 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     start = begin_from(RunFolder(folder), network) if config.from_adapter else {}
     adapters = replace(adapters, config={**adapters.config, "base_files": base_files(files)})
     announce(budget, past, config, log)
+    if text := note_on_bits(network):
+        log.write(events.Notice(text=text))
     graphs = graphs_within(budget)
     make_store = store_maker(config, opened, adapters, files, data, folder)
     plan = budget.choice.option.plan
