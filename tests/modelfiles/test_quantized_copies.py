@@ -19,7 +19,7 @@ from your_ai.errors import UserError
 from your_ai.files import sha256
 from your_ai.hub.find import store
 from your_ai.modelfiles import quantize, quantized_copies
-from your_ai.modelfiles.quantized_copies import KEEP_DAYS, make_copy, place_of_copy, quantized_copy
+from your_ai.modelfiles.quantized_copies import KEEP_DAYS, make_copy, model_folder, place_of_copy
 from your_ai.modelfiles.unfinished import locked
 from your_ai.nets.model import load_base
 from your_ai.run import events
@@ -44,29 +44,29 @@ def all_copies() -> set[Path]:
 def test_copy_is_made_once(source):
     assert len(list(make_copy(source, 4))) > 2
     assert list(make_copy(source, 4)) == []
-    assert quantized_copy(source, 4) == place_of_copy(source, 4)
+    assert model_folder(source, 4) == place_of_copy(source, 4)
 
 
 def test_copy_depends_on_file_contents_not_on_location(tmp_path, source):
-    found = quantized_copy(source, 4)
-    assert quantized_copy(shutil.copytree(source, tmp_path / "other"), 4) == found
-    assert quantized_copy(source, 8) != found
+    found = model_folder(source, 4)
+    assert model_folder(shutil.copytree(source, tmp_path / "other"), 4) == found
+    assert model_folder(source, 8) != found
     config = source / "config.json"
     config.write_text(config.read_text().replace("10000.0", "20000.0"))
-    assert quantized_copy(source, 4) != found
+    assert model_folder(source, 4) != found
     assert len(all_copies()) == 3
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "qwen3_moe"])
 def test_copy_can_be_streamed(tmp_path, architecture):
-    folder = quantized_copy(make_model(tmp_path / "m", architecture, bits=None), 4)
+    folder = model_folder(make_model(tmp_path / "m", architecture, bits=None), 4)
     network, _ = load_base(folder, mx.float32)
     assert can_stream(network, tensors_of(network, folder))
 
 
 def test_copy_equals_quantizing_on_load(source):
     tokens = mx.arange(8)[None]
-    copied, _ = load_base(quantized_copy(source, 4), mx.float32)
+    copied, _ = load_base(model_folder(source, 4), mx.float32)
     loaded, _ = quantize.quantized_lazily(source, 4)[:2]
     assert mx.array_equal(copied(tokens), loaded(tokens))
     assert {n for n, _ in tree_flatten(copied.parameters())} == {
@@ -76,7 +76,7 @@ def test_copy_equals_quantizing_on_load(source):
 
 @pytest.mark.parametrize("spoil", ["a byte is changed", "cut", "no config", "no record"])
 def test_damaged_copy_is_made_again(source, spoil):
-    folder = quantized_copy(source, 4)
+    folder = model_folder(source, 4)
     weights = folder / "model.safetensors"
     before = sha256(weights)
     if spoil == "a byte is changed":
@@ -92,7 +92,7 @@ def test_damaged_copy_is_made_again(source, spoil):
 
 
 def test_unused_copies_are_deleted_after_a_month(tmp_path, source):
-    old, used = quantized_copy(source, 2), quantized_copy(source, 3)
+    old, used = model_folder(source, 2), model_folder(source, 3)
     broken = quantize.work_of(place_of_copy(source, 5)).folder
     busy = quantize.work_of(place_of_copy(source, 6)).folder
     for folder in (broken, busy):
@@ -100,13 +100,13 @@ def test_unused_copies_are_deleted_after_a_month(tmp_path, source):
     for folder in (old, used, broken, busy):
         make_older(folder, KEEP_DAYS + 1)
     with locked(busy, waits=False):
-        quantized_copy(source, 3)  # marks it as used
-        quantized_copy(source, 8)
+        model_folder(source, 3)  # marks it as used
+        model_folder(source, 8)
     assert all_copies() == {used, place_of_copy(source, 8), busy}
 
 
 def test_interrupted_deletion_leaves_no_valid_model(source, monkeypatch):
-    folder = quantized_copy(source, 4)
+    folder = model_folder(source, 4)
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if interrupted before it
     quantized_copies.discard(folder)
     assert not (folder / "config.json").exists()
@@ -134,7 +134,7 @@ def test_two_simultaneous_runs_make_one_copy(source):
 
 def test_waiting_run_uses_the_copy_of_the_other_run(source, monkeypatch):
     target = place_of_copy(source, 4)
-    ready = quantized_copy(source, 4).rename(store() / "ready")
+    ready = model_folder(source, 4).rename(store() / "ready")
     work = quantize.work_of(target).folder
     work.mkdir()
     slept: list[float] = []
@@ -157,7 +157,7 @@ def test_unwritable_store_is_refused(tmp_path, source, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("YOUR_AI_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError, match="cannot be written"):
-        quantized_copy(source, 4)
+        model_folder(source, 4)
 
 
 def test_run_with_quantize_trains_streams_and_generates(configure, source):
@@ -176,5 +176,5 @@ def test_run_with_quantize_trains_streams_and_generates(configure, source):
 
 def test_quantized_model_is_refused(tiny_model):
     with pytest.raises(UserError, match="is already quantized to 4 bits"):
-        quantized_copy(tiny_model, 4)
+        model_folder(tiny_model, 4)
     assert not (store() / "quantized").exists()

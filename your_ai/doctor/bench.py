@@ -34,6 +34,7 @@ from your_ai.gates.text import loss_text
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
 from your_ai.memory import probe
+from your_ai.modelfiles.quantized_copies import model_folder
 
 PLANS = ("auto", "fused", "staged", "streamed", "spilled", "prefix", "unpacked", "packed")
 ROUNDS = 2  # all contenders in turn, so that a machine that slows down slows them all equally
@@ -98,7 +99,7 @@ def weights_of(shape: str | None, model_name: str | None, bits: int, dtype: str)
     if model_name is not None:
         folder = find_model(model_name)
         check_model(folder)
-        return folder
+        return model_folder(folder, None)
     if shape not in SHAPES:
         known = ", ".join(SHAPES)
         raise UserError(f"--shape {shape}: unknown{nearest(str(shape), SHAPES)} ({known})")

@@ -119,10 +119,9 @@ def compare(
     is too small, or a metric that fails.
     """
     config, folder = run.config, run.base
-    if config.quantize is not None:
-        for step in make_copy(folder, config.quantize, request.max_memory_gb):
-            yield EvaluationProgress("quantizing the model", step.done_bytes, step.total_bytes)
-        folder = place_of_copy(folder, config.quantize)
+    for step in make_copy(folder, config.quantize, request.max_memory_gb):
+        yield EvaluationProgress("quantizing the model", step.done_bytes, step.total_bytes)
+    folder = place_of_copy(folder, config.quantize)
     yield EvaluationProgress(f"reading {path.name}")
     dtype = model.compute_dtype(config.dtype)
     opened = open_model(folder, dtype)

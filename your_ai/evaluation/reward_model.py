@@ -34,7 +34,7 @@ from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator
 from your_ai.memory.budget import budget_of_evaluation, row_limit
 from your_ai.memory.facts import facts_of
-from your_ai.modelfiles.quantized_copies import quantized_copy
+from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import model, saved_adapter
 from your_ai.nets.saved_adapter import Trained
 from your_ai.objectives.reward import ScoreRegression
@@ -163,8 +163,7 @@ def check_reward_run(run: Trained, label: str) -> None:
 
 def weights_of(run: Trained, max_memory_gb: float | None = None) -> Path:
     """The folder with the weights that the run trained with, quantized now if it is missing."""
-    bits = run.config.quantize
-    return run.base if bits is None else quantized_copy(run.base, bits, max_memory_gb)
+    return model_folder(run.base, run.config.quantize, max_memory_gb)
 
 
 def put_reward_model(opened: Opened, run: Trained) -> None:

@@ -25,6 +25,7 @@ from your_ai.gates.text import shortened, shown
 from your_ai.gates.untrusted import read_header, read_json
 from your_ai.hub.find import Missing, find_model, is_local
 from your_ai.hub.fingerprint import fingerprint
+from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets import model
 from your_ai.nets.saved_adapter import (
     Adapter,
@@ -141,7 +142,7 @@ def load_base(files: AdapterFiles, base: Path) -> nn.Module:
     """
     if files.peft is not None:
         check_names(base)
-    return model.load_network(base, mx.float32)[0]
+    return model.load_network(model_folder(base, None), mx.float32)[0]
 
 
 def fitted(files: AdapterFiles, adapter: Adapter, base: Path, network: nn.Module) -> Adapter:

@@ -30,7 +30,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from your_ai.errors import UserError
-from your_ai.modelfiles.quantized_copies import quantized_copy
+from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.modelfiles.shards import Lazy, load_as_written, read_bytes
 from your_ai.nets.model import LINEAR
 from your_ai.nets.saved_adapter import Adapter, Trained, put_adapter, read_adapter
@@ -66,9 +66,8 @@ class Change:
 
 
 def base_of(trained: Trained, max_memory_gb: float | None = None) -> Path:
-    """The folder with the weights used in training: the quantized copy if the run quantized."""
-    bits = trained.config.quantize
-    return trained.base if bits is None else quantized_copy(trained.base, bits, max_memory_gb)
+    """The folder with the weights used in training: a copy if it was quantized or repacked."""
+    return model_folder(trained.base, trained.config.quantize, max_memory_gb)
 
 
 def fused_lazily(
@@ -197,8 +196,11 @@ def quantization_of(layer: nn.Module) -> Quantization:
 
 
 def raised(own: Quantization, to: str) -> Quantization:
-    """Return `own` with the bits of `to`, if those are more."""
-    if not own or to == SAME or own["bits"] >= int(to):
+    """Return `own` with the bits of `to`, if those are more.
+
+    MXFP8 has eight bits too, but three of them for digits: rounding would undo small changes.
+    """
+    if not own or to == SAME or (own["bits"] >= int(to) and own["mode"] == "affine"):
         return own
     group_size = own["group_size"] if own["group_size"] in AFFINE_GROUPS else AFFINE_GROUPS[0]
     return {"group_size": group_size, "bits": int(to), "mode": "affine"}

@@ -30,6 +30,7 @@ from your_ai.export.gguf_tokenizer import add_tokenizer
 from your_ai.export.names import check_dense
 from your_ai.files import TEMPORARY, sync
 from your_ai.memory import allocator
+from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.modelfiles.shards import WriteProgress, compute, hold_memory
 from your_ai.modelfiles.targets import write_error
 from your_ai.modelfiles.unfinished import check_disk
@@ -86,7 +87,7 @@ def write_adapter(trained: Trained, target: Path) -> None:
     if adapter.scale == 0:
         raise UserError(f"{adapter.folder}: its scale is 0, which llama.cpp would read as 1")
     check_dense(trained, "GGUF")
-    network, config = load_network(trained.base, mx.float32)
+    network, config = load_network(model_folder(trained.base, None), mx.float32)
     described = describe(trained.base, network, config)
     put_adapter(network, adapter)  # checks that it fits
     tensors = adapter_tensors(described, trained)
@@ -111,7 +112,7 @@ def write_model(
     check_generates(trained.adapter)
     from gguf import LlamaFileType
 
-    network, config = load_network(trained.base, mx.float32)
+    network, config = load_network(model_folder(trained.base, None), mx.float32)
     described = describe(trained.base, network, config)
     del network
     tokenizer = load_tokenizer_of(trained.base, config.get("eos_token_id"))

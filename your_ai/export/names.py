@@ -10,6 +10,7 @@ from pathlib import Path
 
 from your_ai.errors import UserError
 from your_ai.gates.untrusted import read_json
+from your_ai.hub.awq_gptq import as_in_mlx
 from your_ai.memory.facts import BLOCK, entries_of
 from your_ai.nets.saved_adapter import Trained
 
@@ -72,7 +73,8 @@ def check_dense(trained: Trained, what: str) -> None:
 
 def modules_of(base: Path) -> set[str]:
     """The paths of all layers with weights, from the tensor names in the model's files."""
-    names = (entry.name for entry in entries_of(base))
+    config = read_json(base / "config.json", "a model folder has one")
+    names = (entry.name for entry in as_in_mlx(base, config, list(entries_of(base)))[0])
     return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
 
 

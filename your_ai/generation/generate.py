@@ -31,7 +31,7 @@ from your_ai.memory.budget import WavePlan, limit_generation, plan_waves
 from your_ai.memory.facts import facts_of
 from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.memory.workload import RolloutSizes
-from your_ai.modelfiles.quantized_copies import quantized_copy
+from your_ai.modelfiles.quantized_copies import model_folder
 from your_ai.nets.model import compute_dtype, first_line
 from your_ai.nets.saved_adapter import (
     Adapter,
@@ -222,8 +222,7 @@ def load_for(
     if adapter is not None:
         check_generates(adapter)
     dtype = compute_dtype(config.dtype)
-    if config.quantize is not None:
-        base = quantized_copy(base, config.quantize, max_memory_gb)
+    base = model_folder(base, config.quantize, max_memory_gb)
     opened = open_model(base, dtype)
     model, tokenizer = opened.network, opened.tokenizer()
     check_answers(model, tokenizer, base)

@@ -12,11 +12,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils
+from mlx_lm.models.bitlinear_layers import BitLinear
 
 from your_ai.gates.untrusted import Entry
 from your_ai.hub.config_values import text_part
+from your_ai.hub.quantization import is_left, method_of, quantization_of
 from your_ai.hub.tensor_sizes import group_size_of
 
+TERNARY = "its layers are ternary (BitLinear), which cannot be adapted"
 KINDS = {
     mx.float64: "F64", mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16",
     mx.int64: "I64", mx.int32: "I32", mx.int16: "I16", mx.int8: "I8",
@@ -34,9 +37,12 @@ def tensors_built(config: dict[str, Any]) -> tuple[list[Entry], dict[str, Any]]:
     """
     try:
         network = build(config)
+        is_ternary = any(isinstance(module, BitLinear) for module in network.modules())
+        if is_ternary or method_of(config).get("quant_method") == "bitnet":
+            raise ValueError(TERNARY)
         completed = dict(config)
-        if isinstance(quantization := config.get("quantization"), dict):
-            completed["quantization"] = quantize(network, quantization)
+        if quantization := quantization_of(config):
+            completed["quantization"] = quantize(network, quantization, config)
         arrays = tree_flatten(network.parameters())
     except Exception as error:  # the code of an architecture may raise any type
         text = (str(error) or type(error).__name__).strip().splitlines()[0]
@@ -63,15 +69,17 @@ def build(config: dict[str, Any]) -> nn.Module:
     return model_class(args_class.from_dict(config))
 
 
-def quantize(network: nn.Module, quantization: dict[str, Any]) -> dict[str, Any]:
-    """Quantize the layers that mlx_lm.convert would, lazily.
+def quantize(
+    network: nn.Module, quantization: dict[str, Any], config: dict[str, Any]
+) -> dict[str, Any]:
+    """Quantize the layers that mlx_lm.convert would, lazily, or those of another library.
 
     quantization: as in a config.json, with the settings of single layers by their names. The
         result also has those that the architecture chooses.
     """
     predicate = getattr(network, "quant_predicate", None)
     group_size = group_size_of(quantization)
-    completed = dict(quantization)
+    completed, is_other = dict(quantization), bool(method_of(config))
 
     def chosen(name: str, layer: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(layer, "to_quantized"):
@@ -81,6 +89,8 @@ def quantize(network: nn.Module, quantization: dict[str, Any]) -> dict[str, Any]
         if layer.weight.shape[-1] % group_size:
             return False
         found = True if predicate is None else predicate(name, layer)
+        if is_other:  # routers, for which architectures choose other settings, are left
+            return found is True and not is_left(name, config)
         if isinstance(found, dict):
             completed[name] = found
         return found

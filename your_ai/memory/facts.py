@@ -13,7 +13,9 @@ from typing import Any
 
 from your_ai.config.targets import selects
 from your_ai.gates.untrusted import BLOCK, EXPERT, Entry, read_header, read_json
+from your_ai.hub.awq_gptq import as_in_mlx
 from your_ai.hub.config_values import HEADS, HIDDEN, MOST_BLOCKS, experts_used, text_part
+from your_ai.hub.quantization import quantization_of as quantization_in
 from your_ai.hub.registry import Known, config_of
 from your_ai.hub.tensor_sizes import GROUP_SIZE, group_size_of, tensor_bytes
 from your_ai.memory.mixer_facts import QUERIES, RWKV7, MixerFacts, mixers_of, windows_of
@@ -174,7 +176,7 @@ def facts_of(folder: Path, float_bytes: int, quantize: int | None = None) -> Mod
     """
     config = read_json(folder / "config.json", "a model folder has one")
     disk_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
-    entries = list(entries_of(folder))
+    entries, config = as_in_mlx(folder, config, list(entries_of(folder)))
     if any(entry.name.endswith(".scales") for entry in entries):
         quantize = None  # this is the quantized copy
     return facts_from(entries, config, float_bytes, quantize, disk_bytes)
@@ -203,7 +205,7 @@ def facts_of_config(
     from your_ai.hub.built_tensors import tensors_built  # loads mlx
 
     entries, config = tensors_built(config)
-    bits = None if config.get("quantization") else quantize
+    bits = None if quantization_in(config) else quantize
     found = facts_from(entries, config, float_bytes, bits, 0)
     return replace(found, disk_bytes=found.weights_bytes)
 
@@ -329,7 +331,7 @@ def linears_of(
 ) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
     """The fields `linears` and `experts` of BlockFacts."""
     scales = {e.name: e.shape for e in entries if e.name.endswith(".scales")}
-    quantization = config.get("quantization") or {}
+    quantization = quantization_in(config)
     sizes: dict[str, tuple[int, int]] = {}
     counts: dict[str, int] = {}  # number of experts
     for entry in entries:

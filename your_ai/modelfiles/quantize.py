@@ -20,6 +20,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 
 from your_ai.errors import UserError
+from your_ai.hub.awq_gptq import packing_of
 from your_ai.hub.check import check_model
 from your_ai.hub.tensor_sizes import GROUP_SIZE
 from your_ai.modelfiles import unfinished
@@ -74,6 +75,8 @@ def check_source(source: Path, bits: int, group_size: int) -> None:
 
 def refuse_quantized(source: Path, config: dict[str, Any]) -> None:
     found = config.get("quantization")
+    if packing_of(source, config) is not None:  # mlx-lm's own formats are detected when it loads
+        found = config.get("quantization_config")
     if found is not None:
         bits = found.get("bits") if isinstance(found, dict) else found
         raise UserError(f"{source}: is already quantized to {bits} bits")

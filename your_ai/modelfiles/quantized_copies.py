@@ -1,8 +1,10 @@
-"""Quantized copies of models for `train --quantize`, made once and kept in the store.
+"""Copies of models in MLX's quantized layout, made once and kept in the store.
 
-    $YOUR_AI_HOME/quantized/KEY-4bit/      KEY: a hash of the model's fingerprint
+    $YOUR_AI_HOME/quantized/KEY-4bit/      for `train --quantize`
+    $YOUR_AI_HOME/quantized/KEY-repacked/  of an AWQ or GPTQ model
 
-So the model is quantized from the start, and can be streamed from files with quantized weights.
+KEY is a hash of the model's fingerprint. So the model is quantized from the start, and can be
+streamed from files with quantized weights.
 """
 
 from __future__ import annotations
@@ -22,42 +24,64 @@ from your_ai.hub.find import store
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.hub.tensor_sizes import GROUP_SIZE
 from your_ai.modelfiles.quantize import RECORD, check_source, quantize_into, work_of
-from your_ai.modelfiles.shards import WriteProgress
+from your_ai.modelfiles.repack import is_repacked, repacked_model
+from your_ai.modelfiles.shards import WriteProgress, write_model
 from your_ai.modelfiles.targets import write_error
-from your_ai.modelfiles.unfinished import locked, read_record
+from your_ai.modelfiles.unfinished import Work, locked, read_record
 
 KEEP_DAYS = 30
+REPACKED = ["repacked", 1]  # the number changes when `modelfiles.repack` computes something else
 
 
-def place_of_copy(source: Path, bits: int) -> Path:
-    """The path of the quantized copy of a model.
+def needs_copy(source: Path, bits: int | None) -> bool:
+    """Whether a model is loaded from a copy; bits: of `--quantize`, or None."""
+    return bits is not None or is_repacked(source)
+
+
+def place_of_copy(source: Path, bits: int | None) -> Path:
+    """The folder that a model is loaded from: its copy, or `source` itself if it needs none.
 
     It depends on the contents of the model's files, not on their location. Hashing them takes a
     while the first time.
     """
-    key = json.dumps([fingerprint(source), bits, GROUP_SIZE], sort_keys=True)
-    return store() / "quantized" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}-{bits}bit"
+    if not needs_copy(source, bits):
+        return source
+    settings = REPACKED if bits is None else [bits, GROUP_SIZE]
+    kind = "repacked" if bits is None else f"{bits}bit"
+    key = json.dumps([fingerprint(source), *settings], sort_keys=True)
+    return store() / "quantized" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}-{kind}"
 
 
 def make_copy(
-    source: Path, bits: int, max_memory_gb: float | None = None, force: bool = False
+    source: Path, bits: int | None, max_memory_gb: float | None = None, force: bool = False
 ) -> Iterator[WriteProgress]:
-    """Make the quantized copy of a model, unless a complete one exists.
+    """Make the copy of a model, if it needs one, unless a complete one exists.
 
-    Waits if another process is making it. Deletes copies that no run has used for a month.
-    Raises the same errors as `quantize`.
+    bits: quantize to so many bits; None repacks an AWQ or GPTQ model. Waits if another process is
+    making it. Deletes copies that no run has used for a month. Raises the same errors as
+    `quantize`.
     """
-    check_source(source, bits, GROUP_SIZE)
+    if not needs_copy(source, bits):
+        return
+    if bits is not None:
+        check_source(source, bits, GROUP_SIZE)
     target = place_of_copy(source, bits)
     delete_unused(target.parent, but=target)
-    if not use(target):
+    if use(target):
+        return
+    if bits is not None:
         yield from quantize_into(source, target, bits, GROUP_SIZE, max_memory_gb, force, waits=True)
+    else:
+        work = Work(target, "repacking", RECORD)
+        yield from write_model(
+            repacked_model(source), source, work, REPACKED, max_memory_gb, force, waits=True
+        )
 
 
-def quantized_copy(
-    source: Path, bits: int, max_memory_gb: float | None = None, force: bool = False
+def model_folder(
+    source: Path, bits: int | None, max_memory_gb: float | None = None, force: bool = False
 ) -> Path:
-    """The folder of a model's quantized copy, which is made if needed."""
+    """The folder that a model is loaded from: a copy, made if needed, or `source` itself."""
     for _ in make_copy(source, bits, max_memory_gb, force):
         pass
     return place_of_copy(source, bits)

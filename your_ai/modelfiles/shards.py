@@ -41,7 +41,7 @@ from your_ai.memory.plan import rounded_up
 from your_ai.memory.sample import in_gb
 from your_ai.modelfiles.targets import check_target, write_error
 from your_ai.modelfiles.unfinished import Work, check_disk, finished_shards, locked, write_record
-from your_ai.nets.model import first_line, load_tokenizer_of, positions_of
+from your_ai.nets.model import check_packing, first_line, load_tokenizer_of, positions_of
 from your_ai.run.checkpoint import save_arrays
 
 LIBRARIES = ("mlx", "mlx-lm")  # other versions of these may compute or name tensors differently
@@ -83,6 +83,7 @@ def load_as_written(source: Path) -> tuple[nn.Module, dict[str, Any]]:
     Raises UserError if the folder is incomplete or mlx-lm cannot load it.
     """
     raw_config = check_model(source)
+    check_packing(source, raw_config)
     if glob.escape(str(source)) != str(source):
         raise UserError(f"{source}: mlx-lm cannot load from a path with *, ? or [; rename it")
     try:

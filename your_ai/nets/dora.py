@@ -176,6 +176,18 @@ def put_dora(model: nn.Module) -> None:
 Layers = list[tuple[str, DoRA]]
 
 
+def note_on_bits(model: nn.Module) -> str:
+    """A sentence for the user if mlx-lm cannot load the DoRA adapter of this model; or ""."""
+    bits = {getattr(layer.linear, "bits", 32) for _, layer in dora_layers(model)}
+    odd = ", ".join(str(each) for each in sorted(bits) if 32 % each)
+    if not odd:
+        return ""
+    return (
+        f"--use-dora: mlx-lm cannot load this adapter, since it has layers of {odd} bits; use it "
+        "with your_ai, or fuse it"
+    )
+
+
 def dora_layers(module: nn.Module) -> Layers:
     """The DoRA layers of a module, with their paths."""
     return [(path, child) for path, child in module.named_modules() if isinstance(child, DoRA)]

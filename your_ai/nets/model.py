@@ -30,7 +30,9 @@ from your_ai.errors import UserError, is_memory_error
 from your_ai.gates.text import counted, shortened, shown
 from your_ai.gates.token_ids import rows_of, vocabulary_of
 from your_ai.gates.untrusted import EXPERT, read_json
+from your_ai.hub.awq_gptq import packing_of
 from your_ai.hub.check import check_model, check_tokenizer_files
+from your_ai.hub.quantization import method_of
 from your_ai.nets.dora import put_dora
 from your_ai.nets.source_names import weights_read
 from your_ai.rng import derive_seed
@@ -112,6 +114,7 @@ def needs_code(folder: Path) -> UserError:
 def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, Any]]:
     """Load the model of a folder and its configuration; see `load_base`."""
     raw_config = check_model(folder)
+    check_packing(folder, raw_config)
     if glob.escape(str(folder)) != str(folder):
         raise UserError(f"{folder}: mlx-lm cannot load from a path with *, ? or [; rename it")
     try:
@@ -119,12 +122,41 @@ def load_network(folder: Path, dtype: mx.Dtype) -> tuple[nn.Module, dict[str, An
         model.freeze()
         model.eval()
     except Exception as error:  # the code of an architecture may raise any type
-        raise UserError(f"{folder}: mlx-lm cannot load this model ({first_line(error)})") from error
+        method = method_of(raw_config).get("quant_method")
+        kind = f", quantized with {shown(method)}" if method else ""
+        reason = first_line(error)
+        raise UserError(f"{folder}: mlx-lm cannot load this model{kind} ({reason})") from error
+    check_quantized_layers(folder, model)
     vocabulary = vocabulary_of(model)
     if vocabulary is not None and vocabulary < TRIED_TOKENS:
         raise UserError(f"{folder}: a model with a vocabulary of {vocabulary} cannot be used")
     cast(model, dtype)
     return model, config
+
+
+def check_packing(folder: Path, config: dict[str, Any]) -> None:
+    """Raise UserError for AWQ or GPTQ weights: mlx-lm reads GPTQ as if it were AWQ."""
+    if packing_of(folder, config) is not None:
+        raise UserError(
+            f"{folder}: AWQ and GPTQ weights must be repacked for MLX first; your_ai train, eval "
+            "and generate do that"
+        )
+
+
+def check_quantized_layers(folder: Path, model: nn.Module) -> None:
+    """Raise UserError for quantized layers that cannot compute here, or cannot be trained."""
+    on_cpu = mx.default_device().type == mx.cpu
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.QQLinear):
+            raise UserError(
+                f"{folder}: {path} rounds its inputs, too (quantize_activations in config.json), "
+                "so it cannot be trained; remove that line, and only weights are quantized"
+            )
+        if on_cpu and layer.get("global_scale") is not None:
+            raise UserError(
+                f"{folder}: {path} has a global scale (NVFP4), which MLX computes with only on a "
+                "GPU; use another version of this model"
+            )
 
 
 def positions_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -372,7 +404,7 @@ def find_targets(blocks: list[nn.Module], config: TrainConfig) -> tuple[str, ...
             if isinstance(module, LINEAR) and name not in kept:
                 expert = isinstance(module, EXPERTS) or EXPERT.search(f"{name}.") is not None
                 linear[name] = linear.get(name, False) or expert
-    if not linear and has_bit_linear(blocks):
+    if has_bit_linear(blocks):  # gradients pass through all of them
         raise UserError(
             "--lora-targets: the layers of this model are ternary (BitLinear), which cannot be "
             "adapted: their kernel has no gradient"

@@ -49,9 +49,11 @@ from your_ai.memory.plan import Option, choose, rows_of, words, workload_of
 from your_ai.memory.sample import in_gb
 from your_ai.memory.workload import Plan, RewardModelSizes
 from your_ai.modelfiles.quantize import quantized_lazily
-from your_ai.modelfiles.quantized_copies import make_copy, place_of_copy
+from your_ai.modelfiles.quantized_copies import make_copy, needs_copy, place_of_copy
+from your_ai.modelfiles.repack import repacked_lazily
 from your_ai.modelfiles.shards import largest_shard, process_bytes_of
 from your_ai.nets import model, score_head
+from your_ai.nets.dora import note_on_bits
 from your_ai.nets.saved_adapter import base_files
 from your_ai.objectives.chosen import objective_of
 from your_ai.rewards.chosen import Rewards, load_rewards
@@ -224,6 +226,8 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     start = begin_from(RunFolder(folder), network) if config.from_adapter else {}
     adapters = replace(adapters, config={**adapters.config, "base_files": base_files(files)})
     announce(budget, past, config, log)
+    if text := note_on_bits(network):
+        log.write(events.Notice(text=text))
     graphs = graphs_within(budget)
     make_store = store_maker(config, opened, adapters, files, data, folder)
     plan = budget.choice.option.plan
@@ -360,15 +364,14 @@ def begin_from(folder: RunFolder, network: nn.Module) -> dict[str, dict[str, str
 
 
 def opened_for(config: TrainConfig, base: Path, log: events.EventLog) -> Opened:
-    """The model in `base`, quantized first if configured."""
+    """The model in `base`, quantized or repacked first if needed."""
     check_model(base)
     dtype = model.compute_dtype(config.dtype)
     log.write(events.Stage(text=f"loading {config.model}"))
     if dtype != mx.float32 and mx.default_device().type == mx.cpu:
         text = "half precision is many times slower on the CPU; use --dtype float32"
         log.write(events.Notice(text=text))
-    weights = base if config.quantize is None else quantized(config.quantize, base, config, log)
-    return open_model(weights, dtype)
+    return open_model(copied(base, config, log), dtype)
 
 
 def schedule_of(config: TrainConfig, data: RunData) -> Schedule:
@@ -484,12 +487,15 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
     if seq_len is not None and seq_len < 1:
         raise UserError(f"--seq-len {seq_len}: must be at least 1")
     dtype, before_bytes = model.compute_dtype(config.dtype), 0
-    if config.quantize is None:
+    if not needs_copy(folder, config.quantize):
         opened = open_model(folder, dtype)
         network, streamable = opened.network, opened.can_stream
     else:
-        network, _, input_bytes = quantized_lazily(folder, config.quantize)
-        streamable = True  # the quantized copy contains the weights in the form the model uses
+        if config.quantize is None:
+            network, _, input_bytes = repacked_lazily(folder)
+        else:
+            network, _, input_bytes = quantized_lazily(folder, config.quantize)
+        streamable = True  # the copy contains the weights in the form the model uses
         if not place_of_copy(folder, config.quantize).is_dir():
             arrays = dict(tree_flatten(network.parameters()))
             before_bytes = process_bytes_of(input_bytes + largest_shard(arrays))
@@ -525,14 +531,24 @@ def planned_budget(config: TrainConfig, folder: Path, seq_len: int | None = None
     )
 
 
-def quantized(bits: int, base: Path, config: TrainConfig, log: events.EventLog) -> Path:
-    """Make the quantized copy of the model, reporting progress; return its folder."""
-    written_at = time.monotonic()
+def copied(base: Path, config: TrainConfig, log: events.EventLog) -> Path:
+    """The folder that the model is loaded from: a copy, if it needs one, is made now.
+
+    Reports progress, and says where the copy of an AWQ or GPTQ model is.
+    """
+    bits, written_at = config.quantize, time.monotonic()
+    doing = "repacking" if bits is None else "quantizing"
+    told = bits is not None
     try:
         for progress in make_copy(base, bits, config.max_memory, config.force):
+            if not told:
+                size, place = in_gb(progress.total_bytes), place_of_copy(base, bits)
+                text = f"AWQ or GPTQ weights are repacked for MLX once, {size} of disk: {place}"
+                log.write(events.Notice(text=text))
+                told = True
             if time.monotonic() - written_at > PROGRESS_EVERY_S:
                 done = f"{in_gb(progress.done_bytes)} of {in_gb(progress.total_bytes)}"
-                log.write(events.Stage(text=f"quantizing {config.model}: {done}"))
+                log.write(events.Stage(text=f"{doing} {config.model}: {done}"))
                 written_at = time.monotonic()
     except UserError:
         planned_budget(config, base)  # if memory is too small, this names the limit for all of it
