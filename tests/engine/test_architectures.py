@@ -112,3 +112,10 @@ def test_embeddings_and_head_of_any_name_stay_in_the_files_as_estimates_assume(
     layers = stream_vocabulary(opened.network, opened.tensors)
     found = sum(array.nbytes for layer in layers.values() for array in layer.parameters().values())
     assert found == facts_of(folder, 4).vocabulary_bytes > 0
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", "lfm2", "gpt2"])
+def test_packing_is_refused_where_blocks_treat_a_row_as_one_text(tmp_path, model_type):
+    opened, adapters = opened_with_adapters(write_model(tmp_path / "m", model_type))
+    with pytest.raises(UserError, match=r"--packing: its blocks treat a row as one text"):
+        build_engine(opened.network, adapters.dropout_keys, "fused", True, opened.tensors)

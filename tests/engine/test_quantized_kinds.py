@@ -105,7 +105,8 @@ def assert_sizes_are_known(folder: Path) -> None:
 def test_every_kind_trains_alike_under_every_plan(tmp_path, kind, architecture):
     folder = write_quantized(tmp_path / "m", kind, architecture)
     assert_sizes_are_known(folder)
-    assert {outcome(folder, plan, 16) for plan in PLANS} == {"exact"}
+    references: dict[Any, Any] = {}
+    assert {outcome(folder, plan, 16, references) for plan in PLANS} == {"exact"}
 
 
 @pytest.mark.parametrize("kind", ["6 bits in 64", "mxfp4", "mxfp8", "nvfp4"])

@@ -97,6 +97,7 @@ WRONG = [
     ("num_key_value_heads", -1),
     ("intermediate_size", [64, -1]),
     ("num_experts", 1 << 30),
+    ("num_experts_per_tok", 9),
     ("rope_theta", 0),
     ("rope_theta", -1.0),
     ("rope_theta", math.inf),
@@ -128,7 +129,7 @@ WRONG = [
 @pytest.mark.parametrize(("key", "value"), WRONG, ids=range(len(WRONG)))
 def test_the_error_names_the_key_of_an_impossible_value(key, value):
     with pytest.raises(UserError) as caught:
-        check_config_values(PATH, LLAMA | {"head_dim": None} | {key: value})
+        check_config_values(PATH, LLAMA | {"head_dim": None, "num_local_experts": 8} | {key: value})
     text = str(caught.value)
     assert text.startswith("config.json: ")
     assert key in text or "num_" in key

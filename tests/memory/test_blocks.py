@@ -140,7 +140,7 @@ def test_adapters_are_exactly_those_that_training_adds(kind, bits):
     for targets, experts, blocks in cases:
         network = build(config_for(kind))
         if bits:
-            quantize(network, QUANTIZATION)
+            quantize(network, QUANTIZATION, config_for(kind))
         network.freeze()
         settings = {"lora_experts": experts, "lora_layers": blocks, "lora_rank": 2}
         model.add_adapters(network, TrainConfig(lora_targets=targets, **settings))

@@ -37,7 +37,7 @@ COMFORT_SHARE = 0.9  # of the limit, because estimates for an unmeasured device 
 SHOWN = 4  # models per tier
 MODEL_FIELDS = ("alias", "repo", "parameters", "active_parameters")
 WIDTH = 80
-COLUMNS = {"model": 12, "tokens": 6, "rank": 4, "layers": 6, "targets": 13, "needs": 8,
+COLUMNS = {"model": 12, "tokens": 6, "rank": 4, "layers": 6, "targets": 10, "needs": 8,
            "plan": 8, "work": 6}  # fmt: skip
 
 

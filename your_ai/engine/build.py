@@ -34,6 +34,7 @@ from your_ai.objectives.objective import Objective
 from your_ai.objectives.sft import SUPERVISED
 
 NO_PARTS = "this model cannot be split into its blocks"
+MIXES = "its blocks treat a row as one text (in convolutions, states or absolute positions)"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def build_engine(
             "the model cannot be split before its head: logits are computed for all tokens"
         )
     if packing and (parts is None or not packing_is_exact(parts, model)):
-        raise UserError(f"--packing: {NO_PARTS}, so packed texts would mix; train without it")
+        reason = f"{NO_PARTS} ({found.reason})" if parts is None else MIXES
+        raise UserError(f"--packing: {reason}, so packed texts would mix; train without it")
     if packing and longest > 1 and parts is not None and parts.depends_on_place(longest):
         raise UserError(
             f"--packing: in rows of {longest} tokens, this model treats tokens by their place in "

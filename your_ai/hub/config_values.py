@@ -28,13 +28,14 @@ HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim")
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 SINGLE = (*LAYERS, *HIDDEN, *HEADS, "vocab_size")  # never a list, in any architecture
 # (minimum, maximum) of the integers that decide how much is built, by config key.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 WHOLE: dict[str, tuple[int, int]] = {
     **dict.fromkeys(LAYERS, (1, MOST_BLOCKS)),
     **dict.fromkeys((*HIDDEN, *HEADS), (1, MOST_WIDTH)),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_kv_heads"), (0, MOST_WIDTH)),
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "n_inner"), (0, MOST_WIDTH)),
     **dict.fromkeys(("head_dim", "kv_lora_rank", "q_lora_rank"), (0, MOST_WIDTH)),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0, MOST_EXPERTS)),
+    **dict.fromkeys(EXPERT_COUNTS, (0, MOST_EXPERTS)),
     "num_experts_per_tok": (0, MOST_EXPERTS),
     "vocab_size": (1, MOST_VOCABULARY),
 }
@@ -113,6 +114,7 @@ def check_part(path: Path, config: dict[str, Any], at: str) -> None:
         elif key in ("quantization", "quantization_config") and value is not None:
             check_quantization(path, at + key, value)
     check_heads(path, config, at)
+    check_experts(path, config, at)
 
 
 def flat(value: Any) -> list[Any]:
@@ -174,6 +176,15 @@ def check_heads(path: Path, config: dict[str, Any], at: str) -> None:
         raise wrong(path, f"{at}num_attention_heads", heads, f"a divisor of {hidden}")
     if isinstance(heads, int) and isinstance(keys, int) and (keys == 0 or heads % keys):
         raise wrong(path, f"{at}num_key_value_heads", keys, f"a divisor of {heads}")
+
+
+def check_experts(path: Path, config: dict[str, Any], at: str) -> None:
+    """Raise UserError if a token uses more experts than there are."""
+    counts = [n for name in EXPERT_COUNTS for n in flat(config.get(name)) if isinstance(n, int)]
+    for name in EXPERTS_USED:
+        for used in flat(config.get(name)):
+            if any(counts) and isinstance(used, int) and used > max(counts):
+                raise wrong(path, at + name, used, f"at most {max(counts)}, the number of experts")
 
 
 def check_tensors(path: Path, config: dict[str, Any], entries: Iterable[Entry]) -> None:

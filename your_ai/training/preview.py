@@ -47,6 +47,12 @@ def as_json(budget: Budget) -> dict[str, Any]:
     }
 
 
+ABOVE = (
+    "above the limit by its safety margin, or by what other plans measured here: the run measures "
+    "itself before it trains, and is refused if it does not fit"
+)
+
+
 def table(budget: Budget) -> RenderableType:
     """The chosen plan, its bytes by component, and the next smaller and larger plans."""
     choice = budget.choice
@@ -78,6 +84,8 @@ def table(budget: Budget) -> RenderableType:
     adapters = f"adapters: rank {training.rank} in {which} {counted(blocks, 'block')}"
     lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices]
     lines += [adapters, "", parts, "", beside]
+    if choice.option.needed_bytes > budget.limit.limit_bytes:
+        lines.append(ABOVE)
     if reads:
         lines.append(f"reads {in_gb(reads)} of the model's files per micro-batch")
     return Group(*lines)
