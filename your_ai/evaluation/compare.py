@@ -119,8 +119,9 @@ def compare(
     is too small, or a metric that fails.
     """
     config, folder = run.config, run.base
+    doing = "repacking the model" if config.quantize is None else "quantizing the model"
     for step in make_copy(folder, config.quantize, request.max_memory_gb):
-        yield EvaluationProgress("quantizing the model", step.done_bytes, step.total_bytes)
+        yield EvaluationProgress(doing, step.done_bytes, step.total_bytes)
     folder = place_of_copy(folder, config.quantize)
     yield EvaluationProgress(f"reading {path.name}")
     dtype = model.compute_dtype(config.dtype)

@@ -22,11 +22,10 @@ from typing import Any
 from your_ai.errors import UserError
 from your_ai.gates.text import shown
 from your_ai.gates.untrusted import Entry
-from your_ai.hub.config_values import text_part
+from your_ai.hub.quantization import MLX_GROUPS, method_of
 
 METHODS = ("awq", "gptq")
 PACKED_BITS = {"awq": (4,), "gptq": (2, 3, 4, 8)}
-MLX_GROUPS = (128, 64, 32)
 WORD_BITS = 32
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
@@ -67,9 +66,7 @@ def packing_of(folder: Path, config: Mapping[str, Any]) -> Packing | None:
 
     Raises UserError for a kind of AWQ or GPTQ that cannot be read.
     """
-    found = config.get("quantization_config") or text_part(config).get("quantization_config")
-    if config.get("quantization") or not isinstance(found, dict):
-        return None
+    found = method_of(config)
     method = found.get("quant_method")
     if method not in METHODS:
         return None

@@ -18,6 +18,8 @@ OTHER_METHODS: dict[str, dict[str, Any]] = {
     "pack-quantized": {"group_size": 32, "bits": 4, "mode": "affine"},
 }
 SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+UNSAFE = re.compile(r"\)[*+{?]|\\\d")  # repeated groups can take forever to match
+MOST_PATTERN = 200
 MLX_GROUPS = (128, 64, 32)
 
 
@@ -41,9 +43,9 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
         name = str(found.get("format"))
     if name == "fp8" and found.get("scale_fmt") == "ue8m0":
         blocks = found.get("weight_block_size") or ()
-        return OTHER_METHODS["mxfp8"] if list(blocks) == [32, 32] else {}
+        return OTHER_METHODS["mxfp8"] if blocks == [32, 32] else {}
     if name == "modelopt":
-        settings = found.get("quantization", found)
+        settings = inner_part(found)
         is_nvfp4 = settings.get("quant_algo") == "NVFP4"
         return OTHER_METHODS["nvfp4-pack-quantized"] if is_nvfp4 else {}
     if name in ("awq", "gptq"):
@@ -53,14 +55,21 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return OTHER_METHODS.get(name, {})
 
 
+def inner_part(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where the settings are: ModelOpt has them one level deeper."""
+    inner = found.get("quantization")
+    return inner if isinstance(inner, dict) else found
+
+
 def is_left(layer: str, config: Mapping[str, Any]) -> bool:
     """Whether another library has left a linear layer as it was, by its name in MLX.
 
     All of them leave embeddings, and the head unless they say so.
     """
     found = method_of(config)
-    settings = found.get("quantization", found)
-    names = [name for key in SKIPPED for name in settings.get(key) or ()]
+    settings = inner_part(found)
+    lists = [settings.get(key) for key in SKIPPED]
+    names = [name for given in lists if isinstance(given, list) for name in given]
     if layer.endswith("embed_tokens") or (layer.endswith("lm_head") and not found.get("lm_head")):
         return True
     return any(names_layer(str(name), layer) for name in names)
@@ -69,6 +78,8 @@ def is_left(layer: str, config: Mapping[str, Any]) -> bool:
 def names_layer(pattern: str, layer: str) -> bool:
     """Whether an entry of a list of layers names this one: a part of its name, or a pattern."""
     if pattern.startswith("re:"):
+        if UNSAFE.search(pattern) or len(pattern) > MOST_PATTERN:
+            return False
         try:
             return re.match(pattern[3:], layer) is not None
         except re.error:

@@ -24,7 +24,14 @@ from your_ai.hub.awq_gptq import packing_of
 from your_ai.hub.check import check_model
 from your_ai.hub.tensor_sizes import GROUP_SIZE
 from your_ai.modelfiles import unfinished
-from your_ai.modelfiles.shards import Lazy, WriteProgress, load_as_written, read_bytes, write_model
+from your_ai.modelfiles.shards import (
+    Lazy,
+    WriteProgress,
+    lazy_of,
+    load_as_written,
+    read_bytes,
+    write_model,
+)
 from your_ai.modelfiles.unfinished import Work
 from your_ai.nets.model import first_line
 
@@ -143,17 +150,7 @@ def input_bytes(source: Path, read: dict[str, mx.array], cast: dict[str, mx.arra
 
 def lazy_model(source: Path, bits: int, group_size: int) -> Lazy:
     model, config, most = quantized_lazily(source, bits, group_size)
-    arrays = dict(tree_flatten(model.parameters()))
-    return Lazy(
-        arrays=arrays,
-        input_bytes=most,
-        config=config,
-        keeps_vision="vision_tower" in getattr(model, "model", {}),
-        index={
-            "total_size": sum(array.nbytes for array in arrays.values()),
-            "total_parameters": mlx_lm_utils.get_total_parameters(model),
-        },
-    )
+    return lazy_of(model, config, most)
 
 
 def quantize_into(

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import get_total_parameters, infer_quant_config, load_config
+from mlx_lm.utils import infer_quant_config, load_config
 
 from your_ai.errors import UserError
 from your_ai.gates.untrusted import read_json
@@ -34,7 +34,7 @@ from your_ai.hub.awq_gptq import (
 from your_ai.hub.built_tensors import build
 from your_ai.hub.check import check_model
 from your_ai.memory.facts import entries_of
-from your_ai.modelfiles.shards import Lazy
+from your_ai.modelfiles.shards import Lazy, lazy_of
 from your_ai.nets.model import first_line, positions_of
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of 8 neighboring outputs
@@ -85,17 +85,7 @@ def repacked_lazily(source: Path) -> tuple[nn.Module, dict[str, Any], int]:
 def repacked_model(source: Path) -> Lazy:
     """The repacked model, to be written."""
     network, config, most = repacked_lazily(source)
-    arrays = dict(tree_flatten(network.parameters()))
-    return Lazy(
-        arrays=arrays,
-        input_bytes=most,
-        config=config,
-        keeps_vision="vision_tower" in getattr(network, "model", {}),
-        index={
-            "total_size": sum(array.nbytes for array in arrays.values()),
-            "total_parameters": get_total_parameters(network),
-        },
-    )
+    return lazy_of(network, config, most)
 
 
 def without_zero_biases(

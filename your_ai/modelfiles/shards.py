@@ -27,6 +27,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 from your_ai.errors import RunError, UserError, is_memory_error
@@ -75,6 +76,21 @@ class Lazy:
     """`metadata` of the index file."""
     card: str | None = None
     """The text of README.md; None for the one that mlx-lm writes."""
+
+
+def lazy_of(model: nn.Module, config: dict[str, Any], input_bytes: int) -> Lazy:
+    """A model to be written under its own names. input_bytes: as in `Lazy`."""
+    arrays = dict(tree_flatten(model.parameters()))
+    return Lazy(
+        arrays=arrays,
+        input_bytes=input_bytes,
+        config=config,
+        keeps_vision="vision_tower" in getattr(model, "model", {}),
+        index={
+            "total_size": sum(array.nbytes for array in arrays.values()),
+            "total_parameters": mlx_lm_utils.get_total_parameters(model),
+        },
+    )
 
 
 def load_as_written(source: Path) -> tuple[nn.Module, dict[str, Any]]:
