@@ -203,7 +203,7 @@ def weights_bytes(
     if engine == "staged":
         return facts.blocks_bytes + facts.rest_bytes
     count = coefficients.streamed["evaluation" if forward else "training"]
-    return min(int(count * facts.block_bytes), facts.blocks_bytes) + facts.rest_bytes
+    return min(facts.neighbours_bytes(count), facts.blocks_bytes) + facts.rest_bytes
 
 
 def fused_phases(
@@ -300,7 +300,7 @@ def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
         + table["hidden"] * (n * facts.hidden * number) * is_sliced
         + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
         + gemma_bytes(workload, rows, tokens, "staged")
-        + kind_bytes(workload.facts, rows, tokens)
+        + kind_bytes(workload.facts, rows, tokens, forward=True)
     )
 
 

@@ -20,10 +20,13 @@ MLPS = ("mlp", "feed_forward")  # they are computed in slices of features, if th
 SLICED_LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
-def kind_bytes(facts: ModelFacts, rows: int, tokens: int, *, kept: bool = False) -> float:
+def kind_bytes(
+    facts: ModelFacts, rows: int, tokens: int, *, kept: bool = False, forward: bool = False
+) -> float:
     """Bytes beyond those of a plain block, of a model whose blocks are of one kind.
 
     kept: what stays in memory from the forward pass to the backward pass; by default the peak.
+    forward: the peak of a pass without gradients.
     """
     if not facts.kinds:
         return 0.0
@@ -34,7 +37,8 @@ def kind_bytes(facts: ModelFacts, rows: int, tokens: int, *, kept: bool = False)
     experts = (KEPT_EXPERT_ARRAYS if kept else EXPERT_ARRAYS) * routed
     passed = 0.0 if kept else PASSED_ARRAYS * facts.passed
     arrays = rows * tokens * number * (experts + passed)
-    return scores + arrays + mixers_bytes(kind.mixers, rows, tokens, number, kept=kept)
+    mixers = mixers_bytes(kind.mixers, rows, tokens, number, kept=kept, forward=forward)
+    return scores + arrays + mixers
 
 
 def slices_mlp(facts: ModelFacts) -> bool:

@@ -98,6 +98,17 @@ class ModelFacts:
         """Weights of the largest block."""
         return max((kind.weights_bytes for kind in self.kinds), default=0)
 
+    def neighbours_bytes(self, count: float) -> int:
+        """Weights in memory together while blocks are read one after the other.
+
+        count: blocks at a time; a block counts whole, and its smaller neighbour with the rest.
+        """
+        sizes = [self.kinds[kind].weights_bytes for kind in self.order]
+        if len(sizes) < 2:
+            return sum(sizes)
+        pairs = zip(sizes, sizes[1:], strict=False)
+        return max(int(max(pair) + (count - 1) * min(pair)) for pair in pairs)
+
     @property
     def blocks_bytes(self) -> int:
         """Weights of all blocks."""

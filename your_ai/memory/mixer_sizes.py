@@ -108,6 +108,12 @@ def levels(chunk: int) -> int:
     return (chunk - 1).bit_length()
 
 
+def forward_bytes(sizes: MixerSizes, rows: int, tokens: int, float_bytes: int) -> int:
+    """Bytes of the outputs of the chunks, and joined, in a pass without gradients; the other
+    arguments are as in `transient_bytes`."""
+    return rows * 2 * sizes.outputs * tokens * float_bytes
+
+
 def transient_bytes(sizes: MixerSizes, rows: int, tokens: int, float_bytes: int) -> int:
     """float_bytes: of the inputs and the output.
 
@@ -146,17 +152,24 @@ def sizes_of(mixer: MixerFacts) -> MixerSizes | None:
 
 
 def mixers_bytes(
-    mixers: Iterable[MixerFacts], rows: int, tokens: int, float_bytes: int, *, kept: bool = False
+    mixers: Iterable[MixerFacts],
+    rows: int,
+    tokens: int,
+    float_bytes: int,
+    *,
+    kept: bool = False,
+    forward: bool = False,
 ) -> int:
     """Bytes of the recurrences and short convolutions of a block in a training pass.
 
     kept: what stays in memory from the forward pass to the backward pass; by default the peak.
+    forward: the peak of a pass without gradients.
     """
     total, size = 0, rows * tokens * float_bytes
     for mixer in mixers:
         found = sizes_of(mixer)
         if found is not None:
-            of_one = kept_bytes if kept else transient_bytes
+            of_one = kept_bytes if kept else forward_bytes if forward else transient_bytes
             total += of_one(found, rows, tokens, float_bytes)
         of_convolution, of_outputs = KEPT.get(mixer.kind, KEPT_OTHERWISE)
         if not kept:

@@ -1,0 +1,41 @@
+"""Estimates of models that no coefficient was fitted to, compared with their measured peaks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from your_ai.memory.estimate import Plan, Training, Workload, estimate, weights_bytes
+from your_ai.memory.facts import facts_of_config
+
+PEAKS = Path(__file__).parents[2] / "tools" / "architecture_peaks.json"
+RECORDED = json.loads(PEAKS.read_text(encoding="utf-8"))
+CLOSE = 0.15
+
+
+@pytest.mark.parametrize("name", RECORDED["models"])
+def test_gradients_of_other_architectures_are_estimated(name):
+    model, rows, tokens = RECORDED["models"][name], RECORDED["rows"], RECORDED["tokens"]
+    facts = facts_of_config(model["config"], 4)
+    training = Training(blocks=facts.blocks, rank=RECORDED["rank"], targets=("all-linear",))
+    workload, off = Workload(facts=facts, training=training), {}
+    for plan, peak in model["peaks"].items():
+        found = estimate(workload, Plan(plan, rows * tokens), rows, tokens, gradients_only=True)
+        needed = found.mlx_bytes - found.components["optimizer"]  # none was made
+        off[plan] = needed / peak - 1
+    assert set(off) == {"fused", "staged", "streamed"}
+    assert max(map(abs, off.values())) < CLOSE, off
+
+
+def test_a_large_block_beside_small_ones_is_streamed_with_one_of_them():
+    facts = facts_of_config(RECORDED["models"]["ministral3"]["config"], 4)
+    (kind,) = facts.kinds
+    large = replace(kind, weights_bytes=10 * kind.weights_bytes)
+    between = replace(facts, kinds=(kind, large), order=(0, 1, 0, 0))
+    apart = 1.6 * large.weights_bytes + facts.rest_bytes
+    beside = large.weights_bytes + int(0.6 * kind.weights_bytes) + facts.rest_bytes
+    assert weights_bytes(between, "streamed") == beside < apart
+    assert weights_bytes(replace(between, order=(0, 1, 1, 0)), "streamed") == int(apart)
