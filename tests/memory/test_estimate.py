@@ -371,7 +371,7 @@ def test_peaks_measured_here_are_estimated(
         lora_layers=layers,
         lora_targets=targets,
         supervised=1.0,
-        steps=2,
+        steps=5,  # a step peaks lower now and then, as MLX frees buffers when it gets to it
     )
     gc.collect()
     before = mx.get_active_memory()  # of other tests

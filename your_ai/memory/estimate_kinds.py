@@ -11,7 +11,7 @@ from your_ai.memory.facts import ModelFacts
 from your_ai.memory.mixer_facts import MLA
 from your_ai.memory.mixer_sizes import mixers_bytes
 
-LATENT_SCORES = 4.2  # arrays of the scores of latent attention, whose mask is an array
+LATENT_SCORES = 3.8  # arrays of the scores of latent attention, whose mask is an array
 KEPT_LATENT_SCORES = 1.0  # of each block, from the forward pass to the backward pass
 EXPERT_ARRAYS = 5.0  # of the outputs of the routed experts of a token
 KEPT_EXPERT_ARRAYS = 0.5

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,7 @@ class ModelFacts:
         sizes = [self.kinds[kind].weights_bytes for kind in self.order]
         if len(sizes) < 2:
             return sum(sizes)
-        pairs = zip(sizes, sizes[1:], strict=False)
-        return max(int(max(pair) + (count - 1) * min(pair)) for pair in pairs)
+        return max(int(max(pair) + (count - 1) * min(pair)) for pair in pairwise(sizes))
 
     @property
     def blocks_bytes(self) -> int:
