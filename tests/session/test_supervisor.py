@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +21,11 @@ from hypothesis import strategies as st
 
 from tests.conftest import events_of
 from your_ai.errors import RunError, UserError
-from your_ai.run import events
+from your_ai.run import events, host
 from your_ai.run.exits import CRASHED, DONE, FAILED, OUT_OF_MEMORY, RESTART, USER
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import SIGNALS, Interrupted, recorded_signals
+from your_ai.session.stalls import Patience
 from your_ai.session.supervisor import (
     Decision,
     Life,
@@ -298,6 +300,63 @@ def test_events_before_the_supervisor_started_do_not_count(run):
 def test_half_written_event_of_a_dead_child_is_ended(run):
     assert supervised(run, "os.write(log.file, b'{\"event\"'); die()", "finish()") == DONE
     assert len(events_of(run, events.Died)) == 1
+
+
+SOON = Patience(steps=0.0, longest=0.0, least_s=0.2, other_s=60.0, look_s=0.05, dump_s=0.5)
+
+
+def test_gives_up_at_the_third_stall_without_a_new_checkpoint(run):
+    """Each of them is given more time than the one before."""
+    life = "start(); save(0); [step(n) for n in (1, 2, 3)]; time.sleep(60)"
+    with pytest.raises(Lost) as caught:
+        supervise(run, [], command=children(run, life), patience=SOON)
+    assert "it did not answer with its stack; 3 stalls in a row without a new" in str(caught.value)
+    deaths = [record for record in events.tail(run.events)[0] if type(record.event) is events.Died]
+    assert [died.event.level for died in deaths] == [0, 0, None]
+    waits = [float(died.event.reason.split("for ")[1].split(" s ")[0]) for died in deaths]
+    assert waits == sorted(waits)
+
+
+def test_paused_process_does_not_stall(run):
+    life = "start(); step(1); log.write(events.Paused(step=1)); time.sleep(1.5); finish()"
+    assert supervise(run, [], command=children(run, life), patience=SOON) == DONE
+    assert events_of(run, events.Died) == []
+
+
+def test_process_in_a_debugger_is_left_alone(run, monkeypatch):
+    monkeypatch.setattr(host, "process_state", lambda pid: "debugged")
+    life = "start(); step(1); time.sleep(1.5); finish()"
+    assert supervise(run, [], command=children(run, life), patience=SOON) == DONE
+    (notice,) = events_of(run, events.Notice)
+    assert "a debugger has stopped process" in notice.text
+    assert events_of(run, events.Died) == []
+
+
+def test_process_that_goes_on_after_all_is_left_alone(run):
+    """It writes its next event while its stack is awaited."""
+    answer = "def answer(*_): print('(most recent call first)', flush=True); step(2)\n"
+    hear = "signal.signal(signal.SIGUSR1, answer)\n"
+    life = f"{answer}{hear}start(); step(1)\ntime.sleep(1.5); finish()"
+    patience = dataclasses.replace(SOON, least_s=1.0)
+    assert supervise(run, [], command=children(run, life), patience=patience) == DONE
+    (notice,) = events_of(run, events.Notice)
+    assert "but then it went on; its stack is in runs/r/process.log" in notice.text
+
+
+def test_stalled_run_that_was_asked_to_stop_is_not_restarted(run):
+    life = "start(); step(1); os.kill(os.getpid(), signal.SIGSTOP)"
+    received: list[int] = []
+
+    def stop() -> None:
+        wait_until(lambda: events_of(run, events.Step))
+        received.append(signal.SIGINT)
+
+    threading.Thread(target=stop).start()
+    command = children(run, life)
+    assert supervise(run, received, command=command, patience=SOON) == 128 + signal.SIGINT
+    (died,) = events_of(run, events.Died)
+    assert died.level is None
+    assert died.reason.endswith("; not restarted, because a stop was requested")
 
 
 def test_restart_is_not_a_death(run):

@@ -293,6 +293,14 @@ class TrainConfig:
     supervise: bool = setting(
         True, "Train in a separate process, restarted from its checkpoint if it dies."
     )
+    allow_sleep: bool = setting(
+        False, "Let a Mac go to sleep while it trains; by default training keeps it awake."
+    )
+    notify: bool = setting(
+        True,
+        "Show a notification of the system when a run ends that took more than a minute or is "
+        "detached.",
+    )
     report_to: tuple[str, ...] = setting(
         (), "Trackers to send events to, separated by commas: wandb, swanlab, tensorboard."
     )
@@ -424,7 +432,7 @@ RESUMABLE = (
     *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise", "report_to"),
     *("push_to", "max_row_bytes", "valid", "prompt_template", "keep_best", "patience"),
     *("prefix_cache_folder", "judge_url", "judge_concurrency", "judge_max_calls"),
-    "judge_timeout_s",
+    *("judge_timeout_s", "allow_sleep", "notify"),
 )
 
 # Settings that old runs do not have, with the values that they trained with.
@@ -486,6 +494,8 @@ ADDED: dict[str, Any] = {
     "judge_concurrency": 4,
     "judge_max_calls": None,
     "judge_timeout_s": 60.0,
+    "allow_sleep": False,
+    "notify": True,
 }
 
 # Settings that decide which adapter layers a model has.

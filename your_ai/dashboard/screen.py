@@ -144,7 +144,8 @@ def condition(page: Page, state: ViewState, now: float) -> list[TextPart]:
     if state.paused:
         return [(f"{glyphs.waiting} paused", "bold yellow")]
     if state.stage == "training":
-        return [(f"{glyphs.busy} training", "bold green")]
+        doing = cut(page, [(clean(page, state.phase), "")], page.width // 3)[0][0]
+        return [(f"{glyphs.busy} {doing or 'training'}", "bold green")]
     passed = f" {span(now - state.stage_at)}" if state.stage_at is not None else ""
     stage = cut(page, [(clean(page, state.stage), "")], page.width * 3 // 5 - 10)[0][0]
     return [(f"{glyphs.waiting} {stage} ...{passed}", "bold cyan")]
@@ -401,7 +402,9 @@ def late(state: ViewState, now: float) -> list[str]:
     step, usual_s, since = state.step, state.step_s, state.stepped_at
     if step is None or usual_s is None or since is None or step.step >= step.steps:
         return []
-    if state.finished or state.gave_up or state.paused or state.stage != "training":
+    if state.finished or state.gave_up or state.paused or state.phase:
+        return []
+    if state.stage != "training":
         return []
     waited_s = now - since
     if not waited_s > max(LATE_S, LATE * usual_s):

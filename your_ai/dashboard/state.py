@@ -17,6 +17,7 @@ SMOOTH_OVER = 10  # steps
 SERIES_POINTS = 512
 KEPT = 8  # number of latest actions, and of latest notices
 GETTING_ON = (events.Started, events.Step, events.Skipped, events.Continued)
+BESIDE_PHASE = (events.Gauges, events.Host, events.Notice)  # written while a phase goes on
 REPLANS = ("smaller_plan", "larger_plan", "restart", "measured")
 SWAP_GROWTH_BYTES = 500_000_000  # growth since the run began that is worth a warning
 WARNING_PRESSURE = 2
@@ -59,6 +60,10 @@ class ViewState:
     """Time of the first event."""
     last_at: float | None = None
     """Time of the last event."""
+    phase: str = ""
+    """What the run does between two steps, if that may take long."""
+    host: events.Host | None = None
+    """Power and heat of the computer, if they were written."""
     stage_at: float | None = None
     """Time when the current stage began."""
     stepped_at: float | None = None
@@ -155,6 +160,8 @@ class ViewState:
             grown = self.gauges.swap_bytes - (self.swap_began_bytes or 0)
             if grown >= SWAP_GROWTH_BYTES:
                 found.append(f"swap has grown by {grown / 1e9:.1f} GB")
+        if self.host is not None and self.finished is None and not self.gave_up:
+            found += host_warnings(self.host)
         if self.skipped is not None:
             skipped = self.skipped
             found.append(f"skipped steps: {skipped.total}, last: {skipped.step}")
@@ -162,6 +169,16 @@ class ViewState:
             times = f"{len(self.deaths)} times" if len(self.deaths) > 1 else "once"
             found.append(f"died {times}: {self.deaths[-1].reason}")
         return tuple(found)
+
+
+def host_warnings(host: events.Host) -> list[str]:
+    """Power and heat, if they are worth a warning."""
+    found = []
+    if host.source in ("battery", "UPS"):
+        found.append(f"on {host.source}" + ("" if host.percent is None else f", {host.percent}%"))
+    if host.thermal not in ("", "nominal"):
+        found.append(f"thermal pressure: {host.thermal}")
+    return found
 
 
 def fold(state: ViewState, record: Record) -> ViewState:
@@ -180,6 +197,8 @@ def fold_all(state: ViewState, records: Iterable[Record]) -> ViewState:
             found.stage_at = record.time
         elif isinstance(record.event, GETTING_ON):
             found.stepped_at = record.time
+        if not isinstance(record.event, BESIDE_PHASE):
+            found.phase = ""
         with contextlib.suppress(TypeError, ValueError, ArithmeticError):
             vars(found).update(changes_of(found, record.event))
     return ViewState(**vars(found))
@@ -209,6 +228,10 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
             means = ("smooth_loss", "smooth_reward", "tokens_per_s", "step_s")
             fresh = dict.fromkeys((*means, "finished"))
             return {**fresh, "steps_seen": 0, "started": event, "stage": "training"}
+        case events.Host():
+            return {"host": event}
+        case events.Phase():
+            return {"phase": event.text}
         case events.Paused():
             return {"paused": True}
         case events.Continued():

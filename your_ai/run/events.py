@@ -183,6 +183,26 @@ class Gauges:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Host:
+    """Power and heat of the computer, written when they change. Only macOS tells them."""
+
+    source: str = ""
+    """mains, battery or UPS; empty if unknown."""
+    percent: int | None = None
+    """Charge of the battery."""
+    thermal: str = ""
+    """Thermal pressure: nominal, fair, serious or critical; empty if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """The training process begins something between two steps that may take long."""
+
+    text: str
+    """What it does, e.g. `validating`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Paused:
     """The run is paused after `step`, at the user's request."""
 
@@ -282,6 +302,8 @@ Event = (
     | Started
     | Step
     | Gauges
+    | Host
+    | Phase
     | Paused
     | Continued
     | Skipped

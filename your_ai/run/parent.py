@@ -19,16 +19,22 @@ def leave(grace_s: float = GRACE_S) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-def watch_parent(fd: int, on_death: Callable[[], None] = leave) -> None:
+def watch_parent(
+    fd: int,
+    on_death: Callable[[], None] = leave,
+    on_release: Callable[[], None] = lambda: None,
+) -> None:
     """Call `on_death` in a thread when the other end of the pipe `fd` is closed.
 
     The kernel closes that end however the parent dies, even by SIGKILL. If the parent wrote
-    RELEASE first, `on_death` is not called. Raises OSError if `fd` is not open.
+    RELEASE first, `on_release` is called instead. Raises OSError if `fd` is not open.
     """
     os.set_inheritable(fd, False)
 
     def watch() -> None:
-        if os.read(fd, 1) != RELEASE:
+        if os.read(fd, 1) == RELEASE:
+            on_release()
+        else:
             on_death()
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from your_ai.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SHOW_STACK = signal.SIGUSR1  # the training process writes the stacks of its threads to its log
 
 
 class Stop:

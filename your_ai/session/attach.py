@@ -30,6 +30,7 @@ from your_ai.run.child import POLL_S, Child
 from your_ai.run.exits import DONE, FAILED
 from your_ai.run.folder import RunFolder, discard, is_running
 from your_ai.run.stopping import SIGNALS, Interrupted, recorded_signals, stop_signals
+from your_ai.session.computer import looked_after
 from your_ai.session.finished import already_finished
 
 KEYS = f"q detach   c checkpoint   {PAUSE_KEY}"
@@ -197,7 +198,7 @@ def train_here(
     if not is_running(folder):
         requests.withdraw_all(folder)
     push_error = None
-    with following(follower):
+    with looked_after(folder, settings), following(follower):
         with tracked(folder, names), stop_signals() as stop:
             from your_ai.training.train import train_until_done  # MLX takes a second to load
 

@@ -8,6 +8,7 @@ from your_ai.run.folder import RunFolder, is_running, with_absolute_paths
 
 # Settings that decide only how long a run trains.
 LENGTH = ("max_steps", "epochs", "patience")
+AROUND = ("allow_sleep", "notify")  # what the computer does meanwhile
 
 
 def already_finished(folder: RunFolder, config: TrainConfig) -> str:
@@ -27,7 +28,7 @@ def already_finished(folder: RunFolder, config: TrainConfig) -> str:
     if any(
         getattr(saved, name) != getattr(wanted, name)
         for name in TrainConfig.__dataclass_fields__
-        if name not in LENGTH
+        if name not in (*LENGTH, *AROUND)
     ):
         return ""
     from your_ai.run import checkpoint  # it loads MLX, which is not needed for a run that goes on

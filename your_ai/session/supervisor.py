@@ -1,4 +1,4 @@
-"""The parent of the training process, which restarts it when it dies.
+"""The parent of the training process, which restarts it when it dies or no longer gets on.
 
 The two processes share only the run folder. The child writes events; the output of both goes to
 process.log. This module does not import mlx, because the memory limit is for the child.
@@ -12,22 +12,34 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 from your_ai.config import TrainConfig, build
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error, echo_traceback
 from your_ai.publish.after_training import push_finished
-from your_ai.run import events, requests
-from your_ai.run.child import LOG, POLL_S, Lost, open_log, read_log, reported_error, started
+from your_ai.run import events, host, requests
+from your_ai.run.child import (
+    LOG,
+    POLL_S,
+    Child,
+    Lost,
+    open_log,
+    read_log,
+    reported_error,
+    started,
+)
 from your_ai.run.events import Event, EventLog, Step
 from your_ai.run.exits import CRASHED, DONE, FAILED, LOST, OUT_OF_MEMORY, RESTART, USER
 from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, find, locked
 from your_ai.run.parent import watch_parent
-from your_ai.run.stopping import SIGNALS, Interrupted, recorded_signals
+from your_ai.run.stopping import SHOW_STACK, SIGNALS, Interrupted, recorded_signals
+from your_ai.session.computer import looked_after
+from your_ai.session.stalls import STARTING, Patience, StallWatch, patience_of
 from your_ai.trackers.upload import tracked
 
 MAX_IN_A_ROW = 3  # deaths without a new checkpoint, or restarts without a step
@@ -35,6 +47,7 @@ LAST_SAMPLES = 5
 NEAR_LIMIT = 0.85  # a process that dies above this fraction of the limit probably ran out of memory
 CRITICAL_PRESSURE = 4
 SMALLER_PLAN = "smaller_plan"  # the governor's action
+STACK = b"most recent call first"  # in the heading of each thread's stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +74,8 @@ class Life:
     """Newest checkpoint, of this process or an earlier one; None before the first."""
     began: bool = False
     """Whether training began, in this process or an earlier one."""
+    stalled: str = ""
+    """How it no longer got on, if it was ended for that."""
 
     @property
     def near_limit(self) -> bool:
@@ -82,26 +97,32 @@ def supervise(
     received: Sequence[int],
     settings: str = "",
     command: list[str] | None = None,
+    patience: Patience | None = None,
+    awake: bool = False,
 ) -> int:
     """Train the run in `folder`, with restarts; return the exit status of `your_ai train`.
 
     received: stop signals so far; new ones are appended while this runs.
     settings: the settings of the run as JSON, if they may differ from config.yaml.
     command: what to start instead of `python -m your_ai.training.train`.
+    patience: how long a process may take until its next event.
+    awake: whether each training process keeps the computer awake, also if this one is killed.
     Raises the UserError or RunError that the training process reported, Lost if it makes no
     progress, and Interrupted for a stop signal before training began.
     """
     command = command or [sys.executable, "-m", "your_ai.training.train"]
     _, offset = events.tail(folder.events)
     life, lives, level = Life(), [], 0
+    watch = StallWatch(patience or Patience(), offset=offset)
     with open_log(folder) as log:
         while not received:
             log_start = log.seek(0, os.SEEK_END)
             arguments = [*command, str(folder.path), "--level", str(level)]
             arguments += ["--settings", settings] if settings else []
-            status = run_child(arguments, folder, log, received)
+            status, stalled = run_child(arguments, folder, log, received, watch, awake)
             records, offset = events.tail(folder.events, offset)
             life = summarize_process(life, level, status, [record.event for record in records])
+            life = replace(life, stalled=stalled)
             if status == DONE:
                 return DONE
             if status in (FAILED, USER):
@@ -112,8 +133,7 @@ def supervise(
             decision = decide(lives, life, told_to_stop=bool(received))
             if status != RESTART or decision.level is None:
                 died = events.Died(step=life.step, reason=decision.reason, level=decision.level)
-                with contextlib.closing(EventLog(folder.events)) as event_log:
-                    event_log.write(died)
+                write(folder, died)
             if decision.level is None and not received:
                 raise Lost(
                     f"{folder.path}: training died: {decision.reason}; its output is in "
@@ -129,17 +149,101 @@ def supervise(
 
 
 def run_child(
-    arguments: list[str], folder: RunFolder, log: BinaryIO, received: Sequence[int]
-) -> int:
-    """Run a training process to its end and pass on signals; return its status as in Popen.
+    arguments: list[str],
+    folder: RunFolder,
+    log: BinaryIO,
+    received: Sequence[int],
+    watch: StallWatch,
+    awake: bool,
+) -> tuple[int, str]:
+    """Run a training process to its end and pass on signals.
 
-    On the first signal it saves and ends; on the second it ends immediately; the third kills it.
+    Returns its status as in Popen, and how it stalled, if it was ended for that. On the first
+    signal it saves and ends; on the second it ends immediately; the third kills it.
     """
-    with started(arguments, folder, log) as child:
+    stalled = ""
+    watch.begin()
+    with started(arguments, folder, log) as child, host.kept_awake(child.process.pid, awake):
+        looked_at = time.monotonic()
         while child.process.poll() is None:
             child.pass_on(received, patience=2)
             time.sleep(POLL_S)  # a blocking wait would miss signals that another thread receives
-    return child.process.returncode
+            if not stalled and time.monotonic() - looked_at >= watch.patience.look_s:
+                looked_at = time.monotonic()
+                stalled = end_if_stalled(child, folder, log, watch)
+    return child.process.returncode, stalled
+
+
+def end_if_stalled(child: Child, folder: RunFolder, log: BinaryIO, watch: StallWatch) -> str:
+    """Kill a training process that no longer gets on; return how it stalled.
+
+    It writes its stack first, if it can. A signal to stop would not do: it could not save.
+    """
+    look(folder, watch)
+    if not watch.is_stalled:
+        return ""
+    process, what = child.process, watch.describe()
+    state = host.process_state(process.pid)
+    if state == "debugged":
+        watch.waited_s = 0.0
+        if not watch.told_of_debugger:
+            text = f"{what}: a debugger has stopped process {process.pid}; waiting for it"
+            note(folder, text)
+        watch.told_of_debugger = True
+        return ""
+    if state == "stopped":
+        stack = "it was stopped by a signal, so it cannot show its stack"
+    elif has_shown_stack(child, log, what, watch):
+        stack = f"its stack is in {folder.path / LOG}"
+    else:
+        stack = "it did not answer with its stack"
+    look(folder, watch)
+    if not watch.is_stalled:
+        note(folder, f"{what}, but then it went on; {stack}")
+        return ""
+    if process.poll() in (None, -SHOW_STACK):
+        process.kill()
+        watch.stalls += 1
+        return f"{what}; {stack}"
+    return ""
+
+
+def look(folder: RunFolder, watch: StallWatch) -> None:
+    """Let `watch` see the new events and the time; record what kept this process from looking."""
+    with contextlib.suppress(UserError):
+        records, watch.offset = events.tail(folder.events, watch.offset)
+        written = [record.event for record in records]
+        if away := watch.look(written, time.monotonic(), time.time()):
+            note(folder, away)
+
+
+def has_shown_stack(child: Child, log: BinaryIO, what: str, watch: StallWatch) -> bool:
+    """Ask a process for the stacks of its threads; whether they are in the log soon."""
+    if watch.what == STARTING:
+        return False  # it may not listen for the signal yet
+    with contextlib.suppress(OSError):  # the disk is full
+        log.write(f"{what}; the stacks of its threads:\n".encode())
+    start = log.seek(0, os.SEEK_END)
+    child.process.send_signal(SHOW_STACK)
+    deadline, before = time.monotonic() + watch.patience.dump_s, b""
+    while time.monotonic() < deadline and child.process.poll() is None:
+        time.sleep(2 * POLL_S)
+        shown = read_log(log, start).encode()
+        if STACK in shown and shown == before:  # it is complete
+            return True
+        before = shown
+    return STACK in before
+
+
+def note(folder: RunFolder, text: str) -> None:
+    """Write a notice; a full disk is for the training process to report."""
+    with contextlib.suppress(RunError):
+        write(folder, events.Notice(text=text))
+
+
+def write(folder: RunFolder, event: Event) -> None:
+    with contextlib.closing(EventLog(folder.events)) as log:
+        log.write(event)
 
 
 def summarize_process(before: Life, level: int, status: int, written: Sequence[Event]) -> Life:
@@ -190,9 +294,12 @@ def after_restart(lives: Sequence[Life], life: Life) -> Decision:
 def after_death(deaths: Sequence[Life], death: Life) -> Decision:
     """Restart, with a smaller plan if memory ran out; give up at the third without progress."""
     what = describe(death)
-    if sum(earlier.checkpoint == death.checkpoint for earlier in deaths) + 1 >= MAX_IN_A_ROW:
-        return Decision(None, f"{what}; {MAX_IN_A_ROW} deaths in a row without a new checkpoint")
-    of_memory = death.status == OUT_OF_MEMORY or death.near_limit or death.critical
+    same = [earlier for earlier in deaths if earlier.checkpoint == death.checkpoint]
+    if len(same) + 1 >= MAX_IN_A_ROW:
+        kind = "stalls" if all(each.stalled for each in (*same, death)) else "deaths"
+        return Decision(None, f"{what}; {MAX_IN_A_ROW} {kind} in a row without a new checkpoint")
+    near_limit = death.near_limit and not death.stalled  # it was not killed for its memory
+    of_memory = death.status == OUT_OF_MEMORY or near_limit or death.critical
     smaller = death.smaller or of_memory
     where = "restarting"
     if death.checkpoint is not None:
@@ -209,6 +316,8 @@ def describe(life: Life) -> str:
         RESTART: "requested a restart",
         **{-n: f"killed by {n.name}" for n in signal.Signals},
     }
+    if life.stalled:
+        return f"stalled: {life.stalled}"
     how = ends.get(life.status, f"ended with status {life.status}")
     where = f" after step {life.step}" if life.moved else " before its first step"
     share = f", with {life.used:.0%} of its limit in use" if life.near_limit else ""
@@ -231,13 +340,26 @@ def main() -> None:
     parser.add_argument("run")
     parser.add_argument("--settings", default="", help="all settings, as JSON")
     parser.add_argument("--parent-fd", type=int, help="a pipe that closes when the parent ends")
+    parser.add_argument("--quiet", action="store_true", help="show no notification at the end")
     given = parser.parse_args()
     with recorded_signals() as received:
-        sys.exit(supervise_run(given.run, given.settings, given.parent_fd, received))
+        sys.exit(supervise_run(given.run, given.settings, given.parent_fd, received, given.quiet))
 
 
-def supervise_run(run: str, settings: str, parent_fd: int | None, received: Sequence[int]) -> int:
-    """Supervise a run for the process at the other end of the pipe; return the exit status."""
+def supervise_run(
+    run: str,
+    settings: str,
+    parent_fd: int | None,
+    received: Sequence[int],
+    quiet: bool = False,
+    command: list[str] | None = None,
+) -> int:
+    """Supervise a run for the process at the other end of the pipe; return the exit status.
+
+    quiet: no notification at the end.
+    command: what to start instead of the training process.
+    """
+    detached = threading.Event()
 
     def stop() -> None:
         if not received:  # a second signal would end it without saving
@@ -245,13 +367,17 @@ def supervise_run(run: str, settings: str, parent_fd: int | None, received: Sequ
 
     try:
         if parent_fd is not None:
-            watch_parent(parent_fd, stop)
+            watch_parent(parent_fd, stop, detached.set)
         folder = find(run)
         config = settings_of(folder, settings)
-        with locked(folder, SUPERVISOR_LOCK):
+        patience, awake = patience_of(config), not config.allow_sleep
+        with (
+            locked(folder, SUPERVISOR_LOCK),
+            looked_after(folder, config, quiet, detached.is_set),
+        ):
             requests.withdraw_all(folder)
             with tracked(folder, config.report_to, received), recorded_errors(folder):
-                status = supervise(folder, received, settings)
+                status = supervise(folder, received, settings, command, patience, awake)
             if status == DONE and config.push_to:
                 push_finished(folder, config.push_to, received)
             return status
@@ -274,8 +400,8 @@ def recorded_errors(folder: RunFolder) -> Iterator[None]:
         steps = [r.event.step for r in events.tail(folder.events)[0] if type(r.event) is Step]
         died = events.Died(step=max(steps, default=0), reason=str(error), level=None)
         if type(error) is not Lost and folder.events.exists():
-            with contextlib.suppress(RunError), contextlib.closing(EventLog(folder.events)) as log:
-                log.write(died)
+            with contextlib.suppress(RunError):
+                write(folder, died)
         raise
 
 

@@ -245,7 +245,7 @@ def run_trial(
     The run stops after its step, and is saved, when `is_enough` returns true, at the first signal,
     and when this process dies.
     """
-    command = [sys.executable, "-m", "your_ai.session.supervisor", str(folder.path)]
+    command = [sys.executable, "-m", "your_ai.session.supervisor", str(folder.path), "--quiet"]
     with child.open_log(folder) as log:
         start = log.seek(0, os.SEEK_END)
         with child.started(command, folder, log) as supervisor:

@@ -70,6 +70,7 @@ def is_save_due(folder: RunFolder, config: TrainConfig, step: int) -> bool:
 
 def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.EventLog) -> None:
     began = time.perf_counter()
+    log.write(events.Phase(text="saving"))
     path = checkpoint.save(
         folder.checkpoints,
         SavedCheckpoint(

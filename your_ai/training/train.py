@@ -44,7 +44,7 @@ from your_ai.run.checkpoint import TrainState
 from your_ai.run.folder import RunFolder, find, locked
 from your_ai.run.parent import watch_parent
 from your_ai.run.rollout_files import FOLDER as ROLLOUTS
-from your_ai.run.stopping import Interrupted, Stop, stop_signals
+from your_ai.run.stopping import SHOW_STACK, Interrupted, Stop, stop_signals
 from your_ai.training import optimizer
 from your_ai.training.measure_peaks import calibrated
 from your_ai.training.memory_actions import (
@@ -430,6 +430,7 @@ def main() -> None:
     parser.add_argument("--parent-fd", type=int, help="a pipe that closes with the supervisor")
     given = parser.parse_args()
     faulthandler.enable()
+    faulthandler.register(SHOW_STACK)
     try:
         with stop_signals() as stop:
             if given.parent_fd is not None:

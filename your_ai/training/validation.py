@@ -36,6 +36,7 @@ def validate(
     if prepared.valid is None or not state.validation_due:
         return replace(state, validation_due=False)
     began = time.perf_counter()
+    log.write(events.Phase(text="validating"))
     if isinstance(rollouts, SoftSource):
         rollouts = rollouts.source
     if rollouts is not None:
@@ -128,6 +129,8 @@ def show_test_rows(
     """
     if isinstance(rollouts, SoftSource):
         rollouts = rollouts.source
+    if prepared.samples or (prepared.config.exact_match and prepared.test is not None):
+        log.write(events.Phase(text="answering test prompts"))
     answers = []
     for sample in prepared.samples:
         if stop:
