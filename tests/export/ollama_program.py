@@ -2,8 +2,9 @@
 
 It reads a Modelfile by the rules of Ollama's parser: a value ends with its line, unless it began
 with quotes that are still open; characters that Go does not print are dropped. It refuses commands,
-parameters and architectures that Ollama refuses. `run` prints what the template makes of messages
-in JSON on standard input. Of Go's templates it knows what your_ai writes, and refuses the rest.
+parameters and architectures that Ollama refuses. `run NAME PROMPT` has no model to answer: it prints
+the text that the model would be given, as JSON. Of Go's templates it knows what your_ai writes, and
+refuses the rest.
 """
 
 from __future__ import annotations
@@ -246,10 +247,10 @@ def main(arguments: list[str]) -> None:
         case ["create", name, "-f", modelfile]:
             (store / name).write_text(json.dumps(create(name, Path(modelfile))))
             print("success")
-        case ["run", name]:
+        case ["run", name, prompt]:
             found = json.loads((store / name).read_text())
-            messages = json.load(sys.stdin)
-            if found.get("system") and messages[0]["role"] != "system":
+            messages = [{"role": "user", "content": prompt}]
+            if found.get("system"):
                 messages = [{"role": "system", "content": found["system"]}, *messages]
             print(json.dumps(rendered(found["template"], messages)))
         case _:
