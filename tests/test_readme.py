@@ -9,9 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.conftest import chat, copy_demo, make_model, write_rows
+from tests.conftest import TINY, call, chat, copy_demo, make_model, write_rows
+from tests.export import ollama_program
+from tests.export.gguf_files import tensors
+from tests.export.programs import script
+from your_ai.export import gguf
+from your_ai.nets.model import load_tokenizer_of
+from your_ai.nets.saved_adapter import open_trained
+from your_ai.session import attach
 
 CHECKOUT = Path(__file__).parent.parent
 README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
@@ -87,6 +95,45 @@ def test_other_commands_run(own_folder):
         [sys.executable, "-c", RUN_COMMANDS, rest], stdin=subprocess.DEVNULL, check=False
     )
     assert done.returncode == 0  # the last command that was printed
+
+
+def test_walk_to_ollama_runs(own_folder, monkeypatch, capfd):
+    """The five commands, with a small model and a stand-in for Ollama that has none."""
+    base = own_folder / "models/Meta-Llama-3.1-8B-Instruct-4bit"
+    make_model(base, num_hidden_layers=2, **TINY)
+    lines = [f'"Question {i}, please?","{i} lamps"' for i in range(12)]
+    Path("orders.csv").write_text("\n".join(["question,answer", *lines, ""]))
+    script(own_folder / "bin", "ollama", f'exec {sys.executable} {ollama_program.__file__} "$@"')
+    monkeypatch.setenv("PATH", f"{own_folder / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("OLLAMA_MODELS", str(own_folder))
+    here = attach.train_here
+    monkeypatch.setattr(
+        attach,
+        "train",
+        lambda folder, settings, console, detach=False, as_json=False: here(
+            folder, settings, console, as_json
+        ),
+    )
+    walk = README.split("### From a CSV file to Ollama")[1].split("```shell\n")[1].split("```")[0]
+    assert len(walk.splitlines()) == 5
+    for line in walk.splitlines():
+        program, *arguments = shlex.split(line)
+        if program == "your_ai":
+            assert call(*arguments) == 0, line
+        else:
+            subprocess.run([program, *arguments], check=True)
+    out = capfd.readouterr().out.splitlines()
+    assert "ollama create orders -f orders-ollama/Modelfile" in out  # as in the README
+    asked = [{"role": "user", "content": shlex.split(walk)[-1]}]
+    wanted = load_tokenizer_of(base, 1).apply_chat_template(
+        asked, tokenize=False, add_generation_prompt=True
+    )
+    assert json.loads(out[-1]) == wanted
+    trained = open_trained("orders")
+    list(gguf.write_model(trained, Path("exact.gguf"), "f32"))
+    exact = tensors(Path("exact.gguf"))
+    for name, values in tensors(Path("orders-ollama/orders-Q8_0.gguf")).items():
+        assert np.allclose(values, exact[name], atol=np.abs(exact[name]).max() / 200), name
 
 
 def test_architecture_doc_names_every_package():

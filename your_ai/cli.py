@@ -13,6 +13,7 @@ import typer
 from your_ai import __version__
 from your_ai.commands import (
     benching,
+    comparing,
     evaluating,
     exporting,
     fusing,
@@ -77,6 +78,7 @@ app.command()(models.doctor)
 app.add_typer(models.app)
 app.command()(runs.watch)
 app.command()(runs.report)
+app.command()(comparing.compare)
 app.command()(rollouts.rollouts)
 app.add_typer(runs.app)
 

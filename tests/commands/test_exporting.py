@@ -11,7 +11,7 @@ from tests.conftest import call
 from tests.export.runs import make_run
 from your_ai.commands import exporting
 from your_ai.errors import UserError
-from your_ai.export import gguf, huggingface
+from your_ai.export import gguf, gguf_quantize, huggingface
 from your_ai.nets.saved_adapter import open_trained
 from your_ai.run import checkpoint
 
@@ -136,7 +136,9 @@ def test_gguf_export_writes_one_file(run, monkeypatch, capsys, options, name, ki
     given = []
     monkeypatch.setattr(gguf, "write_adapter", lambda _, target: given.append((target, None)))
     monkeypatch.setattr(
-        gguf, "write_model", lambda _, target, kind, limit: given.append((target, kind)) or []
+        gguf_quantize,
+        "write_model",
+        lambda _, target, kind, *__: given.append((target, kind)) or [],
     )
     assert call("export", "r", "--to", "gguf", *options) == 0
     assert given == [(Path(name), kind)]

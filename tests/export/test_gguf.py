@@ -215,8 +215,16 @@ def test_fused_weights_are_not_rounded_to_the_dtype_of_the_base(tmp_path):
     assert np.allclose(found["blk.1.ffn_up.weight"], weight, atol=1e-6)
 
 
-# Rounding errors relative to the largest value of a block. q8_0 stores a block's step in float16.
-STEPS = {"f32": 0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 1 / 254 + 2**-11}
+# Rounding errors relative to the largest value of a block. q8_0 and q4_0 store a block's step in
+# float16; the levels of q4_0 are -8 to 7, so that the largest value with the other sign loses 1/8.
+STEPS = {
+    "f32": 0,
+    "f16": 2**-11,
+    "bf16": 2**-8,
+    "q8_0": 1 / 254 + 2**-11,
+    "q4_0": 1 / 8 + 2**-11,
+}
+FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}  # llama.h has these
 
 
 @pytest.mark.parametrize("kind", gguf.KINDS)
@@ -224,19 +232,30 @@ def test_matrices_are_written_in_the_requested_type(trained, tmp_path, kind):
     path = written(trained, tmp_path / "m.gguf", kind)
     types, found, ours = kinds(path), tensors(path), fused_by_mlx(trained)
     for name, values in found.items():
-        assert types[name] == ("F32" if values.ndim == 1 else kind.upper()), name
+        own = "q8_0" if (kind, name) == ("q4_0", "token_embd.weight") else kind  # it is tied
+        assert types[name] == ("F32" if values.ndim == 1 else own.upper()), name
     weight = ours["model.layers.1.mlp.up_proj.weight"]
     error = np.abs(found["blk.1.ffn_up.weight"] - weight)
     largest = np.abs(weight).reshape(weight.shape[0], -1, 32).max(-1).repeat(32, -1)
     assert (error <= 1e-5 + 1.01 * STEPS[kind] * largest).all()
-    assert fields(path)["general.file_type"] == {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7}[kind]
+    assert (error**2).mean() <= (STEPS[kind] * largest).max() ** 2 / 3 + 1e-10
+    assert fields(path)["general.file_type"] == FILE_TYPES[kind]
 
 
-def test_rows_that_do_not_fill_q8_0_blocks_are_written_in_f16(tmp_path):
+@pytest.mark.parametrize(("name", "wide"), [("llama", "token_embd"), ("llama-untied", "output")])
+def test_the_matrix_of_the_logits_keeps_8_bits_in_a_q4_0_file(tmp_path, name, wide):
+    trained = make_trained(make_model(tmp_path / "m", name))
+    types = kinds(written(trained, tmp_path / "m.gguf", "q4_0"))
+    assert {n for n, kind in types.items() if kind == "Q8_0"} == {f"{wide}.weight"}
+    assert types["blk.0.ffn_down.weight"] == "Q4_0"
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_rows_that_do_not_fill_blocks_are_written_in_f16(tmp_path, kind):
     base = make_model(tmp_path / "m", bits=None, intermediate_size=80)
-    types = kinds(written(make_trained(base), tmp_path / "m.gguf", "q8_0"))
+    types = kinds(written(make_trained(base), tmp_path / "m.gguf", kind))
     assert types["blk.0.ffn_down.weight"] == "F16"
-    assert types["blk.0.ffn_up.weight"] == "Q8_0"
+    assert types["blk.0.ffn_up.weight"] == kind.upper()
 
 
 def test_weights_too_large_for_float16_are_refused(tmp_path):

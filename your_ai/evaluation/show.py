@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -13,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from your_ai.evaluation import record
-from your_ai.evaluation.compare import EvaluationProgress
 from your_ai.gates.text import counted, loss_text
+
+if TYPE_CHECKING:  # it loads MLX
+    from your_ai.evaluation.compare import EvaluationProgress
 
 SYSTEMS = ("base", "adapter", "difference")
 WIDTHS = (21, 21, 24)  # of their cells in 80 columns; the interval of a wider one gets its own line
@@ -133,6 +135,26 @@ def table(found: dict[str, Any]) -> Table:
             cells = [text.replace(" [", "\n[") for text in cells]
         measured.add_row(Text(label), *map(Text, cells))
     return measured
+
+
+def adapter_values(found: dict[str, Any] | None) -> dict[str, str]:
+    """What an evaluation measured with the adapter, and on which rows, by label.
+
+    found: what `record.read` gives. Empty if there is none, or if it is of another form.
+    """
+    try:
+        if found is None:
+            return {}
+        values = {"data": str(found["data"]), "rows": f"{int(found['rows']):,}"}
+        if found["step"] is not None:
+            values["step"] = f"{int(found['step']):,}"
+        for name, systems in found["measures"].items():
+            if name not in HIDDEN:
+                label = str(found["metric_name"]) if name == "metric" else LABELS.get(name, name)
+                values[label] = cell(name, "adapter", systems["adapter"])
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        return {}
+    return values
 
 
 def about_shares(measures: dict[str, Any]) -> list[Text]:

@@ -40,13 +40,20 @@ from your_ai.nets.saved_adapter import Trained, check_generates, put_adapter
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
-# Our name of a matrix type -> gguf's name of the type, and of a file with such matrices.
+# Our name of a matrix type -> gguf's name of the type, and of a file with such matrices. The
+# library gguf computes these; `gguf_quantize` has the types that only llama.cpp computes.
 KINDS = {
     "f32": ("F32", "ALL_F32"),
     "f16": ("F16", "MOSTLY_F16"),
     "bf16": ("BF16", "MOSTLY_BF16"),
     "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
+    "q4_0": ("Q4_0", "MOSTLY_Q4_0"),
 }
+# Few bits harm the matrix that computes the logits most. llama.cpp keeps it in Q6_K, which the
+# library cannot compute, so the next larger type is used. Tied models compute logits with the
+# embedding.
+FEW_BITS = ("q4_0",)
+OUTPUT, EMBEDDING, OUTPUT_KIND = "output.weight", "token_embd.weight", "q8_0"
 ROPE_FACTORS = "rope_freqs.weight"
 PART_BYTES = 16 << 20  # bytes of float32 that are converted together
 PARTS_HELD = 6  # copies of a part that exist at the same time during the conversion
@@ -100,11 +107,18 @@ def write_adapter(trained: Trained, target: Path) -> None:
 
 
 def write_model(
-    trained: Trained, target: Path, kind: str, max_memory_gb: float | None = None
+    trained: Trained,
+    target: Path,
+    kind: str,
+    max_memory_gb: float | None = None,
+    draft: Path | None = None,
+    disk_share: float = 1.0,
 ) -> Iterator[WriteProgress]:
     """Write the model with the adapter fused in to the file `target`, one tensor at a time.
 
     kind: the type of the matrices, one of KINDS. An existing file is replaced.
+    draft: write to this temporary file, and leave `target` alone.
+    disk_share: disk space that must be free, as a multiple of the file's size.
     Raises UserError if llama.cpp does not support the model, if memory or disk is too small, or
     if `target` cannot be written; RunError if the model cannot be read completely.
     """
@@ -122,8 +136,8 @@ def write_model(
     largest = max(tensor.array.nbytes + tensor.work_bytes for tensor in tensors)
     needed = lazy.input_bytes + largest + PARTS_HELD * PART_BYTES
     hold_memory("exporting", needed, max_memory_gb, force=False)
-    check_disk(target, sum(tensor.written_bytes for tensor in tensors))
-    with writing(target, described) as writer:
+    check_disk(target, int(disk_share * sum(tensor.written_bytes for tensor in tensors)))
+    with writing(target, described, draft) as writer:
         add_source(writer, trained, "model")
         writer.add_file_type(LlamaFileType[KINDS[kind][1]])
         add_parameters(writer, described)
@@ -154,12 +168,14 @@ def model_tensors(
 ) -> list[GgufTensor]:
     """The tensors of the whole model. arrays: the parameters by name; emptied by this."""
     found = []
-    for parameter in list(arrays):
+    names = {parameter: name_of(described, parameter) for parameter in arrays}
+    output = OUTPUT if OUTPUT in names.values() else EMBEDDING
+    for parameter, name in names.items():
         array = arrays.pop(parameter)
         ordered = arranged(described, parameter, array)
         work_bytes = 0 if ordered is array else array.nbytes
-        name = name_of(described, parameter)
-        found.append(GgufTensor(name, parameter, ordered, kind_of(kind, array), work_bytes))
+        own = OUTPUT_KIND if name == output and kind in FEW_BITS else kind
+        found.append(GgufTensor(name, parameter, ordered, kind_of(own, array), work_bytes))
     factors = rope_factors(described)
     if factors is not None:
         found.append(GgufTensor(ROPE_FACTORS, ROPE_FACTORS, factors, kind_of(kind, factors)))
@@ -167,7 +183,11 @@ def model_tensors(
 
 
 def kind_of(kind: str, array: mx.array) -> GGMLQuantizationType:
-    """The type in which a parameter is written: `kind` for matrices with a fitting row length."""
+    """The type in which a parameter is written.
+
+    As in llama.cpp, `kind` is for matrices whose rows are whole blocks of the type; the rows of
+    other matrices are float16.
+    """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     if array.ndim < 2:  # llama.cpp supports only float32 for these
@@ -194,17 +214,22 @@ def add_source(writer: GGUFWriter, trained: Trained, kind: str) -> None:
 
 
 @contextlib.contextmanager
-def writing(target: Path, described: Description) -> Iterator[GGUFWriter]:
+def writing(
+    target: Path, described: Description, draft: Path | None = None
+) -> Iterator[GGUFWriter]:
     """Yield a writer for a temporary file, which replaces `target` if the block succeeds.
 
-    Raises UserError if the file cannot be written.
+    draft: write only this temporary file of the caller. Raises UserError if the file cannot be
+    written.
     """
     from gguf import GGUFWriter
 
     try:
-        with temporary_file(target) as path:
+        with contextlib.nullcontext(draft) if draft else temporary_file(target) as path:
             with contextlib.closing(GGUFWriter(path, described.architecture)) as writer:
                 yield writer
+            if draft is not None:
+                return
             sync(path)
             os.replace(path, target)
             sync(target.parent)

@@ -7,7 +7,7 @@ files are written by `modelfiles.shards`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,13 @@ def write(
     dtype: str = AUTO,
     max_memory_gb: float | None = None,
     force: bool = False,
+    texts: Mapping[str, str] | None = None,
 ) -> Iterator[WriteProgress]:
     """Write the fused model to `target`. Continues a previous export that was interrupted.
 
     dtype: of the weights; auto keeps the dtype of the base.
     force: replace an existing model once the new one is complete.
+    texts: other files to write into the folder, by name.
     Raises UserError, before anything is written, if transformers uses other weight names or if
     memory or disk is too small; RunError if the base cannot be read completely.
     """
@@ -55,7 +57,7 @@ def write(
     if has_score_head(trained.adapter):
         lazy, config = as_classifier(lazy, config, trained, kind)
     card = exported_card(trained, "model", "transformers")
-    lazy = replace(lazy, config=config, card=card)
+    lazy = replace(lazy, config=config, card=card, texts=dict(texts or {}))
     names = (ADAPTERS, ADAPTER_CONFIG, *([SCORE_HEAD] if has_score_head(trained.adapter) else []))
     sums = [sha256(trained.adapter.folder / name) for name in names]
     source, settings = base_of(trained, max_memory_gb), [*sums, dtype]

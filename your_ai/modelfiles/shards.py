@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,8 @@ class Lazy:
     """`metadata` of the index file."""
     card: str | None = None
     """The text of README.md; None for the one that mlx-lm writes."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """Other files to write, by name."""
 
 
 def lazy_of(model: nn.Module, config: dict[str, Any], input_bytes: int) -> Lazy:
@@ -273,6 +275,8 @@ def finish(
         mlx_lm_utils.create_model_card(folder, None)
     else:
         (folder / "README.md").write_text(lazy.card, encoding="utf-8")
+    for name, text in lazy.texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
     temporary = folder / "config.json.part"
     mlx_lm_utils.save_config(lazy.config, temporary, keep_vision_config=lazy.keeps_vision)
     os.replace(temporary, folder / "config.json")

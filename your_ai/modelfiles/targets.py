@@ -11,8 +11,10 @@ from your_ai.errors import UserError
 # The folder of a model or an adapter has one of these, weights, and only files of these kinds.
 MARKS = ("config.json", "adapter_config.json")
 WEIGHTS = ".safetensors"
-KINDS = (WEIGHTS, ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".py", ".png",
-         ".gitattributes")  # fmt: skip
+MODELFILE = "Modelfile"  # Ollama's settings of a model
+GGUF = ".gguf"  # a folder with one such file is a model too
+KINDS = (WEIGHTS, GGUF, MODELFILE, ".json", ".jinja", ".txt", ".model", ".tiktoken", ".md",
+         ".py", ".png", ".gitattributes")  # fmt: skip
 
 
 def check_target(target: Path, force: bool, is_file: bool = False) -> None:
@@ -49,7 +51,9 @@ def is_replaceable(folder: Path) -> bool:
     marked = any((folder / name).is_file() for name in MARKS)
     weighty = any(path.suffix == WEIGHTS for path in found)
     known = all(path.is_file() and (path.suffix or path.name) in KINDS for path in found)
-    return not found or (marked and weighty and known)
+    files = sum(path.suffix == GGUF for path in found)
+    is_model = (marked and weighty and not files) or (files == 1 and not weighty)
+    return not found or (is_model and known)
 
 
 def write_error(target: Path, error: OSError, goes_on: bool = False) -> UserError:

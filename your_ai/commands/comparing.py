@@ -1,0 +1,74 @@
+"""`your_ai compare`: runs side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from your_ai.errors import UserError
+from your_ai.gates.console import echo, echo_error, open_console
+
+if TYPE_CHECKING:
+    from your_ai.dashboard.run_comparison import ComparedRun
+    from your_ai.run.folder import RunFolder
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            help="Two or more runs: their names in runs/, or folders.", metavar="RUN..."
+        ),
+    ],
+    html: Annotated[
+        Path | None, typer.Option(help="Also write an HTML page to this file.", metavar="OUT")
+    ] = None,
+) -> None:
+    """Compare runs: the settings that differ, curves, memory, speed, and their evaluations."""
+    from your_ai.dashboard.run_comparison import notes, renderable
+    from your_ai.run import folder as folders
+
+    found = [folders.find(name) for name in runs]
+    places = [folder.path.resolve() for folder in found]
+    if len(found) < 2:
+        raise UserError("give two runs or more; your_ai runs lists them")
+    if len(set(places)) < len(places):
+        twice = next(i for i, place in enumerate(places) if place in places[:i])
+        raise UserError(f"{runs[twice]}: is given twice")
+    compared = [read_run(folder) for folder in found]
+    if html is not None:  # before the output, so that an error is the only line
+        from your_ai.dashboard.comparison_report import write_comparison
+
+        write_comparison(compared, html)
+    console = open_console()
+    console.print(renderable(compared, console.width))
+    for note in notes(compared):
+        echo_error(f"note: {note}")
+    if html is not None:
+        echo(html)
+
+
+def read_run(folder: RunFolder) -> ComparedRun:
+    """What can be read of a run."""
+    from your_ai.dashboard.run_comparison import compared_run
+    from your_ai.evaluation import record
+    from your_ai.evaluation.show import adapter_values
+    from your_ai.run import events
+    from your_ai.run.folder import is_running
+    from your_ai.session.run_list import row_of
+
+    faults, config, records = [], None, []
+    try:
+        config = folder.read_config()
+    except UserError as error:
+        faults.append(str(error))
+    try:
+        records, _ = events.tail(folder.events)
+    except UserError as error:
+        faults.append(str(error))
+    row = row_of(folder)
+    state = row.state if row is not None else "running" if is_running(folder) else "-"
+    measures = adapter_values(record.read(folder))
+    return compared_run(folder.name, state, config, records, measures, "; ".join(faults))

@@ -1,0 +1,279 @@
+"""Runs side by side: the settings that differ, results, and curves. Pure functions of events.
+
+`evaluation.compare` is something else: it measures a base and its adapter on rows.
+
+Losses of different objectives are different functions, so they are put side by side only where all
+runs have one objective; metrics only where all runs that took a step have them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from your_ai.config import TrainConfig, is_used
+from your_ai.dashboard.charts import metric_points
+from your_ai.dashboard.history import Points, RunHistory, finite, losses, read, smoothed
+from your_ai.dashboard.metric_table import REWARD, is_charted, plain
+from your_ai.dashboard.view import duration, memory, validation_text
+from your_ai.gates.text import counted, loss_text, printable, shortened
+from your_ai.run.events import Record
+
+UNKNOWN = "-"
+NOT_COMPARED = ("run",)  # settings that differ always
+LONGEST_NAME, LONGEST_VALUE = 24, 60  # characters in a table
+GAP, LEAST_COLUMN = 2, 12  # characters
+LOSS, VALIDATION = "loss", "validation loss"
+PLOT_ROWS = 9
+MARKS = "123456789"  # of the runs in a plot; the tenth and later runs are only in the tables
+WITH_LOSSES = ("last loss", "best running mean", "best validation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """What the comparison shows of a run; what is not known is missing."""
+
+    name: str
+    state: str
+    """As in the list of runs."""
+    objective: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    figures: Mapping[str, str] = field(default_factory=dict)
+    """Results by their labels."""
+    curves: Mapping[str, Points] = field(default_factory=dict)
+    """LOSS, VALIDATION and the metrics of the objective, by step."""
+    measures: Mapping[str, str] = field(default_factory=dict)
+    """Of the run's last evaluation, by their labels."""
+    fault: str = ""
+    """Why a part of the run cannot be read."""
+
+
+def compared_run(
+    name: str,
+    state: str,
+    config: TrainConfig | None,
+    records: Sequence[Record],
+    measures: Mapping[str, str],
+    fault: str = "",
+) -> ComparedRun:
+    """Read a run for the comparison. config: None if it cannot be read."""
+    try:
+        past = read(records)
+        figures, curves = figures_of(past), curves_of(past)
+    except (TypeError, ValueError, ArithmeticError, AttributeError):
+        fault, figures, curves = fault or "its events have values of a wrong type", {}, {}
+    if not records and not fault:
+        fault = "it has no events"
+    return ComparedRun(
+        name=name,
+        state=state,
+        objective="" if config is None else config.objective,
+        settings={} if config is None else settings_of(config),
+        figures=figures,
+        curves=curves,
+        measures=measures,
+        fault=fault,
+    )
+
+
+def settings_of(config: TrainConfig) -> dict[str, str]:
+    """The settings that the run's objective uses, as text."""
+    return {
+        name: value_text(value)
+        for name, value in dataclasses.asdict(config).items()
+        if name not in NOT_COMPARED and is_used(name, config.objective)
+    }
+
+
+def value_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or UNKNOWN
+    if isinstance(value, float):
+        return f"{value:g}"
+    return UNKNOWN if value in (None, "") else str(value)
+
+
+def figures_of(past: RunHistory) -> dict[str, str]:
+    """The results of a run, by their labels."""
+    state, steps, found = past.state, past.steps, {}
+    if steps:
+        last = steps[-1]
+        found["step"] = f"{last.step:,} of {last.steps:,}"
+        found["last loss"] = loss_text(last.loss)
+        means = [mean for _, mean in smoothed(losses(past)) if not math.isnan(mean)]
+        if means:
+            found["best running mean"] = loss_text(min(means))
+    checked = finite(past.validations)
+    if checked:
+        best = min(checked, key=lambda value: value.loss)
+        text = f"{validation_text(best, best.loss)} at step {best.step:,}"
+        found["best reward" if best.reward is not None else "best validation"] = text
+    rewards = metric_points(past, REWARD)
+    if rewards:
+        found["last reward"] = plain(rewards[-1][1])
+    if state.highest_bytes is not None:
+        found["peak memory"] = memory(state.highest_bytes)
+    if state.limit is not None:
+        found["memory limit"] = memory(state.limit.limit_bytes)
+    if steps:
+        seconds = sum(step.seconds for step in steps)
+        tokens = sum(step.tokens for step in steps)
+        found["seconds per step"] = f"{seconds / len(steps):.3g}"
+        found["time in steps"] = duration(seconds)
+        found["tokens"] = f"{tokens:,}"
+        found["trained tokens"] = f"{sum(step.trained_tokens for step in steps):,}"
+        found["tokens per second"] = f"{tokens / max(seconds, 1e-9):,.0f}"
+    return found
+
+
+def curves_of(past: RunHistory) -> dict[str, Points]:
+    """The curves of a run by step: the running mean of the loss, validation, and metrics."""
+    names = list(dict.fromkeys(name for step in past.steps for name in step.metrics))
+    checked = [value for value in finite(past.validations) if value.reward is None]
+    found = {LOSS: smoothed(losses(past))}
+    found[VALIDATION] = [(value.step, value.loss) for value in checked]
+    for name in names:
+        if is_charted(name) or name == REWARD:
+            found[name] = smoothed(metric_points(past, name))
+    return {name: points for name, points in found.items() if points}
+
+
+# What is compared
+
+
+def one_objective(runs: Sequence[ComparedRun]) -> bool:
+    return len({run.objective for run in runs if run.objective}) <= 1
+
+
+def differing(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
+    """The settings that differ, with the value of each run; runs without settings are left out."""
+    known = [run for run in runs if run.settings]
+    names = list(dict.fromkeys(name for run in known for name in run.settings))
+    return {
+        name: [run.settings.get(name, UNKNOWN) for run in runs]
+        for name in names
+        if len({run.settings.get(name) for run in known}) > 1
+    }
+
+
+def results(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
+    """The state and the results of each run."""
+    names = list(dict.fromkeys(name for run in runs for name in run.figures))
+    hidden = () if one_objective(runs) else WITH_LOSSES
+    table = {"state": [run.state for run in runs]}
+    for name in names:
+        if name not in hidden:
+            table[name] = [run.figures.get(name, UNKNOWN) for run in runs]
+    return table
+
+
+def measured(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
+    """What the last evaluation of each run measured."""
+    names = list(dict.fromkeys(name for run in runs for name in run.measures))
+    return {name: [run.measures.get(name, UNKNOWN) for run in runs] for name in names}
+
+
+def shared_curves(runs: Sequence[ComparedRun]) -> list[str]:
+    """The curves that can be drawn over each other."""
+    drawn = [run for run in runs if run.curves]
+    names = list(dict.fromkeys(name for run in drawn for name in run.curves))
+    same = one_objective(runs)
+    return [
+        name
+        for name in names
+        if (same if name in (LOSS, VALIDATION) else all(name in run.curves for run in drawn))
+    ]
+
+
+def notes(runs: Sequence[ComparedRun]) -> Iterator[str]:
+    """One line for each run that is not whole, and for what is not compared."""
+    if not one_objective(runs):
+        names = ", ".join(dict.fromkeys(run.objective for run in runs if run.objective))
+        yield f"the objectives differ ({names}): losses are not compared, only metrics of all runs"
+    for run in runs:
+        if run.fault:
+            yield f"{run.name}: {run.fault}"
+
+
+# In a terminal
+
+
+def renderable(runs: Sequence[ComparedRun], width: int) -> RenderableType:
+    """The comparison in `width` characters; runs that do not fit are in further tables."""
+    parts: list[RenderableType] = []
+    sections = {
+        "Settings that differ": differing(runs),
+        "Results": results(runs),
+        "Evaluation (with the adapter)": measured(runs),
+    }
+    for title, rows in sections.items():
+        if rows:
+            parts += [Text(title, "bold"), *tables(runs, rows, width), ""]
+    if not sections["Settings that differ"] and sum(bool(run.settings) for run in runs) > 1:
+        parts += [Text("No setting differs."), ""]
+    for name in shared_curves(runs):
+        if name in (LOSS, VALIDATION, REWARD):
+            parts += [*plot(name, runs, width), ""]
+    return Group(*parts[:-1])
+
+
+def tables(
+    runs: Sequence[ComparedRun], rows: Mapping[str, Sequence[str]], width: int
+) -> Iterator[Table]:
+    """Tables with a column for each run, as many in each as fit."""
+    first = max(map(len, rows))
+    room = max(LEAST_COLUMN, width - first - GAP)
+    together = max(1, min(len(runs), room // (LEAST_COLUMN + GAP)))
+    for start in range(0, len(runs), together):
+        shown = range(start, min(start + together, len(runs)))
+        most = max(LEAST_COLUMN, room // len(shown) - GAP)
+        drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+        drawn.add_column("", no_wrap=True)
+        for index in shown:
+            name = shortened(f"{index + 1} {one_line(runs[index].name)}", min(LONGEST_NAME, most))
+            drawn.add_column(Text(name), max_width=most, overflow="fold")
+        for label, values in rows.items():
+            cells = (one_line(shortened(values[index], LONGEST_VALUE)) for index in shown)
+            drawn.add_row(Text(label), *map(Text, cells))
+        yield drawn
+
+
+def one_line(text: str) -> str:
+    return printable(text, one_line=True)
+
+
+def plot(name: str, runs: Sequence[ComparedRun], width: int) -> Iterator[RenderableType]:
+    """The curves of the first runs over each other, in characters: each has its run's number."""
+    curves = {
+        mark: [(x, y) for x, y in run.curves.get(name, ()) if math.isfinite(y)]
+        for mark, run in zip(MARKS, runs, strict=False)
+    }
+    points = [point for curve in curves.values() for point in curve]
+    if not points:
+        return
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    last = max(x for x, _ in points)
+    labels = [loss_text(high), loss_text(low)]
+    margin = max(map(len, labels)) + 1
+    columns = max(8, width - margin - 2)
+    grid = [[" "] * columns for _ in range(PLOT_ROWS)]
+    for mark, curve in curves.items():
+        for x, y in curve:
+            row = round((high - y) / (high - low) * (PLOT_ROWS - 1)) if high > low else 0
+            grid[row][round(x / max(last, 1) * (columns - 1))] = mark
+    yield Text(f"{name} by step", "bold")
+    for index, cells in enumerate(grid):
+        label = {0: labels[0], PLOT_ROWS - 1: labels[1]}.get(index, "")
+        yield Text(f"{label:>{margin - 1}} |{''.join(cells)}".rstrip())
+    yield Text(f"{'':>{margin}}0{f'{last:,.0f}':>{columns}}")
+    missing = len(runs) - len(MARKS)
+    if missing > 0:
+        yield Text(f"{counted(missing, 'run')} more: see --html")

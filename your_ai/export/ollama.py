@@ -1,0 +1,198 @@
+"""Export a run for Ollama: a folder with a Modelfile and the weights that it names.
+
+The weights are a GGUF file where the GGUF export knows the architecture. Ollama imports every GGUF
+file of an architecture that llama.cpp knows, and of safetensors only the architectures that it
+converts itself. For those of them that the GGUF export does not know, the weights are safetensors.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from your_ai.data.system_prompt import common_system_prompt
+from your_ai.errors import UserError
+from your_ai.export import gguf, gguf_folder, gguf_quantize, huggingface
+from your_ai.export.gguf_model import ARCHITECTURES
+from your_ai.export.go_template import PLAIN, shape_of
+from your_ai.export.modelfile import Modelfile, fault_of
+from your_ai.gates.untrusted import read_json
+from your_ai.generation.generate import context_tokens
+from your_ai.modelfiles.shards import WriteProgress
+from your_ai.modelfiles.targets import MODELFILE
+from your_ai.nets.model import load_tokenizer_of
+from your_ai.nets.saved_adapter import Trained, check_generates
+
+# The model_types whose safetensors Ollama converts, and the GGUF export does not know.
+CONVERTED = ("phi3",)
+FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+LEAST_CONTEXT = 4096  # tokens; a short training context would cut conversations
+OLLAMA_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,349}")
+ADAPTER = "adapter.gguf"
+
+
+@dataclass(frozen=True)
+class OllamaExport:
+    """What is written, decided before anything is."""
+
+    kind: str
+    """The type of the weights: of a GGUF file, or one of FLOATS for safetensors; "" for the
+    dtype of the base."""
+    way: gguf_quantize.Way | None
+    """How the GGUF file is made; None for safetensors and for an adapter."""
+    modelfile: Modelfile
+    notes: tuple[str, ...]
+    """What the user should know, one line each."""
+
+
+def decide(
+    trained: Trained,
+    dtype: str | None,
+    default_kind: str,
+    tool: Path | None = None,
+    adapter_for: str | None = None,
+) -> OllamaExport:
+    """Decide what to write for a run.
+
+    dtype: of the weights, one of gguf_quantize.ALL_KINDS; None: `default_kind`, and for
+        safetensors that of the base.
+    tool: the program llama-quantize, if the user named it.
+    adapter_for: write only the adapter, for this model of Ollama.
+    Raises UserError if Ollama cannot run the model, or a type cannot be computed.
+    """
+    check_generates(trained.adapter)
+    config = read_json(trained.base / "config.json", "a model folder has one")
+    tokenizer = load_tokenizer_of(trained.base, config.get("eos_token_id"))
+    settings, notes = settings_of(trained, tokenizer)
+    if adapter_for is not None:
+        if trained.adapter.is_dora:
+            raise UserError(
+                f"{trained.adapter.folder}: is DoRA, which Ollama cannot add to a model; leave "
+                "--adapter-for out"
+            )
+        gguf.require_library()
+        weights = base_weights(adapter_for)
+        modelfile = replace(settings, weights=weights, adapter=f"./{ADAPTER}")
+        return OllamaExport("", None, modelfile, notes)
+    name, model_type = trained.folder.name, config.get("model_type")
+    if model_type in ARCHITECTURES:
+        gguf.require_library()
+        kind = dtype or default_kind
+        way = gguf_quantize.way_of(kind, tool)
+        weights = f"./{gguf_folder.model_file(name, kind)}"
+        return OllamaExport(kind, way, replace(settings, weights=weights), notes)
+    if model_type not in CONVERTED:
+        raise UserError(
+            f"{trained.base}: architecture {model_type} cannot be exported to Ollama; supported: "
+            f"{', '.join((*ARCHITECTURES, *CONVERTED))}"
+        )
+    if tool is not None or (dtype is not None and dtype not in FLOATS):
+        option = f"--dtype {dtype}" if tool is None else "--llama-quantize"
+        raise UserError(
+            f"{option}: {model_type} is exported as safetensors ({', '.join(FLOATS)}), which "
+            "Ollama quantizes: leave it out, and add --quantize q4_K_M to ollama create"
+        )
+    return OllamaExport(dtype or "", None, replace(settings, weights="."), notes)
+
+
+def write(
+    trained: Trained,
+    target: Path,
+    export: OllamaExport,
+    max_memory_gb: float | None = None,
+    force: bool = False,
+) -> Iterator[WriteProgress]:
+    """Write the folder. Raises UserError if memory or disk is too small."""
+    texts = {MODELFILE: export.modelfile.text}
+    if export.modelfile.adapter is not None:
+        yield from gguf_folder.write_adapter(trained, target, ADAPTER, force, texts)
+    elif export.way is not None:
+        name = Path(export.modelfile.weights).name
+        yield from gguf_folder.write_model(
+            trained, target, name, export.kind, export.way, max_memory_gb, force, texts
+        )
+    else:
+        dtype = FLOATS.get(export.kind, "auto")
+        yield from huggingface.write(trained, target, dtype, max_memory_gb, force, texts)
+
+
+def settings_of(trained: Trained, tokenizer: Any) -> tuple[Modelfile, tuple[str, ...]]:
+    """The Modelfile of a run without its weights, and notes for the user."""
+    template, notes = template_of(trained, tokenizer)
+    system = common_system_prompt(trained.config)
+    if fault := fault_of(system):
+        notes.append(f"the system prompt of the training rows has {fault}: it is left out")
+        system = ""
+    parameters = [("num_ctx", str(context_of(trained)))]
+    if trained.config.generates:
+        parameters.append(("temperature", f"{trained.config.temperature:g}"))
+    for end in sorted(tokenizer.eos_token_ids):
+        text = tokenizer.decode([end])
+        if text.strip() and not fault_of(text):
+            parameters.append(("stop", text))
+    modelfile = Modelfile("", template=template, system=system, parameters=tuple(parameters))
+    return modelfile, tuple(notes)
+
+
+def context_of(trained: Trained) -> int:
+    """The context window in tokens: the run's rows, or LEAST_CONTEXT, at most the model's."""
+    wanted = max(LEAST_CONTEXT, trained.config.max_seq_length)
+    return min(wanted, context_tokens(trained.base) or wanted)
+
+
+def template_of(trained: Trained, tokenizer: Any) -> tuple[str | None, list[str]]:
+    """The Go template of a model, None if none says the same; and notes."""
+    if not tokenizer.has_chat_template:
+        return PLAIN, [
+            "the model has no chat template; TEMPLATE gives the texts of a chat one per line, as "
+            "your_ai generate does"
+        ]
+    shape, bos = shape_of(tokenizer), added_bos(tokenizer)
+    if shape is None:
+        return None, [
+            "no Go template says the same as the model's chat template, so there is no TEMPLATE; "
+            "Ollama uses the chat template in the weights, if your version can"
+        ]
+    notes = []
+    if shape.system_place == "none":
+        notes.append(
+            "the model's chat template takes no system message; Ollama will put one before the "
+            "first question"
+        )
+    if "strftime_now" in str(tokenizer.chat_template):
+        notes.append("the chat template writes the date; TEMPLATE has the date of this export")
+    if bos and shape.begin.startswith(bos):  # Ollama adds it too
+        shape = replace(shape, begin=shape.begin.removeprefix(bos))
+    elif bos:
+        notes.append(f"Ollama will begin a chat with {bos}, which the chat template does not write")
+    return shape.go_template, notes
+
+
+def added_bos(tokenizer: Any) -> str:
+    """The token that the tokenizer puts before a text; "" if none."""
+    ids = tokenizer.encode("a", add_special_tokens=True)
+    return tokenizer.bos_token if ids[:1] == [tokenizer.bos_token_id] else ""
+
+
+def base_weights(name: str) -> str:
+    """FROM, of a base that the user named: a model of Ollama or a GGUF file."""
+    if name.endswith(".gguf"):
+        if not Path(name).is_file():
+            raise UserError(f"--adapter-for {name}: is not a file")
+        return str(Path(name).absolute())
+    if not OLLAMA_NAME.fullmatch(name):
+        raise UserError(
+            f"--adapter-for {name}: give a model of Ollama, such as llama3.2:1b, or a .gguf file"
+        )
+    return name
+
+
+def next_commands(trained: Trained, target: Path) -> list[str]:
+    """The commands with which the user goes on."""
+    name = gguf_folder.plain_name(trained.folder.name).lower()
+    modelfile = shlex.quote(str(target / MODELFILE))
+    return [f"ollama create {name} -f {modelfile}", f"ollama run {name}"]
