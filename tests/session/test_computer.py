@@ -44,7 +44,8 @@ from your_ai.run import host
 from your_ai.session.supervisor import supervise_run
 
 host.SYSTEM = "darwin"
-train = "import os, pathlib, time; pathlib.Path('training', str(os.getpid())).touch(); time.sleep(60)"
+train = "import os, pathlib, time; pathlib.Path('training', str(os.getpid())).touch()"
+train += "; time.sleep(60)"
 sys.exit(supervise_run("r", "", None, [], command=[sys.executable, "-c", train]))
 """
 
