@@ -2,9 +2,9 @@
 
 It reads a Modelfile by the rules of Ollama's parser: a value ends with its line, unless it began
 with quotes that are still open; characters that Go does not print are dropped. It refuses commands,
-parameters and architectures that Ollama refuses. `run NAME PROMPT` has no model to answer: it
-prints the text that the model would be given, as JSON. Of Go's templates it knows what your_ai
-writes, and refuses the rest.
+parameters and architectures that Ollama refuses. `run NAME PROMPT` has no model to answer: it shows
+the text that the model would be given, as JSON. Of Go's templates it knows what your_ai writes, and
+refuses the rest.
 """
 
 from __future__ import annotations
