@@ -190,6 +190,13 @@ def test_a_run_without_a_name_is_named_after_model_and_data(model, data, start):
     assert folders.NAME.fullmatch(name)
 
 
+def test_runs_without_a_name_that_start_in_the_same_second_have_different_names(monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda _: "20260101-000000")
+    config = TrainConfig(model="models/m", data="data")
+    names = [create(config).name for _ in range(3)]
+    assert names == [f"m-data-20260101-000000{end}" for end in ("", "-2", "-3")]
+
+
 @pytest.mark.parametrize("given", ["r", "runs/r", "runs/r/"])
 def test_a_run_is_found_by_its_name_or_path(given):
     run = create(CONFIG)

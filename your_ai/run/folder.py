@@ -125,11 +125,13 @@ class RunFolder:
 
 
 def default_name(config: TrainConfig) -> str:
-    """A name made from model, data and time."""
+    """A name made from model, data and time, which no run in runs/ has."""
     model, data = Path(config.model).name, Path(config.data).stem
     parts = [data] if config.data in DEMO_DATA and config.model == DEMO else [model, data]
     parts = list(dict.fromkeys(re.sub(r"[^A-Za-z0-9.]+", "-", p).strip("-.") for p in parts))
-    return "-".join([*filter(None, parts), time.strftime("%Y%m%d-%H%M%S")])
+    name = "-".join([*filter(None, parts), time.strftime("%Y%m%d-%H%M%S")])
+    names = (name, *(f"{name}-{number}" for number in range(2, 100)))
+    return next((free for free in names if not (RUNS / free).exists()), name)
 
 
 def create(config: TrainConfig) -> RunFolder:
