@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import sys
@@ -29,6 +30,7 @@ from your_ai.commands import (
     training,
     tuning,
 )
+from your_ai.commands.help_page import CommandWithPanels
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo, echo_error, echo_traceback, guard_libraries
 from your_ai.hub.remote import check_environment
@@ -38,7 +40,6 @@ UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EPIPE)
 app = typer.Typer(
     name="your_ai",
     help="Fine-tune LLMs with LoRA on Apple Silicon, inside a memory budget.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -56,30 +57,31 @@ def root(
         echo(context.get_help())
 
 
-app.command()(training.train)
-app.command()(training.plan)
-app.command()(tuning.tune)
-app.command()(surveying.data)
-app.command()(generating.generate)
-app.command()(generating.chat)
-app.command("eval")(evaluating.evaluate)
-app.command()(scoring.score)
-app.command()(serving.serve)
-app.command()(fusing.fuse)
-app.command()(exporting.export)
-app.command("import")(exporting.import_adapter)
-app.command()(merging.merge)
-app.command()(pushing.push)
-app.command()(benching.bench)
-app.command()(models.download)
-app.command()(models.quantize)
-app.command()(models.recommend)
-app.command()(models.doctor)
+command = functools.partial(app.command, cls=CommandWithPanels)
+command()(training.train)
+command()(training.plan)
+command()(tuning.tune)
+command()(surveying.data)
+command()(generating.generate)
+command()(generating.chat)
+command("eval")(evaluating.evaluate)
+command()(scoring.score)
+command()(serving.serve)
+command()(fusing.fuse)
+command()(exporting.export)
+command("import")(exporting.import_adapter)
+command()(merging.merge)
+command()(pushing.push)
+command()(benching.bench)
+command()(models.download)
+command()(models.quantize)
+command()(models.recommend)
+command()(models.doctor)
 app.add_typer(models.app)
-app.command()(runs.watch)
-app.command()(runs.report)
-app.command()(comparing.compare)
-app.command()(rollouts.rollouts)
+command()(runs.watch)
+command()(runs.report)
+command()(comparing.compare)
+command()(rollouts.rollouts)
 app.add_typer(runs.app)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from your_ai.commands.options import names_of_runs
 from your_ai.errors import UserError
 from your_ai.gates.console import echo, echo_error, open_console
 
@@ -19,7 +20,9 @@ def compare(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="Two or more runs: their names in runs/, or folders.", metavar="RUN..."
+            help="Two or more runs: their names in runs/, or folders.",
+            metavar="RUN...",
+            autocompletion=names_of_runs,
         ),
     ],
     html: Annotated[

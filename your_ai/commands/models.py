@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from your_ai.commands.help_page import CommandWithPanels
 from your_ai.commands.options import text_of
 from your_ai.commands.progress import show_bytes
 from your_ai.config import SFT, coerce
@@ -112,7 +113,7 @@ def models(
         console.print(model_list.table(rows, console.width))
 
 
-@app.command()
+@app.command(cls=CommandWithPanels)
 def verify(
     name: Annotated[str, typer.Argument(help="A local model: its name, alias or folder.")],
 ) -> None:
@@ -130,7 +131,7 @@ def verify(
     echo(f"{folder}: {verdict.checked}")
 
 
-@app.command()
+@app.command(cls=CommandWithPanels)
 def rm(
     names: Annotated[list[str], typer.Argument(help="Models in models/.", metavar="NAME...")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,

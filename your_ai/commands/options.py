@@ -20,14 +20,62 @@ METAVARS = {
     "a list of names": "NAMES",
     " or ": "|",
 }
-PREFERENCES = "Preferences: only with an --objective other than sft"  # a panel of the help
+# Panels of the help, and the settings in them.
+OBJECTIVE = "Objective: all but --objective only with one other than sft"
+PANELS = {
+    "Model and data": (
+        *("model", "data", "valid", "columns", "prompt_template", "from_adapter"),
+        *("max_seq_length", "too_long", "max_row_bytes", "packing", "mask_prompt"),
+    ),
+    OBJECTIVE: ("objective", *OBJECTIVES_WITH),
+    "Adapters": (
+        *("lora_rank", "lora_alpha", "use_rslora", "lora_layers", "lora_targets", "lora_experts"),
+        *("lora_dropout", "use_dora"),
+    ),
+    "Optimization": (
+        *("max_steps", "epochs", "batch_size", "grad_accumulation", "optimizer", "learning_rate"),
+        *("loraplus_ratio", "layerwise_lr_decay", "lr_schedule", "lr_end", "lr_decay_steps"),
+        *("lr_decay_rate", "warmup_steps", "warmup_init", "weight_decay", "adam_beta1"),
+        *("adam_beta2", "adam_epsilon", "adam_bias_correction", "max_grad_norm"),
+        *("neftune_alpha", "seed"),
+    ),
+    "Memory": (
+        *("max_memory", "force", "plan", "spill", "prefix_cache", "prefix_cache_folder", "dtype"),
+        *("quantize", "reload_interval", "reload_at", "clear_cache_every", "leak_threshold_mb"),
+        "leak_warmup",
+    ),
+    "Validation and output": (
+        *("run", "eval_every", "save_every", "keep", "keep_best", "best_metric"),
+        *("patience", "samples", "exact_match", "supervise", "allow_sleep", "notify", "report_to"),
+        "push_to",
+    ),
+}
+PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
+
+
+def names_of_runs(incomplete: str) -> list[str]:
+    """The runs in runs/ whose names start so, for the completion of a shell."""
+    from your_ai.run.folder import NAME, RUNS
+
+    try:
+        names = sorted(path.name for path in RUNS.iterdir() if path.is_dir())
+    except OSError:
+        return []
+    return [name for name in names if name.startswith(incomplete) and NAME.fullmatch(name)]
 
 
 # For commands that use the adapter of a run.
-RUN = typer.Argument(help="The run: its name in runs/, or its folder.", metavar="RUN")
-NEWEST = typer.Argument(
-    help="The run: its name in runs/, or its folder; default: the newest.", metavar="RUN"
+RUN = typer.Argument(
+    help="The run: its name in runs/, or its folder.",
+    metavar="RUN",
+    autocompletion=names_of_runs,
 )
+NEWEST = typer.Argument(
+    help="The run: its name in runs/, or its folder; default: the newest.",
+    metavar="RUN",
+    autocompletion=names_of_runs,
+)
+LATEST = typer.Argument(help="The run; default: the newest.", autocompletion=names_of_runs)
 CHECKPOINT = typer.Option(
     help="Use this checkpoint: step-000120, best, or latest; default: the finished adapter."
 )
@@ -58,7 +106,7 @@ def with_settings(*first: inspect.Parameter) -> inspect.Signature:
     parameters = [config, *first]
     for name in FIELDS:
         help = f"{text_of(name)}{default_text(name)}"
-        panel = {"rich_help_panel": PREFERENCES} if name in OBJECTIVES_WITH else {}
+        panel = {"rich_help_panel": PANEL_OF[name]}
         if TYPES[name] is bool:
             names = f"{flag(name)}/{negated(name)}"
             parameters.append(option(name, names, bool | None, help, **panel))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from your_ai.commands.options import LATEST
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_json, open_console
 from your_ai.gates.text import counted, message_line
@@ -25,7 +26,7 @@ INDENT = 4  # cells before a text
 
 
 def rollouts(
-    run: Annotated[str | None, typer.Argument(help="The run; default: the newest.")] = None,
+    run: Annotated[str | None, LATEST] = None,
     step: Annotated[int | None, typer.Option(help="Training step; default: the last.")] = None,
     best: Annotated[
         bool, typer.Option("--best", help="Completions of the step, highest reward first.")

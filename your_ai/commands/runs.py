@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from your_ai.commands.help_page import CommandWithPanels
+from your_ai.commands.options import LATEST, names_of_runs
 from your_ai.errors import UserError
 from your_ai.gates.console import confirm, echo, echo_json, open_console
 from your_ai.gates.text import counted
@@ -20,7 +22,7 @@ app = typer.Typer(name="runs", help="List, stop or remove runs.", invoke_without
 
 
 def watch(
-    run: Annotated[str | None, typer.Argument(help="The run; default: the newest.")] = None,
+    run: Annotated[str | None, LATEST] = None,
     replay: Annotated[bool, typer.Option("--replay", help="Replay a run from its start.")] = False,
     speed: Annotated[float, typer.Option(help="Replay speed; 1 = real time.", min=0.01)] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="New events as JSON lines.")] = False,
@@ -36,7 +38,7 @@ def watch(
 
 
 def report(
-    run: Annotated[str | None, typer.Argument(help="The run; default: the newest.")] = None,
+    run: Annotated[str | None, LATEST] = None,
     out: Annotated[
         Path | None, typer.Option(help="File to write; default: report.html in the run's folder.")
     ] = None,
@@ -81,9 +83,12 @@ def runs(
         echo("no runs here; start one: your_ai train")
 
 
-@app.command()
+@app.command(cls=CommandWithPanels)
 def rm(
-    names: Annotated[list[str], typer.Argument(help="The runs to remove.", metavar="RUN...")],
+    names: Annotated[
+        list[str],
+        typer.Argument(help="The runs to remove.", metavar="RUN...", autocompletion=names_of_runs),
+    ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Remove runs with their checkpoints and adapters."""
@@ -92,7 +97,7 @@ def rm(
     remove([folders.find(name) for name in names], yes)
 
 
-@app.command()
+@app.command(cls=CommandWithPanels)
 def prune(
     states: Annotated[
         str,
@@ -117,8 +122,10 @@ def prune(
         remove([RunFolder(RUNS / row.name) for row in found], yes)
 
 
-@app.command()
-def stop(run: Annotated[str, typer.Argument(help="The run to stop.")]) -> None:
+@app.command(cls=CommandWithPanels)
+def stop(
+    run: Annotated[str, typer.Argument(help="The run to stop.", autocompletion=names_of_runs)],
+) -> None:
     """Stop a run after its current step, and save it, as Ctrl-C does."""
     from your_ai.run import folder as folders
     from your_ai.session import run_list

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from your_ai.commands.models import fetch_datasets, find_or_fetch
-from your_ai.commands.options import option, with_settings
+from your_ai.commands.options import names_of_runs, option, with_settings
 from your_ai.commands.progress import rows_read
 from your_ai.config import DEMO, TrainConfig, resumed
 from your_ai.errors import UserError
@@ -118,6 +118,7 @@ train.__signature__ = with_settings(  # type: ignore[attr-defined]
         str | None,
         "Continue this run from its last checkpoint.",
         metavar="RUN",
+        autocompletion=names_of_runs,
     ),
     option("detach", "--detach", bool | None, "Leave when training has begun; the run continues."),
     option("as_json", "--json", bool | None, "Print events as JSON lines, for programs."),
