@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, settings
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
-from tests.kernels import precompile_header
+from tests.kernels import fuse, precompile_header
 from your_ai import cli
 from your_ai.config import DEMO_DATA, TrainConfig, build, to_yaml
 from your_ai.data import sources
@@ -131,6 +131,12 @@ def pytest_collection() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def keep_objects_of_modules_before() -> None:
     keep_objects()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(request: pytest.FixtureRequest) -> None:
+    """Fuse no kernels in the modules that say `KERNELS = False`: their compilation takes long."""
+    fuse(getattr(request.module, "KERNELS", True))
 
 
 def keep_objects() -> None:

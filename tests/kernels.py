@@ -20,7 +20,7 @@ import mlx.core as mx
 
 HEADER = "mlx/backend/cpu/compiled_preamble.h"
 SET_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"
-NO_FUSE = 2  # of the modes
+NO_FUSE, FUSE = 2, 3  # of the modes
 FLAGS = ("-std=c++17", "-O3", "-Wall", "-fPIC")  # as MLX calls g++
 
 
@@ -40,13 +40,12 @@ def precompile_header() -> None:
             partial.replace(target)
 
 
-def run_without_kernels() -> None:
-    """Let `mx.compile` trace and simplify as always, but run the operations one by one.
+def fuse(on: bool) -> None:
+    """Let `mx.compile` fuse operations into kernels, or only trace and simplify.
 
-    For a process of its own, since what was compiled stays. For tests of what is traced, on so
-    many models that compiling their kernels would take longest. Where MLX has no such switch,
-    kernels are compiled; `mx.disable_compile` would not even trace.
+    What was compiled before stays as it is. Where MLX has no such switch, kernels are compiled;
+    `mx.disable_compile` would not even trace.
     """
     with contextlib.suppress(OSError, AttributeError, ValueError):
         (library,) = (Path(mx.__file__).parent / "lib").glob("libmlx.*")
-        ctypes.CDLL(str(library))[SET_MODE](NO_FUSE)
+        ctypes.CDLL(str(library))[SET_MODE](FUSE if on else NO_FUSE)

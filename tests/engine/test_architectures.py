@@ -46,9 +46,9 @@ ROOT = Path(__file__).parents[2]
 FIND = """
 import json, sys
 from tests.architectures import found_here
-from tests.kernels import run_without_kernels
+from tests.kernels import fuse
 
-run_without_kernels()
+fuse(False)
 print(json.dumps({name: found_here(name, (24,)) for name in sys.argv[1:]}))
 """
 
