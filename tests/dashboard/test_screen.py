@@ -412,8 +412,13 @@ def test_late_step_is_shown_as_a_warning():
     assert "no step for 2:05; a step usually takes 2.00 s" in text_of(state, after_s=125.0)
     waiting = folded(events.Gauges(process_bytes=1), state=state)
     assert "no step for 2:0" in text_of(waiting, after_s=125.0)
-    paused = folded(events.Paused(step=1), state=state)
-    assert "no step" not in text_of(paused, after_s=125.0)
+    for excuse in (events.Paused(step=1), events.Phase(text="validating")):
+        assert "no step" not in text_of(folded(excuse, state=state), after_s=125.0)
+
+
+def test_phase_between_two_steps_is_shown():
+    lines = drawn(folded(*BEGINNING, step(4), events.Phase(text="validating")), 80, 24)
+    assert lines[0].endswith("● validating")
 
 
 def test_run_that_is_not_restarted_is_shown_as_died():
@@ -481,6 +486,8 @@ EVENTS = st.one_of(
     STEPS,
     st.builds(events.Gauges, **GAUGES),
     st.builds(events.Stage, text=WORDS),
+    st.builds(events.Phase, text=WORDS),
+    st.builds(events.Host, source=WORDS, thermal=WORDS),
     st.builds(events.Notice, text=WORDS),
     st.builds(events.Limit, limit_bytes=COUNTS, reason=WORDS),
     st.builds(

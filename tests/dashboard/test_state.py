@@ -96,3 +96,29 @@ def test_pause_lasts_until_the_run_continues():
 def test_event_with_wrong_field_types_is_skipped():
     strange = step(2, loss="much", process_bytes=[1])
     assert folded(step(1), strange, step(3)) == folded(step(1), step(3))
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        (events.Host(), ()),
+        (events.Host(source="mains", percent=40, thermal="nominal"), ()),
+        (events.Host(source="battery", percent=63), ("on battery, 63%",)),
+        (events.Host(source="UPS", thermal="fair"), ("on UPS", "thermal pressure: fair")),
+        (events.Host(thermal="critical"), ("thermal pressure: critical",)),
+    ],
+)
+def test_battery_and_heat_are_warnings_while_they_last(host, expected):
+    hot = events.Host(source="battery", percent=99, thermal="serious")
+    assert folded(hot, step(1), host).warnings == expected
+    finished = events.Finished(step=1, reason="done", adapter="a", seconds=1.0)
+    assert folded(host, step(1), finished).warnings == ()
+
+
+def test_phase_lasts_until_the_next_event_of_the_work():
+    saving = folded(step(1), events.Phase(text="saving"))
+    assert saving.phase == "saving"
+    for beside in (events.Gauges(), events.Notice(text="n"), events.Host()):
+        assert folded(step(1), events.Phase(text="saving"), beside).phase == "saving"
+    saved = events.Checkpoint(step=1, folder="", seconds=1.0)
+    assert folded(step(1), events.Phase(text="saving"), saved).phase == ""

@@ -180,6 +180,13 @@ def test_program_that_hangs_does_not_delay_the_run(run, mac, monkeypatch):
     assert time.monotonic() - began < 2
 
 
+def test_what_cannot_be_read_is_as_it_was():
+    before = HostState(source="battery", percent=63, thermal="serious")
+    assert known(before, HostState()) == before
+    now = HostState(source="battery", percent=63, thermal="fair")
+    assert known(before, HostState(thermal="fair")) == now
+
+
 def test_desktop_on_mains_power_says_nothing():
     desktop = HostState(source="mains", thermal="nominal")
     assert changes(HostState(), desktop) == []
