@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import TINY, call, chat, copy_demo, make_model, write_rows
 from tests.export import ollama_program
 from tests.export.gguf_files import tensors
-from tests.export.programs import script
+from tests.programs import script
 from your_ai.export import gguf
 from your_ai.nets.model import load_tokenizer_of
 from your_ai.nets.saved_adapter import open_trained

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from tests.conftest import call
-from tests.export.runs import make_run
+from tests.export.runs import make_run, printed
 from your_ai.commands import exporting
 from your_ai.errors import UserError
 from your_ai.export import gguf, gguf_quantize, huggingface
@@ -19,11 +19,6 @@ from your_ai.run import checkpoint
 @pytest.fixture
 def run(tiny_model):
     return make_run(tiny_model)
-
-
-def printed(capsys):
-    found = capsys.readouterr()
-    return found.out + found.err
 
 
 @pytest.mark.parametrize(
@@ -189,3 +184,7 @@ def test_failed_import_is_reported_in_one_line(run, tiny_model, capsys):
     output = printed(capsys)
     assert output.startswith("error: nowhere/adapter_config.json: is missing")
     assert output.count("\n") == 1
+
+
+def test_the_command_takes_every_type_of_gguf_file():
+    assert exporting.GGUF_KINDS == gguf_quantize.ALL_KINDS  # written twice: one of them loads MLX

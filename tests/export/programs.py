@@ -1,12 +1,7 @@
-"""Stand-ins for llama-quantize and ollama, which the tests put on PATH.
-
-Each does what its model is known to do with what your_ai gives it, and refuses everything else.
-"""
+"""A stand-in for llama-quantize: it does what the program is known to do with what your_ai gives
+it, and refuses everything else."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 QUANTIZE = '''
 """llama.cpp's llama-quantize IN OUT TYPE, for rows that are no multiple of 256: it then takes Q5_0
@@ -45,21 +40,3 @@ writer.write_kv_data_to_file()
 writer.write_tensors_to_file()
 writer.close()
 '''
-
-
-def program(folder: Path, name: str, source: str) -> Path:
-    """Write a program in Python to `folder`."""
-    folder.mkdir(exist_ok=True)
-    path = folder / name
-    path.write_text(f"#!{sys.executable}\n{source}")
-    path.chmod(0o755)
-    return path
-
-
-def script(folder: Path, name: str, lines: str) -> Path:
-    """Write a shell script to `folder`."""
-    folder.mkdir(exist_ok=True)
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{lines}\n")
-    path.chmod(0o755)
-    return path

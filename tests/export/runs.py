@@ -18,6 +18,12 @@ TOKENS = mx.random.randint(2, 700, (2, 24), key=mx.random.key(3))
 RANK, ALPHA = 4, 10.0  # unequal, and alpha / rank is not an exact float for every rank
 
 
+def printed(capsys: Any) -> str:
+    """What was written to stdout, then to stderr."""
+    found = capsys.readouterr()
+    return found.out + found.err
+
+
 def make_run(base: Path, name: str = "r", **settings: Any) -> RunFolder:
     """Create a finished run on `base` in the current folder."""
     first = {"model": str(base), "data": "", "run": name, "lora_layers": 2, "lora_rank": RANK,

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tests.export.gguf_files import fields, kinds, tensors
-from tests.export.programs import QUANTIZE, program, script
+from tests.export.programs import QUANTIZE
 from tests.export.runs import make_trained
+from tests.programs import program, script
 from your_ai.errors import UserError
 from your_ai.export import gguf, gguf_quantize
 from your_ai.export.gguf_quantize import TOOL_KINDS, Way, way_of

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import call
 from tests.export.gguf_files import fields
-from tests.export.runs import make_run
+from tests.export.runs import make_run, printed
 from your_ai.errors import UserError
 from your_ai.export import lmstudio
 
@@ -27,11 +27,6 @@ def home(tmp_path, monkeypatch):
 @pytest.fixture
 def run(tiny_model):
     return make_run(tiny_model)
-
-
-def printed(capsys):
-    found = capsys.readouterr()
-    return found.out + found.err
 
 
 def test_the_home_is_the_one_that_lm_studio_uses(home):

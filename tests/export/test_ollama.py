@@ -11,8 +11,9 @@ import pytest
 from tests.conftest import EXTRA, call, make_model, write_rows
 from tests.export import ollama_program
 from tests.export.gguf_files import fields, tensors
-from tests.export.programs import QUANTIZE, program
-from tests.export.runs import make_run, make_trained
+from tests.export.programs import QUANTIZE
+from tests.export.runs import make_run, make_trained, printed
+from tests.programs import program
 from your_ai.data.system_prompt import common_system_prompt
 from your_ai.data.template import render
 from your_ai.errors import UserError
@@ -31,11 +32,6 @@ def exported(trained, target="out", dtype=None, **options):
     export = ollama.decide(trained, dtype, "f16", **options)
     list(ollama.write(trained, Path(target), export))
     return ollama_program.create("m", Path(target) / "Modelfile")
-
-
-def printed(capsys):
-    found = capsys.readouterr()
-    return found.out + found.err
 
 
 @pytest.fixture

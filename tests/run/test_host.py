@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from your_ai.run import host
 from your_ai.run.host import HostState, power_in, speed_limit_in, thermal_in
 
@@ -40,12 +41,10 @@ THROTTLED = """\
 def program(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """A function that puts a shell script on an otherwise usual PATH."""
     place = own_folder / "bin"
-    place.mkdir()
     monkeypatch.setenv("PATH", f"{place}{os.pathsep}{os.environ['PATH']}")
 
     def write(name: str, script: str) -> None:
-        (place / name).write_text(f"#!/bin/sh\n{script}\n")
-        (place / name).chmod(0o755)
+        programs.script(place, name, script)
 
     return write
 

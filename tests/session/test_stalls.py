@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.dashboard import frames
 from your_ai.config import TrainConfig
 from your_ai.run import events
 from your_ai.session.stalls import Patience, StallWatch, patience_of
@@ -15,18 +16,7 @@ CLOCKS_S = 1000.0  # the wall clock is ahead of the other one
 
 
 def step(number: int, seconds: float = 1.0) -> events.Step:
-    return events.Step(
-        step=number,
-        steps=99,
-        epoch=1,
-        loss=1.0,
-        grad_norm=1.0,
-        learning_rate=1.0,
-        tokens=1,
-        padded_tokens=1,
-        trained_tokens=1,
-        seconds=seconds,
-    )
+    return frames.step(number, seconds=seconds)
 
 
 STARTED = events.Started(

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import events_of
+from tests.dashboard import frames
 from your_ai.errors import RunError, UserError
 from your_ai.run import events, host
 from your_ai.run.exits import CRASHED, DONE, FAILED, OUT_OF_MEMORY, RESTART, USER
@@ -544,20 +545,8 @@ def test_supervisor_does_not_import_mlx():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def sample(step: int, **gauges: int) -> events.Step:
-    return events.Step(
-        step=step,
-        steps=9,
-        epoch=1,
-        loss=1.0,
-        grad_norm=1.0,
-        learning_rate=1.0,
-        tokens=1,
-        padded_tokens=1,
-        trained_tokens=1,
-        seconds=1.0,
-        **gauges,
-    )
+def sample(number: int, **gauges: int) -> events.Step:
+    return frames.step(number, **{"process_bytes": None, **gauges})
 
 
 LIMIT = events.Limit(limit_bytes=1000, reason="")

@@ -32,6 +32,7 @@ GAP, LEAST_COLUMN = 2, 12  # characters
 LOSS, VALIDATION = "loss", "validation loss"
 PLOT_ROWS = 9
 MARKS = "123456789"  # of the runs in a plot; the tenth and later runs are only in the tables
+MEETING = "*"  # the mark where curves meet
 WITH_LOSSES = ("last loss", "best running mean", "best validation")
 
 
@@ -268,8 +269,10 @@ def plot(name: str, runs: Sequence[ComparedRun], width: int) -> Iterator[Rendera
     for mark, curve in curves.items():
         for x, y in curve:
             row = round((high - y) / (high - low) * (PLOT_ROWS - 1)) if high > low else 0
-            grid[row][round(x / max(last, 1) * (columns - 1))] = mark
-    yield Text(f"{name} by step", "bold")
+            column = round(x / max(last, 1) * (columns - 1))
+            grid[row][column] = mark if grid[row][column] in (" ", mark) else MEETING
+    meet = f" ({MEETING} = several runs)" if any(MEETING in cells for cells in grid) else ""
+    yield Text(f"{name} by step{meet}", "bold")
     for index, cells in enumerate(grid):
         label = {0: labels[0], PLOT_ROWS - 1: labels[1]}.get(index, "")
         yield Text(f"{label:>{margin - 1}} |{''.join(cells)}".rstrip())

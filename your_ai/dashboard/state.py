@@ -17,7 +17,6 @@ SMOOTH_OVER = 10  # steps
 SERIES_POINTS = 512
 KEPT = 8  # number of latest actions, and of latest notices
 GETTING_ON = (events.Started, events.Step, events.Skipped, events.Continued)
-BESIDE_PHASE = (events.Gauges, events.Host, events.Notice)  # written while a phase goes on
 REPLANS = ("smaller_plan", "larger_plan", "restart", "measured")
 SWAP_GROWTH_BYTES = 500_000_000  # growth since the run began that is worth a warning
 WARNING_PRESSURE = 2
@@ -197,7 +196,7 @@ def fold_all(state: ViewState, records: Iterable[Record]) -> ViewState:
             found.stage_at = record.time
         elif isinstance(record.event, GETTING_ON):
             found.stepped_at = record.time
-        if not isinstance(record.event, BESIDE_PHASE):
+        if not isinstance(record.event, events.BESIDE_THE_WORK):
             found.phase = ""
         with contextlib.suppress(TypeError, ValueError, ArithmeticError):
             vars(found).update(changes_of(found, record.event))

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 from your_ai.data.preferences import parser_of
 from your_ai.data.rows import Chat, Labeled, Preference, Question, RowLimit, Scored, read_rows
-from your_ai.data.sources import find_splits
+from your_ai.data.sources import find_splits, is_dataset
 from your_ai.errors import UserError
 
 if TYPE_CHECKING:
     from your_ai.config import TrainConfig
     from your_ai.data.rows import Row
-
-HUB = "hf:"  # data that may be fetched
 
 
 def common_system_prompt(config: TrainConfig) -> str:
@@ -21,7 +19,7 @@ def common_system_prompt(config: TrainConfig) -> str:
 
     Reads the rows where the run found them. Data of the hub is not fetched again.
     """
-    if not config.data or any(name.strip().startswith(HUB) for name in config.data.split(",")):
+    if not config.data or any(is_dataset(name.strip()) for name in config.data.split(",")):
         return ""
     found: set[str] = set()
     try:

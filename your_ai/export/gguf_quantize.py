@@ -10,7 +10,6 @@ import contextlib
 import os
 import selectors
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import IO
 from your_ai.errors import UserError
 from your_ai.export import gguf
 from your_ai.files import sync
+from your_ai.gates.programs import begun, end
 from your_ai.gates.text import shown
 from your_ai.modelfiles.shards import WriteProgress, hold_memory
 from your_ai.modelfiles.targets import write_error
@@ -137,13 +137,7 @@ def run_tool(tool: Path, source: Path, result: Path, kind: str) -> Iterator[Writ
     # A temporary name cannot begin with a dash, so no path is taken for an option.
     command = [str(tool), str(source.absolute()), str(result.absolute()), kind.upper()]
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = begun(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
         raise UserError(f"{tool}: cannot be started ({error.strerror or error})") from error
     total = source.stat().st_size
@@ -191,15 +185,6 @@ def output_of(process: subprocess.Popen[bytes], result: Path) -> Iterator[bytes]
             if time.monotonic() - moved_at > IDLE_S:
                 raise TimeoutError
             yield tail
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the program's process group, and wait for the program."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
 
 
 def size_of(path: Path) -> int:

@@ -104,10 +104,14 @@ class ModelFacts:
 
         count: blocks at a time; a block counts whole, and its smaller neighbour with the rest.
         """
-        sizes = [self.kinds[kind].weights_bytes for kind in self.order]
-        if len(sizes) < 2:
-            return sum(sizes)
-        return max(int(max(pair) + (count - 1) * min(pair)) for pair in pairwise(sizes))
+        if self.blocks < 2:
+            return self.blocks_bytes
+        return max(int(max(pair) + (count - 1) * min(pair)) for pair in self._neighbours)
+
+    @cached_property
+    def _neighbours(self) -> frozenset[tuple[int, int]]:
+        """The different pairs of sizes of neighbouring blocks: a planner asks often."""
+        return frozenset(pairwise(self.kinds[kind].weights_bytes for kind in self.order))
 
     @property
     def blocks_bytes(self) -> int:

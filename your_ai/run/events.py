@@ -313,6 +313,8 @@ Event = (
     | ExactMatch
     | Finished
 )
+# Written beside the work of the run, so they do not say that it goes on.
+BESIDE_THE_WORK = (Gauges, Host, Notice)
 KINDS = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 KNOWN = {"str": str, "bool": bool, "int": int, "float": (int, float), "None": type(None)}
 KNOWN |= {"list[str]": list, "dict[str, float]": dict}

@@ -13,7 +13,6 @@ import os
 import re
 import selectors
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -21,10 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from your_ai.gates.programs import begun, end
 from your_ai.gates.text import printable, shortened
 
 SYSTEM = sys.platform  # tests replace it
 COMMAND_S = 3.0  # timeout of a program
+END_S = 1.0  # wait for a program that was killed
 OUTPUT_BYTES = 1 << 16  # a program that prints more is not the one that is meant
 WATCHDOG = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
 TEXT_CHARACTERS = 200  # of a notification
@@ -115,7 +116,7 @@ def kept_awake(pid: int, wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         if process is not None:
-            end(process)
+            end(process, END_S)
 
 
 def relax_gpu_watchdog() -> None:
@@ -177,26 +178,6 @@ def output_of(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     finally:
-        end(process)
+        end(process, END_S)
     is_good = status == 0 and len(found) < OUTPUT_BYTES
     return found.decode("utf-8", errors="replace") if is_good else ""
-
-
-def begun(*command: str, stdout: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-    """Start a program in its own session, so that Ctrl-C in the terminal does not reach it."""
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a program and what it started."""
-    if process.poll() is None:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1.0)

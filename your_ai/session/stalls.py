@@ -23,7 +23,6 @@ from your_ai.memory.governor import LARGE
 from your_ai.run import events
 from your_ai.run.events import Event
 
-BY_ITSELF = (events.Gauges, events.Host, events.Notice)  # not written by the work that may hang
 REMEMBERED = 50  # steps whose times are compared
 AWAY_S = 30.0  # a jump of a clock by more was sleep, or this process was stopped
 
@@ -91,7 +90,7 @@ class StallWatch:
 
     def look(self, written: Sequence[Event], monotonic_s: float, wall_s: float) -> str:
         """Take in new events and the time; return what kept this process from looking, if so."""
-        progress = [event for event in written if not isinstance(event, BY_ITSELF)]
+        progress = [event for event in written if not isinstance(event, events.BESIDE_THE_WORK)]
         for event in progress:
             self.take(event)
         before, self.clock = self.clock or (monotonic_s, wall_s), (monotonic_s, wall_s)
