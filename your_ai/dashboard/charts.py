@@ -27,7 +27,8 @@ from your_ai.dashboard.history import (
     thinned,
 )
 from your_ai.dashboard.metric_table import REWARD, is_charted
-from your_ai.dashboard.view import duration, memory
+from your_ai.dashboard.view import duration
+from your_ai.gates.text import size_text
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Started
 
@@ -111,11 +112,11 @@ def draw_memory(canvas: Figure, past: RunHistory) -> str:
     limits += [(past.timeline[-1][0], limit_bytes) for _, limit_bytes in limits[-1:]]
     top = max((point[-1] for point in (*points, *most) if point[-1] > 0), default=0.0)
     far = limits and limits[-1][1] > FAR * top > 0
-    label = f"limit, {memory(limits[-1][1])}: far above" if far else "limit"
+    label = f"limit, {size_text(limits[-1][1])}: far above" if far else "limit"
     draw(axes, limits, "red", 1.2, drawstyle="steps-post", linestyle="--", label=label)
     mark_lives(axes, past)
     axes.set_ylim(0, 1.25 * top if far else None)
-    axes.yaxis.set_major_formatter(lambda size_bytes, _: memory(size_bytes))
+    axes.yaxis.set_major_formatter(lambda size_bytes, _: size_text(size_bytes))
     add_legend(axes)
     for lane, kind in enumerate(kinds):
         at = [(seconds, lane) for seconds, action in actions if action.kind == kind]

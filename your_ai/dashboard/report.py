@@ -30,7 +30,6 @@ from your_ai.dashboard.metric_table import (
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.view import (
     duration,
-    memory,
     result_lines,
     reward_lines,
     validation_name,
@@ -38,7 +37,7 @@ from your_ai.dashboard.view import (
 )
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, sync
-from your_ai.gates.text import counted, loss_text, printable
+from your_ai.gates.text import counted, loss_text, printable, size_text
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Step
 
@@ -75,7 +74,7 @@ def write_report(
     """
     require("matplotlib", "jinja2")
     past = read(records)
-    numbers = (memory, duration, match_share, loss_text, finite, counted, plain)
+    numbers = (size_text, duration, match_share, loss_text, finite, counted, plain)
     used = (*numbers, other_values, validation_name, validation_text)
     state, is_done = past.state, ending(past)[0] == "finished"
     page = template("report.html.j2", *used).render(
