@@ -19,21 +19,26 @@ from your_ai.dashboard.page import (
     resampled,
 )
 from your_ai.dashboard.state import ViewState
+from your_ai.gates.text import size_text
 from your_ai.run import events
 
 NEAR, DANGER = 0.7, 0.9  # fractions of the limit
+FAR = 2  # a limit above this multiple of the planned and the highest memory is not drawn
 MOST = 10**18  # bytes; larger sizes are shown as this
 
 
 def memory_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     gauges = state.gauges or events.Gauges()
     limit = known(state.limit.limit_bytes) if state.limit else None
-    process, highest = known(gauges.process_bytes), known(state.highest_bytes)
+    planned = (known(state.planned.estimate_bytes) or None) if state.planned else None
+    process, highest = known(gauges.process_bytes), known(state.now_highest_bytes)
     active, cache = known(gauges.active_bytes), known(gauges.cache_bytes)
     shown = [size for size in (process, highest, active, cache) if size is not None]
     if limit is None and not shown:
         return [ScreenRow("process", line(page, "memory", [("not measured yet", DIM)]))]
-    scale = max(1, max(shown) if limit is None else limit)
+    most = max((*shown, planned or 0), default=0)
+    near = limit is not None and (not most or limit <= FAR * most)
+    scale = max(1, limit if limit is not None and near else most)
     rest = None if process is None else max(0, process - (active or 0) - (cache or 0))
     alone = active is None and cache is None
     other = "rest" if page.narrow else "Python and other"
@@ -48,44 +53,48 @@ def memory_rows(page: Page, state: ViewState) -> list[ScreenRow]:
         if size is not None
     ]
     held = sum(size for size, *_ in stack)
-    gauge = bar(page, [part[:3] for part in stack], max(held, process or 0), highest, scale)
+    drawn = [part[:3] for part in stack]
+    tick = planned if planned is not None and planned < scale else None
+    gauge = bar(page, drawn, max(held, process or 0), highest, scale, tick)
     if limit is not None:
         stack.append((max(0, limit - held), glyphs.free, DIM, "free"))
-    figures = process_line(page, process, highest, limit, scale)
-    rows = [ScreenRow("process", figures)]
+    rows = [ScreenRow("process", process_line(page, process, highest, limit, planned))]
     rows += [ScreenRow("gauge", gauge)] * (2 if page.height >= HIGH_SCREEN else 1)
-    rows.append(ScreenRow("legend", legend(page, stack, scale)))
+    rows.append(ScreenRow("legend", legend(page, stack)))
     if not state.memory.values:
         return rows
     curve = resampled(state.memory.values, curve_width(page), highest=True)
-    texts = "0", sized(scale, scale)
-    return rows + curve_rows(page, "memory curve", curve, (0, scale), texts)
+    return rows + curve_rows(page, "memory curve", curve, (0, scale), ("0", size_text(scale)))
 
 
 def process_line(
-    page: Page, process: int | None, highest: int | None, limit: int | None, scale: int
+    page: Page, process: int | None, highest: int | None, limit: int | None, planned: int | None
 ) -> list[TextPart]:
+    """The memory of the process, of its limit, and of the estimate of the plan."""
     left: list[TextPart] = []
     if process is not None:
-        share = process / scale
-        color = "" if limit is None else level_color(share)
-        left = [("process ", DIM), (figure(process, scale), f"bold {color}".rstrip())]
-        left.append(
-            (f" {unit_of(scale)[0]}" if limit is None else f" of {sized(limit, scale)}", "")
-        )
-        if limit is not None:
-            left.append((f"  {100 * share:.0f}%", color))
+        color = "" if not limit else level_color(process / limit)
+        left = [("process ", DIM), (size_text(process), f"bold {color}".rstrip())]
+        if limit:
+            share = 100 * process / limit
+            text = f"{share:.0f}%" if share >= 1 or not process else "<1%"
+            left += [(f" of {size_text(limit)}", ""), (f"  {text}", color)]
             left += [("  over the limit", WARN)] if process > limit else []
     elif limit is not None:
-        left = [("limit ", DIM), (sized(limit, scale), "")]
-    if highest is None:
-        right = []
-    elif not page.narrow:
-        most = f"{page.glyphs.highest} peak "
-        right = [(most, DIM), (sized(highest, scale), "")]
+        left = [("limit ", DIM), (size_text(limit), "")]
+    plan: list[TextPart] = []
+    if planned is not None:
+        plan = [(f"{page.glyphs.planned} planned ", DIM), (size_text(planned), "")]
+    most: list[TextPart] = []
+    if highest is not None:
+        mark = "peak " if page.narrow else f"{page.glyphs.highest} peak "
+        most = [(mark, DIM), (size_text(highest), "")]
+    gap: list[TextPart] = [("   ", "")]
+    for right in ([*plan, *gap, *most] if plan and most else [], most, plan):
+        if right and cells_of([*left, *right]) + 2 <= page.room:
+            break
     else:
-        right = [("peak ", DIM), (figure(highest, scale), "")]
-        right = right if cells_of([*left, *right]) + 2 <= page.room else []
+        right = [] if page.narrow else most
     return line(page, "memory", at_ends(page, left, right, page.room), inline=False)
 
 
@@ -94,18 +103,27 @@ def level_color(share: float) -> str:
 
 
 def bar(
-    page: Page, stack: list[tuple[int, str, str]], held: int, highest: int | None, scale: int
+    page: Page,
+    stack: list[tuple[int, str, str]],
+    held: int,
+    highest: int | None,
+    scale: int,
+    planned: int | None = None,
 ) -> list[TextPart]:
-    """Draw the parts of the process one after the other, and a tick at the peak."""
+    """Draw the parts of the process one after the other, and ticks at the plan and the peak."""
     width, parts, total, end = page.room, [], 0, 0
     for size, glyph, style in stack:
         total += size
         begin, end = end, min(width, round(width * total / scale))
         parts.append((glyph * (end - begin), style))
     parts.append((page.glyphs.free * (width - end), DIM))
-    if highest is not None:
-        tick = min(width - 1, round(width * highest / scale))
-        parts = marked(parts, tick, (page.glyphs.highest, "bold"))
+    for size, glyph, style in (
+        (planned, page.glyphs.planned, ""),
+        (highest, page.glyphs.highest, "bold"),
+    ):
+        if size is not None:
+            tick = min(width - 1, round(width * size / scale))
+            parts = marked(parts, tick, (glyph, style))
     if held > scale:
         parts = marked(parts, width - 1, (page.glyphs.over, WARN))
     return line(page, "", parts, inline=False)
@@ -122,12 +140,12 @@ def marked(parts: list[TextPart], at: int, mark: TextPart) -> list[TextPart]:
     return found
 
 
-def legend(page: Page, stack: list[tuple[int, str, str, str]], scale: int) -> list[TextPart]:
-    """Explain the glyphs; the unit stands only after the first figure."""
-    fields = []
-    for rank, (size, glyph, style, word) in enumerate(stack):
-        text = figure(size, scale) if fields or page.narrow else sized(size, scale)
-        fields.append(Field(rank, text, f" {word} ", style="", mark=(glyph, style)))
+def legend(page: Page, stack: list[tuple[int, str, str, str]]) -> list[TextPart]:
+    """Explain the glyphs."""
+    fields = [
+        Field(rank, size_text(size), f" {word} ", style="", mark=(glyph, style))
+        for rank, (size, glyph, style, word) in enumerate(stack)
+    ]
     return line(page, "", in_fields(page, fields, page.room), inline=False)
 
 
@@ -136,17 +154,3 @@ def known(size_bytes: float | None) -> int | None:
     if size_bytes is None or size_bytes != size_bytes:
         return None
     return int(min(max(size_bytes, 0), MOST))
-
-
-def unit_of(scale_bytes: int) -> tuple[str, float]:
-    return ("GB", 1e9) if scale_bytes >= 1e9 else ("MB", 1e6)
-
-
-def figure(size_bytes: int, scale_bytes: int) -> str:
-    """Format a size in the unit of the scale, e.g. 5.31, so that figures can be compared."""
-    unit, size = unit_of(scale_bytes)
-    return f"{size_bytes / size:.2f}" if unit == "GB" else f"{size_bytes / size:.0f}"
-
-
-def sized(size_bytes: int, scale_bytes: int) -> str:
-    return f"{figure(size_bytes, scale_bytes)} {unit_of(scale_bytes)[0]}"

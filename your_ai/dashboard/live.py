@@ -16,7 +16,7 @@ from rich.live import Live
 from your_ai.dashboard import notebook, view
 from your_ai.dashboard.notebook import NotebookScreen
 from your_ai.dashboard.screen import screen
-from your_ai.dashboard.state import ViewState, fold, fold_all
+from your_ai.dashboard.state import ViewState, fold, fold_all, resumed
 from your_ai.gates.console import echo_error, write_json_lines
 from your_ai.run import events
 from your_ai.run.events import Record
@@ -52,6 +52,7 @@ class Follower:
     end the run.
 
     begun: whether training has begun since the start of the display.
+    resumes: whether the run is being started again, so that its last end is over.
     failure: the error that ended the display, if any.
     """
 
@@ -62,6 +63,7 @@ class Follower:
         style: Style = "lines",
         keys: str = "",
         from_start: bool = False,
+        resumes: bool = False,
     ) -> None:
         self.path = path
         self.console = console
@@ -89,6 +91,8 @@ class Follower:
         if not from_start:
             records, self.offset = events.tail(path)  # events before the resume
             self.state = fold_all(self.state, records)
+            if resumes and records:
+                self.state = resumed(self.state, time.time())
 
     @property
     def name(self) -> str:

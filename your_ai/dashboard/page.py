@@ -44,12 +44,20 @@ class Glyphs(NamedTuple):
     to: str
     spread: str
     """Before a standard deviation."""
+    point: str
+    """Of a curve that is not drawn in dots."""
+    planned: str
+    """The estimated peak, in a bar."""
     heights: str
     cut: str
 
+    @property
+    def is_unicode(self) -> bool:
+        return self.cut == UNICODE.cut
 
-UNICODE = Glyphs(*"█▓▒·┃▶━─×●○■–±", "▁▂▃▄▅▆▇█", "…")
-ASCII = Glyphs(*"#=-.|>=-x*o#-~", ".:-=+*#@", "...")
+
+UNICODE = Glyphs(*"█▓▒·┃▶━─×●○■–±·┆", "▁▂▃▄▅▆▇█", "…")
+ASCII = Glyphs(*"#=-.|>=-x*o#-~.:", ".:-=+*#@", "...")
 
 
 class ScreenRow(NamedTuple):

@@ -23,6 +23,7 @@ from your_ai.dashboard.metric_table import (
 from your_ai.dashboard.page import (
     ASCII,
     DIM,
+    HIGH_SCREEN,
     NARROW,
     UNICODE,
     WARN,
@@ -43,6 +44,7 @@ from your_ai.dashboard.page import (
     printable,
     resampled,
 )
+from your_ai.dashboard.plot import LineChart, chart_rows
 from your_ai.dashboard.state import ViewState
 from your_ai.gates.text import counted, loss_text, size_text
 from your_ai.run import events
@@ -65,7 +67,12 @@ KEPT = (
         "why",
     ),
     *("actions", "gap", "note", "limit", "machine", "more actions", "notes"),
+    "sample",
 )
+CURVES = ("loss curve", "reward curve")
+LEAST_CHART, MOST_CHART = 6, 20  # lines of a chart
+MOST_SAMPLES = 9  # lines of samples
+WIDE_PAGE = 90  # cells; a narrower page has shorter names
 RANKS = {kind: rank for rank, kind in enumerate(KEPT)}
 
 
@@ -88,6 +95,7 @@ def screen(
     narrow = width < NARROW
     glyphs = UNICODE if unicode else ASCII
     page = Page(max(1, width if narrow else width - 2), max(1, height), narrow, glyphs)
+    bottom = [warning_rows(page, state, now), key_rows(page, keys)]
     groups = [
         [ScreenRow("header", header(page, state, name, now))],
         memory_rows(page, state),
@@ -96,7 +104,7 @@ def screen(
         action_rows(page, state),
         note_rows(page, state),
     ]
-    bottom = [warning_rows(page, state, now), key_rows(page, keys)]
+    groups = with_more(page, groups, bottom, state)
     return joined(arranged(groups, bottom, page.height), "" if narrow else " ")
 
 
@@ -114,6 +122,68 @@ def arranged(
     padding = [[] for _ in range(height - len(kept))] if low else []
     lines = [rows[i].parts for i in kept]
     return [*lines[:split], *padding, *lines[split:]]
+
+
+def with_more(
+    page: Page, groups: list[list[ScreenRow]], bottom: list[list[ScreenRow]], state: ViewState
+) -> list[list[ScreenRow]]:
+    """Use the lines that are left for an answer of the model, and for a chart of the loss."""
+    left = page.height - len(spaced(groups)) - len(spaced(bottom)) - 1
+    shown = sample_rows(page, state, left - 1)
+    if shown:
+        groups, left = [*groups[:3], shown, *groups[3:]], left - len(shown) - 1
+    curve = next((row.kind for row in groups[2] if row.kind in CURVES), "")
+    flat = sum(row.kind == curve for row in groups[2])
+    rows = min(MOST_CHART, left + flat)
+    chart = loss_chart(state, curve == "reward curve") if curve else None
+    if chart is None or rows < LEAST_CHART or page.height < HIGH_SCREEN:
+        return groups
+    at = next(i for i, row in enumerate(groups[2]) if row.kind == curve)
+    others = [row for row in groups[2] if row.kind != curve]
+    chart = chart_rows(page, curve, "", chart, rows)
+    return [*groups[:2], [*others[:at], *chart, *others[at:]], *groups[3:]]
+
+
+def loss_chart(state: ViewState, of_reward: bool) -> LineChart | None:
+    """The loss or the reward of each step, and of the validations; None for less than two."""
+    curve = [(x, y) for x, y in (state.rewards if of_reward else state.losses).points]
+    curve = [point for point in curve if math.isfinite(point[1])]
+    measured = state.validation is not None and (state.validation.reward is not None) == of_reward
+    checked = [p for p in state.validations.points if math.isfinite(p[1])] if measured else []
+    if len(curve) < 2 or curve[0][0] >= curve[-1][0]:
+        return None
+    ys = [y for _, y in (*curve, *checked)]
+    low, high = min(ys), max(ys)
+    texts = brief(low), brief(high)
+    if not of_reward and low > 0 and high / low > WIDE:
+        curve = [(x, math.log(y)) for x, y in curve]
+        checked = [(x, math.log(y)) for x, y in checked]
+        low, high, texts = math.log(low), math.log(high), (texts[0], f"{texts[1]} log")
+    return LineChart(curve, checked, (low, high), texts)
+
+
+def sample_rows(page: Page, state: ViewState, room: int) -> list[ScreenRow]:
+    """The newest completion, or answers to held-out prompts, on at most `room` lines."""
+    shown: list[tuple[str, str, str, str]] = []  # what, prompt, answer, expected
+    if state.rollout is not None:
+        best = state.rollout
+        reward = "" if best.reward is None else f", reward {plain(best.reward)}"
+        what = f"best of step {best.step}{reward}"
+        shown = [(what, best.prompt, best.completion, best.expected)]
+    elif samples := state.samples_after or state.samples_before:
+        what = f"{samples.when} training"
+        texts = zip(samples.prompts, samples.answers, samples.expected, strict=False)
+        shown = [(what, *text) for text in texts]
+    found: list[ScreenRow] = []
+    for what, prompt, answer, expected in shown:
+        parts = [("sample", f"{what}: ", prompt), ("answer", "", answer)]
+        parts += [("expected", "", expected)] if expected else []
+        if len(found) + len(parts) > min(room, MOST_SAMPLES):
+            break
+        for label, before, text in parts:
+            texts = [(before, DIM), (clean(page, text), "")]
+            found.append(ScreenRow("sample", line(page, label, texts)))
+    return found
 
 
 def spaced(groups: list[list[ScreenRow]]) -> list[ScreenRow]:
@@ -143,16 +213,19 @@ def condition(page: Page, state: ViewState, now: float) -> list[TextPart]:
         return [(f"{glyphs.ended} died", "bold red")]
     if state.paused:
         return [(f"{glyphs.waiting} paused", "bold yellow")]
-    if state.stage == "training":
-        doing = cut(page, [(clean(page, state.phase), "")], page.width // 3)[0][0]
-        return [(f"{glyphs.busy} {doing or 'training'}", "bold green")]
-    passed = f" {span(now - state.stage_at)}" if state.stage_at is not None else ""
-    stage = cut(page, [(clean(page, state.stage), "")], page.width * 3 // 5 - 10)[0][0]
-    return [(f"{glyphs.waiting} {stage} ...{passed}", "bold cyan")]
+    doing = clean(page, state.doing)
+    if state.stopping:
+        doing = "stopping after this step" if state.is_training else f"stopping: {doing}"
+    mark, style = (glyphs.busy, "bold green") if state.loaded else (glyphs.waiting, "bold cyan")
+    if state.is_training:
+        return [(f"{mark} {doing}", style)]
+    passed = f" {span(now - state.doing_at)}" if state.doing_at is not None else ""
+    doing = cut(page, [(doing, "")], page.width * 3 // 5 - 10)[0][0]
+    return [(f"{mark} {doing} ...{passed}", style)]
 
 
 def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
-    if state.started is None and state.step is None:
+    if not state.steps and state.step is None:
         return []
     rows = [ScreenRow("step", progress(page, state))]
     step = state.step
@@ -161,13 +234,13 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
     rows.append(ScreenRow("time", line(page, "time", times(page, state, now), inline=False)))
     if is_rewarded(step.metrics):
         return rows + reward_rows(page, state, step)
-    fields = loss_fields(state, step)
+    fields = loss_fields(page, state, step)
     if state.validation is not None:
         fields[3:3] = validation_fields(page, state, state.validation)
     rows.append(field_row(page, "loss", "loss", fields))
     if step.metrics:
         texts = [(name, f"{value:.4g}") for name, value in step.metrics.items()]
-        rows.append(texts_row(page, "metrics", "metrics", texts))
+        rows += texts_rows(page, "metrics", "metrics", texts)
     losses = resampled(state.losses.values, curve_width(page), highest=False)
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
@@ -180,17 +253,18 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
     return rows + curve_rows(page, "loss curve", losses, (low, high), texts)
 
 
-def loss_fields(state: ViewState, step: events.Step) -> list[Field]:
+def loss_fields(page: Page, state: ViewState, step: events.Step) -> list[Field]:
+    rate = "learning rate " if page.width >= WIDE_PAGE else "lr "
     return [
         Field(0, loss_text(step.loss)),
-        Field(1, loss_text(state.smooth_loss), "smoothed ", style=""),
+        Field(2, loss_text(state.smooth_loss), "smoothed ", style=""),
         *(
             []
             if state.best_loss is None
             else [Field(3, loss_text(state.best_loss), "best ", style="")]
         ),
         Field(4, f"{step.grad_norm:.3g}", "gradient norm ", style=""),
-        Field(5, f"{step.learning_rate:.3g}", "learning rate ", style=""),
+        Field(1, f"{step.learning_rate:.3g}", rate, style=""),
     ]
 
 
@@ -214,7 +288,7 @@ def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenR
         fields.append(Field(3, plain(state.smooth_reward), "smoothed ", style=""))
     if state.best_smooth_reward is not None:
         fields.append(Field(4, plain(state.best_smooth_reward), "best ", style=""))
-    of_loss = loss_fields(state, step)
+    of_loss = loss_fields(page, state, step)
     if state.validation is not None:
         shown = fields if state.validation.reward is not None else of_loss
         shown += validation_fields(page, state, state.validation)
@@ -234,7 +308,8 @@ def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenR
     if named:
         rows.append(texts_row(page, "rewards", "rewards", named))
     rows.append(field_row(page, "loss", "loss", of_loss))
-    rows += [texts_row(page, label, label, texts) for label, texts in rows_of(metrics).items()]
+    for label, texts in rows_of(metrics).items():
+        rows += texts_rows(page, label, label, texts)
     generated = state.generated or step  # with several updates, others only train
     if seconds := phase_seconds(generated):
         texts = [(phase, short_span(value)) for phase, value in seconds.items()]
@@ -256,14 +331,27 @@ def texts_row(page: Page, kind: str, label: str, texts: list[tuple[str, str]]) -
     return field_row(page, kind, label, fields)
 
 
+def texts_rows(page: Page, kind: str, label: str, texts: list[tuple[str, str]]) -> list[ScreenRow]:
+    """Rows of values with their names; a low screen has only one."""
+    if page.height < HIGH_SCREEN:
+        return [texts_row(page, kind, label, texts)]
+    parts: list[list[tuple[str, str]]] = [[]]
+    for text in texts:
+        fields = [Field(0, value, f"{clean(page, name)} ") for name, value in (*parts[-1], text)]
+        if parts[-1] and sum(field.cells + 2 for field in fields) - 2 > beside(page, label):
+            parts.append([])
+        parts[-1].append(text)
+    return [
+        texts_row(page, kind, "" if number else label, part) for number, part in enumerate(parts)
+    ]
+
+
 def field_row(page: Page, kind: str, label: str, fields: list[Field]) -> ScreenRow:
     return ScreenRow(kind, line(page, label, in_fields(page, fields, beside(page, label))))
 
 
 def progress(page: Page, state: ViewState) -> list[TextPart]:
-    step, steps = 0, state.started.steps if state.started else 0
-    if state.step is not None:
-        step, steps = state.step.step, state.step.steps
+    step, steps = state.at, state.steps
     share = min(max(step / max(1, steps), 0.0), 1.0)
     left = [(f"{step}", "bold"), (f"/{steps}", "")]
     right = [(f"{math.floor(100 * share)}%".rjust(4), "")]
@@ -280,8 +368,9 @@ def times(page: Page, state: ViewState, now: float) -> list[TextPart]:
     """Show speed, elapsed time and remaining time."""
     end = state.last_at if state.finished is not None else now
     fields = []
-    if state.finished is None and state.seconds_left is not None:
-        fields.append(Field(0, span(state.seconds_left), after=" left"))
+    left = state.seconds_left_at(now)
+    if left is not None:
+        fields.append(Field(0, span(left), after=" left"))
     if state.began_at is not None and end is not None:
         fields.append(Field(3, span(end - state.began_at), after=" elapsed", style=""))
     if state.step_s is not None:
@@ -351,13 +440,13 @@ def action_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     """Show the governor's actions in columns, newest first."""
     found = [
         (
-            f"step {action.step}",
-            clean(page, action.kind.replace("_", " "))[:16],
-            change(action.before_bytes, action.after_bytes),
-            short_span(action.seconds),
-            clean(page, action.cause),
+            clean(page, folded.where),
+            clean(page, folded.kind)[:16],
+            folded.change_text,
+            short_span(folded.seconds),
+            clean(page, ", ".join(filter(None, (folded.last.cause, folded.times_text)))),
         )
-        for action in reversed(state.actions)
+        for folded in reversed(state.actions)
     ]
     if not found:
         idle = line(page, "governor", [("no actions so far", DIM)])
@@ -400,11 +489,9 @@ def warning_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
 def late(state: ViewState, now: float) -> list[str]:
     """Return a warning if a step takes much longer than usual."""
     step, usual_s, since = state.step, state.step_s, state.stepped_at
-    if step is None or usual_s is None or since is None or step.step >= step.steps:
+    if step is None or usual_s is None or since is None:
         return []
-    if state.finished or state.gave_up or state.paused or state.phase:
-        return []
-    if state.stage != "training":
+    if not state.is_training:
         return []
     waited_s = now - since
     if not waited_s > max(LATE_S, LATE * usual_s):
@@ -415,12 +502,6 @@ def late(state: ViewState, now: float) -> list[str]:
 def key_rows(page: Page, keys: str) -> list[ScreenRow]:
     text = printable(page, keys).strip()
     return [ScreenRow("keys", cut(page, [(text, DIM)], page.width))] if text else []
-
-
-def change(before_bytes: int, after_bytes: int) -> str:
-    freed = (known(before_bytes) or 0) - (known(after_bytes) or 0)
-    size = size_text(abs(freed))
-    return size if size == "0 MB" else f"{'-' if freed > 0 else '+'}{size}"
 
 
 def brief(value: float) -> str:

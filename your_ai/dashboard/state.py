@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 from your_ai.dashboard.metric_table import JUDGE, REWARD, is_rewarded, phase_seconds
+from your_ai.dashboard.routine import FoldedAction, with_action
 from your_ai.gates.text import size_text
 from your_ai.run import events
 from your_ai.run.events import Record
@@ -17,7 +18,9 @@ from your_ai.run.events import Record
 SMOOTH_OVER = 10  # steps
 SERIES_POINTS = 512
 KEPT = 8  # number of latest actions, and of latest notices
+STARTING, TRAINING, FINISHING, PAUSED = "starting", "training", "finishing", "paused"
 GETTING_ON = (events.Started, events.Step, events.Skipped, events.Continued)
+# Actions after which the model is loaded again.
 REPLANS = ("smaller_plan", "larger_plan", "restart", "measured")
 SWAP_GROWTH_BYTES = 500_000_000  # growth since the run began that is worth a warning
 WARNING_PRESSURE = 2
@@ -36,36 +39,87 @@ class Series:
     """Number of consecutive values in each point."""
     last_count: int = 0
     """Number of values in the last point so far."""
+    at: tuple[float, ...] = ()
+    """The step of the last value in each point; 0 if values have none."""
 
-    def add(self, value: float) -> Series:
-        values, every, count = self.values, self.every, self.last_count
+    def add(self, value: float, at: float = 0) -> Series:
+        values, every, count, ats = self.values, self.every, self.last_count, self.at
         if values and count < every:
             merged = self._merged(values[-1], count, value)
-            return Series(self.highest, (*values[:-1], merged), every, count + 1)
+            return Series(self.highest, (*values[:-1], merged), every, count + 1, (*ats[:-1], at))
         if len(values) == SERIES_POINTS:
             pairs = zip(values[::2], values[1::2], strict=True)
             values, every = tuple(self._merged(a, 1, b) for a, b in pairs), 2 * every
-        return Series(self.highest, (*values, value), every, 1)
+            ats = ats[1::2]
+        return Series(self.highest, (*values, value), every, 1, (*ats, at))
+
+    def until(self, step: float) -> Series:
+        """Without the points after a step, which a run that restarted there has lost."""
+        kept = sum(at <= step for at in self.at)
+        if kept == len(self.at):
+            return self
+        return Series(self.highest, self.values[:kept], self.every, self.every, self.at[:kept])
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        return list(zip(self.at, self.values, strict=True))
 
     def _merged(self, point: float, count: int, value: float) -> float:
         return max(point, value) if self.highest else point + (value - point) / (count + 1)
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How much time passes beside the steps: validations, checkpoints, actions on memory."""
+
+    began_at: float | None = None
+    """Time of the first step of this process."""
+    last_at: float = 0.0
+    steps: int = 0
+    """Number of steps after it."""
+    worked_s: float = 0.0
+    """Time of these steps, and of pauses."""
+
+    def after(self, now: float, seconds: float) -> Pace:
+        if self.began_at is None:
+            return Pace(now, now)
+        return Pace(self.began_at, now, self.steps + 1, self.worked_s + seconds)
+
+    def paused(self, seconds: float) -> Pace:
+        return replace(self, worked_s=self.worked_s + seconds)
+
+    @property
+    def beside_s(self) -> float:
+        """Mean time beside a step."""
+        if self.began_at is None or not self.steps:
+            return 0.0
+        beside = (self.last_at - self.began_at - self.worked_s) / self.steps
+        return beside if 0 <= beside < math.inf else 0.0
+
+
+@dataclass(frozen=True)
 class ViewState:
     """Everything that a view shows of a run. Times are in seconds since 1970."""
 
-    stage: str = "starting"
+    doing: str = STARTING
+    """What the run does now, in words."""
+    doing_at: float | None = None
+    """Time when it began that."""
     began_at: float | None = None
     """Time of the first event."""
     last_at: float | None = None
     """Time of the last event."""
-    phase: str = ""
-    """What the run does between two steps, if that may take long."""
+    loaded: bool = False
+    """Whether the training process is ready for its steps."""
+    stepped: bool = False
+    """Whether the training process has done a step since it loaded."""
+    stopping: bool = False
+    """Whether a signal asked the run to stop."""
+    at: int = 0
+    """Number of steps that are done, those without a change included."""
+    steps: int = 0
     host: events.Host | None = None
     """Power and heat of the computer, if they were written."""
-    stage_at: float | None = None
-    """Time when the current stage began."""
     stepped_at: float | None = None
     """Time when training last made progress."""
     limit: events.Limit | None = None
@@ -86,6 +140,7 @@ class ViewState:
     """Running mean of the throughput."""
     step_s: float | None = None
     """Running mean of the time per step."""
+    pace: Pace = Pace()
     losses: Series = Series()
     rewards: Series = Series()
     """The mean reward of each step, if the run trains on rewards."""
@@ -98,11 +153,14 @@ class ViewState:
     gauges: events.Gauges | events.Step | None = None
     """The latest event with gauges."""
     highest_bytes: int | None = None
-    """Peak memory of the process."""
+    """Peak memory of the process, in all of the run."""
+    now_highest_bytes: int | None = None
+    """Peak memory since the run was started or resumed last."""
     memory: Series = field(default=Series(highest=True))
     swap_began_bytes: int | None = None
     """Swap in use when the run began."""
-    actions: tuple[events.Action, ...] = ()
+    actions: tuple[FoldedAction, ...] = ()
+    """What the governor did, in the order of the latest action of a line."""
     notices: tuple[str, ...] = ()
     deaths: tuple[events.Died, ...] = ()
     gave_up: bool = False
@@ -112,6 +170,8 @@ class ViewState:
     """Mean loss of the first steps."""
     first_validation: events.Validation | None = None
     validation: events.Validation | None = None
+    validations: Series = Series()
+    """The loss of each validation, or its reward."""
     best_validation: float | None = None
     best_step: int | None = None
     """The step of `best_validation`."""
@@ -122,16 +182,34 @@ class ViewState:
     samples_before: events.Samples | None = None
     """Answers to held-out prompts before training."""
     samples_after: events.Samples | None = None
+    rollout: events.Rollout | None = None
     match_before: events.ExactMatch | None = None
     """Exact match on held-out prompts before training."""
     match_after: events.ExactMatch | None = None
     finished: events.Finished | None = None
 
     @property
+    def is_training(self) -> bool:
+        """Whether the run is in a step, and not in a phase with a name of its own."""
+        return self.doing == TRAINING
+
+    @property
     def seconds_left(self) -> float | None:
-        if self.step is None or self.step_s is None:
+        """Estimated time for the rest of the steps, after the last one; None if unknown or none."""
+        left = self.steps - self.at
+        if self.step_s is None or left <= 0:
             return None
-        return (self.step.steps - self.step.step) * self.step_s
+        return left * (self.step_s + self.pace.beside_s)
+
+    def seconds_left_at(self, now: float) -> float | None:
+        """`seconds_left`, counted down while a step lasts; at least a second."""
+        left = self.seconds_left
+        if left is None or self.finished or self.gave_up or self.paused or self.stopping:
+            return None
+        passed = 0.0
+        if self.stepped_at is not None and self.is_training and math.isfinite(now):
+            passed = min(max(0.0, now - self.stepped_at), left / (self.steps - self.at))
+        return max(1.0, left - passed)
 
     @property
     def barely_learned(self) -> bool:
@@ -181,6 +259,17 @@ def host_warnings(host: events.Host) -> list[str]:
     return found
 
 
+# What does not outlive the end of a run: notes, warnings, memory, and why the plan changed. A
+# resumed run writes again what still holds.
+FORGOTTEN: dict[str, Any] = {
+    **dict.fromkeys(("notices", "actions", "deaths"), ()),
+    **dict.fromkeys(("gauges", "now_highest_bytes", "swap_began_bytes", "host", "skipped")),
+    **dict.fromkeys(("limit", "planned", "finished")),
+    **dict.fromkeys(("gave_up", "paused", "stopping", "stepped", "loaded"), False),
+    "replanned": "",
+}
+
+
 def fold(state: ViewState, record: Record) -> ViewState:
     """Return the state after one more event."""
     return fold_all(state, [record])
@@ -190,18 +279,65 @@ def fold_all(state: ViewState, records: Iterable[Record]) -> ViewState:
     """Return the state after more events; an event with a field of a wrong type is skipped."""
     found: Any = SimpleNamespace(**vars(state))  # one copy, not one per event
     for record in records:
+        event = record.event
         if found.began_at is None:
             found.began_at = record.time
         found.last_at = record.time
-        if isinstance(record.event, events.Stage):
-            found.stage_at = record.time
-        elif isinstance(record.event, GETTING_ON):
+        if begins_anew(found, event):
+            vars(found).update(FORGOTTEN)
+        if isinstance(event, GETTING_ON):
             found.stepped_at = record.time
-        if not isinstance(record.event, events.BESIDE_THE_WORK):
-            found.phase = ""
         with contextlib.suppress(TypeError, ValueError, ArithmeticError):
-            vars(found).update(changes_of(found, record.event))
+            changes = changes_of(found, event)
+            if isinstance(event, events.Step):
+                changes["pace"] = found.pace.after(record.time, event.seconds)
+            vars(found).update(changes)
+        doing = doing_after(found, event)
+        if doing != found.doing:
+            found.doing, found.doing_at = doing, record.time
     return ViewState(**vars(found))
+
+
+def resumed(state: ViewState, now: float) -> ViewState:
+    """The state of a run that is about to be resumed: nothing of its last end is left."""
+    return replace(state, **FORGOTTEN, doing=STARTING, doing_at=now)
+
+
+def begins_anew(state: ViewState, event: events.Event) -> bool:
+    """Whether an event is the first one of a run that was started again by the user.
+
+    A run that was killed wrote no end. It loads again though it was in its steps, and nothing
+    said why: neither its supervisor nor its governor.
+    """
+    if not isinstance(event, events.Stage):
+        return False
+    return (
+        state.finished is not None
+        or state.gave_up
+        or (state.loaded and (state.stepped or state.stopping))
+    )
+
+
+def doing_after(state: ViewState, event: events.Event) -> str:
+    """What the run does after an event that is folded in."""
+    match event:
+        case events.Stage() | events.Phase():
+            return event.text
+        case events.Paused():
+            return PAUSED
+        case events.Died():
+            return "died" if event.level is None else "restarting"
+        case events.Finished():
+            return "finished" if event.reason == "done" else "stopped"
+        case events.Action() if event.kind in REPLANS:
+            return "restarting" if event.kind == "restart" else "changing the memory plan"
+        case events.Rollout() | events.Limit() | events.Planned() | events.Measured():
+            return state.doing
+        case _ if isinstance(event, events.BESIDE_THE_WORK) or not state.loaded:
+            return state.doing
+    if state.steps and state.at >= state.steps:
+        return FINISHING
+    return TRAINING if state.stepped else "preparing the first step"
 
 
 def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
@@ -211,44 +347,89 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
         case events.Gauges():
             return with_gauges(state, event, event.process_bytes)
         case events.Stage():
-            return {"stage": event.text, "finished": None, "paused": False, "gave_up": False}
+            return {"finished": None, "paused": False, "gave_up": False}
         case events.Notice():
-            return {"notices": (*state.notices, event.text)[-KEPT:]}
+            others = tuple(text for text in state.notices if text != event.text)
+            return {"notices": (*others, event.text)[-KEPT:]}
+        case events.Stopping():
+            return {"stopping": True}
         case events.Limit():
             return {"limit": event}
         case events.Planned():
             return {"planned": event}
         case events.Action():
             why = event.cause if event.kind in REPLANS else state.replanned
-            return {"actions": (*state.actions, event)[-KEPT:], "replanned": why}
+            gone = {"loaded": False, "gauges": None} if event.kind in REPLANS else {}
+            actions = with_action(state.actions, event)[-KEPT:]
+            return {"actions": actions, "replanned": why, **gone}
         case events.Died():
             deaths, gave_up = (*state.deaths, event), event.level is None
-            return {"deaths": deaths, "replanned": event.reason, "gave_up": gave_up}
+            gone = {"loaded": False, "gauges": None, "paused": False}
+            return {"deaths": deaths, "replanned": event.reason, "gave_up": gave_up, **gone}
         case events.Started():
-            means = ("smooth_loss", "smooth_reward", "tokens_per_s", "step_s")
-            fresh = dict.fromkeys((*means, "finished"))
-            return {**fresh, "steps_seen": 0, "started": event, "stage": "training"}
+            return after_start(state, event)
         case events.Host():
             return {"host": event}
-        case events.Phase():
-            return {"phase": event.text}
         case events.Paused():
             return {"paused": True}
         case events.Continued():
-            return {"paused": False}
+            return {"paused": False, "pace": state.pace.paused(event.seconds)}
         case events.Validation():
             return after_validation(state, event)
         case events.Skipped():
-            return {"skipped": event}
+            return {"skipped": event, "at": event.step, "stepped": True}
         case events.Checkpoint():
             return {"checkpoint": event}
         case events.Samples():
             return {"samples_before" if event.when == "before" else "samples_after": event}
+        case events.Rollout():
+            return {"rollout": event}
         case events.ExactMatch():
             return {"match_before" if event.when == "before" else "match_after": event}
         case events.Finished():
-            return {"finished": event}
+            return {"finished": event, "paused": False, "stopping": False}
     return {}
+
+
+def after_start(state: ViewState, event: events.Started) -> dict[str, Any]:
+    """A training process is ready for its steps: those after its checkpoint are lost."""
+    means = ("smooth_loss", "smooth_reward", "tokens_per_s", "step_s")
+    at = event.step
+    found: dict[str, Any] = {
+        **dict.fromkeys((*means, "finished")),
+        "steps_seen": 0,
+        "pace": Pace(),
+        "started": event,
+        "loaded": True,
+        "at": at,
+        "steps": event.steps,
+        "stepped": False,
+        "paused": False,
+        "stopping": False,
+        "losses": state.losses.until(at),
+        "rewards": state.rewards.until(at),
+        "validations": state.validations.until(at),
+    }
+    for name in ("step", "generated", "validation", "first_validation", "best_checked", "rollout"):
+        lost = getattr(state, name)
+        if lost is not None and lost.step > at:
+            found[name] = None
+    if state.skipped is not None and state.skipped.step > at:
+        found["skipped"] = None
+    if state.best_step is not None and state.best_step > at:
+        signed = -1.0 if state.validation is not None and state.validation.reward is not None else 1
+        kept = [(signed * value, int(step)) for step, value in found["validations"].points]
+        best = min((pair for pair in kept if math.isfinite(pair[0])), default=(None, None))
+        found["best_validation"], found["best_step"] = best
+        points = found["validations"].points
+        last = state.validation
+        if points and last is not None and last.step > at:
+            step, value = points[-1]
+            found["validation"] = replace(
+                last, step=int(step), loss=signed * value, best=False,
+                metrics={} if last.reward is None else {"reward": value},
+            )  # fmt: skip
+    return found
 
 
 def after_step(state: ViewState, step: events.Step) -> dict[str, Any]:
@@ -258,7 +439,7 @@ def after_step(state: ViewState, step: events.Step) -> dict[str, Any]:
     rewards, on_rewards = {}, is_rewarded(step.metrics)
     if REWARD in step.metrics:
         reward = float(step.metrics[REWARD])
-        rewards["rewards"] = state.rewards.add(reward)
+        rewards["rewards"] = state.rewards.add(reward, step.step)
         mean = rewards["smooth_reward"] = smooth(state.smooth_reward, reward, seen)
         best = state.best_smooth_reward
         if math.isfinite(mean) and (best is None or mean > best):
@@ -269,12 +450,15 @@ def after_step(state: ViewState, step: events.Step) -> dict[str, Any]:
         **with_judge(state, step.metrics),
         **with_gauges(state, step, step.highest_bytes or step.process_bytes),
         "step": step,
-        "stage": "training",
+        "at": step.step,
+        "steps": step.steps,
+        "loaded": True,
+        "stepped": True,
         "steps_seen": seen,
         "smooth_loss": smooth_loss,
         "best_loss": None if on_rewards else least(state.best_loss, smooth_loss),
         "first_loss": smooth_loss if step.step <= SMOOTH_OVER else state.first_loss,
-        "losses": state.losses.add(step.loss),
+        "losses": state.losses.add(step.loss, step.step),
         "tokens_per_s": smooth(state.tokens_per_s, speed, seen),
         "step_s": smooth(state.step_s, step.seconds, seen),
     }
@@ -288,7 +472,9 @@ def after_validation(state: ViewState, event: events.Validation) -> dict[str, An
         best["best_checked"] = event
     first = state.first_validation or event
     judged = with_judge(state, event.metrics)
-    return {"validation": event, "first_validation": first, **judged, **best}
+    value = event.loss if event.reward is None else event.reward
+    curve = state.validations.add(value, event.step)
+    return {"validation": event, "first_validation": first, "validations": curve, **judged, **best}
 
 
 def with_judge(state: ViewState, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -306,6 +492,7 @@ def with_gauges(
     changes: dict[str, Any] = {"gauges": gauges, "swap_began_bytes": swap}
     if held_bytes is not None:
         changes["highest_bytes"] = max(held_bytes, state.highest_bytes or 0)
+        changes["now_highest_bytes"] = max(held_bytes, state.now_highest_bytes or 0)
         changes["memory"] = state.memory.add(held_bytes)
     return changes
 

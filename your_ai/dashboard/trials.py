@@ -175,7 +175,7 @@ def progress_text(number: int, settings: Mapping[str, Any], state: ViewState) ->
     """What a trial is doing now, as one line."""
     parts = [f"trial {number:03}", settings_text(dict(settings)) or "the default settings"]
     parts.append(
-        state.stage if state.step is None else f"step {state.step.step}/{state.step.steps}"
+        state.doing if state.step is None else f"step {state.step.step}/{state.step.steps}"
     )
     last, best = state.validation, state.best_validation
     if last is not None and best is not None:

@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def step_text(step: events.Step, tokens_per_s: float, seconds_left: float) -> str:
+def step_text(step: events.Step, tokens_per_s: float, seconds_left: float | None) -> str:
     gauges = {
         "memory": step.process_bytes,
         "MLX active": step.active_bytes,
@@ -41,7 +41,7 @@ def step_text(step: events.Step, tokens_per_s: float, seconds_left: float) -> st
             f"loss {loss_text(step.loss)}",
             *line_texts(step.metrics),
             f"{tokens_per_s:.0f} tokens/s",
-            f"{duration(seconds_left)} left",
+            *([f"{duration(max(1.0, seconds_left))} left"] if seconds_left is not None else []),
             *([", ".join(known)] if known else []),
         ]
     )
@@ -55,7 +55,7 @@ def event_line(event: Event, state: ViewState) -> str | None:
     match event:
         case events.Stage():
             return event.text
-        case events.Notice():
+        case events.Notice() | events.Stopping():
             return f"note: {event.text}"
         case events.Limit():
             return f"limit {size_text(event.limit_bytes)}: {event.reason}"
@@ -74,7 +74,7 @@ def event_line(event: Event, state: ViewState) -> str | None:
                 f"{counted(event.trainable_parameters, 'trainable parameter')}, {event.dtype}"
             )
         case events.Step():
-            return step_text(event, state.tokens_per_s or 0.0, state.seconds_left or 0.0)
+            return step_text(event, state.tokens_per_s or 0.0, state.seconds_left)
         case events.Skipped():
             return f"step {event.step} was skipped: {event.reason} ({event.total} so far)"
         case events.Validation():

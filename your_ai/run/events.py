@@ -196,10 +196,20 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """The training process begins something between two steps that may take long."""
+    """The training process begins something that may take long. It lasts until another event."""
 
     text: str
     """What it does, e.g. `validating`."""
+    in_step: bool = False
+    """Whether it is a part of a step, e.g. `generating completions`; else it is between two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopping:
+    """A signal asked the run to stop; it stops at the next place where nothing is lost."""
+
+    text: str
+    """When it stops, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +276,17 @@ class Samples:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """The best completion of a step that trains on rewards, shortened."""
+
+    step: int
+    prompt: str
+    completion: str
+    reward: float | None = None
+    expected: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExactMatch:
     """How many answers to held-out prompts are exactly the expected ones."""
 
@@ -304,17 +325,19 @@ Event = (
     | Gauges
     | Host
     | Phase
+    | Stopping
     | Paused
     | Continued
     | Skipped
     | Validation
     | Checkpoint
     | Samples
+    | Rollout
     | ExactMatch
     | Finished
 )
 # Written beside the work of the run, so they do not say that it goes on.
-BESIDE_THE_WORK = (Gauges, Host, Notice)
+BESIDE_THE_WORK = (Gauges, Host, Notice, Stopping)
 KINDS = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 KNOWN = {"str": str, "bool": bool, "int": int, "float": (int, float), "None": type(None)}
 KNOWN |= {"list[str]": list, "dict[str, float]": dict}

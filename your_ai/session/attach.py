@@ -112,7 +112,7 @@ def train(
     training began.
     """
     style = "lines" if detach and not as_json else style_for(console, as_json)
-    follower = Follower(folder.events, console, style, KEYS)
+    follower = Follower(folder.events, console, style, KEYS, resumes=True)
     _, offset = events.tail(folder.events)
     command = [sys.executable, "-m", "your_ai.session.supervisor", str(folder.path)]
     command += ["--settings", json.dumps(dataclasses.asdict(settings))]
@@ -193,7 +193,7 @@ def train_here(
     from your_ai.publish.after_training import push_finished
     from your_ai.trackers.upload import tracked
 
-    follower = Follower(folder.events, console, style_for(console, as_json))
+    follower = Follower(folder.events, console, style_for(console, as_json), resumes=True)
     names = () if is_running(folder) else settings.report_to
     if not is_running(folder):
         requests.withdraw_all(folder)

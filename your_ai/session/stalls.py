@@ -121,7 +121,7 @@ class StallWatch:
                     self.saved, self.stalls = event.step, 0
             case events.Paused():
                 self.doing = "paused"
-            case events.Phase():
+            case events.Phase(in_step=False):
                 self.doing, self.what = "other", event.text
             case events.Started():
                 self.load("in its first step")

@@ -113,6 +113,7 @@ class Governor:
         if action.kind != "clear_cache":
             self.prepared.engine.drop()
         if action.kind == "reload_lora":
+            self.log.write(events.Phase(text="reloading the adapted layers"))
             read = reload_adapted(self.prepared.model, self.prepared.tensors, self.prepared.sharing)
         allocator.free(collect=action.kind != "clear_cache")
         after = probe.read()

@@ -22,7 +22,7 @@ from your_ai.data.examples import Examples, RowCounts
 from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Chat, Question
 from your_ai.errors import UserError
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, shortened
 from your_ai.generation.rollouts import (
     Completion,
     RolloutPrompt,
@@ -54,6 +54,7 @@ from your_ai.training.prepare import Prepared
 from your_ai.training.reference import computed
 
 PROGRESS_EVERY_S = 5.0
+SHOWN_CHARACTERS = 400  # of a completion in an event
 REFERENCE = "reference"  # the folder of the first adapters, in the run folder, of new ones
 ADAPTER_FILES = (checkpoint.ADAPTERS, checkpoint.ADAPTER_CONFIG)
 NO_SPREAD = (
@@ -96,6 +97,8 @@ class RolloutSource:
     told_no_spread: bool = False
     judged: dict[str, float] = field(default_factory=dict)
     """Counts of the judge in the current step or measurement."""
+    measures: str = ""
+    """What a measurement does, before the names of its phases."""
 
     def of_step(self, index: int, rows_at: RowsAt) -> StepRollouts:
         """The completions of step `index` (from 0), and what their rewards weigh.
@@ -122,7 +125,27 @@ class RolloutSource:
         if needs_old or needs_reference:
             records = self.scored(records, rows_at, needs_old, needs_reference)
             write_rollouts(path, records)
+        self.show_best(records, first + 1)
+        self.in_step("computing gradients")
         return self.batched(records, rows_at)
+
+    def in_step(self, text: str) -> None:
+        """Name what the step, or the measurement, does now."""
+        self.log.write(events.Phase(text=f"{self.measures}{text}", in_step=True))
+
+    def show_best(self, records: Sequence[RolloutRecord], step: int) -> None:
+        """Write the completion with the highest reward, for the screen."""
+        known = [(r.reward, -place) for place, r in enumerate(records) if r.reward is not None]
+        best = records[-max(known)[1]] if known else records[0]
+        self.log.write(
+            events.Rollout(
+                step=step,
+                prompt=shortened(best.question, SHOWN_CHARACTERS),
+                completion=shortened(best.completion, SHOWN_CHARACTERS),
+                reward=best.reward,
+                expected=shortened(best.expected or "", SHOWN_CHARACTERS),
+            )
+        )
 
     def begin(self) -> None:
         """Forget the figures of the step before."""
@@ -133,6 +156,7 @@ class RolloutSource:
 
     def generated(self, first: int) -> list[RolloutRecord]:
         """Generate and reward the completions that step `first` (from 0) is the first to train."""
+        self.in_step("generating completions")
         prepared, config = self.prepared, self.prepared.config
         rows = np.sort(prepared.schedule.rows_of(first)).tolist()
         seeds = range(config.rollouts)
@@ -182,6 +206,7 @@ class RolloutSource:
                 ]
                 pending[place] = rewards.begin(rollouts, step)
         self.freed("generate", began)
+        self.in_step("waiting for rewards")
         began = time.perf_counter()
         whole = Pending.joined([pending[place] for place in range(len(rows))])
         result = whole.result(self.check_stop)
@@ -215,7 +240,7 @@ class RolloutSource:
             tokens += rows
             if time.monotonic() - written_at > PROGRESS_EVERY_S:
                 text = f"generating: {done} of {counted(total, 'completion')}, {tokens:,} tokens"
-                self.log.write(events.Stage(text=text))
+                self.in_step(text)
                 written_at = time.monotonic()
 
         wave = prepared.budget.choice.option.plan.wave or 1
@@ -255,11 +280,20 @@ class RolloutSource:
 
         most: maximum number of prompts.
         """
-        prepared = self.prepared
-        assert prepared.prompts is not None
         self.judged.clear()
+        self.measures = {"valid": "validating: ", "test": "answering test rows: "}[split]
+        try:
+            return self.answered(split, most, step)
+        finally:
+            self.measures = ""
+
+    def answered(self, split: str, most: int, step: int) -> list[RolloutRecord] | None:
+        """`measured`, without the name of its phases."""
+        prepared = self.prepared
         examples = {"valid": prepared.valid, "test": prepared.test}[split]
         assert examples is not None
+        assert prepared.prompts is not None
+        self.in_step("generating completions")
         rows = range(min(most, len(examples)))
         prompts = [RolloutPrompt(np.array(examples[row].tokens), (0,)) for row in rows]
         wave = max(1, prepared.budget.choice.option.plan.wave)
@@ -283,6 +317,7 @@ class RolloutSource:
     ) -> list[RolloutRecord]:
         """The rollouts with their log-probabilities, as this trainer computes them."""
         began = time.perf_counter()
+        self.in_step("scoring completions")
         if old:
             records = self.with_scores(records, rows_at, "old")
         if reference:

@@ -56,6 +56,8 @@ class SoftSource:
         if records is None:
             records = self.generated(index)
             write_rollouts(path, records)
+        source.show_best(records, index + 1)
+        source.in_step("computing gradients")
         batches = self.batches(records, rows_at)
 
         def gradients(scale: float) -> tuple[Totals, Any]:
@@ -88,6 +90,7 @@ class SoftSource:
 
     def generated(self, index: int) -> list[RolloutRecord]:
         """Sample a completion for each prompt of the step, and score it."""
+        self.source.in_step("generating completions")
         prepared = self.source.prepared
         rows = np.sort(prepared.schedule.rows_of(index)).tolist()
         prompts = [

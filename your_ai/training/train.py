@@ -146,6 +146,9 @@ def run_prepared(
     if state.validation_due:
         state = validate(prepared, state, log, stop, rollouts)
         save(folder, prepared, state, log)
+    compiles = "compiling the first step" if rollouts is None else "preparing the first step"
+    if state.step < prepared.steps and not (stop or is_enough(config, state)):
+        log.write(events.Phase(text=compiles))
     while state.step < prepared.steps and not (stop or is_enough(config, state)):
         try:
             state, batches = train_step(prepared, governor, update, state, log, rollouts)
@@ -186,8 +189,10 @@ def run_prepared(
     else:
         if is_early:
             log.write(events.Notice(text=reason_of_early_end(state)))
+        log.write(events.Phase(text="loading the best adapter"))
         result_step = use_result(folder, prepared, state, log)
         show_test_rows("after", prepared, log, stop, rollouts)
+        log.write(events.Phase(text="saving the adapter"))
         arrays = model.adapter_arrays(prepared.model)
         checkpoint.save_adapter(folder.adapter, arrays, prepared.adapters.config, result_step)
         prefix.remove(folder.path / PREFIX)  # a stopped run keeps it
@@ -236,7 +241,7 @@ def reason_of_early_end(state: TrainState) -> str:
 
 def fill_prefix(prepared: Prepared, step: int, log: events.EventLog, stop: Stop) -> None:
     """Fill the prefix cache with the texts of the next epoch, if the engine streams weights."""
-    if prepared.engine.fill is None:
+    if prepared.engine.fill is None or stop:
         return
 
     log.write(events.Stage(text="filling the prefix cache"))
@@ -366,7 +371,7 @@ def train_until_done(
         if config.generates:
             rest += ", or before it if its completions are not there yet"
         text = f"{rest}; signal again to stop immediately"
-        stop.on_first = lambda: log.write(events.Notice(text=text))
+        stop.on_first = lambda: log.write(events.Stopping(text=text))
         failed_at, watch = [], Watch()
         try:
             while True:
@@ -415,6 +420,7 @@ def train_under_plan(
         action, before = MemoryAction(kind="smaller_plan", cause=reason), probe.read()
         wanted = Replan(action, saved_step(folder), watch, failed=True)
     began = time.perf_counter()
+    log.write(events.Phase(text="freeing memory for another plan"))
     allocator.free()  # nothing refers to the model any more: the exception is gone
     after = probe.read()
     log.write(action_event(wanted.action, wanted.step, before, after, time.perf_counter() - began))

@@ -47,6 +47,7 @@ def validate(
     metrics = dict(measured.metrics)
     value = metrics.get(REWARD_METRICS.get(prepared.config.best_metric, ""))
     if prepared.best_metric is not None:
+        log.write(events.Phase(text=f"validating: {prepared.best_metric.name}"))
         ready = Ready(prepared.model, prepared.tokenizer, prepared.engine, prepared.rows_at)
         value = best_metric.measured(prepared.best_metric, ready, stop)
         if value is None:
@@ -129,7 +130,7 @@ def show_test_rows(
     """
     if isinstance(rollouts, SoftSource):
         rollouts = rollouts.source
-    if prepared.samples or (prepared.config.exact_match and prepared.test is not None):
+    if prepared.samples:
         log.write(events.Phase(text="answering test prompts"))
     answers = []
     for sample in prepared.samples:
@@ -146,6 +147,8 @@ def show_test_rows(
                 expected=[s.expected if s.is_good else "" for s in prepared.samples],
             )
         )
+    if prepared.config.exact_match and prepared.test is not None:
+        log.write(events.Phase(text="comparing answers with the test rows"))
     if prepared.config.exact_match and prepared.test is not None and rollouts is not None:
         records = rollouts.measured("test", len(prepared.test), 0)
         if records is not None:
