@@ -17,7 +17,8 @@ def clear(step: int, cause: str = "every 10 steps", kind: str = "clear_cache") -
 def test_routine_actions_are_one_line_with_a_count():
     [line] = folded_actions(clear(step) for step in (10, 20, 30, 40))
     assert (line.kind, line.where, line.times_text) == ("clear cache", "steps 10-40", "4 times")
-    assert (line.change_text, line.seconds, line.read_bytes) == ("-400 MB", 1.0, 28)
+    assert (line.change_text, line.seconds, line.read_bytes) == ("-100 MB", 1.0, 28)
+    assert line.mean_seconds == 0.25
 
 
 def test_an_action_with_another_cause_is_another_line():

@@ -77,8 +77,8 @@ def test_warnings_list_pressure_swap_skips_and_deaths():
     state = folded(
         step(1, swap_bytes=10**9),
         events.Skipped(step=2, reason="nan", in_a_row=1, total=1),
-        step(3, swap_bytes=2 * 10**9, pressure=2),
         events.Died(step=3, reason="killed by SIGKILL", level=0),
+        step(3, swap_bytes=2 * 10**9, pressure=2),
     )
     assert state.warnings == (
         "memory pressure: warning",
@@ -117,8 +117,8 @@ def test_battery_and_heat_are_warnings_while_they_last(host, expected):
 
 def test_phase_lasts_until_the_next_event_of_the_work():
     saving = folded(step(1), events.Phase(text="saving"))
-    assert saving.phase == "saving"
+    assert saving.doing == "saving"
     for beside in (events.Gauges(), events.Notice(text="n"), events.Host()):
-        assert folded(step(1), events.Phase(text="saving"), beside).phase == "saving"
+        assert folded(step(1), events.Phase(text="saving"), beside).doing == "saving"
     saved = events.Checkpoint(step=1, folder="", seconds=1.0)
-    assert folded(step(1), events.Phase(text="saving"), saved).phase == ""
+    assert folded(step(1), events.Phase(text="saving"), saved).doing == "training"

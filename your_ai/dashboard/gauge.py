@@ -38,7 +38,7 @@ def memory_rows(page: Page, state: ViewState) -> list[ScreenRow]:
         return [ScreenRow("process", line(page, "memory", [("not measured yet", DIM)]))]
     most = max((*shown, planned or 0), default=0)
     near = limit is not None and (not most or limit <= FAR * most)
-    scale = max(1, limit if limit is not None and near else most)
+    scale = max(1, limit if limit is not None and near else most + most // 4 * (limit is not None))
     rest = None if process is None else max(0, process - (active or 0) - (cache or 0))
     alone = active is None and cache is None
     other = "rest" if page.narrow else "Python and other"
@@ -84,7 +84,7 @@ def process_line(
         left = [("limit ", DIM), (size_text(limit), "")]
     plan: list[TextPart] = []
     if planned is not None:
-        plan = [(f"{page.glyphs.planned} planned ", DIM), (size_text(planned), "")]
+        plan = [(f"{page.glyphs.planned} estimate ", DIM), (size_text(planned), "")]
     most: list[TextPart] = []
     if highest is not None:
         mark = "peak " if page.narrow else f"{page.glyphs.highest} peak "

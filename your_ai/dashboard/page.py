@@ -18,7 +18,7 @@ from rich.text import Span, Text
 
 NARROW = 60  # cells; narrower pages have labels inside the lines, and no margin
 LABEL = 10  # cells of a label and the gap after it
-RANGE = 15  # cells for the bounds of a curve
+RANGE = 17  # cells for the bounds of a curve
 HIGH_SCREEN, HIGHER_SCREEN = 30, 38  # lines at which the bar and the curves become higher
 ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|.?)", re.DOTALL)
 DIM, WARN = "dim", "bold red"

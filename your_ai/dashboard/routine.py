@@ -39,9 +39,13 @@ class FoldedAction:
         return f"steps {self.first_step}-{self.last.step}"
 
     @property
+    def mean_seconds(self) -> float:
+        return self.seconds / self.count
+
+    @property
     def change_text(self) -> str:
-        """What they changed in all: `-203 MB`, or `0 MB`."""
-        size = size_text(abs(self.freed_bytes))
+        """What one of them changed, on average: `-203 MB`, or `0 MB`."""
+        size = size_text(abs(self.freed_bytes) / self.count)
         sign = "-" if self.freed_bytes > 0 else "+"
         return size if size == "0 MB" else f"{sign}{size}"
 

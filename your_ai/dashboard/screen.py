@@ -372,7 +372,8 @@ def times(page: Page, state: ViewState, now: float) -> list[TextPart]:
     if left is not None:
         fields.append(Field(0, span(left), after=" left"))
     if state.began_at is not None and end is not None:
-        fields.append(Field(3, span(end - state.began_at), after=" elapsed", style=""))
+        worked = end - state.began_at - state.away_s
+        fields.append(Field(3, span(worked), after=" elapsed", style=""))
     if state.step_s is not None:
         fields.append(Field(2, short_span(state.step_s), after="/step", style=""))
     if state.tokens_per_s is not None:
@@ -443,7 +444,7 @@ def action_rows(page: Page, state: ViewState) -> list[ScreenRow]:
             clean(page, folded.where),
             clean(page, folded.kind)[:16],
             folded.change_text,
-            short_span(folded.seconds),
+            short_span(folded.mean_seconds),
             clean(page, ", ".join(filter(None, (folded.last.cause, folded.times_text)))),
         )
         for folded in reversed(state.actions)

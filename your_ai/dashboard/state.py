@@ -109,6 +109,8 @@ class ViewState:
     """Time of the first event."""
     last_at: float | None = None
     """Time of the last event."""
+    away_s: float = 0.0
+    """Time between the ends of the run and the times when it was resumed."""
     loaded: bool = False
     """Whether the training process is ready for its steps."""
     stepped: bool = False
@@ -282,8 +284,9 @@ def fold_all(state: ViewState, records: Iterable[Record]) -> ViewState:
         event = record.event
         if found.began_at is None:
             found.began_at = record.time
-        found.last_at = record.time
+        before, found.last_at = found.last_at or record.time, record.time
         if begins_anew(found, event):
+            found.away_s += max(0.0, record.time - before)
             vars(found).update(FORGOTTEN)
         if isinstance(event, GETTING_ON):
             found.stepped_at = record.time
@@ -300,7 +303,8 @@ def fold_all(state: ViewState, records: Iterable[Record]) -> ViewState:
 
 def resumed(state: ViewState, now: float) -> ViewState:
     """The state of a run that is about to be resumed: nothing of its last end is left."""
-    return replace(state, **FORGOTTEN, doing=STARTING, doing_at=now)
+    away_s = state.away_s + max(0.0, now - (state.last_at or now))
+    return replace(state, **FORGOTTEN, doing=STARTING, doing_at=now, last_at=now, away_s=away_s)
 
 
 def begins_anew(state: ViewState, event: events.Event) -> bool:
