@@ -362,8 +362,8 @@ def test_long_curve_fits_the_screen_and_keeps_its_peak():
     state = folded(LIMIT, *(events.Gauges(process_bytes=size) for size in sizes))
     state = dataclasses.replace(state, limit=events.Limit(limit_bytes=10**9, reason=""))
     curve = next(line for line in drawn(state, 80, 24) if "0 – 1.00 GB" in line).split()[0]
-    assert len(curve) == 51
-    assert (curve.count("█"), curve.count("▁")) == (1, 50)
+    assert len(curve) == 49
+    assert (curve.count("█"), curve.count("▁")) == (1, 48)
 
 
 def test_non_finite_losses_are_marked_and_not_scaled():

@@ -54,7 +54,17 @@ WIDE = 30.0  # highest loss / lowest loss above which the curve is logarithmic
 # The kinds of rows, most important first: a low screen shows as many as it has lines.
 KEPT = (
     *("header", "process", "gauge", "step", "reward", "loss", "time", "warning", "keys", "legend"),
-    *("metrics", "reward curve", "rollouts", "policy", "phases", "rewards", "judge", "peaks"),
+    *(
+        "metrics",
+        "reward curve",
+        "rollouts",
+        "policy",
+        "phases",
+        "rewards",
+        "judge",
+        "peaks",
+        "valid",
+    ),
     *(
         "memory curve",
         "loss curve",
@@ -236,8 +246,9 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
         return rows + reward_rows(page, state, step)
     fields = loss_fields(page, state, step)
     if state.validation is not None:
-        fields[3:3] = validation_fields(page, state, state.validation)
+        fields[3:3] = [validation_field(state, state.validation)]
     rows.append(field_row(page, "loss", "loss", fields))
+    rows += validation_rows(page, state)
     if step.metrics:
         texts = [(name, f"{value:.4g}") for name, value in step.metrics.items()]
         rows += texts_rows(page, "metrics", "metrics", texts)
@@ -268,14 +279,19 @@ def loss_fields(page: Page, state: ViewState, step: events.Step) -> list[Field]:
     ]
 
 
-def validation_fields(page: Page, state: ViewState, validation: events.Validation) -> list[Field]:
+def validation_field(state: ViewState, validation: events.Validation) -> Field:
     value = view.validation_text(validation, validation.loss)
     best = f", best {view.validation_text(validation, state.best_validation)}"
-    others = other_values(validation).items()
-    return [
-        Field(2, value, "validation ", best, ""),
-        *(Field(2, f"{value:.4g}", f"{clean(page, name)} ", style="") for name, value in others),
-    ]
+    return Field(1, value, "validation ", best, "")
+
+
+def validation_rows(page: Page, state: ViewState) -> list[ScreenRow]:
+    """What the last validation measured besides its loss or its reward."""
+    others = {} if state.validation is None else other_values(state.validation)
+    if not others:
+        return []
+    texts = [(name, f"{value:.4g}") for name, value in others.items()]
+    return [texts_row(page, "valid", "valid", texts)]
 
 
 def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenRow]:
@@ -291,10 +307,11 @@ def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenR
     of_loss = loss_fields(page, state, step)
     if state.validation is not None:
         shown = fields if state.validation.reward is not None else of_loss
-        shown += validation_fields(page, state, state.validation)
+        shown.append(validation_field(state, state.validation))
     if missing := metrics.get("rewards/missing"):
         fields.append(Field(2, plain(missing), "missing ", style=WARN))
     rows.append(field_row(page, "reward", "reward", fields))
+    rows += validation_rows(page, state)
     rewards = resampled(state.rewards.values, curve_width(page), highest=False)
     finite = [reward for reward in rewards if math.isfinite(reward)]
     if finite:
