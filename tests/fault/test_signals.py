@@ -76,7 +76,7 @@ def test_ctrl_c_in_validation_ends_it_and_saves(configure, settings, monkeypatch
         first, *others = batches(*arguments)
         yield first
         os.kill(os.getpid(), signal.SIGINT)
-        while not events_of(run, events.Notice):
+        while not events_of(run, events.Stopping):
             time.sleep(0.001)
         yield from others
 
@@ -124,7 +124,7 @@ def test_second_ctrl_c_stops_immediately(configure, data_folder):
     with started(config, "r") as process:
         wait_for(process, run, events.Checkpoint, 2)
         process.send_signal(signal.SIGINT)
-        wait_for(process, run, events.Notice)
+        wait_for(process, run, events.Stopping)
         _, error = stopped(process, signal.SIGINT)
     assert (process.returncode, error) == (128 + signal.SIGINT, "")
     assert steps_done(run) == 1  # the second step was not finished

@@ -248,7 +248,7 @@ def test_front_end_killed_after_ctrl_c_is_not_a_second_signal(configure, data_fo
     with started(config, "r", supervise=True) as process:
         wait_for(process, run, events.Step)
         process.send_signal(signal.SIGINT)
-        wait_for(process, run, events.Notice)
+        wait_for(process, run, events.Stopping)
         process.kill()
         wait_until(lambda: not is_running(run))
     assert len(events_of(run, events.Finished)) == 1

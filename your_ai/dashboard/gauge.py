@@ -24,6 +24,7 @@ from your_ai.run import events
 
 NEAR, DANGER = 0.7, 0.9  # fractions of the limit
 FAR = 2  # a limit above this multiple of the planned and the highest memory is not drawn
+ESTIMATE = " estimate "
 MOST = 10**18  # bytes; larger sizes are shown as this
 
 
@@ -58,9 +59,11 @@ def memory_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     gauge = bar(page, drawn, max(held, process or 0), highest, scale, tick)
     if limit is not None:
         stack.append((max(0, limit - held), glyphs.free, DIM, "free"))
-    rows = [ScreenRow("process", process_line(page, process, highest, limit, planned))]
+    figures = process_line(page, process, highest, limit, planned)
+    told = any(ESTIMATE in text for text, _ in figures)
+    rows = [ScreenRow("process", figures)]
     rows += [ScreenRow("gauge", gauge)] * (2 if page.height >= HIGH_SCREEN else 1)
-    rows.append(ScreenRow("legend", legend(page, stack)))
+    rows.append(ScreenRow("legend", legend(page, stack, None if told else planned)))
     if not state.memory.values:
         return rows
     curve = resampled(state.memory.values, curve_width(page), highest=True)
@@ -84,7 +87,7 @@ def process_line(
         left = [("limit ", DIM), (size_text(limit), "")]
     plan: list[TextPart] = []
     if planned is not None:
-        plan = [(f"{page.glyphs.planned} estimate ", DIM), (size_text(planned), "")]
+        plan = [(f"{page.glyphs.planned}{ESTIMATE}", DIM), (size_text(planned), "")]
     most: list[TextPart] = []
     if highest is not None:
         mark = "peak " if page.narrow else f"{page.glyphs.highest} peak "
@@ -140,12 +143,17 @@ def marked(parts: list[TextPart], at: int, mark: TextPart) -> list[TextPart]:
     return found
 
 
-def legend(page: Page, stack: list[tuple[int, str, str, str]]) -> list[TextPart]:
-    """Explain the glyphs."""
+def legend(
+    page: Page, stack: list[tuple[int, str, str, str]], planned: int | None
+) -> list[TextPart]:
+    """Explain the glyphs; planned: the estimated peak, if it is not shown elsewhere."""
     fields = [
-        Field(rank, size_text(size), f" {word} ", style="", mark=(glyph, style))
+        Field(2 * rank, size_text(size), f" {word} ", style="", mark=(glyph, style))
         for rank, (size, glyph, style, word) in enumerate(stack)
     ]
+    if planned is not None:
+        mark = (page.glyphs.planned, "")
+        fields.insert(1, Field(1, size_text(planned), ESTIMATE, style="", mark=mark))
     return line(page, "", in_fields(page, fields, page.room), inline=False)
 
 

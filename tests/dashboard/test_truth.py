@@ -1,0 +1,266 @@
+"""What frames say, held against the events: of a real run, and of random ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from tests.conftest import chat, write_rows
+from tests.dashboard.test_screen import drawn
+from your_ai.dashboard.state import ViewState, fold
+from your_ai.gates.text import loss_text, size_text
+from your_ai.run import events, folder
+from your_ai.run.events import Record
+from your_ai.run.stopping import Stop
+from your_ai.training.train import train_until_done
+
+SIZES = [(60, 15), (80, 24), (140, 45)]
+WORKS = (*events.BESIDE_THE_WORK, events.Rollout)  # say nothing about what is done now
+AFTER = (events.Validation, events.Checkpoint, events.Samples, events.ExactMatch, events.Action)
+
+
+@pytest.fixture
+def recorded(configure, data_folder, monkeypatch) -> list[Record]:
+    """The events of a run of 12 steps that is stopped in step 5, killed after 9, and resumed."""
+    write_rows(data_folder / "valid.jsonl", [chat(f"v{i}", "yes") for i in range(4)])
+    write_rows(data_folder / "test.jsonl", [chat(f"t{i}", "yes") for i in range(2)])
+    options = {"max_steps": 12, "eval_every": 3, "save_every": 4, "samples": 1,
+               "exact_match": True, "clear_cache_every": 2, "max_memory": 4.0}  # fmt: skip
+    run = folder.create(configure(**options))
+    write, stop, limit = events.EventLog.write, Stop(), 5
+
+    class Killed(Exception):
+        pass
+
+    def watched(log: events.EventLog, event: events.Event) -> None:
+        write(log, event)
+        if isinstance(event, events.Step) and event.step == limit:
+            if limit == 9:
+                raise Killed
+            stop.received = 2
+            stop.on_first()
+
+    monkeypatch.setattr(events.EventLog, "write", watched)
+    config = run.read_config()
+    assert train_until_done(run, config, stop) == 130
+    limit, stop = 9, Stop()
+    with pytest.raises(Killed):
+        train_until_done(run, config, stop)
+    limit = 0
+    assert train_until_done(run, config, Stop()) == 0
+    return events.tail(run.events)[0]
+
+
+class Truth:
+    """What is so after each event, found without the dashboard's state."""
+
+    def __init__(self) -> None:
+        self.doing, self.stopping, self.at, self.steps = "starting", False, 0, 0
+        self.step: events.Step | None = None
+        self.gauges: events.Gauges | events.Step | None = None
+        self.is_ready = self.has_stepped = False
+        self.seconds: list[float] = []
+
+    def take(self, event: events.Event) -> None:
+        match event:
+            case events.Stage() if self.has_stepped or self.doing in ("finished", "stopped"):
+                self.gauges, self.stopping = None, False
+                self.is_ready = self.has_stepped = False
+                self.doing = event.text
+            case events.Stage() | events.Phase():
+                self.doing = event.text
+            case events.Stopping():
+                self.stopping = True
+            case events.Started():
+                self.is_ready, self.has_stepped, self.stopping = True, False, False
+                self.at, self.steps, self.seconds = event.step, event.steps, []
+                if self.step is not None and self.step.step > event.step:
+                    self.step = None
+                self.doing = "preparing the first step"
+            case events.Finished():
+                self.doing = "finished" if event.reason == "done" else "stopped"
+                self.stopping = False
+            case events.Step():
+                self.step = self.gauges = event
+                self.at, self.has_stepped = event.step, True
+                self.seconds.append(event.seconds)
+            case events.Gauges():
+                self.gauges = event
+        if isinstance(event, (events.Step, events.Corrected, *AFTER)) and self.is_ready:
+            first = "training" if self.has_stepped else "preparing the first step"
+            self.doing = first if self.at < self.steps else "finishing"
+
+    def check(self, lines: list[str]) -> None:
+        head, text = lines[0], "\n".join(lines)
+        said = re.split(r"[●○■] ", head)[-1].strip()
+        doing = self.doing
+        if self.stopping:
+            doing = "stopping after this step" if doing == "training" else f"stopping: {doing}"
+        said = re.sub(r" \.\.\. [\d:]+( s)?$", "", said)
+        cut = said.removesuffix("…")
+        assert doing.startswith(cut), (doing, said)
+        assert len(cut) >= min(8, len(doing))
+        if self.steps:
+            [(at, steps)] = re.findall(r"^ step +(\d+)/(\d+)", text, re.M)
+            assert (int(at), int(steps)) == (self.at, self.steps)
+        left = re.search(r"^ time +([\d:]+)( s)? left", text, re.M)
+        if left is not None:
+            assert self.at < self.steps
+            assert not self.stopping
+            parts = [int(part) for part in left[1].split(":")]
+            seconds = sum(part * 60**i for i, part in enumerate(reversed(parts)))
+            assert seconds >= 1
+            most = max(self.seconds) * (self.steps - self.at)
+            assert seconds <= 10 * most + 10
+        if self.step is not None:
+            shown = re.search(r"^ loss +(\S+)", text, re.M)
+            assert shown is not None
+            assert shown[1] == loss_text(self.step.loss)
+            assert f"{self.step.learning_rate:.3g}" in text
+        else:
+            assert re.search(r"^ loss +\S", text, re.M) is None
+        measured = self.gauges.process_bytes if self.gauges is not None else None
+        process = re.search(r"process (\S+ [kMG]?B)", text)
+        assert (process and process[1]) == (None if measured is None else size_text(measured))
+        if self.gauges is not None and self.gauges.active_bytes is not None:
+            assert f"active {size_text(self.gauges.active_bytes)}" in text
+
+
+def test_no_frame_of_a_run_says_what_is_not_so(recorded):
+    state, truth, seen = ViewState(), Truth(), set()
+    for record, following in pairwise([*recorded, recorded[-1]]):
+        state = fold(state, record)
+        truth.take(record.event)
+        seen.add(truth.doing)
+        gap = min(3, math.ceil(following.time - record.time))
+        for after_s in range(gap + 1):
+            for width, height in SIZES:
+                truth.check(drawn(state, width, height, after_s=float(after_s)))
+    expected = {
+        "compiling the first step", "training", "validating", "saving", "finished", "stopped",
+        "answering test prompts", "comparing answers with the test rows", "saving the adapter",
+    }  # fmt: skip
+    assert expected <= seen
+    assert any(text.startswith("loading") for text in seen)
+
+
+def test_notes_of_the_last_end_are_gone_when_a_run_is_resumed(recorded):
+    state, ended = ViewState(), False
+    for record in recorded:
+        state = fold(state, record)
+        if isinstance(record.event, events.Finished):
+            ended = True
+        elif ended:
+            assert "stopping" not in "\n".join(drawn(state, 140, 45))
+    assert ended
+
+
+def test_routine_actions_are_one_line(recorded):
+    state = ViewState()
+    for record in recorded:
+        state = fold(state, record)
+    lines = [line for line in drawn(state, 140, 45) if "clear cache" in line]
+    assert len(lines) == 1
+    assert "every 2 steps" in lines[0]
+
+
+def test_lost_steps_are_not_shown_after_a_restart(recorded):
+    last = max(i for i, r in enumerate(recorded) if isinstance(r.event, events.Started))
+    state, before = ViewState(), recorded[:last]
+    for record in [*before, recorded[last]]:
+        state = fold(state, record)
+    assert max(r.event.step for r in before if isinstance(r.event, events.Step)) == 9
+    assert (state.at, max(state.losses.at)) == (8, 8)
+    assert all(step <= 8 for step in state.validations.at)
+
+
+# Random runs
+
+SIZES_BYTES = st.one_of(st.none(), st.integers(0, 10**10))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[events.Event]:
+    """Events as a training process writes them: it loads, does steps, and is stopped or killed."""
+    happened, saved = list[events.Event](), 0
+    steps = draw(st.integers(1, 12))
+    for _ in range(draw(st.integers(1, 3))):
+        happened.append(events.Stage(text="loading m"))
+        happened.append(events.Gauges(process_bytes=draw(SIZES_BYTES)))
+        happened.append(events.Started(
+            step=saved, steps=steps, steps_per_epoch=steps, model="m", rows=1,
+            trainable_parameters=1, dtype="float32", plan="fused",
+        ))  # fmt: skip
+        happened.append(events.Phase(text="compiling the first step"))
+        at = saved
+        for _ in range(draw(st.integers(0, steps - saved))):
+            at += 1
+            happened.append(events.Step(
+                step=at, steps=steps, epoch=1, loss=draw(st.floats(1e-6, 100)), grad_norm=1.0,
+                learning_rate=draw(st.floats(1e-7, 1)), tokens=5, padded_tokens=5, trained_tokens=5,
+                seconds=draw(st.floats(0.001, 1e4)), process_bytes=draw(SIZES_BYTES),
+                active_bytes=draw(SIZES_BYTES),
+            ))  # fmt: skip
+            also = draw(st.sampled_from(["", "valid", "save", "gauges", "note", "stop"]))
+            if also == "valid":
+                happened.append(events.Phase(text="validating"))
+                happened.append(events.Validation(step=at, loss=1.0, trained_tokens=1, seconds=1.0))
+            elif also == "save":
+                saved = at
+                happened.append(events.Phase(text="saving"))
+                happened.append(events.Checkpoint(step=at, folder="c", seconds=0.1))
+            elif also == "gauges":
+                happened.append(events.Gauges(
+                    process_bytes=draw(SIZES_BYTES), active_bytes=draw(SIZES_BYTES)
+                ))  # fmt: skip
+            elif also == "note":
+                happened.append(events.Notice(text="a note of the run"))
+            elif also == "stop":
+                happened.append(events.Stopping(text="stopping after this step"))
+                happened.append(events.Finished(step=at, reason="x", adapter="", seconds=1.0))
+                saved = at
+                break
+    return happened
+
+
+@settings(max_examples=40)
+@given(histories(), st.sampled_from(SIZES))
+def test_no_frame_of_any_run_says_what_is_not_so(happened, size):
+    state, truth = ViewState(), Truth()
+    for second, event in enumerate(happened):
+        state = fold(state, Record(1_800_000_000.0 + second, event))
+        truth.take(event)
+        lines = drawn(state, *size)
+        truth.check(lines)
+        assert len(lines) <= size[1]
+        assert max(map(cell_len, lines)) <= size[0]
+
+
+def test_the_check_finds_what_is_not_so(recorded):
+    """Each figure that the check reads is changed once."""
+    state, truth = ViewState(), Truth()
+    last = max(i for i, r in enumerate(recorded) if isinstance(r.event, events.Step)) - 1
+    last = max(i for i, r in enumerate(recorded[:last]) if isinstance(r.event, events.Step))
+    for record in recorded[: last + 1]:
+        state = fold(state, record)
+        truth.take(record.event)
+    truth.check(drawn(state, 80, 24))
+    step = state.step
+    assert step is not None
+    for wrong in (
+        {"doing": "validating"},
+        {"at": 3},
+        {"stopping": True},
+        {"step": dataclasses.replace(step, loss=step.loss + 1)},
+        {"gauges": dataclasses.replace(step, process_bytes=1)},
+        {"step_s": 1e6},
+    ):
+        with pytest.raises(AssertionError):
+            truth.check(drawn(dataclasses.replace(state, **wrong), 80, 24))
