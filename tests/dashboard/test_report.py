@@ -207,7 +207,7 @@ def test_tables_have_headers(page):
 
 def test_actions_are_summed_by_kind_and_listed(page):
     text = Parsed(page).text
-    assert "clear cache 1 1.00 GB 0 MB 0.25 reload lora 1 1.00 GB 2 MB 0.25" in text
+    assert "clear cache 1 1.00 GB 0 MB 0.25 reload lora 1 1.00 GB 2.0 MB 0.25" in text
     assert "4 reload lora near the limit 5.00 GB 4.00 GB 0.25" in text
 
 

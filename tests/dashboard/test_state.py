@@ -82,7 +82,7 @@ def test_warnings_list_pressure_swap_skips_and_deaths():
     )
     assert state.warnings == (
         "memory pressure: warning",
-        "swap has grown by 1.0 GB",
+        "swap has grown by 1.00 GB",
         "skipped steps: 1, last: 2",
         "died once: killed by SIGKILL",
     )

@@ -34,13 +34,6 @@ STARTED = events.Started(
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 MB"), (412_300_000, "412 MB"), (4_734_000_000, "4.73 GB")]
-)
-def test_memory(size, text):
-    assert view.memory(size) == text
-
-
-@pytest.mark.parametrize(
     ("seconds", "text"), [(0.2, "0 s"), (59.4, "59 s"), (59.6, "1:00"), (3725, "1:02:05")]
 )
 def test_duration(seconds, text):

@@ -99,7 +99,7 @@ def test_a_linux_machine_without_gpu_is_advised_to_use_openblas():
         ({"translated": True}, "risk", "translated by Rosetta", "arch -arm64"),
         ({"architecture": "x86_64", "device": "cpu"}, "risk", "has an Intel chip", ""),
         ({"device": "cpu"}, "risk", "MLX finds no GPU", ""),
-        ({"wired_limit_bytes": 16 * GIB}, "risk", "leaves macOS 0.00 GB", "limit_mb=0"),
+        ({"wired_limit_bytes": 16 * GIB}, "risk", "leaves macOS 0 MB", "limit_mb=0"),
         ({"pressure": 2}, "risk", "pressure is at warning", "top -l 1"),
         ({"pressure": 4}, "risk", "pressure is at critical", "top -l 1"),
         ({"swap_bytes": 2 * GB}, "note", "2.0 GB of memory is swapped out", "top -l 1"),

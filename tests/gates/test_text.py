@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai.gates.text import counted, loss_text, split_outside_brackets
+from your_ai.gates.text import counted, loss_text, size_text, split_outside_brackets
 
 WITHOUT_MARKS = st.text(st.characters(blacklist_characters="\\()[]{}")).map(str.strip)
 
@@ -90,3 +90,16 @@ def test_splitting_loses_only_commas_backslashes_and_spaces(text):
         return [c for c in each if c not in ",\\" and not c.isspace()]
 
     assert kept("".join(split_outside_brackets(text))) == kept(text)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        *((0, "0 MB"), (499, "0 MB"), (2_600, "3 kB"), (999_400, "999 kB"), (999_600, "1.0 MB")),
+        *((2_100_000, "2.1 MB"), (12_300_000, "12.3 MB"), (99_960_000, "100 MB")),
+        *((412_300_000, "412 MB"), (999_400_000, "999 MB"), (999_600_000, "1.00 GB")),
+        *((4_734_000_000, "4.73 GB"), (-203_000_000, "-203 MB")),
+    ],
+)
+def test_sizes_have_the_unit_that_fits(size_bytes, text):
+    assert size_text(size_bytes) == text

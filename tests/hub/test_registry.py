@@ -10,7 +10,6 @@ from your_ai.hub.registry import (
     download_text,
     known,
     nearest_aliases,
-    size_text,
 )
 
 MODELS = list(known().values())
@@ -19,7 +18,7 @@ MODELS = list(known().values())
 def test_the_default_model_is_in_the_registry():
     model = known()["llama-8b"]
     assert model.repo == "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit"
-    assert size_text(model.bytes_on_disk) == "4.52 GB"
+    assert download_text(model) == "4.52 GB"
 
 
 def test_every_model_family_is_in_the_registry():
@@ -94,11 +93,3 @@ def test_alias_of_finds_the_alias_of_a_repository():
 def test_a_download_with_more_parts_is_larger_than_its_weights_here():
     assert download_text(known()["llama-8b"]) == "4.52 GB"
     assert download_text(known()["qwen3.5-9b"]) == "over 5.04 GB"
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [(0, "0 kB"), (2_500, "2 kB"), (12_300_000, "12.3 MB"), (1e9, "1.00 GB")],
-)
-def test_size_text_chooses_the_unit(size_bytes, text):
-    assert size_text(size_bytes) == text

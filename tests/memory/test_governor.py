@@ -500,7 +500,7 @@ def test_mlx_gauge_replaces_an_unreadable_process_gauge():
     assert story.kinds == list(CHEAP)
     assert story.done[0][1].cause.startswith("process 8.00 GB is over 70%")  # with the baseline
     assert len(story.told) == 1
-    assert "cannot be read: using MLX's own count plus 0.25 GB" in story.told[0][1]
+    assert "cannot be read: using MLX's own count plus 250 MB" in story.told[0][1]
 
 
 def test_process_gauge_below_the_count_of_mlx_is_ignored():

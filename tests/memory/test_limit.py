@@ -127,10 +127,10 @@ def test_reason_names_the_two_smallest_bounds_and_the_margin():
         ),
         (
             {"container_bytes": 4 * GB, "container_used_bytes": 800_000_000},
-            "6.0 GB free now, 4.0 GB container limit minus 0.80 GB used by others",
+            "6.0 GB free now, 4.0 GB container limit minus 800 MB used by others",
         ),
         ({"container_bytes": 4 * GB}, "6.0 GB free now, 4.0 GB container limit"),
-        ({"available_bytes": GB // 2}, "16.0 GB recommended working set, 0.50 GB free now"),
+        ({"available_bytes": GB // 2}, "16.0 GB recommended working set, 500 MB free now"),
     ],
 )
 def test_reason_describes_each_bound(change, expected):

@@ -97,7 +97,7 @@ def refused(capsys, *arguments: object) -> str:
 def test_plan_without_options_shows_the_demo(capsys):
     text = shown(capsys)
     assert text.startswith("limit 7.6 GB: ")
-    assert re.search(r"chosen fused, micro-batches of \d+ x \d+ tokens \d\.\d\d GB 1\.00", text)
+    assert re.search(r"chosen fused, micro-batches of \d+ x \d+ tokens \d+ MB 1\.00", text)
     assert re.search(r"estimated peak \d+", text)
     assert "smaller " in text
     assert "larger " not in text
@@ -132,7 +132,7 @@ def test_components_add_up_to_the_peak(capsys):
 
 def test_streamed_plan_shows_the_bytes_it_reads(capsys):
     assert re.search(
-        r"reads \d\.\d\d GB of the model's files per micro-batch",
+        r"reads \d+\.\d MB of the model's files per micro-batch",
         shown(capsys, "--plan", "streamed"),
     )
 

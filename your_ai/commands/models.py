@@ -61,7 +61,7 @@ def fetch_dataset(name: str, console: Console) -> Path:
 def fetch_datasets(data: str, console: Console, yes: bool) -> None:
     """Download the datasets in --data that are missing, after asking the user."""
     from your_ai.data import hub_datasets, sources
-    from your_ai.hub.registry import size_text
+    from your_ai.gates.text import size_text
 
     for name in sources.names_in(data):
         if not name.startswith(hub_datasets.PREFIX):
@@ -137,14 +137,14 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
     """Remove models, or the files of an interrupted download."""
-    from your_ai.dashboard.view import memory
+    from your_ai.gates.text import size_text
     from your_ai.hub.local import remove_model
 
     if not yes and not confirm(f"remove {', '.join(names)}?"):
         echo("nothing was removed")
         raise typer.Exit(1)
     for name in names:
-        echo(f"removed {name}, {memory(remove_model(name))}")
+        echo(f"removed {name}, {size_text(remove_model(name))}")
 
 
 def quantize(

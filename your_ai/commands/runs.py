@@ -12,7 +12,7 @@ from your_ai.commands.help_page import CommandWithPanels
 from your_ai.commands.options import LATEST, names_of_runs
 from your_ai.errors import UserError
 from your_ai.gates.console import confirm, echo, echo_json, open_console
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, size_text
 
 if TYPE_CHECKING:
     from your_ai.run.folder import RunFolder
@@ -137,7 +137,6 @@ def stop(
 
 def remove(folders: list[RunFolder], yes: bool) -> None:
     """Remove runs after asking the user; report at the end which could not be removed."""
-    from your_ai.dashboard.view import memory
     from your_ai.session import run_list
 
     for folder in folders:
@@ -153,6 +152,6 @@ def remove(folders: list[RunFolder], yes: bool) -> None:
             removed.append(folder)
         except UserError as error:
             faults.append(error)
-    echo(f"removed {counted(len(removed), 'run')}, {memory(freed)}")
+    echo(f"removed {counted(len(removed), 'run')}, {size_text(freed)}")
     if faults:
         raise UserError("; ".join(map(str, faults)))

@@ -24,7 +24,8 @@ from your_ai.dashboard.history import (
     thinned,
 )
 from your_ai.dashboard.metric_table import REWARD, is_charted
-from your_ai.dashboard.view import duration, memory
+from your_ai.dashboard.view import duration
+from your_ai.gates.text import size_text
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Started
 
@@ -174,7 +175,7 @@ def memory_chart(past: RunHistory) -> Chart | None:
     limits += [(past.timeline[-1][0], limit_bytes) for _, limit_bytes in limits[-1:]]
     text, highest_shown = "Memory of the process: active in MLX, MLX's cache, and the rest.", None
     if limits and limits[-1][1] > FAR * top:
-        text += f" The limit, {memory(limits[-1][1])}, is far above."
+        text += f" The limit, {size_text(limits[-1][1])}, is far above."
         highest_shown = 1.25 * top
     else:
         curves.append(
@@ -276,7 +277,7 @@ def is_wide_ranged(values: Iterator[float]) -> bool:
 
 
 def memory_tick(size_bytes: float) -> str:
-    return memory(round(size_bytes))
+    return size_text(round(size_bytes))
 
 
 def by_step(title: str, caption: str, panel: Panel, is_wide: bool = True) -> Chart:

@@ -41,7 +41,6 @@ from your_ai.dashboard.plots import png
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.view import (
     duration,
-    memory,
     result_lines,
     reward_lines,
     validation_name,
@@ -49,7 +48,7 @@ from your_ai.dashboard.view import (
 )
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, sync
-from your_ai.gates.text import counted, loss_text, printable
+from your_ai.gates.text import counted, loss_text, printable, size_text
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Step
 
@@ -113,7 +112,7 @@ def report_page(
     presence: of a live page; None for a page in a file.
     """
     state, end = past.state, ending(past)
-    numbers = (memory, duration, match_share, loss_text, finite, counted, plain, chart_html)
+    numbers = (size_text, duration, match_share, loss_text, finite, counted, plain, chart_html)
     page = template("report.html.j2", *numbers, other_values, validation_name, validation_text)
     gauge = None if state.gauges is None else held(state.gauges)
     whole = max(gauge[-1], state.limit.limit_bytes if state.limit else 0) if gauge else 0

@@ -21,8 +21,8 @@ from your_ai.config import TrainConfig, is_used
 from your_ai.dashboard.charts import metric_points
 from your_ai.dashboard.history import Points, RunHistory, finite, losses, read, smoothed
 from your_ai.dashboard.metric_table import REWARD, is_charted, plain
-from your_ai.dashboard.view import duration, memory, validation_text
-from your_ai.gates.text import counted, loss_text, printable, shortened
+from your_ai.dashboard.view import duration, validation_text
+from your_ai.gates.text import counted, loss_text, printable, shortened, size_text
 from your_ai.run.events import Record
 
 UNKNOWN = "-"
@@ -121,9 +121,9 @@ def figures_of(past: RunHistory) -> dict[str, str]:
     if rewards:
         found["last reward"] = plain(rewards[-1][1])
     if state.highest_bytes is not None:
-        found["peak memory"] = memory(state.highest_bytes)
+        found["peak memory"] = size_text(state.highest_bytes)
     if state.limit is not None:
-        found["memory limit"] = memory(state.limit.limit_bytes)
+        found["memory limit"] = size_text(state.limit.limit_bytes)
     if steps:
         seconds = sum(step.seconds for step in steps)
         tokens = sum(step.tokens for step in steps)

@@ -44,7 +44,7 @@ from your_ai.dashboard.page import (
     resampled,
 )
 from your_ai.dashboard.state import ViewState
-from your_ai.gates.text import counted, loss_text
+from your_ai.gates.text import counted, loss_text, size_text
 from your_ai.run import events
 
 LATE, LATE_S = 4.0, 10.0  # a step is late after this many times the usual time, and this long
@@ -240,9 +240,9 @@ def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenR
         texts = [(phase, short_span(value)) for phase, value in seconds.items()]
         rows.append(texts_row(page, "phases", "seconds", texts))
     if peaks := phase_peaks(generated):
-        texts = [(phase, view.memory(known(size) or 0)) for phase, size in peaks.items()]
+        texts = [(phase, size_text(known(size) or 0)) for phase, size in peaks.items()]
         if state.limit is not None:
-            texts.append(("of", view.memory(known(state.limit.limit_bytes) or 0)))
+            texts.append(("of", size_text(known(state.limit.limit_bytes) or 0)))
         rows.append(texts_row(page, "peaks", "MLX peak", texts))
     return rows
 
@@ -299,7 +299,7 @@ def plan_rows(page: Page, state: ViewState) -> list[ScreenRow]:
         if why:
             rows.append(ScreenRow("why", line(page, "why", [(clean(page, why), DIM)])))
     if state.limit is not None:
-        text = f"{view.memory(known(state.limit.limit_bytes) or 0)}: {state.limit.reason}"
+        text = f"{size_text(known(state.limit.limit_bytes) or 0)}: {state.limit.reason}"
         rows.append(ScreenRow("limit", line(page, "limit", [(clean(page, text), DIM)])))
     machine = machine_fields(state)
     if machine:
@@ -333,9 +333,9 @@ def machine_fields(state: ViewState) -> list[Field]:
     available, swap = known(gauges.available_bytes), known(gauges.swap_bytes)
     fields = []
     if available is not None:
-        fields.append(Field(0, view.memory(available), after=" free", style=""))
+        fields.append(Field(0, size_text(available), after=" free", style=""))
     if swap is not None:
-        fields.append(Field(1, view.memory(swap), "swap ", style=""))
+        fields.append(Field(1, size_text(swap), "swap ", style=""))
     return fields
 
 
@@ -419,7 +419,7 @@ def key_rows(page: Page, keys: str) -> list[ScreenRow]:
 
 def change(before_bytes: int, after_bytes: int) -> str:
     freed = (known(before_bytes) or 0) - (known(after_bytes) or 0)
-    size = view.memory(abs(freed))
+    size = size_text(abs(freed))
     return size if size == "0 MB" else f"{'-' if freed > 0 else '+'}{size}"
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from your_ai.dashboard.metric_table import JUDGE, REWARD, is_rewarded, phase_seconds
+from your_ai.gates.text import size_text
 from your_ai.run import events
 from your_ai.run.events import Record
 
@@ -159,7 +160,7 @@ class ViewState:
         if self.gauges is not None and self.gauges.swap_bytes is not None:
             grown = self.gauges.swap_bytes - (self.swap_began_bytes or 0)
             if grown >= SWAP_GROWTH_BYTES:
-                found.append(f"swap has grown by {grown / 1e9:.1f} GB")
+                found.append(f"swap has grown by {size_text(grown)}")
         if self.host is not None and self.finished is None and not self.gave_up:
             found += host_warnings(self.host)
         if self.skipped is not None:

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from your_ai.dashboard.metric_table import plain
 from your_ai.dashboard.state import ViewState
-from your_ai.dashboard.view import duration, memory, validation_name, validation_text
-from your_ai.gates.text import loss_text, printable
+from your_ai.dashboard.view import duration, validation_name, validation_text
+from your_ai.gates.text import loss_text, printable, size_text
 
 UNKNOWN = "-"
 GAP = 2  # between columns
@@ -104,8 +104,8 @@ def settings_text(settings: dict[str, Any]) -> str:
 
 
 def peak_of_limit(row: TrialRow) -> str:
-    peak = known(row.peak_bytes, memory)
-    return peak if row.limit_bytes is None else f"{peak} of {memory(row.limit_bytes)}"
+    peak = known(row.peak_bytes, size_text)
+    return peak if row.limit_bytes is None else f"{peak} of {size_text(row.limit_bytes)}"
 
 
 def line(row: TrialRow) -> str:

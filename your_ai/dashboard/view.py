@@ -9,18 +9,13 @@ from rich.text import Text
 from your_ai.dashboard.metric_table import JUDGE, line_texts, other_values, plain
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.state import ViewState
-from your_ai.gates.text import counted, loss_text
+from your_ai.gates.text import counted, loss_text, size_text
 from your_ai.run import events
 from your_ai.run.events import Event
 
 SAMPLE_CHARACTERS = 200
 SAMPLE_LINES = 6
 SCHEDULED = ("clear_cache", "drop_compiled", "reload_lora")  # too many to show line by line
-
-
-def memory(size_bytes: int) -> str:
-    """Format bytes as 512 MB or 4.73 GB (powers of ten, as in MLX and macOS)."""
-    return f"{size_bytes / 1e9:.2f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.0f} MB"
 
 
 def duration(seconds: float) -> str:
@@ -39,7 +34,7 @@ def step_text(step: events.Step, tokens_per_s: float, seconds_left: float) -> st
         "MLX active": step.active_bytes,
         "MLX peak": step.peak_bytes,
     }
-    known = [f"{name} {memory(size)}" for name, size in gauges.items() if size is not None]
+    known = [f"{name} {size_text(size)}" for name, size in gauges.items() if size is not None]
     return "  ".join(
         [
             f"step {step.step}/{step.steps}",
@@ -63,11 +58,11 @@ def event_line(event: Event, state: ViewState) -> str | None:
         case events.Notice():
             return f"note: {event.text}"
         case events.Limit():
-            return f"limit {memory(event.limit_bytes)}: {event.reason}"
+            return f"limit {size_text(event.limit_bytes)}: {event.reason}"
         case events.Planned():
             return f"plan: {event.text}"
         case events.Action(kind=kind) if kind not in SCHEDULED:
-            change = f"{memory(event.before_bytes)} -> {memory(event.after_bytes)}"
+            change = f"{size_text(event.before_bytes)} -> {size_text(event.after_bytes)}"
             return f"step {event.step}: {kind.replace('_', ' ')}: {event.cause} ({change})"
         case events.Died(level=int()):  # otherwise the run ends, and the summary says so
             return event.reason
@@ -119,8 +114,8 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
         parts.append(samples_table(state.samples_before, state.samples_after))
     parts.append(f"done: {counted(finished.step, 'step')} in {duration(finished.seconds)}")
     if state.highest_bytes is not None:
-        limit = f" of {memory(state.limit.limit_bytes)}" if state.limit else ""
-        parts.append(f"peak memory: {memory(state.highest_bytes)}{limit}")
+        limit = f" of {size_text(state.limit.limit_bytes)}" if state.limit else ""
+        parts.append(f"peak memory: {size_text(state.highest_bytes)}{limit}")
     parts += result_lines(state)
     parts.append(f"adapter: {finished.adapter}{which_adapter(finished)}")
     has_answers = state.started is None or state.started.has_answers

@@ -21,8 +21,9 @@ from your_ai.doctor.recommend import (
     tier_of,
 )
 from your_ai.errors import UserError
+from your_ai.gates.text import size_text
 from your_ai.hub.local import Local, local_models
-from your_ai.hub.registry import Known, known, size_text
+from your_ai.hub.registry import Known, known
 from your_ai.memory.facts import facts_of
 
 WORDS = {  # for recommend's tiers

@@ -22,6 +22,7 @@ from rich.text import Text
 from your_ai.config import FIELDS, SFT, TrainConfig, defaults
 from your_ai.doctor.machine import MachineInfo, limit_of
 from your_ai.errors import UserError
+from your_ai.gates.text import size_text
 from your_ai.hub.registry import Known, known
 from your_ai.memory import limit as limits
 from your_ai.memory.demand import PYTHON_BYTES, SCORED_FIRST, WHOLE
@@ -29,7 +30,6 @@ from your_ai.memory.estimate import Training
 from your_ai.memory.facts import ModelFacts, facts_of_known
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, options, words
-from your_ai.memory.sample import in_gb
 
 CARD_SHARE = 0.95  # usable share of the free memory of an NVIDIA card
 DATA = "my-data/"
@@ -301,7 +301,7 @@ def rows_of(shown: list[Recommendation]) -> Table:
             str(each.rank),
             str(each.layers),
             ",".join(each.targets),
-            in_gb(each.needed_bytes),
+            size_text(each.needed_bytes),
             each.plan.partition(",")[0],
             f"x {each.step_cost:.2f}",
         )

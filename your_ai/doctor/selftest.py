@@ -25,8 +25,7 @@ import psutil
 
 from your_ai.doctor.findings import facts
 from your_ai.doctor.machine import MachineInfo
-from your_ai.gates.text import counted
-from your_ai.memory.sample import in_gb
+from your_ai.gates.text import counted, size_text
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
 
@@ -265,8 +264,8 @@ def hold_budget(folder: Path, model: dict[str, Any], deadline: float) -> dict[st
                "fused_bytes": fused, "empty_bytes": empty, "plans": plans,
                "measured_over_estimated": ratios}  # fmt: skip
     text = (
-        f"with --max-memory {budget_gb:g} the peak was {in_gb(peak)}, in {looks} readings; the "
-        f"fastest plan takes {in_gb(fused)}, an empty process {in_gb(empty)}; "
+        f"with --max-memory {budget_gb:g} the peak was {size_text(peak)}, in {looks} readings; the "
+        f"fastest plan takes {size_text(fused)}, an empty process {size_text(empty)}; "
         f"planned: {'; '.join(plans)}"
     )
     if ratios:  # the last one is of the largest micro-batch
@@ -310,7 +309,7 @@ def report(lines: Sequence[ReportLine], machine: MachineInfo) -> str:
     """A report for an issue: the machine and the results, without paths or user names."""
     about = {name: text for name, text in facts(machine).items() if name != "store"}
     more = {"max buffer": machine.max_buffer_bytes, "wired limit": machine.wired_limit_bytes}
-    about |= {name: in_gb(size) for name, size in more.items() if size}
+    about |= {name: size_text(size) for name, size in more.items() if size}
     if machine.blas:
         about["BLAS"] = Path(machine.blas).parent.name
     counts = {mark: sum(line.ok is ok for line in lines) for ok, mark in MARKS.items()}

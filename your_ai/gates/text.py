@@ -70,6 +70,19 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
+def size_text(size_bytes: float, decimals: int = 2) -> str:
+    """Format bytes as `4.73 GB`, `412 MB`, `2.1 MB` or `30 kB`: powers of ten, as MLX and macOS do.
+
+    decimals: of a size in GB.
+    """
+    size = abs(size_bytes)
+    if size >= 999.5e6:
+        return f"{size_bytes / 1e9:.{decimals}f} GB"
+    if size >= 999.5e3 or size < 0.5e3:
+        return f"{size_bytes / 1e6:.{0 if size >= 99.95e6 or size < 0.5e3 else 1}f} MB"
+    return f"{size_bytes / 1e3:.0f} kB"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` for the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 from your_ai.config import DEMO
 from your_ai.errors import UserError
 from your_ai.files import sha256, sync
-from your_ai.gates.text import counted, shown
+from your_ai.gates.text import counted, shown, size_text
 from your_ai.gates.untrusted import name_fault, read_json
 from your_ai.hub import remote
 from your_ai.hub.check import AGAIN, can_run, check_model
@@ -39,7 +39,6 @@ from your_ai.hub.record import (
     read_record,
     write_record,
 )
-from your_ai.hub.registry import size_text
 from your_ai.hub.remote import (
     Listing,
     RemoteFile,

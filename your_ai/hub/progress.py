@@ -16,9 +16,8 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, size_text
 from your_ai.hub.download import DownloadProgress, how_to_continue
-from your_ai.hub.registry import size_text
 
 LINE_PERCENT = 10  # progress between two lines, when there is no bar
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from your_ai.gates.text import size_text
 from your_ai.gates.untrusted import Entry
 from your_ai.hub.config_values import experts_used, text_part
 from your_ai.hub.known_tensors import known_tensors, parameters_of, quantization_of, unpacked
@@ -113,10 +114,3 @@ def nearest_aliases(name: str, count: int = 3) -> list[str]:
 def download_text(model: Known) -> str:
     """The size of the weight files: `4.52 GB`, or `over 5.04 GB` if they have more parts."""
     return f"{'over ' * model.has_more}{size_text(model.bytes_on_disk)}"
-
-
-def size_text(size_bytes: float) -> str:
-    """Format a size as `4.52 GB`, `12.3 MB` or `3 kB` (powers of ten)."""
-    if size_bytes >= 1e9:
-        return f"{size_bytes / 1e9:.2f} GB"
-    return f"{size_bytes / 1e6:.1f} MB" if size_bytes >= 1e6 else f"{size_bytes / 1e3:.0f} kB"

@@ -30,8 +30,8 @@ from statistics import median
 from typing import Literal, get_args
 
 from your_ai.config import TrainConfig
-from your_ai.gates.text import counted
-from your_ai.memory.sample import MemorySample, in_gb
+from your_ai.gates.text import counted, size_text
+from your_ai.memory.sample import MemorySample
 
 ActionKind = Literal[
     "clear_cache", "drop_compiled", "reload_lora", "smaller_plan", "restart", "larger_plan"
@@ -236,8 +236,8 @@ def triggers(
         near = highest < DANGER * limit
         in_step = highest != process_bytes(sample, observation.baseline_bytes)
         cause = (
-            f"process {in_gb(highest)}{' within the step' if in_step else ''} is over "
-            f"{policy.reload_at if near else DANGER:.0%} of the limit of {in_gb(limit)}"
+            f"process {size_text(highest)}{' within the step' if in_step else ''} is over "
+            f"{policy.reload_at if near else DANGER:.0%} of the limit of {size_text(limit)}"
         )
         if not near:
             causes["danger"] = cause
@@ -295,22 +295,22 @@ def large_action(
     if "leak" in causes and restart_left:
         ahead = highest_bytes(observation) + LOOKAHEAD * leak_bytes(policy, watch.recent)
         if ahead >= limit or "danger" in stuck:
-            forecast = f"{in_gb(ahead)} in {LOOKAHEAD} steps"
-            cause = f"{causes['leak']}: {forecast}, the limit is {in_gb(limit)}"
+            forecast = f"{size_text(ahead)} in {LOOKAHEAD} steps"
+            cause = f"{causes['leak']}: {forecast}, the limit is {size_text(limit)}"
             return MemoryAction(kind="restart", cause=cause)
     if "danger" in stuck and observation.can_shrink:
         return MemoryAction(kind="smaller_plan", cause=causes["danger"])
     grown = steady_growth_bytes(watch.window_medians)
     if "danger" in stuck and grown >= STEADY * limit and restart_left:
         return MemoryAction(
-            kind="restart", cause=f"{causes['danger']}, after growing by {in_gb(grown)}"
+            kind="restart", cause=f"{causes['danger']}, after growing by {size_text(grown)}"
         )
     critical = (observation.sample.pressure or 0) >= CRITICAL
     if "pressure" in stuck and critical and observation.can_shrink:
         return MemoryAction(kind="smaller_plan", cause=causes["pressure"])
     calm = not causes and watch.steps_with_headroom >= HEADROOM_STEPS
     if calm and observation.can_grow and "larger_plan" not in watch.told:
-        cause = f"process stayed under {PLENTY:.0%} of the limit of {in_gb(limit)}"
+        cause = f"process stayed under {PLENTY:.0%} of the limit of {size_text(limit)}"
         return MemoryAction(
             kind="larger_plan", cause=f"{cause} for {counted(watch.steps_with_headroom, 'step')}"
         )
@@ -397,7 +397,7 @@ def gauge_notes(observation: Observation) -> dict[str, str]:
     elif plausible(sample.process_bytes) is None:
         notes["process"] = (
             "the memory of the process cannot be read: using MLX's own count plus "
-            f"{in_gb(observation.baseline_bytes)} for the rest"
+            f"{size_text(observation.baseline_bytes)} for the rest"
         )
     if sample.active_bytes == 0:
         notes["active"] = "MLX reports 0 bytes in use, which is impossible: ignoring that gauge"

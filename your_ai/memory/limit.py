@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from your_ai.errors import UserError
+from your_ai.gates.text import size_text
 
 GB, GIB = 10**9, 1 << 30
 # The lowest share of RAM that macOS recommends for a process. Newer versions allow a tenth more.
@@ -139,6 +140,5 @@ def system_bytes(ram_bytes: int) -> int:
 
 
 def roughly(size_bytes: int) -> str:
-    """`21.3 GB`; with two decimals below 1 GB."""
-    size_gb = size_bytes / GB
-    return f"{size_gb:.1f} GB" if size_gb >= 1 else f"{size_gb:.2f} GB"
+    """`21.3 GB`, or in smaller units below 1 GB."""
+    return size_text(size_bytes, decimals=1)

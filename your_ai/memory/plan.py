@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from your_ai.errors import UserError
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, size_text
 from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
 from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate import Estimate, estimate, step_cost
@@ -370,7 +370,9 @@ def descending(every: Sequence[Option]) -> list[Option]:
 def refusal(demand: Demand, every: list[Option], limit_bytes: int) -> str:
     least = min(every, key=lambda option: option.needed_bytes)
     parts = sorted(least.estimate.components.items(), key=lambda pair: -pair[1])
-    largest = ", ".join(f"{name} {in_gb(size)}" for name, size in parts[:3] if size >= 5_000_000)
+    largest = ", ".join(
+        f"{name} {size_text(size)}" for name, size in parts[:3] if size >= 5_000_000
+    )
     if demand.forward:
         advice = f"shorten the rows (now up to {max(demand.lengths)} tokens)"
         if demand.rollouts is not None:

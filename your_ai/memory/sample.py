@@ -31,5 +31,8 @@ class MemorySample:
 
 
 def in_gb(size_bytes: float) -> str:
-    """`21.34 GB`; a GB is 10^9 bytes."""
+    """`21.34 GB`, also below 1 GB: the unit of --max-memory, for a message that it answers.
+
+    Everything else is formatted by gates.text.size_text.
+    """
     return f"{size_bytes / 1e9:.2f} GB"

@@ -19,9 +19,9 @@ from typing import Any
 
 from your_ai.errors import UserError
 from your_ai.files import sha256, sync
+from your_ai.gates.text import size_text
 from your_ai.gates.untrusted import JSON_BYTES, is_hash, name_fault, parse_json, read_bytes
 from your_ai.memory.plan import rounded_up
-from your_ai.memory.sample import in_gb
 
 OTHER_BYTES = 50_000_000  # disk space for the tokenizer and other small files
 WAIT_S = 0.5
@@ -149,8 +149,8 @@ def check_disk(target: Path, needed_bytes: int) -> None:
         # One is rounded up and one down, so that the message shows needed > free.
         needs, free = needed_bytes + OTHER_BYTES, max(0, free - 5_000_000)
         raise UserError(
-            f"{target}: needs {in_gb(rounded_up(needs))} of disk space, only {in_gb(free)} free; "
-            "free some, or choose another place"
+            f"{target}: needs {size_text(rounded_up(needs))} of disk space, only "
+            f"{size_text(free)} free; free some, or choose another place"
         )
 
 
@@ -158,7 +158,7 @@ def interrupted_message(work: Work) -> str:
     """The message for a user who has interrupted the work."""
     if not read_record(work.record)["shards"]:
         return f"{work.target}: stopped; run the same command to start again"
-    size = in_gb(work.written_bytes)
+    size = size_text(work.written_bytes)
     return (
         f"{work.target}: stopped; run the same command to continue from {size}, "
         f"or remove {work.folder}"

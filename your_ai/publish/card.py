@@ -19,8 +19,8 @@ from your_ai.config import REWARD as REWARD_MODEL
 from your_ai.dashboard.history import finite, read
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, other_values, plain
 from your_ai.dashboard.shares import match_share
-from your_ai.dashboard.view import duration, memory, validation_name, validation_text
-from your_ai.gates.text import counted, loss_text
+from your_ai.dashboard.view import duration, validation_name, validation_text
+from your_ai.gates.text import counted, loss_text, size_text
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.registry import alias_of, known
 from your_ai.publish.training_notes import (
@@ -410,7 +410,7 @@ def figure_rows(figures: CardFigures, config: TrainConfig | None) -> list[tuple[
         rewards = [plain(m.reward) for m in figures.matches if m.reward is not None]
         if rewards:
             rows.append(("reward", f"{' before, '.join(rewards)} after, on {tested}"))
-    rows.append(("peak memory", memory(figures.peak_bytes) if figures.peak_bytes else ""))
+    rows.append(("peak memory", size_text(figures.peak_bytes) if figures.peak_bytes else ""))
     rows.append(("training time", duration(sum(step.seconds for step in steps))))
     return [(name, value) for name, value in rows if value]
 

@@ -21,10 +21,10 @@ from rich.text import Text
 
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, plain
 from your_ai.dashboard.state import ViewState, fold_all
-from your_ai.dashboard.view import duration, memory
+from your_ai.dashboard.view import duration
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
-from your_ai.gates.text import counted, loss_text, printable
+from your_ai.gates.text import counted, loss_text, printable, size_text
 from your_ai.gates.yaml_files import read_yaml
 from your_ai.run import events
 from your_ai.run.events import Event, Record
@@ -285,7 +285,7 @@ COLUMNS: dict[str, Callable[[RunRow, float], str]] = {
     "peak of limit": lambda row, now: peak_of_limit(row),
     "worked": lambda row, now: known(row.seconds, duration),
     "changed": lambda row, now: known(row.changed_at, lambda at: ago(now - at)),
-    "size": lambda row, now: known(row.size_bytes, memory),
+    "size": lambda row, now: known(row.size_bytes, size_text),
     "model": lambda row, now: known(row.model, short_model),
 }
 BY_IMPORTANCE = (
@@ -330,8 +330,8 @@ def loss_or_reward(loss: float | None, reward: float | None) -> str:
 
 
 def peak_of_limit(row: RunRow) -> str:
-    limit = f" of {memory(row.limit_bytes)}" if row.limit_bytes is not None else ""
-    return f"{known(row.peak_bytes, memory)}{limit}"
+    limit = f" of {size_text(row.limit_bytes)}" if row.limit_bytes is not None else ""
+    return f"{known(row.peak_bytes, size_text)}{limit}"
 
 
 def ago(seconds: float) -> str:

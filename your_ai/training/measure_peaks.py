@@ -13,6 +13,7 @@ import numpy as np
 from your_ai.data.batches import Batch, make_schedule
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.engine.prefix import unchanged
+from your_ai.gates.text import size_text
 from your_ai.memory import allocator
 from your_ai.memory import calibration_file as measurements
 from your_ai.memory.calibration import Calibration, Measurement, Shape
@@ -20,7 +21,6 @@ from your_ai.memory.calibration_steps import measure_and_choose
 from your_ai.memory.estimate import Plan
 from your_ai.memory.governor import MemoryAction, Watch
 from your_ai.memory.plan import DoesNotFit
-from your_ai.memory.sample import in_gb
 from your_ai.nets.model import TRIED_TOKENS
 from your_ai.run import events
 from your_ai.training.memory_actions import Replan
@@ -70,7 +70,7 @@ def calibrated(
         return prepared
     option = choice.option
     if (option.plan.engine, option.plan.spill) != (plan.engine, plan.spill):
-        cause = f"measured: {option.plan.engine} needs {in_gb(option.needed_bytes)}"
+        cause = f"measured: {option.plan.engine} needs {size_text(option.needed_bytes)}"
         raise Replan(MemoryAction(kind=MEASURED, cause=cause), step, watch)
     allocator.set_limits(limit_bytes, option.needed_bytes, option.estimate.beside_bytes)
     allocator.free()

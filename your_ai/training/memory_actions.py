@@ -20,6 +20,7 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import Batch
 from your_ai.engine.reload import reload_adapted
 from your_ai.errors import RunError
+from your_ai.gates.text import size_text
 from your_ai.memory import allocator, probe
 from your_ai.memory.estimate import Plan
 from your_ai.memory.governor import (
@@ -34,7 +35,7 @@ from your_ai.memory.governor import (
 )
 from your_ai.memory.guard import guarded
 from your_ai.memory.plan import Corrections
-from your_ai.memory.sample import MemorySample, in_gb
+from your_ai.memory.sample import MemorySample
 from your_ai.run import events, exits, requests
 from your_ai.run.folder import RunFolder
 from your_ai.training.prepare import Prepared
@@ -204,7 +205,7 @@ def within_limit(
     limit_bytes = int(1e9 * config.max_memory)
 
     def end(held_bytes: int) -> None:
-        held, limit = in_gb(held_bytes), in_gb(limit_bytes)
+        held, limit = size_text(held_bytes), size_text(limit_bytes)
         with contextlib.suppress(BaseException):  # the process must end in any case
             text = f"the process used {held} of {limit} within a step: ending it before the limit"
             with contextlib.closing(events.EventLog(folder.events)) as log:

@@ -36,7 +36,7 @@ from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import FileTensor
 from your_ai.errors import UserError
 from your_ai.files import sha256
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, size_text
 from your_ai.generation.generate import ANSWER_TOKENS
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
@@ -46,7 +46,6 @@ from your_ai.memory.budget import Budget, PriorPlans, budget_of
 from your_ai.memory.calibration_file import valid_measurements
 from your_ai.memory.estimate_graphs import graphs_bytes
 from your_ai.memory.plan import Option, choose, rows_of, words, workload_of
-from your_ai.memory.sample import in_gb
 from your_ai.memory.workload import Plan, RewardModelSizes
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import make_copy, needs_copy, place_of_copy
@@ -216,7 +215,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         text = "--prefix-cache: caches nothing, because all blocks have adapters; see --lora-layers"
         log.write(events.Notice(text=text))
     config = defaults.with_adapters(config, training.rank, training.blocks, blocks)
-    limit = in_gb(budget.limit.limit_bytes)
+    limit = size_text(budget.limit.limit_bytes)
     for text in defaults.words(asked, config, rows, steps, blocks, limit):
         log.write(events.Notice(text=text))
     adapters = model.add_adapters(network, config)
@@ -542,12 +541,12 @@ def copied(base: Path, config: TrainConfig, log: events.EventLog) -> Path:
     try:
         for progress in make_copy(base, bits, config.max_memory, config.force):
             if not told:
-                size, place = in_gb(progress.total_bytes), place_of_copy(base, bits)
+                size, place = size_text(progress.total_bytes), place_of_copy(base, bits)
                 text = f"AWQ or GPTQ weights are repacked for MLX once, {size} of disk: {place}"
                 log.write(events.Notice(text=text))
                 told = True
             if time.monotonic() - written_at > PROGRESS_EVERY_S:
-                done = f"{in_gb(progress.done_bytes)} of {in_gb(progress.total_bytes)}"
+                done = f"{size_text(progress.done_bytes)} of {size_text(progress.total_bytes)}"
                 log.write(events.Stage(text=f"{doing} {config.model}: {done}"))
                 written_at = time.monotonic()
     except UserError:
@@ -593,7 +592,7 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
             level=choice.level,
             estimate_bytes=choice.option.estimate.process_bytes,
             asked=asked_of_memory(config),
-            text=f"{words(plan, max(budget.demand.lengths))}: needs {in_gb(needed)}",
+            text=f"{words(plan, max(budget.demand.lengths))}: needs {size_text(needed)}",
         )
     )
     return choice.option

@@ -7,12 +7,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from your_ai.gates.text import counted
+from your_ai.gates.text import counted, size_text
 from your_ai.memory.demand import Budget
 from your_ai.memory.estimate import read_bytes
 from your_ai.memory.limit import text
 from your_ai.memory.plan import Option, rows_of, words
-from your_ai.memory.sample import in_gb
 
 
 def described(budget: Budget, option: Option) -> dict[str, Any]:
@@ -76,7 +75,11 @@ def table(budget: Budget) -> RenderableType:
     named = (("larger", choice.larger), ("chosen", choice.option), ("smaller", choice.smaller))
     for name, option in named:
         if option is not None:
-            row = (words(option.plan, longest), in_gb(option.needed_bytes), f"{option.cost:.2f}")
+            row = (
+                words(option.plan, longest),
+                size_text(option.needed_bytes),
+                f"{option.cost:.2f}",
+            )
             beside.add_row(name, *row)
     reads = read_bytes(budget.demand.facts, budget.demand.training, choice.option.plan)
     training, blocks = budget.demand.training, budget.demand.facts.blocks
@@ -87,5 +90,5 @@ def table(budget: Budget) -> RenderableType:
     if choice.option.needed_bytes > budget.limit.limit_bytes:
         lines.append(ABOVE)
     if reads:
-        lines.append(f"reads {in_gb(reads)} of the model's files per micro-batch")
+        lines.append(f"reads {size_text(reads)} of the model's files per micro-batch")
     return Group(*lines)
