@@ -90,7 +90,9 @@ def shape(curve: Curve, across: Axis, down: Axis) -> str:
         return f'<path d="{path}" style="fill: var(--{curve.color})"/>' if path else ""
     dots = {"dots": "round", "squares": "square"}.get(curve.look)
     if dots is None:
-        path = "".join(f"M{line(corners(part) if curve.look == 'steps' else part)}" for part in parts)
+        path = "".join(
+            f"M{line(corners(part) if curve.look == 'steps' else part)}" for part in parts
+        )
     else:  # lines without a length, which keep their shape when the SVG stretches
         path = "".join(f"M{point[0]} {point[1]}h0" for part in parts for point in part)
     look = f"stroke: var(--{curve.color}); stroke-width: {curve.width}px"

@@ -178,9 +178,7 @@ def memory_chart(past: RunHistory) -> Chart | None:
         text += f" The limit, {size_text(limits[-1][1])}, is far above."
         highest_shown = 1.25 * top
     else:
-        curves.append(
-            Curve(points=limits, color="red", label="limit", look="steps", dashes=(6, 4))
-        )
+        curves.append(Curve(points=limits, color="red", label="limit", look="steps", dashes=(6, 4)))
     panel = Panel(name="memory", curves=curves, text=memory_tick, bottom=0, top=highest_shown)
     actions = past.of(Action)
     if len(actions) > MARKS:
@@ -264,9 +262,7 @@ def marks(
 ) -> list[Curve]:
     """At most MARKS of the points, as marks."""
     few = points[:: 1 + max(0, len(points) - 1) // MARKS]
-    curve = Curve(
-        points=few, color=color, label=label, look=look, width=5, in_shares=in_shares
-    )
+    curve = Curve(points=few, color=color, label=label, look=look, width=5, in_shares=in_shares)
     return [curve] if few else []
 
 
@@ -284,9 +280,7 @@ def by_step(title: str, caption: str, panel: Panel, is_wide: bool = True) -> Cha
     return Chart(title=title, caption=caption, panels=[panel], x_name="step", is_wide=is_wide)
 
 
-def by_time(
-    title: str, caption: str, panels: Sequence[Panel], past: RunHistory
-) -> Chart:
+def by_time(title: str, caption: str, panels: Sequence[Panel], past: RunHistory) -> Chart:
     """A chart over the running time, with the deaths and restarts of the process."""
     end_s = past.timeline[-1][0] if past.timeline else 0.0
     days = 86400 * math.ceil(end_s / 86400 / MOST_TICKS)

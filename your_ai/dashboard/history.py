@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from your_ai.dashboard.state import REPLANS, ViewState, fold_all, smooth
+from your_ai.dashboard.state import REPLANS, SMOOTH_OVER, ViewState, fold_all
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Finished, Gauges, Planned, Skipped, Started, Step
 
@@ -147,13 +147,28 @@ def buckets(points: Points) -> list[Points]:
 
 
 def smoothed(points: Points) -> Points:
-    """Return the running mean, as in the dashboard; of buckets if there are many points."""
-    found, mean, seen = [], None, 0
+    """Return the running mean, of buckets if there are many points.
+
+    It is an exponential mean over SMOOTH_OVER points or buckets, corrected for the bias of its
+    start: a value k points ago has a weight in proportion to (1 - 1 / SMOOTH_OVER) ** k, also among
+    the first points, and all weights sum to 1. It starts again after a gap.
+    """
+    found, total, weight, keep = [], 0.0, 0.0, 1 - 1 / SMOOTH_OVER
     for bucket in buckets(points):
         value = sum(point[1] for point in bucket) / len(bucket)
-        mean, seen = (None, 0) if math.isnan(value) else (smooth(mean, value, seen + 1), seen + 1)
-        found.append((bucket[-1][0], GAP if mean is None else mean))
+        if math.isnan(value):
+            total, weight = 0.0, 0.0
+            found.append((bucket[-1][0], GAP))
+        else:
+            total, weight = keep * total + value, keep * weight + 1
+            found.append((bucket[-1][0], total / weight))
     return found
+
+
+def settled(means: Points) -> Points:
+    """Running means of enough points for a comparison: without the first ones, which are noisy."""
+    drawn = [point for point in means if not math.isnan(point[1])]
+    return drawn[min(SMOOTH_OVER, len(drawn)) - 1 :] if drawn else []
 
 
 def thinned(points: Points, *picks: Callable) -> Points:

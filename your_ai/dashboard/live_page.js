@@ -41,7 +41,7 @@
     for (const [name, html] of Object.entries(parts)) {
       const fresh = document.createElement("template");
       fresh.innerHTML = html;
-      adaptChildren(document.getElementById("part-" + name), fresh.content);
+      adapt(document.getElementById("part-" + name), fresh.content.firstElementChild);
     }
   }
 

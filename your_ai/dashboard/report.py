@@ -28,6 +28,7 @@ from your_ai.dashboard.history import (
     losses,
     plan_changes,
     read,
+    settled,
     smoothed,
 )
 from your_ai.dashboard.metric_table import (
@@ -38,6 +39,7 @@ from your_ai.dashboard.metric_table import (
     plain,
 )
 from your_ai.dashboard.plots import png
+from your_ai.dashboard.routine import folded_actions
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.view import (
     duration,
@@ -53,10 +55,12 @@ from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Step
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment, Template
 
 FOLDER = Path(__file__).parent
-PART = re.compile(r"<!--part ([a-z]+)-->\n(.*?)<!--end-->", re.DOTALL)
+PART = re.compile(r"<!--part ([a-z]+)-->\n(.*?)\n<!--end-->", re.DOTALL)
+COLORS_OF_MEMORY = ("active", "cache", "rest")
+LINES = 20  # maximum lines of memory actions
 NOT_SHOWN = ("run",)  # settings that differ always
 
 
@@ -126,20 +130,22 @@ def report_page(
         began=strftime("%Y-%m-%d %H:%M UTC", gmtime(past.state.began_at or 0)),
         done=[step for _, step in past.of(Step)],
         on_rewards=any(is_rewarded(step.metrics) for step in past.steps),
-        means=smoothed(losses(past)),
-        reward_means=smoothed(metric_points(past, REWARD)),
+        means=settled(smoothed(losses(past))),
+        reward_means=settled(smoothed(metric_points(past, REWARD))),
         phases=phases_of(past.steps),
         charts={key: draw(past) for key, draw in CHARTS.items()},
         settings=[] if config is None else shown_settings(config),
         rollouts=rollouts,
         plans=list(plan_changes(past)),
         actions=past.of(Action),
+        folded=folded_actions(action for _, action in past.of(Action)),
+        most_lines=LINES,
         deaths=past.of(Died),
         notices=past.of(events.Notice, Skipped),
         config_text=config_text,
         gauge=gauge,
         gauge_whole=whole,
-        gauge_parts=list(zip(("active", "cache", "rest"), (0, *(gauge or ())), gauge or ())),
+        gauge_parts=list(zip(COLORS_OF_MEMORY, (0, *gauge), gauge, strict=False)) if gauge else [],
         share=share,
         script=script(),
     )
@@ -169,7 +175,7 @@ def share(part: float, whole: float) -> str:
 
 
 def shown_settings(config: TrainConfig) -> list[ShownSetting]:
-    """The settings that the run's objective uses, those with other values than the default first."""
+    """The settings that the run's objective uses, first those that differ from their defaults."""
     shown = [
         ShownSetting(
             name=name.replace("_", "-"),
@@ -221,12 +227,18 @@ def write_report(
 
 def template(name: str, *filters: Callable[..., object]) -> Template:
     """The template of a page, which knows the colors. filters: functions that it uses, by name."""
+    pages = environment()
+    pages.filters |= {function.__name__: function for function in filters}
+    return pages.get_template(name, globals={"light": LIGHT, "dark": DARK})
+
+
+@cache
+def environment() -> Environment:
+    """What compiles the templates, each once."""
     import jinja2
 
     folder = jinja2.FileSystemLoader(FOLDER)
-    pages = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    pages.filters |= {function.__name__: function for function in filters}
-    return pages.get_template(name, globals={"light": LIGHT, "dark": DARK})
+    return jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
 
 def write_plots(records: Sequence[events.Record], folder: Path, name: str) -> list[Path]:

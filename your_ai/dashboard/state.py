@@ -15,7 +15,6 @@ from your_ai.run import events
 from your_ai.run.events import Record
 
 SMOOTH_OVER = 10  # steps
-SMOOTHING = 1 / SMOOTH_OVER  # weight of a new value in the running means
 SERIES_POINTS = 512
 KEPT = 8  # number of latest actions, and of latest notices
 GETTING_ON = (events.Started, events.Step, events.Skipped, events.Continued)
@@ -312,14 +311,10 @@ def with_gauges(
 
 
 def smooth(mean: float | None, value: float, seen: int) -> float:
-    """Update an exponential running mean, corrected for the bias of its start.
-
-    seen: the number of values, with this one. The weights of the values always sum to 1: of a value
-    k steps ago it is in proportion to (1 - SMOOTHING) ** k, so the first values fade as all do.
-    """
+    """Update a running mean: a plain mean of the first values, then an exponential mean."""
     if mean is None or not math.isfinite(mean):
         return value
-    return mean + (value - mean) * SMOOTHING / (1 - (1 - SMOOTHING) ** seen)
+    return mean + (value - mean) / min(seen, SMOOTH_OVER)
 
 
 def is_close(before: float | None, after: float | None, share: float) -> bool:
