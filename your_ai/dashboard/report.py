@@ -99,6 +99,8 @@ class Presence:
     """Seconds since the last event, if that is worth a word; else 0."""
     resume: str = ""
     """The command that continues the run."""
+    fault: str = ""
+    """Why the events of the run cannot be read or shown."""
 
 
 def report_page(
