@@ -273,7 +273,8 @@ def is_wide_ranged(values: Iterator[float]) -> bool:
 
 
 def memory_tick(size_bytes: float) -> str:
-    return size_text(round(size_bytes))
+    """A size on an axis: `0`, `500 MB`, `2.5 GB`."""
+    return size_text(size_bytes, 1).replace(".0 ", " ") if size_bytes else "0"
 
 
 def by_step(title: str, caption: str, panel: Panel, is_wide: bool = True) -> Chart:
