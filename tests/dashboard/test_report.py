@@ -557,15 +557,17 @@ return {
   overlapping: [...document.querySelectorAll(".x")].filter(overlaps).length,
   cut: labels.filter(e => e.getBoundingClientRect().right > innerWidth).length,
   paper: paper(document.body),
-  wider: document.documentElement.scrollWidth - innerWidth,
+  across: document.documentElement.scrollWidth,  // innerWidth of a phone grows with it
   loaded: performance.getEntriesByType("resource").map(entry => entry.name),
 };
 })()"""
 
 
 @needs_browser
-def test_page_is_legible_in_a_browser(own_folder, page):
-    (own_folder / "r.html").write_text(page, encoding="utf-8")
+def test_page_is_legible_in_a_browser(own_folder):
+    long = [step(1000 * n, steps=20_000, loss=4 - 0.1 * n) for n in range(1, 21)]
+    story = [*STORY[:-1], *long, DONE]
+    report.write_report(records(*story, every_s=3600.0), "r" * 90, "m", own_folder / "r.html")
     with browser_tab(own_folder / "profile") as tab:
         for width, scheme in ((1280, "dark"), (375, "light"), (320, "dark")):
             tab.look(width, 800, scheme)
@@ -579,4 +581,5 @@ def test_page_is_legible_in_a_browser(own_folder, page):
             assert result["inCharts"] > 40
             assert result["worst"] >= 4.5
             assert result["smallest"] >= 12
-            assert (result["overlapping"], result["cut"], result["wider"] <= 0) == (0, 0, True)
+            assert (result["overlapping"], result["cut"]) == (0, 0)
+            assert result["across"] <= width

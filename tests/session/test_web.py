@@ -24,7 +24,6 @@ from your_ai.serving.live_pages import LivePage, listen
 from your_ai.session import web
 from your_ai.session.web import WatchedRun, refresh
 
-
 GAVE_UP = events.Died(step=1, reason="killed by SIGKILL", level=None)
 
 
@@ -153,7 +152,7 @@ def test_a_new_run_with_the_same_name_replaces_the_old_one(folder):
     shown.text()
     shutil.rmtree(folder.path)
     folder.path.mkdir()
-    write(folder, started(model="other"))
+    write(folder, started(model="other"), *(step(n) for n in range(1, 100)))
     text = shown.text()
     assert "other" in text
     assert "some/model" not in text
@@ -163,7 +162,8 @@ def test_text_of_a_run_is_escaped_in_every_part(folder):
     write(
         folder, dataclasses.replace(LIMIT, reason=NASTY), started(model=NASTY), step(1),
         samples("before", NASTY, NASTY, NASTY),
-        events.Notice(text=NASTY + "<!--end--><!--part x-->"), events.Phase(text=NASTY), events.Stage(text=NASTY),
+        events.Notice(text=NASTY + "<!--end--><!--part x-->"), events.Phase(text=NASTY),
+        events.Stage(text=NASTY),
     )  # fmt: skip
     folder.config.write_text(NASTY)
     with folders.locked(folder):
@@ -287,6 +287,7 @@ def test_the_page_lives_in_a_browser(folder, own_folder):
             tab.run("scrollTo(0, 900); window.svg = document.querySelector('#loss svg')")
             tab.run("document.querySelector('.samples .text').scrollTop = 50")
             path = tab.run("svg.querySelector('.line').getAttribute('d')")
+            folder.write_config(TrainConfig(model="m", data="d.jsonl", lora_rank=8))
             served.update(
                 step(4), events.Notice(text=NASTY), samples("after", NASTY, "long " * 3000)
             )
@@ -297,7 +298,8 @@ def test_the_page_lives_in_a_browser(folder, own_folder):
             assert tab.run("document.querySelector('.samples .text').scrollTop") == 50
             assert tab.run("svg.querySelector('.line').getAttribute('d')") != path
             assert tab.run("document.scripts.length + document.images.length") == 1
-            assert tab.run("document.documentElement.scrollWidth - innerWidth") <= 0
+            assert "lora-rank\t8\tauto" in tab.run(text)
+            assert tab.run("document.documentElement.scrollWidth") <= 375
             assert tab.messages == []
             served.restart()
             served.update(step(5))
