@@ -4,6 +4,7 @@ import dataclasses
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser import BrowserTab, browser_tab, needs_browser
+from tests.conftest import call
 from tests.dashboard.frames import step
 from tests.dashboard.test_report import DONE, LIMIT, NASTY, STORY, Parsed, samples, started
 from your_ai.config import TrainConfig
@@ -243,6 +245,29 @@ def test_ctrl_c_ends_the_page_and_leaves_no_file(folder, watching):
     _, errors = watching.communicate(timeout=10)
     assert (watching.returncode, errors) == (0, "")
     assert sorted(folder.path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere", "--web"), "error: no run named nowhere in runs"),
+        (("r", "--port", "8765"), "error: --port: is the port of a page; add --web"),
+        (("r", "--web", "--json"), "error: --web: shows a page; leave out --json"),
+        (("r", "--web", "--replay"), "error: --web: shows a page; leave out --replay"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_line(folder, capsys, arguments, message):
+    assert call("watch", *arguments) == 2
+    assert capsys.readouterr().err == f"{message}\n"
+
+
+def test_a_port_in_use_is_one_line(folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert call("watch", "r", "--web", "--port", port) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert error.startswith(f"error: --port {port}: cannot be used (")
 
 
 # In a browser
