@@ -45,8 +45,9 @@ def x_axis(chart: Chart) -> Axis:
     if chart.x_is_log:
         return log_axis(low, high, chart.x_ticks)
     if chart.x_range is None:
+        low, high = widened(low, high)
         room = 0.01 * (high - low)
-        low, high = (low - 0.5, high + 0.5) if low == high else (low - room, high + room)
+        low, high = low - room, high + room
     ticks = chart.x_ticks or plain_ticks(low, high, TICKS, chart.x_is_integer)
     return Axis(low, high, [(x, text) for x, text in ticks if low <= x <= high])
 
@@ -55,8 +56,7 @@ def y_axis(panel: Panel) -> Axis:
     low, high = spread(heights(panel.curves))
     if panel.is_log and low > 0:
         return log_axis(low, high, panel.ticks, panel)
-    if low == high:
-        low, high = low - (abs(low) / 10 or 0.5), high + (abs(high) / 10 or 0.5)
+    low, high = widened(low, high)
     room = MARGIN * (high - low)
     low = low - room if panel.bottom is None else panel.bottom
     high = high + room if panel.top is None else panel.top
@@ -77,15 +77,26 @@ def spread(values: Iterable[float]) -> tuple[float, float]:
     return (min(found), max(found)) if found else (0.0, 1.0)
 
 
+def widened(low: float, high: float) -> tuple[float, float]:
+    """The range, made wider if it has no room for ticks."""
+    size = max(abs(low), abs(high))
+    if high - low > max(1e-9 * size, 1e-250):
+        return low, high
+    room = size / 10 or 0.5
+    return low - room, high + room
+
+
 def log_axis(
     low: float, high: float, given: Sequence[tuple[float, str]], panel: Panel | None = None
 ) -> Axis:
-    """A logarithmic axis with ticks at 1, 2 and 5 times powers of ten, or only at the powers."""
+    """A logarithmic axis with ticks at 1, 2 and 5 times powers of ten, or only at powers."""
     low, high = max(low, LEAST) / 1.15, max(high, LEAST) * 1.15
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    factors = (1, 2, 5) if last - first <= 2 else (1,)
-    every = 1 + (last - first) // (2 * FEW_TICKS)
-    values = [f * 10.0**power for power in range(first, last + 1, every) for f in factors]
+    for factors, every in (((1, 2, 5), 1), ((1,), 1), ((1,), 1 + (last - first) // TICKS)):
+        values = [f * 10.0**power for power in range(first, last + 1, every) for f in factors]
+        values = [value for value in values if low <= value <= high]
+        if len(values) <= TICKS:
+            break
     ticks = given or [(value, text_of(value, panel)) for value in values]
     return Axis(low, high, [tick for tick in ticks if low <= tick[0] <= high], is_log=True)
 

@@ -14,6 +14,7 @@ from your_ai.dashboard.axes import Axis, x_axis, y_axis
 from your_ai.dashboard.charts import Chart, Curve, Panel
 
 SIZE = 10_000  # of the SVG's coordinates in both directions; they are integers
+NARROW = 32  # characters of labels that fit below a chart on a phone
 LONGEST_LABEL = 13  # characters of a y axis before its label wraps
 
 
@@ -27,7 +28,11 @@ def chart_html(chart: Chart) -> str:
         panel_html(chart, panel, across, down)
         for panel, down in zip(chart.panels, downs, strict=True)
     )
-    ticks = "".join(x_label(number, across, *tick) for number, tick in enumerate(across.ticks))
+    is_crowded = sum(len(text) + 2 for _, text in across.ticks) > NARROW
+    ticks = "".join(
+        x_label(across, *tick, is_odd=is_crowded and number % 2 == 1)
+        for number, tick in enumerate(across.ticks)
+    )
     return (
         f'<div class="chart" style="--labels: {width}ch">{legend(chart)}{drawn}'
         f'<div class="x" aria-hidden="true">{ticks}</div>'
@@ -54,8 +59,9 @@ def panel_html(chart: Chart, panel: Panel, across: Axis, down: Axis) -> str:
     )
 
 
-def x_label(number: int, axis: Axis, value: float, text: str) -> str:
-    kind = ' class="odd"' if number % 2 else ""
+def x_label(axis: Axis, value: float, text: str, is_odd: bool) -> str:
+    """A label of the x axis. is_odd: whether it is left out where the chart is narrow."""
+    kind = ' class="odd"' if is_odd else ""
     return f'<span{kind} style="left: {100 * (axis.place(value) or 0):.2f}%">{escape(text)}</span>'
 
 
