@@ -168,7 +168,7 @@ def serve_page(folder: RunFolder, port: int | None) -> int:
 
 def follow(run: WatchedRun, page: LivePage, received: Sequence[int]) -> None:
     """Keep the page up to date while somebody reads it, until there is a signal in `received`."""
-    seen: object = None
+    seen = refresh(run, page, None)  # while nobody waits for it yet
     due_at = 0.0
     while not received:
         asked = page.wait(POLL_S)
