@@ -62,6 +62,7 @@ WITHOUT_MLX = [
     *("hub.download", "hub.local", "evaluation.record", "dashboard.live", "trackers.upload"),
     *("publish.after_training", "publish.push"),
     *("session.supervisor", "session.attach", "session.run_list", "session.new_run"),
+    *("session.web", "serving.live_pages"),
     *("session.tuning", "rewards.chosen"),
 ]
 OWN_NAMES = ("self", "cls", "os", "twin")  # twin: a copy of self under construction

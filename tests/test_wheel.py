@@ -33,6 +33,7 @@ def test_wheel_contains_presets_and_demo_but_no_tests(wheel):
         "your_ai/hub/registry.yaml",
         "your_ai/hub/known_tensors.json",
         "your_ai/rewards/default_rubric.yaml",
+        "your_ai/dashboard/live_page.js",
     )
     assert {*data, *pages} <= set(names)
     assert not [n for n in names if n.startswith(("tests", "docs", "runs"))]

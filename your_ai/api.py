@@ -206,7 +206,7 @@ class Run:
         records, _ = events.tail(self._folder.events)
         page = self.path / "report.html" if out is None else Path(out)
         config, samples = self._folder.config_text("replace"), rollout_samples(self.path)
-        write_report(records, self.name, config, page, samples)
+        write_report(records, self.name, config, page, samples, self._folder.settings())
         return page
 
     @property

@@ -44,7 +44,6 @@ def test_runs_are_compared_by_name_and_folder(own_folder, capsys):
 
 
 def test_the_page_is_written_and_named(own_folder, capsys):
-    pytest.importorskip("matplotlib")
     make("a")
     make("b")
     assert call("compare", "a", "b", "--html", "c.html") == 0

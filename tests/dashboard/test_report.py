@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
-import html
-import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.browser import browser_tab, needs_browser
 from tests.dashboard.frames import reward_validation, rewarded, step
+from your_ai.config import TrainConfig
 from your_ai.dashboard import charts, history, report
 from your_ai.dashboard.report import RolloutSample
 from your_ai.errors import UserError
@@ -25,9 +24,6 @@ from your_ai.gates.text import printable
 from your_ai.run import events
 from your_ai.run.events import Event, Record
 
-matplotlib = pytest.importorskip("matplotlib", reason="draws the report")
-pytest.importorskip("jinja2", reason="draws the report")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 NO_GAUGES = dict.fromkeys(("active_bytes", "peak_bytes", "cache_bytes", "process_bytes"))
 NASTY = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> & \"q\" 'a' $x_1$"
 LIMIT = events.Limit(limit_bytes=6_000_000_000, reason="--max-memory 6")
@@ -140,16 +136,31 @@ def test_report_begins_with_the_main_figures(page):
         assert shown in text
 
 
-def test_each_chart_has_a_label(page):
-    charts = [attributes for tag, attributes in Parsed(page).elements if tag == "svg"]
-    assert len(charts) == 4
-    assert all(chart["role"] == "img" and len(chart["aria-label"]) > 20 for chart in charts)
+def test_each_panel_of_a_chart_has_a_label(page):
+    panels = [attributes for tag, attributes in Parsed(page).elements if tag == "svg"]
+    assert len(panels) == 6
+    assert all(panel["role"] == "img" and len(panel["aria-label"]) > 20 for panel in panels)
+    assert page.count("<svg") == page.count("<title>") - 1  # and the page has one
+
+
+def test_settings_that_differ_come_before_the_charts(own_folder):
+    config = TrainConfig(model="some/model", data="d.jsonl", lora_rank=4)
+    out = own_folder / "r.html"
+    report.write_report(records(*STORY), "r", "model: m", out, config=config)
+    text = Parsed(out.read_text(encoding="utf-8")).text
+    assert "lora-rank 4 auto" in text
+    assert text.index("lora-rank 4") < text.index("Loss of each step")
+    assert "grad-checkpoint" not in text
+
+
+def test_settings_that_cannot_be_read_leave_the_file(page):
+    assert "config.yaml model: m" in Parsed(page).text
 
 
 def test_metrics_of_an_objective_have_a_chart(own_folder):
     steps = [step(n, metrics={"rewards/margins": n / 10, "kl": 0.1}) for n in range(1, 6)]
     found = written(own_folder, [started(), *steps])
-    assert len([tag for tag, _ in Parsed(found).elements if tag == "svg"]) == 5
+    assert len([tag for tag, _ in Parsed(found).elements if tag == "svg"]) == 7
     assert "rewards/margins" in found
 
 
@@ -172,7 +183,7 @@ def test_report_of_rewards_has_their_curve_and_no_validation_loss(own_folder):
     for shown in (
         "Best validation reward 0.75 at step 5; last 0.5",
         "Reward of held-out rows 0.97 after, 0.25 before",
-        "Last reward 0.8 best running mean 0.575 at step 10",
+        "Last reward 0.8 best running mean 0.618 at step 10",
         "phase mean seconds highest MLX peak generate 1.25 2.50 GB reward 0.0009 - update 0.749",
         "validation reward: 0.5 at the end, best 0.75 at step 5",
         "reward: 0.25 before, 0.97 after",
@@ -208,7 +219,14 @@ def test_tables_have_headers(page):
 def test_actions_are_summed_by_kind_and_listed(page):
     text = Parsed(page).text
     assert "clear cache 1 1.00 GB 0 MB 0.25 reload lora 1 1.00 GB 2.0 MB 0.25" in text
-    assert "4 reload lora near the limit 5.00 GB 4.00 GB 0.25" in text
+    assert "step 4 reload lora 1 near the limit 1.00 GB 0.25" in text
+
+
+def test_routine_actions_are_one_line_with_a_count(own_folder):
+    routine = [action(10 * i) for i in range(1, 41)]
+    text = Parsed(written(own_folder, [*routine, action(401, "reload_lora", cause="why")])).text
+    assert "steps 10-400 clear cache 40 every 10 steps 1.00 GB 10.00" in text
+    assert text.count("every 10 steps") == 1
 
 
 def test_only_the_last_actions_are_listed(own_folder):
@@ -290,6 +308,36 @@ def test_memory_areas_are_stacked_up_to_the_process_memory():
     assert history.held(gauges) == (3, 5, 9)
     assert history.held(dataclasses.replace(gauges, process_bytes=4)) == (3, 5, 5)
     assert history.held(dataclasses.replace(gauges, active_bytes=None)) == (0, 2, 9)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
+def test_running_mean_has_no_bias_at_its_start(values):
+    means = [mean for _, mean in history.smoothed(list(enumerate(values)))]
+    for n, mean in enumerate(means, start=1):
+        weights = [0.9 ** (n - 1 - k) for k in range(n)]
+        exact = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
+        assert math.isclose(mean, exact, rel_tol=1e-9, abs_tol=1e-6)
+
+
+def test_running_mean_starts_again_after_a_gap():
+    means = history.smoothed([(1, 9.0), (2, math.nan), (3, 1.0), (4, 2.0)])
+    assert [mean for _, mean in means[2:]] == [1.0, pytest.approx(2.9 / 1.9)]
+
+
+def test_best_mean_is_not_one_of_the_first_steps():
+    means = history.smoothed([(n, 0.0 if n == 1 else 1.0) for n in range(1, 31)])
+    assert min(means, key=lambda point: point[1])[0] == 1
+    assert history.settled(means)[0][0] == 10
+    assert [x for x, _ in history.settled(means[:3])] == [3]
+    assert history.settled([]) == []
+
+
+def test_history_grows_as_events_are_written():
+    reader = history.HistoryReader()
+    happened = records(*STORY)
+    for start in range(0, len(happened), 3):
+        reader.add(happened[start : start + 3])
+    assert reader.past == history.read(happened)
 
 
 @given(st.lists(st.floats(0, 1e12) | st.just(math.nan), max_size=4000))
@@ -395,7 +443,8 @@ def test_ids_are_unique_in_the_page(page):
 def test_charts_use_the_colors_of_the_page(page):
     drawn = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
     assert not re.search(r": ?#[0-9a-f]{3,6}", drawn)
-    assert set(re.findall(r"var\(--(\w+)\)", page)) <= set(charts.COLORS)
+    used = set(re.findall(r"(?:color|stroke|fill): var\(--(\w+)\)", page))
+    assert {"blue", "green", "active", "red"} <= used <= set(charts.COLORS)
 
 
 @pytest.mark.parametrize("colors", [charts.LIGHT, charts.DARK], ids=["light", "dark"])
@@ -417,15 +466,18 @@ def test_same_run_gives_the_same_page(own_folder, page):
 
 
 def test_drawing_does_not_change_matplotlib_settings(own_folder):
+    matplotlib = pytest.importorskip("matplotlib", reason="draws PNG files")
     before = dict(matplotlib.rcParams)
-    written(own_folder, [step(1)])
+    report.write_plots(records(step(1)), own_folder, "r")
     assert dict(matplotlib.rcParams) == before
 
 
 def test_a_plot_is_written_for_each_chart_with_data(own_folder):
+    pytest.importorskip("matplotlib", reason="draws PNG files")
     folder = own_folder / "plots"
     plots = report.write_plots(records(*STORY), folder, "r")
-    names = ["r-loss.png", "r-memory.png", "r-speed.png", "r-learning-rate.png"]
+    drawn = ("loss", "gradient-norm", "memory", "speed", "learning-rate")
+    names = [f"r-{name}.png" for name in drawn]
     assert plots == [folder / name for name in names]
     assert sorted(folder.iterdir()) == sorted(plots)
     assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
@@ -457,18 +509,10 @@ def test_failed_write_keeps_the_old_page(own_folder, monkeypatch):
     assert (own_folder / "r.html").read_text() == "old"
 
 
-@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
-def test_missing_package_is_reported_with_the_pip_command(own_folder, monkeypatch, missing):
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(UserError, match=r"run: pip install 'your_ai\[report\]'$"):
-        report.write_report([], "r", "", own_folder / "r.html")
-
-
-def test_plots_only_need_matplotlib(own_folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert report.write_plots([], own_folder, "r") == []
+def test_only_plots_need_matplotlib(own_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match="pip install"):
+    assert written(own_folder, STORY).count("<svg") == 6
+    with pytest.raises(UserError, match=r"run: pip install 'your_ai\[report\]'$"):
         report.write_plots([], own_folder, "r")
 
 
@@ -482,9 +526,7 @@ def test_importing_report_loads_no_heavy_packages():
     assert done.returncode == 0, done.stderr
 
 
-PROBE = """<script>
-const errors = [];
-addEventListener("error", event => errors.push(event.message));
+PROBE = """(() => {
 const numbers = color => color.match(/[\\d.]+/g).map(Number);
 const linear = c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
 const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
@@ -496,51 +538,48 @@ function paper(element) {
   return [255, 255, 255];
 }
 function contrast(element) {
-  const style = getComputedStyle(element);
-  const color = numbers(element instanceof SVGElement ? style.fill : style.color);
+  const color = numbers(getComputedStyle(element).color);
   const [low, high] = [luminance(color), luminance(paper(element))].sort((a, b) => a - b);
   return (high + 0.05) / (low + 0.05);
 }
-addEventListener("load", () => {
-  const own = element => [...element.childNodes].some(n => n.nodeType === 3 && n.data.trim());
-  const texts = [...document.querySelectorAll("main *")].filter(own);
-  const result = document.body.appendChild(document.createElement("pre"));
-  result.id = "result";
-  result.textContent = JSON.stringify({
-    errors,
-    charts: [...document.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect()),
-    texts: texts.length,
-    inCharts: texts.filter(text => text instanceof SVGElement).length,
-    worst: Math.min(...texts.map(contrast)),
-    paper: paper(document.body),
-    wider: document.documentElement.scrollWidth - innerWidth,
-    loaded: performance.getEntriesByType("resource").map(entry => entry.name),
-  });
-});
-</script></body>"""
+function overlaps(row) {
+  const boxes = [...row.children].map(label => label.getBoundingClientRect()).filter(b => b.width);
+  return boxes.some((box, i) => i && box.left < boxes[i - 1].right);
+}
+const own = element => [...element.childNodes].some(n => n.nodeType === 3 && n.data.trim());
+const texts = [...document.querySelectorAll("main :not(title)")].filter(own);
+const labels = [...document.querySelectorAll(".chart span")].filter(e => e.offsetWidth);
+return {
+  charts: [...document.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect().toJSON()),
+  inCharts: texts.filter(text => text.closest(".chart")).length,
+  worst: Math.min(...texts.map(contrast)),
+  smallest: Math.min(...texts.map(text => parseFloat(getComputedStyle(text).fontSize))),
+  overlapping: [...document.querySelectorAll(".x")].filter(overlaps).length,
+  cut: labels.filter(e => e.getBoundingClientRect().right > innerWidth).length,
+  paper: paper(document.body),
+  across: document.documentElement.scrollWidth,  // innerWidth of a phone grows with it
+  loaded: performance.getEntriesByType("resource").map(entry => entry.name),
+};
+})()"""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on PATH")
-@pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_page_is_legible_in_a_browser(own_folder, page, scheme):
-    policy = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
-    assert len(policy.findall(page)) == 1  # it would block the probe
-    copy = own_folder / "copy.html"
-    copy.write_text(policy.sub("", page).replace("</body>", PROBE), encoding="utf-8")
-    command = [
-        *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-        f"--user-data-dir={own_folder / 'profile'}",
-        f"--blink-settings=preferredColorScheme={['dark', 'light'].index(scheme)}",
-        *("--window-size=1100,900", copy.as_uri()),
-    ]
-    bare = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=bare, check=True)
-    found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
-    result = json.loads(html.unescape(found[1]))
-    assert (result["errors"], result["loaded"]) == ([], [])
-    assert result["paper"] == [20, 23, 27] if scheme == "dark" else [255, 255, 255]
-    assert len(result["charts"]) == 4
-    assert all(chart["width"] >= 300 and chart["height"] >= 100 for chart in result["charts"])
-    assert result["inCharts"] > 40
-    assert result["worst"] >= 4.5
-    assert result["wider"] <= 0
+@needs_browser
+def test_page_is_legible_in_a_browser(own_folder):
+    long = [step(1000 * n, steps=20_000, loss=4 - 0.1 * n) for n in range(1, 21)]
+    story = [*STORY[:-1], *long, DONE]
+    report.write_report(records(*story, every_s=3600.0), "r" * 90, "m", own_folder / "r.html")
+    with browser_tab(own_folder / "profile") as tab:
+        for width, scheme in ((1280, "dark"), (375, "light"), (320, "dark")):
+            tab.look(width, 800, scheme)
+            tab.open((own_folder / "r.html").as_uri())
+            result = tab.run(PROBE)
+            assert (tab.messages, result["loaded"]) == ([], [])
+            assert result["paper"] == ([20, 23, 27] if scheme == "dark" else [255, 255, 255])
+            heights = [round(chart["height"]) for chart in result["charts"]]
+            assert heights == [230, 230, 230, 230, 46, 230]
+            assert all(chart["width"] >= min(300, width / 2) for chart in result["charts"])
+            assert result["inCharts"] > 40
+            assert result["worst"] >= 4.5
+            assert result["smallest"] >= 12
+            assert (result["overlapping"], result["cut"]) == (0, 0)
+            assert result["across"] <= width

@@ -147,8 +147,6 @@ def test_untrusted_text_cannot_control_the_terminal():
 
 @pytest.fixture
 def page(tmp_path):
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("jinja2")
     from your_ai.dashboard.comparison_report import write_comparison
 
     def written(runs):

@@ -71,7 +71,6 @@ def test_lines():
     "rows", [ROWS, ROWS[:1], [], ROWS[2:3], marked([row(0, 0.0, settings={}), row(1, math.inf)])]
 )
 def test_report_shows_every_trial_and_loads_nothing(own_folder, rows):
-    pytest.importorskip("matplotlib", reason="draws the report")
     out = own_folder / "report.html"
     write_trial_report(rows, "a tune", "learning_rate: 1\n# " + NASTY, out)
     page = out.read_text()
@@ -93,7 +92,6 @@ def test_rewards_are_shown_as_rewards_and_the_highest_is_the_best(own_folder):
     head, first, *_ = shown(rows, 200)
     assert head.split()[2] == "reward"
     assert first.split()[:3] == ["001", "best", "0.75"]
-    pytest.importorskip("matplotlib", reason="draws the report")
     write_trial_report(rows, "a tune", "", own_folder / "report.html")
     page = (own_folder / "report.html").read_text()
     assert "best: trial 001, validation reward 0.75; with the default settings 0.25" in page
@@ -101,10 +99,8 @@ def test_rewards_are_shown_as_rewards_and_the_highest_is_the_best(own_folder):
 
 
 def test_wide_ranges_have_readable_logarithmic_axes(own_folder):
-    pytest.importorskip("matplotlib", reason="draws the report")
     rows = [row(n, 10.0**-n, settings={"learning_rate": 10.0**-n}) for n in range(4)]
     write_trial_report(marked(rows), "a tune", "", own_folder / "report.html")
     page = (own_folder / "report.html").read_text()
-    assert page.count("validation loss (log scale)</text>") == 2
-    assert "mathdefault" not in page
-    assert ">0.01</text>" in page
+    assert page.count("validation loss (log scale)</div>") == 2
+    assert page.count(">0.01</span>") == 3

@@ -72,7 +72,8 @@ def test_pictures_of_the_curves_are_sent(trained, without_pictures, monkeypatch)
     monkeypatch.setattr(contents, "curves_of", without_pictures)
     files = of_run(trained, REPO).files
     pictures = {name for name in files if name not in FILES}
-    assert pictures == {f"curves-{key}.png" for key in ("loss", "memory", "speed", "learning-rate")}
+    drawn = ("loss", "gradient-norm", "memory", "speed", "learning-rate")
+    assert pictures == {f"curves-{key}.png" for key in drawn}
     assert all(read(files[name]).startswith(b"\x89PNG") for name in pictures)
     assert b"![Loss](curves-loss.png)" in files[CARD]
 

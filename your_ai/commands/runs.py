@@ -26,12 +26,27 @@ def watch(
     replay: Annotated[bool, typer.Option("--replay", help="Replay a run from its start.")] = False,
     speed: Annotated[float, typer.Option(help="Replay speed; 1 = real time.", min=0.01)] = 10.0,
     as_json: Annotated[bool, typer.Option("--json", help="New events as JSON lines.")] = False,
+    web: Annotated[
+        bool, typer.Option("--web", help="Show the run in a browser of this machine.")
+    ] = False,
+    port: Annotated[
+        int | None,
+        typer.Option(help="Port for --web; default: a free one from 8765.", min=1, max=65535),
+    ] = None,
 ) -> None:
     """Watch a run in progress, or show one that has ended. Leaving does not affect the run."""
     from your_ai.run import folder as folders
     from your_ai.session import attach, run_list
 
+    if web and (replay or as_json):
+        raise UserError(f"--web: shows a page; leave out {'--replay' if replay else '--json'}")
+    if port is not None and not web:
+        raise UserError("--port: is the port of a page; add --web")
     folder = run_list.newest() if run is None else folders.find(run)
+    if web:
+        from your_ai.session.web import serve_page
+
+        raise typer.Exit(serve_page(folder, port))
     if replay:
         raise typer.Exit(attach.replay(folder, open_console(), speed, as_json=as_json))
     raise typer.Exit(attach.watch(folder, open_console(), as_json=as_json))
@@ -56,7 +71,7 @@ def report(
     config = folder.config_text("replace")
     page = folder.path / "report.html" if out is None else out
     samples = rollout_samples(folder.path)
-    reporting.write_report(records, folder.name, config, page, samples)
+    reporting.write_report(records, folder.name, config, page, samples, folder.settings())
     echo(page)
     if png:
         for path in reporting.write_plots(records, page.parent, folder.name):

@@ -6,7 +6,7 @@
 """
 
 from your_ai.config import defaults
-from your_ai.config.checks import BOUNDS, check, is_used
+from your_ai.config.checks import BOUNDS, check, has_default, is_used
 from your_ai.config.names import (
     ALL_LINEAR,
     AUTO,
@@ -28,6 +28,7 @@ from your_ai.config.names import (
     negated,
 )
 from your_ai.config.reading import (
+    as_text,
     build,
     default_text,
     find_preset,
@@ -72,6 +73,7 @@ __all__ = [
     "SOFT",
     "TYPES",
     "TrainConfig",
+    "as_text",
     "build",
     "check",
     "coerce",
@@ -80,6 +82,7 @@ __all__ = [
     "describe",
     "find_preset",
     "flag",
+    "has_default",
     "is_due",
     "is_used",
     "last_step",

@@ -1,17 +1,14 @@
-"""The charts of a report, drawn by matplotlib.
+"""The charts of a run, as data: pure functions of its history.
 
-They are drawn in the colors of the light theme. In the HTML page, CSS variables replace the
-colors, so that the page also has a dark theme.
+`chart_page` draws a Chart as HTML, `plots` as a PNG file.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Callable
-from html import escape
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from your_ai.dashboard.history import (
     LARGEST,
@@ -32,10 +29,6 @@ from your_ai.gates.text import size_text
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Started
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 COLORS = "paper ink muted rule grid blue orange green red active cache rest".split()
 LIGHT = dict(zip(COLORS, (
     "#ffffff #1f2328 #57606a #d9dde2 #e9ecef #1f5fbf #b3540a #1a7a48 #c0273a "
@@ -43,126 +36,200 @@ LIGHT = dict(zip(COLORS, (
 DARK = dict(zip(COLORS, (
     "#14171b #e3e6ea #9ea7b3 #30363d #23282e #74aaff #f2a65a #5fc98f #ff7f88 "
     "#3c6cb8 #6ba3cf #4a525c").split(), strict=True))  # fmt: skip
-STYLE = {
-    "svg.fonttype": "none",
-    "axes.linewidth": 0.7,
-    "text.color": LIGHT["ink"],
-    "grid.color": LIGHT["grid"],
-    **{f"{part}color": LIGHT["muted"] for part in ("axes.edge", "axes.label", "xtick.", "ytick.")},
-    **{f"{part}size": 8.5 for part in ("axes.label", "xtick.label", "ytick.label", "legend.font")},
-    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    "legend.handlelength": 1.4,
-    "legend.borderaxespad": 0,
-    "text.parse_math": False,
-}
 MARKS = 100  # maximum marks for a kind of event
-MARKERS = "|vx^sDo"  # one for each kind of action
 TICKS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800)
+MOST_TICKS = 9
 FAR = 4  # a limit above this multiple of the peak would flatten the chart, so it is not drawn
+LOG_RATIO = 100  # an axis whose values differ by more is logarithmic
+PANEL_PX, SMALL_PX, LANE_PX = 230, 120, 19
+METRICS = 24  # maximum metrics that are drawn
+Look = Literal["line", "steps", "dots", "squares", "area"]
 
 
-def draw_loss(canvas: Figure, past: RunHistory) -> str:
-    axes, points = canvas.add_subplot(xlabel="step", ylabel="loss"), losses(past)
-    axes.locator_params("x", integer=True)
-    draw_means(axes, points, "blue")
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A line, marks or an area in a panel."""
+
+    points: Points
+    """x and y; of an area x, its lower and its upper edge. A y that is not finite is a gap."""
+    color: str
+    """One of COLORS."""
+    label: str = ""
+    """Its text in the legend; curves without a label are not there."""
+    look: Look = "line"
+    width: float = 1.6
+    """Of a line or a mark, in pixels."""
+    opacity: float = 1.0
+    dashes: tuple[int, ...] = ()
+    """Lengths of dashes and gaps in pixels; empty for a solid line."""
+    in_shares: bool = False
+    """Whether y is a share of the panel's height, and not a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Curves over one axis of values."""
+
+    name: str
+    """What the values are, with their unit."""
+    curves: Sequence[Curve]
+    text: Callable[[float], str] | None = None
+    """Formats a value of the axis; None for plain numbers."""
+    ticks: Sequence[tuple[float, str]] = ()
+    """The labels of the axis where these are not numbers."""
+    bottom: float | None = None
+    top: float | None = None
+    is_log: bool = False
+    height_px: int = PANEL_PX
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Panels, one below the other, over one x axis."""
+
+    title: str
+    caption: str
+    panels: Sequence[Panel]
+    x_name: str
+    x_ticks: Sequence[tuple[float, str]] = ()
+    """The labels of the x axis where these are not numbers."""
+    x_range: tuple[float, float] | None = None
+    x_is_log: bool = False
+    x_is_integer: bool = True
+    breaks: Sequence[Curve] = ()
+    """Vertical lines through all panels, at the x of each point."""
+    is_wide: bool = True
+    """Whether it takes the whole width of a page, or half of it."""
+
+
+def loss_chart(past: RunHistory) -> Chart | None:
+    points = losses(past)
     validations = [value for value in finite(past.validations) if value.reward is None]
-    checked = [(value.step, value.loss) for value in validations]
-    draw(axes, thinned(checked), "orange", 1.2, marker="o", markersize=4, label="validation")
+    checked: Points = [(value.step, value.loss) for value in validations]
     bad = [step.step for step in past.steps if not abs(step.loss) < LARGEST]
     bad += [skipped.step for _, skipped in past.of(Skipped)]
-    few = [(x, 0.02) for x in bad[:: 1 + max(0, len(bad) - 1) // MARKS]]
-    look = {"marker": "x", "transform": axes.get_xaxis_transform()}
-    draw(axes, few, "red", 0, label="skipped or not finite", **look)
-    if points and 0 < 100 * min(y for _, y in points) < max(y for _, y in points):
-        axes.set(yscale="log", ylabel="loss (log scale)")
-        axes.yaxis.set_major_formatter("{x:g}")
-    add_legend(axes)
+    panel = Panel(
+        name="loss",
+        curves=[
+            *means(points, "blue"),
+            *validation_curve(checked),
+            *marks([(x, 0.02) for x in bad], "red", "skipped or not finite", in_shares=True),
+        ],
+        is_log=is_wide_ranged(y for _, y in points),
+    )
     text = f"Loss of each step (thin line) and running mean (bold). Steps: {len(past.steps):,}."
-    return text if past.steps else ""
+    return by_step("Loss", text, panel) if past.steps else None
 
 
-def draw_reward(canvas: Figure, past: RunHistory) -> str:
-    axes = canvas.add_subplot(xlabel="step", ylabel="reward")
+def reward_chart(past: RunHistory) -> Chart | None:
     points = metric_points(past, REWARD)
-    axes.locator_params("x", integer=True)
-    draw_means(axes, points, "green")
-    checked = [(value.step, value.reward) for value in finite(past.validations)]
-    checked = [(x, y) for x, y in checked if y is not None]
-    draw(axes, thinned(checked), "orange", 1.2, marker="o", markersize=4, label="validation")
-    add_legend(axes)
+    rewards = ((value.step, value.reward) for value in finite(past.validations))
+    checked: Points = [(x, y) for x, y in rewards if y is not None]
+    panel = Panel(name="reward", curves=[*means(points, "green"), *validation_curve(checked)])
     text = "Mean reward of each step (thin line) and running mean (bold)."
-    return text if points or checked else ""
+    return by_step("Reward", text, panel) if points or checked else None
 
 
-def draw_memory(canvas: Figure, past: RunHistory) -> str:
-    points, actions = thinned(over_time(past, held)), past.of(Action)
-    kinds = list(dict.fromkeys(action.kind for _, action in actions))
-    canvas.set_size_inches(9, 3.3 + 0.23 * len(kinds))
-    heights = {"height_ratios": [14, len(kinds)][: 1 + bool(kinds)]}
-    rows = canvas.subplots(1 + bool(kinds), sharex=True, squeeze=False, gridspec_kw=heights)[:, 0]
-    axes, most = rows[0], thinned(over_time(past, highest), max)
+def norm_chart(past: RunHistory) -> Chart | None:
+    values = ((step.step, step.grad_norm) for step in past.steps)
+    points: Points = [(x, y) for x, y in values if abs(y) < LARGEST]
+    panel = Panel(
+        name="gradient norm",
+        curves=means(points, "blue"),
+        is_log=is_wide_ranged(y for _, y in points),
+    )
+    text = "Norm of the gradients of each step, before clipping (thin line), and running mean."
+    return by_step("Gradient norm", text, panel, is_wide=False) if points else None
+
+
+def rate_chart(past: RunHistory) -> Chart | None:
+    values = ((step.step, step.learning_rate) for step in past.steps)
+    points: Points = [(x, y) for x, y in values if abs(y) < LARGEST]
+    curves = [Curve(points=thinned(points), color="orange")]
+    panel = Panel(name="learning rate", curves=curves, text="{:.3g}".format, bottom=0)
+    text = "Learning rate of each step."
+    return by_step("Learning rate", text, panel, is_wide=False) if points else None
+
+
+def speed_chart(past: RunHistory) -> Chart | None:
+    curves = means(over_time(past, speed), "green")
+    panel = Panel(name="tokens/s", curves=curves, bottom=0)
+    text = "Tokens per second of each step (thin line) and running mean (bold)."
+    return by_time("Speed", text, [panel], past) if past.steps else None
+
+
+def memory_chart(past: RunHistory) -> Chart | None:
+    """Memory over time, and under it a lane of marks for each kind of action."""
+    points, most = thinned(over_time(past, held)), thinned(over_time(past, highest), max)
+    top = max((point[-1] for point in (*points, *most) if 0 < point[-1] < LARGEST), default=0.0)
+    if not top:
+        return None
     if len(points) == 1:  # an area needs two points
         points = [(0.0, *points[0][1:]), points[0]]
-    seconds, *edges = zip(*points, strict=True) if points else [(), ()]
-    for name, low, high in zip(("active", "cache", "rest"), [0, *edges], edges, strict=False):
-        axes.fill_between(seconds, low, high, color=LIGHT[name], linewidth=0, label=name)
-    draw(axes, most, "ink", 0.7, label="peak between steps")
+    curves = []
+    for number, name in enumerate(("active", "cache", "rest")):
+        edges: Points = [(p[0], p[number] if number else 0.0 * p[1], p[number + 1]) for p in points]
+        curves.append(Curve(points=edges, color=name, label=name, look="area"))
+    curves.append(Curve(points=most, color="ink", label="peak between steps", width=1))
     limits = [(seconds, limit.limit_bytes) for seconds, limit in past.of(events.Limit)]
     limits += [(past.timeline[-1][0], limit_bytes) for _, limit_bytes in limits[-1:]]
-    top = max((point[-1] for point in (*points, *most) if point[-1] > 0), default=0.0)
-    far = limits and limits[-1][1] > FAR * top > 0
-    label = f"limit, {size_text(limits[-1][1])}: far above" if far else "limit"
-    draw(axes, limits, "red", 1.2, drawstyle="steps-post", linestyle="--", label=label)
-    mark_lives(axes, past)
-    axes.set_ylim(0, 1.25 * top if far else None)
-    axes.yaxis.set_major_formatter(lambda size_bytes, _: size_text(size_bytes))
-    add_legend(axes)
-    for lane, kind in enumerate(kinds):
-        at = [(seconds, lane) for seconds, action in actions if action.kind == kind]
-        look = {"marker": MARKERS[lane % len(MARKERS)], "markersize": 4, "clip_on": False}
-        draw(rows[-1], at[:: 1 + (len(at) - 1) // MARKS], "muted", 0, **look)
-    if kinds:
-        rows[-1].set_yticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds])
-        rows[-1].set_ylim(len(kinds) - 0.4, -0.6)
-    set_time_axis(rows[-1], past)
-    text = "Memory of the process: active in MLX, MLX's cache, and the rest."
-    some = f" At most {MARKS} actions of each kind are marked." if len(actions) > MARKS else ""
-    return text + some if top else ""
+    text, highest_shown = "Memory of the process: active in MLX, MLX's cache, and the rest.", None
+    if limits and limits[-1][1] > FAR * top:
+        text += f" The limit, {size_text(limits[-1][1])}, is far above."
+        highest_shown = 1.25 * top
+    else:
+        curves.append(Curve(points=limits, color="red", label="limit", look="steps", dashes=(6, 4)))
+    panel = Panel(name="memory", curves=curves, text=memory_tick, bottom=0, top=highest_shown)
+    actions = past.of(Action)
+    if len(actions) > MARKS:
+        text += f" At most {MARKS} actions of each kind are marked."
+    return by_time("Memory", text, [panel, *action_lanes(actions)], past)
 
 
-def draw_speed(canvas: Figure, past: RunHistory) -> str:
-    axes, points = canvas.add_subplot(ylabel="tokens/s"), over_time(past, speed)
-    draw_means(axes, points, "green")
-    mark_lives(axes, past)
-    axes.set_ylim(bottom=0)
-    set_time_axis(axes, past)
-    text = "Tokens per second of each step (thin line) and running mean (bold)."
-    return text if past.steps else ""
+def action_lanes(actions: Sequence[tuple[float, Action]]) -> list[Panel]:
+    """A panel with a lane for each kind of action; no panel without actions."""
+    kinds = list(dict.fromkeys(action.kind for _, action in actions))[:MOST_TICKS]
+    curves: list[Curve] = []
+    for lane, kind in enumerate(reversed(kinds)):
+        at: Points = [(seconds, lane) for seconds, action in actions if action.kind == kind]
+        curves += marks(at, "muted", look="squares")
+    names = [kind.replace("_", " ") for kind in reversed(kinds)]
+    lanes = Panel(
+        name="actions",
+        curves=curves,
+        ticks=list(enumerate(names)),
+        bottom=-0.6,
+        top=len(kinds) - 0.4,
+        height_px=8 + LANE_PX * len(kinds),
+    )
+    return [lanes] if kinds else []
 
 
-def draw_rate(canvas: Figure, past: RunHistory) -> str:
-    axes = canvas.add_subplot(xlabel="step", ylabel="learning rate")
-    draw(axes, thinned([(s.step, s.learning_rate) for s in past.steps]), "orange", 1.6)
-    axes.ticklabel_format(axis="y", scilimits=(-2, 3))
-    axes.locator_params("x", integer=True)
-    axes.set_ylim(bottom=0)
-    return "Learning rate of each step." if past.steps else ""
-
-
-def draw_metrics(canvas: Figure, past: RunHistory) -> str:
+def metrics_chart(past: RunHistory) -> Chart | None:
+    """Each metric of the objective in a panel, whatever metrics these are."""
     names = list(dict.fromkeys(name for step in past.steps for name in step.metrics))
     names = [name for name in names if is_charted(name)]
     if not names:
-        return ""
-    canvas.set_size_inches(9, 0.6 + 1.5 * len(names))
-    rows = canvas.subplots(len(names), sharex=True, squeeze=False)[:, 0]
-    for name, axes in zip(names, rows, strict=True):
-        draw_means(axes, metric_points(past, name), "blue")
-        axes.set_ylabel(name)
-        axes.locator_params("x", integer=True)
-    rows[-1].set_xlabel("step")
-    return "Metrics of the objective at each step (thin lines) and running means (bold)."
+        return None
+    panels = [
+        Panel(name=name, curves=means(metric_points(past, name), "blue"), height_px=SMALL_PX)
+        for name in names[:METRICS]
+    ]
+    text = "Metrics of the objective at each step (thin lines) and running means (bold)."
+    if len(names) > METRICS:
+        text += f" The first {METRICS} of {len(names)}."
+    return Chart(title="Metrics", caption=text, panels=panels, x_name="step")
+
+
+CHARTS: dict[str, Callable[[RunHistory], Chart | None]] = {
+    "loss": loss_chart,
+    "reward": reward_chart,
+    "gradient-norm": norm_chart,
+    "memory": memory_chart,
+    "speed": speed_chart,
+    "learning-rate": rate_chart,
+    "metrics": metrics_chart,
+}
 
 
 def metric_points(past: RunHistory, name: str) -> Points:
@@ -171,91 +238,69 @@ def metric_points(past: RunHistory, name: str) -> Points:
     return [(x, y) for x, y in values if abs(y) < LARGEST]
 
 
-def draw(axes: Axes, points: Points, color: str, width: float, **options: Any) -> None:
-    if points:
-        options = {"marker": "." if len(points) == 1 else "", "color": LIGHT[color], **options}
-        axes.plot(*zip(*(point[:2] for point in points), strict=True), linewidth=width, **options)
+def means(points: Points, color: str) -> list[Curve]:
+    """The values of each step, and their running mean."""
+    if not points:
+        return []
+    each, mean = thinned(points), thinned(smoothed(points))
+    return [
+        Curve(points=each, color=color, label="each step", width=1, opacity=0.5),
+        Curve(points=mean, color=color, label="running mean", width=2.2),
+    ]
 
 
-def draw_means(axes: Axes, points: Points, color: str) -> None:
-    draw(axes, thinned(points), color, 0.8, alpha=0.5, label="each step")
-    draw(axes, thinned(smoothed(points)), color, 1.8, label="running mean")
+def validation_curve(points: Points) -> list[Curve]:
+    if not points:
+        return []
+    kept = thinned(points)
+    dots = Curve(points=kept[:: 1 + len(kept) // MARKS], color="orange", look="dots", width=6)
+    return [Curve(points=kept, color="orange", label="validation"), dots]
 
 
-def mark_lives(axes: Axes, past: RunHistory) -> None:
-    whole, looks = axes.get_xaxis_transform(), (("red", "-", "died"), ("muted", ":", "restarted"))
-    for marked, look in zip((past.of(Died), past.of(Started)[1:]), looks, strict=True):
-        if marked:
-            times, (color, line, text) = [seconds for seconds, _ in marked], look
-            axes.vlines(times, 0, 1, LIGHT[color], line, label=text, lw=1, transform=whole)
+def marks(
+    points: Points, color: str, label: str = "", look: Look = "squares", in_shares: bool = False
+) -> list[Curve]:
+    """At most MARKS of the points, as marks."""
+    few = points[:: 1 + max(0, len(points) - 1) // MARKS]
+    curve = Curve(points=few, color=color, label=label, look=look, width=5, in_shares=in_shares)
+    return [curve] if few else []
 
 
-def add_legend(axes: Axes) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=9, columnspacing=1.4)
+def is_wide_ranged(values: Iterator[float]) -> bool:
+    """Whether values are all above 0, and need a logarithmic axis."""
+    found = list(values)
+    return bool(found) and 0 < LOG_RATIO * min(found) < max(found)
 
 
-def set_time_axis(axes: Axes, past: RunHistory) -> None:
+def memory_tick(size_bytes: float) -> str:
+    """A size on an axis: `0`, `500 MB`, `2.5 GB`."""
+    return size_text(size_bytes, 1).replace(".0 ", " ") if size_bytes else "0"
+
+
+def by_step(title: str, caption: str, panel: Panel, is_wide: bool = True) -> Chart:
+    return Chart(title=title, caption=caption, panels=[panel], x_name="step", is_wide=is_wide)
+
+
+def by_time(title: str, caption: str, panels: Sequence[Panel], past: RunHistory) -> Chart:
+    """A chart over the running time, with the deaths and restarts of the process."""
     end_s = past.timeline[-1][0] if past.timeline else 0.0
-    days = 86400 * math.ceil(end_s / 86400 / 9)
-    every = next((tick for tick in TICKS_S if end_s <= 9 * tick), days)
-    ticks = range(0, int(end_s) + 1, every)
-    axes.set_xticks(ticks, [duration(tick) for tick in ticks])
-    axes.set(xlim=(0, 1.01 * max(end_s, 1)), xlabel="running time")
-
-
-def render(key: str, past: RunHistory, file: IO, **options: Any) -> str:
-    """Draw a chart into a file and return its caption; without data, write nothing, return ""."""
-    _, size, draw_chart = CHARTS[key]
-    return render_figure(key, size, lambda canvas: draw_chart(canvas, past), file, **options)
-
-
-def render_figure(
-    key: str, size: tuple[float, float], draw_on: Callable[[Figure], str], file: IO, **options: Any
-) -> str:
-    """Call `draw_on`, which returns a caption, for a figure of `size` inches; save the figure.
-
-    Without a caption, write nothing. Return the caption.
-    """
-    from matplotlib import style
-    from matplotlib.figure import Figure
-
-    with style.context(["default", STYLE | {"svg.hashsalt": key}]):
-        canvas = Figure(figsize=size, layout="constrained")
-        caption = draw_on(canvas)
-        if caption:
-            canvas.savefig(file, **options)
-    return caption
-
-
-def svg(key: str, past: RunHistory) -> tuple[str, str]:
-    """Return a chart as an SVG element for the page, and its caption; "" without data."""
-    _, size, draw_chart = CHARTS[key]
-    return svg_figure(key, size, lambda canvas: draw_chart(canvas, past))
-
-
-def svg_figure(
-    key: str, size: tuple[float, float], draw_on: Callable[[Figure], str]
-) -> tuple[str, str]:
-    """Return a figure as an SVG element whose ids begin with `key`, and its caption."""
-    file = io.StringIO()
-    options = {"format": "svg", "transparent": True, "metadata": {"Date": None}}
-    caption = render_figure(key, size, draw_on, file, **options)
-    head = rf'<svg viewBox="\1" role="img" aria-label="{escape(caption)}">'
-    text = re.sub(r'\A.*?<svg [^>]*viewBox="([^"]*)"[^>]*>', head, file.getvalue(), flags=re.S)
-    text = re.sub(r"<(metadata|style).*?</\1>|font-family:[^;\"]*", "", text, flags=re.S)
-    text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{key}-", text)  # makes ids unique in the page
-    text = re.sub(r' d="[^"]*', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
-    for name, color in LIGHT.items():
-        text = text.replace(f": {color}", f": var(--{name})")
-    return text, caption
-
-
-CHARTS: dict[str, tuple[str, tuple[float, float], Callable[[Figure, RunHistory], str]]] = {
-    "loss": ("Loss", (9, 3.3), draw_loss),
-    "reward": ("Reward", (9, 3.3), draw_reward),
-    "memory": ("Memory", (9, 3.3), draw_memory),
-    "speed": ("Speed", (4.6, 2.6), draw_speed),
-    "learning-rate": ("Learning rate", (4.6, 2.6), draw_rate),
-    "metrics": ("Metrics", (9, 3.3), draw_metrics),
-}
+    days = 86400 * math.ceil(end_s / 86400 / MOST_TICKS)
+    every = next((tick for tick in TICKS_S if end_s <= MOST_TICKS * tick), days)
+    died: Points = [(seconds, 0.0) for seconds, _ in past.of(Died)]
+    again: Points = [(seconds, 0.0) for seconds, _ in past.of(Started)[1:]]
+    breaks = [
+        *marks(died, "red", "died"),
+        *(
+            Curve(points=curve.points, color="muted", label="restarted", dashes=(2, 3))
+            for curve in marks(again, "muted")
+        ),
+    ]
+    return Chart(
+        title=title,
+        caption=caption,
+        panels=panels,
+        x_name="running time",
+        x_ticks=[(tick, duration(tick)) for tick in range(0, int(end_s) + 1, every)],
+        x_range=(0.0, 1.01 * max(end_s, 1.0)),
+        breaks=breaks,
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from your_ai.dashboard.state import REPLANS, ViewState, fold_all, smooth
+from your_ai.dashboard.state import REPLANS, SMOOTH_OVER, ViewState, fold_all
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Finished, Gauges, Planned, Skipped, Started, Step
 
@@ -36,23 +36,45 @@ class RunHistory:
         return [(seconds, event) for seconds, event in self.timeline if isinstance(event, kinds)]
 
 
+class HistoryReader:
+    """Reads the events of a run, also while they are written."""
+
+    def __init__(self) -> None:
+        self.state = ViewState()
+        self.timeline: list[tuple[float, events.Event]] = []
+        self.steps: dict[int, Step] = {}
+        self.validations: dict[int, events.Validation] = {}
+        self.seconds = 0.0
+        self.last_at: float | None = None
+
+    def add(self, records: Sequence[events.Record]) -> None:
+        self.state = fold_all(self.state, records)
+        for record in records:
+            event = record.event
+            passed = 0.0 if self.last_at is None else max(0.0, record.time - self.last_at)
+            away = isinstance(event, events.Stage) and passed > AWAY_S
+            self.seconds, self.last_at = self.seconds + (0.0 if away else passed), record.time
+            self.timeline.append((self.seconds, event))
+            if isinstance(event, Step):
+                self.steps[event.step] = event
+            elif isinstance(event, events.Validation):
+                self.validations[event.step] = event
+            elif isinstance(event, Started):  # steps after its checkpoint are lost
+                first = event.step
+                self.steps = {n: step for n, step in self.steps.items() if n <= first}
+                kept = {n: value for n, value in self.validations.items() if n <= first}
+                self.validations = kept
+
+    @property
+    def past(self) -> RunHistory:
+        in_order = ([found[n] for n in sorted(found)] for found in (self.steps, self.validations))
+        return RunHistory(self.state, self.timeline, *in_order)
+
+
 def read(records: Sequence[events.Record]) -> RunHistory:
-    timeline, steps, validations = [], {}, {}
-    seconds, before = 0.0, records[0].time if records else 0.0
-    for record in records:
-        event, passed = record.event, max(0.0, record.time - before)
-        away = isinstance(event, events.Stage) and passed > AWAY_S
-        seconds, before = seconds + (0.0 if away else passed), record.time
-        timeline.append((seconds, event))
-        if isinstance(event, Step):
-            steps[event.step] = event
-        elif isinstance(event, events.Validation):
-            validations[event.step] = event
-        elif isinstance(event, Started):  # steps after its checkpoint are lost
-            steps = {n: step for n, step in steps.items() if n <= event.step}
-            validations = {n: value for n, value in validations.items() if n <= event.step}
-    in_order = ([found[n] for n in sorted(found)] for found in (steps, validations))
-    return RunHistory(fold_all(ViewState(), records), timeline, *in_order)
+    reader = HistoryReader()
+    reader.add(records)
+    return reader.past
 
 
 def ending(past: RunHistory) -> tuple[str, str]:
@@ -125,13 +147,28 @@ def buckets(points: Points) -> list[Points]:
 
 
 def smoothed(points: Points) -> Points:
-    """Return the running mean, as in the dashboard; of buckets if there are many points."""
-    found, mean, seen = [], None, 0
+    """Return the running mean, of buckets if there are many points.
+
+    It is an exponential mean over SMOOTH_OVER points or buckets, corrected for the bias of its
+    start: a value k points ago has a weight in proportion to (1 - 1 / SMOOTH_OVER) ** k, also among
+    the first points, and all weights sum to 1. It starts again after a gap.
+    """
+    found, total, weight, keep = [], 0.0, 0.0, 1 - 1 / SMOOTH_OVER
     for bucket in buckets(points):
         value = sum(point[1] for point in bucket) / len(bucket)
-        mean, seen = (None, 0) if math.isnan(value) else (smooth(mean, value, seen + 1), seen + 1)
-        found.append((bucket[-1][0], GAP if mean is None else mean))
+        if math.isnan(value):
+            total, weight = 0.0, 0.0
+            found.append((bucket[-1][0], GAP))
+        else:
+            total, weight = keep * total + value, keep * weight + 1
+            found.append((bucket[-1][0], total / weight))
     return found
+
+
+def settled(means: Points) -> Points:
+    """Running means of enough points for a comparison: without the first ones, which are noisy."""
+    drawn = [point for point in means if not math.isnan(point[1])]
+    return drawn[min(SMOOTH_OVER, len(drawn)) - 1 :] if drawn else []
 
 
 def thinned(points: Points, *picks: Callable) -> Points:

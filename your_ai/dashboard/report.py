@@ -1,23 +1,34 @@
-"""A run as one HTML page with charts, figures and tables. The page loads no other files."""
+"""A run as one HTML page with charts, figures and tables. The page loads no other files.
+
+The page has parts, each in an element of its own. A page that is live (`your_ai watch --web`)
+gets the parts that have changed.
+"""
 
 from __future__ import annotations
 
-import io
+import base64
+import hashlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from functools import cache
 from pathlib import Path
 from time import gmtime, strftime
 from typing import TYPE_CHECKING
 
-from your_ai.dashboard.charts import CHARTS, DARK, LIGHT, metric_points, render, svg
+from your_ai.config import FIELDS, TrainConfig, as_text, has_default, is_used
+from your_ai.dashboard.chart_page import chart_html
+from your_ai.dashboard.charts import CHARTS, DARK, LIGHT, metric_points
 from your_ai.dashboard.history import (
+    RunHistory,
     ending,
     finite,
+    held,
     losses,
     plan_changes,
     read,
+    settled,
     smoothed,
 )
 from your_ai.dashboard.metric_table import (
@@ -27,6 +38,8 @@ from your_ai.dashboard.metric_table import (
     phases_of,
     plain,
 )
+from your_ai.dashboard.plots import png
+from your_ai.dashboard.routine import folded_actions
 from your_ai.dashboard.shares import match_share
 from your_ai.dashboard.view import (
     duration,
@@ -42,7 +55,13 @@ from your_ai.run import events
 from your_ai.run.events import Action, Died, Skipped, Step
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment, Template
+
+FOLDER = Path(__file__).parent
+PART = re.compile(r"<!--part ([a-z]+)-->\n(.*?)\n<!--end-->", re.DOTALL)
+COLORS_OF_MEMORY = ("active", "cache", "rest")
+LINES = 20  # maximum lines of memory actions
+NOT_SHOWN = ("run",)  # settings that differ always
 
 
 @dataclass(frozen=True)
@@ -59,55 +78,169 @@ class RolloutSample:
     reward: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShownSetting:
+    """A setting of a run, and its default."""
+
+    name: str
+    value: str
+    default: str
+    differs: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presence:
+    """What a live page knows about the run beyond its events."""
+
+    is_running: bool
+    """Whether a process is working on it."""
+    is_deleted: bool = False
+    silent_s: int = 0
+    """Seconds since the last event, if that is worth a word; else 0."""
+    resume: str = ""
+    """The command that continues the run."""
+    fault: str = ""
+    """Why the events of the run cannot be read or shown."""
+
+
+def report_page(
+    past: RunHistory,
+    name: str,
+    config_text: str,
+    config: TrainConfig | None = None,
+    rollouts: Sequence[RolloutSample] = (),
+    presence: Presence | None = None,
+) -> str:
+    """The page about the run `name`.
+
+    config: the settings; None if they cannot be read.
+    rollouts: completions to show, of a run that trains on rewards.
+    presence: of a live page; None for a page in a file.
+    """
+    state, end = past.state, ending(past)
+    numbers = (size_text, duration, match_share, loss_text, finite, counted, plain, chart_html)
+    page = template("report.html.j2", *numbers, other_values, validation_name, validation_text)
+    gauge = None if state.gauges is None else held(state.gauges)
+    whole = max(gauge[-1], state.limit.limit_bytes if state.limit else 0) if gauge else 0
+    text = page.render(
+        name=name,
+        past=past,
+        state=state,
+        ending=end if presence is None else presence_text(past, presence),
+        presence=presence,
+        results=[*result_lines(state), *reward_lines(state)] if end[0] == "finished" else [],
+        began=strftime("%Y-%m-%d %H:%M UTC", gmtime(past.state.began_at or 0)),
+        done=[step for _, step in past.of(Step)],
+        on_rewards=any(is_rewarded(step.metrics) for step in past.steps),
+        means=settled(smoothed(losses(past))),
+        reward_means=settled(smoothed(metric_points(past, REWARD))),
+        phases=phases_of(past.steps),
+        charts={key: draw(past) for key, draw in CHARTS.items()},
+        settings=[] if config is None else shown_settings(config),
+        rollouts=rollouts,
+        plans=list(plan_changes(past)),
+        actions=past.of(Action),
+        folded=folded_actions(action for _, action in past.of(Action)),
+        most_lines=LINES,
+        deaths=past.of(Died),
+        notices=past.of(events.Notice, Skipped),
+        config_text=config_text,
+        gauge=gauge,
+        gauge_whole=whole,
+        gauge_parts=list(zip(COLORS_OF_MEMORY, (0, *gauge), gauge, strict=False)) if gauge else [],
+        share=share,
+        script=script(),
+    )
+    return printable(text)
+
+
+def presence_text(past: RunHistory, presence: Presence) -> tuple[str, str]:
+    """The state of a run on its live page, as a word and as a sentence."""
+    state, (word, text) = past.state, ending(past)
+    if presence.is_deleted:
+        return "died", "the folder of this run was deleted; this is what it was before"
+    if presence.is_running:
+        what = state.doing_text
+        if presence.silent_s:
+            what += f"; last event {duration(presence.silent_s)} ago"
+        return "running", what
+    if word != "open":
+        return word, text
+    if not past.timeline:
+        return "open", "this run has not begun"
+    return "died", f"no process is working on this run; continue with: {presence.resume}"
+
+
+def share(part: float, whole: float) -> str:
+    """A part of a whole in percent, between 0 and 100."""
+    return f"{min(100.0, max(0.0, 100 * part / whole)):.1f}" if whole > 0 else "0"
+
+
+def shown_settings(config: TrainConfig) -> list[ShownSetting]:
+    """The settings that the run's objective uses, first those that differ from their defaults."""
+    shown = [
+        ShownSetting(
+            name=name.replace("_", "-"),
+            value=as_text(getattr(config, name)),
+            default=as_text(field.default),
+            differs=not has_default(config, name),
+        )
+        for name, field in FIELDS.items()
+        if name not in NOT_SHOWN and is_used(name, config.objective)
+    ]
+    return sorted(shown, key=lambda setting: not setting.differs)
+
+
+def parts_of(page: str) -> dict[str, str]:
+    """The parts of a page by their names. Text from outside is escaped, so it is never a part."""
+    return dict(PART.findall(page))
+
+
+@cache
+def script() -> str:
+    """The script of a live page, without which it would not change."""
+    return (FOLDER / "live_page.js").read_text(encoding="utf-8")
+
+
+def live_policy() -> str:
+    """The Content-Security-Policy of a live page: this script, this server, nothing else."""
+    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
 def write_report(
     records: Sequence[events.Record],
     name: str,
     config_text: str,
     out: Path,
     rollouts: Sequence[RolloutSample] = (),
+    config: TrainConfig | None = None,
 ) -> None:
     """Write the page about the run `name` to `out`, completely or not at all.
 
-    rollouts: completions to show, of a run that trains on rewards.
-
-    Raises UserError if matplotlib or jinja2 is not installed, or if `out` cannot be written.
+    The arguments are those of `report_page`. Raises UserError if `out` cannot be written.
     """
-    require("matplotlib", "jinja2")
-    past = read(records)
-    numbers = (size_text, duration, match_share, loss_text, finite, counted, plain)
-    used = (*numbers, other_values, validation_name, validation_text)
-    state, is_done = past.state, ending(past)[0] == "finished"
-    page = template("report.html.j2", *used).render(
-        name=name,
-        past=past,
-        state=state,
-        ending=ending(past),
-        results=[*result_lines(state), *reward_lines(state)] if is_done else [],
-        began=strftime("%Y-%m-%d %H:%M UTC", gmtime(past.state.began_at or 0)),
-        done=[step for _, step in past.of(Step)],
-        on_rewards=any(is_rewarded(step.metrics) for step in past.steps),
-        means=smoothed(losses(past)),
-        reward_means=smoothed(metric_points(past, REWARD)),
-        phases=phases_of(past.steps),
-        charts={key: (key, CHARTS[key][0], *svg(key, past)) for key in CHARTS},
-        rollouts=rollouts,
-        plans=list(plan_changes(past)),
-        actions=past.of(Action),
-        deaths=past.of(Died),
-        notices=past.of(events.Notice, Skipped),
-        config_text=config_text,
-    )
-    write_atomically(out, printable(page).encode())
+    page = report_page(read(records), name, config_text, config, rollouts)
+    write_atomically(out, page.encode())
 
 
 def template(name: str, *filters: Callable[..., object]) -> Template:
     """The template of a page, which knows the colors. filters: functions that it uses, by name."""
-    import jinja2
-
-    folder = jinja2.FileSystemLoader(Path(__file__).parent)
-    pages = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    pages = environment()
     pages.filters |= {function.__name__: function for function in filters}
     return pages.get_template(name, globals={"light": LIGHT, "dark": DARK})
+
+
+@cache
+def environment() -> Environment:
+    """What compiles the templates, each once."""
+    import jinja2
+
+    folder = jinja2.FileSystemLoader(FOLDER)
+    return jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
 
 
 def write_plots(records: Sequence[events.Record], folder: Path, name: str) -> list[Path]:
@@ -115,22 +248,21 @@ def write_plots(records: Sequence[events.Record], folder: Path, name: str) -> li
 
     Raises UserError if matplotlib is not installed, or if `folder` cannot be written.
     """
-    require("matplotlib")
+    require_matplotlib()
     past, written = read(records), []
-    for key in CHARTS:
-        file = io.BytesIO()
-        if render(key, past, file, format="png", dpi=200, metadata={"Software": None}):
+    for key, draw in CHARTS.items():
+        chart = draw(past)
+        if chart is not None:
             written.append(folder / f"{name}-{key}.png")
-            write_atomically(written[-1], file.getvalue())
+            write_atomically(written[-1], png(chart))
     return written
 
 
-def require(*modules: str) -> None:
+def require_matplotlib() -> None:
     try:
-        for module in modules:
-            import_module(module)
+        import matplotlib  # noqa: F401
     except ImportError as error:
-        text = "reports need matplotlib and jinja2; run: pip install 'your_ai[report]'"
+        text = "plots as PNG files need matplotlib; run: pip install 'your_ai[report]'"
         raise UserError(text) from error
 
 

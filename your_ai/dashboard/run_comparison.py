@@ -19,7 +19,7 @@ from rich.text import Text
 
 from your_ai.config import TrainConfig, is_used
 from your_ai.dashboard.charts import metric_points
-from your_ai.dashboard.history import Points, RunHistory, finite, losses, read, smoothed
+from your_ai.dashboard.history import Points, RunHistory, finite, losses, read, settled, smoothed
 from your_ai.dashboard.metric_table import REWARD, is_charted, plain
 from your_ai.dashboard.view import duration, validation_text
 from your_ai.gates.text import counted, loss_text, printable, shortened, size_text
@@ -109,7 +109,7 @@ def figures_of(past: RunHistory) -> dict[str, str]:
         last = steps[-1]
         found["step"] = f"{last.step:,} of {last.steps:,}"
         found["last loss"] = loss_text(last.loss)
-        means = [mean for _, mean in smoothed(losses(past)) if not math.isnan(mean)]
+        means = [mean for _, mean in settled(smoothed(losses(past)))]
         if means:
             found["best running mean"] = loss_text(min(means))
     checked = finite(past.validations)

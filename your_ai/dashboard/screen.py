@@ -223,9 +223,7 @@ def condition(page: Page, state: ViewState, now: float) -> list[TextPart]:
         return [(f"{glyphs.ended} died", "bold red")]
     if state.paused:
         return [(f"{glyphs.waiting} paused", "bold yellow")]
-    doing = clean(page, state.doing)
-    if state.stopping:
-        doing = "stopping after this step" if state.is_training else f"stopping: {doing}"
+    doing = clean(page, state.doing_text)
     mark, style = (glyphs.busy, "bold green") if state.loaded else (glyphs.waiting, "bold cyan")
     if state.is_training:
         return [(f"{mark} {doing}", style)]

@@ -196,6 +196,15 @@ class ViewState:
         return self.doing == TRAINING
 
     @property
+    def doing_text(self) -> str:
+        """What the run is doing, in a few words."""
+        if self.paused:
+            return "paused"
+        if not self.stopping:
+            return self.doing
+        return "stopping after this step" if self.is_training else f"stopping: {self.doing}"
+
+    @property
     def seconds_left(self) -> float | None:
         """Estimated time for the rest of the steps, after the last one; None if unknown or none."""
         left = self.steps - self.at

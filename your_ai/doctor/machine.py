@@ -30,7 +30,7 @@ from your_ai.memory.limit import MemoryLimit
 
 PACKAGES = {  # the packages of each extra
     "judge": ("openai",),
-    "report": ("matplotlib", "jinja2"),
+    "report": ("matplotlib",),
     "swanlab": ("swanlab",),
     "tensorboard": ("tensorboardX",),
     "tune": ("optuna",),

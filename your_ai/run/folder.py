@@ -95,6 +95,13 @@ class RunFolder:
             raise UserError(f"{self.config}: is cut short")
         return build(ADDED | read_yaml(self.config), str(self.config))
 
+    def settings(self) -> TrainConfig | None:
+        """The settings of the run; None if they cannot be read."""
+        try:
+            return self.read_config()
+        except UserError:
+            return None
+
     def config_text(self, errors: str = "strict") -> str:
         """The text of config.yaml. Raises UserError if it cannot be read or is too large."""
         try:

@@ -7,7 +7,6 @@ other model. Web pages from other hosts cannot use it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import functools
@@ -15,12 +14,10 @@ import json
 import logging
 import shlex
 import socket
-import socketserver
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from http.server import ThreadingHTTPServer
 from typing import Any
 
 import mlx.core as mx
@@ -43,6 +40,7 @@ from your_ai.memory.sizes import PREFILL_TOKENS
 from your_ai.nets.model import first_line
 from your_ai.nets.saved_adapter import Trained
 from your_ai.serving import admission, wire
+from your_ai.serving.connections import LimitedServer
 from your_ai.serving.handler import DEFAULT, Asked, Handler
 from your_ai.serving.wire import Origins, RequestRefused
 
@@ -168,57 +166,18 @@ class Answers(ResponseGenerator):
             yield response
 
 
-class Server(ThreadingHTTPServer):
+class Server(LimitedServer):
     """Listens when it is created; answers requests when `answers` is set."""
 
     answers: Answers
-    request_queue_size = wire.CONNECTIONS
 
     def __init__(self, host: str, port: int) -> None:
-        self.is_local = wire.is_loopback(host)
         self.bodies = wire.Allowance(wire.BODIES_BYTES)
-        self.connections = threading.BoundedSemaphore(wire.CONNECTIONS)
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, _, _, _, address = found[0]
-        super().__init__(address, Handler)
-
-    def server_bind(self) -> None:
-        """Bind as HTTPServer does, without looking up the host's name, which may take seconds."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self.connections.acquire(blocking=False):
-            try:
-                super().process_request(request, client_address)
-            except BaseException:
-                self.connections.release()
-                raise
-            return
-        with contextlib.suppress(OSError):
-            request.setblocking(False)
-            request.send(BUSY)
-            request.recv(1 << 16)  # unread data would make the system discard the answer
-        self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.connections.release()
+        super().__init__(host, port, Handler, BUSY)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         handler = functools.partial(Handler, system_fingerprint=f"your_ai-{__version__}")
         handler(self.answers, request, client_address, self)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        logging.debug("a request failed, or its client left", exc_info=True)
-
-    @property
-    def url(self) -> str:
-        host, port = self.server_address[:2]
-        named = str(host)
-        return f"http://{f'[{named}]' if ':' in named else named}:{port}"
 
 
 def listen(host: str, port: int) -> Server:
