@@ -14,6 +14,7 @@ from your_ai.run.events import Action, Died, Finished, Gauges, Planned, Skipped,
 
 BUCKETS = 600  # of a curve; two points are drawn for each bucket
 AWAY_S = 60.0  # with no event for so long before a process loads, no process was running
+WINDOW = 2 * SMOOTH_OVER  # values in a mean as smooth as the exponential mean of the dashboard
 LARGEST = 1e30  # a larger loss counts as infinite
 DECISIVE = attrgetter("plan", "micro_tokens", "spill", "level")  # a plan with others is a new one
 GAP = math.nan  # breaks a curve; the running mean restarts after it
@@ -147,28 +148,25 @@ def buckets(points: Points) -> list[Points]:
 
 
 def smoothed(points: Points) -> Points:
-    """Return the running mean, of buckets if there are many points.
+    """Return the running mean, of buckets if there are many points. It starts again after a gap.
 
-    It is an exponential mean over SMOOTH_OVER points or buckets, corrected for the bias of its
-    start: a value k points ago has a weight in proportion to (1 - 1 / SMOOTH_OVER) ** k, also among
-    the first points, and all weights sum to 1. It starts again after a gap.
+    It is the mean of the newer half of the values, of WINDOW at most. So the high losses of a
+    run's first steps are soon out of it, while an exponential mean keeps a share of them, which
+    is more than the loss itself where the loss falls a hundredfold.
     """
-    found, total, weight, keep = [], 0.0, 0.0, 1 - 1 / SMOOTH_OVER
+    found, values = [], list[float]()
     for bucket in buckets(points):
         value = sum(point[1] for point in bucket) / len(bucket)
-        if math.isnan(value):
-            total, weight = 0.0, 0.0
-            found.append((bucket[-1][0], GAP))
-        else:
-            total, weight = keep * total + value, keep * weight + 1
-            found.append((bucket[-1][0], total / weight))
+        values = [] if math.isnan(value) else [*values, value][-2 * WINDOW :]
+        newer = values[-min(WINDOW, (len(values) + 1) // 2) :]
+        found.append((bucket[-1][0], sum(newer) / len(newer) if newer else GAP))
     return found
 
 
 def settled(means: Points) -> Points:
-    """Running means of enough points for a comparison: without the first ones, which are noisy."""
+    """Running means of enough values to be compared: without the first ones, which are noisy."""
     drawn = [point for point in means if not math.isnan(point[1])]
-    return drawn[min(SMOOTH_OVER, len(drawn)) - 1 :] if drawn else []
+    return drawn[min(WINDOW, len(drawn)) - 1 :] if drawn else []
 
 
 def thinned(points: Points, *picks: Callable) -> Points:
