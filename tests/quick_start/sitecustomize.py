@@ -3,7 +3,7 @@
 At each start these are transformers' reading of all its models, and the compilation of the methods
 of a thousand dataclasses. The first process keeps what it found in $YOUR_AI_TESTS_CACHE for the
 others. That makes a training process start in less than half the time, and the suite starts more
-than a hundred. They also fuse no kernels where the test that started them does not.
+than a hundred. They also compile and multiply in MLX as the test that started them does.
 """
 
 import atexit
@@ -15,19 +15,22 @@ import sys
 
 METHODS = "methods.marshal"
 VARIABLE = "YOUR_AI_TESTS_COMPILE_MODE"  # of MLX
+BLAS = "YOUR_AI_TESTS_BLAS"  # see tests/matmul.py
 SET_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"
 
 
 class Finder:
     """Finds a module as usual, and changes it once it is loaded."""
 
-    def __init__(self, name, change):
-        self.name, self.change = name, change
+    def __init__(self, name, change, before=None):
+        self.name, self.change, self.before = name, change, before
 
     def find_spec(self, name, path, target=None):
         if name != self.name:
             return None
         sys.meta_path.remove(self)
+        if self.before:
+            self.before()
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         load = spec.loader.exec_module
 
@@ -43,7 +46,16 @@ def read_models_once(module):
     module.define_import_structure = kept(module.define_import_structure)
 
 
+def load_blas():
+    if os.environ.get(BLAS):
+        import ctypes
+
+        ctypes.CDLL(os.environ[BLAS], ctypes.RTLD_GLOBAL)
+
+
 def fuse_as_the_test(module):
+    if VARIABLE not in os.environ:
+        return
     with contextlib.suppress(OSError, AttributeError, ValueError):
         library_of(os.path.dirname(module.__file__))[SET_MODE](int(os.environ[VARIABLE]))
 
@@ -123,6 +135,5 @@ def keep_methods():
 
 if "YOUR_AI_TESTS_CACHE" in os.environ and not __name__.startswith("tests."):
     sys.meta_path.insert(0, Finder("transformers.utils.import_utils", read_models_once))
-    if VARIABLE in os.environ:
-        sys.meta_path.insert(0, Finder("mlx.core", fuse_as_the_test))
+    sys.meta_path.insert(0, Finder("mlx.core", fuse_as_the_test, before=load_blas))
     keep_methods()
