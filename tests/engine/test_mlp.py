@@ -21,6 +21,9 @@ from your_ai.nets.dora import DoRA, dora_layers, norms_of, use_norms
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.parts import put
 
+KERNELS = True  # which make the peaks smaller
+
+
 HIDDEN, INNER = 64, 384
 
 
