@@ -13,7 +13,6 @@ from your_ai.data.encode import Encoder
 from your_ai.data.examples import load_examples
 from your_ai.data.windows import SIZES
 
-KERNELS = True  # which make the peaks smaller
 WORDS = "the order of twelve boxes was sent to Mr. Smith, who had asked for it".split()
 LIMIT_GB = 0.2
 
