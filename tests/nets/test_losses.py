@@ -15,7 +15,6 @@ from your_ai.nets.losses import cross_entropy_sum
 from your_ai.objectives.objective import Scores, Targets
 from your_ai.objectives.sft import SUPERVISED
 
-
 KERNELS = True  # whose number is tested
 
 
