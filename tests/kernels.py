@@ -18,9 +18,12 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from tests.quick_start.sitecustomize import SET_MODE, VARIABLE, library_of
+
 HEADER = "mlx/backend/cpu/compiled_preamble.h"
-SET_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"
-NO_FUSE, FUSE = 2, 3  # of the modes
+CACHE = "_ZN3mlx4core6detail13compile_cacheEv"
+CLEAR = "_ZN3mlx4core6detail19compile_clear_cacheERKSt8weak_ptrINS1_12CompileCacheEE"
+NO_FUSE, FUSE = 2, 3  # of MLX's modes of compilation
 FLAGS = ("-std=c++17", "-O3", "-Wall", "-fPIC")  # as MLX calls g++
 
 
@@ -40,12 +43,26 @@ def precompile_header() -> None:
             partial.replace(target)
 
 
+class WeakPointer(ctypes.Structure):
+    """std::weak_ptr; a third word makes ctypes expect it in memory, as C++ returns it."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("object", "count", "unused")]
+
+
 def fuse(on: bool) -> None:
     """Let `mx.compile` fuse operations into kernels, or only trace and simplify.
 
-    What was compiled before stays as it is. Where MLX has no such switch, kernels are compiled;
-    `mx.disable_compile` would not even trace.
+    That also holds for the processes that tests start; see quick_start/sitecustomize.py. What was
+    compiled before in this thread is compiled again when it is next called. Where MLX has no such
+    switch, kernels are compiled; `mx.disable_compile` would not even trace.
     """
+    mode = str(FUSE if on else NO_FUSE)
+    if os.environ.get(VARIABLE) == mode:
+        return
+    os.environ[VARIABLE] = mode
     with contextlib.suppress(OSError, AttributeError, ValueError):
-        (library,) = (Path(mx.__file__).parent / "lib").glob("libmlx.*")
-        ctypes.CDLL(str(library))[SET_MODE](FUSE if on else NO_FUSE)
+        library = library_of(Path(mx.__file__).parent)
+        set_mode, cache, clear = (library[name] for name in (SET_MODE, CACHE, CLEAR))
+        cache.argtypes, cache.restype = [], WeakPointer
+        set_mode(int(mode))
+        clear(ctypes.byref(cache()))

@@ -27,6 +27,7 @@ from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import tensors_of
 from your_ai.nets import model
 
+KERNELS = True  # which are what is tested
 PLANS = [("fused", False), ("fused", True), ("staged", True), ("streamed", False)]  # and cached
 NUMBERS = 1_000_000
 

@@ -160,7 +160,7 @@ def test_a_traceback_is_printable(monkeypatch, capsys):
     def fail(**_: object) -> None:
         raise ValueError(HOSTILE)
 
-    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(cli, "parser", lambda: fail)
     assert call("--debug") == 1
     error = capsys.readouterr().err
     assert "Traceback" in error

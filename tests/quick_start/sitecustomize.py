@@ -1,9 +1,9 @@
-"""Spare the processes that tests start some slow work of each start.
+"""Spare the processes that tests start some slow work.
 
-These are transformers' reading of all its models, and the compilation of the methods of a
-thousand dataclasses. The first process keeps what it found in $YOUR_AI_TESTS_CACHE for the others.
-That makes a training process start in less than half the time, and the suite starts more than a
-hundred.
+At each start these are transformers' reading of all its models, and the compilation of the methods
+of a thousand dataclasses. The first process keeps what it found in $YOUR_AI_TESTS_CACHE for the
+others. That makes a training process start in less than half the time, and the suite starts more
+than a hundred. They also compile and multiply in MLX as the test that started them does.
 """
 
 import atexit
@@ -13,26 +13,60 @@ import marshal
 import os
 import sys
 
-SLOW = "transformers.utils.import_utils"
 METHODS = "methods.marshal"
+VARIABLE = "YOUR_AI_TESTS_COMPILE_MODE"  # of MLX
+BLAS = "YOUR_AI_TESTS_BLAS"  # see tests/matmul.py
+SET_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"
 
 
 class Finder:
-    """Finds the slow module as usual, and changes its function once the module is loaded."""
+    """Finds a module as usual, and changes it once it is loaded."""
+
+    def __init__(self, name, change, before=None):
+        self.name, self.change, self.before = name, change, before
 
     def find_spec(self, name, path, target=None):
-        if name != SLOW:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
+        if self.before:
+            self.before()
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         load = spec.loader.exec_module
 
         def load_and_change(module):
             load(module)
-            module.define_import_structure = kept(module.define_import_structure)
+            self.change(module)
 
         spec.loader.exec_module = load_and_change
         return spec
+
+
+def read_models_once(module):
+    module.define_import_structure = kept(module.define_import_structure)
+
+
+def load_blas():
+    if os.environ.get(BLAS):
+        import ctypes
+
+        ctypes.CDLL(os.environ[BLAS], ctypes.RTLD_GLOBAL)
+
+
+def fuse_as_the_test(module):
+    if VARIABLE not in os.environ:
+        return
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        library_of(os.path.dirname(module.__file__))[SET_MODE](int(os.environ[VARIABLE]))
+
+
+def library_of(folder):
+    """MLX's library, below the folder of its package. Raises OSError or ValueError without one."""
+    import ctypes
+
+    libraries = os.path.join(folder, "lib")
+    (name,) = (name for name in os.listdir(libraries) if name.startswith("libmlx."))
+    return ctypes.CDLL(os.path.join(libraries, name))
 
 
 def kept(function):
@@ -99,6 +133,7 @@ def keep_methods():
     atexit.register(write)
 
 
-if "YOUR_AI_TESTS_CACHE" in os.environ:
-    sys.meta_path.insert(0, Finder())
+if "YOUR_AI_TESTS_CACHE" in os.environ and not __name__.startswith("tests."):
+    sys.meta_path.insert(0, Finder("transformers.utils.import_utils", read_models_once))
+    sys.meta_path.insert(0, Finder("mlx.core", fuse_as_the_test, before=load_blas))
     keep_methods()

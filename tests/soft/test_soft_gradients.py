@@ -25,7 +25,6 @@ from your_ai.soft import columns, passes, terms
 from your_ai.soft.engine import SoftEngine, column_engine, sweep_engine
 from your_ai.soft.roles import Sampled, SoftSettings
 
-KERNELS = False  # they are compiled for each of the cases
 TOKENS = 6
 TOLERANCE = 1e-5
 CASES = {

@@ -21,6 +21,7 @@ from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.run.checkpoint import TrainState
 from your_ai.training import optimizer
 
+KERNELS = True  # which make the peaks smaller
 OPTIMIZERS = ["adamw", "adam", "sgd", "adafactor", "muon", "lion"]
 
 
