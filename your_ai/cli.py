@@ -13,6 +13,7 @@ import typer
 
 from your_ai import __version__
 from your_ai.commands import (
+    beginning,
     benching,
     comparing,
     evaluating,
@@ -58,6 +59,7 @@ def root(
 
 
 command = functools.partial(app.command, cls=CommandWithPanels)
+command()(beginning.init)
 command()(training.train)
 command()(training.plan)
 command()(tuning.tune)
