@@ -34,6 +34,7 @@ LAYERS = [
     ["publish"],
     ["session"],
     ["doctor", "api"],
+    ["serving.agent_gate", "serving.agent_memory", "serving.agent_tools", "serving.agent_server"],
     ["commands"],
     ["cli"],
     ["__main__"],
@@ -62,6 +63,7 @@ WITHOUT_MLX = [
     *("hub.download", "hub.local", "evaluation.record", "dashboard.live", "trackers.upload"),
     *("publish.after_training", "publish.push"),
     *("session.supervisor", "session.attach", "session.run_list", "session.new_run"),
+    *("session.background", "serving.agent_gate", "serving.agent_memory"),
     *("session.tuning", "rewards.chosen"),
 ]
 OWN_NAMES = ("self", "cls", "os", "twin")  # twin: a copy of self under construction

@@ -13,6 +13,7 @@ import typer
 
 from your_ai import __version__
 from your_ai.commands import (
+    agents,
     beginning,
     benching,
     comparing,
@@ -69,6 +70,7 @@ command()(generating.chat)
 command("eval")(evaluating.evaluate)
 command()(scoring.score)
 command()(serving.serve)
+command()(agents.mcp)
 command()(fusing.fuse)
 command()(exporting.export)
 command("import")(exporting.import_adapter)
