@@ -40,6 +40,7 @@ def type_in(monkeypatch, *lines: str, interrupts: bool = False) -> None:
     typed = Typed("".join(f"{line}\n" for line in lines))
     typed.interrupts = interrupts
     monkeypatch.setattr(sys, "stdin", typed)
+    monkeypatch.setattr(beginning, "recommended", lambda given: "demo")  # it takes half a second
 
 
 def written(path: str = "your_ai.yaml") -> TrainConfig:

@@ -185,10 +185,8 @@ def check_data(gate: AgentGate, label: str, text: str) -> None:
         return
     for part in text.split(","):
         for name in {part.strip(), part.rpartition("=")[0].strip()} - {""}:
-            if name.startswith(PREFIX) and not os.path.lexists(gate.folder / name):
-                if ".." in Path(name).parts:
-                    check_path(gate, label, name)
-                continue
+            if name.startswith(PREFIX):
+                check_path(gate, label, name.removeprefix(PREFIX))  # a dataset is no path
             check_path(gate, label, name)
 
 
@@ -212,6 +210,7 @@ def check_run_or_path(gate: AgentGate, label: str, text: str) -> None:
 
 
 def check_reward(gate: AgentGate, label: str, text: str) -> None:
+    check_characters(label, text)
     found = rewards.parse_reward(text)
     if found.kind == rewards.FUNCTION:
         need_code(gate, label, text)

@@ -192,7 +192,7 @@ class AgentTools:
         resume: Annotated[
             str | None, described("Continue this run instead; only some settings may change.")
         ] = None,
-        wait_s: WaitSeconds = 5.0,
+        wait_s: WaitSeconds = 10.0,
     ) -> StartedRun:
         """Train LoRA adapters in the background, and return the run's name.
 
@@ -337,11 +337,14 @@ class AgentTools:
         found = agent_gate.find_run(self.gate, run)
         folders.check_resumable(found)
         settings = resumed(found.read_config(), given)
+        done = already_finished(found, settings)
+        settings = replace(settings, supervise=True)  # as each run here
         agent_gate.check_config(self.gate, settings, FIELDS)
         if is_running(found):
             raise UserError(f"run {found.name}: is running; watch it, or stop it first")
-        if done := already_finished(found, settings):
+        if done:
             raise UserError(done)
+        settings = checked_settings(settings, every_row=False)
         find_model(settings.model)
         with self.starting():
             settings = self._with_share(settings)
