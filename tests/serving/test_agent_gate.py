@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.conftest import chat, write_rows
 from your_ai.config import FIELDS, TYPES
@@ -65,6 +67,46 @@ def test_paths_that_lead_out_are_refused(gate, outside, name):
         f"{gate.folder}/../x",
     ):
         assert len(fault(gate, name, PATHS[name].format(place)).splitlines()) == 1, place
+
+
+PARTS = st.sampled_from(
+    [
+        "..",
+        ".",
+        "/",
+        "//",
+        "~",
+        "in",
+        "rows.jsonl",
+        "out",
+        "back",
+        "up",
+        "\0",
+        " ",
+        "=1",
+        ",",
+        "hf:",
+    ]
+)
+
+
+@given(st.lists(PARTS | st.text(max_size=3), max_size=6).map("/".join), st.booleans())
+def test_whatever_passes_is_inside(tmp_path_factory, text, absolute):
+    """With links out, up, and out and back again."""
+    place = tmp_path_factory.mktemp("place").resolve()
+    home = place / "home"
+    write_rows(home / "in" / "rows.jsonl", [])
+    (home / "out").symlink_to(place)
+    (home / "up").symlink_to("..")
+    (home / "back").symlink_to(home / "in")
+    gate = AgentGate(home)
+    text = f"{home}/{text}" if absolute else text
+    try:
+        found = gates.check_path(gate, "data", text)
+    except UserError:
+        return
+    assert found.is_relative_to(home)
+    assert Path(os.path.realpath(home / text)).is_relative_to(home)
 
 
 @pytest.mark.parametrize("name", PATHS)
