@@ -63,3 +63,7 @@ def test_texts_are_read_back(text):
     chosen = {"model": text, "data": text, "reward": (text, "b, c")}
     found = read(commented_yaml(chosen))
     assert found == {"model": text, "data": text, "reward": [text, "b, c"]}
+
+
+def test_texts_that_some_readers_take_for_numbers_are_quoted():
+    assert '\nrun: "1e5"\n' in commented_yaml({"run": "1e5"})

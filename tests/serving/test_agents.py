@@ -191,6 +191,20 @@ def test_training_that_is_refused_writes_nothing(started, tmp_path_factory, argu
     assert not RUNS.exists()
 
 
+def test_file_of_settings_is_checked_before_anything_it_names_is_read(started):
+    Path("c.yaml").write_text("model: demo\ndata: demo\nfrom_adapter: /none\n")
+    assert "from_adapter /none: leads out of" in error("train", config="c.yaml")
+
+
+def test_model_that_an_adapter_names_is_checked(run, started, tmp_path_factory):
+    outside = shutil.copytree("tiny", tmp_path_factory.mktemp("outside") / "tiny")
+    text = run.config.read_text()
+    run.config.write_text(text.replace(str(Path("tiny").absolute()), str(outside)))
+    text = error("train", data="data", run="second", settings={"from_adapter": "r"})
+    assert f"model {outside}: leads out of" in text
+    assert not started
+
+
 def test_code_is_run_only_if_it_was_allowed(started):
     settings = {"objective": "grpo", "reward": "mine:mine"}
     given = {"model": "demo", "data": "demo", "settings": settings}
