@@ -34,6 +34,7 @@ LAYERS = [
     ["publish"],
     ["session"],
     ["doctor", "api"],
+    ["serving.agent_gate", "serving.agent_memory", "serving.agent_tools", "serving.agent_server"],
     ["commands"],
     ["cli"],
     ["__main__"],
@@ -63,6 +64,7 @@ WITHOUT_MLX = [
     *("publish.after_training", "publish.push"),
     *("session.supervisor", "session.attach", "session.run_list", "session.new_run"),
     *("session.web", "serving.live_pages"),
+    *("session.background", "serving.agent_gate", "serving.agent_memory"),
     *("session.tuning", "rewards.chosen"),
 ]
 OWN_NAMES = ("self", "cls", "os", "twin")  # twin: a copy of self under construction

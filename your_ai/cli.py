@@ -13,6 +13,8 @@ import typer
 
 from your_ai import __version__
 from your_ai.commands import (
+    agents,
+    beginning,
     benching,
     comparing,
     evaluating,
@@ -58,6 +60,7 @@ def root(
 
 
 command = functools.partial(app.command, cls=CommandWithPanels)
+command()(beginning.init)
 command()(training.train)
 command()(training.plan)
 command()(tuning.tune)
@@ -67,6 +70,7 @@ command()(generating.chat)
 command("eval")(evaluating.evaluate)
 command()(scoring.score)
 command()(serving.serve)
+command()(agents.mcp)
 command()(fusing.fuse)
 command()(exporting.export)
 command("import")(exporting.import_adapter)

@@ -73,6 +73,11 @@ def open_console(*, stderr: bool = False, file: IO[str] | None = None, **options
     return Printing(stderr=stderr, file=file, **plain, **options)
 
 
+def ask(question: str, default: str) -> str:
+    """Ask the user for a line of text. Raises typer.Abort if there is no answer."""
+    return str(typer.prompt(message_line(question), default=default))
+
+
 class PrintableRecord(logging.LogRecord):
     """A log record of a library, made printable, since such messages quote files."""
 

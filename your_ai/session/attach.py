@@ -97,6 +97,12 @@ def terminal(follower: Follower) -> Iterator[Terminal]:
                 signal.signal(signal.SIGTSTP, before)
 
 
+def supervisor_command(folder: RunFolder, settings: TrainConfig) -> list[str]:
+    """The arguments of the process that supervises a run."""
+    command = [sys.executable, "-m", "your_ai.session.supervisor", str(folder.path)]
+    return [*command, "--settings", json.dumps(dataclasses.asdict(settings))]
+
+
 def train(
     folder: RunFolder,
     settings: TrainConfig,
@@ -114,8 +120,7 @@ def train(
     style = "lines" if detach and not as_json else style_for(console, as_json)
     follower = Follower(folder.events, console, style, KEYS, resumes=True)
     _, offset = events.tail(folder.events)
-    command = [sys.executable, "-m", "your_ai.session.supervisor", str(folder.path)]
-    command += ["--settings", json.dumps(dataclasses.asdict(settings))]
+    command = supervisor_command(folder, settings)
     with recorded_signals() as received, child.open_log(folder) as log:
         start = log.seek(0, os.SEEK_END)
         with child.started(command, folder, log) as supervisor, terminal(follower) as shown:

@@ -1,0 +1,298 @@
+"""`your_ai init`: ask what to train, and write a commented YAML file."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from your_ai.commands.options import text_of
+from your_ai.commands.progress import rows_read
+from your_ai.config import AUTO, DEMO, DEMO_DATA, GRPO, SFT, SOFT, build, coerce, flag
+from your_ai.errors import UserError
+from your_ai.gates.console import ask, echo, echo_error
+from your_ai.gates.text import counted, shortened
+
+if TYPE_CHECKING:
+    from your_ai.data.look import DataLook
+    from your_ai.doctor.recommend import MachineRoom
+
+FILE = "your_ai.yaml"
+FOLDERS = ("data", "my-data")  # where the data is looked for first
+PLACEHOLDER = "length:200"  # a reward for prompts without expected answers
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The answer to a question."""
+
+    settings: dict[str, Any]
+    """What it sets; nothing for a default that `train` chooses."""
+    note: str = ""
+    """What was found out about it, for the user."""
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Where answers come from: an option, the user, or the default."""
+
+    interactive: bool
+
+    def __call__(
+        self,
+        name: str,
+        question: Callable[[], tuple[str, str]],
+        given: str | None,
+        read: Callable[[str], Chosen],
+    ) -> Chosen:
+        """Return what `read` makes of the answer, after asking until it is valid.
+
+        question: makes the question and the default; called only if they are needed.
+        Raises UserError if an answer that was not typed is wrong.
+        """
+        if given is not None:
+            return self.noted(name, read(given))
+        text, default = question()
+        if not self.interactive:
+            return self.noted(name, read(default))
+        while True:
+            try:
+                return self.noted(name, read(ask(text, default).strip()))
+            except UserError as error:
+                echo_error(f"error: {error}")
+
+    def noted(self, name: str, answer: Chosen) -> Chosen:
+        if answer.note:
+            echo(f"  {name}: {answer.note}")
+        return answer
+
+
+def init(
+    file: Annotated[str, typer.Argument(help="The file to write.", metavar="FILE")] = FILE,
+    model: Annotated[str | None, typer.Option(help=text_of("model"), metavar="TEXT")] = None,
+    data: Annotated[str | None, typer.Option(help=text_of("data"), metavar="TEXT")] = None,
+    objective: Annotated[
+        str | None, typer.Option(help=text_of("objective"), metavar="NAME")
+    ] = None,
+    max_memory: Annotated[
+        str | None, typer.Option(help=text_of("max_memory"), metavar="X|auto")
+    ] = None,
+    run: Annotated[str | None, typer.Option(help=text_of("run"), metavar="NAME|auto")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask nothing: take the defaults for the others.")
+    ] = False,
+) -> None:
+    """Ask five questions, and write a commented YAML file for `train --config`."""
+    from your_ai.config.commented import commented_yaml
+
+    path = Path(file)
+    check_place(path, force)
+    given = {
+        "model": model,
+        "data": data,
+        "objective": objective,
+        "max_memory": max_memory,
+        "run": run,
+    }
+    missing = [flag(name) for name, value in given.items() if value is None]
+    if missing and not yes and not sys.stdin.isatty():
+        raise UserError(
+            f"init: standard input is no terminal, so nobody can be asked for {', '.join(missing)};"
+            " give them as options, or --yes for the defaults"
+        )
+    asker = Asker(interactive=not yes)
+    settings = answered(asker, given)
+    text = commented_yaml(settings)
+    check_place(path, force)
+    write(path, text)
+    echo(f"wrote {path}; next:\n  your_ai train --config {shlex.quote(file)}")
+
+
+def check_place(path: Path, force: bool) -> None:
+    """Raise UserError if the file cannot be written there."""
+    if not os.path.lexists(path):
+        if not path.parent.is_dir():
+            raise UserError(f"{path}: there is no folder {path.parent}")
+    elif path.is_symlink() or not path.is_file():
+        raise UserError(f"{path}: is not a regular file; give another name")
+    elif not force:
+        raise UserError(f"{path}: exists; give another name, or --force to overwrite it")
+
+
+def write(path: Path, text: str) -> None:
+    from your_ai.files import replace_text
+
+    try:
+        replace_text(path, text)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def answered(asker: Asker, given: dict[str, str | None]) -> dict[str, Any]:
+    """The settings of the answers to all questions. Raises UserError for a wrong option."""
+    found: list[DataLook] = []
+
+    def read_data(text: str) -> Chosen:
+        answer, seen = look_into(text)
+        found[:] = [] if seen is None else [seen]
+        return answer
+
+    def seen() -> DataLook | None:
+        return found[0] if found else None
+
+    def about_objective() -> tuple[str, str]:
+        default = SFT if (data := seen()) is None else data.objective
+        return "What for (sft, dpo, kto, reward, grpo ...)", default
+
+    def about_memory() -> tuple[str, str]:
+        gb = f"{room_for(None).limit.limit_bytes / 1e9:.1f}"
+        return f"Memory budget in GB (auto: what is free, now {gb})", AUTO
+
+    about_model = "Model (a name of `your_ai models`, a folder, or OWNER/NAME)"
+    about_data = "Data (a file, a folder, or hf:OWNER/NAME)"
+    about_run = "Name of the run (auto: made of model, data and time)"
+    model = asker("model", lambda: (about_model, recommended(given)), given["model"], read_model)
+    data = asker("data", lambda: (about_data, data_here()), given["data"], read_data)
+    objective = asker(
+        "objective",
+        about_objective,
+        given["objective"],
+        lambda text: read_objective(text, data.settings["data"], seen()),
+    )
+    memory = asker("max_memory", about_memory, given["max_memory"], read_memory)
+    run = asker("run", lambda: (about_run, AUTO), given["run"], read_run)
+    answers = (model, data, objective, memory, run)
+    settings = {name: value for answer in answers for name, value in answer.settings.items()}
+    build(settings, "init")  # what contradicts
+    return settings
+
+
+def room_for(max_memory: str | None) -> MachineRoom:
+    """The room of this machine, or that of the budget that was given."""
+    from your_ai.doctor.machine import read_machine
+    from your_ai.doctor.recommend import room_here
+
+    room = room_here(read_machine())
+    gb = None if max_memory is None else read_memory(max_memory).settings.get("max_memory")
+    if gb is None:
+        return room
+    return replace(room, limit=replace(room.limit, limit_bytes=int(gb * 1e9)))
+
+
+def recommended(given: dict[str, str | None]) -> str:
+    """The first model that `your_ai recommend` names; the demo's if none fits."""
+    from your_ai.doctor.recommend import recommend
+
+    objective = coerce("objective", given["objective"] or SFT, "--objective")
+    best = next(iter(recommend(room_for(given["max_memory"]), objective=objective)), None)
+    return DEMO if best is None else best.known.alias
+
+
+def data_here() -> str:
+    """The data that is probably meant: a folder with training rows, or else the demo."""
+    from your_ai.data.sources import source_of
+
+    for name in FOLDERS:
+        if Path(name).is_dir():
+            try:
+                source_of(name, "--data", to_train=True)
+            except UserError:
+                continue
+            return name
+    return DEMO
+
+
+def checked_text(name: str, text: str) -> str:
+    """A setting's text that TrainConfig accepts. Raises UserError."""
+    if not text:
+        raise UserError(f"{flag(name)}: is empty")
+    return getattr(build({name: text}, "init"), name)
+
+
+def read_model(text: str) -> Chosen:
+    from your_ai.hub.find import Missing, find_model
+
+    name = checked_text("model", text)
+    try:
+        find_model(name)
+    except Missing as missing:
+        size = f", {missing.size_text}" if missing.size_text else ""
+        return Chosen({"model": name}, f"not on this machine; train asks to download it{size}")
+    return Chosen({"model": name})
+
+
+def look_into(text: str) -> tuple[Chosen, DataLook | None]:
+    """The answer, and what was found; None for a dataset that is not here."""
+    from your_ai.data.hub_datasets import MissingDataset
+    from your_ai.data.look import look
+    from your_ai.data.sources import STDIN
+
+    name = checked_text("data", text)
+    if name == STDIN:
+        raise UserError("--data -: init cannot keep standard input; give a file")
+    try:
+        found = look(name, progress=rows_read())
+    except MissingDataset:
+        return Chosen({"data": name}, "not on this machine; train asks to download it"), None
+    problems = (
+        f"; training refuses {found.problems:,}, first: {found.problem}" if found.problems else ""
+    )
+    note = f"{counted(found.rows, 'row')}, {found.form}{problems}"
+    kind = "embedded data" if name in DEMO_DATA else form_of_source(name)
+    return Chosen({"data": name}, f"{kind}: {note}"), found
+
+
+def form_of_source(name: str) -> str:
+    """`CSV`, or the forms of several files, by their names."""
+    from your_ai.data.records import form_of
+    from your_ai.data.sources import sources_of
+
+    files = [file for source in sources_of(name) for file in source.splits["train"]]
+    return ", ".join(dict.fromkeys(form_of(file) for file in files))
+
+
+def read_objective(text: str, data: str, seen: DataLook | None) -> Chosen:
+    """The objective, checked with the rows; with rewards, also a first one."""
+    from your_ai.data.look import look
+
+    name = coerce("objective", text, "--objective")
+    if name == SOFT:
+        raise UserError("--objective soft: needs a reward model; docs/soft.md has a file for it")
+    if seen is not None and name != seen.objective:
+        seen = look(data, name, rows_read())
+    if name != GRPO:
+        return Chosen({"objective": name})
+    if seen is not None and not seen.expected:
+        note = f"rewards {PLACEHOLDER} for now: change reward in the file to what you want"
+        return Chosen({"objective": name, "reward": (PLACEHOLDER,)}, note)
+    return Chosen({"objective": name, "reward": ("exact_match",)}, "rewards exact_match")
+
+
+def read_memory(text: str) -> Chosen:
+    """The budget in GB; `auto` sets nothing."""
+    from your_ai.memory.limit import requested
+    from your_ai.training.plan_without_files import memory_here
+
+    if text == AUTO:
+        return Chosen({})
+    gb = build({"max_memory": text}, "init").max_memory
+    requested(memory_here(), gb, force=False)
+    return Chosen({"max_memory": gb})
+
+
+def read_run(text: str) -> Chosen:
+    from your_ai.run.folder import place_of
+
+    if text == AUTO:
+        return Chosen({})
+    folder = place_of(text)
+    if folder.path.exists():
+        raise UserError(f"--run {shortened(text)}: {folder.path} exists; choose another name")
+    return Chosen({"run": text})

@@ -1,0 +1,98 @@
+"""What data seems to be for: the form of its rows, how many there are, and what they can train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from your_ai.config import GRPO, REWARD, SFT, TrainConfig
+from your_ai.data.columns import layout_of
+from your_ai.data.preferences import parser_of
+from your_ai.data.rows import Question, Row, RowLimit
+from your_ai.data.sources import Progress, find_splits, records_in, sources_of
+from your_ai.data.survey import survey
+from your_ai.errors import UserError
+
+# The first whose rows the data has is what it seems to be for.
+BY_ROWS = (SFT, "dpo", "kto", REWARD, GRPO)
+
+
+@dataclass(frozen=True)
+class DataLook:
+    """What was found in data."""
+
+    objective: str
+    """The value of --objective that trains such rows."""
+    form: str
+    """The form of the training rows in words, such as `chat`; several are joined by commas."""
+    rows: int
+    """Training rows, without those that are held out."""
+    problems: int
+    """Rows that training refuses."""
+    problem: str
+    """Why it refuses the first of them; empty if none."""
+    expected: bool
+    """Whether the first row has an answer that a completion can be compared with."""
+    notes: tuple[str, ...]
+
+
+def look(data: str, objective: str | None = None, progress: Progress = lambda *_: None) -> DataLook:
+    """Read all rows of --data once.
+
+    objective: what the rows are for; None: what their columns say.
+    Raises UserError for data that cannot be read, or that the objective cannot train.
+    """
+    objective = objective_of(data) if objective is None else objective
+    config = TrainConfig(data=data, objective=objective)
+    found = survey(find_splits(config, progress=progress), config, None, 0)
+    train = found.splits["train"]
+    return DataLook(
+        objective=objective,
+        form=", ".join(train.kinds),
+        rows=train.rows,
+        problems=train.empty + train.refused,
+        problem=train.problem,
+        expected=has_expected(data),
+        notes=found.notes,
+    )
+
+
+def objective_of(data: str) -> str:
+    """The objective that trains the first row of --data. Raises UserError if none does."""
+    where, record = first_record(data)
+    fault = None
+    for objective in BY_ROWS:
+        try:
+            parsed_for(objective, record, where)
+        except UserError as error:
+            fault = fault or error  # that of sft says what is expected
+        else:
+            return objective
+    raise fault or UserError(f"{where}: unknown row format")
+
+
+def has_expected(data: str) -> bool:
+    """Whether the first row has an expected answer for rewards."""
+    where, record = first_record(data)
+    try:
+        content = parsed_for(GRPO, record, where).content
+    except UserError:
+        return False
+    return isinstance(content, Question) and content.expected is not None
+
+
+def parsed_for(objective: str, record: dict[str, Any], where: str) -> Row:
+    """A record as a row that the objective trains. Raises UserError if it is none."""
+    kind = TrainConfig(objective=objective).row_kind
+    layout = layout_of((), "", labeled=kind == "labels", prompts=kind == "prompts")
+    return parser_of(kind)(layout.row_of(record, where), where)
+
+
+def first_record(data: str) -> tuple[str, dict[str, Any]]:
+    """The place and content of the first training record. Raises UserError if there is none."""
+    limit = RowLimit(TrainConfig().max_row_bytes)
+    for source in sources_of(data):
+        source = replace(source, rows=None)
+        for _, where, record in records_in(source, "train", limit, lambda *_: None):
+            return where, record
+    raise UserError(f"--data {data}: has no rows")

@@ -1,0 +1,519 @@
+"""The tools of `your_ai mcp`: train, watch, stop, evaluate, report, and the list of runs.
+
+Their docstrings, and the descriptions of their parameters and results, are what an agent reads.
+Errors are UserError and RunError, of one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any, TypeVar
+
+import anyio
+from anyio import to_thread
+from pydantic import BaseModel, Field
+
+from your_ai.config import FIELDS, TrainConfig, resumed
+from your_ai.dashboard import view
+from your_ai.dashboard.metric_table import REWARD
+from your_ai.dashboard.state import ViewState, fold, fold_all
+from your_ai.data.sources import checked_settings
+from your_ai.errors import RunError, UserError
+from your_ai.evaluation import record
+from your_ai.gates.text import message_line, shown
+from your_ai.hub.find import find_model
+from your_ai.memory.limit import GB
+from your_ai.run import child, events
+from your_ai.run import folder as folders
+from your_ai.run.events import BESIDE_THE_WORK, Step
+from your_ai.run.exits import USER
+from your_ai.run.folder import RUNS, RunFolder, is_running, owner
+from your_ai.serving import agent_gate
+from your_ai.serving.agent_gate import AgentGate
+from your_ai.serving.agent_memory import MemoryUser, memory_user, share_gb
+from your_ai.session import background, new_run, run_list
+from your_ai.session.background import BackgroundRun
+from your_ai.session.finished import already_finished
+from your_ai.training.plan_without_files import memory_here
+
+POLL_S = 0.2
+LONGEST_WAIT_S = 600.0
+LOCK_WAIT_S = 120.0
+LAST_RECORDS = 400  # to make lines of
+MOST_EVENTS = 50
+T = TypeVar("T")
+Begun = tuple[BackgroundRun, float | None, list[str]]  # with its memory limit in GB, and notes
+
+
+def described(text: str, **bounds: Any) -> Any:
+    return Field(description=text, **bounds)
+
+
+RunName = Annotated[str, described("Name of the run, as `train` and `runs` return it.")]
+WaitSeconds = Annotated[
+    float, described("Seconds to wait at most.", ge=0, le=LONGEST_WAIT_S, allow_inf_nan=False)
+]
+Gigabytes = Annotated[
+    float | None,
+    described("Memory limit of the process in GB (10**9 bytes); default: what is free."),
+]
+
+
+class StartedRun(BaseModel, frozen=True, use_attribute_docstrings=True):
+    """A run that goes on in the background."""
+
+    run: str
+    """Its name, for the other tools."""
+    begun: bool
+    """Whether training has begun; if not, the model is still being loaded."""
+    max_memory_gb: float | None
+    """Its memory limit in GB; null: what the machine has free."""
+    notes: list[str]
+    """What is worth knowing about the settings."""
+
+
+class WatchedRun(BaseModel, frozen=True, use_attribute_docstrings=True):
+    """What a run does now. Sizes are in bytes, times in seconds; null is unknown."""
+
+    run: str
+    state: str
+    """running, paused, finished, stopped (resumable), died, imported or merged."""
+    phase: str
+    """What it does now, e.g. loading the model, training."""
+    step: int | None
+    """Optimizer updates done."""
+    steps: int | None
+    """Optimizer updates of the whole run."""
+    loss: float | None
+    """Training loss of the last step."""
+    reward: float | None
+    """Mean reward of the last step, with grpo."""
+    seconds_left: float | None
+    """Estimated time to the end."""
+    memory_bytes: int | None
+    """Memory of the process now."""
+    peak_bytes: int | None
+    """The most that it used."""
+    limit_bytes: int | None
+    """What it may use."""
+    validation_step: int | None
+    validation_loss: float | None
+    """Loss of the last validation."""
+    best_validation_loss: float | None
+    checkpoint: str | None
+    """Newest checkpoint, e.g. step-000120."""
+    adapter: str | None
+    """Folder of the finished adapter."""
+    error: str
+    """Why the run died; empty if it did not."""
+    last_events: list[str]
+    """The last events but steps, oldest first."""
+
+
+class StoppedRun(BaseModel, frozen=True, use_attribute_docstrings=True):
+    """A run that was asked to stop."""
+
+    run: str
+    state: str
+    """stopped, finished, or running while it still saves."""
+    step: int | None
+    """The last step that was done."""
+    checkpoint: str | None
+    """The checkpoint that a resume goes on from."""
+    adapter: str | None
+    """Folder of the adapter, if it was saved."""
+    text: str
+    """The same in a sentence."""
+
+
+class RunText(BaseModel, frozen=True, use_attribute_docstrings=True):
+    """Text about a run, and the file that has all of it."""
+
+    run: str
+    text: str
+    path: str
+    """The file, relative to the server's folder."""
+    measures: dict[str, Any] = {}
+    """Of an evaluation: measures by name, with intervals."""
+
+
+class RunsInFolder(BaseModel, frozen=True, use_attribute_docstrings=True):
+    """The runs in the server's folder, the last changed first."""
+
+    runs: list[dict[str, Any]]
+
+
+@dataclass
+class AgentTools:
+    """The tools, bound to the folder of a gate, which is the current folder."""
+
+    gate: AgentGate
+    children: set[subprocess.Popen[bytes]] = field(default_factory=set)
+    """Commands in progress, which end with the server."""
+    evaluating: dict[int, MemoryUser] = field(default_factory=dict)
+    """Evaluations in progress."""
+    stopping: dict[str, int] = field(default_factory=dict)
+    """Runs that were asked to stop -> the process that was asked."""
+
+    async def train(
+        self,
+        model: Annotated[
+            str | None,
+            described("A name such as llama-8b, a hub id OWNER/NAME, or a folder; it must be here"),
+        ] = None,
+        data: Annotated[
+            str | None, described("A file or folder of rows here, hf:OWNER/NAME, or demo.")
+        ] = None,
+        config: Annotated[
+            str | None, described("A YAML file of settings here, or a preset; the others override")
+        ] = None,
+        run: Annotated[str | None, described("Name of the new run; default: made up.")] = None,
+        objective: Annotated[
+            str | None, described("sft, dpo, ipo, simpo, orpo, kto, grpo, reward or soft.")
+        ] = None,
+        max_memory: Gigabytes = None,
+        max_steps: Annotated[int | None, described("Optimizer updates at most.", ge=1)] = None,
+        epochs: Annotated[int | None, described("Passes over the data at most.", ge=1)] = None,
+        batch_size: Annotated[int | None, described("Rows in a micro-batch.", ge=1)] = None,
+        learning_rate: Annotated[float | None, described("Peak learning rate.", gt=0)] = None,
+        max_seq_length: Annotated[int | None, described("Tokens in a row at most.", ge=2)] = None,
+        settings: Annotated[
+            dict[str, Any] | None,
+            described("Other options of `your_ai train`, with _ for -, e.g. {'lora_rank': 8}."),
+        ] = None,
+        resume: Annotated[
+            str | None, described("Continue this run instead; only some settings may change.")
+        ] = None,
+        wait_s: WaitSeconds = 10.0,
+    ) -> StartedRun:
+        """Train LoRA adapters in the background, and return the run's name.
+
+        Waits at most wait_s seconds for training to begin, so that what is wrong with model, data
+        or memory is an error at once. The run goes on when the server ends; `watch` shows it.
+        Without model and data, the small embedded demo is trained.
+        """
+        named = {"model": model, "data": data, "run": run, "objective": objective}
+        named |= {"max_memory": max_memory, "max_steps": max_steps, "epochs": epochs}
+        named |= {"batch_size": batch_size, "learning_rate": learning_rate}
+        named |= {"max_seq_length": max_seq_length}
+        given = dict(settings or {})
+        for name, value in named.items():
+            if value is not None and given.setdefault(name, value) != value:
+                raise UserError(f"{name}: is given twice; leave it out of settings")
+        if resume is None:
+            begin = partial(self._begin, given, config)
+        else:
+            begin = partial(self._begin_again, given, config, resume)
+        started, limit_gb, notes = await in_thread(begin)
+        begun = await in_thread(background.wait_until_begun, started, wait_s)
+        name = started.folder.name
+        return StartedRun(run=name, begun=begun, max_memory_gb=limit_gb, notes=notes)
+
+    async def watch(
+        self,
+        run: RunName,
+        wait_s: Annotated[
+            float,
+            described(
+                "Wait until the run gets on, for so many seconds at most; 0 = answer at once.",
+                ge=0, le=LONGEST_WAIT_S, allow_inf_nan=False,
+            ),
+        ] = 0.0,
+        events: Annotated[
+            int, described("How many of the last events to return.", ge=0, le=MOST_EVENTS)
+        ] = 5,
+    ) -> WatchedRun:  # fmt: skip
+        """The present state of a run: phase, step, loss, time left, memory, validation, events.
+
+        With wait_s, returns as soon as a step, a validation, a checkpoint or another event comes,
+        or the run ends.
+        """
+        found = await in_thread(agent_gate.find_run, self.gate, run)
+        if wait_s:
+            await wait_for_progress(found, wait_s)
+        return await in_thread(watched, found, events)
+
+    async def stop(self, run: RunName, wait_s: WaitSeconds = 60.0) -> StoppedRun:
+        """Ask a run to finish its step, save and end; wait for that, and say what was saved.
+
+        `train` with resume continues it. If it still saves after wait_s seconds, the state is
+        running: call `stop` or `watch` again, which does not disturb it.
+        """
+        found = await in_thread(agent_gate.find_run, self.gate, run)
+        await in_thread(self._signal, found)
+        deadline = time.monotonic() + wait_s
+        while is_running(found) and time.monotonic() < deadline:
+            await anyio.sleep(POLL_S)
+        return await in_thread(stopped, found)
+
+    async def evaluate(
+        self,
+        run: RunName,
+        data: Annotated[
+            str | None,
+            described("A .jsonl file, or a folder with test or valid rows; default: the run's."),
+        ] = None,
+        max_memory: Gigabytes = None,
+        metric: Annotated[
+            str | None, described("Your own metric as module:function, if the server allows code.")
+        ] = None,
+        checkpoint: Annotated[
+            str | None, described("step-000120, best or latest; default: the finished adapter.")
+        ] = None,
+        worst: Annotated[int, described("How many of the worst rows to list.", ge=0, le=100)] = 5,
+    ) -> RunText:
+        """Compare a run's adapter with its base model on rows that it was not trained on.
+
+        Returns when it is done, which takes seconds to hours. The measures have the value and
+        confidence interval of base, adapter and difference.
+        """
+        found = await in_thread(agent_gate.find_run, self.gate, run)
+        await in_thread(self._check_evaluated, found, data, metric)
+        arguments = [f"--worst={worst}"]
+        for name, value in {"data": data, "metric": metric, "checkpoint": checkpoint}.items():
+            arguments += [] if value is None else [f"--{name}={value}"]
+        token = await in_thread(self._reserve, found, max_memory)
+        try:
+            gb = self.evaluating[token].limit_bytes
+            limited = [] if gb is None else [f"--max-memory={gb / GB}"]
+            text = await self._command("eval", found.name, *arguments, *limited)
+        finally:
+            del self.evaluating[token]
+        measured = await in_thread(record.read, found)
+        measures = {} if measured is None else dict(measured.get("measures", {}))
+        return RunText(run=run, text=text, path=str(record.place(found)), measures=measures)
+
+    async def report(
+        self,
+        run: RunName,
+        out: Annotated[
+            str | None, described("File to write, .html; default: report.html in the run's folder.")
+        ] = None,
+    ) -> RunText:
+        """Write an HTML page about a run: curves, memory, plans, samples; return a summary too."""
+        found = await in_thread(agent_gate.find_run, self.gate, run)
+        page = str(found.path / "report.html") if out is None else out
+        path = await in_thread(agent_gate.check_page, self.gate, "out", page)
+        await self._command("report", found.name, f"--out={path}")
+        text = await in_thread(summary_of, found)
+        return RunText(run=run, text=text, path=str(path.relative_to(self.gate.folder)))
+
+    async def runs(self) -> RunsInFolder:
+        """List the runs in the folder: state, step, losses, memory in bytes, time in seconds."""
+        await in_thread(agent_gate.check_runs, self.gate)
+        return RunsInFolder(runs=run_list.as_json(await in_thread(run_list.rows)))
+
+    # What the tools share. These functions block, and are called in threads.
+
+    def _begin(self, given: dict[str, Any], config: str | None) -> Begun:
+        """Check, create and start a new run."""
+        notes: list[str] = []
+        agent_gate.check_runs(self.gate)
+        agent_gate.check_settings(self.gate, given, "settings")
+        if config is not None:
+            agent_gate.check_file_of_settings(self.gate, config)
+        resolved = new_run.resolve(given, config, on_note=notes.append)
+        agent_gate.check_config(self.gate, resolved, FIELDS)
+        resolved = checked_settings(resolved, every_row=False)
+        find_model(resolved.model)
+        with self.starting():
+            resolved = self._with_share(resolved)
+            started = background.start(new_run.create(resolved), resolved, new=True)
+        return started, resolved.max_memory, notes
+
+    def _begin_again(self, given: dict[str, Any], config: str | None, run: str) -> Begun:
+        """Check and continue a run."""
+        for name, value in (("config", config), ("run", given.get("run"))):
+            if value is not None:
+                raise UserError(f"resume {shown(run)}: cannot be combined with {name}")
+        found = agent_gate.find_run(self.gate, run)
+        folders.check_resumable(found)
+        settings = resumed(found.read_config(), given)
+        done = already_finished(found, settings)
+        settings = replace(settings, supervise=True)  # as each run here
+        agent_gate.check_config(self.gate, settings, FIELDS)
+        if is_running(found):
+            raise UserError(f"run {found.name}: is running; watch it, or stop it first")
+        if done:
+            raise UserError(done)
+        settings = checked_settings(settings, every_row=False)
+        find_model(settings.model)
+        with self.starting():
+            settings = self._with_share(settings)
+            self.stopping.pop(found.name, None)
+            started = background.start(found, settings, new=False)
+        return started, settings.max_memory, []
+
+    def _with_share(self, settings: TrainConfig) -> TrainConfig:
+        share = share_gb(memory_here(), self._users(), settings.max_memory)
+        return settings if share is None else replace(settings, max_memory=share)
+
+    def _users(self) -> list[MemoryUser]:
+        """What works in this folder now."""
+        running = (found for found in run_list.folders(RUNS) if is_running(found))
+        return [*map(memory_user, running), *self.evaluating.values()]
+
+    def _reserve(self, found: RunFolder, asked_gb: float | None) -> int:
+        """Reserve memory for an evaluation; return its key in `evaluating`."""
+        with self.starting():
+            share = share_gb(memory_here(), self._users(), asked_gb)
+            limit_bytes = None if share is None else int(share * GB)
+            token = max(self.evaluating, default=0) + 1
+            self.evaluating[token] = MemoryUser(f"the evaluation of {found.name}", limit_bytes)
+        return token
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Let one call at a time begin something, also of other servers of this folder."""
+        descriptor = os.open(self.gate.folder, os.O_RDONLY)
+        deadline = time.monotonic() + LOCK_WAIT_S
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise UserError(
+                            f"{self.gate.folder}: another call has been starting a run here for "
+                            "minutes; try again"
+                        ) from None
+                    time.sleep(child.POLL_S)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _signal(self, found: RunFolder) -> None:
+        """Ask a run to stop, once: a second signal would end it without saving."""
+        asked = self.stopping.get(found.name)
+        if asked is not None and owner(found) in (asked, None):
+            return
+        self.stopping[found.name] = run_list.stop(found)
+
+    def _check_evaluated(self, found: RunFolder, data: str | None, metric: str | None) -> None:
+        agent_gate.check_evaluated(self.gate, found.read_config(), data)
+        if metric is not None:
+            agent_gate.need_code(self.gate, "metric", metric)
+
+    async def _command(self, *arguments: str) -> str:
+        """What a command of your_ai prints. It ends with this call. Raises its error."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "your_ai", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.children.add(process)
+        try:
+            output, messages = await in_thread(process.communicate)
+        finally:
+            self.children.discard(process)
+            if process.poll() is None:
+                process.kill()
+        if process.returncode:
+            told = child.errors_in(messages.decode(errors="replace"))
+            last = told[-1] if told else f"it ended with status {process.returncode}"
+            raise (UserError if process.returncode == USER else RunError)(last)
+        return output.decode(errors="replace").strip()
+
+
+# What tools return of a run
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function that blocks; a call that is cancelled does not wait for it."""
+    return await to_thread.run_sync(function, *arguments, abandon_on_cancel=True)
+
+
+async def wait_for_progress(found: RunFolder, seconds: float) -> None:
+    """Wait until the run writes an event about its work, or ends, or the time is over."""
+    deadline = time.monotonic() + seconds
+    _, offset = await in_thread(events.tail, found.events)
+    while time.monotonic() < deadline and is_running(found):
+        await anyio.sleep(POLL_S)
+        records, offset = await in_thread(events.tail, found.events, offset)
+        if any(not isinstance(record.event, BESIDE_THE_WORK) for record in records):
+            return
+
+
+def watched(found: RunFolder, last: int) -> WatchedRun:
+    """The present state of a run, with so many of its last events."""
+    running = is_running(found)  # before the events, so that a run that ends has its last
+    records, _ = events.tail(found.events)
+    state, lines = fold_all(ViewState(), records[:-LAST_RECORDS]), []
+    for each in records[-LAST_RECORDS:]:
+        state = fold(state, each)
+        line = None if isinstance(each.event, Step) else view.event_line(each.event, state)
+        lines += [] if line is None else [message_line(line)]
+    now = run_list.state_of(found, running, state, [each.event for each in records])
+    step, validation, gauges = state.step, state.validation, state.gauges
+    return WatchedRun(
+        run=found.name,
+        state=now,
+        phase=(state.phase or state.stage) if running else now,
+        step=step and step.step,
+        steps=step.steps if step else (state.started and state.started.steps),
+        loss=step and run_list.number(step.loss),
+        reward=step and run_list.number(step.metrics.get(REWARD)),
+        seconds_left=run_list.number(state.seconds_left) if running else None,
+        memory_bytes=gauges.process_bytes if running and gauges else None,
+        peak_bytes=state.highest_bytes,
+        limit_bytes=state.limit and state.limit.limit_bytes,
+        validation_step=validation and validation.step,
+        validation_loss=validation and run_list.number(validation.loss),
+        best_validation_loss=run_list.number(state.best_validation),
+        checkpoint=newest_checkpoint(found),
+        adapter=str(found.adapter) if found.adapter.is_dir() else None,
+        error=reason_of_death(found, state) if now == "died" else "",
+        last_events=lines[len(lines) - last :] if last else [],
+    )
+
+
+def newest_checkpoint(found: RunFolder) -> str | None:
+    return max((path.name for path in found.checkpoints.glob("step-*")), default=None)
+
+
+def reason_of_death(found: RunFolder, state: ViewState) -> str:
+    """Why a run died: its last event about it, or the last error of its processes."""
+    if state.gave_up:
+        return message_line(state.deaths[-1].reason)
+    with contextlib.suppress(UserError), child.open_log(found) as log:
+        if errors := child.errors_in(child.read_log(log, 0)):
+            return message_line(errors[-1])
+    return "its processes ended without an error message; train with resume continues it"
+
+
+def stopped(found: RunFolder) -> StoppedRun:
+    """What a run saved when it was asked to stop."""
+    now = watched(found, 0)
+    if now.state in ("running", "paused"):
+        text = "it still finishes its step or saves; call stop or watch again"
+    elif now.state == "finished":
+        text = f"it had finished; the adapter is in {now.adapter}"
+    else:
+        saved = f"saved as {now.checkpoint}" if now.checkpoint else "nothing was saved"
+        text = f"{now.state} after step {now.step or 0}, {saved}; train with resume continues it"
+    return StoppedRun(
+        run=now.run,
+        state=now.state,
+        step=now.step,
+        checkpoint=now.checkpoint,
+        adapter=now.adapter,
+        text=text,
+    )
+
+
+def summary_of(found: RunFolder) -> str:
+    """The summary that the command line prints after a run."""
+    state = fold_all(ViewState(), events.tail(found.events)[0])
+    parts = view.summary(state, found.reference, told=False)
+    return "\n".join(part for part in parts if isinstance(part, str))
