@@ -24,7 +24,7 @@ from your_ai.run.events import Event, EventLog
 from your_ai.run.folder import RunFolder
 from your_ai.serving.live_pages import LivePage, listen
 from your_ai.session import web
-from your_ai.session.web import WatchedRun, refresh
+from your_ai.session.web import LiveRun, refresh
 
 GAVE_UP = events.Died(step=1, reason="killed by SIGKILL", level=None)
 
@@ -48,7 +48,7 @@ class Shown:
     """What the page of a run shows, time after time."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self.page, self.run, self.seen = LivePage(), WatchedRun(folder), None
+        self.page, self.run, self.seen = LivePage(), LiveRun(folder), None
 
     def text(self) -> str:
         self.seen = refresh(self.run, self.page, self.seen)

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from your_ai.dashboard.state import ViewState, fold_all
-from your_ai.dashboard.view import memory
 from your_ai.errors import UserError
+from your_ai.gates.text import size_text
 from your_ai.memory.limit import GB, MachineMemory, detect
 from your_ai.run import events
 from your_ai.run.folder import RunFolder
@@ -60,10 +60,11 @@ def share_gb(
     if left_gb >= (LEAST_GB if asked_gb is None else asked_gb):
         return left_gb if asked_gb is None else asked_gb
     using = ", ".join(
-        f"{other.name} may use {memory(limit)}" for other, limit in zip(others, taken, strict=True)
+        f"{other.name} may use {size_text(limit)}"
+        for other, limit in zip(others, taken, strict=True)
     )
     wanted = "" if asked_gb is None else f", and this needs {asked_gb:g} GB"
     raise UserError(
-        f"not enough memory: {using} of the {memory(capacity)} that are there{wanted}; wait for "
+        f"not enough memory: {using} of the {size_text(capacity)} that are there{wanted}; wait for "
         "it, stop it, or start both with a smaller max_memory"
     )

@@ -459,7 +459,7 @@ def watched(found: RunFolder, last: int) -> WatchedRun:
     return WatchedRun(
         run=found.name,
         state=now,
-        phase=(state.phase or state.stage) if running else now,
+        phase=state.doing_text if running else now,
         step=step and step.step,
         steps=step.steps if step else (state.started and state.started.steps),
         loss=step and run_list.number(step.loss),

@@ -40,7 +40,7 @@ SAMPLES_S = 5.0  # between two readings of completions
 
 
 @dataclass
-class WatchedRun:
+class LiveRun:
     """A run's folder, and what was read of it. What is deleted later stays here."""
 
     folder: RunFolder
@@ -109,7 +109,7 @@ class WatchedRun:
         )
 
 
-def refresh(run: WatchedRun, page: LivePage, seen: object) -> object:
+def refresh(run: LiveRun, page: LivePage, seen: object) -> object:
     """Publish the page if anything has changed since `seen`; return what is now seen."""
     now = time.time()
     run.read_events()
@@ -128,13 +128,13 @@ def refresh(run: WatchedRun, page: LivePage, seen: object) -> object:
     return found
 
 
-def page_of(run: WatchedRun, presence: Presence, past: RunHistory) -> str:
+def page_of(run: LiveRun, presence: Presence, past: RunHistory) -> str:
     presence = replace(presence, fault=presence.fault or run.fault)
     name = run.folder.name
     return report_page(past, name, run.config_text, run.config, run.samples, presence)
 
 
-def title_of(run: WatchedRun, presence: Presence) -> str:
+def title_of(run: LiveRun, presence: Presence) -> str:
     """The title of the page: how far the run is, and its name."""
     step, name = run.reader.state.step, printable(run.folder.name, one_line=True)
     if presence.is_running and step is not None and step.steps > 0:
@@ -152,7 +152,7 @@ def serve_page(folder: RunFolder, port: int | None) -> int:
 
     port: None for a free one. Raises UserError if the port cannot be used.
     """
-    page, run = LivePage(), WatchedRun(folder)
+    page, run = LivePage(), LiveRun(folder)
     with recorded_signals() as received:
         server = listen(port, page, live_policy())
         server.start()
@@ -166,7 +166,7 @@ def serve_page(folder: RunFolder, port: int | None) -> int:
     return DONE if received[0] == signal.SIGINT else 128 + received[0]
 
 
-def follow(run: WatchedRun, page: LivePage, received: Sequence[int]) -> None:
+def follow(run: LiveRun, page: LivePage, received: Sequence[int]) -> None:
     """Keep the page up to date while somebody reads it, until there is a signal in `received`."""
     seen = refresh(run, page, None)  # while nobody waits for it yet
     due_at = 0.0
