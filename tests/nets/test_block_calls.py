@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from your_ai.nets.block_calls import Mask, State, StateArray, TextMask, leaves, mapped
+from your_ai.nets.block_calls import Mask, State, StateArray, TextMask, leaves, mapped, mask_of
 
 
 @st.composite
@@ -49,3 +49,18 @@ def test_a_text_mask_is_the_text_and_the_mask():
     assert text == "causal"
     assert text.mask.window == 4
     assert text.received == []
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 12, 30])
+@pytest.mark.parametrize("mask", [Mask(), Mask(window=4), Mask(chunk=4), Mask(chunk=7)], ids=str)
+def test_an_array_is_known_as_the_mask_that_it_is(mask, tokens):
+    known = mask_of(mask.array(tokens), tokens)
+    assert mx.array_equal(known.array(tokens), mask.array(tokens))
+    assert known.reach == (None if mask.reach is None or mask.reach >= tokens else mask.reach)
+
+
+def test_other_arrays_are_no_mask():
+    seen = Mask(chunk=4).array(9)
+    seen[8, 1] = True
+    for value in (seen, seen[:, :5], mx.zeros((9, 9), mx.bool_), seen.astype(mx.float32)):
+        assert mask_of(value, 9) is None

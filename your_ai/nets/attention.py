@@ -42,11 +42,13 @@ def attention(
     segments: mx.array | None = None,
     queries: int | None = None,
     sinks: mx.array | None = None,
+    chunk: int | None = None,
 ) -> mx.array:
     """Causal softmax(scale q kᵀ) v; q: (B, H, T, d), k and v: (B, K, T, d) -> (B, H, T, d).
 
     window: a query sees only the last `window` keys, including its own.
     segments: (B, T) int32; a query sees only keys of its own segment.
+    chunk: a query sees only keys of its own chunk of so many tokens, counted from the row's start.
     queries: queries per block, QUERY_BLOCK by default.
     sinks: (H,) scores of a key of each head that every query sees and whose value is 0. They are
         constants here: their gradient is given as 0.
@@ -56,14 +58,16 @@ def attention(
     """
     if window is not None and window >= q.shape[2]:
         window = None
+    if chunk is not None and chunk >= q.shape[2]:
+        chunk = None
     more = [array for array in (segments, sinks) if array is not None]
-    attend = _attention(scale, window, queries or QUERY_BLOCK, segments is None)
+    attend = _attention(scale, window, chunk, queries or QUERY_BLOCK, segments is None)
     return attend(q, k, v, *more)[0]
 
 
 @lru_cache
 def _attention(
-    scale: float, window: int | None, max_queries: int, unpacked: bool
+    scale: float, window: int | None, chunk: int | None, max_queries: int, unpacked: bool
 ) -> Callable[..., tuple[mx.array, mx.array]]:
     """Make f(q, k, v[, segments][, sinks]) -> output (B, H, T, d), log-sum-exp (B, K, R, T, 1)."""
 
@@ -76,11 +80,11 @@ def _attention(
         outputs: list[mx.array] = []
         sums: list[mx.array] = []
         done = [k]
-        for rows, keys in _blocks(q.shape, window, max_queries):
+        for rows, keys in _blocks(q.shape, window, chunk, max_queries):
             # Compute one block after another, including its mask, so that few are in memory.
             rows_q, *mask_inputs = mx.depends([queries[..., rows, :], places, *segments], done)
             rows_q = rows_q.astype(mx.float32) * scale
-            scores = _scores(rows_q, k[:, :, keys], rows, keys, window, *mask_inputs)
+            scores = _scores(rows_q, k[:, :, keys], rows, keys, window, chunk, *mask_inputs)
             top = scores.max(axis=-1, keepdims=True)
             for sink in sinks:
                 top = mx.maximum(top, sink)
@@ -107,10 +111,10 @@ def _attention(
         places = mx.arange(q.shape[2])
         grads_q: list[mx.array] = []
         done = [delta]  # prevents mx.compile from sharing masks and scores with the forward pass
-        for rows, keys in _blocks(q.shape, window, max_queries):
+        for rows, keys in _blocks(q.shape, window, chunk, max_queries):
             rows_q, *mask_inputs = mx.depends([queries[..., rows, :], places, *segments], done)
             rows_q = rows_q.astype(mx.float32) * scale
-            scores = _scores(rows_q, keys_k[:, :, keys], rows, keys, window, *mask_inputs)
+            scores = _scores(rows_q, keys_k[:, :, keys], rows, keys, window, chunk, *mask_inputs)
             p = exp(scores - sums[..., rows, :])
             rows_c = _fold(cotangent[..., rows, :])
             grad_p = rows_c.astype(mx.float32) @ keys_v[:, :, keys].swapaxes(-1, -2)
@@ -144,15 +148,18 @@ def _float32(x: mx.array) -> mx.array:
 
 
 def _blocks(
-    shape: tuple[int, ...], window: int | None, max_queries: int
+    shape: tuple[int, ...], window: int | None, chunk: int | None, max_queries: int
 ) -> Iterator[tuple[slice, slice]]:
     """Yield the queries of each block and the keys that any of them sees; shape: of q."""
     B, H, T, _ = shape
-    queries = min(max_queries, SCORE_BYTES // (4 * B * H * min(T, (window or T) + max_queries)))
+    reach = min(window or T, chunk or T)
+    queries = min(max_queries, SCORE_BYTES // (4 * B * H * min(T, reach + max_queries)))
     queries = max(queries, FEWEST_QUERIES)
     for start in range(0, T, queries):
         stop = min(T, start + queries)
         first = 0 if window is None else max(0, start - window + 1)
+        if chunk is not None:
+            first = max(first, start // chunk * chunk)
         yield slice(start, stop), slice(first, stop)
 
 
@@ -162,6 +169,7 @@ def _scores(
     rows: slice,
     keys: slice,
     window: int | None,
+    chunk: int | None,
     places: mx.array,
     segments: mx.array | None = None,
 ) -> mx.array:
@@ -171,12 +179,14 @@ def _scores(
     """
     scores = mx.unflatten(_fold(q) @ k.swapaxes(-1, -2), 2, q.shape[2:4])
     query, key = places[rows, None], places[keys]
-    if window is None and segments is None:  # only the last N keys can be masked
+    if window is None and chunk is None and segments is None:  # only the last N keys can be masked
         hidden = mx.where(query >= key[rows.start :], 0.0, -mx.inf)
         return scores.at[..., rows.start :].add(hidden)
     seen = query >= key
     if window is not None:
         seen = seen & (query < key + window)
+    if chunk is not None:
+        seen = seen & (query // chunk == key // chunk)
     if segments is not None:
         own, other = segments[:, rows, None], segments[:, None, keys]
         seen = seen & (own == other)[:, None, None]
@@ -191,14 +201,14 @@ def needs_blocks(
     mlx_version: tuple[int, ...],
     tokens: int,
     segments: bool,
-    window: int | None,
+    reach: int | None,
 ) -> bool:
     """Whether attention in blocks is better here than MLX's own attention.
 
-    device: cpu, metal or cuda. MLX needs an array mask for segments and windows, and its
-    backward pass then allocates T x T scores on every device.
+    device: cpu, metal or cuda. reach: as in Mask. MLX needs an array mask for segments, windows
+    and chunks, and its backward pass then allocates T x T scores on every device.
     """
-    if segments or (window is not None and window < tokens):
+    if segments or (reach is not None and reach < tokens):
         return True
     if device == "cpu":
         return tokens >= CPU_TOKENS
@@ -288,12 +298,13 @@ class BlockwiseAttention(nn.Module):
         if cache is not None or not isinstance(seen, Mask):
             return self._base.__call__(self, x, mask, cache)
         packed = seen.segments is not None
-        if not needs_blocks(device(), mlx_version(), tokens, packed, seen.window):
+        if not needs_blocks(device(), mlx_version(), tokens, packed, seen.reach):
             return self._base.__call__(self, x, "causal", None)
         q, k, v = self._heads(x)
         queries = LEAN_QUERY_BLOCK if self._lean else None
         q, k = self.rope(q), self.rope(k)
-        y = attention(q, k, v, self.scale, seen.window, seen.segments, queries)
+        masked = (seen.window, seen.segments, queries, None, seen.chunk)
+        y = attention(q, k, v, self.scale, *masked)
         return self.o_proj(y.swapaxes(1, 2).flatten(2))
 
     def _heads(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:

@@ -38,6 +38,9 @@ class Unsplittable(Exception):
 class Mask:
     """A causal attention mask, optionally limited to the last `window` keys and to segments.
 
+    chunk: each row is cut into chunks of so many tokens, from its start; a query sees only keys of
+    its own chunk.
+
     segments: (B, T) int32, or None if each row is one text; a query sees only keys of its own
     segment.
 
@@ -46,6 +49,12 @@ class Mask:
 
     window: int | None = None
     segments: mx.array | None = None
+    chunk: int | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """The maximum number of keys that a query sees within its text; None for all."""
+        return min((n for n in (self.window, self.chunk) if n is not None), default=None)
 
     def array(self, tokens: int) -> mx.array:
         """(T, T) bool, or (B, 1, T, T) with segments: True where a query sees a key."""
@@ -53,6 +62,8 @@ class Mask:
         seen = queries >= keys
         if self.window is not None:
             seen = seen & (queries < keys + self.window)
+        if self.chunk is not None:
+            seen = seen & (queries // self.chunk == keys // self.chunk)
         if self.segments is not None:
             seen = seen & (self.segments[:, None, :, None] == self.segments[:, None, None, :])
         return seen
@@ -205,10 +216,10 @@ class Call:
 
         def masked(mask: Mask) -> Any:
             reaches = [n for n in (mask.window, max_segment_tokens) if n is not None]
-            mask = Mask(min(reaches, default=None), segments)
-            if not (mask.window is None and segments is None) and understands_segments(block):
+            mask = Mask(min(reaches, default=None), segments, mask.chunk)
+            if not (mask.reach is None and segments is None) and understands_segments(block):
                 return mask
-            if segments is None and mask.window is None and not self.as_array:
+            if segments is None and mask.reach is None and not self.as_array:
                 return "causal"
             return mask.array(state.shape[1]) if as_text is None else as_text(mask)
 
@@ -534,7 +545,7 @@ def _described(
             return StateSlot(state.index(sources[at]))
         if isinstance(value, mx.array):
             if at not in wiring.context[index]:
-                mask = _mask(value, tokens)
+                mask = mask_of(value, tokens)
                 if mask is not None:
                     as_array = True
                     return mask
@@ -550,11 +561,11 @@ def given_name(at: int) -> str:
     return f"given.{at}"
 
 
-def _mask(value: mx.array, tokens: int) -> Mask | None:
-    """An array as a causal mask, (T, T), with or without a window; None if it is none."""
+def mask_of(value: mx.array, tokens: int) -> Mask | None:
+    """An array as a causal mask, (T, T), with a window, chunks or neither; None if it is none."""
     if value.shape == (tokens, tokens) and value.dtype == mx.bool_:
-        seen = int(value[-1].sum().item())
-        window = None if seen == tokens else seen
-        if mx.array_equal(value, Mask(window).array(tokens)).item():
-            return Mask(window)
+        seen = int(value[:, 0].sum().item())  # queries that see the first key
+        for mask in [Mask()] if seen == tokens else [Mask(window=seen), Mask(chunk=seen)]:
+            if seen and mx.array_equal(value, mask.array(tokens)).item():
+                return mask
     return None

@@ -117,8 +117,12 @@ class Parts:
     def depends_on_place(self, tokens: int) -> bool:
         """Whether blocks get factors or masks that differ by the place of a token in its row.
 
-        Causal masks, with or without a window, do not count.
+        Causal masks, with or without a window, do not count; those with chunks do.
         """
+        if any(
+            call.mask is not None and call.mask.chunk is not None for call in self.calls(tokens)
+        ):
+            return True
         constants = (array for call in self.calls(tokens) for array in call.constants.values())
         return any((array != array.flatten()[0]).any().item() for array in constants)
 
@@ -127,7 +131,7 @@ class Parts:
         if tokens == 1:
             return False
         masks = (call.mask for call in self.calls(tokens))
-        return any(mask is not None and mask.window is not None for mask in masks)
+        return any(mask is not None and mask.reach is not None for mask in masks)
 
     def passes_text(self, index: int, block: nn.Module) -> bool:
         """Whether a block passes a TextMask on to its attention. Nothing is evaluated.

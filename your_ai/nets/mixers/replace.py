@@ -261,8 +261,8 @@ def _attend(original: Callable) -> Callable:
             seen = mask.mask
         packed, known = seen.segments is not None, isinstance(scale, (int, float))
         causal = isinstance(mask, str) and mask == "causal" and keys.shape[2] == tokens and known
-        if causal and needs_blocks(device(), mlx_version(), tokens, packed, seen.window):
-            more = (seen.window, seen.segments, LEAN_QUERY_BLOCK, sinks)
+        if causal and needs_blocks(device(), mlx_version(), tokens, packed, seen.reach):
+            more = (seen.window, seen.segments, LEAN_QUERY_BLOCK, sinks, seen.chunk)
             return attention(queries, keys, values, scale, *more)
         mask = seen.array(tokens) if isinstance(mask, TextMask) and not causal else mask
         return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
