@@ -245,18 +245,23 @@ def train(config: TrainConfig | str | None = None, *, show: bool = True, **setti
 
 
 def plan(
-    config: TrainConfig | str | None = None, *, seq_len: int | None = None, **settings: Any
+    config: TrainConfig | str | None = None,
+    *,
+    seq_len: int | None = None,
+    memory_gb: float | None = None,
+    **settings: Any,
 ) -> PlannedRun:
     """The memory that a run would take, and how it would be computed; no weight is read.
 
     Arguments as for `train`. seq_len: the length of every row, in tokens, instead of looking at
-    the data. Raises UserError where nothing fits into the limit, with the least that would.
+    the data. memory_gb: plan for an idle Mac with this much RAM, not for this machine.
+    Raises UserError where nothing fits into the limit, with the least that would.
     """
     resolved, notes = _settings(config, settings, needs_data=False)
     from your_ai.memory.plan import words
     from your_ai.training.plan_without_files import planned_run
 
-    budget = planned_run(resolved, seq_len, notes.append)
+    budget = planned_run(resolved, seq_len, notes.append, memory_gb)
     option = budget.choice.option
     return PlannedRun(
         engine=option.plan.engine,

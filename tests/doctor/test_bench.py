@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,10 @@ def test_all_contenders_follow_the_same_losses(capsys):
     options = ("--lora-targets", "all-linear", "--supervised", 0.3, "--json")
     options += ("--against", ",".join(peers))
     assert call(*SHORT, "--bits", 0, *options) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    shown = capsys.readouterr()
+    rows = json.loads(shown.out)["rows"]
     assert [row["contender"] for row in rows] == ["fused", *peers]
+    assert "measuring mlx-lm-checkpoint (3 of 3)\n" in shown.err
     for row in rows:
         assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
         assert row["losses"][-1] < row["losses"][0]
@@ -215,12 +218,16 @@ def test_invalid_options_are_refused(capsys, options, message):
 
 
 def test_a_shape_is_created_once_and_always_the_same(tmp_path):
-    first = make_shape("tiny", 4, "float32", tmp_path / "a")
+    notes: list[str] = []
+    first = make_shape("tiny", 4, "float32", tmp_path / "a", notes.append)
+    (note,) = notes
+    assert re.fullmatch(rf"writing the shape tiny with random weights, \d+ kB, to {first}", note)
     again = make_shape("tiny", 4, "float32", tmp_path / "b")
     for path in first.glob("*.safetensors"):
         assert sha256(path) == sha256(again / path.name)
     before = (first / "config.json").stat().st_mtime_ns
-    assert make_shape("tiny", 4, "float32", tmp_path / "a") == first
+    assert make_shape("tiny", 4, "float32", tmp_path / "a", notes.append) == first
+    assert len(notes) == 1
     assert (first / "config.json").stat().st_mtime_ns == before
 
 

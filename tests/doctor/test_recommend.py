@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from tests.machines import CPU, CUDA, GIB, MACS, RECORDED
 from your_ai.config import TrainConfig, defaults, resolve
@@ -33,6 +33,7 @@ from your_ai.doctor.recommend import (
     room_of,
 )
 from your_ai.errors import UserError
+from your_ai.gates.text import size_text
 from your_ai.hub.registry import Known, known
 from your_ai.memory.budget import demand_of
 from your_ai.memory.demand import WHOLE
@@ -96,9 +97,9 @@ def asked(each: Recommendation) -> TrainConfig:
     return resolve({name[2:].replace("-", "_"): value for name, value in pairs}, None)
 
 
-def shown(room: MachineRoom, found: list[Recommendation], **options: int | None) -> str:
+def shown(renderable: RenderableType) -> str:
     console = Console(file=io.StringIO(), width=80)
-    console.print(recommending.table(room, found, **options))
+    console.print(renderable)
     return console.file.getvalue()
 
 
@@ -219,7 +220,8 @@ def test_every_known_model_fits_into_128_gb():
 def test_nothing_is_recommended_if_no_model_fits():
     room = room_of(0.3)
     assert recommend(room) == []
-    assert "no known model fits" in shown(room, [])
+    assert "no known model fits" in shown(recommending.table(room, []))
+    assert "no known model fits" in shown(recommending.answer(room, []))
     assert recommending.as_json(room, [])["recommendations"] == []
 
 
@@ -288,7 +290,7 @@ def test_recommending_imports_no_mlx_and_is_quick():
 def test_each_recommendation_is_shown_with_its_command(gb):
     room = room_of(gb)
     found = recommended(room)
-    text = shown(room, found, most=None)
+    text = shown(recommending.table(room, found))
     whole = " ".join(text.replace("\\\n", "").split())
     for each in found:
         assert f"{each.known.alias} {each.seq_len} {each.rank} {each.layers}" in whole
@@ -298,14 +300,24 @@ def test_each_recommendation_is_shown_with_its_command(gb):
         assert (title in text) == bool(names(found, tier))
 
 
-def test_only_a_few_models_per_tier_are_shown():
+@pytest.mark.parametrize("gb", MACS)
+def test_the_answer_is_one_model_with_one_command(gb):
+    room = room_of(gb)
+    found = recommended(room)
+    text = shown(recommending.answer(room, found))
+    assert text.count("your_ai train") == 1
+    assert found[0].command in " ".join(text.replace("\\\n", "").split())
+    assert f"needs {size_text(found[0].needed_bytes)}" in " ".join(text.split())
+    assert f"{len({each.known.alias for each in found}) - 1} other models" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_answer_has_the_measured_seconds_if_there_are_any():
     room = room_of(16)
     found = recommended(room)
-    text = shown(room, found, most=2)
-    assert f"{TIERS['full']} ({len(names(found, 'full')) - 2} more)" in text
-    assert f"{TIERS['tight']}\n" in text
-    several = [min(2, len(names(found, tier))) for tier in TIERS]
-    assert text.count("your_ai train") == sum(several)
+    assert "newest run" not in shown(recommending.answer(room, found))
+    assert "about 12.3 s per step" in shown(recommending.answer(room, found, 12.345))
+    assert "no other known model fits" in shown(recommending.answer(room, found[:1]))
 
 
 def test_pairs_need_room_for_both_answers():

@@ -53,7 +53,7 @@ def test_without_a_terminal_there_are_few_lines(hub):
     assert show(downloading(REPO), out) == models_root() / NAME
     lines = out.file.getvalue().splitlines()
     assert 3 <= len(lines) <= 12
-    assert lines[0].startswith(f"{REPO}: 0 kB of 600 kB, 0 of 5 files")
+    assert lines[0].startswith(f"{REPO}: 0 MB of 600 kB, 0 of 5 files")
     assert lines[-1] == f"600 kB in 5 files, each checked by its hash: {models_root() / NAME}"
     assert "\x1b" not in out.file.getvalue()
 

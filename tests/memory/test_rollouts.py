@@ -40,7 +40,8 @@ def measured(folder: Path, wave: int, sizes: RolloutSizes, streams: bool) -> int
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    list(complete(network, prompts, sampler_of(1.0), (), sizes.new_tokens, wave))
+    for _ in range(3):  # where the machine is busy, MLX gets late to its largest buffers
+        list(complete(network, prompts, sampler_of(1.0), (), sizes.new_tokens, wave))
     return mx.get_peak_memory() - before
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import call, make_model
 from your_ai.config import TrainConfig
+from your_ai.doctor.recommend import room_of
 from your_ai.doctor.shapes import SHAPES
 from your_ai.errors import UserError
 from your_ai.hub.registry import known
@@ -79,8 +80,39 @@ def test_rows_of_the_data_count_as_the_longest(tmp_path):
     notes: list[str] = []
     settings = {"model": "llama-1b", "data": str(tmp_path), "max_seq_length": 512}
     assert planned(notes, **settings).demand.lengths == (512,)
-    assert notes[1] == "without the tokenizer, rows count as --max-seq-length 512 tokens"
+    assert notes[1] == (
+        "the data is not read for such a plan: rows count as --max-seq-length 512 tokens"
+    )
     assert planned(notes := [], seq_len=64, **settings).demand.lengths == (64,)
+    assert len(notes) == 1
+
+
+@pytest.mark.parametrize("memory_gb", [8, 16, 64])
+def test_a_plan_for_another_mac_has_its_limit(memory_gb):
+    notes: list[str] = []
+    config = TrainConfig(model="qwen3-4b", run="r")
+    budget = planned_run(config, None, notes.append, memory_gb)
+    assert budget.limit == room_of(memory_gb).limit
+    assert budget.demand.facts.float_bytes == 2
+    assert notes[0] == f"planned for an idle Mac with {memory_gb} GB; nothing was measured there"
+
+
+def test_a_limit_is_that_of_the_other_mac():
+    config = TrainConfig(model="qwen3-4b", run="r", max_memory=6.0)
+    assert planned_run(config, None, print, 8.0).limit.limit_bytes == 6 * 10**9
+    with pytest.raises(UserError, match=r"this machine has 8\.58 GB of memory"):
+        planned_run(replace(config, max_memory=9.0), None, print, 8.0)
+    with pytest.raises(UserError, match="--memory -1: must be a number above 0"):
+        planned_run(config, None, print, -1.0)
+
+
+def test_a_model_that_is_here_is_planned_for_another_mac_as_its_config(tmp_path):
+    folder, notes = make_model(tmp_path / "m"), []
+    config = TrainConfig(model=str(folder), run="r")
+    found = planned_run(config, 64, notes.append, 16.0)
+    alone = tmp_path / "config.json"
+    alone.write_bytes((folder / "config.json").read_bytes())
+    assert found.choice == planned_run(replace(config, model=str(alone)), 64, print, 16.0).choice
     assert len(notes) == 1
 
 

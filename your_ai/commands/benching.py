@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from your_ai.config import GRPO
-from your_ai.gates.console import echo_json, open_console
+from your_ai.gates.console import echo_error, echo_json, open_console
 
 
 def bench(
@@ -16,7 +16,11 @@ def bench(
         str, typer.Option(help="What is learned: sft, dpo, ipo, simpo, orpo or grpo.")
     ] = "sft",
     shape: Annotated[
-        str | None, typer.Option(help="Shape of a model that is made with random weights.")
+        str | None,
+        typer.Option(
+            help="Shape of a model that is made with random weights; large ones take gigabytes on "
+            "the disk."
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Model to measure instead of a shape.")] = None,
     bits: Annotated[
@@ -73,7 +77,7 @@ def bench(
     if supervised is None:
         supervised = {"sft": 1.0, GRPO: 0.75}.get(objective, 0.5)
     contest = measuring.Contest(
-        folder=str(measuring.weights_of(shape, model, bits, dtype)),
+        folder=str(measuring.weights_of(shape, model, bits, dtype, echo_error)),
         dtype=dtype,
         seq_len=seq_len,
         batch_size=batch_size,
@@ -87,7 +91,7 @@ def bench(
         **({"rollouts": rollouts, "kl_beta": kl_beta} if objective == GRPO else {}),
     )
     contest.train_config()  # raises UserError for invalid settings
-    rows = measuring.compare(contest, contenders)
+    rows = measuring.compare(contest, contenders, echo_error)
     if as_json:
         echo_json({"rows": [dataclasses.asdict(row) for row in rows]})
     else:

@@ -183,7 +183,7 @@ def recommend(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Recommend models that can be trained on this machine, best first, with a command for each."""
+    """Recommend the best model that can be trained on this machine, with its command."""
     from your_ai.doctor import recommend as recommending
     from your_ai.doctor.machine import read_machine
 
@@ -196,9 +196,15 @@ def recommend(
     if as_json:
         echo_json(recommending.as_json(room, found))
     elif every:
-        open_console().print(recommending.table(room, found, None))
-    else:
         open_console().print(recommending.table(room, found))
+    else:
+        seconds = None
+        if found and memory is None:
+            from your_ai.session.speed import seconds_for
+
+            tokens = found[0].batch * found[0].seq_len
+            seconds = seconds_for(tokens, found[0].known.repo)
+        open_console().print(recommending.answer(room, found, seconds))
 
 
 def doctor(

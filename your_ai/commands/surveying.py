@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +9,6 @@ import typer
 from your_ai.commands.options import text_of
 from your_ai.commands.progress import rows_read
 from your_ai.config import DEMO, DEMO_DATA, TrainConfig, build, coerce, defaults
-from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
 from your_ai.gates.text import counted
 
@@ -20,7 +17,6 @@ if TYPE_CHECKING:
 
     from your_ai.data.survey import SplitSurvey, Survey
 
-STEPS = 50  # the last of a run, for its speed
 BAR = 40  # characters of the longest bar
 NAMES = {"train": "training", "valid": "validation", "test": "test"}
 
@@ -119,6 +115,7 @@ def show_split(
         return
     least, median, most_of_them, most = split.quantiles()
     from your_ai.dashboard.view import duration
+    from your_ai.session.speed import seconds_for
 
     console.print(
         f"  {unit} per row: {least:,} to {most:,}, median {median:,}, 95% up to {most_of_them:,}"
@@ -133,7 +130,7 @@ def show_split(
             f"  tokens: {total:,}, of which {split.trained_tokens:,} are trained ({share:.0%})"
         )
         if name == "train":
-            seconds = seconds_of(total, config.model)
+            seconds = seconds_for(total, config.model)
             took = (
                 ""
                 if seconds is None
@@ -146,23 +143,3 @@ def show_split(
     for begin, end, count in bins:
         bar = "#" * round(BAR * count / highest)
         console.print(f"  {begin:>7,} - {end - 1:>7,}  {count:>8,}  {bar}")
-
-
-def seconds_of(tokens: int, model: str) -> float | None:
-    """How long training on so many tokens takes at the speed of the newest run of this model.
-
-    None if there is no such run, or it has no steps yet.
-    """
-    from your_ai.dashboard import history
-    from your_ai.run import events
-    from your_ai.session import run_list
-
-    try:
-        run = run_list.newest()
-        if Path(run.read_config().model).name != Path(model).name:
-            return None
-        steps = history.read(events.tail(run.events)[0]).steps[-STEPS:]
-    except (UserError, RunError, OSError):
-        return None
-    speeds = [step.tokens / step.seconds for step in steps if step.seconds > 0 and step.tokens]
-    return tokens / statistics.median(speeds) if speeds else None

@@ -131,6 +131,7 @@ def plan(
     shape: str | None,
     bits: int | None,
     seq_len: int | None,
+    memory: float | None,
     as_json: bool | None,
     **flags: Any,
 ) -> None:
@@ -145,15 +146,17 @@ def plan(
             raise UserError(f"--bits {bits}: only works with --shape")
         from your_ai.training.plan_without_files import planned_run
 
-        budget = planned_run(settings, seq_len, echo_note)
+        budget = planned_run(settings, seq_len, echo_note, memory)
     else:
         if "model" in flags:
             raise UserError(f"--shape {shape}: cannot be combined with --model")
+        if memory is not None:
+            raise UserError(f"--memory {memory:g}: cannot be combined with --shape")
         from your_ai.doctor.bench import weights_of
         from your_ai.training.prepare import planned_budget
 
         dtype = "float32" if settings.dtype == "auto" else settings.dtype
-        folder = weights_of(shape, None, 4 if bits is None else bits, dtype)
+        folder = weights_of(shape, None, 4 if bits is None else bits, dtype, echo_note)
         budget = planned_budget(settings, folder, seq_len)
     if as_json:
         echo_json(preview.as_json(budget))
@@ -166,12 +169,14 @@ plan.__signature__ = with_settings(  # type: ignore[attr-defined]
         "shape",
         "--shape",
         str | None,
-        "Shape from `bench`, made with random weights, instead of a model.",
+        "Shape from `bench`, made with random weights, instead of a model; large ones take "
+        "gigabytes on the disk.",
         metavar="NAME",
     ),
     option(
         "bits", "--bits", int | None, "Bits the shape is quantized to: 4 or 8; 0 = not quantized."
     ),
     option("seq_len", "--seq-len", int | None, "Tokens in every row, instead of the data."),
+    option("memory", "--memory", float | None, "Plan for an idle Mac with this much RAM, in GB."),
     option("as_json", "--json", bool | None, "Print one JSON object."),
 )

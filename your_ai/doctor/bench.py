@@ -13,6 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,17 @@ def contenders_of(plan: str, against: str | None, objective: str) -> list[str]:
     return contenders
 
 
-def weights_of(shape: str | None, model_name: str | None, bits: int, dtype: str) -> Path:
-    """The folder of a generated shape or of a model. Raises UserError."""
+def weights_of(
+    shape: str | None,
+    model_name: str | None,
+    bits: int,
+    dtype: str,
+    on_note: Callable[[str], object] = lambda _: None,
+) -> Path:
+    """The folder of a generated shape or of a model. Raises UserError.
+
+    on_note: called with the size of a shape before its files are written.
+    """
     if (shape is None) == (model_name is None):
         raise UserError(f"give --shape or --model; shapes: {', '.join(SHAPES)}")
     if dtype == "auto":
@@ -105,7 +115,7 @@ def weights_of(shape: str | None, model_name: str | None, bits: int, dtype: str)
         raise UserError(f"--shape {shape}: unknown{nearest(str(shape), SHAPES)} ({known})")
     if bits not in (0, 4, 8):
         raise UserError(f"--bits {bits}: must be 4 or 8, or 0 for no quantization")
-    return make_shape(shape, bits, dtype, store() / "shapes")
+    return make_shape(shape, bits, dtype, store() / "shapes", on_note)
 
 
 def named(text: str, option: str, known: tuple[str, ...]) -> list[str]:
@@ -165,17 +175,25 @@ def over_limit(contest: Contest, rows: list[BenchRow]) -> list[str]:
     ]
 
 
-def compare(contest: Contest, contenders: list[str]) -> list[BenchRow]:
-    """Run every contender ROUNDS times, in turn. Raises UserError, or RunError if one fails."""
+def compare(
+    contest: Contest,
+    contenders: list[str],
+    on_note: Callable[[str], object] = lambda _: None,
+) -> list[BenchRow]:
+    """Run every contender ROUNDS times, in turn. Raises UserError, or RunError if one fails.
+
+    on_note: called before each with what is measured, and how many are left.
+    """
     if "packed" in contenders and contest.seq_len < LONGEST:
         raise UserError(
             f"--seq-len {contest.seq_len}: must be at least {LONGEST} for packed, which joins rows "
             f"of up to {LONGEST} tokens"
         )
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
-    for _ in range(ROUNDS):
-        for name in contenders:
-            measured[name].append(run_alone(contest, name))
+    turns = [name for _ in range(ROUNDS) for name in contenders]
+    for number, name in enumerate(turns, 1):
+        on_note(f"measuring {name} ({number} of {len(turns)})")
+        measured[name].append(run_alone(contest, name))
     rows = [combine(contest, name, rounds) for name, rounds in measured.items()]
     if contest.max_memory is None:
         return rows

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from rich.text import Text
 from your_ai.config import FIELDS, SFT, TrainConfig, defaults
 from your_ai.doctor.machine import MachineInfo, limit_of
 from your_ai.errors import UserError
-from your_ai.gates.text import size_text
+from your_ai.gates.text import counted, size_text
 from your_ai.hub.registry import Known, known
 from your_ai.memory import limit as limits
 from your_ai.memory.demand import PYTHON_BYTES, SCORED_FIRST, WHOLE
@@ -34,7 +33,6 @@ from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, options, wor
 CARD_SHARE = 0.95  # usable share of the free memory of an NVIDIA card
 DATA = "my-data/"
 COMFORT_SHARE = 0.9  # of the limit, because estimates for an unmeasured device are rough
-SHOWN = 4  # models per tier
 MODEL_FIELDS = ("alias", "repo", "parameters", "active_parameters")
 WIDTH = 80
 COLUMNS = {"model": 12, "tokens": 6, "rank": 4, "layers": 6, "targets": 10, "needs": 8,
@@ -106,14 +104,7 @@ class Recommendation:
 
 def room_of(memory_gb: float) -> MachineRoom:
     """The room of an idle Mac sold with this many GB, each 2**30 bytes. Raises UserError."""
-    if not (math.isfinite(memory_gb) and memory_gb > 0):
-        raise UserError(
-            f"--memory {memory_gb:g}: must be a number above 0, e.g. 16 for a 16 GB Mac"
-        )
-    ram = int(memory_gb * limits.GIB)
-    working_set = limits.usual_working_set(ram)
-    mac = limits.MachineMemory(ram_bytes=ram, working_set_bytes=working_set, available_bytes=ram)
-    return MachineRoom(limits.detect(mac))
+    return MachineRoom(limits.detect(limits.idle_mac(memory_gb)))
 
 
 def room_here(machine: MachineInfo) -> MachineRoom:
@@ -260,21 +251,47 @@ def as_json(room: MachineRoom, found: list[Recommendation]) -> dict[str, Any]:
     }
 
 
-def table(
-    room: MachineRoom, found: list[Recommendation], most: int | None = SHOWN
+NONE_FITS = "no known model fits: even the smallest needs more memory"
+
+
+def answer(
+    room: MachineRoom, found: list[Recommendation], seconds: float | None = None
 ) -> RenderableType:
-    """Show recommendations with their commands. most: per tier, None for all."""
+    """Show the first recommendation with its command. seconds: measured, per step."""
+    lines: list[RenderableType] = [limits.text(room.limit), *room.limit.notices, ""]
+    if not found:
+        return Group(*lines, NONE_FITS)
+    best = found[0]
+    size = best.known.parameters
+    billions = f"{size / 1e9:.1f} billion" if size >= 1e9 else f"{size / 1e6:.0f} million"
+    lines += [
+        Text.assemble((best.known.alias, "bold"), f", {billions} parameters: {TIERS[best.tier]}"),
+        f"rank {best.rank} in {counted(best.layers, 'block')}, {counted(best.batch, 'row')} of up "
+        f"to {best.seq_len:,} tokens per step; needs {size_text(best.needed_bytes)}; {best.plan}",
+    ]
+    if seconds is not None:
+        lines.append(f"about {seconds:.3g} s per step of full rows, as fast as the newest run")
+    lines += ["", Text(continued(best.command), "bold", overflow="fold"), ""]
+    others = len({each.known.alias for each in found} - {best.known.alias})
+    lines.append(
+        f"{counted(others, 'other model')} can be trained here, also with longer rows: --all"
+        if others or len(found) > 1
+        else "no other known model fits"
+    )
+    return Group(*lines)
+
+
+def table(room: MachineRoom, found: list[Recommendation]) -> RenderableType:
+    """Show all recommendations with their commands."""
     lines: list[RenderableType] = [limits.text(room.limit), *room.limit.notices]
     if not found:
-        lines += ["", "no known model fits: even the smallest needs more memory"]
+        lines += ["", NONE_FITS]
     for tier, title in TIERS.items():
         there = [each for each in found if each.tier == tier]
-        shown = there[:most]
-        if not shown:
+        if not there:
             continue
-        more = f" ({len(there) - len(shown)} more)" if len(there) > len(shown) else ""
-        lines += ["", Text(f"{title}{more}", "bold"), rows_of(shown)]
-        lines += [Text(continued(each.command), overflow="fold") for each in shown]
+        lines += ["", Text(title, "bold"), rows_of(there)]
+        lines += [Text(continued(each.command), overflow="fold") for each in there]
     return Group(*lines)
 
 

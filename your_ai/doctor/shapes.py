@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from your_ai.files import atomic_folder
+from your_ai.gates.text import size_text
 from your_ai.hub.registry import config_of, known
 from your_ai.hub.tensor_sizes import GROUP_SIZE
 from your_ai.rng import derive_seed
@@ -61,9 +63,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_shape(name: str, bits: int, dtype: str, folder: Path) -> Path:
+def make_shape(
+    name: str,
+    bits: int,
+    dtype: str,
+    folder: Path,
+    on_note: Callable[[str], object] = lambda _: None,
+) -> Path:
     """Return a model folder of this shape below `folder`; create it if it does not exist.
 
+    on_note: called with what is written where, before it is.
     bits: 4 or 8 to quantize, 0 to leave the weights in `dtype`. The same arguments give the
     same weights. Each block is one shard, so the peak memory is little more than the model.
     """
@@ -82,6 +91,8 @@ def make_shape(name: str, bits: int, dtype: str, folder: Path) -> Path:
     for path, array in tree_flatten(model.parameters()):
         block = path.split("layers.")[1].split(".")[0] if "layers." in path else "rest"
         shards.setdefault(block, {})[path] = array
+    size = sum(array.nbytes for arrays in shards.values() for array in arrays.values())
+    on_note(f"writing the shape {name} with random weights, {size_text(size)}, to {target}")
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_folder(target) as temporary:
         for block, arrays in shards.items():

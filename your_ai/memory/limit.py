@@ -63,6 +63,18 @@ def usual_working_set(ram_bytes: int) -> int:
     return int((LARGE_WORKING_SET_SHARE if is_large else WORKING_SET_SHARE) * ram_bytes)
 
 
+def idle_mac(memory_gb: float) -> MachineMemory:
+    """The memory of an idle Mac sold with this many GB, each 2**30 bytes. Raises UserError."""
+    if not (math.isfinite(memory_gb) and memory_gb > 0):
+        raise UserError(
+            f"--memory {memory_gb:g}: must be a number above 0, e.g. 16 for a 16 GB Mac"
+        )
+    ram = int(memory_gb * GIB)
+    return MachineMemory(
+        ram_bytes=ram, working_set_bytes=usual_working_set(ram), available_bytes=ram
+    )
+
+
 def find_limit(machine: MachineMemory, max_memory_gb: float | None, force: bool) -> MemoryLimit:
     """The limit that the user requested, or else one from the machine's memory."""
     if max_memory_gb is None:

@@ -1,6 +1,7 @@
-"""The plan of a run whose model is not on this machine: from the registry or a config.json.
+"""The plan of a run whose model is not on this machine, or that is for another machine.
 
-Nothing is measured: the process, the device and the memory are what such a machine usually has.
+It comes from the registry or a config.json. Nothing is measured: the process, the device and the
+memory are what such a machine usually has.
 This module does not import mlx, except to build a model of a config.json.
 """
 
@@ -49,30 +50,59 @@ class Absent:
     """What is not here, and what to do about it; one line."""
 
 
+@dataclass(frozen=True)
+class Target:
+    """The machine that a plan is for."""
+
+    memory: limits.MachineMemory
+    has_gpu: bool
+    """Whether MLX computes on a GPU."""
+    note: str = ""
+    """Which machine it is, if it is another one; one line."""
+
+
 def planned_run(
-    config: TrainConfig, seq_len: int | None, on_note: Callable[[str], object]
+    config: TrainConfig,
+    seq_len: int | None,
+    on_note: Callable[[str], object],
+    memory_gb: float | None = None,
 ) -> Budget:
     """The budget of a run, also if its model is not here; no weight is read.
 
     seq_len: tokens of every row, instead of the data. on_note: called with what to know about a
-    plan without the model's files. Raises UserError if nothing fits.
+    plan without the model's files. memory_gb: plan for an idle Mac sold with this many GB, and
+    not for this machine. Raises UserError if nothing fits.
     """
+    target = this_machine() if memory_gb is None else other_mac(memory_gb)
     model = None
     if (path := config_file(config.model)) is not None:
-        model = absent_of_config(path, config)
+        model = absent_of_config(path, config, target)
     else:
         try:
             folder = find_model(config.model)
         except Missing as missing:
-            model = absent_of_registry(missing, config)
+            model = absent_of_registry(missing, config, target)
+        else:
+            if memory_gb is not None:
+                model = replace(absent_of_config(folder / CONFIG, config, target), note="")
     if model is None:
         from your_ai.training.prepare import planned_budget  # loads mlx
 
         return planned_budget(config, folder, seq_len)
-    budget = planned(config, model, seq_len)
-    for text in notes_of(config, model, seq_len):
+    budget = planned(config, model, seq_len, target)
+    for text in notes_of(config, model, seq_len, target):
         on_note(text)
     return budget
+
+
+def this_machine() -> Target:
+    return Target(memory_here(), has_gpu())
+
+
+def other_mac(memory_gb: float) -> Target:
+    """An idle Mac sold with this many GB. Raises UserError."""
+    note = f"planned for an idle Mac with {memory_gb:g} GB; nothing was measured there"
+    return Target(limits.idle_mac(memory_gb), True, note)
 
 
 def config_file(name: str) -> Path | None:
@@ -85,12 +115,12 @@ def config_file(name: str) -> Path | None:
     return None
 
 
-def absent_of_config(path: Path, config: TrainConfig) -> Absent:
+def absent_of_config(path: Path, config: TrainConfig, target: Target) -> Absent:
     """The model of a config.json. Raises UserError, with the reason, if it cannot be one."""
     content = read_json(path, "it describes a model")
     check_config_values(path, content)
     try:
-        facts = facts_of_config(content, float_bytes_of(config), config.quantize)
+        facts = facts_of_config(content, float_bytes_of(config, target), config.quantize)
     except ValueError as error:
         raise UserError(f"{path}: {shortened(str(error), 200)}") from error
     if not facts.blocks or not facts.linears:
@@ -99,18 +129,18 @@ def absent_of_config(path: Path, config: TrainConfig) -> Absent:
     return Absent(facts, content["model_type"], note)
 
 
-def absent_of_registry(missing: Missing, config: TrainConfig) -> Absent:
+def absent_of_registry(missing: Missing, config: TrainConfig, target: Target) -> Absent:
     """A model of the registry. Raises `missing` if it is not in there."""
     alias = alias_of(missing.repo)
     if alias is None:
         raise missing
     model = known()[alias]
-    facts = facts_of_known(model, float_bytes_of(config), config.quantize)
+    facts = facts_of_known(model, float_bytes_of(config, target), config.quantize)
     note = f"{missing.repo} is not on this machine; download it ({missing.size_text}): "
     return Absent(facts, model.model_type, f"{note}your_ai download {alias}")
 
 
-def planned(config: TrainConfig, model: Absent, seq_len: int | None = None) -> Budget:
+def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Target) -> Budget:
     """The budget of a run of a model without files.
 
     seq_len: as in `planned_budget`; rows of the data are not read, since the tokenizer is missing.
@@ -129,8 +159,8 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None = None) -> B
         longest = max(longest, config.max_new_tokens + 2)
         prompt = longest - config.max_new_tokens
         longest = -(-(longest - 1) // MULTIPLE) * MULTIPLE
-    limit = limits.find_limit(memory_here(), config.max_memory, config.force)
-    process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=not has_gpu())
+    limit = limits.find_limit(target.memory, config.max_memory, config.force)
+    process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=not target.has_gpu)
 
     def budget_with(each: TrainConfig) -> Budget:
         demand = demand_of(each, facts, [longest], process, prompt_tokens=prompt)
@@ -139,12 +169,13 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None = None) -> B
     return largest_that_fits(config, facts.blocks, budget_with)
 
 
-def notes_of(config: TrainConfig, model: Absent, seq_len: int | None = None) -> list[str]:
+def notes_of(config: TrainConfig, model: Absent, seq_len: int | None, target: Target) -> list[str]:
     """What the user should know about such a plan; a line each."""
-    notes = [model.note]
+    notes = [note for note in (target.note, model.note) if note]
     if config.data and seq_len is None:
         notes.append(
-            f"without the tokenizer, rows count as --max-seq-length {config.max_seq_length} tokens"
+            "the data is not read for such a plan: rows count as --max-seq-length "
+            f"{config.max_seq_length} tokens"
         )
     return notes
 
@@ -172,9 +203,9 @@ def check_adapters(config: TrainConfig, facts: ModelFacts) -> None:
         )
 
 
-def float_bytes_of(config: TrainConfig) -> int:
-    """Size of a number of the compute dtype on this machine."""
-    return DTYPE_BYTES.get(config.dtype, 2 if has_gpu() else 4)
+def float_bytes_of(config: TrainConfig, target: Target) -> int:
+    """Size of a number of the compute dtype on that machine."""
+    return DTYPE_BYTES.get(config.dtype, 2 if target.has_gpu else 4)
 
 
 def has_gpu() -> bool:

@@ -66,9 +66,12 @@ def table(budget: Budget) -> RenderableType:
     phases = choice.option.estimate.phases
     if phases:
         parts.add_row("reference", "0", "the same weights, with the first adapters")
-    parts.add_row("estimated peak", f"{choice.option.estimate.process_bytes / 1e6:,.0f}")
+    peak, needed = choice.option.estimate.process_bytes, choice.option.needed_bytes
+    parts.add_row("estimated peak", f"{peak / 1e6:,.0f}")
     for phase, size in phases.items():
         parts.add_row(f"  of phase {phase}", f"{size / 1e6:,.0f}")
+    parts.add_row("safety margin", f"{(needed - peak) / 1e6:,.0f}")
+    parts.add_row("needs", f"{needed / 1e6:,.0f}")
     beside = Table(box=None, pad_edge=False)
     for header in ("", "plan", "needs", "step cost"):
         beside.add_column(header, justify="left" if header in ("", "plan") else "right")
