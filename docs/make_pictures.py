@@ -16,6 +16,7 @@ from your_ai.run import events
 
 OUT = Path(__file__).parent / "images"
 WIDTH, HEIGHT = 84, 24
+SHOWN = 0.8
 LIGHT = TerminalTheme(
     (255, 255, 255),
     (31, 35, 40),
@@ -27,9 +28,10 @@ LIGHT = TerminalTheme(
 
 
 def draw(folder: Path, theme: TerminalTheme) -> str:
-    """The dashboard of a run at its last step, as an SVG that loads nothing from elsewhere."""
+    """The dashboard of a run after SHOWN of its steps, as an SVG that loads nothing else."""
     records, _ = events.tail(folder / "events.jsonl")
-    last = max(i for i, record in enumerate(records) if isinstance(record.event, events.Step))
+    steps = [i for i, record in enumerate(records) if isinstance(record.event, events.Step)]
+    last = steps[int(SHOWN * len(steps))]
     state = fold_all(ViewState(), records[: last + 1])
     console = Console(
         record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True

@@ -179,10 +179,12 @@ def test_projections_in_turn_lower_the_peak_memory_of_the_forward_pass(monkeypat
 
     def peak(network: nn.Module) -> int:
         mx.eval(network.parameters(), network(x))  # compiles, meanwhile MLX would run ahead
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        mx.eval(network(x))
-        return mx.get_peak_memory() - before
+        before, found = mx.get_active_memory(), []
+        for _ in range(9):  # how far MLX runs ahead depends on the moment
+            mx.reset_peak_memory()
+            mx.eval(network(x))
+            found.append(mx.get_peak_memory() - before)
+        return sorted(found)[4]
 
     output_bytes = 4 * 256 * 2048
     assert peak(SlicedMLP.from_base(network, keys)) < peak(network) - 1.5 * output_bytes
