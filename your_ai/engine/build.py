@@ -63,6 +63,7 @@ def build_engine(
     neftune_alpha: float = 0.0,
     temperature: float = 1.0,
     longest: int = 0,
+    kept: int = 0,
 ) -> Built:
     """Build the engine of `plan` for a model with adapters.
 
@@ -77,6 +78,7 @@ def build_engine(
     neftune_alpha: of the noise on the embeddings in training; 0 for none.
     temperature: divides the logits.
     longest: the maximum tokens of a packed row.
+    kept: of a staged or streamed plan, the blocks that keep the outputs of their linear layers.
     Raises UserError if the model does not support the plan, packing or noise.
     """
     notices: list[str] = []
@@ -135,8 +137,9 @@ def build_engine(
         return Built(engine, plan, tuple(notices))
     inputs = [] if spill is None else Spilled(spill)
     staged = Staged(
-        model, parts, dropout_keys, objective, head, weights, store, inputs, graphs, neftune=neftune
-    )
+        model, parts, dropout_keys, objective, head, weights, store, inputs, graphs,
+        neftune=neftune, kept=kept,
+    )  # fmt: skip
     return Built(staged.engine(), plan, tuple(notices), store)
 
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from your_ai.engine.compiled import Graphs, GraphShape
+from your_ai.engine.kept import keep_outputs
 from your_ai.engine.mlp import replace_mlps
 from your_ai.nets.attention import replace_attention
-from your_ai.nets.block_calls import Arrays, Call, TextMask
+from your_ai.nets.block_calls import Arrays, Call, Mask, TextMask
 from your_ai.nets.mixers.replace import replace_mixers
 from your_ai.nets.model import DropoutKeys, TokenKeys
 from your_ai.nets.parts import Parts, arrays_of, put, skeleton, structure
@@ -55,6 +57,18 @@ class Program:
     """Same as `backward`, but returns only the gradients; for the first trained block."""
 
 
+@dataclass(frozen=True)
+class KeepingProgram:
+    """The functions of blocks whose backward pass uses outputs that the forward pass kept."""
+
+    forward: Callable[..., tuple[mx.array, list[mx.array]]]
+    """(frozen, trained, hidden, extras) -> hidden, outputs of linear layers"""
+    backward: Callable[..., tuple[Arrays, mx.array]]
+    """(outputs, frozen, trained, hidden, extras, cotangent) -> (gradients, cotangent of hidden)"""
+    lowest: Callable[..., Arrays]
+    """Same as `backward`, but returns only the gradients; for the first trained block."""
+
+
 def program(
     block: nn.Module,
     call: Call,
@@ -76,6 +90,62 @@ def program(
     as_text = TextMask.of if takes_text(template) else None
     if lean:
         replace_mlps(template, dropout_keys)
+    run = runner(template, call, max_segment_tokens, dropout_keys, as_text)
+
+    def backward(frozen, trained, hidden, extras, cotangent):
+        return vjp_of(run, frozen, trained, hidden, extras, cotangent)
+
+    def lowest(frozen, trained, hidden, extras, cotangent):
+        return lowest_vjp_of(run, frozen, trained, hidden, extras, cotangent)
+
+    return Program(run, *map(compiled, (run, backward, lowest)))
+
+
+def keeping_program(
+    block: nn.Module,
+    call: Call,
+    max_segment_tokens: int | None,
+    dropout_keys: DropoutKeys,
+    compiled: Callable[[Callable], Callable],
+    takes_text: Callable[[nn.Module], bool],
+) -> KeepingProgram:
+    """Make the program of a block that keeps outputs of its linear layers; as for `program`."""
+    template = skeleton(block)
+    replace_attention(template)
+    replace_mixers(template)
+    as_text = TextMask.of if takes_text(template) else None
+    outputs = keep_outputs(template, dropout_keys)
+    run = runner(template, call, max_segment_tokens, dropout_keys, as_text)
+
+    def forward(frozen, trained, hidden, extras):
+        outputs.record()
+        hidden = run(frozen, trained, hidden, extras)
+        return hidden, outputs.recorded()
+
+    def with_outputs(given: list[mx.array]) -> Callable[..., mx.array]:
+        def known(*args: Any) -> mx.array:
+            outputs.use(given)
+            return run(*args)
+
+        return known
+
+    def backward(given, *args):
+        return vjp_of(with_outputs(given), *args)
+
+    def lowest(given, *args):
+        return lowest_vjp_of(with_outputs(given), *args)
+
+    return KeepingProgram(*map(compiled, (forward, backward, lowest)))
+
+
+def runner(
+    template: nn.Module,
+    call: Call,
+    max_segment_tokens: int | None,
+    dropout_keys: DropoutKeys,
+    as_text: Callable[[Mask], TextMask] | None,
+) -> Callable[..., mx.array]:
+    """Make f(frozen, trained, hidden, extras) -> hidden, which runs `template` on these arrays."""
 
     def run(frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras) -> mx.array:
         put(template, frozen)
@@ -88,25 +158,33 @@ def program(
         finally:
             dropout_keys.set(None)
 
-    def backward(frozen, trained, hidden, extras, cotangent):
-        names = list(trained)
+    return run
 
-        def of(hidden: mx.array, *values: mx.array) -> mx.array:
-            return run(frozen, dict(zip(names, values, strict=True)), hidden, extras)
 
-        _, (grad, *grads) = mx.vjp(of, [hidden, *trained.values()], [cotangent])
-        return dict(zip(names, grads, strict=True)), grad
+def vjp_of(
+    run: Callable, frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras, cotangent: Any
+) -> tuple[Arrays, mx.array]:
+    """The gradients of the trained arrays, and the cotangent of `hidden`."""
+    names = list(trained)
 
-    def lowest(frozen, trained, hidden, extras, cotangent):
-        names = list(trained)
+    def of(hidden: mx.array, *values: mx.array) -> mx.array:
+        return run(frozen, dict(zip(names, values, strict=True)), hidden, extras)
 
-        def of(*values: mx.array) -> mx.array:
-            return run(frozen, dict(zip(names, values, strict=True)), hidden, extras)
+    _, (grad, *grads) = mx.vjp(of, [hidden, *trained.values()], [cotangent])
+    return dict(zip(names, grads, strict=True)), grad
 
-        _, grads = mx.vjp(of, list(trained.values()), [cotangent])
-        return dict(zip(names, grads, strict=True))
 
-    return Program(run, *map(compiled, (run, backward, lowest)))
+def lowest_vjp_of(
+    run: Callable, frozen: Arrays, trained: Arrays, hidden: mx.array, extras: Extras, cotangent: Any
+) -> Arrays:
+    """The gradients of the trained arrays."""
+    names = list(trained)
+
+    def of(*values: mx.array) -> mx.array:
+        return run(frozen, dict(zip(names, values, strict=True)), hidden, extras)
+
+    _, grads = mx.vjp(of, list(trained.values()), [cotangent])
+    return dict(zip(names, grads, strict=True))
 
 
 class Programs:
@@ -127,3 +205,15 @@ class Programs:
             return program(block, call, longest, keys, self.lean, compiled, takes_text)
 
         return self.graphs.get(shape, (self.kinds[index], call.key), make)
+
+    def keeping(self, index: int, shape: GraphShape) -> KeepingProgram:
+        """The program of a block that keeps outputs of its linear layers."""
+        call = self.parts.calls(shape.tokens)[index]
+        block = self.parts.blocks[index]
+
+        def make() -> KeepingProgram:
+            keys, longest = self.dropout_keys, shape.max_segment_tokens
+            compiled, takes_text = self.graphs.compile, partial(self.parts.passes_text, index)
+            return keeping_program(block, call, longest, keys, compiled, takes_text)
+
+        return self.graphs.get(shape, ("keeping", self.kinds[index], call.key), make)

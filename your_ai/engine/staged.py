@@ -107,6 +107,7 @@ class Staged:
     graphs: the cache of compiled graphs.
     lean: save memory at the cost of time.
     neftune: noise on the embeddings in training; not with a store.
+    kept: the number of blocks, from the last, that keep the outputs of their linear layers.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Staged:
         graphs: Graphs | None = None,
         lean: bool = True,
         neftune: Neftune | None = None,
+        kept: int = 0,
     ) -> None:
         if store is not None and neftune is not None:
             raise ValueError("cached hidden states would have the noise of one step in every step")
@@ -136,6 +138,7 @@ class Staged:
         self.dora = [dora_layers(block) for block in self.blocks]
         self.first = first_trained(self.blocks)
         self.frozen, self.trained = range(self.first), range(self.first, len(self.blocks))
+        self.first_kept = max(self.first, len(self.blocks) - kept)
         self.reads_files = streams_vocabulary(model)
         self.has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
         self.features = parts.features(self.first)
@@ -164,7 +167,7 @@ class Staged:
         rows = self._rows(batch, step_seed)
         hidden = [self._below(batch, rows)]
         self.inputs.clear()
-        self._run(hidden, [rows], self.trained, self.inputs)
+        outputs = self._run_trained(hidden, rows)
         scale = mx.array(scale, mx.float32)
         targets = Targets.of(batch)
         sums, cotangent, of_head = self._head_gradient(rows.shape, hidden.pop(), targets, scale)
@@ -174,16 +177,44 @@ class Staged:
             arrays = self._arrays(index)
             if index > self.first:
                 self.weights.ahead(index - 1)
-            program = self.programs.of(index, rows.shape)
             extras = rows.extras_of(index)
-            given = (trained_arrays(self.blocks[index]), self.inputs.pop(), extras, cotangent)
-            if index > self.first:
-                found[index], cotangent = program.backward(arrays, *given)
+            given = (arrays, trained_arrays(self.blocks[index]), self.inputs.pop(), extras)
+            given = (*given, cotangent)
+            if index >= self.first_kept:
+                program = self.programs.keeping(index, rows.shape)
+                given = (outputs.pop(), *given)
             else:
-                found[index] = program.lowest(arrays, *given)
+                program = self.programs.of(index, rows.shape)
+            if index > self.first:
+                found[index], cotangent = program.backward(*given)
+            else:
+                found[index] = program.lowest(*given)
             del arrays, given
             mx.eval(found[index], cotangent)
         return Sums(*sums), self._tree(found, of_head)
+
+    def _run_trained(self, hidden: list[mx.array], rows: BatchRows) -> list[list[mx.array]]:
+        """Run the trained blocks and replace the only element of `hidden`; keep their inputs.
+
+        Returns the outputs that each of the last blocks keeps.
+        """
+        self._run(hidden, [rows], range(self.first, self.first_kept), self.inputs)
+        which = range(self.first_kept, len(self.blocks))
+        kept: list[list[mx.array]] = []
+        if which:
+            self.weights.ahead(which[0])
+        for index in which:
+            arrays = self._arrays(index)
+            if index + 1 in which:
+                self.weights.ahead(index + 1)
+            self.inputs.append(hidden[0])
+            program = self.programs.keeping(index, rows.shape)
+            trained, extras = trained_arrays(self.blocks[index]), rows.extras_of(index)
+            hidden[0], outputs = program.forward(arrays, trained, hidden[0], extras)
+            mx.eval(hidden[0], outputs)
+            kept.append(outputs)
+            del arrays
+        return kept
 
     def loss(self, batch: Batch) -> Sums:
         return Sums(*self._above(self._head_loss, batch))
