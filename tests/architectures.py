@@ -38,7 +38,7 @@ from your_ai.nets.model import add_adapters
 VOCABULARY = 64
 LENGTHS = (24, 96)  # tokens per row
 TOLERANCE = 1e-4
-PLANS = ("fused", "staged", "streamed")
+PLANS = ("fused", "staged", "streamed", "kept")  # kept: staged, with outputs of all blocks
 LAYERS = 4
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -446,10 +446,12 @@ def outcome(folder: Path, plan: str, tokens: int, references: dict[Any, Any], se
     if plan == "streamed" and not opened.can_stream:
         return "the files store weights in another form"
     try:
-        built = build_engine(opened.network, adapters.dropout_keys, plan, tensors=opened.tensors)
+        engine, kept = ("staged", LAYERS) if plan == "kept" else (plan, 0)
+        keys = adapters.dropout_keys
+        built = build_engine(opened.network, keys, engine, tensors=opened.tensors, kept=kept)
     except UserError as error:
         return str(error)
-    if built.plan != plan:
+    if built.plan != engine:
         return built.notices[-1]
     sums, grads = built.engine.gradients(batch, 1 / len(batch.targets), 0)
     if (tokens, seed) not in references:

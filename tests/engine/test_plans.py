@@ -50,7 +50,12 @@ def by_plan(
     folder: Path, tmp_path: Path, plan: str, packed=None, batch_size=5, spill=None,
     neftune_alpha=0.0, **settings,
 ):  # fmt: skip
-    """(loss, gradients, loss without gradients) of the same step, through `build_engine`."""
+    """(loss, gradients, loss without gradients) of the same step, through `build_engine`.
+
+    plan: an engine; or `kept`: staged, with the outputs of all blocks, and `partly kept`:
+        streamed, with those of the last.
+    """
+    plan, kept = {"kept": ("staged", 99), "partly kept": ("streamed", 1)}.get(plan, (plan, 0))
     network, tokenizer, adapters = load(folder, **settings)
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
     built = build_engine(
@@ -61,6 +66,7 @@ def by_plan(
         tensors=tensors,
         spill=spill,
         neftune_alpha=neftune_alpha,
+        kept=kept,
     )
     assert built.plan == plan
     examples = encode(tokenizer, tmp_path)
@@ -99,6 +105,8 @@ def reference(tmp_path_factory):
     [
         *((*case, "streamed") for case in CASES),  # what staged computes, from files
         *((*case, "staged") for case in (CASES[1], CASES[2], CASES[5], CASES[7])),
+        *((*case, "kept") for case in CASES),
+        *((*case, "partly kept") for case in (CASES[0], CASES[4])),
         *((*case, "fused") for case in (CASES[2], CASES[4], CASES[6])),  # without dropout
     ],
 )
@@ -123,6 +131,8 @@ def test_every_plan_gives_the_loss_and_gradients_of_the_fused_engine(
         (*CASES[7], "fused"),
         (*CASES[1], "staged"),
         (*CASES[7], "staged"),
+        (*CASES[7], "kept"),
+        (*CASES[1], "partly kept"),
         (*CASES[2], "streamed"),
         (*CASES[3], "streamed"),
         (*CASES[4], "streamed"),
@@ -139,7 +149,7 @@ def test_packed_texts_give_the_same_gradients_as_separate_rows(
         assert relative_error(grad, expected_grads[name]) < 1e-5, name
 
 
-@pytest.mark.parametrize("plan", ["staged", "streamed"])
+@pytest.mark.parametrize("plan", ["staged", "streamed", "kept"])
 def test_micro_batches_give_the_same_gradients_in_each_plan(tmp_path, reference, plan):
     folder, expected, expected_grads = reference("llama", 4, False, 0.2)
     loss, grads, _ = by_plan(folder, tmp_path, plan, batch_size=2, lora_dropout=0.2)

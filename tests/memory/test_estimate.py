@@ -313,6 +313,7 @@ def test_recorded_peaks_are_estimated(kind):
 
 def test_whole_steps_and_evaluations_of_real_shapes_are_estimated_within_a_tenth():
     real = [peak for peak in RECORDED if peak.facts.blocks >= 16]  # small, and Qwen2.5 0.5B
+    real = [peak for peak in real if peak.kind != "gradients"]
     assert len(real) > 90
     assert np.abs(errors(real, PACKAGED)).max() < CLOSE
 

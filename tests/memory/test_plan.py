@@ -149,12 +149,34 @@ def test_fastest_plan_that_fits_is_chosen(data):
 
 
 def test_plans_are_tried_in_order_of_speed():
-    """Engine by engine, each with fewer and fewer rows per micro-batch."""
-    tried = [(o.plan.engine, o.plan.spill, o.plan.rows(2048, 8)) for o in options(DEMAND)]
-    assert tried == [(*engine, rows) for engine in ENGINES for rows in (8, 4, 2, 1)]
-    costs = [option.cost for option in options(DEMAND)]
-    assert costs == sorted(costs)
-    assert costs[0] == 1
+    """Engine by engine, with fewer and fewer blocks that keep outputs, and fewer and fewer rows."""
+    every = options(DEMAND)
+    tried = [(o.plan.engine, o.plan.spill, o.plan.kept, o.plan.rows(2048, 8)) for o in every]
+    kept = {engine: (16, 12, 8, 4, 0) for engine in (("staged", False), ("streamed", False))}
+    assert tried == [
+        (*engine, count, rows)
+        for engine in ENGINES
+        for count in kept.get(engine, (0,))
+        for rows in (8, 4, 2, 1)
+    ]
+    for engine in ENGINES:
+        costs = [o.cost for o in every if (o.plan.engine, o.plan.spill) == engine]
+        assert costs == sorted(costs)
+    assert every[0].cost == 1
+
+
+def test_more_kept_outputs_take_more_memory_and_less_time():
+    for engine in ("staged", "streamed"):
+        found = [o for o in options(DEMAND) if o.plan == Plan(engine, 2048, kept=o.plan.kept)]
+        assert len(found) == 5
+        for more, less in itertools.pairwise(found):
+            assert more.needed_bytes > less.needed_bytes
+            assert more.cost < less.cost
+
+
+@pytest.mark.parametrize("changes", [{"spill": True}, {"forward": True}])
+def test_outputs_are_not_kept_by_plans_that_spill_or_only_evaluate(changes):
+    assert {option.plan.kept for option in options(replace(DEMAND, **changes))} == {0}
 
 
 def test_more_memory_never_gives_a_slower_plan():
@@ -169,7 +191,8 @@ def test_more_memory_never_gives_a_slower_plan():
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8, 12])
 def test_rows_per_micro_batch_are_halved_down_to_one(batch_size):
     demand = replace(DEMAND, batch_size=batch_size, rows_per_step=batch_size, engine="staged")
-    rows = [option.plan.rows(2048, batch_size) for option in options(demand)]
+    plans = [option.plan for option in options(demand) if not option.plan.kept]
+    rows = [plan.rows(2048, batch_size) for plan in plans]
     assert rows[0] == batch_size
     assert rows[-1] == 1
     assert rows == sorted(set(rows), reverse=True)
@@ -377,6 +400,10 @@ def test_rounded_up_limit_is_enough(size_bytes):
     [
         (Plan("fused", 4096), "fused, micro-batches of 8 x 512 tokens"),
         (Plan("staged", 512), "staged, micro-batches of 1 x 512 tokens"),
+        (
+            Plan("staged", 512, kept=3),
+            "staged, micro-batches of 1 x 512 tokens, outputs of 3 blocks kept",
+        ),
         (Plan("staged", 100), "staged, micro-batches of 1 x 512 tokens"),
         (
             Plan("streamed", 1024, True),
@@ -527,7 +554,8 @@ PAIRS = replace(DEMAND, batch_size=4, rows_per_step=8, lengths=(2048,), rows_tog
 
 
 def test_pairs_are_split_after_everything_else_of_an_engine():
-    tried = [(o.plan.engine, o.plan.spill, rows_of(PAIRS, o.plan, 2048)) for o in options(PAIRS)]
+    every = [o.plan for o in options(PAIRS) if not o.plan.kept]
+    tried = [(plan.engine, plan.spill, rows_of(PAIRS, plan, 2048)) for plan in every]
     of_others = [(engine, spill, rows) for engine, spill in ENGINES[1:] for rows in (4, 2, 1)]
     assert tried == [("fused", False, 4), ("fused", False, 2), *of_others]
     only_fused = options(replace(PAIRS, engine="fused"))
@@ -535,8 +563,8 @@ def test_pairs_are_split_after_everything_else_of_an_engine():
 
 
 def test_a_limit_under_which_only_one_answer_fits_splits_the_pairs():
-    staged = [o for o in options(PAIRS) if (o.plan.engine, o.plan.spill) == ("staged", False)]
-    pair, single = staged[1:]
+    plans = [Plan("staged", rows * 2048) for rows in (2, 1)]
+    pair, single = (o for o in options(PAIRS) if o.plan in plans)
     assert single.needed_bytes < pair.needed_bytes
     assert single.cost > pair.cost
     assert choose(PAIRS, pair.needed_bytes).option == pair

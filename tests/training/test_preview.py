@@ -46,6 +46,7 @@ COMPONENTS = {
         "optimizer work",
         "norms",
         "block inputs",
+        "kept outputs",
         "activations",
         "block work",
         "head chunk",

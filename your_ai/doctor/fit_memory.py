@@ -24,6 +24,7 @@ from your_ai.memory.mixer_facts import MixerFacts
 FITTED: dict[tuple[str, str], tuple[str, ...]] = {
     ("fused", "training"): ("fused", "fused_head"),
     ("staged", "training"): ("forward", "forward_lora", "backward", "head"),
+    ("kept", "training"): ("kept",),
     ("fused", "evaluation"): ("evaluation", "evaluation_unsliced", "scores"),
     ("staged", "evaluation"): ("evaluation", "evaluation_unsliced", "scores"),
 }
@@ -52,6 +53,8 @@ class Peak:
     need in addition to weights, adapters and optimizer; evaluation: of scored rows, everything
     included."""
     peak_bytes: int
+    kept: int = 0
+    """Blocks that kept the outputs of their linear layers."""
 
 
 def estimated_bytes(peak: Peak, coefficients: Coefficients) -> int:
@@ -62,7 +65,7 @@ def estimated_bytes(peak: Peak, coefficients: Coefficients) -> int:
         forward=peak.kind == "evaluation",
         coefficients=coefficients,
     )
-    plan = Plan(peak.engine, peak.rows * peak.tokens)
+    plan = Plan(peak.engine, peak.rows * peak.tokens, kept=peak.kept)
     only = peak.kind == "gradients"
     found = estimate(workload, plan, peak.rows, peak.tokens, gradients_only=only)
     held = ("weights", "adapters", "optimizer") if only else ()
@@ -125,7 +128,7 @@ def decided(peaks: Sequence[Peak], start: Coefficients) -> list[tuple[str, str]]
     """(table, key) of the coefficients that these peaks can decide."""
     families = {
         (
-            "fused" if peak.engine == "fused" else "staged",
+            "kept" if peak.kept else "fused" if peak.engine == "fused" else "staged",
             "evaluation" if peak.kind == "evaluation" else "training",
         )
         for peak in peaks
@@ -155,7 +158,7 @@ def to_json(peaks: Sequence[Peak]) -> dict[str, Any]:
         training = peak.training
         rows.append(
             [name, training.blocks, training.rank, list(training.targets), peak.engine, peak.rows,
-             peak.tokens, peak.kind, peak.peak_bytes]
+             peak.tokens, peak.kind, peak.peak_bytes, *([peak.kept] if peak.kept else [])]
         )  # fmt: skip
     return {"models": models, "peaks": rows}
 
@@ -172,8 +175,11 @@ def from_json(content: dict[str, Any]) -> list[Peak]:
             tokens=tokens,
             kind=kind,
             peak_bytes=peak_bytes,
+            kept=kept[0] if kept else 0,
         )
-        for name, blocks, rank, targets, engine, rows, tokens, kind, peak_bytes in content["peaks"]
+        for name, blocks, rank, targets, engine, rows, tokens, kind, peak_bytes, *kept in content[
+            "peaks"
+        ]
     ]
 
 

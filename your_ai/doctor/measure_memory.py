@@ -38,7 +38,9 @@ from your_ai.training.measure_peaks import batch_of
 
 MODULE = "your_ai.doctor.measure_memory"
 MODELS = (("narrow", 4), ("narrow", 0), ("wide", 4))  # of doctor/shapes.py, with their bits
-ENGINES = ("fused", "staged")  # streamed differs from staged in its weights alone
+# Engines, and whether all adapted blocks keep outputs. streamed differs from staged in its weights
+# alone.
+ENGINES = (("fused", False), ("staged", False), ("staged", True))
 ADAPTED = ((2, "q_proj"), ("all", "all-linear"))  # blocks and layers with adapters
 RANK = 16
 TRAINED = (Shape(1, 64), Shape(1, 256), Shape(4, 256), Shape(1, 1024))
@@ -120,15 +122,22 @@ def measure_model(name: str, bits: int, place: Path) -> Iterator[Peak]:
     folder = make_shape(name, bits, str(dtype).removeprefix("mlx.core."), place)
     facts = facts_of(folder, dtype.size)
     limit_bytes = budget.limit_of(None).limit_bytes
-    for engine in ENGINES:
+    for engine, keeps in ENGINES:
         for blocks, targets in ADAPTED:
             count = facts.blocks if blocks == "all" else int(blocks)
             training = Training(blocks=count, rank=RANK, targets=(targets,), experts=True)
-            yield from measure_engine(folder, dtype, facts, training, engine, limit_bytes)
+            kept = count * keeps
+            yield from measure_engine(folder, dtype, facts, training, engine, limit_bytes, kept)
 
 
 def measure_engine(
-    folder: Path, dtype: mx.Dtype, facts: ModelFacts, training: Training, engine: str, limit: int
+    folder: Path,
+    dtype: mx.Dtype,
+    facts: ModelFacts,
+    training: Training,
+    engine: str,
+    limit: int,
+    kept: int = 0,
 ) -> Iterator[Peak]:
     """The peaks of one engine; cases that could exceed `limit` bytes are left out."""
     gc.collect()
@@ -143,7 +152,9 @@ def measure_engine(
         lora_experts=training.experts,
     )
     adapters = model.add_adapters(opened.network, config)
-    built = build_engine(opened.network, adapters.dropout_keys, engine, tensors=opened.tensors)
+    built = build_engine(
+        opened.network, adapters.dropout_keys, engine, tensors=opened.tensors, kept=kept
+    )
     if built.notices:
         raise RunError(built.notices[-1])
 
@@ -151,14 +162,15 @@ def measure_engine(
         rows, tokens = shape
         return Peak(
             facts=facts, training=training, engine=engine, rows=rows, tokens=tokens, kind=kind,
-            peak_bytes=peak_bytes,
+            peak_bytes=peak_bytes, kept=kept,
         )  # fmt: skip
 
-    for kind, shapes in (("gradients", TRAINED), ("evaluation", EVALUATED)):
+    kinds = (("gradients", TRAINED), ("evaluation", () if kept else EVALUATED))
+    for kind, shapes in kinds:
         forward = kind == "evaluation"
         workload = Workload(facts=facts, training=training, forward=forward)
         for shape in shapes:
-            plan = Plan(engine, shape.size)
+            plan = Plan(engine, shape.size, kept=kept)
             worst = estimate(workload, plan, *shape, work_ratio=FAR, gradients_only=True)
             if worst.process_bytes > limit:
                 continue

@@ -223,6 +223,7 @@ def prepare_ours(
         tensors=opened.tensors,
         make_store=(lambda _: MemoryStore()) if contender == "prefix" else None,
         spill=Path(tempfile.gettempdir()) if wanted.spill else None,
+        kept=wanted.kept,
         objective=objective_of(config),
     )
     if built.notices:

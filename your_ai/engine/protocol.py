@@ -35,3 +35,6 @@ class Engine:
     """Free the compiled graphs; they are compiled again when needed."""
     fill: Callable[[Iterable[Batch]], None] | None = None
     """Fill the prefix cache before the first step; None if that would not be cheaper."""
+    keep: Callable[[int], None] = lambda _: None
+    """Set the number of blocks, from the last, that keep the outputs of their linear layers from
+    the forward to the backward pass. Engines that are not staged ignore it."""

@@ -138,7 +138,7 @@ class Staged:
         self.dora = [dora_layers(block) for block in self.blocks]
         self.first = first_trained(self.blocks)
         self.frozen, self.trained = range(self.first), range(self.first, len(self.blocks))
-        self.first_kept = max(self.first, len(self.blocks) - kept)
+        self.keep(kept)
         self.reads_files = streams_vocabulary(model)
         self.has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
         self.features = parts.features(self.first)
@@ -160,8 +160,12 @@ class Staged:
         fill = self.fill if ahead else None
         return Engine(
             self.objective, self.gradients, self.loss, self.log_probabilities, self.predictions,
-            self.score, self.graphs.drop, fill,
+            self.score, self.graphs.drop, fill, self.keep,
         )  # fmt: skip
+
+    def keep(self, count: int) -> None:
+        """Let the last `count` trained blocks keep the outputs of their linear layers."""
+        self.first_kept = max(self.first, len(self.blocks) - count)
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
         rows = self._rows(batch, step_seed)

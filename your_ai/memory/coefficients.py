@@ -40,6 +40,8 @@ class Coefficients:
     """The same if the widest layer of the block has an adapter."""
     backward: Table
     """Staged engines, backward pass of one block."""
+    kept: Table
+    """Staged engines, backward pass of one block that keeps the outputs of its linear layers."""
     head: Table
     """Staged engines, vocabulary head."""
     evaluation: Table
@@ -95,6 +97,7 @@ def read_packaged() -> Coefficients:
 
 
 PACKAGED = read_packaged()
+LATER = {"rollouts": PACKAGED.rollouts, "kept": PACKAGED.kept}  # which older files do not have
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def read_fitted(path: Path) -> Fitted | None:
         if not all(map(math.isfinite, errors)):
             return None
         return Fitted(
-            coefficients=parse({"rollouts": PACKAGED.rollouts} | content["coefficients"], PACKAGED),
+            coefficients=parse(LATER | content["coefficients"], PACKAGED),
             machine=tuple(map(str, content["machine"])),
             date=str(content["date"])[:10],
             peaks=int(content["peaks"]),

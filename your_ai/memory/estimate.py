@@ -37,6 +37,8 @@ from your_ai.memory.sizes import (
     HEAD_ROWS,
     HEAD_SLICE_BYTES,
     PREFILL_TOKENS,
+    QUERY_BLOCK,
+    SCORE_BYTES,
 )
 from your_ai.memory.workload import Plan, Training, Workload
 
@@ -46,6 +48,7 @@ DORA_NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not 
 SOFT_COLUMNS = 16  # tokens whose block inputs are computed together
 SOFT_POSITIONS = 64  # positions whose logits are slices of the head together
 SOFT_GRAPHS = 2  # of the policy's columns, and of the frozen networks
+KEPT_COST = 0.15  # of the forward pass of a block that kept the outputs of its linear layers
 NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to the embeddings
 WORK = ("activations", "block work", "head chunk")  # components that depend on coefficients
 BESIDE = ("graphs", "cache", "python")  # components that are not live MLX buffers
@@ -155,7 +158,7 @@ def estimate(
     else:
         graphs = graphs_bytes(workload, plan.engine, rows, tokens)
     order = ("weights", "adapters", "gradients", "optimizer", "optimizer work", "block inputs",
-             "activations", "block work", "head chunk", "KV cache", "sampling", "norms",
+             "kept outputs", "activations", "block work", "head chunk", "KV cache", "sampling", "norms",
              "prefix cache")  # fmt: skip
     order += ("reward models",) if workload.reward_models else ()
     order = [name for name in order if generating or name not in ("KV cache", "sampling")]
@@ -259,7 +262,8 @@ def staged_phases(
     workload: Workload, plan: Plan, rows: int, tokens: int, gradients: int
 ) -> list[dict[str, float]]:
     """Bytes at three moments: the forward pass of a block, the head, and the backward pass of a
-    trained block; of the blocks that need most.
+    trained block; of the blocks that need most. With kept outputs, also the backward pass of the
+    last block.
     """
     facts, training, coefficients = workload.facts, workload.training, workload.coefficients
     number, n = facts.float_bytes, rows * tokens
@@ -276,15 +280,90 @@ def staged_phases(
         + table["hidden"] * hidden
         + table["slice"] * min(HEAD_SLICE_BYTES, workload.vocabulary * facts.hidden * number)
     )
-    return [
+    counts = facts.counts_of_last(plan.kept) if plan.kept else {}
+    later = [(facts.alone[kind], count) for kind, count in counts.items()]
+    kept = sum(count * kept_bytes(part, n) for part, count in later)
+    first = training.blocks - plan.kept  # trained blocks that keep nothing
+    found = [
         {
             "gradients": earlier,
-            "block inputs": (training.blocks - 1) * inputs,
+            "block inputs": (first - (not later)) * inputs,
             "block work": forward,
         },
-        {"gradients": earlier, "block inputs": training.blocks * inputs, "head chunk": head},
-        {"gradients": coefficients.backward["gradients"] * gradients, "block work": backward},
+        {
+            "gradients": earlier,
+            "block inputs": training.blocks * inputs,
+            "kept outputs": kept,
+            "head chunk": head,
+        },
     ]
+    of_all = coefficients.backward["gradients"] * gradients
+    if plan.kept < training.blocks:
+        found.append({"gradients": of_all, "block work": backward})
+    if later:
+        alone = [(replace(workload, facts=part), count) for part, count in later]
+        work = max(kept_backward_bytes(each, rows, tokens) for each, _ in alone)
+        found.append(
+            {
+                "gradients": earlier,
+                "block inputs": (training.blocks - 1) * inputs,
+                "kept outputs": kept,
+                "block work": max(kept_forward_bytes(e, rows, tokens) for e, _ in alone),
+            }
+        )
+        found.append(
+            {
+                "gradients": earlier + (gradients - earlier) // training.blocks,
+                "block inputs": (training.blocks - 1) * inputs,
+                "kept outputs": kept,
+                "block work": work,
+            }
+        )
+        if plan.kept >= training.blocks:
+            one = max(kept_bytes(part, n) for part, _ in later)
+            found.append({"gradients": of_all, "kept outputs": one, "block work": work})
+    return found
+
+
+def kept_bytes(facts: ModelFacts, tokens: int) -> int:
+    """Bytes of the outputs that a block keeps, of a model whose blocks have the same sizes: those
+    of all its linear layers but the last.
+    """
+    outputs = sum(o for _, o in facts.linears.values()) - facts.hidden
+    return tokens * max(0, outputs) * facts.float_bytes
+
+
+def kept_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
+    """Bytes of the forward pass of a block that keeps outputs, beside these."""
+    facts, table = workload.facts, workload.coefficients.kept
+    number, n = facts.float_bytes, rows * tokens
+    matrix = largest_matrix_bytes(facts)
+    return (
+        table["forward_wide"] * n * widest_outputs(facts) * number
+        + table["forward_hidden"] * (n * (facts.hidden + facts.passed) * number)
+        + table["forward_slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix) * facts.quantized
+        + gemma_bytes(workload, rows, tokens, "staged")
+        + kind_bytes(facts, rows, tokens, forward=True)
+    )
+
+
+def kept_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
+    """Bytes of the backward pass of a block that kept outputs, beside these."""
+    facts, training, table = workload.facts, workload.training, workload.coefficients.kept
+    number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
+    lora = sum(i for i, _ in layers_named(facts, training.targets, training.experts))
+    scores = min(SCORE_BYTES, 4 * rows * facts.heads * tokens * min(tokens, QUERY_BLOCK))
+    matrix = largest_matrix_bytes(facts)
+    return (
+        (table["wide"] + table["adapted"] * adapts_widest(workload)) * n * wide * number
+        + table["hidden"] * (n * (facts.hidden + facts.passed) * number)
+        + table["lora"] * n * lora * number
+        + table["scores"] * scores
+        + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix) * facts.quantized
+        + dora_bytes(workload, n, "staged")
+        + gemma_bytes(workload, rows, tokens, "staged")
+        + kind_bytes(workload.facts, rows, tokens)
+    )
 
 
 def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
@@ -444,7 +523,8 @@ def step_cost(facts: ModelFacts, training: Training, plan: Plan) -> float:
     not counted.
     """
     fused = facts.blocks + training.blocks
-    return 1.0 if plan.engine == "fused" else (fused + training.blocks) / fused
+    again = training.blocks - (1 - KEPT_COST) * plan.kept
+    return 1.0 if plan.engine == "fused" else (fused + again) / fused
 
 
 def read_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:

@@ -1,7 +1,8 @@
 """Choose the fastest plan that fits into the limit, by the estimates. Pure.
 
 Plans are tried in this order: fused; staged; staged with block inputs spilled to disk; streamed;
-streamed with spilling. Each is tried with whole micro-batches first, then with fewer rows.
+streamed with spilling. Staged and streamed are tried with fewer and fewer blocks that keep outputs.
+Each is tried with whole micro-batches first, then with fewer rows.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from your_ai.memory.workload import Plan, RewardModelSizes, RolloutSizes, Traini
 
 ENGINES = (("fused", False), ("staged", False), ("staged", True), ("streamed", False),
            ("streamed", True))  # fmt: skip
+KEPT_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the trained blocks: those that keep outputs
 SCORING_COST = 1 / 3  # of a pass without gradients, relative to a step of the fused engine
 WORK_MARGIN = 0.12  # share of transient activations: an estimate may be a tenth too low
 MEASURED_MARGIN = 0.04  # the same, once something was measured on this machine
@@ -111,7 +113,8 @@ def options(demand: Demand) -> list[Option]:
     if together > 1:
         rows.append(1)
     found = []
-    for waves, (engine, spill) in product(waves_of(demand), ENGINES):
+    every = [(*each, kept) for each in ENGINES for kept in kept_counts(demand, *each)]
+    for waves, (engine, spill, kept) in product(waves_of(demand), every):
         wanted = engine == demand.engine or demand.engine == "auto"
         if not wanted or (engine == "streamed" and not demand.can_stream):
             continue
@@ -124,9 +127,10 @@ def options(demand: Demand) -> list[Option]:
         for count in rows:
             if count < together and engine == "fused" and demand.engine == "auto":
                 continue  # staged is faster than this, and smaller
-            update_bytes = bytes_to_update(demand, Plan(engine, count * longest, spill))
+            plan = Plan(engine, count * longest, spill, kept=kept)
+            update_bytes = bytes_to_update(demand, plan)
             for wave in waves:
-                plan = Plan(engine, count * longest, spill, wave)
+                plan = replace(plan, wave=wave)
                 cost = 1.0 if demand.forward else step_cost(demand.facts, demand.training, plan)
                 if count < together:
                     cost += SCORING_COST
@@ -136,6 +140,14 @@ def options(demand: Demand) -> list[Option]:
                 )
                 found.append(Option(plan, most, cost, needed_bytes))
     return found
+
+
+def kept_counts(demand: Demand, engine: str, spill: bool) -> list[int]:
+    """How many blocks may keep outputs under an engine, the most first."""
+    if engine == "fused" or spill or demand.forward or demand.soft is not None:
+        return [0]
+    counts = (math.ceil(share * demand.training.blocks) for share in KEPT_SHARES)
+    return list(dict.fromkeys(counts))
 
 
 def margin_of(demand: Demand) -> float:
@@ -413,8 +425,9 @@ def words(plan: Plan, longest: int) -> str:
     """A plan as text: `staged, micro-batches of 2 x 512 tokens, block inputs on disk`."""
     rows = max(1, plan.micro_tokens // longest)
     disk = ", block inputs on disk" if plan.spill else ""
+    kept = f", outputs of {counted(plan.kept, 'block')} kept" if plan.kept else ""
     waves = f", {counted(plan.wave, 'completion')} generated together" if plan.wave else ""
-    return f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}{waves}"
+    return f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}{kept}{waves}"
 
 
 @dataclass

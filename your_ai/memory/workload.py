@@ -47,6 +47,9 @@ class Plan:
     """Keep the inputs of blocks on disk."""
     wave: int = 0
     """Completions that are generated together; 0 if the run generates none."""
+    kept: int = 0
+    """Blocks, from the last, that keep the outputs of their linear layers for the backward pass;
+    of a staged or streamed plan."""
 
     def rows(self, tokens: int, batch_size: int) -> int:
         """Rows of `tokens` tokens per micro-batch."""

@@ -59,6 +59,8 @@ class Planned:
     """The settings that the plan was chosen for."""
     wave: int = 0
     """Completions that are generated together; 0 if the run generates none."""
+    kept: int = 0
+    """Blocks, from the last, that keep the outputs of their linear layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,8 @@ def calibrated(
         return prepared
     plan = budget.choice.option.plan
 
-    def measure(_: Plan, shape: Shape) -> int:
+    def measure(plan: Plan, shape: Shape) -> int:
+        prepared.engine.keep(plan.kept)
         return peak_of(prepared, shape, log)
 
     found = list(budget.demand.calibration.measurements)
@@ -74,6 +75,7 @@ def calibrated(
         raise Replan(MemoryAction(kind=MEASURED, cause=cause), step, watch)
     allocator.set_limits(limit_bytes, option.needed_bytes, option.estimate.beside_bytes)
     allocator.free()
+    prepared.engine.keep(option.plan.kept)
     budget = replace(budget, demand=demand, choice=choice)
     prepared.graphs.room_bytes = budget.graphs_room_bytes
     if option.plan != plan:

@@ -147,7 +147,8 @@ def learned(log: events.EventLog, plan: Plan, step: int) -> dict[int, float]:
     ratios: dict[int, float] = {}
     for event in (record.event for record in events.tail(log.path)[0]):
         if isinstance(event, events.Planned):
-            if Plan(event.plan, event.micro_tokens, event.spill, event.wave) != plan:
+            recorded = (event.plan, event.micro_tokens, event.spill, event.wave, event.kept)
+            if Plan(*recorded) != plan:
                 ratios.clear()
         elif isinstance(event, events.Corrected) and event.step <= step:
             ratios[event.tokens] = max(event.ratio, ratios.get(event.tokens, -math.inf))

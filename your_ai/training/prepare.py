@@ -251,6 +251,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
             neftune_alpha=config.neftune_alpha,
             temperature=config.temperature,
             longest=config.max_seq_length,
+            kept=plan.kept,
         )
     model.check_forward_pass(network, adapters, config)
     allocator.free()
@@ -572,7 +573,7 @@ def past_of(log: events.EventLog, config: TrainConfig, level: int) -> PriorPlans
     plan = None
     if plans and plans[-1].level == level and plans[-1].asked == asked_of_memory(config):
         last = plans[-1]
-        plan = Plan(last.plan, last.micro_tokens, last.spill, last.wave)
+        plan = Plan(last.plan, last.micro_tokens, last.spill, last.wave, last.kept)
     return PriorPlans(plan, tuple(valid_measurements(measured)), bool(starts))
 
 
@@ -589,6 +590,7 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
             micro_tokens=plan.micro_tokens,
             spill=plan.spill,
             wave=plan.wave,
+            kept=plan.kept,
             level=choice.level,
             estimate_bytes=choice.option.estimate.process_bytes,
             asked=asked_of_memory(config),
