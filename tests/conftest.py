@@ -133,10 +133,18 @@ def keep_objects_of_modules_before() -> None:
     keep_objects()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_kernels() -> None:
+    """Fuse none in the fixtures of the session, which begin before those of their first module."""
+    fuse(False)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def kernels(request: pytest.FixtureRequest) -> None:
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fuse kernels only in the modules that say `KERNELS = True`: their compilation takes long."""
     fuse(getattr(request.module, "KERNELS", False))
+    yield
+    fuse(False)
 
 
 def keep_objects() -> None:
