@@ -77,7 +77,7 @@ def test_all_contenders_follow_the_same_losses(capsys):
 
 @pytest.mark.parametrize(
     ("bits", "plans"),
-    [(0, ("fused", "streamed")), (4, ("fused", "staged", "streamed", "spilled"))],
+    [(0, ("fused", "streamed")), (4, ("fused", "kept", "staged", "streamed", "spilled"))],
     ids=["float", "4-bit"],
 )
 def test_ten_steps_of_each_plan_follow_mlx_lm(tmp_path, bits, plans):

@@ -45,6 +45,7 @@ TOKENIZER = (
     "chat_template.jinja",
 )  # from the demo model
 PLANS = ("fused", "staged", "streamed")
+VARIANTS = ("spilled", "kept")  # of streamed and of staged, named as in `bench`
 ROWS, TOKENS = 2, 192  # long enough for attention in blocks on any device
 FEW_TOKENS = 64  # for checks that do not depend on the length
 STEPS = 4
@@ -143,7 +144,7 @@ def compare_gradients(folder: Path) -> Outcome:
     for dtype in dtypes:
         contest = contest_of(model_in(folder), dtype, TOKENS)
         expected_loss, expected = step_of(made(folder, "fused", contest))
-        for plan in (*PLANS[1:], "spilled"):
+        for plan in (*PLANS[1:], *VARIANTS):
             loss, grads = step_of(made(folder, plan, contest))
             worst = max(relative(grads[name], expected[name]) for name in expected)
             figures[f"{plan} {dtype}"] = max(worst, abs(loss - expected_loss) / expected_loss)
@@ -181,7 +182,7 @@ def time_plans(folder: Path) -> Outcome:
     path = make_shape(shape, BITS, dtype, folder / "speed")
     contest = contest_of(path, dtype, TOKENS)
     figures, losses = {}, {}
-    for plan in (*PLANS, "spilled"):
+    for plan in (*PLANS, *VARIANTS):
         steps = list(our_plans.run_ours(contest, plan))
         figures[plan] = min(seconds for _, seconds, _ in steps[1:])
         losses[plan] = [loss for loss, *_ in steps]
@@ -254,8 +255,10 @@ def made(folder: Path, plan: str, contest: Contest) -> MadeModel:
     )
     network.update(shaken)
     spill = folder / "spill" if plan == "spilled" else None
-    engine = "streamed" if plan == "spilled" else plan
-    built = build_engine(network, adapters.dropout_keys, engine, tensors=tensors, spill=spill)
+    engine = {"spilled": "streamed", "kept": "staged"}.get(plan, plan)
+    kept = len(network.layers) if plan == "kept" else 0
+    keys = adapters.dropout_keys
+    built = build_engine(network, keys, engine, tensors=tensors, spill=spill, kept=kept)
     tokens = contest_tokens(contest, vocabulary_of(network) or opened.config["vocab_size"])
     batches = contest_batches(contest, tokens, lambda _: ROWS)
     return MadeModel(network, built.engine, tensors, batches)

@@ -182,13 +182,13 @@ def prepare_ours(
 ) -> PreparedSteps | RolloutSteps:
     """Load the model for one of our plans. From here on, MLX's peak memory is counted.
 
-    auto: the fastest plan that fits --max-memory or the machine. spilled: streamed, with block
-    inputs on disk. prefix: fused, with a prefix cache in memory. unpacked, packed: fused, on
+    auto: the fastest plan that fits --max-memory or the machine. kept: staged, and all blocks with
+    adapters keep the outputs of their linear layers. spilled: streamed, with block inputs on disk. prefix: fused, with a prefix cache in memory. unpacked, packed: fused, on
     short rows; one row or pair per update, or rows joined up to --seq-len.
     beside: shares its weights in memory.
     """
-    plan = contender if contender in ("auto", "staged", "streamed") else "fused"
-    plan = "streamed" if contender == "spilled" else plan
+    others = {"auto": "auto", "staged": "staged", "kept": "staged"}
+    plan = others.get(contender, "streamed" if contender in ("streamed", "spilled") else "fused")
     spill = contender == "spilled"
     opened = open_model(Path(contest.folder), getattr(mx, contest.dtype))
     network, config = opened.network, contest.train_config()
@@ -196,7 +196,10 @@ def prepare_ours(
     if beside is not None and plan != "streamed":
         network.update(beside.network.parameters())
     is_grpo = contest.objective == GRPO
-    wanted = Plan(plan, contest.rows * contest.seq_len, spill, contest.rows if is_grpo else 0)
+    wave, kept = contest.rows if is_grpo else 0, 0
+    if contender == "kept":
+        kept = adapters.config["num_layers"]
+    wanted = Plan(plan, contest.rows * contest.seq_len, spill, wave, kept)
     prompt_tokens = contest.seq_len + 1 - contest.targets if is_grpo else 0
     if plan == "auto" or contest.max_memory is not None:
         asked = dataclasses.replace(contest.train_config(plan), spill=spill)
