@@ -271,7 +271,7 @@ def test_metrics_have_a_line_that_fits_narrow_screens():
 def test_reward_run_shows_rewards_policy_rollouts_and_phases():
     lines = [" ".join(line.split()) for line in drawn(REWARDED, 120, 40)]
     for shown in (
-        "reward 0.8 spread 0.2 smoothed 0.575 best 0.575 validation 0.625, best 0.625",
+        "reward 0.8 spread 0.2 smoothed 0.7 best 0.7 validation 0.625, best 0.625",
         "rewards json_fields 0.8 ±0.35 length:200 0.5 ±0.1",
         "policy KL 0.0125 entropy 0.75 clipped low 0% clipped high 0.4%",
         "rollouts length 25.5 cut off 12% no spread 25% tokens/s 530",

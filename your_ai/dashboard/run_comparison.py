@@ -19,7 +19,7 @@ from rich.text import Text
 
 from your_ai.config import TrainConfig, is_used
 from your_ai.dashboard.charts import metric_points
-from your_ai.dashboard.history import Points, RunHistory, finite, losses, read, settled, smoothed
+from your_ai.dashboard.history import Points, RunHistory, finite, losses, read, smoothed
 from your_ai.dashboard.metric_table import REWARD, is_charted, plain
 from your_ai.dashboard.view import duration, validation_text
 from your_ai.gates.text import counted, loss_text, printable, shortened, size_text
@@ -109,9 +109,8 @@ def figures_of(past: RunHistory) -> dict[str, str]:
         last = steps[-1]
         found["step"] = f"{last.step:,} of {last.steps:,}"
         found["last loss"] = loss_text(last.loss)
-        means = [mean for _, mean in settled(smoothed(losses(past)))]
-        if means:
-            found["best running mean"] = loss_text(min(means))
+        if state.best_loss is not None:
+            found["best running mean"] = loss_text(state.best_loss)
     checked = finite(past.validations)
     if checked:
         best = min(checked, key=lambda value: value.loss)
@@ -120,6 +119,8 @@ def figures_of(past: RunHistory) -> dict[str, str]:
     rewards = metric_points(past, REWARD)
     if rewards:
         found["last reward"] = plain(rewards[-1][1])
+    if state.best_smooth_reward is not None:
+        found["best mean reward"] = plain(state.best_smooth_reward)
     if state.highest_bytes is not None:
         found["peak memory"] = size_text(state.highest_bytes)
     if state.limit is not None:
