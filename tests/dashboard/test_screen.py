@@ -9,6 +9,7 @@ import dataclasses
 import io
 import math
 import os
+import re
 import statistics
 import time
 from functools import reduce
@@ -22,6 +23,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from tests.dashboard.frames import reward_validation, rewarded
+from your_ai.dashboard import view
 from your_ai.dashboard.page import UNICODE
 from your_ai.dashboard.screen import KEPT, screen
 from your_ai.dashboard.state import ViewState, fold
@@ -34,8 +36,8 @@ KEYS = "q detach   c checkpoint   p pause"
 NAME = "qwen-demo-20270115"
 LIMIT = events.Limit(limit_bytes=7_000_000_000, reason="--max-memory 7")
 PLANNED = events.Planned(
-    plan="fused", micro_tokens=1920, spill=False, level=0, estimate_bytes=5_600_000_000,
-    text="fused, micro-batches of 4 x 480 tokens: needs 5.60 GB",
+    plan="fused", micro_tokens=1920, spill=False, level=0, estimate_bytes=5_200_000_000,
+    needed_bytes=5_600_000_000, text="fused, micro-batches of 4 x 480 tokens: needs 5.60 GB",
     asked="--max-memory 7 --plan auto --spill False",
 )  # fmt: skip
 STARTED = events.Started(
@@ -258,6 +260,22 @@ def test_rest_is_zero_if_the_parts_exceed_the_process():
     )
     assert gauge_of(state) == "█" * 40 + "▓" * 10 + "┃" + "▓" * 29 + "·" * 20
     assert "other 0 MB" in text_of(state)
+
+
+def test_a_plan_has_one_figure_and_its_margin():
+    text = text_of(folded(*BEGINNING, step(1)), 120, 40)
+    assert re.search(r"┆ needs 5.60 GB ", text)
+    assert re.search(r"needs +5.60 GB: estimated peak 5.20 GB \+ safety margin 400 MB", text)
+    line = view.event_line(PLANNED, ViewState())
+    assert line is not None
+    assert line.endswith("needs 5.60 GB (estimated peak 5.20 GB + safety margin 400 MB)")
+
+
+def test_a_plan_of_an_older_version_shows_its_estimate():
+    old = dataclasses.replace(PLANNED, needed_bytes=0)
+    text = text_of(folded(LIMIT, old, STARTED, step(1)), 120, 40)
+    assert "┆ estimated peak 5.20 GB" in text
+    assert "margin" not in text
 
 
 def test_metrics_have_a_line_that_fits_narrow_screens():
@@ -493,7 +511,7 @@ EVENTS = st.one_of(
     st.builds(events.Limit, limit_bytes=COUNTS, reason=WORDS),
     st.builds(
         events.Planned, plan=WORDS, micro_tokens=COUNTS, spill=st.booleans(), level=COUNTS,
-        estimate_bytes=COUNTS, text=WORDS, asked=WORDS,
+        estimate_bytes=COUNTS, needed_bytes=COUNTS, text=WORDS, asked=WORDS,
     ),
     st.builds(
         events.Action, step=COUNTS, kind=WORDS, cause=WORDS, before_bytes=COUNTS,

@@ -76,7 +76,7 @@ KEPT = (
         "saved",
         "why",
     ),
-    *("actions", "gap", "note", "limit", "machine", "more actions", "notes"),
+    *("actions", "gap", "note", "limit", "needs", "machine", "more actions", "notes"),
     "sample",
 )
 CURVES = ("loss curve", "reward curve")
@@ -403,6 +403,9 @@ def plan_rows(page: Page, state: ViewState) -> list[ScreenRow]:
         why = reason_of_plan(state)
         if why:
             rows.append(ScreenRow("why", line(page, "why", [(clean(page, why), DIM)])))
+        if margin := view.margin_text(state.planned):
+            text = f"{size_text(known(state.planned.needed_bytes) or 0)}: {margin}"
+            rows.append(ScreenRow("needs", line(page, "needs", [(text, DIM)])))
     if state.limit is not None:
         text = f"{size_text(known(state.limit.limit_bytes) or 0)}: {state.limit.reason}"
         rows.append(ScreenRow("limit", line(page, "limit", [(clean(page, text), DIM)])))

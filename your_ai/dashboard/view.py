@@ -47,6 +47,15 @@ def step_text(step: events.Step, tokens_per_s: float, seconds_left: float | None
     )
 
 
+def margin_text(planned: events.Planned) -> str:
+    """The parts of what a plan needs, as the table of `plan` names them; empty if not known."""
+    if not planned.needed_bytes:
+        return ""
+    margin = planned.needed_bytes - planned.estimate_bytes
+    peak = size_text(planned.estimate_bytes)
+    return f"estimated peak {peak} + safety margin {size_text(max(0, margin))}"
+
+
 def event_line(event: Event, state: ViewState) -> str | None:
     """Return the line for an event, or None for an event that has no line.
 
@@ -60,7 +69,8 @@ def event_line(event: Event, state: ViewState) -> str | None:
         case events.Limit():
             return f"limit {size_text(event.limit_bytes)}: {event.reason}"
         case events.Planned():
-            return f"plan: {event.text}"
+            margin = margin_text(event)
+            return f"plan: {event.text}" + (f" ({margin})" if margin else "")
         case events.Action(kind=kind) if kind not in SCHEDULED:
             change = f"{size_text(event.before_bytes)} -> {size_text(event.after_bytes)}"
             return f"step {event.step}: {kind.replace('_', ' ')}: {event.cause} ({change})"

@@ -59,6 +59,8 @@ class Planned:
     """The settings that the plan was chosen for."""
     wave: int = 0
     """Completions that are generated together; 0 if the run generates none."""
+    needed_bytes: int = 0
+    """`estimate_bytes` with the safety margin: what must fit; 0 in events of older versions."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -591,6 +591,7 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
             wave=plan.wave,
             level=choice.level,
             estimate_bytes=choice.option.estimate.process_bytes,
+            needed_bytes=needed,
             asked=asked_of_memory(config),
             text=f"{words(plan, max(budget.demand.lengths))}: needs {size_text(needed)}",
         )
