@@ -262,6 +262,39 @@ def test_rest_is_zero_if_the_parts_exceed_the_process():
     assert "other 0 MB" in text_of(state)
 
 
+def test_the_most_telling_metrics_come_first_where_few_fit():
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "own")
+    state = folded(*BEGINNING, step(1, metrics=dict.fromkeys(names, 0.5)))
+    [narrow] = [line for line in drawn(state, 40, 12) if "metrics" in line]
+    assert "accuracy 0.5" in narrow
+    assert "own 0.5" in text_of(state, 140, 45)
+
+
+def test_memory_that_is_not_measured_is_not_called_free():
+    text = text_of(folded(LIMIT, PLANNED, STARTED))
+    assert "limit 7.00 GB  not measured yet" in text
+    assert "free" not in text
+
+
+def test_a_long_plan_leaves_to_the_gauge_what_it_needs():
+    long = "fused, micro-batches of 4 x 480 tokens, 32 completions at a time"
+    planned = dataclasses.replace(PLANNED, text=f"{long}: needs 5.60 GB")
+    lines = drawn(folded(LIMIT, planned, STARTED, step(1)), 80, 24)
+    assert any(line.endswith(long) for line in lines)
+    assert any("┆ needs 5.60 GB" in line for line in lines)
+
+
+def test_the_best_mean_is_shown_once_there_are_enough_steps():
+    steps = [step(n) for n in range(1, 21)]
+    assert " best " not in text_of(folded(*BEGINNING, *steps[:19]), 120, 40)
+    assert " best " in text_of(folded(*BEGINNING, *steps), 120, 40)
+
+
+def test_a_model_in_a_folder_has_the_name_of_the_folder():
+    started = dataclasses.replace(STARTED, model="/Users/ada/models/tiny/")
+    assert drawn(folded(LIMIT, PLANNED, started), 80, 24)[0].split()[:2] == [NAME, "tiny"]
+
+
 def test_a_plan_has_one_figure_and_its_margin():
     text = text_of(folded(*BEGINNING, step(1)), 120, 40)
     assert re.search(r"┆ needs 5.60 GB ", text)
@@ -281,15 +314,14 @@ def test_a_plan_of_an_older_version_shows_its_estimate():
 def test_metrics_have_a_line_that_fits_narrow_screens():
     metrics = {"rewards/margins": 0.25, "rewards/accuracies": 0.75}
     state = folded(*BEGINNING, step(1, metrics=metrics))
-    assert "rewards/margins 0.25" in text_of(state)
-    assert "rewards/accuracies 0.75" in text_of(state)
+    assert "accuracy 0.75   margin 0.25" in text_of(state)
     assert all(cell_len(line) <= 40 for line in drawn(state, 40, 30))
 
 
 def test_reward_run_shows_rewards_policy_rollouts_and_phases():
     lines = [" ".join(line.split()) for line in drawn(REWARDED, 120, 40)]
     for shown in (
-        "reward 0.8 spread 0.2 smoothed 0.7 best 0.7 validation 0.625, best 0.625",
+        "reward 0.8 spread 0.2 smoothed 0.7 validation 0.625, best 0.625",
         "rewards json_fields 0.8 ±0.35 length:200 0.5 ±0.1",
         "policy KL 0.0125 entropy 0.75 clipped low 0% clipped high 0.4%",
         "rollouts length 25.5 cut off 12% no spread 25% tokens/s 530",

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.dashboard.frames import record, step
-from your_ai.dashboard.state import SERIES_POINTS, Series, ViewState, fold
+from your_ai.dashboard.state import SERIES_POINTS, Series, ViewState, fold, resumed
 from your_ai.run import events
+from your_ai.run.events import Record
 
 
 def folded(*happened: events.Event) -> ViewState:
@@ -31,6 +32,31 @@ def started(at: int) -> events.Started:
 
 def saved(at: int) -> events.Checkpoint:
     return events.Checkpoint(step=at, folder="c", seconds=0.1)
+
+
+def test_time_left_is_unknown_until_a_resumed_run_is_loaded():
+    stage = events.Stage(text="loading m")
+    ended = events.Finished(step=5, reason="stopped", adapter="", seconds=1.0)
+    running = folded(started(0), *(step(i) for i in range(1, 6)))
+    assert running.seconds_left_at(1.0) is not None
+    for happened in ([ended, stage], [stage], [events.Died(step=5, reason="killed", level=1)]):
+        state = reduce(fold, map(record, happened), running)
+        assert state.seconds_left_at(1.0) is None
+    state = resumed(reduce(fold, map(record, [ended]), running), 9.0)
+    assert (state.seconds_left_at(10.0), state.step_s, state.tokens_per_s) == (None, None, None)
+
+
+def test_a_resumed_run_took_the_time_of_all_its_processes():
+    def at(time: float, event: events.Event) -> Record:
+        return Record(time, event)
+
+    def end(reason: str) -> events.Finished:
+        return events.Finished(step=9, reason=reason, adapter="", seconds=5.0)
+
+    stage = events.Stage(text="loading m")
+    happened = [at(0, stage), at(10, started(0)), at(60, end("stopped")), at(500, stage),
+                at(530, end("done"))]  # fmt: skip
+    assert reduce(fold, happened, ViewState()).took_s == 90
 
 
 def test_steps_that_are_lost_are_in_no_running_mean():

@@ -66,7 +66,8 @@ def memory_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     told = any(what in text for text, _ in figures)
     rows = [ScreenRow("process", figures)]
     rows += [ScreenRow("gauge", gauge)] * (2 if page.height >= HIGH_SCREEN else 1)
-    rows.append(ScreenRow("legend", legend(page, stack, None if told else planned, what)))
+    if shown:
+        rows.append(ScreenRow("legend", legend(page, stack, None if told else planned, what)))
     if not state.memory.values:
         return rows
     curve = resampled(state.memory.values, curve_width(page), highest=True)
@@ -92,7 +93,7 @@ def process_line(
             left += [(f" of {size_text(limit)}", ""), (f"  {text}", color)]
             left += [("  over the limit", WARN)] if process > limit else []
     elif limit is not None:
-        left = [("limit ", DIM), (size_text(limit), "")]
+        left = [("limit ", DIM), (size_text(limit), ""), ("  not measured yet", DIM)]
     plan: list[TextPart] = []
     if planned is not None:
         plan = [(f"{page.glyphs.planned}{what}", DIM), (size_text(planned), "")]

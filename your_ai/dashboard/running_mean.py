@@ -32,6 +32,11 @@ class RunningMean:
         size = min(WINDOW, (self.count + 1) // 2)
         return sum(self.newest[-size:]) / size if size else None
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether there are enough values for a best mean."""
+        return self.count >= WINDOW
+
     def add(self, value: float, at: float = 0) -> RunningMean:
         """The mean with the value of step `at`; the same one if the value is not finite."""
         if not abs(value) < LARGEST:

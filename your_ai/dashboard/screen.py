@@ -19,6 +19,7 @@ from your_ai.dashboard.metric_table import (
     phase_seconds,
     plain,
     rows_of,
+    texts_of,
 )
 from your_ai.dashboard.page import (
     ASCII,
@@ -46,7 +47,7 @@ from your_ai.dashboard.page import (
 )
 from your_ai.dashboard.plot import LineChart, chart_rows
 from your_ai.dashboard.state import ViewState
-from your_ai.gates.text import counted, loss_text, size_text
+from your_ai.gates.text import counted, loss_text, model_name, size_text
 from your_ai.run import events
 
 LATE, LATE_S = 4.0, 10.0  # a step is late after this many times the usual time, and this long
@@ -208,7 +209,7 @@ def spaced(groups: list[list[ScreenRow]]) -> list[ScreenRow]:
 def header(page: Page, state: ViewState, name: str, now: float) -> list[TextPart]:
     left = [(clean(page, name), "bold")]
     if state.started is not None:
-        left.append((f"  {clean(page, state.started.model)}", DIM))
+        left.append((f"  {clean(page, model_name(state.started.model))}", DIM))
     return at_ends(page, left, condition(page, state, now), page.width)
 
 
@@ -248,8 +249,7 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
     rows.append(field_row(page, "loss", "loss", fields))
     rows += validation_rows(page, state)
     if step.metrics:
-        texts = [(name, f"{value:.4g}") for name, value in step.metrics.items()]
-        rows += texts_rows(page, "metrics", "metrics", texts)
+        rows += texts_rows(page, "metrics", "metrics", texts_of(step.metrics))
     losses = resampled(state.losses.values, curve_width(page), highest=False)
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
@@ -269,7 +269,7 @@ def loss_fields(page: Page, state: ViewState, step: events.Step) -> list[Field]:
         Field(2, loss_text(state.smooth_loss), "smoothed ", style=""),
         *(
             []
-            if state.best_loss is None
+            if state.best_loss is None or not state.loss_mean.is_settled
             else [Field(3, loss_text(state.best_loss), "best ", style="")]
         ),
         Field(4, f"{step.grad_norm:.3g}", "gradient norm ", style=""),
@@ -288,8 +288,7 @@ def validation_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     others = {} if state.validation is None else other_values(state.validation)
     if not others:
         return []
-    texts = [(name, f"{value:.4g}") for name, value in others.items()]
-    return [texts_row(page, "valid", "valid", texts)]
+    return [texts_row(page, "valid", "valid", texts_of(others))]
 
 
 def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenRow]:
@@ -300,7 +299,7 @@ def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenR
         fields.append(Field(1, plain(metrics[SPREAD]), "spread "))
     if state.smooth_reward is not None:
         fields.append(Field(3, plain(state.smooth_reward), "smoothed ", style=""))
-    if state.best_smooth_reward is not None:
+    if state.best_smooth_reward is not None and state.reward_mean.is_settled:
         fields.append(Field(4, plain(state.best_smooth_reward), "best ", style=""))
     of_loss = loss_fields(page, state, step)
     if state.validation is not None:
@@ -399,7 +398,10 @@ def times(page: Page, state: ViewState, now: float) -> list[TextPart]:
 def plan_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     rows = []
     if state.planned is not None:
-        rows.append(ScreenRow("plan", line(page, "plan", [(clean(page, state.planned.text), "")])))
+        text = clean(page, state.planned.text)
+        if cell_len(text) > beside(page, "plan"):  # the gauge has what it needs
+            text = text.rpartition(": needs ")[0] or text
+        rows.append(ScreenRow("plan", line(page, "plan", [(text, "")])))
         why = reason_of_plan(state)
         if why:
             rows.append(ScreenRow("why", line(page, "why", [(clean(page, why), DIM)])))
@@ -452,7 +454,7 @@ def result(page: Page, state: ViewState) -> str:
         return clean(page, state.finished.reason if state.finished else "")
     if state.match_after is not None:
         return view.match_text(state.match_before, state.match_after, "row")  # to fit 80 columns
-    return f"{counted(state.finished.step, 'step')} in {span(state.finished.seconds)}"
+    return f"{counted(state.finished.step, 'step')} in {span(state.took_s)}"
 
 
 def action_rows(page: Page, state: ViewState) -> list[ScreenRow]:

@@ -229,6 +229,18 @@ class ViewState:
         return "stopping after this step" if self.is_training else f"stopping: {self.doing}"
 
     @property
+    def worked_s(self) -> float:
+        """Time from the first event to the last, without the time between its resumes."""
+        if self.began_at is None or self.last_at is None:
+            return 0.0
+        return max(0.0, self.last_at - self.began_at - self.away_s)
+
+    @property
+    def took_s(self) -> float:
+        """How long a finished run took, with the processes before it was resumed."""
+        return max(self.worked_s, 0.0 if self.finished is None else self.finished.seconds)
+
+    @property
     def seconds_left(self) -> float | None:
         """Estimated time for the rest of the steps, after the last one; None if unknown or none."""
         left = self.steps - self.at
@@ -239,7 +251,7 @@ class ViewState:
     def seconds_left_at(self, now: float) -> float | None:
         """`seconds_left`, counted down while a step lasts; at least a second."""
         left = self.seconds_left
-        if left is None or self.finished or self.gave_up or self.paused or self.stopping:
+        if left is None or self.paused or self.stopping or not self.loaded:
             return None
         passed = 0.0
         if self.stepped_at is not None and self.is_training and math.isfinite(now):
@@ -299,7 +311,7 @@ def host_warnings(host: events.Host) -> list[str]:
 FORGOTTEN: dict[str, Any] = {
     **dict.fromkeys(("notices", "actions", "deaths"), ()),
     **dict.fromkeys(("gauges", "now_highest_bytes", "swap_began_bytes", "host", "skipped")),
-    **dict.fromkeys(("limit", "planned", "finished")),
+    **dict.fromkeys(("limit", "planned", "finished", "step_s", "tokens_per_s")),
     **dict.fromkeys(("gave_up", "paused", "stopping", "stepped", "loaded"), False),
     "replanned": "",
 }

@@ -102,6 +102,13 @@ def event_line(event: Event, state: ViewState) -> str | None:
     return None
 
 
+def phase_line(phase: events.Phase, state: ViewState) -> str:
+    """The line for a phase that lasts long."""
+    if not state.steps:
+        return f"{phase.text} ..."
+    return f"step {state.at + phase.in_step}/{state.steps}: {phase.text} ..."
+
+
 def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableType]:
     """Return the summary of a run that has ended; the exact match comes last.
 
@@ -122,7 +129,7 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
         return [*parts, what, resuming(run)]
     if state.samples_after is not None:
         parts.append(samples_table(state.samples_before, state.samples_after))
-    parts.append(f"done: {counted(finished.step, 'step')} in {duration(finished.seconds)}")
+    parts.append(f"done: {counted(finished.step, 'step')} in {duration(state.took_s)}")
     if state.highest_bytes is not None:
         limit = f" of {size_text(state.limit.limit_bytes)}" if state.limit else ""
         parts.append(f"peak memory: {size_text(state.highest_bytes)}{limit}")

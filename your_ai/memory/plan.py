@@ -413,7 +413,7 @@ def words(plan: Plan, longest: int) -> str:
     """A plan as text: `staged, micro-batches of 2 x 512 tokens, block inputs on disk`."""
     rows = max(1, plan.micro_tokens // longest)
     disk = ", block inputs on disk" if plan.spill else ""
-    waves = f", {counted(plan.wave, 'completion')} generated together" if plan.wave else ""
+    waves = f", {counted(plan.wave, 'completion')} at a time" if plan.wave else ""
     return f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}{waves}"
 
 
