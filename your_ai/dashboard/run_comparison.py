@@ -21,6 +21,7 @@ from your_ai.config import TrainConfig, is_used
 from your_ai.dashboard.charts import metric_points
 from your_ai.dashboard.history import Points, RunHistory, finite, losses, read, smoothed
 from your_ai.dashboard.metric_table import REWARD, is_charted, plain
+from your_ai.dashboard.plot import MEETING, drawn_together
 from your_ai.dashboard.view import duration, validation_text
 from your_ai.gates.text import counted, loss_text, printable, shortened, size_text
 from your_ai.run.events import Record
@@ -32,7 +33,6 @@ GAP, LEAST_COLUMN = 2, 12  # characters
 LOSS, VALIDATION = "loss", "validation loss"
 PLOT_ROWS = 9
 MARKS = "123456789"  # of the runs in a plot; the tenth and later runs are only in the tables
-MEETING = "*"  # the mark where curves meet
 WITH_LOSSES = ("last loss", "best running mean", "best validation")
 
 
@@ -266,17 +266,12 @@ def plot(name: str, runs: Sequence[ComparedRun], width: int) -> Iterator[Rendera
     labels = [loss_text(high), loss_text(low)]
     margin = max(map(len, labels)) + 1
     columns = max(8, width - margin - 2)
-    grid = [[" "] * columns for _ in range(PLOT_ROWS)]
-    for mark, curve in curves.items():
-        for x, y in curve:
-            row = round((high - y) / (high - low) * (PLOT_ROWS - 1)) if high > low else 0
-            column = round(x / max(last, 1) * (columns - 1))
-            grid[row][column] = mark if grid[row][column] in (" ", mark) else MEETING
+    grid = drawn_together(curves, (0, last), (low, high), columns, PLOT_ROWS)
     meet = f" ({MEETING} = several runs)" if any(MEETING in cells for cells in grid) else ""
     yield Text(f"{name} by step{meet}", "bold")
     for index, cells in enumerate(grid):
         label = {0: labels[0], PLOT_ROWS - 1: labels[1]}.get(index, "")
-        yield Text(f"{label:>{margin - 1}} |{''.join(cells)}".rstrip())
+        yield Text(f"{label:>{margin - 1}} |{cells}".rstrip())
     yield Text(f"{'':>{margin}}0{f'{last:,.0f}':>{columns}}")
     missing = len(runs) - len(MARKS)
     if missing > 0:
