@@ -262,6 +262,17 @@ def test_rest_is_zero_if_the_parts_exceed_the_process():
     assert "other 0 MB" in text_of(state)
 
 
+@pytest.mark.parametrize("text", ["generating completions", "answering test prompts"])
+def test_the_phase_has_room_before_the_names(text):
+    state = folded(*BEGINNING, events.Phase(text=text, in_step=True))
+    for width in (40, 59, 60, 80):
+        assert text in drawn(state, width, 15)[0]
+    long = "validating: generating completions"
+    state = folded(*BEGINNING, events.Phase(text=long, in_step=True))
+    assert long in drawn(state, 60, 15)[0]
+    assert "validating: generating" in drawn(state, 40, 10)[0]
+
+
 def test_the_most_telling_metrics_come_first_where_few_fit():
     names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "own")
     state = folded(*BEGINNING, step(1, metrics=dict.fromkeys(names, 0.5)))

@@ -50,6 +50,7 @@ from your_ai.dashboard.state import ViewState
 from your_ai.gates.text import counted, loss_text, model_name, size_text
 from your_ai.run import events
 
+NAME_SHARE = 5  # a run has at least a fifth of the first line for its name
 LATE, LATE_S = 4.0, 10.0  # a step is late after this many times the usual time, and this long
 WIDE = 30.0  # highest loss / lowest loss above which the curve is logarithmic
 # The kinds of rows, most important first: a low screen shows as many as it has lines.
@@ -208,13 +209,14 @@ def spaced(groups: list[list[ScreenRow]]) -> list[ScreenRow]:
 
 def header(page: Page, state: ViewState, name: str, now: float) -> list[TextPart]:
     left = [(clean(page, name), "bold")]
+    least = min(cells_of(left), page.width // NAME_SHARE) + 2  # the phase matters more than names
     if state.started is not None:
         left.append((f"  {clean(page, model_name(state.started.model))}", DIM))
-    return at_ends(page, left, condition(page, state, now), page.width)
+    return at_ends(page, left, condition(page, state, now, page.width - least), page.width)
 
 
-def condition(page: Page, state: ViewState, now: float) -> list[TextPart]:
-    """Say in a few words what the run is doing."""
+def condition(page: Page, state: ViewState, now: float, room: int) -> list[TextPart]:
+    """Say in a few words what the run is doing, in at most `room` cells."""
     glyphs = page.glyphs
     if state.finished is not None:
         done = state.finished.reason == "done"
@@ -229,8 +231,9 @@ def condition(page: Page, state: ViewState, now: float) -> list[TextPart]:
     if state.is_training:
         return [(f"{mark} {doing}", style)]
     passed = f" {span(now - state.doing_at)}" if state.doing_at is not None else ""
-    doing = cut(page, [(doing, "")], page.width * 3 // 5 - 10)[0][0]
-    return [(f"{mark} {doing} ...{passed}", style)]
+    passed = passed if page.narrow else f" ...{passed}"
+    doing = cut(page, [(doing, "")], room - cell_len(f"{mark} {passed}"))[0][0]
+    return [(f"{mark} {doing}{passed}", style)]
 
 
 def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
