@@ -191,6 +191,8 @@ class Truth:
         if left is not None:
             assert self.at < self.steps
             assert not self.stopping
+            assert self.is_ready
+            assert self.doing != "stopped"
             parts = [int(part) for part in left[1].split(":")]
             seconds = sum(part * 60**i for i, part in enumerate(reversed(parts)))
             assert seconds >= 1

@@ -251,7 +251,8 @@ class ViewState:
     def seconds_left_at(self, now: float) -> float | None:
         """`seconds_left`, counted down while a step lasts; at least a second."""
         left = self.seconds_left
-        if left is None or self.paused or self.stopping or not self.loaded:
+        is_over = self.finished is not None or self.gave_up
+        if left is None or is_over or self.paused or self.stopping or not self.loaded:
             return None
         passed = 0.0
         if self.stepped_at is not None and self.is_training and math.isfinite(now):
