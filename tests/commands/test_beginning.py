@@ -14,6 +14,7 @@ from tests.conftest import call, write_rows
 from tests.data.test_records import write_csv
 from your_ai.commands import beginning
 from your_ai.config import TrainConfig, resolve
+from your_ai.run.folder import create
 
 PAIRS = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
 ANSWERS = [{"prompt": f"q{i}", "completion": "yes"} for i in range(4)]
@@ -167,6 +168,24 @@ def test_wrong_options_are_refused(capsys, option, value):
     write_rows(Path("data/train.jsonl"), ANSWERS)
     given = {"--model": "demo"} | {option: value}
     refused(capsys, "--yes", *(text for pair in given.items() for text in pair))
+
+
+def made_run(name: str, objective: str, with_adapter: bool = True) -> None:
+    run = create(TrainConfig(model="m", data="d", run=name, objective=objective))
+    if with_adapter:
+        run.adapter.mkdir()
+
+
+def test_soft_trains_against_the_newest_reward_model(capsys):
+    write_rows(Path("prompts.jsonl"), [{"prompt": f"q{i}"} for i in range(4)])
+    asked = (*QUICK, "--data", "prompts.jsonl", "--objective", "soft")
+    made_run("policy", "sft")
+    made_run("untrained", "reward", with_adapter=False)
+    assert "your_ai train --objective reward" in refused(capsys, *asked)
+    made_run("rm", "reward")
+    assert call("init", *asked) == 0
+    assert "run:rm" in capsys.readouterr().out
+    assert (written().objective, written().reward_model) == ("soft", "run:rm")
 
 
 def test_failed_write_leaves_nothing(capsys, monkeypatch):

@@ -55,6 +55,13 @@ def test_the_last_step_is_shown_by_prompt(run, capsys):
     assert "reward missing, json_fields missing" in text
 
 
+def test_a_run_of_soft_has_no_advantages(run, capsys):
+    run.config.write_text(run.config.read_text().replace("objective: sft", "objective: soft"))
+    assert "advantage" not in printed(capsys)
+    found = json.loads(printed(capsys, "--json"))["rollouts"]
+    assert [record["advantage"] for record in found] == [None] * 4
+
+
 def test_control_characters_do_not_reach_the_terminal(run, capsys):
     text = printed(capsys)
     assert "\x1b" not in text

@@ -10,6 +10,7 @@ from rich.console import Console
 from tests.dashboard.frames import step
 from your_ai.dashboard import live
 from your_ai.dashboard.live import Follower
+from your_ai.dashboard.state import ViewState, fold
 from your_ai.run import events
 from your_ai.run.events import EventLog
 
@@ -35,6 +36,68 @@ def test_without_a_terminal_events_are_printed_as_lines(own_folder, log):
     assert lines[0] == "note: one"
     # Only the first and the last: lines of steps are printed every few seconds.
     assert [line.split()[1] for line in lines[1:]] == ["1/10", "10/10"]
+
+
+def phase(text: str, in_step: bool = True) -> events.Phase:
+    return events.Phase(text=text, in_step=in_step)
+
+
+STARTED = events.Started(
+    step=0, steps=10, steps_per_epoch=5, model="m", rows=9, trainable_parameters=1,
+    dtype="float32", plan="fused",
+)  # fmt: skip
+
+
+def test_lines_name_each_long_phase_of_a_step_once(own_folder):
+    out = console()
+    follower = Follower(own_folder / "events.jsonl", out)
+    follower.show([events.Record(0.0, STARTED)], 0.0)
+    for begin in (10.0, 40.0):
+        at = int(begin > 10)
+        for number, text in enumerate(("generating completions", "waiting for rewards")):
+            now = begin + 10 * number
+            follower.show([events.Record(now, phase(text))], now)
+            for tenth in range(90):
+                follower.show([], now + tenth / 10)
+            follower.show([events.Record(now + 9, phase(text))], now + 9)  # of the next wave
+        follower.show([events.Record(begin + 21, phase("computing gradients"))], begin + 21)
+        follower.show([], begin + 24)
+        follower.show([events.Record(begin + 25, step(at + 1))], begin + 25)
+    follower.show([events.Record(70.0, phase("validating", in_step=False))], 76.0)
+    lines = out.file.getvalue().splitlines()[1:]
+    assert [line.partition("  ")[0] for line in lines] == [
+        "step 1/10: generating completions ...",
+        "step 1/10: waiting for rewards ...",
+        "step 1/10",
+        "step 2/10: generating completions ...",
+        "step 2/10: waiting for rewards ...",
+        "step 2/10",
+        "step 2/10: validating ...",
+    ]
+
+
+def test_phases_that_are_over_have_no_line(own_folder):
+    out = console()
+    follower = Follower(own_folder / "events.jsonl", out)
+    happened = [STARTED, phase("generating completions"), step(1)]
+    records = [events.Record(10.0 * n, event) for n, event in enumerate(happened)]
+    follower.show(records, 100.0)
+    assert "generating" not in out.file.getvalue()
+
+
+def test_keys_that_do_nothing_are_not_shown():
+    keys = "q detach   c checkpoint   p pause"
+    ended = events.Finished(step=1, reason="done", adapter="", seconds=1.0)
+    paused = fold(ViewState(), events.Record(0.0, events.Paused(step=1)))
+    assert live.keys_now(keys, ViewState()) == keys
+    assert live.keys_now(keys, paused) == "q detach   c checkpoint   p continue"
+    assert live.keys_now(keys, fold(ViewState(), events.Record(0.0, ended))) == "q detach"
+
+
+@pytest.mark.parametrize("settings", [{"TERM": "dumb"}, {"TERM": "unknown"}])
+def test_a_terminal_that_cannot_be_drawn_on_has_lines(settings):
+    out = console(force_terminal=True, _environ=settings)
+    assert live.style_for(out) == "lines"
 
 
 def test_events_are_shown_while_they_happen(own_folder, log):

@@ -310,35 +310,9 @@ def test_memory_areas_are_stacked_up_to_the_process_memory():
     assert history.held(dataclasses.replace(gauges, active_bytes=None)) == (0, 2, 9)
 
 
-def test_running_mean_leaves_the_start_of_the_run_behind():
-    """Where the loss falls a hundredfold, the mean is soon near the losses and not the start."""
-    values = [2.0 * 0.5**n if n < 8 else 0.01 for n in range(40)]
-    means = [mean for _, mean in history.smoothed(list(enumerate(values)))]
-    assert means[0] == 2.0
-    assert means[9] < 0.05
-    assert means[19] == pytest.approx(0.01)
-    assert means[39] == pytest.approx(0.01)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60))
-def test_running_mean_is_of_the_newer_half_and_at_most_twenty(values):
-    means = [mean for _, mean in history.smoothed(list(enumerate(values)))]
-    for n, mean in enumerate(means, start=1):
-        size = min(20, math.ceil(n / 2))
-        assert math.isclose(mean, sum(values[n - size : n]) / size, rel_tol=1e-9, abs_tol=1e-6)
-
-
 def test_running_mean_starts_again_after_a_gap():
     means = history.smoothed([(1, 9.0), (2, math.nan), (3, 1.0), (4, 2.0)])
     assert [mean for _, mean in means[2:]] == [1.0, 2.0]
-
-
-def test_best_mean_is_not_one_of_the_first_steps():
-    means = history.smoothed([(n, 0.0 if n == 1 else 1.0) for n in range(1, 31)])
-    assert min(means, key=lambda point: point[1])[0] == 1
-    assert history.settled(means)[0][0] == 20
-    assert [x for x, _ in history.settled(means[:3])] == [3]
-    assert history.settled([]) == []
 
 
 def test_history_grows_as_events_are_written():

@@ -9,6 +9,7 @@ import dataclasses
 import io
 import math
 import os
+import re
 import statistics
 import time
 from functools import reduce
@@ -22,6 +23,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from tests.dashboard.frames import reward_validation, rewarded
+from your_ai.dashboard import view
 from your_ai.dashboard.page import UNICODE
 from your_ai.dashboard.screen import KEPT, screen
 from your_ai.dashboard.state import ViewState, fold
@@ -34,8 +36,8 @@ KEYS = "q detach   c checkpoint   p pause"
 NAME = "qwen-demo-20270115"
 LIMIT = events.Limit(limit_bytes=7_000_000_000, reason="--max-memory 7")
 PLANNED = events.Planned(
-    plan="fused", micro_tokens=1920, spill=False, level=0, estimate_bytes=5_600_000_000,
-    text="fused, micro-batches of 4 x 480 tokens: needs 5.60 GB",
+    plan="fused", micro_tokens=1920, spill=False, level=0, estimate_bytes=5_200_000_000,
+    needed_bytes=5_600_000_000, text="fused, micro-batches of 4 x 480 tokens: needs 5.60 GB",
     asked="--max-memory 7 --plan auto --spill False",
 )  # fmt: skip
 STARTED = events.Started(
@@ -260,18 +262,77 @@ def test_rest_is_zero_if_the_parts_exceed_the_process():
     assert "other 0 MB" in text_of(state)
 
 
+@pytest.mark.parametrize("text", ["generating completions", "answering test prompts"])
+def test_the_phase_has_room_before_the_names(text):
+    state = folded(*BEGINNING, events.Phase(text=text, in_step=True))
+    for width in (40, 59, 60, 80):
+        assert text in drawn(state, width, 15)[0]
+    long = "validating: generating completions"
+    state = folded(*BEGINNING, events.Phase(text=long, in_step=True))
+    assert long in drawn(state, 60, 15)[0]
+    assert "validating: generating" in drawn(state, 40, 10)[0]
+
+
+def test_the_most_telling_metrics_come_first_where_few_fit():
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "own")
+    state = folded(*BEGINNING, step(1, metrics=dict.fromkeys(names, 0.5)))
+    [narrow] = [line for line in drawn(state, 40, 12) if "metrics" in line]
+    assert "accuracy 0.5" in narrow
+    assert "own 0.5" in text_of(state, 140, 45)
+
+
+def test_memory_that_is_not_measured_is_not_called_free():
+    text = text_of(folded(LIMIT, PLANNED, STARTED))
+    assert "limit 7.00 GB  not measured yet" in text
+    assert "free" not in text
+
+
+def test_a_long_plan_leaves_to_the_gauge_what_it_needs():
+    long = "fused, micro-batches of 4 x 480 tokens, 32 completions at a time"
+    planned = dataclasses.replace(PLANNED, text=f"{long}: needs 5.60 GB")
+    lines = drawn(folded(LIMIT, planned, STARTED, step(1)), 80, 24)
+    assert any(line.endswith(long) for line in lines)
+    assert any("┆ needs 5.60 GB" in line for line in lines)
+
+
+def test_the_best_mean_is_shown_once_there_are_enough_steps():
+    steps = [step(n) for n in range(1, 21)]
+    assert " best " not in text_of(folded(*BEGINNING, *steps[:19]), 120, 40)
+    assert " best " in text_of(folded(*BEGINNING, *steps), 120, 40)
+
+
+def test_a_model_in_a_folder_has_the_name_of_the_folder():
+    started = dataclasses.replace(STARTED, model="/Users/ada/models/tiny/")
+    assert drawn(folded(LIMIT, PLANNED, started), 80, 24)[0].split()[:2] == [NAME, "tiny"]
+
+
+def test_a_plan_has_one_figure_and_its_margin():
+    text = text_of(folded(*BEGINNING, step(1)), 120, 40)
+    assert re.search(r"┆ needs 5.60 GB ", text)
+    assert re.search(r"needs +5.60 GB: estimated peak 5.20 GB \+ safety margin 400 MB", text)
+    line = view.event_line(PLANNED, ViewState())
+    assert line is not None
+    assert line.endswith("needs 5.60 GB (estimated peak 5.20 GB + safety margin 400 MB)")
+
+
+def test_a_plan_of_an_older_version_shows_its_estimate():
+    old = dataclasses.replace(PLANNED, needed_bytes=0)
+    text = text_of(folded(LIMIT, old, STARTED, step(1)), 120, 40)
+    assert "┆ estimated peak 5.20 GB" in text
+    assert "margin" not in text
+
+
 def test_metrics_have_a_line_that_fits_narrow_screens():
     metrics = {"rewards/margins": 0.25, "rewards/accuracies": 0.75}
     state = folded(*BEGINNING, step(1, metrics=metrics))
-    assert "rewards/margins 0.25" in text_of(state)
-    assert "rewards/accuracies 0.75" in text_of(state)
+    assert "accuracy 0.75   margin 0.25" in text_of(state)
     assert all(cell_len(line) <= 40 for line in drawn(state, 40, 30))
 
 
 def test_reward_run_shows_rewards_policy_rollouts_and_phases():
     lines = [" ".join(line.split()) for line in drawn(REWARDED, 120, 40)]
     for shown in (
-        "reward 0.8 spread 0.2 smoothed 0.575 best 0.575 validation 0.625, best 0.625",
+        "reward 0.8 spread 0.2 smoothed 0.7 validation 0.625, best 0.625",
         "rewards json_fields 0.8 ±0.35 length:200 0.5 ±0.1",
         "policy KL 0.0125 entropy 0.75 clipped low 0% clipped high 0.4%",
         "rollouts length 25.5 cut off 12% no spread 25% tokens/s 530",
@@ -493,7 +554,7 @@ EVENTS = st.one_of(
     st.builds(events.Limit, limit_bytes=COUNTS, reason=WORDS),
     st.builds(
         events.Planned, plan=WORDS, micro_tokens=COUNTS, spill=st.booleans(), level=COUNTS,
-        estimate_bytes=COUNTS, text=WORDS, asked=WORDS,
+        estimate_bytes=COUNTS, needed_bytes=COUNTS, text=WORDS, asked=WORDS,
     ),
     st.builds(
         events.Action, step=COUNTS, kind=WORDS, cause=WORDS, before_bytes=COUNTS,

@@ -8,19 +8,67 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.dashboard.frames import record, step
-from your_ai.dashboard.state import SERIES_POINTS, Series, ViewState, fold
+from your_ai.dashboard.state import SERIES_POINTS, Series, ViewState, fold, resumed
 from your_ai.run import events
+from your_ai.run.events import Record
 
 
 def folded(*happened: events.Event) -> ViewState:
     return reduce(fold, map(record, happened), ViewState())
 
 
-def test_mean_is_plain_first_and_then_exponential():
-    state = folded(step(1, loss=4.0), step(2, loss=2.0))
-    assert state.smooth_loss == pytest.approx(3.0)
-    state = folded(*(step(i, loss=1.0) for i in range(1, 40)), step(40, loss=11.0))
-    assert state.smooth_loss == pytest.approx(2.0)
+def test_running_means_are_of_the_newer_half_of_the_steps():
+    state = folded(*(step(i, loss=float(i)) for i in range(1, 5)))
+    assert (state.smooth_loss, state.best_loss) == (3.5, 3.5)
+    assert state.smooth_reward is None
+
+
+def started(at: int) -> events.Started:
+    return events.Started(
+        step=at, steps=99, steps_per_epoch=5, model="m", rows=9, trainable_parameters=1,
+        dtype="float32", plan="fused",
+    )  # fmt: skip
+
+
+def saved(at: int) -> events.Checkpoint:
+    return events.Checkpoint(step=at, folder="c", seconds=0.1)
+
+
+def test_time_left_is_unknown_until_a_resumed_run_is_loaded():
+    stage = events.Stage(text="loading m")
+    ended = events.Finished(step=5, reason="stopped", adapter="", seconds=1.0)
+    running = folded(started(0), *(step(i) for i in range(1, 6)))
+    assert running.seconds_left_at(1.0) is not None
+    for happened in ([ended, stage], [stage], [events.Died(step=5, reason="killed", level=1)]):
+        state = reduce(fold, map(record, happened), running)
+        assert state.seconds_left_at(1.0) is None
+    state = resumed(reduce(fold, map(record, [ended]), running), 9.0)
+    assert (state.seconds_left_at(10.0), state.step_s, state.tokens_per_s) == (None, None, None)
+
+
+def test_a_resumed_run_took_the_time_of_all_its_processes():
+    def at(time: float, event: events.Event) -> Record:
+        return Record(time, event)
+
+    def end(reason: str) -> events.Finished:
+        return events.Finished(step=9, reason=reason, adapter="", seconds=5.0)
+
+    stage = events.Stage(text="loading m")
+    happened = [at(0, stage), at(10, started(0)), at(60, end("stopped")), at(500, stage),
+                at(530, end("done"))]  # fmt: skip
+    assert reduce(fold, happened, ViewState()).took_s == 90
+
+
+def test_steps_that_are_lost_are_in_no_running_mean():
+    first = [started(0), *(step(i, loss=2.0) for i in range(1, 31)), saved(30)]
+    lost = [step(i, loss=0.5) for i in range(31, 61)]
+    again = [started(30), *(step(i, loss=1.0) for i in range(31, 61))]
+    assert folded(*first, *lost).best_loss == 0.5
+    found, whole = folded(*first, *lost, *again), folded(*first, *again)
+    assert found.loss_mean == whole.loss_mean
+    assert (found.best_loss, found.loss_mean.best_at) == (1.0, 50)
+    unknown = folded(*first[:-1], *lost, *again)
+    assert unknown.best_loss == 1.0
 
 
 def test_seconds_left_counts_the_remaining_steps():

@@ -17,9 +17,7 @@ from your_ai.doctor.fit_memory import decided, errors, estimated_bytes, fit, fro
 from your_ai.memory.coefficients import PACKAGED
 
 TABLES = [table for tables in fit_memory.FITTED.values() for table in tables]
-STAGED = [
-    p for p in RECORDED if p.engine != "fused" and p.kind == "gradients" and not p.kept
-]
+STAGED = [p for p in RECORDED if p.engine != "fused" and p.kind == "gradients" and not p.kept]
 FUSED = [p for p in RECORDED if p.engine == "fused" and p.kind == "step"]
 
 

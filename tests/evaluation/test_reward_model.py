@@ -63,6 +63,26 @@ def test_pairs_and_answers_are_scored_in_their_order(pairs, tmp_path):
     assert np.isfinite(found[11]["reward"])
 
 
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"prompt": "Q", "completion": "A", "reward": 2.5}, "reward"),
+        ({**PAIRS[0], "reward_rejected": None}, "reward_rejected"),
+    ],
+)
+def test_a_row_that_has_the_column_of_its_score_is_refused(pairs, tmp_path, row, name):
+    with pytest.raises(UserError, match=f"rows.jsonl:2: has the column {name} already") as found:
+        scored(pairs, [PAIRS[1], row], tmp_path)
+    assert "\n" not in str(found.value)
+
+
+def test_a_number_that_json_lacks_is_null_in_what_score_prints(pairs, tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "Yes", "own": [float("nan"), 1.0]}])
+    assert call("score", pairs, rows) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed, parse_constant=pytest.fail)["own"] == [None, 1.0]
+
+
 def test_the_score_of_a_text_depends_on_no_other_text(pairs, tmp_path):
     together = scored(pairs, PAIRS, tmp_path)
     alone = [scored(pairs, [row], tmp_path / str(i))[0] for i, row in enumerate(PAIRS[:3])]

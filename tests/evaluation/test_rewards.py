@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from rich.console import Console
 
 from tests.conftest import chat, events_of, train, write_rows
 from tests.evaluation.conftest import SETTINGS, compared
@@ -16,6 +19,7 @@ from tests.objectives.test_pairs import make
 from your_ai.config import TrainConfig, build
 from your_ai.data.encode import Encoder
 from your_ai.errors import UserError
+from your_ai.evaluation import show
 from your_ai.evaluation.compare import Comparison, RowMeasures
 from your_ai.evaluation.custom_metric import Metric
 from your_ai.evaluation.rewards import judge, objective_name, rewarding, rewards_of
@@ -103,6 +107,23 @@ def test_rewards_of_dpo_are_those_of_validation(dpo, expected):
         "objective": "dpo", "reference": "base", "pairs": 5, "good": 0, "bad": 0,
     }  # fmt: skip
     assert abs(summary["measures"]["rewards/margins"]["adapter"]["value"]) > 0.01
+
+
+@pytest.mark.parametrize("objective", ["grpo", "soft"])
+def test_a_run_on_rewards_of_completions_has_no_rewards_of_pairs(dpo, expected, objective):
+    """Pairs say only which answer is likelier: rewards of DPO are not what the run learned."""
+    run = open_trained(str(dpo))
+    run = dataclasses.replace(run, config=TrainConfig(objective=objective, kl_beta=0.1))
+    found = summarize(run, expected, SUMMARY)
+    assert not [name for name in found["measures"] if name.startswith("rewards/")]
+    likelier = summarize(open_trained(str(dpo)), expected, SUMMARY)["measures"]["logps/accuracies"]
+    assert found["measures"]["logps/accuracies"] == likelier
+    assert (found["preferences"]["objective"], found["preferences"]["reference"]) == ("", None)
+    assert "adapter_margin" not in found["worst"][0]
+    out = Console(file=io.StringIO(), width=80)
+    out.print(show.report(found, "r"))
+    assert "Rewards are" not in out.file.getvalue()
+    assert "Logp accuracy: pairs whose chosen answer is more likely." in out.file.getvalue()
 
 
 def test_rewards_of_kto_are_those_of_validation(tmp_path, tiny_model, monkeypatch):
@@ -368,6 +389,8 @@ def test_an_objective_that_is_not_over_pairs_has_the_rewards_of_dpo():
     assert rewarding(TrainConfig(objective="kto", beta=0.3)) == DPO(beta=0.3)
 
 
-@pytest.mark.parametrize(("objective", "name"), [("grpo", "dpo"), ("sft", "dpo"), ("kto", "kto")])
+@pytest.mark.parametrize(
+    ("objective", "name"), [("grpo", ""), ("soft", ""), ("sft", "dpo"), ("kto", "kto")]
+)
 def test_rewards_are_named_after_the_objective_that_gives_them(objective, name):
     assert objective_name(TrainConfig(objective=objective)) == name

@@ -152,7 +152,7 @@ def test_plans_are_tried_in_order_of_speed():
     """Engine by engine, with fewer and fewer blocks that keep outputs, and fewer and fewer rows."""
     every = options(DEMAND)
     tried = [(o.plan.engine, o.plan.spill, o.plan.kept, o.plan.rows(2048, 8)) for o in every]
-    kept = {engine: (16, 12, 8, 4, 0) for engine in (("staged", False), ("streamed", False))}
+    kept = dict.fromkeys((("staged", False), ("streamed", False)), (16, 12, 8, 4, 0))
     assert tried == [
         (*engine, count, rows)
         for engine in ENGINES

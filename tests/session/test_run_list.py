@@ -133,7 +133,7 @@ def test_row_has_all_figures_of_a_run():
         step=2,
         steps=10,
         last_loss=1.0,
-        best_loss=1.5,
+        best_loss=1.0,
         best_validation=1.5,
         peak_bytes=5_500_000_000,
         limit_bytes=8_000_000_000,
@@ -153,8 +153,8 @@ def test_run_that_trains_on_rewards_shows_them_instead_of_its_loss():
     made("r", STAGE, STARTED, rewarded(1, reward=0.25), rewarded(2, reward=0.75), rewarded(3, 0.0))
     found = only()
     assert (found.last_loss, found.best_loss) == (None, None)
-    assert (found.last_reward, found.best_mean_reward) == (0.0, 0.5)
-    assert "3/10 reward 0 reward 0.5 -" in " ".join(drawn([found], 200)[1].split())
+    assert (found.last_reward, found.best_mean_reward) == (0.0, 0.375)
+    assert "3/10 reward 0 reward 0.375 -" in " ".join(drawn([found], 200)[1].split())
 
 
 @pytest.mark.parametrize(

@@ -259,20 +259,34 @@ def form_of_source(name: str) -> str:
 
 
 def read_objective(text: str, data: str, seen: DataLook | None) -> Chosen:
-    """The objective, checked with the rows; with rewards, also a first one."""
+    """The objective, checked with the rows; with rewards, also a first one, or a reward model."""
     from your_ai.data.look import look
 
     name = coerce("objective", text, "--objective")
-    if name == SOFT:
-        raise UserError("--objective soft: needs a reward model; docs/soft.md has a file for it")
     if seen is not None and name != seen.objective:
         seen = look(data, name, rows_read())
+    if name == SOFT:
+        run = reward_model_here()
+        return Chosen({"objective": name, "reward_model": run}, f"trains against {run}, the newest")
     if name != GRPO:
         return Chosen({"objective": name})
     if seen is not None and not seen.expected:
         note = f"rewards {PLACEHOLDER} for now: change reward in the file to what you want"
         return Chosen({"objective": name, "reward": (PLACEHOLDER,)}, note)
     return Chosen({"objective": name, "reward": ("exact_match",)}, "rewards exact_match")
+
+
+def reward_model_here() -> str:
+    """The newest reward model in ./runs, as `run:NAME`. Raises UserError if there is none."""
+    from your_ai.session.run_list import newest_reward_model
+
+    found = newest_reward_model()
+    if found is None:
+        raise UserError(
+            "--objective soft: no run in ./runs is a reward model to train against; train one "
+            "first: your_ai train --objective reward"
+        )
+    return f"run:{found.name}"
 
 
 def read_memory(text: str) -> Chosen:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from your_ai.commands.options import LATEST
+from your_ai.config import SOFT
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_json, open_console
 from your_ai.gates.text import counted, message_line
@@ -56,13 +57,16 @@ def rollouts(
         groups = by_prompt(records)
     if as_json:
         shown = [as_object(record) for group in groups[:limit] for record in group]
+        if not has_advantages(folder):
+            shown = [{**record, "advantage": None} for record in shown]
         echo_json({"run": folder.name, "step": step, "rollouts": shown})
         return
     console = open_console()
     for part in heading(folder.name, step, records):
         console.print(part)
+    with_advantage = has_advantages(folder)
     for group in groups[:limit]:
-        for part in page_of(group):
+        for part in page_of(group, with_advantage):
             console.print(part)
     if (left := len(groups) - limit) > 0:
         what = "completion" if best or worst else "prompt"
@@ -126,7 +130,13 @@ def heading(name: str, step: int, records: Sequence[RolloutRecord]) -> Iterator[
     yield ", ".join(parts)
 
 
-def page_of(group: Sequence[RolloutRecord]) -> Iterator[RenderableType]:
+def has_advantages(folder: RunFolder) -> bool:
+    """Whether the completions of a run are compared: soft trains through each by itself."""
+    settings = folder.settings()
+    return settings is None or settings.objective != SOFT
+
+
+def page_of(group: Sequence[RolloutRecord], with_advantage: bool) -> Iterator[RenderableType]:
     """A prompt with its expected answer, then its completions."""
     from rich.padding import Padding
     from rich.text import Text
@@ -138,7 +148,7 @@ def page_of(group: Sequence[RolloutRecord]) -> Iterator[RenderableType]:
         yield Text("  expected", style="dim")
         yield Padding(Text(str(first.expected)), (0, 0, 0, INDENT))
     for record in group:
-        yield Text(f"  {facts_of(record)}", style=style_of(record))
+        yield Text(f"  {facts_of(record, with_advantage)}", style=style_of(record))
         empty = Text("(empty)", style="dim")
         text = Text(record.completion) if record.completion.strip() else empty
         yield Padding(text, (0, 0, 0, INDENT))
@@ -147,11 +157,12 @@ def page_of(group: Sequence[RolloutRecord]) -> Iterator[RenderableType]:
             yield Padding(Text(str(record.reply)), (0, 0, 0, 2 * INDENT))
 
 
-def facts_of(record: RolloutRecord) -> str:
+def facts_of(record: RolloutRecord, with_advantage: bool) -> str:
     """The reward of a completion, where it comes from, and how long the completion is."""
     parts = [f"completion {record.sample + 1}: reward {value_text(record.reward)}"]
     parts += [f"{message_line(name)} {value_text(v)}" for name, v in record.rewards.items()]
-    parts += [f"advantage {record.advantage:+.3g}", counted(len(record.tokens), "token")]
+    parts += [f"advantage {record.advantage:+.3g}"] if with_advantage else []
+    parts.append(counted(len(record.tokens), "token"))
     return ", ".join([*parts, *([] if record.stopped else ["cut off"])])
 
 

@@ -311,9 +311,9 @@ class TrainConfig:
     plan: Literal["auto", "fused", "staged", "streamed"] = setting(
         "auto",
         "How gradients are computed; every plan gives the same gradients. fused: one graph, "
-        "fastest. staged: one block at a time, recomputed in the backward pass, with the "
-        "vocabulary on disk. streamed: staged, with all weights on disk. auto: the fastest that "
-        "fits.",
+        "fastest. staged: one block at a time, recomputed in the backward pass as far as its "
+        "outputs do not fit, with the vocabulary on disk. streamed: staged, with all weights on "
+        "disk. auto: the fastest that fits.",
     )
     spill: bool = setting(
         False, "Offload block inputs to disk until the backward pass; not with --plan fused."

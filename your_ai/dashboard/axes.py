@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from your_ai.dashboard.charts import Chart, Curve, Panel
-from your_ai.dashboard.history import LARGEST
+from your_ai.dashboard.running_mean import LARGEST
 
 MARGIN = 0.05  # of the range, above and below the values
 TICKS, FEW_TICKS = 8, 4  # about as many on an x axis and on a y axis

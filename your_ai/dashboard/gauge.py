@@ -24,14 +24,17 @@ from your_ai.run import events
 
 NEAR, DANGER = 0.7, 0.9  # fractions of the limit
 FAR = 2  # a limit above this multiple of the planned and the highest memory is not drawn
-ESTIMATE = " estimate "
+NEEDS, ESTIMATE = " needs ", " estimated peak "  # the second for plans without a margin
 MOST = 10**18  # bytes; larger sizes are shown as this
 
 
 def memory_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     gauges = state.gauges or events.Gauges()
     limit = known(state.limit.limit_bytes) if state.limit else None
-    planned = (known(state.planned.estimate_bytes) or None) if state.planned else None
+    planned, what = None, NEEDS
+    if (plan := state.planned) is not None:
+        planned = known(plan.needed_bytes or plan.estimate_bytes) or None
+        what = NEEDS if plan.needed_bytes else ESTIMATE
     process, highest = known(gauges.process_bytes), known(state.now_highest_bytes)
     active, cache = known(gauges.active_bytes), known(gauges.cache_bytes)
     shown = [size for size in (process, highest, active, cache) if size is not None]
@@ -59,11 +62,12 @@ def memory_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     gauge = bar(page, drawn, max(held, process or 0), highest, scale, tick)
     if limit is not None:
         stack.append((max(0, limit - held), glyphs.free, DIM, "free"))
-    figures = process_line(page, process, highest, limit, planned)
-    told = any(ESTIMATE in text for text, _ in figures)
+    figures = process_line(page, process, highest, limit, planned, what)
+    told = any(what in text for text, _ in figures)
     rows = [ScreenRow("process", figures)]
     rows += [ScreenRow("gauge", gauge)] * (2 if page.height >= HIGH_SCREEN else 1)
-    rows.append(ScreenRow("legend", legend(page, stack, None if told else planned)))
+    if shown:
+        rows.append(ScreenRow("legend", legend(page, stack, None if told else planned, what)))
     if not state.memory.values:
         return rows
     curve = resampled(state.memory.values, curve_width(page), highest=True)
@@ -71,9 +75,14 @@ def memory_rows(page: Page, state: ViewState) -> list[ScreenRow]:
 
 
 def process_line(
-    page: Page, process: int | None, highest: int | None, limit: int | None, planned: int | None
+    page: Page,
+    process: int | None,
+    highest: int | None,
+    limit: int | None,
+    planned: int | None,
+    what: str,
 ) -> list[TextPart]:
-    """The memory of the process, of its limit, and of the estimate of the plan."""
+    """The memory of the process, of its limit, and of the plan; what: NEEDS or ESTIMATE."""
     left: list[TextPart] = []
     if process is not None:
         color = "" if not limit else level_color(process / limit)
@@ -84,10 +93,10 @@ def process_line(
             left += [(f" of {size_text(limit)}", ""), (f"  {text}", color)]
             left += [("  over the limit", WARN)] if process > limit else []
     elif limit is not None:
-        left = [("limit ", DIM), (size_text(limit), "")]
+        left = [("limit ", DIM), (size_text(limit), ""), ("  not measured yet", DIM)]
     plan: list[TextPart] = []
     if planned is not None:
-        plan = [(f"{page.glyphs.planned}{ESTIMATE}", DIM), (size_text(planned), "")]
+        plan = [(f"{page.glyphs.planned}{what}", DIM), (size_text(planned), "")]
     most: list[TextPart] = []
     if highest is not None:
         mark = "peak " if page.narrow else f"{page.glyphs.highest} peak "
@@ -144,16 +153,16 @@ def marked(parts: list[TextPart], at: int, mark: TextPart) -> list[TextPart]:
 
 
 def legend(
-    page: Page, stack: list[tuple[int, str, str, str]], planned: int | None
+    page: Page, stack: list[tuple[int, str, str, str]], planned: int | None, what: str
 ) -> list[TextPart]:
-    """Explain the glyphs; planned: the estimated peak, if it is not shown elsewhere."""
+    """Explain the glyphs; planned: what the plan needs, if it is not shown elsewhere."""
     fields = [
         Field(2 * rank, size_text(size), f" {word} ", style="", mark=(glyph, style))
         for rank, (size, glyph, style, word) in enumerate(stack)
     ]
     if planned is not None:
         mark = (page.glyphs.planned, "")
-        fields.insert(1, Field(1, size_text(planned), ESTIMATE, style="", mark=mark))
+        fields.insert(1, Field(1, size_text(planned), what, style="", mark=mark))
     return line(page, "", in_fields(page, fields, page.room), inline=False)
 
 

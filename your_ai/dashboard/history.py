@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from your_ai.dashboard.state import REPLANS, SMOOTH_OVER, ViewState, fold_all
+from your_ai.dashboard.running_mean import LARGEST, RunningMean
+from your_ai.dashboard.state import REPLANS, ViewState, fold_all
 from your_ai.run import events
 from your_ai.run.events import Action, Died, Finished, Gauges, Planned, Skipped, Started, Step
 
 BUCKETS = 600  # of a curve; two points are drawn for each bucket
 AWAY_S = 60.0  # with no event for so long before a process loads, no process was running
-WINDOW = 2 * SMOOTH_OVER  # values in a mean as smooth as the exponential mean of the dashboard
-LARGEST = 1e30  # a larger loss counts as infinite
 DECISIVE = attrgetter("plan", "micro_tokens", "spill", "level")  # a plan with others is a new one
 GAP = math.nan  # breaks a curve; the running mean restarts after it
 Points = list[tuple[float, ...]]  # x, then one or more y, the last of which is the highest
@@ -148,25 +147,13 @@ def buckets(points: Points) -> list[Points]:
 
 
 def smoothed(points: Points) -> Points:
-    """Return the running mean, of buckets if there are many points. It starts again after a gap.
-
-    It is the mean of the newer half of the values, of WINDOW at most. So the high losses of a
-    run's first steps are soon out of it, while an exponential mean keeps a share of them, which
-    is more than the loss itself where the loss falls a hundredfold.
-    """
-    found, values = [], list[float]()
+    """Return the running mean, of buckets if there are many points. It starts again after a gap."""
+    found, mean = [], RunningMean()
     for bucket in buckets(points):
         value = sum(point[1] for point in bucket) / len(bucket)
-        values = [] if math.isnan(value) else [*values, value][-2 * WINDOW :]
-        newer = values[-min(WINDOW, (len(values) + 1) // 2) :]
-        found.append((bucket[-1][0], sum(newer) / len(newer) if newer else GAP))
+        mean = RunningMean() if math.isnan(value) else mean.add(value)
+        found.append((bucket[-1][0], GAP if mean.value is None else mean.value))
     return found
-
-
-def settled(means: Points) -> Points:
-    """Running means of enough values to be compared: without the first ones, which are noisy."""
-    drawn = [point for point in means if not math.isnan(point[1])]
-    return drawn[min(WINDOW, len(drawn)) - 1 :] if drawn else []
 
 
 def thinned(points: Points, *picks: Callable) -> Points:

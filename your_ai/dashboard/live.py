@@ -24,7 +24,9 @@ from your_ai.run.events import Record
 POLL_S = 0.25
 CLOCK_S = 1.0  # between two drawings without new events
 REPORT_EVERY_S = 5.0  # between the lines of steps
-PAUSE_KEY, CONTINUE_KEY = "p pause", "p continue"
+PHASE_AFTER_S = 5.0  # a phase that has lasted so long has a line
+CHECKPOINT_KEY, PAUSE_KEY, CONTINUE_KEY = "c checkpoint", "p pause", "p continue"
+KEYS_GAP = "   "
 Style = Literal["screen", "notebook", "lines", "json"]
 
 
@@ -75,6 +77,8 @@ class Follower:
         self.offset = 0
         self.reported_at = 0.0
         self.shown_at = 0.0
+        self.phase: events.Phase | None = None
+        self.told_phases: set[str] = set()
         self.drawn_at = 0.0
         self.drawn_size: object = None
         self.unicode = (console.encoding or "").lower().startswith("utf")
@@ -145,6 +149,7 @@ class Follower:
             for record in records:
                 self.state = fold(self.state, record)
                 self._print_line(record)
+            self._print_phase(now)
         else:
             self.state = fold_all(self.state, records)
         if self.style == "json" and records:
@@ -159,15 +164,30 @@ class Follower:
         if not is_new and size == self.drawn_size and abs(now - self.drawn_at) < CLOCK_S:
             return
         self.drawn_at, self.drawn_size = now, size
-        keys = self.keys.replace(PAUSE_KEY, CONTINUE_KEY) if self.state.paused else self.keys
+        keys = keys_now(self.keys, self.state)
         frame = screen(
             self.state, self.name, size.width, size.height, now, unicode=self.unicode, keys=keys
         )
         self.live.update(frame, refresh=True)
 
     def _print_line(self, record: Record) -> None:
-        line = view.event_line(record.event, self.state)
+        event = record.event
+        if isinstance(event, events.Phase):
+            self.phase = event
+        elif isinstance(event, events.Step | events.Skipped | events.Stage):
+            self.told_phases.clear()
+        line = view.event_line(event, self.state)
         if line is not None and self._wants(record):
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _print_phase(self, now: float) -> None:
+        """Print a phase that lasts long, once in each step."""
+        phase, state = self.phase, self.state
+        if phase is None or phase.text != state.doing or state.doing_at is None:
+            return
+        line = view.phase_line(phase, state)
+        if now - state.doing_at >= PHASE_AFTER_S and line not in self.told_phases:
+            self.told_phases.add(line)
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _wants(self, record: Record) -> bool:
@@ -196,6 +216,14 @@ class Follower:
         self.close()
         if self.style != "json":
             self.console.print(view.leaving_text(run), markup=False, soft_wrap=True)
+
+
+def keys_now(keys: str, state: ViewState) -> str:
+    """The help for those keys that do something in this state."""
+    if state.finished is None and not state.gave_up:
+        return keys.replace(PAUSE_KEY, CONTINUE_KEY) if state.paused else keys
+    gone = (CHECKPOINT_KEY, PAUSE_KEY)
+    return KEYS_GAP.join(key for key in keys.split(KEYS_GAP) if key not in gone)
 
 
 @contextlib.contextmanager

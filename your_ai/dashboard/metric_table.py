@@ -59,6 +59,19 @@ LOOKS = {
     "frac_reward_zero_std": Look("rollouts", "no spread", percent),
     "generation/tokens_per_s": Look("rollouts", "tokens/s"),
 }
+# Preferences and reward models: the most telling first, by short names.
+PAIRS = {
+    "rewards/accuracies": "accuracy",
+    "rewards/margins": "margin",
+    "rewards/error": "error",
+    "rewards/chosen": "chosen",
+    "rewards/rejected": "rejected",
+    "kl": "KL",
+    "scores/mean": "mean score",
+    "scores/std": "spread",
+    "logps/chosen": "logp chosen",
+    "logps/rejected": "logp rejected",
+}
 IN_LINES = {
     REWARD: "reward",
     SPREAD: "reward_std",
@@ -112,6 +125,13 @@ def named_rewards(metrics: Mapping[str, float]) -> dict[str, tuple[float, float 
         name: (metrics[f"{NAMED}{name}{MEAN}"], metrics.get(f"{NAMED}{name}{STD}"))
         for name in names
     }
+
+
+def texts_of(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """The name and the text of each metric of a step, the most telling first."""
+    first = [name for name in PAIRS if name in metrics]
+    others = [name for name in metrics if name not in PAIRS]
+    return [(PAIRS.get(name, name), f"{metrics[name]:.4g}") for name in (*first, *others)]
 
 
 def rows_of(metrics: Mapping[str, float]) -> dict[str, list[tuple[str, str]]]:

@@ -47,7 +47,7 @@ class Glyphs(NamedTuple):
     point: str
     """Of a curve that is not drawn in dots."""
     planned: str
-    """The estimated peak, in a bar."""
+    """What the plan needs, in a bar."""
     heights: str
     cut: str
 

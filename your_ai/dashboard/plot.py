@@ -1,10 +1,10 @@
-"""A line chart in characters, for terminals that have room for one. Pure functions."""
+"""Line charts in characters: of one run, and of several over each other. Pure functions."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from your_ai.dashboard.page import DIM, Page, ScreenRow, TextPart, line
@@ -13,6 +13,7 @@ BRAILLE = 0x2800
 # The bits of a Braille character: DOTS[row][column].
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 Point = tuple[float, float]
+MEETING = "*"  # where curves of several runs meet
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,9 @@ def chart_rows(page: Page, kind: str, label: str, chart: LineChart, rows: int) -
 def drawn(page: Page, chart: LineChart, columns: int, rows: int) -> list[list[str]]:
     """The characters of the plot: (rows, columns)."""
     wide, tall = (2, 4) if page.glyphs.is_unicode else (1, 1)
-    left, right = chart.ends
-    low, high = chart.bounds
 
     def dot(point: Point) -> tuple[int, int]:
-        x, y = point
-        across = (x - left) / (right - left) if right > left else 0.0
-        down = (high / 2 - y / 2) / (high / 2 - low / 2) if high > low else 0.5
-        down = min(max(down, 0.0), 1.0) if math.isfinite(down) else 0.5
-        return round(across * (wide * columns - 1)), round(down * (tall * rows - 1))
+        return placed(point, chart.ends, chart.bounds, (wide * columns, tall * rows))
 
     bits = [[0] * columns for _ in range(rows)]
     for x, y in joined_dots([dot(point) for point in chart.curve]):
@@ -75,6 +70,27 @@ def drawn(page: Page, chart: LineChart, columns: int, rows: int) -> list[list[st
     for x, y in map(dot, chart.marked):
         cells[y // tall][x // wide] = page.glyphs.busy
     return cells
+
+
+def drawn_together(
+    curves: Mapping[str, Sequence[Point]], ends: Point, bounds: Point, columns: int, rows: int
+) -> list[str]:
+    """The lines of a plot of several curves, each drawn with its own character."""
+    grid = [[" "] * columns for _ in range(rows)]
+    for mark, curve in curves.items():
+        dots = [placed(point, ends, bounds, (columns, rows)) for point in curve]
+        for x, y in dict.fromkeys(joined_dots(dots)):
+            grid[y][x] = mark if grid[y][x] in (" ", mark) else MEETING
+    return ["".join(cells) for cells in grid]
+
+
+def placed(point: Point, ends: Point, bounds: Point, size: tuple[int, int]) -> tuple[int, int]:
+    """The column and the row of a point, among `size` of them, from the top left."""
+    (x, y), (left, right), (low, high) = point, ends, bounds
+    across = (x - left) / (right - left) if right > left else 0.0
+    down = (high / 2 - y / 2) / (high / 2 - low / 2) if high > low else 0.5
+    down = min(max(down, 0.0), 1.0) if math.isfinite(down) else 0.5
+    return round(across * (size[0] - 1)), round(down * (size[1] - 1))
 
 
 def joined_dots(dots: Sequence[tuple[int, int]]) -> Iterable[tuple[int, int]]:

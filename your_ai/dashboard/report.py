@@ -19,20 +19,16 @@ from typing import TYPE_CHECKING
 
 from your_ai.config import FIELDS, TrainConfig, as_text, has_default, is_used
 from your_ai.dashboard.chart_page import chart_html
-from your_ai.dashboard.charts import CHARTS, DARK, LIGHT, metric_points
+from your_ai.dashboard.charts import CHARTS, DARK, LIGHT
 from your_ai.dashboard.history import (
     RunHistory,
     ending,
     finite,
     held,
-    losses,
     plan_changes,
     read,
-    settled,
-    smoothed,
 )
 from your_ai.dashboard.metric_table import (
-    REWARD,
     is_rewarded,
     other_values,
     phases_of,
@@ -132,8 +128,6 @@ def report_page(
         began=strftime("%Y-%m-%d %H:%M UTC", gmtime(past.state.began_at or 0)),
         done=[step for _, step in past.of(Step)],
         on_rewards=any(is_rewarded(step.metrics) for step in past.steps),
-        means=settled(smoothed(losses(past))),
-        reward_means=settled(smoothed(metric_points(past, REWARD))),
         phases=phases_of(past.steps),
         charts={key: draw(past) for key, draw in CHARTS.items()},
         settings=[] if config is None else shown_settings(config),

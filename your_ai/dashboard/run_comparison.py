@@ -19,8 +19,9 @@ from rich.text import Text
 
 from your_ai.config import TrainConfig, is_used
 from your_ai.dashboard.charts import metric_points
-from your_ai.dashboard.history import Points, RunHistory, finite, losses, read, settled, smoothed
+from your_ai.dashboard.history import Points, RunHistory, finite, losses, read, smoothed
 from your_ai.dashboard.metric_table import REWARD, is_charted, plain
+from your_ai.dashboard.plot import MEETING, drawn_together
 from your_ai.dashboard.view import duration, validation_text
 from your_ai.gates.text import counted, loss_text, printable, shortened, size_text
 from your_ai.run.events import Record
@@ -32,7 +33,6 @@ GAP, LEAST_COLUMN = 2, 12  # characters
 LOSS, VALIDATION = "loss", "validation loss"
 PLOT_ROWS = 9
 MARKS = "123456789"  # of the runs in a plot; the tenth and later runs are only in the tables
-MEETING = "*"  # the mark where curves meet
 WITH_LOSSES = ("last loss", "best running mean", "best validation")
 
 
@@ -109,9 +109,8 @@ def figures_of(past: RunHistory) -> dict[str, str]:
         last = steps[-1]
         found["step"] = f"{last.step:,} of {last.steps:,}"
         found["last loss"] = loss_text(last.loss)
-        means = [mean for _, mean in settled(smoothed(losses(past)))]
-        if means:
-            found["best running mean"] = loss_text(min(means))
+        if state.best_loss is not None:
+            found["best running mean"] = loss_text(state.best_loss)
     checked = finite(past.validations)
     if checked:
         best = min(checked, key=lambda value: value.loss)
@@ -120,6 +119,8 @@ def figures_of(past: RunHistory) -> dict[str, str]:
     rewards = metric_points(past, REWARD)
     if rewards:
         found["last reward"] = plain(rewards[-1][1])
+    if state.best_smooth_reward is not None:
+        found["best mean reward"] = plain(state.best_smooth_reward)
     if state.highest_bytes is not None:
         found["peak memory"] = size_text(state.highest_bytes)
     if state.limit is not None:
@@ -265,17 +266,12 @@ def plot(name: str, runs: Sequence[ComparedRun], width: int) -> Iterator[Rendera
     labels = [loss_text(high), loss_text(low)]
     margin = max(map(len, labels)) + 1
     columns = max(8, width - margin - 2)
-    grid = [[" "] * columns for _ in range(PLOT_ROWS)]
-    for mark, curve in curves.items():
-        for x, y in curve:
-            row = round((high - y) / (high - low) * (PLOT_ROWS - 1)) if high > low else 0
-            column = round(x / max(last, 1) * (columns - 1))
-            grid[row][column] = mark if grid[row][column] in (" ", mark) else MEETING
+    grid = drawn_together(curves, (0, last), (low, high), columns, PLOT_ROWS)
     meet = f" ({MEETING} = several runs)" if any(MEETING in cells for cells in grid) else ""
     yield Text(f"{name} by step{meet}", "bold")
     for index, cells in enumerate(grid):
         label = {0: labels[0], PLOT_ROWS - 1: labels[1]}.get(index, "")
-        yield Text(f"{label:>{margin - 1}} |{''.join(cells)}".rstrip())
+        yield Text(f"{label:>{margin - 1}} |{cells}".rstrip())
     yield Text(f"{'':>{margin}}0{f'{last:,.0f}':>{columns}}")
     missing = len(runs) - len(MARKS)
     if missing > 0:

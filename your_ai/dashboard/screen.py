@@ -19,6 +19,7 @@ from your_ai.dashboard.metric_table import (
     phase_seconds,
     plain,
     rows_of,
+    texts_of,
 )
 from your_ai.dashboard.page import (
     ASCII,
@@ -46,9 +47,10 @@ from your_ai.dashboard.page import (
 )
 from your_ai.dashboard.plot import LineChart, chart_rows
 from your_ai.dashboard.state import ViewState
-from your_ai.gates.text import counted, loss_text, size_text
+from your_ai.gates.text import counted, loss_text, model_name, size_text
 from your_ai.run import events
 
+NAME_SHARE = 5  # a run has at least a fifth of the first line for its name
 LATE, LATE_S = 4.0, 10.0  # a step is late after this many times the usual time, and this long
 WIDE = 30.0  # highest loss / lowest loss above which the curve is logarithmic
 # The kinds of rows, most important first: a low screen shows as many as it has lines.
@@ -76,7 +78,7 @@ KEPT = (
         "saved",
         "why",
     ),
-    *("actions", "gap", "note", "limit", "machine", "more actions", "notes"),
+    *("actions", "gap", "note", "limit", "needs", "machine", "more actions", "notes"),
     "sample",
 )
 CURVES = ("loss curve", "reward curve")
@@ -207,13 +209,14 @@ def spaced(groups: list[list[ScreenRow]]) -> list[ScreenRow]:
 
 def header(page: Page, state: ViewState, name: str, now: float) -> list[TextPart]:
     left = [(clean(page, name), "bold")]
+    least = min(cells_of(left), page.width // NAME_SHARE) + 2  # the phase matters more than names
     if state.started is not None:
-        left.append((f"  {clean(page, state.started.model)}", DIM))
-    return at_ends(page, left, condition(page, state, now), page.width)
+        left.append((f"  {clean(page, model_name(state.started.model))}", DIM))
+    return at_ends(page, left, condition(page, state, now, page.width - least), page.width)
 
 
-def condition(page: Page, state: ViewState, now: float) -> list[TextPart]:
-    """Say in a few words what the run is doing."""
+def condition(page: Page, state: ViewState, now: float, room: int) -> list[TextPart]:
+    """Say in a few words what the run is doing, in at most `room` cells."""
     glyphs = page.glyphs
     if state.finished is not None:
         done = state.finished.reason == "done"
@@ -228,8 +231,9 @@ def condition(page: Page, state: ViewState, now: float) -> list[TextPart]:
     if state.is_training:
         return [(f"{mark} {doing}", style)]
     passed = f" {span(now - state.doing_at)}" if state.doing_at is not None else ""
-    doing = cut(page, [(doing, "")], page.width * 3 // 5 - 10)[0][0]
-    return [(f"{mark} {doing} ...{passed}", style)]
+    passed = passed if page.narrow else f" ...{passed}"
+    doing = cut(page, [(doing, "")], room - cell_len(f"{mark} {passed}"))[0][0]
+    return [(f"{mark} {doing}{passed}", style)]
 
 
 def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
@@ -248,8 +252,7 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
     rows.append(field_row(page, "loss", "loss", fields))
     rows += validation_rows(page, state)
     if step.metrics:
-        texts = [(name, f"{value:.4g}") for name, value in step.metrics.items()]
-        rows += texts_rows(page, "metrics", "metrics", texts)
+        rows += texts_rows(page, "metrics", "metrics", texts_of(step.metrics))
     losses = resampled(state.losses.values, curve_width(page), highest=False)
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
@@ -269,7 +272,7 @@ def loss_fields(page: Page, state: ViewState, step: events.Step) -> list[Field]:
         Field(2, loss_text(state.smooth_loss), "smoothed ", style=""),
         *(
             []
-            if state.best_loss is None
+            if state.best_loss is None or not state.loss_mean.is_settled
             else [Field(3, loss_text(state.best_loss), "best ", style="")]
         ),
         Field(4, f"{step.grad_norm:.3g}", "gradient norm ", style=""),
@@ -288,8 +291,7 @@ def validation_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     others = {} if state.validation is None else other_values(state.validation)
     if not others:
         return []
-    texts = [(name, f"{value:.4g}") for name, value in others.items()]
-    return [texts_row(page, "valid", "valid", texts)]
+    return [texts_row(page, "valid", "valid", texts_of(others))]
 
 
 def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenRow]:
@@ -300,7 +302,7 @@ def reward_rows(page: Page, state: ViewState, step: events.Step) -> list[ScreenR
         fields.append(Field(1, plain(metrics[SPREAD]), "spread "))
     if state.smooth_reward is not None:
         fields.append(Field(3, plain(state.smooth_reward), "smoothed ", style=""))
-    if state.best_smooth_reward is not None:
+    if state.best_smooth_reward is not None and state.reward_mean.is_settled:
         fields.append(Field(4, plain(state.best_smooth_reward), "best ", style=""))
     of_loss = loss_fields(page, state, step)
     if state.validation is not None:
@@ -399,10 +401,16 @@ def times(page: Page, state: ViewState, now: float) -> list[TextPart]:
 def plan_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     rows = []
     if state.planned is not None:
-        rows.append(ScreenRow("plan", line(page, "plan", [(clean(page, state.planned.text), "")])))
+        text = clean(page, state.planned.text)
+        if cell_len(text) > beside(page, "plan"):  # the gauge has what it needs
+            text = text.rpartition(": needs ")[0] or text
+        rows.append(ScreenRow("plan", line(page, "plan", [(text, "")])))
         why = reason_of_plan(state)
         if why:
             rows.append(ScreenRow("why", line(page, "why", [(clean(page, why), DIM)])))
+        if margin := view.margin_text(state.planned):
+            text = f"{size_text(known(state.planned.needed_bytes) or 0)}: {margin}"
+            rows.append(ScreenRow("needs", line(page, "needs", [(text, DIM)])))
     if state.limit is not None:
         text = f"{size_text(known(state.limit.limit_bytes) or 0)}: {state.limit.reason}"
         rows.append(ScreenRow("limit", line(page, "limit", [(clean(page, text), DIM)])))
@@ -449,7 +457,7 @@ def result(page: Page, state: ViewState) -> str:
         return clean(page, state.finished.reason if state.finished else "")
     if state.match_after is not None:
         return view.match_text(state.match_before, state.match_after, "row")  # to fit 80 columns
-    return f"{counted(state.finished.step, 'step')} in {span(state.finished.seconds)}"
+    return f"{counted(state.finished.step, 'step')} in {span(state.took_s)}"
 
 
 def action_rows(page: Page, state: ViewState) -> list[ScreenRow]:

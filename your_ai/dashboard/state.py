@@ -11,6 +11,7 @@ from typing import Any
 
 from your_ai.dashboard.metric_table import JUDGE, REWARD, is_rewarded, phase_seconds
 from your_ai.dashboard.routine import FoldedAction, with_action
+from your_ai.dashboard.running_mean import RunningMean
 from your_ai.gates.text import size_text
 from your_ai.run import events
 from your_ai.run.events import Record
@@ -18,6 +19,7 @@ from your_ai.run.events import Record
 SMOOTH_OVER = 10  # steps
 SERIES_POINTS = 512
 KEPT = 8  # number of latest actions, and of latest notices
+KEPT_MEANS = 16  # number of latest checkpoints whose running means are kept
 STARTING, TRAINING, FINISHING, PAUSED = "starting", "training", "finishing", "paused"
 GETTING_ON = (events.Started, events.Step, events.Skipped, events.Continued)
 # Actions after which the model is loaded again.
@@ -133,11 +135,12 @@ class ViewState:
     generated: events.Step | None = None
     """The last step that generated what it trained, if steps do."""
     steps_seen: int = 0
-    """Number of steps in the running means."""
-    smooth_loss: float | None = None
-    """Running mean of the loss."""
-    best_loss: float | None = None
-    """Lowest running mean of the loss so far; None if the run trains on rewards."""
+    """Number of steps in the means of throughput and time."""
+    loss_mean: RunningMean = field(default=RunningMean())
+    reward_mean: RunningMean = field(default=RunningMean(highest=True))
+    """Of the mean reward of each step, if the run trains on rewards."""
+    means_at: Mapping[int, tuple[RunningMean, RunningMean]] = field(default_factory=dict)
+    """`loss_mean` and `reward_mean` at the latest checkpoints, by their steps."""
     tokens_per_s: float | None = None
     """Running mean of the throughput."""
     step_s: float | None = None
@@ -146,10 +149,6 @@ class ViewState:
     losses: Series = Series()
     rewards: Series = Series()
     """The mean reward of each step, if the run trains on rewards."""
-    smooth_reward: float | None = None
-    """Running mean of the reward."""
-    best_smooth_reward: float | None = None
-    """Highest running mean of the reward so far."""
     judged: Mapping[str, float] = field(default_factory=dict)
     """Sums of what the judge did, by the name of the metric."""
     gauges: events.Gauges | events.Step | None = None
@@ -191,6 +190,31 @@ class ViewState:
     finished: events.Finished | None = None
 
     @property
+    def on_rewards(self) -> bool:
+        """Whether the run trains on rewards."""
+        return self.step is not None and is_rewarded(self.step.metrics)
+
+    @property
+    def smooth_loss(self) -> float | None:
+        """Running mean of the loss."""
+        return self.loss_mean.value
+
+    @property
+    def best_loss(self) -> float | None:
+        """Lowest running mean of the loss so far; None if the run trains on rewards."""
+        return None if self.on_rewards else self.loss_mean.best
+
+    @property
+    def smooth_reward(self) -> float | None:
+        """Running mean of the reward."""
+        return self.reward_mean.value
+
+    @property
+    def best_smooth_reward(self) -> float | None:
+        """Highest running mean of the reward so far."""
+        return self.reward_mean.best
+
+    @property
     def is_training(self) -> bool:
         """Whether the run is in a step, and not in a phase with a name of its own."""
         return self.doing == TRAINING
@@ -205,6 +229,18 @@ class ViewState:
         return "stopping after this step" if self.is_training else f"stopping: {self.doing}"
 
     @property
+    def worked_s(self) -> float:
+        """Time from the first event to the last, without the time between its resumes."""
+        if self.began_at is None or self.last_at is None:
+            return 0.0
+        return max(0.0, self.last_at - self.began_at - self.away_s)
+
+    @property
+    def took_s(self) -> float:
+        """How long a finished run took, with the processes before it was resumed."""
+        return max(self.worked_s, 0.0 if self.finished is None else self.finished.seconds)
+
+    @property
     def seconds_left(self) -> float | None:
         """Estimated time for the rest of the steps, after the last one; None if unknown or none."""
         left = self.steps - self.at
@@ -215,7 +251,8 @@ class ViewState:
     def seconds_left_at(self, now: float) -> float | None:
         """`seconds_left`, counted down while a step lasts; at least a second."""
         left = self.seconds_left
-        if left is None or self.finished or self.gave_up or self.paused or self.stopping:
+        is_over = self.finished is not None or self.gave_up
+        if left is None or is_over or self.paused or self.stopping or not self.loaded:
             return None
         passed = 0.0
         if self.stepped_at is not None and self.is_training and math.isfinite(now):
@@ -275,7 +312,7 @@ def host_warnings(host: events.Host) -> list[str]:
 FORGOTTEN: dict[str, Any] = {
     **dict.fromkeys(("notices", "actions", "deaths"), ()),
     **dict.fromkeys(("gauges", "now_highest_bytes", "swap_began_bytes", "host", "skipped")),
-    **dict.fromkeys(("limit", "planned", "finished")),
+    **dict.fromkeys(("limit", "planned", "finished", "step_s", "tokens_per_s")),
     **dict.fromkeys(("gave_up", "paused", "stopping", "stepped", "loaded"), False),
     "replanned": "",
 }
@@ -392,7 +429,9 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
         case events.Skipped():
             return {"skipped": event, "at": event.step, "stepped": True}
         case events.Checkpoint():
-            return {"checkpoint": event}
+            means = {**state.means_at, event.step: (state.loss_mean, state.reward_mean)}
+            kept = dict(list(means.items())[-KEPT_MEANS:])
+            return {"checkpoint": event, "means_at": kept}
         case events.Samples():
             return {"samples_before" if event.when == "before" else "samples_after": event}
         case events.Rollout():
@@ -406,10 +445,9 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
 
 def after_start(state: ViewState, event: events.Started) -> dict[str, Any]:
     """A training process is ready for its steps: those after its checkpoint are lost."""
-    means = ("smooth_loss", "smooth_reward", "tokens_per_s", "step_s")
     at = event.step
     found: dict[str, Any] = {
-        **dict.fromkeys((*means, "finished")),
+        **dict.fromkeys(("tokens_per_s", "step_s", "finished")),
         "steps_seen": 0,
         "pace": Pace(),
         "started": event,
@@ -423,6 +461,9 @@ def after_start(state: ViewState, event: events.Started) -> dict[str, Any]:
         "rewards": state.rewards.until(at),
         "validations": state.validations.until(at),
     }
+    if at < state.at:
+        means = state.means_at.get(at, (RunningMean(), RunningMean(highest=True)))
+        found["loss_mean"], found["reward_mean"] = means
     for name in ("step", "generated", "validation", "first_validation", "best_checked", "rollout"):
         lost = getattr(state, name)
         if lost is not None and lost.step > at:
@@ -448,15 +489,11 @@ def after_start(state: ViewState, event: events.Started) -> dict[str, Any]:
 def after_step(state: ViewState, step: events.Step) -> dict[str, Any]:
     seen = state.steps_seen + 1
     speed = step.tokens / max(step.seconds, 1e-9)
-    smooth_loss = smooth(state.smooth_loss, step.loss, seen)
-    rewards, on_rewards = {}, is_rewarded(step.metrics)
+    rewards: dict[str, Any] = {}
     if REWARD in step.metrics:
         reward = float(step.metrics[REWARD])
         rewards["rewards"] = state.rewards.add(reward, step.step)
-        mean = rewards["smooth_reward"] = smooth(state.smooth_reward, reward, seen)
-        best = state.best_smooth_reward
-        if math.isfinite(mean) and (best is None or mean > best):
-            rewards["best_smooth_reward"] = mean
+        rewards["reward_mean"] = state.reward_mean.add(reward, step.step)
     return {
         **rewards,
         **({"generated": step} if phase_seconds(step) else {}),
@@ -468,9 +505,10 @@ def after_step(state: ViewState, step: events.Step) -> dict[str, Any]:
         "loaded": True,
         "stepped": True,
         "steps_seen": seen,
-        "smooth_loss": smooth_loss,
-        "best_loss": None if on_rewards else least(state.best_loss, smooth_loss),
-        "first_loss": smooth_loss if step.step <= SMOOTH_OVER else state.first_loss,
+        "loss_mean": state.loss_mean.add(step.loss, step.step),
+        "first_loss": state.first_loss
+        if step.step > SMOOTH_OVER
+        else smooth(state.first_loss, step.loss, step.step),
         "losses": state.losses.add(step.loss, step.step),
         "tokens_per_s": smooth(state.tokens_per_s, speed, seen),
         "step_s": smooth(state.step_s, step.seconds, seen),
@@ -522,7 +560,3 @@ def is_close(before: float | None, after: float | None, share: float) -> bool:
     if before is None or after is None:
         return False
     return abs(before - after) < share * abs(before)
-
-
-def least(a: float | None, b: float) -> float:
-    return a if a is not None and a <= b else b

@@ -47,6 +47,15 @@ def step_text(step: events.Step, tokens_per_s: float, seconds_left: float | None
     )
 
 
+def margin_text(planned: events.Planned) -> str:
+    """The parts of what a plan needs, as the table of `plan` names them; empty if not known."""
+    if not planned.needed_bytes:
+        return ""
+    margin = planned.needed_bytes - planned.estimate_bytes
+    peak = size_text(planned.estimate_bytes)
+    return f"estimated peak {peak} + safety margin {size_text(max(0, margin))}"
+
+
 def event_line(event: Event, state: ViewState) -> str | None:
     """Return the line for an event, or None for an event that has no line.
 
@@ -60,7 +69,8 @@ def event_line(event: Event, state: ViewState) -> str | None:
         case events.Limit():
             return f"limit {size_text(event.limit_bytes)}: {event.reason}"
         case events.Planned():
-            return f"plan: {event.text}"
+            margin = margin_text(event)
+            return f"plan: {event.text}" + (f" ({margin})" if margin else "")
         case events.Action(kind=kind) if kind not in SCHEDULED:
             change = f"{size_text(event.before_bytes)} -> {size_text(event.after_bytes)}"
             return f"step {event.step}: {kind.replace('_', ' ')}: {event.cause} ({change})"
@@ -92,6 +102,13 @@ def event_line(event: Event, state: ViewState) -> str | None:
     return None
 
 
+def phase_line(phase: events.Phase, state: ViewState) -> str:
+    """The line for a phase that lasts long."""
+    if not state.steps:
+        return f"{phase.text} ..."
+    return f"step {state.at + phase.in_step}/{state.steps}: {phase.text} ..."
+
+
 def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableType]:
     """Return the summary of a run that has ended; the exact match comes last.
 
@@ -112,7 +129,7 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
         return [*parts, what, resuming(run)]
     if state.samples_after is not None:
         parts.append(samples_table(state.samples_before, state.samples_after))
-    parts.append(f"done: {counted(finished.step, 'step')} in {duration(finished.seconds)}")
+    parts.append(f"done: {counted(finished.step, 'step')} in {duration(state.took_s)}")
     if state.highest_bytes is not None:
         limit = f" of {size_text(state.limit.limit_bytes)}" if state.limit else ""
         parts.append(f"peak memory: {size_text(state.highest_bytes)}{limit}")

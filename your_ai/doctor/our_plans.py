@@ -183,8 +183,9 @@ def prepare_ours(
     """Load the model for one of our plans. From here on, MLX's peak memory is counted.
 
     auto: the fastest plan that fits --max-memory or the machine. kept: staged, and all blocks with
-    adapters keep the outputs of their linear layers. spilled: streamed, with block inputs on disk. prefix: fused, with a prefix cache in memory. unpacked, packed: fused, on
-    short rows; one row or pair per update, or rows joined up to --seq-len.
+    adapters keep the outputs of their linear layers. spilled: streamed, with block inputs on disk.
+    prefix: fused, with a prefix cache in memory. unpacked, packed: fused, on short rows; one row
+    or pair per update, or rows joined up to --seq-len.
     beside: shares its weights in memory.
     """
     others = {"auto": "auto", "staged": "staged", "kept": "staged"}

@@ -1,4 +1,4 @@
-"""Keep the outputs of a block's linear layers, so that its backward pass need not compute them again.
+"""Keep the outputs of a block's linear layers, so that its backward pass has them.
 
 A staged backward pass recomputes its block from the input of the block. Most of that work is the
 products of its linear layers, and their outputs take little memory compared with what one graph

@@ -7,11 +7,13 @@
  "metric_name": name or null, "better", "worse", "equal": counts of rows by their loss,
  "in_training_data": count of rows, or null if unknown, "worst": [...]}
 
-If the run learns preferences and the rows have some, `measures` begins with those of
-`evaluation.rewards`, the others are of the chosen or good answers, and there is also
+If the rows have preferences, `measures` begins with those of `evaluation.rewards`, the others are
+of the chosen or good answers, and there is also
 "preferences": {"objective", "reference": "base" | "start" | null, "pairs", "good", "bad": counts
 of rows, "start": {"logps/accuracies"} if it is the reference}, where good and bad are answers with
-a label. Of a pair, an entry of `worst` also has "base_margin", "adapter_margin", "rejected".
+a label. The objective gives the rewards; it is empty, and there are no rewards and margins, if the
+run trains on rewards of completions. Of a pair, an entry of `worst` also has "base_margin",
+"adapter_margin", "rejected".
 
 Of a reward model, "reward_model" is true, and the base is the model with the same score head and
 without the adapter. There are no losses: the measures are rewards/accuracies and others of pairs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -136,10 +136,25 @@ def score_records(
         for where, record in part:
             row = parse_to_score(layout.row_of(record, where), where)
             texts.append(scorer.encode(row, too_long))
+            check_names(record, names_of_scores(texts[-1]), where)
         values = iter(scorer.scores([text for each in texts for text in each]).tolist())
         for (_, record), each in zip(part, texts, strict=True):
-            names = PAIR_NAMES if len(each) == 2 else NAME
-            yield {**record, **{name: next(values) for name in names}}
+            yield {**record, **{name: next(values) for name in names_of_scores(each)}}
+
+
+def names_of_scores(texts: Sequence[EncodedRow]) -> tuple[str, ...]:
+    """The columns that get the scores of the texts of a row."""
+    return PAIR_NAMES if len(texts) == 2 else NAME
+
+
+def check_names(record: Mapping[str, object], names: Sequence[str], where: str) -> None:
+    """Raise UserError if a row has a column that its score would overwrite."""
+    taken = [name for name in names if name in record]
+    if taken:
+        raise UserError(
+            f"{where}: has the column {taken[0]} already, where score writes its own; rename or "
+            "remove yours"
+        )
 
 
 def examples_of(texts: Sequence[EncodedRow]) -> Examples:

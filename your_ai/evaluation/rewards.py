@@ -39,13 +39,14 @@ class Judged:
     """How base and adapter judge the good and the bad answers of the rows."""
 
     objective: str
+    """Which gives the rewards; empty for a run that trains on rewards of completions."""
     reference: str | None
     """What the rewards compare with: base; start, the adapter that the run started from; None."""
     logps: dict[str, np.ndarray]
     """By system, also the start if it is the reference, (2, m): the sums of the log-probabilities
     of the answers; empty for a reward model."""
     rewards: dict[str, np.ndarray]
-    """By system, (2, m)."""
+    """By system, (2, m); empty without an objective that gives them."""
     tokens: np.ndarray
     """(2, m): the number of tokens of each answer; 0 where there is none."""
     is_pair: np.ndarray
@@ -83,15 +84,17 @@ def judge(config: TrainConfig, found: Comparison) -> Judged | None:
     if found.start is not None:
         measured["start"] = found.start
     logps = {system: logps_of(each, tokens) for system, each in measured.items()}
-    name = None
-    if needs_reference(config):
+    name, has_rewards = None, bool(objective_name(config))
+    if has_rewards and needs_reference(config):
         name = "base" if found.start is None else "start"
     reference = None if name is None else logps[name]
     return Judged(
         objective=objective_name(config),
         reference=name,
         logps=logps,
-        rewards={s: rewards_of(objective, logps[s], reference, tokens) for s in SYSTEMS},
+        rewards={s: rewards_of(objective, logps[s], reference, tokens) for s in SYSTEMS}
+        if has_rewards
+        else {},
         tokens=tokens,
         is_pair=rows.is_pair,
         is_labeled=rows.is_labeled,
@@ -153,7 +156,12 @@ def rewarding(config: TrainConfig) -> PairObjective:
 
 
 def objective_name(config: TrainConfig) -> str:
-    """The objective that gives the rewards of a run, by its name."""
+    """The objective that gives the rewards of a run, by its name.
+
+    Empty if the run trains on rewards of completions, which are others than those of pairs.
+    """
+    if config.row_kind == "prompts":
+        return ""
     return config.objective if config.row_kind in ("pairs", "labels") else "dpo"
 
 
@@ -208,14 +216,14 @@ def measures(judged: Judged, resamples: int, seed: int) -> dict[str, Paired]:
         return np.where(good, *judged.rewards[system])
 
     found: dict[str, Paired] = {}
-    if pairs.any():
+    if judged.rewards and pairs.any():
         found["rewards/accuracies"] = over(pairs, lambda s: right(judged.margins[s]))
         found["rewards/margins"] = over(pairs, lambda s: judged.margins[s])
-    if (labeled & good).any() and (labeled & bad).any():
+    if judged.rewards and (labeled & good).any() and (labeled & bad).any():
         found["rewards/auc"] = apart(ranked_right, lambda s: np.round(reward(s) / TIE))
         found.setdefault("rewards/margins", apart(mean_difference, reward))
     for place, (name, rows) in enumerate({"chosen": good, "rejected": bad}.items()):
-        if rows.any():
+        if judged.rewards and rows.any():
             found[f"rewards/{name}"] = over(rows, lambda s, p=place: judged.rewards[s][p])
     if not judged.logps:
         return found

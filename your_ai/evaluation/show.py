@@ -178,6 +178,9 @@ def about_rewards(preferences: dict[str, Any] | None) -> list[Text]:
     """What the rewards compare, and which answers the other measures are of."""
     if preferences is None:
         return []
+    if not preferences["objective"]:
+        of_logps = MEANINGS["pairs" if preferences["pairs"] else "labels"][1:]
+        return [Text(line) for line in of_logps]
     objective = f"Rewards are those of {preferences['objective']}"
     if preferences["reference"] == "base":
         text = f"{objective}, relative to the base, whose own are 0."

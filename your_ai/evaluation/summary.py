@@ -193,7 +193,7 @@ def worst_rows(
     """
     is_pair = np.zeros(len(found.rows), bool) if judged is None else judged.is_pair
     errors: dict[str, np.ndarray] = {}
-    if judged is not None and is_pair.any():
+    if judged is not None and judged.rewards and is_pair.any():
         by, values = "margin", -judged.margins["adapter"]
     elif found.rows.encoder.kind == "rated":
         errors = rewards.score_errors(found)
@@ -210,7 +210,7 @@ def worst_rows(
             texts[place] = (*asked_and_expected(row), rejected_answer(row))
 
     def of_pair(place: int) -> dict[str, Any]:
-        margins = {f"{s}_margin": finite(judged.margins[s][place]) for s in rewards.SYSTEMS}
+        margins = {f"{s}_margin": finite(m[place]) for s, m in judged.margins.items()}
         return {**margins, "rejected": excerpt(texts[place][2])}
 
     return [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import traceback
 import warnings
@@ -34,8 +35,24 @@ def echo_error(text: object) -> None:
 
 
 def echo_json(value: Any, *, indent: int | None = None) -> None:
-    """Print a value as ASCII JSON, for programs. Without an indent, it is one line."""
-    typer.echo(json.dumps(value, indent=indent))
+    """Print a value as ASCII JSON, for programs. Without an indent, it is one line.
+
+    JSON has no NaN and no infinity: they are null.
+    """
+    try:
+        text = json.dumps(value, indent=indent, allow_nan=False)
+    except ValueError:
+        text = json.dumps(without_nan(value), indent=indent)
+    typer.echo(text)
+
+
+def without_nan(value: Any) -> Any:
+    """A value for JSON with None for each number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    return [*map(without_nan, value)] if isinstance(value, list | tuple) else value
 
 
 def write_json_lines(lines: Iterable[str], file: IO[str]) -> None:

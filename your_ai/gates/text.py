@@ -83,6 +83,11 @@ def size_text(size_bytes: float, decimals: int = 2) -> str:
     return f"{size_bytes / 1e3:.0f} kB"
 
 
+def model_name(model: str) -> str:
+    """A model as users call it: the last part of an absolute path, or the name as it is."""
+    return (model.rstrip("/").rpartition("/")[2] or model) if model.startswith("/") else model
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` for the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

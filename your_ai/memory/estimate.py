@@ -158,8 +158,8 @@ def estimate(
     else:
         graphs = graphs_bytes(workload, plan.engine, rows, tokens)
     order = ("weights", "adapters", "gradients", "optimizer", "optimizer work", "block inputs",
-             "kept outputs", "activations", "block work", "head chunk", "KV cache", "sampling", "norms",
-             "prefix cache")  # fmt: skip
+             "kept outputs", "activations", "block work", "head chunk", "KV cache", "sampling",
+             "norms", "prefix cache")  # fmt: skip
     order += ("reward models",) if workload.reward_models else ()
     order = [name for name in order if generating or name not in ("KV cache", "sampling")]
     components = {name: int((held | phase).get(name, 0)) for name in order}

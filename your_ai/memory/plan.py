@@ -426,7 +426,7 @@ def words(plan: Plan, longest: int) -> str:
     rows = max(1, plan.micro_tokens // longest)
     disk = ", block inputs on disk" if plan.spill else ""
     kept = f", outputs of {counted(plan.kept, 'block')} kept" if plan.kept else ""
-    waves = f", {counted(plan.wave, 'completion')} generated together" if plan.wave else ""
+    waves = f", {counted(plan.wave, 'completion')} at a time" if plan.wave else ""
     return f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}{kept}{waves}"
 
 

@@ -490,7 +490,7 @@ def evaluation(subject: Subject) -> list[str]:
 def about_rewards(found: Mapping[str, Any]) -> str:
     """A sentence about what the rewards of an evaluation compare; "" if there are none."""
     about = found.get("preferences")
-    if not isinstance(about, dict):
+    if not isinstance(about, dict) or about.get("objective") == "":
         return ""
     references = {
         "base": "relative to the base, whose own are 0",

@@ -61,6 +61,8 @@ class Planned:
     """Completions that are generated together; 0 if the run generates none."""
     kept: int = 0
     """Blocks, from the last, that keep the outputs of their linear layers."""
+    needed_bytes: int = 0
+    """`estimate_bytes` with the safety margin: what must fit; 0 in events of older versions."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,15 @@ from rich.console import Console
 
 from your_ai.config import TrainConfig
 from your_ai.dashboard.keys import Keyboard, keyboard
-from your_ai.dashboard.live import CONTINUE_KEY, PAUSE_KEY, Follower, following, style_for
+from your_ai.dashboard.live import (
+    CHECKPOINT_KEY,
+    CONTINUE_KEY,
+    KEYS_GAP,
+    PAUSE_KEY,
+    Follower,
+    following,
+    style_for,
+)
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error
 from your_ai.run import child, events, requests
@@ -33,7 +41,7 @@ from your_ai.run.stopping import SIGNALS, Interrupted, recorded_signals, stop_si
 from your_ai.session.computer import looked_after
 from your_ai.session.finished import already_finished
 
-KEYS = f"q detach   c checkpoint   {PAUSE_KEY}"
+KEYS = KEYS_GAP.join(("q detach", CHECKPOINT_KEY, PAUSE_KEY))
 GRACE_S = 3.0  # a run may have no process for so long while it restarts
 FRAME_S = 0.1  # between two frames of a replay
 LONGEST_GAP_S = 2.0  # a replay shortens longer gaps to this

@@ -19,6 +19,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from your_ai.config import REWARD as SCORES
 from your_ai.dashboard.metric_table import REWARD, is_rewarded, plain
 from your_ai.dashboard.state import ViewState, fold_all
 from your_ai.dashboard.view import duration
@@ -108,6 +109,13 @@ def newest_trained(runs: Path = RUNS) -> tuple[RunFolder, bool]:
             f"{found[0].reference}: your_ai watch shows it"
         )
     return trained, trained == found[0]
+
+
+def newest_reward_model(runs: Path = RUNS) -> RunFolder | None:
+    """Return the reward model that was trained last, if there is one; not one being trained."""
+    found = [run for run in folders(runs) if os.path.isdir(run.adapter) and not is_running(run)]
+    of_reward = [run for run in found if (config := run.settings()) and config.objective == SCORES]
+    return max(of_reward, key=lambda run: touched_at(run) or 0.0, default=None)
 
 
 def by_age(runs: Path) -> list[RunFolder]:

@@ -36,7 +36,7 @@ from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import FileTensor
 from your_ai.errors import UserError
 from your_ai.files import sha256
-from your_ai.gates.text import counted, size_text
+from your_ai.gates.text import counted, model_name, size_text
 from your_ai.generation.generate import ANSWER_TOKENS
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
@@ -367,7 +367,7 @@ def opened_for(config: TrainConfig, base: Path, log: events.EventLog) -> Opened:
     """The model in `base`, quantized or repacked first if needed."""
     check_model(base)
     dtype = model.compute_dtype(config.dtype)
-    log.write(events.Stage(text=f"loading {config.model}"))
+    log.write(events.Stage(text=f"loading {model_name(config.model)}"))
     if dtype != mx.float32 and mx.default_device().type == mx.cpu:
         text = "half precision is many times slower on the CPU; use --dtype float32"
         log.write(events.Notice(text=text))
@@ -593,6 +593,7 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
             kept=plan.kept,
             level=choice.level,
             estimate_bytes=choice.option.estimate.process_bytes,
+            needed_bytes=needed,
             asked=asked_of_memory(config),
             text=f"{words(plan, max(budget.demand.lengths))}: needs {size_text(needed)}",
         )
