@@ -229,8 +229,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         log.write(events.Notice(text=text))
     graphs = graphs_within(budget)
     make_store = store_maker(config, opened, adapters, files, data, folder)
-    plan = budget.choice.option.plan
-    soft = None
+    plan, soft = budget.choice.option.plan, None
     if is_soft:
         if reference is not None and config.from_adapter:
             put_first_adapter(reference, RunFolder(folder), adapters)
