@@ -285,6 +285,10 @@ def test_memory_that_is_not_measured_is_not_called_free():
     text = text_of(folded(LIMIT, PLANNED, STARTED))
     assert "limit 7.00 GB  not measured yet" in text
     assert "free" not in text
+    died = events.Died(step=1, reason="killed by SIGKILL", level=0)
+    text = text_of(folded(*BEGINNING, step(1, available_bytes=None), died))
+    assert "not measured yet" in text
+    assert "free" not in text
 
 
 def test_a_long_plan_leaves_to_the_gauge_what_it_needs():
