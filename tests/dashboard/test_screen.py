@@ -273,6 +273,15 @@ def test_the_phase_has_room_before_the_names(text):
     assert "validating: generating" in drawn(state, 40, 10)[0]
 
 
+def test_elapsed_time_stays_when_a_restart_loses_the_last_step():
+    again = dataclasses.replace(STARTED, step=0)
+    died = events.Died(step=1, reason="killed by SIGKILL", level=0)
+    state = folded(*BEGINNING, step(1), died, LOADING[0], again)
+    assert state.step is None
+    [time] = [line for line in drawn(state, 80, 24) if line.startswith(" time")]
+    assert time.endswith(" elapsed")
+
+
 def test_the_most_telling_metrics_come_first_where_few_fit():
     names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "own")
     state = folded(*BEGINNING, step(1, metrics=dict.fromkeys(names, 0.5)))
@@ -284,6 +293,10 @@ def test_the_most_telling_metrics_come_first_where_few_fit():
 def test_memory_that_is_not_measured_is_not_called_free():
     text = text_of(folded(LIMIT, PLANNED, STARTED))
     assert "limit 7.00 GB  not measured yet" in text
+    assert "free" not in text
+    died = events.Died(step=1, reason="killed by SIGKILL", level=0)
+    text = text_of(folded(*BEGINNING, step(1, available_bytes=None), died))
+    assert "not measured yet" in text
     assert "free" not in text
 
 

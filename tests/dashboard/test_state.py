@@ -41,7 +41,7 @@ def test_time_left_is_unknown_until_a_resumed_run_is_loaded():
     assert running.seconds_left_at(1.0) is not None
     for happened in ([ended, stage], [stage], [events.Died(step=5, reason="killed", level=1)]):
         state = reduce(fold, map(record, happened), running)
-        assert state.seconds_left_at(1.0) is None
+        assert (state.seconds_left, state.seconds_left_at(1.0)) == (None, None)
     state = resumed(reduce(fold, map(record, [ended]), running), 9.0)
     assert (state.seconds_left_at(10.0), state.step_s, state.tokens_per_s) == (None, None, None)
 

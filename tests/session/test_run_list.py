@@ -20,8 +20,13 @@ from rich.console import Console
 
 from tests.dashboard.frames import reward_validation, rewarded, step
 from your_ai.config import TrainConfig
+from your_ai.dashboard import history
+from your_ai.dashboard.report import report_page
+from your_ai.dashboard.run_comparison import figures_of
+from your_ai.dashboard.screen import screen
 from your_ai.errors import UserError
 from your_ai.files import TEMPORARY, clean
+from your_ai.gates.text import loss_text
 from your_ai.run import events
 from your_ai.run.events import Event, Record
 from your_ai.run.folder import LOCK, RUNS, SUPERVISOR_LOCK, RunFolder, create
@@ -141,6 +146,23 @@ def test_row_has_all_figures_of_a_run():
         changed_at=NOW,
         size_bytes=sum(path.stat().st_size for path in files),
     )
+
+
+def test_the_best_running_mean_is_one_figure_in_every_view():
+    saved = events.Checkpoint(step=25, folder="c", seconds=0.1)
+    first = [step(n, loss=3.0 - n / 20) for n in range(1, 26)]
+    lost = [step(n, loss=0.01) for n in range(26, 50)]
+    again = [step(n, loss=1.5 + n % 3 / 9) for n in range(26, 61)]
+    restarted = dataclasses.replace(STARTED, step=25)
+    folder = made("r", STAGE, STARTED, *first, saved, *lost, STAGE, restarted, *again)
+    best = only().best_loss
+    assert best > 1.5
+    records, _ = events.tail(folder.events)
+    past = history.read(records)
+    assert figures_of(past)["best running mean"] == loss_text(best)
+    assert f"best running mean {loss_text(best)} at step" in report_page(past, "r", "")
+    frame = screen(past.state, "r", 140, 45, NOW).plain
+    assert f"best {loss_text(best)}" in frame
 
 
 def test_validations_of_rewards_are_shown_as_rewards():

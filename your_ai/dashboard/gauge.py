@@ -66,7 +66,7 @@ def memory_rows(page: Page, state: ViewState) -> list[ScreenRow]:
     told = any(what in text for text, _ in figures)
     rows = [ScreenRow("process", figures)]
     rows += [ScreenRow("gauge", gauge)] * (2 if page.height >= HIGH_SCREEN else 1)
-    if shown:
+    if any(size is not None for size in (process, active, cache)):
         rows.append(ScreenRow("legend", legend(page, stack, None if told else planned, what)))
     if not state.memory.values:
         return rows

@@ -240,10 +240,11 @@ def training_rows(page: Page, state: ViewState, now: float) -> list[ScreenRow]:
     if not state.steps and state.step is None:
         return []
     rows = [ScreenRow("step", progress(page, state))]
+    if shown := times(page, state, now):
+        rows.append(ScreenRow("time", line(page, "time", shown, inline=False)))
     step = state.step
     if step is None:
         return rows
-    rows.append(ScreenRow("time", line(page, "time", times(page, state, now), inline=False)))
     if is_rewarded(step.metrics):
         return rows + reward_rows(page, state, step)
     fields = loss_fields(page, state, step)

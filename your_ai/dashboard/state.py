@@ -242,8 +242,14 @@ class ViewState:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimated time for the rest of the steps, after the last one; None if unknown or none."""
+        """Estimated time for the rest of the steps, after the last one.
+
+        None if it is unknown, or if the run does not go on to them now.
+        """
         left = self.steps - self.at
+        is_over = self.finished is not None or self.gave_up
+        if is_over or self.paused or self.stopping or not self.loaded:
+            return None
         if self.step_s is None or left <= 0:
             return None
         return left * (self.step_s + self.pace.beside_s)
@@ -251,8 +257,7 @@ class ViewState:
     def seconds_left_at(self, now: float) -> float | None:
         """`seconds_left`, counted down while a step lasts; at least a second."""
         left = self.seconds_left
-        is_over = self.finished is not None or self.gave_up
-        if left is None or is_over or self.paused or self.stopping or not self.loaded:
+        if left is None:
             return None
         passed = 0.0
         if self.stepped_at is not None and self.is_training and math.isfinite(now):
