@@ -160,7 +160,7 @@ def test_answers_depend_on_neither_wave_nor_plan(
     monkeypatch.setattr(samples, "complete", noted)
     found = compared(run, path, metric=Metric("m:f", lambda *_: 1), engine=engine)
     assert waves == 2 * {1: [1] * 8, 3: [3, 3, 2], 8: [8]}[wave]
-    assert found.plan.endswith(f"{wave} completion{'s' * (wave > 1)} generated together")
+    assert found.plan.endswith(f"{wave} completion{'s' * (wave > 1)} at a time")
     for adapted, measured in ((False, found.base), (True, found.adapter)):
         if adapted not in answers_alone:
             answers_alone[adapted] = answers_of(run, rows, adapted)
