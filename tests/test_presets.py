@@ -64,4 +64,4 @@ def test_preset_named_after_a_mac_fits_into_its_memory(preset, memory_gb):
     assert plan.engine != "streamed"
     assert not plan.spill
     rows = config.batch_size * demand.rows_together
-    assert plan.rows(config.max_seq_length, rows) == rows  # no micro-batch is split
+    assert plan.rows(config.max_seq_length, rows) >= demand.rows_together  # no pair is split

@@ -562,6 +562,12 @@ def test_pairs_are_split_after_everything_else_of_an_engine():
     assert [rows_of(PAIRS, o.plan, 2048) for o in only_fused] == [4, 2, 1]
 
 
+def test_no_pair_is_split_so_that_blocks_can_keep_outputs():
+    kept = [o.plan for o in options(PAIRS) if o.plan.kept]
+    assert kept
+    assert min(rows_of(PAIRS, plan, 2048) for plan in kept) == PAIRS.rows_together
+
+
 def test_a_limit_under_which_only_one_answer_fits_splits_the_pairs():
     plans = [Plan("staged", rows * 2048) for rows in (2, 1)]
     pair, single = (o for o in options(PAIRS) if o.plan in plans)

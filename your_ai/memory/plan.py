@@ -127,6 +127,8 @@ def options(demand: Demand) -> list[Option]:
         for count in rows:
             if count < together and engine == "fused" and demand.engine == "auto":
                 continue  # staged is faster than this, and smaller
+            if count < together and kept:
+                continue  # scoring the texts first costs more than kept outputs save
             plan = Plan(engine, count * longest, spill, kept=kept)
             update_bytes = bytes_to_update(demand, plan)
             for wave in waves:
