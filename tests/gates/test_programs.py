@@ -6,10 +6,13 @@ import contextlib
 import os
 import subprocess
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 
-from your_ai.gates.programs import begun, end
+from your_ai.gates import programs
+from your_ai.gates.programs import begun, end, python_module
 
 PATIENCE_S = 10.0
 
@@ -44,3 +47,27 @@ def test_a_program_has_its_own_session():
     process = begun("sleep", "60")
     assert os.getsid(process.pid) == process.pid != os.getsid(0)
     end(process, 1.0)
+
+
+@pytest.mark.parametrize("has_safe_path", [False, programs.HAS_SAFE_PATH])
+def test_files_of_the_user_do_not_replace_modules_of_our_processes(
+    own_folder, monkeypatch, has_safe_path
+):
+    monkeypatch.setattr(programs, "HAS_SAFE_PATH", has_safe_path)
+    for name in ("json", "tokenize", "typing", "your_ai"):
+        Path(f"{name}.py").write_text("raise SystemExit('the file of the user')")
+    command = python_module("your_ai.gates.programs")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_module_gets_its_arguments_without_the_option_of_newer_pythons(own_folder, monkeypatch):
+    monkeypatch.setattr(programs, "HAS_SAFE_PATH", False)
+    done = subprocess.check_output(python_module("calendar", "2026", "11"), text=True)
+    assert "November 2026" in done
+
+
+def test_a_package_in_the_current_folder_is_found(monkeypatch):
+    monkeypatch.chdir(Path(programs.__file__).parents[2])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    subprocess.run(python_module("your_ai.gates.programs"), check=True)

@@ -55,7 +55,7 @@ def notices_of(run):
 def test_notes_of_the_push_become_notices(run, child):
     asked = child(NOTES)
     after.push_finished(run, REPO, [])
-    assert asked[0][1:] == ["-m", "your_ai", "push", str(run.path), REPO]
+    assert asked[0][-4:] == ["your_ai", "push", str(run.path), REPO]
     assert notices_of(run) == [f"pushing to {REPO}", "a note", "pushed to somewhere (private)"]
 
 

@@ -31,6 +31,7 @@ from your_ai.doctor.peers import PEERS, check_peers, run_peer
 from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_json
+from your_ai.gates.programs import python_module
 from your_ai.gates.text import loss_text
 from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
@@ -205,7 +206,7 @@ def run_alone(contest: Contest, contender: str) -> dict[str, Any]:
     """Run one contender in its own process."""
     task = json.dumps({"contest": dataclasses.asdict(contest), "contender": contender})
     done = subprocess.run(
-        [sys.executable, "-m", "your_ai.doctor.bench"],
+        python_module("your_ai.doctor.bench"),
         input=task, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:

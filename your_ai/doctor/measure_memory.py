@@ -26,6 +26,7 @@ from your_ai.engine.opened import open_model
 from your_ai.errors import RunError
 from your_ai.files import replace_text
 from your_ai.gates.console import echo_json
+from your_ai.gates.programs import python_module
 from your_ai.gates.text import counted
 from your_ai.hub.find import store
 from your_ai.memory import budget, coefficients
@@ -60,7 +61,7 @@ def measured_peaks() -> Iterator[Peak]:
 
 def peaks_of_process(name: str, bits: int, place: Path) -> Iterator[Peak]:
     """The peaks that a process of this module measures and prints. Raises RunError."""
-    command = [sys.executable, "-m", MODULE, name, str(bits), str(place)]
+    command = python_module(MODULE, name, str(bits), str(place))
     with (
         open(place / "errors.txt", "w+", encoding="utf-8") as errors,
         subprocess.Popen(

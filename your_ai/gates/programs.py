@@ -1,4 +1,4 @@
-"""Other programs: started so that all they start can be ended with them."""
+"""Other programs, and other processes of this one: how they are started and ended."""
 
 from __future__ import annotations
 
@@ -6,6 +6,30 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
+from pathlib import Path
+
+HAS_SAFE_PATH = sys.version_info >= (3, 11)  # Python's option -P
+# What -P does, for Python 3.10: `-c` puts the current folder at the start of the path.
+RUN_MODULE = (
+    "import sys; del sys.path[0]; import runpy; "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of this package in a new process of this Python.
+
+    `python -m` alone would import from the current folder first, which is the user's: a file
+    there called json.py would run instead of Python's json. The user's own functions are
+    found by gates.functions.
+    """
+    with contextlib.suppress(FileNotFoundError):  # the folder was deleted
+        if Path(__file__).resolve().parents[2] == Path.cwd():  # it is that of the package
+            return [sys.executable, "-m", module, *arguments]
+    if HAS_SAFE_PATH:
+        return [sys.executable, "-P", "-m", module, *arguments]
+    return [sys.executable, "-c", RUN_MODULE, module, *arguments]
 
 
 def begun(

@@ -10,11 +10,11 @@ import contextlib
 import os
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 
 from your_ai.errors import RunError, UserError
+from your_ai.gates.programs import python_module
 from your_ai.run import events
 from your_ai.run.child import POLL_S, open_log, read_log, reported_error
 from your_ai.run.events import EventLog
@@ -31,7 +31,7 @@ def push_finished(folder: RunFolder, repo: str, received: Sequence[int]) -> None
     the push failed, with the command that repeats it.
     """
     run = shlex.split(folder.reference)[0]
-    command = [sys.executable, "-m", "your_ai", "push", run, repo]
+    command = python_module("your_ai", "push", run, repo)
     notice(folder, f"pushing to {repo}")
     try:
         with open_log(folder) as log:

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from your_ai.dashboard.state import ViewState, fold, fold_all
 from your_ai.data.sources import checked_settings
 from your_ai.errors import RunError, UserError
 from your_ai.evaluation import record
+from your_ai.gates.programs import python_module
 from your_ai.gates.text import message_line, shown
 from your_ai.hub.find import find_model
 from your_ai.memory.limit import GB
@@ -406,7 +406,7 @@ class AgentTools:
     async def _command(self, *arguments: str) -> str:
         """What a command of your_ai prints. It ends with this call. Raises its error."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "your_ai", *arguments],
+            python_module("your_ai", *arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

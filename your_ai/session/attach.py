@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from your_ai.dashboard.live import (
 )
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error
+from your_ai.gates.programs import python_module
 from your_ai.run import child, events, requests
 from your_ai.run.child import POLL_S, Child
 from your_ai.run.exits import DONE, FAILED
@@ -107,7 +107,7 @@ def terminal(follower: Follower) -> Iterator[Terminal]:
 
 def supervisor_command(folder: RunFolder, settings: TrainConfig) -> list[str]:
     """The arguments of the process that supervises a run."""
-    command = [sys.executable, "-m", "your_ai.session.supervisor", str(folder.path)]
+    command = python_module("your_ai.session.supervisor", str(folder.path))
     return [*command, "--settings", json.dumps(dataclasses.asdict(settings))]
 
 

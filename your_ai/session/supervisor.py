@@ -21,6 +21,7 @@ from typing import BinaryIO
 from your_ai.config import TrainConfig, build
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error, echo_traceback
+from your_ai.gates.programs import python_module
 from your_ai.publish.after_training import push_finished
 from your_ai.run import events, host, requests
 from your_ai.run.child import (
@@ -110,7 +111,7 @@ def supervise(
     Raises the UserError or RunError that the training process reported, Lost if it makes no
     progress, and Interrupted for a stop signal before training began.
     """
-    command = command or [sys.executable, "-m", "your_ai.training.train"]
+    command = command or python_module("your_ai.training.train")
     _, offset = events.tail(folder.events)
     life, lives, level = Life(), [], 0
     watch = StallWatch(patience or Patience(), offset=offset)

@@ -24,7 +24,6 @@ import re
 import shlex
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from your_ai.dashboard.trials import TrialRow, best_of, marked, measure_name, me
 from your_ai.data.sources import find_splits
 from your_ai.errors import RunError, UserError
 from your_ai.files import TEMPORARY, clean, read_text, replace_text, sha256, sync
+from your_ai.gates.programs import python_module
 from your_ai.gates.text import shortened
 from your_ai.gates.yaml_files import read_yaml
 from your_ai.hub.find import find_model
@@ -245,7 +245,7 @@ def run_trial(
     The run stops after its step, and is saved, when `is_enough` returns true, at the first signal,
     and when this process dies.
     """
-    command = [sys.executable, "-m", "your_ai.session.supervisor", str(folder.path), "--quiet"]
+    command = python_module("your_ai.session.supervisor", str(folder.path), "--quiet")
     with child.open_log(folder) as log:
         start = log.seek(0, os.SEEK_END)
         with child.started(command, folder, log) as supervisor:

@@ -29,6 +29,7 @@ from your_ai.config import nearest
 from your_ai.errors import RunError, UserError
 from your_ai.files import open_to_append, read_text
 from your_ai.gates.console import echo
+from your_ai.gates.programs import python_module
 from your_ai.run import events
 from your_ai.run.events import EventLog
 from your_ai.run.folder import RunFolder, is_running
@@ -83,7 +84,7 @@ def tracked(
 def start(folder: RunFolder, name: str) -> subprocess.Popen | None:
     """Start the process of a tracker; None if that fails, which trackers.log says."""
     path = folder.path / LOG
-    command = [sys.executable, "-m", "your_ai.trackers.upload", str(folder.path), name]
+    command = python_module("your_ai.trackers.upload", str(folder.path), name)
     try:
         with path.open("ab") as log:
             return subprocess.Popen(
