@@ -290,7 +290,8 @@ def read_events(path: Path, found: Outcome) -> None:
             event: dict[str, Any] = json.loads(line)
             kind = event.get("kind") or event.get("event") or event.get("type")
             if kind == "planned":
-                found.plans.append(f"{event['plan']}/{event['micro_tokens']}")
+                kept = f"/kept {event['kept']}" if event["kept"] else ""
+                found.plans.append(f"{event['plan']}/{event['micro_tokens']}{kept}")
                 found.estimate_mb = event["estimate_bytes"] / MB
             elif kind == "died":
                 found.deaths += 1

@@ -199,7 +199,7 @@ def test_next_shape_fits_even_with_steeper_growth():
 @pytest.mark.parametrize(("size", "ratio"), [(8, 3.0), (16, 3.0), (24, 3.0), (32, 2.0), (64, 2.0)])
 def test_ratio_between_two_measurements_is_the_larger_one(size, ratio):
     calibration = Calibration((one(16, 1, ratio=3.0), one(32, 1, ratio=2.0)))
-    assert calibration.ratio("streamed", size, 10**9) == ratio
+    assert calibration.ratio("staged", size, 10**9) == ratio
 
 
 @pytest.mark.parametrize(

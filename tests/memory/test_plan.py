@@ -708,3 +708,9 @@ def test_a_step_has_room_for_its_margin_beside_the_generation():
         alone = replace(ROLLOUTS, rollouts=None)
         update = estimate_rows(alone, replace(option.plan, wave=0), 1, 512)
         assert option.needed_bytes >= with_margin(update)
+
+
+def test_plans_that_need_the_same_activations_are_one_family():
+    plans = Plan("fused", 64), Plan("staged", 64), Plan("streamed", 64, spill=True)
+    assert [plan.family for plan in plans] == ["fused", "staged", "staged"]
+    assert {Plan(engine, 64, kept=2).family for engine in ("staged", "streamed")} == {"kept"}

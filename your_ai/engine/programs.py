@@ -74,15 +74,15 @@ def program(
     call: Call,
     max_segment_tokens: int | None,
     dropout_keys: DropoutKeys,
-    lean: bool,
     compiled: Callable[[Callable], Callable],
     takes_text: Callable[[nn.Module], bool],
+    lean: bool,
 ) -> Program:
     """Make the program of a block.
 
-    lean: save memory at the cost of time.
     compiled: compiles a function, if the model can be compiled.
     takes_text: whether a block passes a TextMask on to its attention.
+    lean: save memory at the cost of time.
     """
     template = skeleton(block)
     replace_attention(template, lean)
@@ -92,13 +92,8 @@ def program(
         replace_mlps(template, dropout_keys)
     run = runner(template, call, max_segment_tokens, dropout_keys, as_text)
 
-    def backward(frozen, trained, hidden, extras, cotangent):
-        return vjp_of(run, frozen, trained, hidden, extras, cotangent)
-
-    def lowest(frozen, trained, hidden, extras, cotangent):
-        return lowest_vjp_of(run, frozen, trained, hidden, extras, cotangent)
-
-    return Program(run, *map(compiled, (run, backward, lowest)))
+    passes = run, partial(vjp_of, run), partial(lowest_vjp_of, run)
+    return Program(run, *map(compiled, passes))
 
 
 def keeping_program(
@@ -196,24 +191,23 @@ class Programs:
         self.kinds = [structure(block) for block in parts.blocks]
 
     def of(self, index: int, shape: GraphShape) -> Program:
-        call = self.parts.calls(shape.tokens)[index]
-        block = self.parts.blocks[index]
-
-        def make() -> Program:
-            keys, longest = self.dropout_keys, shape.max_segment_tokens
-            compiled, takes_text = self.graphs.compile, partial(self.parts.passes_text, index)
-            return program(block, call, longest, keys, self.lean, compiled, takes_text)
-
-        return self.graphs.get(shape, (self.kinds[index], call.key), make)
+        return self._of_kind("recomputing", partial(program, lean=self.lean), index, shape)
 
     def keeping(self, index: int, shape: GraphShape) -> KeepingProgram:
         """The program of a block that keeps outputs of its linear layers."""
+        return self._of_kind("keeping", keeping_program, index, shape)
+
+    def _of_kind(self, name: str, make: Callable, index: int, shape: GraphShape) -> Any:
         call = self.parts.calls(shape.tokens)[index]
-        block = self.parts.blocks[index]
 
-        def make() -> KeepingProgram:
-            keys, longest = self.dropout_keys, shape.max_segment_tokens
-            compiled, takes_text = self.graphs.compile, partial(self.parts.passes_text, index)
-            return keeping_program(block, call, longest, keys, compiled, takes_text)
+        def made() -> Any:
+            return make(
+                self.parts.blocks[index],
+                call,
+                shape.max_segment_tokens,
+                self.dropout_keys,
+                compiled=self.graphs.compile,
+                takes_text=partial(self.parts.passes_text, index),
+            )
 
-        return self.graphs.get(shape, ("keeping", self.kinds[index], call.key), make)
+        return self.graphs.get(shape, (name, self.kinds[index], call.key), made)

@@ -171,24 +171,22 @@ class Staged:
         rows = self._rows(batch, step_seed)
         hidden = [self._below(batch, rows)]
         self.inputs.clear()
-        outputs = self._run_trained(hidden, rows)
+        outputs: list[list[mx.array]] = []
+        self._run(hidden, [rows], self.trained, self.inputs, outputs)
         scale = mx.array(scale, mx.float32)
         targets = Targets.of(batch)
         sums, cotangent, of_head = self._head_gradient(rows.shape, hidden.pop(), targets, scale)
         mx.eval(sums, cotangent, of_head)
         found: dict[int, Arrays] = {}
         for index in reversed(self.trained):
-            arrays = self._arrays(index)
+            arrays, trained = self._arrays(index), trained_arrays(self.blocks[index])
             if index > self.first:
                 self.weights.ahead(index - 1)
-            extras = rows.extras_of(index)
-            given = (arrays, trained_arrays(self.blocks[index]), self.inputs.pop(), extras)
-            given = (*given, cotangent)
+            given = (arrays, trained, self.inputs.pop(), rows.extras_of(index), cotangent)
+            program = self.programs.of(index, rows.shape)
             if index >= self.first_kept:
                 program = self.programs.keeping(index, rows.shape)
                 given = (outputs.pop(), *given)
-            else:
-                program = self.programs.of(index, rows.shape)
             if index > self.first:
                 found[index], cotangent = program.backward(*given)
             else:
@@ -196,29 +194,6 @@ class Staged:
             del arrays, given
             mx.eval(found[index], cotangent)
         return Sums(*sums), self._tree(found, of_head)
-
-    def _run_trained(self, hidden: list[mx.array], rows: BatchRows) -> list[list[mx.array]]:
-        """Run the trained blocks and replace the only element of `hidden`; keep their inputs.
-
-        Returns the outputs that each of the last blocks keeps.
-        """
-        self._run(hidden, [rows], range(self.first, self.first_kept), self.inputs)
-        which = range(self.first_kept, len(self.blocks))
-        kept: list[list[mx.array]] = []
-        if which:
-            self.weights.ahead(which[0])
-        for index in which:
-            arrays = self._arrays(index)
-            if index + 1 in which:
-                self.weights.ahead(index + 1)
-            self.inputs.append(hidden[0])
-            program = self.programs.keeping(index, rows.shape)
-            trained, extras = trained_arrays(self.blocks[index]), rows.extras_of(index)
-            hidden[0], outputs = program.forward(arrays, trained, hidden[0], extras)
-            mx.eval(hidden[0], outputs)
-            kept.append(outputs)
-            del arrays
-        return kept
 
     def loss(self, batch: Batch) -> Sums:
         return Sums(*self._above(self._head_loss, batch))
@@ -323,11 +298,12 @@ class Staged:
         every: list[BatchRows],
         which: range,
         saved: Inputs | None = None,
+        kept: list[list[mx.array]] | None = None,
     ) -> None:
         """Run the blocks `which` and replace each of `hidden`, (B, T, D), with the result.
 
         The weights of a block are read once for all batches. The inputs of the blocks are
-        appended to `saved`.
+        appended to `saved`, and what the last blocks keep to `kept`.
         """
         if which:
             self.weights.ahead(which[0])
@@ -339,10 +315,17 @@ class Staged:
             for place, rows in enumerate(every):
                 if saved is not None:
                     saved.append(hidden[place])
-                program = self.programs.of(index, rows.shape)
                 extras = rows.extras_of(index)
-                hidden[place] = program.forward(arrays, trained, hidden[place], extras)
-                mx.eval(hidden[place])
+                if kept is not None and index >= self.first_kept:
+                    program = self.programs.keeping(index, rows.shape)
+                    result = program.forward(arrays, trained, hidden[place], extras)
+                    hidden[place], outputs = result
+                    kept.append(outputs)
+                else:
+                    program = self.programs.of(index, rows.shape)
+                    result = hidden[place] = program.forward(arrays, trained, hidden[place], extras)
+                mx.eval(result)
+                del result
             del arrays
 
     def _arrays(self, index: int) -> Arrays:

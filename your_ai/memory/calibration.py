@@ -4,8 +4,8 @@ The coefficients of `memory.estimate` were fitted on one kind of machine. On any
 they are a guess. So a run with a tight limit measures before it trains: first one short row, then
 longer rows, then more rows. Each shape is only as large as earlier measurements allow. No mlx here.
 
-There are two families of engines: fused; and staged with streamed, which use the same memory for
-activations. N is the number of tokens of a micro-batch: rows x tokens per row.
+There are three families of plans (`Plan.family`): fused; staged with streamed, which use the same
+memory for activations; and those of the two where blocks keep outputs. N is the number of tokens of a micro-batch: rows x tokens per row.
 """
 
 from __future__ import annotations
@@ -25,17 +25,12 @@ GROWTHS = (2.25, 1.5, 1.25)  # factors of N from one shape to the next, the larg
 LEAST_RATIO, MOST_RATIO = 0.1, 100.0  # ratios outside this range are not plausible
 
 
-def family(engine: str) -> str:
-    """`fused`, or `staged` for the engines that compute block by block."""
-    return "fused" if engine == "fused" else "staged"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """The measured memory of one micro-batch on this machine."""
 
     engine: str
-    """The family of the engine that computed it."""
+    """The family of the plan that computed it."""
     rows: int
     tokens: int
     """Tokens per row, padding included."""
@@ -67,29 +62,29 @@ class Calibration:
 
     measurements: tuple[Measurement, ...] = ()
 
-    def of(self, engine: str) -> list[Measurement]:
-        """Measurements of the engine's family, by size; the one of most work for each size."""
-        ours = [m for m in self.measurements if m.engine == family(engine)]
+    def of(self, family: str) -> list[Measurement]:
+        """Measurements of a family, by size; the one of most work for each size."""
+        ours = [m for m in self.measurements if m.engine == family]
         found = {m.size: m for m in sorted(ours, key=lambda m: m.work_bytes)}
         return [found[size] for size in sorted(found)]
 
-    def largest(self, engine: str) -> int:
+    def largest(self, family: str) -> int:
         """The largest measured N; 0 if there is none."""
-        return max((m.size for m in self.of(engine)), default=0)
+        return max((m.size for m in self.of(family)), default=0)
 
     def with_one(self, measured: Measurement) -> Calibration:
         return Calibration((*self.measurements, measured))
 
-    def ratio(self, engine: str, size: int, expected_bytes: float) -> float:
+    def ratio(self, family: str, size: int, expected_bytes: float) -> float:
         """The factor on the coefficients for a micro-batch with N = `size`.
 
         expected_bytes: its estimated work, corrected by the ratio of the largest measurement.
 
         Between two measurements it is the larger of their ratios. Beyond all measurements it is
         the last ratio, increased if the last two measurements grew more than their estimates.
-        A family without measurements uses the last ratio of the other family.
+        A family without measurements uses the last ratio of the others.
         """
-        found = self.of(engine)
+        found = self.of(family)
         if not found:
             others = sorted(self.measurements, key=lambda m: m.size)
             return others[-1].ratio if others else 1.0
@@ -128,7 +123,7 @@ def extrapolated(
 
 def next_shape(
     calibration: Calibration,
-    engine: str,
+    family: str,
     wanted: Shape,
     room_bytes: Callable[[Shape], int],
     expected_bytes: Callable[[Shape], int],
@@ -141,7 +136,7 @@ def next_shape(
     First the length of one row grows, then the number of rows. No shape is measured that might
     not fit, judged by its expected work and by SLACK times the measured growth.
     """
-    found = calibration.of(engine)
+    found = calibration.of(family)
     if not found:
         return Shape(1, min(FIRST, wanted.tokens))
     if found[-1].size < min(SECOND, wanted.tokens):

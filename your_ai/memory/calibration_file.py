@@ -46,7 +46,10 @@ def measurement_of(entry: Any) -> Measurement:
     whole = all(type(count) is int and 0 < count < 1 << 50 for count in counts)
     if not (whole and type(found.ratio) is float and math.isfinite(found.ratio)):
         raise ValueError("not a measurement")
-    if found.engine not in ("fused", "staged") or not LEAST_RATIO <= found.ratio <= MOST_RATIO:
+    if (
+        found.engine not in ("fused", "staged", "kept")
+        or not LEAST_RATIO <= found.ratio <= MOST_RATIO
+    ):
         raise ValueError("not a measurement")
     return found
 

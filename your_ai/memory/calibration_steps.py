@@ -14,7 +14,6 @@ from your_ai.memory.calibration import (
     Measurement,
     Shape,
     extrapolated,
-    family,
     next_shape,
 )
 from your_ai.memory.estimate import Estimate, Plan
@@ -84,7 +83,7 @@ def measured(demand: Demand, plan: Plan, shape: Shape, peak_bytes: int) -> Measu
         middle = math.sqrt(low * high)
         low, high = (middle, high) if estimated(middle).mlx_bytes <= peak_bytes else (low, middle)
     return Measurement(
-        engine=family(plan.engine),
+        engine=plan.family,
         rows=shape.rows,
         tokens=shape.tokens,
         work_bytes=max(1, peak_bytes - held_bytes(estimated(low))),
@@ -98,13 +97,13 @@ def is_certain(demand: Demand, option: Option, limit_bytes: int) -> bool:
     It can if its largest micro-batch was measured, if the longest row was measured and growth
     from there leaves room, or if the limit is far away.
     """
-    wanted, engine = largest_shape(demand, option.plan), option.plan.engine
-    largest = demand.calibration.largest(engine)
+    wanted, family = largest_shape(demand, option.plan), option.plan.family
+    largest = demand.calibration.largest(family)
     if largest >= wanted.size:
         return True
     if largest >= wanted.tokens:
         expected = expected_bytes(demand, option.plan, wanted)
-        carried = extrapolated(demand.calibration.of(engine), wanted.size, expected, SLACK)
+        carried = extrapolated(demand.calibration.of(family), wanted.size, expected, SLACK)
         room = room_bytes(demand, option.plan, wanted, limit_bytes) - demand.prefix_bytes
         return carried <= room
     far = estimate_of(demand, option.plan, *wanted, work_ratio=FAR)
@@ -126,4 +125,4 @@ def shape_to_measure(demand: Demand, plan: Plan, limit_bytes: int) -> Shape | No
     def expected(shape: Shape) -> int:
         return expected_bytes(demand, plan, shape)
 
-    return next_shape(demand.calibration, plan.engine, largest_shape(demand, plan), room, expected)
+    return next_shape(demand.calibration, plan.family, largest_shape(demand, plan), room, expected)

@@ -28,7 +28,7 @@ from your_ai.memory.estimate_generation import (
     rollout_phases,
 )
 from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
-from your_ai.memory.estimate_kinds import kind_bytes, slices_mlp
+from your_ai.memory.estimate_kinds import is_mixer_alone, kind_bytes, slices_mlp
 from your_ai.memory.facts import ModelFacts, layers_named
 from your_ai.memory.layer_sizes import head_step, largest_matrix_bytes, widest_outputs
 from your_ai.memory.sizes import (
@@ -156,7 +156,7 @@ def estimate(
     elif workload.soft is not None:
         graphs = SOFT_GRAPHS * graphs_bytes(workload, "staged", rows, tokens)
     else:
-        graphs = graphs_bytes(workload, plan.engine, rows, tokens)
+        graphs = graphs_bytes(workload, plan.engine, rows, tokens, kept=plan.kept)
     order = ("weights", "adapters", "gradients", "optimizer", "optimizer work", "block inputs",
              "kept outputs", "activations", "block work", "head chunk", "KV cache", "sampling",
              "norms", "prefix cache")  # fmt: skip
@@ -327,10 +327,11 @@ def staged_phases(
 
 def kept_bytes(facts: ModelFacts, tokens: int) -> int:
     """Bytes of the outputs that a block keeps, of a model whose blocks have the same sizes: those
-    of all its linear layers but the last.
+    of all its linear layers but routed experts and the last, which is small beside experts.
     """
-    outputs = sum(o for _, o in facts.linears.values()) - facts.hidden
-    return tokens * max(0, outputs) * facts.float_bytes
+    outputs = sum(o for name, (_, o) in facts.linears.items() if name not in facts.experts)
+    last = 0 if facts.experts else facts.hidden
+    return tokens * max(0, outputs - last) * facts.float_bytes
 
 
 def kept_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
@@ -351,12 +352,15 @@ def kept_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     """Bytes of the backward pass of a block that kept outputs, beside these."""
     facts, training, table = workload.facts, workload.training, workload.coefficients.kept
     number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
+    if is_mixer_alone(facts):  # its arrays that are as wide as its projections count with it
+        wide = min(wide, max(FEWEST_FEATURES, facts.hidden // 2))
     lora = sum(i for i, _ in layers_named(facts, training.targets, training.experts))
     scores = min(SCORE_BYTES, 4 * rows * facts.heads * tokens * min(tokens, QUERY_BLOCK))
     matrix = largest_matrix_bytes(facts)
     return (
         (table["wide"] + table["adapted"] * adapts_widest(workload)) * n * wide * number
-        + table["hidden"] * (n * (facts.hidden + facts.passed) * number)
+        + table["hidden"] * n * facts.hidden * number
+        + workload.coefficients.backward["hidden"] * n * facts.passed * number
         + table["lora"] * n * lora * number
         + table["scores"] * scores
         + table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix) * facts.quantized

@@ -26,11 +26,18 @@ GRAPHS_MARGIN = 1.25
 
 
 def graphs_bytes(
-    workload: Workload, engine: str, rows: int, tokens: int, *, trained: bool = True
+    workload: Workload,
+    engine: str,
+    rows: int,
+    tokens: int,
+    *,
+    trained: bool = True,
+    kept: int = 0,
 ) -> int:
     """Bytes of the compiled graphs for micro-batches of one shape. trained: with gradients.
 
-    A fused graph contains every block. The other engines share one graph per kind of block.
+    A fused graph contains every block. The other engines share one graph per kind of block, and
+    one more if only some blocks keep outputs; kept: how many do.
     """
     facts, training, coefficients = workload.facts, workload.training, workload.coefficients
     queries = query_blocks(facts, engine, rows, tokens)
@@ -57,6 +64,7 @@ def graphs_bytes(
     else:
         alone = [replace(facts, kinds=(kind,), order=(0,)) for kind in facts.kinds]
         found = sum(size_of(coefficients.staged_graph, part) for part in alone)
+        found *= 2 if 0 < kept < training.blocks else 1
         found += max((size_of(coefficients.first_graph, part) for part in alone), default=0)
     return int(GRAPHS_MARGIN * found * (1 if trained else FORWARD_GRAPH))
 

@@ -41,6 +41,13 @@ def kind_bytes(
     return scores + arrays + mixers
 
 
+def is_mixer_alone(facts: ModelFacts) -> bool:
+    """Whether such blocks have a linear-time mixer and no MLP."""
+    names = {name.partition(".")[0] for kind in facts.kinds for name in kind.linears}
+    mixers = [mixer for kind in facts.kinds for mixer in kind.mixers if mixer.kind != MLA]
+    return bool(mixers) and not names & set(MLPS)
+
+
 def slices_mlp(facts: ModelFacts) -> bool:
     """Whether the MLP of such blocks is computed in slices of features, or they have none."""
     names = {name for kind in facts.kinds for name in kind.linears}

@@ -218,12 +218,12 @@ def ratio_of(demand: Demand, plan: Plan, shape: Shape) -> float:
     if not demand.calibration.measurements:
         return 1.0
     expected = expected_bytes(demand, plan, shape)
-    return demand.calibration.ratio(plan.engine, shape.size, expected)
+    return demand.calibration.ratio(plan.family, shape.size, expected)
 
 
 def expected_bytes(demand: Demand, plan: Plan, shape: Shape) -> int:
     """Bytes of work for the gradients of a micro-batch, at the ratio of the largest measurement."""
-    found = demand.calibration.of(plan.engine)
+    found = demand.calibration.of(plan.family)
     ratio = found[-1].ratio if found else 1.0
     with_ratio = estimate_of(demand, plan, *shape, work_ratio=ratio, gradients_only=True)
     return with_ratio.mlx_bytes - held_bytes(with_ratio)
@@ -360,7 +360,7 @@ def unmeasured(demand: Demand, every: list[Option], limit_bytes: int) -> list[Op
     found = [
         option
         for option, prior in zip(every, believed, strict=True)
-        if not demand.calibration.of(option.plan.engine) and prior.needed_bytes <= limit_bytes
+        if not demand.calibration.of(option.plan.family) and prior.needed_bytes <= limit_bytes
     ]
     return sorted(found, key=lambda option: option.needed_bytes)[:1]
 
@@ -368,7 +368,7 @@ def unmeasured(demand: Demand, every: list[Option], limit_bytes: int) -> list[Op
 def fits_exactly(demand: Demand, every: list[Option], limit_bytes: int) -> list[Option]:
     """The smallest option, if its engine was measured and it fits without safety margins."""
     least = min(every, key=lambda option: option.needed_bytes)
-    known = bool(demand.calibration.of(least.plan.engine)) and demand.before_bytes <= limit_bytes
+    known = bool(demand.calibration.of(least.plan.family)) and demand.before_bytes <= limit_bytes
     return [least] if known and least.estimate.process_bytes - SPARE_BYTES <= limit_bytes else []
 
 

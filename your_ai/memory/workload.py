@@ -51,6 +51,13 @@ class Plan:
     """Blocks, from the last, that keep the outputs of their linear layers for the backward pass;
     of a staged or streamed plan."""
 
+    @property
+    def family(self) -> str:
+        """Plans that need the same memory for activations: fused, staged (and streamed), kept."""
+        if self.engine == "fused":
+            return "fused"
+        return "kept" if self.kept else "staged"
+
     def rows(self, tokens: int, batch_size: int) -> int:
         """Rows of `tokens` tokens per micro-batch."""
         return max(1, min(batch_size, self.micro_tokens // tokens))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from your_ai.data.preferences import kind_of
 from your_ai.data.prompts import PromptRows
 from your_ai.data.sources import find_splits, with_reward_loss
 from your_ai.engine.build import Built, build_engine
-from your_ai.engine.compiled import Graphs, GraphShape
+from your_ai.engine.compiled import Graphs
 from your_ai.engine.opened import Opened, open_model
 from your_ai.engine.prefix import (
     DiskStore,
@@ -402,12 +403,9 @@ def announce(budget: Budget, past: PriorPlans, config: TrainConfig, log: events.
 
 def graphs_within(budget: Budget) -> Graphs:
     """A cache of compiled graphs, with as much room as the plan leaves."""
-    workload, engine = workload_of(budget.demand), budget.choice.option.plan.engine
-
-    def size_of(shape: GraphShape) -> int:
-        return graphs_bytes(workload, engine, shape.rows, shape.tokens, trained=shape.trained)
-
-    return Graphs(size_of, budget.graphs_room_bytes)
+    workload, plan = workload_of(budget.demand), budget.choice.option.plan
+    of_plan = partial(graphs_bytes, workload, plan.engine, kept=plan.kept)
+    return Graphs(lambda s: of_plan(s.rows, s.tokens, trained=s.trained), budget.graphs_room_bytes)
 
 
 def store_maker(
