@@ -8,7 +8,7 @@ gemma4_text, gemma3n), on the CPU in float32 at 1,024 tokens.
 from __future__ import annotations
 
 from your_ai.memory.facts import ModelFacts
-from your_ai.memory.mixer_facts import MLA
+from your_ai.memory.mixer_facts import ATTENTION, MLA, SLIDING
 from your_ai.memory.mixer_sizes import mixers_bytes
 
 LATENT_SCORES = 3.8  # arrays of the scores of latent attention, whose mask is an array
@@ -44,8 +44,8 @@ def kind_bytes(
 def is_mixer_alone(facts: ModelFacts) -> bool:
     """Whether such blocks have a linear-time mixer and no MLP."""
     names = {name.partition(".")[0] for kind in facts.kinds for name in kind.linears}
-    mixers = [mixer for kind in facts.kinds for mixer in kind.mixers if mixer.kind != MLA]
-    return bool(mixers) and not names & set(MLPS)
+    every = {mixer.kind for kind in facts.kinds for mixer in kind.mixers}
+    return bool(every - {ATTENTION, SLIDING, MLA}) and not names & set(MLPS)
 
 
 def slices_mlp(facts: ModelFacts) -> bool:
