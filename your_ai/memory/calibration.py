@@ -5,7 +5,8 @@ they are a guess. So a run with a tight limit measures before it trains: first o
 longer rows, then more rows. Each shape is only as large as earlier measurements allow. No mlx here.
 
 There are three families of plans (`Plan.family`): fused; staged with streamed, which use the same
-memory for activations; and those of the two where blocks keep outputs. N is the number of tokens of a micro-batch: rows x tokens per row.
+memory for activations; and those of the two where blocks keep outputs. N is the number of tokens
+of a micro-batch: rows x tokens per row.
 """
 
 from __future__ import annotations
