@@ -151,7 +151,8 @@ def test_failed_push_is_reported_after_the_result(done_run, configure, monkeypat
     started = child.started
 
     def start(command, folder, log):
-        return started([sys.executable, "-c", DONE_BUT_NOT_PUSHED, command[3]], folder, log)
+        run = command[command.index("your_ai.session.supervisor") + 1]
+        return started([sys.executable, "-c", DONE_BUT_NOT_PUSHED, run], folder, log)
 
     monkeypatch.setattr(child, "started", start)
     with pytest.raises(RunError, match="not pushed; push it with: your_ai push r someone/mine"):

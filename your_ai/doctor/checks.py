@@ -32,7 +32,7 @@ from your_ai.engine.weights import FileTensor
 from your_ai.files import packaged
 from your_ai.gates.console import echo_json
 from your_ai.gates.token_ids import vocabulary_of
-from your_ai.memory import probe
+from your_ai.memory import allocator, probe
 from your_ai.nets import model
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.training import optimizer
@@ -107,7 +107,7 @@ def count_memory(folder: Path) -> Outcome:
     held = probe.read()
     del array
     dropped = probe.read()
-    mx.clear_cache()
+    allocator.free(collect=False)  # as the governor does: the C library may keep what MLX frees
 
     def rise(now: Any, name: str) -> int:
         was, found = getattr(before, name), getattr(now, name)
