@@ -64,6 +64,16 @@ def test_the_checks_pass_on_this_device(folder, name):
     json.dumps(dataclasses.asdict(outcome))
 
 
+def test_counters_follow_an_array_in_a_process_that_freed_much_before(folder):
+    """The C library holds what was freed, so that an array takes no new memory of the system."""
+    freed = [bytes(100_000) for _ in range(1500)]  # each below the size that is mapped by itself
+    above = bytes(100_000)
+    del freed
+    outcome = CHECKS["counters"](folder)
+    assert outcome.ok, outcome.measured
+    del above
+
+
 def test_gradients_of_the_plans_differ_only_by_rounding(folder):
     outcome = selfchecks.compare_gradients(folder)
     assert outcome.ok, outcome.measured
