@@ -198,8 +198,8 @@ def test_a_planted_reward_is_learned(configure, own_folder, rewarded):
     )
     config = rewarded(
         data=str(asked), from_adapter="start", reward=["planted:yes"], rollouts=8,
-        prompts_per_step=4, max_new_tokens=4, max_steps=10, learning_rate=3e-3, lr_schedule="linear",
-        **wide,
+        prompts_per_step=4, max_new_tokens=4, max_steps=10,
+        learning_rate=3e-3, lr_schedule="linear", **wide,
     )  # fmt: skip
     run = new_run.create(config)
     train_until_done(run, config, Stop())
