@@ -24,7 +24,7 @@ LAYERS = [
     ["memory", "objectives"],
     ["nets"],
     ["dashboard", "trackers", "rewards"],
-    ["memory.budget", "engine", "training.optimizer"],
+    ["memory.budget", "engine"],
     ["modelfiles", "publish.card", "publish.training_notes"],
     ["generation"],
     ["soft"],

@@ -18,6 +18,7 @@ from your_ai.data.batches import make_schedule
 from your_ai.engine import dequantized
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.gradients import HeldGradients
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import tensors_of
 from your_ai.nets import dora, model
@@ -168,7 +169,7 @@ def test_norms_are_computed_once_per_update(tiny_model, made, computed, plan, ca
             mx.eval(engine.engine.loss(batch), engine.engine.predictions(batch))
         mx.eval(network(mx.array([[3, 1, 2, 0]])))
         assert len(computed) == layers or count == 0  # tracing in the first step adds calls
-        update(grads, 1.0, 1e-2)
+        update(HeldGradients(grads), 1.0, 1e-2)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -182,7 +183,7 @@ def test_norms_follow_the_adapter_after_each_update(tiny_model, made, monkeypatc
         losses = []
         for _ in range(2):
             loss, grads = step(engine)
-            update(grads, 1.0, 3e-2)
+            update(HeldGradients(grads), 1.0, 3e-2)
             alone = sum(engine.engine.loss(batch).loss.item() for batch in engine.batches)
             losses += [loss, alone, network(mx.array([[3, 1, 2, 0]])).sum().item()]
         return losses

@@ -21,6 +21,7 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import make_schedule
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.engine.build import build_engine
+from your_ai.engine.gradients import HeldGradients
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.scoring import with_baseline, with_weights
 from your_ai.engine.weights import FileTensor, tensors_of
@@ -232,12 +233,15 @@ def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
     schedule = make_schedule(
         examples, way.rows, len(examples), 0, way.packed_tokens, objective.rows_together
     )
+    total = HeldGradients()
     if "others" in objective.phases:
         batches = schedule.split_batches_of(0, lambda _: way.rows)
         denominator = objective.denominator(batches)
         weighed, sums = with_weights(engine, batches)  # all at once, as for a validation
-        _, whole = accumulate(engine, weighed, 1 / denominator, 0)
-        found, grads = accumulate(engine, with_baseline(engine, batches), 1 / denominator, 0)
+        accumulate(engine, weighed, 1 / denominator, 0, whole := HeldGradients())
+        baseline = with_baseline(engine, batches)
+        found = accumulate(engine, baseline, 1 / denominator, 0, total)
+        whole, grads = whole.tree(), total.tree()
         for path, grad in tree_flatten(whole):
             assert relative_error(dict(tree_flatten(grads))[path], grad) < TOLERANCE, path
         assert found.means() == pytest.approx(sums.means(), rel=1e-4, abs=1e-5)
@@ -246,12 +250,14 @@ def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
         batches = schedule.split_batches_of(0, lambda _: way.rows)
         denominator = objective.denominator(batches)
         batches, sums = with_weights(engine, batches)
-        _, grads = accumulate(engine, batches, 1 / denominator, 0)
+        accumulate(engine, batches, 1 / denominator, 0, total)
+        grads = total.tree()
         losses = [sums.loss]
     else:
         batches = schedule.batches_of(0)
         denominator = objective.denominator(batches)
-        sums, grads = accumulate(engine, batches, 1 / denominator, 0)
+        sums = accumulate(engine, batches, 1 / denominator, 0, total)
+        grads = total.tree()
         losses = [sums.loss, sum(engine.loss(batch).loss.item() for batch in batches)]
     return [loss / denominator for loss in losses], dict(tree_flatten(grads))
 

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from your_ai.config import TrainConfig
+from your_ai.engine.gradients import HeldGradients
 from your_ai.memory.estimate import Training, update_bytes
 from your_ai.memory.estimate_adapters import OPTIMIZER_WORK
 from your_ai.memory.facts import BlockFacts, ModelFacts
+from your_ai.memory.workload import Plan
 from your_ai.run.checkpoint import TrainState
 from your_ai.training import optimizer
 
@@ -49,7 +51,7 @@ def test_adamw_matches_the_formulas_of_the_paper():
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         x = x * (1 - 0.1 * 0.2)
         x = x - 0.1 * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.999**step)) + 1e-8)
-        update(gradients(step), 0.5, 0.1)
+        update(HeldGradients(gradients(step)), 0.5, 0.1)
     assert np.array(network.a) == pytest.approx(x, rel=1e-4)
 
 
@@ -64,7 +66,7 @@ def test_settings_of_adam_reach_mlx(name):
     more = {"weight_decay": 0.0} if name == "adamw" else {}
     theirs = kind(0.1, betas=[0.8, 0.9], eps=0.1, **more)
     for step in range(3):
-        update(gradients(step), 1.0, 0.1)
+        update(HeldGradients(gradients(step)), 1.0, 0.1)
         theirs.update(reference, gradients(step))
     assert mx.allclose(network.a, reference.a, rtol=1e-5)
 
@@ -76,7 +78,7 @@ def test_every_optimizer_uses_the_given_learning_rate(name):
         config = TrainConfig(optimizer=name)
         built = optimizer.build_optimizer(config, network.trainable_parameters())
         before = mx.array(network.a)
-        optimizer.make_update(network, built)(gradients(1), 1.0, rate)
+        optimizer.make_update(network, built)(HeldGradients(gradients(1)), 1.0, rate)
         return mx.abs(network.a - before).sum().item()
 
     assert moved(0.0) == pytest.approx(0, abs=1e-6)
@@ -89,7 +91,7 @@ def test_every_optimizer_uses_weight_decay(name):
         network = Two()
         config = TrainConfig(optimizer=name, weight_decay=decay)
         built = optimizer.build_optimizer(config, network.trainable_parameters())
-        optimizer.make_update(network, built)(gradients(1), 1.0, 0.1)
+        optimizer.make_update(network, built)(HeldGradients(gradients(1)), 1.0, 0.1)
         return network.a
 
     assert not mx.allclose(after(0.0), after(0.9), rtol=1e-4)
@@ -128,11 +130,11 @@ def test_parameters_with_different_rates_are_updated_as_by_several_optimizers_of
     for step in range(3):
         mx.random.seed(step)
         grads = tree_map(lambda p: mx.random.normal(p.shape), network.parameters())
-        update(grads, 1.0, 0.1)
+        update(HeldGradients(grads), 1.0, 0.1)
         for (path, array), (_, grad) in zip(
             tree_flatten(theirs.parameters()), tree_flatten(grads), strict=True
         ):
-            changed = alone[path].apply_gradients({"x": grad}, {"x": array})["x"]
+            changed = alone[path].rule.apply_gradients({"x": grad}, {"x": array})["x"]
             theirs.update(tree_unflatten([(path, changed)]))
     for path, array in tree_flatten(network.parameters()):
         expected = dict(tree_flatten(theirs.parameters()))[path]
@@ -143,12 +145,12 @@ def test_blocks_with_different_rates_share_a_compiled_update(monkeypatch):
     config = TrainConfig(loraplus_ratio=4.0, layerwise_lr_decay=0.5)
     network, traced = Adapted(), []
     built = optimizer.build_optimizer(config, network.trainable_parameters())
-    apply_single = built.apply_single
+    apply_single = built.rule.apply_single
     monkeypatch.setattr(
-        built, "apply_single", lambda *given: traced.append(1) or apply_single(*given)
+        built.rule, "apply_single", lambda *given: traced.append(1) or apply_single(*given)
     )
     update = optimizer.make_update(network, built, optimizer.rate_factors(config, network))
-    update(tree_map(mx.ones_like, network.parameters()), 1.0, 0.1)
+    update(HeldGradients(tree_map(mx.ones_like, network.parameters())), 1.0, 0.1)
     assert len(traced) == 3  # the parameters of one block
 
 
@@ -162,21 +164,21 @@ def test_restored_optimizer_continues_bit_for_bit(name):
     network, built, update = start()
     for step in range(6):
         if step == 3:
-            saved = network.parameters(), optimizer.optimizer_arrays(built)
-        update(gradients(step), 1.0, 0.1)
+            saved = network.parameters(), dict(optimizer.saved_states(built))
+        update(HeldGradients(gradients(step)), 1.0, 0.1)
     other, other_built, other_update = start()
-    other_update(gradients(9), 1.0, 0.1)  # compiled before the state is restored
+    other_update(HeldGradients(gradients(9)), 1.0, 0.1)  # compiled before the state is restored
     other.update(saved[0])
-    optimizer.set_optimizer_arrays(other_built, saved[1])
+    optimizer.restore_states(other_built, saved[1])
     for step in range(3, 6):
-        other_update(gradients(step), 1.0, 0.1)
+        other_update(HeldGradients(gradients(step)), 1.0, 0.1)
     assert mx.array_equal(network.a, other.a)
     assert mx.array_equal(network.b, other.b)
 
 
 def test_gradient_norm_is_global_and_in_float32():
     grads = {"a": mx.full((300,), 300.0, mx.float16), "b": [mx.array([4.0]), {}]}
-    norm = optimizer.global_norm(grads)
+    norm = optimizer.global_norm(HeldGradients(grads))
     assert norm.item() == pytest.approx(math.sqrt(300 * 300.0**2 + 16), rel=1e-6)
 
 
@@ -301,8 +303,8 @@ def test_memory_of_an_update_is_within_its_estimate(name, rank):
     held, peaks = mx.get_active_memory(), []
     for _ in range(updates):
         mx.reset_peak_memory()
-        update(grads, 1.0, 1e-4)
+        update(HeldGradients(grads), 1.0, 1e-4)
         peaks.append(mx.get_peak_memory() - held)
     facts = ModelFacts((BlockFacts(layers, 1),), (0,) * blocks, 512, 768, 8, 4, 1, 1, 1, False)
     training = Training(blocks=blocks, rank=rank, targets=("all-linear",), optimizer=name)
-    assert max(peaks) <= 1.1 * update_bytes(facts, training) + 200_000
+    assert max(peaks) <= 1.1 * update_bytes(facts, training, Plan("fused", 512)) + 200_000

@@ -44,6 +44,9 @@ def bench(
     lora_targets: Annotated[
         str, typer.Option(help="Layers to adapt, as for `train`.")
     ] = "all-linear",
+    optimizer_bits: Annotated[
+        int, typer.Option(help="Bits of the optimizer's states of our plans, 32 or 8.")
+    ] = 32,
     plan: Annotated[
         str, typer.Option(help="Plans of your_ai to measure, separated by commas.")
     ] = "fused",
@@ -84,6 +87,7 @@ def bench(
         lora_rank=lora_rank,
         lora_layers=lora_layers,
         lora_targets=lora_targets,
+        optimizer_bits=optimizer_bits,
         supervised=supervised,
         steps=steps,
         max_memory=max_memory,

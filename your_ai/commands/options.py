@@ -33,10 +33,10 @@ PANELS = {
         *("lora_dropout", "use_dora"),
     ),
     "Optimization": (
-        *("max_steps", "epochs", "batch_size", "grad_accumulation", "optimizer", "learning_rate"),
-        *("loraplus_ratio", "layerwise_lr_decay", "lr_schedule", "lr_end", "lr_decay_steps"),
-        *("lr_decay_rate", "warmup_steps", "warmup_init", "weight_decay", "adam_beta1"),
-        *("adam_beta2", "adam_epsilon", "adam_bias_correction", "max_grad_norm"),
+        *("max_steps", "epochs", "batch_size", "grad_accumulation", "optimizer", "optimizer_bits"),
+        *("learning_rate", "loraplus_ratio", "layerwise_lr_decay", "lr_schedule", "lr_end"),
+        *("lr_decay_steps", "lr_decay_rate", "warmup_steps", "warmup_init", "weight_decay"),
+        *("adam_beta1", "adam_beta2", "adam_epsilon", "adam_bias_correction", "max_grad_norm"),
         *("neftune_alpha", "seed"),
     ),
     "Memory": (

@@ -119,6 +119,11 @@ def check(config: TrainConfig) -> None:
         raise UserError("--lora-targets: is empty; try q_proj or all-linear")
     if ALL_LINEAR in config.lora_targets and len(config.lora_targets) > 1:
         raise UserError("--lora-targets: all-linear includes every other name; give it alone")
+    if config.optimizer_bits == 8 and config.optimizer in ("sgd", "adafactor"):
+        raise UserError(
+            f"--optimizer-bits 8: --optimizer {config.optimizer} keeps no states of the size of "
+            "the adapters; use it without --optimizer-bits"
+        )
     if config.optimizer == "adam" and config.weight_decay:
         raise UserError("--weight-decay: --optimizer adam does not support it; use adamw")
     check_objective(config)
@@ -133,7 +138,7 @@ def check(config: TrainConfig) -> None:
             "--prefix-cache off"
         )
     if config.spill and config.plan == "fused":
-        raise UserError("--spill: --plan fused has no block inputs to offload; use --plan staged")
+        raise UserError("--spill: --plan fused has nothing to offload; use --plan staged")
 
 
 def check_best_metric(config: TrainConfig) -> None:

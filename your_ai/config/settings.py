@@ -233,6 +233,11 @@ class TrainConfig:
     optimizer: Literal["adamw", "adam", "sgd", "adafactor", "muon", "lion"] = setting(
         "adamw", "Optimizer, from mlx.optimizers."
     )
+    optimizer_bits: Literal[32, 8] = setting(
+        32,
+        "Bits of the optimizer's states. 8: a quarter of their memory; each is rounded to one of "
+        "256 numbers.",
+    )
     learning_rate: float = setting(
         2e-4, "Peak learning rate; if not given, 1e-4 for reward and 2e-5 for others but sft."
     )
@@ -316,7 +321,9 @@ class TrainConfig:
         "disk. auto: the fastest that fits.",
     )
     spill: bool = setting(
-        False, "Offload block inputs to disk until the backward pass; not with --plan fused."
+        False,
+        "Offload block inputs and gradients to disk, and with --plan streamed also the states of "
+        "the optimizer; not with --plan fused.",
     )
     prefix_cache: Literal["off", "memory", "disk"] = setting(
         "off",

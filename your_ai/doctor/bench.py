@@ -38,7 +38,8 @@ from your_ai.hub.find import find_model, store
 from your_ai.memory import probe
 from your_ai.modelfiles.quantized_copies import model_folder
 
-PLANS = ("auto", "fused", "kept", "staged", "streamed", "spilled", "prefix", "unpacked", "packed")
+PLANS = ("auto", "fused", "kept", "staged", "staged-spilled", "streamed", "spilled", "prefix",
+         "unpacked", "packed")  # fmt: skip
 ROUNDS = 2  # all contenders in turn, so that a machine that slows down slows them all equally
 
 

@@ -25,6 +25,7 @@ from your_ai.doctor import our_plans
 from your_ai.doctor.contest import Contest, contest_batches, contest_tokens
 from your_ai.doctor.shapes import make_shape
 from your_ai.engine.build import build_engine
+from your_ai.engine.gradients import gradients_in
 from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
 from your_ai.engine.reload import reload_adapted
@@ -284,6 +285,8 @@ def updated(folder: Path, plan: str, contest: Contest, reloads: bool) -> Updated
     found = made(folder, plan, contest)
     adamw = optimizer.build_optimizer(contest.train_config(), found.network.trainable_parameters())
     update = optimizer.make_update(found.network, adamw)
+    on_disk = our_plans.ENGINES.get(plan) == "streamed" or plan in our_plans.SPILLED
+    gradients = gradients_in(folder if on_disk else None)
     losses, read, same_weights = [], 0, True
     for _ in range(contest.steps):
         if reloads:
@@ -293,7 +296,7 @@ def updated(folder: Path, plan: str, contest: Contest, reloads: bool) -> Updated
             after = dict(tree_flatten(found.network.parameters()))
             alike = [mx.array_equal(after[name], array) for name, array in before.items()]
             same_weights = same_weights and all(each.item() for each in alike)
-        losses.append(our_plans.one_update(found.engine, update, found.batches, contest))
+        losses.append(our_plans.one_update(found.engine, update, gradients, found.batches, contest))
     return Updated(losses, model.adapter_arrays(found.network), read, same_weights)
 
 

@@ -37,6 +37,8 @@ class Contest:
     max_memory: float | None = None
     """In GB, for each contender's process. Our plans split the batch; the peers get MLX's limit."""
     learning_rate: float = 1e-4
+    optimizer_bits: int = 32
+    """Of our plans; the peers have 32."""
     objective: str = "sft"
     rollouts: int = 1
     """With grpo: completions of each prompt."""
@@ -69,6 +71,7 @@ class Contest:
             lora_rank=self.lora_rank,
             **{name: coerce(name, value, flag(name)) for name, value in text.items()},
             learning_rate=self.learning_rate,
+            optimizer_bits=coerce("optimizer_bits", self.optimizer_bits, "--optimizer-bits"),
             max_grad_norm=0,
             batch_size=self.batch_size * self.rollouts,
             max_memory=self.max_memory,

@@ -16,7 +16,6 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
 
 from your_ai.config import GRPO
 from your_ai.data.batches import Batch, RowsAt, few_edges, make_schedule, micro_batches
@@ -30,6 +29,7 @@ from your_ai.doctor.contest import (
     examples_of,
 )
 from your_ai.engine.build import build_engine
+from your_ai.engine.gradients import Gradients, gradients_in
 from your_ai.engine.opened import open_model
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.protocol import Engine
@@ -51,6 +51,10 @@ from your_ai.training.reference import computed
 from your_ai.training.rollouts import completion_examples
 
 SHORT = ("unpacked", "packed")
+SPILLED = ("staged-spilled", "spilled")
+ENGINES = {"auto": "auto", "staged": "staged", "kept": "staged", "staged-spilled": "staged",
+           "streamed": "streamed", "spilled": "streamed"}  # fmt: skip
+"""The engine of a contender; of all others, fused."""
 # These train SHORT_ROWS rows of SHORTEST to LONGEST tokens, each once per step.
 SHORT_ROWS, SHORTEST, LONGEST = 16, 40, 120
 
@@ -100,13 +104,17 @@ class PreparedSteps:
     network: nn.Module
     engine: Engine
     update: Update
+    gradients: Gradients
     estimated_bytes: int | None
     updates: list[list[Batch]]
     """The micro-batches of each update of a step."""
 
     def step(self) -> tuple[float, float, int]:
         began = time.perf_counter()
-        losses = [one_update(self.engine, self.update, each, self.contest) for each in self.updates]
+        losses = [
+            one_update(self.engine, self.update, self.gradients, each, self.contest)
+            for each in self.updates
+        ]
         seconds = time.perf_counter() - began
         tokens = sum(batch.real_tokens for batches in self.updates for batch in batches)
         return statistics.mean(losses), seconds, tokens
@@ -120,6 +128,7 @@ class RolloutSteps:
     network: nn.Module
     engine: Engine
     update: Update
+    gradients: Gradients
     estimated_bytes: int | None
     prompts: np.ndarray
     """As `contest_prompts` returned them."""
@@ -145,7 +154,7 @@ class RolloutSteps:
             examples = dataclasses.replace(examples, reference=self.reference(examples, edges))
         order = np.argsort(-examples.lengths, kind="stable")
         batches = list(micro_batches(examples, order, self.rows_at, edges))
-        one_update(self.engine, self.update, batches, self.contest)
+        one_update(self.engine, self.update, self.gradients, batches, self.contest)
         mx.clear_cache()
         return float(rewards.mean()), time.perf_counter() - began, int(lengths.sum())
 
@@ -183,14 +192,14 @@ def prepare_ours(
     """Load the model for one of our plans. From here on, MLX's peak memory is counted.
 
     auto: the fastest plan that fits --max-memory or the machine. kept: staged, and all blocks with
-    adapters keep the outputs of their linear layers. spilled: streamed, with block inputs on disk.
+    adapters keep the outputs of their linear layers. staged-spilled, spilled: staged and streamed,
+    with --spill.
     prefix: fused, with a prefix cache in memory. unpacked, packed: fused, on short rows; one row
     or pair per update, or rows joined up to --seq-len.
     beside: shares its weights in memory.
     """
-    others = {"auto": "auto", "staged": "staged", "kept": "staged"}
-    plan = others.get(contender, "streamed" if contender in ("streamed", "spilled") else "fused")
-    spill = contender == "spilled"
+    plan = ENGINES.get(contender, "fused")
+    spill = contender in SPILLED
     opened = open_model(Path(contest.folder), getattr(mx, contest.dtype))
     network, config = opened.network, contest.train_config()
     adapters = model.add_adapters(network, config)
@@ -219,6 +228,7 @@ def prepare_ours(
         )  # fmt: skip
         estimate = estimate_rows(demand, wanted, contest.rows, contest.seq_len)
         rows_at = lambda _: contest.rows  # noqa: E731
+    temporary = Path(tempfile.gettempdir())
     built = build_engine(
         network,
         adapters.dropout_keys,
@@ -226,7 +236,7 @@ def prepare_ours(
         packing=contender == "packed",
         tensors=opened.tensors,
         make_store=(lambda _: MemoryStore()) if contender == "prefix" else None,
-        spill=Path(tempfile.gettempdir()) if wanted.spill else None,
+        spill=temporary if wanted.spill else None,
         kept=wanted.kept,
         objective=objective_of(config),
     )
@@ -234,10 +244,13 @@ def prepare_ours(
         raise RunError(built.notices[-1])
     allocator.free()
     engine = built.engine
-    adamw = optimizer.build_optimizer(config, network.trainable_parameters())
+    adamw = optimizer.build_optimizer(
+        config, network.trainable_parameters(), temporary if wanted.states_on_disk else None
+    )
     update = optimizer.make_update(network, adamw)
+    gradients = gradients_in(temporary if wanted.gradients_on_disk else None)
     known = contender not in (*SHORT, "prefix")
-    ready = (contest, network, engine, update, estimate.mlx_bytes if known else None)
+    ready = (contest, network, engine, update, gradients, estimate.mlx_bytes if known else None)
     vocabulary = vocabulary_of(network) or opened.config["vocab_size"]
     mx.reset_peak_memory()
     if is_grpo:
@@ -258,15 +271,15 @@ def with_reference(engine: Engine, batch: Batch) -> Batch:
     return dataclasses.replace(batch, reference=-np.array(losses))
 
 
-def one_update(engine: Engine, update: Update, batches: list[Batch], contest: Contest) -> float:
-    """Do one update and return the mean loss before it."""
+def one_update(
+    engine: Engine, update: Update, gradients: Gradients, batches: list[Batch], contest: Contest
+) -> float:
+    """Do one update and return the mean loss before it. gradients: for the sums of the step."""
     denominator = engine.objective.denominator(batches)
-    loss, total = 0.0, None
+    loss = 0.0
     for batch in batches:
-        sums, grads = engine.gradients(batch, 1 / denominator, 0)
-        mx.eval(sums, grads)
-        total = grads if total is None else tree_map(mx.add, total, grads)
+        sums = engine.add_gradients(batch, 1 / denominator, 0, gradients)
+        mx.eval(sums)
         loss += sums.loss.item() / denominator
-        del grads
-    update(total, 1.0, contest.learning_rate)
+    update(gradients, 1.0, contest.learning_rate)
     return loss

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from your_ai.data.batches import Batch
+from your_ai.engine.gradients import Gradients
+from your_ai.nets.parts import Arrays
 from your_ai.objectives.objective import Objective, Sums
 
 
@@ -38,3 +41,16 @@ class Engine:
     keep: Callable[[int], None] = lambda _: None
     """Set the number of blocks, from the last, that keep the outputs of their linear layers from
     the forward to the backward pass. Engines that are not staged ignore it."""
+    by_block: Callable[[Batch, float, int, Callable[[Arrays], None]], Sums] | None = None
+    """Like `gradients`, but calls a function with the gradients of each block, by the names of
+    their parameters, as soon as they are there; None if they are there all at once."""
+
+    def add_gradients(self, batch: Batch, scale: float, step_seed: int, total: Gradients) -> Sums:
+        """Add what `gradients` computes to `total`, and return the sums."""
+        if self.by_block is not None:
+            return self.by_block(batch, scale, step_seed, total.add)
+        sums, grads = self.gradients(batch, scale, step_seed)
+        found = dict(tree_flatten(grads))
+        del grads  # `add` frees each when it is added
+        total.add(found, sums)
+        return sums

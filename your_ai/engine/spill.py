@@ -1,11 +1,13 @@
-"""Offload block inputs to disk between the forward and the backward pass."""
+"""Arrays on disk: block inputs between the forward and the backward pass, gradients, and the
+states of the optimizer."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -13,17 +15,66 @@ import numpy as np
 from your_ai.errors import RunError
 from your_ai.files import read_at, write_at
 
+COPIED_BYTES = 1 << 20  # of a file, at a time
+ALIGNMENT = 8  # of a safetensors header
+KINDS = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint8: "U8",
+         mx.uint32: "U32", mx.int32: "I32", mx.uint64: "U64"}  # fmt: skip
 
-class Spilled:
-    """A stack of arrays in an unnamed temporary file, which is deleted when the process ends.
 
-    folder: the folder of the file; created when the first array is added. Raises RunError if
-    the file cannot be written or read.
+class ArrayFile:
+    """An unnamed temporary file of arrays, which is deleted when the process ends.
+
+    folder: the folder of the file; created when the first array is written.
+    contents: what the arrays are, for errors.
+    advice: what a user may do about a full disk, besides to free some space.
+
+    All methods raise RunError if the file cannot be written or read.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, contents: str, advice: str = "") -> None:
+        self.folder, self.contents, self.advice = folder, contents, advice
         self._file: BinaryIO | None = None
+
+    def write(self, array: mx.array, offset: int) -> None:
+        data = memoryview(mx.contiguous(array).reshape(-1).view(mx.uint8))  # numpy lacks bfloat16
+        try:
+            if self._file is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._file = tempfile.TemporaryFile(  # noqa: SIM115 (open as long as this is)
+                    dir=self.folder, buffering=0
+                )
+            write_at(self._file.fileno(), data, offset)
+        except OSError as error:
+            raise self._failure("written", error) from error
+
+    def read(self, shape: tuple[int, ...], dtype: mx.Dtype, offset: int) -> mx.array:
+        data = self.read_bytes(dtype.size * int(np.prod(shape)), offset)
+        return mx.array(np.frombuffer(data, np.uint8)).view(dtype).reshape(shape)
+
+    def read_bytes(self, size: int, offset: int) -> bytes:
+        assert self._file is not None
+        try:
+            return read_at(self._file.fileno(), size, offset)
+        except OSError as error:
+            raise self._failure("read", error) from error
+
+    def truncate(self) -> None:
+        """Free the disk space of all arrays."""
+        if self._file is not None:
+            os.ftruncate(self._file.fileno(), 0)
+
+    def _failure(self, done: str, error: OSError) -> RunError:
+        return RunError(
+            f"{self.folder}: {self.contents} cannot be {done} ({error.strerror}); free some disk "
+            f"space, then resume the run{self.advice}"
+        )
+
+
+class Spilled:
+    """A stack of arrays in a file. Raises RunError if the file cannot be written or read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = ArrayFile(folder, "block inputs", ", or train without --spill")
         self._held: list[tuple[tuple[int, ...], mx.Dtype]] = []
         self._bytes = 0
 
@@ -31,38 +82,75 @@ class Spilled:
         return len(self._held)
 
     def append(self, array: mx.array) -> None:
-        data = memoryview(mx.contiguous(array).view(mx.uint8).reshape(-1))  # numpy lacks bfloat16
-        try:
-            if self._file is None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._file = tempfile.TemporaryFile(  # noqa: SIM115 (open as long as this is)
-                    dir=self.folder, buffering=0
-                )
-            write_at(self._file.fileno(), data, self._bytes)
-        except OSError as error:
-            raise self._failure("written", error) from error
+        self._file.write(array, self._bytes)
         self._held.append((array.shape, array.dtype))
         self._bytes += array.nbytes
 
     def pop(self) -> mx.array:
         shape, dtype = self._held.pop()
-        size = dtype.size * int(np.prod(shape))
-        self._bytes -= size
-        try:
-            data = read_at(self._file.fileno(), size, self._bytes)
-        except OSError as error:
-            raise self._failure("read", error) from error
-        return mx.array(np.frombuffer(data, np.uint8)).view(dtype).reshape(shape)
+        self._bytes -= dtype.size * int(np.prod(shape))
+        return self._file.read(shape, dtype, self._bytes)
 
     def clear(self) -> None:
         """Remove arrays left over from a failed step, and free their disk space."""
         self._held.clear()
         self._bytes = 0
-        if self._file is not None:
-            os.ftruncate(self._file.fileno(), 0)
+        self._file.truncate()
 
-    def _failure(self, done: str, error: OSError) -> RunError:
-        return RunError(
-            f"{self.folder}: block inputs cannot be {done} ({error.strerror}); free some disk "
-            "space, then resume the run, or train without --spill"
-        )
+
+class Place(NamedTuple):
+    """Where an array is in a file."""
+
+    offset: int
+    """In bytes."""
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.size * int(np.prod(self.shape))
+
+
+class NamedArrays:
+    """Arrays by name in a file, one after the other; each keeps its place, shape and dtype.
+
+    Raises RunError if the file cannot be written or read.
+    """
+
+    def __init__(self, folder: Path, contents: str) -> None:
+        self._file = ArrayFile(folder, contents)
+        self.places: dict[str, Place] = {}
+        self._bytes = 0
+
+    def put(self, name: str, array: mx.array) -> None:
+        """Write an array, over the one that has this name."""
+        place = self.places.get(name)
+        if place is None:
+            place = self.places[name] = Place(self._bytes, array.shape, array.dtype)
+            self._bytes += place.nbytes
+        if (array.shape, array.dtype) != (place.shape, place.dtype):
+            raise ValueError(f"{name}: its place is for {place.dtype} {place.shape}")
+        self._file.write(array, place.offset)
+
+    def get(self, name: str) -> mx.array:
+        place = self.places[name]
+        return self._file.read(place.shape, place.dtype, place.offset)
+
+    def save(self, path: Path) -> None:
+        """Write all arrays as a safetensors file, a part at a time. Raises OSError if it cannot be
+        written."""
+        entries = {
+            name: {
+                "dtype": KINDS[place.dtype],
+                "shape": list(place.shape),
+                "data_offsets": [place.offset, place.offset + place.nbytes],
+            }
+            for name, place in self.places.items()
+        }
+        header = json.dumps({"__metadata__": {"format": "mlx"}, **entries}).encode()
+        header += b" " * (-len(header) % ALIGNMENT)
+        with path.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for start in range(0, self._bytes, COPIED_BYTES):
+                size = min(COPIED_BYTES, self._bytes - start)
+                file.write(self._file.read_bytes(size, start))

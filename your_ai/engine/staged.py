@@ -160,7 +160,7 @@ class Staged:
         fill = self.fill if ahead else None
         return Engine(
             self.objective, self.gradients, self.loss, self.log_probabilities, self.predictions,
-            self.score, self.graphs.drop, fill, self.keep,
+            self.score, self.graphs.drop, fill, self.keep, self.gradients_by_block,
         )  # fmt: skip
 
     def keep(self, count: int) -> None:
@@ -168,6 +168,14 @@ class Staged:
         self.first_kept = max(self.first, len(self.blocks) - count)
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
+        found: Arrays = {}
+        sums = self.gradients_by_block(batch, scale, step_seed, found.update)
+        return sums, tree_unflatten(list(found.items()))
+
+    def gradients_by_block(
+        self, batch: Batch, scale: float, step_seed: int, add: Callable[[Arrays], None]
+    ) -> Sums:
+        """Call `add` with the gradients of each block, the last first, and then of the head."""
         rows = self._rows(batch, step_seed)
         hidden = [self._below(batch, rows)]
         self.inputs.clear()
@@ -177,7 +185,6 @@ class Staged:
         targets = Targets.of(batch)
         sums, cotangent, of_head = self._head_gradient(rows.shape, hidden.pop(), targets, scale)
         mx.eval(sums, cotangent, of_head)
-        found: dict[int, Arrays] = {}
         for index in reversed(self.trained):
             arrays, trained = self._arrays(index), trained_arrays(self.blocks[index])
             if index > self.first:
@@ -188,12 +195,17 @@ class Staged:
                 program = self.programs.keeping(index, rows.shape)
                 given = (outputs.pop(), *given)
             if index > self.first:
-                found[index], cotangent = program.backward(*given)
+                grads, cotangent = program.backward(*given)
             else:
-                found[index] = program.lowest(*given)
+                grads = program.lowest(*given)
             del arrays, given
-            mx.eval(found[index], cotangent)
-        return Sums(*sums), self._tree(found, of_head)
+            mx.eval(grads, cotangent)
+            grads = self._named(index, grads)
+            add(grads)
+            del grads
+        if of_head:
+            add(dict(of_head))
+        return Sums(*sums)
 
     def loss(self, batch: Batch) -> Sums:
         return Sums(*self._above(self._head_loss, batch))
@@ -358,14 +370,9 @@ class Staged:
         context = self._context(shape, mx.array(tokens), noise)
         return BatchRows(tokens, shape, extras, noise, context)
 
-    def _tree(self, found: dict[int, Arrays], of_head: Arrays) -> Any:
-        """The gradients of the blocks and the head as a tree like the model's parameters."""
-        of_blocks = [
-            (f"{self.names[index]}.{path}", grad)
-            for index, arrays in found.items()
-            for path, grad in arrays.items()
-        ]
-        return tree_unflatten([*of_blocks, *of_head.items()])
+    def _named(self, index: int, grads: Arrays) -> Arrays:
+        """The gradients of block `index` by the names that the parameters have in the model."""
+        return {f"{self.names[index]}.{path}": grad for path, grad in grads.items()}
 
     def _compiled(self, function: Callable) -> Callable:
         """Make f(shape, *args), which runs `function` compiled for rows of that shape.
@@ -391,6 +398,9 @@ class FusedAboveCache(Staged):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, lean=False, **kwargs)
 
+    def engine(self) -> Engine:
+        return replace(super().engine(), by_block=None)
+
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
         rows = self._rows(batch, step_seed)
         hidden = self._below(batch, rows)
@@ -407,7 +417,11 @@ class FusedAboveCache(Staged):
         sums, (grads, of_head) = joined(trained, before, frozen, hidden, extras, targets, scale)
         if before:
             self.head.put(before)  # tracing replaced it with a placeholder
-        return Sums(*sums), self._tree(dict(zip(self.trained, grads, strict=True)), of_head)
+        found: Arrays = {}
+        for index, of_block in zip(self.trained, grads, strict=True):
+            found |= self._named(index, of_block)
+        found |= of_head
+        return Sums(*sums), tree_unflatten(list(found.items()))
 
     def _trained_gradients(self, shape, trained, of_head, frozen, hidden, extras, targets, scale):
         """The sums of the objective, and the gradients of the trained blocks, from their input,

@@ -89,6 +89,7 @@ def demand_of(
             rank=config.lora_rank,
             targets=config.lora_targets,
             optimizer=config.optimizer,
+            optimizer_bits=config.optimizer_bits,
             dora=config.use_dora,
             experts=config.lora_experts,
         ),

@@ -18,6 +18,7 @@ from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate_adapters import (
     adapter_bytes,
     counted_parts,
+    gradient_bytes,
     norms_bytes,
     optimizer_bytes,
     update_bytes,
@@ -104,24 +105,24 @@ def estimate(
     held = {
         "weights": weights_bytes(facts, plan.engine, forward, workload.coefficients),
         "adapters": adapters + norms_bytes(facts, training),
-        "optimizer": 0 if forward else optimizer_bytes(facts, training),
+        "optimizer": 0 if forward or plan.states_on_disk else optimizer_bytes(facts, training),
         "prefix cache": workload.prefix_bytes,
     }
     if workload.reward_models:
         held["reward models"] = reward_model_bytes(workload, plan.engine)
-    gradients = adapters * (1 if micro_batches == 1 else 2)
+    of_passes, of_all = gradient_bytes(facts, training, plan, micro_batches)
     if forward:
         phases = forward_phases(workload, plan, rows, tokens)
     elif workload.soft is not None:
-        phases = [soft_phase(workload, plan, rows, tokens, gradients)]
+        phases = [soft_phase(workload, plan, rows, tokens, adapters * (1 + (micro_batches > 1)))]
     elif plan.engine == "fused":
-        phases = fused_phases(workload, rows, tokens, gradients)
+        phases = fused_phases(workload, rows, tokens, of_passes, of_all)
     else:
-        phases = staged_phases(workload, plan, rows, tokens, gradients)
+        phases = staged_phases(workload, plan, rows, tokens, of_passes, of_all)
     if workload.noise and not forward:
         hidden = rows * tokens * facts.hidden
         noise = NOISE_ARRAYS * 4 * hidden + hidden * facts.float_bytes
-        phases.append({"gradients": gradients - adapters, "block work": noise})
+        phases.append({"gradients": of_passes, "block work": noise})
     scores = workload.scores and not forward
     scoring = forward_phases(workload, plan, rows, tokens, predicts=False) if scores else []
     phases += scoring
@@ -129,7 +130,9 @@ def estimate(
     if not gradients_only:
         rewarding = reward_phases(workload, plan, rows, tokens)
     if not (forward or gradients_only):
-        phases.append({"gradients": adapters, "optimizer work": update_bytes(facts, training)})
+        on_disk = plan.gradients_on_disk and workload.soft is None
+        updating = {"optimizer work": update_bytes(facts, training, plan)}
+        phases.append({"gradients": 0 if on_disk else adapters, **updating})
     if training.dora:
         phases.append({"norms": DORA_NORMS_BYTES})
     if workload.answer_tokens and not gradients_only:
@@ -210,7 +213,7 @@ def weights_bytes(
 
 
 def fused_phases(
-    workload: Workload, rows: int, tokens: int, gradients: int
+    workload: Workload, rows: int, tokens: int, earlier: int, gradients: int
 ) -> list[dict[str, float]]:
     """Bytes at two moments: at the head, while MLX finishes the last block, and at the last
     block of the backward pass. Activations of all trained blocks are alive at both.
@@ -235,7 +238,7 @@ def fused_phases(
     backward += table["slice"] * min(DEQUANTIZED_SLICE_BYTES, matrix)
     return [
         {
-            "gradients": gradients - adapters,
+            "gradients": earlier,
             "activations": saved,
             "block work": workload.coefficients.fused_head["ahead"] * n * outs * number,
             "head chunk": fused_head_bytes(workload, n),
@@ -259,7 +262,7 @@ def fused_head_bytes(workload: Workload, targets: int) -> float:
 
 
 def staged_phases(
-    workload: Workload, plan: Plan, rows: int, tokens: int, gradients: int
+    workload: Workload, plan: Plan, rows: int, tokens: int, earlier: int, gradients: int
 ) -> list[dict[str, float]]:
     """Bytes at three moments: the forward pass of a block, the head, and the backward pass of a
     trained block; of the blocks that need most. With kept outputs, also the backward pass of the
@@ -269,7 +272,7 @@ def staged_phases(
     number, n = facts.float_bytes, rows * tokens
     hidden = n * (facts.hidden + facts.passed) * number
     inputs = 0 if plan.spill else hidden
-    earlier = 0 if gradients == adapter_bytes(facts, training) else gradients // 2
+    of_block = adapter_bytes(facts, training) // training.blocks
     parts = counted_parts(facts, training)
     alone = [(replace(workload, facts=part), count) for part, _, count in parts]
     forward = max(staged_forward_bytes(each, rows, tokens) for each, _ in alone)
@@ -313,7 +316,7 @@ def staged_phases(
         )
         found.append(
             {
-                "gradients": earlier + (gradients - earlier) // training.blocks,
+                "gradients": earlier + of_block,
                 "block inputs": (training.blocks - 1) * inputs,
                 "kept outputs": kept,
                 "block work": work,
@@ -435,7 +438,7 @@ def soft_phase(
     together = min(PREFILL_TOKENS, rows * sizes.prompt_tokens)
     together = max(together, rows * tokens if plan.engine == "streamed" else 0)
     scoring = replace(workload, score_head=True)
-    block = staged_phases(scoring, replace(plan, engine="staged"), 1, together, 0)[-1]
+    block = staged_phases(scoring, replace(plan, engine="staged"), 1, together, 0, 0)[-1]
     head_slice = min(HEAD_SLICE_BYTES, facts.vocabulary * hidden * number)
     slices = head_slice * (facts.quantized or plan.engine == "streamed")
     positions = min(SOFT_POSITIONS, rows * sizes.new_tokens)

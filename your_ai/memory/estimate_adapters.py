@@ -5,14 +5,18 @@ Each block counts with its own layers: those of a model may differ, and later on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from your_ai.memory.facts import ModelFacts, adapters_named
-from your_ai.memory.sizes import UPDATE_BYTES
-from your_ai.memory.workload import Training
+from your_ai.memory.sizes import FEWEST_QUANTIZED, QUANTIZED_BLOCK, UPDATE_BYTES
+from your_ai.memory.workload import Plan, Training
 
 # Arrays per parameter that the optimizer keeps between updates.
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adafactor": 0, "muon": 1, "lion": 1}
 # Arrays of an update per parameter that is updated together: new values and temporaries.
 OPTIMIZER_WORK = {"adamw": 3, "adam": 3, "sgd": 1, "adafactor": 4.1, "muon": 12.1, "lion": 2}
+# The same with states in 8 bits, which are float32 during the update.
+OPTIMIZER_WORK_IN_8_BITS = {"adamw": 12, "adam": 12, "muon": 16, "lion": 6}
 ADAPTER_BYTES = 4  # adapters, gradients and optimizer states are float32
 Size = tuple[int, int]  # (inputs, outputs)
 
@@ -45,9 +49,9 @@ def norms_bytes(facts: ModelFacts, training: Training) -> int:
 
 def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
     """Bytes of the optimizer states. Adafactor keeps one row and one column per matrix."""
-    adapters = adapter_bytes(facts, training)
     if training.optimizer != "adafactor":
-        return OPTIMIZER_STATES[training.optimizer] * adapters
+        of_one = sum(count * state_bytes(n, training) for n, count in arrays_of(facts, training))
+        return OPTIMIZER_STATES[training.optimizer] * of_one
     numbers = 0
     for layers, count in adapted_parts(facts, training):
         of_block = sum(i + o + 2 * training.rank + o * training.dora for i, o in layers)
@@ -55,13 +59,53 @@ def optimizer_bytes(facts: ModelFacts, training: Training) -> int:
     return ADAPTER_BYTES * numbers
 
 
-def update_bytes(facts: ModelFacts, training: Training) -> int:
-    """Bytes of new values and temporaries of an update, for the parameters updated together."""
+def arrays_of(facts: ModelFacts, training: Training) -> Iterator[tuple[int, int]]:
+    """The number of values of each trained array of a block, and of how many blocks."""
+    for layers, count in adapted_parts(facts, training):
+        for inputs, outputs in layers:
+            yield training.rank * inputs, count
+            yield training.rank * outputs, count
+            if training.dora:
+                yield outputs, count
+
+
+def state_bytes(values: int, training: Training) -> int:
+    """Bytes of a state of an array: 4 for each value, or 1 and a scale for each block."""
+    if training.optimizer_bits == 32 or values < FEWEST_QUANTIZED:
+        return ADAPTER_BYTES * values
+    blocks = -(-values // QUANTIZED_BLOCK)
+    return blocks * (QUANTIZED_BLOCK + ADAPTER_BYTES)
+
+
+def gradient_bytes(
+    facts: ModelFacts, training: Training, plan: Plan, micro_batches: int
+) -> tuple[int, int]:
+    """Bytes of the gradients while blocks are computed forward, and when all blocks are done.
+
+    micro_batches: per step. If there is more than one, their gradients are summed. On disk, only
+    those of one block are in memory.
+    """
+    adapters = adapter_bytes(facts, training)
+    of_block = adapters // training.blocks
+    if plan.gradients_on_disk:
+        return 0, of_block
+    earlier = adapters if micro_batches > 1 else 0
+    return earlier, earlier + (adapters if earlier == 0 or plan.engine == "fused" else of_block)
+
+
+def update_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
+    """Bytes of new values and temporaries of an update, for the parameters updated together, and of
+    what is read from disk for them.
+    """
     parts = adapted_parts(facts, training)
     largest = max((training.rank * max(i, o) for layers, _ in parts for i, o in layers), default=0)
     together = min(UPDATE_BYTES, adapter_bytes(facts, training) // training.blocks)
     together = max(together, ADAPTER_BYTES * largest)
-    return int(OPTIMIZER_WORK[training.optimizer] * together)
+    work = OPTIMIZER_WORK_IN_8_BITS if training.optimizer_bits == 8 else OPTIMIZER_WORK
+    arrays = work[training.optimizer] + plan.gradients_on_disk
+    if plan.states_on_disk:
+        arrays += OPTIMIZER_STATES[training.optimizer] * training.optimizer_bits / 32
+    return int(arrays * together)
 
 
 def counted_parts(facts: ModelFacts, training: Training) -> list[tuple[ModelFacts, int, int]]:

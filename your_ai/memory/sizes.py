@@ -15,6 +15,8 @@ SCORE_BYTES = 16 << 20  # attention scores of one query block; about five such a
 CPU_TOKENS = 96  # sequence length from which query blocks are faster on the CPU
 METAL_TOKENS = 192  # from here they use 40% less memory in 6% more time (measured on the CPU)
 UPDATE_BYTES = 4 << 20  # parameters that the optimizer updates together
+QUANTIZED_BLOCK = 256  # values of an optimizer state in 8 bits that share a scale
+FEWEST_QUANTIZED = 4096  # values of an optimizer state; smaller ones stay in float32
 PREFILL_TOKENS = 256  # tokens of a prompt processed together
 CACHE_STEP = 256  # tokens by which the KV cache of mlx-lm grows
 # Tokens per chunk of the mixers of nets.mixers.

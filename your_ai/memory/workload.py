@@ -30,6 +30,7 @@ class Training:
     rank: int
     targets: tuple[str, ...]
     optimizer: str = "adamw"
+    optimizer_bits: int = 32
     dora: bool = False
     experts: bool = False
     """Whether names without a dot select routed experts, too: --lora-experts."""
@@ -44,12 +45,23 @@ class Plan:
     micro_tokens: int
     """Maximum tokens, with padding, of a micro-batch of more than one row."""
     spill: bool = False
-    """Keep the inputs of blocks on disk."""
+    """Keep the inputs of blocks and the gradients on disk; if streamed, also the states of the
+    optimizer."""
     wave: int = 0
     """Completions that are generated together; 0 if the run generates none."""
     kept: int = 0
     """Blocks, from the last, that keep the outputs of their linear layers for the backward pass;
     of a staged or streamed plan."""
+
+    @property
+    def gradients_on_disk(self) -> bool:
+        """Whether the gradients of a block are written to disk as soon as they are there."""
+        return self.engine == "streamed" or self.spill
+
+    @property
+    def states_on_disk(self) -> bool:
+        """Whether the states of the optimizer are kept on disk."""
+        return self.engine == "streamed" and self.spill
 
     @property
     def family(self) -> str:

@@ -18,7 +18,7 @@ import errno
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,10 @@ class TrainState:
     """Whether the validation after this step is still to be done, because it was interrupted."""
 
 
+ArraysOrWriter = Mapping[str, mx.array] | Callable[[Path], None]
+"""Arrays by name, or a function that writes them as a safetensors file, or raises OSError."""
+
+
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """A checkpoint in memory."""
@@ -72,8 +76,8 @@ class SavedCheckpoint:
     state: TrainState
     adapters: dict[str, mx.array]
     """Arrays by name."""
-    optimizer: dict[str, mx.array]
-    """Arrays by name."""
+    optimizer: ArraysOrWriter
+    """Arrays by name; they are lazy in a checkpoint that was read."""
     adapter_config: dict[str, Any]
     depends_on: dict[str, dict[str, str]]
     """Names and sha256 of the model's and data's files, which must not change until a resume."""
@@ -123,12 +127,15 @@ def adapter_step(folder: Path) -> int | None:
 
 
 def _write_folder(
-    target: Path, arrays: Mapping[str, Mapping[str, mx.array]], texts: Mapping[str, Any]
+    target: Path, arrays: Mapping[str, ArraysOrWriter], texts: Mapping[str, Any]
 ) -> None:
     try:
         with atomic_folder(target) as folder:
             for name, content in arrays.items():
-                save_arrays(folder / name, content)
+                if callable(content):
+                    content(folder / name)
+                else:
+                    save_arrays(folder / name, content)
             for name, value in texts.items():
                 write_json(folder / name, value)
             write_json(folder / CHECKSUMS, {n: sha256(folder / n) for n in (*arrays, *texts)})
@@ -210,7 +217,8 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(path: Path) -> SavedCheckpoint:
-    """Read a checkpoint that `newest` returned."""
+    """Read a checkpoint that `newest` returned, but for the arrays of the optimizer, which are
+    read when they are used."""
     try:
         state = json.loads(read_text(path / STATE, JSON_BYTES))
         checkpoint = SavedCheckpoint(
@@ -222,7 +230,7 @@ def load(path: Path) -> SavedCheckpoint:
         )
     except (TypeError, LookupError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: was written by another version of your_ai ({error})") from error
-    mx.eval(checkpoint.adapters, checkpoint.optimizer)  # read now, before the folder may be deleted
+    mx.eval(checkpoint.adapters)
     return checkpoint
 
 

@@ -101,7 +101,8 @@ def peak_of(prepared: Prepared, shape: Shape, log: events.EventLog) -> int:
     mx.clear_cache()
     mx.reset_peak_memory()
     with unchanged(prepared.store):
-        mx.eval(prepared.engine.gradients(batch, 1.0, 0))
+        mx.eval(prepared.engine.add_gradients(batch, 1.0, 0, prepared.gradients))
+    prepared.gradients.clear()
     mx.synchronize()
     peak_bytes = max(mx.get_peak_memory(), mx.get_active_memory())
     prepared.engine.drop()

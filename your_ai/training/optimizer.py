@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,18 +19,44 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
 from your_ai.config import TrainConfig
+from your_ai.engine.gradients import Gradients
 from your_ai.memory.sizes import UPDATE_BYTES
 from your_ai.run.checkpoint import TrainState
+from your_ai.training.optimizer_states import (
+    FLOAT32,
+    IN_8_BITS,
+    HeldStates,
+    SpilledStates,
+    State,
+    StateForm,
+    States,
+    rounding_key,
+)
 
 FIRST_LOSS_SCALE = 2.0**15
 LOSS_SCALE_GROWS_AFTER = 2000  # finite steps
 MAX_LOSS_SCALE = 2.0**24
 
-Update = Callable[[Any, float, float], None]  # (gradients, factor, learning rate)
+COUNTERS = ("step", "learning_rate")  # what an optimizer of MLX keeps besides the states
+Update = Callable[[Gradients, float, float], None]  # (gradients, factor, learning rate)
 
 
-def build_optimizer(config: TrainConfig, parameters: dict) -> optim.Optimizer:
-    """The configured optimizer, with its state initialized for `parameters`.
+@dataclass(frozen=True)
+class StatefulOptimizer:
+    """An optimizer of MLX, and the states of the parameters, which are kept beside it."""
+
+    rule: optim.Optimizer
+    """Has only the step and the learning rate in its own state."""
+    states: States
+    form: StateForm
+
+
+def build_optimizer(
+    config: TrainConfig, parameters: dict, folder: Path | None = None
+) -> StatefulOptimizer:
+    """The configured optimizer, with its states initialized for `parameters`.
+
+    folder: of the file that keeps the states; without it they are in memory.
 
     The learning rate is set before each update.
     """
@@ -49,10 +76,17 @@ def build_optimizer(config: TrainConfig, parameters: dict) -> optim.Optimizer:
         "muon": lambda: optim.Muon(rate, weight_decay=decay),
         "lion": lambda: optim.Lion(rate, weight_decay=decay),
     }
-    optimizer = makers[config.optimizer]()
-    optimizer.init(parameters)
-    mx.eval(optimizer.state)
-    return optimizer
+    rule = makers[config.optimizer]()
+    mx.eval(rule.state)
+    states = HeldStates() if folder is None else SpilledStates(folder)
+    form = IN_8_BITS[config.optimizer] if config.optimizer_bits == 8 else FLOAT32
+    for name, parameter in tree_flatten(parameters):
+        state: State = {}
+        rule.init_single(parameter, state)
+        stored = form.stored(state, rounding_key(name, 0))
+        states.put({name: stored})
+        mx.eval(stored)
+    return StatefulOptimizer(rule, states, form)
 
 
 def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
@@ -81,9 +115,9 @@ def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
     return peak
 
 
-def global_norm(grads: Any) -> mx.array:
+def global_norm(grads: Gradients) -> mx.array:
     """The Euclidean norm of all gradients together, in float32."""
-    return mx.sqrt(sum(mx.square(g.astype(mx.float32)).sum() for _, g in tree_flatten(grads)))
+    return mx.sqrt(sum(grads.squares()))
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -111,7 +145,7 @@ def rate_factors(config: TrainConfig, model: nn.Module) -> dict[str, float]:
 
 
 def make_update(
-    model: nn.Module, optimizer: optim.Optimizer, factors: Mapping[str, float] | None = None
+    model: nn.Module, optimizer: StatefulOptimizer, factors: Mapping[str, float] | None = None
 ) -> Update:
     """Return update(grads, factor, rate): one optimizer step on factor x grads, evaluated.
 
@@ -121,41 +155,47 @@ def make_update(
     parameters never exist together, and blocks of the same shape share compiled updates. MLX's
     optimizers treat each parameter separately, so the result is the same.
     """
-    states, factors = leaves(optimizer.state), factors or {}
+    rule, states, form = optimizer.rule, optimizer.states, optimizer.form
+    factors = factors or {}
 
-    def apply(grads: Any, parameters: Any, state: Any, step: Any, rates: Any, factor: Any) -> Any:
-        kept = {name: optimizer.state[name] for name in ("step", "learning_rate")}
-        grads = {name: grad * factor.astype(grad.dtype) for name, grad in grads.items()}
-        changed = {}
+    def apply(
+        grads: Any, parameters: Any, stored: Any, keys: Any, step: Any, rates: Any, factor: Any
+    ) -> tuple[dict[str, mx.array], dict[str, State]]:
+        kept = {name: rule.state[name] for name in COUNTERS}
+        changed, after = {}, {}
         for name, grad in grads.items():
-            optimizer.state.update(step=step, learning_rate=rates[name])
-            changed[name] = optimizer.apply_single(grad, parameters[name], state[name])
-        optimizer.state.update(kept)
-        return changed, state
+            grad, parameter = grad * factor.astype(grad.dtype), parameters[name]
+            state = form.whole(stored[name], parameter.shape)
+            rule.state.update(step=step, learning_rate=rates[name])
+            changed[name] = rule.apply_single(grad, parameter, state)
+            after[name] = form.stored(state, keys[name])
+        rule.state.update(kept)
+        return changed, after
 
     compiled = mx.compile(apply)
 
-    def update(grads: Any, factor: float, rate: float) -> None:
-        optimizer.learning_rate = rate
-        step = optimizer.state["step"] + 1
-        optimizer.state["step"] = step
-        found = dict(tree_flatten(grads))
+    def update(grads: Gradients, factor: float, rate: float) -> None:
+        rule.learning_rate = rate
+        step = rule.state["step"] + 1
+        rule.state["step"] = step
+        number = step.item()
         parameters = dict(tree_flatten(model.trainable_parameters()))
-        for names in groups({name: grad.nbytes for name, grad in found.items()}):
+        for names in groups(grads.sizes()):
             short = {name: name[len(block) :] for block, name in names}
-            changed, state = compiled(
-                {short[name]: found[name] for name in short},
+            found = grads.take(short)
+            changed, after = compiled(
+                {short[name]: found.pop(name) for name in short},
                 {short[name]: parameters.pop(name) for name in short},
-                {short[name]: states[name] for name in short},
+                {short[name]: states.get(name) for name in short},
+                {short[name]: rounding_key(name, number) for name in short},
                 step,
                 {short[name]: mx.array(rate * factors.get(name, 1.0)) for name in short},
                 mx.array(factor, mx.float32),
             )
-            for name in short:
-                states[name].update(state[short[name]])
             model.update(tree_unflatten([(name, changed[short[name]]) for name in short]))
-            mx.eval(changed, state)
-        mx.eval(step)
+            new = {name: after.pop(short[name]) for name in short}
+            states.put(new, changed)  # in place of the old ones, which are freed when used
+            mx.eval(new, changed)
 
     return update
 
@@ -195,21 +235,25 @@ def leaves(state: dict[str, Any]) -> dict[str, dict[str, mx.array]]:
     return found
 
 
-def optimizer_arrays(optimizer: optim.Optimizer) -> dict[str, mx.array]:
-    """The optimizer state as arrays by name, for a checkpoint."""
-    return dict(tree_flatten(optimizer.state))
+def saved_states(optimizer: StatefulOptimizer) -> dict[str, mx.array] | Callable[[Path], None]:
+    """The states for a checkpoint: arrays by name, or a function that writes them to a file."""
+    return optimizer.states.saved({name: optimizer.rule.state[name] for name in COUNTERS})
 
 
-def set_optimizer_arrays(optimizer: optim.Optimizer, arrays: dict[str, mx.array]) -> None:
-    """Restore the result of `optimizer_arrays`. Raises ValueError if the names differ."""
-    if set(arrays) != set(optimizer_arrays(optimizer)):
+def restore_states(optimizer: StatefulOptimizer, arrays: dict[str, mx.array]) -> None:
+    """Restore what was saved; `arrays` is emptied. Raises ValueError if the names differ."""
+    if set(arrays) != {*COUNTERS, *optimizer.states.names()}:
         raise ValueError("the optimizer state in the checkpoint is for another optimizer or model")
-    for name, array in arrays.items():
-        *path, leaf = name.split(".")
-        node = optimizer.state  # changed in place, because compiled updates refer to it
-        for part in path:
-            node = node[int(part) if isinstance(node, list) else part]
-        node[leaf] = array
+    optimizer.rule.state.update({name: arrays.pop(name) for name in COUNTERS})
+    mx.eval(optimizer.rule.state)
+    by_parameter: dict[str, State] = {}
+    for name in list(arrays):
+        parameter, _, leaf = name.rpartition(".")
+        by_parameter.setdefault(parameter, {})[leaf] = arrays.pop(name)
+    for parameter in list(by_parameter):
+        state = by_parameter.pop(parameter)
+        mx.eval(state)
+        optimizer.states.put({parameter: state})
 
 
 def first_state(dtype: mx.Dtype) -> TrainState:

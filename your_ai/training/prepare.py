@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from your_ai.config import AUTO, GRPO, REWARD, SOFT, TrainConfig, defaults, flag, last_step
@@ -24,6 +23,7 @@ from your_ai.data.prompts import PromptRows
 from your_ai.data.sources import find_splits, with_reward_loss
 from your_ai.engine.build import Built, build_engine
 from your_ai.engine.compiled import Graphs
+from your_ai.engine.gradients import Gradients, gradients_in
 from your_ai.engine.opened import Opened, open_model
 from your_ai.engine.prefix import (
     DiskStore,
@@ -65,6 +65,7 @@ from your_ai.run.folder import RunFolder
 from your_ai.run.rollout_files import missing_in_a_row
 from your_ai.training import optimizer
 from your_ai.training.best_metric import BestMetric
+from your_ai.training.optimizer import StatefulOptimizer
 from your_ai.training.reward_models import open_reward_model, reward_runs, scorer_of
 from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
 from your_ai.training.soft_networks import (
@@ -97,7 +98,9 @@ class Prepared:
     graphs: Graphs
     store: Store | None
     budget: Budget
-    optimizer: Optimizer
+    optimizer: StatefulOptimizer
+    gradients: Gradients
+    """Those of the step that is computed."""
     schedule: Schedule
     valid: Examples | None
     best_metric: BestMetric | None
@@ -257,6 +260,7 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
     allocator.free()
     if built.plan != plan.engine:  # the model cannot be split into parts: plan again
         budget = planned_again(budget, built.plan, level, past)
+        plan = budget.choice.option.plan
         write_plan(budget, config, log)
     for text in built.notices:
         log.write(events.Notice(text=text))
@@ -278,7 +282,10 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
         graphs=graphs,
         store=built.store,
         budget=budget,
-        optimizer=optimizer.build_optimizer(config, network.trainable_parameters()),
+        optimizer=optimizer.build_optimizer(
+            config, network.trainable_parameters(), folder if plan.states_on_disk else None
+        ),
+        gradients=gradients_in(folder if plan.gradients_on_disk and not is_soft else None),
         schedule=schedule,
         valid=data.examples.get("valid"),
         best_metric=data.best_metric,

@@ -21,6 +21,7 @@ from your_ai.data.batches import Batch, RowsAt, few_edges, micro_batches
 from your_ai.data.examples import Examples, RowCounts
 from your_ai.data.prompts import PromptRows
 from your_ai.data.rows import Chat, Question
+from your_ai.engine.gradients import Gradients
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, shortened
 from your_ai.generation.rollouts import (
@@ -73,9 +74,9 @@ class StepRollouts:
     denominator: float
     """The number that divides the loss: of all completions that count."""
     metrics: dict[str, float]
-    gradients: Callable[[float], tuple[Totals, Any]] | None = None
-    """scale -> the sums of the step, and the gradients of `scale` times its loss; None if they are
-    those of the micro-batches under the objective."""
+    gradients: Callable[[float, Gradients], Totals] | None = None
+    """(scale, total): adds the gradients of `scale` times the loss to `total`, and returns the sums
+    of the step; None if they are those of the micro-batches under the objective."""
 
 
 class GivenUp(Exception):

@@ -34,7 +34,7 @@ def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> Trai
         done = counted(saved.state.step, "step")
         raise UserError(f"{folder.path}: has done {done} already; set more steps")
     model.set_adapters(prepared.model, saved.adapters)
-    optimizer.set_optimizer_arrays(prepared.optimizer, saved.optimizer)
+    optimizer.restore_states(prepared.optimizer, saved.optimizer)
     return saved.state
 
 
@@ -76,7 +76,7 @@ def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.E
         SavedCheckpoint(
             state=state,
             adapters=model.adapter_arrays(prepared.model),
-            optimizer=optimizer.optimizer_arrays(prepared.optimizer),
+            optimizer=optimizer.saved_states(prepared.optimizer),
             adapter_config=prepared.adapters.config,
             depends_on=prepared.depends_on,
         ),

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten
 
 from your_ai.config import TrainConfig
 from your_ai.config.checks import credit_of
 from your_ai.data.batches import MULTIPLE, Batch, RowsAt, micro_batches, round_up
+from your_ai.engine.gradients import Gradients
 from your_ai.generation.rollouts import Completion, RolloutPrompt
 from your_ai.objectives.objective import Totals
 from your_ai.rng import derive_seed
@@ -60,8 +59,8 @@ class SoftSource:
         source.in_step("computing gradients")
         batches = self.batches(records, rows_at)
 
-        def gradients(scale: float) -> tuple[Totals, Any]:
-            return self.gradients(records, index, rows_at, scale)
+        def gradients(scale: float, total: Gradients) -> Totals:
+            return self.gradients(records, index, rows_at, scale, total)
 
         metrics = source.metrics(records)
         if source.prepared.config.temperature_end is not None:
@@ -125,23 +124,28 @@ class SoftSource:
     # -- train
 
     def gradients(
-        self, records: Sequence[RolloutRecord], index: int, rows_at: RowsAt, scale: float
-    ) -> tuple[Totals, Any]:
-        """The sums of the step, and the gradients of `scale` times its loss."""
+        self,
+        records: Sequence[RolloutRecord],
+        index: int,
+        rows_at: RowsAt,
+        scale: float,
+        total: Gradients,
+    ) -> Totals:
+        """Add the gradients of `scale` times the loss of a step to `total`; return its sums."""
         prepared = self.source.prepared
         examples, engine = prepared.schedule.examples, self.engine(index)
         weights = examples.weights[[record.row for record in records]].astype(np.float64)
         keys = self.keys([record.row for record in records], index)
-        totals, total = Totals(), None
+        totals = Totals()
         for part in parts_of(records, examples.lengths, rows_at):
             chosen = [records[place] for place in part]
             prompts = [np.array(examples[record.row].tokens) for record in chosen]
             sums, grads = engine.gradients(
                 prompts, sampled_of(chosen), keys[part], weights[part], scale
             )
-            total = grads if total is None else tree_map(mx.add, total, grads)
+            found = dict(tree_flatten(grads))
             del grads
-            mx.eval(sums, total)
+            total.add(found, sums)
             totals.add(sums)
         shown = {"kl": "kl"}
         if prepared.config.soft_credit != "exact":
@@ -151,7 +155,7 @@ class SoftSource:
         totals.metrics = {
             new: totals.metrics[old] for old, new in shown.items() if old in totals.metrics
         }
-        return totals, total
+        return totals
 
     def batches(self, records: Sequence[RolloutRecord], rows_at: RowsAt) -> list[Batch]:
         """The micro-batches of a step, for their sizes."""

@@ -17,16 +17,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import chain, takewhile
-from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map
 
 from your_ai.config import TrainConfig, build, is_due
 from your_ai.config.defaults import recorded
 from your_ai.data.batches import Batch
 from your_ai.data.examples import Examples
 from your_ai.engine import prefix
+from your_ai.engine.gradients import Gradients
 from your_ai.engine.protocol import Engine
 from your_ai.engine.scoring import with_baseline, with_weights
 from your_ai.errors import RunError, UserError, explain, is_memory_error
@@ -269,7 +268,8 @@ def train_step(
     began = time.perf_counter()
     config, index = prepared.config, state.step
     governor.before_step()
-    engine, schedule = prepared.engine, prepared.schedule
+    engine, schedule, gradients = prepared.engine, prepared.schedule, prepared.gradients
+    gradients.clear()  # of a step that failed
     others_first = scored_first = False
     own_gradients = None
     metrics: dict[str, float] = {}
@@ -292,25 +292,25 @@ def train_step(
     seed = derive_seed(config.seed, "dropout", index)
     scale = state.loss_scale / denominator
     if own_gradients is not None:
-        sums, grads = own_gradients(scale)
+        sums = own_gradients(scale, gradients)
     elif others_first:
-        sums, grads = accumulate(engine, with_baseline(engine, batches), scale, seed)
+        sums = accumulate(engine, with_baseline(engine, batches), scale, seed, gradients)
     elif scored_first:
         weighed, sums = with_weights(engine, batches)
-        _, grads = accumulate(engine, weighed, scale, seed)
+        accumulate(engine, weighed, scale, seed, gradients)
     else:
-        sums, grads = accumulate(engine, batches, scale, seed)
+        sums = accumulate(engine, batches, scale, seed, gradients)
     loss = sums.loss / denominator
-    norm = optimizer.global_norm(grads).item() / state.loss_scale
+    norm = optimizer.global_norm(gradients).item() / state.loss_scale
     if not (math.isfinite(loss) and math.isfinite(norm)):
+        gradients.clear()
         done = optimizer.after_skipped_step(done, loss)
         log.write(skipped_event(done, f"the loss is {loss}, the gradient norm {norm}"))
         return done, []
 
     rate = optimizer.learning_rate(config, index, prepared.steps)
     clip = optimizer.clip_factor(norm, config.max_grad_norm)
-    update(grads, clip / state.loss_scale, rate)
-    del grads
+    update(gradients, clip / state.loss_scale, rate)
     mx.synchronize()  # device errors arrive late: wait for them before the step counts as done
     sample, highest_bytes = governor.look()
     log.write(
@@ -333,16 +333,17 @@ def train_step(
     return optimizer.after_finite_step(done, prepared.dtype), batches
 
 
-def accumulate(engine: Engine, batches: list[Batch], scale: float, seed: int) -> tuple[Totals, Any]:
-    """The sums over all micro-batches, and the gradients of `scale` times the loss."""
-    totals, total = Totals(), None
+def accumulate(
+    engine: Engine, batches: list[Batch], scale: float, seed: int, total: Gradients
+) -> Totals:
+    """Add the gradients of `scale` times the loss of all micro-batches to `total`; return their
+    sums."""
+    totals = Totals()
     for batch in batches:
-        sums, grads = engine.gradients(batch, scale, seed)
-        total = grads if total is None else tree_map(mx.add, total, grads)
-        del grads
-        mx.eval(sums, total)  # one micro-batch's graph at a time
+        sums = engine.add_gradients(batch, scale, seed, total)
+        mx.eval(sums)
         totals.add(sums)
-    return totals, total
+    return totals
 
 
 def skipped_event(state: TrainState, reason: str) -> events.Skipped:
