@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from tests.conftest import make_model
 from tests.memory.test_facts import tensors_in, write_headers
@@ -28,6 +28,7 @@ from your_ai.doctor.fit_memory import errors, read_peaks
 from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
+from your_ai.engine.gradients import HeldGradients
 from your_ai.engine.weights import tensors_of
 from your_ai.hub.tensor_sizes import GROUP_SIZE
 from your_ai.memory.calibration import Shape
@@ -276,17 +277,22 @@ def test_adapters_are_those_that_training_adds(tmp_path, architecture, targets, 
     assert adapter_bytes(facts_of(folder, 4), training) == found
 
 
-@pytest.mark.parametrize("name", OPTIMIZER_STATES)
-def test_optimizers_hold_what_is_estimated(tiny_model, name):
+@pytest.mark.parametrize(
+    ("name", "bits"), [*((name, 32) for name in OPTIMIZER_STATES), ("adamw", 8), ("lion", 8)]
+)
+def test_optimizers_hold_what_is_estimated(tiny_model, name, bits):
     """To a tenth of the adapters: adafactor's depends on their shapes."""
     network, _ = model.load_network(tiny_model, mx.float32)
-    config = TrainConfig(optimizer=name, lora_targets=("all-linear",), lora_layers="all")
+    settings = {"optimizer": name, "optimizer_bits": bits, "lora_rank": 64}
+    config = TrainConfig(lora_targets=("all-linear",), lora_layers="all", **settings)
     model.add_adapters(network, config)
     built = optimizer.build_optimizer(config, network.trainable_parameters())
     update = optimizer.make_update(network, built)
-    update(tree_map(mx.ones_like, network.trainable_parameters()), 1.0, 1e-3)
-    held = sum(a.nbytes for _, a in tree_flatten(built.state) if isinstance(a, mx.array))
-    training = Training(blocks=3, rank=16, targets=("all-linear",), optimizer=name)
+    update(HeldGradients(tree_map(mx.ones_like, network.trainable_parameters())), 1.0, 1e-3)
+    held = sum(array.nbytes for array in optimizer.saved_states(built).values())
+    training = Training(
+        blocks=3, rank=64, targets=("all-linear",), optimizer=name, optimizer_bits=bits
+    )
     facts = facts_of(tiny_model, 4)
     workload = Workload(facts=facts, training=training)
     found = estimate(workload, Plan("fused", 64), 1, 64).components

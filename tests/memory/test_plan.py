@@ -407,7 +407,7 @@ def test_rounded_up_limit_is_enough(size_bytes):
         (Plan("staged", 100), "staged, micro-batches of 1 x 512 tokens"),
         (
             Plan("streamed", 1024, True),
-            "streamed, micro-batches of 2 x 512 tokens, block inputs on disk",
+            "streamed, micro-batches of 2 x 512 tokens, block inputs and optimizer on disk",
         ),
     ],
 )
@@ -534,7 +534,7 @@ def test_plans_for_evaluation_are_chosen_as_for_training(demand, sliced):
 def test_evaluation_needs_less_memory_than_training():
     """It has no gradients, optimizer, block inputs and backward pass."""
     forward = replace(DEMAND, forward=True)
-    assert least_of(forward) < 0.8 * least_of(DEMAND)
+    assert least_of(forward) < 0.9 * least_of(DEMAND)
     limit_bytes = least_of(DEMAND) - 1
     with pytest.raises(UserError, match="nothing fits"):
         choose(DEMAND, limit_bytes)

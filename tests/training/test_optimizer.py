@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from your_ai.config import TrainConfig
 from your_ai.engine.gradients import HeldGradients
 from your_ai.memory.estimate import Training, update_bytes
-from your_ai.memory.estimate_adapters import OPTIMIZER_WORK
+from your_ai.memory.estimate_adapters import OPTIMIZER_WORK, OPTIMIZER_WORK_IN_8_BITS
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.workload import Plan
 from your_ai.run.checkpoint import TrainState
@@ -279,9 +279,15 @@ def test_loss_scale_grows_again_only_in_float16():
     assert optimizer.first_state(mx.bfloat16).loss_scale == 1.0
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZER_WORK))
-@pytest.mark.parametrize("rank", [16, 256])
-def test_memory_of_an_update_is_within_its_estimate(name, rank):
+@pytest.mark.parametrize(
+    ("name", "rank", "bits"),
+    [
+        *((name, rank, 32) for name in sorted(OPTIMIZER_WORK) for rank in (16, 256)),
+        *((name, 16, 8) for name in sorted(OPTIMIZER_WORK_IN_8_BITS)),
+        ("adamw", 256, 8),
+    ],
+)
+def test_memory_of_an_update_is_within_its_estimate(name, rank, bits):
     layers = {"q_proj": (512, 512), "up_proj": (512, 1536), "down_proj": (1536, 512)}
     blocks, updates = 3, 2
     if (name, rank) == ("muon", 256):  # seconds for each matrix; those of one layer go together
@@ -296,7 +302,8 @@ def test_memory_of_an_update_is_within_its_estimate(name, rank):
             block[layer].lora_b = mx.random.normal((rank, outputs))
     parameters = model.trainable_parameters()
     grads = tree_map(lambda p: mx.random.normal(p.shape), parameters)
-    built = optimizer.build_optimizer(TrainConfig(optimizer=name), parameters)
+    config = TrainConfig(optimizer=name, optimizer_bits=bits)
+    built = optimizer.build_optimizer(config, parameters)
     mx.eval(parameters, grads)
     update = optimizer.make_update(model, built)
     del parameters, block
@@ -306,5 +313,7 @@ def test_memory_of_an_update_is_within_its_estimate(name, rank):
         update(HeldGradients(grads), 1.0, 1e-4)
         peaks.append(mx.get_peak_memory() - held)
     facts = ModelFacts((BlockFacts(layers, 1),), (0,) * blocks, 512, 768, 8, 4, 1, 1, 1, False)
-    training = Training(blocks=blocks, rank=rank, targets=("all-linear",), optimizer=name)
+    training = Training(
+        blocks=blocks, rank=rank, targets=("all-linear",), optimizer=name, optimizer_bits=bits
+    )
     assert max(peaks) <= 1.1 * update_bytes(facts, training, Plan("fused", 512)) + 200_000

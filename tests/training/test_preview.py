@@ -228,7 +228,7 @@ def test_plan_reads_no_weights(capsys, tmp_path, data_folder):
         (("--model", "absent", "--data", "x"), "absent: no such folder or alias"),
         (("--data", "nowhere", "--model", "demo"), "nowhere: no such file or folder"),
         (("--quantize", 4), "is already quantized to 4 bits"),
-        (("--plan", "fused", "--spill"), "--spill: --plan fused has no block inputs"),
+        (("--plan", "fused", "--spill"), "--spill: --plan fused has nothing to offload"),
         (("--lora-layers", 100), "--lora-layers 100: the model has"),
         (("--lora-targets", "q_prj"), "did you mean q_proj?"),
     ],

@@ -322,8 +322,8 @@ class TrainConfig:
     )
     spill: bool = setting(
         False,
-        "Offload block inputs and gradients to disk, and with --plan streamed also the states of "
-        "the optimizer; not with --plan fused.",
+        "Offload block inputs, gradients and the states of the optimizer to disk; not with --plan "
+        "fused.",
     )
     prefix_cache: Literal["off", "memory", "disk"] = setting(
         "off",

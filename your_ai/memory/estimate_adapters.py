@@ -8,15 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from your_ai.memory.facts import ModelFacts, adapters_named
-from your_ai.memory.sizes import FEWEST_QUANTIZED, QUANTIZED_BLOCK, UPDATE_BYTES
+from your_ai.memory.sizes import (
+    FEWEST_QUANTIZED,
+    QUANTIZED_BLOCK,
+    UPDATE_BYTES,
+    UPDATE_BYTES_IN_8_BITS,
+)
 from your_ai.memory.workload import Plan, Training
 
 # Arrays per parameter that the optimizer keeps between updates.
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 1, "adafactor": 0, "muon": 1, "lion": 1}
 # Arrays of an update per parameter that is updated together: new values and temporaries.
 OPTIMIZER_WORK = {"adamw": 3, "adam": 3, "sgd": 1, "adafactor": 4.1, "muon": 12.1, "lion": 2}
-# The same with states in 8 bits, which are float32 during the update.
-OPTIMIZER_WORK_IN_8_BITS = {"adamw": 12, "adam": 12, "muon": 16, "lion": 6}
+# The same with states in 8 bits, float32 meanwhile: for the largest array, and for others.
+OPTIMIZER_WORK_IN_8_BITS = {"adamw": (26, 6), "adam": (26, 6), "muon": (26, 7), "lion": (15, 7)}
 ADAPTER_BYTES = 4  # adapters, gradients and optimizer states are float32
 Size = tuple[int, int]  # (inputs, outputs)
 
@@ -99,13 +104,17 @@ def update_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
     """
     parts = adapted_parts(facts, training)
     largest = max((training.rank * max(i, o) for layers, _ in parts for i, o in layers), default=0)
-    together = min(UPDATE_BYTES, adapter_bytes(facts, training) // training.blocks)
+    most = UPDATE_BYTES_IN_8_BITS if training.optimizer_bits == 8 else UPDATE_BYTES
+    together = min(most, adapter_bytes(facts, training) // training.blocks)
     together = max(together, ADAPTER_BYTES * largest)
-    work = OPTIMIZER_WORK_IN_8_BITS if training.optimizer_bits == 8 else OPTIMIZER_WORK
-    arrays = work[training.optimizer] + plan.gradients_on_disk
+    read = together * plan.gradients_on_disk
     if plan.states_on_disk:
-        arrays += OPTIMIZER_STATES[training.optimizer] * training.optimizer_bits / 32
-    return int(arrays * together)
+        read += OPTIMIZER_STATES[training.optimizer] * together * training.optimizer_bits // 32
+    if training.optimizer_bits == 8:
+        one, other = OPTIMIZER_WORK_IN_8_BITS[training.optimizer]
+        one_bytes = ADAPTER_BYTES * largest
+        return read + one * one_bytes + other * (together - one_bytes)
+    return read + int(OPTIMIZER_WORK[training.optimizer] * together)
 
 
 def counted_parts(facts: ModelFacts, training: Training) -> list[tuple[ModelFacts, int, int]]:

@@ -1,8 +1,9 @@
 """Choose the fastest plan that fits into the limit, by the estimates. Pure.
 
-Plans are tried in this order: fused; staged; staged with block inputs spilled to disk; streamed;
-streamed with spilling. Staged and streamed are tried with fewer and fewer blocks that keep outputs.
-Each is tried with whole micro-batches first, then with fewer rows.
+Plans are tried in this order: fused; staged; staged with block inputs, gradients and the states of
+the optimizer spilled to disk; streamed; streamed with spilling. Staged and streamed are tried with
+fewer and fewer blocks that keep outputs. Each is tried with whole micro-batches first, then with
+fewer rows.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Demand:
     engine: str = "auto"
     """`auto`, or the only engine allowed."""
     spill: bool = False
-    """Whether block inputs must be spilled to disk."""
+    """Whether block inputs, gradients and the optimizer's states must be spilled to disk."""
     can_stream: bool = True
     """Whether the files contain the weights in the form the model uses."""
     python_bytes: int = 0
@@ -424,9 +425,9 @@ def rounded_up(size_bytes: int) -> int:
 
 
 def words(plan: Plan, longest: int) -> str:
-    """A plan as text: `staged, micro-batches of 2 x 512 tokens, block inputs on disk`."""
+    """A plan as text: `streamed, micro-batches of 2 x 512 tokens`."""
     rows = max(1, plan.micro_tokens // longest)
-    disk = ", block inputs on disk" if plan.spill else ""
+    disk = ", block inputs and optimizer on disk" if plan.spill else ""
     kept = f", outputs of {counted(plan.kept, 'block')} kept" if plan.kept else ""
     waves = f", {counted(plan.wave, 'completion')} at a time" if plan.wave else ""
     return f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}{kept}{waves}"

@@ -45,8 +45,7 @@ class Plan:
     micro_tokens: int
     """Maximum tokens, with padding, of a micro-batch of more than one row."""
     spill: bool = False
-    """Keep the inputs of blocks and the gradients on disk; if streamed, also the states of the
-    optimizer."""
+    """Keep the inputs of blocks, the gradients and the states of the optimizer on disk."""
     wave: int = 0
     """Completions that are generated together; 0 if the run generates none."""
     kept: int = 0
@@ -61,7 +60,7 @@ class Plan:
     @property
     def states_on_disk(self) -> bool:
         """Whether the states of the optimizer are kept on disk."""
-        return self.engine == "streamed" and self.spill
+        return self.spill
 
     @property
     def family(self) -> str:

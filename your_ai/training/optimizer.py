@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from your_ai.config import TrainConfig
 from your_ai.engine.gradients import Gradients
-from your_ai.memory.sizes import UPDATE_BYTES
+from your_ai.memory.sizes import UPDATE_BYTES, UPDATE_BYTES_IN_8_BITS
 from your_ai.run.checkpoint import TrainState
 from your_ai.training.optimizer_states import (
     FLOAT32,
@@ -157,6 +157,7 @@ def make_update(
     """
     rule, states, form = optimizer.rule, optimizer.states, optimizer.form
     factors = factors or {}
+    together = UPDATE_BYTES if form == FLOAT32 else UPDATE_BYTES_IN_8_BITS
 
     def apply(
         grads: Any, parameters: Any, stored: Any, keys: Any, step: Any, rates: Any, factor: Any
@@ -180,7 +181,7 @@ def make_update(
         rule.state["step"] = step
         number = step.item()
         parameters = dict(tree_flatten(model.trainable_parameters()))
-        for names in groups(grads.sizes()):
+        for names in groups(grads.sizes(), together):
             short = {name: name[len(block) :] for block, name in names}
             found = grads.take(short)
             changed, after = compiled(
@@ -200,10 +201,10 @@ def make_update(
     return update
 
 
-def groups(sizes: Mapping[str, int]) -> list[list[tuple[str, str]]]:
-    """Group the parameters to update together: of one block, and of about UPDATE_BYTES at most.
+def groups(sizes: Mapping[str, int], together: int) -> list[list[tuple[str, str]]]:
+    """Group the parameters to update together: of one block, and of about `together` bytes at most.
 
-    sizes: bytes of each parameter, by name. A parameter over UPDATE_BYTES is a group by itself.
+    sizes: bytes of each parameter, by name. A parameter over `together` is a group by itself.
     Returns groups of (prefix of the name that belongs to the block, name).
     """
     found: list[list[tuple[str, str]]] = []
@@ -212,7 +213,7 @@ def groups(sizes: Mapping[str, int]) -> list[list[tuple[str, str]]]:
         block = re.match(r"(.*?\blayers\.\d+\.)?", name).group()
         if block != last or size > room:
             found.append([])
-            last, room = block, UPDATE_BYTES
+            last, room = block, together
         found[-1].append((block, name))
         room -= size
     return found

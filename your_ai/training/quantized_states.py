@@ -21,6 +21,7 @@ from your_ai.memory.sizes import QUANTIZED_BLOCK as BLOCK
 
 DECADES = 7
 MANTISSA_BITS = 8  # that select a cell, together with the exponent
+TINY = 1e-30
 SMALLEST_EXPONENT = -24  # quotients below 2 to this power are in the first cell
 
 
@@ -68,6 +69,11 @@ def cells_of(sizes: mx.array) -> mx.array:
     return mx.clip(bits - first, 0, -SMALLEST_EXPONENT << MANTISSA_BITS)
 
 
+def next_of(index: mx.array, numbers: mx.array) -> mx.array:
+    """uint8, the index of the next larger number, or of the largest."""
+    return index + (index < len(numbers) - 1).astype(mx.uint8)
+
+
 def quantize(values: mx.array, signed: bool, noise: mx.array | None = None) -> Quantized:
     """Quantize float32 values of any shape; signed: whether some may be below 0.
 
@@ -80,15 +86,14 @@ def quantize(values: mx.array, signed: bool, noise: mx.array | None = None) -> Q
     scales = mx.abs(blocks).max(axis=1)
     quotients = blocks / mx.where(scales > 0, scales, 1.0)[:, None]
     sizes = mx.abs(quotients)
-    low = below[cells_of(sizes)].astype(mx.int32)
-    high = mx.minimum(low + 1, len(numbers) - 1)
-    low = mx.where(sizes >= numbers[high], high, low)
-    high = mx.minimum(low + 1, len(numbers) - 1)
-    gap = mx.maximum(numbers[high] - numbers[low], 1e-30)
-    threshold = 0.5 if noise is None else in_blocks(noise)
-    index = mx.where((sizes - numbers[low]) / gap > threshold, high, low)
+    low = below[cells_of(sizes)]
+    above = numbers[next_of(low, numbers)]
+    low = mx.where(sizes >= above, next_of(low, numbers), low)
+    under, high = numbers[low], next_of(low, numbers)
+    share = (sizes - under) / mx.maximum(numbers[high] - under, TINY)
+    index = mx.where(share > (0.5 if noise is None else in_blocks(noise)), high, low)
     if signed:  # the largest negative number has no code: 127 numbers, 0, and 128 numbers
-        index = 127 + mx.where(quotients < 0, -mx.minimum(index, 127), index)
+        index = mx.where(quotients < 0, 127 - mx.minimum(index, 127), 127 + index)
     return Quantized(index.astype(mx.uint8).reshape(-1), scales)
 
 
