@@ -115,6 +115,7 @@ def export(
     ] = None,
 ) -> None:
     """Export a run's adapter or fused model to another tool."""
+    dtype = None if dtype is None else dtype.lower()  # llama.cpp writes Q4_K_M
     options = ExportOptions(to, fused, dtype, llama_quantize, adapter_for, max_memory, force)
     check_options(options)
     from your_ai.export.fused_folder import spare_the_run
