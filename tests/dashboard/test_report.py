@@ -467,14 +467,19 @@ def test_a_plot_is_written_for_each_chart_with_data(own_folder):
     assert report.write_plots(records(LIMIT), folder, "none") == []
 
 
-@pytest.mark.parametrize("where", ["missing/folder/r.html", "file/r.html", "folder"])
-def test_unwritable_path_is_named(own_folder, where):
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ("missing/folder/r.html", r"cannot be written \([^\n]+\); choose another path"),
+        ("file/r.html", r"cannot be written \([^\n]+\); choose another path"),
+        ("folder", "is a folder; give the name of a file in it"),
+    ],
+)
+def test_unwritable_path_is_named(own_folder, where, reason):
     (own_folder / "file").write_text("")
     (own_folder / "folder").mkdir()
     before = sorted(own_folder.rglob("*"))
-    with pytest.raises(
-        UserError, match=rf"{where}: cannot be written \([^\n]+\); choose another path"
-    ):
+    with pytest.raises(UserError, match=f"{where}: {reason}"):
         report.write_report([], "r", "", own_folder / where)
     assert sorted(own_folder.rglob("*")) == before
 
