@@ -144,11 +144,12 @@ def test_each_panel_of_a_chart_has_a_label(page):
 
 
 def test_settings_that_differ_come_before_the_charts(own_folder):
-    config = TrainConfig(model="some/model", data="d.jsonl", lora_rank=4)
+    config = TrainConfig(model="some/model", data="d.jsonl", lora_rank=4, max_steps=7, epochs=None)
     out = own_folder / "r.html"
     report.write_report(records(*STORY), "r", "model: m", out, config=config)
     text = Parsed(out.read_text(encoding="utf-8")).text
     assert "lora-rank 4 auto" in text
+    assert "max-steps 7 none epochs none auto" in text
     assert text.index("lora-rank 4") < text.index("Loss of each step")
     assert "grad-checkpoint" not in text
 
