@@ -184,8 +184,10 @@ def write(trained: Trained, target: Path, options: ExportOptions) -> list[str]:
     elif options.to == "ollama":
         return write_for_ollama(trained, target, options)
     elif options.to == "lmstudio":
+        from your_ai.export import lmstudio
+
         write_for_lm_studio(trained, target, options)
-        return [str(target), "LM Studio lists it under My Models"]
+        return [str(target), lmstudio.next_step(target)]
     elif options.fused:
         from your_ai.export import gguf_quantize
 
