@@ -306,14 +306,14 @@ def files_in(places: Iterable[str]) -> str:
 
 
 def file_of_first_row(path: Path, limit: RowLimit = ROW_LIMIT) -> str:
-    """The name of the user's file that the first row of a JSONL file is from, for progress."""
+    """The user's file that the first row of a JSONL file is from, for progress."""
     try:
         for where, line in read_lines(path, limit):
             limit.check_line(line, where)
-            return Path(files_in([decode_row(line, where)[1]])).name
+            return files_in([decode_row(line, where)[1]])
     except UserError:  # reading the rows will say it
         pass
-    return path.name
+    return str(path)
 
 
 def read_first_row(path: Path, limit: RowLimit) -> dict[str, Any]:

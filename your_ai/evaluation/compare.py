@@ -124,7 +124,7 @@ def compare(
     for step in make_copy(folder, config.quantize, request.max_memory_gb):
         yield EvaluationProgress(doing, step.done_bytes, step.total_bytes)
     folder = place_of_copy(folder, config.quantize)
-    yield EvaluationProgress(f"reading {file_of_first_row(path)}")
+    yield EvaluationProgress(f"reading {Path(file_of_first_row(path)).name}")
     dtype = model.compute_dtype(config.dtype)
     opened = open_model(folder, dtype)
     network, tokenizer = opened.network, opened.tokenizer()

@@ -213,7 +213,7 @@ def load_split(
     """
 
     def with_progress(rows: Iterator[Row]) -> Iterator[Row]:
-        text = f"reading {file_of_first_row(path, encoder.limit)}"
+        text = f"reading {Path(file_of_first_row(path, encoder.limit)).name}"
         write(events.Stage(text=text))
         written_at = time.monotonic()
         for count, row in enumerate(rows):
