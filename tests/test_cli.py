@@ -104,6 +104,11 @@ def test_invalid_options_are_refused(capsys, tiny_model, data_folder):
     assert "no run named x" in refused(capsys, "generate", "--run", "x", "--prompt", "hi")
 
 
+def test_a_value_that_is_no_choice_is_named_without_words_of_the_parser(capsys):
+    error = refused(capsys, "export", "r", "--to", "ggml")
+    assert error.startswith("error: Invalid value for '--to': 'ggml' is not one of 'mlx', 'peft'")
+
+
 def test_unwritable_runs_folder_is_reported(capsys, tiny_model, data_folder):
     with open("runs", "w"):
         pass  # a file instead of the folder: even root cannot write into it

@@ -301,6 +301,7 @@ def evaluate(
     rewards/accuracies and others (docs/objectives.md). Raises UserError and RunError;
     EvaluationNotKept, a RunError with the results, if the run's folder cannot be written.
     """
+    from your_ai.data.rows import file_of_first_row
     from your_ai.evaluation import record, rows, summary
     from your_ai.evaluation.compare import Request, compare
     from your_ai.evaluation.custom_metric import load_metric
@@ -317,7 +318,7 @@ def evaluate(
     )
     if trained.note:
         on_note(trained.note)
-    on_note(f"evaluating on {path}")
+    on_note(f"evaluating on {file_of_first_row(path)}")
     found = _guarded(trained.folder, lambda: _last(compare(trained, path, request), on_progress))
     for text in summary.notes(found):
         on_note(text)

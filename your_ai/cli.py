@@ -150,7 +150,8 @@ def report(error: BaseException) -> int:
     elif isinstance(error, RunError):
         status, text = 1, str(error)
     elif hasattr(error, "format_message") and hasattr(error, "exit_code"):  # from typer's parser
-        status, text = 2, f"{error.format_message()} (see your_ai --help)"
+        message = error.format_message().replace(": Value error, ", ": ")  # pydantic's words
+        status, text = 2, f"{message} (see your_ai --help)"
     else:
         status = 1
         text = f"{type(error).__name__}: {error}; this is a bug in your_ai; --debug shows where"

@@ -45,6 +45,14 @@ def test_names_of_runs_are_completed(shell, command, own_folder, capsys, monkeyp
     assert not any(name in found for name in ("other", "tmp", "not a", "file"))
 
 
+def test_the_words_of_a_setting_are_completed(capsys, monkeypatch):
+    assert completed(capsys, monkeypatch, "bash", "your_ai train --plan st").split() == [
+        "staged",
+        "streamed",
+    ]
+    assert "auto" in completed(capsys, monkeypatch, "bash", "your_ai plan --lora-rank ")
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_folder_without_runs_completes_nothing(shell, own_folder, capsys, monkeypatch):
     assert "first" not in completed(capsys, monkeypatch, shell, "your_ai eval fi")

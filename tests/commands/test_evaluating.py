@@ -33,6 +33,14 @@ def run(made, own_folder) -> RunFolder:
     return RunFolder(shutil.copytree(made, own_folder / "runs" / "r").relative_to(own_folder))
 
 
+def test_a_table_is_called_by_its_own_name_and_not_by_its_copy(run, capsys):
+    Path("mine.csv").write_text("prompt,completion\na,b\nc,d\n")
+    status, out, error = call(capsys, "eval", "r", "--data", "mine.csv", "--resamples", "10")
+    assert status == 0
+    assert out.startswith("r, step 40, on mine.csv: 2 rows, ")
+    assert "note: evaluating on mine.csv\n" in error
+
+
 def test_evaluates_a_run_on_its_own_test_rows(run, capsys):
     status, out, error = call(capsys, "eval", "r", "--resamples", "100")
     assert status == 0

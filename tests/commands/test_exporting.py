@@ -186,5 +186,11 @@ def test_failed_import_is_reported_in_one_line(run, tiny_model, capsys):
     assert output.count("\n") == 1
 
 
+def test_the_type_may_be_in_capitals_as_llama_cpp_writes_it(run, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    assert call("export", "r", "--to", "ollama", "--dtype", "Q4_K_M") == 2
+    assert "--dtype q4_k_m: needs llama.cpp's llama-quantize" in printed(capsys)
+
+
 def test_the_command_takes_every_type_of_gguf_file():
     assert exporting.GGUF_KINDS == gguf_quantize.ALL_KINDS  # written twice: one of them loads MLX

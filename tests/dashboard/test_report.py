@@ -144,11 +144,12 @@ def test_each_panel_of_a_chart_has_a_label(page):
 
 
 def test_settings_that_differ_come_before_the_charts(own_folder):
-    config = TrainConfig(model="some/model", data="d.jsonl", lora_rank=4)
+    config = TrainConfig(model="some/model", data="d.jsonl", lora_rank=4, max_steps=7, epochs=None)
     out = own_folder / "r.html"
     report.write_report(records(*STORY), "r", "model: m", out, config=config)
     text = Parsed(out.read_text(encoding="utf-8")).text
     assert "lora-rank 4 auto" in text
+    assert "max-steps 7 none epochs none auto" in text
     assert text.index("lora-rank 4") < text.index("Loss of each step")
     assert "grad-checkpoint" not in text
 
@@ -467,14 +468,19 @@ def test_a_plot_is_written_for_each_chart_with_data(own_folder):
     assert report.write_plots(records(LIMIT), folder, "none") == []
 
 
-@pytest.mark.parametrize("where", ["missing/folder/r.html", "file/r.html", "folder"])
-def test_unwritable_path_is_named(own_folder, where):
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ("missing/folder/r.html", r"cannot be written \([^\n]+\); choose another path"),
+        ("file/r.html", r"cannot be written \([^\n]+\); choose another path"),
+        ("folder", "is a folder; give the name of a file in it"),
+    ],
+)
+def test_unwritable_path_is_named(own_folder, where, reason):
     (own_folder / "file").write_text("")
     (own_folder / "folder").mkdir()
     before = sorted(own_folder.rglob("*"))
-    with pytest.raises(
-        UserError, match=rf"{where}: cannot be written \([^\n]+\); choose another path"
-    ):
+    with pytest.raises(UserError, match=f"{where}: {reason}"):
         report.write_report([], "r", "", own_folder / where)
     assert sorted(own_folder.rglob("*")) == before
 

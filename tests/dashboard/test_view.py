@@ -227,7 +227,10 @@ def test_summary_offers_an_evaluation_of_rows_with_answers(has_answers):
     done = events.Finished(step=10, reason="done", adapter="a", seconds=61.0)
     text = "\n".join(drawn(*view.summary(state_of(begun, done), "r"), width=90))
     assert "try it: your_ai chat r" in text
-    assert ("your_ai eval r" in text) == has_answers
+    assert ("your_ai eval r --data FILE" in text) == has_answers  # the run has no other rows
+    validated = events.Validation(step=10, loss=1.0, trained_tokens=2, seconds=0.1)
+    text = "\n".join(drawn(*view.summary(state_of(begun, validated, done), "r"), width=90))
+    assert ("your_ai eval r\n" in text + "\n") == has_answers
 
 
 def test_summary_has_the_reward_before_the_exact_match():

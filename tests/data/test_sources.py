@@ -18,7 +18,7 @@ from tests.conftest import chat, write_rows
 from tests.data.test_records import ROWS, write_csv, written
 from your_ai.config import DEMO, TrainConfig
 from your_ai.data import sources
-from your_ai.data.rows import ORIGIN, Chat, read_rows
+from your_ai.data.rows import ORIGIN, Chat, file_of_first_row, read_rows
 from your_ai.data.sources import (
     LEAST_HELD_OUT,
     MOST_HELD_OUT,
@@ -119,6 +119,7 @@ def test_a_row_remembers_its_place():
     with Path("a.csv").open("a") as file:
         file.write('"two\nlines",x\nlast,y\n')
     assert places(found("a.csv").files["train"]) == ["a.csv:2", "a.csv:4", "a.csv:5"]
+    assert file_of_first_row(found("a.csv").files["train"]) == "a.csv"
     splits = found(f"{written('b.parquet', pairs(2))},a.csv")
     assert places(splits.files["train"])[:3] == ["b.parquet: row 1", "b.parquet: row 2", "a.csv:2"]
 

@@ -11,6 +11,7 @@ from tests.conftest import DEMO_FOLDER, chat, write_rows
 from your_ai.config import DEMO, TrainConfig
 from your_ai.data.encode import Encoder
 from your_ai.data.rows import read_rows
+from your_ai.data.sources import find_splits
 from your_ai.errors import UserError
 from your_ai.evaluation.rows import (
     asked_and_expected,
@@ -82,6 +83,17 @@ def test_line_numbers_count_the_empty_lines_of_the_file(own_folder, demo_tokeniz
     assert found.asks.tolist() == found.has_answer.tolist() == [True, True, False]
     read = list(found.read(np.array([2, 0])))
     assert [(place, content) for place, _, content in read] == [(0, rows[0]), (2, rows[5])]
+
+
+def test_converted_rows_name_the_file_of_the_user(own_folder, demo_tokenizer):
+    (own_folder / "mine.csv").write_text("prompt,completion\na,b\n")
+    config = TrainConfig(data="mine.csv", valid="none")
+    converted = load(find_splits(config).files["train"], demo_tokenizer)
+    assert converted.files == "mine.csv"
+    assert (
+        load(write_rows(own_folder / "t.jsonl", [chat("a", "b")]), demo_tokenizer).files
+        == "t.jsonl"
+    )
 
 
 def test_a_byte_order_mark_is_skipped(own_folder, demo_tokenizer):

@@ -83,7 +83,8 @@ def test_a_gguf_model_is_written_where_lm_studio_looks(home, run, capsys):
     (home / ".lmstudio").mkdir()
     assert call("export", "r", "--to", "lmstudio", "--dtype", "q8_0") == 0
     folder = home / ".lmstudio" / "models" / "your_ai" / "r"
-    assert capsys.readouterr().out.splitlines()[0] == str(folder)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [str(folder), "LM Studio lists it under My Models"]
     assert [path.name for path in folder.iterdir()] == ["r-Q8_0.gguf"]
     assert fields(folder / "r-Q8_0.gguf")["general.file_type"] == 7
     assert [path.name for path in folder.parent.iterdir()] == ["r"]
@@ -113,8 +114,9 @@ def test_mlx_is_the_default_on_apple_silicon(monkeypatch, system, machine, wante
     assert lmstudio.default_form("f16") == wanted
 
 
-def test_out_overrides_lm_studios_folder(home, run):
+def test_out_overrides_lm_studios_folder(home, run, capsys):
     assert call("export", "r", "--to", "lmstudio", "--out", "here") == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("LM Studio does not look there")
     assert [path.name for path in Path("here").iterdir()] == ["r-F16.gguf"]
 
 

@@ -21,7 +21,7 @@ from tests.fault.processes import call, final_files, leftovers
 from your_ai.config import TrainConfig, to_yaml
 from your_ai.errors import RunError, UserError
 from your_ai.files import TEMPORARY
-from your_ai.run import checkpoint
+from your_ai.run import checkpoint, child
 from your_ai.run.checkpoint import SavedCheckpoint, TrainState
 from your_ai.run.folder import RunFolder, locked
 
@@ -258,3 +258,11 @@ def test_failed_lock_on_a_full_disk_does_not_block_later_locks(stopped):
         pass
     with locked(stopped):
         assert (stopped.path / "lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_a_process_whose_error_found_no_room_is_said_to_have_met_a_full_disk(stopped, monkeypatch):
+    lost = child.reported_error(stopped, 1, "")
+    assert "process.log" in str(lost)
+    full = shutil.disk_usage(stopped.path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    assert_one_line_of_error(1, str(child.reported_error(stopped, 1, "")))

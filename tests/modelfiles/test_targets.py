@@ -38,6 +38,8 @@ def test_file_is_replaced_only_with_force(tmp_path):
 def test_folder_and_file_never_replace_each_other(model, tmp_path):
     (tmp_path / "notes.txt").write_text("years of work")
     with pytest.raises(UserError, match="is a file, the result is a folder"):
+        check_target(tmp_path / "notes.txt", force=False)  # --force would not help
+    with pytest.raises(UserError, match="is a file, the result is a folder"):
         check_target(tmp_path / "notes.txt", force=True)
     with pytest.raises(UserError, match="is a folder, the result is a file"):
         check_target(model, force=True, is_file=True)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -189,6 +190,20 @@ def test_training_that_is_refused_writes_nothing(started, tmp_path_factory, argu
     error("train", **given)
     assert not started
     assert not RUNS.exists()
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "text"),
+    [
+        ("train", {"modle": "tiny"}, "no argument modle; there are: model, .*did you mean model"),
+        ("train", {"lora_rank": 4}, "lora_rank: is a setting; give it in settings"),
+        ("watch", {"run": "r", "seed": 1}, "no argument seed; there are: run, wait_s, events"),
+        ("runs", {"a\nb": 1}, "no argument a␊b; there are: none"),
+    ],
+)
+def test_unknown_arguments_are_refused_and_not_dropped(started, tool, arguments, text):
+    assert re.search(text, error(tool, **arguments))
+    assert not started
 
 
 def test_file_of_settings_is_checked_before_anything_it_names_is_read(started):

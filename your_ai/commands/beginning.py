@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from your_ai.commands.options import text_of
+from your_ai.commands.options import joined, text_of
 from your_ai.commands.progress import rows_read
 from your_ai.config import AUTO, DEMO, DEMO_DATA, GRPO, SFT, SOFT, build, coerce, flag
 from your_ai.errors import UserError
@@ -76,7 +76,7 @@ class Asker:
 def init(
     file: Annotated[str, typer.Argument(help="The file to write.", metavar="FILE")] = FILE,
     model: Annotated[str | None, typer.Option(help=text_of("model"), metavar="TEXT")] = None,
-    data: Annotated[str | None, typer.Option(help=text_of("data"), metavar="TEXT")] = None,
+    data: Annotated[list[str] | None, typer.Option(help=text_of("data"), metavar="TEXT")] = None,
     objective: Annotated[
         str | None, typer.Option(help=text_of("objective"), metavar="NAME")
     ] = None,
@@ -96,7 +96,7 @@ def init(
     check_place(path, force)
     given = {
         "model": model,
-        "data": data,
+        "data": None if data is None else joined(data),
         "objective": objective,
         "max_memory": max_memory,
         "run": run,

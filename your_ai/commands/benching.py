@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from your_ai.config import GRPO
+from your_ai.commands.options import joined
+from your_ai.config import ALL_LINEAR, GRPO
 from your_ai.gates.console import echo_error, echo_json, open_console
 
 
@@ -42,14 +43,21 @@ def bench(
         str, typer.Option(help="Number of last blocks to adapt, or all.")
     ] = "all",
     lora_targets: Annotated[
-        str, typer.Option(help="Layers to adapt, as for `train`.")
-    ] = "all-linear",
+        list[str] | None,
+        typer.Option(
+            help="Layers to adapt, as for `train`. [default: all-linear]", metavar="NAMES"
+        ),
+    ] = None,
     optimizer_bits: Annotated[
         int, typer.Option(help="Bits of the optimizer's states of our plans, 32 or 8.")
     ] = 32,
     plan: Annotated[
-        str, typer.Option(help="Plans of your_ai to measure, separated by commas.")
-    ] = "fused",
+        list[str] | None,
+        typer.Option(
+            help="Plans of your_ai to measure, separated by commas. [default: fused]",
+            metavar="NAMES",
+        ),
+    ] = None,
     supervised: Annotated[
         float | None,
         typer.Option(
@@ -61,11 +69,12 @@ def bench(
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps in each of two rounds.", min=2)] = 4,
     against: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             help="What to compare with, separated by commas: mlx-lm, mlx-lm-checkpoint, "
             "mlx-lm-lora, mlx-lm-lora-checkpoint; or none; default: the first two, or none for "
-            "pairs."
+            "pairs.",
+            metavar="NAMES",
         ),
     ] = None,
     max_memory: Annotated[
@@ -76,7 +85,8 @@ def bench(
     """Compare memory and speed with mlx-lm or mlx-lm-lora here, on the same weights and tokens."""
     from your_ai.doctor import bench as measuring
 
-    contenders = measuring.contenders_of(plan, against, objective)
+    peers = None if against is None else joined(against)
+    contenders = measuring.contenders_of(joined(plan or ["fused"]), peers, objective)
     if supervised is None:
         supervised = {"sft": 1.0, GRPO: 0.75}.get(objective, 0.5)
     contest = measuring.Contest(
@@ -86,7 +96,7 @@ def bench(
         batch_size=batch_size,
         lora_rank=lora_rank,
         lora_layers=lora_layers,
-        lora_targets=lora_targets,
+        lora_targets=joined(lora_targets or [ALL_LINEAR]),
         optimizer_bits=optimizer_bits,
         supervised=supervised,
         steps=steps,

@@ -115,6 +115,7 @@ def export(
     ] = None,
 ) -> None:
     """Export a run's adapter or fused model to another tool."""
+    dtype = None if dtype is None else dtype.lower()  # llama.cpp writes Q4_K_M
     options = ExportOptions(to, fused, dtype, llama_quantize, adapter_for, max_memory, force)
     check_options(options)
     from your_ai.export.fused_folder import spare_the_run
@@ -183,8 +184,10 @@ def write(trained: Trained, target: Path, options: ExportOptions) -> list[str]:
     elif options.to == "ollama":
         return write_for_ollama(trained, target, options)
     elif options.to == "lmstudio":
+        from your_ai.export import lmstudio
+
         write_for_lm_studio(trained, target, options)
-        return [str(target), "LM Studio lists it under My Models"]
+        return [str(target), lmstudio.next_step(target)]
     elif options.fused:
         from your_ai.export import gguf_quantize
 

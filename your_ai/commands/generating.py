@@ -39,7 +39,10 @@ def generate(
     named: Annotated[
         str | None, typer.Option("--run", help="Same as RUN; kept for older scripts.")
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="Prompt; default: standard input.")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="Prompt; may be given several times; default: standard input."),
+    ] = None,
     prompts: Annotated[
         str | None,
         typer.Option(
@@ -112,14 +115,14 @@ def which_run(run: str | None, named: str | None) -> str:
     return run_or_newest(run if run is not None else named)
 
 
-def gather(prompt: str | None, prompts: str | None) -> list[Prompt]:
+def gather(prompt: Sequence[str] | None, prompts: str | None) -> list[Prompt]:
     """What to answer, from the one place that was given, or else standard input."""
     from your_ai.generation import generate as generation
 
     if prompt is not None and prompts is not None:
         raise UserError("--prompt and --prompts: give one of them")
     if prompt is not None:
-        return [generation.text_prompt(prompt, "--prompt")]
+        return [generation.text_prompt(text, "--prompt") for text in prompt]
     if prompts is None and sys.stdin.isatty():
         raise UserError("nothing to answer: give --prompt TEXT, --prompts FILE, or text on stdin")
     if prompts is not None and prompts != generation.STDIN:

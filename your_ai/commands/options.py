@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from your_ai.config import FIELDS, OBJECTIVES_WITH, TYPES, default_text, describe, flag, negated
+from your_ai.config import (
+    FIELDS,
+    OBJECTIVES_WITH,
+    TYPES,
+    default_text,
+    describe,
+    flag,
+    negated,
+    parts_of,
+)
 from your_ai.gates.console import echo_error
 
 if TYPE_CHECKING:
@@ -87,6 +98,39 @@ def text_of(name: str) -> str:
     return FIELDS[name].metadata["help"]
 
 
+def choices_of(name: str) -> Callable[[str], list[str]] | None:
+    """What completes the value of a setting: its words; None for a setting without words."""
+    options = [TYPES[name], *typing.get_args(TYPES[name])]
+    literals = [option for option in options if typing.get_origin(option) is typing.Literal]
+    words = [str(value) for literal in literals for value in typing.get_args(literal)]
+
+    def completed(incomplete: str) -> list[str]:
+        return [word for word in words if word.startswith(incomplete)]
+
+    return completed if words else None
+
+
+def is_listed(name: str) -> bool:
+    """Whether a setting is a list, so that its option may be given several times."""
+    return name == "data" or TYPES[name] == tuple[str, ...]
+
+
+def joined(texts: Sequence[str]) -> str:
+    """The list of an option that was given several times, or once with commas."""
+    return ",".join(texts)
+
+
+def given_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that were given; the values of an option that was repeated are one list."""
+    found = {name: value for name, value in flags.items() if value is not None}
+    for name in filter(is_listed, found):
+        texts = found[name]
+        found[name] = (
+            joined(texts) if name == "data" else [p for text in texts for p in parts_of(name, text)]
+        )
+    return found
+
+
 def option(name: str, declaration: str, kind: Any, help: str, **more: Any) -> inspect.Parameter:
     annotation = Annotated[kind, typer.Option(declaration, help=help, **more)]
     return inspect.Parameter(
@@ -114,7 +158,9 @@ def with_settings(*first: inspect.Parameter) -> inspect.Signature:
             metavar = describe(TYPES[name])
             for words, short in METAVARS.items():
                 metavar = metavar.replace(words, short)
-            parameters.append(option(name, flag(name), str | None, help, metavar=metavar, **panel))
+            kind = list[str] | None if is_listed(name) else str | None
+            more = {"metavar": metavar, "autocompletion": choices_of(name)}
+            parameters.append(option(name, flag(name), kind, help, **more, **panel))
     return inspect.Signature(parameters)
 
 

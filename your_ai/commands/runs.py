@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from your_ai.commands.help_page import CommandWithPanels
-from your_ai.commands.options import LATEST, names_of_runs
+from your_ai.commands.options import LATEST, joined, names_of_runs
 from your_ai.errors import UserError
 from your_ai.gates.console import confirm, echo, echo_json, open_console
 from your_ai.gates.text import counted, size_text
@@ -115,11 +115,13 @@ def rm(
 @app.command(cls=CommandWithPanels)
 def prune(
     states: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="Only runs with this status: died, stopped, finished, imported or merged."
+            help="Only runs with this status: died, stopped, finished, imported or merged; several "
+            "separated by commas. [default: died,stopped]",
+            metavar="NAMES",
         ),
-    ] = "died,stopped",
+    ] = None,
     older_than: Annotated[
         float, typer.Option(help="Only runs unchanged for this many days.", min=0.0)
     ] = 0.0,
@@ -129,7 +131,8 @@ def prune(
     from your_ai.run.folder import RUNS, RunFolder
     from your_ai.session import run_list
 
-    wanted = [state.strip() for state in states.split(",") if state.strip()]
+    named = joined(["died", "stopped"] if states is None else states).split(",")
+    wanted = [state.strip() for state in named if state.strip()]
     found = run_list.prunable(run_list.rows(), wanted, older_than * run_list.DAY_S)
     if not found:
         echo("nothing to remove")

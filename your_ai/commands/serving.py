@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from your_ai.commands.generating import TEMPERATURE, TOP_P
-from your_ai.commands.options import CHECKPOINT, MODEL, RUN, open_trained_with_note
+from your_ai.commands.options import CHECKPOINT, MODEL, RUN, joined, open_trained_with_note
 from your_ai.gates.console import echo, echo_error
 
 
@@ -26,13 +26,13 @@ def serve(
     temperature: Annotated[float, TEMPERATURE] = 0.0,
     top_p: Annotated[float, TOP_P] = 1.0,
     allowed_origins: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
             help="Web pages that may use the server, in addition to this machine's own: "
             "http://HOST:PORT, separated by commas, or * for all.",
             metavar="ORIGINS",
         ),
-    ] = "",
+    ] = None,
     checkpoint: Annotated[str | None, CHECKPOINT] = None,
     model: Annotated[str | None, MODEL] = None,
     log_level: Annotated[
@@ -47,7 +47,8 @@ def serve(
     from your_ai.serving import server as serving
 
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    origins = serving.Origins(tuple(o.strip() for o in allowed_origins.split(",") if o.strip()))
+    named = joined(allowed_origins or ()).split(",")
+    origins = serving.Origins(tuple(o.strip() for o in named if o.strip()))
     trained = open_trained_with_note(run, checkpoint, model)
     check_generates(trained.adapter)
     log_to_stderr(log_level)

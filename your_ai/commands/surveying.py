@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from your_ai.commands.options import text_of
+from your_ai.commands.options import joined, text_of
 from your_ai.commands.progress import rows_read
 from your_ai.config import DEMO, DEMO_DATA, TrainConfig, build, coerce, defaults
 from your_ai.gates.console import echo_error, echo_json, open_console
@@ -28,7 +28,9 @@ def data(
         typer.Option(help="Model whose tokenizer and chat template to use; default: llama-8b."),
     ] = None,
     valid: Annotated[str, typer.Option(help=text_of("valid"))] = "",
-    columns: Annotated[str, typer.Option(help=text_of("columns"), metavar="NAMES")] = "",
+    columns: Annotated[
+        list[str] | None, typer.Option(help=text_of("columns"), metavar="NAMES")
+    ] = None,
     prompt_template: Annotated[str, typer.Option(help=text_of("prompt_template"))] = "",
     mask_prompt: Annotated[bool, typer.Option(help=text_of("mask_prompt"))] = True,
     max_seq_length: Annotated[int, typer.Option(help=text_of("max_seq_length"))] = 2048,
@@ -43,7 +45,7 @@ def data(
     from your_ai.data.sources import checked_settings, find_splits
 
     settings = {"data": path, "valid": valid, "prompt_template": prompt_template}
-    settings |= {"columns": coerce("columns", columns, "--columns")}
+    settings |= {"columns": coerce("columns", joined(columns or ()), "--columns")}
     settings |= {"mask_prompt": mask_prompt, "max_seq_length": max_seq_length}
     settings |= {"objective": coerce("objective", objective, "--objective")}
     if model is not None:

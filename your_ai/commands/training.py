@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from your_ai.commands.models import fetch_datasets, find_or_fetch
-from your_ai.commands.options import names_of_runs, option, with_settings
+from your_ai.commands.options import given_settings, names_of_runs, option, with_settings
 from your_ai.commands.progress import rows_read
 from your_ai.config import DEMO, TrainConfig, resumed
 from your_ai.errors import UserError
@@ -42,7 +42,7 @@ def train(
 
     console = open_console()
     detach, as_json = bool(detach), bool(as_json)
-    flags = {name: value for name, value in flags.items() if value is not None}
+    flags = given_settings(flags)
     if resume is not None:
         for other, given in (("--config", config is not None), ("--run", "run" in flags)):
             if given:
@@ -136,7 +136,7 @@ def plan(
     **flags: Any,
 ) -> None:
     """Show the plan and the memory of a run, by component, without loading the model."""
-    flags = {name: value for name, value in flags.items() if value is not None}
+    flags = given_settings(flags)
     named = {"model": shape} if shape is not None else {}  # without a model: the demo's preset
     settings = new_run.resolve(flags | named, config, needs_data=False, on_note=echo_note)
     from your_ai.training import preview

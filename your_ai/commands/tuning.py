@@ -11,7 +11,7 @@ import typer
 
 from your_ai.commands import training
 from your_ai.commands.models import find_or_fetch
-from your_ai.commands.options import option, with_settings
+from your_ai.commands.options import given_settings, option, with_settings
 from your_ai.config import REWARD, TrainConfig, flag, negated, resolve
 from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
@@ -49,7 +49,7 @@ def tune(
 
     tune_study.require_optuna()
     console, as_json = open_console(), bool(as_json)
-    flags = {name: value for name, value in flags.items() if value is not None}
+    flags = given_settings(flags)
     check_numbers(trials, timeout)
     new = resume is None
     if resume is not None:

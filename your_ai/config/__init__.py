@@ -46,7 +46,7 @@ from your_ai.config.settings import (
     is_due,
     last_step,
 )
-from your_ai.config.values import coerce, describe
+from your_ai.config.values import coerce, describe, parts_of
 from your_ai.gates.text import nearest
 
 __all__ = [
@@ -88,6 +88,7 @@ __all__ = [
     "last_step",
     "nearest",
     "negated",
+    "parts_of",
     "resolve",
     "resumed",
     "to_yaml",

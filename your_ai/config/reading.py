@@ -183,6 +183,8 @@ def as_text(value: Any) -> str:
     """The value of a setting as the user would write it."""
     if isinstance(value, bool):
         return "on" if value else "off"
+    if value is None:
+        return "none"
     return shortened(",".join(value) if isinstance(value, tuple) else str(value)) or "none"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import typing
-from operator import methodcaller
 from typing import Any, Literal
 
 from your_ai.config.settings import TYPES
@@ -28,8 +27,7 @@ def coerce(name: str, value: Any, label: str) -> Any:
     if value is None and type(None) in options:
         return None
     if kind == tuple[str, ...]:
-        split = split_outside_brackets if name == "reward" else methodcaller("split", ",")
-        parts = split(value) if isinstance(value, str) else value
+        parts = parts_of(name, value) if isinstance(value, str) else value
         if isinstance(parts, (list, tuple)) and all(isinstance(p, str) for p in parts):
             return tuple(p.strip() for p in parts if p.strip())
     elif kind is bool:
@@ -59,6 +57,11 @@ def coerce(name: str, value: Any, label: str) -> Any:
         if number is not None and (int in (kind, *options) or number in literals):
             return number
     raise UserError(f"{label}: expected {describe(kind)}, found {quoted(value)}")
+
+
+def parts_of(name: str, text: str) -> list[str]:
+    """Split the text of a setting that is a list at its commas."""
+    return split_outside_brackets(text) if name == "reward" else text.split(",")
 
 
 def as_number(value: Any, kind: type) -> Any:

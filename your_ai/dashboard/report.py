@@ -271,6 +271,8 @@ def write_atomically(path: Path, data: bytes) -> None:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
+        if path.is_dir():
+            raise UserError(f"{path}: is a folder; give the name of a file in it") from error
         raise UserError(
             f"{path}: cannot be written ({error.strerror}); choose another path"
         ) from error

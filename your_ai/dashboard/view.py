@@ -136,7 +136,9 @@ def summary(state: ViewState, run: str, told: bool = True) -> list[RenderableTyp
     parts += result_lines(state)
     parts.append(f"adapter: {finished.adapter}{which_adapter(finished)}")
     has_answers = state.started is None or state.started.has_answers
-    evaluate = f"; evaluate it: your_ai eval {run}" if has_answers else ""
+    has_rows = state.validation is not None or state.match_after is not None
+    measured = f"eval {run}{'' if has_rows else ' --data FILE'}"  # held-out rows, or others
+    evaluate = f"; evaluate it: your_ai {measured}" if has_answers else ""
     is_reward = state.started is not None and state.started.is_reward_model
     parts.append(f"try it: your_ai {f'score {run} FILE' if is_reward else f'chat {run}'}{evaluate}")
     parts += reward_lines(state) + judge_lines(state)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -296,9 +296,24 @@ def files_of_rows(path: Path, limit: RowLimit = ROW_LIMIT) -> str:
 
     It is the file itself if its rows were not converted.
     """
-    places = (decode_row(line, where)[1] for where, line in read_lines(path, limit))
+    return files_in(decode_row(line, where)[1] for where, line in read_lines(path, limit))
+
+
+def files_in(places: Iterable[str]) -> str:
+    """The files of places such as `file:line`: the first by name, and how many others."""
     first, *others = dict.fromkeys(ROW_NUMBER.sub("", place) for place in places)
     return f"{first} and {counted(len(others), 'other')}" if others else first
+
+
+def file_of_first_row(path: Path, limit: RowLimit = ROW_LIMIT) -> str:
+    """The user's file that the first row of a JSONL file is from, for progress."""
+    try:
+        for where, line in read_lines(path, limit):
+            limit.check_line(line, where)
+            return files_in([decode_row(line, where)[1]])
+    except UserError:  # reading the rows will say it
+        pass
+    return str(path)
 
 
 def read_first_row(path: Path, limit: RowLimit) -> dict[str, Any]:

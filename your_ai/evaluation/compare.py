@@ -21,6 +21,7 @@ from your_ai.config import REWARD, TrainConfig
 from your_ai.data.batches import RowsAt
 from your_ai.data.encode import Encoder, SamplePrompt, token_ids
 from your_ai.data.preferences import Kind
+from your_ai.data.rows import file_of_first_row
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
@@ -123,7 +124,7 @@ def compare(
     for step in make_copy(folder, config.quantize, request.max_memory_gb):
         yield EvaluationProgress(doing, step.done_bytes, step.total_bytes)
     folder = place_of_copy(folder, config.quantize)
-    yield EvaluationProgress(f"reading {path.name}")
+    yield EvaluationProgress(f"reading {Path(file_of_first_row(path)).name}")
     dtype = model.compute_dtype(config.dtype)
     opened = open_model(folder, dtype)
     network, tokenizer = opened.network, opened.tokenizer()

@@ -26,6 +26,7 @@ from your_ai.data.rows import (
     Text,
     checked_sha256,
     decode_row,
+    files_in,
     files_of_rows,
     read_lines,
     read_rows,
@@ -96,6 +97,11 @@ class EvaluationRows:
 
     def __len__(self) -> int:
         return len(self.lines)
+
+    @property
+    def files(self) -> str:
+        """The names of the user's files that the rows are from, for messages."""
+        return files_in(self.where(row) for row in range(len(self)))
 
     def where(self, row: int) -> str:
         return self.places[row].rpartition("/")[2]
@@ -323,7 +329,7 @@ def cut_text(rows: EvaluationRows, config: TrainConfig) -> str:
     verb = "was" if count == 1 else "were"
     done = f"{verb} truncated" if tally.truncated else f"{verb} split"
     text = (
-        f"{rows.path.name}: {count:,} of {counted(tally.rows, 'row')} {verb} longer than "
+        f"{rows.files}: {count:,} of {counted(tally.rows, 'row')} {verb} longer than "
         f"the run's --max-seq-length {config.max_seq_length} and {done}"
     )
     left_out = tally.rows - len(rows)

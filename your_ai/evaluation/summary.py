@@ -49,7 +49,7 @@ def summarize(run: Trained, found: Comparison, settings: SummarySettings) -> dic
         lost, alike = np.zeros(len(rows)), np.zeros(0, bool)
     return {
         "version": record.VERSION,
-        "data": rows.path.name,
+        "data": rows.files,
         "data_sha256": rows.sha256,
         "rows": len(rows),
         "trained_tokens": int(rows.trained_tokens.sum()),

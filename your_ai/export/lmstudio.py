@@ -45,6 +45,17 @@ def default_folder(name: str) -> Path:
     return folder / plain_name(name)
 
 
+def next_step(target: Path) -> str:
+    """Say where LM Studio shows a model, or what to do if it does not look there."""
+    try:
+        is_seen = target.resolve().parent.parent == models_folder().resolve()
+    except UserError:
+        is_seen = False
+    if is_seen:
+        return "LM Studio lists it under My Models"
+    return f"LM Studio does not look there: move it to {PUBLISHER}/ in its folder of models"
+
+
 def models_folder() -> Path:
     """The folder in which LM Studio looks for models. Raises UserError if there is none."""
     home = home_folder()

@@ -32,8 +32,6 @@ def check_target(target: Path, force: bool, is_file: bool = False) -> None:
         raise UserError(f"{target}: cannot be written (Permission denied); choose another place")
     if not os.path.lexists(target):
         return
-    if not force:
-        raise UserError(f"{target}: exists; choose another name, or replace it with --force")
     if target.is_symlink():
         raise UserError(f"{target}: is a link, which is never replaced; choose another name")
     if target.is_dir() == is_file:
@@ -43,6 +41,8 @@ def check_target(target: Path, force: bool, is_file: bool = False) -> None:
         raise UserError(
             f"{target}: contains files that do not belong to a model; choose another name"
         )
+    if not force:  # last, because --force would not help against the others
+        raise UserError(f"{target}: exists; choose another name, or replace it with --force")
 
 
 def is_replaceable(folder: Path) -> bool:

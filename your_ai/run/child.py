@@ -7,7 +7,9 @@ to process.log. The child's side is run.parent.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,7 @@ from your_ai.run.parent import RELEASE
 
 LOG = "process.log"
 LOG_TAIL_BYTES = 1 << 16
+LINE_BYTES = 4096  # of an error
 POLL_S = 0.05
 
 
@@ -83,11 +86,24 @@ def reported_error(folder: RunFolder, status: int, output: str) -> Exception:
     if told := errors_in(output):
         kinds = {USER: UserError, LOST: Lost}
         return kinds.get(status, RunError)(told[-1])
+    if not lines and is_full(folder):  # the child could not write its error
+        return RunError(
+            f"{folder.path}: cannot be written ({os.strerror(errno.ENOSPC)}); free some disk "
+            "space, then run the same command again"
+        )
     last = f" ({lines[-1]})" if lines else ""
     return Lost(
         f"{folder.path}: a process of the run ended with status {status}{last}; its output is "
         f"in {folder.path / LOG}"
     )
+
+
+def is_full(folder: RunFolder) -> bool:
+    """Whether the disk of a run has no room for a line."""
+    try:
+        return shutil.disk_usage(folder.path).free < LINE_BYTES
+    except OSError:
+        return False
 
 
 def errors_in(output: str) -> list[str]:

@@ -11,6 +11,7 @@ import inspect
 import os
 import signal
 import threading
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mcp_types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import ValidationError
 
 from your_ai import __version__
+from your_ai.config import FIELDS
 from your_ai.errors import RunError, UserError
 from your_ai.gates.text import message_line, nearest, shown
 from your_ai.serving.agent_gate import AgentGate, Permissions, check_runs
@@ -39,16 +41,29 @@ class AgentServer(MCPServer):
     """A server whose tools fail with one line, and never end it."""
 
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Any = None) -> Any:
+        tools = {tool.name: tool for tool in await self.list_tools()}
         try:
+            if name in tools:  # the SDK drops what it does not know
+                check_names(arguments, tools[name].input_schema["properties"])
             return await super().call_tool(name, arguments, context)
-        except ToolError as error:
-            tools = [tool.name for tool in await self.list_tools()]
-            return failure(name, tools, error)
+        except (ToolError, UserError) as error:
+            return failure(name, list(tools), error)
 
 
-def failure(tool: str, tools: list[str], error: ToolError) -> CallToolResult:
+def check_names(arguments: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise UserError for an argument that the tool does not have."""
+    for name in arguments:
+        if name in known:
+            continue
+        if name in FIELDS and "settings" in known:
+            raise UserError(f"{name}: is a setting; give it in settings: {{'{name}': ...}}")
+        names = ", ".join(known) or "none"
+        raise UserError(f"no argument {shown(name)}; there are: {names}{nearest(name, known)}")
+
+
+def failure(tool: str, tools: list[str], error: ToolError | UserError) -> CallToolResult:
     """The result of a call that failed: a line, and its kind for programs."""
-    cause = error.__cause__
+    cause = error if isinstance(error, UserError) else error.__cause__
     if tool not in tools:
         kind = "user"
         text = f"no tool {shown(tool)}; tools: {', '.join(tools)}{nearest(tool, tools)}"

@@ -18,7 +18,7 @@ from your_ai.data.encode import Encoder, SamplePrompt
 from your_ai.data.examples import Examples, RowCounts, check_weights, load_examples
 from your_ai.data.preferences import parser_of
 from your_ai.data.prompts import PromptRows
-from your_ai.data.rows import Row, read_rows
+from your_ai.data.rows import Row, file_of_first_row, files_of_rows, read_rows
 from your_ai.data.sources import Splits, find_splits
 from your_ai.errors import UserError
 from your_ai.gates.text import counted
@@ -213,7 +213,7 @@ def load_split(
     """
 
     def with_progress(rows: Iterator[Row]) -> Iterator[Row]:
-        text = f"reading {path.name}"
+        text = f"reading {Path(file_of_first_row(path, encoder.limit)).name}"
         write(events.Stage(text=text))
         written_at = time.monotonic()
         for count, row in enumerate(rows):
@@ -236,9 +236,10 @@ def load_split(
         count = tally.truncated + tally.split
         verb = "was" if count == 1 else "were"
         done = f"{verb} truncated" if tally.truncated else f"{verb} split"
+        files = files_of_rows(path, encoder.limit).rpartition("/")[2]
         text = (
-            f"{path.name}: {count:,} of {counted(tally.rows, 'row')} {verb} longer than "
-            f"--max-seq-length {config.max_seq_length} and {done}"
+            f"{files}: {count:,} of {counted(tally.rows, 'row')} "
+            f"{verb} longer than --max-seq-length {config.max_seq_length} and {done}"
         )
         if tally.dropped:
             text += f"; {counted(tally.dropped, 'piece')} with nothing left to train: dropped"
