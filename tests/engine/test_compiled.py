@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from tests.conftest import TINY, chat, make_model, write_rows
-from tests.engine.test_fused import load
+from tests.engine.test_fused import load, relative_error
+from tests.kernels import fuse
 from your_ai.data.batches import Batch, make_schedule
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import load_examples
@@ -119,11 +120,9 @@ class Made(NamedTuple):
 @pytest.fixture
 def made(tiny_model: Path, tmp_path: Path) -> Callable[..., Made]:
     def make(plan: str, cached: bool, architecture: str = "", **settings: Any) -> Made:
-        folder = (
-            make_model(tmp_path / architecture, architecture, **TINY)
-            if architecture
-            else tiny_model
-        )
+        folder = tmp_path / architecture if architecture else tiny_model
+        if not folder.exists():
+            make_model(folder, architecture, **TINY)
         network, tokenizer, adapters = load(folder, **settings)
         tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
         make_store = (lambda _: MemoryStore()) if cached else None
@@ -184,6 +183,26 @@ def test_results_are_bit_identical_after_compiling_again(made, plan, cached):
     engine.engine.drop()
     for before, after in zip(first, everything(engine), strict=True):
         assert mx.array_equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("plan", "cached", "architecture", "settings"),
+    [
+        *((*plan, "", {"lora_dropout": 0.2}) for plan in PLANS),
+        ("fused", False, "gemma2", {"use_dora": True}),
+        ("staged", False, "gemma2", {"use_dora": True}),
+    ],
+)
+def test_fused_kernels_compute_what_their_operations_do(made, plan, cached, architecture, settings):
+    """So what tests find without kernels, as test_plans.py, holds with them."""
+    found = everything(made(plan, cached, architecture, **settings))
+    fuse(False)
+    try:
+        wanted = everything(made(plan, cached, architecture, **settings))
+    finally:
+        fuse(KERNELS)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
 
 
 @pytest.mark.parametrize(("plan", "cached"), PLANS)
