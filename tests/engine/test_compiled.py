@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,14 @@ NUMBERS = 1_000_000
 def awake() -> None:
     """Evaluate something first: before the first evaluation, MLX compiles functions twice."""
     mx.eval(mx.zeros(1))
+
+
+@pytest.fixture
+def without_kernels() -> Iterator[None]:
+    """Trace graphs without fusing their operations."""
+    fuse(False)
+    yield
+    fuse(KERNELS)
 
 
 SHAPES = [GraphShape(1, tokens) for tokens in (32, 64, 96)]
@@ -193,14 +201,13 @@ def test_results_are_bit_identical_after_compiling_again(made, plan, cached):
         ("staged", False, "gemma2", {"use_dora": True}),
     ],
 )
-def test_fused_kernels_compute_what_their_operations_do(made, plan, cached, architecture, settings):
+def test_fused_kernels_compute_what_their_operations_do(
+    request, made, plan, cached, architecture, settings
+):
     """So what tests find without kernels, as test_plans.py, holds with them."""
     found = everything(made(plan, cached, architecture, **settings))
-    fuse(False)
-    try:
-        wanted = everything(made(plan, cached, architecture, **settings))
-    finally:
-        fuse(KERNELS)
+    request.getfixturevalue("without_kernels")
+    wanted = everything(made(plan, cached, architecture, **settings))
     for ours, theirs in zip(found, wanted, strict=True):
         assert relative_error(ours, theirs) < 1e-5
 
@@ -218,7 +225,9 @@ def test_drop_frees_every_compiled_function_of_an_engine(made, compilations, pla
 
 @pytest.mark.parametrize("where", [programs, mlp])
 @pytest.mark.parametrize("plan", ["staged", "streamed"])
-def test_drop_frees_the_block_templates_of_programs(made, monkeypatch, plan, where):
+def test_drop_frees_the_block_templates_of_programs(
+    made, without_kernels, monkeypatch, plan, where
+):
     """A template that keeps traced arrays would form a cycle with its graph, never freed."""
     monkeypatch.setattr(mlp, "FEWEST_FEATURES", 64)
     monkeypatch.setattr(mlp, "STEP", 64)
