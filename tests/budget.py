@@ -257,7 +257,7 @@ def training_process(root: psutil.Process) -> psutil.Process | None:
     with contextlib.suppress(psutil.Error):
         for child in root.children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if "your_ai.training.train" in child.cmdline():
+                if "your_ai.training" in child.cmdline():
                     return child
     return None
 

@@ -100,6 +100,10 @@ if "YOUR_AI_TESTS_CACHE" not in os.environ:  # not in xdist's workers
     )
     precompile_header()
 
+LONG_FOLDERS = (
+    *("doctor", "engine", "evaluation", "export", "fault", "objectives", "session", "soft"),
+    "training",
+)
 TYPES = {"llama-untied": "llama", "qwen2-tied": "qwen2"}
 MODULES = {"mistral": "llama"}  # mlx-lm runs it with that code
 
@@ -112,9 +116,18 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with slow tests first, so that none of them is the last to end."""
+    """Run files that take long first, so that none of them is the last to end.
+
+    These are files with slow tests, then folders whose tests train, or wait for processes.
+    """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    here = Path(__file__).parent
+    items.sort(
+        key=lambda item: (
+            item.path not in slow,
+            item.path.relative_to(here).parts[0] not in LONG_FOLDERS,
+        )
+    )
 
 
 @pytest.hookimpl(wrapper=True)

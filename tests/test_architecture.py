@@ -81,18 +81,18 @@ def room(module: str) -> str:
     return module if module in LAYER_OF else module.split(".")[0]
 
 
-def imports(tree: ast.AST) -> set[str]:
+@cache
+def imports(path: Path) -> set[str]:
     """The modules of this package that a source imports, without the package's name."""
-    known = {module_name(path) for path in SOURCES}
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             if node.module.split(".")[0] != "your_ai":
                 continue
             base = node.module.removeprefix("your_ai").lstrip(".")
             for alias in node.names:
                 inner = f"{base}.{alias.name}".lstrip(".")
-                found.add(inner if inner in known else base)
+                found.add(inner if inner in MODULES else base)
         elif isinstance(node, ast.Import):
             found |= {
                 alias.name.removeprefix("your_ai.")
@@ -107,20 +107,29 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a source: every rule walks through them."""
+    return list(ast.walk(parse(path)))
+
+
+MODULES = {module_name(path) for path in SOURCES}
+
+
 def test_imports_only_go_to_lower_layers():
     for path in SOURCES:
         module = module_name(path)
         if module == "":
             continue
         here = room(module)
-        for other in imports(parse(path)):
+        for other in imports(path):
             there = room(other)
             same = here.split(".")[0] == there.split(".")[0]
             assert same or LAYER_OF[there] < LAYER_OF[here], f"{module} imports {other}"
 
 
 def test_there_are_no_import_cycles():
-    graph = {module_name(path): imports(parse(path)) for path in SOURCES}
+    graph = {module_name(path): imports(path) for path in SOURCES}
     done: set[str] = set()
 
     def visit(module: str, path: tuple[str, ...]) -> None:
@@ -146,13 +155,13 @@ def is_package(path: Path) -> bool:
 def test_the_dashboard_imports_only_events_and_foundations():
     allowed = {"config", "gates.console", "errors", "files", "run.events", "run", "gates.text"}
     for path in (PACKAGE / "dashboard").glob("*.py"):
-        others = {o for o in imports(parse(path)) if not o.startswith("dashboard")}
+        others = {o for o in imports(path) if not o.startswith("dashboard")}
         assert others <= allowed, path.name
 
 
 def test_no_module_reads_private_names_of_another():
     for path in SOURCES:
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom):
                 names = [alias.name for alias in node.names]
                 private = [n for n in names if n.startswith("_") and not n.startswith("__")]
@@ -165,7 +174,7 @@ def test_no_module_reads_private_names_of_another():
 
 
 def test_no_class_is_patched():
-    for path, node in ((p, node) for p in SOURCES for node in ast.walk(parse(p))):
+    for path, node in ((p, node) for p in SOURCES for node in nodes(p)):
         targets = node.targets if isinstance(node, ast.Assign) else []
         for target in targets:
             assert not (isinstance(target, ast.Attribute) and target.attr == "__call__"), path.name
@@ -179,7 +188,7 @@ def test_every_setting_is_read_somewhere():
         node.attr
         for path in SOURCES
         if room(module_name(path)) != "config"
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute)
     }
     # grad_accumulation is read through rows_per_step

@@ -38,8 +38,6 @@ from your_ai.doctor.shapes import llama
 from your_ai.hub import find
 from your_ai.session import attach
 
-KERNELS = True  # as for the reader
-
 
 reading.packaged = sources.packaged = find.packaged = lambda *parts: Path(*parts).resolve()
 attach.train = lambda folder, settings, console, detach=False, as_json=False: (

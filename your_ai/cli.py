@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 import io
@@ -35,6 +36,7 @@ from your_ai.commands import (
 from your_ai.commands.help_page import CommandWithPanels
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo, echo_error, echo_traceback, guard_libraries
+from your_ai.gates.programs import claim_process
 from your_ai.hub.remote import check_environment
 
 UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EPIPE)
@@ -90,14 +92,26 @@ app.add_typer(runs.app)
 
 
 @functools.cache
-def parser() -> typer.core.TyperGroup:
-    """The parser of all commands, made once: reading their signatures takes 50 ms."""
-    return typer.main.get_command(app)
+def parser(name: str = "") -> typer.core.TyperGroup:
+    """The parser of one command, or of all if there is none of that name, made once.
+
+    Reading the signatures of all commands takes 50 ms.
+    """
+    alone = copy.copy(app)
+    alone.registered_groups = []
+    alone.registered_commands = [info for info in app.registered_commands if name_of(info) == name]
+    return typer.main.get_command(alone if alone.registered_commands else app)
+
+
+def name_of(info: typer.models.CommandInfo) -> str:
+    return info.name or typer.main.get_command_name(info.callback.__name__)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; errors are one line on stderr, tracebacks only with --debug."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        claim_process()
+        arguments = sys.argv[1:]
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
     open_streams()
@@ -108,7 +122,9 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its messages are about torch
     try:
         check_environment()
-        status = parser()(args=arguments, standalone_mode=False, prog_name="your_ai")
+        status = parser(next(iter(arguments), ""))(
+            args=arguments, standalone_mode=False, prog_name="your_ai"
+        )
     except BaseException as error:
         if debug and not isinstance(error, SystemExit):
             echo_traceback()

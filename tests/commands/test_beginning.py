@@ -14,6 +14,8 @@ from tests.conftest import call, write_rows
 from tests.data.test_records import write_csv
 from your_ai.commands import beginning
 from your_ai.config import TrainConfig, resolve
+from your_ai.doctor import recommend
+from your_ai.hub.registry import known
 from your_ai.run.folder import create
 
 PAIRS = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(4)]
@@ -57,7 +59,9 @@ def refused(capsys, *arguments: object, status: int = 2) -> str:
     return error
 
 
-def test_defaults_are_the_recommended_model_and_the_data_that_is_there(capsys):
+def test_defaults_are_the_recommended_model_and_the_data_that_is_there(capsys, monkeypatch):
+    few = {name: known()[name] for name in ("smollm2-135m", "qwen3-0.6b", "llama-1b")}
+    monkeypatch.setattr(recommend, "known", lambda: few)  # planning all takes a second
     write_rows(Path("data/train.jsonl"), ANSWERS)
     assert call("recommend", "--json") == 0
     best = json.loads(capsys.readouterr().out)["recommendations"][0]["alias"]

@@ -9,7 +9,7 @@ import pytest
 import typer.main
 
 from tests.conftest import call
-from your_ai.cli import app
+from your_ai.cli import app, parser
 from your_ai.commands.options import PANELS
 from your_ai.config import FIELDS
 
@@ -39,6 +39,13 @@ def test_no_name_is_cut_at_80_columns(command, capsys, monkeypatch):
     found = found if len(command) == 1 else found.commands[command[1]]
     names = {n for each in found.params for n in (*each.opts, *each.secondary_opts) if n[0] == "-"}
     assert names - shown == set()
+
+
+def test_a_command_is_parsed_without_the_others():
+    assert parser("train").commands.keys() == {"train"}
+    assert parser("eval").commands.keys() == {"eval"}
+    for group_or_mistake in ("models", "runs", "trian", "--help", ""):
+        assert parser(group_or_mistake).commands.keys() == COMMANDS.keys()
 
 
 def test_a_narrow_terminal_wraps_names_and_cuts_none(capsys, monkeypatch):

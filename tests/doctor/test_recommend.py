@@ -147,10 +147,11 @@ def test_unknown_memory_asks_for_the_memory_option():
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_planner_gives_the_same_plan_for_each_recommended_command(name):
+    """A third of the commands of each machine, other ones on the next."""
     room = room_here(RECORDED[name])
     found = recommended(room)
     assert found
-    for each in found:
+    for each in found[list(RECORDED).index(name) % 3 :: 3]:
         config, facts = asked(each), facts_for(each, room)
         assert config.model == each.known.alias
         assert layers_named(facts, config.lora_targets)
@@ -248,9 +249,8 @@ def test_more_memory_never_gives_worse_recommendations(a, b, float_bytes, aliase
 
 def test_the_ranking_does_not_depend_on_the_order_of_the_models():
     models = list(known().values())
-    expected = recommend(room_of(16), models)
     random.Random(0).shuffle(models)
-    assert recommend(room_of(16), models) == expected == recommended(room_of(16))
+    assert recommend(room_of(16), models) == recommended(room_of(16))
 
 
 def test_the_tier_of_a_model_improves_with_memory_to_spare():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from tests.conftest import TINY, chat, make_model, write_rows
-from tests.engine.test_fused import load
+from tests.engine.test_fused import load, relative_error
+from tests.kernels import fuse
 from your_ai.data.batches import Batch, make_schedule
 from your_ai.data.encode import Encoder
 from your_ai.data.examples import load_examples
@@ -36,6 +37,14 @@ NUMBERS = 1_000_000
 def awake() -> None:
     """Evaluate something first: before the first evaluation, MLX compiles functions twice."""
     mx.eval(mx.zeros(1))
+
+
+@pytest.fixture
+def without_kernels() -> Iterator[None]:
+    """Trace graphs without fusing their operations."""
+    fuse(False)
+    yield
+    fuse(KERNELS)
 
 
 SHAPES = [GraphShape(1, tokens) for tokens in (32, 64, 96)]
@@ -119,11 +128,9 @@ class Made(NamedTuple):
 @pytest.fixture
 def made(tiny_model: Path, tmp_path: Path) -> Callable[..., Made]:
     def make(plan: str, cached: bool, architecture: str = "", **settings: Any) -> Made:
-        folder = (
-            make_model(tmp_path / architecture, architecture, **TINY)
-            if architecture
-            else tiny_model
-        )
+        folder = tmp_path / architecture if architecture else tiny_model
+        if not folder.exists():
+            make_model(folder, architecture, **TINY)
         network, tokenizer, adapters = load(folder, **settings)
         tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
         make_store = (lambda _: MemoryStore()) if cached else None
@@ -186,6 +193,25 @@ def test_results_are_bit_identical_after_compiling_again(made, plan, cached):
         assert mx.array_equal(before, after)
 
 
+@pytest.mark.parametrize(
+    ("plan", "cached", "architecture", "settings"),
+    [
+        *((*plan, "", {"lora_dropout": 0.2}) for plan in PLANS),
+        ("fused", False, "gemma2", {"use_dora": True}),
+        ("staged", False, "gemma2", {"use_dora": True}),
+    ],
+)
+def test_fused_kernels_compute_what_their_operations_do(
+    request, made, plan, cached, architecture, settings
+):
+    """So what tests find without kernels, as test_plans.py, holds with them."""
+    found = everything(made(plan, cached, architecture, **settings))
+    request.getfixturevalue("without_kernels")
+    wanted = everything(made(plan, cached, architecture, **settings))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert relative_error(ours, theirs) < 1e-5
+
+
 @pytest.mark.parametrize(("plan", "cached"), PLANS)
 def test_drop_frees_every_compiled_function_of_an_engine(made, compilations, plan, cached):
     engine = made(plan, cached)
@@ -199,7 +225,9 @@ def test_drop_frees_every_compiled_function_of_an_engine(made, compilations, pla
 
 @pytest.mark.parametrize("where", [programs, mlp])
 @pytest.mark.parametrize("plan", ["staged", "streamed"])
-def test_drop_frees_the_block_templates_of_programs(made, monkeypatch, plan, where):
+def test_drop_frees_the_block_templates_of_programs(
+    made, without_kernels, monkeypatch, plan, where
+):
     """A template that keeps traced arrays would form a cycle with its graph, never freed."""
     monkeypatch.setattr(mlp, "FEWEST_FEATURES", 64)
     monkeypatch.setattr(mlp, "STEP", 64)

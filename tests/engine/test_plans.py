@@ -20,7 +20,6 @@ from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import Streamed, can_stream, tensors_of
 from your_ai.nets import attention, model
 
-KERNELS = True  # whose results the plans share
 CASES = [  # architecture, bits, DoRA, dropout
     ("llama", 4, False, 0.1),
     ("llama", None, True, 0.1),

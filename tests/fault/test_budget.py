@@ -17,9 +17,6 @@ from tests.conftest import call, make_model, write_site
 FALSIFIED = """
 from your_ai.memory import coefficients
 
-KERNELS = True  # as for the user
-
-
 for name in ("fused", "fused_head", "forward", "forward_lora", "backward", "head"):
     table = getattr(coefficients.PACKAGED, name)
     table.update({key: FACTOR * value for key, value in table.items()})

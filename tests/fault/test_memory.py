@@ -703,7 +703,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) ->
 def test_leaking_process_is_restarted_before_its_limit(quick, tmp_path, monkeypatch):
     config = quick(max_steps=14, max_memory=0.9, save_every=100)
     whole = train(dataclasses.replace(config, run="whole", max_memory=None))
-    environment(tmp_path, monkeypatch, LEAKY.format(where="your_ai.training.train", size=60 * MB))
+    environment(tmp_path, monkeypatch, LEAKY.format(where="your_ai.training", size=60 * MB))
     run = RunFolder(RUNS / "leaking")
     with started(config, "leaking", supervise=True) as process, Watcher(run) as watcher:
         _, error = process.communicate(timeout=PATIENCE_S)
@@ -719,7 +719,7 @@ def test_leaking_process_is_restarted_before_its_limit(quick, tmp_path, monkeypa
 EXHAUSTED = """
 import sys
 
-if "your_ai.training.train" in sys.orig_argv:
+if "your_ai.training" in sys.orig_argv:
     from your_ai.training import optimizer
 
     def fail(grads):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import time
@@ -71,3 +72,23 @@ def test_a_package_in_the_current_folder_is_found(monkeypatch):
     monkeypatch.chdir(Path(programs.__file__).parents[2])
     monkeypatch.delenv("PYTHONPATH", raising=False)
     subprocess.run(python_module("your_ai.gates.programs"), check=True)
+
+
+def test_only_a_process_that_is_ours_keeps_what_imports_made_out_of_searches(monkeypatch):
+    frozen = gc.get_freeze_count()
+    with programs.quick_imports():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen
+    monkeypatch.setattr(programs, "OURS", [])
+    programs.claim_process()
+    with programs.quick_imports():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > frozen
+
+
+def test_garbage_is_searched_for_after_a_failed_import(monkeypatch):
+    monkeypatch.setattr(programs, "OURS", [True])
+    with pytest.raises(ImportError), programs.quick_imports():
+        raise ImportError
+    assert gc.isenabled()

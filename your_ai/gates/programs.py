@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 HAS_SAFE_PATH = sys.version_info >= (3, 11)  # Python's option -P
@@ -15,6 +17,7 @@ RUN_MODULE = (
     "import sys; del sys.path[0]; import runpy; "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
+OURS: list[bool] = []  # not empty in a process that runs only your_ai
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
@@ -52,3 +55,28 @@ def end(process: subprocess.Popen[bytes], wait_s: float | None = None) -> None:
         process.wait(wait_s)
     if process.stdout is not None:
         process.stdout.close()
+
+
+def claim_process() -> None:
+    """Say that this process runs only your_ai: no notebook, and no program of the user."""
+    OURS.append(True)
+
+
+@contextlib.contextmanager
+def quick_imports() -> Iterator[None]:
+    """Search for no garbage while modules are imported, and keep what they made out of searches.
+
+    The training process imports 1,100 modules, which live until it ends. Searching among them
+    takes a quarter of the time of the imports, 40 ms of each later collection, and 70 ms at the
+    end. In a process that is not ours, this does nothing: what the user has made so far must
+    still be found once it is garbage.
+    """
+    if not OURS or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -32,7 +32,7 @@ from your_ai.dashboard.live import (
 )
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error
-from your_ai.gates.programs import python_module
+from your_ai.gates.programs import python_module, quick_imports
 from your_ai.run import child, events, requests
 from your_ai.run.child import POLL_S, Child
 from your_ai.run.exits import DONE, FAILED
@@ -213,7 +213,8 @@ def train_here(
     push_error = None
     with looked_after(folder, settings), following(follower):
         with tracked(folder, names), stop_signals() as stop:
-            from your_ai.training.train import train_until_done  # MLX takes a second to load
+            with quick_imports():  # MLX takes a second to load
+                from your_ai.training.train import train_until_done
 
             stop.on_second = lambda: follower.leave(folder.reference)
             status = train_until_done(folder, settings, stop)

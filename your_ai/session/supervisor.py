@@ -105,13 +105,13 @@ def supervise(
 
     received: stop signals so far; new ones are appended while this runs.
     settings: the settings of the run as JSON, if they may differ from config.yaml.
-    command: what to start instead of `python -m your_ai.training.train`.
+    command: what to start instead of `python -m your_ai.training`.
     patience: how long a process may take until its next event.
     awake: whether each training process keeps the computer awake, also if this one is killed.
     Raises the UserError or RunError that the training process reported, Lost if it makes no
     progress, and Interrupted for a stop signal before training began.
     """
-    command = command or python_module("your_ai.training.train")
+    command = command or python_module("your_ai.training")
     _, offset = events.tail(folder.events)
     life, lives, level = Life(), [], 0
     watch = StallWatch(patience or Patience(), offset=offset)

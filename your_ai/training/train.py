@@ -1,6 +1,6 @@
 """The recipe of a training run, top to bottom.
 
-`your_ai.session.supervisor` starts `python -m your_ai.training.train RUN`, which trains the run
+`your_ai.session.supervisor` starts `python -m your_ai.training RUN`, which trains the run
 with the config.yaml in its folder. It writes events to runs/RUN/events.jsonl and never prints;
 other processes read and show them.
 """
@@ -430,7 +430,7 @@ def train_under_plan(
 
 def main() -> None:
     """Train one run; print errors as one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m your_ai.training.train")
+    parser = argparse.ArgumentParser(prog="python -m your_ai.training")
     parser.add_argument("run")
     parser.add_argument("--level", type=int, default=0, help="number of plans to skip")
     parser.add_argument("--settings", help="all settings as JSON, instead of config.yaml")
@@ -456,7 +456,3 @@ def main() -> None:
         echo_traceback()
         status = exits.CRASHED
     sys.exit(status)
-
-
-if __name__ == "__main__":
-    main()
