@@ -5,13 +5,33 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from your_ai.errors import RunError
 from your_ai.files import read_at, write_at
+
+
+class Inputs(Protocol):
+    """A stack of block inputs: a list, or one on disk."""
+
+    def append(self, array: mx.array) -> None: ...
+
+    def pop(self) -> mx.array: ...
+
+    def below_top(self, count: int) -> mx.array:
+        """The array with `count` others above it; it stays on the stack."""
+
+    def clear(self) -> None: ...
+
+
+class Stack(list[mx.array]):
+    """A stack of arrays in memory, with the methods of `Spilled`."""
+
+    def below_top(self, count: int) -> mx.array:
+        return self[-1 - count]
 
 
 class Spilled:
@@ -45,11 +65,17 @@ class Spilled:
         self._bytes += array.nbytes
 
     def pop(self) -> mx.array:
-        shape, dtype = self._held.pop()
-        size = dtype.size * int(np.prod(shape))
-        self._bytes -= size
+        array = self.below_top(0)
+        self._held.pop()
+        self._bytes -= array.nbytes
+        return array
+
+    def below_top(self, count: int) -> mx.array:
+        """The array with `count` others above it; it stays on the stack."""
+        sizes = [dtype.size * int(np.prod(shape)) for shape, dtype in self._held[-1 - count :]]
+        shape, dtype = self._held[-1 - count]
         try:
-            data = read_at(self._file.fileno(), size, self._bytes)
+            data = read_at(self._file.fileno(), sizes[0], self._bytes - sum(sizes))
         except OSError as error:
             raise self._failure("read", error) from error
         return mx.array(np.frombuffer(data, np.uint8)).view(dtype).reshape(shape)
