@@ -31,7 +31,7 @@ from your_ai.engine.programs import (
 )
 from your_ai.engine.protocol import Engine
 from your_ai.engine.spill import Inputs, Stack
-from your_ai.engine.tiled_head import in_order, target_parts
+from your_ai.engine.tiled_head import TargetPart, in_order, target_parts
 from your_ai.engine.tiles import TiledBlock, TiledBlocks, cut, joined, settings_of
 from your_ai.engine.weights import streams_vocabulary
 from your_ai.memory.tiles import tiles_of
@@ -234,41 +234,52 @@ class Staged:
     def _by_tile(
         self, function: Callable, batch: Batch, rows: BatchRows, hidden: list[mx.array]
     ) -> tuple[mx.array, ...]:
-        parts = target_parts(batch, tiles_of(*batch.tokens.shape))
+        parts = self._target_parts(batch, Targets.of(batch))
         found: list[tuple[mx.array, ...]] = []
         for part in parts:
-            states = hidden.pop(0)
-            if part is not None:
+            if part.targets is not None:
+                states = joined(hidden[part.tiles])
                 found.append(as_tuple(function(rows.shape, states, part.targets)))
                 mx.eval(found[-1])
-        return tuple(
-            in_order(parts, list(each), len(batch.positions)) for each in zip(*found, strict=True)
-        )
+        return tuple(in_order(parts, list(each)) for each in zip(*found, strict=True))
+
+    def _target_parts(self, batch: Batch, targets: Targets) -> list[TargetPart]:
+        shape = batch.tokens.shape
+        return target_parts(targets, batch.positions, shape, tiles_of(*shape))
 
     def _at_head(
         self, batch: Batch, rows: BatchRows, hidden: list[mx.array], scale: mx.array
     ) -> tuple[Sums, list[mx.array], Arrays]:
-        """The sums, the cotangents of `hidden`, which is emptied, and the gradients of the head.
-
-        Tile by tile, if the weight of a target depends on nothing else.
-        """
-        if not self._is_cut(hidden) or not (self.objective.token_local or batch.given is not None):
-            whole = joined(hidden)
-            sums, cotangent, of_head = self._head_gradient(
-                rows.shape, whole, Targets.of(batch), scale
-            )
+        """The sums, the cotangents of `hidden`, which is emptied, and the gradients of the head."""
+        targets = Targets.of(batch)
+        if not self._is_cut(hidden):
+            given = (joined(hidden), targets, scale)
+            sums, cotangent, of_head = self._head_gradient(rows.shape, *given)
             return sums, [cotangent], of_head
+        known = None
+        if not self.objective.token_local and targets.given is None:
+            # A weight may depend on all targets, so all are scored first.
+            (scores,) = self._by_tile(self._head_scores, batch, rows, hidden)
+            known = self.objective.weigh(Scores(scores), targets)
+            targets = targets._replace(given=known.weights)
+            mx.eval(known.sums, known.weights)
         every: list[Sums] = []
-        for place, part in enumerate(target_parts(batch, tiles_of(*batch.tokens.shape))):
-            if part is None:
-                hidden[place] = mx.zeros_like(hidden[place])
+        for part in self._target_parts(batch, targets):
+            tiles = hidden[part.tiles]
+            if part.targets is None:
+                hidden[part.tiles] = map(mx.zeros_like, tiles)
                 continue
-            sums, hidden[place], _ = self._head_gradient(
-                rows.shape, hidden[place], part.targets, scale
-            )
+            widths = [tile.shape[1] for tile in tiles]
+            sums, cotangent, _ = self._head_gradient(rows.shape, joined(tiles), part.targets, scale)
+            ends = np.cumsum(widths)
+            parts = [
+                slice(end - width, end) for end, width in zip(ends.tolist(), widths, strict=True)
+            ]
+            hidden[part.tiles] = cut([cotangent], parts)
+            del cotangent
             every.append(Sums(*sums))
-            mx.eval(sums, hidden[place])
-        return Sums.over(every), hidden, {}
+            mx.eval(sums)
+        return Sums.over(every) if known is None else known.sums, hidden, {}
 
     def _embedded(self, tokens: mx.array, noise: Extras) -> mx.array:
         """(B, T) -> (B, T, D) input of the first block."""

@@ -352,8 +352,13 @@ def joined(tiles: list[mx.array]) -> mx.array:
 
 
 def cut(arrays: list[mx.array], tiles: list[slice]) -> list[mx.array]:
-    """(B, n, D) of each tile, of an array that may be cut already."""
+    """(B, n, D) of each tile, of an array that may be cut already, and is taken from the list.
+
+    The tiles are copies: a part of an array would keep all of it in memory.
+    """
     if len(arrays) == len(tiles):
         return arrays
     whole = joined(arrays)
-    return [whole[:, tile] for tile in tiles]
+    found = [mx.take(whole, mx.arange(tile.start, tile.stop), axis=1) for tile in tiles]
+    mx.eval(found)
+    return found
