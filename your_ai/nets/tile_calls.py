@@ -8,6 +8,7 @@ Shapes: B rows, T tokens per row, n tokens of a tile, D hidden size.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,11 +27,13 @@ from your_ai.nets.block_calls import (
     given_name,
     leaves,
     mapped,
+    mask_of,
 )
 from your_ai.nets.parts import Parts
 from your_ai.nets.tiled_attention import TileCache
 
 FEWEST_TOKENS = 8  # of a row that shows what blocks are given
+SEEN_WHOLE = 4096  # tokens of the longest row whose mask is computed
 REACHES = ("window", "chunk")  # parts of the names of settings that limit attention
 CACHE = "cache"  # the argument of a block that takes a KV cache
 
@@ -100,7 +103,7 @@ def tile_calls(parts: Parts, settings: Mapping[str, Any], tokens: int) -> list[T
         for n in (tokens, tokens + 1)
     )
     return [
-        tile_call(call, block, leaves(given), leaves(more))
+        tile_call(call, block, tokens, leaves(given), leaves(more))
         for call, block, given, more in zip(short, parts.blocks, recorded, longer, strict=True)
     ]
 
@@ -115,20 +118,39 @@ def showing(settings: Mapping[str, Any], tokens: int) -> int:
 
 def reaches(settings: Mapping[str, Any]) -> Iterator[int]:
     for name, value in settings.items():
-        if isinstance(value, Mapping):
+        if dataclasses.is_dataclass(value):
+            yield from reaches(vars(value))
+        elif isinstance(value, Mapping):
             yield from reaches(value)
         elif isinstance(value, int) and any(part in name for part in REACHES):
             yield value
 
 
-def tile_call(call: Call, block: nn.Module, given: list[Any], longer: list[Any]) -> TileCall | None:
-    """given, longer: the leaves of the arguments for the row, and for one with one token more."""
+def is_same_mask(call: Call, mask: Any, tokens: int) -> bool:
+    """Whether the mask of a row of `tokens` tokens is that of a shorter row, as far as it can be
+    told without its square: a long mask is not computed."""
+    if not isinstance(mask, mx.array):
+        return not call.as_array and call.mask.reach is None
+    if call.mask.reach is not None:
+        return True
+    if not call.as_array:
+        return False
+    return tokens > SEEN_WHOLE or mask_of(mask, tokens) == call.mask
+
+
+def tile_call(
+    call: Call, block: nn.Module, tokens: int, given: list[Any], longer: list[Any]
+) -> TileCall | None:
+    """given, longer: the leaves of the arguments for rows of `tokens` tokens, and of one more."""
     names = list(inspect.signature(type(block).__call__).parameters)
     plain = call.state.is_plain and call.after.is_plain and len(call.passed) == 1
     if CACHE not in names or not plain or not call.passed[0][0]:
         return None
     slots = leaves((call.args, [value for _, value in call.keywords]))
     used = {slot.name for slot in slots if isinstance(slot, Given)}
+    masks = [array for slot, array in zip(slots, given, strict=True) if isinstance(slot, Mask)]
+    if not all(is_same_mask(call, mask, tokens) for mask in masks):
+        return None
     constants: Arrays = {}
     axes: dict[str, int | None] = {}
     for at, (array, other) in enumerate(zip(given, longer, strict=True)):
