@@ -25,6 +25,7 @@ from your_ai.engine.gradients import HeldGradients
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.scoring import with_baseline, with_weights
 from your_ai.engine.weights import FileTensor, tensors_of
+from your_ai.memory import tiles
 from your_ai.nets import model
 from your_ai.nets.head import LinearHead
 from your_ai.nets.score_head import put_score_head
@@ -82,11 +83,13 @@ class Way:
     """Whether there is a prefix cache."""
     split: bool = False
     """Whether texts of a pair may be in different micro-batches."""
+    tiled: bool = False
+    """Whether rows are cut into tiles, as long ones are."""
 
 
 WAYS = {
     "fused": Way(),
-    "staged": Way(plan="staged", rows=6),
+    "tiled": Way(plan="staged", rows=6, tiled=True),
     "streamed": Way(plan="streamed"),
     "cached": Way(cached=True, rows=2),
     "cached and streamed": Way(plan="streamed", cached=True),
@@ -263,7 +266,10 @@ def computed(name: str, made: Made, way: Way) -> tuple[list[float], Arrays]:
 
 
 @pytest.mark.parametrize(("objective", "way", "name"), cases())
-def test_loss_and_gradients_are_those_of_a_plain_reading(made, objective, way, name):
+def test_loss_and_gradients_are_those_of_a_plain_reading(made, monkeypatch, objective, way, name):
+    if WAYS[way].tiled:
+        for size in ("TILED_FROM", "TILE_TOKENS", "FEWEST_TILE_TOKENS"):
+            monkeypatch.setattr(tiles, size, 16)
     losses, grads = computed(objective, made(name), WAYS[way])
     expected_loss, expected_grads = made(name).expected(objective)
     assert losses == pytest.approx([expected_loss] * len(losses), rel=TOLERANCE)

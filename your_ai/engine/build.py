@@ -135,7 +135,7 @@ def build_engine(
         replace_mixers(model)
         engine = fused_engine(model, halves, dropout_keys, objective, parts, head, graphs, neftune)
         return Built(engine, plan, tuple(notices))
-    inputs = [] if spill is None else Spilled(spill)
+    inputs = None if spill is None else Spilled(spill)
     staged = Staged(
         model, parts, dropout_keys, objective, head, weights, store, inputs, graphs,
         neftune=neftune, kept=kept,

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +19,26 @@ COPIED_BYTES = 1 << 20  # of a file, at a time
 ALIGNMENT = 8  # of a safetensors header
 KINDS = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint8: "U8",
          mx.uint32: "U32", mx.int32: "I32", mx.uint64: "U64"}  # fmt: skip
+
+
+class Inputs(Protocol):
+    """A stack of block inputs: a list, or one on disk."""
+
+    def append(self, array: mx.array) -> None: ...
+
+    def pop(self) -> mx.array: ...
+
+    def below_top(self, count: int) -> mx.array:
+        """The array with `count` others above it; it stays on the stack."""
+
+    def clear(self) -> None: ...
+
+
+class Stack(list[mx.array]):
+    """A stack of arrays in memory, with the methods of `Spilled`."""
+
+    def below_top(self, count: int) -> mx.array:
+        return self[-1 - count]
 
 
 class ArrayFile:
@@ -87,9 +107,16 @@ class Spilled:
         self._bytes += array.nbytes
 
     def pop(self) -> mx.array:
-        shape, dtype = self._held.pop()
-        self._bytes -= dtype.size * int(np.prod(shape))
-        return self._file.read(shape, dtype, self._bytes)
+        array = self.below_top(0)
+        self._held.pop()
+        self._bytes -= array.nbytes
+        return array
+
+    def below_top(self, count: int) -> mx.array:
+        """The array with `count` others above it; it stays on the stack."""
+        sizes = [dtype.size * int(np.prod(shape)) for shape, dtype in self._held[-1 - count :]]
+        shape, dtype = self._held[-1 - count]
+        return self._file.read(shape, dtype, self._bytes - sum(sizes))
 
     def clear(self) -> None:
         """Remove arrays left over from a failed step, and free their disk space."""

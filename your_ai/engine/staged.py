@@ -30,26 +30,20 @@ from your_ai.engine.programs import (
     trained_arrays,
 )
 from your_ai.engine.protocol import Engine
+from your_ai.engine.spill import Inputs, Stack
+from your_ai.engine.tiled_head import TargetPart, in_order, target_parts
+from your_ai.engine.tiles import TiledBlock, TiledBlocks, cut, joined, settings_of
 from your_ai.engine.weights import streams_vocabulary
+from your_ai.memory.tiles import tiles_of
 from your_ai.nets.dora import dora_layers, norms_of
 from your_ai.nets.head import Head, LinearHead
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
 from your_ai.nets.neftune import Neftune, noise_added
 from your_ai.nets.parts import Arrays, Parts
 from your_ai.nets.score_head import ScoreHead
-from your_ai.objectives.objective import Objective, Sums, Targets
+from your_ai.objectives.objective import Objective, Scores, Sums, Targets
 
 FEWEST_BYTES = 16 << 20  # minimum bytes of hidden states per read of the frozen blocks
-
-
-class Inputs(Protocol):
-    """A stack of block inputs: a list, or one on disk."""
-
-    def append(self, array: mx.array) -> None: ...
-
-    def pop(self) -> mx.array: ...
-
-    def clear(self) -> None: ...
 
 
 class Weights(Protocol):
@@ -130,9 +124,12 @@ class Staged:
         self.objective, self.parts, self.neftune = objective, parts, neftune
         self.blocks, self.store = parts.blocks, store
         self.weights = weights or Resident(self.blocks)
-        self.inputs = [] if inputs is None else inputs
+        self.inputs = Stack() if inputs is None else inputs
         self.graphs = Graphs() if graphs is None else graphs
         self.programs = Programs(parts, dropout_keys, lean, self.graphs)
+        self.tiled = TiledBlocks(
+            parts, settings_of(model), dropout_keys, self.graphs, self.programs.kinds
+        )
         names = {id(module): name for name, module in model.named_modules()}
         self.names = [names[id(block)] for block in model.layers]
         self.dora = [dora_layers(block) for block in self.blocks]
@@ -177,29 +174,39 @@ class Staged:
     ) -> Sums:
         """Call `add` with the gradients of each block, the last first, and then of the head."""
         rows = self._rows(batch, step_seed)
-        hidden = [self._below(batch, rows)]
+        hidden = self._below(batch, rows)
         self.inputs.clear()
         outputs: list[list[mx.array]] = []
-        self._run(hidden, [rows], self.trained, self.inputs, outputs)
+        self._run([hidden], [rows], self.trained, self.inputs, outputs)
         scale = mx.array(scale, mx.float32)
-        targets = Targets.of(batch)
-        sums, cotangent, of_head = self._head_gradient(rows.shape, hidden.pop(), targets, scale)
-        mx.eval(sums, cotangent, of_head)
+        sums, cotangents, of_head = self._at_head(batch, rows, hidden, scale)
+        mx.eval(sums, cotangents, of_head)
         for index in reversed(self.trained):
             arrays, trained = self._arrays(index), trained_arrays(self.blocks[index])
             if index > self.first:
                 self.weights.ahead(index - 1)
-            given = (arrays, trained, self.inputs.pop(), rows.extras_of(index), cotangent)
-            program = self.programs.of(index, rows.shape)
-            if index >= self.first_kept:
-                program = self.programs.keeping(index, rows.shape)
-                given = (outputs.pop(), *given)
-            if index > self.first:
-                grads, cotangent = program.backward(*given)
+            lowest = index == self.first
+            tiled = self._tiled(index, rows, arrays, trained, keeps=True)
+            if tiled is not None:
+                cotangents = cut(cotangents, tiled.tiles)
+                where = (rows.extras_of(index), rows.shape.max_segment_tokens)
+                given = (arrays, trained, self.inputs, *where)
+                grads = tiled.backward(*given, cotangents, lowest)
             else:
-                grads = program.lowest(*given)
+                extras, cotangent = rows.extras_of(index), joined(cotangents)
+                given = (arrays, trained, self.inputs.pop(), extras, cotangent)
+                program = self.programs.of(index, rows.shape)
+                if index >= self.first_kept:
+                    program = self.programs.keeping(index, rows.shape)
+                    given = (outputs.pop(), *given)
+                if lowest:
+                    grads = program.lowest(*given)
+                else:
+                    grads, cotangent = program.backward(*given)
+                cotangents = [cotangent]
+                del cotangent
             del arrays, given
-            mx.eval(grads, cotangent)
+            mx.eval(grads, cotangents)
             grads = self._named(index, grads)
             add(grads)
             del grads
@@ -208,21 +215,83 @@ class Staged:
         return Sums(*sums)
 
     def loss(self, batch: Batch) -> Sums:
-        return Sums(*self._above(self._head_loss, batch))
+        rows = self._rows(batch)
+        hidden, targets = self._forward(batch, rows), Targets.of(batch)
+        if not self._is_cut(hidden):
+            return Sums(*self._head_loss(rows.shape, joined(hidden), targets))
+        (scores,) = self._by_tile(self._head_scores, batch, rows, hidden)
+        return self.objective.weigh(Scores(scores), targets).sums
 
     def log_probabilities(self, batch: Batch) -> mx.array:
-        return self._above(self._head_scores, batch)
+        return self._above(self._head_scores, batch)[0]
 
     def predictions(self, batch: Batch) -> mx.array:
-        return self._above(self._most_likely, batch)
+        return self._above(self._most_likely, batch)[0]
 
     def score(self, batch: Batch) -> tuple[mx.array, mx.array]:
         return self._above(self._losses_and_predictions, batch)
 
-    def _above(self, function: Callable, batch: Batch) -> Any:
-        """Apply `function` to the last hidden states and the targets."""
+    def _above(self, function: Callable, batch: Batch) -> tuple[mx.array, ...]:
+        """What `function` finds for each target from the last hidden states, (S,) each."""
         rows = self._rows(batch)
-        return function(rows.shape, self._forward(batch, rows), Targets.of(batch))
+        hidden = self._forward(batch, rows)
+        if self._is_cut(hidden):
+            return self._by_tile(function, batch, rows, hidden)
+        return as_tuple(function(rows.shape, joined(hidden), Targets.of(batch)))
+
+    def _is_cut(self, hidden: list[mx.array]) -> bool:
+        """Whether the head runs tile by tile. A ScoreHead needs few hidden states."""
+        return len(hidden) > 1 and not isinstance(self.head, ScoreHead)
+
+    def _by_tile(
+        self, function: Callable, batch: Batch, rows: BatchRows, hidden: list[mx.array]
+    ) -> tuple[mx.array, ...]:
+        parts = self._target_parts(batch, Targets.of(batch))
+        found: list[tuple[mx.array, ...]] = []
+        for part in parts:
+            if part.targets is not None:
+                states = joined(hidden[part.tiles])
+                found.append(as_tuple(function(rows.shape, states, part.targets)))
+                mx.eval(found[-1])
+        return tuple(in_order(parts, list(each)) for each in zip(*found, strict=True))
+
+    def _target_parts(self, batch: Batch, targets: Targets) -> list[TargetPart]:
+        shape = batch.tokens.shape
+        return target_parts(targets, batch.positions, shape, tiles_of(*shape))
+
+    def _at_head(
+        self, batch: Batch, rows: BatchRows, hidden: list[mx.array], scale: mx.array
+    ) -> tuple[Sums, list[mx.array], Arrays]:
+        """The sums, the cotangents of `hidden`, which is emptied, and the gradients of the head."""
+        targets = Targets.of(batch)
+        if not self._is_cut(hidden):
+            given = (joined(hidden), targets, scale)
+            sums, cotangent, of_head = self._head_gradient(rows.shape, *given)
+            return sums, [cotangent], of_head
+        known = None
+        if not self.objective.token_local and targets.given is None:
+            # A weight may depend on all targets, so all are scored first.
+            (scores,) = self._by_tile(self._head_scores, batch, rows, hidden)
+            known = self.objective.weigh(Scores(scores), targets)
+            targets = targets._replace(given=known.weights)
+            mx.eval(known.sums, known.weights)
+        every: list[Sums] = []
+        for part in self._target_parts(batch, targets):
+            tiles = hidden[part.tiles]
+            if part.targets is None:
+                hidden[part.tiles] = map(mx.zeros_like, tiles)
+                continue
+            widths = [tile.shape[1] for tile in tiles]
+            sums, cotangent, _ = self._head_gradient(rows.shape, joined(tiles), part.targets, scale)
+            ends = np.cumsum(widths)
+            parts = [
+                slice(end - width, end) for end, width in zip(ends.tolist(), widths, strict=True)
+            ]
+            hidden[part.tiles] = cut([cotangent], parts)
+            del cotangent
+            every.append(Sums(*sums))
+            mx.eval(sums)
+        return Sums.over(every) if known is None else known.sums, hidden, {}
 
     def _embedded(self, tokens: mx.array, noise: Extras) -> mx.array:
         """(B, T) -> (B, T, D) input of the first block."""
@@ -264,20 +333,21 @@ class Staged:
             for text, hidden in zip(group, self._of_texts(group), strict=True):
                 self.store.put(text, hidden)
 
-    def _forward(self, batch: Batch, rows: BatchRows) -> mx.array:
-        """(B, T, D) after the last block."""
-        hidden = [self._below(batch, rows)]
-        self._run(hidden, [rows], self.trained)
-        return hidden[0]
+    def _forward(self, batch: Batch, rows: BatchRows) -> list[mx.array]:
+        """(B, T, D) after the last block, in tiles."""
+        hidden = self._below(batch, rows)
+        self._run([hidden], [rows], self.trained)
+        return hidden
 
-    def _below(self, batch: Batch, rows: BatchRows) -> mx.array:
-        """(B, T, D) input of the first trained block, taken from the store if it is there."""
+    def _below(self, batch: Batch, rows: BatchRows) -> list[mx.array]:
+        """(B, T, D) input of the first trained block, taken from the store if it is there; in
+        tiles."""
         if self.store is None:
             return self._from_tokens([rows])[0]
         shape = (*batch.tokens.shape, self.features)
         hidden = assemble(self._of_text, texts_of(batch), shape, self.dtype)
         mx.eval(hidden)
-        return hidden
+        return [hidden]
 
     def _of_text(self, tokens: np.ndarray) -> mx.array:
         """(n, D) input of the first trained block for a text of n tokens."""
@@ -295,24 +365,25 @@ class Staged:
         """
         every = [self._in_context(r, GraphShape(*r.shape), {}, {}) for r in map(padded, texts)]
         found = self._from_tokens(every)
-        return [hidden[0, : len(text)] for text, hidden in zip(texts, found, strict=True)]
+        return [joined(hidden)[0, : len(text)] for text, hidden in zip(texts, found, strict=True)]
 
-    def _from_tokens(self, every: list[BatchRows]) -> list[mx.array]:
-        """The input of the first trained block for each of `every`."""
-        hidden = [self._embed(rows.shape, mx.array(rows.tokens), rows.noise) for rows in every]
+    def _from_tokens(self, every: list[BatchRows]) -> list[list[mx.array]]:
+        """The input of the first trained block for each of `every`, in tiles."""
+        hidden = [[self._embed(rows.shape, mx.array(rows.tokens), rows.noise)] for rows in every]
         mx.eval(hidden)
         self._run(hidden, every, self.frozen)
         return hidden
 
     def _run(
         self,
-        hidden: list[mx.array],
+        hidden: list[list[mx.array]],
         every: list[BatchRows],
         which: range,
         saved: Inputs | None = None,
         kept: list[list[mx.array]] | None = None,
     ) -> None:
-        """Run the blocks `which` and replace each of `hidden`, (B, T, D), with the result.
+        """Run the blocks `which` and replace each of `hidden`, (B, T, D) in tiles, in place, with
+        the result.
 
         The weights of a block are read once for all batches. The inputs of the blocks are
         appended to `saved`, and what the last blocks keep to `kept`.
@@ -324,21 +395,41 @@ class Staged:
             if index + 1 in which:
                 self.weights.ahead(index + 1)
             trained = trained_arrays(self.blocks[index])
-            for place, rows in enumerate(every):
-                if saved is not None:
-                    saved.append(hidden[place])
+            for tiles, rows in zip(hidden, every, strict=True):
                 extras = rows.extras_of(index)
+                tiled = self._tiled(index, rows, arrays, trained, keeps=kept is not None)
+                tiles[:] = [joined(tiles)] if tiled is None else cut(tiles, tiled.tiles)
+                if saved is not None:
+                    for tile in tiles:
+                        saved.append(tile)
+                if tiled is not None:
+                    reach = rows.shape.max_segment_tokens
+                    tiled.forward(arrays, trained, tiles, extras, reach)
+                    continue
+                given = (arrays, trained, tiles.pop(), extras)
                 if kept is not None and index >= self.first_kept:
-                    program = self.programs.keeping(index, rows.shape)
-                    result = program.forward(arrays, trained, hidden[place], extras)
-                    hidden[place], outputs = result
+                    result, outputs = self.programs.keeping(index, rows.shape).forward(*given)
                     kept.append(outputs)
+                    mx.eval(outputs)
+                    del outputs
                 else:
-                    program = self.programs.of(index, rows.shape)
-                    result = hidden[place] = program.forward(arrays, trained, hidden[place], extras)
+                    result = self.programs.of(index, rows.shape).forward(*given)
+                tiles.append(result)
+                del given
                 mx.eval(result)
                 del result
             del arrays
+
+    def _tiled(
+        self, index: int, rows: BatchRows, arrays: Arrays, trained: Arrays, *, keeps: bool
+    ) -> TiledBlock | None:
+        """How block `index` runs on tiles; None if it runs on whole rows.
+
+        keeps: whether the last blocks keep outputs.
+        """
+        if keeps and index >= self.first_kept:
+            return None
+        return self.tiled.of(index, rows.shape, arrays, trained)
 
     def _arrays(self, index: int) -> Arrays:
         """The frozen weights of block `index`, and the norms of its DoRA layers."""
@@ -403,18 +494,18 @@ class FusedAboveCache(Staged):
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
         rows = self._rows(batch, step_seed)
-        hidden = self._below(batch, rows)
+        hidden = joined(self._below(batch, rows))
         trained = [trained_arrays(self.blocks[index]) for index in self.trained]
         frozen = [self._arrays(index) for index in self.trained]
         scale = mx.array(scale, mx.float32)
         function = partial(self._trained_gradients, rows.shape)
-        joined = self.graphs.get(
+        run = self.graphs.get(
             rows.shape, "joined", lambda: self.graphs.compile(function, self.state)
         )
         before = self.head.trained if isinstance(self.head, ScoreHead) else {}
         targets = Targets.of(batch)
         extras = [rows.extras_of(index) for index in self.trained]
-        sums, (grads, of_head) = joined(trained, before, frozen, hidden, extras, targets, scale)
+        sums, (grads, of_head) = run(trained, before, frozen, hidden, extras, targets, scale)
         if before:
             self.head.put(before)  # tracing replaced it with a placeholder
         found: Arrays = {}
@@ -446,6 +537,10 @@ def finished(parts: Parts, head: Head) -> Head:
     if not isinstance(head, LinearHead | ScoreHead):
         return lambda hidden: head(parts.finish(hidden))
     return replace(head, before=lambda rows: head.inputs(parts.finish(rows[None])[0]))
+
+
+def as_tuple(found: Any) -> tuple[mx.array, ...]:
+    return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
 
 def texts_of(batch: Batch) -> list[Span]:

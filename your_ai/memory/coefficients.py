@@ -42,6 +42,9 @@ class Coefficients:
     """Staged engines, backward pass of one block."""
     kept: Table
     """Staged engines, backward pass of one block that keeps the outputs of its linear layers."""
+    tiles: Table
+    """Blocks on tiles: the work on a tile relative to that on rows as long as a tile, and scores of
+    attention."""
     head: Table
     """Staged engines, vocabulary head."""
     evaluation: Table
@@ -97,7 +100,8 @@ def read_packaged() -> Coefficients:
 
 
 PACKAGED = read_packaged()
-LATER = {"rollouts": PACKAGED.rollouts, "kept": PACKAGED.kept}  # which older files do not have
+# Tables that older files do not have.
+LATER = {"rollouts": PACKAGED.rollouts, "kept": PACKAGED.kept, "tiles": PACKAGED.tiles}
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,12 @@ from your_ai.memory.estimate_generation import (
 )
 from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
 from your_ai.memory.estimate_kinds import is_mixer_alone, kind_bytes, slices_mlp
+from your_ai.memory.estimate_tiles import (
+    is_tiled,
+    tile_tokens,
+    tiled_backward_bytes,
+    tiled_forward_bytes,
+)
 from your_ai.memory.facts import ModelFacts, layers_named
 from your_ai.memory.layer_sizes import head_step, largest_matrix_bytes, widest_outputs
 from your_ai.memory.sizes import (
@@ -278,9 +284,12 @@ def staged_phases(
     forward = max(staged_forward_bytes(each, rows, tokens) for each, _ in alone)
     backward = max(staged_backward_bytes(each, rows, tokens) for each, count in alone if count)
     table = coefficients.head
+    tiled = is_tiled(workload, rows, tokens)
+    is_cut = tiled and not plan.kept and not workload.score_head  # in tiles at the head
     head = (
         table["logits"] * logits_bytes(workload, n)
-        + table["hidden"] * hidden
+        + table["hidden"] * (hidden * min(1.0, HEAD_ROWS / n) if is_cut else hidden)
+        + hidden * is_cut
         + table["slice"] * min(HEAD_SLICE_BYTES, workload.vocabulary * facts.hidden * number)
     )
     counts = facts.counts_of_last(plan.kept) if plan.kept else {}
@@ -290,7 +299,7 @@ def staged_phases(
     found = [
         {
             "gradients": earlier,
-            "block inputs": (first - (not later)) * inputs,
+            "block inputs": (first - (not later and not tiled)) * inputs,
             "block work": forward,
         },
         {
@@ -301,7 +310,14 @@ def staged_phases(
         },
     ]
     of_all = coefficients.backward["gradients"] * gradients
-    if plan.kept < training.blocks:
+    if tiled:
+        found.append({"block work": 2 * hidden})  # the embeddings, and their tiles
+    if plan.kept < training.blocks and tiled:  # at the first and the last of these blocks
+        of_block = (gradients - earlier) // training.blocks
+        inputs_left = {"block inputs": first * inputs, "block work": backward}
+        found.append({"gradients": earlier + of_block, **inputs_left})
+        found.append({"gradients": of_all, "block inputs": inputs, "block work": backward})
+    elif plan.kept < training.blocks:
         found.append({"gradients": of_all, "block work": backward})
     if later:
         alone = [(replace(workload, facts=part), count) for part, count in later]
@@ -375,6 +391,9 @@ def kept_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
 
 def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     """Bytes of the forward pass of a block, of a model whose blocks have the same sizes."""
+    if is_tiled(workload, rows, tokens):
+        of_tile = staged_forward_bytes(workload, rows, tile_tokens(rows, tokens))
+        return tiled_forward_bytes(workload, rows, tokens, of_tile)
     facts, coefficients = workload.facts, workload.coefficients
     number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
     matrix = largest_matrix_bytes(facts)
@@ -392,6 +411,9 @@ def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
 
 def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     """Bytes of the backward pass of a block, of a model whose blocks have the same sizes."""
+    if is_tiled(workload, rows, tokens):
+        of_tile = staged_backward_bytes(workload, rows, tile_tokens(rows, tokens))
+        return tiled_backward_bytes(workload, rows, tokens, of_tile)
     facts, training, table = workload.facts, workload.training, workload.coefficients.backward
     number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
     lora = sum(i for i, _ in layers_named(facts, training.targets, training.experts))
@@ -484,20 +506,28 @@ def forward_phases(
     logits = logits_bytes(workload, n)
     engine = "fused" if plan.engine == "fused" else "staged"
     parts = [replace(workload, facts=part) for part, *_ in counted_parts(facts, workload.training)]
-    blocks = max(evaluation_block_bytes(part, engine, n) for part in parts)
+    blocks = max(evaluation_block_bytes(part, engine, rows, tokens) for part in parts)
     head_slice = min(HEAD_SLICE_BYTES, workload.vocabulary * facts.hidden * number)
     losses = coefficients.head["logits"] * logits + coefficients.head["slice"] * head_slice
     table = coefficients.scores
     predictions = table["logits"] * logits + table[engine] * head_slice
     if not predicts and engine == "staged":
         predictions = 0.0
-    head = max(losses, predictions) + table["hidden"] * hidden
+    if engine == "staged" and is_tiled(workload, rows, tokens) and not workload.score_head:
+        at_head = hidden + table["hidden"] * hidden * min(1.0, HEAD_ROWS / n)
+    else:
+        at_head = table["hidden"] * hidden
+    head = max(losses, predictions) + at_head
     return [{"block work": blocks}, {"head chunk": head}]
 
 
-def evaluation_block_bytes(workload: Workload, engine: str, tokens: int) -> float:
+def evaluation_block_bytes(workload: Workload, engine: str, rows: int, tokens: int) -> float:
     """Bytes of a block without gradients, of a model whose blocks have the same sizes."""
+    if engine == "staged" and is_tiled(workload, rows, tokens):
+        of_tile = evaluation_block_bytes(workload, engine, rows, tile_tokens(rows, tokens))
+        return tiled_forward_bytes(workload, rows, tokens, of_tile)
     facts, coefficients = workload.facts, workload.coefficients
+    tokens *= rows
     number, wide, adapted = facts.float_bytes, widest_outputs(facts), adapts_widest(workload)
     if largest_matrix_bytes(facts) > DEQUANTIZED_SLICE_BYTES:
         table, hidden = coefficients.evaluation, tokens * facts.hidden * number

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from your_ai.memory.coefficients import Table
 from your_ai.memory.estimate_adapters import counted_parts
+from your_ai.memory.estimate_tiles import is_tiled, tiled_query_blocks
 from your_ai.memory.facts import ModelFacts, layers_named
 from your_ai.memory.layer_sizes import head_step
 from your_ai.memory.sizes import (
@@ -40,7 +41,10 @@ def graphs_bytes(
     one more if only some blocks keep outputs; kept: how many do.
     """
     facts, training, coefficients = workload.facts, workload.training, workload.coefficients
-    queries = query_blocks(facts, engine, rows, tokens)
+    if engine != "fused" and kept < training.blocks and is_tiled(workload, rows, tokens):
+        queries = tiled_query_blocks(facts, rows, tokens)
+    else:
+        queries = query_blocks(facts, engine, rows, tokens)
 
     def size_of(table: Table, part: ModelFacts) -> float:
         """Of the graph of one block of a model that has only such blocks."""

@@ -12,6 +12,11 @@ QUERY_BLOCK = 64
 LEAN_QUERY_BLOCK = 32  # for engines that save memory: 30% less memory, 15% more time
 FEWEST_QUERIES = 16  # minimum, for any sequence length
 SCORE_BYTES = 16 << 20  # attention scores of one query block; about five such arrays are alive
+# Micro-batches of more than TILED_FROM tokens run through a block in tiles of about TILE_TOKENS, if
+# the block keeps no outputs. Tiles of 256 take 40% less memory, but dequantize weights too often.
+TILED_FROM = 1024
+TILE_TOKENS = 512
+TILE_SCORE_BYTES = 4 << 20  # attention scores of one query block of a tile, against another tile
 CPU_TOKENS = 96  # sequence length from which query blocks are faster on the CPU
 METAL_TOKENS = 192  # from here they use 40% less memory in 6% more time (measured on the CPU)
 UPDATE_BYTES = 4 << 20  # parameters that the optimizer updates together,

@@ -1,6 +1,7 @@
 """Make mlx-lm's mixers compute in chunks where they train, and as ever where they generate.
 
-Attention is one of them: it attends in blocks of queries, where that is better.
+Attention is one of them: it attends in blocks of queries, where that is better; with a TileCache,
+it hands its queries, keys and values over.
 
 A mixer becomes an instance of a subclass of its class, with the same attributes. The methods of
 the subclass are the class's own, but call the functions of this package in place of mlx-lm's
@@ -29,6 +30,7 @@ from your_ai.nets.mixers.linear_attention import linear_attention, state_space, 
 from your_ai.nets.mixers.rwkv7 import rwkv7
 from your_ai.nets.mixers.scans import real_gated_lru, selective_scan
 from your_ai.nets.numerics import device, mlx_version
+from your_ai.nets.tiled_attention import TileCache
 
 MODELS = "mlx_lm.models."
 
@@ -103,7 +105,7 @@ def chunked_class(kind: type) -> type:
 
         def __call__(self: nn.Module, *args: Any, **keywords: Any) -> Any:
             cache = args[place] if place < len(args) else keywords.get("cache")
-            if cache is None:
+            if cache is None or isinstance(cache, TileCache):
                 return call(self, *args, **keywords)
             return kind.__call__(_original(self), *args, **keywords)
 
@@ -255,6 +257,8 @@ def _attend(original: Callable) -> Callable:
         mask: Any = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
+        if isinstance(cache, TileCache):
+            return cache.attend(queries, keys, values, scale, mask, sinks)
         tokens, seen = queries.shape[2], Mask()
         if isinstance(mask, TextMask):
             mask.received.append(True)

@@ -1,0 +1,174 @@
+"""Blocks on tiles of long rows: the same loss and gradients as on whole rows."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from tests.architectures import batch_of, opened_with_adapters, write_model
+from tests.conftest import TINY, make_model
+from tests.engine.test_fused import relative_error
+from tests.engine.test_plans import by_plan
+from your_ai.engine.build import build_engine
+from your_ai.engine.prefix import MemoryStore
+from your_ai.engine.spill import Spilled
+from your_ai.engine.tiles import TiledBlocks
+from your_ai.memory import tiles
+from your_ai.memory.estimate_tiles import can_tile
+from your_ai.memory.facts import facts_of
+from your_ai.nets import tile_calls, tiled_attention
+
+CASES = [  # architecture, bits, DoRA, dropout, other settings of by_plan
+    ("llama", 4, False, 0.1, {}),
+    ("llama", None, True, 0.1, {"packed": 128}),
+    ("gemma3_text", None, False, 0.1, {"spill": True, "neftune_alpha": 5.0}),  # windows
+    ("gemma3_text", 4, False, 0.0, {"packed": 128, "plan": "streamed"}),
+    ("qwen3", None, False, 0.1, {"plan": "partly kept"}),
+    ("mistral", 4, True, 0.0, {"plan": "kept", "lora_layers": 1}),
+]
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Cuts short rows into tiles; a list that says of each use of a block whether it did."""
+    found: list[bool] = []
+    of = TiledBlocks.of
+
+    def noted(self: TiledBlocks, *args):
+        block = of(self, *args)
+        found.append(block is not None)
+        return block
+
+    monkeypatch.setattr(TiledBlocks, "of", noted)
+    monkeypatch.setattr(tiled_attention, "FEWEST_QUERIES", 8)
+    monkeypatch.setattr(tiled_attention, "TILE_SCORE_BYTES", 1)
+    return found
+
+
+def cut(monkeypatch, tokens: int = 24) -> None:
+    for size in ("TILED_FROM", "TILE_TOKENS", "FEWEST_TILE_TOKENS"):
+        monkeypatch.setattr(tiles, size, tokens)
+
+
+@pytest.mark.parametrize(("architecture", "bits", "dora", "dropout", "settings"), CASES)
+def test_tiles_give_the_loss_and_gradients_of_whole_rows(
+    tmp_path, monkeypatch, used, architecture, bits, dora, dropout, settings
+):
+    folder = make_model(tmp_path / "m", architecture, bits, **TINY)
+    settings = {"plan": "staged", "use_dora": dora, "lora_dropout": dropout} | settings
+    if settings.get("spill"):
+        settings["spill"] = tmp_path / "spill"
+    expected, expected_grads, expected_alone = by_plan(folder, tmp_path, **settings)
+    assert not any(used)
+    used.clear()
+    cut(monkeypatch)
+    loss, grads, alone = by_plan(folder, tmp_path, **settings)
+    assert used
+    assert all(used)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert alone == pytest.approx(expected_alone, rel=1e-5)
+    for name, grad in grads.items():
+        assert relative_error(grad, expected_grads[name]) < 1e-5, name
+
+
+def test_tiles_are_deterministic_and_the_same_spilled(tmp_path, monkeypatch, tiny_model):
+    cut(monkeypatch)
+    _, expected, _ = by_plan(tiny_model, tmp_path, "staged", lora_layers="all")
+    for settings in ({}, {"spill": tmp_path / "spill"}):
+        _, grads, _ = by_plan(tiny_model, tmp_path, "staged", lora_layers="all", **settings)
+        for name, grad in grads.items():
+            assert mx.array_equal(grad, expected[name]), name
+
+
+def engine_of(folder, plan="staged", **settings):
+    opened, adapters = opened_with_adapters(folder)
+    built = build_engine(
+        opened.network, adapters.dropout_keys, plan, tensors=opened.tensors, **settings
+    )
+    return built.engine
+
+
+# Windows and sinks; chunks of two kinds and no rotation; factors of each token; experts; learned
+# positions; keys and values of one matrix. The others have blocks that are not cut.
+TILED = ["gpt_oss", "llama4_text", "ministral3", "qwen3_moe", "gpt2", "phi3"]
+WHOLE = ["gemma2", "deepseek_v3", "gemma4_text", "mamba2"]
+
+
+@pytest.mark.parametrize("model_type", TILED + WHOLE)
+def test_architectures_tile_as_the_estimate_says(tmp_path, monkeypatch, used, model_type):
+    folder, batch = write_model(tmp_path / "m", model_type), batch_of(40)
+    assert can_tile(facts_of(folder, 4)) == (model_type in TILED)
+    expected, scores = engine_of(folder).score(batch)
+    assert not any(used)
+    used.clear()
+    cut(monkeypatch)
+    found, predictions = engine_of(folder).score(batch)
+    assert used
+    assert set(used) == {model_type in TILED}
+    assert np.allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)
+    assert mx.array_equal(predictions, scores)
+
+
+def test_targets_of_all_tiles_come_back_in_their_order(tmp_path, monkeypatch):
+    folder, batch = write_model(tmp_path / "m", "llama"), batch_of(40)
+    engine = engine_of(folder)
+    wanted = np.array(engine.log_probabilities(batch)), engine.loss(batch).loss.item()
+    cut(monkeypatch)
+    monkeypatch.setattr("your_ai.engine.tiled_head.HEAD_ROWS", 48)
+    engine = engine_of(folder)
+    assert np.allclose(np.array(engine.log_probabilities(batch)), wanted[0], rtol=1e-4)
+    assert engine.loss(batch).loss.item() == pytest.approx(wanted[1], rel=1e-5)
+
+
+def test_a_prefix_cache_is_filled_and_used_with_tiles(tmp_path, monkeypatch, tiny_model):
+    settings = {"lora_layers": 1}
+    _, expected, _ = by_plan(tiny_model, tmp_path, "staged", **settings)
+    cut(monkeypatch)
+    monkeypatch.setattr(
+        "tests.engine.test_plans.build_engine",
+        lambda *args, **more: build_engine(*args, make_store=lambda _: MemoryStore(), **more),
+    )
+    _, grads, _ = by_plan(tiny_model, tmp_path, "staged", **settings)
+    for name, grad in grads.items():
+        assert relative_error(grad, expected[name]) < 1e-5, name
+
+
+def test_the_work_of_a_block_does_not_grow_with_the_row(tmp_path, monkeypatch):
+    folder = write_model(tmp_path / "m", "llama")
+
+    def work(tokens: int) -> int:
+        engine, batch = engine_of(folder, spill=tmp_path), batch_of(tokens)
+        mx.eval(engine.gradients(batch, 1.0, 0)[1])
+        mx.synchronize()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(dict(tree_flatten(engine.gradients(batch, 1.0, 0)[1])))
+        return mx.get_peak_memory() - before
+
+    whole = work(512)
+    cut(monkeypatch, 64)
+    short, long = work(256), work(512)
+    # Hidden states, keys, values and gradients of these, of two rows: 32 + 4 x 16 numbers a token.
+    assert long - short < 1.25 * 256 * 2 * 4 * (32 + 4 * 16)
+    assert long < whole / 2
+
+
+def test_arrays_below_the_top_of_a_stack_can_be_read(tmp_path):
+    stack = Spilled(tmp_path)
+    arrays = [mx.full((2, size), size, mx.bfloat16) for size in (1, 3, 2)]
+    for array in arrays:
+        stack.append(array)
+    for count, array in enumerate(reversed(arrays)):
+        assert mx.array_equal(stack.below_top(count), array)
+    assert len(stack) == 3
+    assert mx.array_equal(stack.pop(), arrays[2])
+
+
+def test_rows_that_show_a_model_are_as_long_as_its_windows():
+    settings = {"sliding_window": 512, "text_config": {"attention_chunk_size": 8192}, "n": 1000}
+    assert tile_calls.showing(settings, 20_000) == 8193
+    assert tile_calls.showing(settings, 4096) == 513
+    assert tile_calls.showing({}, 4096) == tile_calls.FEWEST_TOKENS

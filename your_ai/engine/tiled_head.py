@@ -1,0 +1,73 @@
+"""The targets of a long row, tile by tile, so that the head sees few hidden states at a time.
+
+Several tiles go through the head together: it reads or dequantizes its weight once for them.
+
+Shapes: B rows, T tokens per row, n tokens of the tiles of a part, S targets of the rows, N slots
+of a part.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from your_ai.memory.sizes import HEAD_ROWS
+from your_ai.objectives.objective import Targets
+
+SHARES = 4  # sizes of the slots of a part, so that few graphs are compiled
+
+
+class TargetPart(NamedTuple):
+    """The targets of some tiles."""
+
+    tiles: slice
+    """Which tiles."""
+    indices: np.ndarray
+    """Of the targets, among the S of the rows."""
+    targets: Targets | None
+    """(N,) each, with positions in the flattened (B, n) tokens, and padding of weight 0; None if
+    there are none."""
+
+
+def target_parts(
+    targets: Targets, positions: np.ndarray, shape: tuple[int, int], tiles: list[slice]
+) -> list[TargetPart]:
+    """The targets of groups of tiles.
+
+    positions: (S,) as in `Targets`. shape: (B, T).
+    """
+    rows, tokens = shape
+    row, token = np.divmod(positions, tokens)
+    together = max(1, HEAD_ROWS // (rows * (tiles[0].stop - tiles[0].start)))
+    found = []
+    for first in range(0, len(tiles), together):
+        group = tiles[first : first + together]
+        start, stop = group[0].start, group[-1].stop
+        indices = np.flatnonzero((start <= token) & (token < stop))
+        own = None
+        if len(indices):
+            places = row * (stop - start) + token - start
+            own = slots_of(targets, indices, places, -(-rows * (stop - start) // SHARES))
+        found.append(TargetPart(slice(first, first + len(group)), indices, own))
+    return found
+
+
+def slots_of(targets: Targets, indices: np.ndarray, places: np.ndarray, share: int) -> Targets:
+    """The targets at `indices`, with padding to a multiple of `share`; places: their positions."""
+    count = len(indices)
+    slots = np.zeros(-(-count // share) * share, np.int64)
+    slots[:count] = indices
+    at = mx.array(slots.astype(np.int32))
+    found = Targets(*(None if array is None else array[at] for array in targets))
+    weights = mx.where(mx.arange(len(slots)) < count, found.weights, 0)
+    return found._replace(positions=mx.array(places[slots].astype(np.int32)), weights=weights)
+
+
+def in_order(parts: list[TargetPart], found: list[mx.array]) -> mx.array:
+    """(S,) values of all targets, from those of each part that has some, (N,)."""
+    every = [part.indices for part in parts if part.targets is not None]
+    values = [array[: len(own)] for own, array in zip(every, found, strict=True)]
+    order = np.argsort(np.concatenate(every), kind="stable")
+    return mx.concatenate(values)[mx.array(order.astype(np.int32))]

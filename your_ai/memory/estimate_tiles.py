@@ -1,0 +1,67 @@
+"""Bytes of blocks that run on tiles of a row (engine/tiles.py).
+
+Beside the work on one tile, a block holds a few numbers for each token of the row: the hidden
+states, and its keys and values; in the backward pass the cotangents in place of the hidden states,
+and the gradients of keys and values in float32.
+
+Shapes: B rows, T tokens per row, n tokens of a tile, D hidden size.
+"""
+
+from __future__ import annotations
+
+from your_ai.memory.facts import ModelFacts
+from your_ai.memory.mixer_facts import ATTENTION, SLIDING
+from your_ai.memory.sizes import FEWEST_QUERIES, TILE_SCORE_BYTES
+from your_ai.memory.tiles import tiles_of
+from your_ai.memory.workload import Workload
+
+
+def is_tiled(workload: Workload, rows: int, tokens: int) -> bool:
+    """Whether every block runs on tiles of such rows, unless it keeps outputs."""
+    if workload.soft is not None:  # it has engines of its own
+        return False
+    return len(tiles_of(rows, tokens)) > 1 and can_tile(workload.facts)
+
+
+def can_tile(facts: ModelFacts) -> bool:
+    """Whether the blocks of such a model have attention alone, in a form that engine/tiles.py can
+    cut, and pass on nothing but hidden states."""
+    mixers = [kind.mixers for kind in facts.kinds]
+    plain = all(len(m) == 1 and m[0].kind in (ATTENTION, SLIDING) for m in mixers)
+    return plain and not facts.softcaps and not facts.passed
+
+
+def tile_tokens(rows: int, tokens: int) -> int:
+    """n"""
+    first = tiles_of(rows, tokens)[0]
+    return first.stop - first.start
+
+
+def tiled_forward_bytes(workload: Workload, rows: int, tokens: int, of_tile: float) -> float:
+    """Bytes of the forward pass of a block; of_tile: of that of rows of n tokens."""
+    facts, table = workload.facts, workload.coefficients.tiles
+    per_token = (facts.hidden + cached(facts)) * facts.float_bytes
+    return rows * tokens * per_token + table["forward"] * of_tile
+
+
+def tiled_backward_bytes(workload: Workload, rows: int, tokens: int, of_tile: float) -> float:
+    """Bytes of the backward pass of a block; of_tile: of that of rows of n tokens."""
+    facts, table = workload.facts, workload.coefficients.tiles
+    per_token = (facts.hidden + cached(facts)) * facts.float_bytes + 4 * cached(facts)
+    work = table["backward"] * of_tile + table["scores"] * TILE_SCORE_BYTES
+    return rows * tokens * per_token + work
+
+
+def cached(facts: ModelFacts) -> int:
+    """Numbers of the keys and values of a token in a block."""
+    most = max((m.cached for kind in facts.kinds for m in kind.mixers), default=0)
+    return most or 2 * facts.hidden
+
+
+def tiled_query_blocks(facts: ModelFacts, rows: int, tokens: int) -> int:
+    """Blocks of queries in the compiled graphs of attention: of a tile with itself, and with
+    another; twice, if the last tile is shorter."""
+    tiles, n = tiles_of(rows, tokens), tile_tokens(rows, tokens)
+    most = max(FEWEST_QUERIES, TILE_SCORE_BYTES // (4 * rows * max(1, facts.heads) * n))
+    shapes = len({tile.stop - tile.start for tile in tiles})
+    return 2 * shapes * -(-n // min(most, n))

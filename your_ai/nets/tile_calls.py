@@ -1,0 +1,169 @@
+"""How the trunk calls a block on a tile of a row: as in chunked prefill, with a TileCache.
+
+What holds for every length (arguments, windows) is found with rows that are long enough to show
+every window. Arrays that depend on the length of the row are recorded for the row itself, and cut.
+
+Shapes: B rows, T tokens per row, n tokens of a tile, D hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from your_ai.nets.block_calls import (
+    Arrays,
+    Call,
+    Given,
+    Mask,
+    StateSlot,
+    given_name,
+    leaves,
+    mapped,
+    mask_of,
+)
+from your_ai.nets.parts import Parts
+from your_ai.nets.tiled_attention import TileCache
+
+FEWEST_TOKENS = 8  # of a row that shows what blocks are given
+SEEN_WHOLE = 4096  # tokens of the longest row whose mask is computed
+REACHES = ("window", "chunk")  # parts of the names of settings that limit attention
+CACHE = "cache"  # the argument of a block that takes a KV cache
+
+
+@dataclass(frozen=True)
+class TileCall:
+    """How a block is called on a tile of rows of one length."""
+
+    args: tuple[Any, ...]
+    """As of `Call`."""
+    keywords: tuple[tuple[str, Any], ...]
+    leaf: int
+    """The index of the hidden states in the leaves of the block's result."""
+    mask: Mask
+    cache_place: int
+    """Of the argument `cache` among the positional ones."""
+    constants: Arrays = field(default_factory=dict, repr=False)
+    """By the names in `Given`, of the whole row."""
+    axes: Mapping[str, int | None] = field(default_factory=dict, repr=False)
+    """The axis of tokens of each constant; None if it has none."""
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for calls that pass the same, but for the constants."""
+        return repr((self.args, self.keywords, self.leaf, self.cache_place))
+
+    def given(self, start: int, stop: int) -> Arrays:
+        """The constants of the tokens from `start` to `stop`."""
+        return {
+            name: array if axis is None else array[(slice(None),) * axis + (slice(start, stop),)]
+            for name, array in self.constants.items()
+            for axis in [self.axes[name]]
+        }
+
+    def run(
+        self, block: nn.Module, hidden: mx.array, cache: TileCache, given: Arrays
+    ) -> mx.array:  # fmt: skip
+        """(B, n, D) -> (B, n, D); the attention of `block` must know a TileCache."""
+
+        def filled(value: Any) -> Any:
+            if isinstance(value, StateSlot):
+                return hidden
+            if isinstance(value, Given):
+                return given[value.name]
+            return "causal" if isinstance(value, Mask) else value
+
+        args = list(mapped(filled, self.args))
+        keywords = {name: mapped(filled, value) for name, value in self.keywords}
+        if self.cache_place < len(args):
+            args[self.cache_place] = cache
+        else:
+            keywords[CACHE] = cache
+        return leaves(block(*args, **keywords))[self.leaf]
+
+
+def tile_calls(parts: Parts, settings: Mapping[str, Any], tokens: int) -> list[TileCall | None]:
+    """The call of each block on tiles of rows of `tokens` tokens; None for blocks that get more
+    than hidden states, masks and constants, or have no cache.
+
+    settings: of the model, which may limit attention.
+    """
+    if parts.has_context:
+        return [None] * len(parts.blocks)
+    short = parts.calls(min(tokens, showing(settings, tokens)))
+    recorded, longer = (
+        parts.trunk.record(mx.zeros((1, n), mx.int32), parts.wiring.answer(1, n)).args
+        for n in (tokens, tokens + 1)
+    )
+    return [
+        tile_call(call, block, tokens, leaves(given), leaves(more))
+        for call, block, given, more in zip(short, parts.blocks, recorded, longer, strict=True)
+    ]
+
+
+def showing(settings: Mapping[str, Any], tokens: int) -> int:
+    """The fewest tokens of a row in which every limit of attention below `tokens` shows.
+
+    To find a mask, MLX computes it whole: the square of the length.
+    """
+    return max([FEWEST_TOKENS, *(n + 1 for n in reaches(settings) if n < tokens)])
+
+
+def reaches(settings: Mapping[str, Any]) -> Iterator[int]:
+    for name, value in settings.items():
+        if dataclasses.is_dataclass(value):
+            yield from reaches(vars(value))
+        elif isinstance(value, Mapping):
+            yield from reaches(value)
+        elif isinstance(value, int) and any(part in name for part in REACHES):
+            yield value
+
+
+def is_same_mask(call: Call, mask: Any, tokens: int) -> bool:
+    """Whether the mask of a row of `tokens` tokens is that of a shorter row, as far as it can be
+    told without its square: a long mask is not computed."""
+    if not isinstance(mask, mx.array):
+        return not call.as_array and call.mask.reach is None
+    if call.mask.reach is not None:
+        return True
+    if not call.as_array:
+        return False
+    return tokens > SEEN_WHOLE or mask_of(mask, tokens) == call.mask
+
+
+def tile_call(
+    call: Call, block: nn.Module, tokens: int, given: list[Any], longer: list[Any]
+) -> TileCall | None:
+    """given, longer: the leaves of the arguments for rows of `tokens` tokens, and of one more."""
+    names = list(inspect.signature(type(block).__call__).parameters)
+    plain = call.state.is_plain and call.after.is_plain and len(call.passed) == 1
+    if CACHE not in names or not plain or not call.passed[0][0]:
+        return None
+    slots = leaves((call.args, [value for _, value in call.keywords]))
+    used = {slot.name for slot in slots if isinstance(slot, Given)}
+    masks = [array for slot, array in zip(slots, given, strict=True) if isinstance(slot, Mask)]
+    if not all(is_same_mask(call, mask, tokens) for mask in masks):
+        return None
+    constants: Arrays = {}
+    axes: dict[str, int | None] = {}
+    for at, (array, other) in enumerate(zip(given, longer, strict=True)):
+        name = given_name(at)
+        if name not in used:
+            continue
+        differ = [
+            i for i, (a, b) in enumerate(zip(array.shape, other.shape, strict=False)) if a != b
+        ]
+        if array.ndim != other.ndim or len(differ) > 1:
+            return None
+        constants[name], axes[name] = array, differ[0] if differ else None
+    return TileCall(
+        call.args, call.keywords, call.passed[0][1], call.mask or Mask(),
+        names.index(CACHE) - 1, constants, axes,
+    )  # fmt: skip
