@@ -9,7 +9,9 @@ from mlx.utils import tree_flatten
 
 from tests.architectures import batch_of, opened_with_adapters, write_model
 from your_ai.engine.build import build_engine
-from your_ai.engine.kept import keep_outputs
+from your_ai.engine.kept import Keeps, keep_results
+from your_ai.memory.estimate_kept import everything
+from your_ai.memory.workload import NOTHING
 from your_ai.nets.model import DropoutKeys
 
 
@@ -33,19 +35,19 @@ def block():
 def test_all_outputs_but_the_last_are_kept(block):
     x = mx.random.normal((3, 4))
     expected, up = block(x), block.up(x)
-    outputs = keep_outputs(block, DropoutKeys([None]))
-    outputs.record()
+    results = keep_results(block, DropoutKeys([None]), Keeps(linear=True))
+    results.record()
     assert mx.array_equal(block(x), expected)
-    (kept,) = outputs.recorded()
+    (kept,) = results.recorded()
     assert mx.array_equal(kept, up)
-    assert outputs.recorded() == []
+    assert results.recorded() == []
 
 
 def test_a_given_output_takes_the_place_of_the_layer_once(block):
     x = mx.random.normal((3, 4))
     expected = block(x)
-    outputs = keep_outputs(block, DropoutKeys([None]))
-    outputs.use([mx.zeros((3, 8))])
+    results = keep_results(block, DropoutKeys([None]), Keeps(linear=True))
+    results.use([mx.zeros((3, 8))])
     assert mx.array_equal(block(x), x + block.down(mx.zeros((3, 8))))
     assert mx.array_equal(block(x), expected)
 
@@ -58,12 +60,12 @@ def test_gradients_of_a_given_output_are_those_of_the_layer(block):
 
     expected, of_x = nn.value_and_grad(block, loss)(x)[1], mx.grad(loss)(x)
     up = block.up(x)
-    outputs = keep_outputs(block, DropoutKeys([None]))
-    outputs.use([up])
+    results = keep_results(block, DropoutKeys([None]), Keeps(linear=True))
+    results.use([up])
     found = dict(tree_flatten(nn.value_and_grad(block, loss)(x)[1]))
     for name, grad in tree_flatten(expected):
         assert mx.allclose(found[name], grad, rtol=1e-5, atol=1e-6), name
-    outputs.use([up])
+    results.use([up])
     assert mx.allclose(mx.grad(loss)(x), of_x, rtol=1e-5, atol=1e-6)
 
 
@@ -84,9 +86,9 @@ def test_the_number_of_blocks_can_be_changed_between_steps(tmp_path):
         return mx.get_peak_memory(), grads
 
     least, expected = peak_and_gradients()
-    engine.keep(4)
+    engine.keep(lambda rows, tokens: everything(4))
     most, found = peak_and_gradients()
-    engine.keep(0)
+    engine.keep(lambda rows, tokens: NOTHING)
     again, same = peak_and_gradients()
     assert most > least
     assert again < most

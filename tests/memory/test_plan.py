@@ -14,8 +14,10 @@ from tests.memory.test_estimate import any_facts, any_training
 from your_ai.errors import UserError
 from your_ai.memory.estimate import Plan, Training
 from your_ai.memory.estimate_generation import RolloutSizes
+from your_ai.memory.estimate_kept import at_rung, highest, rung_of
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.limit import MachineMemory, find_limit
+from your_ai.memory.mixer_facts import ATTENTION, MixerFacts
 from your_ai.memory.plan import (
     ENGINES,
     GOOD_WAVE,
@@ -25,6 +27,8 @@ from your_ai.memory.plan import (
     can_begin,
     choose,
     estimate_rows,
+    largest,
+    may_keep,
     options,
     rounded_up,
     rows_of,
@@ -32,6 +36,7 @@ from your_ai.memory.plan import (
     with_margin,
     words,
 )
+from your_ai.memory.workload import Kept
 
 MB, GB = 10**6, 10**9
 
@@ -45,8 +50,9 @@ LAYERS = {
     "mlp.up_proj": (4096, 14336),
     "mlp.down_proj": (14336, 4096),
 }
+HEADS = MixerFacts(kind=ATTENTION, heads=32, kv_heads=8, key_dim=128, value_dim=128, cached=2048)
 LLAMA = ModelFacts(
-    kinds=(BlockFacts(LAYERS, 123 * MB),),
+    kinds=(BlockFacts(LAYERS, 123 * MB, mixers=(HEADS,)),),
     order=(0,) * 32,
     hidden=4096,
     vocabulary=128256,
@@ -145,18 +151,33 @@ def test_fastest_plan_that_fits_is_chosen(data):
     limit_bytes = data.draw(limits_for(demand))
     fitting = [o for o in options(demand) if o.needed_bytes <= limit_bytes]
     begin = [o for o in fitting if can_begin(demand, o, limit_bytes)]
-    assert choose(demand, limit_bytes).option == (begin or fitting)[0]
+    expected, chosen = (begin or fitting)[0], choose(demand, limit_bytes).option
+    assert replace(chosen.plan, kept=expected.plan.kept) == expected.plan
+    assert chosen.cost <= expected.cost
+
+
+@given(st.data())
+def test_as_much_is_kept_as_fits(data):
+    demand = data.draw(demands())
+    limit_bytes = data.draw(limits_for(demand))
+    option = choose(demand, limit_bytes).option
+    plan, blocks = option.plan, demand.training.blocks
+    if not may_keep(demand, plan.engine, plan.spill) or rung_of(plan.kept) == highest(blocks):
+        return
+    more = replace(plan, kept=at_rung(blocks, rung_of(plan.kept) + 1))
+    assert with_margin(largest(demand, more)) > limit_bytes
 
 
 def test_plans_are_tried_in_order_of_speed():
-    """Engine by engine, with fewer and fewer blocks that keep outputs, and fewer and fewer rows."""
+    """Engine by engine, with less and less kept, and fewer and fewer rows."""
     every = options(DEMAND)
     tried = [(o.plan.engine, o.plan.spill, o.plan.kept, o.plan.rows(2048, 8)) for o in every]
-    kept = dict.fromkeys((("staged", False), ("streamed", False)), (16, 12, 8, 4, 0))
+    of_last = (Kept(16, 16, 16), Kept(16, 16), Kept(8, 16), Kept(0, 16), Kept())
+    kept = dict.fromkeys((("staged", False), ("streamed", False)), of_last)
     assert tried == [
         (*engine, count, rows)
         for engine in ENGINES
-        for count in kept.get(engine, (0,))
+        for count in kept.get(engine, (Kept(),))
         for rows in (8, 4, 2, 1)
     ]
     for engine in ENGINES:
@@ -176,16 +197,17 @@ def test_more_kept_outputs_take_more_memory_and_less_time():
 
 @pytest.mark.parametrize("changes", [{"spill": True}, {"forward": True}])
 def test_outputs_are_not_kept_by_plans_that_spill_or_only_evaluate(changes):
-    assert {option.plan.kept for option in options(replace(DEMAND, **changes))} == {0}
+    assert {option.plan.kept for option in options(replace(DEMAND, **changes))} == {Kept()}
 
 
 def test_more_memory_never_gives_a_slower_plan():
-    order = [option.plan for option in options(DEMAND)]
     limits = range(least_of(DEMAND), most_of(DEMAND) + GB, 250 * MB)
-    places = [order.index(choose(DEMAND, limit).option.plan) for limit in limits]
-    assert places == sorted(places, reverse=True)
-    assert places[-1] == 0
-    assert len(set(places)) > 4
+    plans = [choose(DEMAND, limit).option.plan for limit in limits]
+    places = [(-ENGINES.index((plan.engine, plan.spill)), rung_of(plan.kept)) for plan in plans]
+    before_rows = [(engine, rung // 8) for engine, rung in places]  # of those that `options` tries
+    assert before_rows == sorted(before_rows)
+    assert plans[-1].engine == "fused"
+    assert len(set(places)) > 8
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8, 12])
@@ -401,8 +423,13 @@ def test_rounded_up_limit_is_enough(size_bytes):
         (Plan("fused", 4096), "fused, micro-batches of 8 x 512 tokens"),
         (Plan("staged", 512), "staged, micro-batches of 1 x 512 tokens"),
         (
-            Plan("staged", 512, kept=3),
-            "staged, micro-batches of 1 x 512 tokens, outputs of 3 blocks kept",
+            Plan("staged", 512, kept=Kept(attention=1)),
+            "staged, micro-batches of 1 x 512 tokens, attention of 1 block kept",
+        ),
+        (
+            Plan("staged", 512, kept=Kept(linear=3, attention=4)),
+            "staged, micro-batches of 1 x 512 tokens, attention of 4 blocks and linear layers of "
+            "3 blocks kept",
         ),
         (Plan("staged", 100), "staged, micro-batches of 1 x 512 tokens"),
         (
@@ -713,4 +740,6 @@ def test_a_step_has_room_for_its_margin_beside_the_generation():
 def test_plans_that_need_the_same_activations_are_one_family():
     plans = Plan("fused", 64), Plan("staged", 64), Plan("streamed", 64, spill=True)
     assert [plan.family for plan in plans] == ["fused", "staged", "staged"]
-    assert {Plan(engine, 64, kept=2).family for engine in ("staged", "streamed")} == {"kept"}
+    assert {Plan(engine, 64, kept=Kept(linear=2)).family for engine in ("staged", "streamed")} == {
+        "kept"
+    }

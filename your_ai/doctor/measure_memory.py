@@ -33,15 +33,17 @@ from your_ai.memory import budget, coefficients
 from your_ai.memory.calibration import FAR, Shape
 from your_ai.memory.coefficients import Fitted
 from your_ai.memory.estimate import Plan, Training, Workload, estimate
+from your_ai.memory.estimate_kept import at_rung
 from your_ai.memory.facts import ModelFacts, facts_of
+from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets import model
 from your_ai.training.measure_peaks import batch_of
 
 MODULE = "your_ai.doctor.measure_memory"
 MODELS = (("narrow", 4), ("narrow", 0), ("wide", 4))  # of doctor/shapes.py, with their bits
-# Engines, and whether all adapted blocks keep outputs. streamed differs from staged in its weights
-# alone.
-ENGINES = (("fused", False), ("staged", False), ("staged", True))
+# Engines, and how many kinds of results all adapted blocks keep. streamed differs from staged in
+# its weights alone.
+ENGINES = (("fused", 0), ("staged", 0), ("staged", 2), ("staged", 3))
 ADAPTED = ((2, "q_proj"), ("all", "all-linear"))  # blocks and layers with adapters
 RANK = 16
 TRAINED = (Shape(1, 64), Shape(1, 256), Shape(4, 256), Shape(1, 1024))
@@ -127,7 +129,7 @@ def measure_model(name: str, bits: int, place: Path) -> Iterator[Peak]:
         for blocks, targets in ADAPTED:
             count = facts.blocks if blocks == "all" else int(blocks)
             training = Training(blocks=count, rank=RANK, targets=(targets,), experts=True)
-            kept = count * keeps
+            kept = at_rung(count, keeps * count)
             yield from measure_engine(folder, dtype, facts, training, engine, limit_bytes, kept)
 
 
@@ -138,7 +140,7 @@ def measure_engine(
     training: Training,
     engine: str,
     limit: int,
-    kept: int = 0,
+    kept: Kept = NOTHING,
 ) -> Iterator[Peak]:
     """The peaks of one engine; cases that could exceed `limit` bytes are left out."""
     gc.collect()

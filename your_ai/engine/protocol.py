@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from your_ai.data.batches import Batch
+from your_ai.memory.workload import KeptAt
 from your_ai.objectives.objective import Objective, Sums
 
 
@@ -35,6 +36,6 @@ class Engine:
     """Free the compiled graphs; they are compiled again when needed."""
     fill: Callable[[Iterable[Batch]], None] | None = None
     """Fill the prefix cache before the first step; None if that would not be cheaper."""
-    keep: Callable[[int], None] = lambda _: None
-    """Set the number of blocks, from the last, that keep the outputs of their linear layers from
-    the forward to the backward pass. Engines that are not staged ignore it."""
+    keep: Callable[[KeptAt], None] = lambda _: None
+    """Set what blocks keep from the forward to the backward pass, by the shape of a micro-batch.
+    Engines that are not staged ignore it."""

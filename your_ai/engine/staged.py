@@ -7,7 +7,7 @@ Shapes: B rows, T tokens per row, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,7 @@ from your_ai.data.batches import Batch
 from your_ai.engine import target_pass
 from your_ai.engine.compiled import Graphs, GraphShape, shape_of
 from your_ai.engine.fused import row_keys
+from your_ai.engine.kept import Keeps
 from your_ai.engine.prefix import Span, Store, assemble, missing, padded, spans_of
 from your_ai.engine.programs import (
     Extras,
@@ -31,6 +32,7 @@ from your_ai.engine.programs import (
 )
 from your_ai.engine.protocol import Engine
 from your_ai.engine.weights import streams_vocabulary
+from your_ai.memory.workload import NOTHING, Kept, KeptAt
 from your_ai.nets.dora import dora_layers, norms_of
 from your_ai.nets.head import Head, LinearHead
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
@@ -107,7 +109,7 @@ class Staged:
     graphs: the cache of compiled graphs.
     lean: save memory at the cost of time.
     neftune: noise on the embeddings in training; not with a store.
-    kept: the number of blocks, from the last, that keep the outputs of their linear layers.
+    kept: what blocks keep for the backward pass.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Staged:
         graphs: Graphs | None = None,
         lean: bool = True,
         neftune: Neftune | None = None,
-        kept: int = 0,
+        kept: Kept = NOTHING,
     ) -> None:
         if store is not None and neftune is not None:
             raise ValueError("cached hidden states would have the noise of one step in every step")
@@ -138,7 +140,7 @@ class Staged:
         self.dora = [dora_layers(block) for block in self.blocks]
         self.first = first_trained(self.blocks)
         self.frozen, self.trained = range(self.first), range(self.first, len(self.blocks))
-        self.keep(kept)
+        self.keep(lambda rows, tokens: kept)
         self.reads_files = streams_vocabulary(model)
         self.has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
         self.features = parts.features(self.first)
@@ -163,16 +165,18 @@ class Staged:
             self.score, self.graphs.drop, fill, self.keep,
         )  # fmt: skip
 
-    def keep(self, count: int) -> None:
-        """Let the last `count` trained blocks keep the outputs of their linear layers."""
-        self.first_kept = max(self.first, len(self.blocks) - count)
+    def keep(self, kept_at: KeptAt) -> None:
+        """Set what blocks keep, by the shape of a micro-batch."""
+        self.kept_at = kept_at
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
         rows = self._rows(batch, step_seed)
         hidden = [self._below(batch, rows)]
         self.inputs.clear()
-        outputs: list[list[mx.array]] = []
-        self._run(hidden, [rows], self.trained, self.inputs, outputs)
+        kept = self.kept_at(rows.shape.rows, rows.shape.tokens)
+        keeps = [Keeps.of(kept, place) for place in reversed(range(len(self.blocks)))]
+        results: list[list[mx.array]] = []
+        self._run(hidden, [rows], self.trained, self.inputs, results, keeps)
         scale = mx.array(scale, mx.float32)
         targets = Targets.of(batch)
         sums, cotangent, of_head = self._head_gradient(rows.shape, hidden.pop(), targets, scale)
@@ -184,9 +188,9 @@ class Staged:
                 self.weights.ahead(index - 1)
             given = (arrays, trained, self.inputs.pop(), rows.extras_of(index), cotangent)
             program = self.programs.of(index, rows.shape)
-            if index >= self.first_kept:
-                program = self.programs.keeping(index, rows.shape)
-                given = (outputs.pop(), *given)
+            if keeps[index]:
+                program = self.programs.keeping(index, rows.shape, keeps[index])
+                given = (results.pop(), *given)
             if index > self.first:
                 found[index], cotangent = program.backward(*given)
             else:
@@ -299,11 +303,12 @@ class Staged:
         which: range,
         saved: Inputs | None = None,
         kept: list[list[mx.array]] | None = None,
+        keeps: Sequence[Keeps] = (),
     ) -> None:
         """Run the blocks `which` and replace each of `hidden`, (B, T, D), with the result.
 
         The weights of a block are read once for all batches. The inputs of the blocks are
-        appended to `saved`, and what the last blocks keep to `kept`.
+        appended to `saved`, and what blocks keep to `kept`, as `keeps` says of each.
         """
         if which:
             self.weights.ahead(which[0])
@@ -316,11 +321,11 @@ class Staged:
                 if saved is not None:
                     saved.append(hidden[place])
                 extras = rows.extras_of(index)
-                if kept is not None and index >= self.first_kept:
-                    program = self.programs.keeping(index, rows.shape)
+                if kept is not None and keeps[index]:
+                    program = self.programs.keeping(index, rows.shape, keeps[index])
                     result = program.forward(arrays, trained, hidden[place], extras)
-                    hidden[place], outputs = result
-                    kept.append(outputs)
+                    hidden[place], found = result
+                    kept.append(found)
                 else:
                     program = self.programs.of(index, rows.shape)
                     result = hidden[place] = program.forward(arrays, trained, hidden[place], extras)
