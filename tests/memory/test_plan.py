@@ -14,7 +14,7 @@ from tests.memory.test_estimate import any_facts, any_training
 from your_ai.errors import UserError
 from your_ai.memory.estimate import Plan, Training
 from your_ai.memory.estimate_generation import RolloutSizes
-from your_ai.memory.estimate_kept import at_rung, highest, rung_of
+from your_ai.memory.estimate_kept import at_rung, computed_again, highest, rung_of
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.limit import MachineMemory, find_limit
 from your_ai.memory.mixer_facts import ATTENTION, MixerFacts
@@ -29,6 +29,7 @@ from your_ai.memory.plan import (
     estimate_rows,
     largest,
     may_keep,
+    option_of,
     options,
     rounded_up,
     rows_of,
@@ -36,7 +37,7 @@ from your_ai.memory.plan import (
     with_margin,
     words,
 )
-from your_ai.memory.workload import Kept
+from your_ai.memory.workload import NOTHING, Kept
 
 MB, GB = 10**6, 10**9
 
@@ -428,8 +429,8 @@ def test_rounded_up_limit_is_enough(size_bytes):
         ),
         (
             Plan("staged", 512, kept=Kept(linear=3, attention=4)),
-            "staged, micro-batches of 1 x 512 tokens, attention of 4 blocks and linear layers of "
-            "3 blocks kept",
+            "staged, micro-batches of 1 x 512 tokens, attention of 4 and linear layers of 3 blocks "
+            "kept",
         ),
         (Plan("staged", 100), "staged, micro-batches of 1 x 512 tokens"),
         (
@@ -535,6 +536,61 @@ def test_there_is_always_at_least_one_row(data):
         found.learn(rows, tokens, data.draw(st.integers(0, 10**12)))
     for tokens in (*demand.lengths, data.draw(st.integers(1, 8192))):
         assert 1 <= found.rows(tokens) <= plan.rows(tokens, demand.batch_size)
+
+
+def kept_corrections(room: int = 0) -> Corrections:
+    """Corrections of a plan that keeps something of the longest rows, under its exact limit."""
+    option = option_of(DEMAND, KEEPING, 0)
+    return Corrections(DEMAND, KEEPING, option.needed_bytes, room_bytes=room)
+
+
+KEEPING = Plan("staged", 2048, kept=Kept(linear=4, attention=16))
+
+
+def test_shorter_rows_keep_more_and_need_no_more_than_the_longest():
+    found = kept_corrections()
+    kept = [found.kept(1, tokens) for tokens in (2048, 1024, 256)]
+    assert kept[0] == KEEPING.kept
+    assert rung_of(kept[0]) < rung_of(kept[1]) < rung_of(kept[2]) == highest(16)
+    for tokens in (2048, 1024, 256):
+        assert found.expected_bytes(1, tokens) <= found.limit_bytes
+
+
+def test_less_is_kept_before_there_are_fewer_rows_if_steps_use_more_than_estimated():
+    found, kept = kept_corrections(), []
+    assert [found.rows(256), found.kept(8, 256)] == [8, KEEPING.kept]
+    for ratio in (1.2, 1.5, 2.0):
+        estimated = estimate_rows(DEMAND, replace(KEEPING, kept=found.kept(8, 256)), 8, 256)
+        measured = estimated.mlx_bytes + (ratio - 1) * estimated.work_bytes
+        found.learn(8, 256, int(measured))
+        assert found.ratio(256) == pytest.approx(ratio, abs=1e-3)
+        assert found.rows(256) == 8
+        assert found.expected_bytes(8, 256) <= found.limit_bytes
+        kept.append(rung_of(found.kept(8, 256)))
+    assert kept == sorted(kept, reverse=True)
+    assert kept[-1] < kept[0] < rung_of(KEEPING.kept)
+
+
+def test_rows_keep_no_more_than_the_room_of_the_plan():
+    """A plan may be smaller than the limit: larger ones proved too large."""
+    found = kept_corrections(room=1)
+    assert {found.kept(1, tokens) for tokens in (256, 1024, 2048)} == {KEEPING.kept}
+
+
+@pytest.mark.parametrize("plan", [Plan("fused", 2048), Plan("staged", 2048, spill=True)])
+def test_plans_that_may_keep_nothing_keep_nothing_of_short_rows(plan):
+    assert Corrections(DEMAND, plan, 10**12).kept(1, 256) == NOTHING
+
+
+def test_a_plan_of_an_older_version_is_kept():
+    """It kept the outputs of linear layers alone. As much memory may hold more of both."""
+    plan = Plan("staged", 2048, kept=Kept(linear=4))
+    option = option_of(DEMAND, plan, 0)
+    chosen = choose(DEMAND, option.needed_bytes, 0, plan)
+    assert chosen.option == option
+    found = Corrections(DEMAND, plan, option.needed_bytes)
+    assert found.expected_bytes(1, 2048) <= option.needed_bytes
+    assert computed_again(found.kept(1, 2048), 16) <= computed_again(plan.kept, 16)
 
 
 def test_plans_include_memory_for_long_answers():

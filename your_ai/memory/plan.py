@@ -495,15 +495,15 @@ def words(plan: Plan, longest: int) -> str:
 
 
 def kept_words(kept: Kept) -> str:
-    """`attention of 16 blocks and linear layers of 4 kept`"""
+    """`attention of 16 and linear layers of 4 blocks kept`"""
     counts = {
         "attention": kept.attention,
         "linear layers": kept.linear,
         "activations": kept.activations,
     }
-    parts = [f"{name} of {counted(n, 'block')}" for name, n in counts.items() if n]
-    *most, last = parts
-    return f"{', '.join(most)} and {last} kept" if most else f"{last} kept"
+    *most, last = [f"{name} of {count:,}" for name, count in counts.items() if count]
+    text = f"{', '.join(most)} and {last}" if most else last
+    return f"{text} {'block' if set(kept) <= {0, 1} else 'blocks'} kept"
 
 
 @dataclass
