@@ -45,7 +45,11 @@ def bench(
         str, typer.Option(help="Layers to adapt, as for `train`.")
     ] = "all-linear",
     plan: Annotated[
-        str, typer.Option(help="Plans of your_ai to measure, separated by commas.")
+        str,
+        typer.Option(
+            help="Plans of your_ai to measure, separated by commas; auto@1.4 is the fastest one "
+            "whose estimated MLX peak is at most 1.4 GB."
+        ),
     ] = "fused",
     supervised: Annotated[
         float | None,

@@ -567,10 +567,11 @@ class Corrections:
 
         def fits(rung: int) -> bool:
             expected = self._expected(rows, tokens, at(rung))
-            if rung <= rung_of(planned):
+            if rung <= rung_of(planned) or expected > self.limit_bytes:
                 return expected <= self.limit_bytes
+            # Both sides count this process without a model, so that it may differ after a resume.
             margin = margin_of(self.demand) * self._estimate(rows, tokens, at(rung)).work_bytes
-            return expected + margin <= min(self.room_bytes, self.limit_bytes)
+            return expected + margin <= self.room_bytes
 
         low, high = 0, highest(blocks)
         while low < high:
