@@ -7,10 +7,10 @@ kinds (`Keeps`), the dearest for its memory first:
 - attention: its output and the log-sum-exp of its scores. Its backward pass needs nothing else of
   the forward pass, which it would otherwise do twice.
 - linear: the outputs of the linear layers, most of the work of a block.
-- activations: of gated MLPs, the activation function and its derivative, in place of the output
-  of the gate, whose only use they are. An exponential costs as much as 50 multiplications.
+- activations: of gated MLPs, f(gate) * up and its derivatives by both, in place of the outputs of
+  gate and up, whose only use they are. An exponential costs as much as 50 multiplications.
 
-What is left to compute again are norms, rotations and products of two arrays.
+What is left to compute again are norms, rotations and sums of two arrays.
 
 The same code is traced for both passes, so the calls come in the same order, and what a call
 returned is found by its place in that order.
@@ -31,7 +31,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from your_ai.engine.dequantized import DequantizedLinear
-from your_ai.engine.mlp import INWARD, OUTWARD, inner_features, is_separable
+from your_ai.engine.mlp import INWARD, OUTWARD, is_separable
 from your_ai.memory.workload import Kept
 from your_ai.nets.attention import BlockwiseAttention, attention_results
 from your_ai.nets.dora import DoRA
@@ -39,7 +39,6 @@ from your_ai.nets.model import DropoutKeys
 from your_ai.nets.parts import put, skeleton
 
 LAYERS = (nn.Linear, nn.QuantizedLinear, DequantizedLinear, LoRALinear, DoRA)
-GATE, UP = INWARD
 TRIED = 16  # features that show what an activation function does with its gate
 
 
@@ -116,17 +115,17 @@ class Results:
 
     def of_mlp(self, mlp: nn.Module, base: type, x: mx.array) -> mx.array:
         """The output of a gated MLP, whose class was `base`, for x; (B, T, D) -> (B, T, D)"""
-        gate, up = mlp[GATE], mlp[UP]
-        found = self._next(2)
-        if found:  # what the gate returned is not known, and not used
-            features = (*x.shape[:-1], inner_features(mlp))
-            empty = mx.zeros(features, found[0].dtype)
-            of_gate = self._known_output(gate, type(gate), x, empty)
-            return mlp[OUTWARD](known_product(of_gate, up(x), *found))
-        of_gate = gate(x)
-        results = with_derivative(activation_of(mlp, base), of_gate)
-        self._note(*results)
-        return mlp[OUTWARD](results[0] * up(x))
+        inward = [mlp[name] for name in INWARD]
+        found = self._next(3)
+        if found:  # what the inward layers returned is not known, and not used
+            empty = mx.zeros_like(found[0])
+            outputs = [self._known_output(layer, type(layer), x, empty) for layer in inward]
+            return mlp[OUTWARD](known_product(*outputs, *found))
+        gate, up = (layer(x) for layer in inward)
+        activation, derivative = with_derivative(activation_of(mlp, base), gate)
+        product = activation * up
+        self._note(activation, derivative * up, product)
+        return mlp[OUTWARD](product)
 
     def _known_output(
         self, layer: nn.Module, base: type, x: mx.array, output: mx.array
@@ -156,17 +155,17 @@ class Results:
 
 @mx.custom_function
 def known_product(
-    gate: mx.array, up: mx.array, activation: mx.array, derivative: mx.array
+    gate: mx.array, up: mx.array, activation: mx.array, slope: mx.array, product: mx.array
 ) -> mx.array:
-    """activation(gate) * up, where the activation and its derivative are known; (B, T, F) each."""
-    return activation * up
+    """f(gate) * up, known with f(gate) and f'(gate) * up; (B, T, F) each."""
+    return product
 
 
 @known_product.vjp
 def known_product_vjp(primals: Any, cotangent: mx.array, product: Any) -> tuple[mx.array, ...]:
-    _, up, activation, derivative = primals
-    of_gate, of_up = derivative * up * cotangent, activation * cotangent
-    return of_gate, of_up, mx.zeros_like(activation), mx.zeros_like(derivative)
+    *_, activation, slope, product = primals
+    unused = (mx.zeros_like(array) for array in (activation, slope, product))
+    return slope * cotangent, activation * cotangent, *unused
 
 
 def activation_of(mlp: nn.Module, base: type) -> Callable[[mx.array], mx.array]:
@@ -222,10 +221,10 @@ def keep_results(module: nn.Module, dropout_keys: DropoutKeys, keeps: Keeps) -> 
             if isinstance(child, BlockwiseAttention):
                 child.attend = results.of_attention
     gated = [item for item in every if keeps.activations and is_gated(item[2])]
-    gates = {id(child[GATE]) for _, _, child in gated}
+    used = {id(child[layer]) for _, _, child in gated for layer in INWARD}  # by those alone
     if keeps.linear:
         for parent, name, child in every:
-            if isinstance(child, LAYERS) and id(child) not in gates:
+            if isinstance(child, LAYERS) and id(child) not in used:
                 parent[name] = keeping(child, results)
     for parent, name, child in gated:
         parent[name] = keeping(child, results)

@@ -80,8 +80,8 @@ def attention_numbers(facts: ModelFacts, kind: BlockFacts, tokens: int) -> int:
 
 
 def activation_numbers(facts: ModelFacts, kind: BlockFacts, tokens: int) -> int:
-    """Numbers for each token that take more memory than the outputs of the gates that they
-    replace: as many as these."""
+    """Numbers for each token beyond the outputs of two layers, whose place three arrays of the
+    same size take."""
     roots = (name.removesuffix(GATE) for name in kind.linears if name.endswith(GATE))
     gates = (
         f"{root}{GATE}"

@@ -46,7 +46,7 @@ class Kept(NamedTuple):
     attention: int = 0
     """The outputs of attention, and the log-sum-exps of its scores."""
     activations: int = 0
-    """The activation function of the MLP and its derivative, in place of the gate's output; at
+    """The product of an MLP's gate and its derivatives, in place of the outputs of two layers; at
     most `linear`."""
 
     def __bool__(self) -> bool:
