@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.memory.test_estimate import any_facts, any_training
 from your_ai.errors import UserError
+from your_ai.memory.corrections import Corrections
 from your_ai.memory.estimate import Plan, Training
 from your_ai.memory.estimate_generation import RolloutSizes
 from your_ai.memory.estimate_kept import at_rung, computed_again, highest, rung_of
@@ -22,7 +23,6 @@ from your_ai.memory.plan import (
     ENGINES,
     GOOD_WAVE,
     NOTICEABLY,
-    Corrections,
     Demand,
     can_begin,
     choose,

@@ -23,6 +23,7 @@ from your_ai.errors import RunError
 from your_ai.gates.text import size_text
 from your_ai.memory import allocator, probe
 from your_ai.memory.budget import plan_of
+from your_ai.memory.corrections import Corrections
 from your_ai.memory.estimate import Plan
 from your_ai.memory.governor import (
     LARGE,
@@ -35,7 +36,6 @@ from your_ai.memory.governor import (
     policy_of,
 )
 from your_ai.memory.guard import guarded
-from your_ai.memory.plan import Corrections
 from your_ai.memory.sample import MemorySample
 from your_ai.run import events, exits, requests
 from your_ai.run.folder import RunFolder

@@ -46,8 +46,8 @@ from your_ai.memory import allocator
 from your_ai.memory.budget import Budget, PriorPlans, budget_of, plan_of
 from your_ai.memory.calibration_file import valid_measurements
 from your_ai.memory.estimate_graphs import graphs_bytes
-from your_ai.memory.plan import Option, choose, may_keep, rows_of, words, workload_of
-from your_ai.memory.workload import NOTHING, Kept, RewardModelSizes
+from your_ai.memory.plan import Option, choose, kept_by_some, rows_of, words, workload_of
+from your_ai.memory.workload import RewardModelSizes
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import make_copy, needs_copy, place_of_copy
 from your_ai.modelfiles.repack import repacked_lazily
@@ -404,9 +404,7 @@ def announce(budget: Budget, past: PriorPlans, config: TrainConfig, log: events.
 def graphs_within(budget: Budget) -> Graphs:
     """A cache of compiled graphs, with as much room as the plan leaves."""
     workload, plan = workload_of(budget.demand), budget.choice.option.plan
-    mixed = may_keep(budget.demand, plan.engine, plan.spill)  # of shorter rows more may be kept
-    kept = Kept(attention=1) if mixed else NOTHING
-    of_plan = partial(graphs_bytes, workload, plan.engine, kept=kept)
+    of_plan = partial(graphs_bytes, workload, plan.engine, kept=kept_by_some(budget.demand, plan))
     return Graphs(lambda s: of_plan(s.rows, s.tokens, trained=s.trained), budget.graphs_room_bytes)
 
 
