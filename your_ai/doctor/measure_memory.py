@@ -41,7 +41,7 @@ from your_ai.training.measure_peaks import batch_of
 
 MODULE = "your_ai.doctor.measure_memory"
 MODELS = (("narrow", 4), ("narrow", 0), ("wide", 4))  # of doctor/shapes.py, with their bits
-# Engines, and whether all adapted blocks keep everything that they may. streamed differs from staged
+# Engines, and whether all adapted blocks keep all that they may. streamed differs from staged
 # in its weights alone.
 ENGINES = (("fused", False), ("staged", False), ("staged", True))
 ADAPTED = ((2, "q_proj"), ("all", "all-linear"))  # blocks and layers with adapters
