@@ -208,16 +208,18 @@ def test_streamed_prefix_cache_is_filled_block_by_block(tmp_path, tiny_model, mo
 
 
 @pytest.mark.parametrize(
-    ("plan", "packed"), [("fused", None), ("fused", 128), ("staged", 128), ("streamed", None)]
+    ("plan", "packed"),
+    [("fused", None), ("fused", 128), ("staged", 128), ("streamed", None), ("kept", None)],
 )
 def test_prefix_cache_does_not_change_gradients(tmp_path, reference, plan, packed):
     folder, expected, expected_grads = reference("llama", 4, False, 0.2)
     network, tokenizer, adapters = load(folder, lora_dropout=0.2)
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
     store = MemoryStore()
+    plan, kept = KEPT.get(plan, (plan, NOTHING))
     engine = build_engine(
         network, adapters.dropout_keys, plan, packed is not None,
-        tensors, lambda _: store,
+        tensors, lambda _: store, kept=kept,
     ).engine  # fmt: skip
     examples = encode(tokenizer, tmp_path)
     batches = make_schedule(examples, 5, 5, seed=0, packed_tokens=packed).batches_of(0)
