@@ -33,12 +33,14 @@ from your_ai.data.batches import Batch
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
 from your_ai.errors import UserError
+from your_ai.memory.estimate_kept import everything
+from your_ai.memory.workload import NOTHING
 from your_ai.nets.model import add_adapters
 
 VOCABULARY = 64
 LENGTHS = (24, 96)  # tokens per row
 TOLERANCE = 1e-4
-PLANS = ("fused", "staged", "streamed", "kept")  # kept: staged, with outputs of all blocks
+PLANS = ("fused", "staged", "streamed", "kept")  # kept: staged, and all blocks keep everything
 LAYERS = 4
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -446,7 +448,7 @@ def outcome(folder: Path, plan: str, tokens: int, references: dict[Any, Any], se
     if plan == "streamed" and not opened.can_stream:
         return "the files store weights in another form"
     try:
-        engine, kept = ("staged", LAYERS) if plan == "kept" else (plan, 0)
+        engine, kept = ("staged", everything(LAYERS)) if plan == "kept" else (plan, NOTHING)
         keys = adapters.dropout_keys
         built = build_engine(opened.network, keys, engine, tensors=opened.tensors, kept=kept)
     except UserError as error:

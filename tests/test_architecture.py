@@ -52,6 +52,7 @@ WITHOUT_MLX = [
     ),
     *("memory.facts", "memory.estimate", "memory.plan", "memory.limit", "memory.governor"),
     *("memory.calibration", "memory.calibration_file", "memory.mixer_sizes"),
+    *("memory.corrections", "memory.estimate_kept"),
     *(
         "doctor.recommend",
         "memory.demand",

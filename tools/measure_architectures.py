@@ -26,10 +26,16 @@ from your_ai.config import TrainConfig
 from your_ai.data.batches import Batch
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
+from your_ai.memory.workload import Kept
 from your_ai.nets.model import add_adapters
 
 PEAKS = Path(__file__).with_name("architecture_peaks.json")
-PLANS = ("fused", "staged", "streamed", "kept")  # kept: staged, with outputs of all blocks
+PLANS = (
+    "fused",
+    "staged",
+    "streamed",
+    "kept",
+)  # kept: of all linear layers
 STEPS = 2  # the first one also compiles
 
 
@@ -60,7 +66,7 @@ def peak_of(config: dict[str, Any], plan: str, rows: int, tokens: int, rank: int
         trained = TrainConfig(lora_targets=("all-linear",), lora_layers="all", lora_rank=rank)
         keys = add_adapters(opened.network, trained).dropout_keys
         engine = "staged" if plan == "kept" else plan
-        kept = len(opened.network.layers) if plan == "kept" else 0
+        kept = Kept(linear=len(opened.network.layers) if plan == "kept" else 0)
         built = build_engine(opened.network, keys, engine, tensors=opened.tensors, kept=kept)
         assert built.plan == engine, built.notices
         batch = batch_of(rows, tokens)

@@ -92,6 +92,28 @@ def test_ten_steps_of_each_plan_follow_mlx_lm(tmp_path, bits, plans):
         assert ours == pytest.approx(peers, rel=1e-4), plan
 
 
+def test_a_plan_is_chosen_for_a_peak_of_mlx(tmp_path):
+    """More memory gives a plan that keeps more, up to the fused one."""
+    folder = make_shape("tiny", 0, "float32", tmp_path)
+    contest = contest_of(folder, seq_len=256, batch_size=2, supervised=1.0, steps=1)
+    losses = []
+    for room in (0.030, 0.038, 1):
+        ready = our_plans.prepare_ours(contest, f"auto@{room}")
+        assert ready.estimated_bytes <= 1e9 * room
+        losses.append(ready.step()[0])
+        assert mx.get_peak_memory() < 1e9 * room
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    with pytest.raises(UserError, match=r"--plan auto@0\.001: no plan fits"):
+        our_plans.prepare_ours(contest, "auto@0.001")
+
+
+@pytest.mark.parametrize("name", ["auto@", "auto@x", "auto@1e3", "fused@1", "auto@1@2"])
+def test_other_plans_with_a_peak_are_refused(name):
+    with pytest.raises(UserError, match="unknown"):
+        bench.contenders_of(name, "none", "sft")
+    assert bench.contenders_of("auto@1.5, kept", "none", "sft") == ["auto@1.5", "kept"]
+
+
 def test_pairs_are_measured_beside_rows_of_sft_and_the_estimate(capsys):
     assert call(*SHORT, "--objective", "dpo", "--json") == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]

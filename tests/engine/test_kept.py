@@ -1,4 +1,4 @@
-"""Kept outputs: which are kept, and that the backward pass uses them."""
+"""Kept results: which are kept, and that the backward pass uses them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from mlx.utils import tree_flatten
 
 from tests.architectures import batch_of, opened_with_adapters, write_model
 from your_ai.engine.build import build_engine
-from your_ai.engine.kept import keep_outputs
+from your_ai.engine.compiled import Graphs
+from your_ai.engine.kept import Keeps, keep_results
+from your_ai.memory.estimate_kept import everything
+from your_ai.memory.workload import NOTHING, Kept
+from your_ai.nets import attention
 from your_ai.nets.model import DropoutKeys
 
 
@@ -33,19 +37,19 @@ def block():
 def test_all_outputs_but_the_last_are_kept(block):
     x = mx.random.normal((3, 4))
     expected, up = block(x), block.up(x)
-    outputs = keep_outputs(block, DropoutKeys([None]))
-    outputs.record()
+    results = keep_results(block, DropoutKeys([None]), Keeps(linear=True))
+    results.record()
     assert mx.array_equal(block(x), expected)
-    (kept,) = outputs.recorded()
+    (kept,) = results.recorded()
     assert mx.array_equal(kept, up)
-    assert outputs.recorded() == []
+    assert results.recorded() == []
 
 
 def test_a_given_output_takes_the_place_of_the_layer_once(block):
     x = mx.random.normal((3, 4))
     expected = block(x)
-    outputs = keep_outputs(block, DropoutKeys([None]))
-    outputs.use([mx.zeros((3, 8))])
+    results = keep_results(block, DropoutKeys([None]), Keeps(linear=True))
+    results.use([mx.zeros((3, 8))])
     assert mx.array_equal(block(x), x + block.down(mx.zeros((3, 8))))
     assert mx.array_equal(block(x), expected)
 
@@ -58,13 +62,130 @@ def test_gradients_of_a_given_output_are_those_of_the_layer(block):
 
     expected, of_x = nn.value_and_grad(block, loss)(x)[1], mx.grad(loss)(x)
     up = block.up(x)
-    outputs = keep_outputs(block, DropoutKeys([None]))
-    outputs.use([up])
+    results = keep_results(block, DropoutKeys([None]), Keeps(linear=True))
+    results.use([up])
     found = dict(tree_flatten(nn.value_and_grad(block, loss)(x)[1]))
     for name, grad in tree_flatten(expected):
         assert mx.allclose(found[name], grad, rtol=1e-5, atol=1e-6), name
-    outputs.use([up])
+    results.use([up])
     assert mx.allclose(mx.grad(loss)(x), of_x, rtol=1e-5, atol=1e-6)
+
+
+class GatedMLP(nn.Module):
+    """down(f(gate(x)) * up(x)), or with one of these changed."""
+
+    def __init__(self, function=nn.silu, product=lambda gate, up, x: gate * up) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(4, 64), nn.Linear(4, 64)
+        self.down_proj = nn.Linear(64, 4)
+        self.function, self.product = function, product
+
+    def __call__(self, x: mx.array) -> mx.array:
+        gate, up = self.function(self.gate_proj(x)), self.up_proj(x)
+        return self.down_proj(self.product(gate, up, x))
+
+
+class GatedBlock(nn.Module):
+    """x + mlp(x)"""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.mlp = GatedMLP(**options)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize("function", [nn.silu, nn.gelu, nn.gelu_approx, nn.relu2])
+def test_a_product_and_its_derivatives_take_the_place_of_gate_and_up(function):
+    mx.random.seed(0)
+    block, x = GatedBlock(function=function), mx.random.normal((3, 2, 4))
+
+    def loss(x: mx.array) -> mx.array:
+        return mx.square(block(x)).sum()
+
+    expected, of_x = nn.value_and_grad(block, loss)(x)[1], mx.grad(loss)(x)
+    output, gate, up = block(x), block.mlp.gate_proj(x), block.mlp.up_proj(x)
+    results = keep_results(block, DropoutKeys([None]), Keeps(linear=True, activations=True))
+    results.record()
+    assert mx.allclose(block(x), output, rtol=1e-5, atol=1e-6)
+    kept = results.recorded()
+    slope = mx.grad(lambda gate: function(gate).sum())(gate)
+    expected_kept = function(gate), slope * up, function(gate) * up
+    for found, wanted in zip(kept, expected_kept, strict=True):
+        assert mx.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    results.use(kept)
+    found = dict(tree_flatten(nn.value_and_grad(block, loss)(x)[1]))
+    for name, grad in tree_flatten(expected):
+        assert mx.allclose(found[name], grad, rtol=1e-5, atol=1e-5), name
+    results.use(kept)
+    assert mx.allclose(mx.grad(loss)(x), of_x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"function": nn.softmax},
+        {"product": lambda gate, up, x: gate * nn.silu(up)},
+        {"product": lambda gate, up, x: gate * up + x.sum()},
+        {"product": lambda gate, up, x: gate * up + 1},
+    ],
+    ids=["over features", "not linear", "of its input", "shifted"],
+)
+def test_an_mlp_of_another_form_keeps_the_outputs_of_its_layers(options):
+    block, x = GatedBlock(**options), mx.random.normal((3, 2, 4))
+    gate, up = block.mlp.gate_proj(x), block.mlp.up_proj(x)
+    results = keep_results(block, DropoutKeys([None]), Keeps(linear=True, activations=True))
+    results.record()
+    block(x)
+    for found, wanted in zip(results.recorded(), (gate, up), strict=True):
+        assert mx.array_equal(found, wanted)
+
+
+def test_attention_of_unknown_code_keeps_nothing(block):
+    block.attention = nn.MultiHeadAttention(4, 2)
+    results = keep_results(block, DropoutKeys([None]), Keeps(attention=True))
+    results.record()
+    block(mx.zeros((3, 4)))
+    assert results.recorded() == []
+
+
+# 96 tokens are 3 blocks of queries, or 2 large ones where the outputs of linear layers are kept.
+# Each is exponentiated in the forward pass, in the backward pass, and where it is computed again.
+@pytest.mark.parametrize(
+    ("kept", "exponentials"),
+    [
+        (NOTHING, 4 * 9),
+        (Kept(attention=3), 3 * 6 + 9),
+        (Kept(linear=2, attention=3), 2 * 4 + 6 + 9),
+        (everything(4), 4 * 4),
+    ],
+)
+def test_scores_of_kept_attention_are_computed_once_in_each_pass(
+    tmp_path, monkeypatch, kept, exponentials
+):
+    opened, adapters = opened_with_adapters(write_model(tmp_path / "m", "llama"))
+    graphs = Graphs()
+    engine = build_engine(
+        opened.network, adapters.dropout_keys, "staged", tensors=opened.tensors, graphs=graphs
+    ).engine
+    graphs.compiles = False  # else blocks of the same structure are traced once
+    engine.keep(lambda rows, tokens: kept)
+    mx.eval(engine.gradients(batch_of(96), 1.0, 0))  # makes the programs, which tries the blocks
+    counted = []
+    monkeypatch.setattr(attention, "exp", lambda scores: counted.append(1) or mx.exp(scores))
+    mx.eval(engine.gradients(batch_of(96), 1.0, 0))
+    assert len(counted) == exponentials
+
+
+def test_what_is_kept_follows_the_shape_of_a_batch(tmp_path):
+    opened, adapters = opened_with_adapters(write_model(tmp_path / "m", "llama"))
+    keys, asked = adapters.dropout_keys, []
+    engine = build_engine(opened.network, keys, "staged", tensors=opened.tensors).engine
+    engine.keep(lambda rows, tokens: asked.append((rows, tokens)) or NOTHING)
+    for tokens in (24, 40):
+        mx.eval(engine.gradients(batch_of(tokens), 1.0, 0))
+    assert asked == [(2, 24), (2, 40)]
 
 
 def test_the_number_of_blocks_can_be_changed_between_steps(tmp_path):
@@ -84,9 +205,9 @@ def test_the_number_of_blocks_can_be_changed_between_steps(tmp_path):
         return mx.get_peak_memory(), grads
 
     least, expected = peak_and_gradients()
-    engine.keep(4)
+    engine.keep(lambda rows, tokens: everything(4))
     most, found = peak_and_gradients()
-    engine.keep(0)
+    engine.keep(lambda rows, tokens: NOTHING)
     again, same = peak_and_gradients()
     assert most > least
     assert again < most

@@ -18,8 +18,11 @@ from your_ai.engine.build import build_engine
 from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import Streamed, can_stream, tensors_of
+from your_ai.memory.estimate_kept import everything
+from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets import attention, model
 
+KEPT = {"kept": ("staged", everything(99)), "partly kept": ("streamed", Kept(1, 2, 0))}
 CASES = [  # architecture, bits, DoRA, dropout
     ("llama", 4, False, 0.1),
     ("llama", None, True, 0.1),
@@ -51,10 +54,10 @@ def by_plan(
 ):  # fmt: skip
     """(loss, gradients, loss without gradients) of the same step, through `build_engine`.
 
-    plan: an engine; or `kept`: staged, with the outputs of all blocks, and `partly kept`:
-        streamed, with those of the last.
+    plan: an engine; or `kept`: staged, and all blocks keep everything; and `partly kept`: streamed,
+        where the last two keep attention, and the last also the outputs of its linear layers.
     """
-    plan, kept = {"kept": ("staged", 99), "partly kept": ("streamed", 1)}.get(plan, (plan, 0))
+    plan, kept = KEPT.get(plan, (plan, NOTHING))
     network, tokenizer, adapters = load(folder, **settings)
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
     built = build_engine(
@@ -204,16 +207,18 @@ def test_streamed_prefix_cache_is_filled_block_by_block(tmp_path, tiny_model, mo
 
 
 @pytest.mark.parametrize(
-    ("plan", "packed"), [("fused", None), ("fused", 128), ("staged", 128), ("streamed", None)]
+    ("plan", "packed"),
+    [("fused", None), ("fused", 128), ("staged", 128), ("streamed", None), ("kept", None)],
 )
 def test_prefix_cache_does_not_change_gradients(tmp_path, reference, plan, packed):
     folder, expected, expected_grads = reference("llama", 4, False, 0.2)
     network, tokenizer, adapters = load(folder, lora_dropout=0.2)
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
     store = MemoryStore()
+    plan, kept = KEPT.get(plan, (plan, NOTHING))
     engine = build_engine(
         network, adapters.dropout_keys, plan, packed is not None,
-        tensors, lambda _: store,
+        tensors, lambda _: store, kept=kept,
     ).engine  # fmt: skip
     examples = encode(tokenizer, tmp_path)
     batches = make_schedule(examples, 5, 5, seed=0, packed_tokens=packed).batches_of(0)

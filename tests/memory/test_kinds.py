@@ -10,6 +10,7 @@ import pytest
 
 from your_ai.memory.estimate import Plan, Training, Workload, estimate, weights_bytes
 from your_ai.memory.facts import facts_of_config
+from your_ai.memory.workload import Kept
 
 PEAKS = Path(__file__).parents[2] / "tools" / "architecture_peaks.json"
 RECORDED = json.loads(PEAKS.read_text(encoding="utf-8"))
@@ -23,7 +24,7 @@ def test_gradients_of_other_architectures_are_estimated(name):
     training = Training(blocks=facts.blocks, rank=RECORDED["rank"], targets=("all-linear",))
     workload, off = Workload(facts=facts, training=training), {}
     for plan, peak in model["peaks"].items():
-        kept = facts.blocks if plan == "kept" else 0
+        kept = Kept(linear=facts.blocks if plan == "kept" else 0)
         wanted = Plan("staged" if kept else plan, rows * tokens, kept=kept)
         found = estimate(workload, wanted, rows, tokens, gradients_only=True)
         needed = found.mlx_bytes - found.components["optimizer"]  # none was made

@@ -12,20 +12,24 @@ from hypothesis import strategies as st
 
 from tests.memory.test_estimate import any_facts, any_training
 from your_ai.errors import UserError
-from your_ai.memory import plan as planning
+from your_ai.memory.corrections import Corrections
 from your_ai.memory.estimate import Plan, Training
 from your_ai.memory.estimate_generation import RolloutSizes
+from your_ai.memory.estimate_kept import at_rung, computed_again, highest, rung_of
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.limit import MachineMemory, find_limit
+from your_ai.memory.mixer_facts import ATTENTION, MixerFacts
 from your_ai.memory.plan import (
     ENGINES,
     GOOD_WAVE,
     NOTICEABLY,
-    Corrections,
     Demand,
     can_begin,
     choose,
     estimate_rows,
+    largest,
+    may_keep,
+    option_of,
     options,
     rounded_up,
     rows_of,
@@ -33,6 +37,7 @@ from your_ai.memory.plan import (
     with_margin,
     words,
 )
+from your_ai.memory.workload import NOTHING, Kept
 
 MB, GB = 10**6, 10**9
 
@@ -46,8 +51,9 @@ LAYERS = {
     "mlp.up_proj": (4096, 14336),
     "mlp.down_proj": (14336, 4096),
 }
+HEADS = MixerFacts(kind=ATTENTION, heads=32, kv_heads=8, key_dim=128, value_dim=128, cached=2048)
 LLAMA = ModelFacts(
-    kinds=(BlockFacts(LAYERS, 123 * MB),),
+    kinds=(BlockFacts(LAYERS, 123 * MB, mixers=(HEADS,)),),
     order=(0,) * 32,
     hidden=4096,
     vocabulary=128256,
@@ -146,18 +152,33 @@ def test_fastest_plan_that_fits_is_chosen(data):
     limit_bytes = data.draw(limits_for(demand))
     fitting = [o for o in options(demand) if o.needed_bytes <= limit_bytes]
     begin = [o for o in fitting if can_begin(demand, o, limit_bytes)]
-    assert choose(demand, limit_bytes).option == (begin or fitting)[0]
+    expected, chosen = (begin or fitting)[0], choose(demand, limit_bytes).option
+    assert replace(chosen.plan, kept=expected.plan.kept) == expected.plan
+    assert chosen.cost <= expected.cost
+
+
+@given(st.data())
+def test_as_much_is_kept_as_fits(data):
+    demand = data.draw(demands())
+    limit_bytes = data.draw(limits_for(demand))
+    option = choose(demand, limit_bytes).option
+    plan, blocks = option.plan, demand.training.blocks
+    if not may_keep(demand, plan.engine, plan.spill) or rung_of(plan.kept) == highest(blocks):
+        return
+    more = replace(plan, kept=at_rung(blocks, rung_of(plan.kept) + 1))
+    assert with_margin(largest(demand, more)) > limit_bytes
 
 
 def test_plans_are_tried_in_order_of_speed():
-    """Engine by engine, with fewer and fewer blocks that keep outputs, and fewer and fewer rows."""
+    """Engine by engine, with less and less kept, and fewer and fewer rows."""
     every = options(DEMAND)
     tried = [(o.plan.engine, o.plan.spill, o.plan.kept, o.plan.rows(2048, 8)) for o in every]
-    kept = dict.fromkeys((("staged", False), ("streamed", False)), (16, 12, 8, 4, 0))
+    of_last = (Kept(16, 16, 16), Kept(16, 16), Kept(8, 16), Kept(0, 16), Kept())
+    kept = dict.fromkeys((("staged", False), ("streamed", False)), of_last)
     assert tried == [
         (*engine, count, rows)
         for engine in ENGINES
-        for count in kept.get(engine, (0,))
+        for count in kept.get(engine, (Kept(),))
         for rows in (8, 4, 2, 1)
     ]
     for engine in ENGINES:
@@ -177,18 +198,17 @@ def test_more_kept_outputs_take_more_memory_and_less_time():
 
 @pytest.mark.parametrize("changes", [{"spill": True}, {"forward": True}])
 def test_outputs_are_not_kept_by_plans_that_spill_or_only_evaluate(changes):
-    assert {option.plan.kept for option in options(replace(DEMAND, **changes))} == {0}
+    assert {option.plan.kept for option in options(replace(DEMAND, **changes))} == {Kept()}
 
 
-def test_more_memory_never_gives_a_slower_plan(monkeypatch):
-    every = options(DEMAND)  # for all limits, estimated once
-    monkeypatch.setattr(planning, "options", lambda _: every)
-    order = [option.plan for option in every]
+def test_more_memory_never_gives_a_slower_plan():
     limits = range(least_of(DEMAND), most_of(DEMAND) + GB, 250 * MB)
-    places = [order.index(choose(DEMAND, limit).option.plan) for limit in limits]
-    assert places == sorted(places, reverse=True)
-    assert places[-1] == 0
-    assert len(set(places)) > 4
+    plans = [choose(DEMAND, limit).option.plan for limit in limits]
+    places = [(-ENGINES.index((plan.engine, plan.spill)), rung_of(plan.kept)) for plan in plans]
+    before_rows = [(engine, rung // 8) for engine, rung in places]  # of those that `options` tries
+    assert before_rows == sorted(before_rows)
+    assert plans[-1].engine == "fused"
+    assert len(set(places)) > 8
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8, 12])
@@ -404,8 +424,13 @@ def test_rounded_up_limit_is_enough(size_bytes):
         (Plan("fused", 4096), "fused, micro-batches of 8 x 512 tokens"),
         (Plan("staged", 512), "staged, micro-batches of 1 x 512 tokens"),
         (
-            Plan("staged", 512, kept=3),
-            "staged, micro-batches of 1 x 512 tokens, outputs of 3 blocks kept",
+            Plan("staged", 512, kept=Kept(attention=1)),
+            "staged, micro-batches of 1 x 512 tokens, attention of 1 block kept",
+        ),
+        (
+            Plan("staged", 512, kept=Kept(linear=3, attention=4)),
+            "staged, micro-batches of 1 x 512 tokens, attention of 4 and linear layers of 3 blocks "
+            "kept",
         ),
         (Plan("staged", 100), "staged, micro-batches of 1 x 512 tokens"),
         (
@@ -511,6 +536,61 @@ def test_there_is_always_at_least_one_row(data):
         found.learn(rows, tokens, data.draw(st.integers(0, 10**12)))
     for tokens in (*demand.lengths, data.draw(st.integers(1, 8192))):
         assert 1 <= found.rows(tokens) <= plan.rows(tokens, demand.batch_size)
+
+
+def kept_corrections(room: int = 0) -> Corrections:
+    """Corrections of a plan that keeps something of the longest rows, under its exact limit."""
+    option = option_of(DEMAND, KEEPING, 0)
+    return Corrections(DEMAND, KEEPING, option.needed_bytes, room_bytes=room)
+
+
+KEEPING = Plan("staged", 2048, kept=Kept(linear=4, attention=16))
+
+
+def test_shorter_rows_keep_more_and_need_no_more_than_the_longest():
+    found = kept_corrections()
+    kept = [found.kept(1, tokens) for tokens in (2048, 1024, 256)]
+    assert kept[0] == KEEPING.kept
+    assert rung_of(kept[0]) < rung_of(kept[1]) < rung_of(kept[2]) == highest(16)
+    for tokens in (2048, 1024, 256):
+        assert found.expected_bytes(1, tokens) <= found.limit_bytes
+
+
+def test_less_is_kept_before_there_are_fewer_rows_if_steps_use_more_than_estimated():
+    found, kept = kept_corrections(), []
+    assert [found.rows(256), found.kept(8, 256)] == [8, KEEPING.kept]
+    for ratio in (1.2, 1.5, 2.0):
+        estimated = estimate_rows(DEMAND, replace(KEEPING, kept=found.kept(8, 256)), 8, 256)
+        measured = estimated.mlx_bytes + (ratio - 1) * estimated.work_bytes
+        found.learn(8, 256, int(measured))
+        assert found.ratio(256) == pytest.approx(ratio, abs=1e-3)
+        assert found.rows(256) == 8
+        assert found.expected_bytes(8, 256) <= found.limit_bytes
+        kept.append(rung_of(found.kept(8, 256)))
+    assert kept == sorted(kept, reverse=True)
+    assert kept[-1] < kept[0] < rung_of(KEEPING.kept)
+
+
+def test_rows_keep_no_more_than_the_room_of_the_plan():
+    """A plan may be smaller than the limit: larger ones proved too large."""
+    found = kept_corrections(room=1)
+    assert {found.kept(1, tokens) for tokens in (256, 1024, 2048)} == {KEEPING.kept}
+
+
+@pytest.mark.parametrize("plan", [Plan("fused", 2048), Plan("staged", 2048, spill=True)])
+def test_plans_that_may_keep_nothing_keep_nothing_of_short_rows(plan):
+    assert Corrections(DEMAND, plan, 10**12).kept(1, 256) == NOTHING
+
+
+def test_a_plan_of_an_older_version_is_kept():
+    """It kept the outputs of linear layers alone. As much memory may hold more of both."""
+    plan = Plan("staged", 2048, kept=Kept(linear=4))
+    option = option_of(DEMAND, plan, 0)
+    chosen = choose(DEMAND, option.needed_bytes, 0, plan)
+    assert chosen.option == option
+    found = Corrections(DEMAND, plan, option.needed_bytes)
+    assert found.expected_bytes(1, 2048) <= option.needed_bytes
+    assert computed_again(found.kept(1, 2048), 16) <= computed_again(plan.kept, 16)
 
 
 def test_plans_include_memory_for_long_answers():
@@ -716,4 +796,6 @@ def test_a_step_has_room_for_its_margin_beside_the_generation():
 def test_plans_that_need_the_same_activations_are_one_family():
     plans = Plan("fused", 64), Plan("staged", 64), Plan("streamed", 64, spill=True)
     assert [plan.family for plan in plans] == ["fused", "staged", "staged"]
-    assert {Plan(engine, 64, kept=2).family for engine in ("staged", "streamed")} == {"kept"}
+    assert {Plan(engine, 64, kept=Kept(linear=2)).family for engine in ("staged", "streamed")} == {
+        "kept"
+    }

@@ -393,3 +393,19 @@ def test_sinks_take_their_share_of_attention(everywhere, window):
     found, expected = (mx.grad(f, argnums=(0, 1, 2))(q, k, v) for f in (ours, theirs))
     for ours_, theirs_ in zip(found, expected, strict=True):
         assert relative_error(ours_, theirs_) < 1e-5
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_known_results_equal_those_of_the_forward_pass(packed):
+    q, k, v = (mx.random.normal((2, heads, 40, 8), key=mx.random.key(heads)) for heads in (4, 2, 2))
+    segments = mx.arange(40)[None] // 25 * mx.ones((2, 1), mx.int32) if packed else None
+    options = {"scale": 0.3, "segments": segments, "queries": 16}
+    results = blockwise.attention_results(q, k, v, **options)
+
+    def loss(q, k, v, known=None):
+        return (blockwise.attention_results(q, k, v, **options, known=known)[0] ** 2).sum()
+
+    expected = mx.grad(loss, argnums=(0, 1, 2))(q, k, v)
+    found = mx.grad(loss, argnums=(0, 1, 2))(q, k, v, results)
+    for name, ours, theirs in zip("qkv", found, expected, strict=True):
+        assert mx.array_equal(ours, theirs), name

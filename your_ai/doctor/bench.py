@@ -26,7 +26,7 @@ from your_ai.doctor.contest import (
     OBJECTIVES,
     Contest,
 )
-from your_ai.doctor.our_plans import LONGEST, SHORT, SHORT_ROWS, Steps, prepare_ours
+from your_ai.doctor.our_plans import LONGEST, SHORT, SHORT_ROWS, Steps, mlx_room, prepare_ours
 from your_ai.doctor.peers import PEERS, check_peers, run_peer
 from your_ai.doctor.shapes import SHAPES, make_shape
 from your_ai.errors import RunError, UserError
@@ -83,7 +83,9 @@ def contenders_of(plan: str, against: str | None, objective: str) -> list[str]:
         against = "mlx-lm,mlx-lm-checkpoint" if objective == "sft" else "none"
     peers = named(against, "against", PEERS)
     check_peers(peers, objective)
-    plans = named(plan, "plan", PLANS)
+    plans = [name.strip() for name in plan.split(",")]
+    named(",".join(name for name in plans if mlx_room(name) is None), "plan", PLANS)
+    plans = [name for name in plans if name not in ("", "none")]
     if objective == GRPO and (without := [name for name in plans if name in (*SHORT, "prefix")]):
         raise UserError(f"--plan {without[0]}: grpo does not train under it; use another")
     contenders = [*plans, *peers]

@@ -34,6 +34,8 @@ from your_ai.files import packaged
 from your_ai.gates.console import echo_json
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.memory import allocator, probe
+from your_ai.memory.estimate_kept import everything
+from your_ai.memory.workload import NOTHING
 from your_ai.nets import model
 from your_ai.run.checkpoint import ADAPTERS
 from your_ai.training import optimizer
@@ -257,7 +259,7 @@ def made(folder: Path, plan: str, contest: Contest) -> MadeModel:
     network.update(shaken)
     spill = folder / "spill" if plan == "spilled" else None
     engine = {"spilled": "streamed", "kept": "staged"}.get(plan, plan)
-    kept = len(network.layers) if plan == "kept" else 0
+    kept = everything(len(network.layers)) if plan == "kept" else NOTHING
     keys = adapters.dropout_keys
     built = build_engine(network, keys, engine, tensors=tensors, spill=spill, kept=kept)
     tokens = contest_tokens(contest, vocabulary_of(network) or opened.config["vocab_size"])

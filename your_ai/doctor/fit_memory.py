@@ -19,6 +19,7 @@ from your_ai.memory.coefficients import Coefficients
 from your_ai.memory.estimate import Plan, Training, Workload, estimate
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.mixer_facts import MixerFacts
+from your_ai.memory.workload import NOTHING, Kept
 
 # The tables that measured peaks can decide, by the engine and kind of the peaks that need them.
 FITTED: dict[tuple[str, str], tuple[str, ...]] = {
@@ -53,8 +54,8 @@ class Peak:
     need in addition to weights, adapters and optimizer; evaluation: of scored rows, everything
     included."""
     peak_bytes: int
-    kept: int = 0
-    """Blocks that kept the outputs of their linear layers."""
+    kept: Kept = NOTHING
+    """What blocks kept for the backward pass."""
 
 
 def estimated_bytes(peak: Peak, coefficients: Coefficients) -> int:
@@ -128,7 +129,7 @@ def decided(peaks: Sequence[Peak], start: Coefficients) -> list[tuple[str, str]]
     """(table, key) of the coefficients that these peaks can decide."""
     families = {
         (
-            "kept" if peak.kept else "fused" if peak.engine == "fused" else "staged",
+            Plan(peak.engine, 1, kept=peak.kept).family,
             "evaluation" if peak.kind == "evaluation" else "training",
         )
         for peak in peaks
@@ -158,7 +159,7 @@ def to_json(peaks: Sequence[Peak]) -> dict[str, Any]:
         training = peak.training
         rows.append(
             [name, training.blocks, training.rank, list(training.targets), peak.engine, peak.rows,
-             peak.tokens, peak.kind, peak.peak_bytes, *([peak.kept] if peak.kept else [])]
+             peak.tokens, peak.kind, peak.peak_bytes, *(peak.kept or ())]
         )  # fmt: skip
     return {"models": models, "peaks": rows}
 
@@ -175,7 +176,7 @@ def from_json(content: dict[str, Any]) -> list[Peak]:
             tokens=tokens,
             kind=kind,
             peak_bytes=peak_bytes,
-            kept=kept[0] if kept else 0,
+            kept=Kept(*kept),
         )
         for name, blocks, rank, targets, engine, rows, tokens, kind, peak_bytes, *kept in content[
             "peaks"

@@ -33,14 +33,16 @@ from your_ai.memory import budget, coefficients
 from your_ai.memory.calibration import FAR, Shape
 from your_ai.memory.coefficients import Fitted
 from your_ai.memory.estimate import Plan, Training, Workload, estimate
+from your_ai.memory.estimate_kept import everything
 from your_ai.memory.facts import ModelFacts, facts_of
+from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets import model
 from your_ai.training.measure_peaks import batch_of
 
 MODULE = "your_ai.doctor.measure_memory"
 MODELS = (("narrow", 4), ("narrow", 0), ("wide", 4))  # of doctor/shapes.py, with their bits
-# Engines, and whether all adapted blocks keep outputs. streamed differs from staged in its weights
-# alone.
+# Engines, and whether all adapted blocks keep all that they may. streamed differs from staged
+# in its weights alone.
 ENGINES = (("fused", False), ("staged", False), ("staged", True))
 ADAPTED = ((2, "q_proj"), ("all", "all-linear"))  # blocks and layers with adapters
 RANK = 16
@@ -127,7 +129,7 @@ def measure_model(name: str, bits: int, place: Path) -> Iterator[Peak]:
         for blocks, targets in ADAPTED:
             count = facts.blocks if blocks == "all" else int(blocks)
             training = Training(blocks=count, rank=RANK, targets=(targets,), experts=True)
-            kept = count * keeps
+            kept = everything(count) if keeps else NOTHING
             yield from measure_engine(folder, dtype, facts, training, engine, limit_bytes, kept)
 
 
@@ -138,7 +140,7 @@ def measure_engine(
     training: Training,
     engine: str,
     limit: int,
-    kept: int = 0,
+    kept: Kept = NOTHING,
 ) -> Iterator[Peak]:
     """The peaks of one engine; cases that could exceed `limit` bytes are left out."""
     gc.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import statistics
 import tempfile
 import time
@@ -33,14 +34,23 @@ from your_ai.engine.gradients import Gradients, gradients_in
 from your_ai.engine.opened import open_model
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.protocol import Engine
-from your_ai.errors import RunError
+from your_ai.errors import RunError, UserError
 from your_ai.gates.token_ids import vocabulary_of
 from your_ai.generation.rollouts import RolloutPrompt, complete, sampler_of
 from your_ai.memory import allocator
 from your_ai.memory.budget import budget_of, demand_of
 from your_ai.memory.estimate import Plan
+from your_ai.memory.estimate_kept import everything
 from your_ai.memory.facts import facts_of
-from your_ai.memory.plan import estimate_rows
+from your_ai.memory.plan import (
+    MEASURED_MARGIN,
+    Demand,
+    Option,
+    estimate_rows,
+    fastest,
+    rows_of,
+)
+from your_ai.memory.workload import NOTHING
 from your_ai.nets import model
 from your_ai.objectives.chosen import needs_reference, objective_of
 from your_ai.objectives.grpo import advantages_of, completion_weights
@@ -50,6 +60,7 @@ from your_ai.training.optimizer import Update
 from your_ai.training.reference import computed
 from your_ai.training.rollouts import completion_examples
 
+MLX_ROOM = "@"
 SHORT = ("unpacked", "packed")
 SPILLED = ("staged-spilled", "spilled")
 ENGINES = {"auto": "auto", "staged": "staged", "kept": "staged", "staged-spilled": "staged",
@@ -57,6 +68,15 @@ ENGINES = {"auto": "auto", "staged": "staged", "kept": "staged", "staged-spilled
 """The engine of a contender; of all others, fused."""
 # These train SHORT_ROWS rows of SHORTEST to LONGEST tokens, each once per step.
 SHORT_ROWS, SHORTEST, LONGEST = 16, 40, 120
+
+
+def mlx_room(contender: str) -> int | None:
+    """The bytes of `auto@GB`, the fastest plan whose MLX peak is at most so many GB by the
+    estimate; None for another contender."""
+    name, _, size = contender.partition(MLX_ROOM)
+    if name != "auto" or not re.fullmatch(r"\d{1,4}(\.\d{1,3})?", size):
+        return None
+    return round(1e9 * float(size))
 
 
 class Steps(Protocol):
@@ -191,11 +211,10 @@ def prepare_ours(
 ) -> PreparedSteps | RolloutSteps:
     """Load the model for one of our plans. From here on, MLX's peak memory is counted.
 
-    auto: the fastest plan that fits --max-memory or the machine. kept: staged, and all blocks with
-    adapters keep the outputs of their linear layers. staged-spilled, spilled: staged and streamed,
-    with --spill.
-    prefix: fused, with a prefix cache in memory. unpacked, packed: fused, on short rows; one row
-    or pair per update, or rows joined up to --seq-len.
+    auto: the fastest plan that fits --max-memory or the machine; auto@GB: as `mlx_room` says.
+    kept: staged, and all blocks with adapters keep all that they may. staged-spilled, spilled:
+    staged and streamed, with --spill. prefix: fused, with a prefix cache in memory. unpacked,
+    packed: fused, on short rows; one row or pair per update, or rows joined up to --seq-len.
     beside: shares its weights in memory.
     """
     plan = ENGINES.get(contender, "fused")
@@ -206,9 +225,9 @@ def prepare_ours(
     if beside is not None and plan != "streamed":
         network.update(beside.network.parameters())
     is_grpo = contest.objective == GRPO
-    wave, kept = contest.rows if is_grpo else 0, 0
+    wave, kept = contest.rows if is_grpo else 0, NOTHING
     if contender == "kept":
-        kept = adapters.config["num_layers"]
+        kept = everything(adapters.config["num_layers"])
     wanted = Plan(plan, contest.rows * contest.seq_len, spill, wave, kept)
     prompt_tokens = contest.seq_len + 1 - contest.targets if is_grpo else 0
     if plan == "auto" or contest.max_memory is not None:
@@ -226,6 +245,9 @@ def prepare_ours(
             config, facts, [contest.seq_len],
             can_stream=opened.can_stream, prompt_tokens=prompt_tokens,
         )  # fmt: skip
+        room = mlx_room(contender)
+        if room is not None:
+            wanted = fastest_within(dataclasses.replace(demand, batch_size=contest.rows), room).plan
         estimate = estimate_rows(demand, wanted, contest.rows, contest.seq_len)
         rows_at = lambda _: contest.rows  # noqa: E731
     temporary = Path(tempfile.gettempdir())
@@ -263,6 +285,21 @@ def prepare_ours(
         updates = [[with_reference(engine, batch) for batch in batches] for batches in updates]
         engine.drop()
     return PreparedSteps(*ready, updates)
+
+
+def fastest_within(demand: Demand, mlx_bytes: int) -> Option:
+    """The fastest plan for whole batches whose estimated MLX peak is at most `mlx_bytes`. Raises
+    UserError if there is none."""
+
+    def fits(option: Option) -> bool:
+        found = option.estimate
+        whole = rows_of(demand, option.plan, max(demand.lengths)) == demand.batch_size
+        return whole and found.mlx_bytes + MEASURED_MARGIN * found.work_bytes <= mlx_bytes
+
+    found = fastest(demand, fits)
+    if found is None:
+        raise UserError(f"--plan auto{MLX_ROOM}{mlx_bytes / 1e9:g}: no plan fits; name more GB")
+    return found
 
 
 def with_reference(engine: Engine, batch: Batch) -> Batch:

@@ -20,6 +20,7 @@ from your_ai.engine.spill import Spilled
 from your_ai.engine.staged import FusedAboveCache, Staged
 from your_ai.engine.weights import FileTensor, put_layers, stream, stream_vocabulary
 from your_ai.errors import UserError
+from your_ai.memory.workload import NOTHING, Kept
 from your_ai.nets.attention import replace_attention
 from your_ai.nets.block_calls import Unsplittable
 from your_ai.nets.dora import compute_magnitudes
@@ -63,7 +64,7 @@ def build_engine(
     neftune_alpha: float = 0.0,
     temperature: float = 1.0,
     longest: int = 0,
-    kept: int = 0,
+    kept: Kept = NOTHING,
 ) -> Built:
     """Build the engine of `plan` for a model with adapters.
 
@@ -78,7 +79,7 @@ def build_engine(
     neftune_alpha: of the noise on the embeddings in training; 0 for none.
     temperature: divides the logits.
     longest: the maximum tokens of a packed row.
-    kept: of a staged or streamed plan, the blocks that keep the outputs of their linear layers.
+    kept: of a staged or streamed plan, what blocks keep for the backward pass.
     Raises UserError if the model does not support the plan, packing or noise.
     """
     notices: list[str] = []

@@ -1,21 +1,29 @@
-"""Keep the outputs of a block's linear layers, so that its backward pass has them.
+"""Keep what is dear to compute again from the forward pass of a block to its backward pass.
 
-A staged backward pass recomputes its block from the input of the block. Most of that work is the
-products of its linear layers, and their outputs take little memory compared with what one graph
-of forward and backward keeps. So the forward pass of such a block also returns these outputs,
-and its backward pass puts them in place: only norms, activation functions and attention are
-computed again.
+A staged backward pass recomputes its block from the input of the block. So the forward pass of
+such a block also returns some arrays, and its backward pass puts them in place. There are three
+kinds (`Keeps`), the dearest for its memory first:
 
-The same code is traced for both, so the calls of layers come in the same order, and an output is
-found by its place in that order.
+- attention: its output and the log-sum-exp of its scores. Its backward pass needs nothing else of
+  the forward pass, which it would otherwise do twice.
+- linear: the outputs of the linear layers, most of the work of a block.
+- activations: of gated MLPs, f(gate) * up and its derivatives by both, in place of the outputs of
+  gate and up, whose only use they are. An exponential costs as much as 50 multiplications.
+
+What is left to compute again are norms, rotations and sums of two arrays.
+
+The same code is traced for both passes, so the calls come in the same order, and what a call
+returned is found by its place in that order.
+
+Shapes: B rows, T tokens per row, F inner features of an MLP.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,46 +31,105 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from your_ai.engine.dequantized import DequantizedLinear
+from your_ai.engine.mlp import INWARD, OUTWARD, is_separable
+from your_ai.memory.workload import Kept
+from your_ai.nets.attention import BlockwiseAttention, attention_results
 from your_ai.nets.dora import DoRA
 from your_ai.nets.model import DropoutKeys
 from your_ai.nets.parts import put, skeleton
 
 LAYERS = (nn.Linear, nn.QuantizedLinear, DequantizedLinear, LoRALinear, DoRA)
+TRIED = 16  # features that show what an activation function does with its gate
 
 
-class Outputs:
-    """The outputs of the linear layers of a block, in the order of their calls."""
+class Keeps(NamedTuple):
+    """What a block keeps; as in `Kept`."""
+
+    attention: bool = False
+    linear: bool = False
+    activations: bool = False
+
+    def __bool__(self) -> bool:
+        """Whether it keeps anything."""
+        return any(self)
+
+    @staticmethod
+    def of(kept: Kept, place: int) -> Keeps:
+        """What the block at `place` keeps, counted from the last, which is at 0."""
+        linear = place < kept.linear
+        return Keeps(place < kept.attention, linear, linear and place < kept.activations)
+
+
+class Results:
+    """What the calls in a block returned, in the order of the calls."""
 
     def __init__(self, dropout_keys: DropoutKeys) -> None:
         self.dropout_keys = dropout_keys
         self._found: list[mx.array] | None = None
-        self._given: Iterator[mx.array] = iter(())
+        self._is_output = False  # whether the last of them is the output of a linear layer
+        self._given: list[mx.array] = []
 
     def record(self) -> None:
-        """From now on, note outputs."""
-        self._found = []
+        """From now on, note results."""
+        self._found, self._is_output = [], False
 
     def recorded(self) -> list[mx.array]:
-        """Those noted since `record`, but the last, which blocks add to their input, so that no
-        gradient depends on it. From now on, nothing is noted."""
+        """Those noted since `record`. From now on, nothing is noted.
+
+        Without the last one if a linear layer returned it: blocks add it to their input, so that
+        no gradient depends on it. Where one does, it is computed again.
+        """
         found, self._found = self._found or [], None
-        return found[:-1]
+        return found[:-1] if self._is_output else found
 
-    def use(self, outputs: Sequence[mx.array]) -> None:
-        """The next calls of layers have these outputs; those after them compute their own."""
-        self._given = iter(outputs)
+    def use(self, results: Sequence[mx.array]) -> None:
+        """The next calls return these; those after them compute their own."""
+        self._given = list(reversed(results))
 
-    def of(self, layer: nn.Module, base: type, x: mx.array) -> mx.array:
-        """The output of `layer`, whose class was `base`, for x."""
-        output = next(self._given, None)
-        if output is not None:
-            return self._known(layer, base, x, output)
-        output = base.__call__(layer, x)
+    def _next(self, count: int) -> list[mx.array]:
+        """The results of the next call, `count` arrays; empty if there are no more."""
+        return [self._given.pop() for _ in range(count)] if self._given else []
+
+    def _note(self, *results: mx.array, is_output: bool = False) -> None:
         if self._found is not None:
-            self._found.append(output)
+            self._found += results
+            self._is_output = is_output
+
+    def of_layer(self, layer: nn.Module, base: type, x: mx.array) -> mx.array:
+        """The output of a linear layer, whose class was `base`, for x."""
+        found = self._next(1)
+        if found:
+            return self._known_output(layer, base, x, *found)
+        output = base.__call__(layer, x)
+        self._note(output, is_output=True)
         return output
 
-    def _known(self, layer: nn.Module, base: type, x: mx.array, output: mx.array) -> mx.array:
+    def of_attention(self, *inputs: Any) -> mx.array:
+        """The output of attention; inputs: as of `attention`."""
+        found = self._next(2)
+        if found:
+            return attention_results(*inputs, known=tuple(found))[0]
+        results = attention_results(*inputs)
+        self._note(*results)
+        return results[0]
+
+    def of_mlp(self, mlp: nn.Module, base: type, x: mx.array) -> mx.array:
+        """The output of a gated MLP, whose class was `base`, for x; (B, T, D) -> (B, T, D)"""
+        inward = [mlp[name] for name in INWARD]
+        found = self._next(3)
+        if found:  # what the inward layers returned is not known, and not used
+            empty = mx.zeros_like(found[0])
+            outputs = [self._known_output(layer, type(layer), x, empty) for layer in inward]
+            return mlp[OUTWARD](known_product(*outputs, *found))
+        gate, up = (layer(x) for layer in inward)
+        activation, derivative = with_derivative(activation_of(mlp, base), gate)
+        product = activation * up
+        self._note(activation, derivative * up, product)
+        return mlp[OUTWARD](product)
+
+    def _known_output(
+        self, layer: nn.Module, base: type, x: mx.array, output: mx.array
+    ) -> mx.array:
         """The output, which was computed before; differentiable in x and the layer's parameters."""
         trained = dict(tree_flatten(layer.trainable_parameters()))
 
@@ -86,30 +153,100 @@ class Outputs:
         return known(output, x, *trained.values())
 
 
-def keep_outputs(module: nn.Module, dropout_keys: DropoutKeys) -> Outputs:
-    """Make the linear layers in `module`, in place, keep their outputs."""
-    outputs = Outputs(dropout_keys)
-    found = [
+@mx.custom_function
+def known_product(
+    gate: mx.array, up: mx.array, activation: mx.array, slope: mx.array, product: mx.array
+) -> mx.array:
+    """f(gate) * up, known with f(gate) and f'(gate) * up; (B, T, F) each."""
+    return product
+
+
+@known_product.vjp
+def known_product_vjp(primals: Any, cotangent: mx.array, product: Any) -> tuple[mx.array, ...]:
+    *_, activation, slope, product = primals
+    unused = (mx.zeros_like(array) for array in (activation, slope, product))
+    return slope * cotangent, activation * cotangent, *unused
+
+
+def activation_of(mlp: nn.Module, base: type) -> Callable[[mx.array], mx.array]:
+    """Make f(gate): what an MLP of class `base` multiplies with the output of `up_proj`."""
+    twin = skeleton(mlp)
+
+    def of(gate: mx.array, up: mx.array | None = None, x: mx.array | None = None) -> mx.array:
+        up = mx.ones_like(gate) if up is None else up
+        stand_ins = (lambda _: gate, lambda _: up, lambda product: product)
+        dict.update(twin, zip((*INWARD, OUTWARD), stand_ins, strict=True))
+        return base.__call__(twin, gate if x is None else x)
+
+    return of
+
+
+def with_derivative(
+    function: Callable[[mx.array], mx.array], x: mx.array
+) -> tuple[mx.array, mx.array]:
+    """f(x) and f'(x) of a function of each number."""
+    (value,), (derivative,) = mx.vjp(function, [x], [mx.ones_like(x)])
+    return value, derivative
+
+
+def is_gated(module: Any) -> bool:
+    """Whether `module` is an MLP that computes down_proj(f(gate_proj(x)) * up_proj(x)), where f is
+    a function of each number. Tested on random numbers; the weights are not needed.
+    """
+    if not isinstance(module, nn.Module) or set(module.children()) != {*INWARD, OUTWARD}:
+        return False
+    if not all(isinstance(layer, LAYERS) for layer in module.children().values()):
+        return False
+    if not is_separable(module):
+        return False
+    function = activation_of(module, type(module))
+    shape = (1, 1, TRIED)
+    gate, up, x = 3 * mx.random.normal((3, *shape), key=mx.random.key(0))
+    product = function(gate) * up
+    return mx.allclose(function(gate, up, x), product, rtol=1e-5, atol=1e-6).item()
+
+
+def keep_results(module: nn.Module, dropout_keys: DropoutKeys, keeps: Keeps) -> Results:
+    """Make the layers in `module`, in place, keep what they return. Layers of unknown code keep
+    nothing."""
+    results = Results(dropout_keys)
+    every = [
         (parent, name, child)
         for parent in module.modules()
         if not isinstance(parent, LAYERS)
         for name, child in parent.items()
-        if isinstance(child, LAYERS)
     ]
-    for parent, name, child in found:
-        twin = copy.copy(child)
-        twin.__class__ = keeping(type(child))
-        twin.outputs_of_block = (outputs,)  # in a tuple: a module's attributes are its parameters
-        parent[name] = twin
-    return outputs
+    if keeps.attention:
+        for _, _, child in every:
+            if isinstance(child, BlockwiseAttention):
+                child.attend = results.of_attention
+    gated = [item for item in every if keeps.activations and is_gated(item[2])]
+    used = {id(child[layer]) for _, _, child in gated for layer in INWARD}  # by those alone
+    if keeps.linear:
+        for parent, name, child in every:
+            if isinstance(child, LAYERS) and id(child) not in used:
+                parent[name] = keeping(child, results)
+    for parent, name, child in gated:
+        parent[name] = keeping(child, results)
+    return results
+
+
+def keeping(module: nn.Module, results: Results) -> nn.Module:
+    """A copy of a layer whose calls go through `results`."""
+    twin = copy.copy(module)
+    twin.__class__ = keeping_class(type(module))
+    twin.results_of_block = (results,)  # in a tuple: a module's attributes are its parameters
+    return twin
 
 
 @lru_cache
-def keeping(base: type) -> type:
-    """A subclass of a class of layers whose calls go through `Outputs.of`."""
+def keeping_class(base: type) -> type:
+    """A subclass of a class of layers or of gated MLPs whose calls go through `Results`."""
 
     def call(self: Any, x: mx.array) -> mx.array:
-        (outputs,) = self.outputs_of_block
-        return outputs.of(self, base, x)
+        (results,) = self.results_of_block
+        if isinstance(self, LAYERS):
+            return results.of_layer(self, base, x)
+        return results.of_mlp(self, base, x)
 
     return type(f"Kept{base.__name__}", (base,), {"__call__": call})

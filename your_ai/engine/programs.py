@@ -8,7 +8,7 @@ Shapes: B rows, T tokens per row, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from your_ai.engine.compiled import Graphs, GraphShape
-from your_ai.engine.kept import keep_outputs
+from your_ai.engine.kept import Keeps, keep_results
 from your_ai.engine.mlp import replace_mlps
 from your_ai.nets.attention import replace_attention
 from your_ai.nets.block_calls import Arrays, Call, Mask, TextMask
@@ -59,12 +59,12 @@ class Program:
 
 @dataclass(frozen=True)
 class KeepingProgram:
-    """The functions of blocks whose backward pass uses outputs that the forward pass kept."""
+    """The functions of blocks whose backward pass uses results that the forward pass kept."""
 
     forward: Callable[..., tuple[mx.array, list[mx.array]]]
-    """(frozen, trained, hidden, extras) -> hidden, outputs of linear layers"""
+    """(frozen, trained, hidden, extras) -> hidden, results"""
     backward: Callable[..., tuple[Arrays, mx.array]]
-    """(outputs, frozen, trained, hidden, extras, cotangent) -> (gradients, cotangent of hidden)"""
+    """(results, frozen, trained, hidden, extras, cotangent) -> (gradients, cotangent of hidden)"""
     lowest: Callable[..., Arrays]
     """Same as `backward`, but returns only the gradients; for the first trained block."""
 
@@ -103,32 +103,38 @@ def keeping_program(
     dropout_keys: DropoutKeys,
     compiled: Callable[[Callable], Callable],
     takes_text: Callable[[nn.Module], bool],
+    keeps: Keeps,
 ) -> KeepingProgram:
-    """Make the program of a block that keeps outputs of its linear layers; as for `program`."""
+    """Make the program of a block that keeps results; as for `program`.
+
+    Where the outputs of linear layers are not kept, they are computed again as in `program`.
+    """
     template = skeleton(block)
-    replace_attention(template)
+    replace_attention(template, lean=not keeps.linear)
     replace_mixers(template)
     as_text = TextMask.of if takes_text(template) else None
-    outputs = keep_outputs(template, dropout_keys)
+    if not keeps.linear:
+        replace_mlps(template, dropout_keys)
+    results = keep_results(template, dropout_keys, keeps)
     run = runner(template, call, max_segment_tokens, dropout_keys, as_text)
 
     def forward(frozen, trained, hidden, extras):
-        outputs.record()
+        results.record()
         hidden = run(frozen, trained, hidden, extras)
-        return hidden, outputs.recorded()
+        return hidden, results.recorded()
 
-    def with_outputs(given: list[mx.array]) -> Callable[..., mx.array]:
+    def with_results(given: list[mx.array]) -> Callable[..., mx.array]:
         def known(*args: Any) -> mx.array:
-            outputs.use(given)
+            results.use(given)
             return run(*args)
 
         return known
 
     def backward(given, *args):
-        return vjp_of(with_outputs(given), *args)
+        return vjp_of(with_results(given), *args)
 
     def lowest(given, *args):
-        return lowest_vjp_of(with_outputs(given), *args)
+        return lowest_vjp_of(with_results(given), *args)
 
     return KeepingProgram(*map(compiled, (forward, backward, lowest)))
 
@@ -193,11 +199,11 @@ class Programs:
     def of(self, index: int, shape: GraphShape) -> Program:
         return self._of_kind("recomputing", partial(program, lean=self.lean), index, shape)
 
-    def keeping(self, index: int, shape: GraphShape) -> KeepingProgram:
-        """The program of a block that keeps outputs of its linear layers."""
-        return self._of_kind("keeping", keeping_program, index, shape)
+    def keeping(self, index: int, shape: GraphShape, keeps: Keeps) -> KeepingProgram:
+        """The program of a block that keeps results."""
+        return self._of_kind(keeps, partial(keeping_program, keeps=keeps), index, shape)
 
-    def _of_kind(self, name: str, make: Callable, index: int, shape: GraphShape) -> Any:
+    def _of_kind(self, name: Hashable, make: Callable, index: int, shape: GraphShape) -> Any:
         call = self.parts.calls(shape.tokens)[index]
 
         def made() -> Any:

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from your_ai.data.batches import Batch
 from your_ai.engine.gradients import Gradients
+from your_ai.memory.workload import KeptAt
 from your_ai.nets.parts import Arrays
 from your_ai.objectives.objective import Objective, Sums
 
@@ -38,9 +39,9 @@ class Engine:
     """Free the compiled graphs; they are compiled again when needed."""
     fill: Callable[[Iterable[Batch]], None] | None = None
     """Fill the prefix cache before the first step; None if that would not be cheaper."""
-    keep: Callable[[int], None] = lambda _: None
-    """Set the number of blocks, from the last, that keep the outputs of their linear layers from
-    the forward to the backward pass. Engines that are not staged ignore it."""
+    keep: Callable[[KeptAt], None] = lambda _: None
+    """Set what blocks keep from the forward to the backward pass, by the shape of a micro-batch.
+    Engines that are not staged ignore it."""
     by_block: Callable[[Batch, float, int, Callable[[Arrays], None]], Sums] | None = None
     """Like `gradients`, but calls a function with the gradients of each block, by the names of
     their parameters, as soon as they are there; None if they are there all at once."""

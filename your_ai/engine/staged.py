@@ -7,7 +7,7 @@ Shapes: B rows, T tokens per row, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +21,7 @@ from your_ai.data.batches import Batch
 from your_ai.engine import target_pass
 from your_ai.engine.compiled import Graphs, GraphShape, shape_of
 from your_ai.engine.fused import row_keys
+from your_ai.engine.kept import Keeps
 from your_ai.engine.prefix import Span, Store, assemble, missing, padded, spans_of
 from your_ai.engine.programs import (
     Extras,
@@ -35,6 +36,7 @@ from your_ai.engine.tiled_head import TargetPart, in_order, target_parts
 from your_ai.engine.tiles import TiledBlock, TiledBlocks, cut, joined, settings_of
 from your_ai.engine.weights import streams_vocabulary
 from your_ai.memory.tiles import tiles_of
+from your_ai.memory.workload import NOTHING, Kept, KeptAt
 from your_ai.nets.dora import dora_layers, norms_of
 from your_ai.nets.head import Head, LinearHead
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
@@ -101,7 +103,7 @@ class Staged:
     graphs: the cache of compiled graphs.
     lean: save memory at the cost of time.
     neftune: noise on the embeddings in training; not with a store.
-    kept: the number of blocks, from the last, that keep the outputs of their linear layers.
+    kept: what blocks keep for the backward pass.
     """
 
     def __init__(
@@ -117,7 +119,7 @@ class Staged:
         graphs: Graphs | None = None,
         lean: bool = True,
         neftune: Neftune | None = None,
-        kept: int = 0,
+        kept: Kept = NOTHING,
     ) -> None:
         if store is not None and neftune is not None:
             raise ValueError("cached hidden states would have the noise of one step in every step")
@@ -135,7 +137,7 @@ class Staged:
         self.dora = [dora_layers(block) for block in self.blocks]
         self.first = first_trained(self.blocks)
         self.frozen, self.trained = range(self.first), range(self.first, len(self.blocks))
-        self.keep(kept)
+        self.keep(lambda rows, tokens: kept)
         self.reads_files = streams_vocabulary(model)
         self.has_dropout = any(isinstance(module, KeyedDropout) for module in model.modules())
         self.features = parts.features(self.first)
@@ -160,9 +162,9 @@ class Staged:
             self.score, self.graphs.drop, fill, self.keep, self.gradients_by_block,
         )  # fmt: skip
 
-    def keep(self, count: int) -> None:
-        """Let the last `count` trained blocks keep the outputs of their linear layers."""
-        self.first_kept = max(self.first, len(self.blocks) - count)
+    def keep(self, kept_at: KeptAt) -> None:
+        """Set what blocks keep, by the shape of a micro-batch."""
+        self.kept_at = kept_at
 
     def gradients(self, batch: Batch, scale: float, step_seed: int) -> tuple[Sums, Any]:
         found: Arrays = {}
@@ -176,8 +178,10 @@ class Staged:
         rows = self._rows(batch, step_seed)
         hidden = self._below(batch, rows)
         self.inputs.clear()
-        outputs: list[list[mx.array]] = []
-        self._run([hidden], [rows], self.trained, self.inputs, outputs)
+        kept = self.kept_at(rows.shape.rows, rows.shape.tokens)
+        keeps = [Keeps.of(kept, place) for place in reversed(range(len(self.blocks)))]
+        results: list[list[mx.array]] = []
+        self._run([hidden], [rows], self.trained, self.inputs, results, keeps)
         scale = mx.array(scale, mx.float32)
         sums, cotangents, of_head = self._at_head(batch, rows, hidden, scale)
         mx.eval(sums, cotangents, of_head)
@@ -186,7 +190,7 @@ class Staged:
             if index > self.first:
                 self.weights.ahead(index - 1)
             lowest = index == self.first
-            tiled = self._tiled(index, rows, arrays, trained, keeps=True)
+            tiled = self._tiled(index, rows, arrays, trained, keeps[index])
             if tiled is not None:
                 cotangents = cut(cotangents, tiled.tiles)
                 where = (rows.extras_of(index), rows.shape.max_segment_tokens)
@@ -196,9 +200,9 @@ class Staged:
                 extras, cotangent = rows.extras_of(index), joined(cotangents)
                 given = (arrays, trained, self.inputs.pop(), extras, cotangent)
                 program = self.programs.of(index, rows.shape)
-                if index >= self.first_kept:
-                    program = self.programs.keeping(index, rows.shape)
-                    given = (outputs.pop(), *given)
+                if keeps[index]:
+                    program = self.programs.keeping(index, rows.shape, keeps[index])
+                    given = (results.pop(), *given)
                 if lowest:
                     grads = program.lowest(*given)
                 else:
@@ -381,12 +385,13 @@ class Staged:
         which: range,
         saved: Inputs | None = None,
         kept: list[list[mx.array]] | None = None,
+        keeps: Sequence[Keeps] = (),
     ) -> None:
         """Run the blocks `which` and replace each of `hidden`, (B, T, D) in tiles, in place, with
         the result.
 
         The weights of a block are read once for all batches. The inputs of the blocks are
-        appended to `saved`, and what the last blocks keep to `kept`.
+        appended to `saved`, and what blocks keep to `kept`, as `keeps` says of each.
         """
         if which:
             self.weights.ahead(which[0])
@@ -397,7 +402,8 @@ class Staged:
             trained = trained_arrays(self.blocks[index])
             for tiles, rows in zip(hidden, every, strict=True):
                 extras = rows.extras_of(index)
-                tiled = self._tiled(index, rows, arrays, trained, keeps=kept is not None)
+                keep = keeps[index] if kept is not None else Keeps()
+                tiled = self._tiled(index, rows, arrays, trained, keep)
                 tiles[:] = [joined(tiles)] if tiled is None else cut(tiles, tiled.tiles)
                 if saved is not None:
                     for tile in tiles:
@@ -407,11 +413,11 @@ class Staged:
                     tiled.forward(arrays, trained, tiles, extras, reach)
                     continue
                 given = (arrays, trained, tiles.pop(), extras)
-                if kept is not None and index >= self.first_kept:
-                    result, outputs = self.programs.keeping(index, rows.shape).forward(*given)
-                    kept.append(outputs)
-                    mx.eval(outputs)
-                    del outputs
+                if keep:
+                    result, found = self.programs.keeping(index, rows.shape, keep).forward(*given)
+                    kept.append(found)
+                    mx.eval(found)
+                    del found
                 else:
                     result = self.programs.of(index, rows.shape).forward(*given)
                 tiles.append(result)
@@ -421,13 +427,12 @@ class Staged:
             del arrays
 
     def _tiled(
-        self, index: int, rows: BatchRows, arrays: Arrays, trained: Arrays, *, keeps: bool
+        self, index: int, rows: BatchRows, arrays: Arrays, trained: Arrays, keeps: Keeps
     ) -> TiledBlock | None:
-        """How block `index` runs on tiles; None if it runs on whole rows.
-
-        keeps: whether the last blocks keep outputs.
+        """How block `index` runs on tiles, where it keeps nothing; None if it runs on whole rows,
+        as one does that keeps the outputs of its linear layers.
         """
-        if keeps and index >= self.first_kept:
+        if keeps.linear:
             return None
         return self.tiled.of(index, rows.shape, arrays, trained)
 

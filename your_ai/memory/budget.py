@@ -26,7 +26,8 @@ from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit
 from your_ai.memory.plan import Demand, choose, rounded_up, wave_sizes
 from your_ai.memory.sample import in_gb
-from your_ai.memory.workload import Plan, RewardModelSizes, RolloutSizes, Training
+from your_ai.memory.workload import Kept, Plan, RewardModelSizes, RolloutSizes, Training
+from your_ai.run import events
 
 # Threads, BLAS or driver buffers that appear in the first step. A guess on macOS.
 LATER_BYTES = 30_000_000 if probe.is_macos() else 20_000_000
@@ -80,6 +81,11 @@ def process_here() -> ProcessFacts:
         sliced=mx.default_device().type == mx.cpu,
         coefficients=coefficients_here(),
     )
+
+
+def plan_of(event: events.Planned) -> Plan:
+    kept = Kept(event.kept, event.kept_attention, event.kept_activations)
+    return Plan(event.plan, event.micro_tokens, event.spill, event.wave, kept)
 
 
 def budget_of(

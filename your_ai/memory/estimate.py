@@ -29,6 +29,7 @@ from your_ai.memory.estimate_generation import (
     rollout_phases,
 )
 from your_ai.memory.estimate_graphs import evaluation_graphs_bytes, graphs_bytes
+from your_ai.memory.estimate_kept import computed_again, kept_bytes
 from your_ai.memory.estimate_kinds import is_mixer_alone, kind_bytes, slices_mlp
 from your_ai.memory.estimate_tiles import (
     is_tiled,
@@ -55,7 +56,6 @@ DORA_NORMS_BYTES = 15_000_000  # norms are computed in slices, so this does not 
 SOFT_COLUMNS = 16  # tokens whose block inputs are computed together
 SOFT_POSITIONS = 64  # positions whose logits are slices of the head together
 SOFT_GRAPHS = 2  # of the policy's columns, and of the frozen networks
-KEPT_COST = 0.15  # of the forward pass of a block that kept the outputs of its linear layers
 NOISE_ARRAYS = 4.5  # (B, T, D) in float32 that exist while noise is added to the embeddings
 WORK = ("activations", "block work", "head chunk")  # components that depend on coefficients
 BESIDE = ("graphs", "cache", "python")  # components that are not live MLX buffers
@@ -271,86 +271,72 @@ def staged_phases(
     workload: Workload, plan: Plan, rows: int, tokens: int, earlier: int, gradients: int
 ) -> list[dict[str, float]]:
     """Bytes at three moments: the forward pass of a block, the head, and the backward pass of a
-    trained block; of the blocks that need most. With kept outputs, also the backward pass of the
-    last block.
+    trained block; of the blocks that need most. Blocks that keep something have moments of their
+    own: while they run forward and backward, others still keep theirs.
     """
     facts, training, coefficients = workload.facts, workload.training, workload.coefficients
     number, n = facts.float_bytes, rows * tokens
     hidden = n * (facts.hidden + facts.passed) * number
     inputs = 0 if plan.spill else hidden
-    of_block = adapter_bytes(facts, training) // training.blocks
     parts = counted_parts(facts, training)
     alone = [(replace(workload, facts=part), count) for part, _, count in parts]
     forward = max(staged_forward_bytes(each, rows, tokens) for each, _ in alone)
     backward = max(staged_backward_bytes(each, rows, tokens) for each, count in alone if count)
     table = coefficients.head
     tiled = is_tiled(workload, rows, tokens)
-    is_cut = tiled and not plan.kept and not workload.score_head  # in tiles at the head
+    is_cut = tiled and not plan.kept.linear and not workload.score_head  # in tiles at the head
     head = (
         table["logits"] * logits_bytes(workload, n)
         + table["hidden"] * (hidden * min(1.0, HEAD_ROWS / n) if is_cut else hidden)
         + hidden * is_cut
         + table["slice"] * min(HEAD_SLICE_BYTES, workload.vocabulary * facts.hidden * number)
     )
-    counts = facts.counts_of_last(plan.kept) if plan.kept else {}
-    later = [(facts.alone[kind], count) for kind, count in counts.items()]
-    kept = sum(count * kept_bytes(part, n) for part, count in later)
-    first = training.blocks - plan.kept  # trained blocks that keep nothing
+    kept, blocks = plan.kept, training.blocks
+    linear = kept.linear  # the last blocks, which also need other work; `lean` are those before
+    lean = {"inputs": blocks - 1 - linear, "kept": kept_bytes(facts, kept, rows, tokens, linear)}
+    of_all = kept_bytes(facts, kept, rows, tokens)
     found = [
         {
             "gradients": earlier,
-            "block inputs": (first - (not later and not tiled)) * inputs,
+            "block inputs": max(0, lean["inputs"] + tiled) * inputs,
+            "kept outputs": lean["kept"],
             "block work": forward,
         },
         {
             "gradients": earlier,
-            "block inputs": training.blocks * inputs,
-            "kept outputs": kept,
+            "block inputs": blocks * inputs,
+            "kept outputs": of_all,
             "head chunk": head,
         },
     ]
-    of_all = coefficients.backward["gradients"] * gradients
+
+    def backward_at(place: int, work: float, inputs_before: int) -> dict[str, float]:
+        """Bytes in the backward pass of the block at `place`, counted from the last, at 0.
+
+        inputs_before: of blocks, besides those below it.
+        """
+        held = gradients
+        if earlier == 0 and not plan.gradients_on_disk:  # they become more, block by block
+            held = coefficients.backward["gradients"] * gradients * (place + 1) / blocks
+        return {
+            "gradients": held,
+            "block inputs": (blocks - 1 - place + inputs_before) * inputs,
+            "kept outputs": kept_bytes(facts, kept, rows, tokens, place),
+            "block work": work,
+        }
+
     if tiled:
         found.append({"block work": 2 * hidden})  # the embeddings, and their tiles
-    if plan.kept < training.blocks and tiled:  # at the first and the last of these blocks
-        of_block = (gradients - earlier) // training.blocks
-        inputs_left = {"block inputs": first * inputs, "block work": backward}
-        found.append({"gradients": earlier + of_block, **inputs_left})
-        found.append({"gradients": of_all, "block inputs": inputs, "block work": backward})
-    elif plan.kept < training.blocks:
-        found.append({"gradients": of_all, "block work": backward})
-    if later:
-        alone = [(replace(workload, facts=part), count) for part, count in later]
-        work = max(kept_backward_bytes(each, rows, tokens) for each, _ in alone)
-        found.append(
-            {
-                "gradients": earlier,
-                "block inputs": (training.blocks - 1) * inputs,
-                "kept outputs": kept,
-                "block work": max(kept_forward_bytes(e, rows, tokens) for e, _ in alone),
-            }
-        )
-        found.append(
-            {
-                "gradients": earlier + of_block,
-                "block inputs": (training.blocks - 1) * inputs,
-                "kept outputs": kept,
-                "block work": work,
-            }
-        )
-        if plan.kept >= training.blocks:
-            one = max(kept_bytes(part, n) for part, _ in later)
-            found.append({"gradients": of_all, "kept outputs": one, "block work": work})
+    if linear < blocks:
+        found += [backward_at(place, backward, tiled) for place in (linear, blocks - 1)]
+    if linear:
+        kinds = [facts.alone[kind] for kind in facts.counts_of_last(linear)]
+        later = [replace(workload, facts=part) for part in kinds]
+        first = max(kept_forward_bytes(each, rows, tokens) for each in later)
+        found.append(backward_at(0, first, 0) | {"gradients": earlier})
+        work = max(kept_backward_bytes(each, rows, tokens) for each in later)
+        found += [backward_at(place, work, 0) for place in {0, linear - 1}]
     return found
-
-
-def kept_bytes(facts: ModelFacts, tokens: int) -> int:
-    """Bytes of the outputs that a block keeps, of a model whose blocks have the same sizes: those
-    of all its linear layers but routed experts and the last, which is small beside experts.
-    """
-    outputs = sum(o for name, (_, o) in facts.linears.items() if name not in facts.experts)
-    last = 0 if facts.experts else facts.hidden
-    return tokens * max(0, outputs - last) * facts.float_bytes
 
 
 def kept_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
@@ -554,13 +540,14 @@ def logits_bytes(workload: Workload, targets: int) -> int:
 
 
 def step_cost(facts: ModelFacts, training: Training, plan: Plan) -> float:
-    """Arithmetic of a step relative to a fused one. The others compute trained blocks twice.
+    """Arithmetic of a step relative to a fused one. The others compute of trained blocks twice
+    what they do not keep.
 
     A backward pass through frozen weights costs as much as a forward pass. Reading weights is
     not counted.
     """
     fused = facts.blocks + training.blocks
-    again = training.blocks - (1 - KEPT_COST) * plan.kept
+    again = computed_again(plan.kept, training.blocks)
     return 1.0 if plan.engine == "fused" else (fused + again) / fused
 
 

@@ -19,7 +19,7 @@ from your_ai.memory.sizes import (
     QUERY_BLOCK,
     SCORE_BYTES,
 )
-from your_ai.memory.workload import Plan, Workload
+from your_ai.memory.workload import NOTHING, Kept, Plan, Workload
 
 GRAPH_BYTES = 85_000  # operations of one slice that waits to be evaluated
 FORWARD_GRAPH = 0.4  # size of a graph without a backward pass, relative to one with it
@@ -33,15 +33,15 @@ def graphs_bytes(
     tokens: int,
     *,
     trained: bool = True,
-    kept: int = 0,
+    kept: Kept = NOTHING,
 ) -> int:
     """Bytes of the compiled graphs for micro-batches of one shape. trained: with gradients.
 
     A fused graph contains every block. The other engines share one graph per kind of block, and
-    one more if only some blocks keep outputs; kept: how many do.
+    one more if only some of these keep something.
     """
     facts, training, coefficients = workload.facts, workload.training, workload.coefficients
-    if engine != "fused" and kept < training.blocks and is_tiled(workload, rows, tokens):
+    if engine != "fused" and kept.linear < training.blocks and is_tiled(workload, rows, tokens):
         queries = tiled_query_blocks(facts, rows, tokens)
     else:
         queries = query_blocks(facts, engine, rows, tokens)
@@ -68,7 +68,7 @@ def graphs_bytes(
     else:
         alone = [replace(facts, kinds=(kind,), order=(0,)) for kind in facts.kinds]
         found = sum(size_of(coefficients.staged_graph, part) for part in alone)
-        found *= 2 if 0 < kept < training.blocks else 1
+        found *= len({training.blocks, *(n for n in kept if n)})
         found += max((size_of(coefficients.first_graph, part) for part in alone), default=0)
     return int(GRAPHS_MARGIN * found * (1 if trained else FORWARD_GRAPH))
 

@@ -1,15 +1,15 @@
 """Choose the fastest plan that fits into the limit, by the estimates. Pure.
 
 Plans are tried in this order: fused; staged; staged with block inputs, gradients and the states of
-the optimizer spilled to disk; streamed; streamed with spilling. Staged and streamed are tried with
-fewer and fewer blocks that keep outputs. Each is tried with whole micro-batches first, then with
-fewer rows.
+the optimizer spilled to disk; streamed; streamed with spilling. Staged and streamed are tried while
+blocks keep less and less for their backward pass. Each is tried with whole micro-batches first,
+then with fewer rows. The first that fits then keeps as much as fits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -18,13 +18,22 @@ from your_ai.gates.text import counted, size_text
 from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
 from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate import Estimate, estimate, step_cost
+from your_ai.memory.estimate_kept import at_rung, highest, rung_of
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.sample import in_gb
-from your_ai.memory.workload import Plan, RewardModelSizes, RolloutSizes, Training, Workload
+from your_ai.memory.workload import (
+    NOTHING,
+    Kept,
+    Plan,
+    RewardModelSizes,
+    RolloutSizes,
+    Training,
+    Workload,
+)
 
 ENGINES = (("fused", False), ("staged", False), ("staged", True), ("streamed", False),
            ("streamed", True))  # fmt: skip
-KEPT_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the trained blocks: those that keep outputs
+KEPT_SHARES = (1.0, 2 / 3, 1 / 2, 1 / 3, 0.0)  # of the highest rung of `estimate_kept.at_rung`
 SCORING_COST = 1 / 3  # of a pass without gradients, relative to a step of the fused engine
 WORK_MARGIN = 0.12  # share of transient activations: an estimate may be a tenth too low
 MEASURED_MARGIN = 0.04  # the same, once something was measured on this machine
@@ -114,7 +123,7 @@ def options(demand: Demand) -> list[Option]:
     if together > 1:
         rows.append(1)
     found = []
-    every = [(*each, kept) for each in ENGINES for kept in kept_counts(demand, *each)]
+    every = [(*each, kept) for each in ENGINES for kept in kept_choices(demand, *each)]
     for waves, (engine, spill, kept) in product(waves_of(demand), every):
         wanted = engine == demand.engine or demand.engine == "auto"
         if not wanted or (engine == "streamed" and not demand.can_stream):
@@ -132,25 +141,62 @@ def options(demand: Demand) -> list[Option]:
                 continue  # scoring the texts first costs more than kept outputs save
             plan = Plan(engine, count * longest, spill, kept=kept)
             update_bytes = bytes_to_update(demand, plan)
-            for wave in waves:
-                plan = replace(plan, wave=wave)
-                cost = 1.0 if demand.forward else step_cost(demand.facts, demand.training, plan)
-                if count < together:
-                    cost += SCORING_COST
-                most = largest(demand, plan)
-                needed_bytes = max(
-                    demand.before_bytes, update_bytes, with_margin(most, margin_of(demand))
-                )
-                found.append(Option(plan, most, cost, needed_bytes))
+            found += [option_of(demand, replace(plan, wave=wave), update_bytes) for wave in waves]
     return found
 
 
-def kept_counts(demand: Demand, engine: str, spill: bool) -> list[int]:
-    """How many blocks may keep outputs under an engine, the most first."""
-    if engine == "fused" or spill or demand.forward or demand.soft is not None:
-        return [0]
-    counts = (math.ceil(share * demand.training.blocks) for share in KEPT_SHARES)
-    return list(dict.fromkeys(counts))
+def option_of(demand: Demand, plan: Plan, update_bytes: int) -> Option:
+    """update_bytes: as returned by `bytes_to_update`."""
+    cost = 1.0 if demand.forward else step_cost(demand.facts, demand.training, plan)
+    if rows_of(demand, plan, max(demand.lengths)) < demand.rows_together:
+        cost += SCORING_COST
+    most = largest(demand, plan)
+    needed_bytes = max(demand.before_bytes, update_bytes, with_margin(most, margin_of(demand)))
+    return Option(plan, most, cost, needed_bytes)
+
+
+def may_keep(demand: Demand, engine: str, spill: bool) -> bool:
+    """Whether blocks may keep anything for their backward pass under an engine."""
+    return engine != "fused" and not (spill or demand.forward or demand.soft is not None)
+
+
+def kept_by_some(demand: Demand, plan: Plan) -> Kept:
+    """Something that only one block keeps, where that is possible: shorter rows may keep more than
+    the plan says, so that a shape has graphs of two kinds."""
+    return Kept(attention=1) if may_keep(demand, plan.engine, plan.spill) else NOTHING
+
+
+def kept_choices(demand: Demand, engine: str, spill: bool) -> list[Kept]:
+    """What blocks may keep under an engine, the most first: few of many possible choices."""
+    if not may_keep(demand, engine, spill):
+        return [NOTHING]
+    blocks = demand.training.blocks
+    rungs = (math.ceil(share * highest(blocks)) for share in KEPT_SHARES)
+    return list(dict.fromkeys(at_rung(blocks, rung) for rung in rungs))
+
+
+def with_more_kept(demand: Demand, option: Option, fits: Callable[[Option], bool]) -> Option:
+    """The option, which fits, with as much kept as still fits."""
+    plan = option.plan
+    if not may_keep(demand, plan.engine, plan.spill):
+        return option
+    if rows_of(demand, plan, max(demand.lengths)) < demand.rows_together:
+        return option
+
+    def at(rung: int) -> Option:
+        more = replace(plan, kept=at_rung(demand.training.blocks, rung))
+        return option_of(demand, more, bytes_to_update(demand, more))
+
+    low, high = rung_of(plan.kept), highest(demand.training.blocks)
+    best = option
+    while low < high:  # all up to `low` fit, and none above `high`
+        middle = (low + high + 1) // 2
+        tried = at(middle)
+        if fits(tried):
+            best, low = tried, middle
+        else:
+            high = middle - 1
+    return best
 
 
 def margin_of(demand: Demand) -> float:
@@ -278,6 +324,12 @@ def workload_of(demand: Demand) -> Workload:
     )
 
 
+def fastest(demand: Demand, fits: Callable[[Option], bool]) -> Option | None:
+    """The fastest option that fits, with as much kept as fits; None if none does."""
+    found = next((option for option in options(demand) if fits(option)), None)
+    return None if found is None else with_more_kept(demand, found, fits)
+
+
 @dataclass(frozen=True)
 class Choice:
     """The chosen option, and its neighbors that `your_ai plan` shows."""
@@ -308,10 +360,11 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
             "cannot be streamed; convert it with `mlx_lm.convert` first, or use --plan staged"
         )
     spare = SPARE_BYTES + VARIES_BYTES if demand.calibration.measurements else 0
-    for index, option in enumerate(every):
+    tried = every if kept is None else with_plan(demand, every, kept)
+    for index, option in enumerate(tried):
         if option.plan == kept and option.estimate.process_bytes - spare <= limit_bytes:
-            above = [o for o in every[:index] if o.needed_bytes > option.needed_bytes]
-            ladder = descending(every[index:])
+            above = [o for o in tried[:index] if o.needed_bytes > option.needed_bytes]
+            ladder = descending(tried[index:])
             smaller = ladder[1] if len(ladder) > 1 else None
             return Choice(option, level, smaller, above[-1] if above else None)
     fitting = [option for option in every if option.needed_bytes <= limit_bytes]
@@ -325,12 +378,26 @@ def choose(demand: Demand, limit_bytes: int, level: int = 0, kept: Plan | None =
     )
     if not fitting:
         raise DoesNotFit(refusal(demand, every, limit_bytes))
-    ladder = descending(every[every.index(fitting[0]) :])
+    place = every.index(fitting[0])
+    first = with_more_kept(demand, fitting[0], lambda option: option.needed_bytes <= limit_bytes)
+    ladder = descending([first, *every[place:]])
     level = min(level, len(ladder) - 1)
-    above = [o for o in every[: every.index(ladder[level])] if o not in ladder[:level]]
+    above = [o for o in every[:place] if o.needed_bytes > first.needed_bytes]
     larger = ladder[level - 1] if level else (above[-1] if above else None)
     smaller = ladder[level + 1] if level + 1 < len(ladder) else None
     return Choice(ladder[level], level, smaller, larger)
+
+
+def with_plan(demand: Demand, every: list[Option], plan: Plan) -> list[Option]:
+    """These options, and that of `plan` in its place if it differs from one in what is kept."""
+    if any(option.plan == plan for option in every):
+        return every
+    alike = [i for i, o in enumerate(every) if replace(o.plan, kept=plan.kept) == plan]
+    if not alike or max(plan.kept) > demand.training.blocks:
+        return every
+    own = option_of(demand, plan, bytes_to_update(demand, plan))
+    place = next((i for i in alike if every[i].needed_bytes < own.needed_bytes), alike[-1] + 1)
+    return [*every[:place], own, *every[place:]]
 
 
 def can_begin(demand: Demand, option: Option, limit_bytes: int) -> bool:
@@ -428,48 +495,18 @@ def words(plan: Plan, longest: int) -> str:
     """A plan as text: `streamed, micro-batches of 2 x 512 tokens`."""
     rows = max(1, plan.micro_tokens // longest)
     disk = ", block inputs and optimizer on disk" if plan.spill else ""
-    kept = f", outputs of {counted(plan.kept, 'block')} kept" if plan.kept else ""
+    kept = f", {kept_words(plan.kept)}" if plan.kept else ""
     waves = f", {counted(plan.wave, 'completion')} at a time" if plan.wave else ""
     return f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}{kept}{waves}"
 
 
-@dataclass
-class Corrections:
-    """Measured work over estimated work, by bucket: the maximum over the steps so far.
-
-    A bucket without a measurement uses the largest ratio of all others, at least 1.
-    """
-
-    demand: Demand
-    plan: Plan
-    limit_bytes: int
-    ratios: dict[int, float] = field(default_factory=dict)
-
-    def learn(self, rows: int, tokens: int, measured_mlx_bytes: int) -> bool:
-        """Record a measured peak; return whether it raised the ratio of this bucket."""
-        found = estimate_rows(self.demand, self.plan, rows, tokens)
-        held = found.mlx_bytes - found.work_bytes
-        ratio = (measured_mlx_bytes - held) / max(1, found.work_bytes)
-        more = ratio > self.ratios.get(tokens, -math.inf)
-        if more:
-            self.ratios[tokens] = ratio
-        return more
-
-    def ratio(self, tokens: int) -> float:
-        return self.ratios.get(tokens, max([1.0, *self.ratios.values()]))
-
-    def rows(self, tokens: int) -> int:
-        """The maximum number of rows of `tokens` tokens that fit; at least one.
-
-        Whole groups, or less than a group if not even that fits.
-        """
-        rows, together = rows_of(self.demand, self.plan, tokens), self.demand.rows_together
-        while rows > 1 and self.expected_bytes(rows, tokens) > self.limit_bytes:
-            rows -= together if rows > together else 1
-        return rows
-
-    def expected_bytes(self, rows: int, tokens: int) -> int:
-        """The estimated peak of the process, corrected by the measured ratios."""
-        found = estimate_rows(self.demand, self.plan, rows, tokens)
-        excess = max(0.0, self.ratio(tokens) - 1) * found.work_bytes
-        return int(found.process_bytes + excess)
+def kept_words(kept: Kept) -> str:
+    """`attention of 16 and linear layers of 4 blocks kept`"""
+    counts = {
+        "attention": kept.attention,
+        "linear layers": kept.linear,
+        "activations": kept.activations,
+    }
+    *most, last = [f"{name} of {count:,}" for name, count in counts.items() if count]
+    text = f"{', '.join(most)} and {last}" if most else last
+    return f"{text} {'block' if set(kept) <= {0, 1} else 'blocks'} kept"

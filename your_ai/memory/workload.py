@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.facts import ModelFacts
@@ -36,6 +38,27 @@ class Training:
     """Whether names without a dot select routed experts, too: --lora-experts."""
 
 
+class Kept(NamedTuple):
+    """What the last trained blocks keep from the forward pass to the backward pass, so that it is
+    not computed again: for how many of them, counted from the last."""
+
+    linear: int = 0
+    """The outputs of the linear layers."""
+    attention: int = 0
+    """The outputs of attention, and the log-sum-exps of its scores."""
+    activations: int = 0
+    """The product of an MLP's gate and its derivatives, in place of the outputs of two layers; at
+    most `linear`."""
+
+    def __bool__(self) -> bool:
+        """Whether anything is kept."""
+        return any(self)
+
+
+NOTHING = Kept()
+KeptAt = Callable[[int, int], Kept]  # (rows, tokens per row) of a micro-batch -> what is kept
+
+
 @dataclass(frozen=True)
 class Plan:
     """How a step is computed."""
@@ -48,9 +71,9 @@ class Plan:
     """Keep the inputs of blocks, the gradients and the states of the optimizer on disk."""
     wave: int = 0
     """Completions that are generated together; 0 if the run generates none."""
-    kept: int = 0
-    """Blocks, from the last, that keep the outputs of their linear layers for the backward pass;
-    of a staged or streamed plan."""
+    kept: Kept = NOTHING
+    """What blocks keep for the backward pass, of a staged or streamed plan; for the longest rows,
+    as shorter ones may keep more."""
 
     @property
     def gradients_on_disk(self) -> bool:
@@ -67,7 +90,7 @@ class Plan:
         """Plans that need the same memory for activations: fused, staged (and streamed), kept."""
         if self.engine == "fused":
             return "fused"
-        return "kept" if self.kept else "staged"
+        return "kept" if self.kept.linear else "staged"
 
     def rows(self, tokens: int, batch_size: int) -> int:
         """Rows of `tokens` tokens per micro-batch."""

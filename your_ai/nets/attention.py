@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,21 +56,50 @@ def attention(
     H must be a multiple of K. Scores and softmax are computed in float32; the result has the
     dtype of the inputs. Differentiable in q, k and v.
     """
+    return attention_results(q, k, v, scale, window, segments, queries, sinks, chunk)[0]
+
+
+def attention_results(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    scale: float,
+    window: int | None = None,
+    segments: mx.array | None = None,
+    queries: int | None = None,
+    sinks: mx.array | None = None,
+    chunk: int | None = None,
+    known: tuple[mx.array, mx.array] | None = None,
+) -> tuple[mx.array, mx.array]:
+    """What `attention` returns, and the (B, K, R, T, 1) log-sum-exp of the scores of each query.
+
+    known: both, if they were computed before. They are returned, and the gradients of the first
+        are computed from them, so that nothing of the forward pass is computed again.
+    """
     if window is not None and window >= q.shape[2]:
         window = None
     if chunk is not None and chunk >= q.shape[2]:
         chunk = None
     more = [array for array in (segments, sinks) if array is not None]
-    attend = _attention(scale, window, chunk, queries or QUERY_BLOCK, segments is None)
-    return attend(q, k, v, *more)[0]
+    functions = _attention(scale, window, chunk, queries or QUERY_BLOCK, segments is None)
+    if known is None:
+        return functions.attend(q, k, v, *more)
+    return functions.known(*known, q, k, v, *more)
+
+
+class AttentionFunctions(NamedTuple):
+    """Both return an output, (B, H, T, d), and a log-sum-exp, (B, K, R, T, 1)."""
+
+    attend: Callable[..., tuple[mx.array, mx.array]]
+    """(q, k, v[, segments][, sinks])"""
+    known: Callable[..., tuple[mx.array, mx.array]]
+    """(output, log-sum-exp, q, k, v[, segments][, sinks]); returns its first two."""
 
 
 @lru_cache
 def _attention(
     scale: float, window: int | None, chunk: int | None, max_queries: int, unpacked: bool
-) -> Callable[..., tuple[mx.array, mx.array]]:
-    """Make f(q, k, v[, segments][, sinks]) -> output (B, H, T, d), log-sum-exp (B, K, R, T, 1)."""
-
+) -> AttentionFunctions:
     @mx.custom_function
     def attend(q: mx.array, k: mx.array, v: mx.array, *more: mx.array) -> Any:
         segments, sinks = more[: not unpacked], more[not unpacked :]
@@ -101,11 +130,26 @@ def _attention(
 
     @attend.vjp
     def attend_vjp(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, ...]:
-        q, k, v, *more = primals
+        return gradients(cotangents[0], *results, *primals)
+
+    @mx.custom_function
+    def known(output: mx.array, sums: mx.array, *inputs: mx.array) -> Any:
+        return output, sums
+
+    @known.vjp
+    def known_vjp(primals: Any, cotangents: Any, results: Any) -> tuple[mx.array, ...]:
+        output, sums, *inputs = primals
+        grads = gradients(cotangents[0], output, sums, *inputs)
+        return mx.zeros_like(output), mx.zeros_like(sums), *grads
+
+    def gradients(
+        cotangent: mx.array, output: mx.array, sums: mx.array,
+        q: mx.array, k: mx.array, v: mx.array, *more: mx.array,
+    ) -> tuple[mx.array, ...]:  # fmt: skip
+        """The cotangents of q, k, v and of the others."""
         segments = more[: not unpacked]
-        output, sums = results
-        delta = (cotangents[0].astype(mx.float32) * output).sum(axis=-1, keepdims=True)
-        delta, cotangent = _by_key_head(delta, k), _by_key_head(cotangents[0], k)
+        delta = (cotangent.astype(mx.float32) * output).sum(axis=-1, keepdims=True)
+        delta, cotangent = _by_key_head(delta, k), _by_key_head(cotangent, k)
         queries, keys_k, keys_v = _by_key_head(q, k), _float32(k), _float32(v)
         grad_k, grad_v = mx.zeros(k.shape, mx.float32), mx.zeros(v.shape, mx.float32)
         places = mx.arange(q.shape[2])
@@ -129,7 +173,7 @@ def _attention(
         none = (mx.zeros_like(array) for array in more)
         return grad_q, grad_k.astype(k.dtype), grad_v.astype(v.dtype), *none
 
-    return attend
+    return AttentionFunctions(attend, known)
 
 
 def _by_key_head(x: mx.array, k: mx.array) -> mx.array:
@@ -288,6 +332,7 @@ class BlockwiseAttention(nn.Module):
         dict.update(twin, base)
         # Keep the class, not `base`: a later skeleton has other children than `base`.
         twin._base, twin._layout, twin._lean = type(base), _layout(base), lean
+        twin.attend = attention  # replaced where its results are kept
         return twin
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
@@ -304,7 +349,7 @@ class BlockwiseAttention(nn.Module):
         queries = LEAN_QUERY_BLOCK if self._lean else None
         q, k = self.rope(q), self.rope(k)
         masked = (seen.window, seen.segments, queries, None, seen.chunk)
-        y = attention(q, k, v, self.scale, *masked)
+        y = self.attend(q, k, v, self.scale, *masked)
         return self.o_proj(y.swapaxes(1, 2).flatten(2))
 
     def _heads(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:

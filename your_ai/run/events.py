@@ -60,7 +60,11 @@ class Planned:
     wave: int = 0
     """Completions that are generated together; 0 if the run generates none."""
     kept: int = 0
-    """Blocks, from the last, that keep the outputs of their linear layers."""
+    """Blocks, from the last, that keep the outputs of their linear layers for the backward pass."""
+    kept_attention: int = 0
+    """Blocks that keep the outputs of attention; 0 in events of older versions."""
+    kept_activations: int = 0
+    """Blocks that keep the activations of their MLP; 0 in events of older versions."""
     needed_bytes: int = 0
     """`estimate_bytes` with the safety margin: what must fit; 0 in events of older versions."""
 

@@ -46,7 +46,7 @@ def calibrated(
     plan = budget.choice.option.plan
 
     def measure(plan: Plan, shape: Shape) -> int:
-        prepared.engine.keep(plan.kept)
+        prepared.engine.keep(lambda rows, tokens: plan.kept)
         return peak_of(prepared, shape, log)
 
     found = list(budget.demand.calibration.measurements)
@@ -75,7 +75,7 @@ def calibrated(
         raise Replan(MemoryAction(kind=MEASURED, cause=cause), step, watch)
     allocator.set_limits(limit_bytes, option.needed_bytes, option.estimate.beside_bytes)
     allocator.free()
-    prepared.engine.keep(option.plan.kept)
+    prepared.engine.keep(lambda rows, tokens: option.plan.kept)
     budget = replace(budget, demand=demand, choice=choice)
     prepared.graphs.room_bytes = budget.graphs_room_bytes
     if option.plan != plan:

@@ -22,6 +22,8 @@ from your_ai.engine.reload import reload_adapted
 from your_ai.errors import RunError
 from your_ai.gates.text import size_text
 from your_ai.memory import allocator, probe
+from your_ai.memory.budget import plan_of
+from your_ai.memory.corrections import Corrections
 from your_ai.memory.estimate import Plan
 from your_ai.memory.governor import (
     LARGE,
@@ -34,7 +36,6 @@ from your_ai.memory.governor import (
     policy_of,
 )
 from your_ai.memory.guard import guarded
-from your_ai.memory.plan import Corrections
 from your_ai.memory.sample import MemorySample
 from your_ai.run import events, exits, requests
 from your_ai.run.folder import RunFolder
@@ -85,7 +86,8 @@ class Governor:
         """Carry out the policy's cheap actions; return the large action for the caller, if any."""
         sample, highest_bytes = self.seen
         if sample.peak_bytes:
-            rows, tokens = max((batch.tokens.shape for batch in batches), key=lambda s: s[0] * s[1])
+            shapes = {batch.tokens.shape for batch in batches}
+            rows, tokens = max(sorted(shapes), key=lambda s: self.corrections.expected_bytes(*s))
             if self.corrections.learn(rows, tokens, sample.peak_bytes):
                 ratio = self.corrections.ratios[tokens]
                 self.log.write(events.Corrected(step=step, tokens=tokens, ratio=ratio))
@@ -128,7 +130,9 @@ def govern(
     budget = prepared.budget
     limit_bytes, plan = budget.limit.limit_bytes, budget.choice.option.plan
     trained = replace(budget.demand, rollouts=None)  # peaks are of the updates alone
-    corrections = Corrections(trained, plan, limit_bytes, learned(log, plan, step))
+    needed_bytes = budget.choice.option.needed_bytes
+    corrections = Corrections(trained, plan, limit_bytes, learned(log, plan, step), needed_bytes)
+    prepared.engine.keep(corrections.kept)
     return Governor(
         prepared=prepared,
         policy=policy_of(prepared.config, limit_bytes),
@@ -147,8 +151,7 @@ def learned(log: events.EventLog, plan: Plan, step: int) -> dict[int, float]:
     ratios: dict[int, float] = {}
     for event in (record.event for record in events.tail(log.path)[0]):
         if isinstance(event, events.Planned):
-            recorded = (event.plan, event.micro_tokens, event.spill, event.wave, event.kept)
-            if Plan(*recorded) != plan:
+            if plan_of(event) != plan:
                 ratios.clear()
         elif isinstance(event, events.Corrected) and event.step <= step:
             ratios[event.tokens] = max(event.ratio, ratios.get(event.tokens, -math.inf))

@@ -43,11 +43,11 @@ from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import Budget, PriorPlans, budget_of
+from your_ai.memory.budget import Budget, PriorPlans, budget_of, plan_of
 from your_ai.memory.calibration_file import valid_measurements
 from your_ai.memory.estimate_graphs import graphs_bytes
-from your_ai.memory.plan import Option, choose, rows_of, words, workload_of
-from your_ai.memory.workload import Plan, RewardModelSizes
+from your_ai.memory.plan import Option, choose, kept_by_some, rows_of, words, workload_of
+from your_ai.memory.workload import RewardModelSizes
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import make_copy, needs_copy, place_of_copy
 from your_ai.modelfiles.repack import repacked_lazily
@@ -411,7 +411,7 @@ def announce(budget: Budget, past: PriorPlans, config: TrainConfig, log: events.
 def graphs_within(budget: Budget) -> Graphs:
     """A cache of compiled graphs, with as much room as the plan leaves."""
     workload, plan = workload_of(budget.demand), budget.choice.option.plan
-    of_plan = partial(graphs_bytes, workload, plan.engine, kept=plan.kept)
+    of_plan = partial(graphs_bytes, workload, plan.engine, kept=kept_by_some(budget.demand, plan))
     return Graphs(lambda s: of_plan(s.rows, s.tokens, trained=s.trained), budget.graphs_room_bytes)
 
 
@@ -576,8 +576,7 @@ def past_of(log: events.EventLog, config: TrainConfig, level: int) -> PriorPlans
     plans = [e for e in written[: starts[-1] if starts else 0] if isinstance(e, events.Planned)]
     plan = None
     if plans and plans[-1].level == level and plans[-1].asked == asked_of_memory(config):
-        last = plans[-1]
-        plan = Plan(last.plan, last.micro_tokens, last.spill, last.wave, last.kept)
+        plan = plan_of(plans[-1])
     return PriorPlans(plan, tuple(valid_measurements(measured)), bool(starts))
 
 
@@ -594,7 +593,9 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
             micro_tokens=plan.micro_tokens,
             spill=plan.spill,
             wave=plan.wave,
-            kept=plan.kept,
+            kept=plan.kept.linear,
+            kept_attention=plan.kept.attention,
+            kept_activations=plan.kept.activations,
             level=choice.level,
             estimate_bytes=choice.option.estimate.process_bytes,
             needed_bytes=needed,
