@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import mlx.core as mx
@@ -33,6 +34,12 @@ CASES = [  # architecture, bits, DoRA, dropout
     ("llama-untied", 4, False, 0.0),
     ("qwen2-tied", None, False, 0.1),
 ]
+VARIANTS = {
+    "kept": ("staged", {"kept": 99}),  # the outputs of all blocks
+    "partly kept": ("streamed", {"kept": 1}),
+    "partly resident": ("streamed", {"resident": 1}),
+    "read alone": ("streamed", {"blocks_ahead": 0}),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +59,9 @@ def by_plan(
 ):  # fmt: skip
     """(loss, gradients, loss without gradients) of the same step, through `build_engine`.
 
-    plan: an engine; or `kept`: staged, with the outputs of all blocks, and `partly kept`:
-        streamed, with those of the last.
+    plan: an engine, or a name in VARIANTS.
     """
-    plan, kept = {"kept": ("staged", 99), "partly kept": ("streamed", 1)}.get(plan, (plan, 0))
+    plan, more = VARIANTS.get(plan, (plan, {}))
     network, tokenizer, adapters = load(folder, **settings)
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
     built = build_engine(
@@ -66,7 +72,7 @@ def by_plan(
         tensors=tensors,
         spill=spill,
         neftune_alpha=neftune_alpha,
-        kept=kept,
+        **more,
     )
     assert built.plan == plan
     examples = encode(tokenizer, tmp_path)
@@ -107,6 +113,8 @@ def reference(tmp_path_factory):
         *((*case, "staged") for case in (CASES[1], CASES[2], CASES[5], CASES[7])),
         *((*case, "kept") for case in CASES),
         *((*case, "partly kept") for case in (CASES[0], CASES[4])),
+        (*CASES[1], "partly resident"),
+        (*CASES[4], "read alone"),
         *((*case, "fused") for case in (CASES[2], CASES[4], CASES[6])),  # without dropout
     ],
 )
@@ -313,3 +321,43 @@ def test_staged_model_leaves_embedding_and_head_in_their_files(tmp_path, archite
     held = [name for name, _ in tree_flatten(network.parameters())]
     assert not [name for name in held if "embed_tokens" in name or "lm_head" in name]
     assert [name for name in held if "mlp" in name]
+
+
+@pytest.mark.parametrize("blocks_ahead", [0, 1])
+def test_a_step_reads_no_block_twice_in_a_row_and_resident_ones_only_once(
+    tmp_path, tiny_model, monkeypatch, blocks_ahead
+):
+    """Of 3 blocks, the last 2 have adapters. The backward pass begins with the last as it is."""
+    network, tokenizer, adapters = load(tiny_model, lora_layers=2)
+    tensors = tensors_of(model.load_network(tiny_model, mx.float32)[0], tiny_model)
+    keys = adapters.dropout_keys
+    built = build_engine(network, keys, "streamed", tensors=tensors, blocks_ahead=blocks_ahead)
+    engine = built.engine
+    batch = make_schedule(encode(tokenizer, tmp_path), 5, 5, seed=0).batches_of(0)[0]
+    read: list[int] = []
+    real = Streamed.load
+    monkeypatch.setattr(
+        Streamed, "load", lambda self, index: read.append(index) or real(self, index)
+    )
+
+    def step() -> tuple[list[int], dict[str, mx.array]]:
+        read.clear()
+        _, grads = engine.gradients(batch, 1.0, 3)
+        mx.eval(grads)
+        return list(read), dict(tree_flatten(grads))
+
+    blocks, expected = step()
+    assert blocks == [0, 1, 2, 1]
+    engine.hold(1, blocks_ahead)
+    assert step()[0] == [0, 1, 2, 1]
+    for after_forgetting in ([0, 1, 1], [0, 1, 2, 1]):
+        blocks, grads = step()
+        assert blocks == after_forgetting
+        assert all(mx.array_equal(grads[name], expected[name]) for name in expected)
+        last = [tensor for name, tensor in tensors.items() if ".layers.2." in name]
+        assert engine.forget() == sum(math.prod(t.shape) * t.dtype.size for t in last)
+    engine.hold(0, blocks_ahead)
+    assert step()[0] == [0, 1, 2, 1]
+    assert engine.forget() == 0
+    assert engine.waited() > 0
+    assert engine.waited() == 0

@@ -38,3 +38,12 @@ class Engine:
     keep: Callable[[int], None] = lambda _: None
     """Set the number of blocks, from the last, that keep the outputs of their linear layers from
     the forward to the backward pass. Engines that are not staged ignore it."""
+    hold: Callable[[int, int], None] = lambda resident, blocks_ahead: None
+    """Set the number of blocks, from the last, whose streamed weights stay in memory, and the
+    number that are read while the block before them runs. Other engines ignore it."""
+    forget: Callable[[], int] = lambda: 0
+    """Free the weights that a streamed engine keeps in memory, to be read again when needed;
+    return their bytes."""
+    waited: Callable[[], float | None] = lambda: None
+    """Seconds in which a streamed engine waited for its weights since the last call; None if the
+    weights of all blocks are in memory."""

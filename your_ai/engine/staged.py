@@ -30,7 +30,7 @@ from your_ai.engine.programs import (
     trained_arrays,
 )
 from your_ai.engine.protocol import Engine
-from your_ai.engine.weights import streams_vocabulary
+from your_ai.engine.weights import Streamed, streams_vocabulary
 from your_ai.nets.dora import dora_layers, norms_of
 from your_ai.nets.head import Head, LinearHead
 from your_ai.nets.model import DropoutKeys, KeyedDropout, TokenKeys
@@ -63,8 +63,11 @@ class Weights(Protocol):
 
     def read(self, index: int) -> Arrays: ...
 
-    def ahead(self, index: int) -> None:
-        """Start to load block `index`, which is needed next."""
+    def ahead(self, indices: Iterable[int]) -> None:
+        """Start to load the blocks that are needed next, in this order."""
+
+    def again(self, index: int, arrays: Arrays) -> None:
+        """Keep the arrays of block `index`, which `read` returned: it is the next to be read."""
 
 
 class BatchRows(NamedTuple):
@@ -94,7 +97,10 @@ class Resident:
     def read(self, index: int) -> Arrays:
         return frozen_arrays(self.blocks[index])
 
-    def ahead(self, index: int) -> None:
+    def ahead(self, indices: Iterable[int]) -> None:
+        pass
+
+    def again(self, index: int, arrays: Arrays) -> None:
         pass
 
 
@@ -158,9 +164,16 @@ class Staged:
     def engine(self) -> Engine:
         ahead = self.weights.streamed and self.store is not None and self.first > 0
         fill = self.fill if ahead else None
+        of_files = {}
+        if isinstance(self.weights, Streamed):
+            of_files = {
+                "hold": self.weights.hold,
+                "forget": self.weights.forget,
+                "waited": self.weights.clock.take,
+            }
         return Engine(
             self.objective, self.gradients, self.loss, self.log_probabilities, self.predictions,
-            self.score, self.graphs.drop, fill, self.keep,
+            self.score, self.graphs.drop, fill, self.keep, **of_files,
         )  # fmt: skip
 
     def keep(self, count: int) -> None:
@@ -180,8 +193,7 @@ class Staged:
         found: dict[int, Arrays] = {}
         for index in reversed(self.trained):
             arrays, trained = self._arrays(index), trained_arrays(self.blocks[index])
-            if index > self.first:
-                self.weights.ahead(index - 1)
+            self.weights.ahead(reversed(range(self.first, index)))
             given = (arrays, trained, self.inputs.pop(), rows.extras_of(index), cotangent)
             program = self.programs.of(index, rows.shape)
             if index >= self.first_kept:
@@ -305,12 +317,10 @@ class Staged:
         The weights of a block are read once for all batches. The inputs of the blocks are
         appended to `saved`, and what the last blocks keep to `kept`.
         """
-        if which:
-            self.weights.ahead(which[0])
+        self.weights.ahead(which)
         for index in which:
             arrays = self._arrays(index)
-            if index + 1 in which:
-                self.weights.ahead(index + 1)
+            self.weights.ahead(range(index + 1, which.stop))
             trained = trained_arrays(self.blocks[index])
             for place, rows in enumerate(every):
                 if saved is not None:
@@ -326,6 +336,8 @@ class Staged:
                     result = hidden[place] = program.forward(arrays, trained, hidden[place], extras)
                 mx.eval(result)
                 del result
+            if saved is not None and index == which[-1]:
+                self.weights.again(index, arrays)  # the backward pass begins with it
             del arrays
 
     def _arrays(self, index: int) -> Arrays:

@@ -1,8 +1,9 @@
 """Choose the fastest plan that fits into the limit, by the estimates. Pure.
 
 Plans are tried in this order: fused; staged; staged with block inputs spilled to disk; streamed;
-streamed with spilling. Staged and streamed are tried with fewer and fewer blocks that keep outputs.
-Each is tried with whole micro-batches first, then with fewer rows.
+streamed with spilling; both again without reading ahead. Staged and streamed are tried with fewer
+and fewer blocks that keep outputs. Each is tried with whole micro-batches first, then with fewer
+rows; streamed ones with fewer and fewer blocks whose weights stay in memory.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, size_text
 from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
 from your_ai.memory.coefficients import PACKAGED, Coefficients
-from your_ai.memory.estimate import Estimate, estimate, step_cost
+from your_ai.memory.estimate import Estimate, estimate, step_cost, weights_bytes
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.sample import in_gb
 from your_ai.memory.workload import Plan, RewardModelSizes, RolloutSizes, Training, Workload
 
 ENGINES = (("fused", False), ("staged", False), ("staged", True), ("streamed", False),
            ("streamed", True))  # fmt: skip
+# (engine, spill, blocks ahead): the last plans read nothing ahead.
+READING = (*((*each, 1) for each in ENGINES), *((*each, 0) for each in ENGINES[-2:]))
+RESIDENT_LEVELS = 16  # numbers of blocks of a streamed plan that are tried to stay in memory
 KEPT_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)  # of the trained blocks: those that keep outputs
 SCORING_COST = 1 / 3  # of a pass without gradients, relative to a step of the fused engine
 WORK_MARGIN = 0.12  # share of transient activations: an estimate may be a tenth too low
@@ -113,14 +118,16 @@ def options(demand: Demand) -> list[Option]:
     if together > 1:
         rows.append(1)
     found = []
-    every = [(*each, kept) for each in ENGINES for kept in kept_counts(demand, *each)]
-    for waves, (engine, spill, kept) in product(waves_of(demand), every):
+    every = [(*each, kept) for each in READING for kept in kept_counts(demand, *each)]
+    for waves, (engine, spill, blocks_ahead, kept) in product(waves_of(demand), every):
         wanted = engine == demand.engine or demand.engine == "auto"
         if not wanted or (engine == "streamed" and not demand.can_stream):
             continue
         if demand.engine != "auto" and spill != demand.spill:
             continue
         if demand.soft is not None and (engine == "staged" or spill):
+            continue
+        if not (blocks_ahead or adjusts_reading(demand)):
             continue
         if (demand.spill and not spill) or (demand.forward and spill):
             continue
@@ -129,7 +136,7 @@ def options(demand: Demand) -> list[Option]:
                 continue  # staged is faster than this, and smaller
             if count < together and kept:
                 continue  # scoring the texts first costs more than kept outputs save
-            plan = Plan(engine, count * longest, spill, kept=kept)
+            plan = Plan(engine, count * longest, spill, kept=kept, blocks_ahead=blocks_ahead)
             update_bytes = bytes_to_update(demand, plan)
             for wave in waves:
                 plan = replace(plan, wave=wave)
@@ -137,16 +144,42 @@ def options(demand: Demand) -> list[Option]:
                 if count < together:
                     cost += SCORING_COST
                 most = largest(demand, plan)
-                needed_bytes = max(
-                    demand.before_bytes, update_bytes, with_margin(most, margin_of(demand))
-                )
-                found.append(Option(plan, most, cost, needed_bytes))
+                of_step = max(update_bytes, with_margin(most, margin_of(demand)))
+                every_more = [(plan, 0)]
+                if engine == "streamed" and blocks_ahead and adjusts_reading(demand):
+                    every_more = [*residents(demand, plan), *every_more]
+                found += [
+                    Option(
+                        each,
+                        most.with_weights(more),
+                        cost,
+                        max(demand.before_bytes, of_step + more),
+                    )
+                    for each, more in every_more
+                ]
     return found
 
 
-def kept_counts(demand: Demand, engine: str, spill: bool) -> list[int]:
+def adjusts_reading(demand: Demand) -> bool:
+    """Whether a streamed plan may keep the weights of some blocks, or read none ahead."""
+    return not demand.forward and demand.soft is None
+
+
+def residents(demand: Demand, plan: Plan) -> list[tuple[Plan, int]]:
+    """The streamed plan with some blocks' weights in memory, the most first, and the bytes that
+    they add to every phase of a step.
+    """
+    blocks = demand.facts.blocks
+    levels = (blocks * level // RESIDENT_LEVELS for level in range(1, RESIDENT_LEVELS + 1))
+    counts = sorted({count for count in levels if 0 < count < blocks}, reverse=True)
+    sized = partial(weights_bytes, demand.facts, plan.engine, coefficients=demand.coefficients)
+    each_more = [(replace(plan, resident=n), sized(resident=n) - sized()) for n in counts]
+    return [(each, more) for each, more in each_more if more > 0]
+
+
+def kept_counts(demand: Demand, engine: str, spill: bool, blocks_ahead: int) -> list[int]:
     """How many blocks may keep outputs under an engine, the most first."""
-    if engine == "fused" or spill or demand.forward or demand.soft is not None:
+    if engine == "fused" or spill or not blocks_ahead or not adjusts_reading(demand):
         return [0]
     counts = (math.ceil(share * demand.training.blocks) for share in KEPT_SHARES)
     return list(dict.fromkeys(counts))
@@ -428,8 +461,12 @@ def words(plan: Plan, longest: int) -> str:
     rows = max(1, plan.micro_tokens // longest)
     disk = ", block inputs on disk" if plan.spill else ""
     kept = f", outputs of {counted(plan.kept, 'block')} kept" if plan.kept else ""
+    stay = f", weights of {counted(plan.resident, 'block')} in memory" if plan.resident else ""
+    alone = "" if plan.blocks_ahead else ", one block read at a time"
     waves = f", {counted(plan.wave, 'completion')} at a time" if plan.wave else ""
-    return f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}{kept}{waves}"
+    return (
+        f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}{kept}{stay}{alone}{waves}"
+    )
 
 
 @dataclass

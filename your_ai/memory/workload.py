@@ -50,6 +50,11 @@ class Plan:
     kept: int = 0
     """Blocks, from the last, that keep the outputs of their linear layers for the backward pass;
     of a staged or streamed plan."""
+    resident: int = 0
+    """Blocks, from the last, whose weights stay in memory; of a streamed plan."""
+    blocks_ahead: int = 1
+    """Blocks whose weights are read while the block before them runs, 0 or 1; of a streamed
+    plan."""
 
     @property
     def family(self) -> str:

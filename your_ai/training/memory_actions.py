@@ -38,6 +38,7 @@ from your_ai.memory.plan import Corrections
 from your_ai.memory.sample import MemorySample
 from your_ai.run import events, exits, requests
 from your_ai.run.folder import RunFolder
+from your_ai.training.plan_events import plan_of
 from your_ai.training.prepare import Prepared
 
 WRITE_S, WRITE_PAUSED_S = 2.0, 60.0  # seconds between two readings that are written
@@ -115,6 +116,7 @@ class Governor:
         if action.kind == "reload_lora":
             self.log.write(events.Phase(text="reloading the adapted layers"))
             read = reload_adapted(self.prepared.model, self.prepared.tensors, self.prepared.sharing)
+            read += self.prepared.engine.forget()
         allocator.free(collect=action.kind != "clear_cache")
         after = probe.read()
         self.watch = acted(self.policy, self.watch, action, before, after)
@@ -147,8 +149,7 @@ def learned(log: events.EventLog, plan: Plan, step: int) -> dict[int, float]:
     ratios: dict[int, float] = {}
     for event in (record.event for record in events.tail(log.path)[0]):
         if isinstance(event, events.Planned):
-            recorded = (event.plan, event.micro_tokens, event.spill, event.wave, event.kept)
-            if Plan(*recorded) != plan:
+            if plan_of(event) != plan:
                 ratios.clear()
         elif isinstance(event, events.Corrected) and event.step <= step:
             ratios[event.tokens] = max(event.ratio, ratios.get(event.tokens, -math.inf))
