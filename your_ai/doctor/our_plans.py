@@ -51,6 +51,7 @@ from your_ai.training.reference import computed
 from your_ai.training.rollouts import completion_examples
 
 SHORT = ("unpacked", "packed")
+STREAMED = ("streamed", "spilled", "resident")
 # These train SHORT_ROWS rows of SHORTEST to LONGEST tokens, each once per step.
 SHORT_ROWS, SHORTEST, LONGEST = 16, 40, 120
 
@@ -60,6 +61,7 @@ class Steps(Protocol):
 
     contest: Contest
     network: nn.Module
+    engine: Engine
     estimated_bytes: int | None
     """The estimate of MLX's peak memory, if there is one for this plan."""
 
@@ -183,13 +185,15 @@ def prepare_ours(
     """Load the model for one of our plans. From here on, MLX's peak memory is counted.
 
     auto: the fastest plan that fits --max-memory or the machine. kept: staged, and all blocks with
-    adapters keep the outputs of their linear layers. spilled: streamed, with block inputs on disk.
+    adapters keep the outputs of their linear layers. resident: streamed, with the weights of half
+    the blocks in memory, and one block read ahead. streamed: one block's weights at a time.
+    spilled: the same, with block inputs on disk.
     prefix: fused, with a prefix cache in memory. unpacked, packed: fused, on short rows; one row
     or pair per update, or rows joined up to --seq-len.
     beside: shares its weights in memory.
     """
     others = {"auto": "auto", "staged": "staged", "kept": "staged"}
-    plan = others.get(contender, "streamed" if contender in ("streamed", "spilled") else "fused")
+    plan = others.get(contender, "streamed" if contender in STREAMED else "fused")
     spill = contender == "spilled"
     opened = open_model(Path(contest.folder), getattr(mx, contest.dtype))
     network, config = opened.network, contest.train_config()
@@ -200,7 +204,10 @@ def prepare_ours(
     wave, kept = contest.rows if is_grpo else 0, 0
     if contender == "kept":
         kept = adapters.config["num_layers"]
-    wanted = Plan(plan, contest.rows * contest.seq_len, spill, wave, kept)
+    resident = len(network.layers) // 2 if contender == "resident" else 0
+    blocks_ahead = int(contender not in ("streamed", "spilled"))
+    size = contest.rows * contest.seq_len
+    wanted = Plan(plan, size, spill, wave, kept, resident, blocks_ahead)
     prompt_tokens = contest.seq_len + 1 - contest.targets if is_grpo else 0
     if plan == "auto" or contest.max_memory is not None:
         asked = dataclasses.replace(contest.train_config(plan), spill=spill)
@@ -228,6 +235,8 @@ def prepare_ours(
         make_store=(lambda _: MemoryStore()) if contender == "prefix" else None,
         spill=Path(tempfile.gettempdir()) if wanted.spill else None,
         kept=wanted.kept,
+        resident=wanted.resident,
+        blocks_ahead=wanted.blocks_ahead,
         objective=objective_of(config),
     )
     if built.notices:
