@@ -77,7 +77,10 @@ def test_all_contenders_follow_the_same_losses(capsys):
 
 @pytest.mark.parametrize(
     ("bits", "plans"),
-    [(0, ("fused", "streamed")), (4, ("fused", "kept", "staged", "streamed", "spilled"))],
+    [
+        (0, ("fused", "streamed")),
+        (4, ("fused", "kept", "staged", "resident", "streamed", "spilled")),
+    ],
     ids=["float", "4-bit"],
 )
 def test_ten_steps_of_each_plan_follow_mlx_lm(tmp_path, bits, plans):
@@ -200,12 +203,17 @@ def test_rounds_are_combined():
     """Without the first step of each round, which compiles."""
     first = {"seconds": [9.0, 2.0, 3.0], "peak_bytes": 5_000_000, "process_bytes": 8_000_000}
     first |= {"tokens": 30, "losses": [2.0, 1.0], "turns": [(2.0, 1.0)], "estimated_bytes": 5e6}
+    first |= {"waits": [0.2, 0.3]}
     other = {**first, "seconds": [9.0, 1.0, 4.0], "peak_bytes": 6_000_000, "turns": [(6.0, 5.0)]}
+    other |= {"waits": [0.1, 0.9]}
     row = bench.combine(contest_of("m", objective="dpo", batch_size=5), "fused", [first, other])
     assert (row.seconds_median, row.seconds_min, row.tokens_per_s) == (2.5, 1.0, 12.0)
     assert (row.peak_mb, row.process_mb, row.losses) == (6.0, 8.0, [2.0, 1.0])
     assert (row.estimated_mb, row.seconds_per_pair) == (5.0, 0.5)
     assert (row.rows_seconds_median, row.rows_seconds_min, row.times_rows) == (3.0, 1.0, 1.6)
+    assert row.read_wait_s == pytest.approx(0.25)
+    rounds = [{**each, "waits": []} for each in (first, other)]
+    assert bench.combine(contest_of("m"), "fused", rounds).read_wait_s is None
 
 
 def test_packed_trains_the_same_rows_as_unpacked(capsys):

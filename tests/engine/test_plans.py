@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,10 +20,9 @@ from your_ai.engine.dequantized import dequantize_on_the_cpu
 from your_ai.engine.prefix import MemoryStore
 from your_ai.engine.weights import Streamed, can_stream, tensors_of
 from your_ai.memory.estimate_kept import everything
-from your_ai.memory.workload import NOTHING, Kept
+from your_ai.memory.workload import Kept
 from your_ai.nets import attention, model
 
-KEPT = {"kept": ("staged", everything(99)), "partly kept": ("streamed", Kept(1, 2, 0))}
 CASES = [  # architecture, bits, DoRA, dropout
     ("llama", 4, False, 0.1),
     ("llama", None, True, 0.1),
@@ -35,6 +35,12 @@ CASES = [  # architecture, bits, DoRA, dropout
     ("llama-untied", 4, False, 0.0),
     ("qwen2-tied", None, False, 0.1),
 ]
+VARIANTS = {
+    "kept": ("staged", {"kept": everything(99)}),
+    "partly kept": ("streamed", {"kept": Kept(1, 2, 0)}),
+    "partly resident": ("streamed", {"resident": 1}),
+    "read alone": ("streamed", {"blocks_ahead": 0}),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +60,9 @@ def by_plan(
 ):  # fmt: skip
     """(loss, gradients, loss without gradients) of the same step, through `build_engine`.
 
-    plan: an engine; or `kept`: staged, and all blocks keep everything; and `partly kept`: streamed,
-        where the last two keep attention, and the last also the outputs of its linear layers.
+    plan: an engine, or a name in VARIANTS.
     """
-    plan, kept = KEPT.get(plan, (plan, NOTHING))
+    plan, more = VARIANTS.get(plan, (plan, {}))
     network, tokenizer, adapters = load(folder, **settings)
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
     built = build_engine(
@@ -68,7 +73,7 @@ def by_plan(
         tensors=tensors,
         spill=spill,
         neftune_alpha=neftune_alpha,
-        kept=kept,
+        **more,
     )
     assert built.plan == plan
     examples = encode(tokenizer, tmp_path)
@@ -109,6 +114,8 @@ def reference(tmp_path_factory):
         *((*case, "staged") for case in (CASES[1], CASES[2], CASES[5], CASES[7])),
         *((*case, "kept") for case in CASES),
         *((*case, "partly kept") for case in (CASES[0], CASES[4])),
+        (*CASES[1], "partly resident"),
+        (*CASES[4], "read alone"),
         *((*case, "fused") for case in (CASES[2], CASES[4], CASES[6])),  # without dropout
     ],
 )
@@ -215,11 +222,10 @@ def test_prefix_cache_does_not_change_gradients(tmp_path, reference, plan, packe
     network, tokenizer, adapters = load(folder, lora_dropout=0.2)
     tensors = tensors_of(model.load_network(folder, mx.float32)[0], folder)
     store = MemoryStore()
-    plan, kept = KEPT.get(plan, (plan, NOTHING))
+    plan, more = VARIANTS.get(plan, (plan, {}))
     engine = build_engine(
-        network, adapters.dropout_keys, plan, packed is not None,
-        tensors, lambda _: store, kept=kept,
-    ).engine  # fmt: skip
+        network, adapters.dropout_keys, plan, packed is not None, tensors, lambda _: store, **more
+    ).engine
     examples = encode(tokenizer, tmp_path)
     batches = make_schedule(examples, 5, 5, seed=0, packed_tokens=packed).batches_of(0)
     weight = sum(batch.weight for batch in batches)
@@ -317,3 +323,43 @@ def test_staged_model_leaves_embedding_and_head_in_their_files(tmp_path, archite
     held = [name for name, _ in tree_flatten(network.parameters())]
     assert not [name for name in held if "embed_tokens" in name or "lm_head" in name]
     assert [name for name in held if "mlp" in name]
+
+
+@pytest.mark.parametrize("blocks_ahead", [0, 1])
+def test_a_step_reads_no_block_twice_in_a_row_and_resident_ones_only_once(
+    tmp_path, tiny_model, monkeypatch, blocks_ahead
+):
+    """Of 3 blocks, the last 2 have adapters. The backward pass begins with the last as it is."""
+    network, tokenizer, adapters = load(tiny_model, lora_layers=2)
+    tensors = tensors_of(model.load_network(tiny_model, mx.float32)[0], tiny_model)
+    keys = adapters.dropout_keys
+    built = build_engine(network, keys, "streamed", tensors=tensors, blocks_ahead=blocks_ahead)
+    engine = built.engine
+    batch = make_schedule(encode(tokenizer, tmp_path), 5, 5, seed=0).batches_of(0)[0]
+    read: list[int] = []
+    real = Streamed.load
+    monkeypatch.setattr(
+        Streamed, "load", lambda self, index: read.append(index) or real(self, index)
+    )
+
+    def step() -> tuple[list[int], dict[str, mx.array]]:
+        read.clear()
+        _, grads = engine.gradients(batch, 1.0, 3)
+        mx.eval(grads)
+        return list(read), dict(tree_flatten(grads))
+
+    blocks, expected = step()
+    assert blocks == [0, 1, 2, 1]
+    engine.hold(1, blocks_ahead)
+    assert step()[0] == [0, 1, 2, 1]
+    for after_forgetting in ([0, 1, 1], [0, 1, 2, 1]):
+        blocks, grads = step()
+        assert blocks == after_forgetting
+        assert all(mx.array_equal(grads[name], expected[name]) for name in expected)
+        last = [tensor for name, tensor in tensors.items() if ".layers.2." in name]
+        assert engine.forget() == sum(math.prod(t.shape) * t.dtype.size for t in last)
+    engine.hold(0, blocks_ahead)
+    assert step()[0] == [0, 1, 2, 1]
+    assert engine.forget() == 0
+    assert engine.waited() > 0
+    assert engine.waited() == 0

@@ -236,12 +236,15 @@ def test_computing_blocks_twice_costs_at_most_half_as_much_again(case):
 
 
 def test_what_is_read_of_the_files():
-    """Every block forwards, and each trained one once more; the vocabulary once."""
+    """Every block forwards, each trained one but the last once more, and the vocabulary once."""
     block = BlockFacts({"q_proj": (64, 64)}, 100)
     facts = ModelFacts((block,), (0,) * 8, 64, 256, 4, 4, 1000, 64, 0, True)
     training = Training(blocks=3, rank=4, targets=("q_proj",))
     reads = [read_bytes(facts, training, Plan(engine, 64)) for engine in ENGINES]
-    assert reads == [0, 1000, 1000 + 100 * (8 + 3)]
+    assert reads == [0, 1000, 1000 + 100 * (8 + 2)]
+    resident = [Plan("streamed", 64, resident=count) for count in (1, 3, 5)]
+    reads = [read_bytes(facts, training, plan) for plan in resident]
+    assert reads == [1000 + 100 * (7 + 2), 1000 + 100 * 5, 1000 + 100 * 3]
 
 
 @pytest.mark.parametrize("micro_tokens", [1, 100, 256, 511, 512, 100_000])

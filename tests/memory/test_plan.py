@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.memory.test_estimate import any_facts, any_training
 from your_ai.errors import UserError
 from your_ai.memory.corrections import Corrections
-from your_ai.memory.estimate import Plan, Training
+from your_ai.memory.estimate import Plan, Training, read_bytes
 from your_ai.memory.estimate_generation import RolloutSizes
 from your_ai.memory.estimate_kept import at_rung, computed_again, highest, rung_of
 from your_ai.memory.facts import BlockFacts, ModelFacts
@@ -171,20 +171,46 @@ def test_as_much_is_kept_as_fits(data):
 
 def test_plans_are_tried_in_order_of_speed():
     """Engine by engine, with less and less kept, and fewer and fewer rows."""
-    every = options(DEMAND)
+    every = [o for o in options(DEMAND) if not o.plan.resident]
     tried = [(o.plan.engine, o.plan.spill, o.plan.kept, o.plan.rows(2048, 8)) for o in every]
     of_last = (Kept(16, 16, 16), Kept(16, 16), Kept(8, 16), Kept(0, 16), Kept())
     kept = dict.fromkeys((("staged", False), ("streamed", False)), of_last)
-    assert tried == [
-        (*engine, count, rows)
-        for engine in ENGINES
-        for count in kept.get(engine, (Kept(),))
-        for rows in (8, 4, 2, 1)
-    ]
+    plans = [(*engine, count) for engine in ENGINES for count in kept.get(engine, (Kept(),))]
+    plans += [("streamed", False, Kept()), ("streamed", True, Kept())]  # which read nothing ahead
+    assert tried == [(*plan, rows) for plan in plans for rows in (8, 4, 2, 1)]
+    assert [o.plan.blocks_ahead for o in every] == [1] * (len(every) - 8) + [0] * 8
     for engine in ENGINES:
         costs = [o.cost for o in every if (o.plan.engine, o.plan.spill) == engine]
         assert costs == sorted(costs)
     assert every[0].cost == 1
+
+
+def test_streamed_plans_are_tried_with_fewer_and_fewer_blocks_in_memory():
+    """From nearly all, which need nearly what staged needs, to two; each block counts exactly."""
+    every = options(DEMAND)
+    found = [o for o in every if replace(o.plan, resident=0) == Plan("streamed", 2048)]
+    assert [o.plan.resident for o in found] == list(range(30, -2, -2))
+    for more, less in itertools.pairwise(found[:-1]):
+        assert more.needed_bytes - less.needed_bytes == 2 * 123 * MB
+        reads = [read_bytes(LLAMA, DEMAND.training, o.plan) for o in (more, less)]
+        assert reads[0] < reads[1]
+    (staged,) = (o for o in every if o.plan == Plan("staged", 2048))
+    assert staged.needed_bytes - 2 * 123 * MB < found[0].needed_bytes <= staged.needed_bytes
+    alone = next(o for o in every if o.plan == Plan("streamed", 2048, blocks_ahead=0))
+    assert alone.estimate.components["weights"] == 123 * MB + MB
+    assert alone.needed_bytes < found[-1].needed_bytes
+
+
+def test_a_limit_between_streamed_and_staged_keeps_blocks_in_memory():
+    demand = replace(DEMAND, lengths=(512,), batch_size=1, rows_per_step=1)
+    every = options(demand)
+    (staged,) = (o for o in every if o.plan == Plan("staged", 512))
+    plan = choose(demand, staged.needed_bytes - 1).option.plan
+    assert plan.engine == "streamed"
+    assert plan.resident > 20
+    smaller = choose(demand, staged.needed_bytes - 1, level=1).option.plan
+    assert 0 < smaller.resident < plan.resident
+    assert "blocks in memory" in words(plan, 512)
 
 
 def test_more_kept_outputs_take_more_memory_and_less_time():
@@ -323,7 +349,8 @@ def test_requested_engine_is_the_only_one_tried(engine, spill):
 def test_spill_option_gives_only_plans_that_spill():
     plans = [option.plan for option in options(replace(DEMAND, spill=True))]
     assert all(plan.spill for plan in plans)
-    assert [plan.engine for plan in plans] == 4 * ["staged"] + 4 * ["streamed"]
+    plans = [plan.engine for plan in plans if not plan.resident]
+    assert plans == 4 * ["staged"] + 8 * ["streamed"]
 
 
 def test_model_converted_on_load_is_not_streamed():
@@ -637,9 +664,10 @@ PAIRS = replace(DEMAND, batch_size=4, rows_per_step=8, lengths=(2048,), rows_tog
 
 
 def test_pairs_are_split_after_everything_else_of_an_engine():
-    every = [o.plan for o in options(PAIRS) if not o.plan.kept]
+    every = [o.plan for o in options(PAIRS) if not (o.plan.kept or o.plan.resident)]
     tried = [(plan.engine, plan.spill, rows_of(PAIRS, plan, 2048)) for plan in every]
-    of_others = [(engine, spill, rows) for engine, spill in ENGINES[1:] for rows in (4, 2, 1)]
+    others = [*ENGINES[1:], *ENGINES[3:]]  # the last ones twice, the second time not read ahead
+    of_others = [(engine, spill, rows) for engine, spill in others for rows in (4, 2, 1)]
     assert tried == [("fused", False, 4), ("fused", False, 2), *of_others]
     only_fused = options(replace(PAIRS, engine="fused"))
     assert [rows_of(PAIRS, o.plan, 2048) for o in only_fused] == [4, 2, 1]

@@ -396,6 +396,9 @@ def times(page: Page, state: ViewState, now: float) -> list[TextPart]:
         fields.append(Field(2, short_span(state.step_s), after="/step", style=""))
     if state.tokens_per_s is not None:
         fields.append(Field(1, f"{state.tokens_per_s:,.0f}", after=" tokens/s", style=""))
+    if state.step is not None and view.waits(state.step):
+        waited = view.wait_text(state.step.read_wait_s)
+        fields.append(Field(4, waited, "waited ", " for weights", ""))
     return in_fields(page, fields, page.room)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -41,10 +43,20 @@ def step_text(step: events.Step, tokens_per_s: float, seconds_left: float | None
             f"loss {loss_text(step.loss)}",
             *line_texts(step.metrics),
             f"{tokens_per_s:.0f} tokens/s",
+            *([f"waited {wait_text(step.read_wait_s)} for weights"] if waits(step) else []),
             *([f"{duration(max(1.0, seconds_left))} left"] if seconds_left is not None else []),
             *([", ".join(known)] if known else []),
         ]
     )
+
+
+def waits(step: events.Step) -> bool:
+    """Whether a step read weights from files and waited for them."""
+    return step.read_wait_s is not None and 0 <= step.read_wait_s < math.inf
+
+
+def wait_text(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 0.95 else f"{1000 * seconds:.0f} ms"
 
 
 def margin_text(planned: events.Planned) -> str:

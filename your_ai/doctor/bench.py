@@ -38,8 +38,10 @@ from your_ai.hub.find import find_model, store
 from your_ai.memory import probe
 from your_ai.modelfiles.quantized_copies import model_folder
 
-PLANS = ("auto", "fused", "kept", "staged", "staged-spilled", "streamed", "spilled", "prefix",
-         "unpacked", "packed")  # fmt: skip
+PLANS = (
+    *("auto", "fused", "kept", "staged", "staged-spilled", "resident", "streamed", "spilled"),
+    *("prefix", "unpacked", "packed"),
+)
 ROUNDS = 2  # all contenders in turn, so that a machine that slows down slows them all equally
 
 
@@ -69,6 +71,9 @@ class BenchRow:
     times_rows: float | None = None
     """The median over these turns of the time of a step of pairs divided by that of sft."""
     within_limit: bool | None = None
+    read_wait_s: float | None = None
+    """Seconds per step in which it waited for weights, without the first step: the median; None if
+    the weights of all blocks are in memory."""
 
 
 def contenders_of(plan: str, against: str | None, objective: str) -> list[str]:
@@ -136,7 +141,8 @@ def table(rows: list[BenchRow], of_rewards: bool = False) -> Table:
     """Show the rows.
 
     est.: the estimate of the peak; total: of the process; x sft: the time of a pair relative to
-    two rows of sft; vs: tokens per second divided by the peer's.
+    two rows of sft; wait: for weights from files, per step; vs: tokens per second divided by the
+    peer's.
 
     of_rewards: the rows have rewards instead of losses.
     """
@@ -147,6 +153,8 @@ def table(rows: list[BenchRow], of_rewards: bool = False) -> Table:
     headers = ["peak\nMB", "est.\nMB", "total\nMB", "s/pair" if of_pairs else "s/step"]
     headers += ["x\nsft"] if of_pairs else ["least"]
     headers += ["tokens\n/s", "last\nreward" if of_rewards else "last\nloss"]
+    waits = any(row.read_wait_s is not None for row in rows)
+    headers += ["wait\ns"] if waits else []
     headers += [f"vs\n{short_name(peer.contender.removeprefix('mlx-lm-'))}" for peer in peers]
     for header in headers:
         drawn.add_column(header, justify="right", no_wrap=True)
@@ -156,9 +164,10 @@ def table(rows: list[BenchRow], of_rewards: bool = False) -> Table:
         if of_pairs:
             times = [f"{row.seconds_per_pair:.3f}"]
             times += ["" if row.times_rows is None else f"{row.times_rows:.2f}"]
+        waited = ["" if row.read_wait_s is None else f"{row.read_wait_s:.2f}"] if waits else []
         drawn.add_row(
             short_name(row.contender), f"{row.peak_mb:.0f}", planned, f"{row.process_mb:.0f}",
-            *times, f"{row.tokens_per_s:.0f}", loss_text(row.losses[-1]),
+            *times, f"{row.tokens_per_s:.0f}", loss_text(row.losses[-1]), *waited,
             *(f"{row.tokens_per_s / peer.tokens_per_s:.2f}" for peer in peers),
         )  # fmt: skip
     return drawn
@@ -221,6 +230,7 @@ def run_alone(contest: Contest, contender: str) -> dict[str, Any]:
 def combine(contest: Contest, name: str, rounds: list[dict[str, Any]]) -> BenchRow:
     seconds = [s for measured in rounds for s in measured["seconds"][1:]]
     turns = [turn for measured in rounds for turn in measured["turns"]]
+    waits = [s for measured in rounds for s in measured["waits"]]
     median, estimated = statistics.median(seconds), rounds[0]["estimated_bytes"]
     of_rows = [rows for _, rows in turns]
     pairs = pairs_per_step(contest, name)
@@ -238,6 +248,7 @@ def combine(contest: Contest, name: str, rounds: list[dict[str, Any]]) -> BenchR
         rows_seconds_median=statistics.median(of_rows) if turns else None,
         rows_seconds_min=min(of_rows) if turns else None,
         times_rows=statistics.median(times) if turns else None,
+        read_wait_s=statistics.median(waits) if waits else None,
     )
 
 
@@ -252,11 +263,16 @@ def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
     """What one contender did, measured in this process."""
     ready: Steps | None = None
     turns: list[tuple[float, float]] = []
+    waits: list[float | None] = []
     if contender in PEERS:
         steps = run_peer(contest, contender)
     else:
         ready = prepare_ours(contest, contender)
-        steps = [ready.step() for _ in range(contest.steps)]
+        steps, waits = [], []
+        for _ in range(contest.steps):
+            ready.engine.waited()
+            steps.append(ready.step())
+            waits.append(ready.engine.waited())
     losses, seconds, tokens = zip(*steps, strict=True)
     measured = {"peak_bytes": mx.get_peak_memory(), "process_bytes": probe.process_peak()}
     if ready is not None and contest.rows_together > 1 and compares_with_rows(contest, contender):
@@ -266,6 +282,7 @@ def run_contender(contest: Contest, contender: str) -> dict[str, Any]:
         "seconds": [*seconds, *(pairs for pairs, _ in turns)],
         "tokens": tokens[-1],
         "turns": turns,
+        "waits": [seconds for seconds in waits[1:] if seconds is not None],
         "estimated_bytes": None if ready is None else ready.estimated_bytes,
     }
 

@@ -64,7 +64,7 @@ MLX_ROOM = "@"
 SHORT = ("unpacked", "packed")
 SPILLED = ("staged-spilled", "spilled")
 ENGINES = {"auto": "auto", "staged": "staged", "kept": "staged", "staged-spilled": "staged",
-           "streamed": "streamed", "spilled": "streamed"}  # fmt: skip
+           "resident": "streamed", "streamed": "streamed", "spilled": "streamed"}  # fmt: skip
 """The engine of a contender; of all others, fused."""
 # These train SHORT_ROWS rows of SHORTEST to LONGEST tokens, each once per step.
 SHORT_ROWS, SHORTEST, LONGEST = 16, 40, 120
@@ -84,6 +84,7 @@ class Steps(Protocol):
 
     contest: Contest
     network: nn.Module
+    engine: Engine
     estimated_bytes: int | None
     """The estimate of MLX's peak memory, if there is one for this plan."""
 
@@ -212,9 +213,11 @@ def prepare_ours(
     """Load the model for one of our plans. From here on, MLX's peak memory is counted.
 
     auto: the fastest plan that fits --max-memory or the machine; auto@GB: as `mlx_room` says.
-    kept: staged, and all blocks with adapters keep all that they may. staged-spilled, spilled:
-    staged and streamed, with --spill. prefix: fused, with a prefix cache in memory. unpacked,
-    packed: fused, on short rows; one row or pair per update, or rows joined up to --seq-len.
+    kept: staged, and all blocks with adapters keep all that they may. resident: streamed, with the
+    weights of half the blocks in memory, and one block read ahead. streamed: one block's weights at
+    a time. staged-spilled, spilled: staged and streamed, with --spill. prefix: fused, with a prefix
+    cache in memory. unpacked, packed: fused, on short rows; one row or pair per update, or rows
+    joined up to --seq-len.
     beside: shares its weights in memory.
     """
     plan = ENGINES.get(contender, "fused")
@@ -228,7 +231,10 @@ def prepare_ours(
     wave, kept = contest.rows if is_grpo else 0, NOTHING
     if contender == "kept":
         kept = everything(adapters.config["num_layers"])
-    wanted = Plan(plan, contest.rows * contest.seq_len, spill, wave, kept)
+    resident = len(network.layers) // 2 if contender == "resident" else 0
+    blocks_ahead = int(contender not in ("streamed", "spilled"))
+    size = contest.rows * contest.seq_len
+    wanted = Plan(plan, size, spill, wave, kept, resident, blocks_ahead)
     prompt_tokens = contest.seq_len + 1 - contest.targets if is_grpo else 0
     if plan == "auto" or contest.max_memory is not None:
         asked = dataclasses.replace(contest.train_config(plan), spill=spill)
@@ -260,6 +266,8 @@ def prepare_ours(
         make_store=(lambda _: MemoryStore()) if contender == "prefix" else None,
         spill=temporary if wanted.spill else None,
         kept=wanted.kept,
+        resident=wanted.resident,
+        blocks_ahead=wanted.blocks_ahead,
         objective=objective_of(config),
     )
     if built.notices:

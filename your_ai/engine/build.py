@@ -65,6 +65,8 @@ def build_engine(
     temperature: float = 1.0,
     longest: int = 0,
     kept: Kept = NOTHING,
+    resident: int = 0,
+    blocks_ahead: int = 1,
 ) -> Built:
     """Build the engine of `plan` for a model with adapters.
 
@@ -80,6 +82,8 @@ def build_engine(
     temperature: divides the logits.
     longest: the maximum tokens of a packed row.
     kept: of a staged or streamed plan, what blocks keep for the backward pass.
+    resident, blocks_ahead: of a streamed plan, the blocks whose weights stay in memory, and those
+        that are read while the block before them runs.
     Raises UserError if the model does not support the plan, packing or noise.
     """
     notices: list[str] = []
@@ -90,7 +94,7 @@ def build_engine(
     dequantize_on_the_cpu(model)
     blocks, weights, vocabulary = None, None, {}
     if plan == "streamed":
-        blocks, weights = stream(model, tensors or {})
+        blocks, weights = stream(model, tensors or {}, resident, blocks_ahead)
     else:
         if plan == "staged":
             vocabulary = stream_vocabulary(model, tensors or {})

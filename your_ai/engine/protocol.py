@@ -42,6 +42,15 @@ class Engine:
     keep: Callable[[KeptAt], None] = lambda _: None
     """Set what blocks keep from the forward to the backward pass, by the shape of a micro-batch.
     Engines that are not staged ignore it."""
+    hold: Callable[[int, int], None] = lambda resident, blocks_ahead: None
+    """Set the number of blocks, from the last, whose streamed weights stay in memory, and the
+    number that are read while the block before them runs. Other engines ignore it."""
+    forget: Callable[[], int] = lambda: 0
+    """Free the weights that a streamed engine keeps in memory, to be read again when needed;
+    return their bytes."""
+    waited: Callable[[], float | None] = lambda: None
+    """Seconds in which a streamed engine waited for its weights since the last call; None if the
+    weights of all blocks are in memory."""
     by_block: Callable[[Batch, float, int, Callable[[Arrays], None]], Sums] | None = None
     """Like `gradients`, but calls a function with the gradients of each block, by the names of
     their parameters, as soon as they are there; None if they are there all at once."""

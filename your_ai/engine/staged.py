@@ -34,7 +34,7 @@ from your_ai.engine.protocol import Engine
 from your_ai.engine.spill import Inputs, Stack
 from your_ai.engine.tiled_head import TargetPart, in_order, target_parts
 from your_ai.engine.tiles import TiledBlock, TiledBlocks, cut, joined, settings_of
-from your_ai.engine.weights import streams_vocabulary
+from your_ai.engine.weights import Streamed, streams_vocabulary
 from your_ai.memory.tiles import tiles_of
 from your_ai.memory.workload import NOTHING, Kept, KeptAt
 from your_ai.nets.dora import dora_layers, norms_of
@@ -59,8 +59,11 @@ class Weights(Protocol):
 
     def read(self, index: int) -> Arrays: ...
 
-    def ahead(self, index: int) -> None:
-        """Start to load block `index`, which is needed next."""
+    def ahead(self, indices: Iterable[int]) -> None:
+        """Start to load the blocks that are needed next, in this order."""
+
+    def again(self, index: int, arrays: Arrays) -> None:
+        """Keep the arrays of block `index`, which `read` returned: it is the next to be read."""
 
 
 class BatchRows(NamedTuple):
@@ -90,7 +93,10 @@ class Resident:
     def read(self, index: int) -> Arrays:
         return frozen_arrays(self.blocks[index])
 
-    def ahead(self, index: int) -> None:
+    def ahead(self, indices: Iterable[int]) -> None:
+        pass
+
+    def again(self, index: int, arrays: Arrays) -> None:
         pass
 
 
@@ -157,9 +163,17 @@ class Staged:
     def engine(self) -> Engine:
         ahead = self.weights.streamed and self.store is not None and self.first > 0
         fill = self.fill if ahead else None
+        of_files = {}
+        if isinstance(self.weights, Streamed):
+            of_files = {
+                "hold": self.weights.hold,
+                "forget": self.weights.forget,
+                "waited": self.weights.clock.take,
+            }
         return Engine(
             self.objective, self.gradients, self.loss, self.log_probabilities, self.predictions,
-            self.score, self.graphs.drop, fill, self.keep, self.gradients_by_block,
+            self.score, self.graphs.drop, fill, self.keep, by_block=self.gradients_by_block,
+            **of_files,
         )  # fmt: skip
 
     def keep(self, kept_at: KeptAt) -> None:
@@ -187,8 +201,7 @@ class Staged:
         mx.eval(sums, cotangents, of_head)
         for index in reversed(self.trained):
             arrays, trained = self._arrays(index), trained_arrays(self.blocks[index])
-            if index > self.first:
-                self.weights.ahead(index - 1)
+            self.weights.ahead(reversed(range(self.first, index)))
             lowest = index == self.first
             tiled = self._tiled(index, rows, arrays, trained, keeps[index])
             if tiled is not None:
@@ -393,12 +406,10 @@ class Staged:
         The weights of a block are read once for all batches. The inputs of the blocks are
         appended to `saved`, and what blocks keep to `kept`, as `keeps` says of each.
         """
-        if which:
-            self.weights.ahead(which[0])
+        self.weights.ahead(which)
         for index in which:
             arrays = self._arrays(index)
-            if index + 1 in which:
-                self.weights.ahead(index + 1)
+            self.weights.ahead(range(index + 1, which.stop))
             trained = trained_arrays(self.blocks[index])
             for tiles, rows in zip(hidden, every, strict=True):
                 extras = rows.extras_of(index)
@@ -424,6 +435,8 @@ class Staged:
                 del given
                 mx.eval(result)
                 del result
+            if saved is not None and index == which[-1]:
+                self.weights.again(index, arrays)  # the backward pass begins with it
             del arrays
 
     def _tiled(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +25,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from your_ai.engine.reading import Part, ReadClock, hint
 from your_ai.engine.streamed_experts import only_routed
-from your_ai.errors import RunError, UserError
+from your_ai.errors import RunError, UserError, is_memory_error
 from your_ai.files import read_at
 from your_ai.gates.untrusted import read_header
 from your_ai.memory.facts import VOCABULARY
@@ -138,6 +139,9 @@ def can_stream(model: nn.Module, tensors: dict[str, FileTensor]) -> bool:
     return sum(changed) <= CHANGED_BYTES
 
 
+HINTED_BLOCKS = 2  # blocks after those that are read, which the system reads in the background
+
+
 @dataclass
 class Streamed:
     """The frozen arrays of the blocks, read from files; implements `staged.Weights`."""
@@ -146,30 +150,107 @@ class Streamed:
     """For each block, the file tensor of each path."""
     rest: list[Arrays]
     """For each block, the arrays that are in no file."""
+    resident: int = 0
+    """Blocks, from the last, that are read once and then stay in memory."""
+    blocks_ahead: int = 1
+    """Blocks that are read while the block before them runs."""
+    clock: ReadClock = field(default_factory=ReadClock)
     streamed: bool = True
     stream: mx.Stream = field(default_factory=lambda: mx.new_stream(mx.cpu))
+    _held: dict[int, Arrays] = field(default_factory=dict)
+    """Of the resident blocks that were read."""
     _ahead: dict[int, Arrays] = field(default_factory=dict)
+    _lazy: dict[Path, dict[str, mx.array]] = field(default_factory=dict)
+    """Arrays of open files that nobody took yet; none is evaluated."""
 
     def read(self, index: int) -> Arrays:
-        return self._ahead.pop(index, None) or self.load(index)
+        """The arrays of a block, in memory. Waits until they are read."""
+        if index in self._held:
+            return self._held[index]
+        arrays = self._ahead.pop(index, None) or self.load(index)
+        with self.clock.waiting():
+            try:
+                mx.eval(arrays)
+            except RuntimeError as error:
+                if is_memory_error(error):
+                    raise
+                files = sorted({tensor.file for tensor in self.files[index].values()})
+                raise gone(files[0], str(error)) from error
+        if self.is_resident(index):
+            self._held[index] = arrays
+        return arrays
 
-    def ahead(self, index: int) -> None:
-        self._ahead = {index: self.load(index)}
-        mx.async_eval(self._ahead[index])
+    def ahead(self, indices: Iterable[int]) -> None:
+        left = [index for index in indices if index not in self._held]
+        now, later = left[: self.blocks_ahead], left[self.blocks_ahead :][:HINTED_BLOCKS]
+        self._ahead = {index: self._ahead.get(index) or self.load(index) for index in now}
+        mx.async_eval(self._ahead)
+        for index in later:
+            self._hint(index)
+
+    def again(self, index: int, arrays: Arrays) -> None:
+        self._ahead = {index: arrays}
+
+    def hold(self, resident: int, blocks_ahead: int) -> None:
+        """From now on, keep this many blocks in memory, and read this many ahead."""
+        self.resident, self.blocks_ahead = resident, blocks_ahead
+        self._held = {i: arrays for i, arrays in self._held.items() if self.is_resident(i)}
+        self._ahead = {}
+
+    def forget(self) -> int:
+        """Free the resident blocks, so that they are read again; the bytes of that."""
+        freed = sum(
+            array.nbytes
+            for index, arrays in self._held.items()
+            for path, array in arrays.items()
+            if path in self.files[index]
+        )
+        self._held, self._ahead = {}, {}
+        return freed
+
+    def is_resident(self, index: int) -> bool:
+        return index >= len(self.files) - self.resident
 
     def load(self, index: int) -> Arrays:
         """Make new lazy arrays of a block, which are freed after their last use."""
-        opened: dict[Path, Any] = {}
         arrays = dict(self.rest[index])
         for path, tensor in self.files[index].items():
-            if tensor.file not in opened:
-                try:
-                    opened[tensor.file] = mx.load(str(tensor.file), stream=self.stream)
-                except RuntimeError as error:
-                    raise gone(tensor.file, str(error)) from error
-            array = opened[tensor.file][tensor.name]
-            arrays[path] = array.astype(tensor.dtype, stream=self.stream)
+            arrays[path] = self._take(tensor).astype(tensor.dtype, stream=self.stream)
         return arrays
+
+    def _take(self, tensor: FileTensor) -> mx.array:
+        """A new lazy array. A file is opened again only when one of its arrays was taken before:
+        opening it takes 10 ms if it has all blocks of a model.
+        """
+        if tensor.name not in self._lazy.get(tensor.file, {}):
+            try:
+                self._lazy[tensor.file] = mx.load(str(tensor.file), stream=self.stream)
+            except RuntimeError as error:
+                raise gone(tensor.file, str(error)) from error
+        if tensor.name not in self._lazy[tensor.file]:
+            raise gone(tensor.file, "its contents changed")
+        return self._lazy[tensor.file].pop(tensor.name)
+
+    def _hint(self, index: int) -> None:
+        for file, parts in self._places[index].items():
+            hint(file, parts)
+
+    @cached_property
+    def _places(self) -> list[dict[Path, list[Part]]]:
+        """For each block, the parts of its files; none if a header cannot be read."""
+        every = {tensor.file for tensors in self.files for tensor in tensors.values()}
+        known: dict[Path, dict[str, Part]] = {file: {} for file in every}
+        for file, places in known.items():
+            with contextlib.suppress(UserError):  # reading the block says what is wrong
+                places |= {e.name: (e.start, e.end - e.start) for e in read_header(file)}
+        found: list[dict[Path, list[Part]]] = []
+        for tensors in self.files:
+            parts: dict[Path, list[Part]] = {}
+            for tensor in tensors.values():
+                if tensor.name in known[tensor.file]:
+                    parts.setdefault(tensor.file, []).append(known[tensor.file][tensor.name])
+            found.append(parts)
+        return found
 
 
 @dataclass(frozen=True)
@@ -181,6 +262,7 @@ class FileRows:
 
     tensors: dict[str, FileTensor]
     quantization: dict[str, Any]
+    clock: ReadClock = field(default_factory=ReadClock)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -192,12 +274,14 @@ class FileRows:
 
     def part(self, start: int, stop: int, after: Sequence[mx.array] = ()) -> HeadSlice:
         mx.eval(*after)  # before reading more
-        arrays = {name: tensor.rows(start, stop) for name, tensor in self.tensors.items()}
+        with self.clock.waiting():
+            arrays = {name: tensor.rows(start, stop) for name, tensor in self.tensors.items()}
         return part_of(arrays, self.quantization)
 
     def gather(self, tokens: mx.array) -> mx.array:
         indices = np.array(tokens).reshape(-1)
-        rows = {n: tensor.gather(indices) for n, tensor in self.tensors.items() if n != "bias"}
+        with self.clock.waiting():
+            rows = {n: tensor.gather(indices) for n, tensor in self.tensors.items() if n != "bias"}
         return dense(rows, self.quantization)
 
 
@@ -233,8 +317,12 @@ class StreamedLayer(nn.Module):
         return mx.concatenate(found, axis=-1).reshape(*x.shape[:-1], -1)
 
 
-def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Module], Streamed]:
+def stream(
+    model: nn.Module, tensors: dict[str, FileTensor], resident: int = 0, blocks_ahead: int = 1
+) -> tuple[list[nn.Module], Streamed]:
     """Change a model with adapters, in place, to read its frozen weights from their files.
+
+    resident, blocks_ahead: as of `Streamed`.
 
     Returns its original blocks, whose weights were never read, and the source of their arrays.
     Raises UserError if the blocks of the model are not one list.
@@ -259,7 +347,7 @@ def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Mo
                 other[path] = array
         files.append(mine)
         rest.append(other)
-    weights = Streamed(files, rest)
+    weights = Streamed(files, rest, resident, blocks_ahead)
     for index, block in enumerate(blocks):
         put(block, weights.load(index))
         compute_magnitudes(block)
@@ -271,9 +359,10 @@ def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Mo
 
     def run(index: int) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            put(blocks[index], weights.load(index))
+            stays = weights.is_resident(index)
+            put(blocks[index], weights.read(index) if stays else weights.load(index))
             try:
-                with only_routed(blocks[index], readers[index]):
+                with only_routed(blocks[index], {} if stays else readers[index]):
                     result = blocks[index](*args, **kwargs)
                     mx.eval(result)
                 return result
@@ -282,14 +371,18 @@ def stream(model: nn.Module, tensors: dict[str, FileTensor]) -> tuple[list[nn.Mo
 
         return forward
 
-    stream_vocabulary(model, tensors)
+    stream_vocabulary(model, tensors, weights.clock)
     stand_ins = [StandIn(block, run(index)) for index, block in enumerate(blocks)]
     module_at(model, place[:-1])[place[-1]] = stand_ins  # `model.layers` may be a copy of the list
     return blocks, weights
 
 
-def stream_vocabulary(model: nn.Module, tensors: dict[str, FileTensor]) -> dict[str, nn.Module]:
+def stream_vocabulary(
+    model: nn.Module, tensors: dict[str, FileTensor], clock: ReadClock | None = None
+) -> dict[str, nn.Module]:
     """Change the embeddings and the head, in place, to read their rows from their files.
+
+    clock: counts the time of these reads.
 
     Returns the original layers by path; `put_layers` restores them.
     """
@@ -302,7 +395,8 @@ def stream_vocabulary(model: nn.Module, tensors: dict[str, FileTensor]) -> dict[
         own = {n: tensors[f"{name}.{n}"] for n in module if f"{name}.{n}" in tensors}
         if leaf in VOCABULARY and own.keys() == arrays_of(module).keys():
             options = ("group_size", "bits", "mode") if "scales" in own else ()
-            rows = FileRows(own, {n: vars(module)[n] for n in options if n in vars(module)})
+            quantization = {n: vars(module)[n] for n in options if n in vars(module)}
+            rows = FileRows(own, quantization, clock or ReadClock())
             before[name] = module
             put_layers(model, {name: StreamedLayer(rows)})
     return before

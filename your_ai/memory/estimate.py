@@ -70,6 +70,11 @@ class Estimate:
     """Bytes of the process at the peak of each phase of a step, of those that generate rollouts:
     generate, score and update."""
 
+    def with_weights(self, more: int) -> Estimate:
+        """With more bytes of weights, which are in memory in every phase."""
+        components = self.components | {"weights": self.components["weights"] + more}
+        return Estimate(components, {name: size + more for name, size in self.phases.items()})
+
     @property
     def process_bytes(self) -> int:
         return sum(self.components.values())
@@ -109,7 +114,9 @@ def estimate(
     facts, training, forward = workload.facts, workload.training, workload.forward
     adapters = adapter_bytes(facts, training)
     held = {
-        "weights": weights_bytes(facts, plan.engine, forward, workload.coefficients),
+        "weights": weights_bytes(
+            facts, plan.engine, forward, workload.coefficients, plan.resident, plan.blocks_ahead
+        ),
         "adapters": adapters + norms_bytes(facts, training),
         "optimizer": 0 if forward or plan.states_on_disk else optimizer_bytes(facts, training),
         "prefix cache": workload.prefix_bytes,
@@ -207,15 +214,25 @@ def reward_phases(workload: Workload, plan: Plan, rows: int, tokens: int) -> lis
 
 
 def weights_bytes(
-    facts: ModelFacts, engine: str, forward: bool = False, coefficients: Coefficients = PACKAGED
+    facts: ModelFacts,
+    engine: str,
+    forward: bool = False,
+    coefficients: Coefficients = PACKAGED,
+    resident: int = 0,
+    blocks_ahead: int = 1,
 ) -> int:
-    """Bytes of weights that are in memory together. forward: evaluation only."""
+    """Bytes of weights that are in memory together.
+
+    forward: evaluation only. resident, blocks_ahead: as in `Plan`.
+    """
     if engine == "fused":
         return facts.weights_bytes
     if engine == "staged":
         return facts.blocks_bytes + facts.rest_bytes
-    count = coefficients.streamed["evaluation" if forward else "training"]
-    return min(facts.neighbours_bytes(count), facts.blocks_bytes) + facts.rest_bytes
+    count = coefficients.streamed["evaluation" if forward else "training"] if blocks_ahead else 1
+    stay = facts.bytes_of_last(resident)
+    read = min(facts.neighbours_bytes(count, resident), facts.blocks_bytes - stay)
+    return stay + read + facts.rest_bytes
 
 
 def fused_phases(
@@ -552,10 +569,15 @@ def step_cost(facts: ModelFacts, training: Training, plan: Plan) -> float:
 
 
 def read_bytes(facts: ModelFacts, training: Training, plan: Plan) -> int:
-    """Bytes that a micro-batch reads from the model's files."""
+    """Bytes that a micro-batch reads from the model's files.
+
+    A streamed plan reads trained blocks twice, but the last one, which begins the backward pass.
+    """
     if plan.engine == "fused":
         return 0
-    once = facts.vocabulary_bytes
+    found = facts.vocabulary_bytes
     if plan.engine == "streamed":
-        once += facts.blocks_bytes + facts.bytes_of_last(training.blocks)
-    return once
+        stay = facts.bytes_of_last(max(1, plan.resident))
+        found += facts.blocks_bytes - facts.bytes_of_last(plan.resident)
+        found += max(0, facts.bytes_of_last(training.blocks) - stay)
+    return found

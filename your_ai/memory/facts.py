@@ -99,19 +99,25 @@ class ModelFacts:
         """Weights of the largest block."""
         return max((kind.weights_bytes for kind in self.kinds), default=0)
 
-    def neighbours_bytes(self, count: float) -> int:
+    def neighbours_bytes(self, count: float, resident: int = 0) -> int:
         """Weights in memory together while blocks are read one after the other.
 
         count: blocks at a time; a block counts whole, and its smaller neighbour with the rest.
+        resident: of the blocks, from the last, that are not read.
         """
-        if self.blocks < 2:
-            return self.blocks_bytes
-        return max(int(max(pair) + (count - 1) * min(pair)) for pair in self._neighbours)
+        read = self.blocks - resident
+        if read < 2:
+            return self.blocks_bytes - self.bytes_of_last(resident)
+        if read not in self._neighbours:
+            sizes = [self.kinds[kind].weights_bytes for kind in self.order[:read]]
+            self._neighbours[read] = frozenset(pairwise(sizes))
+        return max(int(max(pair) + (count - 1) * min(pair)) for pair in self._neighbours[read])
 
     @cached_property
-    def _neighbours(self) -> frozenset[tuple[int, int]]:
-        """The different pairs of sizes of neighbouring blocks: a planner asks often."""
-        return frozenset(pairwise(self.kinds[kind].weights_bytes for kind in self.order))
+    def _neighbours(self) -> dict[int, frozenset[tuple[int, int]]]:
+        """The different pairs of sizes of neighbouring blocks among the first blocks, by their
+        number: a planner asks often."""
+        return {}
 
     @property
     def blocks_bytes(self) -> int:

@@ -1,9 +1,10 @@
 """Choose the fastest plan that fits into the limit, by the estimates. Pure.
 
 Plans are tried in this order: fused; staged; staged with block inputs, gradients and the states of
-the optimizer spilled to disk; streamed; streamed with spilling. Staged and streamed are tried while
-blocks keep less and less for their backward pass. Each is tried with whole micro-batches first,
-then with fewer rows. The first that fits then keeps as much as fits.
+the optimizer spilled to disk; streamed; streamed with spilling; both again without reading ahead.
+Staged and streamed are tried while blocks keep less and less for their backward pass. Each is tried
+with whole micro-batches first, then with fewer rows; streamed ones with fewer and fewer blocks
+whose weights stay in memory. The first that fits then keeps as much as fits.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 
 from your_ai.errors import UserError
 from your_ai.gates.text import counted, size_text
 from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
 from your_ai.memory.coefficients import PACKAGED, Coefficients
-from your_ai.memory.estimate import Estimate, estimate, step_cost
+from your_ai.memory.estimate import Estimate, estimate, step_cost, weights_bytes
 from your_ai.memory.estimate_kept import at_rung, highest, rung_of
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.sample import in_gb
@@ -33,6 +35,9 @@ from your_ai.memory.workload import (
 
 ENGINES = (("fused", False), ("staged", False), ("staged", True), ("streamed", False),
            ("streamed", True))  # fmt: skip
+# (engine, spill, blocks ahead): the last plans read nothing ahead.
+READING = (*((*each, 1) for each in ENGINES), *((*each, 0) for each in ENGINES[-2:]))
+RESIDENT_LEVELS = 16  # numbers of blocks of a streamed plan that are tried to stay in memory
 KEPT_SHARES = (1.0, 2 / 3, 1 / 2, 1 / 3, 0.0)  # of the highest rung of `estimate_kept.at_rung`
 SCORING_COST = 1 / 3  # of a pass without gradients, relative to a step of the fused engine
 WORK_MARGIN = 0.12  # share of transient activations: an estimate may be a tenth too low
@@ -123,14 +128,16 @@ def options(demand: Demand) -> list[Option]:
     if together > 1:
         rows.append(1)
     found = []
-    every = [(*each, kept) for each in ENGINES for kept in kept_choices(demand, *each)]
-    for waves, (engine, spill, kept) in product(waves_of(demand), every):
+    every = [(*each, kept) for each in READING for kept in kept_choices(demand, *each)]
+    for waves, (engine, spill, blocks_ahead, kept) in product(waves_of(demand), every):
         wanted = engine == demand.engine or demand.engine == "auto"
         if not wanted or (engine == "streamed" and not demand.can_stream):
             continue
         if demand.engine != "auto" and spill != demand.spill:
             continue
         if demand.soft is not None and (engine == "staged" or spill):
+            continue
+        if not (blocks_ahead or adjusts_reading(demand)):
             continue
         if (demand.spill and not spill) or (demand.forward and spill):
             continue
@@ -139,9 +146,13 @@ def options(demand: Demand) -> list[Option]:
                 continue  # staged is faster than this, and smaller
             if count < together and kept:
                 continue  # scoring the texts first costs more than kept outputs save
-            plan = Plan(engine, count * longest, spill, kept=kept)
+            plan = Plan(engine, count * longest, spill, kept=kept, blocks_ahead=blocks_ahead)
             update_bytes = bytes_to_update(demand, plan)
-            found += [option_of(demand, replace(plan, wave=wave), update_bytes) for wave in waves]
+            for wave in waves:
+                option = option_of(demand, replace(plan, wave=wave), update_bytes)
+                if engine == "streamed" and blocks_ahead and adjusts_reading(demand):
+                    found += with_residents(demand, option)
+                found.append(option)
     return found
 
 
@@ -155,20 +166,21 @@ def option_of(demand: Demand, plan: Plan, update_bytes: int) -> Option:
     return Option(plan, most, cost, needed_bytes)
 
 
-def may_keep(demand: Demand, engine: str, spill: bool) -> bool:
-    """Whether blocks may keep anything for their backward pass under an engine."""
-    return engine != "fused" and not (spill or demand.forward or demand.soft is not None)
+def may_keep(demand: Demand, plan: Plan) -> bool:
+    """Whether blocks may keep anything for their backward pass under a plan."""
+    whole = plan.engine == "fused" or plan.spill or not plan.blocks_ahead
+    return not (whole or demand.forward or demand.soft is not None)
 
 
 def kept_by_some(demand: Demand, plan: Plan) -> Kept:
     """Something that only one block keeps, where that is possible: shorter rows may keep more than
     the plan says, so that a shape has graphs of two kinds."""
-    return Kept(attention=1) if may_keep(demand, plan.engine, plan.spill) else NOTHING
+    return Kept(attention=1) if may_keep(demand, plan) else NOTHING
 
 
-def kept_choices(demand: Demand, engine: str, spill: bool) -> list[Kept]:
+def kept_choices(demand: Demand, engine: str, spill: bool, blocks_ahead: int) -> list[Kept]:
     """What blocks may keep under an engine, the most first: few of many possible choices."""
-    if not may_keep(demand, engine, spill):
+    if not may_keep(demand, Plan(engine, 0, spill, blocks_ahead=blocks_ahead)):
         return [NOTHING]
     blocks = demand.training.blocks
     rungs = (math.ceil(share * highest(blocks)) for share in KEPT_SHARES)
@@ -178,7 +190,7 @@ def kept_choices(demand: Demand, engine: str, spill: bool) -> list[Kept]:
 def with_more_kept(demand: Demand, option: Option, fits: Callable[[Option], bool]) -> Option:
     """The option, which fits, with as much kept as still fits."""
     plan = option.plan
-    if not may_keep(demand, plan.engine, plan.spill):
+    if not may_keep(demand, plan):
         return option
     if rows_of(demand, plan, max(demand.lengths)) < demand.rows_together:
         return option
@@ -197,6 +209,28 @@ def with_more_kept(demand: Demand, option: Option, fits: Callable[[Option], bool
         else:
             high = middle - 1
     return best
+
+
+def adjusts_reading(demand: Demand) -> bool:
+    """Whether a streamed plan may keep the weights of some blocks, or read none ahead."""
+    return not demand.forward and demand.soft is None
+
+
+def with_residents(demand: Demand, option: Option) -> list[Option]:
+    """A streamed option with the weights of some blocks in memory, the most first.
+
+    They add the same bytes to every phase of a step.
+    """
+    plan, blocks = option.plan, demand.facts.blocks
+    levels = (blocks * level // RESIDENT_LEVELS for level in range(1, RESIDENT_LEVELS + 1))
+    counts = sorted({count for count in levels if 0 < count < blocks}, reverse=True)
+    sized = partial(weights_bytes, demand.facts, plan.engine, coefficients=demand.coefficients)
+    each_more = [(replace(plan, resident=n), sized(resident=n) - sized()) for n in counts]
+    return [
+        Option(each, option.estimate.with_weights(more), option.cost, option.needed_bytes + more)
+        for each, more in each_more
+        if more > 0
+    ]
 
 
 def margin_of(demand: Demand) -> float:
@@ -496,8 +530,12 @@ def words(plan: Plan, longest: int) -> str:
     rows = max(1, plan.micro_tokens // longest)
     disk = ", block inputs and optimizer on disk" if plan.spill else ""
     kept = f", {kept_words(plan.kept)}" if plan.kept else ""
+    stay = f", weights of {counted(plan.resident, 'block')} in memory" if plan.resident else ""
+    alone = "" if plan.blocks_ahead else ", one block read at a time"
     waves = f", {counted(plan.wave, 'completion')} at a time" if plan.wave else ""
-    return f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}{kept}{waves}"
+    return (
+        f"{plan.engine}, micro-batches of {rows} x {longest} tokens{disk}{kept}{stay}{alone}{waves}"
+    )
 
 
 def kept_words(kept: Kept) -> str:

@@ -74,6 +74,11 @@ class Plan:
     kept: Kept = NOTHING
     """What blocks keep for the backward pass, of a staged or streamed plan; for the longest rows,
     as shorter ones may keep more."""
+    resident: int = 0
+    """Blocks, from the last, whose weights stay in memory; of a streamed plan."""
+    blocks_ahead: int = 1
+    """Blocks whose weights are read while the block before them runs, 0 or 1; of a streamed
+    plan."""
 
     @property
     def gradients_on_disk(self) -> bool:

@@ -65,6 +65,10 @@ class Planned:
     """Blocks that keep the outputs of attention; 0 in events of older versions."""
     kept_activations: int = 0
     """Blocks that keep the activations of their MLP; 0 in events of older versions."""
+    resident: int = 0
+    """Blocks, from the last, whose weights stay in memory under the streamed plan."""
+    blocks_ahead: int = 1
+    """Blocks that the streamed plan reads while the block before them runs."""
     needed_bytes: int = 0
     """`estimate_bytes` with the safety margin: what must fit; 0 in events of older versions."""
 
@@ -172,6 +176,9 @@ class Step:
     pressure: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """Other values of the objective, by name."""
+    read_wait_s: float | None = None
+    """Seconds in which it waited for weights from files; None if those of all blocks are in memory,
+    and in events of older versions."""
 
 
 @dataclass(frozen=True, kw_only=True)

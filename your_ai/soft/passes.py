@@ -52,12 +52,10 @@ def forward(
     shape = GraphShape(*hidden.shape[:2])
     which = range(len(network.parts.blocks)) if which is None else which
     found: list[mx.array] = []
-    if which:
-        network.weights.ahead(which[0])
+    network.weights.ahead(which)
     for index in which:
         arrays = network.arrays(index)
-        if index + 1 in which:
-            network.weights.ahead(index + 1)
+        network.weights.ahead(range(index + 1, which.stop))
         if keep:
             found.append(hidden)
         program = network.programs.of(index, shape)
@@ -78,8 +76,7 @@ def backward(
     which = range(len(network.parts.blocks)) if which is None else which
     for index, given in zip(reversed(which), reversed(inputs), strict=True):
         arrays = network.arrays(index) | network.trained(index)
-        if index:
-            network.weights.ahead(index - 1)
+        network.weights.ahead(reversed(range(index)))
         program = network.programs.of(index, shape)
         _, cotangent = program.backward(arrays, {}, given, {}, cotangent)
         del arrays
@@ -135,8 +132,7 @@ def parameter_gradients(
     found: dict[int, Arrays] = {}
     for index in reversed(range(network.first, len(network.parts.blocks))):
         arrays = network.arrays(index)
-        if index > network.first:
-            network.weights.ahead(index - 1)
+        network.weights.ahead(reversed(range(network.first, index)))
         program = network.programs.of(index, shape)
         given = (arrays, network.trained(index), inputs[index], {}, cotangent)
         del inputs[index:]

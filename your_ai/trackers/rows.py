@@ -107,6 +107,7 @@ def metrics_of(past: UploadState, step: events.Step) -> dict[str, float | TextTa
         "train/tokens_per_s": step.tokens / max(step.seconds, 1e-9),
         "train/step_s": step.seconds,
         "train/epoch": step.epoch,
+        **({} if step.read_wait_s is None else {"train/read_wait_s": step.read_wait_s}),
         **metrics,
         **peaks,
         **{f"memory/{name}_gb": size / GB for name, size in sizes.items() if size is not None},

@@ -24,7 +24,8 @@ from your_ai.memory.plan import DoesNotFit
 from your_ai.nets.model import TRIED_TOKENS
 from your_ai.run import events
 from your_ai.training.memory_actions import Replan
-from your_ai.training.prepare import Prepared, write_plan
+from your_ai.training.plan_events import write_plan
+from your_ai.training.prepare import Prepared
 
 MEASURED = "measured"  # the kind of an Action that requests another plan
 
@@ -47,6 +48,7 @@ def calibrated(
 
     def measure(plan: Plan, shape: Shape) -> int:
         prepared.engine.keep(lambda rows, tokens: plan.kept)
+        prepared.engine.hold(plan.resident, plan.blocks_ahead)
         return peak_of(prepared, shape, log)
 
     found = list(budget.demand.calibration.measurements)
@@ -76,6 +78,7 @@ def calibrated(
     allocator.set_limits(limit_bytes, option.needed_bytes, option.estimate.beside_bytes)
     allocator.free()
     prepared.engine.keep(lambda rows, tokens: option.plan.kept)
+    prepared.engine.hold(option.plan.resident, option.plan.blocks_ahead)
     budget = replace(budget, demand=demand, choice=choice)
     prepared.graphs.room_bytes = budget.graphs_room_bytes
     if option.plan != plan:

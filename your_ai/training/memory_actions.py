@@ -117,6 +117,7 @@ class Governor:
         if action.kind == "reload_lora":
             self.log.write(events.Phase(text="reloading the adapted layers"))
             read = reload_adapted(self.prepared.model, self.prepared.tensors, self.prepared.sharing)
+            read += self.prepared.engine.forget()
         allocator.free(collect=action.kind != "clear_cache")
         after = probe.read()
         self.watch = acted(self.policy, self.watch, action, before, after)

@@ -43,10 +43,9 @@ from your_ai.hub.check import check_model
 from your_ai.hub.find import find_model, store
 from your_ai.hub.fingerprint import fingerprint
 from your_ai.memory import allocator
-from your_ai.memory.budget import Budget, PriorPlans, budget_of, plan_of
-from your_ai.memory.calibration_file import valid_measurements
+from your_ai.memory.budget import Budget, PriorPlans, budget_of
 from your_ai.memory.estimate_graphs import graphs_bytes
-from your_ai.memory.plan import Option, choose, kept_by_some, rows_of, words, workload_of
+from your_ai.memory.plan import choose, kept_by_some, rows_of, workload_of
 from your_ai.memory.workload import RewardModelSizes
 from your_ai.modelfiles.quantize import quantized_lazily
 from your_ai.modelfiles.quantized_copies import make_copy, needs_copy, place_of_copy
@@ -66,6 +65,7 @@ from your_ai.run.rollout_files import missing_in_a_row
 from your_ai.training import optimizer
 from your_ai.training.best_metric import BestMetric
 from your_ai.training.optimizer import StatefulOptimizer
+from your_ai.training.plan_events import past_of, write_plan
 from your_ai.training.reward_models import open_reward_model, reward_runs, scorer_of
 from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
 from your_ai.training.soft_networks import (
@@ -255,6 +255,8 @@ def prepare(config: TrainConfig, log: events.EventLog, folder: Path, level: int 
             temperature=config.temperature,
             longest=config.max_seq_length,
             kept=plan.kept,
+            resident=plan.resident,
+            blocks_ahead=plan.blocks_ahead,
         )
     model.check_forward_pass(network, adapters, config)
     allocator.free()
@@ -558,49 +560,3 @@ def copied(base: Path, config: TrainConfig, log: events.EventLog) -> Path:
         planned_budget(config, base)  # if memory is too small, this names the limit for all of it
         raise
     return place_of_copy(base, bits)
-
-
-def asked_of_memory(config: TrainConfig) -> str:
-    """The settings that decide the plan, as text."""
-    return f"--max-memory {config.max_memory} --plan {config.plan} --spill {config.spill}"
-
-
-def past_of(log: events.EventLog, config: TrainConfig, level: int) -> PriorPlans:
-    """The earlier plan and measurements of the run, in this process or an earlier one.
-
-    The plan is the one it had when it last trained, if the level and settings are the same.
-    """
-    written = [record.event for record in events.tail(log.path)[0]]
-    starts = [at for at, event in enumerate(written) if isinstance(event, events.Started)]
-    measured = [asdict(event) for event in written if isinstance(event, events.Measured)]
-    plans = [e for e in written[: starts[-1] if starts else 0] if isinstance(e, events.Planned)]
-    plan = None
-    if plans and plans[-1].level == level and plans[-1].asked == asked_of_memory(config):
-        plan = plan_of(plans[-1])
-    return PriorPlans(plan, tuple(valid_measurements(measured)), bool(starts))
-
-
-def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Option:
-    """Write the limit and the plan with their reasons; return the option of the plan."""
-    limit, choice = budget.limit, budget.choice
-    log.write(events.Limit(limit_bytes=limit.limit_bytes, reason=limit.reason))
-    for text in limit.notices:
-        log.write(events.Notice(text=text))
-    plan, needed = choice.option.plan, choice.option.needed_bytes
-    log.write(
-        events.Planned(
-            plan=plan.engine,
-            micro_tokens=plan.micro_tokens,
-            spill=plan.spill,
-            wave=plan.wave,
-            kept=plan.kept.linear,
-            kept_attention=plan.kept.attention,
-            kept_activations=plan.kept.activations,
-            level=choice.level,
-            estimate_bytes=choice.option.estimate.process_bytes,
-            needed_bytes=needed,
-            asked=asked_of_memory(config),
-            text=f"{words(plan, max(budget.demand.lengths))}: needs {size_text(needed)}",
-        )
-    )
-    return choice.option

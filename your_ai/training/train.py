@@ -268,6 +268,7 @@ def train_step(
     began = time.perf_counter()
     config, index = prepared.config, state.step
     governor.before_step()
+    prepared.engine.waited()  # from now on, what this step waits
     engine, schedule, gradients = prepared.engine, prepared.schedule, prepared.gradients
     gradients.clear()  # of a step that failed
     others_first = scored_first = False
@@ -327,6 +328,7 @@ def train_step(
             seconds=time.perf_counter() - began,
             highest_bytes=highest_bytes,
             metrics={**metrics, **sums.means()},
+            read_wait_s=engine.waited(),
             **asdict(sample),
         )
     )
