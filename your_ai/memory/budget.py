@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,8 +28,11 @@ from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit
 from your_ai.memory.plan import Demand, choose, rounded_up, wave_sizes
 from your_ai.memory.sample import in_gb
+from your_ai.memory.speed import FILE as SPEED_FILE
+from your_ai.memory.speed import KnownSpeed, known_speed
 from your_ai.memory.workload import Plan, RewardModelSizes, RolloutSizes, Training
 
+BLAS = re.compile(r"blas|mkl_rt|blis")  # names of libraries
 # Threads, BLAS or driver buffers that appear in the first step. A guess on macOS.
 LATER_BYTES = 30_000_000 if probe.is_macos() else 20_000_000
 
@@ -151,6 +156,31 @@ def machine_key() -> list[str]:
 def coefficients_here() -> Coefficients:
     """The coefficients that `doctor --fit-memory` fitted on this machine, or the packaged ones."""
     return for_machine(store() / FILE, machine_key())
+
+
+def speed_key() -> list[str]:
+    """What speed depends on: as `machine_key`, and the CPUs and the BLAS library."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return [*machine_key(), f"{cpus} CPUs", *blas_libraries()]
+
+
+def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """The BLAS libraries that this process has loaded, on Linux; products depend on them most.
+
+    Those that come with Python packages are not MLX's.
+    """
+    try:
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    files = (Path(line[line.index("/") :]) for line in lines if "/" in line)
+    found = {f for f in files if BLAS.search(f.name) and "site-packages" not in f.parts}
+    return sorted({f"{file.parent.name}/{file.name}" for file in found})
+
+
+def speed_here() -> KnownSpeed:
+    """The speed that `bench --calibrate` measured on this machine."""
+    return known_speed(store() / SPEED_FILE, speed_key())
 
 
 def budget_of_evaluation(

@@ -1,0 +1,225 @@
+"""`your_ai bench --calibrate`: measure this machine's speed with small models, in 20 seconds.
+
+It times gradients and updates of two small models with random weights, with 4 bits and without
+quantization, under each engine. `fit_speed` finds the seconds of one operation of each kind.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from your_ai.config import ALL_LINEAR, TrainConfig
+from your_ai.doctor.fit_speed import TimedWork, errors, fitted_seconds
+from your_ai.doctor.shapes import llama, write_shape
+from your_ai.engine.build import build_engine
+from your_ai.engine.opened import open_model
+from your_ai.engine.protocol import Engine
+from your_ai.errors import RunError
+from your_ai.files import replace_text
+from your_ai.hub.find import store
+from your_ai.memory import budget, speed
+from your_ai.memory.calibration import Shape
+from your_ai.memory.facts import facts_of
+from your_ai.memory.speed import MachineSpeed
+from your_ai.memory.step_time import StepWork, Work, add
+from your_ai.memory.workload import Plan, StepSizes, Training
+from your_ai.nets import model
+from your_ai.training import optimizer
+from your_ai.training.measure_peaks import batch_of
+from your_ai.training.optimizer import Update
+
+BITS = (0, 4)
+REPEATS = 3  # after one step that compiles; fewer if the time is used up
+LONGEST_S = 20.0  # of the whole calibration
+FAST = 2e10  # multiply-adds per second from which the larger models are quick
+# Shapes of the models, from the slowest machines to the fastest ones. The heads of the two models
+# differ in size, and so do their blocks and vocabularies, because each costs time of its own.
+NARROW = llama(256, 2, 4, 2, 704, 12000)
+MIDDLE = llama(512, 2, 4, 2, 1408, 4000)
+WIDE = llama(1024, 2, 8, 4, 2816, 4000)
+
+
+@dataclass(frozen=True)
+class SpeedCase:
+    """What is timed: the gradients of micro-batches of a model."""
+
+    engine: str
+    shapes: tuple[Shape, ...]
+    blocks: int = 2
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    kept: int = 0
+    spill: bool = False
+    rank: int = 16
+
+
+def cases_of(long: int) -> tuple[SpeedCase, ...]:
+    """The cases of a model; long: tokens of the longest row."""
+    short = Shape(1, 64)
+    return (
+        SpeedCase("fused", (short, Shape(1, long))),
+        SpeedCase("fused", (Shape(1, long),), blocks=1, targets=("q_proj",)),
+        SpeedCase("staged", (short, Shape(1, long))),
+        SpeedCase("staged", (Shape(1, long),), kept=2),
+        SpeedCase("streamed", (short, Shape(1, long)), spill=True),
+    )
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The time that a calibration may take."""
+
+    now: Callable[[], float] = time.perf_counter
+    longest_s: float = LONGEST_S
+
+    def deadline(self) -> float:
+        return self.now() + self.longest_s
+
+
+def measured_times(
+    on_note: Callable[[str], object] = lambda _: None, clock: Clock = Clock()
+) -> list[TimedWork]:
+    """Time every case on this machine."""
+    deadline = clock.deadline()
+    configs, long = models_for(multiply_adds_per_s(clock.now))
+    dtype = model.compute_dtype("auto")
+    found: list[TimedWork] = []
+    with tempfile.TemporaryDirectory(prefix="your_ai-speed-") as place:
+        turns = [
+            (config, bits, case) for bits in BITS for config in configs for case in cases_of(long)
+        ]
+        for number, (config, bits, case) in enumerate(turns, 1):
+            on_note(f"measuring speed ({number} of {len(turns)})")
+            name = f"{config['hidden_size']}-{bits}bit"
+            folder = Path(place) / name
+            if not folder.is_dir():
+                write_shape(config, name, bits, str(dtype).removeprefix("mlx.core."), folder)
+            left_s = (deadline - clock.now()) / (len(turns) - number + 1)
+            found += times_of(folder, dtype, case, clock.now, left_s)
+    return found
+
+
+def multiply_adds_per_s(now: Callable[[], float]) -> float:
+    """About how many multiply-adds the device does in a second."""
+    size = 256
+    x = mx.random.normal((size, size), key=mx.random.key(0))
+    mx.eval(x @ x)
+    began = now()
+    mx.eval((x @ x) @ x)
+    return 2 * size**3 / max(1e-9, now() - began)
+
+
+def models_for(speed: float) -> tuple[tuple[dict[str, Any], ...], int]:
+    """The models whose steps are quick enough to be measured, and the tokens of a long row."""
+    return ((NARROW, WIDE), 512) if speed > FAST else ((NARROW, MIDDLE), 192)
+
+
+def times_of(
+    folder: Path, dtype: mx.Dtype, case: SpeedCase, now: Callable[[], float], left_s: float
+) -> Iterator[TimedWork]:
+    """Time the gradients and the updates of one case; about `left_s` seconds."""
+    training = Training(blocks=case.blocks, rank=case.rank, targets=case.targets)
+    sizes = StepSizes(on_cpu=mx.default_device().type == mx.cpu)
+    of_run = StepWork(facts_of(folder, dtype.size), training, sizes)
+    updates: list[float] = []
+    stepper = prepared(folder, dtype, case)
+    for shape in case.shapes:
+        steps = stepper.steps(shape, REPEATS, now, left_s / len(case.shapes))
+        plan = Plan(case.engine, shape.size, case.spill, kept=case.kept)
+        work: Work = {}
+        for term in of_run.of_micro_batch(plan, *shape).values():
+            add(work, term)
+        name = f"{folder.name} {case.engine} {case.kept or ''} {case.targets[0]} {shape.tokens}"
+        yield TimedWork(name, work, statistics.median(gradients for gradients, _ in steps[1:]))
+        updates += [seconds for _, seconds in steps[1:]]
+    yield TimedWork(f"{folder.name} update", of_run.of_update(), statistics.median(updates))
+
+
+def steps_of(
+    folder: Path, dtype: mx.Dtype, case: SpeedCase, repeats: int, now: Callable[[], float]
+) -> list[tuple[float, float]]:
+    """As `TimedSteps.steps`, of a case with one shape."""
+    (shape,) = case.shapes
+    return prepared(folder, dtype, case).steps(shape, repeats, now)
+
+
+@dataclass(frozen=True)
+class TimedSteps:
+    """A model that is ready for the steps of a case."""
+
+    engine: Engine
+    update: Update
+
+    def steps(
+        self, shape: Shape, repeats: int, now: Callable[[], float], left_s: float = math.inf
+    ) -> list[tuple[float, float]]:
+        """The seconds of the gradients and of the update of each step; the first one compiles.
+
+        left_s: no step begins after so many seconds, but the second one.
+        """
+        batch, found = batch_of(shape, packing=False), list[tuple[float, float]]()
+        began = now()
+        for repeat in range(1 + repeats):
+            if repeat > 1 and now() - began > left_s:
+                break
+            start = now()
+            sums, grads = self.engine.gradients(batch, 1.0, 0)
+            mx.eval(sums, grads)
+            middle = now()
+            self.update(grads, 1.0, 1e-5)
+            del sums, grads
+            found.append((middle - start, now() - middle))
+        return found
+
+
+def prepared(folder: Path, dtype: mx.Dtype, case: SpeedCase) -> TimedSteps:
+    gc.collect()
+    opened = open_model(folder, dtype)
+    config = TrainConfig(
+        lora_rank=case.rank, lora_layers=case.blocks, lora_targets=case.targets, max_grad_norm=0
+    )
+    adapters = model.add_adapters(opened.network, config)
+    built = build_engine(
+        opened.network,
+        adapters.dropout_keys,
+        case.engine,
+        tensors=opened.tensors,
+        spill=folder if case.spill else None,
+        kept=case.kept,
+    )
+    if built.notices:
+        raise RunError(built.notices[-1])
+    adamw = optimizer.build_optimizer(config, opened.network.trainable_parameters())
+    return TimedSteps(built.engine, optimizer.make_update(opened.network, adamw))
+
+
+def calibrated(measured: Sequence[TimedWork]) -> MachineSpeed:
+    """The speed of this machine, fitted to these times."""
+    seconds = fitted_seconds(measured)
+    off = errors(measured, seconds)
+    return MachineSpeed(
+        seconds=seconds,
+        float_bytes=model.compute_dtype("auto").size,
+        machine=tuple(budget.speed_key()),
+        date=time.strftime("%Y-%m-%d"),
+        lowest=round(float(off.min()), 4),
+        highest=round(float(off.max()), 4),
+    )
+
+
+def keep_speed(found: MachineSpeed, measured: Sequence[TimedWork]) -> Path:
+    """Write the speed to where plans read it; the file's path."""
+    path = store() / speed.FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    times = [[each.name, each.seconds, each.work] for each in measured]
+    replace_text(path, speed.speed_text(found, times))
+    return path
