@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from rich.console import Group, RenderableType
+from rich.table import Table
 
 from your_ai.config import ALL_LINEAR, TrainConfig
 from your_ai.doctor.fit_speed import TimedWork, errors, fitted_seconds
@@ -26,6 +28,7 @@ from your_ai.engine.opened import open_model
 from your_ai.engine.protocol import Engine
 from your_ai.errors import RunError
 from your_ai.files import replace_text
+from your_ai.gates.text import counted
 from your_ai.hub.find import store
 from your_ai.memory import budget, speed
 from your_ai.memory.calibration import Shape
@@ -39,6 +42,14 @@ from your_ai.training.measure_peaks import batch_of
 from your_ai.training.optimizer import Update
 
 BITS = (0, 4)
+SHOWN = {  # by kind of operation: what the table says
+    "matmul": ("products with dense weights", "multiply-adds"),
+    "quantized_matmul": ("products with 4-bit weights", "multiply-adds"),
+    "quantized_weights": ("preparing 4-bit weights", "weights"),
+    "attention": ("products of attention", "multiply-adds"),
+    "logits": ("losses", "logits"),
+    "parameters": ("updates", "parameters"),
+}
 REPEATS = 3  # after one step that compiles; fewer if the time is used up
 LONGEST_S = 20.0  # of the whole calibration
 FAST = 2e10  # multiply-adds per second from which the larger models are quick
@@ -223,3 +234,21 @@ def keep_speed(found: MachineSpeed, measured: Sequence[TimedWork]) -> Path:
     times = [[each.name, each.seconds, each.work] for each in measured]
     replace_text(path, speed.speed_text(found, times))
     return path
+
+
+def speed_table(found: MachineSpeed, measured: Sequence[TimedWork], path: Path) -> RenderableType:
+    """What was measured, and how well the speed fits to it."""
+    steps = [each for each in measured if "update" not in each.name]
+    drawn = Table(box=None, pad_edge=False)
+    drawn.add_column("")
+    drawn.add_column("", justify="right")
+    for kind, (text, unit) in SHOWN.items():
+        if found.seconds[kind] > 0:
+            drawn.add_row(text, f"{1e-9 / found.seconds[kind]:.2g} billion {unit} / s")
+    return Group(
+        drawn,
+        "",
+        f"{counted(len(steps), 'kind')} of steps measured; predictions of all times are "
+        f"{found.lowest:+.0%} to {found.highest:+.0%} off",
+        f"plans on this machine predict seconds from now on; to go back, delete {path}",
+    )

@@ -30,7 +30,7 @@ from your_ai.memory.plan import Demand, choose, rounded_up, wave_sizes
 from your_ai.memory.sample import in_gb
 from your_ai.memory.speed import FILE as SPEED_FILE
 from your_ai.memory.speed import KnownSpeed, known_speed
-from your_ai.memory.workload import Plan, RewardModelSizes, RolloutSizes, Training
+from your_ai.memory.workload import Plan, RewardModelSizes, RolloutSizes, StepSizes, Training
 
 BLAS = re.compile(r"blas|mkl_rt|blis")  # names of libraries
 # Threads, BLAS or driver buffers that appear in the first step. A guess on macOS.
@@ -84,6 +84,7 @@ def process_here() -> ProcessFacts:
         python_bytes=python_bytes(),
         sliced=mx.default_device().type == mx.cpu,
         coefficients=coefficients_here(),
+        speed=speed_here(),
     )
 
 
@@ -101,6 +102,7 @@ def budget_of(
     prompt_tokens: int = 0,
     before_bytes: int = 0,
     reward_models: tuple[RewardModelSizes, ...] = (),
+    steps: StepSizes | None = None,
 ) -> Budget:
     """The budget of a run of the model in `folder`, with the largest adapters that fit.
 
@@ -125,6 +127,7 @@ def budget_of(
             prompt_tokens=prompt_tokens,
             before_bytes=before_bytes,
             reward_models=reward_models,
+            steps=steps,
         )
         path = measurements.file_of(store() / "measured", measured_key(config, asked, dtype))
         known = () if past.begun else measurements.read(path).measurements

@@ -19,7 +19,16 @@ from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate import Estimate, estimate, step_cost
 from your_ai.memory.facts import ModelFacts, vocabulary_held
 from your_ai.memory.sample import in_gb
-from your_ai.memory.workload import Plan, RewardModelSizes, RolloutSizes, Training, Workload
+from your_ai.memory.speed import UNKNOWN, KnownSpeed
+from your_ai.memory.step_time import StepWork, mean_step, unpredicted
+from your_ai.memory.workload import (
+    Plan,
+    RewardModelSizes,
+    RolloutSizes,
+    StepSizes,
+    Training,
+    Workload,
+)
 
 ENGINES = (("fused", False), ("staged", False), ("staged", True), ("streamed", False),
            ("streamed", True))  # fmt: skip
@@ -30,6 +39,7 @@ MEASURED_MARGIN = 0.04  # the same, once something was measured on this machine
 SPARE_BYTES = 10_000_000  # safety in the estimates of memory outside MLX's buffers
 NOTICEABLY = 0.97  # a smaller plan needs at most this share of the memory of the one before
 GOOD_WAVE = 8  # completions generated together from which the plan matters more than the wave
+ALIKE = 1.03  # of plans whose predicted seconds differ by less, the smaller one is better
 VARIES_BYTES = 2_000_000  # difference in memory between two starts of the same process
 
 
@@ -86,6 +96,10 @@ class Demand:
     calibration: Calibration = field(default=Calibration())
     """Measurements on this machine, which correct the estimates."""
     coefficients: Coefficients = PACKAGED
+    steps: StepSizes = field(default=StepSizes())
+    """What the steps compute, as far as their time depends on it."""
+    speed: KnownSpeed = UNKNOWN
+    """Of this machine; without it, plans are ordered by their arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,8 @@ class Option:
     """Arithmetic of a step, relative to the fused engine."""
     needed_bytes: int
     """The smallest limit under which it is chosen."""
+    seconds: float | None = None
+    """Predicted, of a step on average; None if they are not predicted."""
 
 
 def with_margin(found: Estimate, margin: float = WORK_MARGIN) -> int:
@@ -141,7 +157,91 @@ def options(demand: Demand) -> list[Option]:
                     demand.before_bytes, update_bytes, with_margin(most, margin_of(demand))
                 )
                 found.append(Option(plan, most, cost, needed_bytes))
-    return found
+    return fastest_first(timed(demand, found))
+
+
+def not_predicted(demand: Demand) -> str:
+    """Why the seconds of its steps are not predicted; empty if they are."""
+    if demand.speed.speed is None:
+        return demand.speed.note or "the speed of that machine was not measured"
+    if demand.steps.unpredicted:
+        return demand.steps.unpredicted
+    return unpredicted(demand.facts, demand.training, demand.speed.speed)
+
+
+def timed(demand: Demand, found: list[Option]) -> list[Option]:
+    """The options with their predicted seconds, if those are predicted."""
+    if not_predicted(demand):
+        return found
+    works: dict[bool, StepWork] = {}
+    return [
+        replace(option, seconds=sum(seconds_of(demand, option.plan, works).values()))
+        for option in found
+    ]
+
+
+def seconds_of(
+    demand: Demand, plan: Plan, works: dict[bool, StepWork] | None = None
+) -> dict[str, float]:
+    """The predicted seconds of a step under a plan by term, of a demand that is predicted.
+
+    works: what other plans had in common, by whether texts are scored first; for speed.
+    """
+    works = {} if works is None else works
+    longest = max(demand.lengths)
+    scored = demand.scores or plan.rows(longest, demand.batch_size) < demand.rows_together
+    if scored not in works:
+        sizes = replace(demand.steps, scores_first=scored)
+        works[scored] = StepWork(workload_of(demand).facts, demand.training, sizes)
+
+    def rows_at(tokens: int) -> int:
+        return rows_of(demand, plan, tokens)
+
+    terms = mean_step(works[scored], plan, rows_at, demand.rows_per_step, longest)
+    assert demand.speed.speed is not None
+    return {name: demand.speed.speed.of(work) for name, work in terms.items()}
+
+
+def fastest_first(found: list[Option]) -> list[Option]:
+    """The options by their predicted seconds; of those that are about as fast, the smallest first.
+
+    As they are, if no seconds are predicted.
+    """
+    known = [(option.seconds, option) for option in found if option.seconds is not None]
+    if len(known) < len(found):
+        return found
+    groups: list[list[Option]] = []
+    fastest = 0.0
+    for seconds, option in sorted(known, key=lambda each: each[0]):
+        if not groups or seconds > ALIKE * fastest:
+            fastest = seconds
+            groups.append([])
+        groups[-1].append(option)
+    return [o for group in groups for o in sorted(group, key=lambda each: each.needed_bytes)]
+
+
+def front_of(found: Sequence[Option]) -> list[Option]:
+    """The options that no other beats in both memory and time, the fastest first.
+
+    Without predicted seconds, time is the arithmetic of a step.
+    """
+    front: list[Option] = []
+    for option in sorted(found, key=lambda each: (each.needed_bytes, time_of(each))):
+        if not front or time_of(option) < time_of(front[-1]):
+            front.append(option)
+    return front[::-1]
+
+
+def front_points(demand: Demand) -> list[list[float]]:
+    """The bytes and the predicted seconds of each option of the front; none without prediction."""
+    if not_predicted(demand):
+        return []
+    front = front_of(options(demand))
+    return [[o.needed_bytes, round(o.seconds, 4)] for o in front if o.seconds is not None]
+
+
+def time_of(option: Option) -> float:
+    return option.cost if option.seconds is None else option.seconds
 
 
 def kept_counts(demand: Demand, engine: str, spill: bool) -> list[int]:
@@ -357,10 +457,11 @@ def unmeasured(demand: Demand, every: list[Option], limit_bytes: int) -> list[Op
     if not demand.calibration.measurements:
         return []
     believed = options(replace(demand, calibration=Calibration()))
+    needed = {prior.plan: prior.needed_bytes for prior in believed}
     found = [
         option
-        for option, prior in zip(every, believed, strict=True)
-        if not demand.calibration.of(option.plan.family) and prior.needed_bytes <= limit_bytes
+        for option in every
+        if not demand.calibration.of(option.plan.family) and needed[option.plan] <= limit_bytes
     ]
     return sorted(found, key=lambda option: option.needed_bytes)[:1]
 

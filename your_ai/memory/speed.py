@@ -29,6 +29,7 @@ KINDS = {
     "elements": "number of the hidden states and outputs of layers, in one pass",
     "attention": "multiply-add of attention",
     "scores": "attention score",
+    "copied": "number of the gradients of keys and values, for each block of queries",
     "logits": "logit",
     "parameters": "trained number, in an update",
     "arrays": "trained array, in an update",
@@ -73,6 +74,7 @@ class KnownSpeed:
     """What to do about it; one line."""
 
 
+UNKNOWN = KnownSpeed(None)
 NOT_MEASURED = "seconds are not predicted: measure this machine once with your_ai bench --calibrate"
 CHANGED = (
     "the measured speed is of another machine, library or version ({date}), so it is not used; "

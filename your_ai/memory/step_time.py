@@ -11,7 +11,7 @@ Shapes: B rows, T tokens per row, N = B x T, D hidden size, V vocabulary size, S
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -152,6 +152,30 @@ class StepWork:
         return self._passes[passes]
 
 
+def mean_step(
+    work: StepWork,
+    plan: Plan,
+    rows_at: Callable[[int], int],
+    rows_per_step: int,
+    longest: int,
+) -> Terms:
+    """The work of a step by term, on average over the rows of the data.
+
+    rows_at: T -> rows of a micro-batch. longest: T of all rows, if those of the data are not known.
+
+    The rows of a step have about the same length, see `data.batches.epoch_order`.
+    """
+    counts = work.sizes.rows_of_length or ((longest, 1),)
+    whole = sum(count for _, count in counts)
+    found: Terms = {}
+    for tokens, count in counts:
+        rows = rows_at(tokens)
+        micro_batches = -(-rows_per_step // rows)
+        for name, amounts in work.of_step(plan, rows, tokens, micro_batches).items():
+            add(found.setdefault(name, {}), amounts, count / whole)
+    return found
+
+
 def roles_of(facts: ModelFacts, training: Training, plan: Plan) -> Mapping[BlockRole, int]:
     """How many blocks have each role."""
     first, first_kept = facts.blocks - training.blocks, facts.blocks - plan.kept
@@ -220,6 +244,9 @@ class BlockWork:
                 work = attention_work(mixer, self.passes, self.on_cpu)
                 work["attention"] *= BACKWARD_ATTENTION
                 work["scores"] *= BACKWARD_SCORES
+                of_token = mixer.kv_heads * (mixer.key_dim + mixer.value_dim)
+                if work["query_blocks"] > 1:  # each block is added to a copy of the whole
+                    work["copied"] = work["query_blocks"] * self.tokens * of_token
                 add(found, work)
         return found
 

@@ -81,6 +81,8 @@ class StepSizes:
     """Whether all rows are scored before they are trained."""
     has_vocabulary: bool = True
     """Whether the head gives logits."""
+    unpredicted: str = ""
+    """Why the time of such steps is not predicted; empty if it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
