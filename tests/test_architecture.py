@@ -52,6 +52,7 @@ WITHOUT_MLX = [
     ),
     *("memory.facts", "memory.estimate", "memory.plan", "memory.limit", "memory.governor"),
     *("memory.calibration", "memory.calibration_file", "memory.mixer_sizes"),
+    *("memory.speed", "memory.step_time", "doctor.fit_speed"),
     *(
         "doctor.recommend",
         "memory.demand",

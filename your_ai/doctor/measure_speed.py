@@ -12,16 +12,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from your_ai.config import ALL_LINEAR, TrainConfig
+from your_ai.data.batches import Batch
 from your_ai.doctor.fit_speed import TimedWork, errors, fitted_seconds
+from your_ai.doctor.kernel_times import kernel_times
 from your_ai.doctor.shapes import llama, write_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
@@ -37,6 +39,7 @@ from your_ai.memory.speed import MachineSpeed
 from your_ai.memory.step_time import StepWork, Work, add
 from your_ai.memory.workload import Plan, StepSizes, Training
 from your_ai.nets import model
+from your_ai.rng import derive_seed
 from your_ai.training import optimizer
 from your_ai.training.measure_peaks import batch_of
 from your_ai.training.optimizer import Update
@@ -54,10 +57,10 @@ REPEATS = 3  # after one step that compiles; fewer if the time is used up
 LONGEST_S = 20.0  # of the whole calibration
 FAST = 2e10  # multiply-adds per second from which the larger models are quick
 # Shapes of the models, from the slowest machines to the fastest ones. The heads of the two models
-# differ in size, and so do their blocks and vocabularies, because each costs time of its own.
-NARROW = llama(256, 2, 4, 2, 704, 12000)
-MIDDLE = llama(512, 2, 4, 2, 1408, 4000)
-WIDE = llama(1024, 2, 8, 4, 2816, 4000)
+# differ in size and number, and so do their blocks and vocabularies: each costs time of its own.
+NARROW = llama(256, 2, 4, 4, 704, 12000)
+MIDDLE = llama(512, 2, 8, 2, 1408, 4000)
+WIDE = llama(1024, 2, 8, 2, 2816, 4000)
 
 
 @dataclass(frozen=True)
@@ -73,49 +76,53 @@ class SpeedCase:
     rank: int = 16
 
 
-def cases_of(long: int) -> tuple[SpeedCase, ...]:
-    """The cases of a model; long: tokens of the longest row."""
+def cases_of(bits: int, long: int) -> tuple[SpeedCase, ...]:
+    """The cases of a model; long: tokens of the longest row.
+
+    Only the products differ between models with 4 bits and others.
+    """
     short = Shape(1, 64)
-    return (
+    cases = (
         SpeedCase("fused", (short, Shape(1, long))),
-        SpeedCase("fused", (Shape(1, long),), blocks=1, targets=("q_proj",)),
         SpeedCase("staged", (short, Shape(1, long))),
-        SpeedCase("staged", (Shape(1, long),), kept=2),
-        SpeedCase("streamed", (short, Shape(1, long)), spill=True),
+    )
+    if bits:
+        return cases
+    return (
+        *cases,
+        SpeedCase("fused", (Shape(4, long // 4),), blocks=1, targets=("q_proj",)),
+        SpeedCase("staged", (Shape(1, long // 2),), kept=2),
+        SpeedCase("streamed", (Shape(2, 64), Shape(1, long // 2)), spill=True),
     )
 
 
-@dataclass(frozen=True)
-class Clock:
-    """The time that a calibration may take."""
-
-    now: Callable[[], float] = time.perf_counter
-    longest_s: float = LONGEST_S
-
-    def deadline(self) -> float:
-        return self.now() + self.longest_s
-
-
 def measured_times(
-    on_note: Callable[[str], object] = lambda _: None, clock: Clock = Clock()
+    on_note: Callable[[str], object] = lambda _: None,
+    now: Callable[[], float] = time.perf_counter,
+    longest_s: float = LONGEST_S,
 ) -> list[TimedWork]:
-    """Time every case on this machine."""
-    deadline = clock.deadline()
-    configs, long = models_for(multiply_adds_per_s(clock.now))
+    """Time every case on this machine; repeat them as long as `longest_s` seconds allow."""
+    deadline = now() + longest_s
+    is_fast = multiply_adds_per_s(now) > FAST
+    configs, long = ((NARROW, WIDE), 512) if is_fast else ((NARROW, MIDDLE), 192)
     dtype = model.compute_dtype("auto")
-    found: list[TimedWork] = []
+    on_note("measuring speed: parts of a step")
+    found = list(kernel_times(dtype, now, is_fast))
     with tempfile.TemporaryDirectory(prefix="your_ai-speed-") as place:
         turns = [
-            (config, bits, case) for bits in BITS for config in configs for case in cases_of(long)
+            (config, bits, case)
+            for bits in BITS
+            for config in configs
+            for case in cases_of(bits, long)
         ]
         for number, (config, bits, case) in enumerate(turns, 1):
-            on_note(f"measuring speed ({number} of {len(turns)})")
+            on_note(f"measuring speed: steps ({number} of {len(turns)})")
             name = f"{config['hidden_size']}-{bits}bit"
             folder = Path(place) / name
             if not folder.is_dir():
                 write_shape(config, name, bits, str(dtype).removeprefix("mlx.core."), folder)
-            left_s = (deadline - clock.now()) / (len(turns) - number + 1)
-            found += times_of(folder, dtype, case, clock.now, left_s)
+            left_s = (deadline - now()) / (len(turns) - number + 1)
+            found += times_of(folder, dtype, case, now, left_s)
     return found
 
 
@@ -127,11 +134,6 @@ def multiply_adds_per_s(now: Callable[[], float]) -> float:
     began = now()
     mx.eval((x @ x) @ x)
     return 2 * size**3 / max(1e-9, now() - began)
-
-
-def models_for(speed: float) -> tuple[tuple[dict[str, Any], ...], int]:
-    """The models whose steps are quick enough to be measured, and the tokens of a long row."""
-    return ((NARROW, WIDE), 512) if speed > FAST else ((NARROW, MIDDLE), 192)
 
 
 def times_of(
@@ -169,6 +171,7 @@ class TimedSteps:
 
     engine: Engine
     update: Update
+    vocabulary: int
 
     def steps(
         self, shape: Shape, repeats: int, now: Callable[[], float], left_s: float = math.inf
@@ -177,7 +180,7 @@ class TimedSteps:
 
         left_s: no step begins after so many seconds, but the second one.
         """
-        batch, found = batch_of(shape, packing=False), list[tuple[float, float]]()
+        batch, found = random_batch(shape, self.vocabulary), list[tuple[float, float]]()
         began = now()
         for repeat in range(1 + repeats):
             if repeat > 1 and now() - began > left_s:
@@ -210,7 +213,18 @@ def prepared(folder: Path, dtype: mx.Dtype, case: SpeedCase) -> TimedSteps:
     if built.notices:
         raise RunError(built.notices[-1])
     adamw = optimizer.build_optimizer(config, opened.network.trainable_parameters())
-    return TimedSteps(built.engine, optimizer.make_update(opened.network, adamw))
+    update = optimizer.make_update(opened.network, adamw)
+    return TimedSteps(built.engine, update, opened.config["vocab_size"])
+
+
+def random_batch(shape: Shape, vocabulary: int) -> Batch:
+    """A micro-batch of random tokens, all of them trained: rows of the vocabulary's weights are
+    read for each different one."""
+    batch = batch_of(shape, packing=False)
+    rng = np.random.Generator(np.random.PCG64(derive_seed("speed")))
+    tokens = rng.integers(0, vocabulary, batch.tokens.shape, dtype=np.int32)
+    targets = rng.integers(0, vocabulary, batch.targets.shape, dtype=np.int32)
+    return replace(batch, tokens=tokens, targets=targets)
 
 
 def calibrated(measured: Sequence[TimedWork]) -> MachineSpeed:
@@ -238,7 +252,6 @@ def keep_speed(found: MachineSpeed, measured: Sequence[TimedWork]) -> Path:
 
 def speed_table(found: MachineSpeed, measured: Sequence[TimedWork], path: Path) -> RenderableType:
     """What was measured, and how well the speed fits to it."""
-    steps = [each for each in measured if "update" not in each.name]
     drawn = Table(box=None, pad_edge=False)
     drawn.add_column("")
     drawn.add_column("", justify="right")
@@ -248,7 +261,7 @@ def speed_table(found: MachineSpeed, measured: Sequence[TimedWork], path: Path) 
     return Group(
         drawn,
         "",
-        f"{counted(len(steps), 'kind')} of steps measured; predictions of all times are "
+        f"{counted(len(measured), 'time')} measured; predictions of them are "
         f"{found.lowest:+.0%} to {found.highest:+.0%} off",
         f"plans on this machine predict seconds from now on; to go back, delete {path}",
     )

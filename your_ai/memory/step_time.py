@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 from your_ai.memory.estimate_adapters import ADAPTER_BYTES, adapter_bytes
 from your_ai.memory.facts import BlockFacts, ModelFacts, names_of
-from your_ai.memory.layer_sizes import head_step
 from your_ai.memory.mixer_facts import ATTENTION, OUTPUTS, SLIDING, MixerFacts
 from your_ai.memory.sizes import (
     CPU_TOKENS,
     FEWEST_QUERIES,
     HEAD_ROWS,
+    HEAD_SLICE_BYTES,
     LEAN_QUERY_BLOCK,
     QUERY_BLOCK,
     SCORE_BYTES,
@@ -241,13 +241,7 @@ class BlockWork:
                 add(found, self.adapter(*size), 2)
         if first <= INWARD_MIXER:
             for mixer in self.block.mixers:
-                work = attention_work(mixer, self.passes, self.on_cpu)
-                work["attention"] *= BACKWARD_ATTENTION
-                work["scores"] *= BACKWARD_SCORES
-                of_token = mixer.kv_heads * (mixer.key_dim + mixer.value_dim)
-                if work["query_blocks"] > 1:  # each block is added to a copy of the whole
-                    work["copied"] = work["query_blocks"] * self.tokens * of_token
-                add(found, work)
+                add(found, attention_backward_work(mixer, self.passes, self.on_cpu))
         return found
 
     def beside_linears(self) -> Work:
@@ -270,8 +264,12 @@ class BlockWork:
 
 def product_work(facts: ModelFacts, inputs: int, outputs: int, n: int) -> Work:
     """Multiply N tokens with a frozen weight of (outputs, inputs)."""
+    return weight_work(facts.quantized, inputs, outputs, n)
+
+
+def weight_work(quantized: bool, inputs: int, outputs: int, n: int) -> Work:
     numbers = inputs * outputs
-    if facts.quantized:
+    if quantized:
         return {"quantized_matmul": n * numbers, "quantized_weights": numbers, "products": 1}
     return {"matmul": n * numbers, "weights": numbers, "products": 1}
 
@@ -299,6 +297,17 @@ def attention_work(mixer: MixerFacts, passes: BlockPasses, on_cpu: bool) -> Work
     }
 
 
+def attention_backward_work(mixer: MixerFacts, passes: BlockPasses, on_cpu: bool) -> Work:
+    """Of the gradients of attention, beside its forward pass."""
+    work = attention_work(mixer, passes, on_cpu)
+    work["attention"] *= BACKWARD_ATTENTION
+    work["scores"] *= BACKWARD_SCORES
+    if work["query_blocks"] > 1:  # each block is added to a copy of the whole
+        of_token = mixer.kv_heads * (mixer.key_dim + mixer.value_dim)
+        work["copied"] = work["query_blocks"] * passes.rows * passes.tokens * of_token
+    return work
+
+
 def head_work(facts: ModelFacts, plan: Plan, n: int, sizes: StepSizes) -> Work:
     """Logits and the gradient of the hidden states, in slices of the vocabulary.
 
@@ -307,17 +316,26 @@ def head_work(facts: ModelFacts, plan: Plan, n: int, sizes: StepSizes) -> Work:
     if not sizes.has_vocabulary:
         return {}
     targets = max(1, round(sizes.trained_share * n))
-    passes = -(-targets // HEAD_ROWS)  # over the vocabulary
-    of_one = product_work(facts, facts.hidden, facts.vocabulary, targets)
-    slices = -(-facts.vocabulary // head_step(facts, -(-targets // passes)))
-    found = {kind: 2 * amount for kind, amount in of_one.items()}
-    dense = "quantized_weights" if facts.quantized else "weights"
-    found |= {dense: passes * facts.hidden * facts.vocabulary, "products": 2 * passes * slices}
-    found["logits"] = targets * facts.vocabulary
+    found = head_parts_work(facts.quantized, targets, facts.hidden, facts.vocabulary)
     if plan.engine != "fused" and facts.vocabulary_bytes:
-        found["read_rows"] = passes * head_bytes(facts)
-        found["embedded"] = n
+        found["read_rows"] = passes_over_vocabulary(targets) * head_bytes(facts)
+        found["embedded"] = n + targets
     return found
+
+
+def passes_over_vocabulary(targets: int) -> int:
+    return -(-targets // HEAD_ROWS)
+
+
+def head_parts_work(quantized: bool, targets: int, hidden: int, vocabulary: int) -> Work:
+    """Of a head whose weight is in memory, for S = `targets`."""
+    passes = passes_over_vocabulary(targets)
+    rows = -(-targets // passes)
+    slices = -(-vocabulary // max(1, HEAD_SLICE_BYTES // (4 * max(rows, hidden))))
+    found = times(weight_work(quantized, hidden, vocabulary, targets), 2)
+    dense = "quantized_weights" if quantized else "weights"
+    found |= {dense: passes * hidden * vocabulary, "products": 2 * passes * slices}
+    return found | {"logits": targets * vocabulary, "slices": passes * slices}
 
 
 def head_bytes(facts: ModelFacts) -> int:
