@@ -135,6 +135,14 @@ def test_metrics_must_be_numbers(metrics):
     assert from_line(line.replace('{"rewards/margins": 0.5}', metrics)) is None
 
 
+@pytest.mark.parametrize("front", [[1], [[1, 2, 3]], [[1, "2"]], ["12"], {}])
+def test_a_front_has_pairs_of_numbers(front):
+    fields = {"plan": "fused", "micro_tokens": 1, "spill": False, "level": 0}
+    line = {"event": "planned", "time": 1.0, **fields, "estimate_bytes": 1, "text": "t"}
+    assert events.from_line(json.dumps(line | {"front": [[1, 2.5]]})) is not None
+    assert events.from_line(json.dumps(line | {"front": front})) is None
+
+
 def test_unknown_lines_are_skipped(own_folder):
     path = own_folder / "events.jsonl"
     log_notices(path, "before")
