@@ -74,14 +74,15 @@ def test_kept_outputs_are_not_computed_again():
 
 
 def test_streamed_reads_frozen_blocks_once_and_trained_ones_twice():
-    assert terms(Plan("streamed", N), UPPER)["reading"] == {"read": (3 + 2) * 4 * NUMBERS}
+    found = terms(Plan("streamed", N), UPPER)["reading"]
+    assert found == {"read": (3 + 2) * 4 * NUMBERS, "opened": (3 + 2) * 7}
     assert "reading" not in terms(Plan("staged", N))
 
 
 def test_a_cached_prefix_spares_the_frozen_blocks():
     found = terms(Plan("streamed", N), UPPER, cached_prefix=True)
     assert found["forward"]["matmul"] == N * NUMBERS
-    assert found["reading"] == {"read": 2 * 4 * NUMBERS}
+    assert found["reading"] == {"read": 2 * 4 * NUMBERS, "opened": 2 * 7}
 
 
 def test_spilled_block_inputs_are_written_and_read():

@@ -133,9 +133,7 @@ class StepWork:
             terms["scoring"] = dict(forward)
             add(terms["scoring"], terms["head"], SCORED_HEAD)
         if plan.engine == "streamed":
-            trained = facts.bytes_of_last(training.blocks)
-            frozen = 0 if sizes.cached_prefix else facts.blocks_bytes - trained
-            terms["reading"] = {"read": frozen + 2 * trained}
+            terms["reading"] = reading_work(facts, training, sizes)
         if plan.spill:
             spilled = 2 * training.blocks * n * facts.hidden * facts.float_bytes
             terms["spilling"] = {"spilled": spilled}
@@ -319,8 +317,25 @@ def head_work(facts: ModelFacts, plan: Plan, n: int, sizes: StepSizes) -> Work:
     found = head_parts_work(facts.quantized, targets, facts.hidden, facts.vocabulary)
     if plan.engine != "fused" and facts.vocabulary_bytes:
         found["read_rows"] = passes_over_vocabulary(targets) * head_bytes(facts)
-        found["embedded"] = n + targets
+        found["embedded"] = (n + targets) * arrays_of_weight(facts)
     return found
+
+
+def reading_work(facts: ModelFacts, training: Training, sizes: StepSizes) -> Work:
+    """Reading the blocks for the forward pass, and the trained ones again for the backward pass."""
+    trained = training.blocks
+    read = facts.bytes_of_last(trained)
+    bytes_read, blocks_read = 2 * read, list(facts.last(trained)) * 2
+    if not sizes.cached_prefix:
+        bytes_read += facts.blocks_bytes - read
+        blocks_read += facts.order[: facts.blocks - trained]
+    linears = sum(len(facts.kinds[kind].linears) for kind in blocks_read)
+    return {"read": bytes_read, "opened": linears * arrays_of_weight(facts)}
+
+
+def arrays_of_weight(facts: ModelFacts) -> int:
+    """Arrays in the files of a layer: a quantized one has scales and biases, too."""
+    return 3 if facts.quantized else 1
 
 
 def passes_over_vocabulary(targets: int) -> int:
