@@ -1,6 +1,9 @@
 """Hold predicted seconds a step against measured ones, after `your_ai bench --calibrate`.
 
-Usage: python tools/check_speed.py [--only TEXT] [--repeats N] [--json FILE]
+Usage: python tools/check_speed.py [--calibrate] [--only TEXT] [--repeats N] [--core-seconds]
+
+With --core-seconds, times are those of the process's threads (user + sys), which what else runs
+disturbs less; then calibrate the same way, with OPENBLAS_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -14,7 +17,13 @@ from pathlib import Path
 import mlx.core as mx
 
 from your_ai.config import ALL_LINEAR
-from your_ai.doctor.measure_speed import SpeedCase, steps_of
+from your_ai.doctor.measure_speed import (
+    SpeedCase,
+    calibrated,
+    keep_speed,
+    measured_times,
+    steps_of,
+)
 from your_ai.doctor.shapes import make_shape
 from your_ai.hub.find import store
 from your_ai.memory.budget import speed_here
@@ -67,9 +76,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="a file to append results to, a line each")
     parser.add_argument("--core-seconds", action="store_true", help="instead of wall time")
+    parser.add_argument("--calibrate", action="store_true", help="first, and keep it")
     asked = parser.parse_args()
-    known = speed_here()
     now = time.process_time if asked.core_seconds else time.perf_counter
+    if asked.calibrate:
+        times = measured_times(now=now)
+        path = keep_speed(calibrated(times), times)
+        print(f"calibrated in {now():.0f} s: {path}", flush=True)
+    known = speed_here()
     for name, bits, each in CASES:
         (shape,) = each.shapes
         kept = f" kept {each.kept}" if each.kept else ""

@@ -8,8 +8,10 @@ import pytest
 
 from tests.conftest import call
 from your_ai.doctor import kernel_times, measure_speed
+from your_ai.doctor.fit_speed import TimedWork
 from your_ai.doctor.measure_speed import SpeedCase
 from your_ai.doctor.shapes import SHAPES, llama
+from your_ai.errors import RunError
 from your_ai.memory.calibration import Shape
 from your_ai.memory.speed import KINDS, NOT_MEASURED
 
@@ -25,6 +27,7 @@ def quick(monkeypatch):
     case = SpeedCase("streamed", (Shape(1, 32),), spill=True)
     monkeypatch.setattr(measure_speed, "cases_of", lambda bits, long: (case,)[bits:])
     monkeypatch.setattr(measure_speed, "BITS", (0,))
+    monkeypatch.setattr(measure_speed, "MOST_ERROR", 10.0)  # such short times vary much
     monkeypatch.setattr(kernel_times, "PRODUCTS", ((32, 64, 64), (32, 64, 64)))
     monkeypatch.setattr(kernel_times, "ATTENTIONS", ((96, 1, 1, 32, True),))
     monkeypatch.setattr(kernel_times, "HEADS", ((8, 64, 100),))
@@ -65,6 +68,14 @@ def test_an_interrupted_calibration_keeps_the_old_one(own_folder, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         measure_speed.measured_times()
     assert file.read_text() == "old"
+
+
+def test_times_that_do_not_agree_are_not_kept(monkeypatch):
+    monkeypatch.undo()
+    work = {"matmul": 1e9}
+    measured = [TimedWork(f"case {n}", work, seconds) for n, seconds in enumerate((1, 3, 9, 27))]
+    with pytest.raises(RunError, match="do not agree"):
+        measure_speed.calibrated(measured)
 
 
 def test_a_calibration_takes_no_model(capsys):

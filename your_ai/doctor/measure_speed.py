@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +54,7 @@ SHOWN = {  # by kind of operation: what the table says
 }
 REPEATS = 3  # after one step that compiles; fewer if the time is used up
 LONGEST_S = 20.0  # of the whole calibration
+MOST_ERROR = 0.15  # median of the relative errors of the fit, on a machine that is calm
 FAST = 2e10  # multiply-adds per second from which the larger models are quick
 # Shapes of the models, from the slowest machines to the fastest ones. The heads of the two models
 # differ in size and number, and so do their blocks and vocabularies: each costs time of its own.
@@ -101,7 +101,10 @@ def measured_times(
     now: Callable[[], float] = time.perf_counter,
     longest_s: float = LONGEST_S,
 ) -> list[TimedWork]:
-    """Time every case on this machine; repeat them as long as `longest_s` seconds allow."""
+    """Time every case on this machine; repeat them as long as `longest_s` seconds allow.
+
+    A time is the shortest of the repetitions: what else runs only makes them longer.
+    """
     deadline = now() + longest_s
     is_fast = multiply_adds_per_s(now) > FAST
     configs, long = ((NARROW, WIDE), 512) if is_fast else ((NARROW, MIDDLE), 192)
@@ -152,9 +155,9 @@ def times_of(
         for term in of_run.of_micro_batch(plan, *shape).values():
             add(work, term)
         name = f"{folder.name} {case.engine} {case.kept or ''} {case.targets[0]} {shape.tokens}"
-        yield TimedWork(name, work, statistics.median(gradients for gradients, _ in steps[1:]))
+        yield TimedWork(name, work, min(gradients for gradients, _ in steps[1:]))
         updates += [seconds for _, seconds in steps[1:]]
-    yield TimedWork(f"{folder.name} update", of_run.of_update(), statistics.median(updates))
+    yield TimedWork(f"{folder.name} update", of_run.of_update(), min(updates))
 
 
 def steps_of(
@@ -228,9 +231,17 @@ def random_batch(shape: Shape, vocabulary: int) -> Batch:
 
 
 def calibrated(measured: Sequence[TimedWork]) -> MachineSpeed:
-    """The speed of this machine, fitted to these times."""
+    """The speed of this machine, fitted to these times.
+
+    Raises RunError if they do not agree, as when other programs keep the machine busy.
+    """
     seconds = fitted_seconds(measured)
     off = errors(measured, seconds)
+    if (typical := float(np.median(np.abs(off)))) > MOST_ERROR:
+        raise RunError(
+            f"the measured times do not agree: half of them are {typical:.0%} off or more, so "
+            "nothing is kept; other programs keep this machine busy: end them, and calibrate again"
+        )
     return MachineSpeed(
         seconds=seconds,
         float_bytes=model.compute_dtype("auto").size,

@@ -42,6 +42,6 @@ def step_sizes(config: TrainConfig, data: RunData) -> StepSizes:
     share = tally.trained_tokens / padded if tally.trained_tokens else 1.0
     return StepSizes(
         rows_of_length=tuple(lengths),
-        trained_share=min(1.0, np.ceil(TARGET_LEVELS * share) / TARGET_LEVELS),
+        trained_share=min(1.0, float(np.ceil(TARGET_LEVELS * share)) / TARGET_LEVELS),
         steps=last_step(config, schedule.steps_per_epoch),
     )
