@@ -7,9 +7,10 @@ import json
 import pytest
 
 from tests.conftest import call
-from your_ai.doctor import kernel_times, measure_speed
+from your_ai.doctor import measure_speed
 from your_ai.doctor.fit_speed import TimedWork
-from your_ai.doctor.measure_speed import SpeedCase
+from your_ai.doctor.kernel_times import Kernels
+from your_ai.doctor.measure_speed import SpeedCase, SpeedModels
 from your_ai.doctor.shapes import SHAPES, llama
 from your_ai.errors import RunError
 from your_ai.memory.calibration import Shape
@@ -22,15 +23,13 @@ SMALL = llama(64, 2, 1, 1, 64, 256)
 def quick(monkeypatch):
     """One small model, few cases, and no repetition."""
     monkeypatch.setitem(SHAPES, "tiny", SMALL)
-    for name in ("NARROW", "MIDDLE", "WIDE"):
-        monkeypatch.setattr(measure_speed, name, SMALL)
+    kernels = Kernels(((32, 64, 64), (64, 64, 64)), ((96, 1, 1, 32, True),), ((8, 64, 100),))
+    for name in ("ON_FAST", "ON_SLOW"):
+        monkeypatch.setattr(measure_speed, name, SpeedModels((SMALL,), 32, kernels))
     case = SpeedCase("streamed", (Shape(1, 32),), spill=True)
     monkeypatch.setattr(measure_speed, "cases_of", lambda bits, long: (case,)[bits:])
     monkeypatch.setattr(measure_speed, "BITS", (0,))
     monkeypatch.setattr(measure_speed, "MOST_ERROR", 10.0)  # such short times vary much
-    monkeypatch.setattr(kernel_times, "PRODUCTS", ((32, 64, 64), (32, 64, 64)))
-    monkeypatch.setattr(kernel_times, "ATTENTIONS", ((96, 1, 1, 32, True),))
-    monkeypatch.setattr(kernel_times, "HEADS", ((8, 64, 100),))
 
 
 def test_plans_predict_seconds_after_a_calibration(own_folder, capsys):

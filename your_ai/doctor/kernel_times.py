@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,24 +39,51 @@ from your_ai.objectives.sft import SUPERVISED
 from your_ai.training.measure_peaks import batch_of
 
 REPEATS = 3  # after one that may compile
-# Rows, inputs and outputs of products; the last one only on fast machines.
-PRODUCTS = ((64, 256, 704), (256, 512, 512), (64, 512, 1408), (512, 1024, 2816))
-# T, heads, heads of keys, head size, and whether blocks of queries are small.
-ATTENTIONS = (
-    (256, 8, 8, 32, False),
-    (256, 8, 2, 128, False),
-    (512, 4, 4, 64, True),
-    (512, 8, 2, 64, False),
-    (512, 8, 8, 64, False),
-)
 SPILLED_BYTES = 8_000_000
-HEADS = ((64, 256, 6000), (256, 256, 6000), (64, 512, 3000))  # targets, D, V
 
 
-def kernel_times(dtype: mx.Dtype, now: Callable[[], float], fast: bool) -> Iterator[TimedWork]:
-    """Time each part; fast: whether the machine is."""
+@dataclass(frozen=True)
+class Kernels:
+    """The parts to time."""
+
+    products: tuple[tuple[int, int, int], ...]
+    """Rows, inputs and outputs."""
+    attentions: tuple[tuple[int, int, int, int, bool], ...]
+    """T, heads, heads of keys, head size, and whether blocks of queries are small."""
+    heads: tuple[tuple[int, int, int], ...]
+    """Targets, D and V."""
+
+
+FAST = Kernels(
+    products=((64, 256, 704), (256, 512, 512), (64, 512, 1408), (512, 1024, 2816)),
+    attentions=(
+        (256, 8, 8, 32, False),
+        (256, 8, 2, 128, False),
+        (512, 4, 4, 64, True),
+        (512, 8, 2, 64, False),
+        (512, 8, 8, 64, False),
+    ),
+    heads=((64, 256, 6000), (256, 256, 6000), (64, 512, 3000)),
+)
+SLOW = Kernels(
+    products=((64, 256, 704), (128, 512, 512), (32, 512, 1408)),
+    attentions=(
+        (128, 4, 4, 32, False),
+        (128, 4, 1, 128, False),
+        (256, 2, 2, 64, True),
+        (256, 4, 1, 64, False),
+        (256, 4, 4, 64, False),
+    ),
+    heads=((32, 256, 3000), (128, 256, 3000), (32, 512, 1500)),
+)
+
+
+def kernel_times(
+    kernels: Kernels, dtype: mx.Dtype, now: Callable[[], float]
+) -> Iterator[TimedWork]:
+    """Time each part."""
     on_cpu = mx.default_device().type == mx.cpu
-    for rows, inputs, outputs in PRODUCTS if fast else PRODUCTS[:-1]:
+    for rows, inputs, outputs in kernels.products:
         for quantized in (False, True):
             layer: Any = nn.Linear(inputs, outputs, bias=False)
             layer.set_dtype(dtype)
@@ -69,9 +97,9 @@ def kernel_times(dtype: mx.Dtype, now: Callable[[], float], fast: bool) -> Itera
             )  # fmt: skip
             work = weight_work(quantized, inputs, outputs, rows)
             yield TimedWork(f"product {rows} x {inputs} x {outputs}", work, time_of(run, now))
-    for shape in ATTENTIONS if on_cpu else ():
+    for shape in kernels.attentions if on_cpu else ():
         yield from attention_times(*shape, dtype, now)
-    for targets, hidden, vocabulary in HEADS:
+    for targets, hidden, vocabulary in kernels.heads:
         yield head_time(targets, hidden, vocabulary, dtype, now)
     yield spill_time(now)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,8 +22,8 @@ from rich.table import Table
 
 from your_ai.config import ALL_LINEAR, TrainConfig
 from your_ai.data.batches import Batch
+from your_ai.doctor import kernel_times
 from your_ai.doctor.fit_speed import TimedWork, errors, fitted_seconds
-from your_ai.doctor.kernel_times import kernel_times
 from your_ai.doctor.shapes import llama, write_shape
 from your_ai.engine.build import build_engine
 from your_ai.engine.opened import open_model
@@ -56,11 +57,6 @@ REPEATS = 3  # after one step that compiles; fewer if the time is used up
 LONGEST_S = 20.0  # of the whole calibration
 MOST_ERROR = 0.15  # median of the relative errors of the fit, on a machine that is calm
 FAST = 2e10  # multiply-adds per second from which the larger models are quick
-# Shapes of the models, from the slowest machines to the fastest ones. The heads of the two models
-# differ in size and number, and so do their blocks and vocabularies: each costs time of its own.
-NARROW = llama(256, 2, 4, 4, 704, 12000)
-MIDDLE = llama(512, 2, 8, 2, 1408, 4000)
-WIDE = llama(1024, 2, 8, 2, 2816, 4000)
 
 
 @dataclass(frozen=True)
@@ -74,6 +70,28 @@ class SpeedCase:
     kept: int = 0
     spill: bool = False
     rank: int = 16
+
+
+@dataclass(frozen=True)
+class SpeedModels:
+    """What is measured on fast or on slow machines.
+
+    The heads of the two models differ in size and number, and so do their blocks and vocabularies:
+    each costs time of its own.
+    """
+
+    configs: tuple[dict[str, Any], ...]
+    long: int
+    """Tokens of the longest row."""
+    kernels: kernel_times.Kernels
+
+
+ON_FAST = SpeedModels(
+    (llama(256, 2, 4, 4, 704, 12000), llama(1024, 2, 8, 2, 2816, 4000)), 512, kernel_times.FAST
+)
+ON_SLOW = SpeedModels(
+    (llama(128, 2, 4, 4, 384, 4000), llama(384, 2, 4, 1, 1024, 1000)), 128, kernel_times.SLOW
+)
 
 
 def cases_of(bits: int, long: int) -> tuple[SpeedCase, ...]:
@@ -106,17 +124,16 @@ def measured_times(
     A time is the shortest of the repetitions: what else runs only makes them longer.
     """
     deadline = now() + longest_s
-    is_fast = multiply_adds_per_s(now) > FAST
-    configs, long = ((NARROW, WIDE), 512) if is_fast else ((NARROW, MIDDLE), 192)
+    measured = ON_FAST if multiply_adds_per_s(now) > FAST else ON_SLOW
     dtype = model.compute_dtype("auto")
     on_note("measuring speed: parts of a step")
-    found = list(kernel_times(dtype, now, is_fast))
+    found = list(kernel_times.kernel_times(measured.kernels, dtype, now))
     with tempfile.TemporaryDirectory(prefix="your_ai-speed-") as place:
         turns = [
             (config, bits, case)
             for bits in BITS
-            for config in configs
-            for case in cases_of(bits, long)
+            for config in measured.configs
+            for case in cases_of(bits, measured.long)
         ]
         for number, (config, bits, case) in enumerate(turns, 1):
             on_note(f"measuring speed: steps ({number} of {len(turns)})")
