@@ -87,7 +87,7 @@ class SpeedModels:
 
 
 ON_FAST = SpeedModels(
-    (llama(256, 2, 4, 4, 704, 12000), llama(1024, 2, 8, 2, 2816, 4000)), 512, kernel_times.FAST
+    (llama(256, 2, 4, 4, 704, 12000), llama(1024, 2, 8, 2, 2816, 4000)), 384, kernel_times.FAST
 )
 ON_SLOW = SpeedModels(
     (llama(128, 2, 4, 4, 384, 4000), llama(384, 2, 4, 1, 1024, 1000)), 128, kernel_times.SLOW

@@ -32,6 +32,8 @@ from your_ai.memory.speed import FILE as SPEED_FILE
 from your_ai.memory.speed import KnownSpeed, known_speed
 from your_ai.memory.workload import Plan, RewardModelSizes, RolloutSizes, StepSizes, Training
 
+# Variables that limit the threads of products.
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "MKL_NUM_THREADS")
 BLAS = re.compile(r"blas|mkl_rt|blis")  # names of libraries
 # Threads, BLAS or driver buffers that appear in the first step. A guess on macOS.
 LATER_BYTES = 30_000_000 if probe.is_macos() else 20_000_000
@@ -164,7 +166,8 @@ def coefficients_here() -> Coefficients:
 def speed_key() -> list[str]:
     """What speed depends on: as `machine_key`, and the CPUs and the BLAS library."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return [*machine_key(), f"{cpus} CPUs", *blas_libraries()]
+    threads = [f"{name}={os.environ[name]}" for name in THREADS if name in os.environ]
+    return [*machine_key(), f"{cpus} CPUs", *threads, *blas_libraries()]
 
 
 def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:

@@ -65,6 +65,7 @@ from your_ai.run.folder import RunFolder
 from your_ai.run.rollout_files import missing_in_a_row
 from your_ai.training import optimizer
 from your_ai.training.best_metric import BestMetric
+from your_ai.training.preview import about_seconds
 from your_ai.training.reward_models import open_reward_model, reward_runs, scorer_of
 from your_ai.training.run_data import RunData, check_splits, read_data, rollouts_planned
 from your_ai.training.soft_networks import (
@@ -580,7 +581,8 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
             seconds=choice.option.seconds,
             front=front_points(budget.demand),
             asked=asked_of_memory(config),
-            text=f"{words(plan, max(budget.demand.lengths))}: needs {size_text(needed)}",
+            text=f"{words(plan, max(budget.demand.lengths))}: needs {size_text(needed)}"
+            + about_seconds(choice.option),
         )
     )
     return choice.option

@@ -80,6 +80,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 100 else duration(seconds)
 
 
+def about_seconds(option: Option) -> str:
+    """`, about 3.2 s / step`; empty if no seconds are predicted."""
+    return "" if option.seconds is None else f", about {seconds_text(option.seconds)} / step"
+
+
 def time_text(budget: Budget) -> str:
     """One line about the time of the chosen plan, or about why it is not known; may be empty."""
     seconds, steps = budget.choice.option.seconds, budget.demand.steps.steps
