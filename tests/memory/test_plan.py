@@ -16,10 +16,10 @@ from your_ai.errors import UserError
 from your_ai.memory.estimate import Plan, Training
 from your_ai.memory.estimate_generation import RolloutSizes
 from your_ai.memory.facts import BlockFacts, ModelFacts
+from your_ai.memory.front import ALIKE, front_of, time_of
 from your_ai.memory.limit import MachineMemory, find_limit
 from your_ai.memory.mixer_facts import ATTENTION, MixerFacts
 from your_ai.memory.plan import (
-    ALIKE,
     ENGINES,
     GOOD_WAVE,
     NOTICEABLY,
@@ -28,14 +28,12 @@ from your_ai.memory.plan import (
     can_begin,
     choose,
     estimate_rows,
-    front_of,
     front_points,
     not_predicted,
     options,
     rounded_up,
     rows_of,
     seconds_of,
-    time_of,
     waves_of,
     with_margin,
     words,

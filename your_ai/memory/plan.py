@@ -18,6 +18,7 @@ from your_ai.memory.calibration import FAR, FIRST, Calibration, Shape
 from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate import Estimate, estimate, step_cost
 from your_ai.memory.facts import ModelFacts, vocabulary_held
+from your_ai.memory.front import fastest_first, front_of
 from your_ai.memory.sample import in_gb
 from your_ai.memory.speed import UNKNOWN, KnownSpeed
 from your_ai.memory.step_time import StepWork, mean_step, unpredicted
@@ -39,7 +40,6 @@ MEASURED_MARGIN = 0.04  # the same, once something was measured on this machine
 SPARE_BYTES = 10_000_000  # safety in the estimates of memory outside MLX's buffers
 NOTICEABLY = 0.97  # a smaller plan needs at most this share of the memory of the one before
 GOOD_WAVE = 8  # completions generated together from which the plan matters more than the wave
-ALIKE = 1.03  # of plans whose predicted seconds differ by less, the smaller one is better
 VARIES_BYTES = 2_000_000  # difference in memory between two starts of the same process
 
 
@@ -202,46 +202,12 @@ def seconds_of(
     return {name: demand.speed.speed.of(work) for name, work in terms.items()}
 
 
-def fastest_first(found: list[Option]) -> list[Option]:
-    """The options by their predicted seconds; of those that are about as fast, the smallest first.
-
-    As they are, if no seconds are predicted.
-    """
-    known = [(option.seconds, option) for option in found if option.seconds is not None]
-    if len(known) < len(found):
-        return found
-    groups: list[list[Option]] = []
-    fastest = 0.0
-    for seconds, option in sorted(known, key=lambda each: each[0]):
-        if not groups or seconds > ALIKE * fastest:
-            fastest = seconds
-            groups.append([])
-        groups[-1].append(option)
-    return [o for group in groups for o in sorted(group, key=lambda each: each.needed_bytes)]
-
-
-def front_of(found: Sequence[Option]) -> list[Option]:
-    """The options that no other beats in both memory and time, the fastest first.
-
-    Without predicted seconds, time is the arithmetic of a step.
-    """
-    front: list[Option] = []
-    for option in sorted(found, key=lambda each: (each.needed_bytes, time_of(each))):
-        if not front or time_of(option) < time_of(front[-1]):
-            front.append(option)
-    return front[::-1]
-
-
 def front_points(demand: Demand) -> list[list[float]]:
     """The bytes and the predicted seconds of each option of the front; none without prediction."""
     if not_predicted(demand):
         return []
     front = front_of(options(demand))
     return [[o.needed_bytes, round(o.seconds, 4)] for o in front if o.seconds is not None]
-
-
-def time_of(option: Option) -> float:
-    return option.cost if option.seconds is None else option.seconds
 
 
 def kept_counts(demand: Demand, engine: str, spill: bool) -> list[int]:

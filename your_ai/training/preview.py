@@ -11,11 +11,11 @@ from your_ai.dashboard.view import duration
 from your_ai.gates.text import counted, size_text
 from your_ai.memory.demand import Budget
 from your_ai.memory.estimate import read_bytes
+from your_ai.memory.front import front_of
 from your_ai.memory.limit import text
 from your_ai.memory.plan import (
     Choice,
     Option,
-    front_of,
     not_predicted,
     options,
     rows_of,
