@@ -53,6 +53,7 @@ WITHOUT_MLX = [
     *("memory.facts", "memory.estimate", "memory.plan", "memory.limit", "memory.governor"),
     *("memory.calibration", "memory.calibration_file", "memory.mixer_sizes"),
     *("memory.corrections", "memory.estimate_kept"),
+    *("memory.speed", "memory.step_time", "doctor.fit_speed"),
     *(
         "doctor.recommend",
         "memory.demand",

@@ -57,6 +57,8 @@ class PlannedRun:
     """How many of the last blocks have adapters."""
     notes: tuple[str, ...] = ()
     """What each key of a file of mlx-lm became, and what differs."""
+    seconds_per_step: float | None = None
+    """Predicted; None if this machine's speed was not measured (`your_ai bench --calibrate`)."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +274,7 @@ def plan(
         rank=budget.demand.training.rank,
         blocks=budget.demand.training.blocks,
         notes=tuple(notes),
+        seconds_per_step=option.seconds,
     )
 
 

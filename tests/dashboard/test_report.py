@@ -572,3 +572,22 @@ def test_page_is_legible_in_a_browser(own_folder):
             assert result["smallest"] >= 12
             assert (result["overlapping"], result["cut"]) == (0, 0)
             assert result["across"] <= width
+
+
+def test_plans_are_drawn_with_the_chosen_one_and_the_run():
+    front = [[4e9, 2.0], [2e9, 3.5]]
+    plan = planned("staged", needed_bytes=2 * 10**9, seconds=3.5, front=front)
+    past = history.read(records(LIMIT, plan, started(), *map(step, (1, 2, 3))))
+    chart = charts.plans_chart(past)
+    found = {curve.label: curve.points for panel in chart.panels for curve in panel.curves}
+    assert found["predicted"] == [(2.0, 3.5), (4.0, 2.0)]
+    assert found["chosen"] == [(2.0, 3.5)]
+    assert found["measured"][0][1] == past.steps[-1].seconds
+    assert [curve.points for curve in chart.breaks] == [[(6.0, 0.0)]]
+    assert "Plans" in report.report_page(past, "r", "")
+
+
+@pytest.mark.parametrize("front", [[], [[1e9, 0]], [[math.inf, math.nan]]])
+def test_plans_without_seconds_are_not_drawn(front):
+    past = history.read(records(LIMIT, planned("fused", front=front, seconds=math.nan)))
+    assert charts.plans_chart(past) is None

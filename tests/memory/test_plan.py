@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.memory.test_estimate import any_facts, any_training
+from tests.speeds import CORE, KNOWN
 from your_ai.errors import UserError
 from your_ai.memory.corrections import Corrections
 from your_ai.memory.estimate import Plan, Training, read_bytes
 from your_ai.memory.estimate_generation import RolloutSizes
 from your_ai.memory.estimate_kept import at_rung, computed_again, highest, rung_of
 from your_ai.memory.facts import BlockFacts, ModelFacts
+from your_ai.memory.front import ALIKE, front_of, time_of
 from your_ai.memory.limit import MachineMemory, find_limit
 from your_ai.memory.mixer_facts import ATTENTION, MixerFacts
 from your_ai.memory.plan import (
@@ -27,17 +29,21 @@ from your_ai.memory.plan import (
     can_begin,
     choose,
     estimate_rows,
+    front_points,
     largest,
     may_keep,
+    not_predicted,
     option_of,
     options,
     rounded_up,
     rows_of,
+    seconds_of,
     waves_of,
     with_margin,
     words,
 )
-from your_ai.memory.workload import NOTHING, Kept
+from your_ai.memory.speed import KINDS, KnownSpeed
+from your_ai.memory.workload import NOTHING, Kept, StepSizes
 
 MB, GB = 10**6, 10**9
 
@@ -827,3 +833,78 @@ def test_plans_that_need_the_same_activations_are_one_family():
     assert {Plan(engine, 64, kept=Kept(linear=2)).family for engine in ("staged", "streamed")} == {
         "kept"
     }
+
+
+# Options by predicted seconds
+
+
+ATTENDS = MixerFacts(kind=ATTENTION, heads=32, kv_heads=8, key_dim=128, value_dim=128)
+TIMED = replace(
+    DEMAND,
+    facts=replace(LLAMA, float_bytes=4, kinds=(BlockFacts(LAYERS, 123 * MB, mixers=(ATTENDS,)),)),
+    speed=KNOWN,
+)
+
+
+def with_speed(**seconds: float) -> Demand:
+    """The demand on a machine on which some kinds of operations take another time."""
+    return replace(TIMED, speed=KnownSpeed(replace(CORE, seconds={**CORE.seconds, **seconds})))
+
+
+def test_without_a_speed_options_keep_their_order():
+    known = replace(TIMED, speed=KnownSpeed(None))
+    assert [option.seconds for option in options(known)] == [None] * len(options(known))
+    assert options(known)[0].plan.engine == "fused"
+    assert {option.plan for option in options(known)} == {o.plan for o in options(TIMED)}
+
+
+def test_options_are_in_the_order_of_their_seconds():
+    seconds = [option.seconds for option in options(TIMED)]
+    assert all(later >= earlier / ALIKE for earlier, later in itertools.pairwise(seconds))
+
+
+def test_of_options_that_are_about_as_fast_the_smallest_is_chosen():
+    still = with_speed(**{kind: 1.0 * (kind == "steps") for kind in KINDS})  # each takes 1 s
+    chosen = choose(still, 2 * most_of(still)).option
+    assert chosen.needed_bytes == least_of(still)
+
+
+def test_slow_files_make_streaming_the_last_choice():
+    slow = [option.plan.engine for option in options(with_speed(read=1e-6))]
+    assert set(slow[-5:]) == {"streamed"}
+    assert choose(with_speed(read=1e-6), 10**12).option.plan.engine != "streamed"
+
+
+def test_a_resumed_run_keeps_its_plan_although_another_is_faster():
+    limit = 2 * most_of(TIMED)
+    best = choose(TIMED, limit).option.plan
+    other = next(o.plan for o in options(TIMED) if o.plan.engine != best.engine)
+    assert choose(TIMED, limit, kept=other).option.plan == other
+
+
+def test_the_front_gets_slower_as_it_gets_smaller():
+    for demand in (TIMED, DEMAND):
+        front = front_of(options(demand))
+        needed = [option.needed_bytes for option in front]
+        assert needed == sorted(set(needed), reverse=True)
+        times = [time_of(option) for option in front]
+        assert times == sorted(set(times))
+    found = {option.plan for option in front_of(options(TIMED))}
+    assert choose(TIMED, least_of(TIMED)).option.plan in found
+    assert front_points(DEMAND) == []
+    assert len(front_points(TIMED)) == len(found)
+
+
+def test_why_seconds_are_not_predicted():
+    assert not_predicted(TIMED) == ""
+    assert "another" in not_predicted(replace(TIMED, speed=KnownSpeed(None, "of another machine")))
+    packed = replace(TIMED, steps=StepSizes(unpredicted="packed"))
+    assert not_predicted(packed) == "packed"
+    assert options(packed)[0].seconds is None
+
+
+def test_seconds_are_a_sum_of_named_terms():
+    option = options(TIMED)[0]
+    terms = seconds_of(TIMED, option.plan)
+    assert sum(terms.values()) == pytest.approx(option.seconds)
+    assert {"forward", "recompute", "backward", "head", "update"} <= terms.keys()

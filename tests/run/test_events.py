@@ -25,6 +25,7 @@ VALUES = {
     int | None: st.none() | st.integers(),
     float | None: st.none() | finite,
     list[str]: st.lists(st.text()),
+    list[list[float]]: st.lists(st.lists(finite, min_size=2, max_size=2)),
     dict[str, float]: st.dictionaries(st.text(), finite),
 }
 
@@ -56,6 +57,7 @@ def example(kind: type) -> Record:
         float: 0.5,
         str: "text\nin ünïcode \u2028",
         list[str]: ["a", "b\r\n"],
+        list[list[float]]: [[1e9, 0.5]],
         dict[str, float]: {"rewards/margins": 0.5},
     }
     fields = {name: values[hint] for name, hint in typing.get_type_hints(kind).items()}
@@ -133,6 +135,14 @@ def test_metrics_must_be_numbers(metrics):
     line = to_line(example(events.Step))
     assert from_line(line) is not None
     assert from_line(line.replace('{"rewards/margins": 0.5}', metrics)) is None
+
+
+@pytest.mark.parametrize("front", [[1], [[1, 2, 3]], [[1, "2"]], ["12"], {}])
+def test_a_front_has_pairs_of_numbers(front):
+    fields = {"plan": "fused", "micro_tokens": 1, "spill": False, "level": 0}
+    line = {"event": "planned", "time": 1.0, **fields, "estimate_bytes": 1, "text": "t"}
+    assert events.from_line(json.dumps(line | {"front": [[1, 2.5]]})) is not None
+    assert events.from_line(json.dumps(line | {"front": front})) is None
 
 
 def test_unknown_lines_are_skipped(own_folder):

@@ -35,6 +35,7 @@ PLAN = {
     "process_peak_bytes",
     "needed_bytes",
     "step_cost",
+    "seconds_a_step",
     "read_bytes_a_micro_batch",
 }
 COMPONENTS = {

@@ -9,6 +9,7 @@ import typer
 
 from your_ai.commands.options import joined
 from your_ai.config import ALL_LINEAR, GRPO
+from your_ai.errors import UserError
 from your_ai.gates.console import echo_error, echo_json, open_console
 
 
@@ -81,11 +82,23 @@ def bench(
     max_memory: Annotated[
         float | None, typer.Option(help="Memory limit of each process, in GB.", min=0.0)
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure the speed of this machine, in 20 seconds, so that plans predict seconds.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare memory and speed with mlx-lm or mlx-lm-lora here, on the same weights and tokens."""
     from your_ai.doctor import bench as measuring
 
+    if calibrate:
+        if shape is not None or model is not None:
+            raise UserError("--calibrate: has models of its own; leave --shape and --model out")
+        calibrate_machine(as_json)
+        return
     peers = None if against is None else joined(against)
     contenders = measuring.contenders_of(joined(plan or ["fused"]), peers, objective)
     if supervised is None:
@@ -113,3 +126,19 @@ def bench(
         open_console().print(
             measuring.table(rows, objective == GRPO), *measuring.over_limit(contest, rows), sep="\n"
         )
+
+
+def calibrate_machine(as_json: bool) -> None:
+    """Measure the speed of this machine and keep it; one that was kept stays until the end."""
+    from your_ai.doctor import measure_speed as measuring
+
+    measured = measuring.measured_times(echo_error)
+    found = measuring.calibrated(measured)
+    try:
+        path = measuring.keep_speed(found, measured)
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be written ({error.strerror})") from error
+    if as_json:
+        echo_json({**dataclasses.asdict(found), "file": str(path)})
+    else:
+        open_console().print(measuring.speed_table(found, measured, path))

@@ -132,6 +132,7 @@ def plan(
     bits: int | None,
     seq_len: int | None,
     memory: float | None,
+    front: bool | None,
     as_json: bool | None,
     **flags: Any,
 ) -> None:
@@ -159,9 +160,9 @@ def plan(
         folder = weights_of(shape, None, 4 if bits is None else bits, dtype, echo_note)
         budget = planned_budget(settings, folder, seq_len)
     if as_json:
-        echo_json(preview.as_json(budget))
+        echo_json(preview.front_json(budget) if front else preview.as_json(budget))
     else:
-        open_console().print(preview.table(budget))
+        open_console().print((preview.front_table if front else preview.table)(budget))
 
 
 plan.__signature__ = with_settings(  # type: ignore[attr-defined]
@@ -178,5 +179,11 @@ plan.__signature__ = with_settings(  # type: ignore[attr-defined]
     ),
     option("seq_len", "--seq-len", int | None, "Tokens in every row, instead of the data."),
     option("memory", "--memory", float | None, "Plan for an idle Mac with this much RAM, in GB."),
+    option(
+        "front",
+        "--front",
+        bool | None,
+        "Show all plans that no other beats in both memory and time, whatever the limit.",
+    ),
     option("as_json", "--json", bool | None, "Print one JSON object."),
 )

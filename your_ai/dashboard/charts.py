@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -27,7 +28,7 @@ from your_ai.dashboard.metric_table import REWARD, is_charted
 from your_ai.dashboard.view import duration
 from your_ai.gates.text import size_text
 from your_ai.run import events
-from your_ai.run.events import Action, Died, Skipped, Started
+from your_ai.run.events import Action, Died, Planned, Skipped, Started
 
 COLORS = "paper ink muted rule grid blue orange green red active cache rest".split()
 LIGHT = dict(zip(COLORS, (
@@ -40,6 +41,7 @@ MARKS = 100  # maximum marks for a kind of event
 TICKS_S = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800)
 MOST_TICKS = 9
 FAR = 4  # a limit above this multiple of the peak would flatten the chart, so it is not drawn
+NEAR = 1.5  # a limit above this multiple of the largest plan is not drawn among the plans
 LOG_RATIO = 100  # an axis whose values differ by more is logarithmic
 PANEL_PX, SMALL_PX, LANE_PX = 230, 120, 19
 METRICS = 24  # maximum metrics that are drawn
@@ -221,6 +223,57 @@ def metrics_chart(past: RunHistory) -> Chart | None:
     return Chart(title="Metrics", caption=text, panels=panels, x_name="step")
 
 
+def plans_chart(past: RunHistory) -> Chart | None:
+    """The plans that no other beats in memory and time, and the one of the run, as it turned out.
+
+    None without predicted seconds, and in runs of older versions.
+    """
+    last = next((event for _, event in reversed(past.of(Planned))), None)
+    found = [] if last is None else last.front
+    front = sorted((x / 1e9, y) for x, y in found if 0 < x < LARGEST and 0 < y < LARGEST)
+    if last is None or not front:
+        return None
+    curves = [
+        Curve(points=front, color="blue", label="predicted", look="line", width=1, dashes=(4, 3)),
+        Curve(points=front, color="blue", look="dots", width=6),
+    ]
+    if last.seconds is not None and 0 < last.seconds < LARGEST:
+        chosen: Points = [(last.needed_bytes / 1e9, last.seconds)]
+        curves.append(Curve(points=chosen, color="orange", label="chosen", look="dots", width=11))
+    seconds = [step.seconds for step in past.steps[1:] if 0 < step.seconds < LARGEST]
+    highest_bytes = past.state.highest_bytes
+    if seconds and highest_bytes:  # the first step compiles
+        measured: Points = [(highest_bytes / 1e9, statistics.median(seconds))]
+        curves.append(
+            Curve(points=measured, color="green", label="measured", look="squares", width=9)
+        )
+    limits = [limit.limit_bytes / 1e9 for _, limit in past.of(events.Limit)][-1:]
+    near: Points = [(gb, 0.0) for gb in limits if gb <= NEAR * front[-1][0]]
+    limit = marked_limit(near)
+    values = [y for curve in curves for _, y in curve.points]
+    text = (
+        "Memory that each plan needs, with its margin, and its predicted seconds per step; plans "
+        "that another beats in both are left out."
+    )
+    if seconds:
+        text += " Measured: the peak and the median step of this run."
+    panel = Panel(name="s / step", curves=curves, bottom=0, is_log=is_wide_ranged(iter(values)))
+    return Chart(
+        title="Plans",
+        caption=text,
+        panels=[panel],
+        x_name="memory needed, GB",
+        x_range=(0.0, 1.05 * max(x for curve in (*curves, *limit) for x, _ in curve.points)),
+        x_is_integer=False,
+        breaks=limit,
+        is_wide=False,
+    )
+
+
+def marked_limit(points: Points) -> list[Curve]:
+    return [Curve(points=points, color="red", label="limit", dashes=(6, 4))] if points else []
+
+
 CHARTS: dict[str, Callable[[RunHistory], Chart | None]] = {
     "loss": loss_chart,
     "reward": reward_chart,
@@ -228,6 +281,7 @@ CHARTS: dict[str, Callable[[RunHistory], Chart | None]] = {
     "memory": memory_chart,
     "speed": speed_chart,
     "learning-rate": rate_chart,
+    "plans": plans_chart,
     "metrics": metrics_chart,
 }
 

@@ -29,6 +29,8 @@ from your_ai.memory.estimate import Training
 from your_ai.memory.facts import ModelFacts, facts_of_known
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Choice, Demand, DoesNotFit, choose, options, words
+from your_ai.memory.speed import UNKNOWN, KnownSpeed
+from your_ai.memory.workload import StepSizes
 
 CARD_SHARE = 0.95  # usable share of the free memory of an NVIDIA card
 DATA = "my-data/"
@@ -75,6 +77,8 @@ class MachineRoom:
     """Size of the floating-point numbers in computations."""
     sliced: bool = False
     """Whether weights are dequantized in slices, as on the CPU."""
+    speed: KnownSpeed = UNKNOWN
+    """How fast it computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +104,8 @@ class Recommendation:
     """Amount of arithmetic divided by that of the fastest plan."""
     command: str
     """The command that starts the training."""
+    seconds: float | None = None
+    """Predicted, of a step of full rows; None if they are not predicted."""
 
 
 def room_of(memory_gb: float) -> MachineRoom:
@@ -172,6 +178,8 @@ def demands(
             rows_together=profile.texts_together,
             python_bytes=PYTHON_BYTES,
             sliced=room.sliced,
+            steps=StepSizes(on_cpu=room.sliced),
+            speed=room.speed,
         )
 
 
@@ -206,6 +214,7 @@ def planned(
         peak_bytes=choice.option.estimate.process_bytes,
         step_cost=choice.option.cost,
         command=command_of(model, seq_len, profile),
+        seconds=choice.option.seconds,
     )
 
 
@@ -257,7 +266,10 @@ NONE_FITS = "no known model fits: even the smallest needs more memory"
 def answer(
     room: MachineRoom, found: list[Recommendation], seconds: float | None = None
 ) -> RenderableType:
-    """Show the first recommendation with its command. seconds: measured, per step."""
+    """Show the first recommendation with its command.
+
+    seconds: of a step, from the newest run, if none are predicted.
+    """
     lines: list[RenderableType] = [limits.text(room.limit), *room.limit.notices, ""]
     if not found:
         return Group(*lines, NONE_FITS)
@@ -269,7 +281,9 @@ def answer(
         f"rank {best.rank} in {counted(best.layers, 'block')}, {counted(best.batch, 'row')} of up "
         f"to {best.seq_len:,} tokens per step; needs {size_text(best.needed_bytes)}; {best.plan}",
     ]
-    if seconds is not None:
+    if best.seconds is not None:
+        lines.append(f"about {best.seconds:.2g} s per step of full rows, predicted")
+    elif seconds is not None:
         lines.append(f"about {seconds:.3g} s per step of full rows, as fast as the newest run")
     lines += ["", Text(continued(best.command), "bold", overflow="fold"), ""]
     others = len({each.known.alias for each in found} - {best.known.alias})

@@ -79,7 +79,20 @@ def make_shape(
     target = folder / f"{name}-{bits}bit-{dtype}"
     if (target / "config.json").is_file():
         return target
-    config = dict(SHAPES[name])
+    write_shape(SHAPES[name], name, bits, dtype, target, on_note)
+    return target
+
+
+def write_shape(
+    config: dict[str, Any],
+    name: str,
+    bits: int,
+    dtype: str,
+    target: Path,
+    on_note: Callable[[str], object] = lambda _: None,
+) -> None:
+    """Write a model with this config.json and random weights to `target`; as `make_shape`."""
+    config = dict(config)
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(derive_seed("shape", name))
     model = module.Model(module.ModelArgs.from_dict(config))
@@ -93,9 +106,8 @@ def make_shape(
         shards.setdefault(block, {})[path] = array
     size = sum(array.nbytes for arrays in shards.values() for array in arrays.values())
     on_note(f"writing the shape {name} with random weights, {size_text(size)}, to {target}")
-    folder.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(target) as temporary:
         for block, arrays in shards.items():
             save_arrays(temporary / f"model-{block}.safetensors", arrays)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return target

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,9 +28,21 @@ from your_ai.memory.facts import ModelFacts, facts_of
 from your_ai.memory.limit import MemoryLimit, find_limit
 from your_ai.memory.plan import Demand, choose, rounded_up, wave_sizes
 from your_ai.memory.sample import in_gb
-from your_ai.memory.workload import Kept, Plan, RewardModelSizes, RolloutSizes, Training
+from your_ai.memory.speed import FILE as SPEED_FILE
+from your_ai.memory.speed import KnownSpeed, known_speed
+from your_ai.memory.workload import (
+    Kept,
+    Plan,
+    RewardModelSizes,
+    RolloutSizes,
+    StepSizes,
+    Training,
+)
 from your_ai.run import events
 
+# Variables that limit the threads of products.
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "MKL_NUM_THREADS")
+BLAS = re.compile(r"blas|mkl_rt|blis")  # names of libraries
 # Threads, BLAS or driver buffers that appear in the first step. A guess on macOS.
 LATER_BYTES = 30_000_000 if probe.is_macos() else 20_000_000
 
@@ -80,6 +94,7 @@ def process_here() -> ProcessFacts:
         python_bytes=python_bytes(),
         sliced=mx.default_device().type == mx.cpu,
         coefficients=coefficients_here(),
+        speed=speed_here(),
     )
 
 
@@ -104,6 +119,7 @@ def budget_of(
     prompt_tokens: int = 0,
     before_bytes: int = 0,
     reward_models: tuple[RewardModelSizes, ...] = (),
+    steps: StepSizes | None = None,
 ) -> Budget:
     """The budget of a run of the model in `folder`, with the largest adapters that fit.
 
@@ -128,6 +144,7 @@ def budget_of(
             prompt_tokens=prompt_tokens,
             before_bytes=before_bytes,
             reward_models=reward_models,
+            steps=steps,
         )
         path = measurements.file_of(store() / "measured", measured_key(config, asked, dtype))
         known = () if past.begun else measurements.read(path).measurements
@@ -159,6 +176,32 @@ def machine_key() -> list[str]:
 def coefficients_here() -> Coefficients:
     """The coefficients that `doctor --fit-memory` fitted on this machine, or the packaged ones."""
     return for_machine(store() / FILE, machine_key())
+
+
+def speed_key() -> list[str]:
+    """What speed depends on: as `machine_key`, and the CPUs and the BLAS library."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = [f"{name}={os.environ[name]}" for name in THREADS if name in os.environ]
+    return [*machine_key(), f"{cpus} CPUs", *threads, *blas_libraries()]
+
+
+def blas_libraries(maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """The BLAS libraries that this process has loaded, on Linux; products depend on them most.
+
+    Those that come with Python packages are not MLX's.
+    """
+    try:
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    files = (Path(line[line.index("/") :]) for line in lines if "/" in line)
+    found = {f for f in files if BLAS.search(f.name) and "site-packages" not in f.parts}
+    return sorted({f"{file.parent.name}/{file.name}" for file in found})
+
+
+def speed_here() -> KnownSpeed:
+    """The speed that `bench --calibrate` measured on this machine."""
+    return known_speed(store() / SPEED_FILE, speed_key())
 
 
 def budget_of_evaluation(

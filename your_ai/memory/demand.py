@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from your_ai.config import GRPO, REWARD, SOFT, TrainConfig, defaults
@@ -12,7 +12,8 @@ from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.facts import ModelFacts
 from your_ai.memory.limit import MemoryLimit
 from your_ai.memory.plan import Choice, Demand, DoesNotFit
-from your_ai.memory.workload import RewardModelSizes, RolloutSizes, Training
+from your_ai.memory.speed import UNKNOWN, KnownSpeed
+from your_ai.memory.workload import RewardModelSizes, RolloutSizes, StepSizes, Training
 
 PYTHON_BYTES = 250_000_000  # a process without a model: 140 MB on Linux, plus a GPU's share
 # Architectures whose blocks cannot run one at a time, so that only the fused engine trains them.
@@ -29,6 +30,8 @@ class ProcessFacts:
     sliced: bool = False
     """Whether weights are dequantized in slices, as on the CPU."""
     coefficients: Coefficients = PACKAGED
+    speed: KnownSpeed = UNKNOWN
+    """How fast it computes."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ def demand_of(
     prompt_tokens: int = 0,
     before_bytes: int = 0,
     reward_models: tuple[RewardModelSizes, ...] = (),
+    steps: StepSizes | None = None,
 ) -> Demand:
     """The demand of a training run.
 
@@ -71,6 +75,7 @@ def demand_of(
     answer_tokens: tokens of the longest sample prompt with its answer.
     prompt_tokens: tokens of the longest prompt, if each step generates completions.
     before_bytes, reward_models: as in Demand.
+    steps: what the data says about the steps; by default, all rows are as long as the longest.
     """
     config = defaults.sized(defaults.largest(config, facts.blocks), rows=0)
     # Where texts are scored first, those of a group need not be in one micro-batch.
@@ -113,7 +118,22 @@ def demand_of(
         reward_models=reward_models,
         soft=rollouts if config.objective == SOFT else None,
         coefficients=process.coefficients,
+        steps=replace(
+            steps or StepSizes(),
+            on_cpu=process.sliced,
+            cached_prefix=config.prefix_cache != "off",
+            has_vocabulary=config.objective != REWARD,
+            unpredicted=unpredicted_steps(config),
+        ),
+        speed=process.speed,
     )
+
+
+def unpredicted_steps(config: TrainConfig) -> str:
+    """Why the time of the steps of such a run is not predicted; empty if it is."""
+    if config.generates:
+        return "the time of generated completions is not predicted"
+    return "the time of packed rows is not predicted" if config.packing else ""
 
 
 def rollout_sizes(config: TrainConfig, prompt_tokens: int) -> RolloutSizes:

@@ -22,13 +22,17 @@ from your_ai.memory.coefficients import PACKAGED, Coefficients
 from your_ai.memory.estimate import Estimate, estimate, step_cost, weights_bytes
 from your_ai.memory.estimate_kept import at_rung, highest, rung_of
 from your_ai.memory.facts import ModelFacts, vocabulary_held
+from your_ai.memory.front import fastest_first, front_of
 from your_ai.memory.sample import in_gb
+from your_ai.memory.speed import UNKNOWN, KnownSpeed
+from your_ai.memory.step_time import StepWork, mean_step, unpredicted
 from your_ai.memory.workload import (
     NOTHING,
     Kept,
     Plan,
     RewardModelSizes,
     RolloutSizes,
+    StepSizes,
     Training,
     Workload,
 )
@@ -101,6 +105,10 @@ class Demand:
     calibration: Calibration = field(default=Calibration())
     """Measurements on this machine, which correct the estimates."""
     coefficients: Coefficients = PACKAGED
+    steps: StepSizes = field(default=StepSizes())
+    """What the steps compute, as far as their time depends on it."""
+    speed: KnownSpeed = UNKNOWN
+    """Of this machine; without it, plans are ordered by their arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,8 @@ class Option:
     """Arithmetic of a step, relative to the fused engine."""
     needed_bytes: int
     """The smallest limit under which it is chosen."""
+    seconds: float | None = None
+    """Predicted, of a step on average; None if they are not predicted."""
 
 
 def with_margin(found: Estimate, margin: float = WORK_MARGIN) -> int:
@@ -153,7 +163,57 @@ def options(demand: Demand) -> list[Option]:
                 if engine == "streamed" and blocks_ahead and adjusts_reading(demand):
                     found += with_residents(demand, option)
                 found.append(option)
-    return found
+    return fastest_first(timed(demand, found))
+
+
+def not_predicted(demand: Demand) -> str:
+    """Why the seconds of its steps are not predicted; empty if they are."""
+    if demand.speed.speed is None:
+        return demand.speed.note or "the speed of that machine was not measured"
+    if demand.steps.unpredicted:
+        return demand.steps.unpredicted
+    return unpredicted(demand.facts, demand.training, demand.speed.speed)
+
+
+def timed(demand: Demand, found: list[Option]) -> list[Option]:
+    """The options with their predicted seconds, if those are predicted."""
+    if not_predicted(demand):
+        return found
+    works: dict[bool, StepWork] = {}
+    return [
+        replace(option, seconds=sum(seconds_of(demand, option.plan, works).values()))
+        for option in found
+    ]
+
+
+def seconds_of(
+    demand: Demand, plan: Plan, works: dict[bool, StepWork] | None = None
+) -> dict[str, float]:
+    """The predicted seconds of a step under a plan by term, of a demand that is predicted.
+
+    works: what other plans had in common, by whether texts are scored first; for speed.
+    """
+    works = {} if works is None else works
+    longest = max(demand.lengths)
+    scored = demand.scores or plan.rows(longest, demand.batch_size) < demand.rows_together
+    if scored not in works:
+        sizes = replace(demand.steps, scores_first=scored)
+        works[scored] = StepWork(workload_of(demand).facts, demand.training, sizes)
+
+    def rows_at(tokens: int) -> int:
+        return rows_of(demand, plan, tokens)
+
+    terms = mean_step(works[scored], plan, rows_at, demand.rows_per_step, longest)
+    assert demand.speed.speed is not None
+    return {name: demand.speed.speed.of(work) for name, work in terms.items()}
+
+
+def front_points(demand: Demand) -> list[list[float]]:
+    """The bytes and the predicted seconds of each option of the front; none without prediction."""
+    if not_predicted(demand):
+        return []
+    front = front_of(options(demand))
+    return [[o.needed_bytes, round(o.seconds, 4)] for o in front if o.seconds is not None]
 
 
 def option_of(demand: Demand, plan: Plan, update_bytes: int) -> Option:
@@ -459,10 +519,11 @@ def unmeasured(demand: Demand, every: list[Option], limit_bytes: int) -> list[Op
     if not demand.calibration.measurements:
         return []
     believed = options(replace(demand, calibration=Calibration()))
+    needed = {prior.plan: prior.needed_bytes for prior in believed}
     found = [
         option
-        for option, prior in zip(every, believed, strict=True)
-        if not demand.calibration.of(option.plan.family) and prior.needed_bytes <= limit_bytes
+        for option in every
+        if not demand.calibration.of(option.plan.family) and needed[option.plan] <= limit_bytes
     ]
     return sorted(found, key=lambda option: option.needed_bytes)[:1]
 

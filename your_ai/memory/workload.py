@@ -103,6 +103,28 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepSizes:
+    """What the steps of a run compute, as far as their time depends on it and memory does not."""
+
+    rows_of_length: tuple[tuple[int, int], ...] = ()
+    """(T, rows of the data that are padded to T); empty if all are as long as the longest."""
+    trained_share: float = 1.0
+    """Of the tokens with padding, those that are targets."""
+    steps: int = 0
+    """Of the whole run; 0 if it is not known."""
+    on_cpu: bool = True
+    """Whether the device is a CPU, on which attention is computed in blocks of queries."""
+    cached_prefix: bool = False
+    """Whether the frozen blocks below the first adapter only run in the first epoch."""
+    scores_first: bool = False
+    """Whether all rows are scored before they are trained."""
+    has_vocabulary: bool = True
+    """Whether the head gives logits."""
+    unpredicted: str = ""
+    """Why the time of such steps is not predicted; empty if it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardModelSizes:
     """A trained reward model, which scores the completions of each step."""
 

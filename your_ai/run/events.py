@@ -71,6 +71,10 @@ class Planned:
     """Blocks that the streamed plan reads while the block before them runs."""
     needed_bytes: int = 0
     """`estimate_bytes` with the safety margin: what must fit; 0 in events of older versions."""
+    seconds: float | None = None
+    """Predicted, of a step on average; None if this machine's speed was not measured."""
+    front: list[list[float]] = field(default_factory=list)
+    """The plans that no other beats in both: bytes that must fit, and predicted seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,7 +359,7 @@ Event = (
 BESIDE_THE_WORK = (Gauges, Host, Notice, Stopping)
 KINDS = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 KNOWN = {"str": str, "bool": bool, "int": int, "float": (int, float), "None": type(None)}
-KNOWN |= {"list[str]": list, "dict[str, float]": dict}
+KNOWN |= {"list[str]": list, "list[list[float]]": list, "dict[str, float]": dict}
 
 
 def allowed(annotation: str) -> tuple[type, ...]:
@@ -385,6 +389,12 @@ def to_line(record: Record) -> str:
     return json.dumps(fields) + "\n"
 
 
+def is_pair(value: object) -> bool:
+    """Whether it is a list of two numbers."""
+    is_two = isinstance(value, list) and len(value) == 2
+    return is_two and all(isinstance(each, int | float) for each in value)
+
+
 def from_line(line: str | bytes) -> Record | None:
     """Parse a line; None if this version does not know the line's kind or shape."""
     try:
@@ -395,6 +405,8 @@ def from_line(line: str | bytes) -> Record | None:
         if not all(isinstance(value, known[name]) for name, value in told.items()):
             return None
         if not all(isinstance(value, int | float) for value in told.get("metrics", {}).values()):
+            return None
+        if not all(is_pair(value) for value in told.get("front", [])):
             return None
         return Record(float(fields["time"]), kind(**told))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):

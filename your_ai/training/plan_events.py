@@ -8,8 +8,9 @@ from your_ai.config import TrainConfig
 from your_ai.gates.text import size_text
 from your_ai.memory.budget import Budget, PriorPlans, plan_of
 from your_ai.memory.calibration_file import valid_measurements
-from your_ai.memory.plan import Option, words
+from your_ai.memory.plan import Option, front_points, words
 from your_ai.run import events
+from your_ai.training.preview import about_seconds
 
 
 def asked_of_memory(config: TrainConfig) -> str:
@@ -53,8 +54,11 @@ def write_plan(budget: Budget, config: TrainConfig, log: events.EventLog) -> Opt
             level=choice.level,
             estimate_bytes=choice.option.estimate.process_bytes,
             needed_bytes=needed,
+            seconds=choice.option.seconds,
+            front=front_points(budget.demand),
             asked=asked_of_memory(config),
-            text=f"{words(plan, max(budget.demand.lengths))}: needs {size_text(needed)}",
+            text=f"{words(plan, max(budget.demand.lengths))}: needs {size_text(needed)}"
+            + about_seconds(choice.option),
         )
     )
     return choice.option

@@ -21,7 +21,7 @@ from your_ai.errors import UserError
 from your_ai.gates.text import counted, nearest, shortened
 from your_ai.gates.untrusted import read_json
 from your_ai.hub.config_values import check_config_values
-from your_ai.hub.find import Missing, find_model
+from your_ai.hub.find import Missing, find_model, store
 from your_ai.hub.registry import alias_of, known
 from your_ai.memory import limit as limits
 from your_ai.memory.demand import (
@@ -34,6 +34,7 @@ from your_ai.memory.demand import (
 )
 from your_ai.memory.facts import ModelFacts, facts_of_config, facts_of_known, names_of
 from your_ai.memory.plan import choose
+from your_ai.memory.speed import FILE, NOT_MEASURED, UNKNOWN, KnownSpeed
 
 CONFIG, WEIGHTS = "config.json", "model*.safetensors"
 CUDA = ("mlx-cuda-12", "mlx-cuda-13")  # packages with MLX's code for NVIDIA cards
@@ -59,6 +60,10 @@ class Target:
     """Whether MLX computes on a GPU."""
     note: str = ""
     """Which machine it is, if it is another one; one line."""
+
+    @property
+    def is_here(self) -> bool:
+        return not self.note
 
 
 def planned_run(
@@ -160,13 +165,23 @@ def planned(config: TrainConfig, model: Absent, seq_len: int | None, target: Tar
         prompt = longest - config.max_new_tokens
         longest = -(-(longest - 1) // MULTIPLE) * MULTIPLE
     limit = limits.find_limit(target.memory, config.max_memory, config.force)
-    process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=not target.has_gpu)
+    speed = speed_known() if target.is_here else UNKNOWN
+    process = ProcessFacts(python_bytes=PYTHON_BYTES, sliced=not target.has_gpu, speed=speed)
 
     def budget_with(each: TrainConfig) -> Budget:
         demand = demand_of(each, facts, [longest], process, prompt_tokens=prompt)
         return Budget(limit, demand, choose(demand, limit.limit_bytes))
 
     return largest_that_fits(config, facts.blocks, budget_with)
+
+
+def speed_known() -> KnownSpeed:
+    """The speed of this machine; mlx is only loaded if one was measured."""
+    if not os.path.isfile(store() / FILE):
+        return KnownSpeed(None, NOT_MEASURED)
+    from your_ai.memory.budget import speed_here  # loads mlx
+
+    return speed_here()
 
 
 def notes_of(config: TrainConfig, model: Absent, seq_len: int | None, target: Target) -> list[str]:

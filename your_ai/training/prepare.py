@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from your_ai.config import AUTO, GRPO, REWARD, SOFT, TrainConfig, defaults, flag, last_step
 from your_ai.config.checks import credit_of
-from your_ai.data.batches import Schedule, make_schedule
+from your_ai.data.batches import Schedule
 from your_ai.data.encode import SamplePrompt
 from your_ai.data.examples import Examples
 from your_ai.data.preferences import kind_of
@@ -77,6 +77,7 @@ from your_ai.training.soft_networks import (
     put_first_adapter,
     scorer_of_network,
 )
+from your_ai.training.steps_of_run import schedule_of, step_sizes
 
 PROGRESS_EVERY_S = 5.0
 MOST_IMBALANCE = 4 / 3  # between good and bad answers in KTO; the bound that its authors suggest
@@ -383,22 +384,6 @@ def opened_for(config: TrainConfig, base: Path, log: events.EventLog) -> Opened:
     return open_model(copied(base, config, log), dtype)
 
 
-def schedule_of(config: TrainConfig, data: RunData) -> Schedule:
-    """Which rows each step trains."""
-    packed_tokens = config.max_seq_length if config.packing else None
-    examples = data.examples["train"]
-    together = objective_of(config).rows_together
-    return make_schedule(
-        examples,
-        config.batch_size * together,
-        config.rows_per_step * together,
-        config.seed,
-        packed_tokens,
-        together,
-        config.updates_per_batch,
-    )
-
-
 def announce(budget: Budget, past: PriorPlans, config: TrainConfig, log: events.EventLog) -> None:
     """Write the measurements, the limit and the plan; set MLX's limits."""
     for found in budget.demand.calibration.measurements:
@@ -479,6 +464,7 @@ def budget_of_run(
         prompt_tokens=data.prompt_tokens,
         before_bytes=before_bytes,
         reward_models=tuple(reward_models),
+        steps=step_sizes(config, data),
     )
 
 

@@ -7,15 +7,25 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from your_ai.dashboard.view import duration
 from your_ai.gates.text import counted, size_text
 from your_ai.memory.demand import Budget
 from your_ai.memory.estimate import read_bytes
+from your_ai.memory.front import front_of
 from your_ai.memory.limit import text
-from your_ai.memory.plan import Option, rows_of, words
+from your_ai.memory.plan import (
+    Choice,
+    Option,
+    not_predicted,
+    options,
+    rows_of,
+    seconds_of,
+    words,
+)
 
 
 def described(budget: Budget, option: Option) -> dict[str, Any]:
-    """A plan as data for programs, in bytes; step_cost is relative to the fused engine."""
+    """A plan as data, in bytes and seconds; step_cost is relative to the fused engine."""
     plan, demand = option.plan, budget.demand
     return {
         "plan": plan.engine,
@@ -30,6 +40,7 @@ def described(budget: Budget, option: Option) -> dict[str, Any]:
         "process_peak_bytes": option.estimate.process_bytes,
         "needed_bytes": option.needed_bytes,
         "step_cost": option.cost,
+        "seconds_a_step": option.seconds,
         "read_bytes_a_micro_batch": read_bytes(demand.facts, demand.training, plan),
     }
 
@@ -41,9 +52,85 @@ def as_json(budget: Budget) -> dict[str, Any]:
         "limit_reason": budget.limit.reason,
         "notices": list(budget.limit.notices),
         **described(budget, choice.option),
+        "seconds_by_term": by_term(budget),
+        "seconds_note": not_predicted(budget.demand),
+        "steps": budget.demand.steps.steps,
         "smaller": choice.smaller and described(budget, choice.smaller),
         "larger": choice.larger and described(budget, choice.larger),
     }
+
+
+def by_term(budget: Budget) -> dict[str, float]:
+    """The predicted seconds of a step under the chosen plan; none if they are not predicted."""
+    if not_predicted(budget.demand):
+        return {}
+    return seconds_of(budget.demand, budget.choice.option.plan)
+
+
+def front_json(budget: Budget) -> list[dict[str, Any]]:
+    """The plans that no other beats in both memory and time, the fastest first, as data."""
+    return [
+        {**described(budget, option), "chosen": option.plan == budget.choice.option.plan}
+        for option in front_of(options(budget.demand))
+    ]
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds of a step: `3.2 s`, `0.085 s`, `2:05`."""
+    return f"{seconds:.2g} s" if seconds < 100 else duration(seconds)
+
+
+def about_seconds(option: Option) -> str:
+    """`, about 3.2 s / step`; empty if no seconds are predicted."""
+    return "" if option.seconds is None else f", about {seconds_text(option.seconds)} / step"
+
+
+def time_text(budget: Budget) -> str:
+    """One line about the time of the chosen plan, or about why it is not known; may be empty."""
+    seconds, steps = budget.choice.option.seconds, budget.demand.steps.steps
+    if seconds is None:
+        return budget.demand.speed.note or (
+            not_predicted(budget.demand) if budget.demand.speed.speed else ""
+        )
+    whole = f", {duration(steps * seconds)} in all ({steps:,} steps)" if steps else ""
+    return f"about {seconds_text(seconds)} / step{whole}, as predicted from this machine's speed"
+
+
+def front_table(budget: Budget) -> RenderableType:
+    """The plans that no other beats in both memory and time, the fastest first."""
+    front, longest = front_of(options(budget.demand)), max(budget.demand.lengths)
+    known = all(option.seconds is not None for option in front)
+    drawn = Table(box=None, pad_edge=False)
+    for header in ("", "needs", "s / step" if known else "step cost", "plan"):
+        drawn.add_column(header, justify="left" if header in ("", "plan") else "right")
+    for option in front:
+        chosen = "chosen" if option.plan == budget.choice.option.plan else ""
+        if option.needed_bytes > budget.limit.limit_bytes:
+            chosen = "too large"
+        drawn.add_row(
+            chosen, size_text(option.needed_bytes), time_of_row(option), words(option.plan, longest)
+        )
+    note = time_text(budget)
+    lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices, "", drawn]
+    return Group(*lines, *(["", note] if note else []))
+
+
+def time_of_row(option: Option) -> str:
+    return f"{option.cost:.2f}" if option.seconds is None else seconds_text(option.seconds)
+
+
+def neighbors(choice: Choice, longest: int) -> Table:
+    """The chosen plan, between the next larger and the next smaller one."""
+    named = (("larger", choice.larger), ("chosen", choice.option), ("smaller", choice.smaller))
+    known = choice.option.seconds is not None
+    beside = Table(box=None, pad_edge=False)
+    for header in ("", "plan", "needs", "s / step" if known else "step cost"):
+        beside.add_column(header, justify="left" if header in ("", "plan") else "right")
+    for name, option in named:
+        if option is not None:
+            needs = size_text(option.needed_bytes)
+            beside.add_row(name, words(option.plan, longest), needs, time_of_row(option))
+    return beside
 
 
 ABOVE = (
@@ -72,26 +159,16 @@ def table(budget: Budget) -> RenderableType:
         parts.add_row(f"  of phase {phase}", f"{size / 1e6:,.0f}")
     parts.add_row("safety margin", f"{(needed - peak) / 1e6:,.0f}")
     parts.add_row("needs", f"{needed / 1e6:,.0f}")
-    beside = Table(box=None, pad_edge=False)
-    for header in ("", "plan", "needs", "step cost"):
-        beside.add_column(header, justify="left" if header in ("", "plan") else "right")
-    named = (("larger", choice.larger), ("chosen", choice.option), ("smaller", choice.smaller))
-    for name, option in named:
-        if option is not None:
-            row = (
-                words(option.plan, longest),
-                size_text(option.needed_bytes),
-                f"{option.cost:.2f}",
-            )
-            beside.add_row(name, *row)
     reads = read_bytes(budget.demand.facts, budget.demand.training, choice.option.plan)
     training, blocks = budget.demand.training, budget.demand.facts.blocks
     which = "all" if training.blocks == blocks else f"the last {training.blocks} of"
     adapters = f"adapters: rank {training.rank} in {which} {counted(blocks, 'block')}"
     lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices]
-    lines += [adapters, "", parts, "", beside]
+    lines += [adapters, "", parts, "", neighbors(choice, longest)]
     if choice.option.needed_bytes > budget.limit.limit_bytes:
         lines.append(ABOVE)
     if reads:
         lines.append(f"reads {size_text(reads)} of the model's files per micro-batch")
+    if note := time_text(budget):
+        lines.append(note)
     return Group(*lines)

@@ -1,0 +1,174 @@
+"""Time parts of a step by themselves: products, attention, and the head.
+
+Whole steps do not tell these apart, because they grow together.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from your_ai.doctor.fit_speed import TimedWork
+from your_ai.engine import target_pass
+from your_ai.engine.dequantized import multiply
+from your_ai.engine.spill import Spilled
+from your_ai.hub.tensor_sizes import GROUP_SIZE
+from your_ai.memory.calibration import Shape
+from your_ai.memory.mixer_facts import ATTENTION, MixerFacts
+from your_ai.memory.sizes import LEAN_QUERY_BLOCK, QUERY_BLOCK
+from your_ai.memory.step_time import (
+    BlockPasses,
+    BlockRole,
+    Work,
+    add,
+    attention_backward_work,
+    attention_work,
+    head_parts_work,
+    weight_work,
+)
+from your_ai.nets.attention import attention
+from your_ai.nets.head import LayerRows, LinearHead
+from your_ai.objectives.objective import Targets
+from your_ai.objectives.sft import SUPERVISED
+from your_ai.training.measure_peaks import batch_of
+
+REPEATS = 3  # after one that may compile
+SPILLED_BYTES = 8_000_000
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The parts to time."""
+
+    products: tuple[tuple[int, int, int], ...]
+    """Rows, inputs and outputs."""
+    attentions: tuple[tuple[int, int, int, int, bool], ...]
+    """T, heads, heads of keys, head size, and whether blocks of queries are small."""
+    heads: tuple[tuple[int, int, int], ...]
+    """Targets, D and V."""
+
+
+FAST = Kernels(
+    products=((64, 256, 704), (256, 512, 512), (64, 512, 1408), (512, 1024, 2816)),
+    attentions=(
+        (256, 8, 8, 32, False),
+        (256, 8, 2, 128, False),
+        (512, 4, 4, 64, True),
+        (512, 8, 2, 64, False),
+        (512, 8, 8, 64, False),
+    ),
+    heads=((64, 256, 6000), (256, 256, 6000), (64, 512, 3000)),
+)
+SLOW = Kernels(
+    products=((64, 256, 704), (128, 512, 512), (32, 512, 1408)),
+    attentions=(
+        (128, 4, 4, 32, False),
+        (128, 4, 1, 128, False),
+        (256, 2, 2, 64, True),
+        (256, 4, 1, 64, False),
+        (256, 4, 4, 64, False),
+    ),
+    heads=((32, 256, 3000), (128, 256, 3000), (32, 512, 1500)),
+)
+
+
+def kernel_times(
+    kernels: Kernels, dtype: mx.Dtype, now: Callable[[], float]
+) -> Iterator[TimedWork]:
+    """Time each part."""
+    on_cpu = mx.default_device().type == mx.cpu
+    for rows, inputs, outputs in kernels.products:
+        for quantized in (False, True):
+            layer: Any = nn.Linear(inputs, outputs, bias=False)
+            layer.set_dtype(dtype)
+            if quantized:
+                layer = nn.QuantizedLinear.from_linear(layer, GROUP_SIZE, 4)
+            x = mx.random.normal((rows, inputs), key=mx.random.key(0)).astype(dtype)
+            mx.eval(layer.parameters(), x)
+            sliced = quantized and on_cpu
+            run = (lambda x=x, layer=layer: multiply(x, layer)) if sliced else (
+                lambda x=x, layer=layer: layer(x)
+            )  # fmt: skip
+            work = weight_work(quantized, inputs, outputs, rows)
+            yield TimedWork(f"product {rows} x {inputs} x {outputs}", work, time_of(run, now))
+    for shape in kernels.attentions if on_cpu else ():
+        yield from attention_times(*shape, dtype, now)
+    for targets, hidden, vocabulary in kernels.heads:
+        yield head_time(targets, hidden, vocabulary, dtype, now)
+    yield spill_time(now)
+
+
+def attention_times(
+    tokens: int, heads: int, keys: int, size: int, lean: bool, dtype: mx.Dtype, now: Callable
+) -> Iterator[TimedWork]:
+    """Time attention in blocks of queries, forward, and forward with backward."""
+    q = mx.random.normal((1, heads, tokens, size), key=mx.random.key(0)).astype(dtype)
+    k, v = (
+        mx.random.normal((1, keys, tokens, size), key=mx.random.key(place)).astype(dtype)
+        for place in (1, 2)
+    )
+    mx.eval(q, k, v)
+    queries = LEAN_QUERY_BLOCK if lean else QUERY_BLOCK
+
+    def forward(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+        return attention(q, k, v, size**-0.5, queries=queries).sum()
+
+    mixer = MixerFacts(kind=ATTENTION, heads=heads, kv_heads=keys, key_dim=size, value_dim=size)
+    passes = BlockPasses(BlockRole(0, True, False, False), 1, tokens, lean)
+    both: Work = dict(attention_work(mixer, passes, on_cpu=True))
+    name = f"attention {tokens} x {heads} x {keys} x {size}"
+    compiled, gradients = mx.compile(forward), mx.compile(mx.grad(forward, argnums=(0, 1, 2)))
+    yield TimedWork(name, dict(both), time_of(lambda: compiled(q, k, v), now))
+    add(both, attention_backward_work(mixer, passes, on_cpu=True))
+    yield TimedWork(f"{name}, gradients", both, time_of(lambda: gradients(q, k, v), now))
+
+
+def head_time(
+    targets: int, hidden: int, vocabulary: int, dtype: mx.Dtype, now: Callable[[], float]
+) -> TimedWork:
+    """Time the loss and its gradient, over the vocabulary."""
+    layer = nn.Embedding(vocabulary, hidden)
+    layer.set_dtype(dtype)
+    head, states = (
+        LinearHead(LayerRows(layer)),
+        mx.random.normal((1, targets, hidden), key=mx.random.key(0)),
+    )
+    states, batch = states.astype(dtype), Targets.of(batch_of(Shape(1, targets), packing=False))
+    mx.eval(layer.parameters(), states)
+
+    def run() -> Any:
+        scale = mx.array(1.0)
+        return target_pass.loss_and_gradient(states, batch, SUPERVISED, scale, head)[:2]
+
+    work = head_parts_work(False, targets, hidden, vocabulary)
+    return TimedWork(f"head {targets} x {hidden} x {vocabulary}", work, time_of(run, now))
+
+
+def spill_time(now: Callable[[], float]) -> TimedWork:
+    """Time writing block inputs to the disk and reading them back."""
+    states = mx.zeros(SPILLED_BYTES // 4)
+    mx.eval(states)
+    with tempfile.TemporaryDirectory(prefix="your_ai-speed-") as place:
+        inputs = Spilled(Path(place))
+
+        def run() -> mx.array:
+            inputs.append(states)
+            return inputs.pop()
+
+        return TimedWork("spilled inputs", {"spilled": 2 * SPILLED_BYTES}, time_of(run, now))
+
+
+def time_of(run: Callable[[], Any], now: Callable[[], float]) -> float:
+    """The fewest seconds of `run`, whose result is evaluated; the first call is left out."""
+    found = []
+    for _ in range(1 + REPEATS):
+        began = now()
+        mx.eval(run())
+        found.append(now() - began)
+    return min(found[1:])
