@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
 from your_ai.config import AUTO, TrainConfig, is_due
 from your_ai.errors import UserError
@@ -38,6 +39,27 @@ def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> Trai
     return saved.state
 
 
+def share_state(prepared: Prepared, state: TrainState) -> TrainState:
+    """Rank 0's state, adapters and optimizer, on every rank.
+
+    They are equal, bit for bit, unless the ranks' processors round differently.
+    """
+    ranks = prepared.ranks
+    if ranks.size == 1:
+        return state
+    adapters = model.adapter_arrays(prepared.model)
+    states = optimizer.optimizer_arrays(prepared.optimizer)
+    both = {f"a {name}": array for name, array in adapters.items()}
+    both |= {f"o {name}": array for name, array in states.items() if name != "learning_rate"}
+    found = ranks.same_arrays(both)
+    if found is not None:
+        mine = {name: found[f"a {name}"] for name in adapters}
+        model.set_adapters(prepared.model, mine)
+        mine = {name: found.get(f"o {name}", array) for name, array in states.items()}
+        optimizer.set_optimizer_arrays(prepared.optimizer, mine)
+    return TrainState(**ranks.of_first(lambda: asdict(state)))
+
+
 def check_unchanged(folder: RunFolder, prepared: Prepared) -> None:
     """Raise UserError if the model, the data or a setting is not what the run began with."""
     path, _ = checkpoint.newest(folder.checkpoints)
@@ -69,6 +91,9 @@ def is_save_due(folder: RunFolder, config: TrainConfig, step: int) -> bool:
 
 
 def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.EventLog) -> None:
+    """Write a checkpoint, if this rank is the one that owns the run folder."""
+    if not prepared.ranks.is_first:
+        return
     began = time.perf_counter()
     log.write(events.Phase(text="saving"))
     path = checkpoint.save(
