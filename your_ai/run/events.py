@@ -171,6 +171,25 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The processes of a run on several, in step `step`; the lists have an entry for each."""
+
+    step: int
+    hosts: list[str]
+    tokens: list[float]
+    """Tokens that it trained, without padding."""
+    seconds: list[float]
+    """What it computed for the step."""
+    waited: list[float]
+    """Seconds in collective operations: the transfer, and the wait for slower processes."""
+    process_bytes: list[float]
+    """Its memory; 0 if unknown."""
+    limit_bytes: list[float]
+    sent_bytes: float
+    """What each gave to the collective operations of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gauges:
     """Memory readings during a long step or while loading.
 
@@ -326,6 +345,7 @@ Event = (
     | Died
     | Started
     | Step
+    | Ranks
     | Gauges
     | Host
     | Phase
@@ -341,10 +361,10 @@ Event = (
     | Finished
 )
 # Written beside the work of the run, so they do not say that it goes on.
-BESIDE_THE_WORK = (Gauges, Host, Notice, Stopping)
+BESIDE_THE_WORK = (Gauges, Host, Notice, Ranks, Stopping)
 KINDS = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 KNOWN = {"str": str, "bool": bool, "int": int, "float": (int, float), "None": type(None)}
-KNOWN |= {"list[str]": list, "dict[str, float]": dict}
+KNOWN |= {"list[str]": list, "list[float]": list, "dict[str, float]": dict}
 
 
 def allowed(annotation: str) -> tuple[type, ...]:

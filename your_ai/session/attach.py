@@ -213,10 +213,10 @@ def train_here(
     push_error = None
     with looked_after(folder, settings), following(follower):
         with tracked(folder, names), stop_signals() as stop:
-            from your_ai.training.train import train_until_done  # MLX takes a second to load
+            from your_ai.training.launched import train_launched  # MLX takes a second to load
 
             stop.on_second = lambda: follower.leave(folder.reference)
-            status = train_until_done(folder, settings, stop)
+            status = train_launched(folder, settings, stop)
         if status == DONE and settings.push_to:
             with recorded_signals() as received:
                 try:
@@ -228,6 +228,14 @@ def train_here(
     if push_error is not None:
         raise push_error
     return status
+
+
+def train_as_rank(settings: TrainConfig) -> int:
+    """Train a rank other than 0 that `mlx.launch` started; rank 0 shows the run."""
+    with stop_signals() as stop:
+        from your_ai.training.launched import train_launched
+
+        return train_launched(None, settings, stop)
 
 
 def leave(supervisor: Child, folder: RunFolder, console: Console | None) -> int:

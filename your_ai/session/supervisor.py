@@ -23,6 +23,7 @@ from your_ai.config import TrainConfig, build
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error, echo_traceback
 from your_ai.gates.programs import python_module
+from your_ai.hub.find import find_model
 from your_ai.publish.after_training import push_finished
 from your_ai.run import events, host, requests
 from your_ai.run.child import (
@@ -49,6 +50,14 @@ from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, find, locked
 from your_ai.run.parent import watch_parent
 from your_ai.run.stopping import SHOW_STACK, SIGNALS, Interrupted, recorded_signals
 from your_ai.session.computer import looked_after
+from your_ai.session.machines import (
+    Machines,
+    check_reachable,
+    launcher,
+    machines_of,
+    paths_to_sync,
+    sync,
+)
 from your_ai.session.ranks import lost_in, started_group
 from your_ai.session.stalls import STARTING, Patience, StallWatch, patience_of
 from your_ai.trackers.upload import tracked
@@ -129,21 +138,25 @@ def supervise(
     _, offset = events.tail(folder.events)
     life, lives, level = Life(), [], 0
     watch = StallWatch(patience or Patience(), offset=offset)
-    processes = settings_of(folder, settings).processes
-    settings = settings if processes == 1 else with_settings(folder, settings)
-    run = str(folder.path if processes == 1 else folder.path.resolve())
+    config = settings_of(folder, settings)
+    processes, machines = config.processes, machines_of(config)
+    is_alone = processes == 1 and machines is None
+    if machines is not None:
+        prepare_machines(machines, config, folder)
+    settings = settings if is_alone else with_settings(folder, settings)
+    run = str(folder.path if is_alone else folder.path.resolve())
     with open_log(folder) as log:
         while not received:
             log_start = log.seek(0, os.SEEK_END)
             arguments = [*command, run, "--level", str(level)]
             arguments += ["--settings", settings] if settings else []
             status, stalled, rank = run_children(
-                arguments, folder, log, received, watch, awake, processes
+                arguments, folder, log, received, watch, awake, processes, machines
             )
             records, offset = events.tail(folder.events, offset)
             life = summarize_process(life, level, status, [record.event for record in records])
             lost = lost_in(read_log(log, log_start)) if status == PEER_LOST else ""
-            named = f"rank {rank}" if processes > 1 else ""
+            named = "" if is_alone else f"rank {rank}"
             life = replace(life, stalled=stalled, rank=named, lost=lost)
             if status == DONE:
                 return DONE
@@ -178,6 +191,7 @@ def run_children(
     watch: StallWatch,
     awake: bool,
     processes: int = 1,
+    machines: Machines | None = None,
 ) -> tuple[int, str, int]:
     """Run the training processes, usually one, to their end and pass on signals.
 
@@ -188,7 +202,7 @@ def run_children(
     stalled = ""
     watch.begin()
     with contextlib.ExitStack() as stack:
-        group = stack.enter_context(started_group(arguments, folder, log, processes))
+        group = stack.enter_context(started_group(arguments, folder, log, processes, machines))
         child = group.first
         stack.enter_context(host.kept_awake(child.process.pid, awake))
         looked_at = time.monotonic()
@@ -200,7 +214,8 @@ def run_children(
                 looked_at = time.monotonic()
                 stalled = end_if_stalled(child, folder, log, watch)
         group.end()
-    return group.children[group.cause].process.returncode, stalled, group.cause
+        status, rank = group.result
+    return status, stalled, rank
 
 
 def end_if_stalled(child: Child, folder: RunFolder, log: BinaryIO, watch: StallWatch) -> str:
@@ -364,6 +379,15 @@ def stop_signal(status: int) -> int | None:
 
 def settings_of(folder: RunFolder, settings: str) -> TrainConfig:
     return build(json.loads(settings), "--settings") if settings else folder.read_config()
+
+
+def prepare_machines(machines: Machines, config: TrainConfig, folder: RunFolder) -> None:
+    """Check that all hosts can be reached, and copy what they need, if asked to."""
+    launcher()
+    check_reachable(machines)
+    if config.sync != "off":
+        note(folder, "copying to the other hosts")
+        sync(machines, paths_to_sync(config, find_model(config.model)))
 
 
 def with_settings(folder: RunFolder, settings: str) -> str:

@@ -12,15 +12,17 @@ process, such as their plan and its corrections, in `ranks/1` and so on below it
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
 import platform
+import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -32,13 +34,14 @@ from your_ai.config import FIELDS, TrainConfig, build
 from your_ai.data.batches import Batch, RowsAt, Schedule
 from your_ai.data.dealing import rows_of_rank
 from your_ai.data.sources import find_splits
-from your_ai.errors import UserError, is_memory_error
+from your_ai.errors import Interrupted, RunError, UserError, is_memory_error
 from your_ai.files import sha256
 from your_ai.hub.find import find_model
 from your_ai.hub.fingerprint import fingerprint
+from your_ai.memory.budget import limit_of
 from your_ai.memory.governor import MemoryAction
 from your_ai.objectives.objective import Totals
-from your_ai.run import heartbeat
+from your_ai.run import events, exits, heartbeat
 from your_ai.run.folder import RunFolder
 from your_ai.run.heartbeat import Heartbeat
 from your_ai.run.stopping import Stop
@@ -49,6 +52,8 @@ LENGTH_BYTES = 8
 BUCKET_BYTES = 16 << 20  # gradients are summed in parts of about this size, so copies stay small
 DEFAULT_TIMEOUT_S = FIELDS["heartbeat_timeout_s"].default
 VERDICT_S = 5.0  # for the heartbeat to find out which rank was lost
+# Settings that need not be the same on all ranks.
+OWN_SETTINGS = ("max_memory", "run", "hosts", "hostfile", "processes", "sync")
 FILE_BYTES = 1 << 28  # maximum size of a file of the run folder that others need
 # What decides more, of two ranks that want different things of memory.
 CAREFUL = ("restart", "smaller_plan", "larger_plan")
@@ -67,6 +72,10 @@ class Ranks:
     hosts: tuple[str, ...] = ("",)
     """The name of each rank's machine."""
     beats: Heartbeat | None = None
+    limit_gb: float | None = None
+    """The memory limit of this rank in the hostfile, in GB."""
+    given_limit_gb: float | None = None
+    """--max-memory, for all ranks."""
     shares: tuple[float, ...] = (1.0,)
     """The relative speed of each rank, by which rows are dealt."""
     sent_bytes: int = 0
@@ -75,6 +84,9 @@ class Ranks:
     """How long they took, with the wait for slower ranks."""
     reductions: int = 0
     """How many of them summed gradients."""
+    figures: list[float] | None = None
+    """What `note_step` noted, until `agree` gives it to the others."""
+    all_figures: list[list[float] | None] = field(default_factory=list)
 
     @property
     def is_first(self) -> bool:
@@ -226,6 +238,31 @@ class Ranks:
             return batches_of(step, lambda tokens: min(most, rows_at(tokens)), ids)
         return batches_of(step, rows_at, ids)
 
+    def note_step(
+        self, tokens: int, seconds: float, process_bytes: int | None, limit_bytes: int
+    ) -> None:
+        """Note what this rank did in the step, for `event`."""
+        waited, sent = self.waited_s, self.sent_bytes
+        own = max(0.0, seconds - waited)
+        self.figures = [tokens, own, waited, process_bytes or 0, limit_bytes, sent]
+
+    def event(self, step: int) -> events.Ranks | None:
+        """What all ranks did in a step; None if it was skipped, or there is only this rank."""
+        if not self.all_figures or None in self.all_figures:
+            return None
+        columns = [list(column) for column in zip(*self.all_figures, strict=True)]
+        tokens, seconds, waited, process_bytes, limit_bytes, sent = columns
+        return events.Ranks(
+            step=step,
+            hosts=list(self.hosts),
+            tokens=tokens,
+            seconds=seconds,
+            waited=waited,
+            process_bytes=process_bytes,
+            limit_bytes=limit_bytes,
+            sent_bytes=max(sent),
+        )
+
     # -- between two steps
 
     def agreed_stop(self, stop: Stop) -> Stop:
@@ -247,11 +284,12 @@ class Ranks:
         if self.size == 1:
             return wanted, save, pause
         action = None if wanted is None else [wanted.kind, wanted.cause]
-        found = self.gather([heard.received, action, save, pause])
+        found = self.gather([heard.received, action, save, pause, self.figures])
+        self.all_figures, self.figures = [parts[4] for parts in found], None
         received = [number for number, *_ in found if number is not None]
         if received:
             stop.received = received[0]
-        actions = [(rank, action) for rank, (_, action, *_) in enumerate(found) if action]
+        actions = [(rank, parts[1]) for rank, parts in enumerate(found) if parts[1]]
         return self.most_careful(actions), found[0][2], found[0][3]
 
     def most_careful(self, actions: list[tuple[int, list[str]]]) -> MemoryAction | None:
@@ -315,6 +353,23 @@ class Ranks:
         if self.beats is not None:
             self.beats.fail(text, status)
 
+    def with_own_limit(self, config: TrainConfig) -> TrainConfig:
+        """The settings with the memory limit of this rank.
+
+        Without any limit, the processes of `mlx.launch` on one machine share its memory equally.
+        """
+        self.given_limit_gb, limit_gb = config.max_memory, self.limit_gb or config.max_memory
+        beside = self.hosts.count(self.hosts[self.rank])
+        if limit_gb is None and config.processes == 1 and beside > 1:
+            limit_gb = limit_of(None).limit_bytes / beside / 1e9
+        return dataclasses.replace(config, max_memory=limit_gb)
+
+    def as_given(self, config: TrainConfig) -> TrainConfig:
+        """The settings for the run folder, with the memory limit that the user gave."""
+        if self.size == 1:
+            return config
+        return dataclasses.replace(config, max_memory=self.given_limit_gb)
+
     def leave(self) -> None:
         """Tell the others that this rank has done its part."""
         if self.beats is not None:
@@ -363,11 +418,10 @@ def agreed_settings(ranks: Ranks, config: TrainConfig, recorded: TrainConfig) ->
     """
     if ranks.size == 1:
         return recorded
-    own = {"max_memory": config.max_memory, "processes": ranks.hosts.count(ranks.hosts[ranks.rank])}
-    given = {n: v for n, v in dataclasses.asdict(config).items() if n not in (*own, "run", "hosts")}
+    given = {n: v for n, v in dataclasses.asdict(config).items() if n not in OWN_SETTINGS}
     ranks.check_same(versions() | {"settings": checksum(given)})
     config = build(ranks.of_first(lambda: dataclasses.asdict(recorded)), "--settings")
-    config = dataclasses.replace(config, **own)
+    config = ranks.with_own_limit(config)
     splits = find_splits(config).files.items()
     data = {path.name: sha256(path) for name, path in splits if name != "test"}
     files = fingerprint(find_model(config.model))
@@ -431,3 +485,24 @@ def join(timeout_s: float) -> Ranks:
     found.beats = Heartbeat(found.rank, found.hosts, timeout_s, links)
     found.beats.start()
     return found
+
+
+@contextlib.contextmanager
+def telling_others(ranks: Ranks) -> Iterator[None]:
+    """Tell the other ranks how this one ends."""
+    try:
+        yield
+    except PeerLost:
+        raise
+    except (UserError, RunError) as error:
+        ranks.fail(str(error), exits.USER if isinstance(error, UserError) else exits.FAILED)
+        raise
+    except Interrupted as interrupted:
+        name = signal.Signals(interrupted.number).name
+        ranks.fail(f"stopped by {name}", 128 + interrupted.number)
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        ranks.fail(f"failed because of a bug in your_ai ({kind})", exits.CRASHED)
+        raise
+    ranks.leave()

@@ -12,7 +12,6 @@ import contextlib
 import faulthandler
 import json
 import math
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -46,7 +45,7 @@ from your_ai.run import checkpoint, events, exits, requests
 from your_ai.run.checkpoint import TrainState
 from your_ai.run.folder import RunFolder, find, locked
 from your_ai.run.heartbeat import LOST
-from your_ai.run.parent import watch_parent
+from your_ai.run.parent import watch_parent, watch_pid
 from your_ai.run.rollout_files import FOLDER as ROLLOUTS
 from your_ai.run.stopping import SHOW_STACK, Interrupted, Stop, stop_signals
 from your_ai.training import optimizer
@@ -57,6 +56,7 @@ from your_ai.training.distributed import (
     Ranks,
     agreed_settings,
     join,
+    telling_others,
 )
 from your_ai.training.measure_peaks import calibrated
 from your_ai.training.memory_actions import (
@@ -68,7 +68,7 @@ from your_ai.training.memory_actions import (
     within_limit,
 )
 from your_ai.training.optimizer import Update
-from your_ai.training.pausing import pause
+from your_ai.training.pausing import pause_all
 from your_ai.training.prepare import PREFIX, Prepared, prepare
 from your_ai.training.reference import with_reference
 from your_ai.training.rollouts import REFERENCE, GivenUp, RolloutSource, keep_first_adapters
@@ -83,7 +83,7 @@ from your_ai.training.saving import (
     use_result,
 )
 from your_ai.training.soft_rollouts import SoftSource
-from your_ai.training.validation import is_enough, show_test_rows, validate
+from your_ai.training.validation import is_enough, show_test_rows, validate_on_first
 
 MAX_SKIPPED_IN_A_ROW = 5
 OUT_OF_ROOM = ("ran out of memory", exits.OUT_OF_MEMORY)
@@ -153,7 +153,7 @@ def run_prepared(
     factors = optimizer.rate_factors(config, prepared.model)
     update = optimizer.make_update(prepared.model, prepared.optimizer, factors)
     if ranks.is_first:
-        keep_settings(folder, config, prepared.steps, log)
+        keep_settings(folder, ranks.as_given(config), prepared.steps, log)
     log.write(prepared.started_event(state.step))
     stop.graceful = True
     if state.step == 0:
@@ -197,6 +197,8 @@ def run_prepared(
         pausing = requests.is_asked(folder, requests.PAUSE)
         due = is_save_due(folder, config, state.step)
         wanted, due, pausing = ranks.agree(heard, stop, wanted, due, pausing)
+        if (figures := ranks.event(state.step)) is not None:
+            log.write(figures)
         last = last or is_enough(config, state)
         best = config.keep_best and state.best_step == state.step
         if last or stop or wanted or best or due:
@@ -342,7 +344,7 @@ def train_step(
         _, grads = accumulate(engine, weighed, scale, seed)
     else:
         sums, grads = accumulate(engine, batches, scale, seed)
-    counts = [
+    counts = own_counts = [
         sum(batch.real_tokens for batch in batches),
         sum(batch.tokens.size for batch in batches),
         sum(batch.trained_tokens for batch in batches),
@@ -363,6 +365,8 @@ def train_step(
     del grads
     mx.synchronize()  # device errors arrive late: wait for them before the step counts as done
     sample, highest_bytes = governor.look()
+    seconds, limit_bytes = time.perf_counter() - began, prepared.budget.limit.limit_bytes
+    ranks.note_step(own_counts[0], seconds, highest_bytes or sample.process_bytes, limit_bytes)
     log.write(
         events.Step(
             step=done.step,
@@ -374,7 +378,7 @@ def train_step(
             tokens=counts[0],
             padded_tokens=counts[1],
             trained_tokens=counts[2],
-            seconds=time.perf_counter() - began,
+            seconds=seconds,
             highest_bytes=highest_bytes,
             metrics={**metrics, **sums.means()},
             **asdict(sample),
@@ -393,38 +397,6 @@ def accumulate(engine: Engine, batches: list[Batch], scale: float, seed: int) ->
         mx.eval(sums, total)  # one micro-batch's graph at a time
         totals.add(sums)
     return totals, total
-
-
-def validate_on_first(
-    prepared: Prepared,
-    state: TrainState,
-    log: events.EventLog,
-    stop: Stop,
-    rollouts: RolloutSource | SoftSource | None,
-) -> TrainState:
-    """The state after the validation that is due, which rank 0 does for all."""
-    ranks = prepared.ranks
-    if ranks.size == 1:
-        return validate(prepared, state, log, stop, rollouts)
-    if prepared.valid is None or not state.validation_due:
-        return replace(state, validation_due=False)
-    found = ranks.of_first(lambda: asdict(validate(prepared, state, log, stop, rollouts)))
-    return TrainState(**found)
-
-
-def pause_all(
-    folder: RunFolder,
-    prepared: Prepared,
-    step: int,
-    log: events.EventLog,
-    stop: Stop,
-    pausing: bool,
-) -> None:
-    """Pause if asked to; the other ranks wait for rank 0, with their freed buffers released."""
-    if prepared.ranks.size == 1 or (pausing and prepared.ranks.is_first):
-        pause(folder, step, log, stop)
-    elif pausing:
-        allocator.free()
 
 
 def skipped_event(state: TrainState, reason: str) -> events.Skipped:
@@ -523,6 +495,9 @@ def main() -> None:
     parser.add_argument("--level", type=int, default=0, help="number of plans to skip")
     parser.add_argument("--settings", help="all settings as JSON, instead of config.yaml")
     parser.add_argument("--parent-fd", type=int, help="a pipe that closes with the supervisor")
+    parser.add_argument("--memory-of-ranks", help="limit of each rank in GB, as JSON")
+    parser.add_argument("--report", help="file for the exit status of rank 0")
+    parser.add_argument("--parent-pid", type=int, help="supervisor of rank 0, on its machine")
     given = parser.parse_args()
     faulthandler.enable()
     faulthandler.register(SHOW_STACK)
@@ -533,27 +508,35 @@ def main() -> None:
                 watch_parent(given.parent_fd)
             settings = build(json.loads(given.settings), "--settings") if given.settings else None
             ranks = join(settings.heartbeat_timeout_s if settings else DEFAULT_TIMEOUT_S)
-            folder = find(given.run) if ranks.is_first else RunFolder(Path(given.run))
-            config = settings or folder.read_config()
-            folder = ranks.folder_of(folder, config)
-            with within_limit(folder, config, partial(ranks.fail, *OUT_OF_ROOM)) as begin_guard:
-                status = train_until_done(folder, config, stop, given.level, begin_guard, ranks)
-        ranks.leave()
+            with telling_others(ranks):
+                folder = find(given.run) if ranks.is_first else RunFolder(Path(given.run))
+                config = settings or folder.read_config()
+                if given.memory_of_ranks:
+                    ranks.limit_gb = json.loads(given.memory_of_ranks)[ranks.rank]
+                if given.parent_pid is not None and ranks.is_first:
+                    watch_pid(given.parent_pid)
+                folder, last_word = (
+                    ranks.folder_of(folder, config),
+                    partial(ranks.fail, *OUT_OF_ROOM),
+                )
+                limited = ranks.with_own_limit(config) if ranks.size > 1 else config
+                with within_limit(folder, limited, last_word) as begin_guard:
+                    status = train_until_done(folder, config, stop, given.level, begin_guard, ranks)
     except (UserError, RunError) as error:
         status = exits.USER if isinstance(error, UserError) else exits.FAILED
         if ranks.is_first:  # else rank 0 says it, with the name of this rank
             echo_error(f"error: {error}")
-        ranks.fail(str(error), status)
     except PeerLost as error:
         echo_error(f"{LOST}{error}")
         status = exits.PEER_LOST
     except Interrupted as interrupted:
         status = 128 + interrupted.number
-        ranks.fail(f"stopped by {signal.Signals(interrupted.number).name}", status)
-    except Exception as error:
+    except Exception:
         echo_traceback()
         status = exits.CRASHED
-        ranks.fail(f"failed because of a bug in your_ai ({type(error).__name__})", status)
+    if given.report is not None and ranks.is_first:
+        with contextlib.suppress(OSError):
+            checkpoint.write_json(Path(given.report), {"status": status})
     sys.exit(status)
 
 
