@@ -25,6 +25,7 @@ VALUES = {
     int | None: st.none() | st.integers(),
     float | None: st.none() | finite,
     list[str]: st.lists(st.text()),
+    list[float]: st.lists(finite),
     dict[str, float]: st.dictionaries(st.text(), finite),
 }
 
@@ -56,6 +57,7 @@ def example(kind: type) -> Record:
         float: 0.5,
         str: "text\nin ünïcode \u2028",
         list[str]: ["a", "b\r\n"],
+        list[float]: [0.5, 2.0],
         dict[str, float]: {"rewards/margins": 0.5},
     }
     fields = {name: values[hint] for name, hint in typing.get_type_hints(kind).items()}

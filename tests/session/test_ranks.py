@@ -13,7 +13,7 @@ import pytest
 from your_ai.run.child import Child
 from your_ai.run.exits import DONE, OUT_OF_MEMORY, PEER_LOST, USER
 from your_ai.session import ranks
-from your_ai.session.ranks import Group, cause_of, free_ports, launched_rank, lost_in
+from your_ai.session.ranks import RankGroup, cause_of, free_ports, launched_rank, lost_in
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_stopped_process_is_killed_when_another_died(monkeypatch):
     monkeypatch.setattr(ranks, "GRACE_S", 0.1)
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
     processes = [subprocess.Popen(sleep) for _ in range(2)]
-    group = Group([Child(process, None) for process in processes])
+    group = RankGroup([Child(process, None) for process in processes])
     processes[1].send_signal(signal.SIGSTOP)
     processes[0].kill()
     processes[0].wait()

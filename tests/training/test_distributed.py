@@ -25,7 +25,14 @@ from your_ai.run import events
 from your_ai.run.folder import RunFolder, create
 from your_ai.run.stopping import Stop
 from your_ai.session.supervisor import supervise
-from your_ai.training.distributed import ALONE, FRAME_BYTES, Ranks, digest_of
+from your_ai.training.distributed import (
+    ALONE,
+    FIRST_STEPS,
+    FRAME_BYTES,
+    MEASURED_STEPS,
+    Ranks,
+    digest_of,
+)
 
 
 class Together:
@@ -175,6 +182,31 @@ def test_scores_of_all_ranks_are_put_in_the_order_of_the_step():
     rest = scored_by_all(parts[:2], whole, lambda values: values)
     for batch, a, b in zip(whole, other, rest, strict=True):
         assert np.array_equal(a.current + b.current, value[int(batch.text_ids[0])])
+
+
+def test_a_slower_host_gets_less_from_then_on_and_after_a_restart():
+    ranks = Ranks(0, 2, ("mac1", "mac2"), shares=(1.0, 1.0))
+    found = []
+    for step in range(1, FIRST_STEPS + MEASURED_STEPS + 3):
+        ranks.begin_step(step - 1)
+        ranks.all_figures = [[100, 1.0, 0, 0, 0, 0], [100, 2.0, 0, 0, 0, 0]]
+        found.append(ranks.learn(step))
+    (event,) = filter(None, found)
+    assert (event.step, event.shares) == (FIRST_STEPS + MEASURED_STEPS, [1.0, 0.5])
+    again = Ranks(0, 2, ("mac1", "mac2"))
+    again.of_first = lambda make: make()
+    again.recall(lambda: [event])
+    again.begin_step(event.step - 1)
+    assert again.shares == (1.0, 1.0)
+    again.begin_step(event.step)
+    assert again.shares == (1.0, 0.5)
+
+
+def test_processes_of_one_machine_are_equally_fast():
+    ranks = Ranks(0, 2, ("mac1", "mac1"), shares=(1.0, 1.0))
+    for step in range(1, 30):
+        ranks.all_figures = [[100, 1.0, 0, 0, 0, 0], [100, 2.0, 0, 0, 0, 0]]
+        assert ranks.learn(step) is None
 
 
 # -- real processes, over the ring of MLX

@@ -190,6 +190,16 @@ class Ranks:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shares:
+    """From the step after `step` on, the rows of a step are dealt to the hosts by these speeds."""
+
+    step: int
+    hosts: list[str]
+    shares: list[float]
+    """Of each rank, relative to the fastest."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gauges:
     """Memory readings during a long step or while loading.
 
@@ -346,6 +356,7 @@ Event = (
     | Started
     | Step
     | Ranks
+    | Shares
     | Gauges
     | Host
     | Phase
@@ -361,7 +372,7 @@ Event = (
     | Finished
 )
 # Written beside the work of the run, so they do not say that it goes on.
-BESIDE_THE_WORK = (Gauges, Host, Notice, Ranks, Stopping)
+BESIDE_THE_WORK = (Gauges, Host, Notice, Ranks, Shares, Stopping)
 KINDS = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 KNOWN = {"str": str, "bool": bool, "int": int, "float": (int, float), "None": type(None)}
 KNOWN |= {"list[str]": list, "list[float]": list, "dict[str, float]": dict}

@@ -38,7 +38,7 @@ LEAVE_S = 20.0  # for the other ranks to end after rank 0 is done
 
 
 @dataclass
-class Group:
+class RankGroup:
     """The processes of a run, by rank."""
 
     children: list[Child]
@@ -189,7 +189,7 @@ def started_group(
     log: BinaryIO,
     processes: int,
     machines: Machines | None = None,
-) -> Iterator[Group | LaunchedGroup]:
+) -> Iterator[RankGroup | LaunchedGroup]:
     """Start `processes` ranks on this machine, or one on each of several machines.
 
     None of them is left on this machine when the block ends. Raises RunError if one cannot be
@@ -200,7 +200,7 @@ def started_group(
             yield stack.enter_context(launched_group(arguments, folder, log, machines))
             return
         if processes == 1:
-            yield Group([stack.enter_context(started(arguments, folder, log))])
+            yield RankGroup([stack.enter_context(started(arguments, folder, log))])
             return
         place = folder.path / HOSTFILE
         try:
@@ -209,7 +209,7 @@ def started_group(
         except OSError as error:
             raise RunError(f"{place}: cannot be written ({error.strerror})") from error
         stack.callback(place.unlink, missing_ok=True)
-        group = Group([])
+        group = RankGroup([])
         stack.callback(group.kill)  # before the pipes close
         for rank in range(processes):
             named = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(place.resolve())}

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -54,6 +55,10 @@ DEFAULT_TIMEOUT_S = FIELDS["heartbeat_timeout_s"].default
 VERDICT_S = 5.0  # for the heartbeat to find out which rank was lost
 # Settings that need not be the same on all ranks.
 OWN_SETTINGS = ("max_memory", "run", "hosts", "hostfile", "processes", "sync")
+# Steps that compile, and steps after them in which the speed of each host is measured.
+FIRST_STEPS, MEASURED_STEPS = 3, 8
+LEAST_SHARE = 0.05
+NOTICEABLE = 0.1  # hosts that differ by less are equally fast
 FILE_BYTES = 1 << 28  # maximum size of a file of the run folder that others need
 # What decides more, of two ranks that want different things of memory.
 CAREFUL = ("restart", "smaller_plan", "larger_plan")
@@ -78,6 +83,10 @@ class Ranks:
     """--max-memory, for all ranks."""
     shares: tuple[float, ...] = (1.0,)
     """The relative speed of each rank, by which rows are dealt."""
+    changes: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)
+    """The shares from a step (from 0) on."""
+    speeds: list[list[float]] = field(default_factory=list)
+    """Tokens per second of each rank, in the steps of this process."""
     sent_bytes: int = 0
     """What this rank gave to collective operations since `begin_step`."""
     waited_s: float = 0.0
@@ -94,8 +103,46 @@ class Ranks:
 
     # -- exchange
 
-    def begin_step(self) -> None:
+    def begin_step(self, index: int) -> None:
+        """Begin step `index` (from 0)."""
         self.sent_bytes, self.waited_s, self.reductions = 0, 0.0, 0
+        for step, shares in self.changes:
+            if step <= index:
+                self.shares = shares
+
+    def recall(self, written: Callable[[], list[events.Event]]) -> None:
+        """Deal rows as the run did before on the same hosts; written: rank 0's events."""
+        if self.size == 1:
+            return
+
+        def found() -> list[list]:
+            changes = [event for event in written() if isinstance(event, events.Shares)]
+            return [[e.step, e.shares] for e in changes if tuple(e.hosts) == self.hosts]
+
+        self.changes = [(step, tuple(shares)) for step, shares in self.of_first(found)]
+        self.shares, self.speeds = (1.0,) * self.size, []
+
+    def learn(self, step: int) -> events.Shares | None:
+        """Learn from `step` how fast the hosts are; returns how rows are dealt from then on.
+
+        That is decided once for a run, from the same numbers on every rank, and written to the
+        events, so that a run that is resumed deals its rows in the same way. Processes of one
+        machine are equally fast.
+        """
+        if len(set(self.hosts)) == 1 or self.changes or None in self.all_figures:
+            return None
+        self.speeds.append([tokens / max(s, 1e-9) for tokens, s, *_ in self.all_figures])
+        if len(self.speeds) < FIRST_STEPS + MEASURED_STEPS:
+            return None
+        speeds = [median(values) for values in zip(*self.speeds[FIRST_STEPS:], strict=True)]
+        fastest = max(speeds)
+        if min(speeds) <= 0:  # a rank had no rows
+            return None
+        shares = [max(LEAST_SHARE, round(speed / fastest, 2)) for speed in speeds]
+        if min(shares) > 1 - NOTICEABLE:
+            shares = [1.0] * self.size
+        self.changes = [(step, tuple(shares))]
+        return events.Shares(step=step, hosts=list(self.hosts), shares=shares)
 
     def collect(self, operation: Callable[..., mx.array], array: mx.array) -> mx.array:
         """The result of a collective operation. Raises PeerLost."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ from your_ai.run.rollout_files import (
 from your_ai.run.stopping import Stop
 from your_ai.training.prepare import Prepared
 from your_ai.training.reference import computed
+from your_ai.training.shared_rollouts import GivenUp, of_all, own_batches, shared
 
 PROGRESS_EVERY_S = 5.0
 SHOWN_CHARACTERS = 400  # of a completion in an event
@@ -61,7 +62,6 @@ NO_SPREAD = (
     "a step changed nothing: all completions of each prompt earned the same reward; such steps "
     "are shown as: no spread 100%"
 )
-GIVEN_UP = "given up"  # instead of what a rank was to give
 SPREAD = 1e-9  # rewards of a group that differ by less are equal
 
 
@@ -77,10 +77,6 @@ class StepRollouts:
     gradients: Callable[[float], tuple[Totals, Any]] | None = None
     """scale -> the sums of the step, and the gradients of `scale` times its loss; None if they are
     those of the micro-batches under the objective."""
-
-
-class GivenUp(Exception):
-    """A signal asked the run to stop before the completions of a step were there."""
 
 
 @dataclass
@@ -112,14 +108,14 @@ class RolloutSource:
         assert isinstance(objective, GRPO)
         first = index - index % config.updates_per_batch
         path = rollout_file(self.folder.path, first + 1)
-        records = self.shared(lambda: read_rollouts(path))
+        records = shared(prepared.ranks, lambda: read_rollouts(path))
         if records is None and first != index:
             raise UserError(
                 f"{path}: is missing or damaged; it is needed to go on with step {index + 1}; "
                 "restore it, or start a new run"
             )
         if records is None:
-            records = self.shared(self.generated(first))
+            records = shared(prepared.ranks, self.generated(first))
             self.write(path, records)
         needs_old = config.updates_per_batch > 1 and records[0].old is None
         needs_reference = objective.kl_beta > 0 and records[0].reference is None
@@ -153,44 +149,6 @@ class RolloutSource:
         if self.prepared.ranks.is_first:
             write_rollouts(path, records)
 
-    def shared(self, make: Callable[[], list[RolloutRecord] | None]) -> list[RolloutRecord] | None:
-        """The records that rank 0 makes, on every rank. Raises GivenUp if it does."""
-        ranks = self.prepared.ranks
-        if ranks.size == 1:
-            return make()
-
-        def as_json() -> Any:
-            try:
-                records = make()
-            except GivenUp:
-                return GIVEN_UP
-            return None if records is None else [asdict(record) for record in records]
-
-        found = ranks.of_first(as_json)
-        if found == GIVEN_UP:
-            raise GivenUp
-        return None if found is None else [RolloutRecord(**record) for record in found]
-
-    def of_all(self, own: Iterator[Completion]) -> Iterator[Completion]:
-        """The completions of this rank as they come, and then those of the others.
-
-        Raises GivenUp on all ranks if one gives up.
-        """
-        found, gave_up = [], False
-        try:
-            for completion in own:
-                found.append(completion)
-                yield completion
-        except GivenUp:
-            gave_up = True
-        ranks = self.prepared.ranks
-        parts = ranks.gather(GIVEN_UP if gave_up else [asdict(each) for each in found])
-        if GIVEN_UP in parts:
-            raise GivenUp
-        for rank, part in enumerate(parts):
-            for each in part if rank != ranks.rank else []:
-                yield Completion(**{**each, "tokens": tuple(each["tokens"])})
-
     def begin(self) -> None:
         """Forget the figures of the step before."""
         for each in (self.seconds, self.peaks, self.judged):
@@ -220,7 +178,7 @@ class RolloutSource:
         if prepared.ranks.size == 1:
             completions = self.completions(prompts, sampler)
         else:
-            completions = self.of_all(self.own_completions(prompts, sampler))
+            completions = of_all(prepared.ranks, self.own_completions(prompts, sampler))
             if not prepared.ranks.is_first:
                 with contextlib.suppress(GivenUp):  # rank 0 says so below
                     for _ in completions:
@@ -450,19 +408,8 @@ class RolloutSource:
             trained = every
         else:  # the gradients of the others are zero
             rows = order if objective.kl_beta else order[moves[order]]
-            trained = self.own_batches(examples, rows, rows_at, edges)
+            trained = own_batches(ranks, examples, rows, rows_at, edges, self.hidden)
         return StepRollouts(trained, denominator, self.metrics(records))
-
-    def own_batches(
-        self, examples: Examples, rows: np.ndarray, rows_at: RowsAt, edges: np.ndarray
-    ) -> list[Batch]:
-        """The micro-batches of these rows, the longest first, that this rank trains."""
-        ranks = self.prepared.ranks
-        if ranks.size == 1:
-            return list(micro_batches(examples, rows, rows_at, edges))
-        ids, most = ranks.rows(examples.lengths[rows], self.hidden), ranks.most_rows(len(rows))
-        at = lambda tokens: min(most, rows_at(tokens))  # noqa: E731
-        return list(micro_batches(examples, rows, at, edges, ids=ids))
 
     def examples(self, records: Sequence[RolloutRecord]) -> Examples:
         """The prompts with their completions, of which only these are trained."""

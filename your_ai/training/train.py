@@ -167,6 +167,7 @@ def run_prepared(
     if state.validation_due:
         state = validate_on_first(prepared, state, log, stop, rollouts)
         save(folder, prepared, state, log)
+    ranks.recall(lambda: [record.event for record in events.tail(log.path)[0]])
     heard, stop = stop, ranks.agreed_stop(stop)
     ranks.agree(heard, stop)
     compiles = "compiling the first step" if rollouts is None else "preparing the first step"
@@ -199,6 +200,8 @@ def run_prepared(
         wanted, due, pausing = ranks.agree(heard, stop, wanted, due, pausing)
         if (figures := ranks.event(state.step)) is not None:
             log.write(figures)
+            if (shares := ranks.learn(state.step)) is not None:
+                log.write(shares)
         last = last or is_enough(config, state)
         best = config.keep_best and state.best_step == state.step
         if last or stop or wanted or best or due:
@@ -307,7 +310,7 @@ def train_step(
     config, index = prepared.config, state.step
     governor.before_step()
     engine, schedule, ranks = prepared.engine, prepared.schedule, prepared.ranks
-    ranks.begin_step()
+    ranks.begin_step(index)
     whole: list[Batch] | None = None
     others_first = scored_first = False
     own_gradients = None
