@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from your_ai.errors import RunError
 from your_ai.run.exits import PEER_LOST
@@ -42,9 +43,10 @@ class Loss:
     """The exit status of the ranks that are told."""
 
 
-def end_process(loss: Loss, rank: int) -> None:
+def end_process(loss: Loss, rank: int, report: Path | None = None) -> None:
     """Say why, and end this process at once: the main thread may never return from MLX.
 
+    report: where rank 0 writes its exit status, if that would be lost otherwise.
     Rank 0 alone tells of an error of another rank; all tell of a lost one, which rank 0 may be.
     """
     word = LOST if loss.status == PEER_LOST else "error: "
@@ -52,7 +54,15 @@ def end_process(loss: Loss, rank: int) -> None:
         if loss.status == PEER_LOST or rank == 0:
             sys.stderr.write(f"{word}{loss.text}\n")
             sys.stderr.flush()
+        if report is not None and rank == 0:
+            write_report(report, loss.status)
     os._exit(loss.status)
+
+
+def write_report(report: Path, status: int) -> None:
+    """Write the exit status of this process, for a supervisor that is not its parent."""
+    with contextlib.suppress(OSError):
+        report.write_text(json.dumps({"status": status}), encoding="utf-8")
 
 
 @dataclass

@@ -44,7 +44,7 @@ from your_ai.rng import derive_seed
 from your_ai.run import checkpoint, events, exits, requests
 from your_ai.run.checkpoint import TrainState
 from your_ai.run.folder import RunFolder, find, locked
-from your_ai.run.heartbeat import LOST
+from your_ai.run.heartbeat import LOST, end_process, write_report
 from your_ai.run.parent import watch_parent, watch_pid
 from your_ai.run.rollout_files import FOLDER as ROLLOUTS
 from your_ai.run.stopping import SHOW_STACK, Interrupted, Stop, stop_signals
@@ -511,6 +511,8 @@ def main() -> None:
                 watch_parent(given.parent_fd)
             settings = build(json.loads(given.settings), "--settings") if given.settings else None
             ranks = join(settings.heartbeat_timeout_s if settings else DEFAULT_TIMEOUT_S)
+            if given.report is not None and ranks.beats is not None:
+                ranks.beats.on_loss = partial(end_process, report=Path(given.report))
             with telling_others(ranks):
                 folder = find(given.run) if ranks.is_first else RunFolder(Path(given.run))
                 config = settings or folder.read_config()
@@ -538,8 +540,7 @@ def main() -> None:
         echo_traceback()
         status = exits.CRASHED
     if given.report is not None and ranks.is_first:
-        with contextlib.suppress(OSError):
-            checkpoint.write_json(Path(given.report), {"status": status})
+        write_report(Path(given.report), status)
     sys.exit(status)
 
 
