@@ -214,7 +214,9 @@ def test_processes_of_one_machine_are_equally_fast():
 
 def supervised(config, name: str, command: list[str] | None = None) -> tuple[RunFolder, int]:
     run = create(dataclasses.replace(config, run=name))
-    return run, supervise(run, [], json.dumps(dataclasses.asdict(run.read_config())), command)
+    config = run.read_config()
+    settings = json.dumps(dataclasses.asdict(config))
+    return run, supervise(run, [], settings, command, config=config)
 
 
 def adapter(run: RunFolder) -> dict[str, mx.array]:

@@ -115,9 +115,8 @@ class Heartbeat:
 
     def fail(self, text: str, status: int = PEER_LOST) -> None:
         """Tell the other ranks that this one ends, and why; they end as well."""
-        self._end(
-            json.dumps({"text": f"{self.name(self.rank)}: {text}", "status": status}).encode()
-        )
+        text = text if text.startswith("rank ") else f"{self.name(self.rank)}: {text}"
+        self._end(json.dumps({"text": text, "status": status}).encode())
 
     def _end(self, line: bytes) -> None:
         if self._ended.is_set():

@@ -123,6 +123,7 @@ def supervise(
     command: list[str] | None = None,
     patience: Patience | None = None,
     awake: bool = False,
+    config: TrainConfig | None = None,
 ) -> int:
     """Train the run in `folder`, with restarts; return the exit status of `your_ai train`.
 
@@ -130,6 +131,7 @@ def supervise(
     settings: the settings of the run as JSON, if they may differ from config.yaml.
     command: what to start instead of `python -m your_ai.training.train`.
     patience: how long a process may take until its next event.
+    config: the settings of the run, for how many processes and hosts it has; None: one process.
     awake: whether each training process keeps the computer awake, also if this one is killed.
     Raises the UserError or RunError that the training process reported, Lost if it makes no
     progress, and Interrupted for a stop signal before training began.
@@ -138,11 +140,12 @@ def supervise(
     _, offset = events.tail(folder.events)
     life, lives, level = Life(), [], 0
     watch = StallWatch(patience or Patience(), offset=offset)
-    config = settings_of(folder, settings)
-    processes, machines = config.processes, machines_of(config)
+    processes, machines = 1, None
+    if config is not None:
+        processes, machines = config.processes, machines_of(config)
+        if machines is not None:
+            prepare_machines(machines, config, folder)
     is_alone = processes == 1 and machines is None
-    if machines is not None:
-        prepare_machines(machines, config, folder)
     settings = settings if is_alone else with_settings(folder, settings)
     run = str(folder.path if is_alone else folder.path.resolve())
     with open_log(folder) as log:
@@ -438,7 +441,7 @@ def supervise_run(
         ):
             requests.withdraw_all(folder)
             with tracked(folder, config.report_to, received), recorded_errors(folder):
-                status = supervise(folder, received, settings, command, patience, awake)
+                status = supervise(folder, received, settings, command, patience, awake, config)
             if status == DONE and config.push_to:
                 push_finished(folder, config.push_to, received)
             return status
