@@ -26,6 +26,7 @@ VALUES = {
     float | None: st.none() | finite,
     list[str]: st.lists(st.text()),
     list[list[float]]: st.lists(st.lists(finite, min_size=2, max_size=2)),
+    list[float]: st.lists(finite),
     dict[str, float]: st.dictionaries(st.text(), finite),
 }
 
@@ -58,6 +59,7 @@ def example(kind: type) -> Record:
         str: "text\nin ünïcode \u2028",
         list[str]: ["a", "b\r\n"],
         list[list[float]]: [[1e9, 0.5]],
+        list[float]: [0.5, 2.0],
         dict[str, float]: {"rewards/margins": 0.5},
     }
     fields = {name: values[hint] for name, hint in typing.get_type_hints(kind).items()}

@@ -89,6 +89,12 @@ def bench(
             help="Measure the speed of this machine, in 20 seconds, so that plans predict seconds.",
         ),
     ] = False,
+    processes: Annotated[
+        int,
+        typer.Option(
+            help="Measure how a step scales from one process to this many, without peers.", min=1
+        ),
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare memory and speed with mlx-lm or mlx-lm-lora here, on the same weights and tokens."""
@@ -119,6 +125,15 @@ def bench(
         **({"rollouts": rollouts, "kl_beta": kl_beta} if objective == GRPO else {}),
     )
     contest.train_config()  # raises UserError for invalid settings
+    if processes > 1:
+        from your_ai.doctor import scaling
+
+        found = scaling.measured(contest, plan, processes, echo_error)
+        if as_json:
+            echo_json({"rows": [dataclasses.asdict(row) for row in found]})
+        else:
+            open_console().print(scaling.scaling_table(found))
+        return
     rows = measuring.compare(contest, contenders, echo_error)
     if as_json:
         echo_json({"rows": [dataclasses.asdict(row) for row in rows]})

@@ -60,6 +60,9 @@ PANELS = {
         *("patience", "samples", "exact_match", "supervise", "allow_sleep", "notify", "report_to"),
         "push_to",
     ),
+    "Several processes or machines": (
+        *("processes", "hosts", "hostfile", "sync", "heartbeat_timeout_s"),
+    ),
 }
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 

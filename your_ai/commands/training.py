@@ -39,10 +39,21 @@ def train(
     """Train LoRA adapters. Without a model and without data, trains the embedded demo."""
     from your_ai.run import folder as folders
     from your_ai.session.finished import already_finished
+    from your_ai.session.ranks import launched_rank
 
     console = open_console()
     detach, as_json = bool(detach), bool(as_json)
     flags = given_settings(flags)
+    if (rank := launched_rank()) is not None and flags.get("supervise", True):
+        raise UserError("mlx.launch: give --no-supervise to train, or use --processes or --hosts")
+    if rank:
+        if resume is None:
+            settings = new_run.resolve(flags, config, on_note=lambda _: None)
+        else:
+            settings = resumed(folders.find(resume).read_config(), flags)
+        from your_ai.session.attach import train_as_rank
+
+        raise typer.Exit(train_as_rank(settings))
     if resume is not None:
         for other, given in (("--config", config is not None), ("--run", "run" in flags)):
             if given:

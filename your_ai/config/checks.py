@@ -68,6 +68,8 @@ BOUNDS = {
     "reload_interval": (0, LARGEST),
     "clear_cache_every": (0, LARGEST),
     "leak_warmup": (0, LARGEST),
+    "processes": (1, 256),
+    "heartbeat_timeout_s": (2, 86_400),
 }
 
 
@@ -131,6 +133,7 @@ def check(config: TrainConfig) -> None:
     check_schedule(config)
     if config.prefix_cache_folder and config.prefix_cache != "disk":
         raise UserError("--prefix-cache-folder: is only used with --prefix-cache disk")
+    check_ranks(config)
     check_best_metric(config)
     if config.neftune_alpha and config.prefix_cache != "off":
         raise UserError(
@@ -139,6 +142,36 @@ def check(config: TrainConfig) -> None:
         )
     if config.spill and config.plan == "fused":
         raise UserError("--spill: --plan fused has nothing to offload; use --plan staged")
+
+
+def check_ranks(config: TrainConfig) -> None:
+    """Raise UserError for settings that do not fit several processes or hosts."""
+    ways = [n for n in ("processes", "hosts", "hostfile") if not has_default(config, n)]
+    if len(ways) > 1:
+        raise UserError(f"{flag(ways[0])}: cannot be combined with {flag(ways[1])}")
+    twice = [host for host in config.hosts if config.hosts.count(host) > 1]
+    if twice:
+        raise UserError(
+            f"--hosts: {shortened(twice[0])} is there twice; for several processes on one machine "
+            "use --processes"
+        )
+    if config.sync != "off" and not (config.hosts or config.hostfile):
+        raise UserError(f"--sync {config.sync}: only works with --hosts or --hostfile")
+    if not ways:
+        return
+    way = flag(ways[0])
+    if config.objective == SOFT:
+        raise UserError(f"{way}: not supported with --objective soft")
+    if config.prefix_cache_folder:
+        raise UserError(
+            f"{way}: each process caches its own rows, so --prefix-cache-folder cannot be shared; "
+            "leave it out"
+        )
+    if not config.supervise:
+        raise UserError(
+            f"--no-supervise: cannot be combined with {way}; or start the processes yourself: "
+            "mlx.launch -n 2 your_ai train --no-supervise ..."
+        )
 
 
 def check_best_metric(config: TrainConfig) -> None:

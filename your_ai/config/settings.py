@@ -298,6 +298,21 @@ class TrainConfig:
     supervise: bool = setting(
         True, "Train in a separate process, restarted from its checkpoint if it dies."
     )
+    processes: int = setting(
+        1, "Train on this many processes of this machine, each under --max-memory."
+    )
+    hosts: tuple[str, ...] = setting(
+        (), "Train on these machines, separated by commas, this one first; see docs/machines.md."
+    )
+    hostfile: str = setting(
+        "", "Train on the machines in this JSON file, in the format of mlx.launch."
+    )
+    sync: Literal["off", "data", "all"] = setting(
+        "off", "Copy the data (data), or data and model (all), to the other hosts with rsync first."
+    )
+    heartbeat_timeout_s: float = setting(
+        30.0, "A process that is not heard of for so long is lost, in seconds; then all restart."
+    )
     allow_sleep: bool = setting(
         False, "Let a Mac go to sleep while it trains; by default training keeps it awake."
     )
@@ -439,7 +454,8 @@ RESUMABLE = (
     *("clear_cache_every", "leak_threshold_mb", "leak_warmup", "supervise", "report_to"),
     *("push_to", "max_row_bytes", "valid", "prompt_template", "keep_best", "patience"),
     *("prefix_cache_folder", "judge_url", "judge_concurrency", "judge_max_calls"),
-    *("judge_timeout_s", "allow_sleep", "notify"),
+    *("judge_timeout_s", "allow_sleep", "notify", "processes", "hosts", "hostfile", "sync"),
+    "heartbeat_timeout_s",
 )
 
 # Settings that old runs do not have, with the values that they trained with.

@@ -46,6 +46,7 @@ from your_ai.dashboard.page import (
     resampled,
 )
 from your_ai.dashboard.plot import LineChart, chart_rows
+from your_ai.dashboard.rank_rows import rank_rows
 from your_ai.dashboard.state import ViewState
 from your_ai.gates.text import counted, loss_text, model_name, size_text
 from your_ai.run import events
@@ -78,6 +79,7 @@ KEPT = (
         "saved",
         "why",
     ),
+    "rank",
     *("actions", "gap", "note", "limit", "needs", "machine", "more actions", "notes"),
     "sample",
 )
@@ -110,7 +112,7 @@ def screen(
     bottom = [warning_rows(page, state, now), key_rows(page, keys)]
     groups = [
         [ScreenRow("header", header(page, state, name, now))],
-        memory_rows(page, state),
+        [*memory_rows(page, state), *rank_rows(page, state)],
         training_rows(page, state, now),
         plan_rows(page, state),
         action_rows(page, state),

@@ -126,6 +126,8 @@ class ViewState:
     """Power and heat of the computer, if they were written."""
     stepped_at: float | None = None
     """Time when training last made progress."""
+    ranks: events.Ranks | None = None
+    """The processes of the run in the last step, if there are several."""
     limit: events.Limit | None = None
     planned: events.Planned | None = None
     replanned: str = ""
@@ -425,6 +427,8 @@ def changes_of(state: ViewState, event: events.Event) -> dict[str, Any]:
             return after_start(state, event)
         case events.Host():
             return {"host": event}
+        case events.Ranks() if all(isinstance(host, str) for host in event.hosts):
+            return {"ranks": event}
         case events.Paused():
             return {"paused": True}
         case events.Continued():

@@ -164,29 +164,40 @@ class Schedule:
         groups = groups[np.argsort(-lengths, kind="stable")]
         return members(groups, self.rows_together)
 
-    def batches_of(self, step: int, rows_at: RowsAt | None = None) -> list[Batch]:
+    def batches_of(
+        self, step: int, rows_at: RowsAt | None = None, ids: np.ndarray | None = None
+    ) -> list[Batch]:
         """The micro-batches of step `step` (from 0), with whole groups.
 
         rows_at: the maximum rows in a micro-batch of a given sequence length. None: `batch_size`.
+        ids: the places, in the step, of the rows to take: whole groups. None: all.
         """
         rows = self.rows_of(step)
+        if ids is not None and not len(ids):
+            return []
         if self.packed_tokens is None:
             rows_at = rows_at or (lambda _: self.batch_size)
             together = self.rows_together
-            return list(micro_batches(self.examples, rows, rows_at, self.edges, together))
+            return list(micro_batches(self.examples, rows, rows_at, self.edges, together, ids))
         room = self._packed_room(rows_at)
-        return list(packed_batches(self.examples, rows, room, self.rows_together))
+        return list(packed_batches(self.examples, rows, room, self.rows_together, ids))
 
-    def split_batches_of(self, step: int, rows_at: RowsAt) -> list[Batch]:
+    def split_batches_of(
+        self, step: int, rows_at: RowsAt, ids: np.ndarray | None = None
+    ) -> list[Batch]:
         """The micro-batches of step `step` (from 0), each text by itself.
 
         The first texts of all groups come first, then the second ones, and so on.
+        ids: the places, in the step, of the rows to take: whole groups. None: all.
         """
         rows, together = self.rows_of(step), self.rows_together
+        ids = np.arange(len(rows)) if ids is None else ids
+        if not len(ids):
+            return []
         if self.packed_tokens is None:
-            return list(split_batches(self.examples, rows, rows_at, self.edges, together))
+            return list(split_batches(self.examples, rows, rows_at, self.edges, together, ids))
         room = self._packed_room(rows_at)
-        parts = (np.arange(len(rows))[place::together] for place in range(together))
+        parts = (ids[place::together] for place in range(together))
         return [b for ids in parts for b in packed_batches(self.examples, rows, room, ids=ids)]
 
     def has_room_for_groups(self, step: int, rows_at: RowsAt) -> bool:
@@ -281,19 +292,22 @@ def micro_batches(
     rows_at: RowsAt,
     edges: np.ndarray,
     rows_together: int = 1,
+    ids: np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """Split `rows`, sorted by group with the longest first, into padded batches.
+
+    ids: the indices of `rows` to take, in ascending order; by default all.
 
     The size of a batch is `rows_at` of the padded length of its first group, rounded down to whole
     groups, but at least one group.
     """
-    start = 0
-    while start < len(rows):
-        first = rows[start : start + rows_together]
+    places, start = np.arange(len(rows)) if ids is None else ids, 0
+    while start < len(places):
+        first = rows[places[start : start + rows_together]]
         count = rows_at(padded_length(examples, first, edges))
         count = max(1, count // rows_together) * rows_together
-        ids = np.arange(start, min(start + count, len(rows)))
-        yield make_batch(examples, rows[ids], count, edges, ids)
+        part = places[start : start + count]
+        yield make_batch(examples, rows[part], count, edges, part)
         start += count
 
 
@@ -303,19 +317,23 @@ def split_batches(
     rows_at: RowsAt,
     edges: np.ndarray,
     rows_together: int = 1,
+    ids: np.ndarray | None = None,
 ) -> Iterator[Batch]:
     """Padded batches of `rows` whose groups may be in several batches.
 
+    ids: the indices of `rows` to take, in ascending order; by default all.
+
     A batch has only first texts of groups, only second texts, and so on, the longest first.
     """
+    ids = np.arange(len(rows)) if ids is None else ids
     for place in range(rows_together):
-        part = np.arange(len(rows))[place::rows_together]
+        part = ids[place::rows_together]
         order = part[np.argsort(-examples.lengths[rows[part]], kind="stable")]
         start = 0
         while start < len(order):
             count = max(1, rows_at(padded_length(examples, rows[order[start : start + 1]], edges)))
-            ids = order[start : start + count]
-            yield make_batch(examples, rows[ids], count, edges, ids)
+            taken = order[start : start + count]
+            yield make_batch(examples, rows[taken], count, edges, taken)
             start += count
 
 

@@ -7,7 +7,7 @@ into micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,6 +24,8 @@ from your_ai.objectives.objective import (
     Totals,
     Weighed,
 )
+
+Summed = Callable[[np.ndarray], np.ndarray]
 
 
 class ScoredTexts(NamedTuple):
@@ -89,20 +91,67 @@ def with_weights(engine: Engine, batches: Sequence[Batch]) -> tuple[list[Batch],
     return [batch for batch in found if batch.given.any()] or found[:1], totals
 
 
-def with_baseline(engine: Engine, batches: Sequence[Batch]) -> list[Batch]:
+def with_baseline(
+    engine: Engine,
+    batches: Sequence[Batch],
+    whole: Sequence[Batch] | None = None,
+    summed: Summed = lambda values: values,
+) -> list[Batch]:
     """The micro-batches with the first texts of all groups, and the baseline of the step.
 
-    batches: with all texts of the step, none with first texts and others. The others are scored.
+    batches: none with first texts and others. The others are scored.
+    whole: all texts of the step, if `batches` are only those of this process.
+    summed: adds (n,) values of all processes.
     """
     objective: ObjectiveWithBaseline = engine.objective
-    firsts, scored = [], []
-    for batch in batches:
-        if batch.text_ids[0] % objective.rows_together == 0:
-            firsts.append(batch)
-        else:
-            scored.append(score(engine, batch))
+    together = objective.rows_together
+    firsts = [batch for batch in batches if is_of_first_texts(batch, together)]
+    others = [batch for batch in batches if not is_of_first_texts(batch, together)]
+    scored = [score(engine, batch) for batch in others]
+    if whole is not None:
+        every = [batch for batch in whole if not is_of_first_texts(batch, together)]
+        scored = scored_by_all(scored, every, summed)
     baseline = objective.baseline(*as_targets(scored)).item()
     return [
         replace(batch, baseline=np.full(len(batch.targets), baseline, np.float32))
         for batch in firsts
     ]
+
+
+def is_of_first_texts(batch: Batch, rows_together: int) -> bool:
+    return batch.text_ids[0] % rows_together == 0
+
+
+def scored_by_all(
+    scored: Sequence[ScoredTexts], whole: Sequence[Batch], summed: Summed
+) -> list[ScoredTexts]:
+    """The texts of `whole` with their log-probabilities, each of which one process computed.
+
+    scored: what this process computed. summed: adds (n,) values of all processes.
+    """
+    texts = [batch.text_ids for batch in whole]
+    counts = np.bincount(np.concatenate(texts))
+    values = np.zeros(int(counts.sum()), np.float32)
+    starts = np.cumsum(counts) - counts
+    for part in scored:
+        values[slots(part.texts, starts)] = part.current
+    values = summed(values)
+    found = []
+    for batch, ids in zip(whole, texts, strict=True):
+        n = batch.trained_tokens
+        optional = (batch.reference, batch.good, batch.ratings)
+        parts = (None if array is None else array[:n] for array in optional)
+        found.append(ScoredTexts(values[slots(ids, starts)], ids, batch.weights[:n], *parts))
+    return found
+
+
+def slots(texts: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """(n,) a place for each target: those of a text are consecutive, in the order of the text.
+
+    texts: (n,) the text of each target; starts: the first place of each text.
+    """
+    order = np.argsort(texts, kind="stable")
+    _, firsts, counts = np.unique(texts[order], return_index=True, return_counts=True)
+    within = np.empty(len(texts), np.int64)
+    within[order] = np.arange(len(texts)) - np.repeat(firsts, counts)
+    return starts[texts] + within

@@ -58,9 +58,12 @@ class PriorPlans:
     """Whether training has begun. If so, newer measurements of other runs must not change it."""
 
 
-def limit_of(max_memory_gb: float | None, force: bool = False) -> MemoryLimit:
-    """The limit of this process. Raises UserError if it is more than the machine has."""
-    return find_limit(probe.machine(), max_memory_gb, force)
+def limit_of(max_memory_gb: float | None, force: bool = False, processes: int = 1) -> MemoryLimit:
+    """The limit of this process. Raises UserError if it is more than the machine has.
+
+    processes: of the run on this machine, each with such a limit.
+    """
+    return find_limit(probe.machine(), max_memory_gb, force, processes)
 
 
 @cache
@@ -130,7 +133,7 @@ def budget_of(
     The other arguments are as in `demand_of` and `choose`. Raises DoesNotFit if nothing fits.
     """
     past = past or PriorPlans()
-    limit = limit_of(config.max_memory, config.force)
+    limit = limit_of(config.max_memory, config.force, config.processes)
     facts = facts_of(folder, dtype.size, config.quantize)
 
     def budget_with(config: TrainConfig) -> Budget:

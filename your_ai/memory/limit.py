@@ -75,11 +75,27 @@ def idle_mac(memory_gb: float) -> MachineMemory:
     )
 
 
-def find_limit(machine: MachineMemory, max_memory_gb: float | None, force: bool) -> MemoryLimit:
-    """The limit that the user requested, or else one from the machine's memory."""
+def find_limit(
+    machine: MachineMemory, max_memory_gb: float | None, force: bool, processes: int = 1
+) -> MemoryLimit:
+    """The limit that the user requested, or else one from the machine's memory.
+
+    processes: of the run on this machine, which all have this limit.
+    """
     if max_memory_gb is None:
-        return detect(machine)
-    return requested(machine, max_memory_gb, force)
+        limit = detect(machine)
+        if processes == 1:
+            return limit
+        reason = f"{limit.reason}, for each of {processes} processes"
+        return MemoryLimit(max(1, limit.limit_bytes // processes), reason, limit.notices)
+    asked = requested(machine, max_memory_gb, force)
+    if processes * asked.limit_bytes > machine.ram_bytes and not force:
+        most_gb = f"{math.floor(machine.ram_bytes / processes / GB * 100) / 100:g}"
+        raise UserError(
+            f"--max-memory {max_memory_gb:g}: {processes} processes share the memory of this "
+            f"machine; use at most {most_gb}, or --force"
+        )
+    return asked
 
 
 def detect(machine: MachineMemory) -> MemoryLimit:

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -54,11 +54,19 @@ class Child:
 
 
 @contextlib.contextmanager
-def started(arguments: list[str], folder: RunFolder, log: BinaryIO) -> Iterator[Child]:
+def started(
+    arguments: list[str],
+    folder: RunFolder,
+    log: BinaryIO,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Child]:
     """Start a child in its own session, so that Ctrl-C reaches it only through this process.
 
     The child has the read end of a pipe, `--parent-fd`, which closes when this process ends or
-    leaves the block. Raises RunError if the child cannot be started.
+    leaves the block.
+
+    environment: variables to add to those of this process.
+    Raises RunError if the child cannot be started.
     """
     reader, writer = os.pipe()
     with open(writer, "wb", buffering=0) as pipe:  # the child does not inherit it
@@ -71,6 +79,7 @@ def started(arguments: list[str], folder: RunFolder, log: BinaryIO) -> Iterator[
                     stderr=log,
                     pass_fds=(reader,),
                     start_new_session=True,
+                    env=None if environment is None else {**os.environ, **environment},
                 )
         except OSError as error:
             raise RunError(

@@ -186,6 +186,35 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The processes of a run on several, in step `step`; the lists have an entry for each."""
+
+    step: int
+    hosts: list[str]
+    tokens: list[float]
+    """Tokens that it trained, without padding."""
+    seconds: list[float]
+    """What it computed for the step."""
+    waited: list[float]
+    """Seconds in collective operations: the transfer, and the wait for slower processes."""
+    process_bytes: list[float]
+    """Its memory; 0 if unknown."""
+    limit_bytes: list[float]
+    sent_bytes: float
+    """What each gave to the collective operations of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """From the step after `step` on, the rows of a step are dealt to the hosts by these speeds."""
+
+    step: int
+    hosts: list[str]
+    shares: list[float]
+    """Of each rank, relative to the fastest."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gauges:
     """Memory readings during a long step or while loading.
 
@@ -341,6 +370,8 @@ Event = (
     | Died
     | Started
     | Step
+    | Ranks
+    | Shares
     | Gauges
     | Host
     | Phase
@@ -356,10 +387,11 @@ Event = (
     | Finished
 )
 # Written beside the work of the run, so they do not say that it goes on.
-BESIDE_THE_WORK = (Gauges, Host, Notice, Stopping)
+BESIDE_THE_WORK = (Gauges, Host, Notice, Ranks, Shares, Stopping)
 KINDS = {kind.__name__.lower(): kind for kind in typing.get_args(Event)}
 KNOWN = {"str": str, "bool": bool, "int": int, "float": (int, float), "None": type(None)}
-KNOWN |= {"list[str]": list, "list[list[float]]": list, "dict[str, float]": dict}
+KNOWN |= {"list[str]": list, "list[float]": list, "list[list[float]]": list}
+KNOWN |= {"dict[str, float]": dict}
 
 
 def allowed(annotation: str) -> tuple[type, ...]:

@@ -13,3 +13,4 @@ CRASHED = 70  # an exception that is a bug of this program; its traceback is in 
 OUT_OF_MEMORY = 71  # an out-of-memory error that the process could not recover from
 RESTART = 75  # the memory governor asks for a restart; everything is saved
 LOST = 76  # only of the supervisor: training died, and the supervisor gave up
+PEER_LOST = 77  # only of a run on several ranks: another rank died; the log has a line LOST

@@ -198,7 +198,7 @@ def creating(name: str, config: TrainConfig) -> Iterator[RunFolder]:
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """Make the paths of model and data absolute, so that they work from any folder."""
-    names = ("model", "data", "prompt_template")
+    names = ("model", "data", "prompt_template", "hostfile")
     paths = {name: absolute(getattr(config, name)) for name in names}
     if config.valid not in (NONE, FOLDER):  # words, whatever files are there
         paths["valid"] = absolute(config.valid)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 GRACE_S = 30.0  # time to finish a step and save
+POLL_S = 0.5
 RELEASE = b"r"  # sent by a parent that ends and wants its child to continue
 
 
@@ -36,5 +37,23 @@ def watch_parent(
             on_release()
         else:
             on_death()
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def watch_pid(pid: int, on_death: Callable[[], None] = leave) -> None:
+    """Call `on_death` in a thread when the process `pid` of this user is gone.
+
+    For a process that is not its child, so that no pipe connects them.
+    """
+
+    def watch() -> None:
+        while True:
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                on_death()
+                return
+            time.sleep(POLL_S)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()

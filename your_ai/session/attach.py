@@ -214,10 +214,10 @@ def train_here(
     with looked_after(folder, settings), following(follower):
         with tracked(folder, names), stop_signals() as stop:
             with quick_imports():  # MLX takes a second to load
-                from your_ai.training.train import train_until_done
+                from your_ai.training.launched import train_launched
 
             stop.on_second = lambda: follower.leave(folder.reference)
-            status = train_until_done(folder, settings, stop)
+            status = train_launched(folder, settings, stop)
         if status == DONE and settings.push_to:
             with recorded_signals() as received:
                 try:
@@ -229,6 +229,14 @@ def train_here(
     if push_error is not None:
         raise push_error
     return status
+
+
+def train_as_rank(settings: TrainConfig) -> int:
+    """Train a rank other than 0 that `mlx.launch` started; rank 0 shows the run."""
+    with stop_signals() as stop:
+        from your_ai.training.launched import train_launched
+
+        return train_launched(None, settings, stop)
 
 
 def leave(supervisor: Child, folder: RunFolder, console: Console | None) -> int:

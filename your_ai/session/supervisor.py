@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from your_ai.config import TrainConfig, build
 from your_ai.errors import RunError, UserError
 from your_ai.gates.console import echo_error, echo_traceback
 from your_ai.gates.programs import python_module
+from your_ai.hub.find import find_model
 from your_ai.publish.after_training import push_finished
 from your_ai.run import events, host, requests
 from your_ai.run.child import (
@@ -32,14 +34,31 @@ from your_ai.run.child import (
     open_log,
     read_log,
     reported_error,
-    started,
 )
 from your_ai.run.events import Event, EventLog, Step
-from your_ai.run.exits import CRASHED, DONE, FAILED, LOST, OUT_OF_MEMORY, RESTART, USER
+from your_ai.run.exits import (
+    CRASHED,
+    DONE,
+    FAILED,
+    LOST,
+    OUT_OF_MEMORY,
+    PEER_LOST,
+    RESTART,
+    USER,
+)
 from your_ai.run.folder import SUPERVISOR_LOCK, RunFolder, find, locked
 from your_ai.run.parent import watch_parent
 from your_ai.run.stopping import SHOW_STACK, SIGNALS, Interrupted, recorded_signals
 from your_ai.session.computer import looked_after
+from your_ai.session.machines import (
+    Machines,
+    check_reachable,
+    launcher,
+    machines_of,
+    paths_to_sync,
+    sync,
+)
+from your_ai.session.ranks import lost_in, started_group
 from your_ai.session.stalls import STARTING, Patience, StallWatch, patience_of
 from your_ai.trackers.upload import tracked
 
@@ -77,6 +96,10 @@ class Life:
     """Whether training began, in this process or an earlier one."""
     stalled: str = ""
     """How it no longer got on, if it was ended for that."""
+    rank: str = ""
+    """Of a run on several ranks: the one that died, if it is not known as `lost`."""
+    lost: str = ""
+    """Which rank was lost and how, if that ended all."""
 
     @property
     def near_limit(self) -> bool:
@@ -100,6 +123,7 @@ def supervise(
     command: list[str] | None = None,
     patience: Patience | None = None,
     awake: bool = False,
+    config: TrainConfig | None = None,
 ) -> int:
     """Train the run in `folder`, with restarts; return the exit status of `your_ai train`.
 
@@ -107,6 +131,7 @@ def supervise(
     settings: the settings of the run as JSON, if they may differ from config.yaml.
     command: what to start instead of `python -m your_ai.training`.
     patience: how long a process may take until its next event.
+    config: the settings of the run, for how many processes and hosts it has; None: one process.
     awake: whether each training process keeps the computer awake, also if this one is killed.
     Raises the UserError or RunError that the training process reported, Lost if it makes no
     progress, and Interrupted for a stop signal before training began.
@@ -115,15 +140,27 @@ def supervise(
     _, offset = events.tail(folder.events)
     life, lives, level = Life(), [], 0
     watch = StallWatch(patience or Patience(), offset=offset)
+    processes, machines = 1, None
+    if config is not None:
+        processes, machines = config.processes, machines_of(config)
+        if machines is not None:
+            prepare_machines(machines, config, folder)
+    is_alone = processes == 1 and machines is None
+    settings = settings if is_alone else with_settings(folder, settings)
+    run = str(folder.path if is_alone else folder.path.resolve())
     with open_log(folder) as log:
         while not received:
             log_start = log.seek(0, os.SEEK_END)
-            arguments = [*command, str(folder.path), "--level", str(level)]
+            arguments = [*command, run, "--level", str(level)]
             arguments += ["--settings", settings] if settings else []
-            status, stalled = run_child(arguments, folder, log, received, watch, awake)
+            status, stalled, rank = run_children(
+                arguments, folder, log, received, watch, awake, processes, machines
+            )
             records, offset = events.tail(folder.events, offset)
             life = summarize_process(life, level, status, [record.event for record in records])
-            life = replace(life, stalled=stalled)
+            lost = lost_in(read_log(log, log_start)) if status == PEER_LOST else ""
+            named = "" if is_alone else f"rank {rank}"
+            life = replace(life, stalled=stalled, rank=named, lost=lost)
             if status == DONE:
                 return DONE
             if status in (FAILED, USER):
@@ -149,30 +186,39 @@ def supervise(
     return 128 + number
 
 
-def run_child(
+def run_children(
     arguments: list[str],
     folder: RunFolder,
     log: BinaryIO,
     received: Sequence[int],
     watch: StallWatch,
     awake: bool,
-) -> tuple[int, str]:
-    """Run a training process to its end and pass on signals.
+    processes: int = 1,
+    machines: Machines | None = None,
+) -> tuple[int, str, int]:
+    """Run the training processes, usually one, to their end and pass on signals.
 
-    Returns its status as in Popen, and how it stalled, if it was ended for that. On the first
-    signal it saves and ends; on the second it ends immediately; the third kills it.
+    Returns a status as in Popen, how rank 0 stalled, if it was ended for that, and the rank that
+    the status is of. On the first signal they save and end; on the second they end immediately;
+    the third kills them.
     """
     stalled = ""
     watch.begin()
-    with started(arguments, folder, log) as child, host.kept_awake(child.process.pid, awake):
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(started_group(arguments, folder, log, processes, machines))
+        child = group.first
+        stack.enter_context(host.kept_awake(child.process.pid, awake))
         looked_at = time.monotonic()
         while child.process.poll() is None:
-            child.pass_on(received, patience=2)
+            group.pass_on(received, patience=2)
+            group.look()
             time.sleep(POLL_S)  # a blocking wait would miss signals that another thread receives
             if not stalled and time.monotonic() - looked_at >= watch.patience.look_s:
                 looked_at = time.monotonic()
                 stalled = end_if_stalled(child, folder, log, watch)
-    return child.process.returncode, stalled
+        group.end()
+        status, rank = group.result
+    return status, stalled, rank
 
 
 def end_if_stalled(child: Child, folder: RunFolder, log: BinaryIO, watch: StallWatch) -> str:
@@ -319,7 +365,10 @@ def describe(life: Life) -> str:
     }
     if life.stalled:
         return f"stalled: {life.stalled}"
+    if life.status == PEER_LOST:
+        return f"lost {life.lost or 'another process of the run'}"
     how = ends.get(life.status, f"ended with status {life.status}")
+    how = f"{life.rank} {how}" if life.rank else how
     where = f" after step {life.step}" if life.moved else " before its first step"
     share = f", with {life.used:.0%} of its limit in use" if life.near_limit else ""
     pressure = ", under critical memory pressure" if life.critical else ""
@@ -333,6 +382,20 @@ def stop_signal(status: int) -> int | None:
 
 def settings_of(folder: RunFolder, settings: str) -> TrainConfig:
     return build(json.loads(settings), "--settings") if settings else folder.read_config()
+
+
+def prepare_machines(machines: Machines, config: TrainConfig, folder: RunFolder) -> None:
+    """Check that all hosts can be reached, and copy what they need, if asked to."""
+    launcher()
+    check_reachable(machines)
+    if config.sync != "off":
+        note(folder, "copying to the other hosts")
+        sync(machines, paths_to_sync(config, find_model(config.model)))
+
+
+def with_settings(folder: RunFolder, settings: str) -> str:
+    """The settings as JSON: only rank 0 has the config.yaml of the run."""
+    return settings or json.dumps(dataclasses.asdict(folder.read_config()))
 
 
 def main() -> None:
@@ -378,7 +441,7 @@ def supervise_run(
         ):
             requests.withdraw_all(folder)
             with tracked(folder, config.report_to, received), recorded_errors(folder):
-                status = supervise(folder, received, settings, command, patience, awake)
+                status = supervise(folder, received, settings, command, patience, awake, config)
             if status == DONE and config.push_to:
                 push_finished(folder, config.push_to, received)
             return status

@@ -200,10 +200,11 @@ def telling_gauges(folder: RunFolder, log: events.EventLog) -> Iterator[None]:
 
 
 def within_limit(
-    folder: RunFolder, config: TrainConfig
+    folder: RunFolder, config: TrainConfig, last_word: Callable[[], None] = lambda: None
 ) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """End this process before it exceeds --max-memory; its supervisor continues, smaller.
 
+    last_word: is called before the process ends.
     Yields a function that starts watching. Call it once the run is known to fit.
     """
     if config.max_memory is None:
@@ -216,6 +217,8 @@ def within_limit(
             text = f"the process used {held} of {limit} within a step: ending it before the limit"
             with contextlib.closing(events.EventLog(folder.events)) as log:
                 log.write(events.Notice(text=text))
+        with contextlib.suppress(BaseException):
+            last_word()
         os._exit(exits.OUT_OF_MEMORY)
 
     return guarded(limit_bytes, end)

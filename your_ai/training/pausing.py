@@ -8,6 +8,7 @@ from your_ai.memory import allocator
 from your_ai.run import events, requests
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
+from your_ai.training.prepare import Prepared
 
 POLL_S = 0.1
 
@@ -26,3 +27,18 @@ def pause(folder: RunFolder, step: int, log: events.EventLog, stop: Stop) -> Non
         requests.withdraw(folder, requests.SAVE)
         time.sleep(POLL_S)
     log.write(events.Continued(step=step, seconds=time.perf_counter() - began))
+
+
+def pause_all(
+    folder: RunFolder,
+    prepared: Prepared,
+    step: int,
+    log: events.EventLog,
+    stop: Stop,
+    pausing: bool,
+) -> None:
+    """Pause if asked to; the other ranks wait for rank 0, with their freed buffers released."""
+    if prepared.ranks.size == 1 or (pausing and prepared.ranks.is_first):
+        pause(folder, step, log, stop)
+    elif pausing:
+        allocator.free()

@@ -64,6 +64,7 @@ from your_ai.run.folder import RunFolder
 from your_ai.run.rollout_files import missing_in_a_row
 from your_ai.training import optimizer
 from your_ai.training.best_metric import BestMetric
+from your_ai.training.distributed import ALONE, Ranks
 from your_ai.training.optimizer import StatefulOptimizer
 from your_ai.training.plan_events import past_of, write_plan
 from your_ai.training.reward_models import open_reward_model, reward_runs, scorer_of
@@ -117,6 +118,7 @@ class Prepared:
     """Reward models and a reference that share the weights of the base."""
     soft: SoftNetworks | None = None
     """The networks of a run that trains through its own tokens."""
+    ranks: Ranks = ALONE
 
     def rows_at(self, tokens: int) -> int:
         """Rows of `tokens` tokens in one micro-batch under the plan."""

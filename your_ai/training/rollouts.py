@@ -53,6 +53,7 @@ from your_ai.run.rollout_files import (
 from your_ai.run.stopping import Stop
 from your_ai.training.prepare import Prepared
 from your_ai.training.reference import computed
+from your_ai.training.shared_rollouts import GivenUp, of_all, own_batches, shared
 
 PROGRESS_EVERY_S = 5.0
 SHOWN_CHARACTERS = 400  # of a completion in an event
@@ -77,10 +78,6 @@ class StepRollouts:
     gradients: Callable[[float, Gradients], Totals] | None = None
     """(scale, total): adds the gradients of `scale` times the loss to `total`, and returns the sums
     of the step; None if they are those of the micro-batches under the objective."""
-
-
-class GivenUp(Exception):
-    """A signal asked the run to stop before the completions of a step were there."""
 
 
 @dataclass
@@ -112,20 +109,20 @@ class RolloutSource:
         assert isinstance(objective, GRPO)
         first = index - index % config.updates_per_batch
         path = rollout_file(self.folder.path, first + 1)
-        records = read_rollouts(path)
+        records = shared(prepared.ranks, lambda: read_rollouts(path))
         if records is None and first != index:
             raise UserError(
                 f"{path}: is missing or damaged; it is needed to go on with step {index + 1}; "
                 "restore it, or start a new run"
             )
         if records is None:
-            records = self.generated(first)
-            write_rollouts(path, records)
+            records = shared(prepared.ranks, self.generated(first))
+            self.write(path, records)
         needs_old = config.updates_per_batch > 1 and records[0].old is None
         needs_reference = objective.kl_beta > 0 and records[0].reference is None
         if needs_old or needs_reference:
             records = self.scored(records, rows_at, needs_old, needs_reference)
-            write_rollouts(path, records)
+            self.write(path, records)
         self.show_best(records, first + 1)
         self.in_step("computing gradients")
         return self.batched(records, rows_at)
@@ -148,6 +145,11 @@ class RolloutSource:
             )
         )
 
+    def write(self, path: Path, records: list[RolloutRecord]) -> None:
+        """Write the rollouts of a step, on the rank that owns the run folder."""
+        if self.prepared.ranks.is_first:
+            write_rollouts(path, records)
+
     def begin(self) -> None:
         """Forget the figures of the step before."""
         for each in (self.seconds, self.peaks, self.judged):
@@ -155,10 +157,13 @@ class RolloutSource:
 
     # -- generate and reward
 
-    def generated(self, first: int) -> list[RolloutRecord]:
-        """Generate and reward the completions that step `first` (from 0) is the first to train."""
+    def generated(self, first: int) -> Callable[[], list[RolloutRecord]]:
+        """Generate the completions that step `first` (from 0) is the first to train.
+
+        Returns a function that rewards them, for rank 0: it may wait for completions of others.
+        """
         self.in_step("generating completions")
-        prepared, config = self.prepared, self.prepared.config
+        prepared, config, began = self.prepared, self.prepared.config, time.perf_counter()
         rows = np.sort(prepared.schedule.rows_of(first)).tolist()
         seeds = range(config.rollouts)
         prompts = [
@@ -170,11 +175,41 @@ class RolloutSource:
         ]
         sampler = sampler_of(config.temperature, config.top_p, config.top_k)
         assert prepared.prompts is not None
-        completions = self.completions(prompts, sampler)
-        found = self.rewarded(prepared.prompts["train"], rows, prompts, completions, first + 1)
-        totals = np.array([np.nan if r.reward is None else r.reward for r in found])
-        advantages = advantages_of(totals.reshape(len(rows), -1), config.advantage).reshape(-1)
-        return [replace(r, advantage=float(a)) for r, a in zip(found, advantages, strict=True)]
+        questions = prepared.prompts["train"]
+        if prepared.ranks.size == 1:
+            completions = self.completions(prompts, sampler)
+        else:
+            completions = of_all(prepared.ranks, self.own_completions(prompts, sampler))
+            if not prepared.ranks.is_first:
+                with contextlib.suppress(GivenUp):  # rank 0 says so below
+                    for _ in completions:
+                        pass
+                self.freed("generate", began)
+
+        def finish() -> list[RolloutRecord]:
+            found = self.rewarded(questions, rows, prompts, completions, first + 1)
+            totals = np.array([np.nan if r.reward is None else r.reward for r in found])
+            advantages = advantages_of(totals.reshape(len(rows), -1), config.advantage)
+            advantages = advantages.reshape(-1)
+            return [replace(r, advantage=float(a)) for r, a in zip(found, advantages, strict=True)]
+
+        return finish
+
+    def own_completions(
+        self, prompts: Sequence[RolloutPrompt], sampler: Sampler
+    ) -> Iterator[Completion]:
+        """The completions of the prompts dealt to this rank: whole groups."""
+        new, hidden = self.prepared.config.max_new_tokens, self.hidden
+        lengths = np.array([len(prompt.tokens) + new for prompt in prompts])
+        mine = self.prepared.ranks.rows(lengths, hidden).tolist()
+        if mine:
+            for completion in self.completions([prompts[place] for place in mine], sampler):
+                yield replace(completion, prompt=mine[completion.prompt])
+
+    @property
+    def hidden(self) -> int:
+        """Hidden size of the model."""
+        return self.prepared.budget.demand.facts.hidden
 
     def rewarded(
         self,
@@ -330,13 +365,28 @@ class RolloutSource:
     def with_scores(
         self, records: list[RolloutRecord], rows_at: RowsAt, name: str
     ) -> list[RolloutRecord]:
+        ranks = self.prepared.ranks
+        if ranks.size == 1:
+            scores = self.scores_of(records, rows_at)
+        else:
+            lengths = self.examples(records).lengths
+            own = [ranks.rows_at_rank(lengths, self.hidden, rank) for rank in range(ranks.size)]
+            mine = [records[place] for place in own[ranks.rank]]
+            parts = ranks.gather(self.scores_of(mine, rows_at) if mine else [])
+            scores = [[]] * len(records)
+            for places, part in zip(own, parts, strict=True):
+                for place, values in zip(places, part, strict=True):
+                    scores[place] = values
+        return [replace(r, **{name: s}) for r, s in zip(records, scores, strict=True)]
+
+    def scores_of(self, records: list[RolloutRecord], rows_at: RowsAt) -> list[list[float]]:
+        """The log-probabilities of the tokens of each completion, under the current adapters."""
         examples = self.examples(records)
         engine, edges = self.prepared.engine, self.edges(examples)
         values = computed(examples, engine, rows_at, lambda _: None, edges)
         ends = examples.starts[1:]
         return [
-            replace(r, **{name: values[end - len(r.tokens) : end].tolist()})
-            for r, end in zip(records, ends, strict=True)
+            values[end - len(r.tokens) : end].tolist() for r, end in zip(records, ends, strict=True)
         ]
 
     # -- train
@@ -352,10 +402,14 @@ class RolloutSource:
         if not (moves.any() or objective.kl_beta or self.told_no_spread):
             self.told_no_spread = True
             self.log.write(events.Notice(text=NO_SPREAD))
-        if objective.kl_beta or not moves.any() or moves.all():
-            trained = every[:1] if not (objective.kl_beta or moves.any()) else every
+        ranks = self.prepared.ranks
+        if not (objective.kl_beta or moves.any()):
+            trained = every[:1] if ranks.is_first else []
+        elif ranks.size == 1 and (objective.kl_beta or moves.all()):
+            trained = every
         else:  # the gradients of the others are zero
-            trained = list(micro_batches(examples, order[moves[order]], rows_at, edges))
+            rows = order if objective.kl_beta else order[moves[order]]
+            trained = own_batches(ranks, examples, rows, rows_at, edges, self.hidden)
         return StepRollouts(trained, denominator, self.metrics(records))
 
     def examples(self, records: Sequence[RolloutRecord]) -> Examples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
 from your_ai.config import AUTO, TrainConfig, is_due
 from your_ai.errors import UserError
@@ -12,6 +13,7 @@ from your_ai.run import checkpoint, events, requests
 from your_ai.run.checkpoint import SavedCheckpoint, TrainState
 from your_ai.run.folder import RunFolder, check_resumable
 from your_ai.training import optimizer
+from your_ai.training.distributed import digest_of
 from your_ai.training.prepare import Prepared
 
 
@@ -36,6 +38,31 @@ def restore(folder: RunFolder, prepared: Prepared, log: events.EventLog) -> Trai
     model.set_adapters(prepared.model, saved.adapters)
     optimizer.restore_states(prepared.optimizer, saved.optimizer)
     return saved.state
+
+
+def share_state(prepared: Prepared, state: TrainState) -> TrainState:
+    """Rank 0's state, adapters and optimizer, on every rank.
+
+    They are equal, bit for bit, unless the ranks' processors round differently.
+    """
+    ranks = prepared.ranks
+    if ranks.size == 1:
+        return state
+    found = ranks.same_arrays(model.adapter_arrays(prepared.model))
+    if found is not None:
+        model.set_adapters(prepared.model, found)
+    rule, states = prepared.optimizer.rule, prepared.optimizer.states
+    found = ranks.same_arrays({"step": rule.state["step"]})
+    if found is not None:
+        rule.state.update(found)
+    names = sorted({name.rpartition(".")[0] for name in states.names()})
+    digests = ranks.gather([digest_of(states.get(name)) for name in names])
+    for place, name in enumerate(names):  # one after the other: they may be on disk
+        if len({of_rank[place] for of_rank in digests}) > 1:
+            found = ranks.same_arrays(states.get(name))
+            assert found is not None
+            states.put({name: found})
+    return TrainState(**ranks.of_first(lambda: asdict(state)))
 
 
 def check_unchanged(folder: RunFolder, prepared: Prepared) -> None:
@@ -69,6 +96,9 @@ def is_save_due(folder: RunFolder, config: TrainConfig, step: int) -> bool:
 
 
 def save(folder: RunFolder, prepared: Prepared, state: TrainState, log: events.EventLog) -> None:
+    """Write a checkpoint, if this rank is the one that owns the run folder."""
+    if not prepared.ranks.is_first:
+        return
     began = time.perf_counter()
     log.write(events.Phase(text="saving"))
     path = checkpoint.save(

@@ -16,7 +16,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain, takewhile
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -38,13 +40,23 @@ from your_ai.nets import model
 from your_ai.objectives.chosen import needs_reference
 from your_ai.objectives.objective import Totals
 from your_ai.rng import derive_seed
-from your_ai.run import checkpoint, events, exits
+from your_ai.run import checkpoint, events, exits, requests
 from your_ai.run.checkpoint import TrainState
 from your_ai.run.folder import RunFolder, find, locked
-from your_ai.run.parent import watch_parent
+from your_ai.run.heartbeat import LOST, end_process, write_report
+from your_ai.run.parent import watch_parent, watch_pid
 from your_ai.run.rollout_files import FOLDER as ROLLOUTS
 from your_ai.run.stopping import SHOW_STACK, Interrupted, Stop, stop_signals
 from your_ai.training import optimizer
+from your_ai.training.distributed import (
+    ALONE,
+    DEFAULT_TIMEOUT_S,
+    PeerLost,
+    Ranks,
+    agreed_settings,
+    join,
+    telling_others,
+)
 from your_ai.training.measure_peaks import calibrated
 from your_ai.training.memory_actions import (
     Governor,
@@ -55,10 +67,10 @@ from your_ai.training.memory_actions import (
     within_limit,
 )
 from your_ai.training.optimizer import Update
-from your_ai.training.pausing import pause
+from your_ai.training.pausing import pause_all
 from your_ai.training.prepare import PREFIX, Prepared, prepare
 from your_ai.training.reference import with_reference
-from your_ai.training.rollouts import GivenUp, RolloutSource, keep_first_adapters
+from your_ai.training.rollouts import REFERENCE, GivenUp, RolloutSource, keep_first_adapters
 from your_ai.training.saving import (
     check_unchanged,
     is_save_due,
@@ -66,12 +78,14 @@ from your_ai.training.saving import (
     restore,
     save,
     saved_step,
+    share_state,
     use_result,
 )
 from your_ai.training.soft_rollouts import SoftSource
-from your_ai.training.validation import is_enough, show_test_rows, validate
+from your_ai.training.validation import is_enough, show_test_rows, validate_on_first
 
 MAX_SKIPPED_IN_A_ROW = 5
+OUT_OF_ROOM = ("ran out of memory", exits.OUT_OF_MEMORY)
 MAX_OUT_OF_MEMORY = 3  # in a row, without a checkpoint in between
 
 
@@ -84,6 +98,7 @@ def run(
     watch: Watch,
     sampler: probe.Sampler,
     begin_guard: Callable[[], None],
+    ranks: Ranks = ALONE,
 ) -> events.Finished:
     """Train or resume the run in `folder`, and return how it ended.
 
@@ -97,8 +112,10 @@ def run(
     clean(folder.path)
     clean(folder.checkpoints)
     clean(folder.path / ROLLOUTS)
-    config = recorded(config, folder.read_config())
-    prepared = prepare(config, log, folder.path, level)
+    config = agreed_settings(ranks, config, recorded(config, folder.read_config()))
+    ranks.share_files(folder, folder.start.name)
+    prepared = replace(prepare(config, log, folder.path, level), ranks=ranks)
+    ranks.check_same({"adapter": json.dumps(prepared.adapters.config, sort_keys=True)})
     try:
         begin_guard()
         return run_prepared(folder, prepared, log, stop, level, watch, sampler, began)
@@ -118,13 +135,14 @@ def run_prepared(
     began: float,
 ) -> events.Finished:
     """Train a run that is checked and loaded; began: when that began, by time.perf_counter."""
-    config = prepared.config
+    config, ranks = prepared.config, prepared.ranks
     if prepared.soft is None:
-        prepared = calibrated(prepared, log, level, watch, saved_step(folder))
+        step = ranks.of_first(lambda: saved_step(folder))
+        prepared = calibrated(prepared, log, level, watch, step)
     if needs_reference(config):
         check_unchanged(folder, prepared)  # before the reference, which may take long
         prepared = referenced(prepared, log)
-    state = restore(folder, prepared, log)
+    state = share_state(prepared, restore(folder, prepared, log))
     governor = govern(prepared, sampler, log, watch, state.step)
     rollouts: RolloutSource | SoftSource | None = None
     if prepared.rewards is not None:
@@ -133,18 +151,24 @@ def run_prepared(
         rollouts = SoftSource(rollouts, prepared.soft)
     factors = optimizer.rate_factors(config, prepared.model)
     update = optimizer.make_update(prepared.model, prepared.optimizer, factors)
-    keep_settings(folder, config, prepared.steps, log)
+    if ranks.is_first:
+        keep_settings(folder, ranks.as_given(config), prepared.steps, log)
     log.write(prepared.started_event(state.step))
     stop.graceful = True
     if state.step == 0:
         keep_first_adapters(prepared, folder)
         save(folder, prepared, state, log)  # from now on the run can be resumed
-        show_test_rows("before", prepared, log, stop, rollouts)
+        if ranks.is_first:
+            show_test_rows("before", prepared, log, stop, rollouts)
+    ranks.share_files(folder, REFERENCE)
 
     fill_prefix(prepared, state.step, log, stop)
     if state.validation_due:
-        state = validate(prepared, state, log, stop, rollouts)
+        state = validate_on_first(prepared, state, log, stop, rollouts)
         save(folder, prepared, state, log)
+    ranks.recall(lambda: [record.event for record in events.tail(log.path)[0]])
+    heard, stop = stop, ranks.agreed_stop(stop)
+    ranks.agree(heard, stop)
     compiles = "compiling the first step" if rollouts is None else "preparing the first step"
     if state.step < prepared.steps and not (stop or is_enough(config, state)):
         log.write(events.Phase(text=compiles))
@@ -152,6 +176,7 @@ def run_prepared(
         try:
             state, batches = train_step(prepared, governor, update, state, log, rollouts)
         except GivenUp:
+            ranks.agree(heard, stop)
             break
         if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise RunError(
@@ -165,19 +190,29 @@ def run_prepared(
         state = replace(state, validation_due=due)
         try:
             wanted = governor.after_step(state.step, batches) if batches else None
-            state = validate(prepared, state, log, stop, rollouts)
+            state = validate_on_first(prepared, state, log, heard, rollouts)
         except (RunError, UserError):  # the base cannot be read, or the user's metric failed
             save(folder, prepared, state, log)  # the adapters are good
             raise
+        pausing = requests.is_asked(folder, requests.PAUSE)
+        due = is_save_due(folder, config, state.step)
+        wanted, due, pausing = ranks.agree(heard, stop, wanted, due, pausing)
+        if (figures := ranks.event(state.step)) is not None:
+            log.write(figures)
+            if (shares := ranks.learn(state.step)) is not None:
+                log.write(shares)
         last = last or is_enough(config, state)
         best = config.keep_best and state.best_step == state.step
-        if last or stop or wanted or best or is_save_due(folder, config, state.step):
+        if last or stop or wanted or best or due:
+            state = share_state(prepared, state)
             save(folder, prepared, state, log)
         if wanted and not (last or stop):
             raise Replan(wanted, state.step, Watch(told=governor.watch.told))
         if not last:
-            pause(folder, state.step, log, stop)
-    if stop and saved_step(folder) != state.step:  # the signal came after the check for saving
+            pause_all(folder, prepared, state.step, log, heard, pausing)
+            ranks.agree(heard, stop)
+    # The signal may have come after the check for saving.
+    if stop and ranks.of_first(lambda: saved_step(folder)) != state.step:
         save(folder, prepared, state, log)
 
     is_early = state.step < prepared.steps
@@ -185,6 +220,9 @@ def run_prepared(
         raise RunError(f"{folder.path}: no step of {state.step:,} changed a weight")
     if stop:
         reason, adapter, result_step = f"stopped by {stop.name}", "", None
+    elif not ranks.is_first:
+        prefix.remove(folder.path / PREFIX)
+        reason, adapter, result_step = "done", str(folder.adapter), None
     else:
         if is_early:
             log.write(events.Notice(text=reason_of_early_end(state)))
@@ -246,7 +284,9 @@ def fill_prefix(prepared: Prepared, step: int, log: events.EventLog, stop: Stop)
     log.write(events.Stage(text="filling the prefix cache"))
     steps = range(step, min(prepared.steps, step + prepared.schedule.steps_per_epoch))
     left = takewhile(lambda _: not stop, steps)
-    batches = (prepared.schedule.batches_of(index, prepared.rows_at) for index in left)
+    schedule, hidden = prepared.schedule, prepared.budget.demand.facts.hidden
+    own, rows_at = prepared.ranks.own_batches, prepared.rows_at
+    batches = (own(schedule, index, rows_at, hidden) for index in left)
     prepared.engine.fill(chain.from_iterable(batches))
 
 
@@ -271,6 +311,9 @@ def train_step(
     prepared.engine.waited()  # from now on, what this step waits
     engine, schedule, gradients = prepared.engine, prepared.schedule, prepared.gradients
     gradients.clear()  # of a step that failed
+    ranks = prepared.ranks
+    ranks.begin_step(index)
+    whole: list[Batch] | None = None
     others_first = scored_first = False
     own_gradients = None
     metrics: dict[str, float] = {}
@@ -283,8 +326,11 @@ def train_step(
         scored_first = others_first or "scores" in engine.objective.phases
         scored_first = scored_first or not schedule.has_room_for_groups(index, governor.rows_at)
         batches_of = schedule.split_batches_of if scored_first else schedule.batches_of
-        batches = batches_of(index, governor.rows_at)
-        denominator = engine.objective.denominator(batches)
+        whole, hidden = batches_of(index, governor.rows_at), prepared.budget.demand.facts.hidden
+        denominator = engine.objective.denominator(whole)
+        batches = ranks.own_batches(
+            schedule, index, governor.rows_at, hidden, whole, split=scored_first
+        )
     done = replace(state, step=index + 1)
     if denominator == 0:
         log.write(skipped_event(replace(done, skipped=state.skipped + 1), "every weight is 0"))
@@ -295,12 +341,20 @@ def train_step(
     if own_gradients is not None:
         sums = own_gradients(scale, gradients)
     elif others_first:
-        sums = accumulate(engine, with_baseline(engine, batches), scale, seed, gradients)
-    elif scored_first:
+        whole = whole if ranks.size > 1 else None
+        batches = with_baseline(engine, batches, whole, ranks.sum_values)
+        sums = accumulate(engine, batches, scale, seed, gradients)
+    elif scored_first and batches:
         weighed, sums = with_weights(engine, batches)
         accumulate(engine, weighed, scale, seed, gradients)
     else:
         sums = accumulate(engine, batches, scale, seed, gradients)
+    counts = own_counts = [
+        sum(batch.real_tokens for batch in batches),
+        sum(batch.tokens.size for batch in batches),
+        sum(batch.trained_tokens for batch in batches),
+    ]
+    sums, counts = ranks.step_sums(sums, gradients, prepared.model.trainable_parameters(), counts)
     loss = sums.loss / denominator
     norm = optimizer.global_norm(gradients).item() / state.loss_scale
     if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -314,6 +368,8 @@ def train_step(
     update(gradients, clip / state.loss_scale, rate)
     mx.synchronize()  # device errors arrive late: wait for them before the step counts as done
     sample, highest_bytes = governor.look()
+    seconds, limit_bytes = time.perf_counter() - began, prepared.budget.limit.limit_bytes
+    ranks.note_step(own_counts[0], seconds, highest_bytes or sample.process_bytes, limit_bytes)
     log.write(
         events.Step(
             step=done.step,
@@ -322,10 +378,10 @@ def train_step(
             loss=loss,
             grad_norm=norm,
             learning_rate=rate,
-            tokens=sum(batch.real_tokens for batch in batches),
-            padded_tokens=sum(batch.tokens.size for batch in batches),
-            trained_tokens=sum(batch.trained_tokens for batch in batches),
-            seconds=time.perf_counter() - began,
+            tokens=counts[0],
+            padded_tokens=counts[1],
+            trained_tokens=counts[2],
+            seconds=seconds,
             highest_bytes=highest_bytes,
             metrics={**metrics, **sums.means()},
             read_wait_s=engine.waited(),
@@ -360,6 +416,7 @@ def train_until_done(
     stop: Stop,
     level: int = 0,
     begin_guard: Callable[[], None] = lambda: None,
+    ranks: Ranks = ALONE,
 ) -> int:
     """Train `folder` with `config`, under one plan after another; return the exit status.
 
@@ -378,7 +435,9 @@ def train_until_done(
         failed_at, watch = [], Watch()
         try:
             while True:
-                wanted = train_under_plan(folder, config, log, stop, level, watch, begin_guard)
+                wanted = train_under_plan(
+                    folder, config, log, stop, level, watch, begin_guard, ranks
+                )
                 if isinstance(wanted, events.Finished):
                     return 0 if wanted.adapter else 128 + (stop.received or 0)
                 if wanted.action.kind == "restart":
@@ -389,6 +448,9 @@ def train_until_done(
                         "new process can free this memory: your_ai train --resume "
                         f"{folder.reference}"
                     )
+                if wanted.failed and ranks.size > 1:  # the others wait in the step
+                    ranks.fail(wanted.action.cause, exits.OUT_OF_MEMORY)
+                    return exits.OUT_OF_MEMORY
                 watch = wanted.watch
                 level += {"smaller_plan": 1, "larger_plan": -1}.get(wanted.action.kind, 0)
                 failed_at = [*failed_at, wanted.step] if wanted.failed else []
@@ -407,11 +469,12 @@ def train_under_plan(
     level: int,
     watch: Watch,
     begin_guard: Callable[[], None],
+    ranks: Ranks,
 ) -> events.Finished | Replan:
     """Call `run` under one plan; return how it ended, or how to continue. Frees its memory."""
     try:
         with probe.Sampler() as sampler, telling_gauges(folder, log):
-            return run(folder, config, log, stop, level, watch, sampler, begin_guard)
+            return run(folder, config, log, stop, level, watch, sampler, begin_guard, ranks)
     except Replan as replan:
         before, wanted = probe.read(), Replan(replan.action, replan.step, replan.watch)
     except (RuntimeError, MemoryError) as error:
@@ -437,24 +500,47 @@ def main() -> None:
     parser.add_argument("--level", type=int, default=0, help="number of plans to skip")
     parser.add_argument("--settings", help="all settings as JSON, instead of config.yaml")
     parser.add_argument("--parent-fd", type=int, help="a pipe that closes with the supervisor")
+    parser.add_argument("--memory-of-ranks", help="limit of each rank in GB, as JSON")
+    parser.add_argument("--report", help="file for the exit status of rank 0")
+    parser.add_argument("--parent-pid", type=int, help="supervisor of rank 0, on its machine")
     given = parser.parse_args()
     faulthandler.enable()
     faulthandler.register(SHOW_STACK)
+    ranks = ALONE
     try:
         with stop_signals() as stop:
             if given.parent_fd is not None:
                 watch_parent(given.parent_fd)
-            folder = find(given.run)
-            settings = given.settings and build(json.loads(given.settings), "--settings")
-            config = settings or folder.read_config()
-            with within_limit(folder, config) as begin_guard:
-                status = train_until_done(folder, config, stop, given.level, begin_guard)
+            settings = build(json.loads(given.settings), "--settings") if given.settings else None
+            ranks = join(settings.heartbeat_timeout_s if settings else DEFAULT_TIMEOUT_S)
+            if given.report is not None and ranks.beats is not None:
+                ranks.beats.on_loss = partial(end_process, report=Path(given.report))
+            with telling_others(ranks):
+                folder = find(given.run) if ranks.is_first else RunFolder(Path(given.run))
+                config = settings or folder.read_config()
+                if given.memory_of_ranks:
+                    ranks.limit_gb = json.loads(given.memory_of_ranks)[ranks.rank]
+                if given.parent_pid is not None and ranks.is_first:
+                    watch_pid(given.parent_pid)
+                folder, last_word = (
+                    ranks.folder_of(folder, config),
+                    partial(ranks.fail, *OUT_OF_ROOM),
+                )
+                limited = ranks.with_own_limit(config) if ranks.size > 1 else config
+                with within_limit(folder, limited, last_word) as begin_guard:
+                    status = train_until_done(folder, config, stop, given.level, begin_guard, ranks)
     except (UserError, RunError) as error:
-        echo_error(f"error: {error}")
         status = exits.USER if isinstance(error, UserError) else exits.FAILED
+        if ranks.is_first:  # else rank 0 says it, with the name of this rank
+            echo_error(f"error: {error}")
+    except PeerLost as error:
+        echo_error(f"{LOST}{error}")
+        status = exits.PEER_LOST
     except Interrupted as interrupted:
         status = 128 + interrupted.number
     except Exception:
         echo_traceback()
         status = exits.CRASHED
+    if given.report is not None and ranks.is_first:
+        write_report(Path(given.report), status)
     sys.exit(status)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from your_ai.config import REWARD_METRICS, TrainConfig
 from your_ai.evaluation import dataset_scores as measures
@@ -65,6 +65,23 @@ def validate(
         )
     )
     return state
+
+
+def validate_on_first(
+    prepared: Prepared,
+    state: TrainState,
+    log: events.EventLog,
+    stop: Stop,
+    rollouts: RolloutSource | SoftSource | None,
+) -> TrainState:
+    """The state after the validation that is due, which rank 0 does for all."""
+    ranks = prepared.ranks
+    if ranks.size == 1:
+        return validate(prepared, state, log, stop, rollouts)
+    if prepared.valid is None or not state.validation_due:
+        return replace(state, validation_due=False)
+    found = ranks.of_first(lambda: asdict(validate(prepared, state, log, stop, rollouts)))
+    return TrainState(**found)
 
 
 def validate_reward(

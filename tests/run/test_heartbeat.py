@@ -1,0 +1,91 @@
+"""A rank that is gone is noticed: its process ended, it is silent, or it said why it ends."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+
+import pytest
+
+from your_ai.errors import RunError
+from your_ai.run.exits import PEER_LOST, USER
+from your_ai.run.heartbeat import Heartbeat, Link, Meeting, accept, connect, listen
+
+NAMES = ("mac1", "mac2", "mac3")
+
+
+def beating(rank: int, links: list[Link], timeout_s: float = 5.0):
+    """A heartbeat that puts what it loses into a queue."""
+    lost: queue.Queue = queue.Queue()
+    beat = Heartbeat(rank, NAMES, timeout_s, links, lambda loss, rank: lost.put((loss, rank)))
+    beat.start()
+    return beat, lost
+
+
+def linked(rank: int) -> tuple[Link, socket.socket]:
+    ours, theirs = socket.socketpair()
+    return Link(rank, ours, time.monotonic()), theirs
+
+
+def test_a_process_that_ended_is_noticed_at_once_and_the_others_are_told():
+    link, theirs = linked(1)
+    other, listening = linked(2)
+    _, lost = beating(0, [link, other])
+    theirs.close()
+    loss, _ = lost.get(timeout=3)
+    assert (loss.text, loss.status) == ("rank 1 on mac2: its process ended", PEER_LOST)
+    listening.settimeout(3)
+    assert b'"rank 1 on mac2: its process ended"' in listening.recv(4096)
+
+
+def test_a_silent_process_is_noticed():
+    link, _theirs = linked(0)
+    _, lost = beating(1, [link], timeout_s=0.4)
+    loss, rank = lost.get(timeout=5)
+    assert loss.text == "rank 0 on mac1: no heartbeat for 0.4 s"
+    assert rank == 1
+
+
+def test_the_reason_of_an_error_arrives_with_its_host_and_status():
+    (first, second), names = socket.socketpair(), NAMES
+    _, lost = beating(0, [Link(1, first, time.monotonic())])
+    failing, _ = beating(1, [Link(0, second, time.monotonic())])
+    failing.fail("the model is another one", USER)
+    loss, _ = lost.get(timeout=3)
+    assert loss.text == f"rank 1 on {names[1]}: the model is another one"
+    assert loss.status == USER
+
+
+def test_a_goodbye_is_no_loss():
+    link, theirs = linked(1)
+    beat, lost = beating(0, [link], timeout_s=0.4)
+    theirs.sendall(b".\nbye\n")
+    theirs.close()
+    beat._thread.join(3)
+    assert not beat._thread.is_alive()
+    assert lost.empty()
+
+
+def test_ranks_meet_and_strangers_are_left_out():
+    listener, meeting = listen("127.0.0.1")
+    found: list[Link] = []
+    thread = threading.Thread(target=lambda: found.extend(accept(listener, meeting, 2)))
+    thread.start()
+    with socket.create_connection((meeting.address, meeting.port)) as stranger:
+        stranger.sendall(b"wrong 1")
+        stranger.settimeout(3)
+        assert stranger.recv(10) == b""
+    mine = connect(meeting, 1)
+    thread.join(5)
+    assert [link.rank for link in found] == [1]
+    for link in (*mine, *found):
+        link.socket.close()
+
+
+def test_a_rank_that_cannot_reach_the_first_says_so():
+    listener, meeting = listen("127.0.0.1")
+    listener.close()
+    with pytest.raises(RunError, match=r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:"):
+        connect(Meeting(meeting.address, meeting.port, ""), 1)

@@ -1,0 +1,133 @@
+"""The hosts of a run: what is refused in one line, and how the others are reached."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from your_ai.config import build
+from your_ai.errors import UserError
+from your_ai.session import machines
+from your_ai.session.machines import (
+    Machine,
+    Machines,
+    Tools,
+    check_reachable,
+    free_first_port,
+    launch_command,
+    launcher,
+    machines_of,
+    sync,
+)
+
+TWO = Machines((Machine("mac1", ("127.0.0.1",)), Machine("mac2", ("10.0.0.2",))))
+
+
+def tools(status: int = 0, said: str = "", missing: str = "") -> tuple[Tools, list[list[str]]]:
+    """Tools that record what is run; `missing` is not installed."""
+    run: list[list[str]] = []
+
+    def record(command):
+        run.append(list(command))
+        return status, said
+
+    return Tools(record, lambda name: None if name == missing else f"/bin/{name}"), run
+
+
+def hostfile(tmp_path, content) -> str:
+    path = tmp_path / "hosts.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def host(name: str, ip: str = "127.0.0.1", **more) -> dict:
+    return {"ssh": name, "ips": [ip], **more}
+
+
+def test_a_hostfile_of_mlx_launch_is_read_with_limits(tmp_path):
+    content = {"backend": "ring", "envs": ["A=1"], "hosts": [host("a"), host("b", max_memory=16)]}
+    found = machines_of(build({"hostfile": hostfile(tmp_path, content)}, "test"))
+    assert [h.max_memory for h in found.hosts] == [None, 16]
+    written = json.loads(found.as_json())
+    assert [h["ssh"] for h in written["hosts"]] == ["127.0.0.1", "b"]  # the first without ssh
+    assert written["envs"] == ["A=1"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not a hostfile of mlx.launch"),
+        ({"hosts": [{"ips": []}]}, "is not a hostfile of mlx.launch"),
+        ({"hosts": [host("a")]}, "names one host"),
+        ({"hosts": [host("a"), host("a")]}, "a is there twice"),
+        ({"hosts": [host("a"), host("-oX")]}, "-oX is no host"),
+        ({"hosts": [host("a", "192.0.2.1"), host("b")]}, "the first host must be this machine"),
+        ({"backend": "smoke", "hosts": [host("a"), host("b")]}, "backend smoke is unknown"),
+        ({"hosts": [host("a", max_memory=-1), host("b")]}, "max_memory must be"),
+    ],
+)
+def test_wrong_hostfiles_are_refused_in_one_line(tmp_path, content, message):
+    with pytest.raises(UserError, match=message) as raised:
+        machines_of(build({"hostfile": hostfile(tmp_path, content)}, "test"))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hosts": ("a", "b", "a")}, "a is there twice"),
+        ({"hosts": ("a", "b"), "processes": 2}, "cannot be combined"),
+        ({"sync": "data"}, "only works with --hosts"),
+        ({"processes": 2, "objective": "soft"}, "not supported with --objective soft"),
+        ({"processes": 2, "supervise": False}, "mlx.launch -n 2"),
+        (
+            {"processes": 2, "prefix_cache": "disk", "prefix_cache_folder": "x"},
+            "--prefix-cache-folder cannot be shared",
+        ),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        build(settings, "test")
+
+
+def test_a_host_that_cannot_be_reached_is_named():
+    given, run = tools(255, "Connection refused")
+    with pytest.raises(UserError, match=r"mac2 cannot be reached \(Connection refused\)"):
+        check_reachable(TWO, given)
+    assert run[0][0] == "ssh"
+    assert run[0][-2:] == ["mac2", "true"]
+
+
+def test_what_is_missing_is_named(monkeypatch, tmp_path):
+    with pytest.raises(UserError, match="ssh is missing"):
+        check_reachable(TWO, tools(missing="ssh")[0])
+    with pytest.raises(UserError, match="rsync is missing"):
+        sync(TWO, ["/data"], tools(missing="rsync")[0])
+    monkeypatch.setattr(machines.sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(UserError, match=r"mlx\.launch is missing"):
+        launcher(tools(missing="mlx.launch")[0])
+
+
+def test_sync_copies_to_the_same_places(tmp_path):
+    given, run = tools()
+    sync(TWO, [str(tmp_path)], given)
+    assert run[1][-2:] == [f"{tmp_path}/", f"mac2:{tmp_path}/"]
+
+
+def test_a_port_in_use_is_not_taken(monkeypatch):
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(machines, "FIRST_PORT", busy.getsockname()[1])
+        monkeypatch.setattr(machines, "PORTS_TRIED", 1)
+        with pytest.raises(UserError, match="are in use"):
+            free_first_port("127.0.0.1")
+
+
+def test_mlx_launch_gets_the_hosts_and_our_command(tmp_path):
+    command = launch_command(TWO, tmp_path / "h.json", ["python", "-m", "x"], 4000)
+    assert command[0].endswith("mlx.launch")
+    assert command[command.index("--") + 1 :] == ["python", "-m", "x"]
+    assert command[command.index("--starting-port") + 1] == "4000"

@@ -1,0 +1,73 @@
+"""Which rank says how a run ended, and what the logs say of a lost one."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from your_ai.run.child import Child
+from your_ai.run.exits import DONE, OUT_OF_MEMORY, PEER_LOST, USER
+from your_ai.session import ranks
+from your_ai.session.ranks import RankGroup, cause_of, free_ports, launched_rank, lost_in
+
+
+@pytest.mark.parametrize(
+    ("statuses", "killed", "cause"),
+    [
+        ([DONE, DONE], set(), 0),
+        ([DONE, 1], set(), 0),
+        ([PEER_LOST, -9], set(), 1),
+        ([PEER_LOST, PEER_LOST, OUT_OF_MEMORY], set(), 2),
+        ([PEER_LOST, -9], {1}, 0),
+        ([-9, PEER_LOST], {0}, 1),
+        ([USER, USER], set(), 0),
+        ([-9, -9], {0, 1}, 0),
+    ],
+)
+def test_the_rank_that_ended_by_itself_is_the_cause(statuses, killed, cause):
+    assert cause_of(statuses, killed) == cause
+
+
+def test_the_log_says_which_rank_was_lost():
+    log = "[ring] Socket 3\nlost: [ring] peer\nlost: rank 1 on mac2: its process ended\nlost: rank"
+    assert lost_in(log) == "rank 1 on mac2: its process ended"
+    assert lost_in("[WARN] Node with rank 2 exited with code -9") == "rank 2: it ended with code -9"
+    assert lost_in("nothing") == ""
+
+
+def test_ports_differ_and_are_free():
+    ports = free_ports(3)
+    assert len(set(ports)) == 3
+    for port in ports:
+        with socket.socket() as each:
+            each.bind(("127.0.0.1", port))
+
+
+def test_a_stopped_process_is_killed_when_another_died(monkeypatch):
+    monkeypatch.setattr(ranks, "GRACE_S", 0.1)
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    processes = [subprocess.Popen(sleep) for _ in range(2)]
+    group = RankGroup([Child(process, None) for process in processes])
+    processes[1].send_signal(signal.SIGSTOP)
+    processes[0].kill()
+    processes[0].wait()
+    deadline = time.monotonic() + 5
+    while None in group.statuses and time.monotonic() < deadline:
+        group.look()
+        time.sleep(0.02)
+    assert group.statuses == [-9, -9]
+    assert group.killed == {1}
+    assert group.result == (-9, 0)
+
+
+def test_the_rank_is_that_of_mlx_launch_or_mpi(monkeypatch):
+    for name in ("MLX_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert launched_rank() is None
+    monkeypatch.setenv("MLX_RANK", "1")
+    assert launched_rank() == 1

@@ -1,0 +1,277 @@
+"""Several processes train the adapter of one, and survive the loss of any of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.conftest import events_of, train
+from tests.data.test_batches import make_examples
+from your_ai.data.batches import make_schedule
+from your_ai.engine.gradients import HeldGradients
+from your_ai.engine.scoring import ScoredTexts, scored_by_all
+from your_ai.errors import UserError
+from your_ai.memory.governor import MemoryAction
+from your_ai.objectives.objective import Totals
+from your_ai.run import events
+from your_ai.run.folder import RunFolder, create
+from your_ai.run.stopping import Stop
+from your_ai.session.supervisor import supervise
+from your_ai.training.distributed import (
+    ALONE,
+    FIRST_STEPS,
+    FRAME_BYTES,
+    MEASURED_STEPS,
+    Ranks,
+    digest_of,
+)
+
+
+class Together:
+    """Ranks in threads of this process, which exchange through lists instead of sockets."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier = size, threading.Barrier(size)
+        self.given: list = [None] * size
+
+    def ranks(self, **changes) -> list[Ranks]:
+        hosts = tuple(f"mac{n}" for n in range(self.size))
+        found = [
+            Ranks(n, self.size, hosts, shares=(1.0,) * self.size, **changes)
+            for n in range(self.size)
+        ]
+        for each in found:
+            each.collect = lambda operation, array, rank=each.rank: self.all(operation, array, rank)
+        return found
+
+    def all(self, operation, array, rank):
+        self.given[rank] = np.array(array)
+        self.barrier.wait(10)
+        given = list(self.given)
+        self.barrier.wait(10)
+        whole = np.concatenate(given) if operation is mx.distributed.all_gather else sum(given)
+        return mx.array(whole.astype(given[0].dtype))
+
+    def run(self, work) -> list:
+        results: list = [None] * self.size
+
+        def one(rank: Ranks) -> None:
+            try:
+                results[rank.rank] = work(rank)
+            except Exception as error:
+                results[rank.rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in self.ranks()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        return results
+
+
+def test_values_are_gathered_in_the_order_of_ranks_whatever_their_size():
+    def work(ranks: Ranks):
+        return ranks.gather([ranks.rank, "x" * (ranks.rank * 2 * FRAME_BYTES)])
+
+    for found in Together(3).run(work):
+        assert [len(text) for _, text in found] == [0, 2 * FRAME_BYTES, 4 * FRAME_BYTES]
+
+
+def test_a_rank_without_rows_contributes_zeros_and_all_get_the_same_sums():
+    parameters = {"b": mx.zeros((2,)), "a": mx.zeros((3,))}
+
+    def work(ranks: Ranks):
+        totals, grads = Totals(), HeldGradients()
+        if ranks.rank:
+            totals = Totals(1.5, {"m": (2.0, 1.0)})
+            grads.add({"b": mx.ones((2,)), "a": mx.full((3,), 2.0)})
+        totals, counts = ranks.step_sums(totals, grads, parameters, [ranks.rank, 5])
+        return totals, {name: array.tolist() for name, array in grads.arrays.items()}, counts
+
+    for totals, grads, counts in Together(3).run(work):
+        assert (totals.loss, totals.metrics, counts) == (3.0, {"m": (4.0, 2.0)}, [3, 15])
+        assert grads == {"a": [4.0] * 3, "b": [2.0] * 2}
+
+
+def test_arrays_of_rank_0_replace_others_bit_for_bit():
+    def as_array() -> mx.array:  # of the thread that uses it
+        return mx.array([-0.0, float("nan"), 1e-45], mx.float32)
+
+    def work(ranks: Ranks):
+        found = ranks.same_arrays({"x": as_array() if ranks.is_first else mx.ones((3,))})
+        return digest_of(found)
+
+    assert set(Together(2).run(work)) == {digest_of({"x": as_array()})}
+    assert Together(2).run(lambda ranks: ranks.same_arrays({"x": as_array()})) == [None, None]
+
+
+def test_a_stop_or_an_action_of_one_rank_is_that_of_all():
+    def work(ranks: Ranks):
+        heard, stop = Stop(), ranks.agreed_stop(Stop())
+        if ranks.rank == 1:
+            heard.received = signal.SIGTERM
+        action = MemoryAction(kind=("larger_plan", "smaller_plan")[ranks.rank], cause="tight")
+        return (*ranks.agree(heard, stop, action, ranks.is_first), stop.received)
+
+    for action, save, pause, received in Together(2).run(work):
+        assert (action.kind, action.cause) == ("smaller_plan", "rank 1 on mac1: tight")
+        assert (save, pause, received) == (True, False, signal.SIGTERM)
+
+
+def test_a_larger_plan_needs_all():
+    ranks = Ranks(0, 2, ("a", "b"))
+    assert ranks.most_careful([(0, ["larger_plan", "room"])]) is None
+    both = [(0, ["larger_plan", "room"]), (1, ["larger_plan", "room"])]
+    assert ranks.most_careful(both).kind == "larger_plan"
+
+
+def test_a_difference_names_the_host():
+    found = Together(3).run(
+        lambda ranks: ranks.check_same({"version of mlx": "0.1" if ranks.rank != 2 else "0.2"})
+    )
+    for error in found:
+        assert isinstance(error, UserError)
+        assert str(error) == (
+            "rank 2 on mac2: has another version of mlx than mac0 (0.2 instead of 0.1)"
+        )
+
+
+@pytest.mark.parametrize("packed", [None, 256])
+@pytest.mark.parametrize("split", [False, True])
+def test_the_rows_of_all_ranks_are_those_of_the_step(packed, split):
+    examples = make_examples([40, 9, 33, 70, 12, 25, 61, 18])
+    schedule = make_schedule(examples, 4, 8, 0, packed, rows_together=2)
+    found = []
+    for rank in range(3):
+        ranks = Ranks(rank, 3, ("",) * 3, shares=(1.0, 2.0, 1.0))
+        found += ranks.own_batches(schedule, 0, lambda _: 4, 64, split=split)
+    whole = ALONE.own_batches(schedule, 0, lambda _: 4, 64, split=split)
+
+    def texts(batches):
+        return sorted(
+            (int(text), int(target))
+            for batch in batches
+            for text, target in zip(batch.text_ids, batch.targets, strict=False)
+        )
+
+    assert texts(found) == texts(whole)
+
+
+def test_scores_of_all_ranks_are_put_in_the_order_of_the_step():
+    examples = make_examples([12, 30, 20, 9])
+    schedule = make_schedule(examples, 4, 4, 0, rows_together=2)
+    whole = schedule.split_batches_of(0, lambda _: 1)
+    value = {}
+    parts = []
+    for batch in whole:
+        n = batch.trained_tokens
+        current = np.arange(n, dtype=np.float32) + 100 * batch.text_ids
+        value[int(batch.text_ids[0])] = current
+        parts.append(ScoredTexts(current, batch.text_ids, batch.weights[:n], None, None, None))
+    other = scored_by_all(parts[2:], whole, lambda values: values)
+    rest = scored_by_all(parts[:2], whole, lambda values: values)
+    for batch, a, b in zip(whole, other, rest, strict=True):
+        assert np.array_equal(a.current + b.current, value[int(batch.text_ids[0])])
+
+
+def test_a_slower_host_gets_less_from_then_on_and_after_a_restart():
+    ranks = Ranks(0, 2, ("mac1", "mac2"), shares=(1.0, 1.0))
+    found = []
+    for step in range(1, FIRST_STEPS + MEASURED_STEPS + 3):
+        ranks.begin_step(step - 1)
+        ranks.all_figures = [[100, 1.0, 0, 0, 0, 0], [100, 2.0, 0, 0, 0, 0]]
+        found.append(ranks.learn(step))
+    (event,) = filter(None, found)
+    assert (event.step, event.shares) == (FIRST_STEPS + MEASURED_STEPS, [1.0, 0.5])
+    again = Ranks(0, 2, ("mac1", "mac2"))
+    again.of_first = lambda make: make()
+    again.recall(lambda: [event])
+    again.begin_step(event.step - 1)
+    assert again.shares == (1.0, 1.0)
+    again.begin_step(event.step)
+    assert again.shares == (1.0, 0.5)
+
+
+def test_processes_of_one_machine_are_equally_fast():
+    ranks = Ranks(0, 2, ("mac1", "mac1"), shares=(1.0, 1.0))
+    for step in range(1, 30):
+        ranks.all_figures = [[100, 1.0, 0, 0, 0, 0], [100, 2.0, 0, 0, 0, 0]]
+        assert ranks.learn(step) is None
+
+
+# -- real processes, over the ring of MLX
+
+
+def supervised(config, name: str, command: list[str] | None = None) -> tuple[RunFolder, int]:
+    run = create(dataclasses.replace(config, run=name))
+    config = run.read_config()
+    settings = json.dumps(dataclasses.asdict(config))
+    return run, supervise(run, [], settings, command, config=config)
+
+
+def adapter(run: RunFolder) -> dict[str, mx.array]:
+    return mx.load(str(run.adapter / "adapters.safetensors"))
+
+
+def difference(run: RunFolder, other: RunFolder) -> float:
+    """The norm of the difference, relative to the norm."""
+    a, b = adapter(run), adapter(other)
+    square = sum(float(((a[name] - b[name]) ** 2).sum()) for name in b)
+    return (square / sum(float((b[name] ** 2).sum()) for name in b)) ** 0.5
+
+
+def left_of(run: RunFolder) -> list[str]:
+    """The processes of a run that are still there."""
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    return [line for line in listed.stdout.splitlines() if f"{run.path.resolve()} --level" in line]
+
+
+# Rank 1 is killed in its sixth step, the first time.
+DYING = """
+import os, signal
+from pathlib import Path
+from your_ai.training import train
+
+train_step, mark = train.train_step, Path({mark!r})
+
+def dying(prepared, governor, update, state, *rest):
+    if os.environ["MLX_RANK"] == "1" and state.step == 5 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_step(prepared, governor, update, state, *rest)
+
+train.train_step = dying
+train.main()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_adapter_of_one_even_if_one_is_killed(configure, tmp_path):
+    config = configure(
+        max_steps=8, save_every=3, lora_dropout=0.1, max_memory=1.0, valid="none", supervise=True
+    )
+    one = train(dataclasses.replace(config, run="one"))
+    config = dataclasses.replace(config, processes=2)
+    two, status = supervised(config, "two")
+    assert status == 0
+    assert difference(two, one) < 1e-5
+    last = events_of(two, events.Ranks)[-1]
+    assert all(0 < held <= 1e9 for held in last.process_bytes)
+    assert last.limit_bytes == [1e9] * 2
+    assert last.sent_bytes == sum(array.nbytes for array in adapter(two).values()) + FRAME_BYTES
+
+    script = DYING.format(mark=str(tmp_path / "mark"))
+    killed, status = supervised(config, "killed", [sys.executable, "-c", script])
+    assert status == 0
+    (died,) = events_of(killed, events.Died)
+    assert died.reason == "rank 1 killed by SIGKILL after step 5; continuing from step 3"
+    assert digest_of(adapter(killed)) == digest_of(adapter(two))
+    assert left_of(two) == left_of(killed) == []

@@ -1,0 +1,267 @@
+"""The machines of a run: who they are, whether they can be reached, and how `mlx.launch` is called.
+
+This module does not import mlx.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from your_ai.config import TrainConfig
+from your_ai.errors import UserError
+from your_ai.files import read_text
+from your_ai.gates.text import shortened
+
+HERE = "127.0.0.1"  # what `mlx.launch` starts without ssh
+FIRST_PORT = 32323  # of mlx.launch
+PORTS_TRIED = 50
+HOSTFILE_BYTES = 1 << 20
+REACH_S = 10  # for ssh to connect
+BACKENDS = ("ring", "jaccl", "jaccl-ring", "mpi", "nccl")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A host of a run."""
+
+    ssh: str
+    """What ssh connects to."""
+    ips: tuple[str, ...] = ()
+    """The addresses over which the ranks communicate."""
+    rdma: tuple[Any, ...] = ()
+    """For JACCL: the device to each host."""
+    max_memory: float | None = None
+    """The limit of its rank, in GB; None: that of --max-memory."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The hosts of a run, this machine first."""
+
+    hosts: tuple[Machine, ...]
+    backend: str = "ring"
+    envs: tuple[str, ...] = ()
+    """Environment variables for every rank, as NAME=VALUE."""
+
+    def as_json(self) -> str:
+        """The hostfile of `mlx.launch`, in which the first host is started without ssh."""
+        hosts = [
+            {"ssh": host.ssh, "ips": list(host.ips), "rdma": list(host.rdma)} for host in self.hosts
+        ]
+        hosts[0]["ssh"] = HERE
+        return json.dumps({"backend": self.backend, "envs": list(self.envs), "hosts": hosts})
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What this module asks of the machine; tests give others."""
+
+    run: Callable[[Sequence[str]], tuple[int, str]] = field(default_factory=lambda: run_program)
+    """command -> its exit status, and the last line it wrote."""
+    which: Callable[[str], str | None] = shutil.which
+
+
+def run_program(command: Sequence[str]) -> tuple[int, str]:
+    """Run a program that asks nothing."""
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    lines = done.stdout.decode("utf-8", "replace").strip().splitlines()
+    return done.returncode, lines[-1].strip() if lines else ""
+
+
+def machines_of(config: TrainConfig) -> Machines | None:
+    """The hosts of --hosts or --hostfile; None if the run is for this machine alone.
+
+    Raises UserError for a file that is none, an unknown name, or another first host.
+    """
+    if config.hostfile:
+        found, option = from_file(config.hostfile), f"--hostfile {shortened(config.hostfile)}"
+    elif config.hosts:
+        option = "--hosts"
+        found = Machines(tuple(Machine(name, (address_of(name),)) for name in config.hosts))
+    else:
+        return None
+    if len(found.hosts) < 2:
+        raise UserError(f"{option}: names one host; name this machine and at least one other")
+    if found.backend != "mpi":
+        first = found.hosts[0]
+        if not any(is_mine(ip) for ip in first.ips):
+            raise UserError(
+                f"{option}: the first host must be this machine, which owns the run folder; "
+                f"{shortened(first.ssh)} is not"
+            )
+    return found
+
+
+def from_file(name: str) -> Machines:
+    """Read a hostfile in the format of `mlx.launch`, with `max_memory` per host in addition."""
+    try:
+        content = json.loads(read_text(Path(os.path.expanduser(name)), HOSTFILE_BYTES))
+        if isinstance(content, list):
+            content = {"hosts": content}
+        hosts = tuple(machine_of(host) for host in content["hosts"])
+        backend, envs = content.get("backend") or "ring", tuple(content.get("envs", ()))
+    except OSError as error:
+        raise UserError(f"--hostfile {name}: cannot be read ({error.strerror})") from error
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"--hostfile {name}: is not a hostfile of mlx.launch ({error}); expected "
+            '{"hosts": [{"ssh": "mac1", "ips": ["10.0.0.1"]}, ...]}'
+        ) from error
+    if backend not in BACKENDS:
+        raise UserError(
+            f"--hostfile {name}: backend {shortened(str(backend))} is unknown; use one of "
+            f"{', '.join(BACKENDS)}"
+        )
+    check_names(hosts, f"--hostfile {name}")
+    return Machines(hosts, backend, envs)
+
+
+def machine_of(content: Any) -> Machine:
+    """A host of a hostfile. Raises ValueError, TypeError or LookupError if it is none."""
+    limit = content.get("max_memory")
+    ips, rdma = content.get("ips", []), content.get("rdma", [])
+    if not (isinstance(content["ssh"], str) and all(isinstance(ip, str) for ip in ips)):
+        raise ValueError("ssh and ips must be text")
+    if limit is not None and not (isinstance(limit, int | float) and 0 < limit < 1e9):
+        raise ValueError("max_memory must be a number of GB above 0")
+    return Machine(content["ssh"], tuple(ips), tuple(rdma), limit)
+
+
+def check_names(hosts: Sequence[Machine], option: str) -> None:
+    """Raise UserError for a host that ssh would take for an option, or that is there twice."""
+    names = [host.ssh for host in hosts]
+    for name in names:
+        if not name or name.startswith("-"):
+            raise UserError(f"{option}: {shortened(name) or 'an empty name'} is no host")
+        if names.count(name) > 1:
+            raise UserError(
+                f"{option}: {shortened(name)} is there twice; for several processes on one "
+                "machine use --processes"
+            )
+
+
+def address_of(name: str) -> str:
+    """The address of a host. Raises UserError if the name is not known."""
+    check_names([Machine(name)], "--hosts")
+    try:
+        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--hosts: {shortened(name)} is not known ({error})") from error
+    return str(found[0][4][0])
+
+
+def is_mine(ip: str) -> bool:
+    """Whether this machine has the address."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as each:
+            each.bind((ip, 0))
+    except OSError:
+        return False
+    return True
+
+
+def launcher(tools: Tools | None = None) -> str:
+    """The path of mlx.launch. Raises UserError if it is missing."""
+    beside = Path(sys.executable).with_name("mlx.launch")
+    found = str(beside) if beside.exists() else (tools or Tools()).which("mlx.launch")
+    if found is None:
+        raise UserError("--hosts: mlx.launch is missing; install it with: pip install mlx")
+    return found
+
+
+def check_reachable(machines: Machines, tools: Tools | None = None) -> None:
+    """Raise UserError naming the first host that ssh cannot reach without a password."""
+    tools = tools or Tools()
+    if tools.which("ssh") is None:
+        raise UserError("--hosts: ssh is missing, which starts the processes on the other hosts")
+    for host in machines.hosts[1:]:
+        options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={REACH_S}"]
+        status, said = tools.run(["ssh", *options, host.ssh, "true"])
+        if status:
+            raise UserError(
+                f"--hosts: {host.ssh} cannot be reached ({said or f'ssh status {status}'}); try: "
+                f"ssh {host.ssh} true"
+            )
+
+
+def sync(machines: Machines, paths: Sequence[str], tools: Tools | None = None) -> None:
+    """Copy files and folders to the same places on the other hosts, with rsync.
+
+    Raises UserError if one cannot be copied.
+    """
+    tools = tools or Tools()
+    if tools.which("rsync") is None:
+        raise UserError("--sync: rsync is missing on this machine")
+    for host in machines.hosts[1:]:
+        for path in paths:
+            slash = "/" if os.path.isdir(path) else ""
+            parent = os.path.dirname(path)
+            for command in (
+                ["ssh", host.ssh, f"mkdir -p {shlex.quote(parent)}"],
+                ["rsync", "-a", "-s", "--", f"{path}{slash}", f"{host.ssh}:{path}{slash}"],
+            ):
+                status, said = tools.run(command)
+                if status:
+                    raise UserError(
+                        f"--sync: {path} cannot be copied to {host.ssh} "
+                        f"({said or f'status {status}'})"
+                    )
+
+
+def paths_to_sync(config: TrainConfig, model: Path) -> list[str]:
+    """What --sync copies: the files of the data, and with `all` the model's folder."""
+    from your_ai.data.sources import find_splits
+
+    if config.sync == "off":
+        return []
+    found = [str(path.resolve()) for path in find_splits(config).files.values()]
+    if config.prompt_template:
+        found.append(os.path.realpath(config.prompt_template))
+    if config.sync == "all":
+        found.append(str(model.resolve()))
+    return list(dict.fromkeys(found))
+
+
+def free_first_port(ip: str) -> int:
+    """A port for `mlx.launch` to start from, which is free on this machine.
+
+    Raises UserError if all that are tried are in use.
+    """
+    for port in range(FIRST_PORT, FIRST_PORT + 100 * PORTS_TRIED, 100):
+        try:
+            with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as each:
+                each.bind((ip, port))
+        except OSError:
+            continue
+        return port
+    raise UserError(
+        f"--hosts: the ports from {FIRST_PORT} on are in use on this machine; is another run on?"
+    )
+
+
+def launch_command(
+    machines: Machines, hostfile: Path, command: Sequence[str], port: int
+) -> list[str]:
+    """The command that starts `command` on every host."""
+    return [
+        launcher(),
+        *("--hostfile", str(hostfile), "--backend", machines.backend),
+        *("--starting-port", str(port), "--cwd", os.getcwd(), "--"),
+        *command,
+    ]

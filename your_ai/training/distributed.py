@@ -1,0 +1,557 @@
+"""A run on several processes, each with the whole model: on one machine, or on several.
+
+Every rank computes the rows of a step from the same schedule and trains those dealt to it. The
+gradients are summed once per step, by MLX; losses and metrics are gathered and summed in the order
+of the ranks. So all ranks see the same numbers, decide the same, and do the same update on their
+own copy of the adapters. Rank 0 owns the run folder; the others keep what only concerns their
+process, such as their plan and its corrections, in `ranks/1` and so on below it.
+
+`ALONE` is the only rank of an ordinary run: it communicates nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import platform
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from your_ai.config import FIELDS, TrainConfig, build
+from your_ai.data.batches import Batch, RowsAt, Schedule
+from your_ai.data.dealing import rows_of_rank
+from your_ai.data.sources import find_splits
+from your_ai.engine.gradients import Gradients
+from your_ai.errors import Interrupted, RunError, UserError, is_memory_error
+from your_ai.files import sha256
+from your_ai.hub.find import find_model
+from your_ai.hub.fingerprint import fingerprint
+from your_ai.memory.budget import limit_of
+from your_ai.memory.governor import MemoryAction
+from your_ai.objectives.objective import Totals
+from your_ai.run import events, exits, heartbeat
+from your_ai.run.folder import RunFolder
+from your_ai.run.heartbeat import Heartbeat
+from your_ai.run.stopping import Stop
+
+RANKS = "ranks"  # folder in the run folder, with a folder for each rank but 0
+FRAME_BYTES = 1024  # of a gather: a larger value takes a second one
+LENGTH_BYTES = 8
+BUCKET_BYTES = 16 << 20  # gradients are summed in parts of about this size, so copies stay small
+DEFAULT_TIMEOUT_S = FIELDS["heartbeat_timeout_s"].default
+VERDICT_S = 5.0  # for the heartbeat to find out which rank was lost
+# Settings that need not be the same on all ranks.
+OWN_SETTINGS = ("max_memory", "run", "hosts", "hostfile", "processes", "sync")
+# Steps that compile, and steps after them in which the speed of each host is measured.
+FIRST_STEPS, MEASURED_STEPS = 3, 8
+LEAST_SHARE = 0.05
+NOTICEABLE = 0.1  # hosts that differ by less are equally fast
+FILE_BYTES = 1 << 28  # maximum size of a file of the run folder that others need
+# What decides more, of two ranks that want different things of memory.
+CAREFUL = ("restart", "smaller_plan", "larger_plan")
+
+
+class PeerLost(Exception):
+    """A collective operation failed: another rank is gone."""
+
+
+@dataclass(eq=False)
+class Ranks:
+    """This process among those that train a run together."""
+
+    rank: int = 0
+    size: int = 1
+    hosts: tuple[str, ...] = ("",)
+    """The name of each rank's machine."""
+    beats: Heartbeat | None = None
+    limit_gb: float | None = None
+    """The memory limit of this rank in the hostfile, in GB."""
+    given_limit_gb: float | None = None
+    """--max-memory, for all ranks."""
+    shares: tuple[float, ...] = (1.0,)
+    """The relative speed of each rank, by which rows are dealt."""
+    changes: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)
+    """The shares from a step (from 0) on."""
+    speeds: list[list[float]] = field(default_factory=list)
+    """Tokens per second of each rank, in the steps of this process."""
+    sent_bytes: int = 0
+    """What this rank gave to collective operations since `begin_step`."""
+    waited_s: float = 0.0
+    """How long they took, with the wait for slower ranks."""
+    reductions: int = 0
+    """How many of them summed gradients."""
+    figures: list[float] | None = None
+    """What `note_step` noted, until `agree` gives it to the others."""
+    all_figures: list[list[float] | None] = field(default_factory=list)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    # -- exchange
+
+    def begin_step(self, index: int) -> None:
+        """Begin step `index` (from 0)."""
+        self.sent_bytes, self.waited_s, self.reductions = 0, 0.0, 0
+        for step, shares in self.changes:
+            if step <= index:
+                self.shares = shares
+
+    def recall(self, written: Callable[[], list[events.Event]]) -> None:
+        """Deal rows as the run did before on the same hosts; written: rank 0's events."""
+        if self.size == 1:
+            return
+
+        def found() -> list[list]:
+            changes = [event for event in written() if isinstance(event, events.Shares)]
+            return [[e.step, e.shares] for e in changes if tuple(e.hosts) == self.hosts]
+
+        self.changes = [(step, tuple(shares)) for step, shares in self.of_first(found)]
+        self.shares, self.speeds = (1.0,) * self.size, []
+
+    def learn(self, step: int) -> events.Shares | None:
+        """Learn from `step` how fast the hosts are; returns how rows are dealt from then on.
+
+        That is decided once for a run, from the same numbers on every rank, and written to the
+        events, so that a run that is resumed deals its rows in the same way. Processes of one
+        machine are equally fast.
+        """
+        if len(set(self.hosts)) == 1 or self.changes or None in self.all_figures:
+            return None
+        self.speeds.append([tokens / max(s, 1e-9) for tokens, s, *_ in self.all_figures])
+        if len(self.speeds) < FIRST_STEPS + MEASURED_STEPS:
+            return None
+        speeds = [median(values) for values in zip(*self.speeds[FIRST_STEPS:], strict=True)]
+        fastest = max(speeds)
+        if min(speeds) <= 0:  # a rank had no rows
+            return None
+        shares = [max(LEAST_SHARE, round(speed / fastest, 2)) for speed in speeds]
+        if min(shares) > 1 - NOTICEABLE:
+            shares = [1.0] * self.size
+        self.changes = [(step, tuple(shares))]
+        return events.Shares(step=step, hosts=list(self.hosts), shares=shares)
+
+    def collect(self, operation: Callable[..., mx.array], array: mx.array) -> mx.array:
+        """The result of a collective operation. Raises PeerLost."""
+        mx.eval(array)
+        began = time.perf_counter()
+        try:
+            found = operation(array)
+            mx.eval(found)
+        except RuntimeError as error:
+            if is_memory_error(error):
+                raise
+            time.sleep(VERDICT_S)  # the heartbeat knows who it was, and ends this process
+            raise PeerLost(" ".join(str(error).split())) from error
+        self.waited_s += time.perf_counter() - began
+        self.sent_bytes += array.nbytes
+        return found
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gave, by rank: anything that JSON can carry."""
+        if self.size == 1:
+            return [value]
+        content = json.dumps(value).encode()
+        room = FRAME_BYTES - LENGTH_BYTES
+        head = len(content).to_bytes(LENGTH_BYTES, "big") + content[:room]
+        frames = self.exchanged(head, FRAME_BYTES)
+        sizes = [int.from_bytes(frame[:LENGTH_BYTES], "big") for frame in frames]
+        found = [frame[LENGTH_BYTES:] for frame in frames]
+        if (longest := max(sizes)) > room:
+            rests = self.exchanged(content[room:], longest - room)
+            found = [a + b for a, b in zip(found, rests, strict=True)]
+        return [json.loads(f[:size]) for f, size in zip(found, sizes, strict=True)]
+
+    def exchanged(self, content: bytes, size: int) -> list[bytes]:
+        """What each rank gave, filled up to `size` bytes."""
+        padded = np.frombuffer(content.ljust(size, b"\0"), np.uint8)
+        found = np.array(self.collect(mx.distributed.all_gather, mx.array(padded)))
+        return [part.tobytes() for part in found.reshape(self.size, size)]
+
+    def of_first(self, make: Callable[[], Any]) -> Any:
+        """What rank 0 makes. The others do not call `make`, and get a copy through JSON."""
+        if self.size == 1:
+            return make()
+        return self.gather(make() if self.is_first else None)[0]
+
+    def sum(self, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+        """The sums over all ranks, which all have arrays with these names and shapes."""
+        if self.size == 1:
+            return arrays
+        found: dict[str, mx.array] = {}
+        for names in buckets(arrays):
+            parts = [arrays[name] for name in names]
+            whole = self.collect(
+                mx.distributed.all_sum, mx.concatenate([p.reshape(-1) for p in parts])
+            )
+            ends = np.cumsum([part.size for part in parts])[:-1].tolist()
+            pieces = zip(names, parts, mx.split(whole, ends), strict=True)
+            found |= {name: piece.reshape(part.shape) for name, part, piece in pieces}
+            mx.eval([found[name] for name in names])
+        return found
+
+    def same_arrays(self, arrays: dict[str, mx.array]) -> dict[str, mx.array] | None:
+        """Rank 0's arrays, bit for bit, if any rank has others; else None."""
+        if self.size == 1:
+            return None
+        digests = self.gather(digest_of(arrays))
+        if len(set(digests)) == 1:
+            return None
+        words = {name: as_bytes(array) for name, array in arrays.items()}
+        if not self.is_first:  # sums of whole numbers with 0 are exact
+            words = {name: mx.zeros_like(array) for name, array in words.items()}
+        found = self.sum(words)
+        return {n: mx.view(found[n], a.dtype).reshape(a.shape) for n, a in arrays.items()}
+
+    # -- a step
+
+    def rows(self, lengths: np.ndarray, hidden: int, rows_together: int = 1) -> np.ndarray:
+        """The places of the rows of a step that this rank trains; lengths: (n,) tokens."""
+        return rows_of_rank(lengths, hidden, self.shares, self.rank, rows_together)
+
+    def rows_at_rank(self, lengths: np.ndarray, hidden: int, rank: int) -> np.ndarray:
+        """As `rows`, of any rank."""
+        return rows_of_rank(lengths, hidden, self.shares, rank)
+
+    def most_rows(self, rows: int, rows_together: int = 1) -> int:
+        """The rows of a step with `rows` rows that this rank gets if all are equally long."""
+        share = self.shares[self.rank] / sum(self.shares)
+        return max(1, math.ceil(rows // rows_together * share - 1e-9)) * rows_together
+
+    def step_sums(
+        self, totals: Totals, grads: Gradients, parameters: Any, counts: Sequence[int]
+    ) -> tuple[Totals, list[int]]:
+        """The sums of a step over all ranks, of losses and metrics, and of counts.
+
+        grads: those of this rank, none if it had no rows; then the sums over all ranks.
+        parameters: what is trained.
+        """
+        if self.size == 1:
+            return totals, list(counts)
+        parts = self.gather([totals.loss, totals.metrics, list(counts)])
+        whole = Totals()
+        for loss, metrics, _ in parts:
+            whole.loss += loss
+            for name, (value, count) in metrics.items():
+                before = whole.metrics.get(name, (0.0, 0.0))
+                whole.metrics[name] = (before[0] + value, before[1] + count)
+        trained, own = dict(tree_flatten(parameters)), grads.sizes()
+        for names in buckets({name: trained[name] for name in sorted(trained)}):
+            mine = grads.take([name for name in names if name in own])
+            none = {name: mx.zeros_like(trained[name]) for name in names if name not in own}
+            grads.add(self.sum({name: (mine | none)[name] for name in names}))
+        self.reductions += 1
+        every = [sum(values) for values in zip(*(part[2] for part in parts), strict=True)]
+        return whole, every
+
+    def sum_values(self, values: np.ndarray) -> np.ndarray:
+        """(n,) float32, the sums over all ranks."""
+        return np.array(self.sum({"": mx.array(values)})[""])
+
+    def own_batches(
+        self,
+        schedule: Schedule,
+        step: int,
+        rows_at: RowsAt,
+        hidden: int,
+        whole: list[Batch] | None = None,
+        split: bool = False,
+    ) -> list[Batch]:
+        """The micro-batches that this rank trains in step `step` (from 0).
+
+        hidden: hidden size of the model. whole: those of all ranks, if they are made already.
+        split: whether the texts of a group may be in several micro-batches.
+        """
+        batches_of = schedule.split_batches_of if split else schedule.batches_of
+        if self.size == 1:
+            return batches_of(step, rows_at) if whole is None else whole
+        together = schedule.rows_together
+        lengths = schedule.examples.lengths[schedule.rows_of(step)] - 1
+        most = self.most_rows(len(lengths), together)
+        ids = self.rows(lengths, hidden, together)
+        if schedule.packed_tokens is None:
+            return batches_of(step, lambda tokens: min(most, rows_at(tokens)), ids)
+        return batches_of(step, rows_at, ids)
+
+    def note_step(
+        self, tokens: int, seconds: float, process_bytes: int | None, limit_bytes: int
+    ) -> None:
+        """Note what this rank did in the step, for `event`."""
+        waited, sent = self.waited_s, self.sent_bytes
+        own = max(0.0, seconds - waited)
+        self.figures = [tokens, own, waited, process_bytes or 0, limit_bytes, sent]
+
+    def event(self, step: int) -> events.Ranks | None:
+        """What all ranks did in a step; None if it was skipped, or there is only this rank."""
+        if not self.all_figures or None in self.all_figures:
+            return None
+        columns = [list(column) for column in zip(*self.all_figures, strict=True)]
+        tokens, seconds, waited, process_bytes, limit_bytes, sent = columns
+        return events.Ranks(
+            step=step,
+            hosts=list(self.hosts),
+            tokens=tokens,
+            seconds=seconds,
+            waited=waited,
+            process_bytes=process_bytes,
+            limit_bytes=limit_bytes,
+            sent_bytes=max(sent),
+        )
+
+    # -- between two steps
+
+    def agreed_stop(self, stop: Stop) -> Stop:
+        """A stop that all ranks see at the same place, which `agree` sets."""
+        return stop if self.size == 1 else Stop()
+
+    def agree(
+        self,
+        heard: Stop,
+        stop: Stop,
+        wanted: MemoryAction | None = None,
+        save: bool = False,
+        pause: bool = False,
+    ) -> tuple[MemoryAction | None, bool, bool]:
+        """What all ranks do between two steps: act on memory, save, pause; and set `stop`.
+
+        heard: the stop signal of this process. save, pause: count only from rank 0.
+        """
+        if self.size == 1:
+            return wanted, save, pause
+        action = None if wanted is None else [wanted.kind, wanted.cause]
+        found = self.gather([heard.received, action, save, pause, self.figures])
+        self.all_figures, self.figures = [parts[4] for parts in found], None
+        received = [number for number, *_ in found if number is not None]
+        if received:
+            stop.received = received[0]
+        actions = [(rank, parts[1]) for rank, parts in enumerate(found) if parts[1]]
+        return self.most_careful(actions), found[0][2], found[0][3]
+
+    def most_careful(self, actions: list[tuple[int, list[str]]]) -> MemoryAction | None:
+        """What all do if these ranks want these actions; a larger plan only if all want it."""
+        for kind in CAREFUL:
+            found = [(rank, cause) for rank, (name, cause) in actions if name == kind]
+            if found and (kind != "larger_plan" or len(found) == self.size):
+                rank, cause = found[0]
+                return MemoryAction(kind=kind, cause=f"rank {rank} on {self.hosts[rank]}: {cause}")
+        return None
+
+    # -- the run folder
+
+    def folder_of(self, folder: RunFolder, config: TrainConfig) -> RunFolder:
+        """The folder that this rank writes: the run folder itself, or one in it."""
+        if self.is_first:
+            return folder
+        mine = RunFolder(folder.path / RANKS / str(self.rank))
+        try:
+            mine.path.mkdir(parents=True, exist_ok=True)
+            mine.write_config(config)
+        except OSError as error:
+            raise UserError(f"{mine.path}: cannot be written ({error.strerror})") from error
+        return mine
+
+    def share_files(self, folder: RunFolder, name: str) -> None:
+        """Give the files in a folder of rank 0's run folder to the others, in theirs."""
+        if self.size == 1:
+            return
+        place = folder.path / name
+
+        def read() -> dict[str, str]:
+            files = sorted(place.iterdir()) if place.is_dir() else []
+            files = [path for path in files if path.stat().st_size <= FILE_BYTES]
+            return {path.name: base64.b64encode(path.read_bytes()).decode() for path in files}
+
+        found = self.of_first(read)
+        if found and not self.is_first:
+            place.mkdir(exist_ok=True)
+            for file, content in found.items():
+                (place / file).write_bytes(base64.b64decode(content))
+
+    # -- the start and the end
+
+    def check_same(self, what: dict[str, str]) -> None:
+        """Compare what decides the results, before anything is loaded.
+
+        what: a value or checksum by name. Raises UserError naming the first host that differs.
+        """
+        for rank, other in enumerate(every := self.gather(what)):
+            for name, value in every[0].items():
+                if other.get(name) != value:
+                    hosts, values = self.hosts, f"{other.get(name)} instead of {value}"
+                    raise UserError(
+                        f"rank {rank} on {hosts[rank]}: has another {name} than {hosts[0]}"
+                        + (f" ({values})" if len(values) < 100 else "; copy it there")
+                    )
+
+    def fail(self, text: str, status: int) -> None:
+        """Tell the others that this rank ends with an error."""
+        if self.beats is not None:
+            self.beats.fail(text, status)
+
+    def with_own_limit(self, config: TrainConfig) -> TrainConfig:
+        """The settings with the memory limit of this rank.
+
+        Without any limit, the processes of `mlx.launch` on one machine share its memory equally.
+        """
+        self.given_limit_gb, limit_gb = config.max_memory, self.limit_gb or config.max_memory
+        beside = self.hosts.count(self.hosts[self.rank])
+        if limit_gb is None and config.processes == 1 and beside > 1:
+            limit_gb = limit_of(None).limit_bytes / beside / 1e9
+        return dataclasses.replace(config, max_memory=limit_gb)
+
+    def as_given(self, config: TrainConfig) -> TrainConfig:
+        """The settings for the run folder, with the memory limit that the user gave."""
+        if self.size == 1:
+            return config
+        return dataclasses.replace(config, max_memory=self.given_limit_gb)
+
+    def leave(self) -> None:
+        """Tell the others that this rank has done its part."""
+        if self.beats is not None:
+            self.beats.leave()
+
+
+ALONE = Ranks()
+
+
+def buckets(arrays: dict[str, mx.array]) -> list[list[str]]:
+    """Names to sum together: of one data type, in order, up to about BUCKET_BYTES."""
+    found: list[list[str]] = []
+    last, room = "", 0
+    for name, array in arrays.items():
+        if str(array.dtype) != last or array.nbytes > room:
+            found.append([])
+            last, room = str(array.dtype), BUCKET_BYTES
+        found[-1].append(name)
+        room -= array.nbytes
+    return found
+
+
+def as_bytes(array: mx.array) -> mx.array:
+    return mx.view(array.reshape(-1), mx.uint8)
+
+
+def digest_of(arrays: dict[str, mx.array]) -> str:
+    """A checksum over the names, shapes and bits of arrays."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].shape} {arrays[name].dtype}".encode())
+        digest.update(np.array(as_bytes(arrays[name])).tobytes())
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """The versions that decide what a step computes."""
+    return {f"version of {name}": version(name) for name in ("your_ai", "mlx", "mlx-lm")}
+
+
+def agreed_settings(ranks: Ranks, config: TrainConfig, recorded: TrainConfig) -> TrainConfig:
+    """Rank 0's settings, but for the memory limit, after a comparison of all that all need.
+
+    config: as given to this rank. recorded: with what the run chose before.
+    Raises UserError naming the first host that differs.
+    """
+    if ranks.size == 1:
+        return recorded
+    given = {n: v for n, v in dataclasses.asdict(config).items() if n not in OWN_SETTINGS}
+    ranks.check_same(versions() | {"settings": checksum(given)})
+    config = build(ranks.of_first(lambda: dataclasses.asdict(recorded)), "--settings")
+    config = ranks.with_own_limit(config)
+    splits = find_splits(config).files.items()
+    data = {path.name: sha256(path) for name, path in splits if name != "test"}
+    files = fingerprint(find_model(config.model))
+    ranks.check_same({"model": checksum(files), "data": checksum(data)})
+    return config
+
+
+def checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def asked_backend() -> str | None:
+    """How `mlx.launch` or MPI started this process; None if nothing of the kind did."""
+    if "MLX_IBV_DEVICES" in os.environ:
+        return "jaccl"
+    if os.path.exists(place := os.environ.get("MLX_HOSTFILE", "")) and os.path.getsize(place) > 1:
+        return "ring"
+    if "NCCL_HOST_IP" in os.environ:
+        return "nccl"
+    return "mpi" if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1 else None
+
+
+def address_of_first(backend: str) -> str:
+    """Where rank 0 can be reached by the others."""
+    if backend == "ring":
+        with open(os.environ["MLX_HOSTFILE"], encoding="utf-8") as file:
+            return json.load(file)[0][0].rpartition(":")[0].strip("[]")
+    given = os.environ.get("MLX_JACCL_COORDINATOR", "").rpartition(":")[0]
+    return given or os.environ.get("NCCL_HOST_IP") or platform.node()
+
+
+def join(timeout_s: float) -> Ranks:
+    """Meet the other ranks of this run, if `mlx.launch` started this process; else ALONE.
+
+    timeout_s: without a heartbeat for so long, a rank is lost.
+    Raises UserError if a port is in use, and RunError if another rank cannot be reached.
+    """
+    backend = asked_backend()
+    if backend is None:
+        return ALONE
+    try:
+        group = mx.distributed.init(strict=True, backend=backend)
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        if "bind" in reason:
+            reason += "; a port is in use: choose others with mlx.launch --starting-port"
+        raise UserError(f"--hosts: the ranks cannot connect ({reason})") from error
+    if group.size() == 1:
+        return ALONE
+    found = Ranks(group.rank(), group.size(), ("",) * group.size(), shares=(1.0,) * group.size())
+    listener = meeting = None
+    if found.is_first:
+        listener, meeting = heartbeat.listen(address_of_first(backend))
+    about = [platform.node(), meeting and dataclasses.asdict(meeting)]
+    gathered = found.gather(about)
+    found.hosts = tuple(host for host, _ in gathered)
+    if listener is not None and meeting is not None:
+        links = heartbeat.accept(listener, meeting, found.size)
+    else:
+        links = heartbeat.connect(heartbeat.Meeting(**gathered[0][1]), found.rank)
+    found.beats = Heartbeat(found.rank, found.hosts, timeout_s, links)
+    found.beats.start()
+    return found
+
+
+@contextlib.contextmanager
+def telling_others(ranks: Ranks) -> Iterator[None]:
+    """Tell the other ranks how this one ends."""
+    try:
+        yield
+    except PeerLost:
+        raise
+    except (UserError, RunError) as error:
+        ranks.fail(str(error), exits.USER if isinstance(error, UserError) else exits.FAILED)
+        raise
+    except Interrupted as interrupted:
+        name = signal.Signals(interrupted.number).name
+        ranks.fail(f"stopped by {name}", 128 + interrupted.number)
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        ranks.fail(f"failed because of a bug in your_ai ({kind})", exits.CRASHED)
+        raise
+    ranks.leave()
