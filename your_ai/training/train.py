@@ -83,7 +83,7 @@ from your_ai.training.saving import (
     use_result,
 )
 from your_ai.training.soft_rollouts import SoftSource
-from your_ai.training.validation import is_enough, show_test_rows, validate_on_first
+from your_ai.training.validation import is_enough, show_test_rows, validate
 
 MAX_SKIPPED_IN_A_ROW = 5
 OUT_OF_ROOM = ("ran out of memory", exits.OUT_OF_MEMORY)
@@ -165,7 +165,7 @@ def run_prepared(
 
     fill_prefix(prepared, state.step, log, stop)
     if state.validation_due:
-        state = validate_on_first(prepared, state, log, stop, rollouts)
+        state = validate(prepared, state, log, stop, rollouts)
         save(folder, prepared, state, log)
     ranks.recall(lambda: [record.event for record in events.tail(log.path)[0]])
     heard, stop = stop, ranks.agreed_stop(stop)
@@ -191,7 +191,7 @@ def run_prepared(
         state = replace(state, validation_due=due)
         try:
             wanted = governor.after_step(state.step, batches) if batches else None
-            state = validate_on_first(prepared, state, log, heard, rollouts)
+            state = validate(prepared, state, log, heard, rollouts)
         except (RunError, UserError):  # the base cannot be read, or the user's metric failed
             save(folder, prepared, state, log)  # the adapters are good
             raise
