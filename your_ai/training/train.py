@@ -211,7 +211,8 @@ def run_prepared(
             raise Replan(wanted, state.step, Watch(told=governor.watch.told))
         if not last:
             pause_all(folder, prepared, state.step, log, heard, pausing)
-            ranks.agree(heard, stop)
+            if pausing:
+                ranks.agree(heard, stop)
     # The signal may have come after the check for saving.
     if stop and ranks.of_first(lambda: saved_step(folder)) != state.step:
         save(folder, prepared, state, log)
