@@ -12,8 +12,18 @@ import pytest
 
 from your_ai.run.child import Child
 from your_ai.run.exits import DONE, OUT_OF_MEMORY, PEER_LOST, USER
+from your_ai.run.folder import RunFolder
+from your_ai.run.heartbeat import write_report
 from your_ai.session import ranks
-from your_ai.session.ranks import RankGroup, cause_of, free_ports, launched_rank, lost_in
+from your_ai.session.ranks import (
+    LaunchedGroup,
+    RankGroup,
+    cause_of,
+    free_ports,
+    launched_rank,
+    lost_in,
+)
+from your_ai.session.supervisor import Life, after_death
 
 
 @pytest.mark.parametrize(
@@ -71,3 +81,51 @@ def test_the_rank_is_that_of_mlx_launch_or_mpi(monkeypatch):
     assert launched_rank() is None
     monkeypatch.setenv("MLX_RANK", "1")
     assert launched_rank() == 1
+
+
+def launched(tmp_path) -> LaunchedGroup:
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    process = subprocess.Popen(sleep, start_new_session=True)
+    return LaunchedGroup(Child(process, None), RunFolder(tmp_path), tmp_path / "status")
+
+
+def test_the_status_of_rank_0_comes_from_its_report(tmp_path):
+    group = launched(tmp_path)
+    assert group.result == (PEER_LOST, 0)  # it was killed before it could write one
+    write_report(group.report, USER)
+    assert group.result == (USER, 0)
+    group.end()
+    assert group.first.process.returncode == -9
+
+
+def test_mlx_launch_is_killed_if_rank_0_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "GRACE_S", 0.1)
+    group, holder = launched(tmp_path), 1234
+    monkeypatch.setattr(ranks, "owner", lambda _: holder)
+    group.look()
+    holder = None
+    deadline = time.monotonic() + 5
+    while group.first.process.poll() is None and time.monotonic() < deadline:
+        group.look()
+        time.sleep(0.02)
+    assert group.first.process.poll() == -9
+
+
+def test_a_signal_goes_to_rank_0_and_the_third_kills_all(tmp_path, monkeypatch):
+    group, sent = launched(tmp_path), []
+    monkeypatch.setattr(ranks, "owner", lambda _: 1234)
+    monkeypatch.setattr(ranks.os, "kill", lambda pid, number: sent.append((pid, number)))
+    group.pass_on([signal.SIGTERM], patience=2)
+    group.pass_on([signal.SIGTERM, signal.SIGTERM, signal.SIGTERM], patience=2)
+    assert sent == [(1234, signal.SIGTERM)] * 2
+    assert group.first.process.wait(5) == -9
+
+
+def test_three_losses_without_progress_end_the_run_with_host_and_reason():
+    lost = "rank 1 on mac2: no heartbeat for 30 s"
+    death = Life(status=PEER_LOST, rank="rank 0", lost=lost, checkpoint=5, step=7, moved=True)
+    first = after_death([], death)
+    assert (first.level, first.reason) == (0, f"lost {lost}; continuing from step 5")
+    last = after_death([death, death], death)
+    assert last.level is None
+    assert last.reason == f"lost {lost}; 3 deaths in a row without a new checkpoint"

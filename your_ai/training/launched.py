@@ -6,9 +6,10 @@ from functools import partial
 from pathlib import Path
 
 from your_ai.config import TrainConfig
+from your_ai.errors import RunError
 from your_ai.run.folder import RunFolder
 from your_ai.run.stopping import Stop
-from your_ai.training.distributed import join, telling_others
+from your_ai.training.distributed import PeerLost, Ranks, join, telling_others
 from your_ai.training.memory_actions import within_limit
 from your_ai.training.train import OUT_OF_ROOM, train_until_done
 
@@ -20,6 +21,14 @@ def train_launched(folder: RunFolder | None, config: TrainConfig, stop: Stop) ->
     folder: the run folder of rank 0; None on other ranks.
     """
     ranks = join(config.heartbeat_timeout_s)
+    try:
+        return train_rank(ranks, folder, config, stop)
+    except PeerLost as error:
+        raise RunError(f"another process of the run is gone ({error}); resume the run") from error
+
+
+def train_rank(ranks: Ranks, folder: RunFolder | None, config: TrainConfig, stop: Stop) -> int:
+    """As `train_launched`, once the ranks have met. Raises PeerLost."""
     with telling_others(ranks):
         place = ranks.of_first(lambda: str(folder and folder.path.resolve()))
         mine = folder or ranks.folder_of(RunFolder(Path(place)), config)

@@ -82,7 +82,7 @@ from your_ai.training.saving import (
     use_result,
 )
 from your_ai.training.soft_rollouts import SoftSource
-from your_ai.training.validation import is_enough, show_test_rows, validate_on_first
+from your_ai.training.validation import is_enough, show_test_rows, validate
 
 MAX_SKIPPED_IN_A_ROW = 5
 OUT_OF_ROOM = ("ran out of memory", exits.OUT_OF_MEMORY)
@@ -164,7 +164,7 @@ def run_prepared(
 
     fill_prefix(prepared, state.step, log, stop)
     if state.validation_due:
-        state = validate_on_first(prepared, state, log, stop, rollouts)
+        state = validate(prepared, state, log, stop, rollouts)
         save(folder, prepared, state, log)
     ranks.recall(lambda: [record.event for record in events.tail(log.path)[0]])
     heard, stop = stop, ranks.agreed_stop(stop)
@@ -190,7 +190,7 @@ def run_prepared(
         state = replace(state, validation_due=due)
         try:
             wanted = governor.after_step(state.step, batches) if batches else None
-            state = validate_on_first(prepared, state, log, heard, rollouts)
+            state = validate(prepared, state, log, heard, rollouts)
         except (RunError, UserError):  # the base cannot be read, or the user's metric failed
             save(folder, prepared, state, log)  # the adapters are good
             raise
@@ -210,7 +210,8 @@ def run_prepared(
             raise Replan(wanted, state.step, Watch(told=governor.watch.told))
         if not last:
             pause_all(folder, prepared, state.step, log, heard, pausing)
-            ranks.agree(heard, stop)
+            if pausing:
+                ranks.agree(heard, stop)
     # The signal may have come after the check for saving.
     if stop and ranks.of_first(lambda: saved_step(folder)) != state.step:
         save(folder, prepared, state, log)

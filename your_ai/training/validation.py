@@ -20,7 +20,7 @@ from your_ai.training.rollouts import RolloutSource, reward_metrics
 from your_ai.training.soft_rollouts import SoftSource
 
 
-def validate(
+def validate_here(
     prepared: Prepared,
     state: TrainState,
     log: events.EventLog,
@@ -67,20 +67,20 @@ def validate(
     return state
 
 
-def validate_on_first(
+def validate(
     prepared: Prepared,
     state: TrainState,
     log: events.EventLog,
     stop: Stop,
-    rollouts: RolloutSource | SoftSource | None,
+    rollouts: RolloutSource | SoftSource | None = None,
 ) -> TrainState:
     """The state after the validation that is due, which rank 0 does for all."""
     ranks = prepared.ranks
     if ranks.size == 1:
-        return validate(prepared, state, log, stop, rollouts)
+        return validate_here(prepared, state, log, stop, rollouts)
     if prepared.valid is None or not state.validation_due:
         return replace(state, validation_due=False)
-    found = ranks.of_first(lambda: asdict(validate(prepared, state, log, stop, rollouts)))
+    found = ranks.of_first(lambda: asdict(validate_here(prepared, state, log, stop, rollouts)))
     return TrainState(**found)
 
 
