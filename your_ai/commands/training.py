@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -132,6 +133,7 @@ def plan(
     bits: int | None,
     seq_len: int | None,
     memory: float | None,
+    longest: bool | None,
     as_json: bool | None,
     **flags: Any,
 ) -> None:
@@ -140,6 +142,13 @@ def plan(
     named = {"model": shape} if shape is not None else {}  # without a model: the demo's preset
     settings = new_run.resolve(flags | named, config, needs_data=False, on_note=echo_note)
     from your_ai.training import preview
+
+    max_memory = settings.max_memory
+    if longest:
+        if seq_len is not None:
+            raise UserError(f"--longest: finds the length, so without --seq-len {seq_len}")
+        seq_len = preview.SHORT_TOKENS
+        settings = dataclasses.replace(settings, max_memory=preview.ANY_GB, force=True)
 
     if shape is None:
         if bits is not None:
@@ -158,7 +167,13 @@ def plan(
         dtype = "float32" if settings.dtype == "auto" else settings.dtype
         folder = weights_of(shape, None, 4 if bits is None else bits, dtype, echo_note)
         budget = planned_budget(settings, folder, seq_len)
-    if as_json:
+    if longest:
+        rows = preview.longest_shown(budget.demand, max_memory)
+        if as_json:
+            echo_json(preview.longest_as_json(rows))
+        else:
+            open_console().print(preview.longest_table(budget.demand, rows))
+    elif as_json:
         echo_json(preview.as_json(budget))
     else:
         open_console().print(preview.table(budget))
@@ -178,5 +193,11 @@ plan.__signature__ = with_settings(  # type: ignore[attr-defined]
     ),
     option("seq_len", "--seq-len", int | None, "Tokens in every row, instead of the data."),
     option("memory", "--memory", float | None, "Plan for an idle Mac with this much RAM, in GB."),
+    option(
+        "longest",
+        "--longest",
+        bool | None,
+        "Show the longest row that fits into --max-memory, or into 8, 16, 24, 32 and 64 GB.",
+    ),
     option("as_json", "--json", bool | None, "Print one JSON object."),
 )

@@ -41,15 +41,24 @@ def tiled_forward_bytes(workload: Workload, rows: int, tokens: int, of_tile: flo
     """Bytes of the forward pass of a block; of_tile: of that of rows of n tokens."""
     facts, table = workload.facts, workload.coefficients.tiles
     per_token = (facts.hidden + cached(facts)) * facts.float_bytes
-    return rows * tokens * per_token + table["forward"] * of_tile
+    attention = attention_bytes(workload, rows, tokens)
+    return rows * tokens * per_token + max(table["forward"] * of_tile, attention)
 
 
 def tiled_backward_bytes(workload: Workload, rows: int, tokens: int, of_tile: float) -> float:
     """Bytes of the backward pass of a block; of_tile: of that of rows of n tokens."""
     facts, table = workload.facts, workload.coefficients.tiles
     per_token = (facts.hidden + cached(facts)) * facts.float_bytes + 4 * cached(facts)
-    work = table["backward"] * of_tile + table["scores"] * TILE_SCORE_BYTES
-    return rows * tokens * per_token + work
+    attention = attention_bytes(workload, rows, tokens)
+    return rows * tokens * per_token + max(table["backward"] * of_tile, attention)
+
+
+def attention_bytes(workload: Workload, rows: int, tokens: int) -> float:
+    """Bytes of attention between two tiles: scores of a block, and float32 arrays like queries."""
+    table, facts = workload.coefficients.tiles, workload.facts
+    width = max((m.heads * m.value_dim for kind in facts.kinds for m in kind.mixers), default=0)
+    queries = 4 * rows * tile_tokens(rows, tokens) * (width or facts.hidden)
+    return table["scores"] * TILE_SCORE_BYTES + table["queries"] * queries
 
 
 def cached(facts: ModelFacts) -> int:
