@@ -54,11 +54,13 @@ def tiled_backward_bytes(workload: Workload, rows: int, tokens: int, of_tile: fl
 
 
 def attention_bytes(workload: Workload, rows: int, tokens: int) -> float:
-    """Bytes of attention between two tiles: scores of a block, and float32 arrays like queries."""
-    table, facts = workload.coefficients.tiles, workload.facts
+    """Bytes of attention between two tiles: the scores of some blocks of queries, or of all if they
+    are few, and float32 arrays like the queries."""
+    table, facts, n = workload.coefficients.tiles, workload.facts, tile_tokens(rows, tokens)
     width = max((m.heads * m.value_dim for kind in facts.kinds for m in kind.mixers), default=0)
-    queries = 4 * rows * tile_tokens(rows, tokens) * (width or facts.hidden)
-    return table["scores"] * TILE_SCORE_BYTES + table["queries"] * queries
+    every = table["pair"] * 4 * rows * facts.heads * n**2
+    queries = table["queries"] * 4 * rows * n * (width or facts.hidden)
+    return min(table["scores"] * TILE_SCORE_BYTES, every) + queries
 
 
 def cached(facts: ModelFacts) -> int:
