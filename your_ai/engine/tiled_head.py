@@ -62,12 +62,12 @@ def slots_of(targets: Targets, indices: np.ndarray, places: np.ndarray, share: i
     at = mx.array(slots.astype(np.int32))
     found = Targets(*(None if array is None else array[at] for array in targets))
     real = mx.arange(len(slots)) < count
-    weights = {
-        name: mx.where(real, array, 0)
-        for name in ("weights", "given")
-        if (array := found._asdict()[name]) is not None
-    }
-    return found._replace(positions=mx.array(places[slots].astype(np.int32)), **weights)
+    given = None if found.given is None else mx.where(real, found.given, 0)
+    return found._replace(
+        positions=mx.array(places[slots].astype(np.int32)),
+        weights=mx.where(real, found.weights, 0),
+        given=given,
+    )
 
 
 def in_order(parts: list[TargetPart], found: list[mx.array]) -> mx.array:

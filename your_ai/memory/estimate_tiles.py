@@ -45,12 +45,18 @@ def tiled_forward_bytes(workload: Workload, rows: int, tokens: int, of_tile: flo
     return rows * tokens * per_token + max(table["forward"] * of_tile, attention)
 
 
-def tiled_backward_bytes(workload: Workload, rows: int, tokens: int, of_tile: float) -> float:
-    """Bytes of the backward pass of a block; of_tile: of that of rows of n tokens."""
+def tiled_backward_bytes(
+    workload: Workload, rows: int, tokens: int, forward: float, backward: float
+) -> float:
+    """Bytes of the backward pass of a block; forward, backward: of the passes of rows of n tokens.
+
+    An MLP without adapters is not sliced, and needs as much as in the forward pass.
+    """
     facts, table = workload.facts, workload.coefficients.tiles
     per_token = (facts.hidden + cached(facts)) * facts.float_bytes + 4 * cached(facts)
     attention = attention_bytes(workload, rows, tokens)
-    return rows * tokens * per_token + max(table["backward"] * of_tile, attention)
+    work = max(table["forward"] * forward, table["backward"] * backward, attention)
+    return rows * tokens * per_token + work
 
 
 def attention_bytes(workload: Workload, rows: int, tokens: int) -> float:
