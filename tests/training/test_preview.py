@@ -180,6 +180,14 @@ def test_shape_option_needs_no_model_folder(capsys):
     ]["weights"] / 3  # fmt: skip
 
 
+def test_longest_row_of_a_limit_is_one_that_plan_accepts(capsys):
+    (found,) = planned(capsys, "--shape", "tiny", "--longest", "--max-memory", 1.5)
+    tokens, gb = found["tokens"], ("--max-memory", 1.5)
+    assert planned(capsys, "--shape", "tiny", "--seq-len", tokens, *gb, "--batch-size", 1)
+    more = ("--seq-len", 2 * tokens, "--batch-size", 1)
+    assert "nothing fits into 1.50 GB" in refused(capsys, "--shape", "tiny", *more, *gb)
+
+
 def test_smaller_limit_gives_a_smaller_plan(capsys):
     rows = ("--seq-len", 1024)
     most = planned(capsys, *rows)
@@ -224,6 +232,8 @@ def test_plan_reads_no_weights(capsys, tmp_path, data_folder):
         (("--seq-len", 0), "--seq-len"),
         (("--seq-len", -5), "--seq-len"),
         (("--seq-len", "abc"), "--seq-len"),
+        (("--longest", "--seq-len", 512), "--longest: finds the length"),
+        (("--longest", "--objective", "grpo", "--reward", "length:9"), "rows are generated"),
         (("--shape", "smal"), "did you mean small?"),
         (("--shape", "tiny", "--bits", 3), "--bits 3: must be 4 or 8"),
         (("--model", "absent", "--data", "x"), "absent: no such folder or alias"),

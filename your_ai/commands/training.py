@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -144,6 +145,7 @@ def plan(
     seq_len: int | None,
     memory: float | None,
     front: bool | None,
+    longest: bool | None,
     as_json: bool | None,
     **flags: Any,
 ) -> None:
@@ -152,6 +154,13 @@ def plan(
     named = {"model": shape} if shape is not None else {}  # without a model: the demo's preset
     settings = new_run.resolve(flags | named, config, needs_data=False, on_note=echo_note)
     from your_ai.training import preview
+
+    max_memory = settings.max_memory
+    if longest:
+        if seq_len is not None:
+            raise UserError(f"--longest: finds the length, so without --seq-len {seq_len}")
+        seq_len = preview.SHORT_TOKENS
+        settings = dataclasses.replace(settings, max_memory=preview.ANY_GB, force=True)
 
     if shape is None:
         if bits is not None:
@@ -170,7 +179,13 @@ def plan(
         dtype = "float32" if settings.dtype == "auto" else settings.dtype
         folder = weights_of(shape, None, 4 if bits is None else bits, dtype, echo_note)
         budget = planned_budget(settings, folder, seq_len)
-    if as_json:
+    if longest:
+        rows = preview.longest_shown(budget.demand, max_memory)
+        if as_json:
+            echo_json(preview.longest_as_json(rows))
+        else:
+            open_console().print(preview.longest_table(budget.demand, rows))
+    elif as_json:
         echo_json(preview.front_json(budget) if front else preview.as_json(budget))
     else:
         open_console().print((preview.front_table if front else preview.table)(budget))
@@ -195,6 +210,12 @@ plan.__signature__ = with_settings(  # type: ignore[attr-defined]
         "--front",
         bool | None,
         "Show all plans that no other beats in both memory and time, whatever the limit.",
+    ),
+    option(
+        "longest",
+        "--longest",
+        bool | None,
+        "Show the longest row that fits into --max-memory, or into 8, 16, 24, 32 and 64 GB.",
     ),
     option("as_json", "--json", bool | None, "Print one JSON object."),
 )

@@ -17,6 +17,7 @@ import numpy as np
 
 from your_ai.memory.coefficients import Coefficients
 from your_ai.memory.estimate import Plan, Training, Workload, estimate
+from your_ai.memory.estimate_tiles import is_tiled
 from your_ai.memory.facts import BlockFacts, ModelFacts
 from your_ai.memory.mixer_facts import MixerFacts
 from your_ai.memory.workload import NOTHING, Kept
@@ -26,6 +27,7 @@ FITTED: dict[tuple[str, str], tuple[str, ...]] = {
     ("fused", "training"): ("fused", "fused_head"),
     ("staged", "training"): ("forward", "forward_lora", "backward", "head"),
     ("kept", "training"): ("kept",),
+    ("tiled", "training"): ("tiles",),
     ("fused", "evaluation"): ("evaluation", "evaluation_unsliced", "scores"),
     ("staged", "evaluation"): ("evaluation", "evaluation_unsliced", "scores"),
 }
@@ -128,14 +130,19 @@ def fit(peaks: Sequence[Peak], start: Coefficients) -> Coefficients:
 def decided(peaks: Sequence[Peak], start: Coefficients) -> list[tuple[str, str]]:
     """(table, key) of the coefficients that these peaks can decide."""
     families = {
-        (
-            Plan(peak.engine, 1, kept=peak.kept).family,
-            "evaluation" if peak.kind == "evaluation" else "training",
-        )
+        (family_of(peak), "evaluation" if peak.kind == "evaluation" else "training")
         for peak in peaks
     }
     tables = dict.fromkeys(t for family in FITTED if family in families for t in FITTED[family])
     return [(table, key) for table in tables for key in getattr(start, table)]
+
+
+def family_of(peak: Peak) -> str:
+    """The plans whose activations need the same memory: fused, kept, tiled or staged."""
+    if peak.kept or peak.engine == "fused":
+        return "kept" if peak.kept else "fused"
+    workload = Workload(facts=peak.facts, training=peak.training)
+    return "tiled" if is_tiled(workload, peak.rows, peak.tokens) else "staged"
 
 
 def with_values(

@@ -61,8 +61,13 @@ def slots_of(targets: Targets, indices: np.ndarray, places: np.ndarray, share: i
     slots[:count] = indices
     at = mx.array(slots.astype(np.int32))
     found = Targets(*(None if array is None else array[at] for array in targets))
-    weights = mx.where(mx.arange(len(slots)) < count, found.weights, 0)
-    return found._replace(positions=mx.array(places[slots].astype(np.int32)), weights=weights)
+    real = mx.arange(len(slots)) < count
+    given = None if found.given is None else mx.where(real, found.given, 0)
+    return found._replace(
+        positions=mx.array(places[slots].astype(np.int32)),
+        weights=mx.where(real, found.weights, 0),
+        given=given,
+    )
 
 
 def in_order(parts: list[TargetPart], found: list[mx.array]) -> mx.array:

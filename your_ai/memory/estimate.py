@@ -301,6 +301,12 @@ def staged_phases(
     backward = max(staged_backward_bytes(each, rows, tokens) for each, count in alone if count)
     table = coefficients.head
     tiled = is_tiled(workload, rows, tokens)
+    if tiled:  # streamed weights of a block stay for all of its tiles
+        reading = coefficients, plan.resident, plan.blocks_ahead
+        while_read, at_once = (
+            weights_bytes(facts, plan.engine, each, *reading) for each in (False, True)
+        )
+        forward, backward = (work + at_once - while_read for work in (forward, backward))
     is_cut = tiled and not plan.kept.linear and not workload.score_head  # in tiles at the head
     head = (
         table["logits"] * logits_bytes(workload, n)
@@ -415,8 +421,9 @@ def staged_forward_bytes(workload: Workload, rows: int, tokens: int) -> float:
 def staged_backward_bytes(workload: Workload, rows: int, tokens: int) -> float:
     """Bytes of the backward pass of a block, of a model whose blocks have the same sizes."""
     if is_tiled(workload, rows, tokens):
-        of_tile = staged_backward_bytes(workload, rows, tile_tokens(rows, tokens))
-        return tiled_backward_bytes(workload, rows, tokens, of_tile)
+        of_rows = (workload, rows, tile_tokens(rows, tokens))
+        of_tile = staged_forward_bytes(*of_rows), staged_backward_bytes(*of_rows)
+        return tiled_backward_bytes(workload, rows, tokens, *of_tile)
     facts, training, table = workload.facts, workload.training, workload.coefficients.backward
     number, n, wide = facts.float_bytes, rows * tokens, widest_outputs(facts)
     lora = sum(i for i, _ in layers_named(facts, training.targets, training.experts))

@@ -41,15 +41,32 @@ def tiled_forward_bytes(workload: Workload, rows: int, tokens: int, of_tile: flo
     """Bytes of the forward pass of a block; of_tile: of that of rows of n tokens."""
     facts, table = workload.facts, workload.coefficients.tiles
     per_token = (facts.hidden + cached(facts)) * facts.float_bytes
-    return rows * tokens * per_token + table["forward"] * of_tile
+    attention = attention_bytes(workload, rows, tokens)
+    return rows * tokens * per_token + max(table["forward"] * of_tile, attention)
 
 
-def tiled_backward_bytes(workload: Workload, rows: int, tokens: int, of_tile: float) -> float:
-    """Bytes of the backward pass of a block; of_tile: of that of rows of n tokens."""
+def tiled_backward_bytes(
+    workload: Workload, rows: int, tokens: int, forward: float, backward: float
+) -> float:
+    """Bytes of the backward pass of a block; forward, backward: of the passes of rows of n tokens.
+
+    An MLP without adapters is not sliced, and needs as much as in the forward pass.
+    """
     facts, table = workload.facts, workload.coefficients.tiles
     per_token = (facts.hidden + cached(facts)) * facts.float_bytes + 4 * cached(facts)
-    work = table["backward"] * of_tile + table["scores"] * TILE_SCORE_BYTES
+    attention = attention_bytes(workload, rows, tokens)
+    work = max(table["forward"] * forward, table["backward"] * backward, attention)
     return rows * tokens * per_token + work
+
+
+def attention_bytes(workload: Workload, rows: int, tokens: int) -> float:
+    """Bytes of attention between two tiles: the scores of some blocks of queries, or of all if they
+    are few, and float32 arrays like the queries."""
+    table, facts, n = workload.coefficients.tiles, workload.facts, tile_tokens(rows, tokens)
+    width = max((m.heads * m.value_dim for kind in facts.kinds for m in kind.mixers), default=0)
+    every = table["pair"] * 4 * rows * facts.heads * n**2
+    queries = table["queries"] * 4 * rows * n * (width or facts.hidden)
+    return min(table["scores"] * TILE_SCORE_BYTES, every) + queries
 
 
 def cached(facts: ModelFacts) -> int:

@@ -8,13 +8,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from your_ai.dashboard.view import duration
+from your_ai.errors import UserError
 from your_ai.gates.text import counted, size_text
 from your_ai.memory.demand import Budget
 from your_ai.memory.estimate import read_bytes
 from your_ai.memory.front import front_of
 from your_ai.memory.limit import text
+from your_ai.memory.longest import BUDGETS_GB, MOST, LongestRow, longest_rows
 from your_ai.memory.plan import (
     Choice,
+    Demand,
     Option,
     not_predicted,
     options,
@@ -22,6 +25,9 @@ from your_ai.memory.plan import (
     seconds_of,
     words,
 )
+
+# What a demand is asked for that is the same for any length and limit.
+SHORT_TOKENS, ANY_GB = 64, 1e6
 
 
 def described(budget: Budget, option: Option) -> dict[str, Any]:
@@ -160,11 +166,8 @@ def table(budget: Budget) -> RenderableType:
     parts.add_row("safety margin", f"{(needed - peak) / 1e6:,.0f}")
     parts.add_row("needs", f"{needed / 1e6:,.0f}")
     reads = read_bytes(budget.demand.facts, budget.demand.training, choice.option.plan)
-    training, blocks = budget.demand.training, budget.demand.facts.blocks
-    which = "all" if training.blocks == blocks else f"the last {training.blocks} of"
-    adapters = f"adapters: rank {training.rank} in {which} {counted(blocks, 'block')}"
     lines: list[RenderableType] = [text(budget.limit), *budget.limit.notices]
-    lines += [adapters, "", parts, "", neighbors(choice, longest)]
+    lines += [adapters_text(budget.demand), "", parts, "", neighbors(choice, longest)]
     if choice.option.needed_bytes > budget.limit.limit_bytes:
         lines.append(ABOVE)
     if reads:
@@ -172,3 +175,53 @@ def table(budget: Budget) -> RenderableType:
     if note := time_text(budget):
         lines.append(note)
     return Group(*lines)
+
+
+def longest_shown(demand: Demand, max_memory_gb: float | None) -> list[LongestRow]:
+    """The longest row that fits into the limit, or into each of some usual ones.
+
+    Raises UserError for a run whose rows are completions that it generates.
+    """
+    if demand.rollouts is not None:
+        raise UserError(
+            "--longest: with this objective rows are generated; --max-new-tokens says how long"
+        )
+    budgets = BUDGETS_GB if max_memory_gb is None else (max_memory_gb,)
+    return list(longest_rows(demand, (int(gb * 1e9) for gb in budgets)))
+
+
+def longest_as_json(rows: list[LongestRow]) -> list[dict[str, Any]]:
+    return [
+        {
+            "limit_bytes": row.limit_bytes,
+            "tokens": row.tokens,
+            "plan": row.choice and words(row.choice.option.plan, row.tokens),
+            "needed_bytes": row.choice and row.choice.option.needed_bytes,
+            "step_cost": row.choice and row.choice.option.cost,
+        }
+        for row in rows
+    ]
+
+
+def longest_table(demand: Demand, rows: list[LongestRow]) -> RenderableType:
+    """The longest rows, each with the plan that makes them fit."""
+    found = Table(box=None, pad_edge=False)
+    for header in ("budget", "longest row", "plan", "needs"):
+        found.add_column(header, justify="left" if header == "plan" else "right")
+    for row in rows:
+        tokens = f"{row.tokens:,} tokens" if row.tokens else "none"
+        plan, needs = "nothing fits", ""
+        if row.choice is not None:
+            option = row.choice.option
+            plan, needs = words(option.plan, row.tokens), size_text(option.needed_bytes)
+        found.add_row(size_text(row.limit_bytes), tokens, plan, needs)
+    lines: list[RenderableType] = [adapters_text(demand), "", found]
+    if any(row.is_most for row in rows):
+        lines.append(f"longer rows than {MOST:,} tokens were not tried")
+    return Group(*lines)
+
+
+def adapters_text(demand: Demand) -> str:
+    training, blocks = demand.training, demand.facts.blocks
+    which = "all" if training.blocks == blocks else f"the last {training.blocks} of"
+    return f"adapters: rank {training.rank} in {which} {counted(blocks, 'block')}"
