@@ -33,7 +33,10 @@ extern "C" void cblas_sgemm(int order, int ta, int tb, int m, int n, int k, floa
 
 def use_openblas() -> None:
     """Load the library, in one thread; the first process compiles it."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the suite uses all cores
+    threads = int(os.environ.setdefault("OPENBLAS_NUM_THREADS", "1"))  # the suite uses all cores
+    loaded = getattr(ctypes.CDLL(None), "openblas_set_num_threads", None)
+    if loaded is not None:  # LD_PRELOAD has it: other threads would give this process other sums
+        loaded(threads)
     if sys.platform != "linux" or "mlx.core" in sys.modules:
         return
     if VARIABLE not in os.environ:

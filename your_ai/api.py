@@ -242,6 +242,7 @@ def train(config: TrainConfig | str | None = None, *, show: bool = True, **setti
     from your_ai.hub.find import find_model
 
     resolved = checked_settings(resolved, every_row=False)
+    new_run.check_rewards(resolved)
     find_model(resolved.model)
     return _train(new_run.create(resolved), resolved, new=True, show=show)
 

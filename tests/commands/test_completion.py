@@ -50,6 +50,8 @@ def test_the_words_of_a_setting_are_completed(capsys, monkeypatch):
         "staged",
         "streamed",
     ]
+    found = completed(capsys, monkeypatch, "bash", "your_ai export --dtype q8")
+    assert found.split() == ["q8_0"]
     assert "auto" in completed(capsys, monkeypatch, "bash", "your_ai plan --lora-rank ")
 
 

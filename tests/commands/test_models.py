@@ -123,6 +123,11 @@ def test_train_asks_on_a_terminal_before_downloading(hub, configure, tiny_model,
     assert (models_root() / NAME).exists() == (answer == "y")
 
 
+PAIR = {"prompt": "a", "completion": "b"}
+GRPO = ["--objective", "grpo", "--reward", "exact_match", "--reward"]
+SOFT = ["--objective", "soft", "--reward-model", "run:none"]
+
+
 @pytest.mark.parametrize(
     ("row", "flags", "message"),
     [
@@ -130,10 +135,13 @@ def test_train_asks_on_a_terminal_before_downloading(hub, configure, tiny_model,
         ({"a": "b"}, [], "train.jsonl:2: unknown row format"),
         ({"a": "b"}, ["--columns", "text=c"], "has no column c"),
         ({"text": "a"}, ["--prompt-template", "none.jinja"], "cannot be read"),
+        (PAIR, [*GRPO, "exact_matsch"], "--reward exact_matsch: no such reward; did you mean"),
+        (PAIR, [*GRPO, "run:none"], "--reward run:none: no run named none"),
+        (PAIR, SOFT, "--reward-model run:none: no run named none"),
     ],
 )
-def test_data_is_checked_before_a_model_is_downloaded(hub, capsys, row, flags, message):  # noqa: F811
-    write_rows(Path("data/train.jsonl"), [{"prompt": "a", "completion": "b"}, row])
+def test_bad_input_is_refused_before_a_download(hub, capsys, row, flags, message):  # noqa: F811
+    write_rows(Path("data/train.jsonl"), [PAIR, row])
     assert call(capsys, "train", "--model", REPO, "--data", "data", "--yes", *flags)[0] == 2
     assert hub.requests == []
     assert not models_root().exists()

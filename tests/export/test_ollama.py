@@ -88,6 +88,15 @@ def test_another_chat_template_is_left_to_the_weights_and_told(tmp_path, capsys)
     assert fields(Path("r-ollama/r-F16.gguf"))["tokenizer.chat_template"] == odd
 
 
+def test_reasoning_that_the_chat_template_leaves_out_is_told(tmp_path, capsys):
+    base = make_model(tmp_path / "m", num_hidden_layers=2)
+    cuts = "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    (base / "chat_template.jinja").write_text(cuts + "<assistant>")
+    make_run(base)
+    assert call("export", "r", "--to", "ollama") == 0
+    assert "leaves the reasoning (<think>) of earlier answers out" in printed(capsys)
+
+
 def test_without_a_chat_template_the_texts_are_joined(tmp_path):
     base = make_model(tmp_path / "m", num_hidden_layers=2)
     (base / "chat_template.jinja").unlink()

@@ -43,6 +43,12 @@ FIXED = {
 }
 
 
+def names_of_dtypes(incomplete: str) -> list[str]:
+    """The types of all formats whose names start so, for the completion of a shell."""
+    names = dict.fromkeys(name for names in DTYPES.values() for name in names)
+    return [name for name in names if name.startswith(incomplete)]
+
+
 @dataclass(frozen=True)
 class ExportOptions:
     """The options of `your_ai export` that the formats use."""
@@ -89,7 +95,8 @@ def export(
         typer.Option(
             help="Data type of a fused model. hf: float32, bfloat16, float16; gguf, ollama, "
             "lmstudio: f32, f16, bf16, q8_0, q4_0, and with llama-quantize q4_k_m, q5_k_m, q6_k; "
-            "lmstudio: also mlx, the default on Apple silicon."
+            "lmstudio: also mlx, the default on Apple silicon.",
+            autocompletion=names_of_dtypes,
         ),
     ] = None,
     llama_quantize: Annotated[

@@ -108,6 +108,7 @@ def check(settings: TrainConfig, detach: bool) -> TrainConfig:
         raise UserError(
             "--detach: cannot be combined with --no-supervise, which trains in this process"
         )
+    new_run.check_rewards(settings)
     if settings.report_to:
         from your_ai.trackers import upload
 

@@ -24,6 +24,11 @@ SYSTEM, USER, ANSWER, AGAIN = "\ue000S\ue001", "\ue000U\ue001", "\ue000A\ue001",
 ROLES = {SYSTEM: "system", USER: "user", ANSWER: "assistant", AGAIN: "user"}
 # For the comparison: contents that a template may treat in another way than plain words.
 CONTENTS = ("Hello", 'a "b"\n\n{c} {{ d }} <e> é 日本', "<|x|> [INST] 1 + 1 = 2", "x", "Yes.\nNo")
+REASONED: list[Message] = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHello."},
+    {"role": "user", "content": "Bye"},
+]
 PLACES = Literal["own", "first", "last", "none"]
 MEANT = ("{{", '"""')  # a Go template's action, the end of a text in a Modelfile
 GO_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
@@ -163,9 +168,16 @@ def shape_of(tokenizer: Any) -> ChatShape | None:
     return shape
 
 
+def drops_reasoning(tokenizer: Any, shape: ChatShape) -> bool:
+    """Whether the chat template leaves out earlier reasoning, which the shape keeps."""
+    try:
+        return run_template(tokenizer, REASONED) != shape.render(REASONED)
+    except TemplateRefused:
+        return False
+
+
 def run_template(tokenizer: Any, messages: list[Message]) -> str:
-    where = "the model's chat template"
-    return render(tokenizer, messages, where, TEMPLATE_BYTES, add_generation_prompt=True)
+    return render(tokenizer, messages, "TEMPLATE", TEMPLATE_BYTES, add_generation_prompt=True)
 
 
 def split(text: str, *marks: str) -> list[str] | None:

@@ -18,7 +18,7 @@ from your_ai.data.system_prompt import common_system_prompt
 from your_ai.errors import UserError
 from your_ai.export import gguf, gguf_folder, gguf_quantize, huggingface
 from your_ai.export.gguf_model import ARCHITECTURES
-from your_ai.export.go_template import PLAIN, shape_of
+from your_ai.export.go_template import PLAIN, drops_reasoning, shape_of
 from your_ai.export.modelfile import Modelfile, fault_of
 from your_ai.gates.untrusted import read_json
 from your_ai.generation.generate import context_tokens
@@ -162,6 +162,11 @@ def template_of(trained: Trained, tokenizer: Any) -> tuple[str | None, list[str]
         notes.append(
             "the model's chat template takes no system message; Ollama will put one before the "
             "first question"
+        )
+    if drops_reasoning(tokenizer, shape):
+        notes.append(
+            "the model's chat template leaves the reasoning (<think>) of earlier answers out of a "
+            "chat; TEMPLATE keeps it"
         )
     if "strftime_now" in str(tokenizer.chat_template):
         notes.append("the chat template writes the date; TEMPLATE has the date of this export")

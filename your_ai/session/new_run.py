@@ -10,6 +10,8 @@ from typing import Any
 
 from your_ai.config import TrainConfig
 from your_ai.config import resolve as resolve_settings
+from your_ai.errors import UserError
+from your_ai.rewards.names import RUN, parse_rewards, reward_texts
 from your_ai.run import folder
 from your_ai.run.folder import RunFolder
 
@@ -28,6 +30,22 @@ def settings_of_adapter(source: str, base: str | None) -> dict[str, Any]:
     from your_ai.export import starting
 
     return starting.settings_of(source, base)
+
+
+def check_rewards(config: TrainConfig) -> None:
+    """Raise UserError for a reward that cannot be, before a model is downloaded for it.
+
+    The user's functions are not imported, and a run is not read: training does both.
+    """
+    if not config.generates:
+        return
+    for each in parse_rewards(reward_texts(config)):
+        if each.kind == RUN:
+            try:
+                folder.find(each.argument)
+            except UserError as error:
+                label = "--reward-model" if each.name == config.reward_model else "--reward"
+                raise UserError(f"{label} {each.name}: {error}") from error
 
 
 def create(config: TrainConfig) -> RunFolder:
