@@ -311,8 +311,8 @@ def staged_phases(
 
     if linear < blocks:
         found.append(backward_at(blocks - 1, backward))
-        if kept.attention > linear:
-            found.append(backward_at(linear, backward))
+        if kept.attention > linear:  # the inputs of blocks count with the forward pass, above
+            found.append(backward_at(linear, backward) | {"block inputs": 0})
     if linear:
         kinds = [facts.alone[kind] for kind in facts.counts_of_last(linear)]
         later = [replace(workload, facts=part) for part in kinds]
