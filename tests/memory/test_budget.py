@@ -19,6 +19,7 @@ from your_ai.memory.budget import (
     demand_of,
     limit_generation,
     limit_of,
+    plan_of,
     plan_waves,
     python_bytes,
     row_limit,
@@ -28,6 +29,8 @@ from your_ai.memory.estimate_generation import RolloutSizes, generation_bytes, r
 from your_ai.memory.facts import BlockFacts, ModelFacts, facts_of
 from your_ai.memory.limit import MachineMemory
 from your_ai.memory.plan import DoesNotFit, options
+from your_ai.memory.workload import Kept, Plan
+from your_ai.run import events
 
 MB, GB = 10**6, 10**9
 HELD = 100 * MB
@@ -339,3 +342,11 @@ def test_slices_are_counted_only_on_the_cpu(tiny_model, monkeypatch):
     assert evaluated(tiny_model).demand.sliced == (mx.default_device().type == mx.cpu)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     assert not evaluated(tiny_model).demand.sliced
+
+
+def test_the_plan_of_an_event_is_read_also_from_older_versions():
+    recorded = {"plan": "staged", "micro_tokens": 512, "spill": False, "level": 0, "text": "",
+                "estimate_bytes": 1, "kept": 3}  # fmt: skip
+    assert plan_of(events.Planned(**recorded)) == Plan("staged", 512, kept=Kept(linear=3))
+    recorded |= {"kept_attention": 8, "kept_activations": 1}
+    assert plan_of(events.Planned(**recorded)) == Plan("staged", 512, kept=Kept(3, 8, 1))

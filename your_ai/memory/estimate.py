@@ -351,7 +351,11 @@ def staged_phases(
     if tiled:
         found.append({"block work": 2 * hidden})  # the embeddings, and their tiles
     if linear < blocks:
-        found += [backward_at(place, backward, tiled) for place in (linear, blocks - 1)]
+        found.append(backward_at(blocks - 1, backward, tiled))
+        if tiled:
+            found.append(backward_at(linear, backward, tiled))
+        elif kept.attention > linear:  # the inputs of blocks count with the forward pass, above
+            found.append(backward_at(linear, backward, 0) | {"block inputs": 0})
     if linear:
         kinds = [facts.alone[kind] for kind in facts.counts_of_last(linear)]
         later = [replace(workload, facts=part) for part in kinds]
