@@ -137,44 +137,60 @@ def options(demand: Demand) -> list[Option]:
             if count < together and kept:
                 continue  # scoring the texts first costs more than kept outputs save
             plan = Plan(engine, count * longest, spill, kept=kept, blocks_ahead=blocks_ahead)
-            update_bytes = bytes_to_update(demand, plan)
             for wave in waves:
                 plan = replace(plan, wave=wave)
                 cost = 1.0 if demand.forward else step_cost(demand.facts, demand.training, plan)
                 if count < together:
                     cost += SCORING_COST
-                most = largest(demand, plan)
-                of_step = max(update_bytes, with_margin(most, margin_of(demand)))
-                every_more = [(plan, 0)]
-                if engine == "streamed" and blocks_ahead and adjusts_reading(demand):
-                    every_more = [*residents(demand, plan), *every_more]
-                found += [
-                    Option(
-                        each,
-                        most.with_weights(more),
-                        cost,
-                        max(demand.before_bytes, of_step + more),
-                    )
-                    for each, more in every_more
-                ]
+                found += options_of(demand, plan, cost)
     return found
+
+
+def options_of(demand: Demand, plan: Plan, cost: float) -> list[Option]:
+    """The option of a plan; before it, if it is streamed, with blocks whose weights stay in memory,
+    the most first.
+
+    Those add the same bytes to every phase of a step, so that their estimates follow from two: with
+    none, and with all trained blocks, so that the backward pass reads nothing.
+    """
+    margin = margin_of(demand)
+    found: list[Option] = []
+
+    def add(plan: Plan, most: Estimate, of_step: int) -> None:
+        found.append(Option(plan, most, cost, max(demand.before_bytes, of_step)))
+
+    def estimated(plan: Plan) -> tuple[Estimate, int]:
+        most = largest(demand, plan)
+        return most, max(bytes_to_update(demand, plan), with_margin(most, margin))
+
+    known: dict[bool, tuple[int, Estimate, int]] = {}
+    sized = partial(weights_bytes, demand.facts, plan.engine, coefficients=demand.coefficients)
+    for resident in resident_counts(demand, plan):
+        each = replace(plan, resident=resident)
+        if resident == 0:
+            add(each, *estimated(each))
+            continue
+        reads = resident < demand.training.blocks  # in the backward pass
+        if reads not in known:
+            known[reads] = (sized(resident=resident), *estimated(each))
+        before, most, of_step = known[reads]
+        more = sized(resident=resident) - before
+        add(each, most.with_weights(more), of_step + more)
+    return found
+
+
+def resident_counts(demand: Demand, plan: Plan) -> list[int]:
+    """How many blocks may keep their weights in memory, the most first."""
+    if plan.engine != "streamed" or not plan.blocks_ahead or not adjusts_reading(demand):
+        return [0]
+    blocks = demand.facts.blocks
+    levels = (blocks * level // RESIDENT_LEVELS for level in range(RESIDENT_LEVELS))
+    return sorted(set(levels), reverse=True)
 
 
 def adjusts_reading(demand: Demand) -> bool:
     """Whether a streamed plan may keep the weights of some blocks, or read none ahead."""
     return not demand.forward and demand.soft is None
-
-
-def residents(demand: Demand, plan: Plan) -> list[tuple[Plan, int]]:
-    """The streamed plan with some blocks' weights in memory, the most first, and the bytes that
-    they add to every phase of a step.
-    """
-    blocks = demand.facts.blocks
-    levels = (blocks * level // RESIDENT_LEVELS for level in range(1, RESIDENT_LEVELS + 1))
-    counts = sorted({count for count in levels if 0 < count < blocks}, reverse=True)
-    sized = partial(weights_bytes, demand.facts, plan.engine, coefficients=demand.coefficients)
-    each_more = [(replace(plan, resident=n), sized(resident=n) - sized()) for n in counts]
-    return [(each, more) for each, more in each_more if more > 0]
 
 
 def kept_counts(demand: Demand, engine: str, spill: bool, blocks_ahead: int) -> list[int]:
