@@ -125,10 +125,6 @@ def estimate(
         phases = fused_phases(workload, rows, tokens, gradients)
     else:
         phases = staged_phases(workload, plan, rows, tokens, gradients)
-        if plan.engine == "streamed" and plan.resident >= training.blocks:
-            # Only the forward pass of the other blocks reads. Its weights count in every phase.
-            read = held["weights"] - facts.bytes_of_last(plan.resident) - facts.rest_bytes
-            phases = [phases[0], *({**phase, "weights": -read} for phase in phases[1:])]
     if workload.noise and not forward:
         hidden = rows * tokens * facts.hidden
         noise = NOISE_ARRAYS * 4 * hidden + hidden * facts.float_bytes
@@ -173,7 +169,7 @@ def estimate(
              "norms", "prefix cache")  # fmt: skip
     order += ("reward models",) if workload.reward_models else ()
     order = [name for name in order if generating or name not in ("KV cache", "sampling")]
-    components = {name: int(held.get(name, 0) + phase.get(name, 0)) for name in order}
+    components = {name: int((held | phase).get(name, 0)) for name in order}
     beside = {"graphs": graphs, "cache": workload.cache_bytes, "python": workload.python_bytes}
     found = Estimate(components | beside)
     if not generating:

@@ -148,34 +148,22 @@ def options(demand: Demand) -> list[Option]:
 
 def options_of(demand: Demand, plan: Plan, cost: float) -> list[Option]:
     """The option of a plan; before it, if it is streamed, with blocks whose weights stay in memory,
-    the most first.
-
-    Those add the same bytes to every phase of a step, so that their estimates follow from two: with
-    none, and with all trained blocks, so that the backward pass reads nothing.
+    the most first. Those add the same bytes to every phase of a step.
     """
-    margin = margin_of(demand)
-    found: list[Option] = []
-
-    def add(plan: Plan, most: Estimate, of_step: int) -> None:
-        found.append(Option(plan, most, cost, max(demand.before_bytes, of_step)))
-
-    def estimated(plan: Plan) -> tuple[Estimate, int]:
-        most = largest(demand, plan)
-        return most, max(bytes_to_update(demand, plan), with_margin(most, margin))
-
-    known: dict[bool, tuple[int, Estimate, int]] = {}
+    most = largest(demand, plan)
+    of_step = max(bytes_to_update(demand, plan), with_margin(most, margin_of(demand)))
     sized = partial(weights_bytes, demand.facts, plan.engine, coefficients=demand.coefficients)
+    found = []
     for resident in resident_counts(demand, plan):
-        each = replace(plan, resident=resident)
-        if resident == 0:
-            add(each, *estimated(each))
-            continue
-        reads = resident < demand.training.blocks  # in the backward pass
-        if reads not in known:
-            known[reads] = (sized(resident=resident), *estimated(each))
-        before, most, of_step = known[reads]
-        more = sized(resident=resident) - before
-        add(each, most.with_weights(more), of_step + more)
+        more = sized(resident=resident) - sized() if resident else 0
+        found.append(
+            Option(
+                replace(plan, resident=resident),
+                most.with_weights(more),
+                cost,
+                max(demand.before_bytes, of_step + more),
+            )
+        )
     return found
 
 
