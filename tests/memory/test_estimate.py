@@ -354,8 +354,9 @@ def test_facts_from_headers_are_those_of_a_written_model(tmp_path):
     assert replace(made, disk_bytes=0) == replace(from_headers, disk_bytes=0)
 
 
-CHEAP = [  # RECORDED has every plan with each of these
+CHEAP = [  # RECORDED has every plan but `resident` with each of these
     (128, 1, *FEW, "spilled"),
+    (128, 1, *FEW, "resident"),
     (128, 1, *ALL, "staged"),
     (128, 4, *FEW, "fused"),
     (128, 4, *FEW, "streamed"),
@@ -389,8 +390,11 @@ def test_peaks_measured_here_are_estimated(
     for _ in our_plans.run_ours(contest, contender):
         pass
     peak = mx.get_peak_memory() - before
-    spilled = contender == "spilled"
-    plan = Plan("streamed" if spilled else contender, rows * tokens, spilled)
+    plan = Plan(contender, rows * tokens)
+    if contender in our_plans.STREAMED:
+        resident = 2 if contender == "resident" else 0  # of 4 blocks
+        alone = Plan("streamed", rows * tokens, contender == "spilled", resident=resident)
+        plan = replace(alone, blocks_ahead=int(contender == "resident"))
     facts = facts_of(tiny_shape, 4)
     workload = Workload(facts=facts, training=training_of(facts, layers, targets))
     found = estimate(workload, plan, rows, tokens)

@@ -201,9 +201,9 @@ def test_streamed_plans_are_tried_with_fewer_and_fewer_blocks_in_memory():
         reads = [read_bytes(LLAMA, DEMAND.training, o.plan) for o in (more, less)]
         assert reads[0] < reads[1]
     (staged,) = (o for o in every if o.plan == Plan("staged", 2048))
-    assert staged.needed_bytes - 2 * 123 * MB < found[0].needed_bytes <= staged.needed_bytes
+    assert staged.needed_bytes - 2 * 123 * MB < found[0].needed_bytes < staged.needed_bytes
     alone = next(o for o in every if o.plan == Plan("streamed", 2048, blocks_ahead=0))
-    assert alone.estimate.components["weights"] == 123 * MB + MB
+    assert MB < alone.estimate.components["weights"] <= 123 * MB + MB
     assert alone.needed_bytes < found[-1].needed_bytes
 
 

@@ -332,8 +332,8 @@ class TrainConfig:
         "auto",
         "How gradients are computed; every plan gives the same gradients. fused: one graph, "
         "fastest. staged: one block at a time, recomputed in the backward pass as far as its "
-        "outputs do not fit, with the vocabulary on disk. streamed: staged, with all weights on "
-        "disk. auto: the fastest that fits.",
+        "outputs do not fit, with the vocabulary on disk. streamed: staged, with the weights "
+        "on disk that do not fit. auto: the fastest that fits.",
     )
     spill: bool = setting(
         False,

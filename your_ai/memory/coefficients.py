@@ -65,7 +65,7 @@ class Coefficients:
     soft: Table
     """Gradients through sampled tokens: a block, slices of the head, and arrays of each token."""
     streamed: Table
-    """Blocks whose weights are in memory together."""
+    """Blocks whose weights are in memory together; alone: where none is read ahead."""
     fused_graph: Table
     """Bytes of a compiled fused graph, per block."""
     staged_graph: Table
@@ -100,8 +100,18 @@ def read_packaged() -> Coefficients:
 
 
 PACKAGED = read_packaged()
-# Tables that older files do not have.
+# Tables that older files do not have, and keys that their tables do not have.
 LATER = {"rollouts": PACKAGED.rollouts, "kept": PACKAGED.kept, "tiles": PACKAGED.tiles}
+LATER_KEYS = {"streamed": ("alone",)}
+
+
+def with_later(tables: dict[str, Any]) -> dict[str, Any]:
+    """The tables of a file of any version, with what was added later."""
+    found = LATER | tables
+    for name, keys in LATER_KEYS.items():
+        if isinstance(found.get(name), dict):
+            found[name] = {key: getattr(PACKAGED, name)[key] for key in keys} | found[name]
+    return found
 
 
 @dataclass(frozen=True)
@@ -128,7 +138,7 @@ def read_fitted(path: Path) -> Fitted | None:
         if not all(map(math.isfinite, errors)):
             return None
         return Fitted(
-            coefficients=parse(LATER | content["coefficients"], PACKAGED),
+            coefficients=parse(with_later(content["coefficients"]), PACKAGED),
             machine=tuple(map(str, content["machine"])),
             date=str(content["date"])[:10],
             peaks=int(content["peaks"]),

@@ -229,7 +229,8 @@ def weights_bytes(
         return facts.weights_bytes
     if engine == "staged":
         return facts.blocks_bytes + facts.rest_bytes
-    count = coefficients.streamed["evaluation" if forward else "training"] if blocks_ahead else 1
+    kind = "evaluation" if forward else "training" if blocks_ahead else "alone"
+    count = coefficients.streamed[kind]
     stay = facts.bytes_of_last(resident)
     read = min(facts.neighbours_bytes(count, resident), facts.blocks_bytes - stay)
     return stay + read + facts.rest_bytes

@@ -157,12 +157,8 @@ def options(demand: Demand) -> list[Option]:
             if count < together and kept:
                 continue  # scoring the texts first costs more than kept outputs save
             plan = Plan(engine, count * longest, spill, kept=kept, blocks_ahead=blocks_ahead)
-            update_bytes = bytes_to_update(demand, plan)
             for wave in waves:
-                option = option_of(demand, replace(plan, wave=wave), update_bytes)
-                if engine == "streamed" and blocks_ahead and adjusts_reading(demand):
-                    found += with_residents(demand, option)
-                found.append(option)
+                found += options_of(demand, replace(plan, wave=wave))
     return fastest_first(timed(demand, found))
 
 
@@ -271,26 +267,39 @@ def with_more_kept(demand: Demand, option: Option, fits: Callable[[Option], bool
     return best
 
 
+def options_of(demand: Demand, plan: Plan) -> list[Option]:
+    """The option of a plan; before it, if it is streamed, with blocks whose weights stay in memory,
+    the most first. Those add the same bytes to every phase of a step.
+    """
+    found = option_of(demand, plan, bytes_to_update(demand, plan))
+    sized = partial(weights_bytes, demand.facts, plan.engine, coefficients=demand.coefficients)
+    each_more = ((n, sized(resident=n) - sized()) for n in resident_counts(demand, plan) if n)
+    return [
+        *(
+            replace(
+                found,
+                plan=replace(plan, resident=resident),
+                estimate=found.estimate.with_weights(more),
+                needed_bytes=found.needed_bytes + more,
+            )
+            for resident, more in each_more
+        ),
+        found,
+    ]
+
+
+def resident_counts(demand: Demand, plan: Plan) -> list[int]:
+    """How many blocks may keep their weights in memory, the most first."""
+    if plan.engine != "streamed" or not plan.blocks_ahead or not adjusts_reading(demand):
+        return [0]
+    blocks = demand.facts.blocks
+    levels = (blocks * level // RESIDENT_LEVELS for level in range(RESIDENT_LEVELS))
+    return sorted(set(levels), reverse=True)
+
+
 def adjusts_reading(demand: Demand) -> bool:
     """Whether a streamed plan may keep the weights of some blocks, or read none ahead."""
     return not demand.forward and demand.soft is None
-
-
-def with_residents(demand: Demand, option: Option) -> list[Option]:
-    """A streamed option with the weights of some blocks in memory, the most first.
-
-    They add the same bytes to every phase of a step.
-    """
-    plan, blocks = option.plan, demand.facts.blocks
-    levels = (blocks * level // RESIDENT_LEVELS for level in range(1, RESIDENT_LEVELS + 1))
-    counts = sorted({count for count in levels if 0 < count < blocks}, reverse=True)
-    sized = partial(weights_bytes, demand.facts, plan.engine, coefficients=demand.coefficients)
-    each_more = [(replace(plan, resident=n), sized(resident=n) - sized()) for n in counts]
-    return [
-        Option(each, option.estimate.with_weights(more), option.cost, option.needed_bytes + more)
-        for each, more in each_more
-        if more > 0
-    ]
 
 
 def margin_of(demand: Demand) -> float:
