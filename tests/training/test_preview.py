@@ -111,7 +111,10 @@ def test_json_output_is_one_object(capsys):
     status, out, error = call(capsys, "plan", "--json")
     assert (status, error, out.count("\n")) == (0, "", 1)
     found = json.loads(out)
-    assert found.keys() == PLAN | {"limit_bytes", "limit_reason", "notices", "smaller", "larger"}
+    time = {"seconds_by_term", "seconds_note", "steps"}
+    limit = {"limit_bytes", "limit_reason", "notices"}
+    assert found.keys() == PLAN | limit | time | {"smaller", "larger"}
+    assert "bench --calibrate" in found["seconds_note"]
     assert found["limit_bytes"] == 8 * GB * 95 // 100
     assert found["notices"] == []
     assert found["larger"] is None

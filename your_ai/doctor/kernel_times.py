@@ -5,6 +5,7 @@ Whole steps do not tell these apart, because they grow together.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -99,8 +100,9 @@ def kernel_times(
             yield TimedWork(f"product {rows} x {inputs} x {outputs}", work, time_of(run, now))
     for shape in kernels.attentions if on_cpu else ():
         yield from attention_times(*shape, dtype, now)
-    for targets, hidden, vocabulary in kernels.heads:
-        yield head_time(targets, hidden, vocabulary, dtype, now)
+    for sizes in kernels.heads:
+        for quantized in (False, True):
+            yield head_time(*sizes, quantized, dtype, now)
     yield spill_time(now)
 
 
@@ -130,11 +132,18 @@ def attention_times(
 
 
 def head_time(
-    targets: int, hidden: int, vocabulary: int, dtype: mx.Dtype, now: Callable[[], float]
+    targets: int,
+    hidden: int,
+    vocabulary: int,
+    quantized: bool,
+    dtype: mx.Dtype,
+    now: Callable[[], float],
 ) -> TimedWork:
     """Time the loss and its gradient, over the vocabulary."""
-    layer = nn.Embedding(vocabulary, hidden)
+    layer: Any = nn.Embedding(vocabulary, hidden)
     layer.set_dtype(dtype)
+    if quantized:
+        layer = nn.QuantizedEmbedding.from_embedding(layer, GROUP_SIZE, 4)
     head, states = (
         LinearHead(LayerRows(layer)),
         mx.random.normal((1, targets, hidden), key=mx.random.key(0)),
@@ -146,7 +155,7 @@ def head_time(
         scale = mx.array(1.0)
         return target_pass.loss_and_gradient(states, batch, SUPERVISED, scale, head)[:2]
 
-    work = head_parts_work(False, targets, hidden, vocabulary)
+    work = head_parts_work(quantized, targets, hidden, vocabulary)
     return TimedWork(f"head {targets} x {hidden} x {vocabulary}", work, time_of(run, now))
 
 
@@ -165,10 +174,10 @@ def spill_time(now: Callable[[], float]) -> TimedWork:
 
 
 def time_of(run: Callable[[], Any], now: Callable[[], float]) -> float:
-    """The fewest seconds of `run`, whose result is evaluated; the first call is left out."""
+    """The median seconds of `run`, whose result is evaluated; the first call is left out."""
     found = []
     for _ in range(1 + REPEATS):
         began = now()
         mx.eval(run())
         found.append(now() - began)
-    return min(found[1:])
+    return statistics.median(found[1:])

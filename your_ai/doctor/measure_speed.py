@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +123,7 @@ def measured_times(
 ) -> list[TimedWork]:
     """Time every case on this machine; repeat them as long as `longest_s` seconds allow.
 
-    A time is the shortest of the repetitions: what else runs only makes them longer.
+    A time is the median of the repetitions.
     """
     deadline = now() + longest_s
     measured = ON_FAST if multiply_adds_per_s(now) > FAST else ON_SLOW
@@ -173,9 +174,9 @@ def times_of(
         for term in of_run.of_micro_batch(plan, *shape).values():
             add(work, term)
         name = f"{folder.name} {case.engine} {case.kept or ''} {case.targets[0]} {shape.tokens}"
-        yield TimedWork(name, work, min(gradients for gradients, _ in steps[1:]))
+        yield TimedWork(name, work, statistics.median(gradients for gradients, _ in steps[1:]))
         updates += [seconds for _, seconds in steps[1:]]
-    yield TimedWork(f"{folder.name} update", of_run.of_update(), min(updates))
+    yield TimedWork(f"{folder.name} update", of_run.of_update(), statistics.median(updates))
 
 
 def steps_of(
