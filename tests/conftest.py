@@ -24,6 +24,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import load_tokenizer, quantize_model, save_config
 
 from tests.kernels import fuse, precompile_header
+from tests.scheduling import take_turns
 from your_ai import cli
 from your_ai.config import DEMO_DATA, TrainConfig, build, to_yaml
 from your_ai.data import sources
@@ -158,6 +159,17 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     fuse(getattr(request.module, "KERNELS", False))
     yield
     fuse(False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def turns(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let threads take turns in the modules that say `TAKES_TURNS = True`."""
+    on = getattr(request.module, "TAKES_TURNS", False)
+    if on:
+        take_turns(True)
+    yield
+    if on:
+        take_turns(False)
 
 
 def keep_objects() -> None:

@@ -1,27 +1,34 @@
-"""Run the suite's processes so that MLX's thread does not interrupt the one that feeds it.
+"""Let the threads of a worker take turns, where no test measures memory.
 
 MLX hands each operation to a thread, which the system wakes up at once: tests that compute little
-switched between the two threads 50,000 times per second, and that took up to a third of their
-time. As batch processes, and each worker on a core of its own, the threads take turns when one has
-to wait.
+switched between two threads 50,000 times per second, which took a quarter of their time. Of a batch
+process on one core, the thread that hands out work goes on until it has to wait. It is then further
+ahead, so that more arrays exist together: measured peaks are larger, and vary.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 
 
-def use_one_core() -> None:
-    """Let this process, and those that it starts, be batch processes, a worker's on one core.
+def take_turns(on: bool) -> None:
+    """Make this process a batch process or an ordinary one.
 
-    Workers beyond the number of cores use all: they compute while others wait.
+    A batch process of a worker uses one core; of workers beyond the number of cores, all: they
+    compute while others wait. Processes that tests start are ordinary ones; see
+    quick_start/sitecustomize.py.
     """
-    if not hasattr(os, "sched_setscheduler"):
+    tasks = Path("/proc/self/task")
+    if not tasks.exists():  # not on Linux
         return
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
-        cores = sorted(os.sched_getaffinity(0))
-        if number.isdigit() and int(number) < len(cores):
-            os.sched_setaffinity(0, {cores[int(number)]})
+    cores = range(os.cpu_count() or 1)
+    number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if on and number.isdigit() and int(number) < len(cores):
+        cores = cores[int(number) : int(number) + 1]
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended, or it is not allowed
+            policy = os.SCHED_BATCH if on else os.SCHED_OTHER
+            os.sched_setscheduler(int(task.name), policy, os.sched_param(0))
+            os.sched_setaffinity(int(task.name), cores)

@@ -133,7 +133,16 @@ def keep_methods():
     atexit.register(write)
 
 
+def be_ordinary():
+    """Use all cores, unlike the test that started this process; see tests/scheduling.py."""
+    with contextlib.suppress(OSError, AttributeError):
+        if os.sched_getscheduler(0) == os.SCHED_BATCH:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
 if "YOUR_AI_TESTS_CACHE" in os.environ and not __name__.startswith("tests."):
+    be_ordinary()
     sys.meta_path.insert(0, Finder("transformers.utils.import_utils", read_models_once))
     sys.meta_path.insert(0, Finder("mlx.core", fuse_as_the_test, before=load_blas))
     keep_methods()

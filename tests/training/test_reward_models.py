@@ -32,6 +32,7 @@ from your_ai.training import reward_models
 from your_ai.training.memory_actions import Governor
 from your_ai.training.train import train_until_done
 
+TAKES_TURNS = True
 PAIRS = [
     {
         "prompt": f"Question {i} " * (1 + i % 3),

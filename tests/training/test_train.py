@@ -27,6 +27,8 @@ from your_ai.run.checkpoint import OPTIMIZER
 from your_ai.run.folder import RunFolder
 from your_ai.training.prepare import PREFIX
 
+TAKES_TURNS = True
+
 
 def final_files(run: RunFolder) -> dict[str, bytes]:
     newest = checkpoint.list_checkpoints(run.checkpoints)[0]
