@@ -243,10 +243,7 @@ class Ranks:
         parts = self.gather([totals.loss, totals.metrics, list(counts)])
         whole = Totals()
         for loss, metrics, _ in parts:
-            whole.loss += loss
-            for name, (value, count) in metrics.items():
-                before = whole.metrics.get(name, (0.0, 0.0))
-                whole.metrics[name] = (before[0] + value, before[1] + count)
+            whole.add_sums(loss, metrics)
         if grads is None:
             flat = {name: mx.zeros_like(array) for name, array in tree_flatten(parameters)}
         else:
